@@ -1,0 +1,45 @@
+//! What the examples share: one way to report, one line for an error, exit status 2.
+
+use clap::Parser;
+use clap::error::ErrorKind;
+
+/// What an example does with its arguments: the report, as text or as one JSON value.
+pub trait Example: Parser {
+    /// Whether the user asked for JSON.
+    fn json(&self) -> bool;
+    /// Does the work; text goes to standard output as it comes, the value is what `--json` prints.
+    fn run(self) -> tensor_offload::Result<serde_json::Value>;
+}
+
+/// Parses the arguments, runs the example, reports, and exits: 0 when it worked, 2 with the error otherwise.
+pub fn main<E: Example>() -> ! {
+    let json_asked = std::env::args().any(|arg| arg == "--json");
+    let example = match E::try_parse() {
+        Ok(example) => example,
+        Err(help) if matches!(help.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => help.exit(),
+        Err(usage) => {
+            let text = usage.render().to_string();
+            let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ").to_owned();
+            fail("Usage", &line, json_asked)
+        }
+    };
+    let json = example.json();
+    match example.run() {
+        Ok(value) => {
+            if json {
+                println!("{value}");
+            }
+            std::process::exit(0)
+        }
+        Err(error) => fail(&error.kind().to_string(), &error.to_string(), json),
+    }
+}
+
+fn fail(kind: &str, message: &str, json: bool) -> ! {
+    if json {
+        println!("{}", serde_json::json!({ "error": { "kind": kind, "message": message } }));
+    } else {
+        eprintln!("error: {}", message.replace('\n', " "));
+    }
+    std::process::exit(2)
+}

@@ -1,0 +1,430 @@
+//! Tensors -> modules -> layers, from their names alone.
+
+use std::cmp::Ordering;
+use std::collections::HashMap;
+
+use serde::Serialize;
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// One stored tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TensorInfo {
+    /// Its name in the file.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions, outermost first; empty for a scalar.
+    pub shape: Vec<u64>,
+    /// The bytes that it takes.
+    pub bytes: u64,
+    /// Which of the checkpoint's files holds it.
+    pub file: usize,
+    /// Where its bytes begin in that file.
+    pub offset: u64,
+}
+
+impl TensorInfo {
+    /// A tensor whose bytes begin at `offset` of file number `file`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the shape has more than `u64` bytes or does not end on a byte.
+    pub fn new(name: impl Into<String>, dtype: DType, shape: &[u64], file: usize, offset: u64) -> Result<TensorInfo> {
+        let name = name.into();
+        let bytes = dtype
+            .bytes_of(shape)
+            .ok_or_else(|| Error::invalid(format!("tensor `{name}`: {dtype} {shape:?} is no whole number of bytes")))?;
+        Ok(TensorInfo { name, dtype, shape: shape.to_vec(), bytes, file, offset })
+    }
+}
+
+/// The tensors that belong to one operation: `X.weight`, `X.bias`, `X.weight_scale`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Module {
+    /// What its tensors' names begin with.
+    pub name: String,
+    /// The layer that it runs in.
+    pub layer: usize,
+    /// Its name inside the layer; empty when the layer is this module.
+    pub role: String,
+    /// Its tensors, by place in [`Layout::tensors`].
+    pub tensors: Vec<usize>,
+    /// The bytes of its tensors, without those that alias another module's.
+    pub bytes: u64,
+    /// The module whose storage all of its tensors alias (tied weights); its own bytes are then 0.
+    pub alias_of: Option<usize>,
+    /// Whether it is an embedding that the model uses at both ends.
+    pub both_ends: bool,
+}
+
+/// Modules that run together; the unit of streaming.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Layer {
+    /// The numbered prefix (`model.layers.7`), or the name of its only module.
+    pub name: String,
+    /// Its modules, by place in [`Layout::modules`].
+    pub modules: Vec<usize>,
+    /// The bytes of its modules.
+    pub bytes: u64,
+    /// Layers of one class have the same roles, element types and sizes.
+    pub class: usize,
+}
+
+/// The tensors of a model in order of execution, as modules and layers.
+///
+/// A layer is found from the outermost number in a name: `model.layers.7.mlp.up_proj.weight` belongs to layer
+/// `model.layers.7`. Layers of one stack stand in order of their numbers, stacks in order of first
+/// appearance; modules outside any stack are layers of their own, embeddings first, then other inputs, the
+/// stacks, final norms, and heads last. Where names do not tell, [`Layout::in_order`] does.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Layout {
+    /// All tensors, as given.
+    pub tensors: Vec<TensorInfo>,
+    /// All modules, in order of execution.
+    pub modules: Vec<Module>,
+    /// All layers, in order of execution.
+    pub layers: Vec<Layer>,
+    /// How many classes of layers there are.
+    pub classes: usize,
+    /// For each tensor the first tensor that has the same bytes; itself where it is the first.
+    pub storage: Vec<usize>,
+}
+
+impl Layout {
+    /// Groups `tensors`; their order is the order of first appearance.
+    pub fn new(tensors: Vec<TensorInfo>) -> Layout {
+        let storage = first_with_same_bytes(&tensors);
+        let mut modules: Vec<Module> = Vec::new();
+        let mut layers: Vec<(Place, Layer)> = Vec::new();
+        let (mut module_of, mut layer_of, mut stacks) = (HashMap::new(), HashMap::new(), HashMap::new());
+        for (index, tensor) in tensors.iter().enumerate() {
+            let name = module_name(&tensor.name);
+            let module = *module_of.entry(name).or_insert_with(|| {
+                let numbered = numbered_prefix(name);
+                let layer_name = numbered.map_or(name, |(_, _, prefix)| prefix);
+                let layer = *layer_of.entry(layer_name).or_insert_with(|| {
+                    let place = match numbered {
+                        Some((stack, number, _)) => {
+                            let next = stacks.len();
+                            Place { rank: Rank::Stack, stack: *stacks.entry(stack).or_insert(next), number }
+                        }
+                        None => Place { rank: Rank::of(name), stack: 0, number: layers.len() as u64 },
+                    };
+                    layers.push((place, Layer { name: layer_name.to_owned(), modules: vec![], bytes: 0, class: 0 }));
+                    layers.len() - 1
+                });
+                let role = name[layer_name.len()..].trim_start_matches('.').to_owned();
+                let (tensors, name) = (Vec::new(), name.to_owned());
+                modules.push(Module { name, layer, role, tensors, bytes: 0, alias_of: None, both_ends: false });
+                modules.len() - 1
+            });
+            modules[module].tensors.push(index);
+        }
+        let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage };
+        layout.arrange(layers);
+        layout
+    }
+
+    /// A model of `blocks` layers `block.0`, `block.1`, … of one module each, of these sizes.
+    pub fn blocks(sizes: impl IntoIterator<Item = u64>) -> Layout {
+        let mut offset = 0u64;
+        let tensor = |(index, bytes): (usize, u64)| {
+            let name = format!("block.{index}.weight");
+            let at = offset;
+            offset = offset.saturating_add(bytes);
+            TensorInfo { name, dtype: DType::U8, shape: vec![bytes], bytes, file: 0, offset: at }
+        };
+        Layout::new(sizes.into_iter().enumerate().map(tensor).collect())
+    }
+
+    /// Says that the model's head uses the embedding's weights (`tie_word_embeddings`).
+    #[must_use]
+    pub fn tie_embeddings(mut self) -> Layout {
+        let is_token_embedding = |m: &&mut Module| {
+            let name = m.name.to_ascii_lowercase();
+            ["embed_tokens", "token_embd", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared"]
+                .iter()
+                .any(|word| name.split('.').any(|part| part == *word))
+        };
+        if let Some(module) = self.modules.iter_mut().find(is_token_embedding) {
+            module.both_ends = true;
+        }
+        self
+    }
+
+    /// The same layout with its layers in the order given, by name; layers not named follow in their old order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming a layer that does not exist or stands twice.
+    pub fn in_order(self, names: &[&str]) -> Result<Layout> {
+        let mut places: Vec<Option<usize>> = vec![None; self.layers.len()];
+        let by_name: HashMap<&str, usize> = self.layers.iter().enumerate().map(|(i, l)| (l.name.as_str(), i)).collect();
+        for (place, name) in names.iter().enumerate() {
+            let layer = by_name.get(name).ok_or_else(|| Error::invalid(format!("there is no layer `{name}`")))?;
+            if places[*layer].replace(place).is_some() {
+                return Err(Error::invalid(format!("layer `{name}` stands twice in the order given")));
+            }
+        }
+        let mut layout = self;
+        let layers = std::mem::take(&mut layout.layers).into_iter().enumerate();
+        let placed = layers.map(|(old, layer)| {
+            let number = places[old].unwrap_or(names.len() + old) as u64;
+            (Place { rank: Rank::Stack, stack: 0, number }, layer)
+        });
+        let placed = placed.collect();
+        layout.arrange(placed);
+        Ok(layout)
+    }
+
+    /// The sum of all tensors' bytes, shared storage once.
+    pub fn bytes(&self) -> u64 {
+        self.modules.iter().map(|m| m.bytes).sum()
+    }
+
+    /// The tensor `name`.
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.iter().find(|t| t.name == name)
+    }
+
+    /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.
+    fn arrange(&mut self, mut layers: Vec<(Place, Layer)>) {
+        let mut old_to_new = vec![0; layers.len()];
+        let mut order: Vec<usize> = (0..layers.len()).collect();
+        order.sort_by_key(|&old| layers[old].0);
+        for (new, &old) in order.iter().enumerate() {
+            old_to_new[old] = new;
+        }
+        layers.sort_by_key(|(place, _)| *place);
+        self.layers = layers.into_iter().map(|(_, layer)| Layer { modules: vec![], bytes: 0, ..layer }).collect();
+        for module in &mut self.modules {
+            module.layer = old_to_new[module.layer];
+        }
+        self.modules.sort_by(|a, b| a.layer.cmp(&b.layer).then_with(|| natural(&a.role, &b.role)));
+
+        let mut owner = vec![usize::MAX; self.tensors.len()];
+        for (index, module) in self.modules.iter().enumerate() {
+            module.tensors.iter().for_each(|&t| owner[t] = index);
+        }
+        for index in 0..self.modules.len() {
+            let owns = |t: usize| self.storage[t] == t || self.tensors[t].bytes == 0;
+            let module = &self.modules[index];
+            let bytes = module.tensors.iter().filter(|&&t| owns(t)).map(|&t| self.tensors[t].bytes).sum();
+            let aliased = module.tensors.iter().all(|&t| !owns(t)).then(|| owner[self.storage[module.tensors[0]]]);
+            let alias_of = aliased.filter(|&other| other != index);
+            self.modules[index].bytes = bytes;
+            self.modules[index].alias_of = alias_of;
+            if let Some(other) = alias_of {
+                self.modules[other].both_ends = true;
+            }
+            let layer = &mut self.layers[self.modules[index].layer];
+            layer.modules.push(index);
+            layer.bytes += bytes;
+        }
+        let mut classes = HashMap::new();
+        for layer in &mut self.layers {
+            let signature = |&m: &usize| {
+                let module = &self.modules[m];
+                let kinds: Vec<_> =
+                    module.tensors.iter().map(|&t| (self.tensors[t].dtype, self.tensors[t].bytes)).collect();
+                (module.role.clone(), kinds)
+            };
+            let next = classes.len();
+            let key: Vec<_> = layer.modules.iter().map(signature).collect();
+            layer.class = *classes.entry(key).or_insert(next);
+        }
+        self.classes = classes.len();
+    }
+}
+
+/// Where a layer stands in the order of execution.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Place {
+    rank: Rank,
+    stack: usize,
+    number: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    Embedding,
+    Input,
+    Stack,
+    FinalNorm,
+    Head,
+}
+
+impl Rank {
+    /// The rank of a module outside any stack, by the words that models use for such modules.
+    fn of(name: &str) -> Rank {
+        let name = name.to_ascii_lowercase();
+        let has = |words: &[&str]| words.iter().any(|w| name.contains(w));
+        let is = |words: &[&str]| name.split('.').any(|part| words.contains(&part));
+        if has(&["embed_out", "lm_head", "proj_out", "logit", "classifier"]) || is(&["head", "output", "score", "out"])
+        {
+            Rank::Head
+        } else if has(&["embed", "embd"]) || is(&["wte", "wpe", "shared"]) {
+            Rank::Embedding
+        } else if has(&["final"]) && !has(&["norm"]) {
+            Rank::Head
+        } else if (has(&["norm"]) && !has(&["pre_layrnorm", "pre_layernorm", "pre_norm"])) || is(&["ln_f", "ln_final"])
+        {
+            Rank::FinalNorm
+        } else {
+            Rank::Input
+        }
+    }
+}
+
+/// The module that a tensor belongs to: its name without the parameter's own word.
+fn module_name(tensor: &str) -> &str {
+    let Some((module, parameter)) = tensor.rsplit_once('.') else { return tensor };
+    let parameter_word = ["weight", "bias", "scale"].iter().any(|w| parameter.contains(w))
+        || ["gamma", "beta", "qzeros", "g_idx"].contains(&parameter);
+    // `blocks.0.modulation` is a parameter of the layer itself, so a module of its own.
+    if !parameter_word && numbered_prefix(module).is_some_and(|(_, _, prefix)| prefix == module) {
+        return tensor;
+    }
+    match module.rsplit_once('.') {
+        // Factors kept beside their weight.
+        Some((base, "lora_A" | "lora_B" | "lora_up" | "lora_down" | "lora_mid")) => base,
+        _ => module,
+    }
+}
+
+/// The outermost number of a name: the stack before it, the number, and both together.
+fn numbered_prefix(name: &str) -> Option<(&str, u64, &str)> {
+    let mut start = 0;
+    for part in name.split('.') {
+        let end = start + part.len();
+        if !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()) {
+            let number = part.parse().ok()?;
+            return Some((name[..start].trim_end_matches('.'), number, &name[..end]));
+        }
+        start = end + 1;
+    }
+    None
+}
+
+/// For each tensor the first one that has the same bytes of the same file.
+fn first_with_same_bytes(tensors: &[TensorInfo]) -> Vec<usize> {
+    let mut first = HashMap::new();
+    let same = |(index, t): (usize, &TensorInfo)| match t.bytes {
+        0 => index,
+        bytes => *first.entry((t.file, t.offset, bytes)).or_insert(index),
+    };
+    tensors.iter().enumerate().map(same).collect()
+}
+
+/// Order of names with runs of digits compared as numbers.
+fn natural(a: &str, b: &str) -> Ordering {
+    let (mut a_rest, mut b_rest) = (a, b);
+    while let (Some(x), Some(y)) = (a_rest.chars().next(), b_rest.chars().next()) {
+        if x.is_ascii_digit() && y.is_ascii_digit() {
+            let split = |s: &str| s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len());
+            let (n, m) = (&a_rest[..split(a_rest)], &b_rest[..split(b_rest)]);
+            let (n_value, m_value) = (n.trim_start_matches('0'), m.trim_start_matches('0'));
+            let order = n_value.len().cmp(&m_value.len()).then_with(|| n_value.cmp(m_value));
+            if order != Ordering::Equal {
+                return order;
+            }
+            (a_rest, b_rest) = (&a_rest[n.len()..], &b_rest[m.len()..]);
+        } else if x != y {
+            return x.cmp(&y);
+        } else {
+            (a_rest, b_rest) = (&a_rest[x.len_utf8()..], &b_rest[y.len_utf8()..]);
+        }
+    }
+    a_rest.len().cmp(&b_rest.len()).then_with(|| a.cmp(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(names: &[&str]) -> Layout {
+        let mut offset = 0;
+        let tensor = |name: &&str| {
+            let tensor = TensorInfo::new(*name, DType::F32, &[4], 0, offset).unwrap();
+            offset += tensor.bytes;
+            tensor
+        };
+        Layout::new(names.iter().map(tensor).collect())
+    }
+
+    fn layers(layout: &Layout) -> Vec<&str> {
+        layout.layers.iter().map(|l| l.name.as_str()).collect()
+    }
+
+    #[test]
+    fn layers_stand_in_order_of_execution() {
+        let llama = layout(&[
+            "lm_head.weight",
+            "model.embed_tokens.weight",
+            "model.layers.10.mlp.up_proj.weight",
+            "model.layers.2.mlp.up_proj.weight",
+            "model.layers.2.mlp.up_proj.bias",
+            "model.norm.weight",
+        ]);
+        assert_eq!(
+            layers(&llama),
+            ["model.embed_tokens", "model.layers.2", "model.layers.10", "model.norm", "lm_head"]
+        );
+        assert_eq!(llama.modules[1].tensors.len(), 2);
+        assert_eq!(llama.modules[1].role, "mlp.up_proj");
+        let flux = layout(&[
+            "double_blocks.0.img_attn.qkv.weight",
+            "final_layer.linear.weight",
+            "img_in.weight",
+            "single_blocks.0.linear1.weight",
+            "txt_in.weight",
+        ]);
+        assert_eq!(layers(&flux), ["img_in", "txt_in", "double_blocks.0", "single_blocks.0", "final_layer.linear"]);
+        let ordered = flux.in_order(&["txt_in", "single_blocks.0"]).unwrap();
+        assert_eq!(layers(&ordered), ["txt_in", "single_blocks.0", "img_in", "double_blocks.0", "final_layer.linear"]);
+        assert!(ordered.clone().in_order(&["nothing"]).is_err());
+        assert!(ordered.in_order(&["img_in", "img_in"]).is_err());
+    }
+
+    #[test]
+    fn the_outermost_number_counts() {
+        let moe = layout(&[
+            "model.layers.3.experts.12.up.weight",
+            "model.layers.3.experts.2.up.weight",
+            "blocks.0.modulation",
+            "blocks.0.ffn.0.weight",
+            "blocks.0.ffn.0.weight_scale",
+        ]);
+        assert_eq!(layers(&moe), ["model.layers.3", "blocks.0"]);
+        let roles: Vec<&str> = moe.modules.iter().map(|m| m.role.as_str()).collect();
+        assert_eq!(roles, ["experts.2.up", "experts.12.up", "ffn.0", "modulation"]);
+    }
+
+    #[test]
+    fn classes_agree_in_roles_types_and_sizes() {
+        let mut sizes = vec![5u64; 3];
+        sizes.push(6);
+        let blocks = Layout::blocks(sizes);
+        assert_eq!(blocks.classes, 2);
+        assert_eq!(blocks.layers[0].class, blocks.layers[2].class);
+        assert_ne!(blocks.layers[0].class, blocks.layers[3].class);
+    }
+
+    #[test]
+    fn shared_storage_counts_once() {
+        let at = |name: &str, offset| TensorInfo::new(name, DType::F32, &[4], 0, offset).unwrap();
+        let tied = Layout::new(vec![
+            at("model.embed_tokens.weight", 0),
+            at("model.layers.0.w.weight", 16),
+            at("lm_head.weight", 0),
+        ]);
+        assert_eq!(tied.bytes(), 32);
+        let head = tied.modules.last().unwrap();
+        assert_eq!((head.name.as_str(), head.bytes, head.alias_of), ("lm_head", 0, Some(0)));
+        assert!(tied.modules[0].both_ends);
+    }
+}

@@ -1,0 +1,240 @@
+//! What is known of a device without opening it, and a whole machine of them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Bandwidth, DeviceId, Topology};
+use crate::bytes::ByteSize;
+use crate::error::{Error, Result};
+
+/// What is known of one device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DeviceInfo {
+    /// Its name in allocation strings.
+    pub id: DeviceId,
+    /// The maker's name of it, or what stands in for one.
+    pub name: String,
+    /// All of its memory, in bytes.
+    pub total: u64,
+    /// The bytes free when this was asked; none when that is not known before the device is opened.
+    pub free: Option<u64>,
+    /// The device whose memory it shares (unified memory); itself otherwise.
+    pub domain: DeviceId,
+}
+
+impl DeviceInfo {
+    /// A device with a memory of its own, all of it free.
+    pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
+        DeviceInfo { id, name: id.to_string(), total, free: Some(total), domain: id }
+    }
+
+    /// Sets the maker's name.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> DeviceInfo {
+        self.name = name.into();
+        self
+    }
+
+    /// Sets the free bytes.
+    #[must_use]
+    pub fn free(mut self, free: Option<u64>) -> DeviceInfo {
+        self.free = free;
+        self
+    }
+
+    /// Sets the device whose memory it shares.
+    #[must_use]
+    pub fn domain(mut self, domain: DeviceId) -> DeviceInfo {
+        self.domain = domain;
+        self
+    }
+
+    /// The bytes that a plan can count on: the free ones, or all where the free ones are not known.
+    pub fn usable(&self) -> u64 {
+        self.free.map_or(self.total, |free| free.min(self.total))
+    }
+}
+
+/// The memory of an open device, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct MemoryUsage {
+    /// All of it.
+    pub total: u64,
+    /// What the system or the driver says is free.
+    pub free: u64,
+    /// What this process has taken through this library, allocated or reserved.
+    pub charged: u64,
+    /// The part of `charged` that is reserved and not allocated yet, so still counted in `free`.
+    pub reserved: u64,
+}
+
+impl MemoryUsage {
+    /// A device's memory in bytes; `reserved` is the part of `charged` not allocated yet.
+    pub fn new(total: u64, free: u64, charged: u64, reserved: u64) -> MemoryUsage {
+        MemoryUsage { total, free, charged, reserved }
+    }
+
+    /// What can still be taken: free and not promised to anyone.
+    pub fn available(&self) -> u64 {
+        self.free.saturating_sub(self.reserved)
+    }
+
+    /// `total - free`, whoever uses it.
+    pub fn used(&self) -> u64 {
+        self.total.saturating_sub(self.free)
+    }
+}
+
+/// A set of devices and the links between them: what a plan is made for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Machine {
+    /// The devices, ordered by id, each once.
+    pub devices: Vec<DeviceInfo>,
+    /// Their links, where known.
+    pub topology: Topology,
+}
+
+impl Machine {
+    /// A machine of these devices. Of two with one id the later stands.
+    pub fn new(devices: impl IntoIterator<Item = DeviceInfo>, topology: Topology) -> Machine {
+        let by_id: std::collections::BTreeMap<_, _> = devices.into_iter().map(|d| (d.id, d)).collect();
+        Machine { devices: by_id.into_values().collect(), topology }
+    }
+
+    /// The machine that these descriptions describe.
+    pub fn described(devices: &[Described]) -> Machine {
+        let mut topology = Topology::new();
+        for device in devices {
+            if let Some(link) = device.link {
+                topology = topology.link(device.id, link);
+            }
+        }
+        let info = |d: &Described| {
+            DeviceInfo::new(d.id, d.total.get()).name("described device").free(Some(d.free.unwrap_or(d.total).get()))
+        };
+        Machine::new(devices.iter().map(info), topology)
+    }
+
+    /// The device `id`.
+    ///
+    /// # Errors
+    /// [`Error::UnknownDevice`] when there is none, with those that there are.
+    pub fn device(&self, id: DeviceId) -> Result<&DeviceInfo> {
+        self.devices
+            .iter()
+            .find(|d| d.id == id)
+            .ok_or_else(|| Error::UnknownDevice { device: id, known: self.ids().collect() })
+    }
+
+    /// The ids of the devices, in order.
+    pub fn ids(&self) -> impl Iterator<Item = DeviceId> {
+        self.devices.iter().map(|d| d.id)
+    }
+}
+
+/// A device described by hand: `ID=TOTAL[,free=F][,link=GBPS]`, the link in decimal GB/s each way.
+///
+/// ```
+/// use tensor_offload::{ByteSize, Described};
+/// let device: Described = "cuda:0=24gib,free=20gib,link=27.2".parse()?;
+/// assert_eq!(device.free, Some(ByteSize(20 << 30)));
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Described {
+    /// Its name in allocation strings.
+    pub id: DeviceId,
+    /// All of its memory.
+    pub total: ByteSize,
+    /// What of it is free; all where none is given.
+    pub free: Option<ByteSize>,
+    /// Its link to the host, each way.
+    pub link: Option<Bandwidth>,
+}
+
+impl FromStr for Described {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let syntax = |part: &str, expected: &str| {
+            let start = part.as_ptr() as usize - text.as_ptr() as usize;
+            Error::Syntax { text: text.to_owned(), span: start..start + part.len(), expected: expected.to_owned() }
+        };
+        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS], as in cuda:0=24gib,free=20gib,link=27.2";
+        let (id, rest) = text.split_once('=').ok_or_else(|| syntax(text, FORM))?;
+        let id: DeviceId = id.parse().map_err(|_| syntax(id, "a device such as cuda:0"))?;
+        let mut parts = rest.split(',');
+        let size = |part: &str| part.parse::<ByteSize>().map_err(|_| syntax(part, "a size such as 24gib"));
+        let total = size(parts.next().unwrap_or(""))?;
+        let mut device = Described { id, total, free: None, link: None };
+        for part in parts {
+            match part.split_once('=').map(|(key, value)| (key.trim().to_ascii_lowercase(), value)) {
+                Some((key, value)) if key == "free" && device.free.is_none() => {
+                    let free = size(value)?;
+                    if free > total {
+                        return Err(syntax(value, "no more bytes free than there are in all"));
+                    }
+                    device.free = Some(free);
+                }
+                Some((key, value)) if key == "link" && device.link.is_none() => {
+                    let link = value.parse().map_err(|_| syntax(value, "a bandwidth in GB/s over 0, such as 27.2"))?;
+                    device.link = Some(link);
+                }
+                _ => return Err(syntax(part, FORM)),
+            }
+        }
+        Ok(device)
+    }
+}
+
+impl fmt::Display for Described {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.id, self.total)?;
+        if let Some(free) = self.free {
+            write!(f, ",free={free}")?;
+        }
+        if let Some(link) = self.link {
+            write!(f, ",link={link}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptions_parse_and_print() {
+        for text in ["cuda:0=24gb", "cuda:0=24gb,free=20gb", "cpu=64gb,free=0b,link=27.2", "npu:3=1.5gb,link=0.5"] {
+            assert_eq!(text.parse::<Described>().unwrap().to_string(), text);
+        }
+        for text in [
+            "",
+            "cuda:0",
+            "cuda:0=",
+            "cuda:0=24",
+            "=24gb",
+            "cuda:0=1gb,free=2gb",
+            "cuda:0=1gb,link=0",
+            "cuda:0=1gb,link=nan",
+            "cuda:0=1gb,speed=3",
+            "cuda:0=1gb,free=1gb,free=1gb",
+            "cuda:0=1gb,",
+        ] {
+            assert!(text.parse::<Described>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_device_is_named_with_those_there_are() {
+        let machine = Machine::described(&["cuda:0=1gb".parse().unwrap(), "cpu=1gb".parse().unwrap()]);
+        let error = machine.device(DeviceId::cuda(3)).unwrap_err();
+        assert_eq!(error.to_string(), "there is no cuda:3 here; there are cpu, cuda:0");
+    }
+}

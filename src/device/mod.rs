@@ -1,0 +1,11 @@
+//! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens one.
+
+mod id;
+mod info;
+mod snapshot;
+mod topology;
+
+pub use id::{DeviceId, DeviceKind, KindName};
+pub use info::{Described, DeviceInfo, Machine, MemoryUsage};
+pub use snapshot::MemorySnapshot;
+pub use topology::{Bandwidth, Segment, Topology};

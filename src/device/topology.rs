@@ -1,0 +1,203 @@
+//! Links between devices as shared segments.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::DeviceId;
+use crate::bytes::Decimal;
+use crate::error::{Error, Result};
+
+/// The speed of a link, in bytes a second. Parses and prints decimal GB/s (`27.2` is 27.2e9 bytes a second).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Bandwidth(u64);
+
+impl Bandwidth {
+    /// `bytes` a second, at least one.
+    pub fn bytes_per_second(bytes: u64) -> Bandwidth {
+        Bandwidth(bytes.max(1))
+    }
+
+    /// In bytes a second.
+    pub fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The time that `bytes` take, rounded up to a nanosecond.
+    pub fn time(self, bytes: u64) -> Duration {
+        let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(self.0));
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+}
+
+impl fmt::Display for Bandwidth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let fraction = format!("{:09}", self.0 % 1_000_000_000);
+        let text = format!("{}.{}", self.0 / 1_000_000_000, fraction);
+        f.pad(text.trim_end_matches('0').trim_end_matches('.'))
+    }
+}
+
+impl FromStr for Bandwidth {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let bytes = Decimal::parse(text.trim()).and_then(|n| n.scaled_floor(1_000_000_000));
+        bytes.filter(|&b| b > 0).map(Bandwidth).ok_or_else(|| Error::Syntax {
+            text: text.to_owned(),
+            span: 0..text.len(),
+            expected: "a bandwidth in GB/s over 0, such as 27.2".to_owned(),
+        })
+    }
+}
+
+/// A part of the machine that transfers share: everything that passes it shares its bandwidth.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Segment {
+    /// What it is: `cuda:0 in`, `cuda:1 out`, the name of a switch, `cuda:0 <- cuda:1`.
+    pub name: String,
+    /// Its speed.
+    pub bandwidth: Bandwidth,
+}
+
+/// The links of a machine as a graph of shared segments.
+///
+/// A device's link to the host is two segments, one each way. A peer link is a segment of its own for each
+/// direction and passes neither. A shared segment (a PCIe switch, host memory) is passed by every route that
+/// starts or ends at one of its members and is no peer link.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Topology {
+    segments: Vec<Segment>,
+    /// Device -> its segments (out, in).
+    links: BTreeMap<DeviceId, (usize, usize)>,
+    /// `to` -> `from` -> segment.
+    peers: BTreeMap<DeviceId, BTreeMap<DeviceId, usize>>,
+    /// Segment -> members.
+    shared: BTreeMap<usize, BTreeSet<DeviceId>>,
+    /// Pairs of devices that cannot reach each other's memory.
+    unreachable: BTreeSet<(DeviceId, DeviceId)>,
+}
+
+impl Topology {
+    /// No known link: every transfer takes no time in estimates.
+    pub fn new() -> Topology {
+        Topology::default()
+    }
+
+    /// Adds the link of `device` to the host, `bandwidth` each way. For `cpu` and `disk` it is the speed of
+    /// that memory itself.
+    #[must_use]
+    pub fn link(mut self, device: DeviceId, bandwidth: Bandwidth) -> Topology {
+        let out = self.segment(format!("{device} out"), bandwidth);
+        let into = self.segment(format!("{device} in"), bandwidth);
+        self.links.insert(device, (out, into));
+        self
+    }
+
+    /// Adds a direct link between two devices, `bandwidth` each way.
+    #[must_use]
+    pub fn peer(mut self, a: DeviceId, b: DeviceId, bandwidth: Bandwidth) -> Topology {
+        for (to, from) in [(a, b), (b, a)] {
+            let segment = self.segment(format!("{to} <- {from}"), bandwidth);
+            self.peers.entry(to).or_default().insert(from, segment);
+        }
+        self
+    }
+
+    /// Adds a segment that all transfers of its members share.
+    #[must_use]
+    pub fn shared(
+        mut self,
+        name: impl Into<String>,
+        bandwidth: Bandwidth,
+        members: impl IntoIterator<Item = DeviceId>,
+    ) -> Topology {
+        let segment = self.segment(name.into(), bandwidth);
+        self.shared.insert(segment, members.into_iter().collect());
+        self
+    }
+
+    /// Says that `a` and `b` cannot read each other's memory, so that copies go through the host.
+    #[must_use]
+    pub fn no_peer_access(mut self, a: DeviceId, b: DeviceId) -> Topology {
+        self.unreachable.extend([(a, b), (b, a)]);
+        self
+    }
+
+    fn segment(&mut self, name: String, bandwidth: Bandwidth) -> usize {
+        self.segments.push(Segment { name, bandwidth });
+        self.segments.len() - 1
+    }
+
+    /// All segments; routes name them by place.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// Whether `to` can read the memory of `from`: the host and the disk always can be, devices of one kind
+    /// unless told otherwise.
+    pub fn reaches(&self, to: DeviceId, from: DeviceId) -> bool {
+        let near = |d: DeviceId| matches!(d.kind(), super::DeviceKind::Cpu | super::DeviceKind::Disk);
+        to == from || near(to) || near(from) || (to.kind() == from.kind() && !self.unreachable.contains(&(to, from)))
+    }
+
+    /// The segments that bytes pass on the way between two devices, each once; empty where nothing is known.
+    pub fn route(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
+        if from == to {
+            return Vec::new();
+        }
+        let peer = self.peers.get(&to).and_then(|sources| sources.get(&from));
+        if let Some(&segment) = peer.filter(|_| self.reaches(to, from)) {
+            return vec![segment];
+        }
+        let mut route = Vec::new();
+        route.extend(self.links.get(&from).map(|link| link.0));
+        let shares = |members: &BTreeSet<DeviceId>| members.contains(&from) || members.contains(&to);
+        route.extend(self.shared.iter().filter(|(_, members)| shares(members)).map(|(&segment, _)| segment));
+        route.extend(self.links.get(&to).map(|link| link.1));
+        route
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gbps(n: u64) -> Bandwidth {
+        Bandwidth::bytes_per_second(n * 1_000_000_000)
+    }
+
+    #[test]
+    fn bandwidths_are_decimal() {
+        let link: Bandwidth = "27.2".parse().unwrap();
+        assert_eq!(link.get(), 27_200_000_000);
+        assert_eq!(link.to_string(), "27.2");
+        assert_eq!(link.time(27_200_000_000), Duration::from_secs(1));
+        assert_eq!(link.time(1), Duration::from_nanos(1));
+    }
+
+    #[test]
+    fn routes_pass_what_they_share() {
+        let (a, b, c) = (DeviceId::cuda(0), DeviceId::cuda(1), DeviceId::cuda(2));
+        let topology = Topology::new()
+            .link(DeviceId::CPU, gbps(40))
+            .link(a, gbps(26))
+            .link(b, gbps(26))
+            .shared("switch", gbps(30), [a, b])
+            .peer(a, c, gbps(50));
+        let names = |from, to| -> Vec<&str> {
+            topology.route(from, to).iter().map(|&s| topology.segments()[s].name.as_str()).collect()
+        };
+        assert_eq!(names(DeviceId::CPU, a), ["cpu out", "switch", "cuda:0 in"]);
+        assert_eq!(names(b, a), ["cuda:1 out", "switch", "cuda:0 in"]);
+        assert_eq!(names(c, a), ["cuda:0 <- cuda:2"]);
+        assert_eq!(names(a, a), [""; 0]);
+        assert!(topology.reaches(a, b) && !topology.clone().no_peer_access(a, b).reaches(b, a));
+        assert!(!topology.reaches(a, "xpu:0".parse().unwrap()));
+    }
+}

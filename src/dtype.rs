@@ -1,0 +1,146 @@
+//! Element types of stored tensors.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// The element type of a tensor, named as the safetensors format names it.
+///
+/// `Display` and `FromStr` use those names (`BF16`, `F8_E4M3`, …).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "&'static str", try_from = "String")]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the names are the format's own")]
+pub enum DType {
+    Bool,
+    F4,
+    F6E2M3,
+    F6E3M2,
+    U8,
+    I8,
+    F8E5M2,
+    F8E4M3,
+    F8E8M0,
+    F8E4M3Fnuz,
+    F8E5M2Fnuz,
+    I16,
+    U16,
+    F16,
+    BF16,
+    I32,
+    U32,
+    F32,
+    C64,
+    F64,
+    I64,
+    U64,
+}
+
+/// Type, name in files, bits of one element.
+const TABLE: [(DType, &str, u64); 22] = [
+    (DType::Bool, "BOOL", 8),
+    (DType::F4, "F4", 4),
+    (DType::F6E2M3, "F6_E2M3", 6),
+    (DType::F6E3M2, "F6_E3M2", 6),
+    (DType::U8, "U8", 8),
+    (DType::I8, "I8", 8),
+    (DType::F8E5M2, "F8_E5M2", 8),
+    (DType::F8E4M3, "F8_E4M3", 8),
+    (DType::F8E8M0, "F8_E8M0", 8),
+    (DType::F8E4M3Fnuz, "F8_E4M3FNUZ", 8),
+    (DType::F8E5M2Fnuz, "F8_E5M2FNUZ", 8),
+    (DType::I16, "I16", 16),
+    (DType::U16, "U16", 16),
+    (DType::F16, "F16", 16),
+    (DType::BF16, "BF16", 16),
+    (DType::I32, "I32", 32),
+    (DType::U32, "U32", 32),
+    (DType::F32, "F32", 32),
+    (DType::C64, "C64", 64),
+    (DType::F64, "F64", 64),
+    (DType::I64, "I64", 64),
+    (DType::U64, "U64", 64),
+];
+
+impl DType {
+    /// Every type, in the order of the enum.
+    pub fn all() -> impl Iterator<Item = DType> {
+        TABLE.iter().map(|row| row.0)
+    }
+
+    /// The name in files.
+    pub fn name(self) -> &'static str {
+        TABLE[self as usize].1
+    }
+
+    /// Bits of one element.
+    pub fn bits(self) -> u64 {
+        TABLE[self as usize].2
+    }
+
+    /// Bytes that a tensor of `shape` takes; none when the count passes `u64` or does not end on a byte.
+    pub fn bytes_of(self, shape: &[u64]) -> Option<u64> {
+        let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
+        let bits = elements.checked_mul(self.bits())?;
+        bits.is_multiple_of(8).then_some(bits / 8)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl From<DType> for &'static str {
+    fn from(dtype: DType) -> Self {
+        dtype.name()
+    }
+}
+
+/// A name that is no [`DType`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no element type of the safetensors format")]
+pub struct UnknownDType(pub String);
+
+impl FromStr for DType {
+    type Err = UnknownDType;
+
+    fn from_str(name: &str) -> Result<Self, UnknownDType> {
+        let row = TABLE.iter().find(|row| row.1 == name);
+        row.map(|row| row.0).ok_or_else(|| UnknownDType(name.to_owned()))
+    }
+}
+
+impl TryFrom<String> for DType {
+    type Error = UnknownDType;
+
+    fn try_from(name: String) -> Result<Self, UnknownDType> {
+        name.parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_enum() {
+        for (index, dtype) in DType::all().enumerate() {
+            assert_eq!(dtype as usize, index);
+            assert_eq!(dtype.name().parse::<DType>(), Ok(dtype));
+        }
+    }
+
+    #[test]
+    fn sizes_count_bits() {
+        assert_eq!(DType::BF16.bytes_of(&[4, 3]), Some(24));
+        assert_eq!(DType::F4.bytes_of(&[2, 3]), Some(3));
+        assert_eq!(DType::F4.bytes_of(&[3]), None);
+        assert_eq!(DType::F6E2M3.bytes_of(&[4]), Some(3));
+        assert_eq!(DType::F32.bytes_of(&[]), Some(4));
+        assert_eq!(DType::F32.bytes_of(&[5, 0, 7]), Some(0));
+        assert_eq!(DType::U8.bytes_of(&[u64::MAX, 2]), None);
+    }
+}

@@ -1,0 +1,480 @@
+//! Errors: one variant for each way a caller can react.
+
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::bytes::ByteSize;
+use crate::device::DeviceId;
+use crate::dtype::DType;
+
+/// The result of this library's operations.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, with the names and numbers that the next move needs.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A text (allocation, size, device) is not of its form; `span` is the place in `text`, in bytes.
+    #[error("`{text}`: at {}..{}, `{}`: expected {expected}", span.start, span.end, text.get(span.clone()).unwrap_or(""))]
+    Syntax {
+        /// The whole text.
+        text: String,
+        /// The offending part.
+        span: Range<usize>,
+        /// What would have been right there.
+        expected: String,
+    },
+    /// One allocation string holds entries of two modes.
+    #[error("`{first}` is of mode {first_mode} and `{second}` of mode {second_mode}; one allocation holds one mode")]
+    MixedModes {
+        /// An entry of the first mode.
+        first: String,
+        /// Its mode.
+        first_mode: &'static str,
+        /// An entry of the other.
+        second: String,
+        /// Its mode.
+        second_mode: &'static str,
+    },
+    /// A device stands twice in one allocation string.
+    #[error("{device} has two entries: `{first}` and `{second}`")]
+    DuplicateDevice {
+        /// The device.
+        device: DeviceId,
+        /// Its first entry.
+        first: String,
+        /// Its second entry.
+        second: String,
+    },
+    /// Two entries carry `*`.
+    #[error("both {first} and {second} are marked `*`; only one device can take the remainder")]
+    MultipleRemainders {
+        /// The first device marked.
+        first: DeviceId,
+        /// The second one.
+        second: DeviceId,
+    },
+    /// The weights of a ratio are all zero.
+    #[error("every share of `{text}` is zero, so no device would get anything")]
+    ZeroShare {
+        /// The allocation string.
+        text: String,
+    },
+    /// A device is named that this machine (or the description of one) does not have.
+    #[error("there is no {device} here; there are {}", List(known))]
+    UnknownDevice {
+        /// The device named.
+        device: DeviceId,
+        /// The devices there are.
+        known: Vec<DeviceId>,
+    },
+    /// A kind of device that the library knows by name, but cannot open here.
+    #[error("{device} cannot be opened: {why}")]
+    DeviceAbsent {
+        /// The device named.
+        device: DeviceId,
+        /// Why not.
+        why: String,
+    },
+    /// A plan that this machine can never hold; change the allocation, the depth or the reserve.
+    #[error(transparent)]
+    DoesNotFit(Box<Shortfall>),
+    /// A device is full right now; free something and try again.
+    #[error("{device} has {} bytes free of {limit}, the request needs {requested} ({} bytes short)", available, requested.saturating_sub(*available))]
+    OutOfMemory {
+        /// The device.
+        device: DeviceId,
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes that could have been had.
+        available: u64,
+        /// The most that can be taken from the device.
+        limit: u64,
+    },
+    /// A file is not what it should be.
+    #[error("{}{}: {fault}", file.display(), tensor.as_ref().map(|t| format!(", tensor `{t}`")).unwrap_or_default())]
+    File {
+        /// The file.
+        file: PathBuf,
+        /// The tensor, where one is to blame.
+        tensor: Option<String>,
+        /// What is wrong with it.
+        fault: Box<FileFault>,
+    },
+    /// An adapter cannot be applied to this checkpoint.
+    #[error("{}{}: {fault}", adapter.display(), key.as_ref().map(|k| format!(", key `{k}`")).unwrap_or_default())]
+    Adapter {
+        /// The adapter's file or folder.
+        adapter: PathBuf,
+        /// The key in it, where one is to blame.
+        key: Option<String>,
+        /// What is wrong.
+        fault: Box<AdapterFault>,
+    },
+    /// The system refused an operation on a file.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was tried: `open`, `read`, `write`, …
+        action: &'static str,
+        /// The system's reason.
+        source: io::Error,
+    },
+    /// A device failed and stays failed; place its weights elsewhere.
+    #[error("{device} is lost: {why}")]
+    DeviceLost {
+        /// The device.
+        device: DeviceId,
+        /// The first failure seen.
+        why: String,
+    },
+    /// A wait passed its deadline.
+    #[error("waited {after:?} for {what}, in vain")]
+    TimedOut {
+        /// What was waited for.
+        what: String,
+        /// For how long.
+        after: Duration,
+    },
+    /// The caller cancelled the operation; what it had taken is given back.
+    #[error("cancelled after {} of {}", done.human(), of.human())]
+    Cancelled {
+        /// Bytes finished by then.
+        done: ByteSize,
+        /// Bytes there were.
+        of: ByteSize,
+    },
+    /// A request that contradicts itself or names what is not there; `reason` says which.
+    #[error("{reason}")]
+    Invalid {
+        /// What cannot be.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// The variant, for matching and for reports.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::Syntax { .. } => ErrorKind::Syntax,
+            Error::MixedModes { .. } => ErrorKind::MixedModes,
+            Error::DuplicateDevice { .. } => ErrorKind::DuplicateDevice,
+            Error::MultipleRemainders { .. } => ErrorKind::MultipleRemainders,
+            Error::ZeroShare { .. } => ErrorKind::ZeroShare,
+            Error::UnknownDevice { .. } => ErrorKind::UnknownDevice,
+            Error::DeviceAbsent { .. } => ErrorKind::DeviceAbsent,
+            Error::DoesNotFit(_) => ErrorKind::DoesNotFit,
+            Error::OutOfMemory { .. } => ErrorKind::OutOfMemory,
+            Error::File { .. } => ErrorKind::File,
+            Error::Adapter { .. } => ErrorKind::Adapter,
+            Error::Io { .. } => ErrorKind::Io,
+            Error::DeviceLost { .. } => ErrorKind::DeviceLost,
+            Error::TimedOut { .. } => ErrorKind::TimedOut,
+            Error::Cancelled { .. } => ErrorKind::Cancelled,
+            Error::Invalid { .. } => ErrorKind::Invalid,
+        }
+    }
+
+    /// An [`Error::File`].
+    pub(crate) fn file(file: impl Into<PathBuf>, tensor: Option<&str>, fault: FileFault) -> Error {
+        Error::File { file: file.into(), tensor: tensor.map(str::to_owned), fault: Box::new(fault) }
+    }
+
+    /// An [`Error::Adapter`].
+    pub(crate) fn adapter(adapter: impl Into<PathBuf>, key: Option<&str>, fault: AdapterFault) -> Error {
+        Error::Adapter { adapter: adapter.into(), key: key.map(str::to_owned), fault: Box::new(fault) }
+    }
+
+    /// An [`Error::Io`], shaped for `map_err`.
+    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {
+        let path = path.into();
+        move |source| Error::Io { path, action, source }
+    }
+
+    /// An [`Error::Invalid`].
+    pub(crate) fn invalid(reason: impl Into<String>) -> Error {
+        Error::Invalid { reason: reason.into() }
+    }
+}
+
+/// The kind of an [`Error`]; its `Display` is the variant's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "each is described at the variant of Error that has its name")]
+pub enum ErrorKind {
+    Syntax,
+    MixedModes,
+    DuplicateDevice,
+    MultipleRemainders,
+    ZeroShare,
+    UnknownDevice,
+    DeviceAbsent,
+    DoesNotFit,
+    OutOfMemory,
+    File,
+    Adapter,
+    Io,
+    DeviceLost,
+    TimedOut,
+    Cancelled,
+    Invalid,
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{device} has {} bytes {limit_is}, the plan needs {needed} there ({term}{}): {short} bytes short", limit, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[non_exhaustive]
+pub struct Shortfall {
+    /// The device that would be overfull.
+    pub device: DeviceId,
+    /// The part that passes the limit: `weights`, `slots`, `scratch` or `reserve`.
+    pub term: &'static str,
+    /// The module at which the limit is passed, where one is.
+    pub module: Option<String>,
+    /// Bytes that the plan needs on the device.
+    pub needed: u64,
+    /// Bytes that the device has.
+    pub limit: u64,
+    /// What the limit is: `free` or `in all`.
+    pub limit_is: &'static str,
+    /// `needed - limit`.
+    pub short: u64,
+}
+
+/// What is wrong with a model file.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FileFault {
+    /// The file ends before what its header announces.
+    #[error("truncated: {expected} bytes expected, the file has {actual}")]
+    Truncated {
+        /// Bytes that the header announces.
+        expected: u64,
+        /// Bytes that there are.
+        actual: u64,
+    },
+    /// Bytes after the last tensor.
+    #[error("{extra} bytes follow the last tensor")]
+    TrailingBytes {
+        /// How many.
+        extra: u64,
+    },
+    /// The header's length passes the format's limit.
+    #[error("the header is said to be {bytes} bytes long, the limit is {limit}")]
+    HeaderTooLarge {
+        /// Its announced length.
+        bytes: u64,
+        /// The format's limit.
+        limit: u64,
+    },
+    /// The header is no JSON, or not of the format's form.
+    #[error("the header is not a safetensors header: {reason}")]
+    BadHeader {
+        /// What the parser met.
+        reason: String,
+    },
+    /// Two tensors have one name.
+    #[error("the name stands twice in the header")]
+    DuplicateKey,
+    /// Two tensors share some bytes but not all.
+    #[error("its bytes {}..{} overlap those of `{other}`", range.start, range.end)]
+    Overlap {
+        /// This tensor's bytes.
+        range: Range<u64>,
+        /// The other tensor.
+        other: String,
+    },
+    /// Bytes that belong to no tensor.
+    #[error("the {} bytes before it, {}..{}, belong to no tensor", hole.end - hole.start, hole.start, hole.end)]
+    Hole {
+        /// The unclaimed bytes.
+        hole: Range<u64>,
+    },
+    /// The byte range does not hold the shape.
+    #[error("{dtype} {shape:?} takes {} bytes, its range holds {actual}", expected.map_or("an uncountable number of".to_owned(), |n| n.to_string()))]
+    WrongSize {
+        /// Its element type.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Bytes of that shape; none over `u64` or when they do not end on a byte.
+        expected: Option<u64>,
+        /// Bytes of the range.
+        actual: u64,
+    },
+    /// The file is of another format; the text names it.
+    #[error("this is {format}, which is not read: {advice}")]
+    OtherFormat {
+        /// What it looks like.
+        format: &'static str,
+        /// What to do instead.
+        advice: &'static str,
+    },
+    /// A folder of several weight files without an index.
+    #[error("{} safetensors files and no index that says which belong together: {}", files.len(), List(files))]
+    NoIndex {
+        /// The files' names.
+        files: Vec<String>,
+    },
+    /// A folder without any weights.
+    #[error("the folder holds no safetensors file")]
+    NoWeights,
+    /// Files that an index names and the folder lacks.
+    #[error("{} files named by the index are missing: {}", files.len(), List(files))]
+    MissingShards {
+        /// Their names.
+        files: Vec<String>,
+    },
+    /// A tensor is not in the file that the index names for it.
+    #[error("the index places it in {shard}, which does not hold it")]
+    NotInShard {
+        /// The file named.
+        shard: String,
+    },
+    /// An index entry points out of the folder.
+    #[error("the index names `{entry}`, which leaves the folder")]
+    LeavesFolder {
+        /// The entry.
+        entry: String,
+    },
+    /// The file is not the one that was opened.
+    #[error("the file changed while it was in use")]
+    Changed,
+    /// No tensor of that name.
+    #[error("there is no such tensor")]
+    NoSuchTensor,
+}
+
+/// What is wrong with an adapter.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdapterFault {
+    /// No key of the adapter names a tensor of the checkpoint.
+    #[error(
+        "none of its {keys} modules is in the checkpoint; it has {}; the checkpoint has {}",
+        Sample(adapter_sample),
+        Sample(checkpoint_sample)
+    )]
+    NothingMatches {
+        /// How many modules the adapter has.
+        keys: usize,
+        /// Some of the adapter's names.
+        adapter_sample: Vec<String>,
+        /// Some of the checkpoint's names.
+        checkpoint_sample: Vec<String>,
+    },
+    /// Some of the adapter's modules are not in the checkpoint.
+    #[error("{} of its {keys} modules are not in the checkpoint: {}", unmatched.len(), Sample(unmatched))]
+    PartlyMatches {
+        /// How many modules the adapter has.
+        keys: usize,
+        /// Those without a target.
+        unmatched: Vec<String>,
+    },
+    /// A name fits several modules of the checkpoint.
+    #[error("the name fits several modules: {}", List(candidates))]
+    Ambiguous {
+        /// The modules.
+        candidates: Vec<String>,
+    },
+    /// A factor's shape does not fit its target.
+    #[error("shape {found:?} does not fit {what} of shape {wanted:?}")]
+    Shape {
+        /// The shape in the adapter.
+        found: Vec<u64>,
+        /// What it has to fit.
+        what: String,
+        /// That one's shape.
+        wanted: Vec<u64>,
+    },
+    /// One half of a pair is missing.
+    #[error("its counterpart {missing} is missing")]
+    Incomplete {
+        /// The missing key.
+        missing: String,
+    },
+    /// A kind of adapter that is not applied.
+    #[error("{kind} adapters are not supported")]
+    Unsupported {
+        /// Its name.
+        kind: String,
+    },
+    /// An element type that a factor or its target cannot have.
+    #[error("{what} has element type {dtype}, which cannot be patched")]
+    BadDType {
+        /// The factor or the target.
+        what: String,
+        /// Its type.
+        dtype: DType,
+    },
+    /// A factor holds NaN or an infinity.
+    #[error("element {index} is {value}")]
+    NotFinite {
+        /// Its place in row-major order.
+        index: u64,
+        /// `NaN`, `inf` or `-inf`.
+        value: String,
+    },
+    /// `adapter_config.json` is missing, no JSON, or lacks a field.
+    #[error("adapter_config.json: {reason}")]
+    Config {
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// Names separated by commas.
+struct List<'a, T>(&'a [T]);
+
+impl<T: fmt::Display> fmt::Display for List<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, item) in self.0.iter().enumerate() {
+            let comma = if index > 0 { ", " } else { "" };
+            write!(f, "{comma}{item}")?;
+        }
+        if self.0.is_empty() { f.write_str("none") } else { Ok(()) }
+    }
+}
+
+/// The first few names of a list, and how many more there are.
+struct Sample<'a>(&'a [String]);
+
+impl fmt::Display for Sample<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 4;
+        let shown = &self.0[..self.0.len().min(SHOWN)];
+        write!(f, "{}", List(shown))?;
+        if self.0.len() > SHOWN { write!(f, " and {} more", self.0.len() - SHOWN) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_stays_small() {
+        assert!(size_of::<Error>() <= 96, "{}", size_of::<Error>());
+    }
+
+    #[test]
+    fn messages_hold_both_numbers_and_the_names() {
+        let full = Error::OutOfMemory { device: "cuda:1".parse().unwrap(), requested: 10, available: 4, limit: 16 };
+        assert_eq!(full.to_string(), "cuda:1 has 4 bytes free of 16, the request needs 10 (6 bytes short)");
+        assert_eq!(full.kind().to_string(), "OutOfMemory");
+        let none = Error::UnknownDevice { device: "cuda:3".parse().unwrap(), known: vec![DeviceId::CPU] };
+        assert_eq!(none.to_string(), "there is no cuda:3 here; there are cpu");
+    }
+}

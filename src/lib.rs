@@ -1,0 +1,14 @@
+//! Run models larger than one device.
+
+mod bytes;
+pub mod checkpoint;
+pub mod device;
+mod dtype;
+mod error;
+
+pub use bytes::{ByteSize, Human};
+pub use device::{
+    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, Machine, MemorySnapshot, MemoryUsage, Topology,
+};
+pub use dtype::{DType, UnknownDType};
+pub use error::{AdapterFault, Error, ErrorKind, FileFault, Result, Shortfall};
