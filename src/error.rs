@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -142,6 +143,14 @@ pub enum Error {
         /// For how long.
         after: Duration,
     },
+    /// Work that was queued failed later; what waited for it failed with it.
+    #[error("{operation} failed: {cause}")]
+    Failed {
+        /// The work.
+        operation: &'static str,
+        /// Why, shared by all who waited.
+        cause: Arc<Error>,
+    },
     /// The caller cancelled the operation; what it had taken is given back.
     #[error("cancelled after {} of {}", done.human(), of.human())]
     Cancelled {
@@ -159,7 +168,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The variant, for matching and for reports.
+    /// The variant, for matching and for reports; that of the cause for [`Error::Failed`].
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Syntax { .. } => ErrorKind::Syntax,
@@ -176,6 +185,7 @@ impl Error {
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
+            Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
             Error::Invalid { .. } => ErrorKind::Invalid,
         }

@@ -1,10 +1,12 @@
 //! Run models larger than one device.
 
+pub mod backend;
 mod bytes;
 pub mod checkpoint;
 pub mod device;
 mod dtype;
 mod error;
+mod registry;
 
 pub use bytes::{ByteSize, Human};
 pub use device::{
@@ -12,3 +14,4 @@ pub use device::{
 };
 pub use dtype::{DType, UnknownDType};
 pub use error::{AdapterFault, Error, ErrorKind, FileFault, Result, Shortfall};
+pub use registry::Registry;
