@@ -5,8 +5,10 @@ pub mod checkpoint;
 pub mod device;
 mod dtype;
 mod error;
+pub mod transfer;
 
 pub use bytes::{ByteSize, Human};
+pub use checkpoint::Checkpoint;
 pub use device::{
     Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, Machine, MemorySnapshot, MemoryUsage, Topology,
 };
