@@ -295,10 +295,24 @@ pub enum FileFault {
         /// What the parser met.
         reason: String,
     },
-    /// Two tensors have one name.
-    #[error("the name stands twice in the header")]
+    /// A name stands twice in a header or an index.
+    #[error("the name stands twice")]
     DuplicateKey,
-    /// Two tensors share some bytes but not all.
+    /// The element type is none of the format's.
+    #[error("its element type `{name}` is none of the safetensors format")]
+    UnknownDType {
+        /// The name in the file.
+        name: String,
+    },
+    /// The byte range ends before it begins.
+    #[error("its byte range ends at {end}, before it begins at {begin}")]
+    BackwardRange {
+        /// Where it is said to begin.
+        begin: u64,
+        /// Where it is said to end.
+        end: u64,
+    },
+    /// Two tensors share bytes.
     #[error("its bytes {}..{} overlap those of `{other}`", range.start, range.end)]
     Overlap {
         /// This tensor's bytes.
@@ -337,6 +351,24 @@ pub enum FileFault {
     NoIndex {
         /// The files' names.
         files: Vec<String>,
+    },
+    /// A folder with several indexes.
+    #[error("{} indexes, of which one has to be opened by name: {}", files.len(), List(files))]
+    SeveralIndexes {
+        /// The indexes' names.
+        files: Vec<String>,
+    },
+    /// The index is no JSON, or not of the form that sharded checkpoints use.
+    #[error("this is not the index of a sharded checkpoint: {reason}")]
+    BadIndex {
+        /// What the parser met.
+        reason: String,
+    },
+    /// The model's configuration is no JSON.
+    #[error("this is not a model's configuration: {reason}")]
+    BadConfig {
+        /// What the parser met.
+        reason: String,
     },
     /// A folder without any weights.
     #[error("the folder holds no safetensors file")]

@@ -7,8 +7,10 @@ pub mod device;
 mod dtype;
 mod error;
 mod registry;
+pub mod transfer;
 
 pub use bytes::{ByteSize, Human};
+pub use checkpoint::Checkpoint;
 pub use device::{
     Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, Machine, MemorySnapshot, MemoryUsage, Topology,
 };

@@ -114,11 +114,10 @@ impl Busy {
 
     /// Marks a free interval as busy and joins it with its neighbours.
     fn occupy(&mut self, mut start: Duration, mut end: Duration) {
-        if let Some((&before, &before_end)) = self.0.range(..start).next_back() {
-            if before_end == start {
-                self.0.remove(&before);
-                start = before;
-            }
+        let before = self.0.range(..start).next_back().filter(|(_, before_end)| **before_end == start);
+        if let Some(before) = before.map(|(&before, _)| before) {
+            self.0.remove(&before);
+            start = before;
         }
         if let Some(after_end) = self.0.remove(&end) {
             end = after_end;
