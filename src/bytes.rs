@@ -154,6 +154,11 @@ impl Decimal {
         u64::try_from(u128::from(self.whole) * u128::from(unit) + part).ok()
     }
 
+    /// How many digits stand after the point, trailing zeros left out.
+    pub(crate) fn decimals(&self) -> usize {
+        self.fraction.len()
+    }
+
     /// Whether the number is at most one.
     pub(crate) fn at_most_one(&self) -> bool {
         self.whole == 0 || (self.whole == 1 && self.fraction.is_empty())

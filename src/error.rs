@@ -244,14 +244,14 @@ impl fmt::Display for ErrorKind {
 
 /// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{device} has {} bytes {limit_is}, the plan needs {needed} there ({term}{}): {short} bytes short", limit, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", (limit < total).then(|| format!(" of {total}")).unwrap_or_default(), module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
 #[non_exhaustive]
 pub struct Shortfall {
     /// The device that would be overfull.
     pub device: DeviceId,
     /// The part that passes the limit: `weights`, `slots`, `scratch` or `reserve`.
     pub term: &'static str,
-    /// The module at which the limit is passed, where one is.
+    /// The module (for `slots` the layer) at which the limit is passed, where one is.
     pub module: Option<String>,
     /// Bytes that the plan needs on the device.
     pub needed: u64,
@@ -259,6 +259,8 @@ pub struct Shortfall {
     pub limit: u64,
     /// What the limit is: `free` or `in all`.
     pub limit_is: &'static str,
+    /// All bytes of the device, free or not; `limit` where that is unknown.
+    pub total: u64,
     /// `needed - limit`.
     pub short: u64,
 }
