@@ -26,6 +26,8 @@ pub struct Registry {
     owner: BTreeMap<DeviceId, usize>,
     absent: Vec<(DeviceKind, String)>,
     open: Mutex<BTreeMap<DeviceId, Arc<dyn Device>>>,
+    /// Whether the devices are described, so that staging memory is none of theirs.
+    described: bool,
 }
 
 impl Registry {
@@ -47,7 +49,7 @@ impl Registry {
         }
         let topology = backends.iter().map(|b| b.topology()).find(|t| !t.segments().is_empty());
         let machine = Machine::new(infos, topology.unwrap_or_else(Topology::new));
-        Registry { backends, machine, owner, absent, open: Mutex::default() }
+        Registry { backends, machine, owner, absent, open: Mutex::default(), described: false }
     }
 
     /// The devices of this system.
@@ -57,7 +59,8 @@ impl Registry {
 
     /// The devices of a described machine, simulated; no others.
     pub fn described(machine: Machine, clock: Clock) -> Registry {
-        Registry::new([Arc::new(Simulated::new(machine, clock)) as Arc<dyn Backend>])
+        let registry = Registry::new([Arc::new(Simulated::new(machine, clock)) as Arc<dyn Backend>]);
+        Registry { described: true, ..registry }
     }
 
     /// What is known of the devices, without opening any.
@@ -84,6 +87,15 @@ impl Registry {
         let device = self.backends[owner].open(id)?;
         open.insert(id, Arc::clone(&device));
         Ok(device)
+    }
+
+    /// The host whose memory staging uses: `cpu`, or this system's own where the machine is a described one or
+    /// has no `cpu`.
+    pub(crate) fn staging_host(&self) -> Result<Arc<dyn Device>> {
+        if self.described || !self.owner.contains_key(&DeviceId::CPU) {
+            return Host::new().open(DeviceId::CPU);
+        }
+        self.device(DeviceId::CPU)
     }
 
     /// The devices opened so far, in order.

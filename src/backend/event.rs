@@ -15,7 +15,7 @@ pub trait Fence: Any + Send + Sync {
     /// Blocks until the work is done or has failed, at most for `deadline`; the state then.
     fn wait(&self, deadline: Duration) -> FenceState;
 
-    /// When the work was or will be done, on a clock that runs in simulated time.
+    /// When the work was or will be done, on the clock of simulated devices.
     fn time(&self) -> Option<Duration> {
         None
     }
@@ -64,7 +64,7 @@ impl Event {
         }
     }
 
-    /// When the work was or will be done, for devices that run in simulated time.
+    /// When the work was or will be done, on the clock of simulated devices; none on others.
     pub fn time(&self) -> Option<Duration> {
         self.0.time()
     }

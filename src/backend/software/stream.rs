@@ -37,6 +37,8 @@ struct Job {
     /// The memory that has to stay until the job is done.
     keep: Vec<Arc<Allocation>>,
     done: Arc<Latch>,
+    /// When it was queued, on a paced stream.
+    queued: Duration,
 }
 
 enum Work {
@@ -73,7 +75,8 @@ impl SoftwareStream {
             (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
             (Queue::Thread(sender), _) => {
                 let done = Arc::new(Latch::default());
-                let job = Job { waits, work, keep, done: Arc::clone(&done) };
+                let queued = self.timeline.as_ref().map_or(Duration::ZERO, |timeline| timeline.now());
+                let job = Job { waits, work, keep, done: Arc::clone(&done), queued };
                 let why = || Error::DeviceLost { device: self.device, why: "its stream's thread ended".to_owned() };
                 lock(sender).send(job).map_err(|_| why())?;
                 Ok(Event::new(done))
@@ -129,35 +132,46 @@ impl fmt::Debug for SoftwareStream {
 
 /// The life of a stream's thread: until the stream is dropped and its queue is empty.
 fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
-    while let Ok(Job { waits, work, keep, done }) = jobs.recv() {
+    // When the work so far ended by the links' speeds. Work that begins late only because this thread woke up
+    // late is counted from here, so that such delays don't add up.
+    let mut tail = Duration::ZERO;
+    while let Ok(Job { waits, work, keep, done, queued }) = jobs.recv() {
         let ended = waits.iter().try_for_each(|event| event.wait(DEADLINE)).and_then(|()| {
+            let begin = waits.iter().filter_map(Event::time).fold(queued.max(tail), Duration::max);
             let panicked = || Error::DeviceLost { device, why: "a copy panicked".to_owned() };
-            catch_unwind(AssertUnwindSafe(|| work.run(timeline))).unwrap_or_else(|_| Err(panicked()))
+            catch_unwind(AssertUnwindSafe(|| work.run(timeline, begin))).unwrap_or_else(|_| Err(panicked()))
         });
         // The memory is let go before anyone learns that it can be.
         drop((waits, work, keep));
+        tail = *ended.as_ref().unwrap_or(&tail);
         done.fire(ended.map_err(Arc::new));
     }
 }
 
 impl Work {
-    /// Does the work on a stream's thread, in as much time as the links need.
-    fn run(&self, timeline: Option<&Timeline>) -> Result<()> {
+    /// Does the work on a stream's thread. On a paced stream it begins at `begin` and takes as long as the links
+    /// say, or as the work itself needs where that is longer; the time at which it ended.
+    fn run(&self, timeline: Option<&Timeline>, begin: Duration) -> Result<Duration> {
+        let mut end = begin;
         match self {
-            Work::Nothing => Ok(()),
-            Work::Occupy(time) => {
-                thread::sleep(*time);
-                Ok(())
+            Work::Nothing => return Ok(end),
+            Work::Occupy(time) => match timeline {
+                Some(_) => end += *time,
+                None => thread::sleep(*time),
+            },
+            Work::Copy { pieces, dst } => {
+                for (src, from, at) in pieces {
+                    let bytes = from.len() as u64;
+                    end = timeline.map_or(end, |timeline| timeline.transfer(src.device(), dst.device(), bytes, end));
+                    memory::copy(src, from.clone(), dst, *at)?;
+                }
+                end = timeline.map_or(end, |timeline| timeline.now().max(end));
             }
-            Work::Copy { pieces, dst } => pieces.iter().try_for_each(|(src, from, at)| {
-                let Some(timeline) = timeline else { return memory::copy(src, from.clone(), dst, *at) };
-                let (bytes, now) = (from.len() as u64, timeline.now());
-                let until = timeline.transfer(src.device(), dst.device(), bytes, now);
-                memory::copy(src, from.clone(), dst, *at)?;
-                timeline.sleep_until(until);
-                Ok(())
-            }),
         }
+        if let Some(timeline) = timeline {
+            timeline.sleep_until(end);
+        }
+        Ok(end)
     }
 }
 
@@ -193,20 +207,21 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
 /// The event of a stream with a thread.
 #[derive(Default)]
 struct Latch {
-    result: Mutex<Option<Result<(), Arc<Error>>>>,
+    /// When the work ended on the stream's timeline, or why it failed.
+    ended: Mutex<Option<Result<Duration, Arc<Error>>>>,
     fired: Condvar,
 }
 
 impl Latch {
-    fn fire(&self, result: Result<(), Arc<Error>>) {
-        *lock(&self.result) = Some(result);
+    fn fire(&self, ended: Result<Duration, Arc<Error>>) {
+        *lock(&self.ended) = Some(ended);
         self.fired.notify_all();
     }
 
-    fn state_of(result: &Option<Result<(), Arc<Error>>>) -> FenceState {
-        match result {
+    fn state_of(ended: &Option<Result<Duration, Arc<Error>>>) -> FenceState {
+        match ended {
             None => FenceState::Pending,
-            Some(Ok(())) => FenceState::Done,
+            Some(Ok(_)) => FenceState::Done,
             Some(Err(cause)) => FenceState::Failed(Arc::clone(cause)),
         }
     }
@@ -214,20 +229,24 @@ impl Latch {
 
 impl Fence for Latch {
     fn state(&self) -> FenceState {
-        Latch::state_of(&lock(&self.result))
+        Latch::state_of(&lock(&self.ended))
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
         let until = Instant::now() + deadline;
-        let mut result = lock(&self.result);
-        while result.is_none() {
+        let mut ended = lock(&self.ended);
+        while ended.is_none() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            result = self.fired.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
+            ended = self.fired.wait_timeout(ended, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Latch::state_of(&result)
+        Latch::state_of(&ended)
+    }
+
+    fn time(&self) -> Option<Duration> {
+        lock(&self.ended).as_ref().and_then(|ended| ended.as_ref().ok()).copied()
     }
 }
 
