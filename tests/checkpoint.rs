@@ -385,6 +385,7 @@ fn folders_have_to_say_which_files_belong_together() {
     let open = || Checkpoint::open(folder.path()).map_err(|e| parts(e, "").1);
     assert_eq!(open().unwrap_err(), FileFault::NoWeights);
     shard(folder.path(), "1.safetensors", &["a"]);
+    shard(folder.path(), "._1.safetensors", &["hidden"]);
     assert_eq!(names(&open().unwrap()), ["a"]);
     shard(folder.path(), "2.safetensors", &["b"]);
     let files = vec!["1.safetensors".into(), "2.safetensors".into()];
