@@ -67,7 +67,7 @@ impl fmt::Display for ByteSize {
             if self.0 >= size && thousandths % u128::from(size) == 0 {
                 let n = (thousandths / u128::from(size)) as u64;
                 write!(f, "{}", n / 1000)?;
-                if n % 1000 != 0 {
+                if !n.is_multiple_of(1000) {
                     let digits = format!("{:03}", n % 1000);
                     write!(f, ".{}", digits.trim_end_matches('0'))?;
                 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -142,6 +143,14 @@ pub enum Error {
         /// For how long.
         after: Duration,
     },
+    /// Work that was queued failed later; what waited for it failed with it.
+    #[error("{operation} failed: {cause}")]
+    Failed {
+        /// The work.
+        operation: &'static str,
+        /// Why, shared by all who waited.
+        cause: Arc<Error>,
+    },
     /// The caller cancelled the operation; what it had taken is given back.
     #[error("cancelled after {} of {}", done.human(), of.human())]
     Cancelled {
@@ -159,7 +168,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The variant, for matching and for reports.
+    /// The variant, for matching and for reports; that of the cause for [`Error::Failed`].
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Syntax { .. } => ErrorKind::Syntax,
@@ -176,6 +185,7 @@ impl Error {
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
+            Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
             Error::Invalid { .. } => ErrorKind::Invalid,
         }
@@ -287,10 +297,24 @@ pub enum FileFault {
         /// What the parser met.
         reason: String,
     },
-    /// Two tensors have one name.
-    #[error("the name stands twice in the header")]
+    /// A name stands twice in a header or an index.
+    #[error("the name stands twice")]
     DuplicateKey,
-    /// Two tensors share some bytes but not all.
+    /// The element type is none of the format's.
+    #[error("its element type `{name}` is none of the safetensors format")]
+    UnknownDType {
+        /// The name in the file.
+        name: String,
+    },
+    /// The byte range ends before it begins.
+    #[error("its byte range ends at {end}, before it begins at {begin}")]
+    BackwardRange {
+        /// Where it is said to begin.
+        begin: u64,
+        /// Where it is said to end.
+        end: u64,
+    },
+    /// Two tensors share bytes.
     #[error("its bytes {}..{} overlap those of `{other}`", range.start, range.end)]
     Overlap {
         /// This tensor's bytes.
@@ -329,6 +353,24 @@ pub enum FileFault {
     NoIndex {
         /// The files' names.
         files: Vec<String>,
+    },
+    /// A folder with several indexes.
+    #[error("{} indexes, of which one has to be opened by name: {}", files.len(), List(files))]
+    SeveralIndexes {
+        /// The indexes' names.
+        files: Vec<String>,
+    },
+    /// The index is no JSON, or not of the form that sharded checkpoints use.
+    #[error("this is not the index of a sharded checkpoint: {reason}")]
+    BadIndex {
+        /// What the parser met.
+        reason: String,
+    },
+    /// The model's configuration is no JSON.
+    #[error("this is not a model's configuration: {reason}")]
+    BadConfig {
+        /// What the parser met.
+        reason: String,
     },
     /// A folder without any weights.
     #[error("the folder holds no safetensors file")]

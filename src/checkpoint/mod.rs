@@ -1,5 +1,189 @@
-//! What a model is made of: tensors, grouped into modules and layers.
+//! What a model is made of: its files, and their tensors grouped into modules and layers.
 
+mod files;
+mod header;
+mod json;
 mod layout;
+mod write;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::transfer::{FileSource, MemorySource, Source};
+use files::FileSet;
+use header::Header;
 
 pub use layout::{Layer, Layout, Module, TensorInfo};
+pub use write::{TensorSpec, TensorWriter, write_safetensors};
+
+/// The weights of a model as they lie in its files.
+///
+/// Opening reads the headers and nothing else; [`read`](Checkpoint::read) brings one tensor's bytes. A clone is the
+/// same checkpoint. Files that change while it is open are noticed at the next read.
+///
+/// ```
+/// use tensor_offload::Checkpoint;
+/// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+/// let model = Checkpoint::open(path)?;
+/// let norm = model.find("model.norm.weight").expect("every Llama has one");
+/// let mut bytes = vec![0; model.layout().tensors[norm].bytes as usize];
+/// model.read(norm, &mut bytes)?;
+/// assert_eq!(model.layout().layers[1].name, "model.layers.0");
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Checkpoint(Arc<Inner>);
+
+struct Inner {
+    path: PathBuf,
+    sources: Vec<Arc<dyn Source>>,
+    layout: Layout,
+    metadata: BTreeMap<String, String>,
+    by_name: HashMap<String, usize>,
+}
+
+impl Checkpoint {
+    /// Opens a `.safetensors` file, the `.json` index of a sharded checkpoint, or a folder that holds either.
+    ///
+    /// A folder's index says which files belong to the model and which tensors; without one the folder has to
+    /// hold exactly one `.safetensors` file. `config.json` beside the files says whether the embeddings are tied.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the file, the tensor where one is to blame, and what is wrong;
+    /// [`Error::Io`] when the system refuses.
+    pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint> {
+        Checkpoint::open_with(path, |file| Ok(Arc::new(FileSource::open(file)?)))
+    }
+
+    /// As [`open`](Checkpoint::open), with the weights' files opened by the caller: mapped, for example.
+    ///
+    /// # Errors
+    /// As [`open`](Checkpoint::open), and what `open_file` returns.
+    pub fn open_with(
+        path: impl AsRef<Path>,
+        mut open_file: impl FnMut(&Path) -> Result<Arc<dyn Source>>,
+    ) -> Result<Checkpoint> {
+        let path = path.as_ref();
+        let set = FileSet::at(path)?;
+        let (mut sources, mut headers) = (Vec::new(), Vec::new());
+        for file in &set.files {
+            let source = open_file(file)?;
+            headers.push(Header::read(&*source, sources.len())?);
+            sources.push(source);
+        }
+        set.select(&mut headers)?;
+        let tied = files::tied_embeddings(&set.folder)?;
+        Ok(Checkpoint::assemble(path.to_owned(), sources, headers, tied))
+    }
+
+    /// A safetensors file in memory; errors call it `name`.
+    ///
+    /// # Errors
+    /// [`Error::File`] with the tensor where one is to blame, and what is wrong.
+    pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
+        let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
+        let header = Header::read(&*source, 0)?;
+        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], false))
+    }
+
+    fn assemble(path: PathBuf, sources: Vec<Arc<dyn Source>>, headers: Vec<Header>, tied: bool) -> Checkpoint {
+        let (mut tensors, mut metadata) = (Vec::new(), None);
+        for header in headers {
+            metadata.get_or_insert(header.metadata);
+            tensors.extend(header.tensors);
+        }
+        let by_name = tensors.iter().enumerate().map(|(index, t)| (t.name.clone(), index)).collect();
+        let layout = Layout::new(tensors);
+        let layout = if tied { layout.tie_embeddings() } else { layout };
+        Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name }))
+    }
+
+    /// Its tensors in order of their place in the files, as modules and layers in order of execution.
+    pub fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    /// The free text of the (first) file's header: `__metadata__`.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.0.metadata
+    }
+
+    /// What was opened: the file, the index or the folder.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// Its files in order of name; [`TensorInfo::file`] is a place in this list.
+    pub fn sources(&self) -> &[Arc<dyn Source>] {
+        &self.0.sources
+    }
+
+    /// The file that holds a tensor of [`Layout::tensors`].
+    ///
+    /// # Panics
+    /// When there is no such tensor.
+    pub fn file_of(&self, tensor: usize) -> &Path {
+        self.0.sources[self.0.layout.tensors[tensor].file].path()
+    }
+
+    /// The place of the tensor `name` in [`Layout::tensors`].
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.0.by_name.get(name).copied()
+    }
+
+    /// Fills `dst` with a tensor's bytes, all of them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor or `dst` is not as long as it is; [`Error::File`] with
+    /// [`FileFault::Changed`](crate::FileFault::Changed) when the file is no longer what was opened;
+    /// [`Error::Io`] when the system refuses.
+    pub fn read(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
+        let info = self.info(tensor)?;
+        if info.bytes != dst.len() as u64 {
+            let (name, bytes, len) = (&info.name, info.bytes, dst.len());
+            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, the buffer for it {len}")));
+        }
+        self.read_at(tensor, 0, dst)
+    }
+
+    /// Fills `dst` with a tensor's bytes from its byte `at` on.
+    ///
+    /// # Errors
+    /// As [`read`](Checkpoint::read); [`Error::Invalid`] too when the range leaves the tensor.
+    pub fn read_at(&self, tensor: usize, at: u64, dst: &mut [u8]) -> Result<()> {
+        let info = self.info(tensor)?;
+        let end = at.checked_add(dst.len() as u64);
+        if end.is_none_or(|end| end > info.bytes) {
+            let (name, bytes, len) = (&info.name, info.bytes, dst.len());
+            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, not {len} from {at} on")));
+        }
+        let source = &self.0.sources[info.file];
+        source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
+    }
+
+    fn info(&self, tensor: usize) -> Result<&TensorInfo> {
+        let tensors = &self.0.layout.tensors;
+        tensors.get(tensor).ok_or_else(|| {
+            let (path, count) = (self.0.path.display(), tensors.len());
+            Error::invalid(format!("{path} has {count} tensors, so none at {tensor}"))
+        })
+    }
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("Checkpoint");
+        debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors.len()).finish_non_exhaustive()
+    }
+}
+
+/// The same error, with the tensor that was being read.
+fn naming_tensor(error: Error, name: &str) -> Error {
+    match error {
+        Error::File { file, tensor: None, fault } => Error::File { file, tensor: Some(name.to_owned()), fault },
+        other => other,
+    }
+}

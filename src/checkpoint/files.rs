@@ -1,0 +1,191 @@
+//! Which files make up a checkpoint.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::header::{HEADER_LIMIT, Header, other_format};
+use super::json::Entries;
+use crate::error::{Error, FileFault, Result};
+use crate::transfer::FileSource;
+
+/// The files of a checkpoint.
+#[derive(Debug)]
+pub(super) struct FileSet {
+    /// Where they lie, and `config.json` with them.
+    pub(super) folder: PathBuf,
+    /// In order of name.
+    pub(super) files: Vec<PathBuf>,
+    index: Option<Index>,
+}
+
+impl FileSet {
+    /// The files that `path` stands for: a file, an index, or a folder.
+    pub(super) fn at(path: &Path) -> Result<FileSet> {
+        if fs::metadata(path).map_err(Error::io("open", path))?.is_dir() {
+            return FileSet::of_folder(path);
+        }
+        let folder = path.parent().unwrap_or(Path::new("")).to_owned();
+        if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
+            return FileSet::of_index(folder, path);
+        }
+        Ok(FileSet { folder, files: vec![path.to_owned()], index: None })
+    }
+
+    fn of_folder(folder: &Path) -> Result<FileSet> {
+        let names = file_names(folder)?;
+        let ending = |end: &str| -> Vec<&String> { names.iter().filter(|n| n.ends_with(end)).collect() };
+        let owned = |names: Vec<&String>| names.into_iter().cloned().collect();
+        let refuse = |fault| Err(Error::file(folder, None, fault));
+        match ending(".safetensors.index.json").as_slice() {
+            [] => {}
+            [index] => return FileSet::of_index(folder.to_owned(), &folder.join(index)),
+            several => return refuse(FileFault::SeveralIndexes { files: owned(several.to_vec()) }),
+        }
+        match ending(".safetensors").as_slice() {
+            [file] => Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(file)], index: None }),
+            [] => {
+                for name in
+                    names.iter().filter(|n| [".bin", ".pt", ".pth", ".ckpt", ".gguf"].iter().any(|e| n.ends_with(e)))
+                {
+                    let source = FileSource::open(folder.join(name))?;
+                    if let Some(fault) = other_format(&source) {
+                        return Err(Error::file(folder.join(name), None, fault));
+                    }
+                }
+                refuse(FileFault::NoWeights)
+            }
+            several => refuse(FileFault::NoIndex { files: owned(several.to_vec()) }),
+        }
+    }
+
+    fn of_index(folder: PathBuf, path: &Path) -> Result<FileSet> {
+        let index = Index::read(path)?;
+        let files: Vec<PathBuf> = index.shards.keys().map(|shard| folder.join(shard)).collect();
+        let mut missing = Vec::new();
+        for (shard, file) in index.shards.keys().zip(&files) {
+            match fs::metadata(file) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => missing.push(shard.clone()),
+                found => drop(found.map_err(Error::io("open", file))?),
+            }
+        }
+        if !missing.is_empty() {
+            return Err(Error::file(path, None, FileFault::MissingShards { files: missing }));
+        }
+        Ok(FileSet { folder, files, index: Some(index) })
+    }
+
+    /// Keeps of each file's tensors those that the index places there, and refuses when one is missing. Without an
+    /// index all tensors stay.
+    pub(super) fn select(&self, headers: &mut [Header]) -> Result<()> {
+        let Some(index) = &self.index else { return Ok(()) };
+        for ((shard, names), header) in index.shards.iter().zip(headers) {
+            header.tensors.retain(|t| names.binary_search(&t.name).is_ok());
+            if header.tensors.len() == names.len() {
+                continue;
+            }
+            let found: std::collections::HashSet<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
+            let absent = names.iter().find(|n| !found.contains(n.as_str())).map(String::as_str);
+            return Err(Error::file(&index.path, absent, FileFault::NotInShard { shard: shard.clone() }));
+        }
+        Ok(())
+    }
+}
+
+/// The regular files of a folder, by name, in order; names that are no text are passed over.
+fn file_names(folder: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let entry = entry.map_err(Error::io("list", folder))?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        // Not `entry.file_type()`: model hubs' caches hold links to the files.
+        if fs::metadata(entry.path()).is_ok_and(|m| m.is_file()) {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// The index of a sharded checkpoint.
+#[derive(Debug)]
+struct Index {
+    path: PathBuf,
+    /// File -> names of its tensors, sorted.
+    shards: BTreeMap<String, Vec<String>>,
+}
+
+impl Index {
+    fn read(path: &Path) -> Result<Index> {
+        #[derive(Deserialize)]
+        struct Fields {
+            weight_map: Entries<String>,
+        }
+
+        let bad = |reason: String| Error::file(path, None, FileFault::BadIndex { reason });
+        let json = read_json(path)?.map_err(bad)?;
+        let fields: Fields = serde_json::from_slice(&json).map_err(|e| bad(e.to_string()))?;
+        if let Some(name) = fields.weight_map.repeated() {
+            return Err(Error::file(path, Some(name), FileFault::DuplicateKey));
+        }
+        let mut shards: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (name, shard) in fields.weight_map.0 {
+            if leaves_folder(&shard) {
+                return Err(Error::file(path, Some(&name), FileFault::LeavesFolder { entry: shard }));
+            }
+            shards.entry(shard).or_default().push(name);
+        }
+        if shards.is_empty() {
+            return Err(bad("it names no tensor".to_owned()));
+        }
+        shards.values_mut().for_each(|names| names.sort());
+        Ok(Index { path: path.to_owned(), shards })
+    }
+}
+
+/// Whether an index's entry could lie outside the index's folder on any system: `../x`, `/x`, `C:\x`, `\\host\x`.
+fn leaves_folder(entry: &str) -> bool {
+    let separator = |c: char| c == '/' || c == '\\';
+    let drive = entry.as_bytes().get(1) == Some(&b':');
+    drive || entry.starts_with(separator) || entry.split(separator).any(|part| part == "..")
+}
+
+/// Whether `config.json` in the folder says that the head uses the embedding's weights; false without the file.
+pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
+    #[derive(Deserialize)]
+    struct Config {
+        tie_word_embeddings: Option<bool>,
+        text_config: Option<TextConfig>,
+    }
+    #[derive(Deserialize)]
+    struct TextConfig {
+        tie_word_embeddings: Option<bool>,
+    }
+
+    let path = folder.join("config.json");
+    match fs::metadata(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        found => drop(found.map_err(Error::io("open", &path))?),
+    }
+    let bad = |reason: String| Error::file(&path, None, FileFault::BadConfig { reason });
+    let json = read_json(&path)?.map_err(bad)?;
+    let config: Config = serde_json::from_slice(&json).map_err(|e| bad(e.to_string()))?;
+    let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
+    Ok(config.tie_word_embeddings.or(nested).unwrap_or(false))
+}
+
+/// A JSON file's bytes, or why it is too large to be one.
+fn read_json(path: &Path) -> Result<Result<Vec<u8>, String>> {
+    use crate::transfer::Source;
+    let source = FileSource::open(path)?;
+    let len = source.stamp().len();
+    if len > HEADER_LIMIT {
+        return Ok(Err(format!("it is {len} bytes long, the limit is {HEADER_LIMIT}")));
+    }
+    let mut bytes = vec![0; len as usize];
+    source.read_at(0, &mut bytes)?;
+    Ok(Ok(bytes))
+}
