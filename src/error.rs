@@ -244,7 +244,7 @@ impl fmt::Display for ErrorKind {
 
 /// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", (limit < total).then(|| format!(" of {total}")).unwrap_or_default(), module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
 #[non_exhaustive]
 pub struct Shortfall {
     /// The device that would be overfull.

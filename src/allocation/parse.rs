@@ -160,11 +160,11 @@ impl<'a> Parser<'a> {
                 (Some(_), None) => return Err(self.syntax(source, "at most one fraction without a device")),
                 (None, _) => (),
             }
-            if let Some(second) = entry.device.filter(|_| entry.quota.takes_rest()) {
-                if let Some(first) = rest.replace(second) {
-                    return Err(Error::MultipleRemainders { first, second });
-                }
+            let second = entry.device.filter(|_| entry.quota.takes_rest());
+            if let (Some(first), Some(second)) = (rest, second) {
+                return Err(Error::MultipleRemainders { first, second });
             }
+            rest = rest.or(second);
         }
         Ok(())
     }
