@@ -208,7 +208,7 @@ impl Layout {
 
     /// The bytes that a module of `bytes` takes in a slot: each begins at a multiple of 256, as kernels want it.
     pub fn slot_bytes(bytes: u64) -> u64 {
-        bytes.next_multiple_of(256)
+        bytes.div_ceil(256).saturating_mul(256)
     }
 
     /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.

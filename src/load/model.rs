@@ -9,10 +9,9 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::Reservation;
-use crate::adapter::TensorPatch;
 use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Transfer};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
@@ -301,27 +300,4 @@ pub(super) fn places(layout: &Layout) -> Vec<Range<usize>> {
         }
     }
     places
-}
-
-/// Reads a tensor of `checkpoint` and patches it in place; `dst` has the size of the patched one. Returns how
-/// many values the storage type could not hold.
-pub(super) fn read_patched(
-    checkpoint: &Checkpoint,
-    tensor: usize,
-    patch: &TensorPatch,
-    dst: &mut [u8],
-) -> Result<u64> {
-    let stored = checkpoint.layout().tensors[tensor].bytes as usize;
-    let room = dst.len();
-    let pristine = dst.get_mut(..stored).ok_or_else(|| {
-        Error::invalid(format!("a tensor of {stored} bytes does not shrink to {room} when it is patched"))
-    })?;
-    checkpoint.read(tensor, pristine)?;
-    let read_sibling = |&sibling: &usize| {
-        let mut bytes = vec![0; checkpoint.layout().tensors[sibling].bytes as usize];
-        checkpoint.read(sibling, &mut bytes).map(|()| bytes)
-    };
-    let siblings = patch.needs().iter().map(read_sibling).collect::<Result<Vec<_>>>()?;
-    let siblings: Vec<&[u8]> = siblings.iter().map(Vec::as_slice).collect();
-    Ok(patch.apply(dst, &siblings)?.saturated)
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::model::{LoadReport, places};
 use super::ring::Ring;
 use super::{Loader, Reservation};
-use crate::adapter::{Patches, TensorPatch};
+use crate::adapter::Patches;
 use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
@@ -152,7 +152,7 @@ impl<'a> Job<'a> {
         for (tensor, place) in self.own_tensors(module) {
             let dst = &mut bytes[place];
             match self.patches.tensor(tensor) {
-                Some(patch) => self.read_patched(tensor, patch, dst)?,
+                Some(_) => self.read_patched(tensor, dst)?,
                 None => self.read_plain(tensor, dst)?,
             }
         }
@@ -170,7 +170,7 @@ impl<'a> Job<'a> {
     ) -> Result<Buf> {
         for (tensor, place) in self.own_tensors(module) {
             memory = match self.patches.tensor(tensor) {
-                Some(patch) => self.send_patched(tensor, patch, place, memory, stream, scratch)?,
+                Some(_) => self.send_patched(tensor, place, memory, stream, scratch)?,
                 None => self.send_plain(tensor, place, memory, stream)?,
             };
         }
@@ -203,7 +203,6 @@ impl<'a> Job<'a> {
     fn send_patched(
         &self,
         tensor: usize,
-        patch: &TensorPatch,
         place: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
@@ -215,7 +214,7 @@ impl<'a> Job<'a> {
         };
         staging.settle(self.loader.deadline)?;
         match staging.host_mut() {
-            Some(mut dst) => self.read_patched(tensor, patch, &mut dst[..place.len()])?,
+            Some(mut dst) => self.read_patched(tensor, &mut dst[..place.len()])?,
             None => return Err(Error::invalid("staging memory that the host cannot address")),
         }
         let staging = staging.freeze();
@@ -242,11 +241,11 @@ impl<'a> Job<'a> {
     }
 
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
-    fn read_patched(&self, tensor: usize, patch: &TensorPatch, dst: &mut [u8]) -> Result<()> {
+    fn read_patched(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
-        let outcome = super::model::read_patched(self.checkpoint, tensor, patch, dst)?;
+        let outcome = self.patches.read(self.checkpoint, tensor, dst)?;
         self.patched.fetch_add(1, Ordering::Relaxed);
-        self.saturated.fetch_add(outcome, Ordering::Relaxed);
+        self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
         self.advance(dst.len() as u64);
         Ok(())
     }

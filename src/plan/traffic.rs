@@ -86,45 +86,20 @@ impl Placed<'_> {
     /// Sums up what moves, layer by layer; storage that several modules of a layer share moves once.
     fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
         let layout = self.layout;
-        let shared = layout.storage.iter().enumerate().any(|(tensor, &first)| tensor != first);
-        let owner = if shared { owners(layout) } else { Vec::new() };
-        let mut moved_in = vec![usize::MAX; owner.len()];
         let mut slots = Slots::default();
-        for (number, layer) in layout.layers.iter().enumerate() {
-            let (mut bytes, mut streams) = (0u64, false);
-            let mut moves = |module: usize, size: u64| {
-                bytes += size;
+        for layer in &layout.layers {
+            let mut in_slot = 0u64;
+            for module in layout.needs_of(layer).into_iter().filter(|&module| usage[module] == Use::Streamed) {
+                let bytes = layout.modules[module].bytes;
+                in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
                 let bin = &mut bins[self.home[module]];
-                bin.streamed = bin.streamed.saturating_add(size);
-                bin.staged = bin.staged.saturating_add(if staged[module] { size } else { 0 });
-            };
-            for &module in layer.modules.iter().filter(|&&module| usage[module] == Use::Streamed) {
-                streams = true;
-                if !shared {
-                    moves(module, layout.modules[module].bytes);
-                    continue;
-                }
-                for &tensor in &layout.modules[module].tensors {
-                    let first = layout.storage[tensor];
-                    let at_hand = usage[owner[first]] == Use::Resident;
-                    if !at_hand && std::mem::replace(&mut moved_in[first], number) != number {
-                        moves(owner[first], layout.tensors[first].bytes);
-                    }
-                }
+                bin.streamed = bin.streamed.saturating_add(bytes);
+                bin.staged = bin.staged.saturating_add(if staged[module] { bytes } else { 0 });
             }
-            slots.count += usize::from(streams);
-            slots.bytes_each = slots.bytes_each.max(bytes);
+            slots.count += usize::from(layer.modules.iter().any(|&module| usage[module] == Use::Streamed));
+            slots.bytes_each = slots.bytes_each.max(in_slot);
         }
         slots.count = slots.count.min(self.depth.saturating_add(1));
         slots
     }
-}
-
-/// Tensor -> module.
-fn owners(layout: &Layout) -> Vec<usize> {
-    let mut owner = vec![0; layout.tensors.len()];
-    for (index, module) in layout.modules.iter().enumerate() {
-        module.tensors.iter().for_each(|&tensor| owner[tensor] = index);
-    }
-    owner
 }

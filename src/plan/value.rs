@@ -106,7 +106,7 @@ pub struct DevicePlan {
 pub struct Slots {
     /// `min(depth + 1, streamed layers)`.
     pub count: usize,
-    /// The bytes of the largest streamed layer, as far as it is streamed.
+    /// The bytes of the largest streamed layer, as far as it is streamed; each of its modules takes a multiple of 256.
     pub bytes_each: u64,
 }
 
