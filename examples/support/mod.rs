@@ -4,7 +4,7 @@ use clap::Parser;
 use clap::error::ErrorKind;
 
 /// What an example does with its arguments: the report, as text or as one JSON value.
-pub trait Example: Parser {
+pub(crate) trait Example: Parser {
     /// Whether the user asked for JSON.
     fn json(&self) -> bool;
     /// Does the work; text goes to standard output as it comes, the value is what `--json` prints.
@@ -12,7 +12,7 @@ pub trait Example: Parser {
 }
 
 /// Parses the arguments, runs the example, reports, and exits: 0 when it worked, 2 with the error otherwise.
-pub fn main<E: Example>() -> ! {
+pub(crate) fn main<E: Example>() -> ! {
     let json_asked = std::env::args().any(|arg| arg == "--json");
     let example = match E::try_parse() {
         Ok(example) => example,
