@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use clap::{Parser, ValueEnum};
 use serde_json::{Value, json};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{ByteSize, Described, Error, Machine, Plan, Planner, Result};
+use tensor_offload::{ByteSize, Checkpoint, Described, Error, Machine, Plan, Planner, Result};
 
 /// The most blocks that `--blocks` makes.
 const MOST_BLOCKS: usize = 10_000_000;
@@ -92,7 +92,7 @@ impl Args {
     fn layout(&self) -> Result<Layout> {
         match (&self.blocks, &self.model) {
             (Some(blocks), _) => Ok(Layout::blocks(sizes(blocks)?)),
-            (None, Some(model)) => Err(invalid(format!("{}: files are not read yet; use --blocks", model.display()))),
+            (None, Some(model)) => Ok(Checkpoint::open(model)?.layout().clone()),
             (None, None) => Err(invalid("name a model or give --blocks")),
         }
     }
