@@ -18,8 +18,8 @@ use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::{
-    Adapter, Allocation, Bandwidth, ByteSize, Checkpoint, DeviceId, DeviceInfo, DeviceKind, Error, Loader, Machine, Matching,
-    Model, ModelCache, Patches, Plan, Planner, Registry, Result, Retention, Streamer, Topology,
+    Adapter, Allocation, Bandwidth, ByteSize, Checkpoint, DeviceId, DeviceInfo, DeviceKind, Error, Loader, Machine,
+    Matching, Model, ModelCache, Patches, Plan, Planner, Registry, Result, Retention, Streamer, Topology,
 };
 
 /// The model and the adapter that come with the crate.
@@ -93,7 +93,8 @@ impl support::Example for Args {
         let end = devices.snapshot("unloaded");
         let peaks: Vec<_> = devices.opened().iter().map(|d| (d.id(), d.ledger().peak(), d.ledger().limit())).collect();
         self.say(|| format!("{unload}\n{end}\n{}", peaks.iter().map(peak_line).collect::<String>()));
-        let peaks: Vec<_> = peaks.iter().map(|(id, peak, limit)| json!({ "id": id, "peak": peak, "limit": limit })).collect();
+        let peaks: Vec<_> =
+            peaks.iter().map(|(id, peak, limit)| json!({ "id": id, "peak": peak, "limit": limit })).collect();
         Ok(json!({
             "plan": plan, "load": load, "steps": steps, "stream": stream, "sha256": hash, "unload": unload,
             "devices": peaks, "snapshots": [start.to_string(), loaded.to_string(), end.to_string()],
@@ -117,7 +118,10 @@ impl Args {
         let computes = |id: DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let system = self.devices.registry(Clock::Wall)?;
         let named: Vec<DeviceId> = self.plan.compute.iter().map(|id| id.parse()).collect::<Result<_>>()?;
-        if !self.devices.devices.is_empty() || system.machine().ids().any(computes) || named.iter().any(|&id| !computes(id)) {
+        if !self.devices.devices.is_empty()
+            || system.machine().ids().any(computes)
+            || named.iter().any(|&id| !computes(id))
+        {
             return Ok(system);
         }
         let cpu = system.machine().device(DeviceId::CPU)?.clone();
@@ -157,7 +161,8 @@ impl Args {
         if self.json {
             bar.set_draw_target(ProgressDrawTarget::hidden());
         }
-        if let Ok(style) = ProgressStyle::with_template("loading [{bar:40}] {bytes} of {total_bytes}, {bytes_per_sec}") {
+        if let Ok(style) = ProgressStyle::with_template("loading [{bar:40}] {bytes} of {total_bytes}, {bytes_per_sec}")
+        {
             bar.set_style(style);
         }
         let progress = |done: u64, _: u64| bar.set_position(done);
@@ -184,7 +189,9 @@ impl Args {
             streamer.compute().record(&[])?.wait(DEADLINE)?;
             let seconds = begin.elapsed().as_secs_f64();
             let ratio = if floor > 0.0 { format!(", {:.2} times it", seconds / floor) } else { String::new() };
-            self.say(|| format!("step {step}: {:.2} ms; max(compute, transfer) is {:.2} ms{ratio}", seconds * 1e3, floor * 1e3));
+            self.say(|| {
+                format!("step {step}: {:.2} ms; max(compute, transfer) is {:.2} ms{ratio}", seconds * 1e3, floor * 1e3)
+            });
             steps.push(json!({ "seconds": seconds, "floor": floor }));
         }
         Ok(steps)
@@ -207,7 +214,8 @@ fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -
             let (name, bytes) = (&view.info().name, view.info().bytes as usize);
             let (mut streamed, mut merged) = (vec![0; bytes], vec![0; bytes]);
             guard.read(name, &mut streamed)?;
-            let tensor = checkpoint.find(name).ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
+            let tensor =
+                checkpoint.find(name).ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
             patches.read(checkpoint, tensor, &mut merged)?;
             if streamed != merged {
                 return Err(invalid(format!("tensor `{name}` did not arrive as it was patched")));

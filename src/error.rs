@@ -433,6 +433,20 @@ pub enum AdapterFault {
         /// The modules.
         candidates: Vec<String>,
     },
+    /// Two tensors of the adapter claim one role.
+    #[error("it is for {role}, as `{other}` is")]
+    Collision {
+        /// The other key.
+        other: String,
+        /// The module or tensor that both are for.
+        role: String,
+    },
+    /// Tensors of the adapter that no known kind has.
+    #[error("{} of its tensors are of no known kind of adapter: {}", keys.len(), Sample(keys))]
+    NotUnderstood {
+        /// Their keys.
+        keys: Vec<String>,
+    },
     /// A factor's shape does not fit its target.
     #[error("shape {found:?} does not fit {what} of shape {wanted:?}")]
     Shape {

@@ -1,7 +1,7 @@
 //! Tensors -> modules -> layers, from their names alone.
 
 use std::cmp::Ordering;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde::Serialize;
 
@@ -179,6 +179,36 @@ impl Layout {
             let number = places[old].unwrap_or(names.len() + old) as u64;
             (Place { rank: Rank::Stack, stack: 0, number }, layer)
         });
+        let placed = placed.collect();
+        layout.arrange(placed);
+        Ok(layout)
+    }
+
+    /// The same layout once some tensors, given by place with their new shapes, have been changed.
+    ///
+    /// A changed tensor has bytes of its own: what aliased it does so no longer. Its `offset` still says where its
+    /// bytes were.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a place that does not exist, and as [`TensorInfo::new`] for a shape.
+    pub(crate) fn patched(&self, changed: &[(usize, Vec<u64>)]) -> Result<Layout> {
+        let mut layout = self.clone();
+        for (index, shape) in changed {
+            let tensor = layout.tensors.get_mut(*index);
+            let tensor = tensor.ok_or_else(|| Error::invalid(format!("there is no tensor at {index}")))?;
+            *tensor = TensorInfo::new(tensor.name.clone(), tensor.dtype, shape, tensor.file, tensor.offset)?;
+        }
+        let own: HashSet<usize> = changed.iter().map(|(index, _)| *index).collect();
+        let mut first = HashMap::new();
+        for index in 0..layout.tensors.len() {
+            let old = self.storage[index];
+            layout.storage[index] = if own.contains(&index) { index } else { *first.entry(old).or_insert(index) };
+        }
+        for module in self.modules.iter().filter_map(|m| m.alias_of) {
+            layout.modules[module].both_ends = false;
+        }
+        let layers = std::mem::take(&mut layout.layers).into_iter().enumerate();
+        let placed = layers.map(|(place, layer)| (Place { rank: Rank::Stack, stack: 0, number: place as u64 }, layer));
         let placed = placed.collect();
         layout.arrange(placed);
         Ok(layout)
@@ -432,6 +462,18 @@ mod tests {
         assert_eq!(blocks.classes, 2);
         assert_eq!(blocks.layers[0].class, blocks.layers[2].class);
         assert_ne!(blocks.layers[0].class, blocks.layers[3].class);
+    }
+
+    #[test]
+    fn a_patched_tensor_has_bytes_of_its_own() {
+        let at = |name: &str, offset| TensorInfo::new(name, DType::F32, &[4], 0, offset).unwrap();
+        let tied = [at("model.embed_tokens.weight", 0), at("model.layers.0.w.weight", 16), at("lm_head.weight", 0)];
+        let tied = Layout::new(tied.to_vec());
+        assert_eq!(tied.patched(&[]).unwrap(), tied);
+        let grown = tied.patched(&[(0, vec![6])]).unwrap();
+        assert_eq!((grown.bytes(), grown.tensors[0].bytes, grown.storage.as_slice()), (56, 24, &[0, 1, 2][..]));
+        assert!(!grown.modules[0].both_ends && grown.modules.iter().all(|m| m.alias_of.is_none()));
+        assert!(tied.patched(&[(3, vec![6])]).is_err() && tied.patched(&[(0, vec![u64::MAX])]).is_err());
     }
 
     #[test]

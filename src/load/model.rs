@@ -95,7 +95,12 @@ impl Model {
             layout,
             plan: plan.clone(),
             store: Arc::new(WeightStore { homes: away }),
-            residency: Residency { device, homes: resident, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default() },
+            residency: Residency {
+                device,
+                homes: resident,
+                slots: Mutex::new(Some(slots)),
+                withdrawn: Mutex::default(),
+            },
             devices,
             host: registry.staging_host()?,
             report: LoadReport::default(),

@@ -178,7 +178,13 @@ impl<'a> Job<'a> {
     }
 
     /// An unpatched tensor, in pieces through the ring.
-    fn send_plain(&self, tensor: usize, place: Range<usize>, mut memory: BufMut, stream: &dyn Stream) -> Result<BufMut> {
+    fn send_plain(
+        &self,
+        tensor: usize,
+        place: Range<usize>,
+        mut memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
         let mut at = 0;
         while at < place.len() {
             let bytes = self.ring.bytes_each().min(place.len() - at);

@@ -1,0 +1,170 @@
+//! Adapters (LoRA and its relatives), read and resolved against a checkpoint's names.
+//!
+//! This happens before planning, for adapters can change the bytes of a weight; the arithmetic happens while
+//! loading, in [`TensorPatch::apply`].
+
+mod build;
+mod keys;
+mod matrix;
+mod peft;
+mod report;
+mod resolve;
+mod scale;
+mod step;
+mod targets;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{AdapterFault, Error, Result};
+use keys::{Key, Part};
+use peft::PeftConfig;
+
+pub(crate) use build::matrix_of;
+pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
+pub use resolve::{Matching, Patches};
+pub(crate) use scale::Scaling;
+pub use step::TensorPatch;
+pub(crate) use step::{Change, Delta, Product, Step, TILE_COLS, TILE_ROWS};
+
+/// An adapter, opened: its names and shapes are known, its factors still in the file.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    checkpoint: Checkpoint,
+    path: PathBuf,
+    strength: f32,
+    config: Option<Arc<PeftConfig>>,
+    modules: Vec<AdapterModule>,
+    /// Tensors of no known kind.
+    unknown: Vec<usize>,
+    /// Only keys that begin so are wanted.
+    component: Option<String>,
+}
+
+/// The tensors that an adapter has for one module.
+#[derive(Clone, Debug)]
+pub(crate) struct AdapterModule {
+    /// The adapter's name of the module.
+    name: String,
+    /// Places in the adapter's own list of tensors.
+    parts: BTreeMap<Part, usize>,
+}
+
+const CONFIG_FILE: &str = "adapter_config.json";
+const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+
+impl Adapter {
+    /// Opens a safetensors file, or a folder as PEFT writes it (`adapter_config.json` and
+    /// `adapter_model.safetensors`; naming that file opens the folder), to be applied with `strength`.
+    ///
+    /// A file's factors are multiplied by `strength * alpha / rank` (1 in place of alpha / rank where there is no
+    /// alpha), a folder's by what its configuration says. Zero changes nothing at all.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a strength that is not finite; [`Error::Adapter`] for a kind of adapter that is not
+    /// applied, two tensors in one role, or a configuration that is not understood; [`Error::File`] and
+    /// [`Error::Io`] as [`Checkpoint::open`].
+    pub fn open(path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
+        let path = path.as_ref();
+        let folder = if path.is_dir() {
+            Some(path)
+        } else {
+            let named = path.file_name().is_some_and(|name| name == WEIGHTS_FILE);
+            path.parent().filter(|folder| named && folder.join(CONFIG_FILE).is_file())
+        };
+        let Some(folder) = folder else {
+            return Adapter::assemble(Checkpoint::open(path)?, path, None, strength);
+        };
+        let config = folder.join(CONFIG_FILE);
+        if !config.is_file() {
+            let reason = "the folder does not hold it".to_owned();
+            return Err(Error::adapter(folder, None, AdapterFault::Config { reason }));
+        }
+        let text = fs::read_to_string(&config).map_err(Error::io("read", config))?;
+        let weights = Checkpoint::open(folder.join(WEIGHTS_FILE))?;
+        let config = PeftConfig::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))?;
+        Adapter::assemble(weights, folder, Some(config), strength)
+    }
+
+    /// An adapter from an opened file, without configuration.
+    ///
+    /// # Errors
+    /// As [`open`](Adapter::open).
+    pub fn from_checkpoint(checkpoint: Checkpoint, strength: f32) -> Result<Adapter> {
+        let path = checkpoint.path().to_owned();
+        Adapter::assemble(checkpoint, &path, None, strength)
+    }
+
+    /// An adapter from opened weights and the text of their `adapter_config.json`.
+    ///
+    /// # Errors
+    /// As [`open`](Adapter::open).
+    pub fn from_peft(checkpoint: Checkpoint, config: &str, strength: f32) -> Result<Adapter> {
+        let path = checkpoint.path().to_owned();
+        let config = PeftConfig::parse(config).map_err(|fault| Error::adapter(&path, None, fault))?;
+        Adapter::assemble(checkpoint, &path, Some(config), strength)
+    }
+
+    /// Uses only the keys that begin with `prefix` (`lora_te1_`, `unet.`), for a file that holds adapters of several
+    /// models; the others are skipped, which the report says and a strict match allows.
+    #[must_use]
+    pub fn only(mut self, prefix: impl Into<String>) -> Adapter {
+        self.component = Some(prefix.into());
+        self
+    }
+
+    /// The file or folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What it is applied with.
+    pub fn strength(&self) -> f32 {
+        self.strength
+    }
+
+    fn assemble(checkpoint: Checkpoint, path: &Path, config: Option<PeftConfig>, strength: f32) -> Result<Adapter> {
+        if !strength.is_finite() {
+            return Err(Error::invalid(format!("{}: the strength is {strength}, not a finite number", path.display())));
+        }
+        let mut modules: Vec<AdapterModule> = Vec::new();
+        let (mut place_of, mut unknown) = (HashMap::new(), Vec::new());
+        for (index, tensor) in checkpoint.layout().tensors.iter().enumerate() {
+            let key = if config.is_some() { keys::parse_peft(&tensor.name) } else { keys::parse(&tensor.name) };
+            let fault = |fault| Error::adapter(path, Some(&tensor.name), fault);
+            let (name, part) = match key {
+                Key::Part(name, part) => (name, part),
+                Key::Unsupported(kind) => return Err(fault(AdapterFault::Unsupported { kind: kind.to_owned() })),
+                Key::Unknown => {
+                    unknown.push(index);
+                    continue;
+                }
+            };
+            let place = *place_of.entry(name).or_insert_with(|| {
+                modules.push(AdapterModule { name: name.to_owned(), parts: BTreeMap::new() });
+                modules.len() - 1
+            });
+            if let Some(other) = modules[place].parts.insert(part, index) {
+                let other = checkpoint.layout().tensors[other].name.clone();
+                return Err(fault(AdapterFault::Collision { other, role: name.to_owned() }));
+            }
+        }
+        let (path, config) = (path.to_owned(), config.map(Arc::new));
+        Ok(Adapter { checkpoint: checkpoint.clone(), path, strength, config, modules, unknown, component: None })
+    }
+
+    /// The key of tensor number `index`.
+    fn key(&self, index: usize) -> &str {
+        &self.checkpoint.layout().tensors[index].name
+    }
+
+    /// The bytes of tensor number `index`.
+    fn bytes(&self, index: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.checkpoint.layout().tensors[index].bytes as usize];
+        self.checkpoint.read(index, &mut bytes)?;
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,112 @@
+//! What became of each of the adapters' tensors.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+/// Every tensor of every adapter: applied, skipped with the reason, or without a target.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct MatchReport {
+    /// Modules that change the checkpoint.
+    pub applied: Vec<Applied>,
+    /// Tensors that change nothing although their module has a target.
+    pub skipped: Vec<Skipped>,
+    /// Modules that the checkpoint does not have.
+    pub unmatched: Vec<Unmatched>,
+}
+
+/// A module of an adapter and what it changes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Applied {
+    /// The adapter's file or folder.
+    pub adapter: PathBuf,
+    /// The strength that it is applied with.
+    pub strength: f32,
+    /// The adapter's name of the module.
+    pub module: String,
+    /// The kind of adapter: `LoRA`, `LoHa`, `diff`, …; several joined by ` + `.
+    pub kind: String,
+    /// The adapter's keys that take part.
+    pub keys: Vec<String>,
+    /// The checkpoint's tensors that change.
+    pub targets: Vec<String>,
+}
+
+/// A tensor of an adapter that is not applied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Skipped {
+    /// The adapter's file or folder.
+    pub adapter: PathBuf,
+    /// The tensor's key.
+    pub key: String,
+    /// Why it is not applied.
+    pub why: SkipReason,
+}
+
+/// Why a tensor of an adapter is not applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub enum SkipReason {
+    /// The adapter's strength is zero.
+    ZeroStrength,
+    /// The caller wants another component of the adapter.
+    OtherComponent,
+    /// The key is of no known kind of adapter.
+    NotUnderstood,
+    /// It goes with factors that are not there: an `alpha` on its own.
+    NothingToModify,
+    /// The module has no weight, or no bias, to change.
+    NoParameter,
+}
+
+impl SkipReason {
+    /// Whether a strict match fails for it.
+    pub(crate) fn is_fault(self) -> bool {
+        !matches!(self, SkipReason::ZeroStrength | SkipReason::OtherComponent)
+    }
+}
+
+impl fmt::Display for SkipReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SkipReason::ZeroStrength => "the strength is zero",
+            SkipReason::OtherComponent => "it is for another component",
+            SkipReason::NotUnderstood => "no kind of adapter has such a key",
+            SkipReason::NothingToModify => "the factors that it goes with are not there",
+            SkipReason::NoParameter => "the module has no such parameter",
+        })
+    }
+}
+
+/// A module of an adapter without a target.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Unmatched {
+    /// The adapter's file or folder.
+    pub adapter: PathBuf,
+    /// The adapter's name of the module.
+    pub module: String,
+    /// Its keys.
+    pub keys: Vec<String>,
+}
+
+impl fmt::Display for MatchReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let tensors: usize = self.applied.iter().map(|a| a.targets.len()).sum();
+        writeln!(f, "{} modules applied to {tensors} tensors", self.applied.len())?;
+        for Applied { module, kind, targets, strength, .. } in &self.applied {
+            writeln!(f, "  {module}: {kind} at {strength} on {}", targets.join(", "))?;
+        }
+        for Skipped { adapter, key, why } in &self.skipped {
+            writeln!(f, "  skipped {key} of {}: {why}", adapter.display())?;
+        }
+        for Unmatched { adapter, module, .. } in &self.unmatched {
+            writeln!(f, "  without a target: {module} of {}", adapter.display())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,264 @@
+//! Adapters against a checkpoint: what is done to which tensor.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::build::{self, Built, Weight};
+use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
+use super::step::{Step, TensorPatch};
+use super::targets::{Found, Target, Targets};
+use super::{Adapter, AdapterModule, Scaling};
+use crate::checkpoint::Layout;
+use crate::error::{AdapterFault, Error, Result};
+use crate::float::Float;
+
+/// Whether all of an adapter has to find its place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Matching {
+    /// Every tensor has to be applied; the default.
+    #[default]
+    Strict,
+    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood; the report lists
+    /// them. An adapter of which nothing matches is an error still, and so are names that fit several modules and
+    /// shapes that do not fit.
+    AllowPartial,
+}
+
+/// Adapters resolved against one checkpoint: for every tensor that they change, the steps in order.
+#[derive(Clone, Debug, Default)]
+pub struct Patches {
+    tensors: BTreeMap<usize, TensorPatch>,
+    layout: Layout,
+    report: MatchReport,
+}
+
+impl Patches {
+    /// Finds the targets of `adapters` in `layout` and reads their factors.
+    ///
+    /// Several adapters change one weight in the order given, each seeing what those before it made of the weight.
+    /// Nothing is changed here, so an error leaves nothing half done.
+    ///
+    /// # Errors
+    /// [`Error::Adapter`] naming the adapter, the key and what is wrong: nothing or (when strict) not all of it
+    /// matches, a name fits several modules, a shape does not fit, a factor is not finite or its counterpart is
+    /// missing, the target's type cannot be patched. [`Error::File`] and [`Error::Io`] from reading the factors.
+    pub fn resolve(layout: &Layout, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
+        let targets = Targets::new(layout);
+        let mut resolving = Resolving::new(layout);
+        for adapter in &adapters {
+            resolving.adapter(adapter, &targets, matching)?;
+        }
+        resolving.finish()
+    }
+
+    /// No patches at all.
+    pub(crate) fn unchanged(layout: Layout) -> Patches {
+        Patches { layout, ..Patches::default() }
+    }
+
+    /// What became of every tensor of the adapters.
+    pub fn report(&self) -> &MatchReport {
+        &self.report
+    }
+
+    /// The patch of a tensor, by its place in [`Layout::tensors`]; none where no adapter changes it.
+    pub fn tensor(&self, index: usize) -> Option<&TensorPatch> {
+        self.tensors.get(&index)
+    }
+
+    /// The tensors that change, in order of their place, with their patches.
+    pub fn iter(&self) -> impl Iterator<Item = (usize, &TensorPatch)> {
+        self.tensors.iter().map(|(&index, patch)| (index, patch))
+    }
+
+    /// The layout with the patched tensors' sizes. A patched tensor has bytes of its own, even if it shared them.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The bytes of all factors as they are held, in f32.
+    pub fn factor_bytes(&self) -> u64 {
+        self.tensors.values().map(TensorPatch::factor_bytes).sum()
+    }
+}
+
+/// The state of [`Patches::resolve`]: shapes as the steps so far leave them.
+struct Resolving<'a> {
+    layout: &'a Layout,
+    by_name: HashMap<&'a str, usize>,
+    changed: BTreeMap<usize, (Vec<u64>, Vec<Step>)>,
+    report: MatchReport,
+}
+
+impl<'a> Resolving<'a> {
+    fn new(layout: &'a Layout) -> Resolving<'a> {
+        let by_name = layout.tensors.iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
+        Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default() }
+    }
+
+    fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
+        let wanted = |key: &str| adapter.component.as_ref().is_none_or(|prefix| key.starts_with(prefix.as_str()));
+        let mut matched = Vec::new();
+        let (first_unmatched, first_skipped) = (self.report.unmatched.len(), self.report.skipped.len());
+        for module in &adapter.modules {
+            if !wanted(&module.name) {
+                self.skip(adapter, module.parts.values(), SkipReason::OtherComponent);
+                continue;
+            }
+            match targets.find(&module.name) {
+                Found::One(target) => matched.push((module, target)),
+                Found::Several(candidates) => {
+                    let fault = AdapterFault::Ambiguous { candidates };
+                    return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
+                }
+                Found::Nothing => self.report.unmatched.push(Unmatched {
+                    adapter: adapter.path.clone(),
+                    module: module.name.clone(),
+                    keys: keys(adapter, module.parts.values()),
+                }),
+            }
+        }
+        for index in &adapter.unknown {
+            let other = !wanted(adapter.key(*index));
+            let why = if other { SkipReason::OtherComponent } else { SkipReason::NotUnderstood };
+            self.skip(adapter, [index], why);
+        }
+        self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
+        check_distinct(adapter, &matched)?;
+        for (module, target) in matched {
+            self.module(adapter, module, &target)?;
+        }
+        if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
+    }
+
+    /// Nothing matched is an error; something unmatched is one too when strict.
+    fn check_found(
+        &self,
+        adapter: &Adapter,
+        matched: &[(&AdapterModule, Target<'_>)],
+        first_unmatched: usize,
+        targets: &Targets<'_>,
+        matching: Matching,
+    ) -> Result<()> {
+        let unmatched: Vec<String> =
+            self.report.unmatched[first_unmatched..].iter().map(|u| u.module.clone()).collect();
+        let keys = matched.len() + unmatched.len();
+        let fault = if matched.is_empty() {
+            let named =
+                if keys > 0 { unmatched } else { adapter.unknown.iter().map(|&i| adapter.key(i).into()).collect() };
+            let adapter_sample = named.into_iter().take(8).collect();
+            AdapterFault::NothingMatches { keys, adapter_sample, checkpoint_sample: targets.sample() }
+        } else if matching == Matching::Strict && !unmatched.is_empty() {
+            AdapterFault::PartlyMatches { keys, unmatched }
+        } else {
+            return Ok(());
+        };
+        Err(Error::adapter(&adapter.path, None, fault))
+    }
+
+    /// Builds the steps of one module.
+    fn module(&mut self, adapter: &Adapter, module: &AdapterModule, target: &Target<'_>) -> Result<()> {
+        if adapter.strength == 0.0 {
+            self.skip(adapter, module.parts.values(), SkipReason::ZeroStrength);
+            return Ok(());
+        }
+        let built = build::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
+        let Built { weight, bias, kinds, skipped } = built;
+        let mut changed = Vec::new();
+        for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
+            if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
+                self.check_dtype(adapter, module, tensor)?;
+                let (now, all) = self.changed.entry(tensor).or_default();
+                *now = shape;
+                all.extend(steps);
+                changed.push(self.layout.tensors[tensor].name.clone());
+            }
+        }
+        for (part, why) in &skipped {
+            self.skip(adapter, module.parts.get(part), *why);
+        }
+        if !changed.is_empty() {
+            let used = module.parts.iter().filter(|(part, _)| !skipped.iter().any(|(skipped, _)| skipped == *part));
+            self.report.applied.push(Applied {
+                adapter: adapter.path.clone(),
+                strength: adapter.strength,
+                module: module.name.clone(),
+                kind: kinds.join(" + "),
+                keys: keys(adapter, used.map(|(_, index)| index)),
+                targets: changed,
+            });
+        }
+        Ok(())
+    }
+
+    fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: usize) -> Result<()> {
+        let info = &self.layout.tensors[tensor];
+        if Float::of(info.dtype).is_some() {
+            return Ok(());
+        }
+        let fault = AdapterFault::BadDType { what: format!("its target `{}`", info.name), dtype: info.dtype };
+        Err(Error::adapter(&adapter.path, Some(&module.name), fault))
+    }
+
+    /// The tensor as the steps so far leave it.
+    fn weight(&self, tensor: usize) -> Weight<'a> {
+        let info = &self.layout.tensors[tensor];
+        let shape = self.changed.get(&tensor).map_or(&info.shape, |(shape, _)| shape);
+        Weight { name: &info.name, shape: shape.clone() }
+    }
+
+    fn skip<'i>(&mut self, adapter: &Adapter, indices: impl IntoIterator<Item = &'i usize>, why: SkipReason) {
+        let skipped = keys(adapter, indices).into_iter().map(|key| Skipped { adapter: adapter.path.clone(), key, why });
+        self.report.skipped.extend(skipped);
+    }
+
+    /// A strict match leaves no tensor of the adapter aside.
+    fn check_applied(&self, adapter: &Adapter, first_skipped: usize) -> Result<()> {
+        let faulty = self.report.skipped[first_skipped..].iter().filter(|s| s.why.is_fault());
+        let keys: Vec<String> = faulty.clone().map(|s| s.key.clone()).collect();
+        let fault = match keys.len() {
+            0 => return Ok(()),
+            _ if faulty.clone().all(|s| s.why == SkipReason::NoParameter) => {
+                AdapterFault::PartlyMatches { keys: adapter.modules.len(), unmatched: keys }
+            }
+            _ => AdapterFault::NotUnderstood { keys },
+        };
+        Err(Error::adapter(&adapter.path, None, fault))
+    }
+
+    fn finish(self) -> Result<Patches> {
+        let Resolving { layout, by_name, changed, report } = self;
+        let shapes: Vec<(usize, Vec<u64>)> =
+            changed.iter().map(|(&tensor, (shape, _))| (tensor, shape.clone())).collect();
+        let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
+        let mut tensors = BTreeMap::new();
+        for (tensor, (patched_shape, steps)) in changed {
+            let info = &layout.tensors[tensor];
+            let fault = |fault| Error::invalid(format!("tensor `{}`: {fault}", info.name));
+            let float = Float::of(info.dtype)
+                .ok_or_else(|| fault(AdapterFault::BadDType { what: "it".to_owned(), dtype: info.dtype }))?;
+            let matrix = build::matrix_of(&info.shape).unwrap_or_default();
+            let scaling = Scaling::of(info, matrix, find).map_err(fault)?;
+            let needs = scaling.iter().map(|s| s.tensor).collect();
+            let (name, shape, steps) = (info.name.clone(), info.shape.clone(), Arc::new(steps));
+            tensors.insert(tensor, TensorPatch { name, float, shape, patched_shape, scaling, needs, steps });
+        }
+        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report })
+    }
+}
+
+/// Two modules of one adapter that change the same rows would depend on their order in the file.
+fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Target<'_>)]) -> Result<()> {
+    let mut seen = HashMap::new();
+    for (module, target) in matched {
+        if let Some(other) = seen.insert((target.module, target.share), &module.name) {
+            let fault = AdapterFault::Collision { other: other.clone(), role: target.module.to_owned() };
+            return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
+        }
+    }
+    Ok(())
+}
+
+fn keys<'i>(adapter: &Adapter, indices: impl IntoIterator<Item = &'i usize>) -> Vec<String> {
+    indices.into_iter().map(|&index| adapter.key(index).to_owned()).collect()
+}

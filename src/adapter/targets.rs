@@ -1,0 +1,335 @@
+//! The checkpoint's modules by every name that an adapter may call them.
+
+use std::collections::HashMap;
+
+use crate::checkpoint::Layout;
+
+/// What an adapter's module patches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Target<'a> {
+    /// The module's name in the checkpoint.
+    pub(crate) module: &'a str,
+    /// Its weight, by place in [`Layout::tensors`].
+    pub(crate) weight: Option<usize>,
+    /// Its bias.
+    pub(crate) bias: Option<usize>,
+    /// The rows of the weight, when the checkpoint holds several projections as one weight.
+    pub(crate) share: Option<Share>,
+}
+
+/// One of the projections that a fused weight stacks in rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Share {
+    Query,
+    Key,
+    Value,
+    /// The gate, before the up projection.
+    Gate,
+    Up,
+}
+
+impl Share {
+    /// The rows of a fused weight of `all` rows that belong to a projection of `rows` rows; none where such a
+    /// projection cannot be part of it. Keys and values have equal rows, queries a multiple of theirs.
+    pub(crate) fn rows(self, rows: usize, all: usize) -> Option<std::ops::Range<usize>> {
+        let pair = rows.checked_mul(2)?;
+        let start = match self {
+            Share::Query => {
+                let others = all.checked_sub(rows)?;
+                let fits = others > 0 && others % 2 == 0 && rows >= others / 2 && rows % (others / 2) == 0;
+                return fits.then_some(0..rows);
+            }
+            Share::Gate => 0,
+            Share::Up => rows,
+            Share::Key => all.checked_sub(pair)?,
+            Share::Value => all.checked_sub(rows)?,
+        };
+        let fits = match self {
+            Share::Gate | Share::Up => rows > 0 && pair == all,
+            _ => rows > 0 && all.checked_sub(pair).is_some_and(|query| query >= rows && query % rows == 0),
+        };
+        fits.then_some(start..start + rows)
+    }
+}
+
+/// Names of fused weights, with their projections' names when they are apart.
+const FUSED: &[(&[&str], &[(&str, Share)])] = &[
+    (
+        &["qkv", "to_qkv", "qkv_proj", "Wqkv", "attn_qkv"],
+        &[
+            ("q", Share::Query),
+            ("k", Share::Key),
+            ("v", Share::Value),
+            ("to_q", Share::Query),
+            ("to_k", Share::Key),
+            ("to_v", Share::Value),
+            ("q_proj", Share::Query),
+            ("k_proj", Share::Key),
+            ("v_proj", Share::Value),
+            ("attn_q", Share::Query),
+            ("attn_k", Share::Key),
+            ("attn_v", Share::Value),
+        ],
+    ),
+    (&["gate_up_proj"], &[("gate_proj", Share::Gate), ("up_proj", Share::Up)]),
+];
+
+/// What programs put before a module's name in adapters; of two that fit, the longer stands first.
+const ADAPTER_PREFIXES: &[&str] = &[
+    "base_model.model.",
+    "diffusion_model.",
+    "transformer.",
+    "unet.",
+    "text_encoder.",
+    "text_encoder_2.",
+    "text_encoders.",
+    "model.",
+];
+
+/// The same in names whose dots have become underscores.
+const FLAT_PREFIXES: &[&str] =
+    &["lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_", "lycoris_"];
+
+/// What checkpoints put before all names of a model.
+const MODEL_PREFIXES: &[&str] = &[
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "model.",
+    "transformer.",
+    "unet.",
+    "text_encoders.",
+    "text_encoder.",
+];
+
+/// What training programs put inside names, around the module that they wrap.
+const WRAPPERS: &[(&str, &str)] = &[(".processor.", "."), (".base_layer", ""), (".modules_to_save", "")];
+
+/// Names to places in [`Targets::targets`]; several where a name fits several modules.
+type Names = HashMap<String, Vec<usize>>;
+
+/// The index of a checkpoint's names.
+///
+/// An exact name goes before everything. Then prefixes are stripped: the adapter's, then the model's too. Names
+/// without dots are looked up among the model's own names with *their* dots made underscores: which of an
+/// adapter's underscores were dots cannot be told from the adapter.
+pub(crate) struct Targets<'a> {
+    targets: Vec<Target<'a>>,
+    exact: Names,
+    /// Without the model's prefix, and the projections of fused weights.
+    other: Names,
+    flat: Names,
+    flat_other: Names,
+}
+
+impl<'a> Targets<'a> {
+    pub(crate) fn new(layout: &'a Layout) -> Targets<'a> {
+        let (exact, other, flat, flat_other) = Default::default();
+        let mut index = Targets { targets: modules(layout), exact, other, flat, flat_other };
+        for place in 0..index.targets.len() {
+            let module = index.targets[place].module;
+            add(&mut index.exact, module.to_owned(), place);
+            add(&mut index.flat, module.replace('.', "_"), place);
+        }
+        for place in 0..index.targets.len() {
+            let module = index.targets[place].module;
+            index.add_other(module, place);
+            if let Some(outer) = module.strip_suffix(".to_out.0") {
+                index.add_other(&format!("{outer}.to_out"), place);
+            }
+            index.add_projections(place);
+        }
+        index
+    }
+
+    /// The module that an adapter calls `name`: none, one, or the several that it fits equally well.
+    pub(crate) fn find(&self, name: &str) -> Found<'a> {
+        let dotted = candidates(name, ADAPTER_PREFIXES);
+        let underscored = if name.contains('.') { Vec::new() } else { candidates(name, FLAT_PREFIXES) };
+        let tiers = [
+            (&self.exact, &dotted),
+            (&self.other, &dotted),
+            (&self.flat, &underscored),
+            (&self.flat_other, &underscored),
+        ];
+        for (names, candidates) in tiers {
+            if let Some(places) = candidates.iter().find_map(|candidate| names.get(candidate)) {
+                return match places[..] {
+                    [place] => Found::One(self.targets[place]),
+                    _ => Found::Several(places.iter().map(|&p| self.targets[p].module.to_owned()).collect()),
+                };
+            }
+        }
+        Found::Nothing
+    }
+
+    /// Names that a module answers to besides its own.
+    fn add_other(&mut self, name: &str, place: usize) {
+        for prefix in MODEL_PREFIXES {
+            if let Some(rest) = name.strip_prefix(prefix) {
+                add(&mut self.other, rest.to_owned(), place);
+                add(&mut self.flat_other, rest.replace('.', "_"), place);
+            }
+        }
+        if name != self.targets[place].module {
+            add(&mut self.other, name.to_owned(), place);
+            add(&mut self.flat_other, name.replace('.', "_"), place);
+        }
+    }
+
+    /// The projections of a fused weight, unless the checkpoint has modules of those names.
+    fn add_projections(&mut self, place: usize) {
+        let target = self.targets[place];
+        let (outer, own) = target.module.rsplit_once('.').unwrap_or(("", target.module));
+        for (_, projections) in FUSED.iter().filter(|(fused, _)| fused.contains(&own)) {
+            for &(projection, share) in *projections {
+                let name = if outer.is_empty() { projection.to_owned() } else { format!("{outer}.{projection}") };
+                if !self.exact.contains_key(&name) {
+                    self.targets.push(Target { share: Some(share), ..target });
+                    self.add_other(&name, self.targets.len() - 1);
+                }
+            }
+        }
+    }
+
+    /// The names of the checkpoint's modules, for messages.
+    pub(crate) fn sample(&self) -> Vec<String> {
+        let own = self.targets.iter().filter(|t| t.share.is_none());
+        own.take(8).map(|t| t.module.to_owned()).collect()
+    }
+}
+
+/// The outcome of [`Targets::find`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Found<'a> {
+    Nothing,
+    One(Target<'a>),
+    Several(Vec<String>),
+}
+
+/// Modules with a weight or bias, and every other tensor as a module of its own.
+fn modules(layout: &Layout) -> Vec<Target<'_>> {
+    let mut targets: Vec<Target<'_>> = Vec::new();
+    let mut place_of = HashMap::new();
+    for (index, tensor) in layout.tensors.iter().enumerate() {
+        let (module, is_bias) = match tensor.name.rsplit_once('.') {
+            Some((module, "weight")) => (module, false),
+            Some((module, "bias")) => (module, true),
+            _ => (tensor.name.as_str(), false),
+        };
+        let place = *place_of.entry(module).or_insert_with(|| {
+            targets.push(Target { module, weight: None, bias: None, share: None });
+            targets.len() - 1
+        });
+        let slot = if is_bias { &mut targets[place].bias } else { &mut targets[place].weight };
+        slot.get_or_insert(index);
+    }
+    targets
+}
+
+fn add(names: &mut Names, name: String, place: usize) {
+    let places = names.entry(name).or_default();
+    if !places.contains(&place) {
+        places.push(place);
+    }
+}
+
+/// `name` itself, then with up to three prefixes stripped in turn, then the same without wrappers.
+fn candidates(name: &str, prefixes: &[&str]) -> Vec<String> {
+    let mut found = vec![name.to_owned()];
+    let mut rest = name;
+    for _ in 0..3 {
+        let Some(stripped) = prefixes.iter().find_map(|prefix| rest.strip_prefix(prefix)) else { break };
+        found.push(stripped.to_owned());
+        rest = stripped;
+    }
+    for (wrapper, without) in WRAPPERS {
+        let unwrapped: Vec<String> =
+            found.iter().filter(|name| name.contains(wrapper)).map(|name| name.replace(wrapper, without)).collect();
+        found.extend(unwrapped);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::TensorInfo;
+    use crate::dtype::DType;
+    use proptest::prelude::*;
+
+    fn layout(names: &[&str]) -> Layout {
+        Layout::new(names.iter().map(|n| TensorInfo::new(*n, DType::F32, &[6, 2], 0, 0).unwrap()).collect())
+    }
+
+    fn found(layout: &Layout, name: &str) -> Option<String> {
+        match Targets::new(layout).find(name) {
+            Found::One(target) => Some(target.module.to_owned()),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn the_exact_name_goes_before_any_stripping() {
+        let both = layout(&["model.layers.0.q.weight", "layers.0.q.weight"]);
+        assert_eq!(found(&both, "model.layers.0.q").as_deref(), Some("model.layers.0.q"));
+        assert_eq!(found(&both, "layers.0.q").as_deref(), Some("layers.0.q"));
+        assert_eq!(found(&both, "base_model.model.model.layers.0.q").as_deref(), Some("model.layers.0.q"));
+        let whole = layout(&["model.diffusion_model.blocks.0.attn_q.weight"]);
+        for name in ["diffusion_model.blocks.0.attn_q", "lora_unet_blocks_0_attn_q", "transformer.blocks.0.attn_q"] {
+            assert_eq!(found(&whole, name).as_deref(), Some("model.diffusion_model.blocks.0.attn_q"), "{name}");
+        }
+    }
+
+    #[test]
+    fn underscores_are_resolved_by_the_models_names() {
+        let model = layout(&["blocks.0.attn_q.weight", "blocks.0.attn.k.weight", "a_b.c.weight", "a.b_c.weight"]);
+        assert_eq!(found(&model, "lora_unet_blocks_0_attn_q").as_deref(), Some("blocks.0.attn_q"));
+        assert_eq!(found(&model, "lycoris_blocks_0_attn_k").as_deref(), Some("blocks.0.attn.k"));
+        assert_eq!(
+            Targets::new(&model).find("lora_unet_a_b_c"),
+            Found::Several(vec!["a_b.c".to_owned(), "a.b_c".to_owned()])
+        );
+        assert_eq!(found(&model, "blocks.0.attn.q"), None);
+    }
+
+    #[test]
+    fn projections_are_rows_of_a_fused_weight() {
+        let model = layout(&["blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "blocks.1.attn.q.weight"]);
+        let Found::One(key) = Targets::new(&model).find("lora_unet_blocks_0_attn_to_k") else { panic!("no target") };
+        assert_eq!((key.module, key.share), ("blocks.0.attn.qkv", Some(Share::Key)));
+        assert_eq!(found(&model, "diffusion_model.blocks.1.attn.q").as_deref(), Some("blocks.1.attn.q"));
+        assert_eq!(Share::Key.rows(2, 6), Some(2..4));
+        assert_eq!(Share::Query.rows(8, 12), Some(0..8));
+        assert_eq!(Share::Key.rows(2, 12), Some(8..10));
+        assert_eq!(Share::Value.rows(2, 12), Some(10..12));
+        assert_eq!(Share::Up.rows(6, 12), Some(6..12));
+        for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up] {
+            assert_eq!((share.rows(5, 12), share.rows(13, 12), share.rows(usize::MAX, 12)), (None, None, None));
+        }
+    }
+
+    #[test]
+    fn wrappers_inside_names_are_looked_through() {
+        let model = layout(&["unet_block.attn1.to_q.weight", "unet_block.attn1.to_out.0.weight", "q.bias"]);
+        assert_eq!(found(&model, "unet.unet_block.attn1.processor.to_q").as_deref(), Some("unet_block.attn1.to_q"));
+        assert_eq!(found(&model, "unet_block.attn1.processor.to_out").as_deref(), Some("unet_block.attn1.to_out.0"));
+        assert_eq!(found(&model, "base_model.model.q.base_layer").as_deref(), Some("q"));
+    }
+
+    proptest! {
+        #[test]
+        fn finding_never_panics(names in proptest::collection::vec("[a-c._]{0,12}", 0..6), wanted in "[a-c._]{0,14}") {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            Targets::new(&layout(&names)).find(&wanted);
+        }
+
+        #[test]
+        fn shares_stay_inside(rows in 0usize..40, all in 0usize..80) {
+            for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up] {
+                if let Some(range) = share.rows(rows, all) {
+                    prop_assert!(range.len() == rows && range.end <= all && rows > 0);
+                }
+            }
+        }
+    }
+}
