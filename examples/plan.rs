@@ -6,10 +6,11 @@ mod support;
 
 use std::path::PathBuf;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use serde_json::{Value, json};
+use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{ByteSize, Checkpoint, Described, Error, Machine, Plan, Planner, Result};
+use tensor_offload::{ByteSize, Checkpoint, Error, Plan, Planner, Registry, Result};
 
 /// The most blocks that `--blocks` makes.
 const MOST_BLOCKS: usize = 10_000_000;
@@ -26,32 +27,15 @@ struct Args {
     blocks: Option<String>,
     /// Which device takes how much: `cuda:0,2.5gb;cpu,*`, `cuda:0,50%;cpu,50%`, `cuda:0,0.8` (of its memory),
     /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0)
-    #[arg(long)]
+    #[arg(long, value_name = "ALLOCATION")]
     alloc: String,
-    /// A device to plan for, as ID=TOTAL[,free=SIZE][,link=GBPS]; with any of these there are no others
-    #[arg(long = "device", value_name = "ID=TOTAL")]
-    devices: Vec<String>,
-    /// The device that computes [default: the first that is neither cpu nor disk]
-    #[arg(long, value_name = "ID")]
-    compute: Option<String>,
-    /// Whether devices take the model in turn, or parts spread evenly over it as streaming wants
-    #[arg(long, value_enum, default_value_t = Order::Interleaved)]
-    order: Order,
-    /// How many layers are brought ahead of the one in use
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    depth: usize,
-    /// Memory to leave free on the compute device for activations, such as 1.5gib
-    #[arg(long, value_name = "SIZE", default_value = "0b")]
-    reserve: String,
+    #[command(flatten)]
+    devices: DeviceOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
     /// Print one JSON value instead of a table
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Order {
-    Sequential,
-    Interleaved,
 }
 
 impl support::Example for Args {
@@ -61,18 +45,9 @@ impl support::Example for Args {
 
     fn run(self) -> Result<Value> {
         let allocation = self.alloc.parse()?;
-        let machine = self.machine()?;
+        let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let layout = self.layout()?;
-        let order = match self.order {
-            Order::Sequential => tensor_offload::Order::Sequential,
-            Order::Interleaved => tensor_offload::Order::Interleaved,
-        };
-        let mut planner = Planner::new(&layout, &machine).allocation(allocation).order(order).depth(self.depth);
-        planner = planner.reserve(self.reserve.parse()?);
-        if let Some(compute) = &self.compute {
-            planner = planner.compute(compute.parse()?);
-        }
-        let plan = planner.plan()?;
+        let plan = self.plan.apply(Planner::new(&layout, &machine))?.allocation(allocation).plan()?;
         if !self.json {
             println!("{plan}");
         }
@@ -81,14 +56,6 @@ impl support::Example for Args {
 }
 
 impl Args {
-    fn machine(&self) -> Result<Machine> {
-        if self.devices.is_empty() {
-            return Err(invalid("describe the devices to plan for, as in --device cuda:0=24gib --device cpu=64gib"));
-        }
-        let described: Vec<Described> = self.devices.iter().map(|d| d.parse()).collect::<Result<_>>()?;
-        Ok(Machine::described(&described))
-    }
-
     fn layout(&self) -> Result<Layout> {
         match (&self.blocks, &self.model) {
             (Some(blocks), _) => Ok(Layout::blocks(sizes(blocks)?)),

@@ -1,5 +1,10 @@
 //! What the examples share: one way to report, one line for an error, exit status 2.
 
+#![allow(dead_code, reason = "each example uses its part")]
+
+pub(crate) mod adapters;
+pub(crate) mod options;
+
 use clap::Parser;
 use clap::error::ErrorKind;
 
