@@ -135,6 +135,18 @@ pub enum Error {
         /// The first failure seen.
         why: String,
     },
+    /// A driver refused a call; the device goes on working.
+    #[error("{device}: {call} failed with {code}: {text}")]
+    Driver {
+        /// The device.
+        device: DeviceId,
+        /// The call.
+        call: &'static str,
+        /// The driver's name for the result.
+        code: String,
+        /// The driver's words for it.
+        text: String,
+    },
     /// A wait passed its deadline.
     #[error("waited {after:?} for {what}, in vain")]
     TimedOut {
@@ -184,6 +196,7 @@ impl Error {
             Error::Adapter { .. } => ErrorKind::Adapter,
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
+            Error::Driver { .. } => ErrorKind::Driver,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
@@ -231,6 +244,7 @@ pub enum ErrorKind {
     Adapter,
     Io,
     DeviceLost,
+    Driver,
     TimedOut,
     Cancelled,
     Invalid,

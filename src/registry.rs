@@ -52,9 +52,15 @@ impl Registry {
         Registry { backends, machine, owner, absent, open: Mutex::default(), described: false }
     }
 
-    /// The devices of this system.
+    /// The devices of this system: CUDA devices where the library is built for them and there are any, the host's
+    /// memory, and its disk.
     pub fn system() -> Registry {
-        Registry::new([Arc::new(Host::new()) as Arc<dyn Backend>])
+        let mut backends: Vec<Arc<dyn Backend>> = Vec::new();
+        // Before the host, whose memory it offers pinned.
+        #[cfg(feature = "cuda")]
+        backends.push(Arc::new(crate::backend::Cuda::new()));
+        backends.push(Arc::new(Host::new()));
+        Registry::new(backends)
     }
 
     /// The devices of a described machine, simulated; no others.

@@ -50,7 +50,9 @@ fn round_trip(backend: &dyn Backend, opened: &mut Vec<Arc<dyn Device>>) -> tenso
     let (cpu, card) = (&opened[0], &opened[1]);
     let source = cpu.alloc(1000, MemoryKind::Pinned)?.freeze();
     let (up, compute) = (card.stream(Role::Upload)?, card.stream(Role::Compute)?);
-    let on_card = up.copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?.order(&*compute)?;
+    let on_card = up
+        .copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?
+        .order(&*compute, Duration::from_secs(5))?;
     compute.record(std::slice::from_ref(&on_card))?;
     let down = card.stream(Role::Download)?;
     down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.landed(deadline)?;
@@ -98,7 +100,7 @@ fn virtual_time_is_that_of_the_links() {
     for _ in 0..4 {
         // Each copy takes 0.5 ms, each layer's compute 1 ms; the first copy alone is not hidden.
         let slot = card.alloc(source.bytes(), MemoryKind::Arena).unwrap();
-        up.copy(Transfer::whole(&source, slot).unwrap()).unwrap().order(&*compute).unwrap();
+        up.copy(Transfer::whole(&source, slot).unwrap()).unwrap().order(&*compute, Duration::from_secs(5)).unwrap();
         compute.occupy(Duration::from_millis(1)).unwrap();
     }
     compute.record(&[]).unwrap().wait(Duration::ZERO).unwrap();

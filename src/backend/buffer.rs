@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-use super::{Charge, Event, FenceState, Stream};
+use super::{Charge, Event, FenceState, Joined, Stream};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -117,6 +117,11 @@ impl BufMut {
     /// The events of its uses that have not fired yet, or failed: what is copied on top of a failed copy fails too.
     pub fn pending(&self) -> Vec<Event> {
         self.0.open_uses()
+    }
+
+    /// Adds an event that the next use has to wait for: where memory comes in a stream's order, that of its coming.
+    pub fn after(&mut self, event: Event) {
+        self.0.uses().push(event);
     }
 
     /// Waits until no use is pending.
@@ -331,6 +336,11 @@ impl Transfer {
         &self.dst
     }
 
+    /// Where they go, to add an event to.
+    pub fn dst_mut(&mut self) -> &mut BufMut {
+        &mut self.dst
+    }
+
     /// The events that the copy has to wait for: the sources' contents and the destination's last uses.
     pub fn waits(&self) -> Vec<Event> {
         let ready = self.pieces.iter().flat_map(|piece| piece.src.ready().cloned());
@@ -390,12 +400,15 @@ impl Flight {
         Ok(self.dst)
     }
 
-    /// Makes later work of `stream` wait for the copy; the destination, to be read there.
+    /// Makes later work of `stream` wait for the copy; the destination, to be read there. Where the stream cannot
+    /// wait for the copy's event, the caller waits, at most for `deadline`.
     ///
     /// # Errors
-    /// When `stream` takes no more work.
-    pub fn order(self, stream: &dyn Stream) -> Result<Buf> {
-        stream.wait(&self.done)?;
+    /// When `stream` takes no more work; as [`Event::wait`].
+    pub fn order(self, stream: &dyn Stream, deadline: Duration) -> Result<Buf> {
+        if stream.wait(&self.done)? == Joined::HostMustWait {
+            self.done.wait(deadline)?;
+        }
         Ok(self.dst.freeze())
     }
 

@@ -11,6 +11,8 @@
 
 mod buffer;
 pub mod conformance;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod event;
 mod faulty;
 mod host;
@@ -24,6 +26,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use buffer::{Allocation, Buf, BufMut, Flight, HostBytes, HostMut, HostRef, Piece, Rejected, Storage, Transfer};
+#[cfg(feature = "cuda")]
+pub use cuda::Cuda;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;

@@ -18,13 +18,13 @@ const MAPPED_FROM: usize = 1 << 20;
 const ALIGNMENT: usize = 64;
 
 /// Owned host memory, aligned to [`ALIGNMENT`] or more, zeroed.
-pub(super) enum HostAllocation {
+pub(in crate::backend) enum HostAllocation {
     Small { bytes: Vec<u8>, range: Range<usize> },
     Mapped(MmapMut),
 }
 
 impl HostAllocation {
-    pub(super) fn new(bytes: usize) -> std::io::Result<HostAllocation> {
+    pub(in crate::backend) fn new(bytes: usize) -> std::io::Result<HostAllocation> {
         if bytes >= MAPPED_FROM {
             let map = MmapMut::map_anon(bytes)?;
             #[cfg(target_os = "linux")]

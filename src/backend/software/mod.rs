@@ -12,7 +12,8 @@ use std::sync::Arc;
 pub use timeline::Clock;
 pub(super) use timeline::Timeline;
 
-use memory::{FileMemory, HostAllocation, RamMemory};
+pub(super) use memory::HostAllocation;
+use memory::{FileMemory, RamMemory};
 use stream::SoftwareStream;
 
 use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
