@@ -1,0 +1,107 @@
+//! The host memory behind device memory and behind pinned allocations.
+
+use std::ops::Range;
+
+use memmap2::{MmapMut, MmapOptions};
+
+/// What fresh and freed memory is filled with.
+pub(crate) const RUBBISH: u8 = 0xA5;
+
+/// Bytes that workers copy from and to by address. Alive as long as a piece of work that uses them.
+#[derive(Debug)]
+pub(crate) struct Backing {
+    // Never touched through the map itself after `base` was taken from it.
+    _map: Option<MmapMut>,
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: `base` points into a mapping that this value owns (or, when borrowed, into memory that the program
+// under test promised to keep), and all access goes through raw pointers whose order the hazard checks watch.
+unsafe impl Send for Backing {}
+// SAFETY: as for `Send`; nothing in here changes after construction.
+unsafe impl Sync for Backing {}
+
+impl Backing {
+    /// Takes address space for so many bytes; pages come when they are touched. None when the system has no more.
+    pub(crate) fn new(len: usize) -> Option<Backing> {
+        let mut map = MmapOptions::new().len(len.max(1)).no_reserve_swap().map_anon().ok()?;
+        let base = map.as_mut_ptr();
+        Some(Backing { _map: Some(map), base, len })
+    }
+
+    /// The program's own memory, for as long as it is registered.
+    pub(crate) fn borrowed(base: *mut u8, len: usize) -> Backing {
+        Backing { _map: None, base, len }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The address of a byte.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset <= self.len);
+        // SAFETY: callers pass offsets inside the backing, which was checked when the work was enqueued.
+        unsafe { self.base.add(offset) }
+    }
+
+    pub(crate) fn fill(&self, range: Range<usize>, byte: u8) {
+        let range = range.start.min(self.len)..range.end.min(self.len);
+        // SAFETY: the range was clamped to the backing.
+        unsafe { std::ptr::write_bytes(self.at(range.start), byte, range.len()) };
+    }
+}
+
+/// Copies between two backed ranges; they may overlap.
+///
+/// # Safety
+/// Both ranges must lie in memory that stays mapped during the call. A program under test that races with the copy
+/// gets torn bytes, as with a card; the hazard checks name the race.
+pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy(src, dst, len) };
+}
+
+/// A fingerprint of a range, at about the speed of memory.
+///
+/// # Safety
+/// The range must be mapped during the call.
+pub(crate) unsafe fn checksum(at: *const u8, len: usize) -> u64 {
+    const PRIMES: [u64; 4] =
+        [0x9E37_79B1_85EB_CA87, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9, 0x27D4_EB2F_1656_67C5];
+    let mut lanes = PRIMES;
+    let words = len / 32;
+    for i in 0..words {
+        for (j, lane) in lanes.iter_mut().enumerate() {
+            // SAFETY: i * 32 + j * 8 + 8 <= len.
+            let word = unsafe { at.add(i * 32 + j * 8).cast::<u64>().read_unaligned() };
+            *lane = (lane.rotate_left(23) ^ word).wrapping_mul(PRIMES[j]);
+        }
+    }
+    let mut sum = len as u64;
+    for i in words * 32..len {
+        // SAFETY: i < len.
+        sum = (sum ^ u64::from(unsafe { at.add(i).read() })).wrapping_mul(PRIMES[0]);
+    }
+    lanes.iter().fold(sum, |sum, lane| (sum.rotate_left(17) ^ lane).wrapping_mul(PRIMES[1]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checksum_sees_every_byte() {
+        let mut bytes = vec![7_u8; 100];
+        // SAFETY: the range is the vector's.
+        let sum = |bytes: &[u8]| unsafe { checksum(bytes.as_ptr(), bytes.len()) };
+        let whole = sum(&bytes);
+        for i in 0..bytes.len() {
+            bytes[i] ^= 1;
+            assert_ne!(sum(&bytes), whole, "byte {i}");
+            bytes[i] ^= 1;
+        }
+        assert_eq!(sum(&bytes), whole);
+    }
+}
