@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use memmap2::{MmapMut, MmapOptions};
+use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 
 /// What fresh and freed memory is filled with.
 pub(crate) const RUBBISH: u8 = 0xA5;
@@ -10,8 +10,8 @@ pub(crate) const RUBBISH: u8 = 0xA5;
 /// Bytes that workers copy from and to by address. Alive as long as a piece of work that uses them.
 #[derive(Debug)]
 pub(crate) struct Backing {
-    // Never touched through the map itself after `base` was taken from it.
-    _map: Option<MmapMut>,
+    // Never read or written through the map itself after `base` was taken from it.
+    map: Option<MmapMut>,
     base: *mut u8,
     len: usize,
 }
@@ -27,12 +27,12 @@ impl Backing {
     pub(crate) fn new(len: usize) -> Option<Backing> {
         let mut map = MmapOptions::new().len(len.max(1)).no_reserve_swap().map_anon().ok()?;
         let base = map.as_mut_ptr();
-        Some(Backing { _map: Some(map), base, len })
+        Some(Backing { map: Some(map), base, len })
     }
 
     /// The program's own memory, for as long as it is registered.
     pub(crate) fn borrowed(base: *mut u8, len: usize) -> Backing {
-        Backing { _map: None, base, len }
+        Backing { map: None, base, len }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -44,6 +44,14 @@ impl Backing {
         debug_assert!(offset <= self.len);
         // SAFETY: callers pass offsets inside the backing, which was checked when the work was enqueued.
         unsafe { self.base.add(offset) }
+    }
+
+    /// Gives the pages back and keeps the addresses.
+    pub(crate) fn empty(&self) {
+        if let Some(map) = &self.map {
+            // SAFETY: nobody reads this memory any more but a program that uses it after it was freed.
+            let _ = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
+        }
     }
 
     pub(crate) fn fill(&self, range: Range<usize>, byte: u8) {
@@ -68,23 +76,23 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 /// # Safety
 /// The range must be mapped during the call.
 pub(crate) unsafe fn checksum(at: *const u8, len: usize) -> u64 {
-    const PRIMES: [u64; 4] =
-        [0x9E37_79B1_85EB_CA87, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9, 0x27D4_EB2F_1656_67C5];
-    let mut lanes = PRIMES;
-    let words = len / 32;
-    for i in 0..words {
-        for (j, lane) in lanes.iter_mut().enumerate() {
-            // SAFETY: i * 32 + j * 8 + 8 <= len.
-            let word = unsafe { at.add(i * 32 + j * 8).cast::<u64>().read_unaligned() };
-            *lane = (lane.rotate_left(23) ^ word).wrapping_mul(PRIMES[j]);
+    const ODD: u64 = 0x9E37_79B1_85EB_CA87;
+    const BLOCK: usize = 64;
+    let mut lanes: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(7 * i as u32));
+    let blocks = len / BLOCK;
+    for i in 0..blocks {
+        // SAFETY: i * BLOCK + BLOCK <= len.
+        let words = unsafe { at.add(i * BLOCK).cast::<[u64; 8]>().read_unaligned() };
+        for (lane, word) in lanes.iter_mut().zip(words) {
+            *lane = (lane.rotate_left(23) ^ word).wrapping_mul(ODD);
         }
     }
     let mut sum = len as u64;
-    for i in words * 32..len {
+    for i in blocks * BLOCK..len {
         // SAFETY: i < len.
-        sum = (sum ^ u64::from(unsafe { at.add(i).read() })).wrapping_mul(PRIMES[0]);
+        sum = (sum ^ u64::from(unsafe { at.add(i).read() })).wrapping_mul(ODD);
     }
-    lanes.iter().fold(sum, |sum, lane| (sum.rotate_left(17) ^ lane).wrapping_mul(PRIMES[1]))
+    lanes.iter().fold(sum, |sum, lane| (sum.rotate_left(17) ^ lane).wrapping_mul(ODD))
 }
 
 #[cfg(test)]
@@ -93,7 +101,7 @@ mod tests {
 
     #[test]
     fn a_checksum_sees_every_byte() {
-        let mut bytes = vec![7_u8; 100];
+        let mut bytes = vec![7_u8; 200];
         // SAFETY: the range is the vector's.
         let sum = |bytes: &[u8]| unsafe { checksum(bytes.as_ptr(), bytes.len()) };
         let whole = sum(&bytes);

@@ -22,6 +22,8 @@ pub struct Config {
     pub late_micros: u64,
     /// Perturbs the timing of the workers between pieces; none: they run straight through.
     pub seed: Option<u64>,
+    /// Pinned sources are fingerprinted by the call and at the end of the copy, which takes its time: for timings, no.
+    pub check_sources: bool,
     /// The longest pause that `seed` puts between two pieces.
     pub jitter_micros: u64,
     /// Fresh device memory is filled with rubbish up to this many bytes of each allocation.
@@ -39,6 +41,7 @@ impl Default for Config {
             piece_bytes: 256 << 10,
             late_micros: 0,
             seed: None,
+            check_sources: true,
             jitter_micros: 50,
             fill_fresh: 1 << 20,
         }

@@ -85,7 +85,7 @@ impl Memory {
     }
 
     /// Takes fresh or formerly used memory; `order` is the clock of the stream that allocates, if one does.
-    fn take(&mut self, config: &Config, mut new: NewAllocation, order: &Clock) -> Outcome<u64> {
+    fn take(&mut self, config: &Config, new: NewAllocation, order: &Clock) -> Outcome<u64> {
         if let Some((base, backing, residue)) = self.spare(&new, order) {
             self.freed.remove(&base);
             self.live.insert(base, new.into_allocation(backing, residue));
@@ -99,7 +99,6 @@ impl Memory {
         if *next >= SPAN {
             return Err(Code::OUT_OF_MEMORY);
         }
-        new.len = new.len.max(1);
         self.live.insert(base, new.into_allocation(Arc::new(backing), History::default()));
         Ok(base)
     }
@@ -153,8 +152,9 @@ impl NewAllocation {
 }
 
 impl Call<'_> {
-    fn charge(&self, device: usize, len: u64) -> u64 {
-        len.next_multiple_of(self.world.config().devices[device].granularity.max(1))
+    fn charge(&self, device: usize, len: u64) -> Outcome<u64> {
+        let granularity = self.world.config().devices[device].granularity.max(1);
+        len.checked_next_multiple_of(granularity).ok_or(Code::OUT_OF_MEMORY)
     }
 
     pub(crate) fn allocate(&self, len: u64) -> Outcome<u64> {
@@ -163,7 +163,7 @@ impl Call<'_> {
         if len == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let charged = self.charge(device, len);
+        let charged = self.charge(device, len)?;
         state.take_bytes(self.world.config(), device, charged)?;
         let new = NewAllocation { device, len, charged, pool: None, call: self.name };
         let order = state.host.clone();
@@ -193,7 +193,7 @@ impl Call<'_> {
         if len == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let charged = self.charge(of_pool, len);
+        let charged = self.charge(of_pool, len)?;
         let turn = state.turn(lane, self.name);
         let order = state.lanes[turn.lane].clock.clone();
         let taken = state.take_from_pool(self.world.config(), pool, charged, &order).and_then(|()| {

@@ -23,11 +23,20 @@ pub(crate) struct Region {
     pub(crate) call: &'static str,
 }
 
+#[derive(Debug)]
+struct Gone {
+    len: u64,
+    /// The call that ended it.
+    call: &'static str,
+    /// Allocated memory keeps its addresses, so that nothing else can be taken for it; its pages are given back.
+    backing: Option<Arc<Backing>>,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Pinned {
     regions: BTreeMap<u64, Region>,
-    /// Where regions were that are gone, and the calls that ended them.
-    gone: BTreeMap<u64, &'static str>,
+    /// Where regions were that are gone.
+    gone: BTreeMap<u64, Gone>,
 }
 
 impl Pinned {
@@ -43,6 +52,12 @@ impl Pinned {
     pub(crate) fn holding(&self, address: u64) -> Option<(u64, &Region)> {
         let (&base, region) = self.regions.range(..=address).next_back()?;
         (address < base + region.len).then_some((base, region))
+    }
+
+    /// The size of the allocated memory that an address was in, and the call that freed it.
+    pub(crate) fn gone_at(&self, address: u64) -> Option<(u64, &'static str)> {
+        let (base, gone) = self.gone.range(..=address).next_back()?;
+        (gone.backing.is_some() && address < base + gone.len).then_some((gone.len, gone.call))
     }
 
     /// Whether any region shares a byte with the range.
@@ -112,13 +127,12 @@ impl Call<'_> {
             let gone = state.pinned.gone.get(&base);
             let rule = if gone.is_some() { Rule::DoubleFree } else { Rule::BadFree };
             self.violation(rule, || match gone {
-                Some(call) => format!("the host memory at {base:#x} was already given up by {call}"),
+                Some(gone) => format!("the host memory at {base:#x} was already given up by {}", gone.call),
                 None => format!("no such pinned memory starts at {base:#x}"),
             });
             return Err(failure);
         }
         let region = state.pinned.regions.remove(&base).ok_or(failure)?;
-        state.pinned.gone.insert(base, self.name);
         if let Some(open) = region.history.unordered(&state.host) {
             self.violation(Rule::FreeInUse, || {
                 format!("{} pinned bytes were given up while {} may still use them", region.len, open.with.call)
@@ -127,9 +141,14 @@ impl Call<'_> {
         // The program may unmap registered memory next, so no worker may be left in it.
         let users = region.history.stamps(0..region.len, true);
         let users: Vec<Ticket> = users.iter().map(|stamp| state.ticket_of(stamp)).collect();
+        let backing = (!registered).then(|| Arc::clone(&region.backing));
+        state.pinned.gone.insert(base, Gone { len: region.len, call: self.name, backing });
         drop(state);
         self.world.shared.nudge();
         users.iter().for_each(Ticket::wait);
+        if !registered {
+            region.backing.empty();
+        }
         Ok(())
     }
 

@@ -132,12 +132,12 @@ fn transfer(
         let wrong = job.dst.offset..job.dst.offset + job.len;
         job.dst.backing.fill(wrong, 0);
     }
+    let now = Instant::now();
     if expected.is_some_and(|sum| sum != fingerprint()) {
         shared.violation(Rule::SourceChanged, call, || {
             format!("the pinned source of {} bytes at {source:p} changed before the copy had ended", job.len)
         });
     }
-    let now = Instant::now();
     paced.map_or(now, |(_, end)| if now > end + LAG { now } else { end })
 }
 

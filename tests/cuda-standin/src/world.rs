@@ -24,6 +24,8 @@ use crate::worker;
 
 /// The environment variable with a configuration, for programs that know nothing of the stand-in.
 const CONFIG_VARIABLE: &str = "CUDA_STANDIN_CONFIG";
+/// The environment variable with the path of a file that gets the report of such a program at its end.
+const REPORT_VARIABLE: &str = "CUDA_STANDIN_REPORT";
 
 static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
@@ -127,7 +129,25 @@ impl World {
     }
 }
 
+unsafe extern "C" {
+    fn atexit(function: extern "C" fn()) -> i32;
+}
+
+extern "C" fn write_report() {
+    let _ = catch_unwind(|| {
+        let Some(path) = std::env::var_os(REPORT_VARIABLE) else { return };
+        let json = serde_json::to_vec_pretty(&World::report()).unwrap_or_default();
+        if let Err(error) = std::fs::write(&path, json) {
+            eprintln!("cuda-standin: {}: {error}", path.display());
+        }
+    });
+}
+
 fn config_from_environment() -> Config {
+    if std::env::var_os(REPORT_VARIABLE).is_some() {
+        // SAFETY: the function has the type that the C library asks for, and keeps its panics inside.
+        unsafe { atexit(write_report) };
+    }
     let Ok(text) = std::env::var(CONFIG_VARIABLE) else { return Config::default() };
     match serde_json::from_str(&text) {
         Ok(config) => config,
@@ -173,7 +193,8 @@ impl<'w> Call<'w> {
             call.violation(Rule::CallInHostFunction, || "host functions must not call the driver".to_owned());
             return Err(Code::NOT_PERMITTED);
         }
-        match lock(&world.faults).count(name) {
+        let verdict = lock(&world.faults).count(name);
+        match verdict {
             Some(Verdict::Fail(code)) => return Err(code),
             Some(Verdict::Break(code)) => {
                 if let Some(&device) = world.state().contexts.get(&CURRENT.get()) {

@@ -150,7 +150,7 @@ fn leaks_are_named_by_the_calls_that_made_them() {
 }
 
 #[test]
-fn memory_used_after_it_was_freed_and_freed_twice() {
+fn memory_used_after_it_was_freed() {
     for memory in [MemoryMode::Quarantine, MemoryMode::Reuse] {
         let standin = session(&late().memory(memory));
         let cuda = Cuda::open(0);
@@ -159,6 +159,24 @@ fn memory_used_after_it_was_freed_and_freed_twice() {
         assert_eq!(cuda.try_upload(device + 10, source, 10, stream), CUresult::CUDA_ERROR_INVALID_VALUE);
         assert_caught(&standin, Rule::UseAfterFree, "cuMemcpyHtoDAsync_v2");
     }
+}
+
+#[test]
+fn pinned_memory_used_after_it_was_freed_and_freed_twice() {
+    let standin = session(&late());
+    let cuda = Cuda::open(0);
+    let (stream, source, device) = (cuda.stream(), cuda.pin(&pattern(LEN, 1)), cuda.alloc(LEN));
+    cuda.unpin(source);
+    let inside = source.wrapping_byte_add(10);
+    assert_eq!(cuda.try_upload(device, inside, 10, stream), CUresult::CUDA_ERROR_INVALID_VALUE);
+    assert_caught(&standin, Rule::UseAfterFree, "cuMemcpyHtoDAsync_v2");
+    standin.reset();
+    let cuda = Cuda::open(0);
+    let source = cuda.pin(&pattern(LEN, 1));
+    cuda.unpin(source);
+    // SAFETY: the stand-in checks what it is given.
+    assert!(unsafe { result::free_host(source) }.is_err());
+    assert_caught(&standin, Rule::DoubleFree, "cuMemFreeHost");
 }
 
 #[test]

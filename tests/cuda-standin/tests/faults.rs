@@ -37,6 +37,8 @@ fn memory_runs_out_by_itself() {
     let most = cuda.alloc(31 * LEN);
     // SAFETY: the context is current.
     assert_eq!(unsafe { result::malloc_sync(2 * LEN) }.unwrap_err().0, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+    // SAFETY: the context is current.
+    assert_eq!(unsafe { result::malloc_sync(usize::MAX) }.unwrap_err().0, CUresult::CUDA_ERROR_OUT_OF_MEMORY);
     assert_eq!(result::mem_get_info().unwrap(), (LEN, 32 * LEN));
     cuda.free(most);
     standin.report().assert_clean();
