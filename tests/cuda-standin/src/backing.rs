@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
+use memmap2::{MmapMut, MmapOptions};
 
 /// What fresh and freed memory is filled with.
 pub(crate) const RUBBISH: u8 = 0xA5;
@@ -11,6 +11,7 @@ pub(crate) const RUBBISH: u8 = 0xA5;
 #[derive(Debug)]
 pub(crate) struct Backing {
     // Never read or written through the map itself after `base` was taken from it.
+    #[cfg_attr(not(unix), allow(dead_code, reason = "kept alive only"))]
     map: Option<MmapMut>,
     base: *mut u8,
     len: usize,
@@ -48,9 +49,10 @@ impl Backing {
 
     /// Gives the pages back and keeps the addresses.
     pub(crate) fn empty(&self) {
+        #[cfg(unix)]
         if let Some(map) = &self.map {
             // SAFETY: nobody reads this memory any more but a program that uses it after it was freed.
-            let _ = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
+            let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
     }
 

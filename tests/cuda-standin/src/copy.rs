@@ -86,6 +86,11 @@ impl Call<'_> {
         }
         let from = self.reachable(&state, src, len, lane)?;
         let to = self.reachable(&state, dst, len, lane)?;
+        if from.base == to.base && from.offset.abs_diff(to.offset) < len {
+            self.violation(Rule::Overlap, || {
+                format!("{len} bytes from offset {} to offset {} of one allocation", from.offset, to.offset)
+            });
+        }
         let (src, dst) = (self.place(&state, &from)?, self.place(&state, &to)?);
         let turn = state.turn(lane, self.name);
         self.touch(&mut state, &from, Access::Read, &turn);

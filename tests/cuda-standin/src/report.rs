@@ -14,6 +14,8 @@ pub enum Rule {
     Unordered,
     /// The same, where one access was to memory that was freed and handed out again since.
     ReusedUnordered,
+    /// A copy whose two ranges share bytes.
+    Overlap,
     /// A pinned source changed between the call and the end of the copy.
     SourceChanged,
     /// Memory was freed or unpinned that the host has not seen the end of the uses of.
@@ -54,6 +56,7 @@ impl Rule {
         match self {
             Rule::Unordered => "unordered",
             Rule::ReusedUnordered => "reused_unordered",
+            Rule::Overlap => "overlap",
             Rule::SourceChanged => "source_changed",
             Rule::FreeInUse => "free_in_use",
             Rule::UseAfterFree => "use_after_free",

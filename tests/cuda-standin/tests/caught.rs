@@ -215,6 +215,17 @@ fn a_copy_past_the_end() {
 }
 
 #[test]
+fn a_copy_onto_itself() {
+    let standin = session(&late());
+    let cuda = Cuda::open(0);
+    let (stream, device) = (cuda.stream(), cuda.alloc(LEN));
+    cuda.copy(device + 1024, device, 1024, stream);
+    cuda.copy(device + 1023, device, 1024, stream);
+    assert_caught(&standin, Rule::Overlap, "cuMemcpyDtoDAsync_v2");
+    assert_eq!(standin.report().count(Rule::Overlap), 1);
+}
+
+#[test]
 fn a_pinned_range_past_the_end() {
     let standin = session(&late());
     let cuda = Cuda::open(0);
