@@ -51,6 +51,11 @@ impl Context {
         self.lost.get().map(String::as_str)
     }
 
+    /// Gives the device up: something runs on it that cannot be waited for.
+    pub(super) fn lose(&self, why: &Error) {
+        let _ = self.lost.set(why.to_string());
+    }
+
     /// Runs calls of the driver with this context current, and leaves the thread with the one it had.
     ///
     /// # Errors
@@ -76,9 +81,13 @@ impl Context {
         // SAFETY: the context is retained for as long as `self` lives.
         unsafe { result::ctx::set_current(self.handle) }.map_err(|error| Refusal::Code("cuCtxSetCurrent", error))?;
         let outcome = calls().map_err(|error| Refusal::Code(name, error));
-        // SAFETY: the thread had this context, or none, when the call began. A context that was destroyed
-        // meanwhile is refused, which leaves ours current: harmless.
-        let _ = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
+        // SAFETY: the thread had this context, or none, when the call began.
+        let restored = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
+        if restored.is_err() {
+            // Better none than one that the caller does not expect and that may be gone when it is used next.
+            // SAFETY: null is the documented way to have no context.
+            let _ = unsafe { result::ctx::set_current(std::ptr::null_mut()) };
+        }
         outcome
     }
 

@@ -51,7 +51,11 @@ impl Fence for CudaFence {
             match self.context.raw("cuEventQuery", || unsafe { result::event::query(self.event) }) {
                 Err(refusal) if refusal.is_not_ready() => return FenceState::Pending,
                 Ok(()) => drop(self.ended.set(Ok(()))),
-                Err(refusal) => drop(self.ended.set(Err(Arc::new(self.context.error(refusal))))),
+                Err(refusal) => match self.context.error(refusal) {
+                    error @ Error::DeviceLost { .. } => drop(self.ended.set(Err(Arc::new(error)))),
+                    // The question failed, not the work; whoever waits asks again until the deadline.
+                    error => tracing::warn!(%error, "an event could not be asked for"),
+                },
             }
         }
         match self.ended.get() {

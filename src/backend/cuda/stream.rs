@@ -119,8 +119,13 @@ impl CudaStream {
             }
             Err(refusal) => {
                 let error = self.context.error(refusal);
-                if self.context.lost().is_none() {
-                    // Work that uses the memory may run, and nobody will know when it is over.
+                // SAFETY: the stream is this value's own.
+                let idle = || unsafe { result::stream::synchronize(self.handle) };
+                let idle = self.context.call("cuStreamSynchronize", idle);
+                // Nothing runs any more on a device that is lost. On any other, work that uses the memory may run,
+                // and nobody will know when it is over.
+                if let (Err(unknown), None) = (idle, self.context.lost()) {
+                    self.context.lose(&unknown);
                     std::mem::forget(memory);
                 }
                 Err(error)

@@ -1,0 +1,219 @@
+//! Load, patch, stream and unload on CUDA devices, over the stand-in driver.
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode, Rule, Session, session};
+use tensor_offload::backend::{Backend, Cuda, Host};
+use tensor_offload::{
+    Adapter, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Patches, Planner, Registry, Result,
+    Retention, Streamer,
+};
+
+const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+const LORA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama-lora");
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn registry() -> Registry {
+    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
+}
+
+struct Source {
+    checkpoint: Checkpoint,
+    patches: Patches,
+    /// For each tensor its bytes as patching on the host gives them.
+    merged: Vec<Vec<u8>>,
+}
+
+fn source() -> Source {
+    let checkpoint = Checkpoint::open(MODEL).unwrap();
+    let adapters = vec![Adapter::open(LORA, 0.8).unwrap()];
+    let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
+    let merged = (0..patches.layout().tensors.len()).map(|tensor| {
+        let mut bytes = vec![0; patches.layout().tensors[tensor].bytes as usize];
+        patches.read(&checkpoint, tensor, &mut bytes).unwrap();
+        bytes
+    });
+    Source { merged: merged.collect(), patches, checkpoint }
+}
+
+fn load(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> Result<Model> {
+    let planner = Planner::new(source.patches.layout(), devices.machine()).allocation(allocation.parse()?);
+    let plan = planner.compute("cuda:0".parse()?).order(Order::Interleaved).depth(depth).plan()?;
+    Loader::new(devices).workers(2).deadline(DEADLINE).load(&source.checkpoint, &source.patches, &plan)
+}
+
+/// Streams every layer and compares it with what patching on the host gives.
+fn pass(streamer: &mut Streamer, source: &Source) -> Result<()> {
+    let model = Arc::clone(streamer.model());
+    for layer in 0..model.layout().layers.len() {
+        let guard = streamer.layer(layer)?;
+        for view in guard.tensors() {
+            let name = &view.info().name;
+            let tensor = source.checkpoint.find(name).unwrap();
+            let mut bytes = vec![0; view.info().bytes as usize];
+            guard.read(name, &mut bytes)?;
+            assert!(bytes == source.merged[tensor], "layer {layer}: `{name}` arrived wrong");
+        }
+    }
+    Ok(())
+}
+
+fn whole_path(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> Result<()> {
+    let model = Arc::new(load(devices, source, allocation, depth)?);
+    let cache = ModelCache::new();
+    cache.insert("model", Arc::clone(&model), Retention::Unload);
+    let mut streamer = Streamer::new(&model)?;
+    pass(&mut streamer, source)?;
+    pass(&mut streamer, source)?;
+    drop((streamer, model));
+    cache.full_cleanup(devices)?;
+    Ok(())
+}
+
+/// The backend lets go of memory when it has seen the last event of its use, a moment after the last handle.
+fn assert_given_back(devices: &Registry, what: &str) {
+    let until = Instant::now() + DEADLINE;
+    for device in devices.opened() {
+        while device.ledger().charged() > 0 {
+            assert!(Instant::now() < until, "{what}: {} keeps memory", device.id());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// The last handle of a context goes a moment after the devices; what is lost is never closed.
+fn wait_until_closed(cuda: &Session) {
+    let until = Instant::now() + Duration::from_millis(50);
+    while cuda.report().live_contexts > 0 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn assert_clean(cuda: &Session) {
+    let until = Instant::now() + DEADLINE;
+    while !cuda.report().is_clean() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    cuda.report().assert_clean();
+}
+
+fn two_cards() -> Config {
+    Config::with_devices(&[64 << 20, 32 << 20]).all_peers()
+}
+
+#[test]
+fn cuda_models_arrive_whole_from_every_home_in_both_memory_modes() {
+    let source = source();
+    let mut no_peers = two_cards();
+    no_peers.peers.clear();
+    let machines = [
+        two_cards().memory(MemoryMode::Quarantine).late_micros(10_000_000),
+        two_cards().memory(MemoryMode::Reuse).seed(5),
+        no_peers.memory(MemoryMode::Reuse).late_micros(10_000_000),
+    ];
+    for config in machines {
+        for allocation in
+            ["cuda:0,60kb;cuda:1,100kb;cpu,*", "cuda:0,40kb;disk,100kb;cuda:1,*", "cuda:0,100%", "cuda:1,50%;cpu,50%"]
+        {
+            for depth in [0, 2] {
+                let cuda = session(&config);
+                let devices = registry();
+                whole_path(&devices, &source, allocation, depth).unwrap();
+                assert_given_back(&devices, allocation);
+                drop(devices);
+                assert_clean(&cuda);
+            }
+        }
+    }
+}
+
+#[test]
+fn cuda_opens_no_device_that_a_plan_does_not_use() {
+    let cuda = session(&two_cards());
+    let devices = registry();
+    let model = load(&devices, &source(), "cuda:0,60kb;cuda:1,0kb;cpu,*", 1).unwrap();
+    assert_eq!(cuda.report().calls_of("cuDevicePrimaryCtxRetain"), 1);
+    drop((model, devices));
+    assert_clean(&cuda);
+}
+
+/// Whatever call of the driver fails, the outcome is an error or a right result: nothing hangs, panics, keeps
+/// memory or delivers a wrong byte.
+#[test]
+fn cuda_every_failing_call_gives_an_error_or_a_right_result() {
+    let source = source();
+    let allocation = "cuda:0,60kb;cuda:1,100kb;cpu,*";
+    let calls: u64 = {
+        let cuda = session(&two_cards());
+        let devices = registry();
+        whole_path(&devices, &source, allocation, 1).unwrap();
+        cuda.report().calls.values().sum()
+    };
+    for effect in [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)] {
+        // Every call near the beginning, where each is another; then a spread over the many alike.
+        let spread = (1..=100).chain((100..calls + 20).step_by(usize::try_from(calls / 40).unwrap().max(1)));
+        for nth in spread {
+            let cuda = session(&two_cards());
+            cuda.fault(&FaultPlan::one(Fault::any(nth, effect)));
+            let devices = registry();
+            let outcome = whole_path(&devices, &source, allocation, 1);
+            if let Err(Error::TimedOut { what, .. }) = &outcome {
+                panic!("{effect:?} at call {nth}: hung on {what}");
+            }
+            assert_given_back(&devices, &format!("{effect:?} at call {nth}, {outcome:?}"));
+            drop(devices);
+            wait_until_closed(&cuda);
+            // The call that failed may be the one that gives a thing back; that thing, and no other, stays. Memory
+            // is missed twice then, by its pool and by its context.
+            let report = cuda.report();
+            let kept = |violation: &&cuda_standin::Violation| violation.rule == Rule::Leak;
+            let leaks: u64 = report.violations.iter().filter(kept).map(|violation| violation.count).sum();
+            let all: u64 = report.violations.iter().map(|violation| violation.count).sum();
+            assert!(all == leaks && leaks <= 2, "{effect:?} at call {nth}: {:?}", report.violations);
+        }
+    }
+}
+
+#[test]
+fn cuda_two_threads_stream_two_models_to_one_device() {
+    let source = source();
+    let cuda = session(&two_cards().memory(MemoryMode::Reuse).seed(9));
+    let devices = registry();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| whole_path(&devices, &source, "cuda:0,60kb;cuda:1,50kb;cpu,*", 1).unwrap());
+        }
+    });
+    drop(devices);
+    assert_clean(&cuda);
+}
+
+/// A step takes what is larger of compute and transfer, here on a link of 0.02 GB/s and 10 ms a layer.
+#[test]
+fn cuda_streaming_hides_behind_the_compute() {
+    let mut config = Config::with_devices(&[64 << 20]).links(Link::new(20_000_000, 0));
+    config.check_sources = false;
+    let cuda = session(&config);
+    let devices = registry();
+    let model = Arc::new(load(&devices, &source(), "cuda:0,60kb;cpu,*", 2).unwrap());
+    let mut streamer = Streamer::new(&model).unwrap();
+    let layers = model.layout().layers.len();
+    let mut best = Duration::MAX;
+    for _ in 0..4 {
+        let start = Instant::now();
+        for layer in 0..layers {
+            let _guard = streamer.layer(layer).unwrap();
+            streamer.compute().occupy(Duration::from_millis(10)).unwrap();
+        }
+        streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
+        best = best.min(start.elapsed());
+    }
+    let floor = Duration::from_millis(10) * layers as u32;
+    assert!(streamer.report().late <= 1, "{:?}", streamer.report());
+    // Not a measurement: copies and compute one after the other would take over 1.2 times the floor.
+    assert!(best < floor.mul_f64(1.2), "{best:?} for {floor:?}");
+    drop((streamer, model, devices));
+    assert_clean(&cuda);
+}
