@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::{Deref, DerefMut, Range};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
@@ -33,9 +34,10 @@ pub trait Storage: Any + Send + Sync {
 
 /// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
 pub struct Allocation {
-    storage: Box<dyn Storage>,
+    storage: Arc<dyn Storage>,
     bytes: usize,
     charge: Charge,
+    abandoned: AtomicBool,
 }
 
 impl Allocation {
@@ -57,6 +59,20 @@ impl Allocation {
     /// The device they are of.
     pub fn device(&self) -> DeviceId {
         self.charge.device()
+    }
+
+    /// Says that the memory must never be freed, because a device that failed may still use it. Its charge is
+    /// given back all the same: it can be had no more, but nobody holds it.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if self.abandoned.load(Ordering::Relaxed) {
+            std::mem::forget(Arc::clone(&self.storage));
+        }
     }
 }
 
@@ -95,7 +111,8 @@ impl BufMut {
     pub fn new(storage: Box<dyn Storage>, mut charge: Charge) -> BufMut {
         charge.back();
         let bytes = charge.bytes() as usize;
-        let allocation = Arc::new(Allocation { storage, bytes, charge });
+        let allocation =
+            Arc::new(Allocation { storage: storage.into(), bytes, charge, abandoned: AtomicBool::new(false) });
         BufMut(Arc::new(Handle { allocation, uses: Mutex::default() }))
     }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::backend::{Allocation, Event};
+use crate::backend::{Allocation, Event, FenceState};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -55,7 +55,14 @@ fn run(incoming: &Receiver<Kept>) {
             Err(RecvTimeoutError::Timeout) => {}
         }
         let before = kept.len();
-        kept.retain(|(event, _)| !event.settled());
+        kept.retain(|(event, memory)| match event.state() {
+            FenceState::Pending => true,
+            FenceState::Done => false,
+            FenceState::Failed(_) => {
+                memory.iter().for_each(|allocation| allocation.abandon());
+                false
+            }
+        });
         pause = if kept.len() < before { PAUSE.0 } else { (pause * 2).min(PAUSE.1) };
     }
 }

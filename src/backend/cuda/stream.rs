@@ -121,12 +121,10 @@ impl CudaStream {
                 let error = self.context.error(refusal);
                 // SAFETY: the stream is this value's own.
                 let idle = || unsafe { result::stream::synchronize(self.handle) };
-                let idle = self.context.call("cuStreamSynchronize", idle);
-                // Nothing runs any more on a device that is lost. On any other, work that uses the memory may run,
-                // and nobody will know when it is over.
-                if let (Err(unknown), None) = (idle, self.context.lost()) {
+                if let Err(unknown) = self.context.call("cuStreamSynchronize", idle) {
+                    // Work that uses the memory may run, and nobody will know when it is over.
                     self.context.lose(&unknown);
-                    std::mem::forget(memory);
+                    memory.iter().for_each(|allocation| allocation.abandon());
                 }
                 Err(error)
             }
