@@ -8,8 +8,9 @@
 
 mod pieces;
 mod vector;
+mod whole;
 
-use crate::adapter::{Scaling, TensorPatch};
+use crate::adapter::{Reach, Scaling, TensorPatch, matrix_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use pieces::{Matrix, Scales};
@@ -44,9 +45,14 @@ impl TensorPatch {
             return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes once patched, the buffer {len}")));
         }
         let scales = self.scales(siblings)?;
-        let (rows, cols) = crate::adapter::matrix_of(&self.shape).unwrap_or_default();
+        let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
         let matrix = Matrix { float: self.float, scales: scales.as_ref(), rows, cols };
-        let saturated = pieces::apply(tier, matrix, bytes, &self.steps);
+        let in_pieces = self.steps.iter().all(|step| step.change.reach() < Reach::Weight);
+        let saturated = if in_pieces {
+            pieces::apply(tier, matrix, bytes, &self.steps)
+        } else {
+            whole::apply(tier, matrix, bytes, &self.steps)
+        };
         Ok(PatchOutcome { saturated })
     }
 

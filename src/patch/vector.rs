@@ -97,6 +97,13 @@ pub(crate) struct Strip<'a> {
     pub(crate) cols: usize,
 }
 
+impl Strip<'_> {
+    /// The values of a row, without what pads it.
+    pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
+        &mut self.values[row * self.stride..][..self.cols]
+    }
+}
+
 macro_rules! tiers {
     ($(fn $name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
         impl Tier {
@@ -119,6 +126,13 @@ tiers! {
     fn lift(float: Float, bytes: &[u8], values: &mut [f32]);
     fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64;
     fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>);
+    fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]);
+}
+
+/// `sums += factor values`, fused.
+#[inline(always)]
+fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
+    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum = factor.mul_add(*value, *sum));
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -126,6 +140,11 @@ mod avx512 {
     use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps};
 
     use super::*;
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
+        super::add_multiple(factor, values, sums);
+    }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
@@ -162,6 +181,11 @@ mod avx2 {
     use super::*;
 
     #[target_feature(enable = "avx2,fma")]
+    pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
+        super::add_multiple(factor, values, sums);
+    }
+
+    #[target_feature(enable = "avx2,fma")]
     pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
         float.lift(bytes, values);
     }
@@ -172,6 +196,7 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,fma")]
+    #[expect(clippy::redundant_closure, reason = "a closure is compiled for the instructions of what it stands in")]
     pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
         each_tile::<4, 16>(strip, up, down, output, rows, |up, down, row, col| sums(up, down, row, col));
     }
@@ -180,6 +205,10 @@ mod avx2 {
 mod plain {
     use super::*;
 
+    pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
+        super::add_multiple(factor, values, sums);
+    }
+
     pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
         float.lift(bytes, values);
     }
@@ -189,7 +218,7 @@ mod plain {
     }
 
     pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
-        each_tile::<4, 16>(strip, up, down, output, rows, |up, down, row, col| sums(up, down, row, col));
+        each_tile::<4, 16>(strip, up, down, output, rows, sums);
     }
 }
 
@@ -228,7 +257,6 @@ fn each_tile<const ROWS: usize, const COLS: usize>(
 
 /// `up down` for `ROWS` by `COLS` of a tile.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "constant places keep the sums in registers")]
 fn sums<const ROWS: usize, const COLS: usize>(
     up: &[[f32; TILE_ROWS]],
     down: &[[f32; TILE_COLS]],
