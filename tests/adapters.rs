@@ -2,6 +2,7 @@
 
 mod reference;
 
+use proptest::prelude::*;
 use reference::{Tensor, difference, f32s, file, floats, merged, named, stored, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Patches, SkipReason};
 use tensor_offload::checkpoint::Layout;
@@ -282,4 +283,144 @@ fn a_padded_weight_grows_in_the_layout_too() {
     let mut shrunk = pair("x.lora_B", "x.lora_A");
     shrunk.push(small);
     assert!(matches!(fault(resolve(base.layout(), &shrunk, Matching::Strict)).1, AdapterFault::Shape { .. }));
+}
+
+#[test]
+fn factors_of_every_kind_are_checked_against_each_other_and_the_weight() {
+    let base = model(&["a"]);
+    let zeros = |key: &str, shape: &[u64]| f32s(key, shape, &vec![0.5; shape.iter().product::<u64>() as usize]);
+    let cases: [&[(&str, &[u64])]; 14] = [
+        &[("a.hada_w1_a", &[4, 2]), ("a.hada_w1_b", &[2, 4]), ("a.hada_w2_a", &[4, 2])],
+        &[("a.hada_w1_a", &[4, 2]), ("a.hada_w1_b", &[2, 5]), ("a.hada_w2_a", &[4, 2]), ("a.hada_w2_b", &[2, 4])],
+        &[("a.hada_w1_a", &[4, 3]), ("a.hada_w1_b", &[2, 4]), ("a.hada_w2_a", &[4, 2]), ("a.hada_w2_b", &[2, 4])],
+        &[
+            ("a.hada_w1_a", &[2, 4]),
+            ("a.hada_w1_b", &[2, 4]),
+            ("a.hada_w2_a", &[2, 4]),
+            ("a.hada_w2_b", &[2, 4]),
+            ("a.hada_t1", &[2, 2, 1, 1]),
+        ],
+        &[("a.lokr_w1", &[2, 2])],
+        &[("a.lokr_w1", &[2, 2]), ("a.lokr_w2", &[2, 3])],
+        &[("a.lokr_w1", &[2, 2]), ("a.lokr_w2_a", &[2, 3]), ("a.lokr_w2_b", &[2, 2])],
+        &[("a.lokr_w1", &[2, 2]), ("a.lokr_w2_a", &[1, 1000]), ("a.lokr_w2_b", &[1, 1000]), ("a.lokr_t2", &[1, 1, 1])],
+        &[("a.a1.weight", &[4, 2]), ("a.a2.weight", &[2, 4]), ("a.b1.weight", &[4, 3]), ("a.b2.weight", &[2, 4])],
+        &[("a.a1.weight", &[4, 2]), ("a.a2.weight", &[2, 4])],
+        &[("a.oft_blocks", &[2, 3, 3])],
+        &[("a.oft_blocks", &[2, 2, 3])],
+        &[("a.lora_B", &[4, 1]), ("a.lora_A", &[1, 4]), ("a.dora_scale", &[3])],
+        &[("a.lora_B", &[4, 1]), ("a.lora_A", &[1, 4]), ("a.lora_mid.weight", &[1, 2, 1, 1])],
+    ];
+    for case in cases {
+        let tensors: Vec<Tensor> = case.iter().map(|(key, shape)| zeros(key, shape)).collect();
+        let (key, fault) = fault(resolve(base.layout(), &tensors, Matching::Strict));
+        assert!(key.is_some_and(|key| case.iter().any(|(other, _)| key == *other)), "{case:?}");
+        assert!(matches!(fault, AdapterFault::Shape { .. } | AdapterFault::Incomplete { .. }), "{case:?}: {fault}");
+    }
+}
+
+#[test]
+fn both_layouts_of_glora_are_told_apart() {
+    // W += W a b + c d, for either order of the factors, on a weight of [2, 3].
+    let base = file("model", &[f32s("a.weight", &[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])]);
+    let (a, b) = ([1.0, 0.0, 2.0], [1.0, 0.5, 0.25]);
+    let (c, d) = ([1.0, -1.0], [10.0, 20.0, 30.0]);
+    let newer = [
+        f32s("a.a1.weight", &[3, 1], &a),
+        f32s("a.a2.weight", &[1, 3], &b),
+        f32s("a.b1.weight", &[2, 1], &c),
+        f32s("a.b2.weight", &[1, 3], &d),
+    ];
+    let older = [
+        f32s("a.a2.weight", &[3, 1], &a),
+        f32s("a.a1.weight", &[1, 3], &b),
+        f32s("a.b2.weight", &[2, 1], &c),
+        f32s("a.b1.weight", &[1, 3], &d),
+    ];
+    for layout in [newer, older] {
+        let adapter = Adapter::from_checkpoint(file("adapter", &layout), 1.0).unwrap();
+        let (got, _) = merged(&base, vec![adapter], Matching::Strict);
+        assert_eq!(floats(DType::F32, &got[0].3), [18.0, 25.5, 34.75, 10.0, -7.0, -20.0]);
+    }
+}
+
+const ENDINGS: [&str; 36] = [
+    ".lora_up.weight",
+    ".lora_down.weight",
+    ".lora_mid.weight",
+    ".lora_A",
+    ".lora_B",
+    ".lora_A.weight",
+    ".lora_B.weight",
+    ".alpha",
+    ".dora_scale",
+    ".reshape_weight",
+    ".lora_magnitude_vector",
+    ".hada_w1_a",
+    ".hada_w1_b",
+    ".hada_w2_a",
+    ".hada_w2_b",
+    ".hada_t1",
+    ".hada_t2",
+    ".lokr_w1",
+    ".lokr_w1_a",
+    ".lokr_w1_b",
+    ".lokr_w2",
+    ".lokr_w2_a",
+    ".lokr_w2_b",
+    ".lokr_t2",
+    ".a1.weight",
+    ".a2.weight",
+    ".b1.weight",
+    ".b2.weight",
+    ".oft_blocks",
+    ".diff",
+    ".diff_b",
+    ".set_weight",
+    ".w_norm",
+    ".b_norm",
+    ".weight",
+    ".bias",
+];
+
+fn any_tensor(names: impl Strategy<Value = String>) -> impl Strategy<Value = Tensor> {
+    let shape = proptest::collection::vec(prop_oneof![6 => 1u64..4, 1 => Just(0u64)], 0..5);
+    (names, shape, prop_oneof![Just(DType::F32), Just(DType::BF16), Just(DType::F8E4M3), Just(DType::I64)], any::<u8>())
+        .prop_map(|(name, shape, dtype, fill)| {
+            let bytes = dtype.bytes_of(&shape).unwrap() as usize;
+            tensor(&name, dtype, &shape, vec![fill & 0x47; bytes])
+        })
+}
+
+fn distinct(mut tensors: Vec<Tensor>) -> Vec<Tensor> {
+    tensors.sort_by(|a, b| a.0.cmp(&b.0));
+    tensors.dedup_by(|a, b| a.0 == b.0);
+    tensors
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn resolving_and_applying_never_panics(
+        weights in proptest::collection::vec(any_tensor("(a|b\\.qkv|b\\.q)\\.(weight|bias|weight_scale)"), 1..5),
+        factors in proptest::collection::vec(
+            any_tensor(("(a|b\\.q|b_k|lora_unet_a)", 0..ENDINGS.len()).prop_map(|(name, end)| format!("{name}{}", ENDINGS[end]))),
+            0..7,
+        ),
+        peft in any::<bool>(),
+    ) {
+        let base = file("base", &distinct(weights));
+        let factors = file("adapter", &distinct(factors));
+        let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4}"#;
+        let adapter = if peft { Adapter::from_peft(factors, config, 0.5) } else { Adapter::from_checkpoint(factors, 0.5) };
+        let Ok(adapter) = adapter else { return Ok(()) };
+        let Ok(patches) = Patches::resolve(base.layout(), vec![adapter], Matching::AllowPartial) else { return Ok(()) };
+        for (index, patch) in patches.iter() {
+            let mut bytes = reference::bytes(&base, index);
+            bytes.resize(patches.layout().tensors[index].bytes as usize, 0);
+            let siblings: Vec<Vec<u8>> = patch.needs().iter().map(|&index| reference::bytes(&base, index)).collect();
+            let _ = patch.apply(&mut bytes, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>());
+        }
+    }
 }

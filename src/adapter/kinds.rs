@@ -84,7 +84,7 @@ impl Building<'_, '_> {
         let [outer, _, kernel @ ..] = mid.shape.as_slice() else {
             return Err(self.parts.shape_fault(mid, format!("`{}`", down.key), &down.shape));
         };
-        if left.cols != right.rows || down.shape.len() < 2 {
+        if left.cols != right.rows || down.shape.len() < 2 || left.rows > self.cols {
             return Err(self.parts.shape_fault(mid, format!("`{}`", down.key), &down.shape));
         }
         let mut shape = vec![left.rows as u64, *outer];
@@ -151,6 +151,9 @@ impl Building<'_, '_> {
             return Err(self.parts.shape_fault(t, format!("`{}` and `{}`", a.key, b.key), &a.shape));
         }
         let (count, inner) = (left.rows, t.values.len() / left.rows);
+        if left.cols > self.rows || right.cols.saturating_mul(inner / right.rows) > self.cols {
+            return Err(self.fits_not(b));
+        }
         let across = right.transposed();
         let each = t.values.chunks_exact(inner).map(|values| {
             let core = Matrix { rows: right.rows, cols: inner / right.rows, values: values.to_vec() };
@@ -202,6 +205,9 @@ impl Building<'_, '_> {
         if left.cols != right.rows {
             return Err(self.parts.shape_fault(a, format!("`{}`", b.key), &b.shape));
         }
+        if left.rows > self.rows || right.cols > self.cols {
+            return Err(self.fits_not(a));
+        }
         Ok(left.times(&right))
     }
 
@@ -220,7 +226,8 @@ impl Building<'_, '_> {
         let shape = &self.weight.shape;
         let square = shape.len() > 1 && shape[0] == shape[1] && a2.shape.first() == shape.first();
         let (first, second, left, right, inner, out) = if newer && !(older && square) {
-            let inner = shape.get(2..).map_or(1, |kernel| kernel.iter().product::<u64>() as usize);
+            let channels = shape.get(1).map_or(1, |&channels| channels as usize);
+            let inner = if shape.len() > 1 { self.cols.checked_div(channels).unwrap_or(0) } else { 1 };
             (a1m, a2m, b1m, b2m, inner.max(1), &b1)
         } else if older {
             (a2m, a1m, b2m, b1m, 1, &b2)
