@@ -67,7 +67,7 @@ impl fmt::Display for ByteSize {
             if self.0 >= size && thousandths % u128::from(size) == 0 {
                 let n = (thousandths / u128::from(size)) as u64;
                 write!(f, "{}", n / 1000)?;
-                if n % 1000 != 0 {
+                if !n.is_multiple_of(1000) {
                     let digits = format!("{:03}", n % 1000);
                     write!(f, ".{}", digits.trim_end_matches('0'))?;
                 }
@@ -152,6 +152,11 @@ impl Decimal {
             .rev()
             .fold(0u128, |below, digit| (u128::from(digit - b'0') * u128::from(unit) + below) / 10);
         u64::try_from(u128::from(self.whole) * u128::from(unit) + part).ok()
+    }
+
+    /// How many digits stand after the point, trailing zeros left out.
+    pub(crate) fn decimals(&self) -> usize {
+        self.fraction.len()
     }
 
     /// Whether the number is at most one.

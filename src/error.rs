@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -134,6 +135,18 @@ pub enum Error {
         /// The first failure seen.
         why: String,
     },
+    /// A driver refused a call; the device goes on working.
+    #[error("{device}: {call} failed with {code}: {text}")]
+    Driver {
+        /// The device.
+        device: DeviceId,
+        /// The call.
+        call: &'static str,
+        /// The driver's name for the result.
+        code: String,
+        /// The driver's words for it.
+        text: String,
+    },
     /// A wait passed its deadline.
     #[error("waited {after:?} for {what}, in vain")]
     TimedOut {
@@ -141,6 +154,14 @@ pub enum Error {
         what: String,
         /// For how long.
         after: Duration,
+    },
+    /// Work that was queued failed later; what waited for it failed with it.
+    #[error("{operation} failed: {cause}")]
+    Failed {
+        /// The work.
+        operation: &'static str,
+        /// Why, shared by all who waited.
+        cause: Arc<Error>,
     },
     /// The caller cancelled the operation; what it had taken is given back.
     #[error("cancelled after {} of {}", done.human(), of.human())]
@@ -159,7 +180,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The variant, for matching and for reports.
+    /// The variant, for matching and for reports; that of the cause for [`Error::Failed`].
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Syntax { .. } => ErrorKind::Syntax,
@@ -175,7 +196,9 @@ impl Error {
             Error::Adapter { .. } => ErrorKind::Adapter,
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
+            Error::Driver { .. } => ErrorKind::Driver,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
+            Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
             Error::Invalid { .. } => ErrorKind::Invalid,
         }
@@ -221,6 +244,7 @@ pub enum ErrorKind {
     Adapter,
     Io,
     DeviceLost,
+    Driver,
     TimedOut,
     Cancelled,
     Invalid,
@@ -234,14 +258,14 @@ impl fmt::Display for ErrorKind {
 
 /// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{device} has {} bytes {limit_is}, the plan needs {needed} there ({term}{}): {short} bytes short", limit, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
 #[non_exhaustive]
 pub struct Shortfall {
     /// The device that would be overfull.
     pub device: DeviceId,
     /// The part that passes the limit: `weights`, `slots`, `scratch` or `reserve`.
     pub term: &'static str,
-    /// The module at which the limit is passed, where one is.
+    /// The module (for `slots` the layer) at which the limit is passed, where one is.
     pub module: Option<String>,
     /// Bytes that the plan needs on the device.
     pub needed: u64,
@@ -249,6 +273,8 @@ pub struct Shortfall {
     pub limit: u64,
     /// What the limit is: `free` or `in all`.
     pub limit_is: &'static str,
+    /// All bytes of the device, free or not; `limit` where that is unknown.
+    pub total: u64,
     /// `needed - limit`.
     pub short: u64,
 }

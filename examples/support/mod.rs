@@ -1,10 +1,15 @@
 //! What the examples share: one way to report, one line for an error, exit status 2.
 
+#![allow(dead_code, reason = "each example uses its part")]
+
+pub(crate) mod adapters;
+pub(crate) mod options;
+
 use clap::Parser;
 use clap::error::ErrorKind;
 
 /// What an example does with its arguments: the report, as text or as one JSON value.
-pub trait Example: Parser {
+pub(crate) trait Example: Parser {
     /// Whether the user asked for JSON.
     fn json(&self) -> bool;
     /// Does the work; text goes to standard output as it comes, the value is what `--json` prints.
@@ -12,7 +17,7 @@ pub trait Example: Parser {
 }
 
 /// Parses the arguments, runs the example, reports, and exits: 0 when it worked, 2 with the error otherwise.
-pub fn main<E: Example>() -> ! {
+pub(crate) fn main<E: Example>() -> ! {
     let json_asked = std::env::args().any(|arg| arg == "--json");
     let example = match E::try_parse() {
         Ok(example) => example,

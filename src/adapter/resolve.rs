@@ -51,6 +51,11 @@ impl Patches {
         resolving.finish()
     }
 
+    /// No patches at all.
+    pub(crate) fn unchanged(layout: Layout) -> Patches {
+        Patches { layout, ..Patches::default() }
+    }
+
     /// What became of every tensor of the adapters.
     pub fn report(&self) -> &MatchReport {
         &self.report

@@ -1,16 +1,16 @@
 //! Which files make up a checkpoint.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::header::{HEADER_LIMIT, Header, other_format};
 use super::json::Entries;
 use crate::error::{Error, FileFault, Result};
-use crate::transfer::FileSource;
+use crate::transfer::{FileSource, Source};
 
 /// The files of a checkpoint.
 #[derive(Debug)]
@@ -47,17 +47,7 @@ impl FileSet {
         }
         match ending(".safetensors").as_slice() {
             [file] => Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(file)], index: None }),
-            [] => {
-                for name in
-                    names.iter().filter(|n| [".bin", ".pt", ".pth", ".ckpt", ".gguf"].iter().any(|e| n.ends_with(e)))
-                {
-                    let source = FileSource::open(folder.join(name))?;
-                    if let Some(fault) = other_format(&source) {
-                        return Err(Error::file(folder.join(name), None, fault));
-                    }
-                }
-                refuse(FileFault::NoWeights)
-            }
+            [] => Err(no_safetensors(folder, &names)),
             several => refuse(FileFault::NoIndex { files: owned(several.to_vec()) }),
         }
     }
@@ -67,9 +57,8 @@ impl FileSet {
         let files: Vec<PathBuf> = index.shards.keys().map(|shard| folder.join(shard)).collect();
         let mut missing = Vec::new();
         for (shard, file) in index.shards.keys().zip(&files) {
-            match fs::metadata(file) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => missing.push(shard.clone()),
-                found => drop(found.map_err(Error::io("open", file))?),
+            if !fs::exists(file).map_err(Error::io("open", file))? {
+                missing.push(shard.clone());
             }
         }
         if !missing.is_empty() {
@@ -87,7 +76,7 @@ impl FileSet {
             if header.tensors.len() == names.len() {
                 continue;
             }
-            let found: std::collections::HashSet<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
+            let found: HashSet<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
             let absent = names.iter().find(|n| !found.contains(n.as_str())).map(String::as_str);
             return Err(Error::file(&index.path, absent, FileFault::NotInShard { shard: shard.clone() }));
         }
@@ -95,14 +84,26 @@ impl FileSet {
     }
 }
 
-/// The regular files of a folder, by name, in order; names that are no text are passed over.
+/// Why a folder without a safetensors file cannot be opened: its weights are of another format, or there are none.
+fn no_safetensors(folder: &Path, names: &[String]) -> Error {
+    let weights = |name: &&String| [".bin", ".pt", ".pth", ".ckpt", ".gguf"].iter().any(|end| name.ends_with(end));
+    let fault_of = |name: &String| {
+        let source = FileSource::open(folder.join(name)).ok()?;
+        Some(Error::file(source.path(), None, other_format(&source)?))
+    };
+    let found = names.iter().filter(weights).find_map(fault_of);
+    found.unwrap_or_else(|| Error::file(folder, None, FileFault::NoWeights))
+}
+
+/// The regular files of a folder, by name, in order; hidden ones (`._model.safetensors` is no weights) and names that
+/// are no text are passed over.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
         let entry = entry.map_err(Error::io("list", folder))?;
         let Ok(name) = entry.file_name().into_string() else { continue };
         // Not `entry.file_type()`: model hubs' caches hold links to the files.
-        if fs::metadata(entry.path()).is_ok_and(|m| m.is_file()) {
+        if fs::metadata(entry.path()).is_ok_and(|m| m.is_file()) && !name.starts_with('.') {
             names.push(name);
         }
     }
@@ -125,9 +126,8 @@ impl Index {
             weight_map: Entries<String>,
         }
 
-        let bad = |reason: String| Error::file(path, None, FileFault::BadIndex { reason });
-        let json = read_json(path)?.map_err(bad)?;
-        let fields: Fields = serde_json::from_slice(&json).map_err(|e| bad(e.to_string()))?;
+        let bad = |reason| FileFault::BadIndex { reason };
+        let fields: Fields = read_json(path, bad)?;
         if let Some(name) = fields.weight_map.repeated() {
             return Err(Error::file(path, Some(name), FileFault::DuplicateKey));
         }
@@ -139,7 +139,7 @@ impl Index {
             shards.entry(shard).or_default().push(name);
         }
         if shards.is_empty() {
-            return Err(bad("it names no tensor".to_owned()));
+            return Err(Error::file(path, None, bad("it names no tensor".to_owned())));
         }
         shards.values_mut().for_each(|names| names.sort());
         Ok(Index { path: path.to_owned(), shards })
@@ -166,26 +166,23 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
     }
 
     let path = folder.join("config.json");
-    match fs::metadata(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        found => drop(found.map_err(Error::io("open", &path))?),
+    if !fs::exists(&path).map_err(Error::io("open", &path))? {
+        return Ok(false);
     }
-    let bad = |reason: String| Error::file(&path, None, FileFault::BadConfig { reason });
-    let json = read_json(&path)?.map_err(bad)?;
-    let config: Config = serde_json::from_slice(&json).map_err(|e| bad(e.to_string()))?;
+    let config: Config = read_json(&path, |reason| FileFault::BadConfig { reason })?;
     let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
     Ok(config.tie_word_embeddings.or(nested).unwrap_or(false))
 }
 
-/// A JSON file's bytes, or why it is too large to be one.
-fn read_json(path: &Path) -> Result<Result<Vec<u8>, String>> {
-    use crate::transfer::Source;
+/// Reads a JSON file; `bad` makes the fault of one that is not as it should be.
+fn read_json<T: DeserializeOwned>(path: &Path, bad: impl Fn(String) -> FileFault) -> Result<T> {
+    let refuse = |reason| Error::file(path, None, bad(reason));
     let source = FileSource::open(path)?;
     let len = source.stamp().len();
     if len > HEADER_LIMIT {
-        return Ok(Err(format!("it is {len} bytes long, the limit is {HEADER_LIMIT}")));
+        return Err(refuse(format!("it is {len} bytes long, the limit is {HEADER_LIMIT}")));
     }
-    let mut bytes = vec![0; len as usize];
-    source.read_at(0, &mut bytes)?;
-    Ok(Ok(bytes))
+    let mut json = vec![0; len as usize];
+    source.read_at(0, &mut json)?;
+    serde_json::from_slice(&json).map_err(|e| refuse(e.to_string()))
 }

@@ -93,6 +93,8 @@ pub struct Layout {
     pub classes: usize,
     /// For each tensor the first tensor that has the same bytes; itself where it is the first.
     pub storage: Vec<usize>,
+    /// For each tensor its module.
+    pub module_of: Vec<usize>,
 }
 
 impl Layout {
@@ -125,7 +127,8 @@ impl Layout {
             });
             modules[module].tensors.push(index);
         }
-        let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage };
+        let module_of = vec![0; tensors.len()];
+        let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage, module_of };
         layout.arrange(layers);
         layout
     }
@@ -221,6 +224,23 @@ impl Layout {
         self.tensors.iter().find(|t| t.name == name)
     }
 
+    /// The modules that a layer's tensors lie in, each once: its own, and those whose storage its tensors share.
+    pub fn needs_of(&self, layer: &Layer) -> Vec<usize> {
+        let mut needs = layer.modules.clone();
+        for &tensor in layer.modules.iter().flat_map(|&module| &self.modules[module].tensors) {
+            let owner = self.module_of[self.storage[tensor]];
+            if self.storage[tensor] != tensor && !needs.contains(&owner) {
+                needs.push(owner);
+            }
+        }
+        needs
+    }
+
+    /// The bytes that a module of `bytes` takes in a slot: each begins at a multiple of 256, as kernels want it.
+    pub fn slot_bytes(bytes: u64) -> u64 {
+        bytes.div_ceil(256).saturating_mul(256)
+    }
+
     /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.
     fn arrange(&mut self, mut layers: Vec<(Place, Layer)>) {
         let mut old_to_new = vec![0; layers.len()];
@@ -236,15 +256,15 @@ impl Layout {
         }
         self.modules.sort_by(|a, b| a.layer.cmp(&b.layer).then_with(|| natural(&a.role, &b.role)));
 
-        let mut owner = vec![usize::MAX; self.tensors.len()];
         for (index, module) in self.modules.iter().enumerate() {
-            module.tensors.iter().for_each(|&t| owner[t] = index);
+            module.tensors.iter().for_each(|&t| self.module_of[t] = index);
         }
         for index in 0..self.modules.len() {
             let owns = |t: usize| self.storage[t] == t || self.tensors[t].bytes == 0;
             let module = &self.modules[index];
             let bytes = module.tensors.iter().filter(|&&t| owns(t)).map(|&t| self.tensors[t].bytes).sum();
-            let aliased = module.tensors.iter().all(|&t| !owns(t)).then(|| owner[self.storage[module.tensors[0]]]);
+            let aliased =
+                module.tensors.iter().all(|&t| !owns(t)).then(|| self.module_of[self.storage[module.tensors[0]]]);
             let alias_of = aliased.filter(|&other| other != index);
             self.modules[index].bytes = bytes;
             self.modules[index].alias_of = alias_of;

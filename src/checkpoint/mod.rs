@@ -4,6 +4,7 @@ mod files;
 mod header;
 mod json;
 mod layout;
+mod write;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -16,6 +17,7 @@ use files::FileSet;
 use header::Header;
 
 pub use layout::{Layer, Layout, Module, TensorInfo};
+pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
 /// The weights of a model as they lie in its files.
 ///

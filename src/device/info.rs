@@ -23,12 +23,29 @@ pub struct DeviceInfo {
     pub free: Option<u64>,
     /// The device whose memory it shares (unified memory); itself otherwise.
     pub domain: DeviceId,
+    /// What else is known of a GPU.
+    pub gpu: Option<GpuDetails>,
+}
+
+/// What a driver tells of a GPU beside its memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuDetails {
+    /// Major and minor.
+    pub compute_capability: (u32, u32),
+    /// Where it sits, as `domain:bus:device.function` in hexadecimal.
+    pub pci_bus_id: String,
+    /// Its serial identity, as `nvidia-smi -L` writes it.
+    pub uuid: Option<String>,
+    /// How many copies it can make beside its compute.
+    pub copy_engines: u32,
+    /// Whether it shares the host's memory.
+    pub integrated: bool,
 }
 
 impl DeviceInfo {
     /// A device with a memory of its own, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
-        DeviceInfo { id, name: id.to_string(), total, free: Some(total), domain: id }
+        DeviceInfo { id, name: id.to_string(), total, free: Some(total), domain: id, gpu: None }
     }
 
     /// Sets the maker's name.
@@ -49,6 +66,13 @@ impl DeviceInfo {
     #[must_use]
     pub fn domain(mut self, domain: DeviceId) -> DeviceInfo {
         self.domain = domain;
+        self
+    }
+
+    /// Sets what is known of a GPU.
+    #[must_use]
+    pub fn gpu(mut self, details: GpuDetails) -> DeviceInfo {
+        self.gpu = Some(details);
         self
     }
 

@@ -6,6 +6,6 @@ mod snapshot;
 mod topology;
 
 pub use id::{DeviceId, DeviceKind, KindName};
-pub use info::{Described, DeviceInfo, Machine, MemoryUsage};
+pub use info::{Described, DeviceInfo, GpuDetails, Machine, MemoryUsage};
 pub use snapshot::MemorySnapshot;
 pub use topology::{Bandwidth, Segment, Topology};

@@ -7,6 +7,7 @@
 //! operations gets them too.
 
 mod pieces;
+mod read;
 mod vector;
 mod whole;
 

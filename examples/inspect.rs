@@ -1,0 +1,152 @@
+//! Shows what a checkpoint is made of: its layers in order of execution, their classes, and every tensor.
+//!
+//! ```text
+//! cargo run --example inspect -- examples/data/tiny-llama
+//! ```
+
+mod support;
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tensor_offload::checkpoint::{Checkpoint, Layer, Layout};
+use tensor_offload::{ByteSize, Result};
+
+/// Show a checkpoint's tensors, modules and layers.
+#[derive(Parser)]
+struct Inspect {
+    /// A .safetensors file, the index of a sharded checkpoint, or a folder that holds either.
+    model: PathBuf,
+    /// Read every tensor and report its SHA-256.
+    #[arg(long)]
+    hash: bool,
+    /// List every tensor in the text report.
+    #[arg(long)]
+    tensors: bool,
+    /// Print one JSON value instead of text.
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() {
+    support::main::<Inspect>()
+}
+
+impl support::Example for Inspect {
+    fn json(&self) -> bool {
+        self.json
+    }
+
+    fn run(self) -> Result<Value> {
+        let checkpoint = Checkpoint::open(&self.model)?;
+        let layout = checkpoint.layout();
+        let hashes: Vec<Option<String>> = (0..layout.tensors.len())
+            .map(|tensor| self.hash.then(|| sha256(&checkpoint, tensor)).transpose())
+            .collect::<Result<_>>()?;
+        if !self.json {
+            print_layers(&checkpoint);
+            if self.tensors || self.hash {
+                print_tensors(layout, &hashes);
+            }
+        }
+        Ok(report(layout, &hashes))
+    }
+}
+
+/// A tensor's hash, read in pieces.
+fn sha256(checkpoint: &Checkpoint, tensor: usize) -> Result<String> {
+    const PIECE: u64 = 4 << 20;
+    let bytes = checkpoint.layout().tensors[tensor].bytes;
+    let mut buffer = vec![0; bytes.min(PIECE) as usize];
+    let mut hash = Sha256::new();
+    for at in (0..bytes).step_by(PIECE as usize) {
+        let piece = &mut buffer[..(bytes - at).min(PIECE) as usize];
+        checkpoint.read_at(tensor, at, piece)?;
+        hash.update(&*piece);
+    }
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn report(layout: &Layout, hashes: &[Option<String>]) -> Value {
+    let mut modules = vec![0; layout.tensors.len()];
+    for (index, module) in layout.modules.iter().enumerate() {
+        module.tensors.iter().for_each(|&tensor| modules[tensor] = index);
+    }
+    let tensors = layout.tensors.iter().zip(hashes).zip(modules).map(|((tensor, hash), module)| {
+        let module = &layout.modules[module];
+        json!({
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "bytes": tensor.bytes,
+            "module": module.name,
+            "layer": layout.layers[module.layer].name,
+            "sha256": hash,
+        })
+    });
+    let layers = layout.layers.iter().map(|layer| {
+        let modules: Vec<&str> = layer.modules.iter().map(|&m| layout.modules[m].name.as_str()).collect();
+        json!({ "name": layer.name, "modules": modules, "bytes": layer.bytes, "class": layer.class })
+    });
+    json!({
+        "tensors": tensors.collect::<Vec<_>>(),
+        "layers": layers.collect::<Vec<_>>(),
+        "total_bytes": layout.bytes(),
+    })
+}
+
+/// The layers in order of execution, neighbours of one class in one line.
+fn print_layers(checkpoint: &Checkpoint) {
+    let layout = checkpoint.layout();
+    println!("{}", checkpoint.path().display());
+    let same_class = |a: &Layer, b: &Layer| a.class == b.class && stack(a) == stack(b);
+    let rows: Vec<[String; 4]> = layout.layers.chunk_by(same_class).map(|run| row(layout, run)).collect();
+    let widths = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+    for [layers, count, each, kinds] in &rows {
+        let [name, number, size] = widths;
+        println!("  {layers:<name$}  {count:>number$} x {each:>size$}  {kinds}");
+    }
+    let (tensors, layers) = (count(layout.tensors.len(), "tensor"), count(layout.layers.len(), "layer"));
+    let (total, files) = (ByteSize(layout.bytes()).human(), count(checkpoint.sources().len(), "file"));
+    println!("{total} in {tensors}, {layers}, {files}");
+}
+
+/// One line of the table: the layers' names, how many they are, the bytes of each, and what each is made of.
+fn row(layout: &Layout, run: &[Layer]) -> [String; 4] {
+    let (first, last) = (&run[0], &run[run.len() - 1]);
+    let names = match run.len() {
+        1 => first.name.clone(),
+        _ => format!("{} … {}", first.name, last.name),
+    };
+    let tensors = || first.modules.iter().flat_map(|&m| &layout.modules[m].tensors).map(|&t| &layout.tensors[t]);
+    let mut dtypes: Vec<&str> = tensors().map(|t| t.dtype.name()).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    let tied = match first.modules.iter().any(|&m| layout.modules[m].both_ends) {
+        true => ", used at both ends",
+        false => "",
+    };
+    let kinds = format!("{}, {}{tied}", count(first.modules.len(), "module"), dtypes.join(" "));
+    [names, run.len().to_string(), ByteSize(first.bytes).human().to_string(), kinds]
+}
+
+fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+/// What stands before a layer's number; the whole name where there is none.
+fn stack(layer: &Layer) -> &str {
+    layer.name.trim_end_matches(|c: char| c.is_ascii_digit())
+}
+
+fn print_tensors(layout: &Layout, hashes: &[Option<String>]) {
+    let width = layout.tensors.iter().map(|t| t.name.chars().count()).max().unwrap_or(0);
+    for (tensor, hash) in layout.tensors.iter().zip(hashes) {
+        let (size, shape) = (ByteSize(tensor.bytes).human(), format!("{:?}", tensor.shape));
+        let hash = hash.as_deref().unwrap_or("");
+        let line = format!("  {:<width$}  {:<11} {shape:<16} {size:>11}  {hash}", tensor.name, tensor.dtype);
+        println!("{}", line.trim_end());
+    }
+}

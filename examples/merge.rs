@@ -1,0 +1,113 @@
+//! Applies adapters to a checkpoint and writes the result as one safetensors file.
+//!
+//! `cargo run --release --example merge -- BASE --adapter LORA.safetensors:0.8 --out MERGED.safetensors`
+
+mod support;
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use serde_json::{Value, json};
+use support::adapters::AdapterOptions;
+use support::options::{DeviceOptions, PlanOptions};
+use tensor_offload::backend::Clock;
+use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_safetensors};
+use tensor_offload::{Checkpoint, Loader, Matching, Model, Patches, Planner, Result};
+
+/// Bytes of an unpatched tensor that are copied at a time.
+const CHUNK: usize = 16 << 20;
+
+/// Applies adapters to a checkpoint and writes it as one safetensors file, with the names and element types of the
+/// checkpoint; without an adapter that is a copy.
+#[derive(Parser)]
+#[command(name = "merge")]
+struct Args {
+    /// The checkpoint: a safetensors file, or a folder with one or with an index
+    base: PathBuf,
+    #[command(flatten)]
+    adapters: AdapterOptions,
+    /// The file to write; one that is there is replaced once the new one is whole
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Apply adapters that match only in part, and list what was left out
+    #[arg(long)]
+    allow_partial: bool,
+    /// Place the model by this allocation, and write what is read back from the devices
+    #[arg(long, value_name = "ALLOCATION")]
+    alloc: Option<String>,
+    #[command(flatten)]
+    devices: DeviceOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
+    /// Print one JSON value
+    #[arg(long)]
+    json: bool,
+}
+
+impl support::Example for Args {
+    fn json(&self) -> bool {
+        self.json
+    }
+
+    fn run(self) -> Result<Value> {
+        let checkpoint = Checkpoint::open(&self.base)?;
+        let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
+        let patches = Patches::resolve(checkpoint.layout(), self.adapters.open()?, matching)?;
+        let tensors = &patches.layout().tensors;
+        let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
+        let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &checkpoint, &patches)).transpose()?;
+        write_safetensors(&self.out, &specs, checkpoint.metadata(), |tensor, out| match &placed {
+            Some(model) => read_back(model, tensor, out),
+            None => patch(&checkpoint, &patches, tensor, out),
+        })?;
+        let report = patches.report();
+        if !self.json {
+            print!("{report}");
+            println!("{} tensors written to {}", specs.len(), self.out.display());
+        }
+        Ok(json!({ "applied": report.applied, "skipped": report.skipped, "unmatched": report.unmatched }))
+    }
+}
+
+impl Args {
+    /// The model as the allocation places it.
+    fn place(&self, alloc: &str, checkpoint: &Checkpoint, patches: &Patches) -> Result<Model> {
+        // Nobody waits for the links of described devices here.
+        let devices = self.devices.registry(Clock::Virtual)?;
+        let planner = Planner::new(patches.layout(), devices.machine()).allocation(alloc.parse()?);
+        let plan = self.plan.apply(planner)?.plan()?;
+        if !self.json {
+            println!("{plan}");
+        }
+        Loader::new(&devices).load(checkpoint, patches, &plan)
+    }
+}
+
+/// Writes a tensor from where it was placed.
+fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
+    let info = &model.layout().tensors[tensor];
+    let mut bytes = vec![0; info.bytes as usize];
+    model.read(&info.name, &mut bytes)?;
+    out.put(&bytes)
+}
+
+/// Writes a tensor from the checkpoint's file, patched where an adapter changes it.
+fn patch(checkpoint: &Checkpoint, patches: &Patches, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
+    let bytes = patches.layout().tensors[tensor].bytes as usize;
+    if patches.tensor(tensor).is_some() {
+        let mut patched = vec![0; bytes];
+        patches.read(checkpoint, tensor, &mut patched)?;
+        return out.put(&patched);
+    }
+    let mut chunk = vec![0; bytes.min(CHUNK)];
+    for at in (0..bytes).step_by(CHUNK) {
+        let part = &mut chunk[..CHUNK.min(bytes - at)];
+        checkpoint.read_at(tensor, at as u64, part)?;
+        out.put(part)?;
+    }
+    Ok(())
+}
+
+fn main() {
+    support::main::<Args>()
+}

@@ -1,0 +1,247 @@
+//! The whole path: plan a checkpoint over several devices, patch it, distribute it, stream it layer by layer to
+//! the compute device, and unload it.
+//!
+//! `cargo run --release --example offload` does it with a small Llama and a LoRA that come with the crate, on
+//! devices described so that the model does not fit the one that computes.
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use support::adapters::AdapterOptions;
+use support::options::{DeviceOptions, PlanOptions};
+use tensor_offload::backend::Clock;
+use tensor_offload::{
+    Adapter, Allocation, Bandwidth, ByteSize, Checkpoint, DeviceId, DeviceInfo, DeviceKind, Error, Loader, Machine,
+    Matching, Model, ModelCache, Patches, Plan, Planner, Registry, Result, Retention, Streamer, Topology,
+};
+
+/// The model and the adapter that come with the crate.
+const TINY_LLAMA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+const TINY_LORA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama-lora");
+
+/// How long a step may take before the example gives up.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// Plans a checkpoint over several devices, patches it, distributes it, streams it layer by layer to the compute device
+/// and unloads it. Without a model it takes a small Llama and a LoRA that come with the crate; without devices it
+/// takes this machine's accelerators, or describes one that the model does not fit.
+#[derive(Parser)]
+#[command(name = "offload")]
+struct Args {
+    /// The checkpoint: a safetensors file, or a folder with one or with an index
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    adapters: AdapterOptions,
+    /// Which device takes how much: `cuda:0,2.5gb;cpu,*`, `cuda:0,50%;cpu,50%`, `cuda:0,0.8` (of its memory),
+    /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0) [default: a quarter on the compute device, the rest on cpu]
+    #[arg(long, value_name = "ALLOCATION")]
+    alloc: Option<String>,
+    #[command(flatten)]
+    devices: DeviceOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
+    /// How often the whole model is gone through
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    steps: usize,
+    /// Milliseconds of compute in one step, spread evenly over the layers
+    #[arg(long, value_name = "MS", default_value_t = 20.0)]
+    compute_ms: f64,
+    /// Print one JSON value
+    #[arg(long)]
+    json: bool,
+}
+
+impl support::Example for Args {
+    fn json(&self) -> bool {
+        self.json
+    }
+
+    fn run(self) -> Result<Value> {
+        if !(0.0..=3_600_000.0).contains(&self.compute_ms) {
+            return Err(invalid(format!("--compute-ms {} is not between 0 and an hour", self.compute_ms)));
+        }
+        let (checkpoint, adapters) = self.open()?;
+        let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict)?;
+        let devices = self.registry(&patches)?;
+        let start = devices.snapshot("start");
+        let plan = self.plan(&patches, devices.machine())?;
+        self.say(|| format!("{}\n{}\n{start}\n\n{plan}", describe(&checkpoint), patches.report()));
+
+        let model = Arc::new(self.load(&devices, &checkpoint, &patches, &plan)?);
+        let loaded = devices.snapshot("loaded");
+        self.say(|| format!("loaded {}\n{loaded}\n", model.report()));
+
+        let cache = ModelCache::new();
+        cache.insert("model", Arc::clone(&model), Retention::Unload);
+        let mut streamer = Streamer::new(&model)?;
+        let steps = self.steps(&mut streamer, &plan, devices.machine())?;
+        self.say(|| format!("streamed {}", streamer.report()));
+        let hash = verify(&mut streamer, &checkpoint, &patches)?;
+        self.say(|| format!("every tensor arrived with the bytes of a merge on the host: sha256 {hash}\n"));
+        let stream = streamer.report().clone();
+        let load = model.report().clone();
+        drop((streamer, model));
+
+        let unload = cache.unload_all();
+        let end = devices.snapshot("unloaded");
+        let peaks: Vec<_> = devices.opened().iter().map(|d| (d.id(), d.ledger().peak(), d.ledger().limit())).collect();
+        self.say(|| format!("{unload}\n{end}\n{}", peaks.iter().map(peak_line).collect::<String>()));
+        let peaks: Vec<_> =
+            peaks.iter().map(|(id, peak, limit)| json!({ "id": id, "peak": peak, "limit": limit })).collect();
+        Ok(json!({
+            "plan": plan, "load": load, "steps": steps, "stream": stream, "sha256": hash, "unload": unload,
+            "devices": peaks, "snapshots": [start.to_string(), loaded.to_string(), end.to_string()],
+        }))
+    }
+}
+
+impl Args {
+    fn open(&self) -> Result<(Checkpoint, Vec<Adapter>)> {
+        match &self.model {
+            Some(model) => Ok((Checkpoint::open(model)?, self.adapters.open()?)),
+            None if self.adapters.adapters.is_empty() => {
+                Ok((Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?]))
+            }
+            None => Ok((Checkpoint::open(TINY_LLAMA)?, self.adapters.open()?)),
+        }
+    }
+
+    /// The devices given, else this machine's where it has an accelerator, else one that the model does not fit.
+    fn registry(&self, patches: &Patches) -> Result<Registry> {
+        let computes = |id: DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
+        let system = self.devices.registry(Clock::Wall)?;
+        let named: Vec<DeviceId> = self.plan.compute.iter().map(|id| id.parse()).collect::<Result<_>>()?;
+        if !self.devices.devices.is_empty()
+            || system.machine().ids().any(computes)
+            || named.iter().any(|&id| !computes(id))
+        {
+            return Ok(system);
+        }
+        let cpu = system.machine().device(DeviceId::CPU)?.clone();
+        let card = DeviceId::cuda(0);
+        // What the plan needs on a card without limits is what the described one has.
+        let link = |seconds: f64, bytes: u64| Bandwidth::bytes_per_second((bytes as f64 / seconds) as u64);
+        let room = Machine::new([cpu.clone(), DeviceInfo::new(card, u64::MAX / 4)], Topology::new());
+        let plan = self.plan(patches, &room)?;
+        let needed = plan.device(card).map_or(0, |share| share.needed()).next_multiple_of(4096);
+        // A link that brings the streamed weights in three quarters of the compute, 27.2 GB/s (PCIe 4 x16) at most.
+        let streamed = plan.bytes().saturating_sub(plan.device(card).map_or(0, |share| share.bytes));
+        let pace = link(self.compute_ms.max(1.0) / 1000.0 * 0.75, streamed.max(1));
+        let topology = Topology::new().link(card, pace.min(Bandwidth::bytes_per_second(27_200_000_000)));
+        let card = DeviceInfo::new(card, needed).name("described device");
+        Ok(Registry::described(Machine::new([cpu, card], topology), Clock::Wall))
+    }
+
+    fn plan(&self, patches: &Patches, machine: &Machine) -> Result<Plan> {
+        let planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
+        let allocation: Allocation = match &self.alloc {
+            Some(alloc) => alloc.parse()?,
+            None => {
+                let first = machine.ids().find(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk));
+                let compute = self.plan.compute.as_ref().map(|id| id.parse()).transpose()?.or(first);
+                let quarter = ByteSize(patches.layout().bytes() / 4);
+                match compute {
+                    Some(compute) if compute != DeviceId::CPU => format!("{compute},{quarter};cpu,*").parse()?,
+                    _ => "cpu,*".parse()?,
+                }
+            }
+        };
+        planner.allocation(allocation).plan()
+    }
+
+    fn load(&self, devices: &Registry, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
+        let bar = ProgressBar::new(plan.bytes());
+        if self.json {
+            bar.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        if let Ok(style) = ProgressStyle::with_template("loading [{bar:40}] {bytes} of {total_bytes}, {bytes_per_sec}")
+        {
+            bar.set_style(style);
+        }
+        let progress = |done: u64, _: u64| bar.set_position(done);
+        let model = Loader::new(devices).progress(&progress).load(checkpoint, patches, plan);
+        bar.finish_and_clear();
+        model
+    }
+
+    /// Goes through the model, as a caller would that computes for a while in every layer.
+    fn steps(&self, streamer: &mut Streamer, plan: &Plan, machine: &Machine) -> Result<Vec<Value>> {
+        let layers = streamer.model().layout().layers.len();
+        let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
+        let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
+        let estimate = plan.estimate(&machine.topology, compute);
+        let floor = estimate.pass.as_secs_f64();
+        self.say(|| format!("{estimate}"));
+        let mut steps = Vec::new();
+        for step in 1..=self.steps {
+            let begin = Instant::now();
+            for layer in 0..layers {
+                let _guard = streamer.layer(layer)?;
+                streamer.compute().occupy(per_layer)?;
+            }
+            streamer.compute().record(&[])?.wait(DEADLINE)?;
+            let seconds = begin.elapsed().as_secs_f64();
+            let ratio = if floor > 0.0 { format!(", {:.2} times it", seconds / floor) } else { String::new() };
+            self.say(|| {
+                format!("step {step}: {:.2} ms; max(compute, transfer) is {:.2} ms{ratio}", seconds * 1e3, floor * 1e3)
+            });
+            steps.push(json!({ "seconds": seconds, "floor": floor }));
+        }
+        Ok(steps)
+    }
+
+    fn say(&self, text: impl FnOnce() -> String) {
+        if !self.json {
+            println!("{}", text());
+        }
+    }
+}
+
+/// Streams the model once more and compares every tensor with what patching on the host alone gives.
+fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -> Result<String> {
+    let model = Arc::clone(streamer.model());
+    let mut whole = Sha256::new();
+    for layer in 0..model.layout().layers.len() {
+        let guard = streamer.layer(layer)?;
+        for view in guard.tensors() {
+            let (name, bytes) = (&view.info().name, view.info().bytes as usize);
+            let (mut streamed, mut merged) = (vec![0; bytes], vec![0; bytes]);
+            guard.read(name, &mut streamed)?;
+            let tensor =
+                checkpoint.find(name).ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
+            patches.read(checkpoint, tensor, &mut merged)?;
+            if streamed != merged {
+                return Err(invalid(format!("tensor `{name}` did not arrive as it was patched")));
+            }
+            whole.update(name);
+            whole.update(&streamed);
+        }
+    }
+    Ok(whole.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn describe(checkpoint: &Checkpoint) -> String {
+    let layout = checkpoint.layout();
+    let name = checkpoint.path().file_name().map_or(Path::new("model"), Path::new).display();
+    let (layers, tensors) = (layout.layers.len(), layout.tensors.len());
+    format!("{name}: {} in {tensors} tensors, {layers} layers", ByteSize(layout.bytes()).human())
+}
+
+fn peak_line((id, peak, limit): &(DeviceId, u64, u64)) -> String {
+    format!("{id}: at most {} of {} was taken\n", ByteSize(*peak).human(), ByteSize(*limit).human())
+}
+
+fn invalid(reason: String) -> Error {
+    Error::Invalid { reason }
+}
+
+fn main() {
+    support::main::<Args>()
+}

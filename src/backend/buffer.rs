@@ -1,0 +1,419 @@
+//! Memory with its owners and the events of its last uses.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+
+use super::{Charge, Event, FenceState, Joined, Stream};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// The bytes of an allocation that the host can address.
+pub trait HostBytes: Send + Sync {
+    /// All of them.
+    fn bytes(&self) -> &[u8];
+    /// All of them, to write.
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+/// What a backend keeps for one allocation; its `Drop` frees the memory.
+pub trait Storage: Any + Send + Sync {
+    /// The bytes, where the host can address them.
+    fn host(&self) -> Option<&RwLock<Box<dyn HostBytes>>> {
+        None
+    }
+
+    /// The address on the device, where it has one.
+    fn address(&self) -> Option<u64> {
+        None
+    }
+}
+
+/// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
+pub struct Allocation {
+    storage: Box<dyn Storage>,
+    bytes: usize,
+    charge: Charge,
+}
+
+impl Allocation {
+    /// The backend's own part.
+    pub fn storage(&self) -> &dyn Storage {
+        &*self.storage
+    }
+
+    /// The backend's own part as its own type.
+    pub fn downcast<T: Storage>(&self) -> Option<&T> {
+        (&*self.storage as &dyn Any).downcast_ref()
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The device they are of.
+    pub fn device(&self) -> DeviceId {
+        self.charge.device()
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes of {}", self.bytes, self.device())
+    }
+}
+
+/// One buffer: its memory, and the events that have to fire before it is written or read by the host again.
+#[derive(Debug)]
+struct Handle {
+    allocation: Arc<Allocation>,
+    uses: Mutex<Vec<Event>>,
+}
+
+impl Handle {
+    fn uses(&self) -> MutexGuard<'_, Vec<Event>> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The events that have not come true: pending ones, and failed ones, whose bytes are not there.
+    fn open_uses(&self) -> Vec<Event> {
+        let mut uses = self.uses();
+        uses.retain(|event| !matches!(event.state(), FenceState::Done));
+        uses.clone()
+    }
+}
+
+/// Memory that one owner can write. It carries the events of its last uses: the next copy into it waits for
+/// them in its stream, and the host sees its bytes only when they have fired.
+pub struct BufMut(Arc<Handle>);
+
+impl BufMut {
+    /// What a backend's [`allocate`](super::Device::allocate) returns: `storage` stands behind `charge`.
+    pub fn new(storage: Box<dyn Storage>, mut charge: Charge) -> BufMut {
+        charge.back();
+        let bytes = charge.bytes() as usize;
+        let allocation = Arc::new(Allocation { storage, bytes, charge });
+        BufMut(Arc::new(Handle { allocation, uses: Mutex::default() }))
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.allocation.bytes
+    }
+
+    /// The device they are of.
+    pub fn device(&self) -> DeviceId {
+        self.0.allocation.device()
+    }
+
+    /// The memory itself, for a stream to hold on to.
+    pub fn allocation(&self) -> &Arc<Allocation> {
+        &self.0.allocation
+    }
+
+    /// The events of its uses that have not fired yet, or failed: what is copied on top of a failed copy fails too.
+    pub fn pending(&self) -> Vec<Event> {
+        self.0.open_uses()
+    }
+
+    /// Adds an event that the next use has to wait for: where memory comes in a stream's order, that of its coming.
+    pub fn after(&mut self, event: Event) {
+        self.0.uses().push(event);
+    }
+
+    /// Waits until no use is pending.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] after `deadline`. A failed use is over, too: it left unspecified bytes.
+    pub fn settle(&mut self, deadline: Duration) -> Result<()> {
+        settle(&self.0.open_uses(), deadline)?;
+        self.0.uses().clear();
+        Ok(())
+    }
+
+    /// The bytes, to write: none when the host cannot address them or a use is pending.
+    pub fn host_mut(&mut self) -> Option<HostMut<'_>> {
+        let lock = self.0.allocation.storage.host()?;
+        if !self.0.open_uses().is_empty() {
+            return None;
+        }
+        Some(HostMut(lock.write().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// Ends the writing: from now on many can read. The contents are there once what is pending now is done.
+    pub fn freeze(self) -> Buf {
+        let ready = self.0.open_uses().into();
+        Buf { handle: self.0, ready }
+    }
+}
+
+impl fmt::Debug for BufMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BufMut").field(&self.0.allocation).finish()
+    }
+}
+
+/// Memory that many can read and nobody can write. Cloning shares it.
+#[derive(Clone)]
+pub struct Buf {
+    handle: Arc<Handle>,
+    /// The events after which its contents are there.
+    ready: Arc<[Event]>,
+}
+
+impl Buf {
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.handle.allocation.bytes
+    }
+
+    /// The device they are of.
+    pub fn device(&self) -> DeviceId {
+        self.handle.allocation.device()
+    }
+
+    /// The memory itself, for a stream to hold on to.
+    pub fn allocation(&self) -> &Arc<Allocation> {
+        &self.handle.allocation
+    }
+
+    /// The events after which its contents are there, those that have not fired, or failed.
+    pub fn ready(&self) -> impl Iterator<Item = &Event> {
+        self.ready.iter().filter(|event| !matches!(event.state(), FenceState::Done))
+    }
+
+    /// Waits until its contents are there.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy that was to fill it failed.
+    pub fn wait(&self, deadline: Duration) -> Result<()> {
+        let until = Instant::now() + deadline;
+        self.ready.iter().try_for_each(|event| event.wait(until.saturating_duration_since(Instant::now())))
+    }
+
+    /// The bytes: none when the host cannot address them.
+    ///
+    /// # Errors
+    /// As [`wait`](Buf::wait).
+    pub fn host(&self, deadline: Duration) -> Result<Option<HostRef<'_>>> {
+        self.wait(deadline)?;
+        let lock = self.handle.allocation.storage.host();
+        Ok(lock.map(|lock| HostRef(lock.read().unwrap_or_else(PoisonError::into_inner))))
+    }
+
+    /// Says that a stream reads it until `event`; whoever writes it next waits for that.
+    pub fn used_until(&self, event: Event) {
+        let mut uses = self.handle.uses();
+        uses.retain(|event| !event.settled());
+        uses.push(event);
+    }
+
+    /// The buffer to write again, when this is its last clone; it carries what is still pending.
+    ///
+    /// # Errors
+    /// The same buffer when others read it.
+    pub fn try_reclaim(self) -> Result<BufMut, Buf> {
+        if Arc::strong_count(&self.handle) > 1 {
+            return Err(self);
+        }
+        // A use that failed is over; the contents that it spoilt are given up.
+        self.handle.uses().retain(|event| !event.settled());
+        Ok(BufMut(self.handle))
+    }
+}
+
+impl fmt::Debug for Buf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Buf").field(&self.handle.allocation).finish()
+    }
+}
+
+/// Waits until none of `events` is pending, failed ones included.
+fn settle(events: &[Event], deadline: Duration) -> Result<()> {
+    let until = Instant::now() + deadline;
+    events.iter().try_for_each(|event| match event.wait(until.saturating_duration_since(Instant::now())) {
+        Err(Error::Failed { .. }) => Ok(()),
+        other => other,
+    })
+}
+
+/// The bytes of a [`Buf`] that the host can address.
+pub struct HostRef<'a>(RwLockReadGuard<'a, Box<dyn HostBytes>>);
+
+impl Deref for HostRef<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+/// The bytes of a [`BufMut`] that the host can address.
+pub struct HostMut<'a>(RwLockWriteGuard<'a, Box<dyn HostBytes>>);
+
+impl Deref for HostMut<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl DerefMut for HostMut<'_> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.0.bytes_mut()
+    }
+}
+
+impl fmt::Debug for HostRef<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostRef({} bytes)", self.len())
+    }
+}
+
+impl fmt::Debug for HostMut<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostMut({} bytes)", self.len())
+    }
+}
+
+/// Bytes of one source that go to one place of a copy's destination.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// Where they come from.
+    pub src: Buf,
+    /// Which bytes of it.
+    pub from: Range<usize>,
+    /// Where they begin in the destination.
+    pub at: usize,
+}
+
+/// A copy of pieces into one destination, all of them inside their buffers.
+#[derive(Debug)]
+pub struct Transfer {
+    pieces: Vec<Piece>,
+    dst: BufMut,
+}
+
+impl Transfer {
+    /// A copy of `pieces` into `dst`.
+    ///
+    /// # Errors
+    /// [`Rejected`] with [`Error::Invalid`] when a piece passes the end of its source or of `dst`.
+    pub fn new(pieces: Vec<Piece>, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
+        let outside = pieces.iter().find(|piece| {
+            let bytes = piece.from.end.checked_sub(piece.from.start);
+            let end = bytes.and_then(|bytes| piece.at.checked_add(bytes));
+            piece.from.end > piece.src.bytes() || end.is_none_or(|end| end > dst.bytes())
+        });
+        if let Some(Piece { src, from, at }) = outside {
+            let (have, room) = (src.bytes(), dst.bytes());
+            let error = format!("bytes {from:?} of a buffer of {have} do not fit at {at} of one of {room}");
+            return Err(Box::new(Rejected { error: Error::invalid(error), dst }));
+        }
+        Ok(Transfer { pieces, dst })
+    }
+
+    /// A copy of all of `src` to the beginning of `dst`.
+    ///
+    /// # Errors
+    /// [`Rejected`] with [`Error::Invalid`] when `dst` is smaller.
+    pub fn whole(src: &Buf, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
+        let piece = Piece { src: src.clone(), from: 0..src.bytes(), at: 0 };
+        Transfer::new(vec![piece], dst)
+    }
+
+    /// Its pieces.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// Where they go.
+    pub fn dst(&self) -> &BufMut {
+        &self.dst
+    }
+
+    /// Where they go, to add an event to.
+    pub fn dst_mut(&mut self) -> &mut BufMut {
+        &mut self.dst
+    }
+
+    /// The events that the copy has to wait for: the sources' contents and the destination's last uses.
+    pub fn waits(&self) -> Vec<Event> {
+        let ready = self.pieces.iter().flat_map(|piece| piece.src.ready().cloned());
+        ready.chain(self.dst.pending()).collect()
+    }
+
+    /// The flight of this copy once it is queued and `done` comes after it: both ends carry the event from now on.
+    pub fn launched(self, done: Event) -> Flight {
+        for piece in &self.pieces {
+            piece.src.used_until(done.clone());
+        }
+        self.dst.0.uses().push(done.clone());
+        Flight { done, dst: self.dst }
+    }
+
+    /// The rejection of this copy: it was not queued.
+    pub fn rejected(self, error: Error) -> Box<Rejected> {
+        Box::new(Rejected { error, dst: self.dst })
+    }
+}
+
+/// A copy that was not queued, with its destination.
+#[derive(Debug)]
+pub struct Rejected {
+    /// Why not.
+    pub error: Error,
+    /// The destination, as it was.
+    pub dst: BufMut,
+}
+
+impl From<Box<Rejected>> for Error {
+    fn from(rejected: Box<Rejected>) -> Error {
+        rejected.error
+    }
+}
+
+/// A copy on its way. Dropping it gives up the destination, not the copy.
+#[derive(Debug)]
+#[must_use = "the destination comes back through the flight"]
+pub struct Flight {
+    done: Event,
+    dst: BufMut,
+}
+
+impl Flight {
+    /// The event of its landing.
+    pub fn done(&self) -> &Event {
+        &self.done
+    }
+
+    /// Waits for the copy; the destination, filled.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy failed.
+    pub fn landed(self, deadline: Duration) -> Result<BufMut> {
+        self.done.wait(deadline)?;
+        Ok(self.dst)
+    }
+
+    /// Makes later work of `stream` wait for the copy; the destination, to be read there. Where the stream cannot
+    /// wait for the copy's event, the caller waits, at most for `deadline`.
+    ///
+    /// # Errors
+    /// When `stream` takes no more work; as [`Event::wait`].
+    pub fn order(self, stream: &dyn Stream, deadline: Duration) -> Result<Buf> {
+        if stream.wait(&self.done)? == Joined::HostMustWait {
+            self.done.wait(deadline)?;
+        }
+        Ok(self.dst.freeze())
+    }
+
+    /// The destination at once, for another copy into it; that one comes after this one.
+    pub fn chain(self) -> BufMut {
+        self.dst
+    }
+}

@@ -1,0 +1,215 @@
+//! What every backend has to do, as checks that panic where one does not.
+//!
+//! Run them in a test of your own backend, for each pair of a device and a host:
+//!
+//! ```
+//! use tensor_offload::DeviceId;
+//! use tensor_offload::backend::{Backend, Host, conformance};
+//!
+//! let host = Host::new();
+//! let (cpu, disk) = (host.open(DeviceId::CPU)?, host.open(DeviceId::DISK)?);
+//! conformance::check(&*disk, &*cpu);
+//! # Ok::<(), tensor_offload::Error>(())
+//! ```
+
+use std::time::{Duration, Instant};
+
+use super::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Transfer};
+use crate::error::{Error, ErrorKind};
+
+/// How long a check waits for anything.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Bytes that a check moves: no multiple of any power of two, over a page.
+const BYTES: usize = 10_007;
+
+/// Runs every check on `device`, with `host` at the other end of its copies.
+///
+/// # Panics
+/// Where the device does not do what the traits promise.
+pub fn check(device: &dyn Device, host: &dyn Device) {
+    let before = device.ledger().charged();
+    assert_eq!(device.health(), Health::Good);
+    bytes_come_back(device, host);
+    pieces_land_where_they_should(device, host);
+    copies_follow_each_other(device, host);
+    a_copy_waits_for_the_readers_of_its_destination(device, host);
+    streams_wait_for_events(device, host);
+    dropped_flights_finish(device, host);
+    pending_memory_is_not_seen(device, host);
+    a_buffer_is_reclaimed_by_its_last_owner(device);
+    nothing_passes_the_limit(device);
+    wrong_copies_are_refused(device, host);
+    empty_buffers_work(device, host);
+    eventually("the ledger to come back", || device.ledger().charged() == before);
+    assert_eq!(device.ledger().reserved(), 0, "no charge may stay without memory");
+}
+
+/// Bytes that differ from place to place and from seed to seed.
+fn pattern(seed: u8, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8) ^ seed).collect()
+}
+
+fn filled(host: &dyn Device, seed: u8) -> Buf {
+    let mut buffer = host.alloc(BYTES, MemoryKind::Pinned).expect("host memory");
+    buffer.host_mut().expect("fresh host memory can be written").copy_from_slice(&pattern(seed, BYTES));
+    buffer.freeze()
+}
+
+fn upload(device: &dyn Device, src: &Buf) -> BufMut {
+    let dst = device.alloc(src.bytes(), MemoryKind::Arena).expect("device memory");
+    let stream = device.stream(Role::Upload).expect("a stream");
+    stream.copy(Transfer::whole(src, dst).expect("a copy of equal sizes")).expect("a queued copy").chain()
+}
+
+fn download(device: &dyn Device, host: &dyn Device, src: &Buf) -> Vec<u8> {
+    let dst = host.alloc(src.bytes(), MemoryKind::Pinned).expect("host memory");
+    let stream = device.stream(Role::Download).expect("a stream");
+    let flight = stream.copy(Transfer::whole(src, dst).expect("a copy of equal sizes")).expect("a queued copy");
+    let landed = flight.landed(DEADLINE).expect("the copy lands").freeze();
+    landed.host(DEADLINE).expect("landed").expect("host memory").to_vec()
+}
+
+fn bytes_come_back(device: &dyn Device, host: &dyn Device) {
+    for kind in [MemoryKind::Arena, MemoryKind::Whole] {
+        let dst = device.alloc(BYTES, kind).expect("device memory");
+        assert_eq!((dst.bytes(), dst.device()), (BYTES, device.id()));
+        let stream = device.stream(Role::Upload).expect("a stream");
+        let src = filled(host, 1);
+        let flight = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued");
+        let dst = flight.landed(DEADLINE).expect("lands").freeze();
+        assert_eq!(download(device, host, &dst), pattern(1, BYTES));
+    }
+}
+
+fn pieces_land_where_they_should(device: &dyn Device, host: &dyn Device) {
+    let (a, b) = (filled(host, 2), filled(host, 3));
+    let dst = upload(device, &filled(host, 4));
+    let pieces = vec![
+        Piece { src: a, from: 5..105, at: 7 },
+        Piece { src: b.clone(), from: 0..3, at: 0 },
+        Piece { src: b, from: BYTES - 50..BYTES, at: BYTES - 50 },
+    ];
+    let stream = device.stream(Role::Upload).expect("a stream");
+    let dst = stream.copy(Transfer::new(pieces, dst).expect("fits")).expect("queued").chain().freeze();
+    let mut want = pattern(4, BYTES);
+    want[7..107].copy_from_slice(&pattern(2, BYTES)[5..105]);
+    want[..3].copy_from_slice(&pattern(3, BYTES)[..3]);
+    want[BYTES - 50..].copy_from_slice(&pattern(3, BYTES)[BYTES - 50..]);
+    assert_eq!(download(device, host, &dst), want);
+}
+
+fn copies_follow_each_other(device: &dyn Device, host: &dyn Device) {
+    // Two streams into one buffer: the second copy waits for the first by itself.
+    for round in 0..20 {
+        let first = upload(device, &filled(host, round));
+        let stream = device.stream(Role::Upload).expect("a stream");
+        let second = filled(host, round ^ 0xff);
+        let dst = stream.copy(Transfer::whole(&second, first).expect("fits")).expect("queued").chain().freeze();
+        assert_eq!(download(device, host, &dst), pattern(round ^ 0xff, BYTES));
+    }
+}
+
+fn a_copy_waits_for_the_readers_of_its_destination(device: &dyn Device, host: &dyn Device) {
+    let compute = device.stream(Role::Compute).expect("a stream");
+    let down = device.stream(Role::Download).expect("a stream");
+    let slot = upload(device, &filled(host, 9)).freeze();
+    // A reader that is still busy when the buffer is given back.
+    for event in slot.ready() {
+        compute.wait(event).expect("a wait");
+    }
+    compute.occupy(Duration::from_millis(20)).expect("work");
+    let read = Transfer::whole(&slot, host.alloc(BYTES, MemoryKind::Pinned).expect("memory")).expect("fits");
+    let used = compute.record(std::slice::from_ref(&slot)).expect("an event");
+    down.wait(&used).expect("a wait");
+    let read = down.copy(read).expect("queued");
+    let slot = slot.try_reclaim().expect("the last clone");
+    assert!(!slot.pending().is_empty() || used.settled(), "the uses travel with the buffer");
+    let stream = device.stream(Role::Upload).expect("a stream");
+    let refill = filled(host, 10);
+    let slot = stream.copy(Transfer::whole(&refill, slot).expect("fits")).expect("queued").chain().freeze();
+    assert_eq!(download(device, host, &slot), pattern(10, BYTES));
+    let old = read.landed(DEADLINE).expect("lands").freeze();
+    assert_eq!(*old.host(DEADLINE).expect("landed").expect("host memory"), *pattern(9, BYTES), "refilled too early");
+}
+
+fn streams_wait_for_events(device: &dyn Device, host: &dyn Device) {
+    let (a, b) = (device.stream(Role::Compute).expect("a stream"), device.stream(Role::Compute).expect("a stream"));
+    a.occupy(Duration::from_millis(20)).expect("work");
+    let first = a.record(&[]).expect("an event");
+    b.wait(&first).expect("a wait");
+    let second = b.record(&[]).expect("an event");
+    second.wait(DEADLINE).expect("it fires");
+    assert!(first.settled(), "the later event fired before the one it waits for");
+    let _ = host;
+}
+
+fn dropped_flights_finish(device: &dyn Device, host: &dyn Device) {
+    let before = device.ledger().charged();
+    let stream = device.stream(Role::Upload).expect("a stream");
+    stream.occupy(Duration::from_millis(10)).expect("work");
+    for seed in 0..4 {
+        let dst = device.alloc(BYTES, MemoryKind::Arena).expect("memory");
+        let src = filled(host, seed);
+        drop(stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued"));
+    }
+    stream.record(&[]).expect("an event").wait(DEADLINE).expect("the copies finish");
+    eventually("dropped memory to come back", || device.ledger().charged() == before);
+}
+
+fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
+    let src = upload(device, &filled(host, 5)).freeze();
+    let stream = device.stream(Role::Download).expect("a stream");
+    stream.occupy(Duration::from_millis(20)).expect("work");
+    let dst = host.alloc(BYTES, MemoryKind::Pinned).expect("memory");
+    let mut dst = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued").chain();
+    assert!(dst.host_mut().is_none(), "bytes that are being written are not to be seen");
+    dst.settle(DEADLINE).expect("lands");
+    assert_eq!(*dst.host_mut().expect("settled"), *pattern(5, BYTES));
+}
+
+fn a_buffer_is_reclaimed_by_its_last_owner(device: &dyn Device) {
+    let buffer = device.alloc(BYTES, MemoryKind::Arena).expect("memory").freeze();
+    let clone = buffer.clone();
+    let buffer = buffer.try_reclaim().expect_err("another clone reads it");
+    drop(buffer);
+    clone.try_reclaim().expect("the last clone");
+}
+
+fn nothing_passes_the_limit(device: &dyn Device) {
+    let ledger = device.ledger();
+    let (charged, limit) = (ledger.charged(), ledger.limit());
+    let too_much = usize::try_from(limit - charged).map_or(usize::MAX, |bytes| bytes.saturating_add(1));
+    let error = device.alloc(too_much, MemoryKind::Arena).expect_err("more than there is");
+    assert_eq!(error.kind(), ErrorKind::OutOfMemory);
+    assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == too_much as u64));
+    assert_eq!(ledger.charged(), charged, "a refused request takes nothing");
+    let mut all = ledger.charge(BYTES as u64).expect("a charge");
+    let part = device.allocate(all.split(7).expect("a part"), MemoryKind::Arena).expect("memory");
+    assert_eq!((part.bytes(), ledger.charged()), (7, charged + BYTES as u64));
+}
+
+fn wrong_copies_are_refused(device: &dyn Device, host: &dyn Device) {
+    let src = filled(host, 6);
+    for (from, at) in [(0..BYTES, 1), (1..BYTES + 1, 0), (5..5, BYTES + 1), (0..2, usize::MAX)] {
+        let dst = device.alloc(BYTES, MemoryKind::Arena).expect("memory");
+        let piece = Piece { src: src.clone(), from, at };
+        let rejected = Transfer::new(vec![piece], dst).expect_err("a piece outside");
+        assert_eq!(rejected.error.kind(), ErrorKind::Invalid);
+        assert_eq!(rejected.dst.bytes(), BYTES, "the destination comes back");
+    }
+}
+
+fn empty_buffers_work(device: &dyn Device, host: &dyn Device) {
+    let src = host.alloc(0, MemoryKind::Pinned).expect("no memory").freeze();
+    let dst = upload(device, &src).freeze();
+    assert!(download(device, host, &dst).is_empty());
+}
+
+fn eventually(what: &str, mut check: impl FnMut() -> bool) {
+    let until = Instant::now() + DEADLINE;
+    while !check() {
+        assert!(Instant::now() < until, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

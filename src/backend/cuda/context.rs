@@ -1,0 +1,153 @@
+//! A device's primary context: current for every call, and lost for good after an error that sticks.
+
+use std::sync::OnceLock;
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{self, CUresult};
+
+use super::driver::describe;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// A retained primary context.
+pub(super) struct Context {
+    id: DeviceId,
+    device: sys::CUdevice,
+    handle: sys::CUcontext,
+    lost: OnceLock<String>,
+}
+
+// SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver orders concurrent calls itself.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Retains the primary context of device number `id`.
+    pub(super) fn retain(id: DeviceId) -> Result<Context> {
+        let absent = |call: &str, error| Error::DeviceAbsent { device: id, why: describe(call, error) };
+        let ordinal = i32::try_from(id.index()).unwrap_or(i32::MAX);
+        let device = result::device::get(ordinal).map_err(|error| absent("cuDeviceGet", error))?;
+        // SAFETY: the device was just got from the driver.
+        let handle = unsafe { result::primary_ctx::retain(device) };
+        let handle = handle.map_err(|error| absent("cuDevicePrimaryCtxRetain", error))?;
+        Ok(Context { id, device, handle, lost: OnceLock::new() })
+    }
+
+    pub(super) fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    pub(super) fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
+    pub(super) fn handle(&self) -> sys::CUcontext {
+        self.handle
+    }
+
+    /// Why the device is lost, if it is.
+    pub(super) fn lost(&self) -> Option<&str> {
+        self.lost.get().map(String::as_str)
+    }
+
+    /// Runs calls of the driver with this context current, and leaves the thread with the one it had.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`] at once when the device is lost, and when the call loses it; [`Error::Driver`] for any
+    /// other refusal.
+    pub(super) fn call<T>(&self, name: &'static str, calls: impl FnOnce() -> Result<T, DriverError>) -> Result<T> {
+        self.raw(name, calls).map_err(|refusal| self.error(refusal))
+    }
+
+    /// As [`call`](Context::call), for callers that react to the driver's own code.
+    pub(super) fn raw<T>(
+        &self,
+        name: &'static str,
+        calls: impl FnOnce() -> Result<T, DriverError>,
+    ) -> Result<T, Refusal> {
+        if self.lost().is_some() {
+            return Err(Refusal::Lost);
+        }
+        let before = result::ctx::get_current().map_err(|error| Refusal::Code("cuCtxGetCurrent", error))?;
+        if before == Some(self.handle) {
+            return calls().map_err(|error| Refusal::Code(name, error));
+        }
+        // SAFETY: the context is retained for as long as `self` lives.
+        unsafe { result::ctx::set_current(self.handle) }.map_err(|error| Refusal::Code("cuCtxSetCurrent", error))?;
+        let outcome = calls().map_err(|error| Refusal::Code(name, error));
+        // SAFETY: the thread had this context, or none, when the call began. A context that was destroyed
+        // meanwhile is refused, which leaves ours current: harmless.
+        let _ = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
+        outcome
+    }
+
+    /// The error of a refused call; one that sticks makes the device lost.
+    pub(super) fn error(&self, refusal: Refusal) -> Error {
+        match refusal {
+            Refusal::Lost => {}
+            Refusal::Code(call, code) if sticks(code.0) => {
+                let _ = self.lost.set(describe(call, code));
+            }
+            Refusal::Code(call, code) => {
+                let name = code.error_name().unwrap_or(c"?").to_string_lossy().into_owned();
+                let text = code.error_string().unwrap_or(c"?").to_string_lossy().into_owned();
+                return Error::Driver { device: self.id, call, code: name, text };
+            }
+        }
+        Error::DeviceLost { device: self.id, why: self.lost().unwrap_or_default().to_owned() }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        if self.lost().is_none() {
+            // SAFETY: retained by `retain`, released once. At process exit a driver that is gone refuses; then
+            // there is nothing to release.
+            let _ = unsafe { result::primary_ctx::release(self.device) };
+        }
+    }
+}
+
+/// Why a call was not made or did not work.
+#[derive(Clone, Copy)]
+pub(super) enum Refusal {
+    /// The device was lost before.
+    Lost,
+    /// The call and the driver's result.
+    Code(&'static str, DriverError),
+}
+
+impl Refusal {
+    /// Whether the driver has no memory left.
+    pub(super) fn is_out_of_memory(self) -> bool {
+        matches!(self, Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)))
+    }
+
+    /// Whether the work asked about is still running.
+    pub(super) fn is_not_ready(self) -> bool {
+        matches!(self, Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_NOT_READY)))
+    }
+}
+
+/// Whether a result comes again at every later call of the context.
+fn sticks(code: CUresult) -> bool {
+    use CUresult as R;
+    matches!(
+        code,
+        R::CUDA_ERROR_DEINITIALIZED
+            | R::CUDA_ERROR_ECC_UNCORRECTABLE
+            | R::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | R::CUDA_ERROR_ILLEGAL_ADDRESS
+            | R::CUDA_ERROR_LAUNCH_TIMEOUT
+            | R::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | R::CUDA_ERROR_ASSERT
+            | R::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | R::CUDA_ERROR_MISALIGNED_ADDRESS
+            | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | R::CUDA_ERROR_INVALID_PC
+            | R::CUDA_ERROR_LAUNCH_FAILED
+            | R::CUDA_ERROR_UNKNOWN
+    )
+}

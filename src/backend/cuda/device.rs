@@ -1,0 +1,139 @@
+//! An open CUDA device.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::Opened;
+use super::context::{Context, Refusal};
+use super::driver::Driver;
+use super::memory::{DeviceMemory, Pool, free_and_total};
+use super::peers;
+use super::reaper::Reaper;
+use super::stream::CudaStream;
+use crate::backend::{BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
+use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
+use crate::error::{Error, Result};
+
+/// A CUDA device whose primary context is retained.
+pub(super) struct CudaDevice {
+    info: DeviceInfo,
+    ledger: Arc<Ledger>,
+    pool: Option<Arc<Pool>>,
+    reaper: Arc<Reaper>,
+    open: Arc<Opened>,
+    /// Peer -> why its memory cannot be reached, or none where it can; found out when first asked.
+    peers: Mutex<BTreeMap<DeviceId, Option<String>>>,
+    context: Arc<Context>,
+}
+
+impl CudaDevice {
+    pub(super) fn open(info: DeviceInfo, driver: &Driver, open: Arc<Opened>) -> Result<CudaDevice> {
+        let context = Arc::new(Context::retain(info.id)?);
+        let pool = if driver.pools { Pool::create(&context)? } else { None };
+        let (free, total) = free_and_total(&context)?;
+        let reaper = Arc::new(Reaper::start(info.id)?);
+        let ledger = Ledger::new(info.id, total);
+        Ok(CudaDevice { info: info.free(Some(free)), ledger, pool, reaper, open, peers: Mutex::default(), context })
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn pool(&self) -> Option<&Arc<Pool>> {
+        self.pool.as_ref()
+    }
+
+    /// Whether copies from the memory of `peer` to this device's are known to work.
+    pub(super) fn reaches(&self, peer: DeviceId) -> bool {
+        self.unreachable(peer).is_none()
+    }
+
+    /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once.
+    fn unreachable(&self, peer: DeviceId) -> Option<String> {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        let find = || match self.open.get(peer.index()) {
+            Some(source) => peers::connect(self, &source).err(),
+            None => Some(format!("{peer} is not open")),
+        };
+        peers.entry(peer).or_insert_with(find).clone()
+    }
+
+    /// Memory from the pool, or of its own, with the event after which it may be used.
+    fn memory_of(&self, bytes: usize, kind: MemoryKind) -> Result<(DeviceMemory, Option<Event>), Refusal> {
+        match &self.pool {
+            Some(pool) if bytes > 0 && kind != MemoryKind::Whole => {
+                let (memory, ready) = DeviceMemory::pooled(pool, bytes)?;
+                Ok((memory, Some(Event::new(Arc::new(ready)))))
+            }
+            _ => DeviceMemory::plain(&self.context, bytes).map(|memory| (memory, None)),
+        }
+    }
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
+    }
+
+    fn memory(&self) -> Result<MemoryUsage> {
+        let (free, total) = free_and_total(&self.context)?;
+        Ok(MemoryUsage::new(total, free, self.ledger.charged(), self.ledger.reserved()))
+    }
+
+    fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
+        let bytes = charge.bytes() as usize;
+        let mut memory = self.memory_of(bytes, kind);
+        if memory.as_ref().is_err_and(|refusal| refusal.is_out_of_memory()) {
+            // What the pool keeps for reuse may be what is missing.
+            self.trim()?;
+            memory = self.memory_of(bytes, kind);
+        }
+        let (memory, ready) = memory.map_err(|refusal| {
+            if refusal.is_out_of_memory() {
+                let available = free_and_total(&self.context).map_or(0, |(free, _)| free);
+                let limit = self.ledger.limit();
+                return Error::OutOfMemory { device: self.info.id, requested: charge.bytes(), available, limit };
+            }
+            self.context.error(refusal)
+        })?;
+        let mut buffer = BufMut::new(Box::new(memory), charge);
+        if let Some(ready) = ready {
+            buffer.after(ready);
+        }
+        Ok(buffer)
+    }
+
+    fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(CudaStream::create(&self.context, &self.reaper, &self.open, role)?))
+    }
+
+    fn route_from(&self, source: &dyn Device) -> Route {
+        let from = source.info().id;
+        match from.kind() {
+            DeviceKind::Cpu => Route::Direct,
+            DeviceKind::Cuda if from == self.info.id => Route::Direct,
+            DeviceKind::Cuda => self.unreachable(from).map_or(Route::Direct, Route::Staged),
+            _ => Route::Staged(format!("a CUDA stream cannot read the memory of {from}")),
+        }
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.pool.as_ref().map_or(Ok(0), |pool| pool.trim())
+    }
+
+    fn health(&self) -> Health {
+        self.context.lost().map_or(Health::Good, |why| Health::Lost(why.to_owned()))
+    }
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDevice").field("info", &self.info).field("ledger", &self.ledger).finish_non_exhaustive()
+    }
+}

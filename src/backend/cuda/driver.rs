@@ -1,0 +1,184 @@
+//! The driver's library: found, checked before anything in it is called, and its devices listed.
+
+use std::ffi::{OsStr, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+use libloading::Library;
+
+use crate::device::{DeviceId, DeviceInfo};
+
+/// The environment variable that names the driver's library.
+const LIBRARY_VARIABLE: &str = "TENSOR_OFFLOAD_LIBCUDA";
+
+/// The names under which cudarc looks for the driver, in its order.
+const NAMES: [&str; 3] = if cfg!(windows) {
+    ["cuda.dll", "nvcuda.dll", "nvcuda64.dll"]
+} else {
+    ["libcuda.so", "libcuda.so.12", "libcuda.so.1"]
+};
+
+/// The oldest driver whose calls are used: 11.4 is the first that cudarc describes.
+const OLDEST: i32 = 11_040;
+
+/// The calls that have to be there. cudarc looks each up when it is first used and panics where it is missing.
+const NEEDED: [&str; 33] = [
+    "cuCtxEnablePeerAccess",
+    "cuCtxGetCurrent",
+    "cuCtxGetStreamPriorityRange",
+    "cuCtxSetCurrent",
+    "cuDeviceCanAccessPeer",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuInit",
+    "cuLaunchHostFunc",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyPeerAsync",
+    "cuStreamWaitEvent",
+];
+
+/// The further calls of streams; apart only to keep the lists short.
+const NEEDED_STREAMS: [&str; 3] = ["cuStreamCreateWithPriority", "cuStreamDestroy_v2", "cuStreamSynchronize"];
+
+/// The calls of stream-ordered memory pools. Where one is missing, memory is allocated plainly.
+const POOLS: [&str; 7] = [
+    "cuMemAllocFromPoolAsync",
+    "cuMemFreeAsync",
+    "cuMemPoolCreate",
+    "cuMemPoolDestroy",
+    "cuMemPoolGetAttribute",
+    "cuMemPoolSetAccess",
+    "cuMemPoolTrimTo",
+];
+
+/// A driver that was loaded, has the calls that are used, and is initialised.
+pub(super) struct Driver {
+    /// Whether it has the calls of memory pools; a device may still lack them.
+    pub(super) pools: bool,
+}
+
+impl Driver {
+    /// Loads and initialises the driver, or says why that cannot be.
+    pub(super) fn load(file: Option<&Path>) -> Result<Arc<Driver>, String> {
+        let named = file.map(Path::to_owned).or_else(|| std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from));
+        let library = open(named.as_deref())?;
+        let has = |name: &&str| {
+            // SAFETY: the address is only compared with null, never called.
+            unsafe { library.get::<*const c_void>(name.as_bytes()) }.is_ok()
+        };
+        if let Some(missing) = NEEDED.iter().chain(&NEEDED_STREAMS).find(|name| !has(name)) {
+            return Err(format!("the driver has no {missing}; it is older than this library can use"));
+        }
+        let pools = POOLS.iter().all(|name| has(name));
+        result::init().map_err(|error| describe("cuInit", error))?;
+        let mut version = 0;
+        // SAFETY: the pointer is to a living integer.
+        unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map_err(|e| describe("cuDriverGetVersion", e))?;
+        if version < OLDEST {
+            let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
+            return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
+        }
+        Ok(Arc::new(Driver { pools }))
+    }
+
+    /// The devices, none of them opened.
+    pub(super) fn devices(&self) -> Result<Vec<DeviceInfo>, String> {
+        let count = result::device::get_count().map_err(|error| describe("cuDeviceGetCount", error))?;
+        if count == 0 {
+            return Err(match std::env::var("CUDA_VISIBLE_DEVICES") {
+                Ok(visible) => format!("no CUDA device is visible; CUDA_VISIBLE_DEVICES is `{visible}`"),
+                Err(_) => "the driver sees no CUDA device".to_owned(),
+            });
+        }
+        (0..count).map(device_info).collect()
+    }
+}
+
+/// Opens the driver's library for good, and makes sure that cudarc will find the same one by its name.
+fn open(file: Option<&Path>) -> Result<&'static Library, String> {
+    let load = |name: &OsStr| {
+        // SAFETY: loading a driver runs its initialisers, which is what opening a driver means.
+        unsafe { Library::new(name) }.map(|library| &*Box::leak(Box::new(library)))
+    };
+    let by_name = || NAMES.iter().find_map(|name| load(OsStr::new(name)).ok());
+    let Some(file) = file else {
+        return by_name().ok_or_else(|| format!("no CUDA driver: none of {} can be loaded", NAMES.join(", ")));
+    };
+    let library = load(file.as_os_str()).map_err(|error| format!("{} cannot be loaded: {error}", file.display()))?;
+    let entry = |library: &Library| {
+        // SAFETY: the address is only compared.
+        unsafe { library.get::<*const c_void>(b"cuInit") }.map(|symbol| *symbol as usize).ok()
+    };
+    match by_name().and_then(entry) {
+        Some(found) if Some(found) == entry(library) => Ok(library),
+        Some(_) => Err(format!("{} is not the driver that this process opens by name; another one is", file.display())),
+        None => Err(format!("{} does not go by the name of a driver ({})", file.display(), NAMES[2])),
+    }
+}
+
+fn device_info(ordinal: i32) -> Result<DeviceInfo, String> {
+    let device = result::device::get(ordinal).map_err(|error| describe("cuDeviceGet", error))?;
+    let name = result::device::get_name(device).map_err(|error| describe("cuDeviceGetName", error))?;
+    // SAFETY: the device was just got from the driver.
+    let total = unsafe { result::device::total_mem(device) }.map_err(|error| describe("cuDeviceTotalMem", error))?;
+    let attribute = |attribute| {
+        // SAFETY: as above.
+        unsafe { result::device::get_attribute(device, attribute) }.unwrap_or(0)
+    };
+    use sys::CUdevice_attribute as A;
+    let capability = (
+        attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+        attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+    );
+    let integrated = attribute(A::CU_DEVICE_ATTRIBUTE_INTEGRATED) != 0;
+    let id = DeviceId::cuda(ordinal.unsigned_abs());
+    let pci = (
+        attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID),
+        attribute(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID),
+        attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID),
+    );
+    let details = crate::device::GpuDetails {
+        compute_capability: (capability.0.unsigned_abs(), capability.1.unsigned_abs()),
+        pci_bus_id: format!("{:08x}:{:02x}:{:02x}.0", pci.0, pci.1, pci.2),
+        uuid: result::device::get_uuid(device).map(uuid_text).ok(),
+        copy_engines: attribute(A::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT).unsigned_abs(),
+        integrated,
+    };
+    // What of it is free is known once it is open.
+    let info = DeviceInfo::new(id, total as u64).name(name).free(None).gpu(details);
+    Ok(if integrated { info.domain(DeviceId::CPU) } else { info })
+}
+
+/// A UUID as `nvidia-smi` writes it.
+fn uuid_text(uuid: sys::CUuuid) -> String {
+    let hex: String = uuid.bytes.iter().map(|&byte: &c_char| format!("{:02x}", byte as u8)).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+/// A failed call by its name, with the driver's own words.
+pub(super) fn describe(call: &str, error: result::DriverError) -> String {
+    let (name, text) = (error.error_name().unwrap_or(c"?"), error.error_string().unwrap_or(c"?"));
+    format!("{call}: {} ({})", name.to_string_lossy(), text.to_string_lossy())
+}

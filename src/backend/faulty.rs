@@ -1,0 +1,205 @@
+//! A backend that fails one operation on purpose, to show that whatever fails, nothing leaks.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::{
+    Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Ledger, MemoryKind, Rejected, Role, Route,
+    Stream, Transfer,
+};
+use crate::backend::Buf;
+use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
+use crate::error::{Error, Result};
+
+/// An operation that a [`Countdown`] counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "each is the method of that name")]
+pub enum Operation {
+    Open,
+    Memory,
+    Allocate,
+    Stream,
+    Trim,
+    Copy,
+    Wait,
+    Record,
+    Occupy,
+}
+
+/// Counts the operations of a [`Faulty`] backend and fails the n-th.
+#[derive(Clone, Debug, Default)]
+pub struct Countdown(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    calls: u64,
+    by_operation: BTreeMap<Operation, u64>,
+    fail_at: Option<u64>,
+}
+
+impl Countdown {
+    /// Counts and fails nothing.
+    pub fn new() -> Countdown {
+        Countdown::default()
+    }
+
+    /// Fails the n-th operation from now on, the first being 1.
+    pub fn fail_nth(&self, n: u64) {
+        let mut state = self.state();
+        state.fail_at = Some(state.calls + n);
+    }
+
+    /// How many operations there were.
+    pub fn calls(&self) -> u64 {
+        self.state().calls
+    }
+
+    /// How many operations of one sort there were.
+    pub fn calls_of(&self, operation: Operation) -> u64 {
+        self.state().by_operation.get(&operation).copied().unwrap_or(0)
+    }
+
+    fn count(&self, operation: Operation, device: DeviceId) -> Result<()> {
+        let mut state = self.state();
+        state.calls += 1;
+        *state.by_operation.entry(operation).or_default() += 1;
+        if state.fail_at == Some(state.calls) {
+            let why = format!("{operation:?} failed on purpose, as operation {}", state.calls);
+            return Err(Error::DeviceLost { device, why });
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A backend whose operations a [`Countdown`] counts and can fail.
+#[derive(Debug)]
+pub struct Faulty<B> {
+    inner: B,
+    countdown: Countdown,
+}
+
+impl<B: Backend> Faulty<B> {
+    /// `inner`, counted.
+    pub fn new(inner: B, countdown: Countdown) -> Faulty<B> {
+        Faulty { inner, countdown }
+    }
+}
+
+impl<B: Backend> Backend for Faulty<B> {
+    fn discover(&self) -> Vec<Found> {
+        self.inner.discover()
+    }
+
+    fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
+        self.countdown.count(Operation::Open, id)?;
+        let (inner, countdown) = (self.inner.open(id)?, self.countdown.clone());
+        Ok(Arc::new(FaultyDevice { inner, countdown }))
+    }
+
+    fn topology(&self) -> Topology {
+        self.inner.topology()
+    }
+}
+
+#[derive(Debug)]
+struct FaultyDevice {
+    inner: Arc<dyn Device>,
+    countdown: Countdown,
+}
+
+impl FaultyDevice {
+    fn count(&self, operation: Operation) -> Result<()> {
+        self.countdown.count(operation, self.inner.id())
+    }
+}
+
+impl Device for FaultyDevice {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+
+    fn ledger(&self) -> &Arc<Ledger> {
+        self.inner.ledger()
+    }
+
+    fn memory(&self) -> Result<MemoryUsage> {
+        self.count(Operation::Memory)?;
+        self.inner.memory()
+    }
+
+    fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
+        self.count(Operation::Allocate)?;
+        self.inner.allocate(charge, kind)
+    }
+
+    fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
+        self.count(Operation::Stream)?;
+        let (inner, countdown) = (self.inner.stream(role)?, self.countdown.clone());
+        Ok(Arc::new(FaultyStream { inner, countdown }))
+    }
+
+    fn route_from(&self, source: &dyn Device) -> Route {
+        self.inner.route_from(source)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.count(Operation::Trim)?;
+        self.inner.trim()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+}
+
+struct FaultyStream {
+    inner: Arc<dyn Stream>,
+    countdown: Countdown,
+}
+
+impl FaultyStream {
+    fn count(&self, operation: Operation) -> Result<()> {
+        self.countdown.count(operation, self.inner.device())
+    }
+}
+
+impl Stream for FaultyStream {
+    fn device(&self) -> DeviceId {
+        self.inner.device()
+    }
+
+    fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        match self.count(Operation::Copy) {
+            Ok(()) => self.inner.copy(transfer),
+            Err(error) => Err(transfer.rejected(error)),
+        }
+    }
+
+    fn wait(&self, event: &Event) -> Result<Joined> {
+        self.count(Operation::Wait)?;
+        self.inner.wait(event)
+    }
+
+    fn record(&self, uses: &[Buf]) -> Result<Event> {
+        self.count(Operation::Record)?;
+        self.inner.record(uses)
+    }
+
+    fn occupy(&self, time: Duration) -> Result<()> {
+        self.count(Operation::Occupy)?;
+        self.inner.occupy(time)
+    }
+}
+
+impl fmt::Debug for FaultyStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.inner.fmt(f)
+    }
+}

@@ -1,0 +1,140 @@
+//! What this process has taken of a device's memory.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// Counts what is taken of one device, and refuses what would pass its limit.
+#[derive(Debug)]
+pub struct Ledger {
+    device: DeviceId,
+    limit: u64,
+    counts: Mutex<Counts>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    charged: u64,
+    reserved: u64,
+    peak: u64,
+}
+
+impl Ledger {
+    /// A ledger of which at most `limit` bytes can be taken.
+    pub fn new(device: DeviceId, limit: u64) -> Arc<Ledger> {
+        Arc::new(Ledger { device, limit, counts: Mutex::default() })
+    }
+
+    /// Takes `bytes`, to be backed with memory later.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when less is left; nothing is taken then.
+    pub fn charge(self: &Arc<Self>, bytes: u64) -> Result<Charge> {
+        let mut counts = self.counts();
+        let available = self.limit - counts.charged;
+        if bytes > available {
+            let (device, limit) = (self.device, self.limit);
+            return Err(Error::OutOfMemory { device, requested: bytes, available, limit });
+        }
+        counts.charged += bytes;
+        counts.reserved += bytes;
+        counts.peak = counts.peak.max(counts.charged);
+        Ok(Charge { ledger: Arc::clone(self), bytes, backed: false })
+    }
+
+    /// Bytes taken: reserved and allocated.
+    pub fn charged(&self) -> u64 {
+        self.counts().charged
+    }
+
+    /// Bytes taken and not backed with memory yet.
+    pub fn reserved(&self) -> u64 {
+        self.counts().reserved
+    }
+
+    /// The most that was ever taken at one time.
+    pub fn peak(&self) -> u64 {
+        self.counts().peak
+    }
+
+    /// The most that can be taken.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        // Every update is a few additions that cannot panic, so a poisoned lock still guards true counts.
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A number of bytes taken from a ledger; dropping it gives them back.
+#[derive(Debug)]
+pub struct Charge {
+    ledger: Arc<Ledger>,
+    bytes: u64,
+    backed: bool,
+}
+
+impl Charge {
+    /// How many bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The device they are of.
+    pub fn device(&self) -> DeviceId {
+        self.ledger.device
+    }
+
+    /// Takes a part out of this charge, so that reserved memory is used without being counted twice.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when the charge holds less.
+    pub fn split(&mut self, bytes: u64) -> Result<Charge> {
+        if bytes > self.bytes {
+            let (device, available) = (self.device(), self.bytes);
+            return Err(Error::OutOfMemory { device, requested: bytes, available, limit: self.ledger.limit });
+        }
+        self.bytes -= bytes;
+        Ok(Charge { ledger: Arc::clone(&self.ledger), bytes, backed: self.backed })
+    }
+
+    /// Says that memory now stands behind it.
+    pub(super) fn back(&mut self) {
+        if !std::mem::replace(&mut self.backed, true) {
+            self.ledger.counts().reserved -= self.bytes;
+        }
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut counts = self.ledger.counts();
+        counts.charged -= self.bytes;
+        if !self.backed {
+            counts.reserved -= self.bytes;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn charges_are_counted_split_and_given_back() {
+        let ledger = Ledger::new(DeviceId::cuda(0), 100);
+        let mut all = ledger.charge(80).unwrap();
+        assert!(matches!(ledger.charge(21), Err(Error::OutOfMemory { available: 20, limit: 100, .. })));
+        let mut part = all.split(30).unwrap();
+        assert!(all.split(51).is_err());
+        part.back();
+        assert_eq!((ledger.charged(), ledger.reserved()), (80, 50));
+        drop(all);
+        assert_eq!((ledger.charged(), ledger.reserved()), (30, 0));
+        drop(part);
+        assert_eq!((ledger.charged(), ledger.peak()), (0, 80));
+    }
+}

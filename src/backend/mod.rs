@@ -1,0 +1,207 @@
+//! Backends move bytes between devices. They know nothing of models.
+//!
+//! A [`Backend`] finds and opens devices. A [`Device`] gives memory and streams. A [`Stream`] is a queue of
+//! copies that runs beside the caller; an [`Event`] is a point in it. A [`BufMut`] is memory that one owner can
+//! write, a [`Buf`] is memory that many can read; both carry the events of their last uses, so a copy into or
+//! out of them waits for exactly those, on the device wherever the backend can.
+//!
+//! Ownership travels with a copy: [`Stream::copy`] takes the destination and gives a [`Flight`], which gives it
+//! back when the bytes have landed. Whatever is dropped early, the stream keeps both ends' memory until it is
+//! done with them.
+
+mod buffer;
+pub mod conformance;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod event;
+mod faulty;
+mod host;
+mod host_memory;
+mod ledger;
+mod simulated;
+mod software;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use buffer::{Allocation, Buf, BufMut, Flight, HostBytes, HostMut, HostRef, Piece, Rejected, Storage, Transfer};
+#[cfg(feature = "cuda")]
+pub use cuda::Cuda;
+pub use event::{Event, Fence, FenceState};
+pub use faulty::{Countdown, Faulty, Operation};
+pub use host::Host;
+pub use ledger::{Charge, Ledger};
+pub use simulated::Simulated;
+pub use software::Clock;
+
+use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
+use crate::error::Result;
+
+/// Finds devices and opens them.
+pub trait Backend: Send + Sync + fmt::Debug {
+    /// The devices there are, and the kinds that are not there with the reason. Opens none.
+    fn discover(&self) -> Vec<Found>;
+
+    /// Opens a device that [`discover`](Backend::discover) found.
+    ///
+    /// # Errors
+    /// [`UnknownDevice`](crate::Error::UnknownDevice) for one that it did not find.
+    fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>>;
+
+    /// The links of its devices, where known.
+    fn topology(&self) -> Topology {
+        Topology::new()
+    }
+}
+
+/// A device, or why there is none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// A device that can be opened.
+    Here(DeviceInfo),
+    /// A kind of device that cannot be used here.
+    Absent {
+        /// The kind.
+        kind: DeviceKind,
+        /// Why not, for the user.
+        why: String,
+    },
+}
+
+/// An open device.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// What was known of it when it was found.
+    fn info(&self) -> &DeviceInfo;
+
+    /// What this process has taken of its memory.
+    fn ledger(&self) -> &Arc<Ledger>;
+
+    /// Its memory now.
+    ///
+    /// # Errors
+    /// When the driver does not answer.
+    fn memory(&self) -> Result<MemoryUsage>;
+
+    /// Backs a charge on this device's ledger with memory of that many bytes, aligned to at least 64. Fresh
+    /// memory holds unspecified bytes.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory), and the charge is given back.
+    fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut>;
+
+    /// A new queue for copies.
+    ///
+    /// # Errors
+    /// When the driver has none to give.
+    fn stream(&self, role: Role) -> Result<Arc<dyn Stream>>;
+
+    /// How a stream of this device can copy from memory of `source`.
+    fn route_from(&self, source: &dyn Device) -> Route;
+
+    /// Gives memory that the allocator holds for reuse back to the system; the bytes given back.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn trim(&self) -> Result<u64>;
+
+    /// Whether the device still works.
+    fn health(&self) -> Health;
+}
+
+impl dyn Device + '_ {
+    /// Its name in allocation strings.
+    pub fn id(&self) -> DeviceId {
+        self.info().id
+    }
+
+    /// Charges the ledger and allocates.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn alloc(&self, bytes: usize, kind: MemoryKind) -> Result<BufMut> {
+        self.allocate(self.ledger().charge(bytes as u64)?, kind)
+    }
+}
+
+/// A queue of copies that run in order, beside the caller.
+///
+/// Whatever a stream is given it keeps alive until it is done with it.
+pub trait Stream: Send + Sync + fmt::Debug {
+    /// The device that it belongs to.
+    fn device(&self) -> DeviceId;
+
+    /// Queues a copy. It runs after all earlier work of this stream and after the pending events of both ends.
+    ///
+    /// # Errors
+    /// [`Rejected`] gives the destination back.
+    fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>>;
+
+    /// Makes all later work of this stream wait for `event`.
+    ///
+    /// # Errors
+    /// When the stream takes no more work.
+    fn wait(&self, event: &Event) -> Result<Joined>;
+
+    /// An event after all earlier work of this stream. `uses` are the buffers that this work reads: none of
+    /// them is written or freed before the event.
+    ///
+    /// # Errors
+    /// When the stream takes no more work; the buffers then carry no new event.
+    fn record(&self, uses: &[Buf]) -> Result<Event>;
+
+    /// Keeps the stream busy for a time, in place of a caller's compute: for examples, replays and benchmarks.
+    ///
+    /// # Errors
+    /// When the stream takes no more work.
+    fn occupy(&self, time: Duration) -> Result<()>;
+}
+
+/// What memory is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MemoryKind {
+    /// Part of what the library keeps and reuses.
+    Arena,
+    /// An allocation of its own, which can be handed over whole.
+    Whole,
+    /// Host memory that devices copy from and to at full speed.
+    Pinned,
+}
+
+/// What a stream is for; a backend may give each its own priority.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Copies to the device.
+    Upload,
+    /// Copies from the device.
+    Download,
+    /// The caller's compute.
+    Compute,
+}
+
+/// How bytes get from one device's memory to another's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// One copy.
+    Direct,
+    /// Through host memory, in two copies; the reason.
+    Staged(String),
+}
+
+/// Who waits for an event that a stream was told to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Joined {
+    /// The stream, on its device; the host goes on.
+    OnDevice,
+    /// The stream cannot; the caller has to wait for the event before queueing more.
+    HostMustWait,
+}
+
+/// Whether a device still works.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// It does.
+    Good,
+    /// It failed and stays failed; the first reason seen.
+    Lost(String),
+}

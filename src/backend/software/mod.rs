@@ -1,0 +1,107 @@
+//! Devices made of host memory or a file, with streams that are threads: what the host backend and the
+//! simulated devices have in common.
+
+mod memory;
+mod stream;
+mod timeline;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub use timeline::Clock;
+pub(super) use timeline::Timeline;
+
+pub(super) use memory::HostAllocation;
+use memory::{FileMemory, RamMemory};
+use stream::SoftwareStream;
+
+use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
+use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
+use crate::error::{Error, Result};
+
+/// Where a software device keeps its bytes.
+pub(super) enum Medium {
+    /// Host memory that the host may address.
+    Host,
+    /// Host memory that only streams may touch, in place of a device's own.
+    Hidden,
+    /// Unnamed files in this folder.
+    Files(PathBuf),
+}
+
+/// A device of host memory or files.
+pub(super) struct SoftwareDevice {
+    pub(super) info: DeviceInfo,
+    pub(super) ledger: Arc<Ledger>,
+    pub(super) medium: Medium,
+    /// The links and the clock that its streams are paced by; none for streams that run as fast as they can.
+    pub(super) timeline: Option<Arc<Timeline>>,
+    /// What is free as the system sees it; none where the ledger is all there is.
+    pub(super) free: Option<fn() -> u64>,
+}
+
+impl Device for SoftwareDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
+    }
+
+    fn memory(&self) -> Result<MemoryUsage> {
+        let (charged, reserved) = (self.ledger.charged(), self.ledger.reserved());
+        let allocated = charged - reserved;
+        let free = self.free.map_or(self.ledger.limit().saturating_sub(allocated), |free| free());
+        Ok(MemoryUsage::new(self.info.total, free, charged, reserved))
+    }
+
+    fn allocate(&self, charge: Charge, _kind: MemoryKind) -> Result<BufMut> {
+        let bytes = charge.bytes() as usize;
+        let memory = || HostAllocation::new(bytes).map_err(|_| self.refused(charge.bytes()));
+        let storage: Box<dyn Storage> = match &self.medium {
+            Medium::Host => Box::new(RamMemory::visible(memory()?)),
+            Medium::Hidden => Box::new(RamMemory::hidden(memory()?)),
+            Medium::Files(folder) => Box::new(FileMemory::new(folder, charge.bytes())?),
+        };
+        Ok(BufMut::new(storage, charge))
+    }
+
+    fn stream(&self, _role: Role) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(SoftwareStream::new(self.id(), self.timeline.clone())?))
+    }
+
+    fn route_from(&self, source: &dyn Device) -> Route {
+        let (here, there) = (self.id(), source.id());
+        let reaches = self.timeline.as_ref().is_none_or(|timeline| timeline.topology().reaches(here, there));
+        if reaches { Route::Direct } else { Route::Staged(format!("{here} cannot reach the memory of {there}")) }
+    }
+
+    fn trim(&self) -> Result<u64> {
+        // Freed memory goes back to the system at once; no allocator stands between.
+        Ok(0)
+    }
+
+    fn health(&self) -> Health {
+        Health::Good
+    }
+}
+
+impl SoftwareDevice {
+    fn id(&self) -> DeviceId {
+        self.info.id
+    }
+
+    /// The system has no such memory, whatever the ledger says.
+    fn refused(&self, requested: u64) -> Error {
+        let available = self.free.map_or(0, |free| free());
+        Error::OutOfMemory { device: self.id(), requested, available, limit: self.info.total }
+    }
+}
+
+impl fmt::Debug for SoftwareDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SoftwareDevice").field("info", &self.info).field("ledger", &self.ledger).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,288 @@
+//! Streams of software devices: a thread with a queue, or, on a virtual clock, work done at once.
+
+use std::fmt;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::memory;
+use super::timeline::{Clock, Timeline};
+use crate::backend::{Allocation, Buf, Event, Fence, FenceState, Flight, Joined, Piece, Rejected, Stream, Transfer};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// How long a stream's thread waits for an event of another stream before it gives the work up.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// A queue of copies of one software device.
+pub(super) struct SoftwareStream {
+    device: DeviceId,
+    timeline: Option<Arc<Timeline>>,
+    queue: Queue,
+}
+
+enum Queue {
+    Thread(Mutex<Sender<Job>>),
+    /// When the work queued so far will be done, in virtual time.
+    Virtual(Mutex<Duration>),
+}
+
+/// One piece of work for a stream's thread. It keeps alive what it touches.
+struct Job {
+    waits: Vec<Event>,
+    work: Work,
+    /// The memory that has to stay until the job is done.
+    keep: Vec<Arc<Allocation>>,
+    done: Arc<Latch>,
+    /// When it was queued, on a paced stream.
+    queued: Duration,
+}
+
+enum Work {
+    /// Pieces (memory, bytes of it, place in the destination) and the destination.
+    Copy {
+        pieces: Vec<(Arc<Allocation>, Range<usize>, usize)>,
+        dst: Arc<Allocation>,
+    },
+    Occupy(Duration),
+    Nothing,
+}
+
+impl SoftwareStream {
+    pub(super) fn new(device: DeviceId, timeline: Option<Arc<Timeline>>) -> Result<SoftwareStream> {
+        let virtual_time = timeline.as_ref().is_some_and(|t| t.clock() == Clock::Virtual);
+        let queue = if virtual_time {
+            Queue::Virtual(Mutex::default())
+        } else {
+            let (sender, receiver) = channel();
+            let paced_by = timeline.clone();
+            let thread = thread::Builder::new().name(format!("{device} stream"));
+            thread
+                .spawn(move || run(&receiver, device, paced_by.as_deref()))
+                .map_err(Error::io("start a thread for", device.to_string()))?;
+            Queue::Thread(Mutex::new(sender))
+        };
+        Ok(SoftwareStream { device, timeline, queue })
+    }
+
+    /// Queues work behind all earlier work and the events `waits`; the event after it.
+    fn enqueue(&self, waits: Vec<Event>, work: Work, keep: Vec<Arc<Allocation>>) -> Result<Event> {
+        match (&self.queue, &self.timeline) {
+            (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
+            (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
+            (Queue::Thread(sender), _) => {
+                let done = Arc::new(Latch::default());
+                let queued = self.timeline.as_ref().map_or(Duration::ZERO, |timeline| timeline.now());
+                let job = Job { waits, work, keep, done: Arc::clone(&done), queued };
+                let why = || Error::DeviceLost { device: self.device, why: "its stream's thread ended".to_owned() };
+                lock(sender).send(job).map_err(|_| why())?;
+                Ok(Event::new(done))
+            }
+        }
+    }
+}
+
+impl Stream for SoftwareStream {
+    fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        let mut ends = transfer.pieces().iter().map(|piece| piece.src.allocation());
+        let reached = ends.try_for_each(|end| memory::reachable(end));
+        if let Err(error) = reached.and(memory::reachable(transfer.dst().allocation())) {
+            return Err(transfer.rejected(error));
+        }
+        let piece = |Piece { src, from, at }: &Piece| (Arc::clone(src.allocation()), from.clone(), *at);
+        let pieces = transfer.pieces().iter().map(piece).collect();
+        let dst = Arc::clone(transfer.dst().allocation());
+        match self.enqueue(transfer.waits(), Work::Copy { pieces, dst }, Vec::new()) {
+            Ok(done) => Ok(transfer.launched(done)),
+            Err(error) => Err(transfer.rejected(error)),
+        }
+    }
+
+    fn wait(&self, event: &Event) -> Result<Joined> {
+        if !matches!(event.state(), FenceState::Done) {
+            self.enqueue(vec![event.clone()], Work::Nothing, Vec::new())?;
+        }
+        Ok(Joined::OnDevice)
+    }
+
+    fn record(&self, uses: &[Buf]) -> Result<Event> {
+        let keep = uses.iter().map(|buf| Arc::clone(buf.allocation())).collect();
+        let event = self.enqueue(Vec::new(), Work::Nothing, keep)?;
+        uses.iter().for_each(|buf| buf.used_until(event.clone()));
+        Ok(event)
+    }
+
+    fn occupy(&self, time: Duration) -> Result<()> {
+        self.enqueue(Vec::new(), Work::Occupy(time), Vec::new()).map(|_| ())
+    }
+}
+
+impl fmt::Debug for SoftwareStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SoftwareStream").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+/// The life of a stream's thread: until the stream is dropped and its queue is empty.
+fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
+    // When the work so far ended by the links' speeds. Work that begins late only because this thread woke up
+    // late is counted from here, so that such delays don't add up.
+    let mut tail = Duration::ZERO;
+    while let Ok(Job { waits, work, keep, done, queued }) = jobs.recv() {
+        let ended = waits.iter().try_for_each(|event| event.wait(DEADLINE)).and_then(|()| {
+            let begin = waits.iter().filter_map(Event::time).fold(queued.max(tail), Duration::max);
+            let panicked = || Error::DeviceLost { device, why: "a copy panicked".to_owned() };
+            catch_unwind(AssertUnwindSafe(|| work.run(timeline, begin))).unwrap_or_else(|_| Err(panicked()))
+        });
+        // The memory is let go before anyone learns that it can be.
+        drop((waits, work, keep));
+        tail = *ended.as_ref().unwrap_or(&tail);
+        done.fire(ended.map_err(Arc::new));
+    }
+}
+
+impl Work {
+    /// Does the work on a stream's thread. On a paced stream it begins at `begin` and takes as long as the links
+    /// say, or as the work itself needs where that is longer; the time at which it ended.
+    fn run(&self, timeline: Option<&Timeline>, begin: Duration) -> Result<Duration> {
+        let mut end = begin;
+        match self {
+            Work::Nothing => return Ok(end),
+            Work::Occupy(time) => match timeline {
+                Some(_) => end += *time,
+                None => thread::sleep(*time),
+            },
+            Work::Copy { pieces, dst } => {
+                for (src, from, at) in pieces {
+                    let bytes = from.len() as u64;
+                    end = timeline.map_or(end, |timeline| timeline.transfer(src.device(), dst.device(), bytes, end));
+                    memory::copy(src, from.clone(), dst, *at)?;
+                }
+                end = timeline.map_or(end, |timeline| timeline.now().max(end));
+            }
+        }
+        if let Some(timeline) = timeline {
+            timeline.sleep_until(end);
+        }
+        Ok(end)
+    }
+}
+
+/// Does the work at once and moves `tail`, the end of the stream's work, on by the time that it would have taken.
+fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Timeline>) -> Event {
+    let mut at = (*tail).max(timeline.now());
+    let mut failed = None;
+    for event in waits {
+        // An event of simulated time tells its outcome before that time has come.
+        let outcome = match event.downcast::<Moment>() {
+            Some(moment) => moment.outcome(),
+            None => event.wait(DEADLINE).map_err(Arc::new),
+        };
+        at = at.max(event.time().unwrap_or_default());
+        failed = failed.or(outcome.err());
+    }
+    if failed.is_none() {
+        match work {
+            Work::Nothing => {}
+            Work::Occupy(time) => at += *time,
+            Work::Copy { pieces, dst } => {
+                for (src, from, offset) in pieces {
+                    at = timeline.transfer(src.device(), dst.device(), from.len() as u64, at);
+                    failed = failed.or(memory::copy(src, from.clone(), dst, *offset).err().map(Arc::new));
+                }
+            }
+        }
+    }
+    *tail = at;
+    Event::new(Arc::new(Moment { at, failed, timeline: Arc::clone(timeline) }))
+}
+
+/// The event of a stream with a thread.
+#[derive(Default)]
+struct Latch {
+    /// When the work ended on the stream's timeline, or why it failed.
+    ended: Mutex<Option<Result<Duration, Arc<Error>>>>,
+    fired: Condvar,
+}
+
+impl Latch {
+    fn fire(&self, ended: Result<Duration, Arc<Error>>) {
+        *lock(&self.ended) = Some(ended);
+        self.fired.notify_all();
+    }
+
+    fn state_of(ended: &Option<Result<Duration, Arc<Error>>>) -> FenceState {
+        match ended {
+            None => FenceState::Pending,
+            Some(Ok(_)) => FenceState::Done,
+            Some(Err(cause)) => FenceState::Failed(Arc::clone(cause)),
+        }
+    }
+}
+
+impl Fence for Latch {
+    fn state(&self) -> FenceState {
+        Latch::state_of(&lock(&self.ended))
+    }
+
+    fn wait(&self, deadline: Duration) -> FenceState {
+        let until = Instant::now() + deadline;
+        let mut ended = lock(&self.ended);
+        while ended.is_none() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            ended = self.fired.wait_timeout(ended, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Latch::state_of(&ended)
+    }
+
+    fn time(&self) -> Option<Duration> {
+        lock(&self.ended).as_ref().and_then(|ended| ended.as_ref().ok()).copied()
+    }
+}
+
+/// The event of a virtual stream: a time.
+struct Moment {
+    at: Duration,
+    failed: Option<Arc<Error>>,
+    timeline: Arc<Timeline>,
+}
+
+impl Moment {
+    /// How the work ends, known from the beginning.
+    fn outcome(&self) -> Result<(), Arc<Error>> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+}
+
+impl Fence for Moment {
+    fn state(&self) -> FenceState {
+        match self.outcome() {
+            _ if self.at > self.timeline.now() => FenceState::Pending,
+            Err(cause) => FenceState::Failed(cause),
+            Ok(()) => FenceState::Done,
+        }
+    }
+
+    fn wait(&self, _deadline: Duration) -> FenceState {
+        self.timeline.advance(self.at);
+        self.state()
+    }
+
+    fn time(&self) -> Option<Duration> {
+        Some(self.at)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

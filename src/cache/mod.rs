@@ -1,0 +1,164 @@
+//! Models that stay in memory between uses, and leave when they are told to.
+
+mod report;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub use report::{CleanupReport, EntryInfo, UnloadReport, Unloaded};
+
+use crate::error::{Error, Result};
+use crate::load::Model;
+use crate::registry::Registry;
+
+/// What happens to a model at the next [`unload_all`](ModelCache::unload_all).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Retention {
+    /// It stays.
+    Keep,
+    /// It is flagged, and goes.
+    Unload,
+}
+
+/// Models by key. It owns them: a model that is kept cannot disappear.
+///
+/// ```
+/// use std::sync::Arc;
+/// use tensor_offload::{Checkpoint, Loader, ModelCache, Patches, Planner, Registry, Retention};
+/// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+/// # let devices = Registry::system();
+/// # let checkpoint = Checkpoint::open(path)?;
+/// # let patches = Patches::none(checkpoint.layout());
+/// # let plan = Planner::new(patches.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+/// # let load = || Loader::new(&devices).load(&checkpoint, &patches, &plan).map(Arc::new);
+/// let cache = ModelCache::new();
+/// cache.insert("text encoder", load()?, Retention::Unload);
+/// cache.insert("transformer", load()?, Retention::Keep);
+/// let report = cache.unload_all();
+/// assert_eq!(report.unloaded[0].key, "text encoder");
+/// assert_eq!(report.kept, ["transformer"]);
+/// assert!(cache.get("transformer").is_some());
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Debug, Default)]
+pub struct ModelCache {
+    entries: Mutex<BTreeMap<String, Entry>>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    model: Arc<Model>,
+    retention: Retention,
+}
+
+impl Entry {
+    /// Whether anyone beside the cache holds the model.
+    fn in_use(&self) -> bool {
+        Arc::strong_count(&self.model) > 1
+    }
+}
+
+impl ModelCache {
+    /// An empty cache.
+    pub fn new() -> ModelCache {
+        ModelCache::default()
+    }
+
+    /// Takes a model under a key. Returns the model that had the key before; it leaves when its last user is done.
+    pub fn insert(&self, key: impl Into<String>, model: Arc<Model>, retention: Retention) -> Option<Arc<Model>> {
+        self.entries().insert(key.into(), Entry { model, retention }).map(|old| old.model)
+    }
+
+    /// The model `key`. It is in use, and not freed, until what is returned is dropped.
+    pub fn get(&self, key: &str) -> Option<Arc<Model>> {
+        self.entries().get(key).map(|entry| Arc::clone(&entry.model))
+    }
+
+    /// Says anew whether the model `key` stays.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such model.
+    pub fn flag(&self, key: &str, retention: Retention) -> Result<()> {
+        let mut entries = self.entries();
+        let entry = entries.get_mut(key).ok_or_else(|| no_model(key))?;
+        entry.retention = retention;
+        Ok(())
+    }
+
+    /// What the cache holds, in order of key.
+    pub fn list(&self) -> Vec<EntryInfo> {
+        let info = |(key, entry): (&String, &Entry)| EntryInfo {
+            key: key.clone(),
+            kept: entry.retention == Retention::Keep,
+            in_use: entry.in_use(),
+            bytes: entry.model.bytes(),
+        };
+        self.entries().iter().map(info).collect()
+    }
+
+    /// Lets go of one model, flagged or not.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such model.
+    pub fn unload(&self, key: &str) -> Result<UnloadReport> {
+        if !self.entries().contains_key(key) {
+            return Err(no_model(key));
+        }
+        Ok(self.unload_where(|candidate, _| candidate == key))
+    }
+
+    /// Lets go of exactly the flagged models. With none flagged nothing at all happens.
+    ///
+    /// A flagged model in use leaves the cache now and memory when its last user is done; the report lists it
+    /// as deferred.
+    pub fn unload_all(&self) -> UnloadReport {
+        self.unload_where(|_, retention| retention == Retention::Unload)
+    }
+
+    /// Lets go of every model, kept ones too.
+    pub fn unload_everything(&self) -> UnloadReport {
+        self.unload_where(|_, _| true)
+    }
+
+    /// The clean-up between two jobs: lets go of the flagged models, then empties the allocator caches of all
+    /// open devices.
+    ///
+    /// # Errors
+    /// The first device that refuses to give its allocator cache back; the models are gone all the same.
+    pub fn full_cleanup(&self, registry: &Registry) -> Result<CleanupReport> {
+        let before = registry.snapshot("before clean-up");
+        let unload = self.unload_all();
+        let unloaded = registry.snapshot("after unload");
+        let trimmed = registry.trim()?;
+        Ok(CleanupReport { unload, trimmed, snapshots: vec![before, unloaded, registry.snapshot("after trim")] })
+    }
+
+    fn unload_where(&self, goes: impl Fn(&str, Retention) -> bool) -> UnloadReport {
+        let mut report = UnloadReport::default();
+        let mut leaving = Vec::new();
+        {
+            let mut entries = self.entries();
+            let keys: Vec<String> = entries.keys().filter(|key| goes(key, entries[*key].retention)).cloned().collect();
+            for key in keys {
+                let Some(entry) = entries.remove(&key) else { continue };
+                let unloaded = Unloaded { key, bytes: entry.model.bytes() };
+                let list = if entry.in_use() { &mut report.deferred } else { &mut report.unloaded };
+                list.push(unloaded);
+                leaving.push(entry);
+            }
+            report.kept = entries.keys().cloned().collect();
+        }
+        // Giving memory back can take a while; the cache is open to others meanwhile.
+        drop(leaving);
+        report.log();
+        report
+    }
+
+    fn entries(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn no_model(key: &str) -> Error {
+    Error::invalid(format!("the cache has no model `{key}`"))
+}

@@ -1,0 +1,119 @@
+//! What a clean-up did.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::bytes::ByteSize;
+use crate::device::{DeviceId, MemorySnapshot};
+
+/// A model in the cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct EntryInfo {
+    /// Its key.
+    pub key: String,
+    /// Whether it stays at the next [`unload_all`](super::ModelCache::unload_all).
+    pub kept: bool,
+    /// Whether anyone beside the cache holds it.
+    pub in_use: bool,
+    /// The bytes that it holds on each device.
+    pub bytes: BTreeMap<DeviceId, u64>,
+}
+
+/// A model that left the cache.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Unloaded {
+    /// Its key.
+    pub key: String,
+    /// The bytes that it held on each device.
+    pub bytes: BTreeMap<DeviceId, u64>,
+}
+
+/// What an unload did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct UnloadReport {
+    /// Models whose memory is free now.
+    pub unloaded: Vec<Unloaded>,
+    /// Models that left the cache and will be freed when their last user is done.
+    pub deferred: Vec<Unloaded>,
+    /// The keys of the models that stayed.
+    pub kept: Vec<String>,
+}
+
+impl UnloadReport {
+    /// The bytes freed on each device.
+    pub fn freed(&self) -> BTreeMap<DeviceId, u64> {
+        sum(&self.unloaded)
+    }
+
+    pub(super) fn log(&self) {
+        if self.unloaded.is_empty() && self.deferred.is_empty() {
+            tracing::trace!(kept = self.kept.len(), "nothing to unload");
+        } else {
+            tracing::info!("{self}");
+        }
+    }
+}
+
+/// What a clean-up did.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct CleanupReport {
+    /// The models that went and stayed.
+    pub unload: UnloadReport,
+    /// The bytes that each device's allocator gave back.
+    pub trimmed: BTreeMap<DeviceId, u64>,
+    /// All devices before, after unloading, and after emptying the allocator caches.
+    pub snapshots: Vec<MemorySnapshot>,
+}
+
+impl fmt::Display for UnloadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keys = |list: &[Unloaded]| list.iter().map(|u| u.key.as_str()).collect::<Vec<_>>().join(", ");
+        match self.unloaded.as_slice() {
+            [] => write!(f, "unloaded nothing")?,
+            unloaded => write!(f, "unloaded {} (freed {})", keys(unloaded), Amounts(&self.freed()))?,
+        }
+        if !self.deferred.is_empty() {
+            write!(f, "; still in use: {} ({})", keys(&self.deferred), Amounts(&sum(&self.deferred)))?;
+        }
+        if !self.kept.is_empty() {
+            write!(f, "; kept {}", self.kept.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for CleanupReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}; allocator caches gave back {}", self.unload, Amounts(&self.trimmed))
+    }
+}
+
+fn sum(list: &[Unloaded]) -> BTreeMap<DeviceId, u64> {
+    let mut total = BTreeMap::new();
+    for (&device, &bytes) in list.iter().flat_map(|u| &u.bytes) {
+        *total.entry(device).or_default() += bytes;
+    }
+    total
+}
+
+/// Bytes per device, for people.
+struct Amounts<'a>(&'a BTreeMap<DeviceId, u64>);
+
+impl fmt::Display for Amounts<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return f.write_str("nothing");
+        }
+        for (index, (device, bytes)) in self.0.iter().enumerate() {
+            let comma = if index > 0 { ", " } else { "" };
+            write!(f, "{comma}{} on {device}", ByteSize(*bytes).human())?;
+        }
+        Ok(())
+    }
+}

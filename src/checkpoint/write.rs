@@ -1,0 +1,356 @@
+//! Writing safetensors files, tensor by tensor.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use super::header::{HEADER_LIMIT, LENGTH_BYTES, METADATA_KEY};
+use super::json::repeated;
+use crate::dtype::DType;
+use crate::error::{Error, FileFault, Result};
+
+/// A tensor to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its dimensions, outermost first; empty for a scalar.
+    pub shape: Vec<u64>,
+}
+
+impl TensorSpec {
+    /// A tensor of this name, type and shape.
+    pub fn new(name: impl Into<String>, dtype: DType, shape: impl Into<Vec<u64>>) -> TensorSpec {
+        TensorSpec { name: name.into(), dtype, shape: shape.into() }
+    }
+}
+
+/// Writes a safetensors file whose tensors stand in the order given.
+///
+/// `fill` is called once for each tensor, in order, and writes its bytes (little endian) in pieces of any size, so the
+/// model need not fit in memory. The file appears under its name when it is whole and on the disk: until then, and
+/// for good when anything fails, a file that had the name stays as it was.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use tensor_offload::DType;
+/// use tensor_offload::checkpoint::{Checkpoint, TensorSpec, write_safetensors};
+///
+/// let folder = tempfile::tempdir().unwrap();
+/// let path = folder.path().join("ones.safetensors");
+/// let tensors = [TensorSpec::new("ones", DType::F32, [2, 2])];
+/// write_safetensors(&path, &tensors, &BTreeMap::new(), |_, out| {
+///     (0..4).try_for_each(|_| out.put(&1f32.to_le_bytes()))
+/// })?;
+/// assert_eq!(Checkpoint::open(&path)?.layout().bytes(), 16);
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] when a name stands twice or is `__metadata__`, a shape has no whole number of bytes, or `fill`
+/// writes more or fewer bytes than a tensor has; [`Error::File`] when the header passes the format's limit;
+/// [`Error::Io`] when the system refuses; and what `fill` returns.
+pub fn write_safetensors(
+    path: impl AsRef<Path>,
+    tensors: &[TensorSpec],
+    metadata: &BTreeMap<String, String>,
+    mut fill: impl FnMut(usize, &mut TensorWriter<'_>) -> Result<()>,
+) -> Result<()> {
+    let path = path.as_ref();
+    let header = Header::new(tensors, metadata)?;
+    let json = header.padded_json(path)?;
+    let mut file = Temporary::beside(path)?;
+    let start = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
+    file.out.write_all(&start).map_err(Error::io("write", path))?;
+    for (index, entry) in header.tensors.iter().enumerate() {
+        let (name, left) = (&entry.spec.name, entry.bytes());
+        let mut writer = TensorWriter { path, entry, out: &mut file.out, left, refused: false };
+        fill(index, &mut writer)?;
+        if writer.refused {
+            return Err(writer.too_many());
+        }
+        if writer.left > 0 {
+            let (bytes, written) = (entry.bytes(), entry.bytes() - writer.left);
+            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, only {written} were written")));
+        }
+    }
+    file.rename_to(path)
+}
+
+/// Takes the bytes of one tensor, as many as it has.
+#[derive(Debug)]
+pub struct TensorWriter<'a> {
+    path: &'a Path,
+    entry: &'a Entry<'a>,
+    out: &'a mut BufWriter<File>,
+    left: u64,
+    refused: bool,
+}
+
+impl TensorWriter<'_> {
+    /// Writes the tensor's next bytes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the tensor has fewer bytes; [`Error::Io`] when the system refuses.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        let path = self.path;
+        match self.write_all(bytes) {
+            Err(_) if self.refused => Err(self.too_many()),
+            written => written.map_err(Error::io("write", path)),
+        }
+    }
+
+    /// Bytes that the tensor still lacks.
+    pub fn left(&self) -> u64 {
+        self.left
+    }
+
+    fn too_many(&self) -> Error {
+        let (name, bytes) = (&self.entry.spec.name, self.entry.bytes());
+        Error::invalid(format!("tensor `{name}` has {bytes} bytes, more were written"))
+    }
+}
+
+/// For what writes to any writer, `std::io::copy` among them.
+impl Write for TensorWriter<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() as u64 > self.left {
+            self.refused = true;
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, self.too_many().to_string()));
+        }
+        let written = self.out.write(bytes)?;
+        self.left -= written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// A header whose names are unique and whose ranges follow each other.
+struct Header<'a> {
+    metadata: &'a BTreeMap<String, String>,
+    tensors: Vec<Entry<'a>>,
+}
+
+#[derive(Debug)]
+struct Entry<'a> {
+    spec: &'a TensorSpec,
+    begin: u64,
+    end: u64,
+}
+
+impl Entry<'_> {
+    fn bytes(&self) -> u64 {
+        self.end - self.begin
+    }
+}
+
+impl<'a> Header<'a> {
+    fn new(tensors: &'a [TensorSpec], metadata: &'a BTreeMap<String, String>) -> Result<Header<'a>> {
+        let names = tensors.iter().map(|t| t.name.as_str());
+        if let Some(name) = repeated([METADATA_KEY].into_iter().chain(names)) {
+            return Err(Error::invalid(match name {
+                METADATA_KEY => format!("a tensor cannot have the name `{METADATA_KEY}`"),
+                _ => format!("two tensors have the name `{name}`"),
+            }));
+        }
+        let mut begin = 0u64;
+        let entry = |spec: &'a TensorSpec| {
+            let TensorSpec { name, dtype, shape } = spec;
+            let bytes = dtype.bytes_of(shape);
+            let end = bytes.and_then(|bytes| begin.checked_add(bytes)).ok_or_else(|| {
+                Error::invalid(format!("tensor `{name}`: {dtype} {shape:?} does not end on a byte of a 64-bit file"))
+            })?;
+            Ok(Entry { spec, begin: std::mem::replace(&mut begin, end), end })
+        };
+        Ok(Header { metadata, tensors: tensors.iter().map(entry).collect::<Result<_>>()? })
+    }
+
+    /// The header's text, padded with blanks so that the tensors' bytes begin at a multiple of 8.
+    fn padded_json(&self, path: &Path) -> Result<Vec<u8>> {
+        let mut json = serde_json::to_vec(self).map_err(|e| Error::invalid(e.to_string()))?;
+        json.resize(json.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
+        let bytes = json.len() as u64;
+        if bytes > HEADER_LIMIT {
+            return Err(Error::file(path, None, FileFault::HeaderTooLarge { bytes, limit: HEADER_LIMIT }));
+        }
+        Ok(json)
+    }
+}
+
+impl Serialize for Header<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        if !self.metadata.is_empty() {
+            map.serialize_entry(METADATA_KEY, self.metadata)?;
+        }
+        for entry in &self.tensors {
+            map.serialize_entry(&entry.spec.name, entry)?;
+        }
+        map.end()
+    }
+}
+
+impl Serialize for Entry<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(3))?;
+        map.serialize_entry("dtype", &self.spec.dtype)?;
+        map.serialize_entry("shape", &self.spec.shape)?;
+        map.serialize_entry("data_offsets", &[self.begin, self.end])?;
+        map.end()
+    }
+}
+
+/// A file in the folder of the one it is to become; removed unless it does.
+#[derive(Debug)]
+struct Temporary {
+    out: BufWriter<File>,
+    /// None once it has become the other.
+    path: Option<PathBuf>,
+}
+
+impl Temporary {
+    fn beside(target: &Path) -> Result<Temporary> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        // A rename would fail on a folder only when all is written, and would replace a device or a pipe.
+        if target.file_name().is_none() || fs::metadata(target).is_ok_and(|m| !m.is_file()) {
+            let not_regular = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
+            return Err(Error::io("write", target)(not_regular));
+        }
+        loop {
+            let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+            let path = target.with_file_name(format!(".tensor-offload-{process}-{number}.tmp"));
+            match File::options().write(true).create_new(true).open(&path) {
+                Ok(file) => {
+                    let out = BufWriter::with_capacity(1 << 20, file);
+                    return Ok(Temporary { out, path: Some(path) });
+                }
+                // Left by a process that died and had the same number.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(Error::io("create", target)(error)),
+            }
+        }
+    }
+
+    fn rename_to(mut self, target: &Path) -> Result<()> {
+        self.out.flush().and_then(|()| self.out.get_ref().sync_all()).map_err(Error::io("write", target))?;
+        if let Some(path) = &self.path {
+            fs::rename(path, target).map_err(Error::io("replace", target))?;
+        }
+        self.path = None;
+        sync_folder_of(target);
+        Ok(())
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            // Only after an error, which is what the caller has to hear of.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Makes a new name in a folder last. Where the system cannot sync a folder, the name lasts by itself.
+fn sync_folder_of(file: &Path) {
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Ok(folder) = File::open(folder.unwrap_or(Path::new("."))) {
+        let _ = folder.sync_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+
+    fn write(path: &Path, tensors: &[TensorSpec], bytes: &[&[u8]]) -> Result<()> {
+        write_safetensors(path, tensors, &BTreeMap::new(), |index, out| out.put(bytes[index]))
+    }
+
+    fn names_in(folder: &Path) -> Vec<String> {
+        fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn the_order_given_is_kept_and_the_header_padded() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.safetensors");
+        let tensors = [
+            TensorSpec::new("z\"é", DType::U8, [3]),
+            TensorSpec::new("empty", DType::F8E4M3, [0]),
+            TensorSpec::new("a", DType::F32, []),
+            TensorSpec::new("six", DType::F6E2M3, [4]),
+        ];
+        let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+        let bytes: [&[u8]; 4] = [b"abc", b"", b"1234", b"xyz"];
+        write_safetensors(&path, &tensors, &metadata, |index, out| out.put(bytes[index])).unwrap();
+
+        let file = fs::read(&path).unwrap();
+        let header = u64::from_le_bytes(file[..8].try_into().unwrap());
+        assert_eq!(header % 8, 0);
+        assert!(file.ends_with(b"abc1234xyz"));
+        let read = safetensors::SafeTensors::deserialize(&file).unwrap();
+        for (spec, bytes) in tensors.iter().zip(bytes) {
+            let view = read.tensor(&spec.name).unwrap();
+            assert_eq!((view.data(), view.dtype().to_string()), (bytes, spec.dtype.to_string()));
+        }
+        let (_, head) = safetensors::SafeTensors::read_metadata(&file).unwrap();
+        assert_eq!(head.metadata().as_ref().unwrap()["format"], "pt");
+        assert_eq!(names_in(folder.path()), ["m.safetensors"]);
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_file_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.safetensors");
+        let tensors = [TensorSpec::new("a", DType::U8, [2]), TensorSpec::new("b", DType::U8, [2])];
+        write(&path, &tensors, &[b"12", b"34"]).unwrap();
+        let old = fs::read(&path).unwrap();
+        let cases: [(&[&[u8]; 2], &str); 2] =
+            [(&[b"12", b"3"], "`b` has 2 bytes, only 1"), (&[b"123", b"34"], "`a` has 2 bytes, more were written")];
+        for (bytes, message) in cases {
+            let error = write(&path, &tensors, bytes).unwrap_err();
+            assert!(error.to_string().contains(message), "{error}");
+        }
+        // An error that `fill` keeps to itself.
+        let kept = write_safetensors(&path, &tensors, &BTreeMap::new(), |_, out| {
+            let _ = out.put(b"123");
+            out.put(b"12")
+        });
+        assert_eq!(kept.unwrap_err().to_string(), "tensor `a` has 2 bytes, more were written");
+        let failed = write_safetensors(&path, &tensors, &BTreeMap::new(), |_, _| Err(Error::invalid("no more")));
+        assert_eq!(failed.unwrap_err().to_string(), "no more");
+        assert_eq!(fs::read(&path).unwrap(), old);
+        assert_eq!(names_in(folder.path()), ["m.safetensors"]);
+    }
+
+    #[test]
+    fn what_no_file_can_hold_is_refused_before_anything_is_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m.safetensors");
+        let spec = |name: &str, dtype, shape: &[u64]| TensorSpec::new(name, dtype, shape);
+        for tensors in [
+            vec![spec("a", DType::U8, &[]), spec("a", DType::U8, &[])],
+            vec![spec("__metadata__", DType::U8, &[])],
+            vec![spec("a", DType::F4, &[3])],
+            vec![spec("a", DType::U8, &[u64::MAX]), spec("b", DType::U8, &[1])],
+        ] {
+            assert_eq!(write(&path, &tensors, &[]).unwrap_err().kind(), ErrorKind::Invalid);
+        }
+        for path in [folder.path().to_owned(), folder.path().join("none/m.safetensors"), "/dev/null".into(), "".into()]
+        {
+            assert_eq!(write(&path, &[], &[]).unwrap_err().kind(), ErrorKind::Io);
+        }
+        assert_eq!(names_in(folder.path()), [""; 0]);
+    }
+}

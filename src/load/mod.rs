@@ -1,0 +1,100 @@
+//! Load, patch, distribute: from files to where the plan wants every module.
+//!
+//! A module that lives on the host is read straight into the memory it stays in and patched there. One that
+//! lives elsewhere is read piece by piece through a small ring of staging buffers, or, when an adapter changes
+//! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
+
+mod model;
+mod progress;
+mod reservation;
+mod ring;
+mod worker;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub use model::{LoadReport, Model, Residency, TensorView, WeightStore};
+pub use progress::{Cancel, Progress};
+pub use reservation::Reservation;
+
+use crate::adapter::Patches;
+use crate::checkpoint::{Checkpoint, Layout};
+use crate::error::Result;
+use crate::plan::Plan;
+use crate::registry::Registry;
+
+/// Brings checkpoints to where plans want them.
+///
+/// ```
+/// use tensor_offload::{Checkpoint, Loader, Patches, Planner, Registry};
+/// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+/// let devices = Registry::system();
+/// let checkpoint = Checkpoint::open(path)?;
+/// let patches = Patches::none(checkpoint.layout());
+/// let plan = Planner::new(patches.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+/// let model = Loader::new(&devices).load(&checkpoint, &patches, &plan)?;
+/// assert_eq!(model.report().bytes, patches.layout().bytes());
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Loader<'a> {
+    registry: &'a Registry,
+    workers: usize,
+    deadline: Duration,
+    progress: Option<&'a dyn Progress>,
+    cancel: Cancel,
+}
+
+impl<'a> Loader<'a> {
+    /// A loader with a worker per core (8 at most) and no deadline under five minutes.
+    pub fn new(registry: &'a Registry) -> Loader<'a> {
+        let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
+        Loader { registry, workers, deadline: Duration::from_secs(300), progress: None, cancel: Cancel::new() }
+    }
+
+    /// Sets how many threads read and patch, at least one.
+    #[must_use]
+    pub fn workers(mut self, workers: usize) -> Loader<'a> {
+        self.workers = workers.max(1);
+        self
+    }
+
+    /// Sets how long one copy may take before the load gives up.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Loader<'a> {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Tells `progress` how many bytes are in place.
+    #[must_use]
+    pub fn progress(mut self, progress: &'a dyn Progress) -> Loader<'a> {
+        self.progress = Some(progress);
+        self
+    }
+
+    /// Stops when `cancel` is set.
+    #[must_use]
+    pub fn cancel(mut self, cancel: &Cancel) -> Loader<'a> {
+        self.cancel = cancel.clone();
+        self
+    }
+
+    /// Reads `checkpoint`, applies `patches`, and places every module as `plan` says.
+    ///
+    /// All memory is reserved before the first byte is read. The bytes are the same whatever the plan.
+    ///
+    /// # Errors
+    /// What reading, patching and allocating meet; [`Invalid`](crate::Error::Invalid) when the plan is of another
+    /// model; [`Cancelled`](crate::Error::Cancelled). Whatever the error, all memory is given back first.
+    pub fn load(&self, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
+        plan.verify(patches.layout())?;
+        let start = Instant::now();
+        let mut reservation = Reservation::take(self.registry, plan)?;
+        let job = worker::Job::new(self, checkpoint, patches, plan, &reservation)?;
+        let homes = job.run(self.workers, &mut reservation)?;
+        let layout: Arc<Layout> = Arc::new(patches.layout().clone());
+        let model = Model::assemble(layout, plan, homes, reservation, self.registry)?;
+        Ok(model.with_report(job.report(start.elapsed())))
+    }
+}

@@ -1,0 +1,308 @@
+//! A model in memory: every module where its plan wants it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::Reservation;
+use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Transfer};
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Layout, TensorInfo};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+use crate::plan::Plan;
+use crate::registry::Registry;
+
+/// A loaded model. Its memory is given back when the last owner drops it.
+pub struct Model {
+    layout: Arc<Layout>,
+    plan: Plan,
+    store: Arc<WeightStore>,
+    residency: Residency,
+    devices: BTreeMap<DeviceId, Arc<dyn Device>>,
+    host: Arc<dyn Device>,
+    places: Vec<Range<usize>>,
+    by_name: HashMap<String, usize>,
+    report: LoadReport,
+}
+
+/// The modules that live away from the compute device: read-only, shared by all who stream them.
+#[derive(Debug)]
+pub struct WeightStore {
+    /// For each module its memory; none when it is resident or another module owns its storage.
+    homes: Vec<Option<Buf>>,
+}
+
+/// What a model holds on its compute device: resident modules, and the slots for streamed layers.
+#[derive(Debug)]
+pub struct Residency {
+    device: Arc<dyn Device>,
+    homes: Vec<Option<Buf>>,
+    /// The slots, while no [`Streamer`](crate::Streamer) has them.
+    slots: Mutex<Option<Vec<Buf>>>,
+    /// Slots that must not be filled again.
+    withdrawn: Mutex<Vec<Buf>>,
+}
+
+/// How a load went.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// Bytes placed.
+    pub bytes: u64,
+    /// Modules placed.
+    pub modules: usize,
+    /// Tensors that adapters changed.
+    pub patched: usize,
+    /// Values that the storage type could not hold and that were set to its largest.
+    pub saturated: u64,
+    /// The time that it took.
+    pub time: Duration,
+}
+
+impl Model {
+    /// Takes the slots out of the reservation and checks that nothing else is left of it.
+    pub(super) fn assemble(
+        layout: Arc<Layout>,
+        plan: &Plan,
+        homes: Vec<Option<Buf>>,
+        mut reservation: Reservation,
+        registry: &Registry,
+    ) -> Result<Model> {
+        let (compute, slots) = (plan.compute(), plan.slots());
+        let slot = |_| reservation.alloc(compute, slots.bytes_each, MemoryKind::Arena).map(BufMut::freeze);
+        let slots = (0..slots.count).map(slot).collect::<Result<Vec<_>>>()?;
+        let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
+        if let Some(id) = devices.keys().find(|id| reservation.left(**id) > 0) {
+            let left = reservation.left(*id);
+            return Err(Error::invalid(format!("{left} bytes that the plan counts on {id} were not allocated")));
+        }
+        let device = devices.get(&compute).cloned().map_or_else(|| registry.device(compute), Ok)?;
+        let (resident, away): (Vec<_>, Vec<_>) = homes
+            .into_iter()
+            .map(|home| match home {
+                Some(buf) if buf.device() == compute => (Some(buf), None),
+                other => (None, other),
+            })
+            .unzip();
+        Ok(Model {
+            places: places(&layout),
+            by_name: layout.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect(),
+            layout,
+            plan: plan.clone(),
+            store: Arc::new(WeightStore { homes: away }),
+            residency: Residency {
+                device,
+                homes: resident,
+                slots: Mutex::new(Some(slots)),
+                withdrawn: Mutex::default(),
+            },
+            devices,
+            host: registry.staging_host()?,
+            report: LoadReport::default(),
+        })
+    }
+
+    pub(super) fn with_report(mut self, report: LoadReport) -> Model {
+        self.report = report;
+        self
+    }
+
+    /// Its tensors, modules and layers, after patching.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Where everything is.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// How its load went.
+    pub fn report(&self) -> &LoadReport {
+        &self.report
+    }
+
+    /// What it holds on its compute device.
+    pub fn residency(&self) -> &Residency {
+        &self.residency
+    }
+
+    /// What it keeps elsewhere.
+    pub fn store(&self) -> &Arc<WeightStore> {
+        &self.store
+    }
+
+    /// The bytes that it holds on each device, slots included.
+    pub fn bytes(&self) -> BTreeMap<DeviceId, u64> {
+        let share = |share: &crate::plan::DevicePlan| (share.id, share.bytes + share.slots);
+        self.plan.devices().iter().map(share).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// The tensor `name` where it lives.
+    pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        let tensor = *self.by_name.get(name)?;
+        let buf = self.home(self.owner(tensor))?;
+        Some(TensorView { info: &self.layout.tensors[tensor], buf, place: self.place(tensor) })
+    }
+
+    /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor or `dst` is of another length; whatever the copy meets.
+    pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
+        let view = self.tensor(name).ok_or_else(|| Error::invalid(format!("there is no tensor `{name}`")))?;
+        self.download(&view, dst)
+    }
+
+    /// Copies what a view shows to host memory.
+    pub(crate) fn download(&self, view: &TensorView<'_>, dst: &mut [u8]) -> Result<()> {
+        if dst.len() != view.place.len() {
+            let (name, bytes, room) = (&view.info.name, view.place.len(), dst.len());
+            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, the room given is {room}")));
+        }
+        if let Some(bytes) = view.buf.host(DEADLINE)? {
+            dst.copy_from_slice(&bytes[view.place.clone()]);
+            return Ok(());
+        }
+        let device = self.device(view.buf.device())?;
+        let staging = self.host.alloc(dst.len(), MemoryKind::Pinned)?;
+        let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
+        let flight = device.stream(Role::Download)?.copy(Transfer::new(vec![piece], staging)?)?;
+        let landed = flight.landed(DEADLINE)?.freeze();
+        let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
+        dst.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    /// The memory of a module where it lives, none when another module owns its storage.
+    pub(crate) fn home(&self, module: usize) -> Option<&Buf> {
+        self.residency.homes[module].as_ref().or(self.store.homes[module].as_ref())
+    }
+
+    /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
+    pub(crate) fn owner(&self, tensor: usize) -> usize {
+        self.layout.module_of[self.layout.storage[tensor]]
+    }
+
+    /// Where a tensor's bytes lie in the memory of its owner.
+    pub(crate) fn place(&self, tensor: usize) -> Range<usize> {
+        self.places[self.layout.storage[tensor]].clone()
+    }
+
+    /// The place of the tensor `name` in the layout.
+    pub(crate) fn find(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+
+    pub(crate) fn device(&self, id: DeviceId) -> Result<&Arc<dyn Device>> {
+        self.devices.get(&id).ok_or_else(|| Error::invalid(format!("the model has nothing on {id}")))
+    }
+
+    pub(crate) fn host(&self) -> &Arc<dyn Device> {
+        &self.host
+    }
+}
+
+/// How long reading a tensor back may take.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+impl fmt::Debug for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model")
+            .field("modules", &self.layout.modules.len())
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Residency {
+    /// The compute device.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    /// Takes the slots, for one streamer at a time.
+    pub(crate) fn take_slots(&self) -> Option<Vec<Buf>> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Gives the slots back.
+    pub(crate) fn return_slots(&self, slots: Vec<Buf>) {
+        *self.slots.lock().unwrap_or_else(PoisonError::into_inner) = Some(slots);
+    }
+
+    /// Keeps a slot from ever being filled again: held here, it has another owner until the model is dropped.
+    pub(crate) fn withdraw(&self, slot: Option<Buf>) {
+        self.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).extend(slot);
+    }
+}
+
+/// A tensor in some device's memory.
+#[derive(Clone, Debug)]
+pub struct TensorView<'a> {
+    info: &'a TensorInfo,
+    buf: &'a Buf,
+    place: Range<usize>,
+}
+
+impl<'a> TensorView<'a> {
+    pub(crate) fn new(info: &'a TensorInfo, buf: &'a Buf, place: Range<usize>) -> TensorView<'a> {
+        TensorView { info, buf, place }
+    }
+
+    /// Its name, element type and shape.
+    pub fn info(&self) -> &'a TensorInfo {
+        self.info
+    }
+
+    /// The device that holds it.
+    pub fn device(&self) -> DeviceId {
+        self.buf.device()
+    }
+
+    /// The buffer that holds it, beside others of its module or layer.
+    pub fn buf(&self) -> &'a Buf {
+        self.buf
+    }
+
+    /// Its bytes in that buffer. They begin at a multiple of its element's size, the first tensor of a module
+    /// at a multiple of 64.
+    pub fn place(&self) -> Range<usize> {
+        self.place.clone()
+    }
+}
+
+impl fmt::Display for LoadReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.time.as_secs_f64();
+        write!(f, "{} in {} modules, {} tensors patched, ", ByteSize(self.bytes).human(), self.modules, self.patched)?;
+        write!(f, "{seconds:.3} s ({:.2} GB/s)", self.bytes as f64 / seconds.max(1e-9) / 1e9)?;
+        if self.saturated > 0 {
+            write!(f, ", {} values saturated", self.saturated)?;
+        }
+        Ok(())
+    }
+}
+
+/// For each tensor where its bytes lie in its module's memory. The tensors with the largest elements come
+/// first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
+pub(super) fn places(layout: &Layout) -> Vec<Range<usize>> {
+    let mut places = vec![0..0; layout.tensors.len()];
+    for module in &layout.modules {
+        let mut own: Vec<usize> = module.tensors.iter().copied().filter(|&t| layout.storage[t] == t).collect();
+        let tensor = |t: usize| &layout.tensors[t];
+        own.sort_by_key(|&t| std::cmp::Reverse((tensor(t).dtype.bits(), tensor(t).bytes)));
+        let mut at = 0;
+        for t in own {
+            let end = at + tensor(t).bytes as usize;
+            places[t] = at..end;
+            at = end;
+        }
+    }
+    places
+}

@@ -1,0 +1,71 @@
+//! Taking the memory of a plan on all devices, or none of it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::backend::{BufMut, Charge, Device, MemoryKind};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+use crate::plan::Plan;
+use crate::registry::Registry;
+
+/// The memory of a plan, taken on every device that it uses: weights, and slots on the compute device.
+///
+/// The plan's reserve is not taken; it is the caller's, for activations.
+#[derive(Debug)]
+pub struct Reservation {
+    devices: BTreeMap<DeviceId, Arc<dyn Device>>,
+    charges: BTreeMap<DeviceId, Charge>,
+}
+
+impl Reservation {
+    /// Opens the plan's devices and reserves what it puts on each. Devices that get nothing are not opened,
+    /// but for the compute device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] naming the device that has too little right now; nothing is taken then.
+    pub fn take(registry: &Registry, plan: &Plan) -> Result<Reservation> {
+        let mut reservation = Reservation { devices: BTreeMap::new(), charges: BTreeMap::new() };
+        for share in plan.devices() {
+            let bytes = share.bytes.saturating_add(share.slots);
+            if bytes == 0 && share.id != plan.compute() {
+                continue;
+            }
+            let device = registry.device(share.id)?;
+            let available = device.memory()?.available();
+            if bytes > available {
+                let (device, limit) = (share.id, device.ledger().limit());
+                return Err(Error::OutOfMemory { device, requested: bytes, available, limit });
+            }
+            reservation.charges.insert(share.id, device.ledger().charge(bytes)?);
+            reservation.devices.insert(share.id, device);
+        }
+        Ok(reservation)
+    }
+
+    /// The devices of the plan, open.
+    pub fn devices(&self) -> impl Iterator<Item = &Arc<dyn Device>> {
+        self.devices.values()
+    }
+
+    /// The device `id`, where the plan uses it.
+    pub fn device(&self, id: DeviceId) -> Option<&Arc<dyn Device>> {
+        self.devices.get(&id)
+    }
+
+    /// What is reserved on `id` and not allocated yet.
+    pub fn left(&self, id: DeviceId) -> u64 {
+        self.charges.get(&id).map_or(0, Charge::bytes)
+    }
+
+    /// Allocates a part of what is reserved on `id`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when less is left, or when the device refuses.
+    pub fn alloc(&mut self, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
+        let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
+            return Err(Error::invalid(format!("the plan reserves nothing on {id}")));
+        };
+        device.allocate(charge.split(bytes)?, kind)
+    }
+}

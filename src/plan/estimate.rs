@@ -1,0 +1,109 @@
+//! How long a pass takes at least.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::value::{Plan, Use};
+use crate::device::{Bandwidth, DeviceId, Topology};
+
+/// The time of one pass through the network when transfers and compute overlap fully: the largest of the
+/// compute time and of each segment's bytes over its bandwidth.
+///
+/// A floor, not a forecast: a stream reaches it when its bytes are spread evenly over the layers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Estimate {
+    /// The time of the pass.
+    pub pass: Duration,
+    /// The time of the compute alone.
+    pub compute: Duration,
+    /// The segments that bytes pass, slowest first.
+    pub segments: Vec<SegmentTime>,
+}
+
+/// What one segment of the topology has to carry in a pass.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct SegmentTime {
+    /// Its name in the topology.
+    pub name: String,
+    /// The bytes that pass it.
+    pub bytes: u64,
+    /// Its speed.
+    pub bandwidth: Bandwidth,
+    /// `bytes` over `bandwidth`.
+    pub time: Duration,
+}
+
+impl Plan {
+    /// The time of a pass over `topology`, `compute` being what the network itself takes.
+    ///
+    /// Bytes of a device whose memory the compute device cannot reach go through the host, so they pass the
+    /// segments of both ways. Where no link is known, transfers take no time.
+    pub fn estimate(&self, topology: &Topology, compute: Duration) -> Estimate {
+        let mut bytes = vec![0u64; topology.segments().len()];
+        for device in self.devices() {
+            for segment in way(topology, device.id, self.compute()) {
+                bytes[segment] = bytes[segment].saturating_add(device.streamed);
+            }
+        }
+        let loaded = topology.segments().iter().zip(bytes).filter(|(_, bytes)| *bytes > 0);
+        let time = |(segment, bytes): (&crate::device::Segment, u64)| SegmentTime {
+            name: segment.name.clone(),
+            bytes,
+            bandwidth: segment.bandwidth,
+            time: segment.bandwidth.time(bytes),
+        };
+        let mut segments: Vec<SegmentTime> = loaded.map(time).collect();
+        segments.sort_by_key(|segment| std::cmp::Reverse(segment.time));
+        let pass = segments.first().map_or(compute, |slowest| slowest.time.max(compute));
+        Estimate { pass, compute, segments }
+    }
+
+    /// The bytes that move to the compute device in each pass.
+    pub fn streamed_bytes(&self) -> u64 {
+        self.devices().iter().fold(0, |sum, d| sum.saturating_add(d.streamed))
+    }
+
+    /// How many layers have a part that is streamed.
+    pub fn streamed_layers(&self) -> usize {
+        let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
+        layers.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count()
+    }
+}
+
+impl Estimate {
+    /// The segment that bounds the pass; none where the compute does.
+    pub fn bound(&self) -> Option<&SegmentTime> {
+        self.segments.first().filter(|slowest| slowest.time > self.compute)
+    }
+}
+
+/// The segments from `from` to the compute device `to`, one as often as bytes pass it.
+fn way(topology: &Topology, from: DeviceId, to: DeviceId) -> Vec<usize> {
+    if topology.reaches(to, from) {
+        return topology.route(from, to);
+    }
+    let mut way = topology.route(from, DeviceId::CPU);
+    way.extend(topology.route(DeviceId::CPU, to));
+    way
+}
+
+impl fmt::Display for Estimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a pass takes {:.3} s, ", self.pass.as_secs_f64())?;
+        match self.bound() {
+            Some(SegmentTime { name, bytes, bandwidth, .. }) => {
+                let gb = *bytes as f64 / 1e9;
+                write!(
+                    f,
+                    "bound by {name} ({gb:.2} GB at {bandwidth} GB/s; compute {:.3} s)",
+                    self.compute.as_secs_f64()
+                )
+            }
+            None => f.write_str("bound by the compute"),
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! Where every module of a model lives: a pure function of layout, machine and allocation.
+//!
+//! [`Planner`] resolves the allocation's quotas to bytes (`quota`), places the modules (`place`, `spread`,
+//! `uniform`), works out what streaming needs (`traffic`) and checks that the devices hold it (`fit`). The
+//! [`Plan`] that comes out is a value: it prints, serialises, compares, and estimates the time of a pass.
+
+mod estimate;
+mod fit;
+mod pattern;
+mod place;
+mod planner;
+mod quota;
+mod spread;
+mod table;
+mod traffic;
+mod uniform;
+mod value;
+
+pub use estimate::{Estimate, SegmentTime};
+pub use planner::Planner;
+pub use value::{Assignment, DevicePlan, Order, Plan, Slots, Unit, Use};

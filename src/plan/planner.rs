@@ -1,0 +1,259 @@
+//! The planner: inputs in, a checked plan out.
+
+use std::sync::Arc;
+
+use super::fit;
+use super::pattern::matches;
+use super::place::Placement;
+use super::quota::Quotas;
+use super::traffic::{Placed, Traffic};
+use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Unit, Use};
+use crate::allocation::{Allocation, Mode};
+use crate::bytes::ByteSize;
+use crate::checkpoint::Layout;
+use crate::device::{DeviceId, DeviceKind, Machine};
+use crate::error::{Error, Result};
+
+/// The most bytes that can be planned; products of two such numbers stay within `u128`.
+const MOST_BYTES: u64 = 1 << 63;
+
+/// Decides where every module of a model lives. Pure: opens no device and no file.
+///
+/// ```
+/// use tensor_offload::checkpoint::Layout;
+/// use tensor_offload::{DeviceId, Machine, Order, Planner};
+/// let layout = Layout::blocks([1 << 30; 10]);
+/// let machine = Machine::described(&["cuda:0=24gib".parse()?, "cpu=64gib".parse()?]);
+/// let plan = Planner::new(&layout, &machine).allocation("cuda:0,50%;cpu,*".parse()?).order(Order::Sequential).plan()?;
+/// assert_eq!(plan.device(DeviceId::cuda(0)).unwrap().modules, 5);
+/// assert_eq!(plan.slots().count, 3);
+/// println!("{plan}");
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+#[must_use = "a planner does nothing until `plan`"]
+pub struct Planner<'a> {
+    layout: &'a Layout,
+    machine: &'a Machine,
+    allocation: Option<Allocation>,
+    compute: Option<DeviceId>,
+    order: Order,
+    unit: Unit,
+    depth: usize,
+    reserve: u64,
+    scratch: u64,
+    pinned_cap: Option<ByteSize>,
+    resident: Vec<String>,
+    in_place: Vec<String>,
+}
+
+impl<'a> Planner<'a> {
+    /// A plan of `layout` for `machine` with everything on the compute device, until told otherwise.
+    pub fn new(layout: &'a Layout, machine: &'a Machine) -> Planner<'a> {
+        Planner {
+            layout,
+            machine,
+            allocation: None,
+            compute: None,
+            order: Order::default(),
+            unit: Unit::default(),
+            depth: 2,
+            reserve: 0,
+            scratch: 0,
+            pinned_cap: default_pinned_cap(machine),
+            resident: Vec::new(),
+            in_place: Vec::new(),
+        }
+    }
+
+    /// Which device takes how much. Default: everything on the compute device.
+    pub fn allocation(mut self, allocation: Allocation) -> Self {
+        self.allocation = Some(allocation);
+        self
+    }
+
+    /// The device that computes. The allocation's own (after `#`) comes before it. Default: the first device
+    /// of the machine that is neither host nor disk, else `cpu`.
+    pub fn compute(mut self, device: DeviceId) -> Self {
+        self.compute = Some(device);
+        self
+    }
+
+    /// How the modules are spread; mode virtual has an order of its own. Default: [`Order::Interleaved`].
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// What an interleaved order spreads. Default: [`Unit::Module`].
+    pub fn unit(mut self, unit: Unit) -> Self {
+        self.unit = unit;
+        self
+    }
+
+    /// How many layers are brought ahead of the one in use; each takes a slot. Default: 2.
+    pub fn depth(mut self, layers: usize) -> Self {
+        self.depth = layers;
+        self
+    }
+
+    /// Memory that the caller keeps on the compute device for activations. Default: 0.
+    pub fn reserve(mut self, size: ByteSize) -> Self {
+        self.reserve = size.get();
+        self
+    }
+
+    /// Bytes that patching needs on the compute device; they may use the memory of the slots. Default: 0.
+    pub fn scratch(mut self, bytes: u64) -> Self {
+        self.scratch = bytes;
+        self
+    }
+
+    /// Places the modules of this name first, on the compute device, within its quota. `*` stands for any
+    /// run of characters; may be called several times.
+    pub fn keep_resident(mut self, pattern: impl Into<String>) -> Self {
+        self.resident.push(pattern.into());
+        self
+    }
+
+    /// Lets the modules of this name be used where they live instead of streamed, as experts that the caller
+    /// runs on the host. `*` stands for any run of characters; may be called several times.
+    pub fn in_place(mut self, pattern: impl Into<String>) -> Self {
+        self.in_place.push(pattern.into());
+        self
+    }
+
+    /// The most host memory that streamed weights may pin; none for no limit. Default:
+    /// `max(0.4 R, min(0.9 R, R - 4 GiB))` of the host's `R` bytes, as ComfyUI does on Linux.
+    pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
+        self.pinned_cap = cap;
+        self
+    }
+
+    /// Places every module and checks that the devices hold the result.
+    ///
+    /// # Errors
+    /// [`Error::UnknownDevice`] for a device that the machine lacks; [`Error::DoesNotFit`] with the device,
+    /// the term and the bytes short; [`Error::DuplicateDevice`] when the allocation names the compute device
+    /// by name and without; [`Error::Invalid`] for more than 2^63 bytes.
+    pub fn plan(&self) -> Result<Plan> {
+        let total = self.total()?;
+        let compute = self.compute_device();
+        let everything = Allocation::all_on(compute);
+        let allocation = self.allocation.as_ref().unwrap_or(&everything);
+        let quotas = Quotas::new(allocation, self.machine, compute, total)?;
+        let mut placement = Placement::new(self.layout, &quotas);
+        placement.keep_first(|name| any(&self.resident, name), total);
+        let order = if allocation.mode() == Mode::Virtual { Order::Sequential } else { self.order };
+        match (allocation.virtual_vram(), order) {
+            (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
+                placement.virtual_vram(virtual_vram.bytes().unwrap_or(u64::MAX), self.machine)?;
+            }
+            (_, Order::Sequential) => placement.sequential(),
+            (_, Order::Interleaved) if self.unit == Unit::Module => placement.interleaved(),
+            (_, Order::Interleaved) => placement.uniform(),
+        }
+        let (home, mut warnings) = placement.finish();
+        warnings.extend(self.idle_patterns());
+        let (devices, assignments, traffic) = self.assemble(&quotas, compute, &home)?;
+        fit::check(self.machine, &devices, &assignments, self.largest_streamed(&traffic))?;
+        let (mode, unit, depth, slots) = (allocation.mode(), self.unit, self.depth, traffic.slots);
+        Plan::new(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings })
+    }
+
+    fn total(&self) -> Result<u64> {
+        let sum = self.layout.modules.iter().try_fold(0u64, |sum, module| sum.checked_add(module.bytes));
+        sum.filter(|&bytes| bytes <= MOST_BYTES).ok_or_else(|| Error::invalid("the model has more than 2^63 bytes"))
+    }
+
+    fn compute_device(&self) -> DeviceId {
+        let accelerator = |id: &DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
+        let named = self.allocation.as_ref().and_then(Allocation::compute).or(self.compute);
+        named.or_else(|| self.machine.ids().find(accelerator)).unwrap_or(DeviceId::CPU)
+    }
+
+    fn assemble(
+        &self,
+        quotas: &Quotas,
+        compute: DeviceId,
+        home: &[usize],
+    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Traffic)> {
+        let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
+        let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
+        let pinned_cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
+        let traffic = placed.traffic(|name| any(&self.in_place, name));
+        let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
+        let assignment = |(index, module): (usize, &crate::checkpoint::Module)| {
+            let bin = home[index];
+            bytes[bin] += module.bytes;
+            modules[bin] += 1;
+            let usage = traffic.usage[index];
+            let staged = usage == Use::Streamed && traffic.staged[index];
+            let name = Arc::from(module.name.as_str());
+            Assignment {
+                module: name,
+                index,
+                layer: module.layer,
+                device: ids[bin],
+                usage,
+                staged,
+                bytes: module.bytes,
+            }
+        };
+        let assignments = layout.modules.iter().enumerate().map(assignment).collect();
+        let mut devices = Vec::with_capacity(ids.len());
+        for (bin, moved) in quotas.bins.iter().zip(&traffic.bins).enumerate().map(|(i, (b, t))| ((i, b), t)) {
+            let (index, bin) = bin;
+            let computes = bin.device == compute;
+            let info = match self.machine.device(bin.device) {
+                Ok(info) => info,
+                // The host that nobody named and nothing goes to.
+                Err(_) if modules[index] == 0 => continue,
+                Err(unknown) => return Err(unknown),
+            };
+            devices.push(DevicePlan {
+                id: bin.device,
+                quota: bin.quoted.then_some(bin.cap),
+                bytes: bytes[index],
+                modules: modules[index],
+                streamed: moved.streamed,
+                staged: moved.staged,
+                pinned: moved.pinned,
+                slots: if computes { traffic.slots.bytes() } else { 0 },
+                scratch: if computes { self.scratch } else { 0 },
+                reserve: if computes { self.reserve } else { 0 },
+                total: info.total,
+                free: info.free,
+            });
+        }
+        devices.sort_by_key(|device| device.id);
+        Ok((devices, assignments, traffic))
+    }
+
+    /// The name of the layer that the slots are made for.
+    fn largest_streamed(&self, traffic: &Traffic) -> Option<&str> {
+        let streamed = |&module: &usize| traffic.usage[module] == Use::Streamed;
+        let bytes = |module: usize| self.layout.modules[module].bytes;
+        let of = |modules: &[usize]| modules.iter().copied().filter(streamed).map(bytes).sum::<u64>();
+        let layers = self.layout.layers.iter().rev();
+        layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
+    }
+
+    /// Warnings for patterns that name nothing.
+    fn idle_patterns(&self) -> impl Iterator<Item = String> {
+        let idle = |pattern: &&String| !self.layout.modules.iter().any(|module| matches(pattern, &module.name));
+        let patterns = self.resident.iter().chain(&self.in_place);
+        patterns.filter(idle).map(|pattern| format!("no module is named like `{pattern}`"))
+    }
+}
+
+fn any(patterns: &[String], name: &str) -> bool {
+    patterns.iter().any(|pattern| matches(pattern, name))
+}
+
+fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
+    let host = machine.device(DeviceId::CPU).ok()?.total;
+    let percent = |n: u64| host / 100 * n;
+    Some(ByteSize(percent(40).max(percent(90).min(host.saturating_sub(4 << 30)))))
+}

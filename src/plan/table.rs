@@ -1,0 +1,85 @@
+//! A plan as a table for people.
+
+use std::fmt;
+
+use super::value::{DevicePlan, Order, Plan, Unit, Use};
+use crate::bytes::ByteSize;
+
+const HEADS: [&str; 8] = ["device", "quota", "weights", "modules", "slots", "reserve", "total", "free"];
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let unit = match (self.order(), self.unit()) {
+            (Order::Interleaved, Unit::Uniform) => " by roles and whole layers",
+            (Order::Interleaved, Unit::Module) => " by module",
+            _ => "",
+        };
+        let (mode, order, compute, depth) = (self.mode(), self.order(), self.compute(), self.depth());
+        writeln!(f, "mode {mode}, {order}{unit}, compute on {compute}, depth {depth}")?;
+        let rows: Vec<[String; 8]> = self.devices().iter().map(|device| self.row(device)).collect();
+        let width =
+            |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0).max(HEADS[column].len());
+        let widths: [usize; 8] = std::array::from_fn(width);
+        write_row(f, &HEADS, &widths)?;
+        for row in &rows {
+            write_row(f, &row.each_ref().map(String::as_str), &widths)?;
+        }
+        self.write_streaming(f)?;
+        for warning in self.warnings() {
+            write!(f, "\nwarning: {warning}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    fn row(&self, device: &DevicePlan) -> [String; 8] {
+        let human = |bytes: u64| ByteSize(bytes).human().to_string();
+        let or_dash = |bytes: Option<u64>| bytes.map_or("-".to_owned(), human);
+        let (slots, here) = (self.slots(), device.id == self.compute());
+        let slots = match device.scratch > device.slots {
+            true => format!("{} for patching", human(device.scratch)),
+            false if here && slots.count > 0 => format!("{} x {}", slots.count, human(slots.bytes_each)),
+            false => "-".to_owned(),
+        };
+        [
+            device.id.to_string(),
+            or_dash(device.quota),
+            human(device.bytes),
+            device.modules.to_string(),
+            slots,
+            if here { human(device.reserve) } else { "-".to_owned() },
+            human(device.total),
+            or_dash(device.free),
+        ]
+    }
+
+    fn write_streaming(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let human = |bytes: u64| ByteSize(bytes).human();
+        let (layers, bytes) = (self.streamed_layers(), self.streamed_bytes());
+        if layers == 0 {
+            write!(f, "nothing is streamed")?;
+        } else {
+            let pinned = self.devices().iter().map(|d| d.pinned).sum();
+            let staged = self.devices().iter().fold(0u64, |sum, d| sum.saturating_add(d.staged));
+            let layers = format!("{layers} layer{}", if layers == 1 { "" } else { "s" });
+            write!(f, "{layers} streamed, {} a pass: ", human(bytes))?;
+            write!(f, "{} pinned, {} through staging", human(pinned), human(staged))?;
+        }
+        let in_place = self.assignments().iter().filter(|a| a.usage == Use::InPlace);
+        let (modules, bytes) = in_place.fold((0usize, 0u64), |(n, sum), a| (n + 1, sum + a.bytes));
+        if modules > 0 {
+            write!(f, "; {modules} modules used in place, {}", human(bytes))?;
+        }
+        Ok(())
+    }
+}
+
+/// The first column to the left, the others to the right.
+fn write_row(f: &mut fmt::Formatter<'_>, cells: &[&str; 8], widths: &[usize; 8]) -> fmt::Result {
+    write!(f, "{:<width$}", cells[0], width = widths[0])?;
+    for (cell, width) in cells.iter().zip(widths).skip(1) {
+        write!(f, "  {cell:>width$}")?;
+    }
+    writeln!(f)
+}

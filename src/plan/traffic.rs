@@ -1,0 +1,105 @@
+//! What a placement makes move in every pass, and the memory that this takes.
+
+use super::value::{Slots, Use};
+use crate::checkpoint::Layout;
+use crate::device::{DeviceId, DeviceKind, Topology};
+
+/// The inputs: where every module lives and what decides its use.
+pub(super) struct Placed<'a> {
+    pub(super) layout: &'a Layout,
+    pub(super) topology: &'a Topology,
+    pub(super) compute: DeviceId,
+    /// Bin -> device.
+    pub(super) devices: &'a [DeviceId],
+    /// Module -> bin.
+    pub(super) home: &'a [usize],
+    pub(super) depth: usize,
+    /// The most that may be pinned on the host, in bytes.
+    pub(super) pinned_cap: u64,
+}
+
+/// What moves.
+#[derive(Debug)]
+pub(super) struct Traffic {
+    /// Module -> use.
+    pub(super) usage: Vec<Use>,
+    /// Module -> whether it passes the staging buffers, if it is streamed.
+    pub(super) staged: Vec<bool>,
+    /// For each bin.
+    pub(super) bins: Vec<BinTraffic>,
+    pub(super) slots: Slots,
+}
+
+/// The bytes of one bin that move, pass the staging buffers, and are pinned.
+#[derive(Clone, Debug, Default)]
+pub(super) struct BinTraffic {
+    pub(super) streamed: u64,
+    pub(super) staged: u64,
+    pub(super) pinned: u64,
+}
+
+impl Placed<'_> {
+    pub(super) fn traffic(&self, in_place: impl Fn(&str) -> bool) -> Traffic {
+        let modules = self.layout.modules.iter().zip(self.home);
+        let usage = modules.map(|(module, &bin)| match self.devices[bin] == self.compute {
+            true => Use::Resident,
+            false if in_place(&module.name) => Use::InPlace,
+            false => Use::Streamed,
+        });
+        let usage: Vec<Use> = usage.collect();
+        let mut bins = vec![BinTraffic::default(); self.devices.len()];
+        let staged = self.staged(&usage, &mut bins);
+        let slots = self.slots(&usage, &staged, &mut bins);
+        Traffic { usage, staged, bins, slots }
+    }
+
+    /// Pins what is streamed from the host, in order, up to the cap. -> module -> whether it is staged.
+    fn staged(&self, usage: &[Use], bins: &mut [BinTraffic]) -> Vec<bool> {
+        let stages: Vec<bool> = self.devices.iter().map(|&device| self.stages(device)).collect();
+        let mut pinned = 0u64;
+        let mut staged: Vec<bool> = self.home.iter().map(|&bin| stages[bin]).collect();
+        for (index, module) in self.layout.modules.iter().enumerate() {
+            let bin = self.home[index];
+            let pinnable = self.devices[bin].is_host() && !self.compute.is_host();
+            if pinnable && usage[index] == Use::Streamed && module.alias_of.is_none() {
+                staged[index] = module.bytes > self.pinned_cap.saturating_sub(pinned);
+                if !staged[index] {
+                    pinned += module.bytes;
+                    bins[bin].pinned += module.bytes;
+                }
+            }
+        }
+        for (index, module) in self.layout.modules.iter().enumerate() {
+            if let Some(owner) = module.alias_of {
+                staged[index] = staged[owner];
+            }
+        }
+        staged
+    }
+
+    /// Whether pageable bytes of `device` pass the staging buffers on their way to the compute device.
+    fn stages(&self, device: DeviceId) -> bool {
+        let host_or_disk = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Disk);
+        !self.compute.is_host() && (host_or_disk || !self.topology.reaches(self.compute, device))
+    }
+
+    /// Sums up what moves, layer by layer; storage that several modules of a layer share moves once.
+    fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
+        let layout = self.layout;
+        let mut slots = Slots::default();
+        for layer in &layout.layers {
+            let mut in_slot = 0u64;
+            for module in layout.needs_of(layer).into_iter().filter(|&module| usage[module] == Use::Streamed) {
+                let bytes = layout.modules[module].bytes;
+                in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
+                let bin = &mut bins[self.home[module]];
+                bin.streamed = bin.streamed.saturating_add(bytes);
+                bin.staged = bin.staged.saturating_add(if staged[module] { bytes } else { 0 });
+            }
+            slots.count += usize::from(layer.modules.iter().any(|&module| usage[module] == Use::Streamed));
+            slots.bytes_each = slots.bytes_each.max(in_slot);
+        }
+        slots.count = slots.count.min(self.depth.saturating_add(1));
+        slots
+    }
+}

@@ -1,0 +1,331 @@
+//! The plan as a value, and the one place where it is validated.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::allocation::Mode;
+use crate::checkpoint::Layout;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// How the modules of a device are spread over the order of execution.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Order {
+    /// Each module goes to the first device of the allocation that still holds it.
+    Sequential,
+    /// Every device's modules are spread evenly, which streaming wants.
+    #[default]
+    Interleaved,
+}
+
+/// What [`Order::Interleaved`] spreads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Unit {
+    /// Single modules; closest to the shares.
+    #[default]
+    Module,
+    /// A role is resident in all layers of a class or in none, and what is left of the compute device's
+    /// quota holds whole layers, so that streamed layers of a class look alike.
+    Uniform,
+}
+
+/// How a placed module is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Use {
+    /// Its home is the compute device.
+    Resident,
+    /// It is kept elsewhere and brought to the compute device for its layer's turn.
+    Streamed,
+    /// It is kept elsewhere and used there.
+    InPlace,
+}
+
+/// The home and the use of one module.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Assignment {
+    /// Its name.
+    pub module: Arc<str>,
+    /// Its place in [`Layout::modules`].
+    pub index: usize,
+    /// Its layer's place in [`Layout::layers`].
+    pub layer: usize,
+    /// Where its bytes live.
+    pub device: DeviceId,
+    /// How they are used.
+    #[serde(rename = "use")]
+    pub usage: Use,
+    /// Whether they pass the pinned staging buffers on the host on their way to the compute device.
+    pub staged: bool,
+    /// The bytes that it takes at home; 0 where another module owns its storage.
+    pub bytes: u64,
+}
+
+/// What a plan puts on one device, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DevicePlan {
+    /// The device.
+    pub id: DeviceId,
+    /// What the allocation allows it (a cap, or its share of a ratio); none where it takes what is left.
+    pub quota: Option<u64>,
+    /// The weights homed here.
+    pub bytes: u64,
+    /// How many modules these are.
+    pub modules: usize,
+    /// What leaves the device in each pass.
+    pub streamed: u64,
+    /// The part of `streamed` that passes the pinned staging buffers on the host.
+    pub staged: u64,
+    /// The part of `bytes` that is kept in pinned host memory.
+    pub pinned: u64,
+    /// The slots of streamed layers; 0 but on the compute device, as are the next two.
+    pub slots: u64,
+    /// What patching needs, which may use the memory of the slots.
+    pub scratch: u64,
+    /// What the caller keeps for activations.
+    pub reserve: u64,
+    /// All memory of the device.
+    pub total: u64,
+    /// What of it was free, where known.
+    pub free: Option<u64>,
+}
+
+/// Memory on the compute device for streamed layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Slots {
+    /// `min(depth + 1, streamed layers)`.
+    pub count: usize,
+    /// The bytes of the largest streamed layer, as far as it is streamed; each of its modules takes a multiple of 256.
+    pub bytes_each: u64,
+}
+
+/// Where every module of a model lives and how it is used.
+///
+/// A plan that exists places every module of its layout exactly once and its sums are right; one that is
+/// deserialised is checked for that. It prints as a table.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan(Parts);
+
+/// What a plan consists of, before it is validated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Parts {
+    pub(super) mode: Mode,
+    pub(super) order: Order,
+    pub(super) unit: Unit,
+    pub(super) compute: DeviceId,
+    pub(super) depth: usize,
+    pub(super) slots: Slots,
+    pub(super) devices: Vec<DevicePlan>,
+    pub(super) assignments: Vec<Assignment>,
+    pub(super) warnings: Vec<String>,
+}
+
+impl Plan {
+    /// # Errors
+    /// [`Error::Invalid`] where the parts contradict each other.
+    pub(super) fn new(parts: Parts) -> Result<Plan> {
+        parts.validate()?;
+        Ok(Plan(parts))
+    }
+
+    /// How the quotas of its allocation counted.
+    pub fn mode(&self) -> Mode {
+        self.0.mode
+    }
+
+    /// How modules are spread; mode virtual is always sequential.
+    pub fn order(&self) -> Order {
+        self.0.order
+    }
+
+    /// What an interleaved order spreads.
+    pub fn unit(&self) -> Unit {
+        self.0.unit
+    }
+
+    /// The device that computes.
+    pub fn compute(&self) -> DeviceId {
+        self.0.compute
+    }
+
+    /// How many layers are brought ahead of the one in use.
+    pub fn depth(&self) -> usize {
+        self.0.depth
+    }
+
+    /// Every module once, in the layout's order.
+    pub fn assignments(&self) -> &[Assignment] {
+        &self.0.assignments
+    }
+
+    /// The compute device, the allocation's devices and where else something lives, in order of id.
+    pub fn devices(&self) -> &[DevicePlan] {
+        &self.0.devices
+    }
+
+    /// What the plan puts on `id`; none where the plan has nothing to do with it.
+    pub fn device(&self, id: DeviceId) -> Option<&DevicePlan> {
+        self.0.devices.iter().find(|d| d.id == id)
+    }
+
+    /// The slots on the compute device.
+    pub fn slots(&self) -> Slots {
+        self.0.slots
+    }
+
+    /// The bytes of all weights, shared storage once.
+    pub fn bytes(&self) -> u64 {
+        self.0.devices.iter().map(|d| d.bytes).sum()
+    }
+
+    /// What a reader should know: quotas that could not be kept, patterns without effect.
+    pub fn warnings(&self) -> &[String] {
+        &self.0.warnings
+    }
+
+    /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the first module that differs.
+    pub fn verify(&self, layout: &Layout) -> Result<()> {
+        let (planned, modules) = (&self.0.assignments, &layout.modules);
+        if planned.len() != modules.len() {
+            let counts = format!("{} modules, the model has {}", planned.len(), modules.len());
+            return Err(Error::invalid(format!("the plan is of another model: it places {counts}")));
+        }
+        let differs = |(a, m): &(&Assignment, &crate::checkpoint::Module)| {
+            *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer
+        };
+        match planned.iter().zip(modules).find(differs) {
+            None => Ok(()),
+            Some((a, m)) => Err(Error::invalid(format!(
+                "the plan is of another model: its module {} is `{}` of {} bytes in layer {}, the model's is `{}` of {} bytes in layer {}",
+                a.index, a.module, a.bytes, a.layer, m.name, m.bytes, m.layer
+            ))),
+        }
+    }
+}
+
+impl DevicePlan {
+    /// What the plan needs of the device: weights, the larger of slots and scratch, and the reserve.
+    pub fn needed(&self) -> u64 {
+        self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve)
+    }
+}
+
+impl Slots {
+    /// The bytes of all slots.
+    pub fn bytes(self) -> u64 {
+        self.bytes_each.saturating_mul(self.count as u64)
+    }
+}
+
+impl Parts {
+    fn validate(&self) -> Result<()> {
+        let mut sums = BTreeMap::new();
+        for device in &self.devices {
+            if sums.insert(device.id, (0u64, 0usize)).is_some() {
+                return Err(wrong(format!("{} stands twice", device.id)));
+            }
+        }
+        let (mut previous_layer, mut all) = (0, 0u64);
+        for (index, a) in self.assignments.iter().enumerate() {
+            if a.index != index || a.layer < previous_layer || a.layer > previous_layer + 1 {
+                return Err(wrong(format!("module `{}` is out of order at {index}", a.module)));
+            }
+            previous_layer = a.layer;
+            if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
+                return Err(wrong(format!("`{}` cannot be {} on {}", a.module, a.usage, a.device)));
+            }
+            let sum = sums.get_mut(&a.device).ok_or_else(|| wrong(format!("{} is not listed", a.device)))?;
+            all = all.checked_add(a.bytes).ok_or_else(|| wrong("it has more than 2^64 - 1 bytes"))?;
+            *sum = (sum.0 + a.bytes, sum.1 + 1);
+        }
+        for d in &self.devices {
+            if sums.get(&d.id) != Some(&(d.bytes, d.modules)) {
+                return Err(wrong(format!("the sums of {} are not those of its modules", d.id)));
+            }
+            let parts_of_sums = d.staged <= d.streamed && d.pinned <= d.bytes;
+            let own_terms = d.id == self.compute || (d.slots, d.scratch, d.reserve) == (0, 0, 0);
+            if !parts_of_sums || !own_terms || (d.id == self.compute && d.slots != self.slots.bytes()) {
+                return Err(wrong(format!("the terms of {} contradict each other", d.id)));
+            }
+        }
+        self.validate_slots()
+    }
+
+    fn validate_slots(&self) -> Result<()> {
+        let (mut streamed_layers, mut largest) = (0usize, 0u64);
+        for layer in self.assignments.chunk_by(|a, b| a.layer == b.layer) {
+            let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
+            streamed_layers += usize::from(streamed.peek().is_some());
+            largest = largest.max(streamed.map(|a| a.bytes).sum());
+        }
+        let count = streamed_layers.min(self.depth.saturating_add(1));
+        if self.slots.count != count || self.slots.bytes_each < largest {
+            return Err(wrong(format!("its {streamed_layers} streamed layers need other slots")));
+        }
+        let listed = self.devices.iter().any(|d| d.id == self.compute);
+        if listed { Ok(()) } else { Err(wrong(format!("the compute device {} is not listed", self.compute))) }
+    }
+}
+
+fn wrong(reason: impl fmt::Display) -> Error {
+    Error::invalid(format!("this is no valid plan: {reason}"))
+}
+
+impl Serialize for Plan {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Plan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Plan::new(Parts::deserialize(deserializer)?).map_err(serde::de::Error::custom)
+    }
+}
+
+impl Order {
+    /// The name, in lower case.
+    pub fn name(self) -> &'static str {
+        match self {
+            Order::Sequential => "sequential",
+            Order::Interleaved => "interleaved",
+        }
+    }
+}
+
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl Use {
+    /// The name, in lower case, with `_` for a blank.
+    pub fn name(self) -> &'static str {
+        match self {
+            Use::Resident => "resident",
+            Use::Streamed => "streamed",
+            Use::InPlace => "in_place",
+        }
+    }
+}
+
+impl fmt::Display for Use {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}

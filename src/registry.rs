@@ -1,0 +1,173 @@
+//! The devices of a machine, opened when they are first used.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::backend::{Backend, Clock, Device, Found, Host, Simulated};
+use crate::device::{DeviceId, DeviceKind, Machine, MemorySnapshot, MemoryUsage, Topology};
+use crate::error::{Error, Result};
+
+/// All devices that this process can use.
+///
+/// A device is opened when it is first asked for and stays open; one that nobody asks for is never touched.
+///
+/// ```
+/// use tensor_offload::{DeviceId, Registry};
+/// let devices = Registry::system();
+/// assert!(devices.machine().device(DeviceId::CPU)?.total > 0);
+/// println!("{}", devices.snapshot("start")); // tag=start|cpu=3.25/62.70|…
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Registry {
+    backends: Vec<Arc<dyn Backend>>,
+    machine: Machine,
+    /// Where each device of the machine comes from.
+    owner: BTreeMap<DeviceId, usize>,
+    absent: Vec<(DeviceKind, String)>,
+    open: Mutex<BTreeMap<DeviceId, Arc<dyn Device>>>,
+    /// Whether the devices are described, so that staging memory is none of theirs.
+    described: bool,
+}
+
+impl Registry {
+    /// The devices that these backends find. Of two with one id the first stands.
+    pub fn new(backends: impl IntoIterator<Item = Arc<dyn Backend>>) -> Registry {
+        let backends: Vec<_> = backends.into_iter().collect();
+        let (mut infos, mut owner, mut absent) = (Vec::new(), BTreeMap::new(), Vec::new());
+        for (index, backend) in backends.iter().enumerate() {
+            for found in backend.discover() {
+                match found {
+                    Found::Here(info) if !owner.contains_key(&info.id) => {
+                        owner.insert(info.id, index);
+                        infos.push(info);
+                    }
+                    Found::Here(_) => {}
+                    Found::Absent { kind, why } => absent.push((kind, why)),
+                }
+            }
+        }
+        let topology = backends.iter().map(|b| b.topology()).find(|t| !t.segments().is_empty());
+        let machine = Machine::new(infos, topology.unwrap_or_else(Topology::new));
+        Registry { backends, machine, owner, absent, open: Mutex::default(), described: false }
+    }
+
+    /// The devices of this system: CUDA devices where the library is built for them and there are any, the host's
+    /// memory, and its disk.
+    pub fn system() -> Registry {
+        let mut backends: Vec<Arc<dyn Backend>> = Vec::new();
+        // Before the host, whose memory it offers pinned.
+        #[cfg(feature = "cuda")]
+        backends.push(Arc::new(crate::backend::Cuda::new()));
+        backends.push(Arc::new(Host::new()));
+        Registry::new(backends)
+    }
+
+    /// The devices of a described machine, simulated; no others.
+    pub fn described(machine: Machine, clock: Clock) -> Registry {
+        let registry = Registry::new([Arc::new(Simulated::new(machine, clock)) as Arc<dyn Backend>]);
+        Registry { described: true, ..registry }
+    }
+
+    /// What is known of the devices, without opening any.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// The kinds of device that are not here, and why.
+    pub fn absent(&self) -> &[(DeviceKind, String)] {
+        &self.absent
+    }
+
+    /// The device `id`, opened if it was not.
+    ///
+    /// # Errors
+    /// [`Error::UnknownDevice`] with the devices there are; [`Error::DeviceAbsent`] with the reason when there is
+    /// none of its kind; whatever opening it meets.
+    pub fn device(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
+        let Some(&owner) = self.owner.get(&id) else { return Err(self.missing(id)) };
+        let mut open = self.open_devices();
+        if let Some(device) = open.get(&id) {
+            return Ok(Arc::clone(device));
+        }
+        let device = self.backends[owner].open(id)?;
+        open.insert(id, Arc::clone(&device));
+        Ok(device)
+    }
+
+    /// The host whose memory staging uses: `cpu`, or this system's own where the machine is a described one or
+    /// has no `cpu`.
+    pub(crate) fn staging_host(&self) -> Result<Arc<dyn Device>> {
+        if self.described || !self.owner.contains_key(&DeviceId::CPU) {
+            return Host::new().open(DeviceId::CPU);
+        }
+        self.device(DeviceId::CPU)
+    }
+
+    /// The devices opened so far, in order.
+    pub fn opened(&self) -> Vec<Arc<dyn Device>> {
+        self.open_devices().values().cloned().collect()
+    }
+
+    /// The memory of all devices now. Opens none: of a device that is not open it tells what was found.
+    pub fn snapshot(&self, tag: impl Into<String>) -> MemorySnapshot {
+        let open = self.open_devices();
+        let memory = |info: &crate::device::DeviceInfo| {
+            let now = open.get(&info.id).and_then(|device| device.memory().ok());
+            let found = MemoryUsage::new(info.total, info.usable(), 0, 0);
+            (info.id, now.unwrap_or(found))
+        };
+        MemorySnapshot::new(tag, self.machine.devices.iter().map(memory))
+    }
+
+    /// Empties the allocator caches of all open devices; the bytes that each gave back.
+    ///
+    /// # Errors
+    /// The first refusal, after all devices were asked.
+    pub fn trim(&self) -> Result<BTreeMap<DeviceId, u64>> {
+        let trimmed: Vec<_> = self.opened().iter().map(|device| (device.id(), device.trim())).collect();
+        trimmed.into_iter().map(|(id, bytes)| bytes.map(|bytes| (id, bytes))).collect()
+    }
+
+    fn missing(&self, id: DeviceId) -> Error {
+        let kind = id.kind();
+        if self.owner.keys().any(|known| known.kind() == kind) {
+            return Error::UnknownDevice { device: id, known: self.machine.ids().collect() };
+        }
+        let told = self.absent.iter().find(|(absent, _)| *absent == kind).map(|(_, why)| why.clone());
+        let why = told.unwrap_or_else(|| format!("no backend for devices of kind {kind} was given to the registry"));
+        Error::DeviceAbsent { device: id, why }
+    }
+
+    fn open_devices(&self) -> MutexGuard<'_, BTreeMap<DeviceId, Arc<dyn Device>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_device_says_why() {
+        let machine = Machine::described(&["cuda:0=1gb".parse().unwrap(), "cpu=1gb".parse().unwrap()]);
+        let registry = Registry::described(machine, Clock::Virtual);
+        let unknown = registry.device(DeviceId::cuda(1)).unwrap_err();
+        assert_eq!(unknown.to_string(), "there is no cuda:1 here; there are cpu, cuda:0");
+        let absent = registry.device("npu:0".parse().unwrap()).unwrap_err();
+        assert!(matches!(absent, Error::DeviceAbsent { .. }), "{absent}");
+        assert!(registry.opened().is_empty(), "looking does not open");
+    }
+
+    #[test]
+    fn a_snapshot_follows_what_is_taken() {
+        let machine = Machine::described(&["cuda:0=1gb,free=768mb".parse().unwrap()]);
+        let registry = Registry::described(machine, Clock::Virtual);
+        assert_eq!(registry.snapshot("found").to_string(), "tag=found|cuda:0=0.25/1.00");
+        let card = registry.device(DeviceId::cuda(0)).unwrap();
+        let held = card.alloc(1 << 28, crate::backend::MemoryKind::Arena).unwrap();
+        assert_eq!(registry.snapshot("held").to_string(), "tag=held|cuda:0=0.50/1.00");
+        drop(held);
+        assert_eq!(registry.snapshot("freed").to_string(), "tag=freed|cuda:0=0.25/1.00");
+    }
+}

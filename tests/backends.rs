@@ -1,0 +1,129 @@
+//! The conformance suite over every backend there is.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensor_offload::backend::{
+    Backend, Clock, Countdown, Device, Faulty, Host, MemoryKind, Operation, Role, Route, Simulated, Transfer,
+    conformance,
+};
+use tensor_offload::{Bandwidth, DeviceId, ErrorKind, Machine, Topology};
+
+fn machine() -> Machine {
+    let described =
+        ["cpu=64mb,link=20", "disk=64mb", "cuda:0=16mb,link=10", "cuda:1=16mb,link=10", "xpu:0=1mb,free=900kb"];
+    Machine::described(&described.map(|text| text.parse().unwrap()))
+}
+
+#[test]
+fn the_host_conforms() {
+    let host = Host::new();
+    let (cpu, disk) = (host.open(DeviceId::CPU).unwrap(), host.open(DeviceId::DISK).unwrap());
+    conformance::check(&*cpu, &*cpu);
+    conformance::check(&*disk, &*cpu);
+}
+
+#[test]
+fn simulated_devices_conform_on_both_clocks() {
+    for clock in [Clock::Virtual, Clock::Wall] {
+        let simulated = Simulated::new(machine(), clock);
+        let cpu = simulated.open(DeviceId::CPU).unwrap();
+        for info in machine().devices {
+            conformance::check(&*simulated.open(info.id).unwrap(), &*cpu);
+        }
+    }
+}
+
+#[test]
+fn a_wrapper_that_fails_nothing_conforms() {
+    let faulty = Faulty::new(Simulated::new(machine(), Clock::Wall), Countdown::new());
+    let cpu = faulty.open(DeviceId::CPU).unwrap();
+    conformance::check(&*faulty.open(DeviceId::cuda(0)).unwrap(), &*cpu);
+}
+
+/// Uploads through two devices and reads back; whatever fails, nothing may stay taken.
+fn round_trip(backend: &dyn Backend, opened: &mut Vec<Arc<dyn Device>>) -> tensor_offload::Result<()> {
+    let deadline = Duration::from_secs(5);
+    for id in [DeviceId::CPU, DeviceId::cuda(0)] {
+        opened.push(backend.open(id)?);
+    }
+    let (cpu, card) = (&opened[0], &opened[1]);
+    let source = cpu.alloc(1000, MemoryKind::Pinned)?.freeze();
+    let (up, compute) = (card.stream(Role::Upload)?, card.stream(Role::Compute)?);
+    let on_card = up
+        .copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?
+        .order(&*compute, Duration::from_secs(5))?;
+    compute.record(std::slice::from_ref(&on_card))?;
+    let down = card.stream(Role::Download)?;
+    down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.landed(deadline)?;
+    card.trim()?;
+    card.memory()?;
+    Ok(())
+}
+
+#[test]
+fn every_failing_operation_gives_everything_back() {
+    let calls = {
+        let countdown = Countdown::new();
+        round_trip(&Faulty::new(Simulated::new(machine(), Clock::Wall), countdown.clone()), &mut Vec::new()).unwrap();
+        assert_eq!(countdown.calls_of(Operation::Copy), 2);
+        countdown.calls()
+    };
+    assert!(calls >= 12, "{calls}");
+    for n in 1..=calls {
+        let countdown = Countdown::new();
+        countdown.fail_nth(n);
+        let mut opened = Vec::new();
+        let error =
+            round_trip(&Faulty::new(Simulated::new(machine(), Clock::Wall), countdown), &mut opened).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DeviceLost, "operation {n}: {error}");
+        for device in opened {
+            let until = std::time::Instant::now() + Duration::from_secs(5);
+            while device.ledger().charged() > 0 {
+                assert!(std::time::Instant::now() < until, "operation {n}: {} keeps memory", device.id());
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+#[test]
+fn virtual_time_is_that_of_the_links() {
+    let link = |gbps: u64| Bandwidth::bytes_per_second(gbps * 1_000_000_000);
+    let card = DeviceId::cuda(0);
+    let devices = machine().devices;
+    let topology = Topology::new().link(DeviceId::CPU, link(20)).link(card, link(10));
+    let simulated = Simulated::new(Machine::new(devices, topology), Clock::Virtual);
+    let (cpu, card) = (simulated.open(DeviceId::CPU).unwrap(), simulated.open(card).unwrap());
+    let source = cpu.alloc(5_000_000, MemoryKind::Pinned).unwrap().freeze();
+    let (up, compute) = (card.stream(Role::Upload).unwrap(), card.stream(Role::Compute).unwrap());
+    for _ in 0..4 {
+        // Each copy takes 0.5 ms, each layer's compute 1 ms; the first copy alone is not hidden.
+        let slot = card.alloc(source.bytes(), MemoryKind::Arena).unwrap();
+        up.copy(Transfer::whole(&source, slot).unwrap()).unwrap().order(&*compute, Duration::from_secs(5)).unwrap();
+        compute.occupy(Duration::from_millis(1)).unwrap();
+    }
+    compute.record(&[]).unwrap().wait(Duration::ZERO).unwrap();
+    assert_eq!(simulated.now(), Duration::from_micros(4500));
+}
+
+#[test]
+fn wall_time_is_at_least_that_of_the_links() {
+    let simulated = Simulated::new(machine(), Clock::Wall);
+    let (cpu, card) = (simulated.open(DeviceId::CPU).unwrap(), simulated.open(DeviceId::cuda(0)).unwrap());
+    let source = cpu.alloc(10_000_000, MemoryKind::Pinned).unwrap().freeze();
+    let stream = card.stream(Role::Upload).unwrap();
+    let slot = card.alloc(source.bytes(), MemoryKind::Arena).unwrap();
+    let start = std::time::Instant::now();
+    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().landed(Duration::from_secs(5)).unwrap();
+    assert!(start.elapsed() >= Duration::from_millis(1), "10 MB at 10 GB/s took {:?}", start.elapsed());
+}
+
+#[test]
+fn devices_of_different_kinds_need_the_host_between_them() {
+    let simulated = Simulated::new(machine(), Clock::Virtual);
+    let open = |id: &str| simulated.open(id.parse().unwrap()).unwrap();
+    assert_eq!(open("cuda:0").route_from(&*open("cuda:1")), Route::Direct);
+    assert_eq!(open("cuda:0").route_from(&*open("cpu")), Route::Direct);
+    assert!(matches!(open("cuda:0").route_from(&*open("xpu:0")), Route::Staged(_)));
+}

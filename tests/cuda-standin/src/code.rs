@@ -1,0 +1,82 @@
+//! The driver's result codes: only those that every version of its interface since 12.0 knows, because a
+//! caller may hold them in an enumeration.
+
+use std::ffi::CStr;
+
+/// A result of the driver; never success, which is `Ok`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Code(pub(crate) u32);
+
+/// What a call of the driver comes to.
+pub(crate) type Outcome<T> = Result<T, Code>;
+
+macro_rules! codes {
+    ($($name:ident = $value:literal, $text:literal;)*) => {
+        #[allow(dead_code, reason = "some are only for fault plans, which give them by number")]
+        impl Code {
+            $(pub(crate) const $name: Code = Code($value);)*
+        }
+
+        /// Name and description of a code.
+        pub(crate) fn describe(code: u32) -> Option<(&'static CStr, &'static CStr)> {
+            match code {
+                0 => Some((c"CUDA_SUCCESS", c"no error")),
+                $($value => {
+                    const NAME: &[u8] = concat!("CUDA_ERROR_", stringify!($name), "\0").as_bytes();
+                    const TEXT: &[u8] = concat!($text, "\0").as_bytes();
+                    Some((CStr::from_bytes_with_nul(NAME).ok()?, CStr::from_bytes_with_nul(TEXT).ok()?))
+                })*
+                _ => None,
+            }
+        }
+    };
+}
+
+codes! {
+    INVALID_VALUE = 1, "invalid argument";
+    OUT_OF_MEMORY = 2, "out of memory";
+    NOT_INITIALIZED = 3, "initialization error";
+    DEINITIALIZED = 4, "driver shutting down";
+    NO_DEVICE = 100, "no CUDA-capable device is detected";
+    INVALID_DEVICE = 101, "invalid device ordinal";
+    INVALID_CONTEXT = 201, "invalid device context";
+    ECC_UNCORRECTABLE = 214, "uncorrectable ECC error encountered";
+    PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";
+    INVALID_PTX = 218, "a PTX JIT compilation failed";
+    OPERATING_SYSTEM = 304, "OS call failed or operation not supported on this OS";
+    INVALID_HANDLE = 400, "invalid resource handle";
+    NOT_FOUND = 500, "named symbol not found";
+    NOT_READY = 600, "device not ready";
+    ILLEGAL_ADDRESS = 700, "an illegal memory access was encountered";
+    PEER_ACCESS_ALREADY_ENABLED = 704, "peer access is already enabled";
+    PEER_ACCESS_NOT_ENABLED = 705, "peer access has not been enabled";
+    CONTEXT_IS_DESTROYED = 709, "context is destroyed";
+    HOST_MEMORY_ALREADY_REGISTERED = 712, "part or all of the requested memory range is already mapped";
+    HOST_MEMORY_NOT_REGISTERED = 713, "pointer does not correspond to a registered memory region";
+    LAUNCH_FAILED = 719, "unspecified launch failure";
+    NOT_PERMITTED = 800, "operation not permitted";
+    NOT_SUPPORTED = 801, "operation not supported";
+    UNKNOWN = 999, "unknown error";
+}
+
+impl Code {
+    /// The code for a number from outside; `UNKNOWN` for one that is not in the table, or for success.
+    pub(crate) fn from_number(number: u32) -> Code {
+        if number != 0 && describe(number).is_some() { Code(number) } else { Code::UNKNOWN }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_has_a_name_and_a_text() {
+        let (name, text) = describe(Code::OUT_OF_MEMORY.0).unwrap();
+        assert_eq!(name, c"CUDA_ERROR_OUT_OF_MEMORY");
+        assert_eq!(text, c"out of memory");
+        assert_eq!(Code::from_number(0), Code::UNKNOWN);
+        assert_eq!(Code::from_number(700), Code::ILLEGAL_ADDRESS);
+        assert_eq!(Code::from_number(4242), Code::UNKNOWN);
+    }
+}

@@ -1,0 +1,241 @@
+//! Devices, their primary contexts, and who reaches whose memory.
+
+use std::collections::{BTreeSet, HashMap};
+use std::thread::ThreadId;
+
+use crate::code::{Code, Outcome};
+use crate::config::DeviceConfig;
+use crate::lane::Ticket;
+use crate::report::Rule;
+use crate::stream::LaneState;
+use crate::sync::lock;
+use crate::world::{Call, State, new_handle};
+
+/// What has become of one device.
+#[derive(Debug, Default)]
+pub(crate) struct Device {
+    /// Its primary context, while that is retained.
+    pub(crate) context: Option<u64>,
+    pub(crate) retained: u32,
+    pub(crate) flags: u32,
+    /// The devices whose memory its context may reach.
+    pub(crate) reaches: BTreeSet<usize>,
+    pub(crate) used: u64,
+    pub(crate) peak: u64,
+    pub(crate) default_pool: Option<u64>,
+    pub(crate) current_pool: Option<u64>,
+    /// The legacy default stream.
+    pub(crate) legacy: Option<u32>,
+    /// The per-thread default streams.
+    pub(crate) per_thread: HashMap<ThreadId, u32>,
+}
+
+impl Call<'_> {
+    pub(crate) fn device_count(&self) -> usize {
+        if lock(&self.world.faults).plan.no_devices { 0 } else { self.world.config().devices.len() }
+    }
+
+    /// The index behind a device handle (they are the same number).
+    pub(crate) fn device_index(&self, device: i32) -> Outcome<usize> {
+        usize::try_from(device).ok().filter(|&index| index < self.device_count()).ok_or(Code::INVALID_DEVICE)
+    }
+
+    pub(crate) fn described(&self, device: i32) -> Outcome<&DeviceConfig> {
+        Ok(&self.world.config().devices[self.device_index(device)?])
+    }
+
+    pub(crate) fn driver_version(&self) -> i32 {
+        lock(&self.world.faults).plan.driver_version.unwrap_or(self.world.config().driver_version)
+    }
+
+    pub(crate) fn has_pools(&self, device: usize) -> bool {
+        self.world.config().devices[device].pools && !lock(&self.world.faults).plan.no_pools
+    }
+
+    /// `cuDeviceGetAttribute`, by the driver's numbers.
+    pub(crate) fn attribute(&self, device: i32, attribute: i32) -> Outcome<i32> {
+        let index = self.device_index(device)?;
+        let config = &self.world.config().devices[index];
+        let (domain, bus, slot) = config.pci_parts();
+        Ok(match attribute {
+            1..=4 => 1024,                            // threads per block; block dimensions
+            5 => i32::MAX,                            // grid dimension x
+            6 | 7 => 65_535,                          // grid dimensions y, z
+            8 => 49_152,                              // shared memory per block
+            10 => 32,                                 // warp
+            12 | 82 => 65_536,                        // registers
+            13 => 1_410_000,                          // clock, kHz
+            15 => i32::from(config.copy_engines > 0), // copies overlap kernels
+            16 => config.multiprocessors,
+            18 => i32::from(config.integrated),
+            19 | 31 | 41 | 78 | 99 => 1, // maps host memory, concurrent kernels, one address space, priorities, registers
+            33 => bus,
+            34 => slot,
+            36 => 1_593_000, // memory clock, kHz
+            37 => 5120,      // memory bus, bits
+            38 => 40 << 20,  // L2
+            39 => 2048,      // threads per multiprocessor
+            40 => config.copy_engines,
+            50 => domain,
+            75 => config.compute.0,
+            76 => config.compute.1,
+            91 => 1, // host pointers of registered memory are device pointers
+            115 => i32::from(self.has_pools(index)),
+            9..=119 => 0,
+            _ => return Err(Code::INVALID_VALUE),
+        })
+    }
+
+    pub(crate) fn retain(&self, device: i32) -> Outcome<u64> {
+        let index = self.device_index(device)?;
+        self.whole(index)?;
+        let mut state = self.state();
+        let context_bytes = self.world.config().devices[index].context_bytes;
+        let slot = &mut state.devices[index];
+        slot.retained += 1;
+        if let Some(context) = slot.context {
+            return Ok(context);
+        }
+        let context = new_handle();
+        slot.context = Some(context);
+        slot.used += context_bytes;
+        slot.peak = slot.peak.max(slot.used);
+        state.contexts.insert(context, index);
+        Ok(context)
+    }
+
+    /// Gives a retained context back; the last one takes everything in it along, which must be nothing.
+    pub(crate) fn release(&self, device: i32) -> Outcome<()> {
+        let index = self.device_index(device)?;
+        let mut state = self.state();
+        if state.devices[index].retained == 0 {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        state.devices[index].retained -= 1;
+        if state.devices[index].retained == 0 {
+            let tickets: Vec<Ticket> =
+                state.lanes.iter().filter(|l| l.lane.device == index).map(LaneState::ticket).collect();
+            drop(state);
+            self.world.shared.nudge();
+            tickets.iter().for_each(Ticket::wait);
+            self.state().destroy_context(self, index);
+        }
+        self.whole(index)
+    }
+
+    pub(crate) fn primary_state(&self, device: i32) -> Outcome<(u32, bool)> {
+        let index = self.device_index(device)?;
+        let state = self.state();
+        Ok((state.devices[index].flags, state.devices[index].context.is_some()))
+    }
+
+    pub(crate) fn make_current(&self, context: u64) -> Outcome<()> {
+        if context != 0 {
+            let device = self.context_device(&self.state(), context)?;
+            self.whole(device)?;
+        }
+        Call::set_current_context(context);
+        Ok(())
+    }
+
+    pub(crate) fn context_device(&self, state: &State, context: u64) -> Outcome<usize> {
+        state.contexts.get(&context).copied().ok_or_else(|| {
+            self.violation(Rule::UnknownHandle, || format!("there is no context {context:#x}"));
+            Code::INVALID_CONTEXT
+        })
+    }
+
+    pub(crate) fn set_context_flags(&self, flags: u32) -> Outcome<()> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        state.devices[device].flags = flags;
+        Ok(())
+    }
+
+    /// Waits for all work of the current context.
+    pub(crate) fn synchronize_context(&self) -> Outcome<()> {
+        let state = self.state();
+        let device = self.device(&state)?;
+        let mut clock = state.host.clone();
+        let mut tickets = Vec::new();
+        for lane in state.lanes.iter().filter(|lane| lane.lane.device == device) {
+            clock.join(&lane.clock);
+            tickets.push(lane.ticket());
+        }
+        drop(state);
+        self.host_waits(&tickets, &clock);
+        self.whole(device)
+    }
+
+    pub(crate) fn can_reach(&self, from: i32, to: i32) -> Outcome<bool> {
+        let (from, to) = (self.device_index(from)?, self.device_index(to)?);
+        Ok(self.linked(from, to))
+    }
+
+    fn linked(&self, from: usize, to: usize) -> bool {
+        !lock(&self.world.faults).plan.no_peers && self.world.config().peer(from, to).is_some()
+    }
+
+    pub(crate) fn peer_attribute(&self, attribute: i32, from: i32, to: i32) -> Outcome<i32> {
+        let reaches = self.can_reach(from, to)?;
+        if from == to {
+            return Err(Code::INVALID_DEVICE);
+        }
+        match attribute {
+            1 => Ok(0),                  // performance rank
+            2 => Ok(i32::from(reaches)), // access
+            3 | 4 => Ok(0),              // native atomics, arrays
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+
+    /// Lets the current context reach another one's memory, or takes that back.
+    pub(crate) fn set_peer_access(&self, peer: u64, enable: bool) -> Outcome<()> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        let other = self.context_device(&state, peer)?;
+        self.whole(other)?;
+        if !enable {
+            let was = state.devices[device].reaches.remove(&other);
+            return if was { Ok(()) } else { Err(Code::PEER_ACCESS_NOT_ENABLED) };
+        }
+        if device == other {
+            return Err(Code::INVALID_DEVICE);
+        }
+        if !self.linked(device, other) {
+            return Err(Code::PEER_ACCESS_UNSUPPORTED);
+        }
+        let new = state.devices[device].reaches.insert(other);
+        if new { Ok(()) } else { Err(Code::PEER_ACCESS_ALREADY_ENABLED) }
+    }
+
+    pub(crate) fn memory_info(&self) -> Outcome<(u64, u64)> {
+        let state = self.state();
+        let device = self.device(&state)?;
+        let total = self.world.config().devices[device].total;
+        Ok((total.saturating_sub(state.devices[device].used), total))
+    }
+}
+
+impl State {
+    fn destroy_context(&mut self, call: &Call<'_>, device: usize) {
+        if call.whole(device).is_ok() {
+            for (made_by, what) in self.alive(Some(device)) {
+                call.violation(Rule::Leak, || format!("the context went with {what} alive, from {made_by}"));
+            }
+        }
+        for lane in self.lanes.iter().filter(|lane| lane.lane.device == device) {
+            lane.lane.close();
+        }
+        self.streams.retain(|_, stream| stream.device != device);
+        self.events.retain(|_, event| event.device != device);
+        self.pools.retain(|_, pool| pool.device != device);
+        self.memory.drop_device(device);
+        self.contexts.retain(|_, of| *of != device);
+        let (peak, reaches) = (self.devices[device].peak, BTreeSet::new());
+        self.devices[device] = Device { peak, reaches, ..Device::default() };
+        for other in &mut self.devices {
+            other.reaches.remove(&device);
+        }
+    }
+}

@@ -1,0 +1,368 @@
+//! The driver's exported calls, each a shim: null checks and pointer writes, nothing else.
+#![allow(non_snake_case, reason = "the names are the driver's")]
+#![allow(unreachable_pub, reason = "exported by name")]
+#![allow(clippy::missing_safety_doc, reason = "the contracts are the driver's own")]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use crate::code::{Code, Outcome, describe};
+use crate::lane::HostCall;
+use crate::pointer::Value;
+use crate::stream::GREATEST_PRIORITY;
+use crate::world::{Call, enter};
+
+/// `CUmemPoolProps`, as far as it is looked at.
+#[repr(C)]
+pub struct PoolProperties {
+    allocation: c_int,
+    handles: c_int,
+    location: Location,
+}
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Location {
+    kind: c_int,
+    id: c_int,
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct AccessDescription {
+    location: Location,
+    flags: c_int,
+}
+
+const LOCATION_DEVICE: c_int = 1;
+const ACCESS_NONE: c_int = 0;
+const ACCESS_READ_WRITE: c_int = 3;
+
+/// Writes what is made to where the caller wants it; makes nothing when that is nowhere.
+///
+/// # Safety
+/// A pointer that is not null must be good for a write.
+unsafe fn give<T>(at: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
+    if at.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let made = make()?;
+    // SAFETY: not null, and the caller's promise.
+    unsafe { at.write(made) };
+    Ok(())
+}
+
+/// Writes a text with its closing zero, cut to the room there is.
+///
+/// # Safety
+/// `at` must be null or good for `len` bytes.
+unsafe fn give_text(at: *mut c_char, len: c_int, text: &str) -> Outcome<()> {
+    let room = usize::try_from(len).unwrap_or(0);
+    if at.is_null() || room == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let used = text.len().min(room - 1);
+    // SAFETY: `used` + 1 bytes fit in the caller's `room`.
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), at.cast::<u8>(), used);
+        at.add(used).write(0);
+    }
+    Ok(())
+}
+
+/// A handle that came as a pointer.
+fn number(handle: *mut c_void) -> u64 {
+    handle.addr() as u64
+}
+
+fn handle(number: u64) -> *mut c_void {
+    std::ptr::without_provenance_mut(number as usize)
+}
+
+fn access_devices(call: &Call<'_>, pool: u64, wanted: &[AccessDescription]) -> Outcome<()> {
+    for description in wanted {
+        if description.location.kind != LOCATION_DEVICE {
+            return Err(Code::INVALID_VALUE);
+        }
+        call.set_pool_access(pool, description.location.id, description.flags == ACCESS_READ_WRITE)?;
+    }
+    Ok(())
+}
+
+macro_rules! driver_calls {
+    ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) |$call:ident| $body:expr;)*) => {$(
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> u32 {
+            // SAFETY: the pointers are the caller's, who promises what the driver's own documentation asks.
+            enter(stringify!($name), |$call| unsafe { $body })
+        }
+    )*};
+}
+
+type Out<T> = *mut T;
+type Handle = *mut c_void;
+type Address = u64;
+
+#[allow(unused_unsafe, reason = "many calls only pass numbers on")]
+mod calls {
+    use super::*;
+
+    driver_calls! {
+        fn cuInit(_flags: c_uint) |call| call.init();
+        fn cuDriverGetVersion(version: Out<c_int>) |call| give(version, || Ok(call.driver_version()));
+
+        fn cuDeviceGetCount(count: Out<c_int>) |call| give(count, || Ok(call.device_count() as c_int));
+        fn cuDeviceGet(device: Out<c_int>, ordinal: c_int) |call| {
+            give(device, || call.device_index(ordinal).map(|index| index as c_int))
+        };
+        fn cuDeviceGetName(name: Out<c_char>, len: c_int, device: c_int) |call| {
+            give_text(name, len, &call.described(device)?.name)
+        };
+        fn cuDeviceGetPCIBusId(id: Out<c_char>, len: c_int, device: c_int) |call| {
+            give_text(id, len, &call.described(device)?.pci_bus_id)
+        };
+        fn cuDeviceGetUuid(uuid: Out<[u8; 16]>, device: c_int) |call| {
+            give(uuid, || Ok(call.described(device)?.uuid))
+        };
+        fn cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, device: c_int) |call| {
+            give(uuid, || Ok(call.described(device)?.uuid))
+        };
+        fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) |call| {
+            give(bytes, || Ok(call.described(device)?.total as usize))
+        };
+        fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, device: c_int) |call| {
+            give(value, || call.attribute(device, attribute))
+        };
+        fn cuDeviceCanAccessPeer(can: Out<c_int>, device: c_int, peer: c_int) |call| {
+            give(can, || call.can_reach(device, peer).map(c_int::from))
+        };
+        fn cuDeviceGetP2PAttribute(value: Out<c_int>, attribute: c_int, from: c_int, to: c_int) |call| {
+            give(value, || call.peer_attribute(attribute, from, to))
+        };
+
+        fn cuDevicePrimaryCtxRetain(context: Out<Handle>, device: c_int) |call| {
+            give(context, || call.retain(device).map(handle))
+        };
+        fn cuDevicePrimaryCtxRelease_v2(device: c_int) |call| call.release(device);
+        fn cuDevicePrimaryCtxGetState(device: c_int, flags: Out<c_uint>, active: Out<c_int>) |call| {
+            let (set, is_active) = call.primary_state(device)?;
+            give(flags, || Ok(set)).and_then(|()| give(active, || Ok(c_int::from(is_active))))
+        };
+        fn cuCtxGetCurrent(context: Out<Handle>) |call| {
+            let _ = call;
+            give(context, || Ok(handle(Call::current_context())))
+        };
+        fn cuCtxSetCurrent(context: Handle) |call| call.make_current(number(context));
+        fn cuCtxGetDevice(device: Out<c_int>) |call| {
+            give(device, || call.device(&call.state()).map(|index| index as c_int))
+        };
+        fn cuCtxSetFlags(flags: c_uint) |call| call.set_context_flags(flags);
+        fn cuCtxSynchronize() |call| call.synchronize_context();
+        fn cuCtxGetStreamPriorityRange(least: Out<c_int>, greatest: Out<c_int>) |call| {
+            call.device(&call.state())?;
+            give(least, || Ok(0)).and_then(|()| give(greatest, || Ok(GREATEST_PRIORITY)))
+        };
+        fn cuCtxEnablePeerAccess(peer: Handle, _flags: c_uint) |call| call.set_peer_access(number(peer), true);
+        fn cuCtxDisablePeerAccess(peer: Handle) |call| call.set_peer_access(number(peer), false);
+
+        fn cuStreamCreate(stream: Out<Handle>, flags: c_uint) |call| {
+            give(stream, || call.create_stream(flags, 0).map(handle))
+        };
+        fn cuStreamCreateWithPriority(stream: Out<Handle>, flags: c_uint, priority: c_int) |call| {
+            give(stream, || call.create_stream(flags, priority).map(handle))
+        };
+        fn cuStreamDestroy_v2(stream: Handle) |call| call.destroy_stream(number(stream));
+        fn cuStreamGetCtx(stream: Handle, context: Out<Handle>) |call| {
+            give(context, || call.stream_info(number(stream)).map(|(context, _, _)| handle(context)))
+        };
+        fn cuStreamGetFlags(stream: Handle, flags: Out<c_uint>) |call| {
+            give(flags, || call.stream_info(number(stream)).map(|(_, flags, _)| flags))
+        };
+        fn cuStreamGetPriority(stream: Handle, priority: Out<c_int>) |call| {
+            give(priority, || call.stream_info(number(stream)).map(|(_, _, priority)| priority))
+        };
+        fn cuStreamQuery(stream: Handle) |call| call.query_stream(number(stream));
+        fn cuStreamSynchronize(stream: Handle) |call| call.synchronize_stream(number(stream));
+        fn cuStreamWaitEvent(stream: Handle, event: Handle, _flags: c_uint) |call| {
+            call.wait_event(number(stream), number(event))
+        };
+        fn cuStreamIsCapturing(stream: Handle, status: Out<c_int>) |call| {
+            give(status, || call.stream_info(number(stream)).map(|_| 0))
+        };
+        fn cuStreamBeginCapture_v2(_stream: Handle, _mode: c_int) |call| {
+            call.device(&call.state()).and(Err(Code::NOT_SUPPORTED))
+        };
+        fn cuStreamEndCapture(_stream: Handle, _graph: Out<Handle>) |call| {
+            call.device(&call.state()).and(Err(Code::NOT_SUPPORTED))
+        };
+        fn cuLaunchHostFunc(stream: Handle, function: Option<unsafe extern "C" fn(*mut c_void)>, argument: *mut c_void) |call| {
+            let function = function.ok_or(Code::INVALID_VALUE)?;
+            call.launch_host_function(number(stream), HostCall { function, argument })
+        };
+
+        fn cuEventCreate(event: Out<Handle>, flags: c_uint) |call| {
+            give(event, || call.create_event(flags).map(handle))
+        };
+        fn cuEventDestroy_v2(event: Handle) |call| call.destroy_event(number(event));
+        fn cuEventRecord(event: Handle, stream: Handle) |call| call.record(number(event), number(stream));
+        fn cuEventQuery(event: Handle) |call| call.query_event(number(event));
+        fn cuEventSynchronize(event: Handle) |call| call.synchronize_event(number(event));
+        fn cuEventElapsedTime(millis: Out<f32>, start: Handle, end: Handle) |call| {
+            give(millis, || call.elapsed(number(start), number(end)))
+        };
+        fn cuEventElapsedTime_v2(millis: Out<f32>, start: Handle, end: Handle) |call| {
+            give(millis, || call.elapsed(number(start), number(end)))
+        };
+
+        fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) |call| {
+            let (left, all) = call.memory_info()?;
+            give(free, || Ok(left as usize)).and_then(|()| give(total, || Ok(all as usize)))
+        };
+        fn cuMemAlloc_v2(address: Out<Address>, bytes: usize) |call| give(address, || call.allocate(bytes as u64));
+        fn cuMemFree_v2(address: Address) |call| call.free(address);
+        fn cuMemAllocAsync(address: Out<Address>, bytes: usize, stream: Handle) |call| {
+            give(address, || call.allocate_async(bytes as u64, None, number(stream)))
+        };
+        fn cuMemAllocFromPoolAsync(address: Out<Address>, bytes: usize, pool: Handle, stream: Handle) |call| {
+            give(address, || call.allocate_async(bytes as u64, Some(number(pool)), number(stream)))
+        };
+        fn cuMemFreeAsync(address: Address, stream: Handle) |call| call.free_async(address, number(stream));
+        fn cuPointerGetAttribute(data: Handle, attribute: c_uint, address: Address) |call| {
+            match call.pointer_attribute(attribute, address)? {
+                Value::Narrow(value) => give(data.cast::<u32>(), || Ok(value)),
+                Value::Wide(value) => give(data.cast::<u64>(), || Ok(value)),
+            }
+        };
+
+        fn cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: c_int) |call| {
+            give(pool, || call.default_pool(device).map(handle))
+        };
+        fn cuDeviceGetMemPool(pool: Out<Handle>, device: c_int) |call| {
+            give(pool, || call.device_pool(device).map(handle))
+        };
+        fn cuDeviceSetMemPool(device: c_int, pool: Handle) |call| call.set_device_pool(device, number(pool));
+        fn cuMemPoolCreate(pool: Out<Handle>, properties: *const PoolProperties) |call| {
+            let properties = properties.as_ref().ok_or(Code::INVALID_VALUE)?;
+            if properties.location.kind != LOCATION_DEVICE {
+                return Err(Code::INVALID_VALUE);
+            }
+            give(pool, || call.create_pool(properties.location.id).map(handle))
+        };
+        fn cuMemPoolDestroy(pool: Handle) |call| call.destroy_pool(number(pool));
+        fn cuMemPoolTrimTo(pool: Handle, keep: usize) |call| call.trim_pool(number(pool), keep as u64);
+        fn cuMemPoolGetAttribute(pool: Handle, attribute: c_uint, value: Handle) |call| {
+            let found = call.pool_attribute(number(pool), attribute)?;
+            if attribute <= 3 {
+                give(value.cast::<c_int>(), || Ok(found as c_int))
+            } else {
+                give(value.cast::<u64>(), || Ok(found))
+            }
+        };
+        fn cuMemPoolSetAttribute(pool: Handle, attribute: c_uint, value: Handle) |call| {
+            if value.is_null() {
+                return Err(Code::INVALID_VALUE);
+            }
+            let wanted = if attribute <= 3 { value.cast::<c_int>().read() as u64 } else { value.cast::<u64>().read() };
+            call.set_pool_attribute(number(pool), attribute, wanted)
+        };
+        fn cuMemPoolSetAccess(pool: Handle, wanted: *const AccessDescription, count: usize) |call| {
+            if wanted.is_null() || count == 0 {
+                return Err(Code::INVALID_VALUE);
+            }
+            access_devices(call, number(pool), std::slice::from_raw_parts(wanted, count))
+        };
+        fn cuMemPoolGetAccess(flags: Out<c_int>, pool: Handle, location: *const Location) |call| {
+            let location = location.as_ref().ok_or(Code::INVALID_VALUE)?;
+            give(flags, || {
+                let access = call.pool_access(number(pool), location.id)?;
+                Ok(if access { ACCESS_READ_WRITE } else { ACCESS_NONE })
+            })
+        };
+
+        fn cuMemHostAlloc(at: Out<Handle>, bytes: usize, flags: c_uint) |call| {
+            give(at, || {
+                let base = call.host_allocate(bytes as u64, flags)?;
+                Ok(std::ptr::with_exposed_provenance_mut(base as usize))
+            })
+        };
+        fn cuMemFreeHost(at: Handle) |call| call.unpin(number(at), false);
+        fn cuMemHostRegister_v2(at: Handle, bytes: usize, flags: c_uint) |call| {
+            call.host_register(at.cast::<u8>(), bytes as u64, flags)
+        };
+        fn cuMemHostUnregister(at: Handle) |call| call.unpin(number(at), true);
+        fn cuMemHostGetFlags(flags: Out<c_uint>, at: Handle) |call| give(flags, || call.host_flags(number(at)));
+        fn cuMemHostGetDevicePointer_v2(address: Out<Address>, at: Handle, _flags: c_uint) |call| {
+            give(address, || call.host_device_pointer(number(at)))
+        };
+
+        fn cuMemcpyHtoD_v2(dst: Address, src: *const c_void, bytes: usize) |call| {
+            call.upload(dst, src.cast(), bytes as u64, 0, true)
+        };
+        fn cuMemcpyHtoDAsync_v2(dst: Address, src: *const c_void, bytes: usize, stream: Handle) |call| {
+            call.upload(dst, src.cast(), bytes as u64, number(stream), false)
+        };
+        fn cuMemcpyDtoH_v2(dst: Handle, src: Address, bytes: usize) |call| {
+            call.download(dst.cast(), src, bytes as u64, 0, true)
+        };
+        fn cuMemcpyDtoHAsync_v2(dst: Handle, src: Address, bytes: usize, stream: Handle) |call| {
+            call.download(dst.cast(), src, bytes as u64, number(stream), false)
+        };
+        fn cuMemcpyDtoD_v2(dst: Address, src: Address, bytes: usize) |call| {
+            call.across((dst, None), (src, None), bytes as u64, 0, false)
+        };
+        fn cuMemcpyDtoDAsync_v2(dst: Address, src: Address, bytes: usize, stream: Handle) |call| {
+            call.across((dst, None), (src, None), bytes as u64, number(stream), false)
+        };
+        fn cuMemcpyPeerAsync(dst: Address, dst_context: Handle, src: Address, src_context: Handle, bytes: usize, stream: Handle) |call| {
+            let (dst, src) = ((dst, Some(number(dst_context))), (src, Some(number(src_context))));
+            call.across(dst, src, bytes as u64, number(stream), false)
+        };
+        fn cuMemsetD8_v2(dst: Address, byte: u8, count: usize) |call| call.fill(dst, byte, count as u64, 0);
+        fn cuMemsetD8Async(dst: Address, byte: u8, count: usize, stream: Handle) |call| {
+            call.fill(dst, byte, count as u64, number(stream))
+        };
+
+        fn cuModuleLoadData(module: Out<Handle>, image: *const c_void) |call| {
+            if image.is_null() {
+                return Err(Code::INVALID_VALUE);
+            }
+            give(module, || call.load_module().map(handle))
+        };
+        fn cuModuleUnload(module: Handle) |call| call.unload_module(number(module));
+        fn cuModuleGetFunction(function: Out<Handle>, module: Handle, _name: *const c_char) |call| {
+            give(function, || call.function(number(module)).map(handle))
+        };
+        fn cuLaunchKernel(
+            function: Handle, _grid_x: c_uint, _grid_y: c_uint, _grid_z: c_uint, _block_x: c_uint, _block_y: c_uint,
+            _block_z: c_uint, _shared: c_uint, stream: Handle, _params: Out<Handle>, _extra: Out<Handle>,
+        ) |call| call.launch(number(function), number(stream));
+    }
+}
+
+/// The name of a result; needs no driver.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorName(error: c_uint, text: *mut *const c_char) -> u32 {
+    // SAFETY: the caller's pointer.
+    unsafe { give_description(error, text, |(name, _)| name.as_ptr()) }
+}
+
+/// The description of a result; needs no driver.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorString(error: c_uint, text: *mut *const c_char) -> u32 {
+    // SAFETY: the caller's pointer.
+    unsafe { give_description(error, text, |(_, text)| text.as_ptr()) }
+}
+
+unsafe fn give_description(
+    error: c_uint,
+    at: *mut *const c_char,
+    pick: impl Fn((&'static std::ffi::CStr, &'static std::ffi::CStr)) -> *const c_char,
+) -> u32 {
+    let picked = describe(error).map(pick).ok_or(Code::INVALID_VALUE);
+    // SAFETY: the caller's pointer, checked for null.
+    match unsafe { give(at, || picked) } {
+        Ok(()) => 0,
+        Err(code) => code.0,
+    }
+}

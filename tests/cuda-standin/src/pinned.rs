@@ -1,0 +1,166 @@
+//! Pinned host memory: allocated here or registered by the program.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::backing::Backing;
+use crate::code::{Code, Outcome};
+use crate::hazard::History;
+use crate::lane::Ticket;
+use crate::report::Rule;
+use crate::world::{Call, State};
+
+pub(crate) const PORTABLE: u32 = 1;
+
+#[derive(Debug)]
+pub(crate) struct Region {
+    pub(crate) device: usize,
+    pub(crate) len: u64,
+    pub(crate) flags: u32,
+    pub(crate) registered: bool,
+    pub(crate) backing: Arc<Backing>,
+    pub(crate) history: History,
+    pub(crate) call: &'static str,
+}
+
+#[derive(Debug)]
+struct Gone {
+    len: u64,
+    /// The call that ended it.
+    call: &'static str,
+    /// Allocated memory keeps its addresses, so that nothing else can be taken for it; its pages are given back.
+    backing: Option<Arc<Backing>>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Pinned {
+    regions: BTreeMap<u64, Region>,
+    /// Where regions were that are gone.
+    gone: BTreeMap<u64, Gone>,
+}
+
+impl Pinned {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Region> {
+        self.regions.values()
+    }
+
+    pub(crate) fn get_mut(&mut self, base: u64) -> Option<&mut Region> {
+        self.regions.get_mut(&base)
+    }
+
+    /// The region that holds an address.
+    pub(crate) fn holding(&self, address: u64) -> Option<(u64, &Region)> {
+        let (&base, region) = self.regions.range(..=address).next_back()?;
+        (address < base + region.len).then_some((base, region))
+    }
+
+    /// The size of the allocated memory that an address was in, and the call that freed it.
+    pub(crate) fn gone_at(&self, address: u64) -> Option<(u64, &'static str)> {
+        let (base, gone) = self.gone.range(..=address).next_back()?;
+        (gone.backing.is_some() && address < base + gone.len).then_some((gone.len, gone.call))
+    }
+
+    /// Whether any region shares a byte with the range.
+    pub(crate) fn overlaps(&self, address: u64, len: u64) -> bool {
+        let before = self.regions.range(..address.saturating_add(len)).next_back();
+        before.is_some_and(|(base, region)| base + region.len > address)
+    }
+
+    fn insert(&mut self, base: u64, region: Region) {
+        let end = base + region.len;
+        let covered: Vec<u64> = self.gone.range(base..end).map(|(&base, _)| base).collect();
+        for base in covered {
+            self.gone.remove(&base);
+        }
+        self.regions.insert(base, region);
+    }
+}
+
+impl Call<'_> {
+    fn may_pin(&self, state: &State, len: u64) -> Outcome<()> {
+        let pinned: u64 = state.pinned.iter().map(|region| region.len).sum();
+        match self.world.config().pinned_limit {
+            Some(limit) if pinned.saturating_add(len) > limit => Err(Code::OUT_OF_MEMORY),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn host_allocate(&self, len: u64, flags: u32) -> Outcome<u64> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        if len == 0 || flags > 7 {
+            return Err(Code::INVALID_VALUE);
+        }
+        self.may_pin(&state, len)?;
+        let backing = Arc::new(Backing::new(len as usize).ok_or(Code::OUT_OF_MEMORY)?);
+        let base = backing.at(0).expose_provenance() as u64;
+        let history = History::default();
+        let region = Region { device, len, flags, registered: false, backing, history, call: self.name };
+        state.pinned.insert(base, region);
+        Ok(base)
+    }
+
+    pub(crate) fn host_register(&self, at: *mut u8, len: u64, flags: u32) -> Outcome<()> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        let base = at.expose_provenance() as u64;
+        if at.is_null() || len == 0 || base.checked_add(len).is_none() || flags > 15 {
+            return Err(Code::INVALID_VALUE);
+        }
+        if state.pinned.overlaps(base, len) {
+            return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        self.may_pin(&state, len)?;
+        let backing = Arc::new(Backing::borrowed(at, len as usize));
+        let history = History::default();
+        let region = Region { device, len, flags, registered: true, backing, history, call: self.name };
+        state.pinned.insert(base, region);
+        Ok(())
+    }
+
+    /// Ends a pinned region: the host must have seen the end of all its uses.
+    pub(crate) fn unpin(&self, base: u64, registered: bool) -> Outcome<()> {
+        let mut state = self.state();
+        self.device(&state)?;
+        let failure = if registered { Code::HOST_MEMORY_NOT_REGISTERED } else { Code::INVALID_VALUE };
+        if state.pinned.regions.get(&base).is_none_or(|region| region.registered != registered) {
+            let gone = state.pinned.gone.get(&base);
+            let rule = if gone.is_some() { Rule::DoubleFree } else { Rule::BadFree };
+            self.violation(rule, || match gone {
+                Some(gone) => format!("the host memory at {base:#x} was already given up by {}", gone.call),
+                None => format!("no such pinned memory starts at {base:#x}"),
+            });
+            return Err(failure);
+        }
+        let region = state.pinned.regions.remove(&base).ok_or(failure)?;
+        if let Some(open) = region.history.unordered(&state.host) {
+            self.violation(Rule::FreeInUse, || {
+                format!("{} pinned bytes were given up while {} may still use them", region.len, open.with.call)
+            });
+        }
+        // The program may unmap registered memory next, so no worker may be left in it.
+        let users = region.history.stamps(0..region.len, true);
+        let users: Vec<Ticket> = users.iter().map(|stamp| state.ticket_of(stamp)).collect();
+        let backing = (!registered).then(|| Arc::clone(&region.backing));
+        state.pinned.gone.insert(base, Gone { len: region.len, call: self.name, backing });
+        drop(state);
+        self.world.shared.nudge();
+        users.iter().for_each(Ticket::wait);
+        if !registered {
+            region.backing.empty();
+        }
+        Ok(())
+    }
+
+    pub(crate) fn host_flags(&self, address: u64) -> Outcome<u32> {
+        let state = self.state();
+        self.device(&state)?;
+        state.pinned.holding(address).map(|(_, region)| region.flags).ok_or(Code::INVALID_VALUE)
+    }
+
+    /// With one address space for host and devices, pinned memory has one address.
+    pub(crate) fn host_device_pointer(&self, address: u64) -> Outcome<u64> {
+        self.host_flags(address)?;
+        Ok(address)
+    }
+}

@@ -1,0 +1,324 @@
+//! Streams and events: what is enqueued in which order, and what waits for what.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use crate::code::{Code, Outcome};
+use crate::hazard::{Clock, Stamp};
+use crate::lane::{HostCall, Lane, Op, Record, Ticket, Work};
+use crate::report::Rule;
+use crate::world::{Call, State, new_handle};
+
+const NON_BLOCKING: u32 = 1;
+const DISABLE_TIMING: u32 = 2;
+/// The legacy default stream, by its two names.
+const LEGACY: [u64; 2] = [0, 1];
+const PER_THREAD: u64 = 2;
+/// The greatest priority; the least is 0.
+pub(crate) const GREATEST_PRIORITY: i32 = -5;
+
+/// A stream that was created.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stream {
+    pub(crate) lane: u32,
+    pub(crate) device: usize,
+    flags: u32,
+    priority: i32,
+    pub(crate) call: &'static str,
+}
+
+#[derive(Debug)]
+pub(crate) struct Event {
+    pub(crate) device: usize,
+    flags: u32,
+    record: Option<Arc<Record>>,
+    pub(crate) call: &'static str,
+}
+
+/// A lane as the calls see it: what was enqueued, and what that is ordered after.
+#[derive(Debug)]
+pub(crate) struct LaneState {
+    pub(crate) lane: Arc<Lane>,
+    pub(crate) clock: Clock,
+    epoch: u64,
+    /// It takes turns with the legacy default stream.
+    blocking: bool,
+}
+
+impl LaneState {
+    /// All that was enqueued by now.
+    pub(crate) fn ticket(&self) -> Ticket {
+        Ticket { lane: Arc::clone(&self.lane), epoch: self.epoch }
+    }
+}
+
+/// A place in the order of a lane that work is about to take.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    pub(crate) lane: usize,
+    pub(crate) stamp: Stamp,
+    after: Vec<Ticket>,
+}
+
+impl State {
+    fn new_lane(&mut self, device: usize, blocking: bool) -> u32 {
+        let index = self.lanes.len() as u32;
+        let lane = Lane::new(index, device);
+        self.lanes.push(LaneState { lane, clock: Clock::default(), epoch: 0, blocking });
+        index
+    }
+
+    /// Takes the next turn of a lane: after all that came before on it, after what the host has seen, and, on the
+    /// legacy default stream and the streams that take turns with it, after each other.
+    pub(crate) fn turn(&mut self, lane: u32, call: &'static str) -> Turn {
+        let own = &self.lanes[lane as usize];
+        let (device, blocking) = (own.lane.device, own.blocking);
+        let mut clock = self.host.clone();
+        let mut after = Vec::new();
+        let mut follow = |other: &LaneState| {
+            clock.join(&other.clock);
+            after.push(other.ticket());
+        };
+        match self.devices[device].legacy {
+            Some(legacy) if legacy == lane => {
+                self.lanes.iter().filter(|l| l.blocking && l.lane.device == device).for_each(&mut follow);
+            }
+            Some(legacy) if blocking => follow(&self.lanes[legacy as usize]),
+            _ => {}
+        }
+        after.retain(|ticket| !ticket.is_done());
+        let state = &mut self.lanes[lane as usize];
+        state.epoch += 1;
+        state.clock.join(&clock);
+        state.clock.set(lane, state.epoch);
+        let stamp = Stamp { lane, epoch: state.epoch, call };
+        Turn { lane: lane as usize, stamp, after }
+    }
+
+    pub(crate) fn stamp_is_done(&self, stamp: &Stamp) -> bool {
+        self.lanes[stamp.lane as usize].lane.done() >= stamp.epoch
+    }
+
+    pub(crate) fn ticket_of(&self, stamp: &Stamp) -> Ticket {
+        Ticket { lane: Arc::clone(&self.lanes[stamp.lane as usize].lane), epoch: stamp.epoch }
+    }
+}
+
+impl Call<'_> {
+    pub(crate) fn submit(&self, state: &State, turn: Turn, work: Work) {
+        let lane = &state.lanes[turn.lane].lane;
+        let op = Op {
+            epoch: turn.stamp.epoch,
+            call: self.name,
+            after: turn.after,
+            work,
+            spoil: self.spoil,
+            enqueued: Instant::now(),
+        };
+        lane.submit(op, &self.world.shared);
+    }
+
+    /// The lane of a stream that work is enqueued on: it must be one of the current context.
+    pub(crate) fn lane(&self, state: &mut State, stream: u64) -> Outcome<u32> {
+        let device = self.device(state)?;
+        if LEGACY.contains(&stream) {
+            if let Some(lane) = state.devices[device].legacy {
+                return Ok(lane);
+            }
+            let lane = state.new_lane(device, true);
+            state.devices[device].legacy = Some(lane);
+            return Ok(lane);
+        }
+        if stream == PER_THREAD {
+            let thread = std::thread::current().id();
+            if let Some(&lane) = state.devices[device].per_thread.get(&thread) {
+                return Ok(lane);
+            }
+            let lane = state.new_lane(device, true);
+            state.devices[device].per_thread.insert(thread, lane);
+            return Ok(lane);
+        }
+        let found = self.known_stream(state, stream)?;
+        if found.device != device {
+            self.violation(Rule::WrongContext, || {
+                format!("a stream of device {} with a context of device {device} current", found.device)
+            });
+            return Err(Code::INVALID_HANDLE);
+        }
+        Ok(found.lane)
+    }
+
+    /// The lane of a stream that is only asked about or waited for: any context will do.
+    fn any_lane(&self, state: &mut State, stream: u64) -> Outcome<u32> {
+        if stream <= PER_THREAD { self.lane(state, stream) } else { Ok(self.known_stream(state, stream)?.lane) }
+    }
+
+    fn known_stream(&self, state: &State, stream: u64) -> Outcome<Stream> {
+        let Some(found) = state.streams.get(&stream) else {
+            self.violation(Rule::UnknownHandle, || format!("there is no stream {stream:#x}"));
+            return Err(Code::INVALID_HANDLE);
+        };
+        self.whole(found.device)?;
+        Ok(*found)
+    }
+
+    pub(crate) fn create_stream(&self, flags: u32, priority: i32) -> Outcome<u64> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        if flags > NON_BLOCKING {
+            return Err(Code::INVALID_VALUE);
+        }
+        let lane = state.new_lane(device, flags != NON_BLOCKING);
+        let handle = new_handle();
+        let priority = priority.clamp(GREATEST_PRIORITY, 0);
+        state.streams.insert(handle, Stream { lane, device, flags, priority, call: self.name });
+        Ok(handle)
+    }
+
+    pub(crate) fn destroy_stream(&self, stream: u64) -> Outcome<()> {
+        let mut state = self.state();
+        if stream <= PER_THREAD {
+            return Err(Code::INVALID_HANDLE);
+        }
+        let found = self.known_stream(&state, stream)?;
+        state.streams.remove(&stream);
+        state.lanes[found.lane as usize].lane.close();
+        Ok(())
+    }
+
+    pub(crate) fn stream_info(&self, stream: u64) -> Outcome<(u64, u32, i32)> {
+        let mut state = self.state();
+        if stream <= PER_THREAD {
+            self.lane(&mut state, stream)?;
+            return Ok((Call::current_context(), 0, 0));
+        }
+        let found = self.known_stream(&state, stream)?;
+        let context = state.devices[found.device].context.ok_or(Code::CONTEXT_IS_DESTROYED)?;
+        Ok((context, found.flags, found.priority))
+    }
+
+    pub(crate) fn query_stream(&self, stream: u64) -> Outcome<()> {
+        let mut state = self.state();
+        let lane = self.any_lane(&mut state, stream)? as usize;
+        let (ticket, clock) = (state.lanes[lane].ticket(), state.lanes[lane].clock.clone());
+        let done = self.host_asks(&mut state, &ticket, &clock);
+        self.whole(ticket.lane.device)?;
+        if done { Ok(()) } else { Err(Code::NOT_READY) }
+    }
+
+    pub(crate) fn synchronize_stream(&self, stream: u64) -> Outcome<()> {
+        let mut state = self.state();
+        let lane = self.any_lane(&mut state, stream)?;
+        self.wait_for_lane(state, lane)
+    }
+
+    /// Waits for all that is enqueued on a lane, giving up the state meanwhile.
+    pub(crate) fn wait_for_lane(&self, state: std::sync::MutexGuard<'_, State>, lane: u32) -> Outcome<()> {
+        let lane = lane as usize;
+        let (ticket, clock) = (state.lanes[lane].ticket(), state.lanes[lane].clock.clone());
+        drop(state);
+        self.host_waits(std::slice::from_ref(&ticket), &clock);
+        self.whole(ticket.lane.device)
+    }
+
+    pub(crate) fn launch_host_function(&self, stream: u64, host: HostCall) -> Outcome<()> {
+        let mut state = self.state();
+        let lane = self.lane(&mut state, stream)?;
+        let turn = state.turn(lane, self.name);
+        let clock = state.lanes[turn.lane].clock.clone();
+        self.submit(&state, turn, Work::Host(host, clock));
+        Ok(())
+    }
+
+    pub(crate) fn create_event(&self, flags: u32) -> Outcome<u64> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        if flags > 7 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let handle = new_handle();
+        state.events.insert(handle, Event { device, flags, record: None, call: self.name });
+        Ok(handle)
+    }
+
+    fn known_event<'s>(&self, state: &'s State, event: u64) -> Outcome<&'s Event> {
+        let Some(found) = state.events.get(&event) else {
+            self.violation(Rule::UnknownHandle, || format!("there is no event {event:#x}"));
+            return Err(Code::INVALID_HANDLE);
+        };
+        self.whole(found.device)?;
+        Ok(found)
+    }
+
+    pub(crate) fn destroy_event(&self, event: u64) -> Outcome<()> {
+        let mut state = self.state();
+        self.known_event(&state, event)?;
+        state.events.remove(&event);
+        Ok(())
+    }
+
+    pub(crate) fn record(&self, event: u64, stream: u64) -> Outcome<()> {
+        let mut state = self.state();
+        let device = self.known_event(&state, event)?.device;
+        let lane = self.lane(&mut state, stream)?;
+        let of_stream = state.lanes[lane as usize].lane.device;
+        if device != of_stream {
+            self.violation(Rule::WrongContext, || {
+                format!("an event of device {device} recorded on a stream of device {of_stream}")
+            });
+            return Err(Code::INVALID_HANDLE);
+        }
+        let turn = state.turn(lane, self.name);
+        let clock = state.lanes[turn.lane].clock.clone();
+        let ticket = state.ticket_of(&turn.stamp);
+        let record = Arc::new(Record { ticket, clock, time: OnceLock::new() });
+        if let Some(event) = state.events.get_mut(&event) {
+            event.record = Some(Arc::clone(&record));
+        }
+        self.submit(&state, turn, Work::Record(record));
+        Ok(())
+    }
+
+    pub(crate) fn wait_event(&self, stream: u64, event: u64) -> Outcome<()> {
+        let mut state = self.state();
+        let record = self.known_event(&state, event)?.record.clone();
+        let lane = self.lane(&mut state, stream)?;
+        let mut turn = state.turn(lane, self.name);
+        if let Some(record) = record {
+            state.lanes[turn.lane].clock.join(&record.clock);
+            turn.after.push(record.ticket.clone());
+        }
+        self.submit(&state, turn, Work::Nothing);
+        Ok(())
+    }
+
+    pub(crate) fn query_event(&self, event: u64) -> Outcome<()> {
+        let mut state = self.state();
+        let Some(record) = self.known_event(&state, event)?.record.clone() else { return Ok(()) };
+        let done = self.host_asks(&mut state, &record.ticket, &record.clock);
+        self.whole(record.ticket.lane.device)?;
+        if done { Ok(()) } else { Err(Code::NOT_READY) }
+    }
+
+    pub(crate) fn synchronize_event(&self, event: u64) -> Outcome<()> {
+        let state = self.state();
+        let Some(record) = self.known_event(&state, event)?.record.clone() else { return Ok(()) };
+        drop(state);
+        self.host_waits(std::slice::from_ref(&record.ticket), &record.clock);
+        self.whole(record.ticket.lane.device)
+    }
+
+    /// Milliseconds between two events that were recorded with timing.
+    pub(crate) fn elapsed(&self, start: u64, end: u64) -> Outcome<f32> {
+        let state = self.state();
+        let time = |event: u64| {
+            let found = self.known_event(&state, event)?;
+            let record = found.record.as_ref().filter(|_| found.flags & DISABLE_TIMING == 0);
+            let record = record.ok_or(Code::INVALID_HANDLE)?;
+            record.time.get().copied().ok_or(Code::NOT_READY)
+        };
+        let (start, end) = (time(start)?, time(end)?);
+        let nanos = if end >= start { (end - start).as_nanos() as f64 } else { -((start - end).as_nanos() as f64) };
+        Ok((nanos / 1e6) as f32)
+    }
+}

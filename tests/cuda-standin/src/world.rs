@@ -1,0 +1,278 @@
+//! The whole driver between two resets, and what every call goes through first.
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::time::Duration;
+
+use crate::code::{Code, Outcome};
+use crate::config::Config;
+use crate::device::Device;
+use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
+use crate::hazard::Clock;
+use crate::lane::{Lane, Ticket};
+use crate::memory::Memory;
+use crate::pinned::Pinned;
+use crate::pool::Pool;
+use crate::report::{Report, Rule};
+use crate::shared::Shared;
+use crate::stream::{Event, LaneState, Stream};
+use crate::sync::lock;
+use crate::worker;
+
+/// The environment variable with a configuration, for programs that know nothing of the stand-in.
+const CONFIG_VARIABLE: &str = "CUDA_STANDIN_CONFIG";
+/// The environment variable with the path of a file that gets the report of such a program at its end.
+const REPORT_VARIABLE: &str = "CUDA_STANDIN_REPORT";
+
+static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
+static INITIALIZED: AtomicBool = AtomicBool::new(false);
+static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
+
+thread_local! {
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
+}
+
+/// A handle that no one can mistake for memory, and that is never given twice, resets included.
+pub(crate) fn new_handle() -> u64 {
+    0x00C1_0000_0000_0000 | (NEXT_HANDLE.fetch_add(1, Ordering::Relaxed) << 8)
+}
+
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) shared: Arc<Shared>,
+    state: Mutex<State>,
+    pub(crate) faults: Mutex<Faults>,
+    calls: Mutex<BTreeMap<&'static str, u64>>,
+}
+
+/// All that the calls change; the workers never look at it.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    /// What the host has seen the end of.
+    pub(crate) host: Clock,
+    pub(crate) devices: Vec<Device>,
+    /// Live contexts and their devices.
+    pub(crate) contexts: HashMap<u64, usize>,
+    pub(crate) lanes: Vec<LaneState>,
+    pub(crate) streams: HashMap<u64, Stream>,
+    pub(crate) events: HashMap<u64, Event>,
+    pub(crate) pools: HashMap<u64, Pool>,
+    pub(crate) memory: Memory,
+    pub(crate) pinned: Pinned,
+}
+
+impl World {
+    fn new(config: Config) -> World {
+        let devices = config.devices.iter().map(|_| Device::default()).collect();
+        let state = State { devices, ..State::default() };
+        World {
+            shared: Arc::new(Shared::new(config)),
+            state: Mutex::new(state),
+            faults: Mutex::default(),
+            calls: Mutex::default(),
+        }
+    }
+
+    fn current() -> Arc<World> {
+        if let Some(world) = WORLD.read().unwrap_or_else(|e| e.into_inner()).as_ref() {
+            return Arc::clone(world);
+        }
+        let mut world = WORLD.write().unwrap_or_else(|e| e.into_inner());
+        Arc::clone(world.get_or_insert_with(|| Arc::new(World::new(config_from_environment()))))
+    }
+
+    /// Makes a new world; all that the old one had is gone.
+    pub(crate) fn replace(config: Option<Config>) {
+        let old = {
+            let mut slot = WORLD.write().unwrap_or_else(|e| e.into_inner());
+            let config = config.unwrap_or_else(|| match slot.as_ref() {
+                Some(world) => world.shared.config.clone(),
+                None => config_from_environment(),
+            });
+            slot.replace(Arc::new(World::new(config)))
+        };
+        let Some(old) = old else { return };
+        let lanes: Vec<Arc<Lane>> = old.state().lanes.iter().map(|l| Arc::clone(&l.lane)).collect();
+        lanes.iter().for_each(|lane| lane.stop());
+        lanes.iter().for_each(|lane| lane.join(Duration::from_secs(5)));
+    }
+
+    pub(crate) fn plan(plan: FaultPlan) {
+        let world = World::current();
+        world.shared.engines.slow(plan.link);
+        *lock(&world.faults) = Faults::new(plan);
+    }
+
+    /// What was seen; waits a moment for the work that is enqueued, so that its checks are made.
+    pub(crate) fn report() -> Report {
+        let world = World::current();
+        world.shared.nudge();
+        let tickets: Vec<Ticket> = world.state().lanes.iter().map(LaneState::ticket).collect();
+        let deadline = std::time::Instant::now() + Duration::from_secs(2);
+        while !tickets.iter().all(Ticket::is_done) && std::time::Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let mut report = world.state().report(&world.shared);
+        report.calls = lock(&world.calls).iter().map(|(name, count)| ((*name).to_owned(), *count)).collect();
+        report
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    pub(crate) fn config(&self) -> &Config {
+        &self.shared.config
+    }
+}
+
+unsafe extern "C" {
+    fn atexit(function: extern "C" fn()) -> i32;
+}
+
+extern "C" fn write_report() {
+    let _ = catch_unwind(|| {
+        let Some(path) = std::env::var_os(REPORT_VARIABLE) else { return };
+        let json = serde_json::to_vec_pretty(&World::report()).unwrap_or_default();
+        if let Err(error) = std::fs::write(&path, json) {
+            eprintln!("cuda-standin: {}: {error}", path.display());
+        }
+    });
+}
+
+fn config_from_environment() -> Config {
+    if std::env::var_os(REPORT_VARIABLE).is_some() {
+        // SAFETY: the function has the type that the C library asks for, and keeps its panics inside.
+        unsafe { atexit(write_report) };
+    }
+    let Ok(text) = std::env::var(CONFIG_VARIABLE) else { return Config::default() };
+    match serde_json::from_str(&text) {
+        Ok(config) => config,
+        Err(error) => {
+            eprintln!("cuda-standin: {CONFIG_VARIABLE} is no configuration: {error}");
+            Config { devices: Vec::new(), ..Config::default() }
+        }
+    }
+}
+
+/// One call of the driver.
+#[derive(Debug)]
+pub(crate) struct Call<'w> {
+    pub(crate) name: &'static str,
+    pub(crate) world: &'w World,
+    /// What is to go wrong with the work that this call enqueues.
+    pub(crate) spoil: Spoil,
+}
+
+/// Runs one call of the driver: counts it, lets it fail if it is to, and keeps panics inside.
+pub(crate) fn enter(name: &'static str, body: impl FnOnce(&Call<'_>) -> Outcome<()>) -> u32 {
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let world = World::current();
+        let call = Call::begin(name, &world)?;
+        body(&call)
+    }));
+    match result {
+        Ok(Ok(())) => 0,
+        Ok(Err(code)) => code.0,
+        Err(_) => {
+            let shared = Arc::clone(&World::current().shared);
+            shared.violation(Rule::Panic, name, || "the stand-in panicked".to_owned());
+            Code::UNKNOWN.0
+        }
+    }
+}
+
+impl<'w> Call<'w> {
+    fn begin(name: &'static str, world: &'w World) -> Outcome<Call<'w>> {
+        *lock(&world.calls).entry(name).or_default() += 1;
+        let mut call = Call { name, world, spoil: Spoil::default() };
+        if worker::in_host_function() {
+            call.violation(Rule::CallInHostFunction, || "host functions must not call the driver".to_owned());
+            return Err(Code::NOT_PERMITTED);
+        }
+        let verdict = lock(&world.faults).count(name);
+        match verdict {
+            Some(Verdict::Fail(code)) => return Err(code),
+            Some(Verdict::Break(code)) => {
+                if let Some(&device) = world.state().contexts.get(&CURRENT.get()) {
+                    world.shared.break_device(device, code);
+                }
+                return Err(code);
+            }
+            Some(Verdict::Later(spoil)) => call.spoil = spoil,
+            None => {}
+        }
+        let needs_none = matches!(name, "cuInit" | "cuDriverGetVersion");
+        if !needs_none && !INITIALIZED.load(Ordering::Acquire) { Err(Code::NOT_INITIALIZED) } else { Ok(call) }
+    }
+
+    pub(crate) fn init(&self) -> Outcome<()> {
+        if self.device_count() == 0 {
+            return Err(Code::NO_DEVICE);
+        }
+        INITIALIZED.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    pub(crate) fn violation(&self, rule: Rule, detail: impl FnOnce() -> String) {
+        self.world.shared.violation(rule, self.name, detail);
+    }
+
+    /// Locks the state, and lets the host know what its own functions may have told it.
+    pub(crate) fn state(&self) -> MutexGuard<'w, State> {
+        let told = self.world.shared.told();
+        let mut state = self.world.state();
+        state.host.join(&told);
+        state
+    }
+
+    /// The device of the calling thread's current context, which must be there and whole.
+    pub(crate) fn device(&self, state: &State) -> Outcome<usize> {
+        let current = CURRENT.get();
+        let Some(&device) = state.contexts.get(&current) else {
+            self.violation(Rule::NoContext, || {
+                let what = if current == 0 { "has no current context" } else { "has a context that is gone" };
+                format!("the calling thread {what}")
+            });
+            return Err(Code::INVALID_CONTEXT);
+        };
+        self.whole(device)?;
+        Ok(device)
+    }
+
+    /// A broken device gives the same result to every call.
+    pub(crate) fn whole(&self, device: usize) -> Outcome<()> {
+        self.world.shared.broken(device).map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn current_context() -> u64 {
+        CURRENT.get()
+    }
+
+    pub(crate) fn set_current_context(context: u64) {
+        CURRENT.set(context);
+    }
+
+    /// Waits for work, without holding the state; the host then has seen what the clock stands for.
+    pub(crate) fn host_waits(&self, tickets: &[Ticket], clock: &Clock) {
+        self.world.shared.nudge();
+        tickets.iter().for_each(Ticket::wait);
+        let mut state = self.world.state();
+        state.host.join(clock);
+        state.release_cached();
+    }
+
+    /// The host asked whether work has run: true, and it has then seen it, or false.
+    pub(crate) fn host_asks(&self, state: &mut State, ticket: &Ticket, clock: &Clock) -> bool {
+        let done = ticket.is_done();
+        if done {
+            state.host.join(clock);
+        } else {
+            self.world.shared.nudge();
+        }
+        done
+    }
+}

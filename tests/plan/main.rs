@@ -1,0 +1,464 @@
+//! Plans, behaviour by behaviour; the cases of `data/plans.json`; and what holds of every plan.
+
+mod cases;
+mod properties;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tensor_offload::checkpoint::{Layout, TensorInfo};
+use tensor_offload::{
+    Assignment, Bandwidth, ByteSize, DType, Described, DeviceId, Error, ErrorKind, Machine, Order, Plan, Planner,
+    Result, Topology, Unit, Use,
+};
+
+const GIB: u64 = 1 << 30;
+const MIB: u64 = 1 << 20;
+const GPU0: DeviceId = DeviceId::cuda(0);
+const GPU1: DeviceId = DeviceId::cuda(1);
+const CPU: DeviceId = DeviceId::CPU;
+
+fn machine(devices: &[&str]) -> Machine {
+    let described: Vec<Described> = devices.iter().map(|d| d.parse().unwrap()).collect();
+    Machine::described(&described)
+}
+
+/// Two cards of 24 GiB and a host of 128.
+fn usual() -> Machine {
+    machine(&["cuda:0=24gib", "cuda:1=24gib", "cpu=128gib"])
+}
+
+fn blocks(count: usize, bytes: u64) -> Layout {
+    Layout::blocks(vec![bytes; count])
+}
+
+fn sequential(layout: &Layout, machine: &Machine, allocation: &str) -> Result<Plan> {
+    Planner::new(layout, machine).allocation(allocation.parse()?).compute(GPU0).order(Order::Sequential).plan()
+}
+
+/// A model of tensors of these names and bytes, one after the other in one file.
+fn named(tensors: &[(&str, u64)]) -> Layout {
+    let mut offset = 0;
+    let tensor = |(name, bytes): &(&str, u64)| {
+        offset += bytes;
+        TensorInfo::new(*name, DType::U8, &[*bytes], 0, offset - bytes).unwrap()
+    };
+    Layout::new(tensors.iter().map(tensor).collect())
+}
+
+fn bytes(plan: &Plan, device: DeviceId) -> u64 {
+    plan.assignments().iter().filter(|a| a.device == device).map(|a| a.bytes).sum()
+}
+
+fn on(plan: &Plan, device: DeviceId) -> Vec<usize> {
+    plan.assignments().iter().filter(|a| a.device == device).map(|a| a.index).collect()
+}
+
+fn assignment<'a>(plan: &'a Plan, module: &str) -> &'a Assignment {
+    plan.assignments().iter().find(|a| &*a.module == module).expect("a module of this name")
+}
+
+fn shortfall(result: Result<Plan>) -> tensor_offload::Shortfall {
+    match result {
+        Err(Error::DoesNotFit(shortfall)) => *shortfall,
+        other => panic!("{other:?}"),
+    }
+}
+
+// What users of such tools hit, by number.
+
+#[test]
+fn case_1_a_star_completes_a_ratio() {
+    let plan = sequential(&blocks(10, GIB), &usual(), "cuda:0,50%;cpu,*").unwrap();
+    assert_eq!((on(&plan, GPU0), on(&plan, CPU)), (vec![0, 1, 2, 3, 4], vec![5, 6, 7, 8, 9]));
+}
+
+#[test]
+fn case_2_blanks_capitals_and_a_trailing_hash_make_no_device() {
+    let layout = blocks(10, 256 * MIB);
+    let plan = sequential(&layout, &usual(), "cuda:0,2.5gb;cpu,*").unwrap();
+    assert_eq!(plan.device(GPU0).unwrap().quota, Some(2_684_354_560));
+    for same in [" CUDA:0 , 2.5GB ; cpu , * ; ", "cuda:0,2.5gb;cpu,*#"] {
+        assert_eq!(sequential(&layout, &usual(), same).unwrap(), plan);
+    }
+    assert_eq!(plan.devices().iter().map(|d| d.id).collect::<Vec<_>>(), [CPU, GPU0]);
+}
+
+#[test]
+fn case_3_old_strings_place_what_they_said() {
+    let layout = blocks(10, GIB);
+    let plan = |text: &str| sequential(&layout, &usual(), text).unwrap();
+    assert_eq!(bytes(&plan("{cuda:0,0.15;cpu,0.5}"), GPU0), 3 * GIB);
+    assert_eq!(bytes(&plan("cuda:0,.1;cpu,0.7"), GPU0), 2 * GIB);
+    assert_eq!(on(&plan("#cuda:0;1.1;cpu"), CPU), [8, 9]);
+    assert_eq!(bytes(&plan("cuda:0,50%;cpu,50%#cuda:0;4.0;cpu"), CPU), 5 * GIB);
+    let other = plan("#cuda:1;2.0;cpu");
+    assert_eq!((other.compute(), bytes(&other, GPU1)), (GPU1, 8 * GIB));
+}
+
+#[test]
+fn case_4_units_are_powers_of_1024() {
+    let layout = blocks(8, 512 * MIB);
+    for (quota, placed) in [(".5gb", 1), ("1gib", 2), ("1024mb", 2), ("1048576k", 2), ("1tb", 8), ("536870911b", 0)] {
+        let plan = sequential(&layout, &usual(), &format!("cuda:0,{quota};cpu,*")).unwrap();
+        assert_eq!(on(&plan, GPU0).len(), placed, "{quota}");
+    }
+}
+
+#[test]
+fn case_5_indices_are_never_renumbered() {
+    let three = machine(&["cuda:0=24gib", "cuda:1=24gib", "cuda:2=24gib", "cpu=64gib"]);
+    let error = sequential(&blocks(4, GIB), &three, "cuda:3,1gb;cpu,*").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::UnknownDevice);
+    assert_eq!(error.to_string(), "there is no cuda:3 here; there are cpu, cuda:0, cuda:1, cuda:2");
+    let four = machine(&["cuda:0=24gib", "cuda:1=24gib", "cuda:2=24gib", "cuda:3=24gib", "cpu=64gib"]);
+    let plan = sequential(&blocks(9, GIB), &four, "cuda:0,1gb;cuda:2,4gb;cuda:3,4gb").unwrap();
+    assert_eq!([0, 1, 2, 3].map(|n| on(&plan, DeviceId::cuda(n)).len()), [1, 0, 4, 4]);
+}
+
+#[test]
+fn case_6_the_host_takes_the_rest_or_says_how_short_it_is() {
+    let layout = blocks(10, GIB);
+    let plan = sequential(&layout, &usual(), "cuda:0,2gb;cuda:1,3gb").unwrap();
+    assert_eq!([GPU0, GPU1, CPU].map(|d| on(&plan, d).len()), [2, 3, 5]);
+    let small = machine(&["cuda:0=24gib", "cuda:1=24gib", "cpu=64gib,free=4gib"]);
+    let short = shortfall(sequential(&layout, &small, "cuda:0,2gb;cuda:1,3gb"));
+    assert_eq!((short.device, short.term, short.short), (CPU, "weights", 1_073_741_824));
+    assert_eq!(short.module.as_deref(), Some("block.9"));
+}
+
+#[test]
+fn case_7_quotas_over_the_model_leave_nothing_over() {
+    let plan = sequential(&blocks(10, GIB), &usual(), "cuda:0,20gb;cuda:1,3gb").unwrap();
+    assert_eq!([GPU0, GPU1, CPU].map(|d| on(&plan, d).len()), [10, 0, 0]);
+    assert!(plan.device(CPU).is_none_or(|d| d.bytes == 0));
+    assert_eq!(plan.slots().bytes(), 0);
+}
+
+#[test]
+fn case_8_entries_fill_in_the_order_of_the_string() {
+    let plan = sequential(&blocks(10, GIB), &usual(), "cpu,4gb;cuda:1,3gb;cuda:0,*").unwrap();
+    assert_eq!((on(&plan, CPU), on(&plan, GPU1), on(&plan, GPU0)), (vec![0, 1, 2, 3], vec![4, 5, 6], vec![7, 8, 9]));
+}
+
+#[test]
+fn case_9_what_fits_no_quota_never_lands_on_the_compute_device() {
+    for allocation in ["cuda:0,2gb;cuda:1,2gb;cpu,*", "cuda:0,2gb;cuda:1,2gb"] {
+        let plan = sequential(&blocks(2, 3 * GIB), &usual(), allocation).unwrap();
+        assert_eq!(on(&plan, CPU), [0, 1]);
+    }
+    let plan = sequential(&blocks(3, 3 * GIB), &usual(), "cuda:0,50%;cuda:1,50%").unwrap();
+    assert_eq!((on(&plan, GPU0), on(&plan, GPU1)), (vec![0], vec![1, 2]));
+}
+
+#[test]
+fn case_10_a_fraction_of_the_total_may_pass_what_is_free() {
+    let busy = machine(&["cuda:0=24gib,free=20gib", "cpu=64gib"]);
+    let short = shortfall(sequential(&blocks(23, GIB), &busy, "cuda:0,0.95"));
+    // 22 blocks within 22.8 GiB, and one slot for the block that is streamed.
+    assert_eq!((short.device, short.needed, short.limit, short.total), (GPU0, 23 * GIB, 20 * GIB, 24 * GIB));
+    let text = short.to_string();
+    assert!(text.contains(&(20 * GIB).to_string()) && text.contains(&(24 * GIB).to_string()), "{text}");
+    // What is free is no reason to place less than the quota: a model that fits is placed whole.
+    assert_eq!(on(&sequential(&blocks(19, GIB), &busy, "cuda:0,0.95").unwrap(), GPU0).len(), 19);
+}
+
+#[test]
+fn case_11_small_modules_stay_on_the_compute_device() {
+    let mut tensors = vec![("embed_tokens.weight".to_owned(), GIB)];
+    for layer in 0..4 {
+        tensors.push((format!("layers.{layer}.mlp.weight"), GIB));
+        tensors.push((format!("layers.{layer}.norm.weight"), 8192));
+        // Under one ten-thousandth, but no longer small.
+        tensors.push((format!("layers.{layer}.gate.weight"), 64 << 10));
+    }
+    let layout = named(&tensors.iter().map(|(name, bytes)| (name.as_str(), *bytes)).collect::<Vec<_>>());
+    for order in [Order::Sequential, Order::Interleaved] {
+        let planner = Planner::new(&layout, &usual())
+            .allocation("cuda:0,40kib;cuda:1,0b;cpu,*".parse().unwrap())
+            .order(order)
+            .plan();
+        let plan = planner.unwrap();
+        assert_eq!(bytes(&plan, GPU0), 4 * 8192);
+        assert!(plan.assignments().iter().all(|a| a.module.ends_with("norm") == (a.device == GPU0)));
+        let idle = plan.device(GPU1).unwrap();
+        assert_eq!((idle.modules, idle.needed()), (0, 0));
+    }
+    // Never beyond the quota.
+    let plan = sequential(&layout, &usual(), "cuda:0,20kib;cpu,*").unwrap();
+    assert_eq!(bytes(&plan, GPU0), 2 * 8192);
+}
+
+#[test]
+fn case_12_smaller_blocks_fill_behind_a_large_one() {
+    let layout = Layout::blocks([GIB, 5 * GIB, GIB, GIB, GIB]);
+    let plan = sequential(&layout, &usual(), "cuda:0,4gb;cpu,*").unwrap();
+    assert_eq!((on(&plan, GPU0), on(&plan, CPU)), (vec![0, 2, 3, 4], vec![1]));
+    assert_eq!(plan.assignments().iter().map(|a| a.index).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+}
+
+// Memory.
+
+#[test]
+fn slots_are_for_the_streamed_part_of_the_largest_layer() {
+    let tensors = ["a", "b"].map(|role| [0, 1, 2, 3].map(|layer| (format!("layers.{layer}.{role}.weight"), 3 * MIB)));
+    let tensors: Vec<(&str, u64)> = tensors.iter().flatten().map(|(name, bytes)| (name.as_str(), *bytes)).collect();
+    let (layout, machine) = (named(&tensors), usual());
+    let planner = Planner::new(&layout, &machine).allocation("cuda:0,12mib;cpu,*".parse().unwrap());
+    let uniform = planner.clone().unit(Unit::Uniform).depth(1).plan().unwrap();
+    assert_eq!((uniform.slots().count, uniform.slots().bytes_each), (2, 3 * MIB));
+    assert_eq!(uniform.device(GPU0).unwrap().needed(), 12 * MIB + 2 * 3 * MIB);
+    let deep = planner.clone().unit(Unit::Uniform).depth(usize::MAX).plan().unwrap();
+    assert_eq!(deep.slots().count, 4);
+    let blocking = planner.order(Order::Sequential).depth(0).plan().unwrap();
+    assert_eq!((blocking.slots().count, blocking.slots().bytes_each), (1, 6 * MIB));
+}
+
+#[test]
+fn devices_of_one_memory_share_it() {
+    let shared = |info: tensor_offload::DeviceInfo| info.domain(CPU);
+    let info = |id| shared(tensor_offload::DeviceInfo::new(id, 16 * GIB));
+    let unified = Machine::new([info(CPU), info(GPU0)], Topology::new());
+    assert!(sequential(&blocks(10, GIB), &unified, "cuda:0,8gb").is_ok());
+    let short = shortfall(sequential(&blocks(14, GIB), &unified, "cuda:0,8gb"));
+    assert_eq!((short.device, short.term, short.needed, short.limit), (GPU0, "slots", 17 * GIB, 16 * GIB));
+}
+
+#[test]
+fn unknown_free_memory_counts_as_all() {
+    let info = |id, total| tensor_offload::DeviceInfo::new(id, total).free(None);
+    let machine = Machine::new([info(CPU, 64 * GIB), info(GPU0, 8 * GIB)], Topology::new());
+    let short = shortfall(sequential(&blocks(10, GIB), &machine, "cuda:0,9gb"));
+    assert!(short.to_string().contains(&format!("{} bytes in all, the plan needs {}", 8 * GIB, 10 * GIB)), "{short}");
+}
+
+// Tied, kept and in-place modules.
+
+/// An embedding that is the head as well, between them layers of 10 MiB.
+fn tied() -> Layout {
+    let at =
+        |name: &str, mib: u64, offset: u64| TensorInfo::new(name, DType::U8, &[mib * MIB], 0, offset * MIB).unwrap();
+    Layout::new(vec![
+        at("model.embed_tokens.weight", 5, 0),
+        at("model.layers.0.mlp.weight", 10, 5),
+        at("model.layers.1.mlp.weight", 10, 15),
+        at("lm_head.weight", 5, 0),
+    ])
+}
+
+#[test]
+fn tied_weights_are_placed_once_and_kept_first() {
+    let plan = sequential(&tied(), &usual(), "cuda:0,15mib;cpu,*").unwrap();
+    let (embedding, head) = (assignment(&plan, "model.embed_tokens"), assignment(&plan, "lm_head"));
+    assert_eq!((embedding.device, embedding.bytes), (GPU0, 5 * MIB));
+    assert_eq!((head.device, head.bytes, head.usage), (GPU0, 0, Use::Resident));
+    assert_eq!(plan.bytes(), 25 * MIB);
+    // A layer that comes first does not take the embedding's place.
+    let plan = sequential(&tied(), &usual(), "cuda:0,10mib;cpu,*").unwrap();
+    assert_eq!(on(&plan, GPU0), [0, 3]);
+}
+
+#[test]
+fn a_streamed_alias_needs_its_owners_bytes() {
+    let plan = sequential(&tied(), &usual(), "cpu,*").unwrap();
+    let head = assignment(&plan, "lm_head");
+    assert_eq!((head.device, head.bytes, head.usage), (CPU, 0, Use::Streamed));
+    let host = plan.device(CPU).unwrap();
+    assert_eq!((host.bytes, host.streamed), (25 * MIB, 30 * MIB));
+    let ends = Layout::new(tied().tensors.into_iter().filter(|t| !t.name.contains("layers")).collect());
+    assert_eq!(sequential(&ends, &usual(), "cpu,*").unwrap().slots().bytes_each, 5 * MIB);
+}
+
+#[test]
+fn patterns_keep_modules_resident_within_the_quota() {
+    let (layout, machine) = (blocks(10, GIB), usual());
+    let planner =
+        Planner::new(&layout, &machine).allocation("cuda:0,2gb;cpu,*".parse().unwrap()).order(Order::Sequential);
+    let plan = planner.clone().keep_resident("block.7").keep_resident("*.9").plan().unwrap();
+    assert_eq!((on(&plan, GPU0), plan.warnings().len()), (vec![7, 9], 0));
+    let plan = planner.clone().keep_resident("block.*").keep_resident("nothing").plan().unwrap();
+    assert_eq!((on(&plan, GPU0), plan.warnings().len()), (vec![0, 1], 9));
+    assert!(plan.warnings()[8].contains("nothing"));
+}
+
+#[test]
+fn modules_used_in_place_take_no_slot_and_no_link() {
+    let tensors =
+        ["layers.0.attn.weight", "layers.0.experts.0.weight", "layers.0.experts.1.weight"].map(|n| (n, 4 * MIB));
+    let (layout, machine) = (named(&tensors), usual());
+    let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap());
+    let plan = planner.in_place("*.experts.*").plan().unwrap();
+    assert_eq!(assignment(&plan, "layers.0.experts.1").usage, Use::InPlace);
+    assert_eq!((plan.slots().bytes_each, plan.device(CPU).unwrap().streamed), (4 * MIB, 4 * MIB));
+    assert!(plan.to_string().contains("2 modules used in place, 8.00 MiB"), "{plan}");
+}
+
+// Streaming.
+
+#[test]
+fn host_weights_are_pinned_up_to_the_cap() {
+    let (layout, machine) = (blocks(10, GIB), usual());
+    let planner = Planner::new(&layout, &machine).allocation("cuda:0,4gb;cpu,*".parse().unwrap());
+    let capped = planner.clone().pinned_cap(Some(ByteSize(5 * GIB / 2))).plan().unwrap();
+    let host = capped.device(CPU).unwrap();
+    assert_eq!((host.pinned, host.staged, host.streamed), (2 * GIB, 4 * GIB, 6 * GIB));
+    let staged = capped.assignments().iter().filter(|a| a.staged);
+    assert!(staged.clone().all(|a| a.usage == Use::Streamed && a.device == CPU));
+    assert_eq!(staged.count(), 4);
+    assert_eq!(planner.plan().unwrap().device(CPU).unwrap().pinned, 6 * GIB);
+}
+
+#[test]
+fn the_disk_and_unreachable_peers_go_through_staging() {
+    let mut machine = machine(&["cuda:0=24gib", "cuda:1=24gib", "xpu:0=24gib", "disk=1tib", "cpu=64gib"]);
+    let layout = blocks(8, GIB);
+    let staged = |machine: &Machine| {
+        let plan = sequential(&layout, machine, "cuda:0,2gb;cuda:1,2gb;xpu:0,2gb;disk,*").unwrap();
+        plan.assignments().iter().map(|a| a.staged).collect::<Vec<_>>()
+    };
+    assert_eq!(staged(&machine), [false, false, false, false, true, true, true, true]);
+    machine.topology = Topology::new().no_peer_access(GPU0, GPU1);
+    assert_eq!(staged(&machine), [false, false, true, true, true, true, true, true]);
+}
+
+#[test]
+fn a_role_is_resident_in_all_layers_of_a_class_or_in_none() {
+    let roles = [("attn.qkv", 3), ("attn.out", 1), ("mlp.up", 4), ("mlp.down", 4)];
+    let mut tensors = Vec::new();
+    for layer in 0..8 {
+        tensors.extend(roles.map(|(role, mib)| (format!("blocks.{layer}.{role}.weight"), mib * MIB)));
+    }
+    let layout = named(&tensors.iter().map(|(name, bytes)| (name.as_str(), *bytes)).collect::<Vec<_>>());
+    let machine = usual();
+    // 96 MiB in all. 44 hold the roles of 32 and 8 in all layers; of the 4 that are left no layer's 7 fit.
+    for (quota, resident) in [(44, 40), (47, 47), (96, 96), (5, 0), (31, 24)] {
+        let allocation = format!("cuda:0,{quota}mib;cpu,*").parse().unwrap();
+        let plan = Planner::new(&layout, &machine).allocation(allocation).unit(Unit::Uniform).plan().unwrap();
+        assert!(bytes(&plan, GPU0) <= quota * MIB);
+        assert_eq!(bytes(&plan, GPU0), resident * MIB, "{quota}");
+        check_uniform(&layout, &plan);
+    }
+}
+
+/// Apart from layers that are wholly resident, layers of a class agree in what is.
+fn check_uniform(layout: &Layout, plan: &Plan) {
+    let mut seen: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
+    for layer in &layout.layers {
+        let resident: Vec<bool> = layer.modules.iter().map(|&m| plan.assignments()[m].usage == Use::Resident).collect();
+        if !resident.iter().all(|r| *r) {
+            assert_eq!(seen.entry(layer.class).or_insert_with(|| resident.clone()), &resident, "{}", layer.name);
+        }
+    }
+}
+
+// Estimates.
+
+#[test]
+fn an_estimate_is_the_largest_of_compute_and_segments() {
+    let (gbps, layout) = (|n: u64| Bandwidth::bytes_per_second(n * 1_000_000_000), Layout::blocks([1_000_000_000; 10]));
+    let topology = Topology::new().link(GPU0, gbps(25)).link(GPU1, gbps(25)).link(CPU, gbps(40)).shared(
+        "switch",
+        gbps(30),
+        [GPU0, GPU1],
+    );
+    let plan = sequential(&layout, &usual(), "cuda:0,4000000000b;cuda:1,1000000000b;cpu,*").unwrap();
+    let estimate = plan.estimate(&topology, Duration::from_millis(100));
+    // 5 GB from the host and 1 from the other card meet at the card's own link.
+    assert_eq!(estimate.bound().unwrap().name, "cuda:0 in");
+    assert_eq!((estimate.pass, estimate.bound().unwrap().bytes), (Duration::from_millis(240), 6_000_000_000));
+    assert_eq!(estimate.to_string(), "a pass takes 0.240 s, bound by cuda:0 in (6.00 GB at 25 GB/s; compute 0.100 s)");
+    let json = serde_json::to_string(&estimate).unwrap();
+    assert_eq!(serde_json::from_str::<tensor_offload::Estimate>(&json).unwrap(), estimate);
+    let slow = plan.estimate(&topology, Duration::from_secs(1));
+    assert_eq!((slow.bound(), slow.pass), (None, Duration::from_secs(1)));
+    assert_eq!(plan.estimate(&Topology::new(), Duration::ZERO).pass, Duration::ZERO);
+}
+
+#[test]
+fn bytes_of_an_unreachable_peer_pass_both_ways() {
+    let gbps = |n: u64| Bandwidth::bytes_per_second(n * 1_000_000_000);
+    let direct = Topology::new().link(GPU0, gbps(25)).link(GPU1, gbps(10)).shared("switch", gbps(20), [GPU0, GPU1]);
+    let staged = direct.clone().no_peer_access(GPU0, GPU1);
+    let plan = sequential(&Layout::blocks([1_000_000_000; 10]), &usual(), "cuda:1,*").unwrap();
+    let switch = |topology: &Topology| {
+        let estimate = plan.estimate(topology, Duration::ZERO);
+        estimate.segments.iter().find(|s| s.name == "switch").unwrap().bytes
+    };
+    assert_eq!((switch(&direct), switch(&staged)), (10_000_000_000, 20_000_000_000));
+}
+
+// The plan as a value.
+
+#[test]
+fn a_plan_prints_as_a_table() {
+    let busy = machine(&["cuda:0=24gib,free=20gib", "cuda:1=8gib", "cpu=64gib"]);
+    let layout = blocks(10, GIB);
+    let planner = Planner::new(&layout, &busy).allocation("cuda:0,2gb;cuda:1,1.5gb;cpu,5gb*".parse().unwrap());
+    let plan = planner.order(Order::Sequential).reserve(ByteSize(GIB)).plan().unwrap();
+    let expected = "\
+mode bytes, sequential, compute on cuda:0, depth 2
+device     quota   weights  modules         slots   reserve      total       free
+cpu     5.00 GiB  7.00 GiB        7             -         -  64.00 GiB  64.00 GiB
+cuda:0  2.00 GiB  2.00 GiB        2  3 x 1.00 GiB  1.00 GiB  24.00 GiB  20.00 GiB
+cuda:1  1.50 GiB  1.00 GiB        1             -         -   8.00 GiB   8.00 GiB
+8 layers streamed, 8.00 GiB a pass: 7.00 GiB pinned, 0 B through staging
+warning: cpu takes what no quota holds: 7516192768 bytes, 2147483648 more than its 5368709120";
+    assert_eq!(plan.to_string(), expected);
+}
+
+#[test]
+fn a_plan_that_was_tampered_with_is_refused() {
+    let plan = sequential(&blocks(6, GIB), &usual(), "cuda:0,2gb;cpu,*").unwrap();
+    let value = serde_json::to_value(&plan).unwrap();
+    assert_eq!(serde_json::from_value::<Plan>(value.clone()).unwrap(), plan);
+    let mutations: [(&str, serde_json::Value); 10] = [
+        ("/assignments/0/index", 1.into()),
+        ("/assignments/0/layer", 4.into()),
+        ("/assignments/0/device", "cpu".into()),
+        ("/assignments/0/device", "cuda:5".into()),
+        ("/assignments/0/use", "streamed".into()),
+        ("/assignments/5/bytes", u64::MAX.into()),
+        ("/devices/0/bytes", 5.into()),
+        ("/devices/1/slots", 0.into()),
+        ("/slots/bytes_each", 1.into()),
+        ("/slots/count", 2.into()),
+    ];
+    for (place, new) in mutations {
+        let mut tampered = value.clone();
+        *tampered.pointer_mut(place).unwrap() = new;
+        let error = serde_json::from_value::<Plan>(tampered).expect_err(place);
+        assert!(error.to_string().contains("no valid plan"), "{place}: {error}");
+    }
+    let mut shorter = value;
+    shorter["assignments"].as_array_mut().unwrap().pop();
+    assert!(serde_json::from_value::<Plan>(shorter).is_err());
+}
+
+#[test]
+fn a_plan_knows_its_model() {
+    let plan = sequential(&blocks(6, GIB), &usual(), "cuda:0,2gb;cpu,*").unwrap();
+    plan.verify(&blocks(6, GIB)).unwrap();
+    let error = plan.verify(&Layout::blocks([GIB, GIB, GIB, GIB, GIB, 2 * GIB])).unwrap_err();
+    assert!(error.to_string().contains("block.5"), "{error}");
+    assert!(plan.verify(&blocks(7, GIB)).is_err());
+}
+
+#[test]
+fn defaults_need_no_allocation_and_no_compute_device() {
+    let (layout, machine) = (blocks(6, GIB), usual());
+    let plan = Planner::new(&layout, &machine).plan().unwrap();
+    assert_eq!((plan.compute(), on(&plan, GPU0).len(), plan.depth()), (GPU0, 6, 2));
+    let host_only = self::machine(&["cpu=64gib", "disk=1tib"]);
+    assert_eq!(Planner::new(&layout, &host_only).plan().unwrap().compute(), CPU);
+}
+
+#[test]
+fn more_bytes_than_can_be_counted_are_refused() {
+    let error = sequential(&Layout::blocks([u64::MAX, u64::MAX]), &usual(), "cpu,*").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    let huge = machine(&["cuda:0=15000000tb", "cpu=16777215tb"]);
+    for (alloc, order) in [("cuda:0,1%;cpu,99%", Order::Interleaved), ("cuda:0,1tb;cpu,*", Order::Interleaved)] {
+        let layout = Layout::blocks(vec![(1u64 << 63) / 16; 16]);
+        Planner::new(&layout, &huge).allocation(alloc.parse().unwrap()).order(order).depth(0).plan().unwrap();
+    }
+}
