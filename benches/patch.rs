@@ -1,11 +1,14 @@
 //! Merging LoRA into a bf16 weight of [4096, 4096], beside what it is to be measured by in the same run: a copy of the
-//! weight, and the plain way (lift the whole weight, add the product, round it).
+//! weight, and the plain way in passes (lift the whole weight, add the product, round it) in f32 memory made before,
+//! compiled for the baseline instruction set as a loop of one's own would be.
 //!
-//! Ratios are printed at the end of each rank's group by criterion's own medians; compare inside one run.
+//! After criterion's own figures it prints medians of alternating turns and their ratios, which is what to compare:
+//! absolute times move with whatever else the machine does.
 
 use std::hint::black_box;
+use std::time::Instant;
 
-use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+use criterion::{Criterion, criterion_group, criterion_main};
 use half::bf16;
 use rayon::prelude::*;
 use tensor_offload::adapter::{Adapter, Matching, Patches};
@@ -45,7 +48,7 @@ fn patches(adapters: &[(usize, u32)]) -> Patches {
 }
 
 /// Whole passes in f32 memory that exists already: lift, add the product row by row, round.
-fn two_pass(bytes: &mut [u8], lifted: &mut [f32], up: &[f32], down: &[f32], rank: usize) {
+fn in_passes(bytes: &mut [u8], lifted: &mut [f32], up: &[f32], down: &[f32], rank: usize) {
     let raw = bytes.as_chunks::<2>().0;
     lifted.par_iter_mut().zip(raw.par_iter()).for_each(|(value, raw)| *value = bf16::from_le_bytes(*raw).to_f32());
     lifted.par_chunks_mut(SIZE).zip(up.par_chunks(rank)).for_each(|(row, up)| {
@@ -58,33 +61,70 @@ fn two_pass(bytes: &mut [u8], lifted: &mut [f32], up: &[f32], down: &[f32], rank
     raw.par_iter_mut().zip(lifted.par_iter()).for_each(|(raw, value)| *raw = bf16::from_f32(*value).to_le_bytes());
 }
 
+/// One way to spend time on the weight.
+type Work<'a> = (&'static str, Box<dyn FnMut(&mut [u8]) + 'a>);
+
+fn works(weight: &[u8]) -> Vec<Work<'_>> {
+    let merge = |adapters: &[(usize, u32)]| {
+        let patches = patches(adapters);
+        move |bytes: &mut [u8]| {
+            patches.tensor(0).expect("the weight is patched").apply(bytes, &[]).expect("it applies");
+        }
+    };
+    let passes = |rank: usize| {
+        let (up, down, mut lifted) = (noise(SIZE * rank, 3), noise(rank * SIZE, 4), vec![0.0; SIZE * SIZE]);
+        move |bytes: &mut [u8]| in_passes(bytes, &mut lifted, &up, &down, rank)
+    };
+    vec![
+        ("memcpy", Box::new(|bytes| bytes.copy_from_slice(weight))),
+        ("rank16", Box::new(merge(&[(16, 3)]))),
+        ("rank64", Box::new(merge(&[(64, 3)]))),
+        ("rank16_twice", Box::new(merge(&[(16, 3), (16, 5)]))),
+        ("passes_rank16", Box::new(passes(16))),
+        ("passes_rank64", Box::new(passes(64))),
+    ]
+}
+
 fn bench(criterion: &mut Criterion) {
     let weight: Vec<u8> = noise(SIZE * SIZE, 1).iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
+    let mut works = works(&weight);
+    let mut bytes = weight.clone();
     let mut group = criterion.benchmark_group("lora_bf16_4096");
     group.sample_size(20);
-    let mut copy = weight.clone();
-    group.bench_function("memcpy", |b| b.iter(|| black_box(&mut copy).copy_from_slice(black_box(&weight))));
-    for (name, adapters) in [("rank16", &[(16, 3)][..]), ("rank64", &[(64, 3)]), ("rank16_twice", &[(16, 3), (16, 5)])]
-    {
-        let patches = patches(adapters);
-        let patch = patches.tensor(0).expect("the weight is patched");
-        let mut bytes = weight.clone();
-        group.bench_function(name, |b| {
-            b.iter(|| patch.apply(black_box(&mut bytes), &[]).expect("it applies"));
-        });
-    }
-    for rank in [16, 64] {
-        let (up, down) = (noise(SIZE * rank, 3), noise(rank * SIZE, 4));
-        let mut lifted = vec![0.0; SIZE * SIZE];
-        group.bench_function(format!("two_pass_rank{rank}"), |b| {
-            b.iter_batched_ref(
-                || weight.clone(),
-                |bytes| two_pass(black_box(bytes), &mut lifted, &up, &down, rank),
-                BatchSize::PerIteration,
-            );
-        });
+    for (name, work) in &mut works {
+        group.bench_function(*name, |b| b.iter(|| work(black_box(&mut bytes))));
     }
     group.finish();
+    if std::env::args().any(|arg| arg == "--bench") {
+        print_ratios(&mut works, &mut bytes);
+    }
+}
+
+/// Turns of all works one after the other, so that all see the same machine.
+fn print_ratios(works: &mut [Work<'_>], bytes: &mut [u8]) {
+    const TURNS: usize = 15;
+    let mut times = vec![Vec::new(); works.len()];
+    for _ in 0..TURNS {
+        for ((_, work), times) in works.iter_mut().zip(&mut times) {
+            let start = Instant::now();
+            work(black_box(bytes));
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    let medians: Vec<f64> = times
+        .iter_mut()
+        .map(|times| {
+            times.sort_by(f64::total_cmp);
+            times[TURNS / 2]
+        })
+        .collect();
+    println!("medians of {TURNS} turns on {} threads:", rayon::current_num_threads());
+    for ((name, _), (median, times)) in works.iter().zip(medians.iter().zip(&times)) {
+        println!("  {name:14} {median:7.2} ms (best {:.2}), {:5.2} x memcpy", times[0], median / medians[0]);
+    }
+    for (merge, passes) in [(1, 4), (2, 5)] {
+        println!("  {} takes {:.2} of {}", works[merge].0, medians[merge] / medians[passes], works[passes].0);
+    }
 }
 
 criterion_group!(benches, bench);

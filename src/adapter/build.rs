@@ -1,13 +1,15 @@
 //! One module of an adapter and its target -> steps.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::keys::{self, Part};
-use super::matrix::{Factor, Matrix};
+use super::matrix::Factor;
 use super::report::SkipReason;
-use super::step::{Change, Delta, Product, Step};
+use super::step::{Change, Delta, Step};
 use super::targets::Target;
 use super::{Adapter, AdapterModule};
+use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 
 /// A tensor of the checkpoint, with the shape that the steps so far leave it.
@@ -97,9 +99,12 @@ fn bias<'a>(
             Part::NewBias => Change::Set(factor.values),
             Part::UpBias => {
                 let rank = parts.peft_rank().unwrap_or(1);
-                Change::Add { delta: Delta::Dense(factor.values), scale: parts.scale(rank)? }
+                Change::Add {
+                    delta: Arc::new(Delta::Dense(factor.values)),
+                    scale: parts.finite_scale(parts.ratio(rank)?)?,
+                }
             }
-            _ => Change::Add { delta: Delta::Dense(factor.values), scale: parts.adapter.strength },
+            _ => Change::Add { delta: Arc::new(Delta::Dense(factor.values)), scale: parts.adapter.strength },
         };
         let (_, steps) = built.bias.get_or_insert_with(|| (bias.shape.clone(), Vec::new()));
         steps.push(Step { rows: 0..1, change });
@@ -118,21 +123,21 @@ impl Part {
 /// The tensors of a module, read on demand.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
-    adapter: &'a Adapter,
-    module: &'a AdapterModule,
+    pub(super) adapter: &'a Adapter,
+    pub(super) module: &'a AdapterModule,
 }
 
 impl Parts<'_> {
-    fn has(&self, part: Part) -> bool {
+    pub(super) fn has(&self, part: Part) -> bool {
         self.module.parts.contains_key(&part)
     }
 
-    fn read(&self, part: Part) -> Result<Option<Factor>> {
+    pub(super) fn read(&self, part: Part) -> Result<Option<Factor>> {
         self.module.parts.get(&part).map(|&index| Factor::read(self.adapter, index)).transpose()
     }
 
     /// The part, which goes with `beside`.
-    fn need(&self, part: Part, beside: Part) -> Result<Factor> {
+    pub(super) fn need(&self, part: Part, beside: Part) -> Result<Factor> {
         self.read(part)?.ok_or_else(|| {
             let missing = keys::counterpart(self.key(beside), &self.module.name, part);
             self.fault(beside, AdapterFault::Incomplete { missing })
@@ -143,42 +148,72 @@ impl Parts<'_> {
         self.module.parts.get(&part).map_or(&self.module.name, |&index| self.adapter.key(index))
     }
 
-    fn fault(&self, part: Part, fault: AdapterFault) -> Error {
+    pub(super) fn fault(&self, part: Part, fault: AdapterFault) -> Error {
         Error::adapter(&self.adapter.path, Some(self.key(part)), fault)
     }
 
-    fn shape_fault(&self, factor: &Factor, what: impl Into<String>, wanted: &[u64]) -> Error {
+    pub(super) fn shape_fault(&self, factor: &Factor, what: impl Into<String>, wanted: &[u64]) -> Error {
         let fault = AdapterFault::Shape { found: factor.shape.clone(), what: what.into(), wanted: wanted.to_vec() };
         Error::adapter(&self.adapter.path, Some(&factor.key), fault)
     }
 
-    /// alpha / rank, or what the configuration says; 1 without either.
-    fn ratio(&self, rank: usize) -> Result<f64> {
-        if let Some(config) = &self.adapter.config {
-            return Ok(config.scale(&self.module.name));
-        }
-        let Some(alpha) = self.read(Part::Alpha)? else { return Ok(1.0) };
+    /// The first of these parts that the module has.
+    pub(super) fn any_of(&self, parts: &[Part]) -> Part {
+        parts.iter().copied().find(|&part| self.has(part)).unwrap_or(parts[0])
+    }
+
+    /// A part that holds a shape, and which one it is.
+    pub(super) fn read_shape(&self, part: Part) -> Result<Option<(Part, Vec<u64>)>> {
+        let Some(&index) = self.module.parts.get(&part) else { return Ok(None) };
+        let info = &self.adapter.checkpoint.layout().tensors[index];
+        let bytes = self.adapter.bytes(index)?;
+        let whole = |value: f32| (value >= 0.0 && value.fract() == 0.0 && value < 1e9).then_some(value as u64);
+        let shape: Option<Vec<u64>> = match info.dtype {
+            DType::I64 => bytes.as_chunks().0.iter().map(|raw| u64::try_from(i64::from_le_bytes(*raw)).ok()).collect(),
+            DType::I32 => bytes.as_chunks().0.iter().map(|raw| u64::try_from(i32::from_le_bytes(*raw)).ok()).collect(),
+            _ => Factor::read(self.adapter, index)?.values.into_iter().map(whole).collect(),
+        };
+        let fault = || {
+            let fault =
+                AdapterFault::Shape { found: info.shape.clone(), what: "a list of sizes".to_owned(), wanted: vec![] };
+            self.fault(part, fault)
+        };
+        Ok(Some((part, shape.ok_or_else(fault)?)))
+    }
+
+    /// The value of `alpha`.
+    pub(super) fn alpha(&self) -> Result<Option<f64>> {
+        let Some(alpha) = self.read(Part::Alpha)? else { return Ok(None) };
         match alpha.values[..] {
-            [alpha] => Ok(f64::from(alpha) / rank as f64),
+            [alpha] => Ok(Some(f64::from(alpha))),
             _ => Err(self.shape_fault(&alpha, "an alpha, which is one number,", &[])),
         }
     }
 
-    /// What a module's change is multiplied by: the strength times [`ratio`](Parts::ratio).
-    fn scale(&self, rank: usize) -> Result<f32> {
-        let scale = (f64::from(self.adapter.strength) * self.ratio(rank)?) as f32;
-        if scale.is_finite() {
-            return Ok(scale);
+    /// alpha / rank, or what the configuration says; 1 without either.
+    pub(super) fn ratio(&self, rank: usize) -> Result<f64> {
+        match &self.adapter.config {
+            Some(config) => Ok(config.scale(&self.module.name)),
+            None => Ok(self.alpha()?.map_or(1.0, |alpha| alpha / rank as f64)),
         }
-        Err(self.fault(Part::Alpha, AdapterFault::NotFinite { index: 0, value: format!("{scale} once scaled") }))
     }
 
-    fn peft_rank(&self) -> Option<usize> {
+    /// What a change is multiplied by: the strength times `ratio`.
+    pub(super) fn finite_scale(&self, ratio: f64) -> Result<f32> {
+        let scale = (f64::from(self.adapter.strength) * ratio) as f32;
+        if scale.is_finite() && (ratio as f32).is_finite() {
+            return Ok(scale);
+        }
+        let fault = AdapterFault::NotFinite { index: 0, value: format!("{scale} once scaled") };
+        Err(self.fault(Part::Alpha, fault))
+    }
+
+    pub(super) fn peft_rank(&self) -> Option<usize> {
         self.adapter.config.as_ref().map(|config| config.rank(&self.module.name) as usize)
     }
 
     /// The rows, of a target's `all`, that a change of `rows` rows is for.
-    fn rows_of(
+    pub(super) fn rows_of(
         &self,
         target: &Target<'_>,
         factor: &Factor,
@@ -196,57 +231,16 @@ impl Parts<'_> {
 
 /// The steps of a weight in the making.
 pub(crate) struct Building<'a, 'w> {
-    parts: Parts<'a>,
-    weight: Weight<'w>,
-    rows: usize,
-    cols: usize,
-    target: &'a Target<'a>,
-    steps: Vec<Step>,
+    pub(super) parts: Parts<'a>,
+    pub(super) weight: Weight<'w>,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) target: &'a Target<'a>,
+    pub(super) steps: Vec<Step>,
     kinds: Vec<&'static str>,
 }
 
 impl Building<'_, '_> {
-    /// The kinds of adapters that are made of factors.
-    fn factors(&mut self) -> Result<()> {
-        let parts = self.parts;
-        let has = |part| parts.has(part);
-        if has(Part::Up) || has(Part::Down) {
-            self.lora(Part::Up, Part::Down)?;
-        }
-        if has(Part::EmbeddingUp) || has(Part::EmbeddingDown) {
-            self.lora(Part::EmbeddingUp, Part::EmbeddingDown)?;
-        }
-        Ok(())
-    }
-
-    /// `W += s (alpha / r) reshape(flat(up) flat(down))`.
-    fn lora(&mut self, up: Part, down: Part) -> Result<()> {
-        let (up, down) = (self.parts.need(up, down)?, self.parts.need(down, up)?);
-        let (left, right) = (up.flat(), down.flat());
-        let rank = right.rows;
-        if left.cols != rank {
-            return Err(self.parts.shape_fault(&up, format!("`{}`", down.key), &down.shape));
-        }
-        if self.parts.peft_rank().is_some_and(|wanted| wanted != rank) {
-            let wanted = self.parts.peft_rank().unwrap_or_default() as u64;
-            return Err(self.parts.shape_fault(&down, "the rank in adapter_config.json", &[wanted]));
-        }
-        let transposed = self.parts.adapter.config.as_ref().is_some_and(|config| config.transposed);
-        let is_embedding = self.parts.has(Part::EmbeddingUp);
-        let (left, right, up, down) = if transposed || is_embedding {
-            (right.transposed(), left.transposed(), down, up)
-        } else {
-            (left, right, up, down)
-        };
-        let rows = self.parts.rows_of(self.target, &up, left.rows, &self.weight, self.rows)?;
-        if right.cols != self.cols {
-            return Err(self.fits_not(&down));
-        }
-        let scale = self.parts.scale(rank)?;
-        self.push("LoRA", rows, |rows| add_product(&left, &right, rows, scale));
-        Ok(())
-    }
-
     /// What is given whole: added (`W += s D`), or taken for the weight.
     fn replacements(&mut self) -> Result<()> {
         let strength = self.parts.adapter.strength;
@@ -265,24 +259,25 @@ impl Building<'_, '_> {
             }
             let values = factor.values;
             self.push(kind, rows, |_| match scale {
-                Some(scale) => Change::Add { delta: Delta::Dense(values), scale },
+                Some(scale) => Change::Add { delta: Arc::new(Delta::Dense(values)), scale },
                 None => Change::Set(values),
             });
         }
         Ok(())
     }
 
-    fn push(&mut self, kind: &'static str, rows: Range<usize>, change: impl FnOnce(&Range<usize>) -> Change) {
+    pub(super) fn push(
+        &mut self,
+        kind: &'static str,
+        rows: Range<usize>,
+        change: impl FnOnce(&Range<usize>) -> Change,
+    ) {
         let change = change(&rows);
         self.steps.push(Step { rows, change });
         self.kinds.push(kind);
     }
 
-    fn fits_not(&self, factor: &Factor) -> Error {
+    pub(super) fn fits_not(&self, factor: &Factor) -> Error {
         self.parts.shape_fault(factor, format!("the target `{}`", self.weight.name), &self.weight.shape)
     }
-}
-
-fn add_product(up: &Matrix, down: &Matrix, rows: &Range<usize>, scale: f32) -> Change {
-    Change::Add { delta: Delta::Product(Product::pack(up, down, rows.start)), scale }
 }

@@ -24,13 +24,14 @@ impl Matrix {
         Matrix { rows: self.cols, cols: self.rows, values }
     }
 
-    /// `self other`, each element summed in order with fused multiply-add; `self.cols` is `other.rows`.
+    /// `self other`, each element summed in order; `self.cols` is `other.rows`. Multiply and add are apart, since
+    /// this runs without choice of an instruction set, where a fused one may be a call.
     pub(crate) fn times(&self, other: &Matrix) -> Matrix {
         let mut values = vec![0.0f32; self.rows * other.cols];
         if other.cols > 0 {
             for (row, out) in values.chunks_exact_mut(other.cols).enumerate() {
                 for (k, &left) in self.row(row).iter().enumerate() {
-                    out.iter_mut().zip(other.row(k)).for_each(|(sum, &right)| *sum = left.mul_add(right, *sum));
+                    out.iter_mut().zip(other.row(k)).for_each(|(sum, &right)| *sum += left * right);
                 }
             }
         }

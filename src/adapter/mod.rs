@@ -5,7 +5,9 @@
 
 mod build;
 mod keys;
+mod kinds;
 mod matrix;
+mod oft;
 mod peft;
 mod report;
 mod resolve;
@@ -28,7 +30,7 @@ pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
 pub(crate) use scale::Scaling;
 pub use step::TensorPatch;
-pub(crate) use step::{Change, Delta, Product, Step, TILE_COLS, TILE_ROWS};
+pub(crate) use step::{Axis, Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};
 
 /// An adapter, opened: its names and shapes are known, its factors still in the file.
 #[derive(Clone, Debug)]

@@ -239,6 +239,10 @@ impl<'a> Resolving<'a> {
                 .ok_or_else(|| fault(AdapterFault::BadDType { what: "it".to_owned(), dtype: info.dtype }))?;
             let matrix = build::matrix_of(&info.shape).unwrap_or_default();
             let scaling = Scaling::of(info, matrix, find).map_err(fault)?;
+            if patched_shape != info.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
+                let kind = "padding of a weight with several scales; such".to_owned();
+                return Err(fault(AdapterFault::Unsupported { kind }));
+            }
             let needs = scaling.iter().map(|s| s.tensor).collect();
             let (name, shape, steps) = (info.name.clone(), info.shape.clone(), Arc::new(steps));
             tensors.insert(tensor, TensorPatch { name, float, shape, patched_shape, scaling, needs, steps });

@@ -43,8 +43,8 @@ impl Scaling {
         };
         let blocks = [rows.div_ceil(BLOCK), cols.div_ceil(BLOCK)];
         let (grid, block) = match scale.shape[..] {
-            [] | [1] | [1, 1] => ([1, 1], [rows, cols]),
-            [n] | [n, 1] if whole.is_some() && n == rows as u64 => ([rows, 1], [1, cols]),
+            [] | [1] | [1, 1] => ([1, 1], [usize::MAX; 2]),
+            [n] | [n, 1] if whole.is_some() && n == rows as u64 => ([rows, 1], [1, usize::MAX]),
             [a, b] if whole.is_none() && [a, b] == blocks.map(|n| n as u64) => (blocks, [BLOCK; 2]),
             _ => {
                 let wanted = if whole.is_some() { vec![1] } else { blocks.map(|n| n as u64).to_vec() };
@@ -52,7 +52,7 @@ impl Scaling {
                 return Err(AdapterFault::Shape { found: scale.shape.clone(), what, wanted });
             }
         };
-        Ok(Some(Scaling { tensor, float, grid, block: block.map(|n: usize| n.max(1)) }))
+        Ok(Some(Scaling { tensor, float, grid, block }))
     }
 
     /// How many scales there are.

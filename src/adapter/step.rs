@@ -52,9 +52,15 @@ pub(crate) struct Step {
 #[derive(Debug)]
 pub(crate) enum Change {
     /// `W += scale D`.
-    Add { delta: Delta, scale: f32 },
+    Add { delta: Arc<Delta>, scale: f32 },
     /// `W <- V`.
     Set(Vec<f32>),
+    /// DoRA: [`Dora`].
+    Decompose(Dora),
+    /// OFT: for each block of `size` rows `W += strength M^T W`, where `turns` holds the blocks' M.
+    Rotate { size: usize, turns: Vec<f32>, strength: f32 },
+    /// The weight in the corner of zeros of a larger shape.
+    Pad { from: Vec<u64>, to: Vec<u64> },
 }
 
 impl Change {
@@ -63,8 +69,29 @@ impl Change {
         match self {
             Change::Add { delta, .. } => delta.values(),
             Change::Set(values) => values.len(),
+            Change::Decompose(dora) => dora.delta.values() + dora.magnitude.len(),
+            Change::Rotate { turns, .. } => turns.len(),
+            Change::Pad { .. } => 0,
         }
     }
+
+    /// What it has to see of the weight at once.
+    pub(crate) fn reach(&self) -> Reach {
+        match self {
+            Change::Add { delta, .. } if matches!(**delta, Delta::Linear(_)) => Reach::Row,
+            Change::Add { .. } | Change::Set(_) => Reach::Element,
+            Change::Decompose(Dora { axis: Axis::Rows, .. }) => Reach::Row,
+            Change::Decompose(_) | Change::Rotate { .. } | Change::Pad { .. } => Reach::Weight,
+        }
+    }
+}
+
+/// How much of a weight a change of one element depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Reach {
+    Element,
+    Row,
+    Weight,
 }
 
 /// A matrix to add, as the factors that make it.
@@ -74,6 +101,12 @@ pub(crate) enum Delta {
     Product(Product),
     /// Given whole, row by row.
     Dense(Vec<f32>),
+    /// LoHa: the two products multiplied element by element.
+    Hadamard(Box<[Product; 2]>),
+    /// LoKr: the Kronecker product.
+    Kronecker(Matrix, Matrix),
+    /// GLoRA: [`Linear`].
+    Linear(Box<Linear>),
 }
 
 impl Delta {
@@ -81,8 +114,46 @@ impl Delta {
         match self {
             Delta::Product(product) => product.values(),
             Delta::Dense(values) => values.len(),
+            Delta::Hadamard(products) => products.iter().map(Product::values).sum(),
+            Delta::Kronecker(left, right) => left.values.len() + right.values.len(),
+            Delta::Linear(linear) => linear.first.values.len() + linear.second.values.len() + linear.base.values(),
         }
     }
+}
+
+/// `W first second + base`, where the first factor applies to a row's channels of `inner` elements each.
+#[derive(Debug)]
+pub(crate) struct Linear {
+    /// [channels, rank].
+    pub(crate) first: Matrix,
+    /// [rank, channels].
+    pub(crate) second: Matrix,
+    pub(crate) base: Product,
+    pub(crate) inner: usize,
+}
+
+/// `Wc = W + ratio D`, then `W += strength (Wc m / n - W)`, with a magnitude m and a norm n for each row or channel.
+#[derive(Debug)]
+pub(crate) struct Dora {
+    pub(crate) delta: Arc<Delta>,
+    pub(crate) ratio: f32,
+    pub(crate) magnitude: Vec<f32>,
+    pub(crate) axis: Axis,
+    /// Whether n is the norm of W and not of Wc.
+    pub(crate) of_original: bool,
+    /// What is added to n.
+    pub(crate) epsilon: f32,
+    pub(crate) strength: f32,
+}
+
+/// What DoRA takes its norms over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Axis {
+    Rows,
+    /// Channels of `inner` columns each, over all rows; the factors of D are then packed from row 0.
+    Columns {
+        inner: usize,
+    },
 }
 
 /// Rows of a tile: what one pass of the innermost loop works on.

@@ -36,7 +36,7 @@ impl Share {
         let start = match self {
             Share::Query => {
                 let others = all.checked_sub(rows)?;
-                let fits = others > 0 && others % 2 == 0 && rows >= others / 2 && rows % (others / 2) == 0;
+                let fits = others > 0 && others % 2 == 0 && rows >= others / 2 && rows.is_multiple_of(others / 2);
                 return fits.then_some(0..rows);
             }
             Share::Gate => 0,
@@ -46,14 +46,17 @@ impl Share {
         };
         let fits = match self {
             Share::Gate | Share::Up => rows > 0 && pair == all,
-            _ => rows > 0 && all.checked_sub(pair).is_some_and(|query| query >= rows && query % rows == 0),
+            _ => rows > 0 && all.checked_sub(pair).is_some_and(|query| query >= rows && query.is_multiple_of(rows)),
         };
         fits.then_some(start..start + rows)
     }
 }
 
+/// Names of projections when they are apart.
+type Projections = &'static [(&'static str, Share)];
+
 /// Names of fused weights, with their projections' names when they are apart.
-const FUSED: &[(&[&str], &[(&str, Share)])] = &[
+const FUSED: &[(&[&str], Projections)] = &[
     (
         &["qkv", "to_qkv", "qkv_proj", "Wqkv", "attn_qkv"],
         &[

@@ -9,8 +9,9 @@
 mod pieces;
 mod read;
 mod vector;
+mod whole;
 
-use crate::adapter::{Scaling, TensorPatch};
+use crate::adapter::{Reach, Scaling, TensorPatch, matrix_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use pieces::{Matrix, Scales};
@@ -45,9 +46,14 @@ impl TensorPatch {
             return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes once patched, the buffer {len}")));
         }
         let scales = self.scales(siblings)?;
-        let (rows, cols) = crate::adapter::matrix_of(&self.shape).unwrap_or_default();
+        let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
         let matrix = Matrix { float: self.float, scales: scales.as_ref(), rows, cols };
-        let saturated = pieces::apply(tier, matrix, bytes, &self.steps);
+        let in_pieces = self.steps.iter().all(|step| step.change.reach() < Reach::Weight);
+        let saturated = if in_pieces {
+            pieces::apply(tier, matrix, bytes, &self.steps)
+        } else {
+            whole::apply(tier, matrix, bytes, &self.steps)
+        };
         Ok(PatchOutcome { saturated })
     }
 
@@ -178,6 +184,44 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn every_kind_gives_the_same_bits_in_every_tier_and_split() {
+        let some = |name: &'static str, shape: &'static [usize]| (name, shape, noise(shape.iter().product(), 11));
+        let kinds = [
+            vec![
+                some("w.hada_w1_a", &[60, 3]),
+                some("w.hada_w1_b", &[3, 70]),
+                some("w.hada_w2_a", &[60, 4]),
+                some("w.hada_w2_b", &[4, 70]),
+            ],
+            vec![some("w.lokr_w1", &[6, 7]), some("w.lokr_w2_a", &[10, 2]), some("w.lokr_w2_b", &[2, 10])],
+            vec![
+                some("w.a1.weight", &[70, 3]),
+                some("w.a2.weight", &[3, 70]),
+                some("w.b1.weight", &[60, 3]),
+                some("w.b2.weight", &[3, 70]),
+            ],
+            vec![some("w.oft_blocks", &[5, 12, 12])],
+            vec![some("w.lora_B", &[60, 3]), some("w.lora_A", &[3, 70]), some("w.dora_scale", &[60, 1])],
+            vec![some("w.lora_B", &[60, 3]), some("w.lora_A", &[3, 70]), some("w.dora_scale", &[1, 70])],
+            vec![some("w.diff", &[60, 70])],
+        ];
+        for kind in kinds {
+            let patch = patch(DType::BF16, 60, 70, &[(lora(60, 70, 5, 1), 1.0), (file(&kind), 0.6)]);
+            let before = stored(patch.float, &noise(4200, 5));
+            let mut results = Vec::new();
+            for tier in Tier::all() {
+                for threads in [1, 3] {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                    let mut bytes = before.clone();
+                    pool.install(|| patch.apply_with(tier, &mut bytes, &[])).unwrap();
+                    results.push(bytes);
+                }
+            }
+            assert!(results.iter().all(|bytes| *bytes == results[0]) && results[0] != before, "{}", kind[0].0);
         }
     }
 

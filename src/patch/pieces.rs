@@ -5,7 +5,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::vector::{Output, Strip, Tier};
-use crate::adapter::{Change, Delta, Step, TILE_COLS, TILE_ROWS};
+use crate::adapter::{Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};
 use crate::float::Float;
 
 /// A weight as a matrix in its storage type.
@@ -16,6 +16,24 @@ pub(crate) struct Matrix<'a> {
     pub(crate) scales: Option<&'a Scales>,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
+}
+
+impl Matrix<'_> {
+    /// The real values of some columns of a row.
+    pub(crate) fn lift(&self, tier: Tier, row: usize, cols: &Range<usize>, raw: &[u8], values: &mut [f32]) {
+        tier.lift(self.float, raw, values);
+        if let Some(scales) = self.scales {
+            scales.each(row, cols, values, |value, scale| value * scale);
+        }
+    }
+
+    /// Stores them again; leaves what was stored in `values`.
+    pub(crate) fn round(&self, tier: Tier, row: usize, cols: &Range<usize>, values: &mut [f32], raw: &mut [u8]) -> u64 {
+        if let Some(scales) = self.scales {
+            scales.each(row, cols, values, |value, scale| value / scale);
+        }
+        tier.round(self.float, values, raw)
+    }
 }
 
 /// The scales of a weight, one for each block of a grid.
@@ -36,7 +54,8 @@ fn task_rows(cols: usize) -> usize {
     (ELEMENTS / cols.max(1)).clamp(TILE_ROWS, 128) / TILE_ROWS * TILE_ROWS
 }
 
-/// Applies `steps` in order to the weight in `bytes`; returns how many values were saturated.
+/// Applies `steps`, none of which sees more than a row, in order to the weight in `bytes`; returns how many values were
+/// saturated.
 pub(crate) fn apply(tier: Tier, matrix: Matrix<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
     let rows = task_rows(matrix.cols);
     let task_bytes = rows * matrix.cols * matrix.float.size();
@@ -55,6 +74,14 @@ pub(crate) fn apply(tier: Tier, matrix: Matrix<'_>, bytes: &mut [u8], steps: &[S
 #[derive(Default)]
 struct Scratch {
     weight: Vec<f32>,
+    spare: Spare,
+}
+
+/// Room for a delta of the same size and what it is made of.
+#[derive(Default)]
+struct Spare {
+    delta: Vec<f32>,
+    other: Vec<f32>,
 }
 
 /// Some whole rows of a weight.
@@ -69,7 +96,8 @@ impl Task<'_> {
     fn run(&self, bytes: &mut [u8], scratch: &mut Scratch) -> u64 {
         let (cols, size) = (self.matrix.cols, self.matrix.float.size());
         let rows = bytes.len() / (cols * size);
-        let piece_cols = PIECE_COLS;
+        let whole_rows = self.steps.iter().any(|step| step.change.reach() > Reach::Element);
+        let piece_cols = if whole_rows { cols } else { PIECE_COLS };
         let mut saturated = 0;
         // Columns outside, so that the factors of a piece's columns serve all rows of the task.
         for first_col in (0..cols).step_by(piece_cols) {
@@ -89,7 +117,7 @@ impl Task<'_> {
                 }
                 let mut strip = Strip { values: &mut scratch.weight, stride, cols: piece_cols };
                 for step in self.steps {
-                    self.change(step, &piece, &mut strip);
+                    self.change(step, &piece, &mut strip, &mut scratch.spare);
                 }
                 for row in 0..piece_rows {
                     let raw = &mut bytes[row_bytes(row)][..piece_cols * size];
@@ -101,48 +129,160 @@ impl Task<'_> {
     }
 
     fn lift(&self, piece: &Piece, row: usize, raw: &[u8], values: &mut [f32]) {
-        self.tier.lift(self.matrix.float, raw, values);
-        if let Some(scales) = self.matrix.scales {
-            scales.each(piece.rows.start + row, &piece.cols, values, |value, scale| value * scale);
-        }
+        self.matrix.lift(self.tier, piece.rows.start + row, &piece.cols, raw, values);
     }
 
     fn round(&self, piece: &Piece, row: usize, values: &mut [f32], raw: &mut [u8]) -> u64 {
-        if let Some(scales) = self.matrix.scales {
-            scales.each(piece.rows.start + row, &piece.cols, values, |value, scale| value / scale);
-        }
-        self.tier.round(self.matrix.float, values, raw)
+        self.matrix.round(self.tier, piece.rows.start + row, &piece.cols, values, raw)
     }
 
-    fn change(&self, step: &Step, piece: &Piece, strip: &mut Strip<'_>) {
+    fn change(&self, step: &Step, piece: &Piece, strip: &mut Strip<'_>, spare: &mut Spare) {
         let Some(rows) = piece.shared_rows(&step.rows) else { return };
         match &step.change {
-            Change::Add { delta: Delta::Product(product), scale } => {
-                let (up, down) = (product.up(piece.rows.start / TILE_ROWS), product.down(piece.cols.start / TILE_COLS));
-                self.tier.product(strip, up, down, Output::Add(*scale), rows);
+            Change::Add { delta, scale } => {
+                if let Delta::Product(product) = &**delta {
+                    self.product(product, piece, strip, Output::Add(*scale), rows);
+                    return;
+                }
+                let place = Place { first_row: step.rows.start, piece, rows: rows.clone() };
+                self.fill(delta, &place, strip, spare);
+                for row in rows {
+                    let values = &spare.delta[row * strip.stride..];
+                    strip.row(row).iter_mut().zip(values).for_each(|(weight, delta)| *weight += scale * delta);
+                }
             }
-            Change::Add { delta: Delta::Dense(values), scale } => {
-                self.each_row(step, piece, strip, rows, values, |weight, value| weight + scale * value);
+            Change::Set(values) => {
+                for row in rows {
+                    let at = (piece.rows.start + row - step.rows.start) * self.matrix.cols + piece.cols.start;
+                    let weights = strip.row(row);
+                    weights.copy_from_slice(&values[at..at + weights.len()]);
+                }
             }
-            Change::Set(values) => self.each_row(step, piece, strip, rows, values, |_, value| value),
+            Change::Decompose(dora) => {
+                let place = Place { first_row: step.rows.start, piece, rows: rows.clone() };
+                self.fill(&dora.delta, &place, strip, spare);
+                for row in rows {
+                    let delta = &spare.delta[row * strip.stride..][..strip.cols];
+                    decompose_row(dora, piece.rows.start + row - step.rows.start, strip.row(row), delta);
+                }
+            }
+            // These see more than a piece: `whole` does them.
+            Change::Rotate { .. } | Change::Pad { .. } => {}
         }
     }
 
-    /// Combines each weight of the piece with the value at its place in `values`, which holds the step's rows.
-    fn each_row(
-        &self,
-        step: &Step,
-        piece: &Piece,
-        strip: &mut Strip<'_>,
-        rows: Range<usize>,
-        values: &[f32],
-        combine: impl Fn(f32, f32) -> f32,
-    ) {
-        for row in rows {
-            let at = (piece.rows.start + row - step.rows.start) * self.matrix.cols + piece.cols.start;
-            let weights = &mut strip.values[row * strip.stride..][..strip.cols];
-            weights.iter_mut().zip(&values[at..]).for_each(|(weight, &value)| *weight = combine(*weight, value));
+    fn product(&self, product: &Product, piece: &Piece, strip: &mut Strip<'_>, output: Output, rows: Range<usize>) {
+        let up = product.up(piece.rows.start / TILE_ROWS);
+        self.tier.product(strip, up, product.down(piece.cols.start / TILE_COLS), output, rows);
+    }
+
+    /// Computes D for the rows of a piece into `spare.delta`.
+    fn fill(&self, delta: &Delta, place: &Place<'_>, weight: &mut Strip<'_>, spare: &mut Spare) {
+        let (stride, cols, piece) = (weight.stride, weight.cols, place.piece);
+        let Spare { delta: out, other } = spare;
+        out.resize(TILE_ROWS * stride, 0.0);
+        let mut out = Strip { values: out, stride, cols };
+        match delta {
+            Delta::Product(product) => self.product(product, piece, &mut out, Output::Store, place.rows.clone()),
+            Delta::Dense(values) => {
+                for row in place.rows.clone() {
+                    let at = place.of_step(row) * self.matrix.cols + piece.cols.start;
+                    out.row(row).copy_from_slice(&values[at..at + cols]);
+                }
+            }
+            Delta::Hadamard(products) => {
+                other.resize(TILE_ROWS * stride, 0.0);
+                let mut second = Strip { values: other, stride, cols };
+                self.product(&products[0], piece, &mut out, Output::Store, place.rows.clone());
+                self.product(&products[1], piece, &mut second, Output::Store, place.rows.clone());
+                for row in place.rows.clone() {
+                    out.row(row).iter_mut().zip(second.row(row)).for_each(|(first, second)| *first *= *second);
+                }
+            }
+            Delta::Kronecker(left, right) => {
+                for row in place.rows.clone() {
+                    let row_of_step = place.of_step(row);
+                    let (left, values) = (left.row(row_of_step / right.rows), right.row(row_of_step % right.rows));
+                    for (col, out) in out.row(row).iter_mut().enumerate() {
+                        let col = piece.cols.start + col;
+                        *out = left[col / right.cols] * values[col % right.cols];
+                    }
+                }
+            }
+            Delta::Linear(linear) => {
+                self.product(&linear.base, piece, &mut out, Output::Store, place.rows.clone());
+                for row in place.rows.clone() {
+                    self.linear(linear, weight.row(row), other, out.row(row));
+                }
+            }
         }
+    }
+
+    /// Adds `W first second` for one row, each sum in order of the channels and of the rank.
+    fn linear(&self, linear: &Linear, weights: &[f32], spare: &mut Vec<f32>, out: &mut [f32]) {
+        let (rank, inner) = (linear.second.rows, linear.inner);
+        spare.clear();
+        spare.resize(rank * inner + out.len(), 0.0);
+        let (ranks, sums) = spare.split_at_mut(rank * inner);
+        for (channel, weights) in weights.chunks_exact(inner).enumerate() {
+            let first = linear.first.row(channel);
+            if let [weight] = weights {
+                self.tier.add_multiple(*weight, first, ranks);
+            } else {
+                let each = ranks.chunks_exact_mut(inner).zip(first);
+                each.for_each(|(sums, first)| self.tier.add_multiple(*first, weights, sums));
+            }
+        }
+        for (ranks, k) in ranks.chunks_exact(inner).zip(0..) {
+            let second = linear.second.row(k);
+            if let [value] = ranks {
+                self.tier.add_multiple(*value, second, sums);
+            } else {
+                let each = sums.chunks_exact_mut(inner).zip(second);
+                each.for_each(|(sums, second)| self.tier.add_multiple(*second, ranks, sums));
+            }
+        }
+        out.iter_mut().zip(sums).for_each(|(out, sum)| *out += *sum);
+    }
+}
+
+/// `W += s (Wc m / n - W)` for one row, whose D is given.
+fn decompose_row(dora: &Dora, row: usize, weights: &mut [f32], delta: &[f32]) {
+    let changed = |weight: f32, delta: f32| weight + dora.ratio * delta;
+    let norm = if dora.of_original {
+        norm(weights.iter().copied())
+    } else {
+        norm(weights.iter().zip(delta).map(|(&weight, &delta)| changed(weight, delta)))
+    };
+    let factor = dora.magnitude[row] / (norm + dora.epsilon);
+    for (weight, &delta) in weights.iter_mut().zip(delta) {
+        *weight = mixed(*weight, changed(*weight, delta) * factor, dora.strength);
+    }
+}
+
+/// `weight + strength (whole - weight)`, exactly `whole` at strength 1.
+pub(crate) fn mixed(weight: f32, whole: f32, strength: f32) -> f32 {
+    if strength == 1.0 { whole } else { weight + strength * (whole - weight) }
+}
+
+/// The Euclidean norm, summed in f64 in order.
+fn norm(values: impl Iterator<Item = f32>) -> f32 {
+    values.map(|value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt() as f32
+}
+
+/// The place of some rows of a piece in a step.
+struct Place<'a> {
+    /// The weight's row that the step begins at.
+    first_row: usize,
+    piece: &'a Piece,
+    /// Rows, counted in the piece.
+    rows: Range<usize>,
+}
+
+impl Place<'_> {
+    /// The row of the step that is row `row` of the piece.
+    fn of_step(&self, row: usize) -> usize {
+        self.piece.rows.start + row - self.first_row
     }
 }
 
@@ -173,7 +313,7 @@ impl Scales {
         let mut rest = values;
         while !rest.is_empty() {
             let block = col / self.block[1];
-            let length = ((block + 1) * self.block[1] - col).min(rest.len());
+            let length = (block + 1).saturating_mul(self.block[1]).saturating_sub(col).min(rest.len());
             let (now, later) = rest.split_at_mut(length);
             let scale = self.values[of_row + block];
             now.iter_mut().for_each(|value| *value = combine(*value, scale));

@@ -1,0 +1,168 @@
+//! Changes that see all of a weight at once, on an f32 copy of it.
+
+use rayon::prelude::*;
+
+use super::pieces::{self, Matrix, mixed};
+use super::vector::Tier;
+use crate::adapter::{Axis, Change, Dora, Reach, Step, matrix_of};
+use crate::float::Float;
+
+/// Applies `steps` in order to the weight that `bytes` begins with; `bytes` is as long as the patched weight. Returns
+/// how many values were saturated.
+pub(crate) fn apply(tier: Tier, matrix: Matrix<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
+    let size = matrix.float.size();
+    let mut lifted =
+        Lifted { tier, rows: matrix.rows, cols: matrix.cols, values: vec![0.0; matrix.rows * matrix.cols] };
+    let cols = 0..matrix.cols;
+    if !lifted.values.is_empty() {
+        let rows = lifted.values.par_chunks_mut(matrix.cols).zip(bytes.par_chunks(matrix.cols * size)).enumerate();
+        rows.for_each(|(row, (values, raw))| matrix.lift(tier, row, &cols, raw, values));
+    }
+    let mut rest = steps;
+    while let [step, later @ ..] = rest {
+        rest = match &step.change {
+            Change::Pad { from, to } => {
+                lifted.pad(from, to);
+                later
+            }
+            Change::Rotate { size, turns, strength } => {
+                lifted.rotate(step, *size, turns, *strength);
+                later
+            }
+            Change::Decompose(dora) if step.change.reach() == Reach::Weight => {
+                lifted.decompose(step, dora);
+                later
+            }
+            _ => {
+                let count = rest.iter().take_while(|step| step.change.reach() < Reach::Weight).count();
+                lifted.in_pieces(&rest[..count]);
+                &rest[count..]
+            }
+        };
+    }
+    let cols = 0..lifted.cols;
+    if lifted.values.is_empty() {
+        return 0;
+    }
+    let rows = lifted.values.par_chunks_mut(lifted.cols).zip(bytes.par_chunks_mut(lifted.cols * size)).enumerate();
+    rows.map(|(row, (values, raw))| matrix.round(tier, row, &cols, values, raw)).sum()
+}
+
+/// A weight in f32, as the steps so far leave it.
+struct Lifted {
+    tier: Tier,
+    rows: usize,
+    cols: usize,
+    values: Vec<f32>,
+}
+
+impl Lifted {
+    fn in_pieces(&mut self, steps: &[Step]) {
+        change_in_pieces(self.tier, &mut self.values, self.cols, steps);
+    }
+
+    fn of_step(&mut self, step: &Step) -> &mut [f32] {
+        &mut self.values[step.rows.start * self.cols..step.rows.end * self.cols]
+    }
+
+    fn pad(&mut self, from: &[u64], to: &[u64]) {
+        if let Some((rows, cols)) = matrix_of(to) {
+            self.values = padded(&self.values, from, to, rows * cols);
+            (self.rows, self.cols) = (rows, cols);
+        }
+    }
+
+    /// For each block of rows `W += strength M^T W`.
+    fn rotate(&mut self, step: &Step, size: usize, turns: &[f32], strength: f32) {
+        let (tier, cols) = (self.tier, self.cols);
+        if cols == 0 {
+            return;
+        }
+        let blocks = self.of_step(step).par_chunks_mut(size * cols).zip(turns.par_chunks(size * size));
+        blocks.for_each(|(block, turn)| {
+            let mut change = vec![0.0; size * cols];
+            for (row, sums) in change.chunks_exact_mut(cols).enumerate() {
+                for (from, weights) in block.chunks_exact(cols).enumerate() {
+                    tier.add_multiple(turn[from * size + row], weights, sums);
+                }
+            }
+            block.iter_mut().zip(&change).for_each(|(weight, change)| *weight += strength * change);
+        });
+    }
+
+    /// DoRA with norms over channels: `Wc = W + ratio D`, n over all rows and the channel's columns.
+    fn decompose(&mut self, step: &Step, dora: &Dora) {
+        let Axis::Columns { inner } = dora.axis else { return };
+        let (tier, cols) = (self.tier, self.cols);
+        let weights = self.of_step(step);
+        let mut changed = weights.to_vec();
+        let rows = 0..step.rows.len();
+        let change = Change::Add { delta: dora.delta.clone(), scale: dora.ratio };
+        change_in_pieces(tier, &mut changed, cols, &[Step { rows, change }]);
+        let normed = if dora.of_original { &*weights } else { &changed[..] };
+        let factors: Vec<f32> = channel_norms(normed, cols, inner)
+            .iter()
+            .zip(&dora.magnitude)
+            .map(|(norm, magnitude)| magnitude / (norm + dora.epsilon))
+            .collect();
+        let rows = weights.par_chunks_mut(cols.max(1)).zip(changed.par_chunks(cols.max(1)));
+        rows.for_each(|(weights, changed)| {
+            for (col, (weight, changed)) in weights.iter_mut().zip(changed).enumerate() {
+                *weight = mixed(*weight, changed * factors[col / inner], dora.strength);
+            }
+        });
+    }
+}
+
+fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {
+    let rows = values.len().checked_div(cols).unwrap_or(0);
+    let matrix = Matrix { float: Float::F32, scales: None, rows, cols };
+    pieces::apply(tier, matrix, bytemuck::cast_slice_mut(values), steps);
+}
+
+/// `old` of shape `from` in the corner of `count` zeros of shape `to`.
+fn padded(old: &[f32], from: &[u64], to: &[u64], count: usize) -> Vec<f32> {
+    let mut new = vec![0.0; count];
+    let (Some((&run, outer)), Some((&run_to, outer_to))) = (from.split_last(), to.split_last()) else { return new };
+    for (index, values) in old.chunks_exact((run as usize).max(1)).enumerate() {
+        let (mut rest, mut at, mut stride) = (index as u64, 0, run_to);
+        for (from, to) in outer.iter().zip(outer_to).rev() {
+            at += rest % from * stride;
+            rest /= from;
+            stride *= to;
+        }
+        new[at as usize..][..values.len()].copy_from_slice(values);
+    }
+    new
+}
+
+/// The Euclidean norm of each channel of `inner` columns over all rows, summed in f64 in order of the rows.
+fn channel_norms(values: &[f32], cols: usize, inner: usize) -> Vec<f32> {
+    const TOGETHER: usize = 64;
+    let mut sums = vec![0.0f64; cols / inner];
+    sums.par_chunks_mut(TOGETHER).enumerate().for_each(|(chunk, sums)| {
+        let first = chunk * TOGETHER * inner;
+        for row in values.chunks_exact(cols) {
+            for (sum, channel) in sums.iter_mut().zip(row[first..].chunks_exact(inner)) {
+                channel.iter().for_each(|&value| *sum += f64::from(value) * f64::from(value));
+            }
+        }
+    });
+    sums.iter().map(|sum| sum.sqrt() as f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn padding_keeps_the_corner() {
+        let new = padded(&[1., 2., 3., 4.], &[2, 1, 2], &[2, 2, 3], 12);
+        assert_eq!(new, [1., 2., 0., 0., 0., 0., 3., 4., 0., 0., 0., 0.]);
+    }
+
+    #[test]
+    fn channels_are_normed_over_rows() {
+        assert_eq!(channel_norms(&[3., 0., 1., 2., 0., 4., 2., 4.], 4, 2), [5., 5.]);
+    }
+}
