@@ -157,7 +157,7 @@ pub trait Stream: Send + Sync + fmt::Debug {
     fn occupy(&self, time: Duration) -> Result<()>;
 }
 
-/// What memory is for.
+/// What memory is for. To the host, the disk and simulated devices all kinds are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
     /// Part of what the library keeps and reuses.

@@ -46,7 +46,7 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// A loader with a worker per core (8 at most) and no deadline under five minutes.
+    /// A loader with a worker per core (8 at most) that waits for a copy for five minutes.
     pub fn new(registry: &'a Registry) -> Loader<'a> {
         let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
         Loader { registry, workers, deadline: Duration::from_secs(300), progress: None, cancel: Cancel::new() }

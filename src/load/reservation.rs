@@ -11,7 +11,7 @@ use crate::registry::Registry;
 
 /// The memory of a plan, taken on every device that it uses: weights, and slots on the compute device.
 ///
-/// The plan's reserve is not taken; it is the caller's, for activations.
+/// The plan's reserve is not taken, for it is the caller's; nor is scratch beyond the slots.
 #[derive(Debug)]
 pub struct Reservation {
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,

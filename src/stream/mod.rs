@@ -70,7 +70,7 @@ struct Wanted {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct StreamReport {
-    /// Layers handed out.
+    /// Layers handed out. Those with nothing to bring, all resident, are in neither of the next two.
     pub layers: u64,
     /// Those of them that were there or on their way when they were asked for.
     pub prefetched: u64,
