@@ -124,11 +124,13 @@ impl Args {
         {
             return Ok(system);
         }
-        let cpu = system.machine().device(DeviceId::CPU)?.clone();
+        let host = [DeviceId::CPU, DeviceId::DISK].map(|id| system.machine().device(id).cloned());
+        let [cpu, disk] = host;
+        let (cpu, disk) = (cpu?, disk?);
         let card = DeviceId::cuda(0);
         // What the plan needs on a card without limits is what the described one has.
         let link = |seconds: f64, bytes: u64| Bandwidth::bytes_per_second((bytes as f64 / seconds) as u64);
-        let room = Machine::new([cpu.clone(), DeviceInfo::new(card, u64::MAX / 4)], Topology::new());
+        let room = Machine::new([cpu.clone(), disk.clone(), DeviceInfo::new(card, u64::MAX / 4)], Topology::new());
         let plan = self.plan(patches, &room)?;
         let needed = plan.device(card).map_or(0, |share| share.needed()).next_multiple_of(4096);
         // A link that brings the streamed weights in three quarters of the compute, 27.2 GB/s (PCIe 4 x16) at most.
@@ -136,11 +138,15 @@ impl Args {
         let pace = link(self.compute_ms.max(1.0) / 1000.0 * 0.75, streamed.max(1));
         let topology = Topology::new().link(card, pace.min(Bandwidth::bytes_per_second(27_200_000_000)));
         let card = DeviceInfo::new(card, needed).name("described device");
-        Ok(Registry::described(Machine::new([cpu, card], topology), Clock::Wall))
+        Ok(Registry::described(Machine::new([cpu, disk, card], topology), Clock::Wall))
     }
 
     fn plan(&self, patches: &Patches, machine: &Machine) -> Result<Plan> {
-        let planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
+        let mut planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
+        if self.model.is_none() && self.plan.depth.is_none() {
+            // Three slots would hold all of the small model's three blocks, and there would be nothing to see.
+            planner = planner.depth(1);
+        }
         let allocation: Allocation = match &self.alloc {
             Some(alloc) => alloc.parse()?,
             None => {
@@ -199,7 +205,7 @@ impl Args {
 
     fn say(&self, text: impl FnOnce() -> String) {
         if !self.json {
-            println!("{}", text());
+            support::print_line(&text());
         }
     }
 }

@@ -410,9 +410,6 @@ pub enum FileFault {
     /// The file is not the one that was opened.
     #[error("the file changed while it was in use")]
     Changed,
-    /// No tensor of that name.
-    #[error("there is no such tensor")]
-    NoSuchTensor,
 }
 
 /// What is wrong with an adapter.

@@ -55,11 +55,12 @@ impl Registry {
     /// The devices of this system: CUDA devices where the library is built for them and there are any, the host's
     /// memory, and its disk.
     pub fn system() -> Registry {
-        let mut backends: Vec<Arc<dyn Backend>> = Vec::new();
-        // Before the host, whose memory it offers pinned.
-        #[cfg(feature = "cuda")]
-        backends.push(Arc::new(crate::backend::Cuda::new()));
-        backends.push(Arc::new(Host::new()));
+        let backends: Vec<Arc<dyn Backend>> = vec![
+            // Before the host, whose memory it offers pinned.
+            #[cfg(feature = "cuda")]
+            Arc::new(crate::backend::Cuda::new()),
+            Arc::new(Host::new()),
+        ];
         Registry::new(backends)
     }
 

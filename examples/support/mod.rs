@@ -32,7 +32,7 @@ pub(crate) fn main<E: Example>() -> ! {
     match example.run() {
         Ok(value) => {
             if json {
-                println!("{value}");
+                print_line(&value.to_string());
             }
             std::process::exit(0)
         }
@@ -42,9 +42,20 @@ pub(crate) fn main<E: Example>() -> ! {
 
 fn fail(kind: &str, message: &str, json: bool) -> ! {
     if json {
-        println!("{}", serde_json::json!({ "error": { "kind": kind, "message": message } }));
+        print_line(&serde_json::json!({ "error": { "kind": kind, "message": message } }).to_string());
     } else {
         eprintln!("error: {}", message.replace('\n', " "));
     }
     std::process::exit(2)
+}
+
+/// Prints a line; a reader that has gone away, as `head` does, is no error.
+pub(crate) fn print_line(line: &str) {
+    use std::io::Write;
+    if let Err(error) = writeln!(std::io::stdout(), "{line}") {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            eprintln!("error: cannot write to standard output: {error}");
+        }
+        std::process::exit(2)
+    }
 }

@@ -38,9 +38,9 @@ pub(crate) struct PlanOptions {
     /// Whether devices take the model in turn, or parts spread evenly over it as streaming wants
     #[arg(long, value_enum, default_value_t = OrderOption::Interleaved)]
     order: OrderOption,
-    /// How many layers are brought ahead of the one in use
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    depth: usize,
+    /// How many layers are brought ahead of the one in use [default: 2]
+    #[arg(long, value_name = "N")]
+    pub(crate) depth: Option<usize>,
     /// Memory to leave free on the compute device for activations, such as 1.5gib
     #[arg(long, value_name = "SIZE", default_value = "0b")]
     reserve: String,
@@ -59,7 +59,8 @@ impl PlanOptions {
             OrderOption::Sequential => Order::Sequential,
             OrderOption::Interleaved => Order::Interleaved,
         };
-        let planner = planner.order(order).depth(self.depth).reserve(self.reserve.parse::<ByteSize>()?);
+        let planner = planner.order(order).reserve(self.reserve.parse::<ByteSize>()?);
+        let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));
         match &self.compute {
             Some(compute) => Ok(planner.compute(compute.parse::<DeviceId>()?)),
             None => Ok(planner),

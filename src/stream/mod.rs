@@ -6,12 +6,13 @@ mod slots;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::Serialize;
 
 pub use guard::LayerGuard;
 
-use crate::backend::{Role, Stream};
+use crate::backend::{Joined, Role, Stream};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -58,6 +59,9 @@ pub struct Streamer {
     wanted: Arc<Vec<Vec<Wanted>>>,
     report: StreamReport,
 }
+
+/// How long the host waits for a copy whose event the compute stream cannot wait for.
+const DEADLINE: Duration = Duration::from_secs(600);
 
 /// A module that a layer brings, and where it goes in the slot.
 #[derive(Clone, Copy, Debug)]
@@ -126,7 +130,9 @@ impl Streamer {
             slot = self.slots.find(layer);
         }
         for event in slot.iter().flat_map(|buf| buf.ready()) {
-            self.compute.wait(event)?;
+            if self.compute.wait(event)? == Joined::HostMustWait {
+                event.wait(DEADLINE)?;
+            }
         }
         let guard = LayerGuard::new(&self.model, &self.compute, layer, slot, &self.wanted);
         self.report.layers += 1;

@@ -91,7 +91,7 @@ impl Driver {
         if let Some(missing) = NEEDED.iter().chain(&NEEDED_STREAMS).find(|name| !has(name)) {
             return Err(format!("the driver has no {missing}; it is older than this library can use"));
         }
-        let pools = POOLS.iter().all(|name| has(name));
+        let pools = POOLS.iter().all(has);
         result::init().map_err(|error| describe("cuInit", error))?;
         let mut version = 0;
         // SAFETY: the pointer is to a living integer.

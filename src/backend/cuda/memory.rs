@@ -88,9 +88,11 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         // All memory has gone back: it holds the pool. Freeing is in the stream's order, so that order is waited for.
-        // SAFETY: the handles are this pool's own, destroyed here and once.
-        let _ = self.context.raw("cuStreamSynchronize", || unsafe { result::stream::synchronize(self.stream) });
-        let _ = self.context.raw("cuMemPoolDestroy", || unsafe { mem_pool::destroy(self.handle) });
+        let end = || {
+            // SAFETY: stream and pool are this pool's own; the pool is destroyed here and once.
+            unsafe { result::stream::synchronize(self.stream).and_then(|()| mem_pool::destroy(self.handle)) }
+        };
+        let _ = self.context.raw("cuMemPoolDestroy", end);
         destroy_stream(&self.context, self.stream);
     }
 }

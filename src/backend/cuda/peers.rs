@@ -28,10 +28,11 @@ const ROOM: usize = (2 << 20) + 64;
 pub(super) fn connect(to: &CudaDevice, from: &CudaDevice) -> Result<(), String> {
     let (there, here) = (from.context(), to.context());
     let mut can = 0;
-    // SAFETY: the pointer is to a living integer, the devices come from the driver.
-    let asked = here.raw("cuDeviceCanAccessPeer", || {
+    let ask = || {
+        // SAFETY: the pointer is to a living integer, the devices come from the driver.
         unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, here.device(), there.device()) }.result()
-    });
+    };
+    let asked = here.raw("cuDeviceCanAccessPeer", ask);
     asked.map_err(|refusal| here.error(refusal).to_string())?;
     if can == 0 {
         return Err(format!("the driver says that {} cannot reach the memory of {}", here.id(), there.id()));

@@ -213,8 +213,8 @@ impl Drop for PinnedBytes {
                 // SAFETY: registered by `register`, once.
                 self.context.raw("cuMemHostUnregister", || unsafe { sys::cuMemHostUnregister(address) }.result())
             }
-            // SAFETY: allocated by `driver_memory`, freed once.
             Pinned::Driver(address) => {
+                // SAFETY: allocated by `driver_memory`, freed once.
                 self.context.raw("cuMemFreeHost", || unsafe { result::free_host(address.cast()) })
             }
         };
