@@ -23,7 +23,7 @@ const NAMES: [&str; 3] = if cfg!(windows) {
 const OLDEST: i32 = 11_040;
 
 /// The calls that have to be there. cudarc looks each up when it is first used and panics where it is missing.
-const NEEDED: [&str; 33] = [
+const NEEDED: &[&str] = &[
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
@@ -33,6 +33,8 @@ const NEEDED: [&str; 33] = [
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
     "cuDeviceGetName",
+    "cuDeviceGetUuid",
+    "cuDeviceGetUuid_v2",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDeviceTotalMem_v2",
@@ -56,11 +58,13 @@ const NEEDED: [&str; 33] = [
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyPeerAsync",
+    "cuMemcpyDtoH_v2",
+    "cuMemcpyHtoD_v2",
+    "cuStreamCreateWithPriority",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
     "cuStreamWaitEvent",
 ];
-
-/// The further calls of streams; apart only to keep the lists short.
-const NEEDED_STREAMS: [&str; 3] = ["cuStreamCreateWithPriority", "cuStreamDestroy_v2", "cuStreamSynchronize"];
 
 /// The calls of stream-ordered memory pools. Where one is missing, memory is allocated plainly.
 const POOLS: [&str; 7] = [
@@ -88,7 +92,7 @@ impl Driver {
             // SAFETY: the address is only compared with null, never called.
             unsafe { library.get::<*const c_void>(name.as_bytes()) }.is_ok()
         };
-        if let Some(missing) = NEEDED.iter().chain(&NEEDED_STREAMS).find(|name| !has(name)) {
+        if let Some(missing) = NEEDED.iter().find(|name| !has(name)) {
             return Err(format!("the driver has no {missing}; it is older than this library can use"));
         }
         let pools = POOLS.iter().all(has);

@@ -1,0 +1,72 @@
+//! The driver that a test runs over: the stand-in as a machine of the test's choice, or the driver that
+//! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cuda_standin::{Config, Session, session};
+use tensor_offload::backend::{Backend, Cuda, Found};
+use tensor_offload::{DeviceId, DeviceKind};
+
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+
+static NAMED: Mutex<()> = Mutex::new(());
+
+/// What a test has to itself while it runs.
+pub(crate) enum Driver {
+    StandIn(Session),
+    Named(MutexGuard<'static, ()>),
+}
+
+/// Whether the tests run over a driver that the environment names.
+pub(crate) fn named() -> bool {
+    std::env::var_os("TENSOR_OFFLOAD_LIBCUDA").is_some()
+}
+
+/// The driver: the stand-in as `config` says, or the one named, whatever it has.
+pub(crate) fn driver(config: &Config) -> Driver {
+    match named() {
+        true => Driver::Named(NAMED.lock().unwrap_or_else(PoisonError::into_inner)),
+        false => Driver::StandIn(session(config)),
+    }
+}
+
+/// The stand-in, for what only it can do; none, with a word, over another driver.
+pub(crate) fn stand_in(config: &Config) -> Option<Session> {
+    if named() {
+        let thread = std::thread::current();
+        eprintln!("skipped {}: its faults, links or machine need the stand-in", thread.name().unwrap_or("a test"));
+        return None;
+    }
+    Some(session(config))
+}
+
+/// The CUDA devices that there are.
+pub(crate) fn devices() -> Vec<DeviceId> {
+    let found = Cuda::new().discover().into_iter();
+    let cuda = found.filter_map(|found| match found {
+        Found::Here(info) if info.id.kind() == DeviceKind::Cuda => Some(info.id),
+        _ => None,
+    });
+    cuda.collect()
+}
+
+impl Driver {
+    /// Zero hazards and nothing left, as far as the driver can tell. The backend lets go of memory when it has seen
+    /// the last event of its use, a moment after the last handle.
+    pub(crate) fn assert_clean(&self) {
+        if let Driver::StandIn(cuda) = self {
+            assert_clean(cuda);
+        }
+    }
+}
+
+/// Zero hazards and nothing left on the stand-in.
+pub(crate) fn assert_clean(cuda: &Session) {
+    let until = Instant::now() + DEADLINE;
+    while !cuda.report().is_clean() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    cuda.report().assert_clean();
+}
