@@ -187,18 +187,19 @@ impl Args {
         self.say(|| format!("{estimate}"));
         let mut steps = Vec::new();
         for step in 1..=self.steps {
-            let begin = Instant::now();
+            let (begin, before) = (Instant::now(), streamed(streamer));
             for layer in 0..layers {
                 let _guard = streamer.layer(layer)?;
                 streamer.compute().occupy(per_layer)?;
             }
             streamer.compute().record(&[])?.wait(DEADLINE)?;
             let seconds = begin.elapsed().as_secs_f64();
+            let bytes = streamed(streamer) - before;
             let ratio = if floor > 0.0 { format!(", {:.2} times it", seconds / floor) } else { String::new() };
             self.say(|| {
                 format!("step {step}: {:.2} ms; max(compute, transfer) is {:.2} ms{ratio}", seconds * 1e3, floor * 1e3)
             });
-            steps.push(json!({ "seconds": seconds, "floor": floor }));
+            steps.push(json!({ "seconds": seconds, "floor": floor, "bytes": bytes }));
         }
         Ok(steps)
     }
@@ -208,6 +209,11 @@ impl Args {
             support::print_line(&text());
         }
     }
+}
+
+/// The bytes that were sent for so far.
+fn streamed(streamer: &Streamer) -> u64 {
+    streamer.report().bytes.values().sum()
 }
 
 /// Streams the model once more and compares every tensor with what patching on the host alone gives.

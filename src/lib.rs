@@ -120,6 +120,8 @@ pub mod backend;
 mod bytes;
 mod cache;
 pub mod checkpoint;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod device;
 mod dtype;
 mod error;

@@ -83,6 +83,13 @@ impl Charge {
         self.bytes
     }
 
+    /// A charge for memory that someone else has taken and accounts for.
+    pub fn uncounted(device: DeviceId, bytes: u64) -> Charge {
+        let ledger = Ledger::new(device, bytes);
+        *ledger.counts() = Counts { charged: bytes, reserved: bytes, peak: bytes };
+        Charge { ledger, bytes, backed: false }
+    }
+
     /// The device they are of.
     pub fn device(&self) -> DeviceId {
         self.ledger.device

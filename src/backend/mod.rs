@@ -12,7 +12,7 @@
 mod buffer;
 pub mod conformance;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 mod event;
 mod faulty;
 mod host;
@@ -21,6 +21,7 @@ mod ledger;
 mod simulated;
 mod software;
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,7 +71,7 @@ pub enum Found {
 }
 
 /// An open device.
-pub trait Device: Send + Sync + fmt::Debug {
+pub trait Device: Any + Send + Sync + fmt::Debug {
     /// What was known of it when it was found.
     fn info(&self) -> &DeviceInfo;
 
@@ -127,7 +128,7 @@ impl dyn Device + '_ {
 /// A queue of copies that run in order, beside the caller.
 ///
 /// Whatever a stream is given it keeps alive until it is done with it.
-pub trait Stream: Send + Sync + fmt::Debug {
+pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// The device that it belongs to.
     fn device(&self) -> DeviceId;
 

@@ -1,8 +1,11 @@
 //! An open CUDA device.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys;
 
 use super::Opened;
 use super::context::{Context, Refusal};
@@ -16,7 +19,7 @@ use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
 /// A CUDA device whose primary context is retained.
-pub(super) struct CudaDevice {
+pub(crate) struct CudaDevice {
     info: DeviceInfo,
     ledger: Arc<Ledger>,
     pool: Option<Arc<Pool>>,
@@ -35,6 +38,29 @@ impl CudaDevice {
         let reaper = Arc::new(Reaper::start(info.id)?);
         let ledger = Ledger::new(info.id, total);
         Ok(CudaDevice { info: info.free(Some(free)), ledger, pool, reaper, open, peers: Mutex::default(), context })
+    }
+
+    /// A stream of the caller's as one of this device; `keep` holds it open.
+    ///
+    /// # Safety
+    /// `handle` is a stream of this device's primary context for as long as `keep` lives.
+    pub(crate) unsafe fn adopt(&self, handle: sys::CUstream, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
+        CudaStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
+    }
+
+    /// The primary context.
+    pub(crate) fn raw_context(&self) -> sys::CUcontext {
+        self.context.handle()
+    }
+
+    /// Memory of the caller's as memory of this device; `keep` holds it.
+    ///
+    /// # Safety
+    /// `address` is that of `bytes` bytes of this device's memory for as long as `keep` lives, and nobody else
+    /// uses them.
+    pub(crate) unsafe fn foreign(&self, address: u64, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> BufMut {
+        let memory = DeviceMemory::foreign(&self.context, address, keep);
+        BufMut::new(Box::new(memory), Charge::uncounted(self.info.id, bytes as u64))
     }
 
     pub(super) fn context(&self) -> &Arc<Context> {

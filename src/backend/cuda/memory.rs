@@ -1,5 +1,6 @@
 //! Device memory: from a pool of the library's own where the device has pools, from the driver otherwise.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -98,11 +99,21 @@ impl Drop for Pool {
 }
 
 /// One allocation on a device.
-pub(super) struct DeviceMemory {
+pub(crate) struct DeviceMemory {
     address: sys::CUdeviceptr,
     context: Arc<Context>,
-    /// The pool that it came from; none for an allocation of the driver's own, or of no bytes.
-    pool: Option<Arc<Pool>>,
+    origin: Origin,
+}
+
+/// Where device memory comes from and goes back to.
+enum Origin {
+    Pool(Arc<Pool>),
+    /// An allocation of the driver's own, or of no bytes.
+    Driver,
+    /// The caller's; freed by whoever this holds.
+    Caller {
+        _keep: Arc<dyn Any + Send + Sync>,
+    },
 }
 
 impl DeviceMemory {
@@ -113,7 +124,8 @@ impl DeviceMemory {
         let address = pool
             .context
             .raw("cuMemAllocFromPoolAsync", || unsafe { mem_pool::alloc_async(pool.handle, bytes, pool.stream) })?;
-        let memory = DeviceMemory { address, context: Arc::clone(&pool.context), pool: Some(Arc::clone(pool)) };
+        let memory =
+            DeviceMemory { address, context: Arc::clone(&pool.context), origin: Origin::Pool(Arc::clone(pool)) };
         let ready = CudaFence::record(&pool.context, pool.stream)?;
         Ok((memory, ready))
     }
@@ -125,7 +137,12 @@ impl DeviceMemory {
             // SAFETY: nobody reads the memory before it is written.
             _ => context.raw("cuMemAlloc", || unsafe { result::malloc_sync(bytes) })?,
         };
-        Ok(DeviceMemory { address, context: Arc::clone(context), pool: None })
+        Ok(DeviceMemory { address, context: Arc::clone(context), origin: Origin::Driver })
+    }
+
+    /// Memory of the caller's, held by `keep`.
+    pub(super) fn foreign(context: &Arc<Context>, address: u64, keep: Arc<dyn Any + Send + Sync>) -> DeviceMemory {
+        DeviceMemory { address, context: Arc::clone(context), origin: Origin::Caller { _keep: keep } }
     }
 
     pub(super) fn device_address(&self) -> sys::CUdeviceptr {
@@ -146,12 +163,12 @@ impl Storage for DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // Memory is dropped when every use of it has been seen to be over, so freeing it now is after them all.
-        let free = || match (&self.pool, self.address) {
-            (_, 0) => Ok(()),
+        let free = || match (&self.origin, self.address) {
+            (_, 0) | (Origin::Caller { .. }, _) => Ok(()),
             // SAFETY: allocated by `pooled` from this pool, freed once.
-            (Some(pool), address) => unsafe { result::free_async(address, pool.stream) },
+            (Origin::Pool(pool), address) => unsafe { result::free_async(address, pool.stream) },
             // SAFETY: allocated by `plain`, freed once.
-            (None, address) => unsafe { result::free_sync(address) },
+            (Origin::Driver, address) => unsafe { result::free_sync(address) },
         };
         if let Err(Refusal::Code(call, error)) = self.context.raw("cuMemFree", free) {
             tracing::warn!(device = %self.context.id(), call, ?error, "device memory could not be freed");

@@ -25,9 +25,11 @@ use super::{Backend, Device, Found, Host};
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, DeviceInfo, DeviceKind};
 use crate::error::{Error, Result};
-use device::CudaDevice;
+pub(crate) use device::CudaDevice;
 use driver::Driver;
+pub(crate) use memory::DeviceMemory;
 use pinned::{Cap, PinningHost};
+pub(crate) use stream::CudaStream;
 
 /// The backend of NVIDIA devices, and of `cpu` with memory that they copy from at full speed.
 ///

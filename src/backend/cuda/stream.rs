@@ -1,5 +1,6 @@
 //! Streams: copies between host, device and peers, in order.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::ops::Range;
@@ -22,8 +23,10 @@ use crate::error::{Error, Result};
 const DEADLINE: Duration = Duration::from_secs(600);
 
 /// A stream of a CUDA device.
-pub(super) struct CudaStream {
+pub(crate) struct CudaStream {
     handle: sys::CUstream,
+    /// What holds a stream of the caller's open; none for one of the library's own.
+    adopted: Option<Arc<dyn Any + Send + Sync>>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
@@ -48,7 +51,24 @@ impl CudaStream {
         let priority = if role == Role::Compute { least } else { greatest };
         let handle = create_stream(context, priority)?;
         let (context, reaper, open) = (Arc::clone(context), Arc::clone(reaper), Arc::clone(open));
-        Ok(CudaStream { handle, context, reaper, open, order: Mutex::default() })
+        Ok(CudaStream { handle, adopted: None, context, reaper, open, order: Mutex::default() })
+    }
+
+    /// A stream of the caller's, held open by `keep`.
+    pub(super) fn adopted(
+        handle: sys::CUstream,
+        keep: Arc<dyn Any + Send + Sync>,
+        context: &Arc<Context>,
+        reaper: &Arc<Reaper>,
+        open: &Arc<Opened>,
+    ) -> CudaStream {
+        let (context, reaper, open) = (Arc::clone(context), Arc::clone(reaper), Arc::clone(open));
+        CudaStream { handle, adopted: Some(keep), context, reaper, open, order: Mutex::default() }
+    }
+
+    /// The driver's handle.
+    pub(crate) fn handle(&self) -> sys::CUstream {
+        self.handle
     }
 
     /// Makes the stream wait for what it can wait for, and the host for the rest.
@@ -202,7 +222,9 @@ impl Stream for CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        destroy_stream(&self.context, self.handle);
+        if self.adopted.is_none() {
+            destroy_stream(&self.context, self.handle);
+        }
     }
 }
 

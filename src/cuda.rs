@@ -1,0 +1,160 @@
+//! The caller's own CUDA code: streams and memory of theirs here, tensors of ours there, without a copy.
+//!
+//! The library works in each device's primary context, the one that [`CudaContext::new`] retains too, so handles
+//! and addresses go both ways. Its settings are never touched.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//! use cudarc::driver::CudaContext;
+//! use tensor_offload::{Streamer, cuda};
+//! # fn example(model: &Arc<tensor_offload::Model>) -> Result<(), Box<dyn std::error::Error>> {
+//! let stream = CudaContext::new(0)?.new_stream()?;
+//! let compute = cuda::adopt_stream(model.residency().device(), &stream)?;
+//! let mut streamer = Streamer::on(model, compute)?;
+//! for layer in 0..model.layout().layers.len() {
+//!     let guard = streamer.layer(layer)?; // `stream` now waits for the layer
+//!     for tensor in guard.tensors() {
+//!         let weights = cuda::slice(&tensor, &stream)?;
+//!         // Launch kernels that read `weights` on `stream`.
+//! #       let _ = &*weights;
+//!     }
+//! } // dropping the guard marks the end of the layer's use on `stream`
+//! # Ok(())
+//! # }
+//! ```
+
+#![expect(unsafe_code, reason = "raw handles and addresses cross the border here")]
+
+use std::any::Any;
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::Arc;
+
+#[cfg(doc)]
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::{CUdeviceptr, CUstream};
+use cudarc::driver::{CudaSlice, CudaStream};
+
+use crate::backend::{self, BufMut, Device, Stream};
+use crate::error::{Error, Result};
+use crate::load::TensorView;
+
+/// A stream of the caller's, for [`Streamer::on`](crate::Streamer::on) and for copies that are to come in its order.
+/// It stays open as long as what is returned lives.
+///
+/// # Errors
+/// [`Error::Invalid`] when `device` is no CUDA device, or the stream is not of its primary context.
+pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Result<Arc<dyn Stream>> {
+    let ours = cuda_device(device)?;
+    if stream.context().cu_ctx() != ours.raw_context() {
+        return Err(Error::invalid(format!("the stream is not of the primary context of {}", device.id())));
+    }
+    // SAFETY: the context was compared, and the stream is held open by its `Arc`.
+    Ok(Arc::new(unsafe { ours.adopt(stream.cu_stream(), Arc::clone(stream) as Arc<dyn Any + Send + Sync>) }))
+}
+
+/// As [`adopt_stream`], for a stream by its handle: another binding's, or one of the driver's own (0, 1, 2). With
+/// handle 2, the stream that every thread has its own of, use what is returned in one thread only.
+///
+/// # Safety
+/// `stream` is a stream of the primary context of `device` for as long as `keep` lives.
+///
+/// # Errors
+/// [`Error::Invalid`] when `device` is no CUDA device.
+pub unsafe fn adopt_raw_stream(
+    device: &Arc<dyn Device>,
+    stream: CUstream,
+    keep: Arc<dyn Any + Send + Sync>,
+) -> Result<Arc<dyn Stream>> {
+    // SAFETY: the caller's promise.
+    Ok(Arc::new(unsafe { cuda_device(device)?.adopt(stream, keep) }))
+}
+
+/// The driver's handle of a stream of this library's; none when it is no CUDA stream.
+pub fn stream_handle(stream: &dyn Stream) -> Option<CUstream> {
+    (stream as &dyn Any).downcast_ref::<backend::cuda::CudaStream>().map(|stream| stream.handle())
+}
+
+/// Where a tensor begins in device memory; none when it is not in a CUDA device's memory, or has no bytes.
+///
+/// The bytes are there for work that is queued, while the layer's guard lives, on the stream that its streamer works
+/// on.
+pub fn address(tensor: &TensorView<'_>) -> Option<CUdeviceptr> {
+    let start = tensor.buf().allocation().storage().address()?;
+    let is_cuda = tensor.buf().allocation().downcast::<backend::cuda::DeviceMemory>().is_some();
+    (is_cuda && !tensor.place().is_empty()).then(|| start + tensor.place().start as u64)
+}
+
+/// A tensor as cudarc's own type, to be read on `stream`: the one that the layer's streamer works on.
+///
+/// # Errors
+/// [`Error::Invalid`] when the tensor is not in the memory of the stream's device, or has no bytes.
+pub fn slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a>> {
+    let (name, device) = (&tensor.info().name, tensor.device());
+    let here =
+        device.kind() == crate::device::DeviceKind::Cuda && device.index() as usize == stream.context().ordinal();
+    let address = address(tensor).filter(|_| here);
+    let address = address.ok_or_else(|| {
+        let there = stream.context().ordinal();
+        Error::invalid(format!("tensor `{name}`, on {device}, is not in the memory of cuda:{there} or has no bytes"))
+    })?;
+    // SAFETY: the memory holds this many bytes for as long as `'a`, which the result does not outlive; the result
+    // never frees it and gives no way to write it.
+    let slice = unsafe { stream.upgrade_device_ptr::<u8>(address, tensor.place().len()) };
+    Ok(TensorSlice { slice: ManuallyDrop::new(slice), tensor: PhantomData })
+}
+
+/// The bytes of a tensor as a [`CudaSlice`] that does not own them.
+pub struct TensorSlice<'a> {
+    slice: ManuallyDrop<CudaSlice<u8>>,
+    tensor: PhantomData<&'a ()>,
+}
+
+impl Deref for TensorSlice<'_> {
+    type Target = CudaSlice<u8>;
+
+    fn deref(&self) -> &CudaSlice<u8> {
+        &self.slice
+    }
+}
+
+impl Drop for TensorSlice<'_> {
+    fn drop(&mut self) {
+        // SAFETY: taken once, here; `leak` lets go of all but the memory, which is not the slice's.
+        let _ = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
+    }
+}
+
+impl fmt::Debug for TensorSlice<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TensorSlice({} bytes)", self.slice.len())
+    }
+}
+
+impl BufMut {
+    /// Device memory of the caller's as a buffer, to be the destination of copies. It counts on no ledger, and is
+    /// freed by whoever `keep` holds, after all copies that use it are over.
+    ///
+    /// # Safety
+    /// `address` is that of `bytes` bytes of memory of `device` for as long as `keep` lives, and nobody else uses
+    /// them but in the order of this buffer's events.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when `device` is no CUDA device.
+    pub unsafe fn foreign(
+        device: &Arc<dyn Device>,
+        address: CUdeviceptr,
+        bytes: usize,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Result<BufMut> {
+        // SAFETY: the caller's promise.
+        Ok(unsafe { cuda_device(device)?.foreign(address, bytes, keep) })
+    }
+}
+
+fn cuda_device(device: &Arc<dyn Device>) -> Result<&backend::cuda::CudaDevice> {
+    let ours = (&**device as &dyn Any).downcast_ref();
+    ours.ok_or_else(|| Error::invalid(format!("{} is no CUDA device of this library's backend", device.id())))
+}
