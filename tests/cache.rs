@@ -128,7 +128,11 @@ fn case_30_a_clean_up_with_only_kept_models_empties_allocator_caches() {
     let cache = filled(&case, &watched.registry, "de", "");
     let (before, level) = (handles(&cache), levels(&watched.registry));
     let report = cache.full_cleanup(&watched.registry).unwrap();
-    assert_eq!(report.unload, { let mut kept = UnloadReport::default(); kept.kept = vec!["d".into(), "e".into()]; kept });
+    assert_eq!(report.unload, {
+        let mut kept = UnloadReport::default();
+        kept.kept = vec!["d".into(), "e".into()];
+        kept
+    });
     assert_eq!(watched.countdown.calls_of(Operation::Trim), watched.registry.opened().len() as u64);
     assert_eq!((handles(&cache), levels(&watched.registry)), (before, level));
 }
@@ -252,7 +256,9 @@ fn threads_share_a_cache() {
                         }
                         2 | 3 => {
                             if let Some(model) = cache.get(&key) {
-                                assert!(read(&model, "lm_head.weight").unwrap() == case.subject.bytes_of("lm_head.weight"));
+                                assert!(
+                                    read(&model, "lm_head.weight").unwrap() == case.subject.bytes_of("lm_head.weight")
+                                );
                             }
                         }
                         // Either it is there and goes, or there is none.
