@@ -67,6 +67,19 @@ fn case_13_any_number_of_workers_gives_the_same_bytes() {
     }
 }
 
+/// A tensor of more bytes than two staging buffers, and three: its pieces lie where they belong.
+#[test]
+fn case_13_a_large_tensor_arrives_in_pieces() {
+    let subject = Subject::plain(&blocks(&[(32 << 20) + 3, 1_000_003]), 14);
+    let machine = described(&["cpu=128mb", "disk=64mb", "cuda:0=64mb", "xpu:0=64mb"]);
+    for allocation in ["cuda:0,*", "xpu:0,*", "disk,*", "cpu,*"] {
+        let registry = Registry::described(machine.clone(), Clock::Wall);
+        let plan = subject.planner(&machine, allocation).depth(0).plan().unwrap();
+        let model = Loader::new(&registry).workers(2).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+        subject.check(&model);
+    }
+}
+
 #[test]
 fn case_23_a_load_takes_what_is_planned_and_gives_it_back() {
     let subject = Subject::patched(&mixed(4), 3);
@@ -155,11 +168,19 @@ fn progress_counts_every_byte_once() {
 #[test]
 fn a_cancelled_load_gives_everything_back() {
     let subject = Subject::patched(&mixed(3), 8);
-    let plan = subject.planner(&machine(), SPLIT).plan().unwrap();
+    // So slow that copies are under way when the load stops.
+    let slow = described(&[
+        "cpu=64mb",
+        "disk=64mb,link=0.002",
+        "cuda:0=24mb,link=0.002",
+        "cuda:1=24mb,link=0.002",
+        "xpu:0=24mb",
+    ]);
+    let plan = subject.planner(&slow, SPLIT).plan().unwrap();
     let total = plan.bytes();
     // Before the first byte, after some, and with the very last one.
     for (at, workers) in [(0, 1), (1, 1), (1, 4), (total / 2, 1), (total / 2, 4), (total, 1), (total, 4)] {
-        let watched = Watched::new(machine(), Clock::Wall);
+        let watched = Watched::new(slow.clone(), Clock::Wall);
         let cancel = Cancel::new();
         let progress = |done: u64, _: u64| {
             if done >= at {
