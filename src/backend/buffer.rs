@@ -228,6 +228,14 @@ impl Buf {
         uses.push(event);
     }
 
+    /// Waits until no work that was queued uses it.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] after `deadline`.
+    pub fn wait_unused(&self, deadline: Duration) -> Result<()> {
+        settle(&self.handle.open_uses(), deadline)
+    }
+
     /// The buffer to write again, when this is its last clone; it carries what is still pending.
     ///
     /// # Errors

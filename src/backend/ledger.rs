@@ -53,6 +53,12 @@ impl Ledger {
         self.counts().reserved
     }
 
+    /// Bytes taken, and the part of them that is not backed with memory yet, at one moment.
+    pub fn charged_and_reserved(&self) -> (u64, u64) {
+        let counts = self.counts();
+        (counts.charged, counts.reserved)
+    }
+
     /// The most that was ever taken at one time.
     pub fn peak(&self) -> u64 {
         self.counts().peak

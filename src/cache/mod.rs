@@ -54,7 +54,7 @@ struct Entry {
 impl Entry {
     /// Whether anyone beside the cache holds the model.
     fn in_use(&self) -> bool {
-        Arc::strong_count(&self.model) > 1
+        self.model.is_shared()
     }
 }
 
@@ -101,16 +101,15 @@ impl ModelCache {
     /// # Errors
     /// [`Error::Invalid`] when there is no such model.
     pub fn unload(&self, key: &str) -> Result<UnloadReport> {
-        if !self.entries().contains_key(key) {
-            return Err(no_model(key));
-        }
-        Ok(self.unload_where(|candidate, _| candidate == key))
+        let report = self.unload_where(|candidate, _| candidate == key);
+        if report.unloaded.is_empty() && report.deferred.is_empty() { Err(no_model(key)) } else { Ok(report) }
     }
 
     /// Lets go of exactly the flagged models. With none flagged nothing at all happens.
     ///
     /// A flagged model in use leaves the cache now and memory when its last user is done; the report lists it
-    /// as deferred.
+    /// as deferred. Where nobody holds it but work that uses it is still queued, this waits for that work (five minutes
+    /// at most), so that what is reported as unloaded is free.
     pub fn unload_all(&self) -> UnloadReport {
         self.unload_where(|_, retention| retention == Retention::Unload)
     }
@@ -135,21 +134,20 @@ impl ModelCache {
 
     fn unload_where(&self, goes: impl Fn(&str, Retention) -> bool) -> UnloadReport {
         let mut report = UnloadReport::default();
-        let mut leaving = Vec::new();
-        {
+        let leaving: Vec<(String, Entry)> = {
             let mut entries = self.entries();
             let keys: Vec<String> = entries.keys().filter(|key| goes(key, entries[*key].retention)).cloned().collect();
-            for key in keys {
-                let Some(entry) = entries.remove(&key) else { continue };
-                let unloaded = Unloaded { key, bytes: entry.model.bytes() };
-                let list = if entry.in_use() { &mut report.deferred } else { &mut report.unloaded };
-                list.push(unloaded);
-                leaving.push(entry);
-            }
+            let leaving = keys.into_iter().filter_map(|key| entries.remove_entry(&key)).collect();
             report.kept = entries.keys().cloned().collect();
+            leaving
+        };
+        // Waiting and giving memory back can take a while; the cache is open to others meanwhile.
+        for (key, entry) in leaving {
+            let unloaded = Unloaded { key, bytes: entry.model.bytes() };
+            let deferred = entry.in_use() || entry.model.wait_unused().is_err();
+            let list = if deferred { &mut report.deferred } else { &mut report.unloaded };
+            list.push(unloaded);
         }
-        // Giving memory back can take a while; the cache is open to others meanwhile.
-        drop(leaving);
         report.log();
         report
     }

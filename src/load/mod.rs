@@ -18,8 +18,8 @@ pub use progress::{Cancel, Progress};
 pub use reservation::Reservation;
 
 use crate::adapter::Patches;
-use crate::checkpoint::{Checkpoint, Layout};
-use crate::error::Result;
+use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::registry::Registry;
 
@@ -85,10 +85,12 @@ impl<'a> Loader<'a> {
     /// All memory is reserved before the first byte is read. The bytes are the same whatever the plan.
     ///
     /// # Errors
-    /// What reading, patching and allocating meet; [`Invalid`](crate::Error::Invalid) when the plan is of another
-    /// model; [`Cancelled`](crate::Error::Cancelled). Whatever the error, all memory is given back first.
+    /// What reading, patching and allocating meet; [`Invalid`](crate::Error::Invalid) when the plan or the
+    /// patches are of another model; [`Cancelled`](crate::Error::Cancelled), even if all bytes are read by then.
+    /// Whatever the error, all memory is given back first.
     pub fn load(&self, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
         plan.verify(patches.layout())?;
+        check_tensors(checkpoint, patches)?;
         let start = Instant::now();
         let mut reservation = Reservation::take(self.registry, plan)?;
         let job = worker::Job::new(self, checkpoint, patches, plan, &reservation)?;
@@ -96,5 +98,35 @@ impl<'a> Loader<'a> {
         let layout: Arc<Layout> = Arc::new(patches.layout().clone());
         let model = Model::assemble(layout, plan, homes, reservation, self.registry)?;
         Ok(model.with_report(job.report(start.elapsed())))
+    }
+}
+
+/// Patches and plans know tensors by their places: those of another checkpoint, even one of the same names in another
+/// order, would give each tensor the bytes of another.
+///
+/// # Errors
+/// [`Error::Invalid`] naming the first tensor that differs.
+fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
+    let (stored, patched) = (&checkpoint.layout().tensors, &patches.layout().tensors);
+    if stored.len() != patched.len() {
+        let (path, stored, patched) = (checkpoint.path().display(), stored.len(), patched.len());
+        return Err(Error::invalid(format!("the patches are for {patched} tensors, {path} has {stored}")));
+    }
+    let same = |(index, (stored, patched)): &(usize, (&TensorInfo, &TensorInfo))| {
+        let sized = stored.bytes == patched.bytes || patches.tensor(*index).is_some();
+        stored.name == patched.name && stored.dtype == patched.dtype && sized
+    };
+    match stored.iter().zip(patched).enumerate().find(|pair| !same(pair)) {
+        None => Ok(()),
+        Some((index, (stored, patched))) => Err(Error::invalid(format!(
+            "the patches are of another checkpoint: tensor {index} is `{}` ({} {:?}) there and `{}` ({} {:?}) in {}",
+            patched.name,
+            patched.dtype,
+            patched.shape,
+            stored.name,
+            stored.dtype,
+            stored.shape,
+            checkpoint.path().display()
+        ))),
     }
 }

@@ -179,6 +179,18 @@ impl Model {
         Ok(())
     }
 
+    /// Whether someone beside the one owner that asks holds the model, or what it keeps away from the compute device.
+    pub(crate) fn is_shared(self: &Arc<Model>) -> bool {
+        Arc::strong_count(self) > 1 || Arc::strong_count(&self.store) > 1
+    }
+
+    /// Waits until no work that was queued uses its memory, so that dropping the model frees it.
+    pub(crate) fn wait_unused(&self) -> Result<()> {
+        let slots = self.residency.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let homes = self.residency.homes.iter().chain(&self.store.homes).flatten();
+        homes.chain(slots.iter().flatten()).try_for_each(|buf| buf.wait_unused(DEADLINE))
+    }
+
     /// The memory of a module where it lives, none when another module owns its storage.
     pub(crate) fn home(&self, module: usize) -> Option<&Buf> {
         self.residency.homes[module].as_ref().or(self.store.homes[module].as_ref())
@@ -208,7 +220,7 @@ impl Model {
     }
 }
 
-/// How long reading a tensor back may take.
+/// How long reading a tensor back, and waiting for work that uses the model, may take.
 const DEADLINE: Duration = Duration::from_secs(300);
 
 impl fmt::Debug for Model {

@@ -20,7 +20,6 @@ pub(super) struct Ring {
 #[derive(Default)]
 struct State {
     made: usize,
-    free: Vec<BufMut>,
     /// Buffers that a copy reads, with its event, oldest first.
     busy: VecDeque<(Event, Buf)>,
 }
@@ -43,9 +42,6 @@ impl Ring {
         let until = Instant::now() + deadline;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            if let Some(buffer) = state.free.pop() {
-                return Ok(buffer);
-            }
             if state.made < self.most {
                 state.made += 1;
                 drop(state);

@@ -90,7 +90,7 @@ impl<'a> Job<'a> {
         let homes = homes.into_inner().unwrap_or_else(PoisonError::into_inner);
         let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
         let landed = homes.iter().flatten().try_for_each(|buf: &Buf| buf.wait(self.loader.deadline));
-        match failure.map_or(landed, Err) {
+        match failure.map_or(landed, Err).and_then(|()| self.go_on()) {
             Ok(()) => Ok(homes),
             Err(error) => {
                 drop(homes);
@@ -122,6 +122,7 @@ impl<'a> Job<'a> {
     fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Buf>>>) -> Result<()> {
         let mut scratch = None;
         while !self.stop.load(Ordering::Relaxed) {
+            self.go_on()?;
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             let Some(assignment) = self.plan.assignments().get(index) else { break };
             if self.patches.layout().modules[assignment.index].alias_of.is_some() {
@@ -214,11 +215,13 @@ impl<'a> Job<'a> {
         stream: &dyn Stream,
         scratch: &mut Option<Buf>,
     ) -> Result<BufMut> {
-        let mut staging = match scratch.take().filter(|old| old.bytes() >= place.len()).map(Buf::try_reclaim) {
-            Some(Ok(old)) => old,
-            _ => self.host.alloc(place.len(), MemoryKind::Pinned)?,
+        let mut old = scratch.take().and_then(|old| old.try_reclaim().ok());
+        // One that is too small is waited for, too: it has to be back before a larger one is taken.
+        old.as_mut().map_or(Ok(()), |old| old.settle(self.loader.deadline))?;
+        let mut staging = match old.filter(|old| old.bytes() >= place.len()) {
+            Some(old) => old,
+            None => self.host.alloc(place.len(), MemoryKind::Pinned)?,
         };
-        staging.settle(self.loader.deadline)?;
         match staging.host_mut() {
             Some(mut dst) => self.read_patched(tensor, &mut dst[..place.len()])?,
             None => return Err(Error::invalid("staging memory that the host cannot address")),

@@ -120,6 +120,7 @@ impl Streamer {
             return Err(Error::invalid(format!("there is no layer {layer}, the model has {layers}")));
         }
         let window = self.window(layer);
+        self.slots.forget_failed();
         let mut slot = None;
         if !self.wanted[layer].is_empty() {
             let there = self.slots.find(layer);
@@ -172,7 +173,7 @@ impl Streamer {
         std::iter::once(layer).chain(streamed).collect()
     }
 
-    /// Sends for a layer, in a slot that holds none of `window`.
+    /// Sends for a layer of `window`, in a slot whose layer is not needed before it.
     fn bring(&mut self, layer: usize, window: &[usize]) -> Result<()> {
         let copied = self.slots.fill(&self.model, layer, &self.wanted[layer], window)?;
         for (device, bytes) in copied {

@@ -1,10 +1,11 @@
 //! The slots of a streamer: which layer each holds, and filling one again.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::Wanted;
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, FenceState, MemoryKind, Piece, Role, Route, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -16,6 +17,9 @@ pub(super) struct Slots {
     /// Streams of devices whose memory the compute device cannot reach: their bytes go through the host.
     downloads: BTreeMap<DeviceId, Arc<dyn Stream>>,
     host: Arc<dyn Device>,
+    /// The most bytes of one layer that go through the host: the size of every staging buffer, so that none has to
+    /// be exchanged for a larger one while a copy still reads it.
+    staging_bytes: usize,
 }
 
 /// Device memory for one layer, and host memory for the part of it that has to go through the host.
@@ -39,10 +43,14 @@ impl Slots {
                 downloads.insert(source.id(), source.stream(Role::Download)?);
             }
         }
+        let through_host = |wanted: &Wanted| model.home(wanted.module).filter(|h| downloads.contains_key(&h.device()));
+        let staged = |layer: &Vec<Wanted>| layer.iter().filter_map(through_host).map(Buf::bytes).sum();
+        let staging_bytes = wanted.iter().map(staged).max().unwrap_or(0);
         let busy = || Error::invalid("the model is being streamed already; its slots are for one streamer");
         let memory = residency.take_slots().ok_or_else(busy)?;
         let slot = |memory| Slot { layer: None, memory: Some(memory), staging: None };
-        Ok(Slots { slots: memory.into_iter().map(slot).collect(), upload, downloads, host: Arc::clone(model.host()) })
+        let (slots, host) = (memory.into_iter().map(slot).collect(), Arc::clone(model.host()));
+        Ok(Slots { slots, upload, downloads, host, staging_bytes })
     }
 
     /// The slot that holds `layer`, or will.
@@ -50,17 +58,25 @@ impl Slots {
         self.slots.iter().find(|slot| slot.layer == Some(layer)).and_then(|slot| slot.memory.clone())
     }
 
-    /// Queues the copies of a layer into a slot that no guard holds and whose layer is not in `keep`. Returns
-    /// the bytes from each device.
+    /// Forgets the layers whose copies failed, so that they are sent for again.
+    pub(super) fn forget_failed(&mut self) {
+        let failed = |memory: &Buf| memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_)));
+        for slot in self.slots.iter_mut().filter(|slot| slot.memory.as_ref().is_some_and(failed)) {
+            slot.layer = None;
+        }
+    }
+
+    /// Queues the copies of a layer into a slot that no guard holds and whose layer is not needed before it: `window`
+    /// are the layers needed next, in order. Returns the bytes from each device.
     pub(super) fn fill(
         &mut self,
         model: &Model,
         layer: usize,
         wanted: &[Wanted],
-        keep: &[usize],
+        window: &[usize],
     ) -> Result<BTreeMap<DeviceId, u64>> {
-        let Slots { slots, upload, downloads, host } = self;
-        let (slot, memory) = Slot::reclaim(slots, keep)?;
+        let Slots { slots, upload, downloads, host, staging_bytes } = self;
+        let (slot, memory) = Slot::reclaim(slots, layer, window)?;
         let (mut pieces, mut staged) = (Vec::new(), Vec::new());
         let mut copied = BTreeMap::new();
         for &Wanted { module, at } in wanted {
@@ -69,7 +85,7 @@ impl Slots {
             *copied.entry(home.device()).or_default() += home.bytes() as u64;
             if downloads.contains_key(&home.device()) { staged.push(piece) } else { pieces.push(piece) }
         }
-        let through_host = match slot.stage(staged, downloads, host) {
+        let through_host = match slot.stage(staged, downloads, host, *staging_bytes) {
             Ok(pieces) => pieces,
             Err(error) => {
                 slot.memory = Some(memory.freeze());
@@ -98,22 +114,23 @@ impl Slots {
 }
 
 impl Slot {
-    /// A slot whose memory can be written again, with that memory.
-    fn reclaim<'a>(slots: &'a mut [Slot], keep: &[usize]) -> Result<(&'a mut Slot, BufMut)> {
-        let count = slots.len();
-        for slot in slots.iter_mut() {
-            if slot.layer.is_some_and(|layer| keep.contains(&layer)) {
-                continue;
-            }
-            match slot.memory.take().map(Buf::try_reclaim) {
+    /// The slot whose layer is needed last, with its memory, which can be written again.
+    fn reclaim<'a>(slots: &'a mut [Slot], layer: usize, window: &[usize]) -> Result<(&'a mut Slot, BufMut)> {
+        let turn = |layer: usize| window.iter().position(|&next| next == layer).unwrap_or(usize::MAX);
+        let mut latest: Vec<_> = slots.iter().map(|slot| slot.layer.map_or(usize::MAX, turn)).enumerate().collect();
+        latest.retain(|(_, needed)| *needed > turn(layer));
+        latest.sort_by_key(|(_, needed)| Reverse(*needed));
+        for (index, _) in latest {
+            match slots[index].memory.take().map(Buf::try_reclaim) {
                 Some(Ok(memory)) => {
-                    slot.layer = None;
-                    return Ok((slot, memory));
+                    slots[index].layer = None;
+                    return Ok((&mut slots[index], memory));
                 }
-                Some(Err(held)) => slot.memory = Some(held),
+                Some(Err(held)) => slots[index].memory = Some(held),
                 None => {}
             }
         }
+        let count = slots.len();
         Err(Error::invalid(format!(
             "all {count} slots are held by guards; drop one before asking for another layer, or plan with a greater depth"
         )))
@@ -125,15 +142,14 @@ impl Slot {
         mut staged: Vec<Piece>,
         downloads: &BTreeMap<DeviceId, Arc<dyn Stream>>,
         host: &Arc<dyn Device>,
+        staging_bytes: usize,
     ) -> Result<Vec<Piece>> {
         if staged.is_empty() {
             return Ok(Vec::new());
         }
-        let bytes = staged.iter().map(|piece| piece.from.len()).sum();
-        let old = self.staging.take().filter(|old| old.bytes() >= bytes).map(Buf::try_reclaim);
-        let mut staging = match old {
+        let mut staging = match self.staging.take().map(Buf::try_reclaim) {
             Some(Ok(staging)) => staging,
-            _ => host.alloc(bytes, MemoryKind::Pinned)?,
+            _ => host.alloc(staging_bytes, MemoryKind::Pinned)?,
         };
         let (mut onward, mut at) = (Vec::new(), 0);
         for piece in &mut staged {

@@ -51,7 +51,7 @@ impl Device for SoftwareDevice {
     }
 
     fn memory(&self) -> Result<MemoryUsage> {
-        let (charged, reserved) = (self.ledger.charged(), self.ledger.reserved());
+        let (charged, reserved) = self.ledger.charged_and_reserved();
         let allocated = charged - reserved;
         let free = self.free.map_or(self.ledger.limit().saturating_sub(allocated), |free| free());
         Ok(MemoryUsage::new(self.info.total, free, charged, reserved))

@@ -1,0 +1,209 @@
+//! The examples as a user runs them: exit status, one line for an error, JSON, and files that are whole or not there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Where the examples lie: beside the folder of this test. `cargo test` builds them, `cargo test --test examples` does
+/// not.
+fn folder() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let profile = std::env::current_exe().unwrap().parent().and_then(Path::parent).unwrap().to_owned();
+        let folder = profile.join("examples");
+        let built = |name: &str| folder.join(format!("{name}{}", std::env::consts::EXE_SUFFIX)).is_file();
+        if !["generate", "inspect", "merge", "offload", "plan"].iter().all(|name| built(name)) {
+            let release = if profile.ends_with("release") { &["--release"][..] } else { &[] };
+            let cargo = Command::new(env!("CARGO")).args(["build", "-q", "--examples"]).args(release).status();
+            assert!(cargo.unwrap().success(), "the examples do not build");
+        }
+        folder
+    })
+}
+
+fn run(example: &str, args: &[&str]) -> Output {
+    let work = tempfile::tempdir().unwrap();
+    Command::new(folder().join(example)).args(args).current_dir(&work).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Runs an example that has to work; what it prints.
+fn works(example: &str, args: &[&str]) -> String {
+    let output = run(example, args);
+    assert!(output.status.success(), "{example} {args:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn json_of(example: &str, args: &[&str]) -> Value {
+    serde_json::from_str(&works(example, &[args, &["--json"]].concat())).expect("one JSON value")
+}
+
+/// Runs an example that has to fail, as text and as JSON; the kind of its error and its message.
+fn fails(example: &str, args: &[&str]) -> (String, String) {
+    let output = run(example, args);
+    let line = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{example} {args:?}: {line}");
+    assert!(line.starts_with("error: ") && line.trim_end().lines().count() == 1, "one line: {line}");
+    let output = run(example, &[args, &["--json"]].concat());
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(2), ""), "{example} {args:?}");
+    let value: Value = serde_json::from_slice(&output.stdout).expect("one JSON value");
+    let error = value["error"].as_object().expect("an error");
+    assert_eq!(error.keys().collect::<Vec<_>>(), ["kind", "message"]);
+    let (kind, message) = (error["kind"].as_str().unwrap(), error["message"].as_str().unwrap());
+    assert_eq!(line.trim_end(), format!("error: {}", message.replace('\n', " ")));
+    (kind.to_owned(), message.to_owned())
+}
+
+/// A model of about 5 MiB in three shards, and a LoRA for it.
+struct Model {
+    folder: TempDir,
+}
+
+impl Model {
+    fn new() -> Model {
+        let model = Model { folder: tempfile::tempdir().unwrap() };
+        let (path, lora) = (model.path("model"), model.path("lora.safetensors"));
+        let layers = ["--layers", "12", "--hidden", "128", "--shards", "3"];
+        works("generate", &[&[path.as_str(), "--lora", &lora, "--rank", "4"], &layers[..]].concat());
+        model
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).display().to_string()
+    }
+}
+
+#[test]
+fn errors_are_one_line_and_status_2() {
+    let model = Model::new();
+    let path = model.path("model");
+    let missing = model.path("nothing");
+    let device = ["--device", "cuda:0=64mb", "--device", "cpu=64mb"];
+    for (example, args, kind) in [
+        ("offload", vec![missing.as_str()], "Io"),
+        ("merge", vec![&missing, "--out", &missing], "Io"),
+        ("inspect", vec![&missing], "Io"),
+        ("plan", vec![&missing, "--alloc", "cpu,*"], "Io"),
+        (
+            "offload",
+            [&[path.as_str(), "--alloc", "cuda:0,1mb;cpu,*;"], &device[..], &["--depth", "x"]].concat(),
+            "Usage",
+        ),
+        ("offload", [&[path.as_str(), "--alloc", "cuda:0,2,5gb;cpu,*"], &device[..]].concat(), "Syntax"),
+        ("offload", [&[path.as_str(), "--alloc", "cuda:7,1mb;cpu,*"], &device[..]].concat(), "UnknownDevice"),
+        ("plan", [&[path.as_str(), "--alloc", "cuda:0,1mb;cpu,50%"], &device[..]].concat(), "MixedModes"),
+        ("plan", vec![&path, "--alloc", "cuda:0,*", "--device", "cuda:0=1mb", "--device", "cpu=64mb"], "DoesNotFit"),
+        ("offload", vec!["--no-such-option"], "Usage"),
+        ("merge", vec![], "Usage"),
+        ("plan", vec!["--blocks", "3x1mb"], "Usage"),
+        ("generate", vec![], "Usage"),
+        ("inspect", vec![], "Usage"),
+    ] {
+        let (found, message) = fails(example, &args);
+        assert_eq!(found, kind, "{example} {args:?}: {message}");
+    }
+    assert!(fails("offload", &[&missing]).1.contains(&missing));
+}
+
+#[test]
+fn offload_without_arguments_verifies_itself() {
+    let report = json_of("offload", &["--steps", "1", "--compute-ms", "1"]);
+    assert_eq!(report["unload"]["unloaded"][0]["key"], "model");
+    assert_eq!(report["unload"]["deferred"].as_array().unwrap().len(), 0);
+    assert!(report["stream"]["layers"].as_u64() > Some(4));
+    let shown = works("offload", &["--steps", "1", "--compute-ms", "1"]);
+    let hash = report["sha256"].as_str().unwrap();
+    assert!(shown.contains(&format!("every tensor arrived with the bytes of a merge on the host: sha256 {hash}")));
+}
+
+/// A model several times larger than its compute device, with and without an adapter, at several depths and placements:
+/// the same bytes, and no device beyond its memory.
+#[test]
+fn offload_of_a_model_larger_than_its_device() {
+    let model = Model::new();
+    let (path, lora) = (model.path("model"), model.path("lora.safetensors:0.5"));
+    let mut hashes = Vec::new();
+    for (allocation, depth) in [("cuda:0,300kb;cpu,*", "1"), ("cuda:0,5%;xpu:0,40%;disk,20%;cpu,35%", "0")] {
+        let options = [&path, "--adapter", &lora, "--alloc", allocation, "--depth", depth, "--steps", "1"];
+        let devices = ["cuda:0=1200kb,link=5", "xpu:0=8mb,link=5", "disk=64mb", "cpu=64mb"];
+        let devices = devices.iter().flat_map(|device| ["--device", device]);
+        let args: Vec<&str> = options.into_iter().chain(devices).chain(["--compute-ms", "1"]).collect();
+        let report = json_of("offload", &args);
+        let total = report["load"]["bytes"].as_u64().unwrap();
+        assert!(total > 3 * (1200 << 10), "{total}");
+        for device in report["devices"].as_array().unwrap() {
+            assert!(device["peak"].as_u64() <= device["limit"].as_u64(), "{device}");
+        }
+        let card = report["devices"].as_array().unwrap().iter().find(|device| device["id"] == "cuda:0").unwrap();
+        assert_eq!(card["limit"], 1200 << 10);
+        assert!(card["peak"].as_u64() > Some(100_000), "{card}");
+        hashes.push(report["sha256"].clone());
+    }
+    assert_eq!(hashes[0], hashes[1]);
+}
+
+#[test]
+fn merge_is_the_same_wherever_the_model_is_placed() {
+    let model = Model::new();
+    let (path, lora) = (model.path("model"), model.path("lora.safetensors"));
+    let merge = |name: &str, more: &[&str]| {
+        let out = model.path(name);
+        works("merge", &[&[path.as_str(), "--adapter", &lora, "--out", &out], more].concat());
+        fs::read(out).unwrap()
+    };
+    let devices = ["--device", "cuda:0=4mb", "--device", "cuda:1=4mb", "--device", "cpu=64mb", "--device", "disk=64mb"];
+    let plain = merge("plain.safetensors", &[]);
+    let placed = ["--alloc", "cuda:0,10%;cuda:1,30%;disk,20%;cpu,40%", "--order", "sequential"];
+    assert!(plain == merge("placed.safetensors", &[&placed[..], &devices].concat()), "the placement changes bytes");
+    assert!(plain == merge("host.safetensors", &["--alloc", "cpu,*"]), "the host's own memory changes bytes");
+    let unmerged = model.path("copy.safetensors");
+    works("merge", &[&path, "--out", &unmerged]);
+    assert!(plain != fs::read(unmerged).unwrap(), "the adapter changes something");
+}
+
+#[test]
+fn merge_replaces_a_file_when_the_new_one_is_whole() {
+    let model = Model::new();
+    let (path, lora) = (model.path("model"), model.path("lora.safetensors"));
+    let results = TempDir::new().unwrap();
+    let out = results.path().join("merged.safetensors");
+    let target = out.display().to_string();
+    fs::write(&out, "what was there").unwrap();
+    // A shard that is cut short, an adapter of another model, a placement without room.
+    let shard = Path::new(&path).join("model-00003-of-00003.safetensors");
+    let whole = fs::read(&shard).unwrap();
+    fs::write(&shard, &whole[..whole.len() - 100]).unwrap();
+    fails("merge", &[&path, "--adapter", &lora, "--out", &target]);
+    fs::write(&shard, &whole).unwrap();
+    let other = model.path("other.safetensors");
+    let adapter = model.path("other-lora.safetensors");
+    works("generate", &[&other, "--size", "1mb", "--layers", "1", "--hidden", "64", "--lora", &adapter]);
+    fails("merge", &[&path, "--adapter", &adapter, "--out", &target]);
+    let tight = ["--alloc", "cuda:0,*", "--device", "cuda:0=1mb", "--device", "cpu=64mb"];
+    fails("merge", &[&[path.as_str(), "--adapter", &lora, "--out", &target], &tight[..]].concat());
+    #[cfg(unix)]
+    fails_half_way(&[&path, "--adapter", &lora, "--out", &target]);
+    assert_eq!(fs::read(&out).unwrap(), b"what was there");
+    works("merge", &[&path, "--adapter", &lora, "--out", &target]);
+    assert!(fs::read(&out).unwrap().len() > 1 << 20);
+    let names: Vec<_> = fs::read_dir(&results).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["merged.safetensors"], "nothing else is left");
+}
+
+/// Runs merge where no file may grow beyond half of what it writes.
+#[cfg(unix)]
+fn fails_half_way(args: &[&str]) {
+    // `ulimit -f` counts blocks of 512 bytes in POSIX and of 1,024 in some shells.
+    let script = "trap '' XFSZ; ulimit -f 2000; exec \"$0\" \"$@\"";
+    let output = Command::new("sh").args(["-c", script]).arg(folder().join("merge")).args(args).output().unwrap();
+    let line = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{line}");
+    assert!(line.starts_with("error: cannot write") && line.trim_end().lines().count() == 1, "{line}");
+}

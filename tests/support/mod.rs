@@ -1,0 +1,286 @@
+//! What the tests of loading, streaming and the cache share: checkpoints made from a seed, adapters for them, described
+//! devices that are watched, and the bytes that every tensor has to have.
+
+#![allow(dead_code, reason = "each test uses its part")]
+
+pub(crate) mod watched;
+
+use std::time::{Duration, Instant};
+
+use half::{bf16, f16};
+use serde_json::{Map, json};
+use sha2::{Digest, Sha256};
+use tensor_offload::checkpoint::{Layout, TensorSpec};
+use tensor_offload::{
+    Adapter, Checkpoint, DType, DeviceId, Machine, Matching, Model, Patches, Planner, Registry, Result,
+};
+
+pub(crate) const CPU: DeviceId = DeviceId::CPU;
+pub(crate) const DISK: DeviceId = DeviceId::DISK;
+pub(crate) const GPU0: DeviceId = DeviceId::cuda(0);
+pub(crate) const GPU1: DeviceId = DeviceId::cuda(1);
+
+/// How long a test waits for anything.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+
+pub(crate) fn xpu() -> DeviceId {
+    "xpu:0".parse().unwrap()
+}
+
+/// A machine of one device of every kind that is told apart, and a second card.
+pub(crate) fn machine() -> Machine {
+    described(&[
+        "cpu=64mb,link=20",
+        "disk=64mb,link=4",
+        "cuda:0=24mb,link=10",
+        "cuda:1=24mb,link=10",
+        "xpu:0=24mb,link=5",
+    ])
+}
+
+pub(crate) fn described(devices: &[&str]) -> Machine {
+    let devices: Vec<_> = devices.iter().map(|text| text.parse().unwrap()).collect();
+    Machine::described(&devices)
+}
+
+/// The generator splitmix64 (Steele, Lea and Flood 2014).
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Random {
+        Random(seed)
+    }
+
+    /// A sequence of its own for each name.
+    fn of(seed: u64, name: &str) -> Random {
+        name.bytes().fold(Random(seed), |mut random, byte| Random(random.next() ^ u64::from(byte)))
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Evenly in -1..1.
+    fn weight(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// `count` elements: finite small numbers of the common types, any bytes of the others.
+    fn elements(&mut self, dtype: DType, bytes: usize) -> Vec<u8> {
+        match dtype {
+            DType::F32 => (0..bytes / 4).flat_map(|_| self.weight().to_le_bytes()).collect(),
+            DType::F16 => (0..bytes / 2).flat_map(|_| f16::from_f32(self.weight()).to_le_bytes()).collect(),
+            DType::BF16 => (0..bytes / 2).flat_map(|_| bf16::from_f32(self.weight()).to_le_bytes()).collect(),
+            _ => (0..bytes).map(|_| self.next() as u8).collect(),
+        }
+    }
+}
+
+/// A safetensors file of these tensors, in their order, with bytes that depend on the seed and each one's name.
+pub(crate) fn safetensors(tensors: &[TensorSpec], seed: u64) -> Vec<u8> {
+    let (mut header, mut data) = (Map::new(), Vec::new());
+    for TensorSpec { name, dtype, shape, .. } in tensors {
+        let begin = data.len();
+        let bytes = dtype.bytes_of(shape).expect("a whole number of bytes") as usize;
+        // A scale has to be finite and not zero.
+        match name.ends_with("weight_scale") {
+            true => data.extend(0.125f32.to_le_bytes()),
+            false => data.extend(Random::of(seed, name).elements(*dtype, bytes)),
+        }
+        header.insert(name.clone(), json!({ "dtype": dtype, "shape": shape, "data_offsets": [begin, data.len()] }));
+    }
+    let header = serde_json::to_vec(&header).unwrap();
+    [&(header.len() as u64).to_le_bytes()[..], &header, &data].concat()
+}
+
+pub(crate) fn spec(name: impl Into<String>, dtype: DType, shape: &[u64]) -> TensorSpec {
+    TensorSpec::new(name, dtype, shape)
+}
+
+/// The tensors of a Llama, all of one type.
+pub(crate) fn llama(layers: u64, hidden: u64) -> Vec<TensorSpec> {
+    let bf16 = |name: String, shape: &[u64]| spec(name, DType::BF16, shape);
+    let mut tensors = vec![bf16("model.embed_tokens.weight".into(), &[4 * hidden, hidden])];
+    for layer in 0..layers {
+        let linears = [
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.up_proj", 3 * hidden, hidden),
+            ("mlp.down_proj", hidden, 3 * hidden),
+        ];
+        for (linear, rows, cols) in linears {
+            tensors.push(bf16(format!("model.layers.{layer}.{linear}.weight"), &[rows, cols]));
+        }
+        tensors.push(bf16(format!("model.layers.{layer}.input_layernorm.weight"), &[hidden]));
+    }
+    tensors.push(bf16("model.norm.weight".into(), &[hidden]));
+    tensors.push(bf16("lm_head.weight".into(), &[4 * hidden, hidden]));
+    tensors
+}
+
+/// Tensors of many types and odd sizes: biases, scalars, eight-bit weights with their scales, a marker without
+/// bytes, one of 1,000,003 bytes.
+pub(crate) fn mixed(layers: u64) -> Vec<TensorSpec> {
+    let mut tensors =
+        vec![spec("scaled_fp8", DType::F8E4M3, &[0]), spec("model.embed_tokens.weight", DType::F16, &[97, 48])];
+    for layer in 0..layers {
+        let name = |name: &str| format!("model.layers.{layer}.{name}");
+        tensors.extend([
+            spec(name("self_attn.q_proj.bias"), DType::BF16, &[40]),
+            spec(name("self_attn.q_proj.weight"), DType::BF16, &[40, 48]),
+            spec(name("self_attn.v_proj.weight"), DType::F16, &[33, 47]),
+            spec(name("mlp.up_proj.weight"), DType::F32, &[61, 48]),
+            spec(name("mlp.down_proj.weight"), DType::F8E4M3, &[48, 61]),
+            spec(name("mlp.down_proj.weight_scale"), DType::F32, &[]),
+            spec(name("mask.table"), DType::Bool, &[3]),
+            spec(name("steps"), DType::I64, &[5]),
+            spec(name("input_layernorm.weight"), DType::F32, &[48]),
+        ]);
+    }
+    tensors.push(spec("model.layers.1.table.codes", DType::U8, &[1_000_003]));
+    tensors.push(spec("model.norm.weight", DType::F32, &[48]));
+    tensors.push(spec("lm_head.weight", DType::BF16, &[97, 48]));
+    tensors
+}
+
+/// Layers `block.0`, `block.1`, … of one tensor of this many bytes each.
+pub(crate) fn blocks(sizes: &[u64]) -> Vec<TensorSpec> {
+    sizes.iter().enumerate().map(|(index, &bytes)| spec(format!("block.{index}.weight"), DType::U8, &[bytes])).collect()
+}
+
+/// A LoRA on every floating-point matrix inside the layers of `tensors`.
+pub(crate) fn lora(tensors: &[TensorSpec], dtype: DType, rank: u64, seed: u64) -> Checkpoint {
+    let mut factors = Vec::new();
+    for TensorSpec { name, shape, .. } in tensors {
+        let Some(module) = name.strip_suffix(".weight").filter(|m| m.contains("layers") && shape.len() == 2) else {
+            continue;
+        };
+        factors.push(spec(format!("{module}.lora_A.weight"), dtype, &[rank, shape[1]]));
+        factors.push(spec(format!("{module}.lora_B.weight"), dtype, &[shape[0], rank]));
+        factors.push(spec(format!("{module}.alpha"), DType::F32, &[]));
+    }
+    Checkpoint::from_bytes(format!("lora-{seed}"), safetensors(&factors, seed)).unwrap()
+}
+
+/// A checkpoint, the adapters on it, and what each of its tensors is once merged on the host.
+pub(crate) struct Subject {
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) patches: Patches,
+    pub(crate) merged: Vec<Vec<u8>>,
+}
+
+impl Subject {
+    pub(crate) fn new(checkpoint: Checkpoint, patches: Patches) -> Subject {
+        let merge = |tensor: usize| {
+            let mut bytes = vec![0; patches.layout().tensors[tensor].bytes as usize];
+            patches.read(&checkpoint, tensor, &mut bytes).unwrap();
+            bytes
+        };
+        let merged = (0..patches.layout().tensors.len()).map(merge).collect();
+        Subject { checkpoint, patches, merged }
+    }
+
+    /// The tensors as they are.
+    pub(crate) fn plain(tensors: &[TensorSpec], seed: u64) -> Subject {
+        let checkpoint = Checkpoint::from_bytes(format!("model-{seed}"), safetensors(tensors, seed)).unwrap();
+        let patches = Patches::none(checkpoint.layout());
+        Subject::new(checkpoint, patches)
+    }
+
+    /// The tensors with two LoRAs, of different types, ranks and strengths.
+    pub(crate) fn patched(tensors: &[TensorSpec], seed: u64) -> Subject {
+        let plain = Subject::plain(tensors, seed);
+        let patches = Patches::resolve(plain.checkpoint.layout(), two_loras(tensors, seed), Matching::Strict).unwrap();
+        Subject::new(plain.checkpoint, patches)
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        self.patches.layout()
+    }
+
+    /// A planner of this model with cuda:0 as its compute device.
+    pub(crate) fn planner<'a>(&'a self, machine: &'a Machine, allocation: &str) -> Planner<'a> {
+        Planner::new(self.layout(), machine).compute(GPU0).allocation(allocation.parse().unwrap())
+    }
+
+    /// The bytes that the tensor of this name has to have.
+    pub(crate) fn bytes_of(&self, name: &str) -> &[u8] {
+        &self.merged[self.checkpoint.find(name).expect("a tensor of the model")]
+    }
+
+    /// A hash of all names and merged bytes, to compare with [`hash`].
+    pub(crate) fn hash(&self) -> String {
+        let tensors = self.layout().tensors.iter().zip(&self.merged);
+        digest(tensors.map(|(tensor, bytes)| (tensor.name.as_str(), bytes.clone())))
+    }
+
+    /// Every tensor of the model, wherever it lives, is as merged on the host, and of its storage type.
+    pub(crate) fn check(&self, model: &Model) {
+        for (tensor, want) in self.layout().tensors.iter().zip(&self.merged) {
+            let (name, stored) = (&tensor.name, self.checkpoint.layout().tensor(&tensor.name).unwrap());
+            let view = model.tensor(name).expect("a tensor of the model");
+            assert_eq!(view.info().dtype, stored.dtype, "{name} changed its type");
+            assert!(read(model, name).unwrap() == *want, "{name} on {} is not as merged", view.device());
+        }
+    }
+}
+
+pub(crate) fn two_loras(tensors: &[TensorSpec], seed: u64) -> Vec<Adapter> {
+    vec![
+        Adapter::from_checkpoint(lora(tensors, DType::F32, 3, seed + 1), 0.75).unwrap(),
+        Adapter::from_checkpoint(lora(tensors, DType::BF16, 4, seed + 2), -1.25).unwrap(),
+    ]
+}
+
+/// A tensor of a model, wherever it lives.
+pub(crate) fn read(model: &Model, name: &str) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; model.layout().tensor(name).expect("a tensor of the model").bytes as usize];
+    model.read(name, &mut bytes).map(|()| bytes)
+}
+
+/// A hash of all tensors' names and bytes.
+pub(crate) fn hash(model: &Model) -> String {
+    digest(model.layout().tensors.iter().map(|t| (t.name.as_str(), read(model, &t.name).unwrap())))
+}
+
+fn digest<'a>(tensors: impl Iterator<Item = (&'a str, Vec<u8>)>) -> String {
+    let mut sha = Sha256::new();
+    for (name, bytes) in tensors {
+        sha.update(name);
+        sha.update(&bytes);
+    }
+    sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What is taken of every device.
+pub(crate) fn levels(registry: &Registry) -> Vec<(DeviceId, u64)> {
+    registry.opened().iter().map(|device| (device.id(), device.ledger().charged())).collect()
+}
+
+/// Opens every device, so that its ledger can be looked at.
+pub(crate) fn open_all(registry: &Registry) {
+    registry.machine().ids().for_each(|id| drop(registry.device(id).unwrap()));
+}
+
+/// Waits until nothing is taken of any device: streams let go of memory when they are done with it.
+pub(crate) fn comes_back(registry: &Registry) {
+    let until = Instant::now() + DEADLINE;
+    while levels(registry).iter().any(|(_, bytes)| *bytes > 0) {
+        assert!(Instant::now() < until, "kept: {:?}", levels(registry));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Runs `work` on a thread of its own and fails when it takes more than a minute.
+pub(crate) fn without_hanging<T: Send + 'static>(what: String, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || drop(sender.send(work())));
+    match receiver.recv_timeout(Duration::from_secs(60)) {
+        Ok(value) => value,
+        Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
+        Err(_) => panic!("{what} panics: {:?}", thread.join().err().and_then(|e| e.downcast::<String>().ok())),
+    }
+}

@@ -1,0 +1,206 @@
+//! A described machine whose operations are counted, whose copies are listed, and of which one can be made to fail.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use tensor_offload::backend::{
+    Backend, Buf, BufMut, Charge, Clock, Countdown, Device, Event, Faulty, Fence, FenceState, Flight, Found, Health,
+    Joined, Ledger, MemoryKind, Rejected, Role, Route, Simulated, Stream, Transfer,
+};
+use tensor_offload::{DeviceId, DeviceInfo, Error, Machine, MemoryUsage, Registry, Result, Topology};
+
+/// A registry over a described machine whose host memory is described too, so that staging is counted there.
+pub(crate) struct Watched {
+    pub(crate) registry: Registry,
+    pub(crate) simulated: Arc<Simulated>,
+    pub(crate) countdown: Countdown,
+    pub(crate) copies: Copies,
+}
+
+impl Watched {
+    pub(crate) fn new(machine: Machine, clock: Clock) -> Watched {
+        let (simulated, copies) = (Arc::new(Simulated::new(machine, clock)), Copies::default());
+        let countdown = Countdown::new();
+        let listing = Listing { inner: Arc::clone(&simulated), copies: copies.clone() };
+        let backend: Arc<dyn Backend> = Arc::new(Faulty::new(listing, countdown.clone()));
+        Watched { registry: Registry::new([backend]), simulated, countdown, copies }
+    }
+
+    pub(crate) fn machine(&self) -> &Machine {
+        self.registry.machine()
+    }
+
+    pub(crate) fn peak(&self, id: DeviceId) -> u64 {
+        self.registry.device(id).unwrap().ledger().peak()
+    }
+}
+
+/// A piece of a copy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copied {
+    /// What the stream that copied it is for.
+    pub(crate) role: Role,
+    pub(crate) from: DeviceId,
+    pub(crate) to: DeviceId,
+    pub(crate) bytes: u64,
+}
+
+/// The copies so far.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Copies(Arc<Mutex<Seen>>);
+
+#[derive(Debug, Default)]
+struct Seen {
+    pieces: Vec<Copied>,
+    /// How many copies to go until one fails after it was queued.
+    spoil: Option<usize>,
+}
+
+impl Copies {
+    /// All pieces since the last time.
+    pub(crate) fn take(&self) -> Vec<Copied> {
+        std::mem::take(&mut self.seen().pieces)
+    }
+
+    /// Lets the n-th copy from now on, the first being 1, be queued and fail a little later.
+    pub(crate) fn spoil_nth(&self, n: usize) {
+        self.seen().spoil = Some(n);
+    }
+
+    /// Lists a copy; whether it is to fail.
+    fn note(&self, role: Role, transfer: &Transfer) -> bool {
+        let mut seen = self.seen();
+        let to = transfer.dst().device();
+        let piece =
+            |p: &tensor_offload::backend::Piece| Copied { role, from: p.src.device(), to, bytes: p.from.len() as u64 };
+        seen.pieces.extend(transfer.pieces().iter().map(piece));
+        seen.spoil = seen.spoil.map(|left| left.wrapping_sub(1));
+        seen.spoil == Some(0)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.0.lock().unwrap()
+    }
+}
+
+#[derive(Debug)]
+struct Listing {
+    inner: Arc<Simulated>,
+    copies: Copies,
+}
+
+impl Backend for Listing {
+    fn discover(&self) -> Vec<Found> {
+        self.inner.discover()
+    }
+
+    fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
+        Ok(Arc::new(ListingDevice { inner: self.inner.open(id)?, copies: self.copies.clone() }))
+    }
+
+    fn topology(&self) -> Topology {
+        self.inner.topology()
+    }
+}
+
+#[derive(Debug)]
+struct ListingDevice {
+    inner: Arc<dyn Device>,
+    copies: Copies,
+}
+
+impl Device for ListingDevice {
+    fn info(&self) -> &DeviceInfo {
+        self.inner.info()
+    }
+
+    fn ledger(&self) -> &Arc<Ledger> {
+        self.inner.ledger()
+    }
+
+    fn memory(&self) -> Result<MemoryUsage> {
+        self.inner.memory()
+    }
+
+    fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
+        self.inner.allocate(charge, kind)
+    }
+
+    fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(ListingStream { inner: self.inner.stream(role)?, role, copies: self.copies.clone() }))
+    }
+
+    fn route_from(&self, source: &dyn Device) -> Route {
+        self.inner.route_from(source)
+    }
+
+    fn trim(&self) -> Result<u64> {
+        self.inner.trim()
+    }
+
+    fn health(&self) -> Health {
+        self.inner.health()
+    }
+}
+
+struct ListingStream {
+    inner: Arc<dyn Stream>,
+    role: Role,
+    copies: Copies,
+}
+
+impl Stream for ListingStream {
+    fn device(&self) -> DeviceId {
+        self.inner.device()
+    }
+
+    fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        if self.copies.note(self.role, &transfer) {
+            return Ok(transfer.launched(Event::new(Arc::new(Spoilt::new(self.device())))));
+        }
+        self.inner.copy(transfer)
+    }
+
+    fn wait(&self, event: &Event) -> Result<Joined> {
+        self.inner.wait(event)
+    }
+
+    fn record(&self, uses: &[Buf]) -> Result<Event> {
+        self.inner.record(uses)
+    }
+
+    fn occupy(&self, time: Duration) -> Result<()> {
+        self.inner.occupy(time)
+    }
+}
+
+impl fmt::Debug for ListingStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.inner.fmt(f)
+    }
+}
+
+/// The event of a copy that was queued and fails a little later, without having copied anything.
+struct Spoilt {
+    at: Instant,
+    cause: Arc<Error>,
+}
+
+impl Spoilt {
+    fn new(device: DeviceId) -> Spoilt {
+        let cause = Error::DeviceLost { device, why: "this copy was to fail".to_owned() };
+        Spoilt { at: Instant::now() + Duration::from_millis(2), cause: Arc::new(cause) }
+    }
+}
+
+impl Fence for Spoilt {
+    fn state(&self) -> FenceState {
+        if Instant::now() < self.at { FenceState::Pending } else { FenceState::Failed(Arc::clone(&self.cause)) }
+    }
+
+    fn wait(&self, deadline: Duration) -> FenceState {
+        std::thread::sleep(self.at.saturating_duration_since(Instant::now()).min(deadline));
+        self.state()
+    }
+}
