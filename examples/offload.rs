@@ -89,14 +89,14 @@ impl support::Example for Args {
         let load = model.report().clone();
         drop((streamer, model));
 
-        let unload = cache.unload_all();
+        let cleanup = cache.full_cleanup(&devices)?;
         let end = devices.snapshot("unloaded");
         let peaks: Vec<_> = devices.opened().iter().map(|d| (d.id(), d.ledger().peak(), d.ledger().limit())).collect();
-        self.say(|| format!("{unload}\n{end}\n{}", peaks.iter().map(peak_line).collect::<String>()));
+        self.say(|| format!("{cleanup}\n{end}\n{}", peaks.iter().map(peak_line).collect::<String>()));
         let peaks: Vec<_> =
             peaks.iter().map(|(id, peak, limit)| json!({ "id": id, "peak": peak, "limit": limit })).collect();
         Ok(json!({
-            "plan": plan, "load": load, "steps": steps, "stream": stream, "sha256": hash, "unload": unload,
+            "plan": plan, "load": load, "steps": steps, "stream": stream, "sha256": hash, "unload": cleanup.unload,
             "devices": peaks, "snapshots": [start.to_string(), loaded.to_string(), end.to_string()],
         }))
     }

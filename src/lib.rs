@@ -65,7 +65,7 @@
 //! |---|---|---|
 //! | error, bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`] |
 //! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`] |
-//! | [`backend`] | memory, streams and events; host, disk and simulated devices | [`backend::Backend`], [`backend::Buf`] |
+//! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
 //! | registry | the devices of a machine, opened at first use | [`Registry`] |
 //! | [`transfer`] | where bytes come from: files, memory, mappings | [`transfer::Source`] |
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
@@ -76,6 +76,7 @@
 //! | load | load, patch, distribute | [`Loader`], [`Model`] |
 //! | stream | layers on the compute device, one after the other | [`Streamer`], [`LayerGuard`] |
 //! | cache | models that stay, and leave when told to | [`ModelCache`] |
+//! | `cuda` | your own CUDA streams and memory; tensors as cudarc's types | `cuda::adopt_stream` |
 //!
 //! Adapters stand before the plan because they can change a weight's size and its sharing; their arithmetic stands
 //! after it because only then is there memory for the result.
@@ -110,6 +111,12 @@
 //! - Devices by description, on a virtual or a wall clock, for plans, tests and examples ([`backend::Simulated`]); a
 //!   suite that every backend has to pass ([`backend::conformance`]); a backend that fails on purpose
 //!   ([`backend::Faulty`]).
+//!
+//! # Features
+//!
+//! `cuda` (default) is the backend of NVIDIA devices; it needs one CUDA version beside it, `cuda-12000` by default, the
+//! same in all crates of a build. Nothing of CUDA has to be installed to build, and without a driver the library runs
+//! and says why there is no device. Without `cuda`, `cuda:0` still parses and plans against a described machine.
 //!
 //! What does not exist yet, and the commands to try all of this, are in the repository's README; why it is built this
 //! way is in `docs/design.md`.

@@ -90,7 +90,11 @@ impl fmt::Display for UnloadReport {
 
 impl fmt::Display for CleanupReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; allocator caches gave back {}", self.unload, Amounts(&self.trimmed))
+        write!(f, "{}", self.unload)?;
+        match self.trimmed.values().all(|&bytes| bytes == 0) {
+            true => Ok(()),
+            false => write!(f, "; allocator caches gave back {}", Amounts(&self.trimmed)),
+        }
     }
 }
 
