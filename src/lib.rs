@@ -67,7 +67,7 @@
 //! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`] |
 //! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
 //! | registry | the devices of a machine, opened at first use | [`Registry`] |
-//! | [`transfer`] | where bytes come from: files, memory, mappings | [`transfer::Source`] |
+//! | [`transfer`] | where bytes come from: files, memory, mappings; how fast the links are | [`transfer::Source`], [`transfer::measure_links`] |
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`adapter`] | adapters against a checkpoint's names | [`Adapter`], [`Patches`] |
@@ -146,7 +146,7 @@ pub use bytes::{ByteSize, Human};
 pub use cache::{CleanupReport, EntryInfo, ModelCache, Retention, UnloadReport, Unloaded};
 pub use checkpoint::Checkpoint;
 pub use device::{
-    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, Machine, MemorySnapshot, MemoryUsage, Topology,
+    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology,
 };
 pub use dtype::{DType, UnknownDType};
 pub use error::{AdapterFault, Error, ErrorKind, FileFault, Result, Shortfall};

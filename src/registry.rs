@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::{Backend, Clock, Device, Found, Host, Simulated};
-use crate::device::{DeviceId, DeviceKind, Machine, MemorySnapshot, MemoryUsage, Topology};
+use crate::device::{DeviceId, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology};
 use crate::error::{Error, Result};
 
 /// All devices that this process can use.
@@ -28,6 +28,8 @@ pub struct Registry {
     open: Mutex<BTreeMap<DeviceId, Arc<dyn Device>>>,
     /// Whether the devices are described, so that staging memory is none of theirs.
     described: bool,
+    /// The links, once they were measured.
+    pub(crate) measured: Mutex<Option<Arc<LinkMatrix>>>,
 }
 
 impl Registry {
@@ -49,7 +51,15 @@ impl Registry {
         }
         let topology = backends.iter().map(|b| b.topology()).find(|t| !t.segments().is_empty());
         let machine = Machine::new(infos, topology.unwrap_or_else(Topology::new));
-        Registry { backends, machine, owner, absent, open: Mutex::default(), described: false }
+        Registry {
+            backends,
+            machine,
+            owner,
+            absent,
+            open: Mutex::default(),
+            described: false,
+            measured: Mutex::default(),
+        }
     }
 
     /// The devices of this system: CUDA devices where the library is built for them and there are any, the host's

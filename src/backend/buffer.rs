@@ -30,6 +30,13 @@ pub trait Storage: Any + Send + Sync {
     fn address(&self) -> Option<u64> {
         None
     }
+
+    /// Whether it is host memory that is pinned for a device's copies. What was asked for as
+    /// [`Pinned`](super::MemoryKind::Pinned) and could not be pinned is not, nor is that of software devices, which
+    /// have no need of it.
+    fn pinned(&self) -> bool {
+        false
+    }
 }
 
 /// Memory of a device and the charge that it stands for: what a stream holds on to while it works.

@@ -2,10 +2,12 @@
 
 mod id;
 mod info;
+mod links;
 mod snapshot;
 mod topology;
 
 pub use id::{DeviceId, DeviceKind, KindName};
 pub use info::{Described, DeviceInfo, GpuDetails, Machine, MemoryUsage};
+pub use links::{LeftOut, Link, LinkKind, LinkMatrix};
 pub use snapshot::MemorySnapshot;
 pub use topology::{Bandwidth, Segment, Topology};

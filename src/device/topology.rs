@@ -92,20 +92,30 @@ impl Topology {
     /// Adds the link of `device` to the host, `bandwidth` each way. For `cpu` and `disk` it is the speed of
     /// that memory itself.
     #[must_use]
-    pub fn link(mut self, device: DeviceId, bandwidth: Bandwidth) -> Topology {
-        let out = self.segment(format!("{device} out"), bandwidth);
-        let into = self.segment(format!("{device} in"), bandwidth);
+    pub fn link(self, device: DeviceId, bandwidth: Bandwidth) -> Topology {
+        self.directed_link(device, bandwidth, bandwidth)
+    }
+
+    /// Adds the link of `device` to the host with a speed for each way: `out` of the device, and `into` it.
+    #[must_use]
+    pub fn directed_link(mut self, device: DeviceId, out: Bandwidth, into: Bandwidth) -> Topology {
+        let out = self.segment(format!("{device} out"), out);
+        let into = self.segment(format!("{device} in"), into);
         self.links.insert(device, (out, into));
         self
     }
 
     /// Adds a direct link between two devices, `bandwidth` each way.
     #[must_use]
-    pub fn peer(mut self, a: DeviceId, b: DeviceId, bandwidth: Bandwidth) -> Topology {
-        for (to, from) in [(a, b), (b, a)] {
-            let segment = self.segment(format!("{to} <- {from}"), bandwidth);
-            self.peers.entry(to).or_default().insert(from, segment);
-        }
+    pub fn peer(self, a: DeviceId, b: DeviceId, bandwidth: Bandwidth) -> Topology {
+        self.directed_peer(b, a, bandwidth).directed_peer(a, b, bandwidth)
+    }
+
+    /// Adds a direct link that carries bytes `from` one device `to` another, and not back.
+    #[must_use]
+    pub fn directed_peer(mut self, from: DeviceId, to: DeviceId, bandwidth: Bandwidth) -> Topology {
+        let segment = self.segment(format!("{to} <- {from}"), bandwidth);
+        self.peers.entry(to).or_default().insert(from, segment);
         self
     }
 
@@ -126,6 +136,13 @@ impl Topology {
     #[must_use]
     pub fn no_peer_access(mut self, a: DeviceId, b: DeviceId) -> Topology {
         self.unreachable.extend([(a, b), (b, a)]);
+        self
+    }
+
+    /// Says that `to` cannot read the memory of `from`, whatever holds the other way round.
+    #[must_use]
+    pub fn no_access(mut self, from: DeviceId, to: DeviceId) -> Topology {
+        self.unreachable.insert((to, from));
         self
     }
 
@@ -199,5 +216,18 @@ mod tests {
         assert_eq!(names(a, a), [""; 0]);
         assert!(topology.reaches(a, b) && !topology.clone().no_peer_access(a, b).reaches(b, a));
         assert!(!topology.reaches(a, "xpu:0".parse().unwrap()));
+    }
+
+    #[test]
+    fn the_ways_of_a_link_can_differ() {
+        let (a, b) = (DeviceId::cuda(0), DeviceId::cuda(1));
+        let topology = Topology::new().directed_link(a, gbps(1), gbps(2)).directed_peer(a, b, gbps(9)).no_access(b, a);
+        let speeds = |from, to| -> Vec<u64> {
+            let route = topology.route(from, to);
+            route.iter().map(|&s| topology.segments()[s].bandwidth.get() / 1_000_000_000).collect()
+        };
+        assert_eq!((speeds(a, DeviceId::CPU), speeds(DeviceId::CPU, a)), (vec![1], vec![2]));
+        assert_eq!((speeds(a, b), speeds(b, a)), (vec![9], vec![2]));
+        assert!(topology.reaches(b, a) && !topology.reaches(a, b));
     }
 }

@@ -126,6 +126,10 @@ impl Storage for PinnedMemory {
     fn host(&self) -> Option<&RwLock<Box<dyn HostBytes>>> {
         Some(&self.0)
     }
+
+    fn pinned(&self) -> bool {
+        true
+    }
 }
 
 /// Host memory that is pinned for as long as it lives.

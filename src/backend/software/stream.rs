@@ -74,7 +74,7 @@ impl SoftwareStream {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
             (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
             (Queue::Thread(sender), _) => {
-                let done = Arc::new(Latch::default());
+                let done = Arc::new(Latch { paced: self.timeline.is_some(), ..Latch::default() });
                 let queued = self.timeline.as_ref().map_or(Duration::ZERO, |timeline| timeline.now());
                 let job = Job { waits, work, keep, done: Arc::clone(&done), queued };
                 let why = || Error::DeviceLost { device: self.device, why: "its stream's thread ended".to_owned() };
@@ -210,6 +210,8 @@ struct Latch {
     /// When the work ended on the stream's timeline, or why it failed.
     ended: Mutex<Option<Result<Duration, Arc<Error>>>>,
     fired: Condvar,
+    /// Whether there is a timeline.
+    paced: bool,
 }
 
 impl Latch {
@@ -246,7 +248,8 @@ impl Fence for Latch {
     }
 
     fn time(&self) -> Option<Duration> {
-        lock(&self.ended).as_ref().and_then(|ended| ended.as_ref().ok()).copied()
+        let ended = lock(&self.ended);
+        ended.as_ref().and_then(|ended| ended.as_ref().ok()).copied().filter(|_| self.paced)
     }
 }
 

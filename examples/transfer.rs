@@ -1,0 +1,94 @@
+//! Measures how fast bytes get from the host to each device, back, and from device to device.
+//!
+//! `cargo run --release --example transfer` measures this machine's devices in the manner of NVIDIA's nvbandwidth;
+//! `cargo run --release --example transfer -- --size 32mb --device cuda:0=1gb,link=2` a described one.
+
+mod support;
+
+use std::collections::BTreeSet;
+
+use clap::Parser;
+use serde_json::{Value, json};
+use support::options::DeviceOptions;
+use tensor_offload::backend::Clock;
+use tensor_offload::device::{LeftOut, Link, LinkMatrix};
+use tensor_offload::transfer::{LinkTiming, measure_links};
+use tensor_offload::{ByteSize, DeviceId, DeviceKind, Registry, Result};
+
+/// Measures how fast bytes get from the host to each device, back, and from device to device: with ordinary and with
+/// pinned memory, through staging buffers, both ways at once, and between peers. Each figure is the bytes of a copy
+/// over the median time of 16 copies after 4 to warm up (fewer where they would take over two seconds), queued while
+/// the stream is held where that is possible. What arrived is compared with what was sent.
+#[derive(Parser)]
+#[command(name = "transfer")]
+struct Args {
+    /// The bytes of each copy, such as 64mb; less where memory is short
+    #[arg(long, value_name = "SIZE", default_value = "512mb")]
+    size: String,
+    #[command(flatten)]
+    devices: DeviceOptions,
+    /// Print one JSON value instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+impl support::Example for Args {
+    fn json(&self) -> bool {
+        self.json
+    }
+
+    fn run(self) -> Result<Value> {
+        let timing = LinkTiming::thorough().bytes(self.size.parse::<ByteSize>()?);
+        let registry = self.devices.registry(Clock::Wall)?;
+        let mut matrix = measure_links(&registry, &timing)?;
+        if !registry.machine().ids().any(computes) {
+            let (what, why) =
+                ("host to device, device to host, device to device", "there is no device but cpu and disk");
+            matrix.left_out.push(LeftOut { what: what.to_owned(), why: why.to_owned() });
+        }
+        if !self.json {
+            support::print_line(&text(&registry, &matrix));
+        }
+        Ok(report(&registry, &matrix))
+    }
+}
+
+fn computes(id: DeviceId) -> bool {
+    !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk)
+}
+
+fn text(registry: &Registry, matrix: &LinkMatrix) -> String {
+    let mut text = String::new();
+    for device in registry.machine().devices.iter().filter(|device| computes(device.id)) {
+        text += &format!("{}: {}, {}\n", device.id, device.name, ByteSize(device.total).human());
+    }
+    let clock = if matrix.devices.is_empty() { "" } else { " (simulated devices by their own)" };
+    text + &format!(
+        "{matrix}\nGB/s are 10^9 bytes a second, timed by the host's clock{clock}. The fixed cost is that of a copy of \
+         four bytes\nwhich is waited for; it is part of the pageable figures, and copies that are queued ahead hide it."
+    )
+}
+
+fn report(registry: &Registry, matrix: &LinkMatrix) -> Value {
+    let ends: BTreeSet<DeviceId> = matrix.links.iter().flat_map(|link| [link.from, link.to]).collect();
+    let device = |&id: &DeviceId| {
+        let info = registry.machine().device(id).ok();
+        json!({ "id": id, "name": info.map(|info| &info.name), "total": info.map(|info| info.total) })
+    };
+    let link = |link: &Link| {
+        json!({
+            "from": link.from, "to": link.to, "kind": link.kind, "bytes": link.bytes,
+            "gb_per_second": link.bandwidth.get() as f64 / 1e9, "median_of": link.median_of,
+            "fixed_micros": link.fixed.as_secs_f64() * 1e6,
+        })
+    };
+    json!({
+        "devices": ends.iter().map(device).collect::<Vec<_>>(),
+        "links": matrix.links.iter().map(link).collect::<Vec<_>>(),
+        "left_out": matrix.left_out,
+    })
+}
+
+fn main() {
+    support::main::<Args>()
+}

@@ -1,0 +1,449 @@
+//! The links of a machine, measured with the library's own streams.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use super::pattern;
+use super::relay::Ring;
+use super::timing::{DEADLINE, Lane, LinkTiming, Watch, median, speed};
+use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Role, Route, Stream, Transfer};
+use crate::device::{DeviceId, DeviceKind, LeftOut, Link, LinkKind, LinkMatrix, Topology};
+use crate::error::{Error, Result};
+use crate::registry::Registry;
+
+/// Measures how fast bytes get from the host to each accelerator and back, and from each accelerator to each other
+/// one. Opens every accelerator.
+///
+/// Of each way it gives the median of several copies, after some to warm up, and it looks at what arrived. Where
+/// streams let that be, they are held until all copies are queued. Simulated devices are timed by their own clock,
+/// others by the host's; what a copy costs beside its bytes is measured too. On a virtual clock the time of the
+/// simulated devices moves on.
+///
+/// What cannot be measured (a device that is lost or too full, a kind that is not here, memory that cannot be
+/// pinned, bytes that arrived wrong) is left out, and the matrix says why.
+///
+/// # Errors
+/// [`Error::Invalid`] for copies of no bytes; when the host has no memory for one copy.
+pub fn measure_links(registry: &Registry, timing: &LinkTiming) -> Result<LinkMatrix> {
+    if timing.bytes.get() == 0 {
+        return Err(Error::invalid("copies of no bytes have no speed"));
+    }
+    let mut matrix = LinkMatrix::default();
+    for (kind, why) in registry.absent() {
+        matrix.left_out.push(LeftOut { what: kind.to_string(), why: why.clone() });
+    }
+    let mut ends = Vec::new();
+    // Opened before the host gives memory: it is pinned for the devices that are open.
+    for id in registry.machine().ids().filter(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk)) {
+        match registry.device(id).and_then(End::open) {
+            Ok(end) => ends.push(end),
+            Err(error) => matrix.left_out.push(LeftOut { what: id.to_string(), why: error.to_string() }),
+        }
+    }
+    let host = registry.staging_host()?;
+    let mut meter = Meter { bytes: fitting(&*host, timing.bytes.get(), 8)?, host, timing, seed: 0, matrix };
+    if timing.all_ways {
+        meter.note("cpu to cpu", Meter::memory);
+    }
+    for end in &ends {
+        meter.device(end);
+    }
+    for from in &ends {
+        for to in ends.iter().filter(|to| to.id() != from.id()) {
+            meter.peers(from, to);
+        }
+    }
+    let measured = |id: &DeviceId| meter.matrix.links.iter().any(|link| link.from == *id || link.to == *id);
+    meter.matrix.devices = ends.iter().map(End::id).filter(measured).collect();
+    Ok(meter.matrix)
+}
+
+impl Registry {
+    /// The links of its accelerators as [`measure_links`] finds them with [`LinkTiming::quick`], in some tens of
+    /// milliseconds a link: measured when first asked for, then kept.
+    ///
+    /// # Errors
+    /// As [`measure_links`].
+    pub fn links(&self) -> Result<Arc<LinkMatrix>> {
+        let mut measured = self.measured.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(links) = &*measured {
+            return Ok(Arc::clone(links));
+        }
+        let links = Arc::new(measure_links(self, &LinkTiming::quick())?);
+        *measured = Some(Arc::clone(&links));
+        Ok(links)
+    }
+
+    /// [`links`](Registry::links) as a topology, for [`Plan::estimate`](crate::Plan::estimate).
+    ///
+    /// # Errors
+    /// As [`measure_links`].
+    pub fn measured_topology(&self) -> Result<Topology> {
+        self.links().map(|links| links.topology())
+    }
+}
+
+/// A device with streams of both directions.
+struct End {
+    device: Arc<dyn Device>,
+    up: Arc<dyn Stream>,
+    down: Arc<dyn Stream>,
+    watch: Watch,
+}
+
+impl End {
+    fn open(device: Arc<dyn Device>) -> Result<End> {
+        if let Health::Lost(why) = device.health() {
+            return Err(Error::DeviceLost { device: device.id(), why });
+        }
+        let (up, down) = (device.stream(Role::Upload)?, device.stream(Role::Download)?);
+        let watch = Watch::of(&*up)?;
+        Ok(End { device, up, down, watch })
+    }
+
+    fn id(&self) -> DeviceId {
+        self.device.id()
+    }
+}
+
+/// `bytes`, or the `share`-th part of what `device` has left where that is less, in whole pages where possible.
+fn fitting(device: &dyn Device, bytes: u64, share: u64) -> Result<usize> {
+    let left = device.memory()?.available().min(device.ledger().limit().saturating_sub(device.ledger().charged()));
+    let fit = bytes.min(left / share);
+    let fit = if fit < bytes && fit > 4096 { fit / 4096 * 4096 } else { fit };
+    if fit == 0 {
+        return Err(Error::OutOfMemory { device: device.info().id, requested: 1, available: left, limit: left });
+    }
+    Ok(usize::try_from(fit).unwrap_or(usize::MAX))
+}
+
+/// What measures, and what it has found so far.
+struct Meter<'a> {
+    host: Arc<dyn Device>,
+    timing: &'a LinkTiming,
+    bytes: usize,
+    /// The number of the next pattern.
+    seed: u64,
+    matrix: LinkMatrix,
+}
+
+impl Meter<'_> {
+    /// Measures something, or notes why that was not possible.
+    fn note(&mut self, what: &str, measure: impl FnOnce(&mut Self) -> Result<()>) {
+        if let Err(error) = measure(self) {
+            self.leave_out(what, error.to_string());
+        }
+    }
+
+    fn leave_out(&mut self, what: impl Into<String>, why: impl Into<String>) {
+        self.matrix.left_out.push(LeftOut { what: what.into(), why: why.into() });
+    }
+
+    fn found(
+        &mut self,
+        (from, to): (DeviceId, DeviceId),
+        kind: LinkKind,
+        bytes: usize,
+        times: Vec<Duration>,
+        fixed: Duration,
+    ) {
+        let count = u32::try_from(times.len()).unwrap_or(u32::MAX);
+        let bandwidth = speed(bytes as u64, median(times));
+        let link = Link { median_of: count, fixed, ..Link::new(from, to, kind, bytes as u64, bandwidth) };
+        self.matrix.links.push(link);
+    }
+
+    /// Both directions of a device's link, in all the ways that are asked for.
+    fn device(&mut self, end: &End) {
+        let id = end.id();
+        let bytes = match fitting(&*end.device, self.bytes as u64, 4) {
+            Ok(bytes) => bytes,
+            Err(error) => return self.leave_out(id.to_string(), error.to_string()),
+        };
+        let kinds: &[LinkKind] = match self.timing.all_ways {
+            true => &[LinkKind::Pageable, LinkKind::Pinned, LinkKind::Staged, LinkKind::BothWays],
+            false => &[LinkKind::Pinned],
+        };
+        for &kind in kinds {
+            if kind == LinkKind::BothWays {
+                self.note(&format!("cpu and {id}, both ways at once"), |meter| meter.both_ways(end, bytes));
+                continue;
+            }
+            self.note(&format!("cpu to {id}, {kind}"), |meter| meter.up(end, kind, bytes));
+            self.note(&format!("{id} to cpu, {kind}"), |meter| meter.down(end, kind, bytes));
+        }
+    }
+
+    fn up(&mut self, end: &End, kind: LinkKind, bytes: usize) -> Result<()> {
+        let (src, seed) = self.source(end, kind, bytes)?;
+        let dst = end.device.alloc(bytes, MemoryKind::Arena)?;
+        let (times, fixed, dst) = match kind {
+            LinkKind::Staged => {
+                let (mut ring, mut dst) = (self.ring(end)?, Some(dst));
+                let times = self.timing.one_by_one(|| ring.up(end.watch, &*end.up, &src, &mut dst))?;
+                (times, Duration::ZERO, dst.ok_or_else(lost)?)
+            }
+            _ => {
+                let mut lane = Lane::new(&*end.up, src, dst, bytes);
+                let (times, fixed) = self.along(end.watch, kind, &mut lane)?;
+                (times, fixed, lane.ends()?.1)
+            }
+        };
+        self.check(end, &dst.freeze(), bytes, seed)?;
+        self.found((DeviceId::CPU, end.id()), kind, bytes, times, fixed);
+        Ok(())
+    }
+
+    fn down(&mut self, end: &End, kind: LinkKind, bytes: usize) -> Result<()> {
+        let (src, seed) = self.filled(end, bytes)?;
+        let dst = self.host_memory(end, kind, bytes)?;
+        let (times, fixed, mut dst) = match kind {
+            LinkKind::Staged => {
+                let (mut ring, mut dst) = (self.ring(end)?, dst);
+                let mut memory = dst.host_mut().ok_or_else(lost)?;
+                let times = self.timing.one_by_one(|| ring.down(end.watch, &*end.down, &src, &mut memory))?;
+                drop(memory);
+                (times, Duration::ZERO, dst)
+            }
+            _ => {
+                let mut lane = Lane::new(&*end.down, src, dst, bytes);
+                let (times, fixed) = self.along(end.watch, kind, &mut lane)?;
+                (times, fixed, lane.ends()?.1)
+            }
+        };
+        dst.settle(DEADLINE)?;
+        right(&dst.freeze(), bytes, seed)?;
+        self.found((end.id(), DeviceId::CPU), kind, bytes, times, fixed);
+        Ok(())
+    }
+
+    fn both_ways(&mut self, end: &End, bytes: usize) -> Result<()> {
+        let (src, seed) = self.source(end, LinkKind::Pinned, bytes)?;
+        let up = Lane::new(&*end.up, src, end.device.alloc(bytes, MemoryKind::Arena)?, bytes);
+        let (there, other) = self.filled(end, bytes)?;
+        let down = Lane::new(&*end.down, there, self.host_memory(end, LinkKind::Pinned, bytes)?, bytes);
+        let mut lanes = [up, down];
+        let times = self.timing.queued(end.watch, &mut lanes)?;
+        let [up, down] = lanes;
+        self.check(end, &up.ends()?.1.freeze(), bytes, seed)?;
+        let mut arrived = down.ends()?.1;
+        arrived.settle(DEADLINE)?;
+        right(&arrived.freeze(), bytes, other)?;
+        let ways = [(DeviceId::CPU, end.id()), (end.id(), DeviceId::CPU)];
+        for (way, times) in ways.into_iter().zip(times) {
+            self.found(way, LinkKind::BothWays, bytes, times, Duration::ZERO);
+        }
+        Ok(())
+    }
+
+    /// From the memory of `from` to that of `to`: straight, or through the host where there is no other way.
+    fn peers(&mut self, from: &End, to: &End) {
+        let what = format!("{} to {}", from.id(), to.id());
+        match to.device.route_from(&*from.device) {
+            Route::Direct => self.note(&what, |meter| meter.straight(from, to)),
+            Route::Staged(why) => {
+                self.leave_out(format!("{what}, straight"), why);
+                self.note(&format!("{what}, staged"), |meter| meter.across(from, to));
+            }
+        }
+    }
+
+    fn straight(&mut self, from: &End, to: &End) -> Result<()> {
+        let bytes = fitting(&*from.device, self.bytes as u64, 4)?.min(fitting(&*to.device, self.bytes as u64, 4)?);
+        let (src, seed) = self.filled(from, bytes)?;
+        let mut lane = Lane::new(&*to.up, src, to.device.alloc(bytes, MemoryKind::Arena)?, bytes);
+        let (times, fixed) = self.along(to.watch, LinkKind::Peer, &mut lane)?;
+        self.check(to, &lane.ends()?.1.freeze(), bytes, seed)?;
+        self.found((from.id(), to.id()), LinkKind::Peer, bytes, times, fixed);
+        Ok(())
+    }
+
+    fn across(&mut self, from: &End, to: &End) -> Result<()> {
+        let bytes = fitting(&*from.device, self.bytes as u64, 4)?.min(fitting(&*to.device, self.bytes as u64, 4)?);
+        let (src, seed) = self.filled(from, bytes)?;
+        let mut dst = Some(to.device.alloc(bytes, MemoryKind::Arena)?);
+        let mut ring = self.ring(to)?;
+        let streams = (&*from.down, &*to.up);
+        let times = self.timing.one_by_one(|| ring.across(to.watch, streams, (&src, bytes), &mut dst))?;
+        self.check(to, &dst.ok_or_else(lost)?.freeze(), bytes, seed)?;
+        self.found((from.id(), to.id()), LinkKind::PeerStaged, bytes, times, Duration::ZERO);
+        Ok(())
+    }
+
+    /// Copies within the host's memory, by a stream of its own.
+    fn memory(&mut self) -> Result<()> {
+        let end = End::open(Arc::clone(&self.host))?;
+        let (src, seed) = self.source(&end, LinkKind::Pageable, self.bytes)?;
+        let dst = self.host.alloc(self.bytes, MemoryKind::Arena)?;
+        let mut lane = Lane::new(&*end.up, src, dst, self.bytes);
+        let (times, fixed) = self.along(end.watch, LinkKind::Memory, &mut lane)?;
+        let mut dst = lane.ends()?.1;
+        dst.settle(DEADLINE)?;
+        right(&dst.freeze(), self.bytes, seed)?;
+        self.found((DeviceId::CPU, DeviceId::CPU), LinkKind::Memory, self.bytes, times, fixed);
+        Ok(())
+    }
+
+    /// The times of the copies of one lane, and of small ones. Copies from and to ordinary memory cannot be queued
+    /// ahead: a driver carries them out while the caller waits.
+    fn along(&self, watch: Watch, kind: LinkKind, lane: &mut Lane<'_>) -> Result<(Vec<Duration>, Duration)> {
+        let times = if kind == LinkKind::Pageable {
+            let bytes = lane.bytes;
+            self.timing.one_by_one(|| lane.once(watch, bytes))?
+        } else {
+            self.timing.queued(watch, std::slice::from_mut(lane))?.pop().unwrap_or_default()
+        };
+        Ok((times, lane.fixed(watch)?))
+    }
+
+    fn ring(&self, end: &End) -> Result<Ring> {
+        let ring = Ring::new(&*self.host)?;
+        if end.watch.simulated() || ring.pinned() { Ok(ring) } else { Err(unpinned()) }
+    }
+
+    /// Host memory as `kind` wants it.
+    fn host_memory(&self, end: &End, kind: LinkKind, bytes: usize) -> Result<BufMut> {
+        if kind != LinkKind::Pinned {
+            return self.host.alloc(bytes, MemoryKind::Arena);
+        }
+        let memory = self.host.alloc(bytes, MemoryKind::Pinned)?;
+        let pinned = end.watch.simulated() || memory.allocation().storage().pinned();
+        if pinned { Ok(memory) } else { Err(unpinned()) }
+    }
+
+    /// Host memory with a pattern in it, and the pattern's number.
+    fn source(&mut self, end: &End, kind: LinkKind, bytes: usize) -> Result<(Buf, u64)> {
+        let mut memory = self.host_memory(end, kind, bytes)?;
+        self.seed += 1;
+        pattern::fill(&mut memory.host_mut().ok_or_else(lost)?, self.seed);
+        Ok((memory.freeze(), self.seed))
+    }
+
+    /// Device memory with a pattern in it, and the pattern's number.
+    fn filled(&mut self, end: &End, bytes: usize) -> Result<(Buf, u64)> {
+        let (src, seed) = self.source(end, LinkKind::Pageable, bytes)?;
+        let transfer = Transfer::whole(&src, end.device.alloc(bytes, MemoryKind::Arena)?)?;
+        Ok((end.up.copy(transfer)?.landed(DEADLINE)?.freeze(), seed))
+    }
+
+    /// Looks at what arrived on a device.
+    fn check(&self, end: &End, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
+        let back = Transfer::whole(arrived, self.host.alloc(arrived.bytes(), MemoryKind::Arena)?)?;
+        right(&end.down.copy(back)?.landed(DEADLINE)?.freeze(), bytes, seed)
+    }
+}
+
+fn right(arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
+    let memory = arrived.host(DEADLINE)?.ok_or_else(lost)?;
+    if pattern::matches(&memory[..bytes], seed) { Ok(()) } else { Err(Error::invalid("wrong bytes arrived")) }
+}
+
+fn unpinned() -> Error {
+    Error::invalid("the host memory could not be pinned")
+}
+
+fn lost() -> Error {
+    Error::invalid("a buffer of the host cannot be addressed by it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Backend, Clock, Countdown, Faulty, Host, Simulated};
+    use crate::bytes::ByteSize;
+    use crate::device::{Bandwidth, DeviceInfo, Machine};
+
+    fn gbps(n: u64) -> Bandwidth {
+        Bandwidth::bytes_per_second(n * 100_000_000)
+    }
+
+    /// Two cards with links of their own each way, in tenths of GB/s, a peer link one way, and no access the other.
+    fn machine(tenths: u64) -> Machine {
+        let (a, b) = (DeviceId::cuda(0), DeviceId::cuda(1));
+        let topology = Topology::new()
+            .directed_link(a, gbps(tenths + 3), gbps(tenths))
+            .directed_link(b, gbps(tenths * 2), gbps(tenths * 2))
+            .directed_peer(a, b, gbps(tenths * 3))
+            .no_access(b, a);
+        Machine::new([DeviceInfo::new(a, 64 << 20), DeviceInfo::new(b, 1 << 30)], topology)
+    }
+
+    fn of(matrix: &LinkMatrix, from: DeviceId, to: DeviceId, kind: LinkKind) -> u64 {
+        matrix.find(from, to, kind).unwrap_or_else(|| panic!("{matrix}")).bandwidth.get()
+    }
+
+    #[test]
+    fn a_virtual_clock_gives_what_was_described() {
+        let described = machine(272);
+        let registry = Registry::described(described.clone(), Clock::Virtual);
+        let matrix = registry.links().unwrap();
+        let (host, a, b) = (DeviceId::CPU, DeviceId::cuda(0), DeviceId::cuda(1));
+        assert_eq!(of(&matrix, host, a, LinkKind::Pinned), 27_200_000_000);
+        assert_eq!(of(&matrix, a, host, LinkKind::Pinned), 27_500_000_000);
+        assert_eq!(of(&matrix, host, b, LinkKind::Pinned), 54_400_000_000);
+        assert_eq!(of(&matrix, a, b, LinkKind::Peer), 81_600_000_000);
+        let staged = of(&matrix, b, a, LinkKind::PeerStaged);
+        assert!((13_000_000_000..=27_200_000_000).contains(&staged), "{staged}");
+        assert_eq!(matrix.links[0].bytes, 16 << 20, "a quarter of the small card");
+        assert_eq!(matrix.left_out.len(), 1, "{matrix}");
+        assert!(matrix.left_out[0].why.contains("cannot reach"), "{matrix}");
+        // The topology that follows sends bytes over the same segments.
+        let measured = registry.measured_topology().unwrap();
+        for (from, to) in [(host, a), (a, host), (host, b), (b, host), (a, b)] {
+            let speeds =
+                |t: &Topology| t.route(from, to).iter().map(|&s| t.segments()[s].bandwidth).collect::<Vec<_>>();
+            assert_eq!(speeds(&measured), speeds(&described.topology), "{from} to {to}");
+        }
+        assert!(Arc::ptr_eq(&matrix, &registry.links().unwrap()), "measured once");
+    }
+
+    #[test]
+    fn a_wall_clock_gives_what_was_described_within_a_few_per_cent() {
+        let registry = Registry::described(machine(5), Clock::Wall);
+        let mut timing = LinkTiming::quick().bytes(ByteSize(4 << 20)).copies(5);
+        timing.all_ways = true;
+        let matrix = measure_links(&registry, &timing).unwrap();
+        let (host, a, b) = (DeviceId::CPU, DeviceId::cuda(0), DeviceId::cuda(1));
+        let near = |from, to, kind, described: f64| {
+            let measured = of(&matrix, from, to, kind) as f64 / 1e9;
+            assert!((measured / described - 1.0).abs() < 0.05, "{measured} for {described}\n{matrix}");
+        };
+        near(host, a, LinkKind::Pinned, 0.5);
+        near(a, host, LinkKind::Pinned, 0.8);
+        near(host, b, LinkKind::Pinned, 1.0);
+        near(host, a, LinkKind::BothWays, 0.5);
+        near(a, host, LinkKind::BothWays, 0.8);
+        near(a, b, LinkKind::Peer, 1.5);
+        for kind in [LinkKind::Pageable, LinkKind::Staged] {
+            assert!(of(&matrix, host, a, kind) <= 510_000_000 && of(&matrix, a, host, kind) <= 810_000_000, "{matrix}");
+        }
+        assert!(of(&matrix, host, host, LinkKind::Memory) > 100_000_000, "{matrix}");
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_left_out_with_the_reason() {
+        let countdown = Countdown::new();
+        let simulated = || Simulated::new(machine(100), Clock::Virtual);
+        let counted = || Arc::new(Faulty::new(simulated(), countdown.clone())) as Arc<dyn Backend>;
+        let timing = LinkTiming::quick().bytes(ByteSize(1 << 16)).copies(3);
+        let measure = || measure_links(&Registry::new([counted(), Arc::new(Host::new()) as Arc<dyn Backend>]), &timing);
+        let whole = measure().unwrap();
+        assert_eq!((whole.links.len(), whole.left_out.len()), (6, 1), "{whole}");
+        let calls = countdown.calls();
+        for nth in 1..=calls {
+            countdown.fail_nth(nth);
+            let matrix = measure().unwrap();
+            let told = matrix.left_out.iter().any(|left| left.why.contains("on purpose"));
+            assert!(told && matrix.links.len() < whole.links.len(), "operation {nth} of {calls}:\n{matrix}");
+        }
+    }
+
+    #[test]
+    fn no_accelerator_means_no_links() {
+        let registry = Registry::described(Machine::described(&["cpu=1gb".parse().unwrap()]), Clock::Wall);
+        let matrix = registry.links().unwrap();
+        assert!(matrix.links.is_empty() && matrix.devices.is_empty());
+        assert_eq!(registry.measured_topology().unwrap(), Topology::new());
+        assert!(measure_links(&registry, &LinkTiming::quick().bytes(ByteSize(0))).is_err());
+    }
+}

@@ -1,0 +1,337 @@
+//! Copies timed: each by itself, or one after the other on a stream that was held until all were queued.
+
+use std::time::{Duration, Instant};
+
+use crate::backend::{Buf, BufMut, Event, Joined, Piece, Stream, Transfer};
+use crate::bytes::ByteSize;
+use crate::device::Bandwidth;
+use crate::error::{Error, Result};
+
+/// How long any copy may take.
+pub(super) const DEADLINE: Duration = Duration::from_secs(120);
+
+/// How long a stream is held for its copies to be queued, in turn until they are queued in time.
+const HOLDS: [Duration; 3] = [Duration::from_millis(2), Duration::from_millis(8), Duration::from_millis(40)];
+
+/// The bytes of the copies that measure what a copy costs beside its bytes, and how many of these there are.
+const SMALL: (usize, u32) = (4, 15);
+
+/// How links are measured: what is copied, how often, and how long that may take.
+///
+/// ```
+/// use tensor_offload::backend::Clock;
+/// use tensor_offload::transfer::{LinkTiming, measure_links};
+/// use tensor_offload::{ByteSize, Machine, Registry};
+///
+/// let machine = Machine::described(&["cuda:0=1gib,link=12.5".parse()?]);
+/// let devices = Registry::described(machine, Clock::Virtual);
+/// let links = measure_links(&devices, &LinkTiming::quick().bytes(ByteSize(1 << 20)))?;
+/// assert!(links.links.iter().all(|link| link.bandwidth.to_string() == "12.5"));
+/// println!("{links}");
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkTiming {
+    pub(super) bytes: ByteSize,
+    copies: u32,
+    warm_ups: u32,
+    budget: Duration,
+    pub(super) all_ways: bool,
+}
+
+impl LinkTiming {
+    /// What a plan needs to know, in some tens of milliseconds a link: pinned copies each way and peer copies, of
+    /// 32 MiB, eight after one to warm up, fewer on slow links.
+    pub fn quick() -> LinkTiming {
+        let budget = Duration::from_millis(50);
+        LinkTiming { bytes: ByteSize(32 << 20), copies: 8, warm_ups: 1, budget, all_ways: false }
+    }
+
+    /// All ways, with the sizes and counts of NVIDIA's nvbandwidth: copies of 512 MiB, 16 after 4 to warm up. Copies
+    /// that would take over two seconds in all become fewer, but not fewer than three.
+    pub fn thorough() -> LinkTiming {
+        let budget = Duration::from_secs(2);
+        LinkTiming { bytes: ByteSize(512 << 20), copies: 16, warm_ups: 4, budget, all_ways: true }
+    }
+
+    /// Sets the bytes of a copy; where memory is short they become fewer.
+    #[must_use]
+    pub fn bytes(mut self, bytes: ByteSize) -> LinkTiming {
+        self.bytes = bytes;
+        self
+    }
+
+    /// Sets how many copies are timed at most; at least one is.
+    #[must_use]
+    pub fn copies(mut self, copies: u32) -> LinkTiming {
+        self.copies = copies.max(1);
+        self
+    }
+
+    /// Sets how long the timed copies of one way may take together, which makes them fewer on slow links.
+    #[must_use]
+    pub fn budget(mut self, budget: Duration) -> LinkTiming {
+        self.budget = budget;
+        self
+    }
+
+    /// How many copies to time when one takes `each`.
+    fn fitting(&self, each: Duration) -> u32 {
+        let fit = self.budget.as_nanos() / each.as_nanos().max(1);
+        u32::try_from(fit).unwrap_or(u32::MAX).max(3).min(self.copies)
+    }
+
+    /// Warms up with `once`, which gives the time of one copy; the time of the last.
+    pub(super) fn warm_up(&self, mut once: impl FnMut() -> Result<Duration>) -> Result<Duration> {
+        let start = Instant::now();
+        let mut last = once()?;
+        for _ in 1..self.warm_ups {
+            if start.elapsed() > self.budget / 4 {
+                break;
+            }
+            last = once()?;
+        }
+        Ok(last)
+    }
+
+    /// The times of copies made one by one with `once`.
+    pub(super) fn one_by_one(&self, mut once: impl FnMut() -> Result<Duration>) -> Result<Vec<Duration>> {
+        let each = self.warm_up(&mut once)?;
+        (0..self.fitting(each)).map(|_| once()).collect()
+    }
+
+    /// The times of copies on all `lanes` at once, queued ahead where the streams let that be.
+    pub(super) fn queued(&self, watch: Watch, lanes: &mut [Lane<'_>]) -> Result<Vec<Vec<Duration>>> {
+        let mut each = Duration::ZERO;
+        for lane in lanes.iter_mut() {
+            each = each.max(self.warm_up(|| lane.once(watch, lane.bytes))?);
+        }
+        let copies = self.fitting(each);
+        for hold in HOLDS {
+            if let Some(times) = held(watch, lanes, copies, each, hold)? {
+                return Ok(times);
+            }
+        }
+        let alone = |lane: &mut Lane<'_>| (0..copies).map(|_| lane.once(watch, lane.bytes)).collect();
+        lanes.iter_mut().map(alone).collect()
+    }
+}
+
+/// What copies go over: a stream, and the ends of its copies.
+pub(super) struct Lane<'a> {
+    pub(super) stream: &'a dyn Stream,
+    pub(super) src: Buf,
+    /// Away only while a copy is being queued, and for good when that failed.
+    dst: Option<BufMut>,
+    pub(super) bytes: usize,
+}
+
+impl<'a> Lane<'a> {
+    pub(super) fn new(stream: &'a dyn Stream, src: Buf, dst: BufMut, bytes: usize) -> Lane<'a> {
+        Lane { stream, src, dst: Some(dst), bytes }
+    }
+
+    /// Queues a copy of `bytes`; its event.
+    fn queue(&mut self, bytes: usize) -> Result<Event> {
+        let dst = self.dst.take().ok_or_else(|| Error::invalid("a copy was refused before"))?;
+        let piece = Piece { src: self.src.clone(), from: 0..bytes, at: 0 };
+        let flight = self.stream.copy(Transfer::new(vec![piece], dst)?)?;
+        let done = flight.done().clone();
+        self.dst = Some(flight.chain());
+        Ok(done)
+    }
+
+    /// The time of one copy of `bytes`, from the call until the host sees its end.
+    pub(super) fn once(&mut self, watch: Watch, bytes: usize) -> Result<Duration> {
+        let begin = watch.begin(self.stream)?;
+        let done = self.queue(bytes)?;
+        Ok(watch.see(&done)?.saturating_sub(begin))
+    }
+
+    /// The median time of small copies.
+    pub(super) fn fixed(&mut self, watch: Watch) -> Result<Duration> {
+        let bytes = SMALL.0.min(self.bytes);
+        let times: Result<Vec<_>> = (0..SMALL.1).map(|_| self.once(watch, bytes)).collect();
+        Ok(median(times?))
+    }
+
+    /// The ends of its copies.
+    ///
+    /// # Errors
+    /// When a copy was refused, which took the destination.
+    pub(super) fn ends(self) -> Result<(Buf, BufMut)> {
+        let dst = self.dst.ok_or_else(|| Error::invalid("a copy was refused before"))?;
+        Ok((self.src, dst))
+    }
+}
+
+/// The clock that copies are timed by: that of simulated devices, where they have one, else the host's.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Watch {
+    epoch: Instant,
+    simulated: bool,
+}
+
+impl Watch {
+    /// The clock of the device whose stream this is.
+    pub(super) fn of(stream: &dyn Stream) -> Result<Watch> {
+        let event = stream.record(&[])?;
+        event.wait(DEADLINE)?;
+        Ok(Watch { epoch: Instant::now(), simulated: event.time().is_some() })
+    }
+
+    /// Whether the devices are simulated.
+    pub(super) fn simulated(self) -> bool {
+        self.simulated
+    }
+
+    /// The time now, after an event at `seen`: simulated devices take no time for what the host does.
+    pub(super) fn now(self, seen: Duration) -> Duration {
+        if self.simulated { seen } else { self.epoch.elapsed() }
+    }
+
+    /// The time now, with all earlier work of `stream` done.
+    pub(super) fn begin(self, stream: &dyn Stream) -> Result<Duration> {
+        self.see(&stream.record(&[])?)
+    }
+
+    /// Waits for an event; its time.
+    ///
+    /// The host asks again and again, because the library's own waits sleep in between, up to half a millisecond.
+    pub(super) fn see(self, event: &Event) -> Result<Duration> {
+        let until = Instant::now() + DEADLINE;
+        while !self.simulated && !event.settled() && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        self.seen(event)
+    }
+
+    /// The time of an event, waited for or about to be.
+    fn seen(self, event: &Event) -> Result<Duration> {
+        let now = self.epoch.elapsed();
+        event.wait(if self.simulated { DEADLINE } else { Duration::ZERO })?;
+        Ok(event.time().filter(|_| self.simulated).unwrap_or(now))
+    }
+}
+
+/// Holds the streams of `lanes` while `copies` are queued on each, lets them go, and sees each end. None when the
+/// copies were not queued in time, so that the times would tell how fast they were queued.
+///
+/// Gives the time between one end and the next, as long as all lanes are busy.
+fn held(
+    watch: Watch,
+    lanes: &mut [Lane<'_>],
+    copies: u32,
+    each: Duration,
+    hold: Duration,
+) -> Result<Option<Vec<Vec<Duration>>>> {
+    let Some(lead) = lanes.first() else { return Ok(Some(Vec::new())) };
+    lead.stream.occupy(hold)?;
+    let released = lead.stream.record(&[])?;
+    let mut ends: Vec<Vec<Event>> = Vec::new();
+    for (place, lane) in lanes.iter().enumerate() {
+        // All lanes start at one time.
+        if place > 0 && lane.stream.wait(&released)? == Joined::HostMustWait {
+            return Ok(None);
+        }
+        ends.push(vec![if place > 0 { lane.stream.record(&[])? } else { released.clone() }]);
+    }
+    for _ in 0..copies {
+        for (lane, ends) in lanes.iter_mut().zip(&mut ends) {
+            ends.push(lane.queue(lane.bytes)?);
+        }
+    }
+    let in_time = watch.simulated || !released.settled();
+    let times = observe(watch, &ends, each)?;
+    if !in_time {
+        return Ok(None);
+    }
+    let all_busy = times.iter().filter_map(|lane| lane.last()).min().copied().unwrap_or_default();
+    let between = |lane: &Vec<Duration>| -> Vec<Duration> {
+        let gaps = lane.windows(2).enumerate();
+        let shared = gaps.filter(|(place, gap)| *place == 0 || gap[1] <= all_busy);
+        shared.map(|(_, gap)| gap[1].saturating_sub(gap[0])).collect()
+    };
+    Ok(Some(times.iter().map(between).collect()))
+}
+
+/// The times at which the host sees these events, those of each lane in order.
+fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec<Duration>>> {
+    if watch.simulated {
+        return lanes.iter().map(|events| events.iter().map(|event| watch.seen(event)).collect()).collect();
+    }
+    // Where copies are long, the processor is left to whoever else may need it; a fiftieth of a per cent is enough.
+    let pause = (each / 500).min(Duration::from_micros(100));
+    let mut times: Vec<Vec<Duration>> = vec![Vec::new(); lanes.len()];
+    let until = Instant::now() + DEADLINE;
+    while times.iter().zip(lanes).any(|(times, events)| times.len() < events.len()) {
+        for (times, events) in times.iter_mut().zip(lanes) {
+            while let Some(event) = events.get(times.len()).filter(|event| event.settled()) {
+                times.push(watch.seen(event)?);
+            }
+        }
+        if Instant::now() > until {
+            return Err(Error::TimedOut { what: "a copy".to_owned(), after: DEADLINE });
+        }
+        if pause > Duration::from_micros(50) { std::thread::sleep(pause) } else { std::thread::yield_now() }
+    }
+    Ok(times)
+}
+
+/// The middle one of `times`, the lower of two; zero of none.
+pub(super) fn median(mut times: Vec<Duration>) -> Duration {
+    times.sort();
+    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or_default()
+}
+
+/// The speed at which `bytes` take `time`. A time is known to a nanosecond, rounded up, so many speeds would give
+/// it; this is the one of them with the fewest digits.
+pub(super) fn speed(bytes: u64, time: Duration) -> Bandwidth {
+    let nanos = time.as_nanos().max(1);
+    let scaled = u128::from(bytes) * 1_000_000_000;
+    let least = scaled.div_ceil(nanos);
+    let most = if nanos > 1 { (scaled - 1) / (nanos - 1) } else { least };
+    let mut unit = 1;
+    while unit * 10 <= most && least.div_ceil(unit * 10) * (unit * 10) <= most {
+        unit *= 10;
+    }
+    Bandwidth::bytes_per_second(u64::try_from(least.div_ceil(unit) * unit).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_median_is_one_of_the_times() {
+        let ms = |n: u64| Duration::from_millis(n);
+        assert_eq!(median(vec![ms(5), ms(1), ms(3)]), ms(3));
+        assert_eq!(median(vec![ms(5), ms(1), ms(3), ms(2)]), ms(2));
+        assert_eq!(median(Vec::new()), Duration::ZERO);
+    }
+
+    #[test]
+    fn slow_links_get_fewer_copies() {
+        let timing = LinkTiming::thorough();
+        assert_eq!(timing.fitting(Duration::from_millis(20)), 16);
+        assert_eq!(timing.fitting(Duration::from_millis(500)), 4);
+        assert_eq!(timing.fitting(Duration::from_secs(60)), 3);
+        assert_eq!(timing.copies(1).fitting(Duration::from_secs(60)), 1);
+    }
+
+    proptest! {
+        /// Speeds of five digits come back from times, whatever the size from a mebibyte on.
+        #[test]
+        fn a_speed_is_read_back_from_its_time(tens in 1u64..99_999, bytes in (1u64 << 20)..(1 << 30)) {
+            let described = Bandwidth::bytes_per_second(tens * 1_000_000);
+            let time = described.time(bytes);
+            let read = speed(bytes, time);
+            prop_assert_eq!(read.time(bytes), time);
+            // Slow and large enough that a nanosecond is under half of the last digit.
+            if time > Duration::from_millis(1) {
+                prop_assert_eq!(read, described);
+            }
+        }
+    }
+}
