@@ -6,11 +6,12 @@
 mod support;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use clap::Parser;
 use serde_json::{Value, json};
 use support::options::DeviceOptions;
-use tensor_offload::backend::Clock;
+use tensor_offload::backend::{Backend, Clock, Host};
 use tensor_offload::device::{LeftOut, Link, LinkMatrix};
 use tensor_offload::transfer::{LinkTiming, measure_links};
 use tensor_offload::{ByteSize, DeviceId, DeviceKind, Registry, Result};
@@ -47,7 +48,8 @@ impl support::Example for Args {
             matrix.left_out.push(LeftOut { what: what.to_owned(), why: why.to_owned() });
         }
         if !self.json {
-            support::print_line(&text(&registry, &matrix));
+            let clock = if self.devices.devices.is_empty() { "the host's clock" } else { "the simulation's clock" };
+            support::print_line(&text(&registry, &matrix, clock));
         }
         Ok(report(&registry, &matrix))
     }
@@ -57,29 +59,29 @@ fn computes(id: DeviceId) -> bool {
     !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk)
 }
 
-fn text(registry: &Registry, matrix: &LinkMatrix) -> String {
+fn text(registry: &Registry, matrix: &LinkMatrix, clock: &str) -> String {
     let mut text = String::new();
     for device in registry.machine().devices.iter().filter(|device| computes(device.id)) {
         text += &format!("{}: {}, {}\n", device.id, device.name, ByteSize(device.total).human());
     }
-    let clock = if matrix.devices.is_empty() { "" } else { " (simulated devices by their own)" };
     text + &format!(
-        "{matrix}\nGB/s are 10^9 bytes a second, timed by the host's clock{clock}. The fixed cost is that of a copy of \
-         four bytes\nwhich is waited for; it is part of the pageable figures, and copies that are queued ahead hide it."
+        "{matrix}\nGB/s are 10^9 bytes a second by {clock}. The fixed cost is that of a copy of four bytes that is\n\
+         waited for: it is part of the pageable figures; copies that are queued ahead hide it."
     )
 }
 
 fn report(registry: &Registry, matrix: &LinkMatrix) -> Value {
     let ends: BTreeSet<DeviceId> = matrix.links.iter().flat_map(|link| [link.from, link.to]).collect();
+    let system = Registry::new([Arc::new(Host::new()) as Arc<dyn Backend>]);
     let device = |&id: &DeviceId| {
-        let info = registry.machine().device(id).ok();
+        let info = registry.machine().device(id).or_else(|_| system.machine().device(id)).ok();
         json!({ "id": id, "name": info.map(|info| &info.name), "total": info.map(|info| info.total) })
     };
     let link = |link: &Link| {
         json!({
             "from": link.from, "to": link.to, "kind": link.kind, "bytes": link.bytes,
             "gb_per_second": link.bandwidth.get() as f64 / 1e9, "median_of": link.median_of,
-            "fixed_micros": link.fixed.as_secs_f64() * 1e6,
+            "fixed_micros": link.fixed.map(|fixed| fixed.as_secs_f64() * 1e6),
         })
     };
     json!({

@@ -201,6 +201,20 @@ fn a_cancelled_load_gives_everything_back() {
     }
 }
 
+/// The first tensor of a module is on its way when the load stops before the second.
+#[test]
+fn a_load_that_fails_returns_when_its_copies_have_landed() {
+    let subject = Subject::plain(&[spec("a.weight", DType::U8, &[40_000]), spec("a.bias", DType::U8, &[10])], 15);
+    let machine = described(&["cpu=64mb", "cuda:0=24mb,link=0.002"]);
+    let plan = subject.planner(&machine, "cuda:0,*").plan().unwrap();
+    let (watched, cancel) = (Watched::new(machine, Clock::Wall), Cancel::new());
+    let progress = |_: u64, _: u64| cancel.cancel();
+    let loader = Loader::new(&watched.registry).progress(&progress).cancel(&cancel);
+    let error = loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Cancelled);
+    assert_eq!((watched.copies.take().len(), levels(&watched.registry)), (1, vec![(CPU, 0), (GPU0, 0)]));
+}
+
 #[test]
 fn what_does_not_belong_together_is_refused() {
     let (subject, other) = (Subject::plain(&llama(2, 32), 9), Subject::plain(&llama(3, 32), 9));

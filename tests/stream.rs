@@ -488,6 +488,20 @@ fn tied_weights_are_shared() {
     }
 }
 
+#[test]
+fn where_the_compute_stream_cannot_wait_the_host_does() {
+    let subject = Subject::plain(&llama(4, 48), 32);
+    let machine = described(&["cpu=64mb", "cuda:0=24mb,link=0.01"]);
+    let watched = Watched::new(machine.clone(), Clock::Wall);
+    watched.copies.let_the_host_wait();
+    let plan = subject.planner(&machine, "cpu,*").depth(1).plan().unwrap();
+    let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
+    for layer in 0..layers(&streamer) {
+        let guard = streamer.layer(layer).unwrap();
+        assert!(guard.tensors().all(|view| view.buf().ready().next().is_none()), "handed out before it was there");
+    }
+}
+
 /// What stays is used where it is: nothing moves, and the guard shows the resident memory.
 #[test]
 fn a_resident_model_is_streamed_without_a_copy() {

@@ -67,14 +67,14 @@ pub struct Link {
     /// How many copies were timed, those to warm up not counted.
     pub median_of: u32,
     /// What a copy of four bytes takes from the call until the host sees its end, alone: the fixed cost of a copy that
-    /// is waited for. It is not taken off the figure above.
-    pub fixed: Duration,
+    /// is waited for, where it was measured. It is not taken off the figure above.
+    pub fixed: Option<Duration>,
 }
 
 impl Link {
     /// What was measured of one way: copies of `bytes`, `median_of` of them.
     pub fn new(from: DeviceId, to: DeviceId, kind: LinkKind, bytes: u64, bandwidth: Bandwidth) -> Link {
-        Link { from, to, kind, bytes, bandwidth, median_of: 1, fixed: Duration::ZERO }
+        Link { from, to, kind, bytes, bandwidth, median_of: 1, fixed: None }
     }
 }
 
@@ -145,11 +145,12 @@ impl fmt::Display for LinkMatrix {
             HEADS[0], HEADS[1], HEADS[2], HEADS[3], HEADS[4], HEADS[5], HEADS[6]
         )?;
         for link in &self.links {
-            let (gb, fixed) = (link.bandwidth.get() as f64 / 1e9, link.fixed.as_secs_f64() * 1e6);
+            let gb = link.bandwidth.get() as f64 / 1e9;
+            let fixed = link.fixed.map_or("-".to_owned(), |fixed| format!("{:.1}", fixed.as_secs_f64() * 1e6));
             let bytes = ByteSize(link.bytes).human();
             writeln!(
                 f,
-                "{:10} {:10} {:12} {bytes:>11} {gb:9.2} {:>10} {fixed:9.1}",
+                "{:10} {:10} {:12} {bytes:>11} {gb:9.2} {:>10} {fixed:>9}",
                 link.from, link.to, link.kind, link.median_of
             )?;
         }
@@ -203,7 +204,7 @@ mod tests {
     fn a_matrix_prints_and_keeps() {
         let text = matrix().to_string();
         let row = text.lines().nth(2).unwrap().split_whitespace().collect::<Vec<_>>();
-        assert_eq!(row, ["cpu", "cuda:0", "pinned", "1.00", "MiB", "25.00", "1", "0.0"]);
+        assert_eq!(row, ["cpu", "cuda:0", "pinned", "1.00", "MiB", "25.00", "1", "-"]);
         assert!(text.ends_with("left out: cuda:1 to cuda:0: no peer access\n"), "{text}");
         let json = serde_json::to_string(&matrix()).unwrap();
         assert_eq!(serde_json::from_str::<LinkMatrix>(&json).unwrap(), matrix());

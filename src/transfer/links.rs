@@ -145,7 +145,7 @@ impl Meter<'_> {
         kind: LinkKind,
         bytes: usize,
         times: Vec<Duration>,
-        fixed: Duration,
+        fixed: Option<Duration>,
     ) {
         let count = u32::try_from(times.len()).unwrap_or(u32::MAX);
         let bandwidth = speed(bytes as u64, median(times));
@@ -181,12 +181,12 @@ impl Meter<'_> {
             LinkKind::Staged => {
                 let (mut ring, mut dst) = (self.ring(end)?, Some(dst));
                 let times = self.timing.one_by_one(|| ring.up(end.watch, &*end.up, &src, &mut dst))?;
-                (times, Duration::ZERO, dst.ok_or_else(lost)?)
+                (times, None, dst.ok_or_else(lost)?)
             }
             _ => {
                 let mut lane = Lane::new(&*end.up, src, dst, bytes);
                 let (times, fixed) = self.along(end.watch, kind, &mut lane)?;
-                (times, fixed, lane.ends()?.1)
+                (times, Some(fixed), lane.ends()?.1)
             }
         };
         self.check(end, &dst.freeze(), bytes, seed)?;
@@ -203,12 +203,12 @@ impl Meter<'_> {
                 let mut memory = dst.host_mut().ok_or_else(lost)?;
                 let times = self.timing.one_by_one(|| ring.down(end.watch, &*end.down, &src, &mut memory))?;
                 drop(memory);
-                (times, Duration::ZERO, dst)
+                (times, None, dst)
             }
             _ => {
                 let mut lane = Lane::new(&*end.down, src, dst, bytes);
                 let (times, fixed) = self.along(end.watch, kind, &mut lane)?;
-                (times, fixed, lane.ends()?.1)
+                (times, Some(fixed), lane.ends()?.1)
             }
         };
         dst.settle(DEADLINE)?;
@@ -231,7 +231,7 @@ impl Meter<'_> {
         right(&arrived.freeze(), bytes, other)?;
         let ways = [(DeviceId::CPU, end.id()), (end.id(), DeviceId::CPU)];
         for (way, times) in ways.into_iter().zip(times) {
-            self.found(way, LinkKind::BothWays, bytes, times, Duration::ZERO);
+            self.found(way, LinkKind::BothWays, bytes, times, None);
         }
         Ok(())
     }
@@ -254,7 +254,7 @@ impl Meter<'_> {
         let mut lane = Lane::new(&*to.up, src, to.device.alloc(bytes, MemoryKind::Arena)?, bytes);
         let (times, fixed) = self.along(to.watch, LinkKind::Peer, &mut lane)?;
         self.check(to, &lane.ends()?.1.freeze(), bytes, seed)?;
-        self.found((from.id(), to.id()), LinkKind::Peer, bytes, times, fixed);
+        self.found((from.id(), to.id()), LinkKind::Peer, bytes, times, Some(fixed));
         Ok(())
     }
 
@@ -266,7 +266,7 @@ impl Meter<'_> {
         let streams = (&*from.down, &*to.up);
         let times = self.timing.one_by_one(|| ring.across(to.watch, streams, (&src, bytes), &mut dst))?;
         self.check(to, &dst.ok_or_else(lost)?.freeze(), bytes, seed)?;
-        self.found((from.id(), to.id()), LinkKind::PeerStaged, bytes, times, Duration::ZERO);
+        self.found((from.id(), to.id()), LinkKind::PeerStaged, bytes, times, None);
         Ok(())
     }
 
@@ -280,7 +280,7 @@ impl Meter<'_> {
         let mut dst = lane.ends()?.1;
         dst.settle(DEADLINE)?;
         right(&dst.freeze(), self.bytes, seed)?;
-        self.found((DeviceId::CPU, DeviceId::CPU), LinkKind::Memory, self.bytes, times, fixed);
+        self.found((DeviceId::CPU, DeviceId::CPU), LinkKind::Memory, self.bytes, times, Some(fixed));
         Ok(())
     }
 

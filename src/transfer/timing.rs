@@ -41,10 +41,10 @@ pub struct LinkTiming {
 
 impl LinkTiming {
     /// What a plan needs to know, in some tens of milliseconds a link: pinned copies each way and peer copies, of
-    /// 32 MiB, eight after one to warm up, fewer on slow links.
+    /// 32 MiB, 32 after one to warm up, fewer on links on which they would take over 40 ms.
     pub fn quick() -> LinkTiming {
-        let budget = Duration::from_millis(50);
-        LinkTiming { bytes: ByteSize(32 << 20), copies: 8, warm_ups: 1, budget, all_ways: false }
+        let budget = Duration::from_millis(40);
+        LinkTiming { bytes: ByteSize(32 << 20), copies: 32, warm_ups: 1, budget, all_ways: false }
     }
 
     /// All ways, with the sizes and counts of NVIDIA's nvbandwidth: copies of 512 MiB, 16 after 4 to warm up. Copies
@@ -107,10 +107,16 @@ impl LinkTiming {
             each = each.max(self.warm_up(|| lane.once(watch, lane.bytes))?);
         }
         let copies = self.fitting(each);
+        let mut seen = None;
         for hold in HOLDS {
-            if let Some(times) = held(watch, lanes, copies, each, hold)? {
-                return Ok(times);
+            let Some(run) = held(watch, lanes, copies, each, hold)? else { continue };
+            if watch.simulated || run.iter().all(Run::plausible) {
+                return Ok(run.into_iter().map(|run| run.gaps).collect());
             }
+            seen = Some(run);
+        }
+        if let Some(run) = seen {
+            return Ok(run.into_iter().map(|run| vec![run.mean; copies as usize]).collect());
         }
         let alone = |lane: &mut Lane<'_>| (0..copies).map(|_| lane.once(watch, lane.bytes)).collect();
         lanes.iter_mut().map(alone).collect()
@@ -217,15 +223,10 @@ impl Watch {
 /// Holds the streams of `lanes` while `copies` are queued on each, lets them go, and sees each end. None when the
 /// copies were not queued in time, so that the times would tell how fast they were queued.
 ///
-/// Gives the time between one end and the next, as long as all lanes are busy.
-fn held(
-    watch: Watch,
-    lanes: &mut [Lane<'_>],
-    copies: u32,
-    each: Duration,
-    hold: Duration,
-) -> Result<Option<Vec<Vec<Duration>>>> {
+fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold: Duration) -> Result<Option<Vec<Run>>> {
     let Some(lead) = lanes.first() else { return Ok(Some(Vec::new())) };
+    // The copies begin no earlier, whenever the host comes to see that they began.
+    let begin = watch.epoch.elapsed() + hold;
     lead.stream.occupy(hold)?;
     let released = lead.stream.record(&[])?;
     let mut ends: Vec<Vec<Event>> = Vec::new();
@@ -247,12 +248,30 @@ fn held(
         return Ok(None);
     }
     let all_busy = times.iter().filter_map(|lane| lane.last()).min().copied().unwrap_or_default();
-    let between = |lane: &Vec<Duration>| -> Vec<Duration> {
+    let run = |lane: &Vec<Duration>| {
         let gaps = lane.windows(2).enumerate();
         let shared = gaps.filter(|(place, gap)| *place == 0 || gap[1] <= all_busy);
-        shared.map(|(_, gap)| gap[1].saturating_sub(gap[0])).collect()
+        let gaps = shared.map(|(_, gap)| gap[1].saturating_sub(gap[0])).collect();
+        let whole = lane.last().copied().unwrap_or_default().saturating_sub(begin);
+        Run { gaps, mean: whole / copies.max(1) }
     };
-    Ok(Some(times.iter().map(between).collect()))
+    Ok(Some(times.iter().map(run).collect()))
+}
+
+/// The copies of one lane.
+struct Run {
+    /// The times between one end and the next, as long as all lanes were busy.
+    gaps: Vec<Duration>,
+    /// The time of one if all took the same, from when they could begin until the last end was seen.
+    mean: Duration,
+}
+
+impl Run {
+    /// Whether the host kept up with the ends. When it sees several at once, most of the times between them are short,
+    /// and their median tells of the host; the mean can only be too long.
+    fn plausible(&self) -> bool {
+        median(self.gaps.clone()) * 20 >= self.mean * 17
+    }
 }
 
 /// The times at which the host sees these events, those of each lane in order.
@@ -260,7 +279,7 @@ fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec
     if watch.simulated {
         return lanes.iter().map(|events| events.iter().map(|event| watch.seen(event)).collect()).collect();
     }
-    // Where copies are long, the processor is left to whoever else may need it; a fiftieth of a per cent is enough.
+    // Where copies are long, the processor is left to whoever else may need it; a fifth of a per cent is exact enough.
     let pause = (each / 500).min(Duration::from_micros(100));
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); lanes.len()];
     let until = Instant::now() + DEADLINE;
@@ -318,6 +337,13 @@ mod tests {
         assert_eq!(timing.fitting(Duration::from_millis(500)), 4);
         assert_eq!(timing.fitting(Duration::from_secs(60)), 3);
         assert_eq!(timing.copies(1).fitting(Duration::from_secs(60)), 1);
+    }
+
+    #[test]
+    fn ends_that_were_seen_at_once_are_not_believed() {
+        let ms = |n: u64| Duration::from_millis(n);
+        assert!(Run { gaps: vec![ms(10), ms(9), ms(11)], mean: ms(11) }.plausible());
+        assert!(!Run { gaps: vec![ms(28), ms(1), ms(1)], mean: ms(10) }.plausible());
     }
 
     proptest! {

@@ -55,6 +55,8 @@ struct Seen {
     pieces: Vec<Copied>,
     /// How many copies to go until one fails after it was queued.
     spoil: Option<usize>,
+    /// Whether compute streams leave waiting to the host.
+    host_waits: bool,
 }
 
 impl Copies {
@@ -66,6 +68,11 @@ impl Copies {
     /// Lets the n-th copy from now on, the first being 1, be queued and fail a little later.
     pub(crate) fn spoil_nth(&self, n: usize) {
         self.seen().spoil = Some(n);
+    }
+
+    /// Makes compute streams unable to wait for events.
+    pub(crate) fn let_the_host_wait(&self) {
+        self.seen().host_waits = true;
     }
 
     /// Lists a copy; whether it is to fail.
@@ -163,6 +170,9 @@ impl Stream for ListingStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
+        if self.role == Role::Compute && self.copies.seen().host_waits {
+            return Ok(Joined::HostMustWait);
+        }
         self.inner.wait(event)
     }
 

@@ -16,6 +16,9 @@ pub enum Clock {
     Wall,
 }
 
+/// How long after its time a transfer on a wall clock may be asked for, its thread having been kept from running.
+const LATEST: Duration = Duration::from_secs(10);
+
 /// The segments of a machine's links and when they are busy.
 #[derive(Debug)]
 pub(in crate::backend) struct Timeline {
@@ -65,6 +68,11 @@ impl Timeline {
     pub(super) fn transfer(&self, from: DeviceId, to: DeviceId, bytes: u64, ready: Duration) -> Duration {
         let route = self.topology.route(from, to);
         let mut state = self.state();
+        let past = match self.clock {
+            Clock::Virtual => state.now,
+            Clock::Wall => self.start.elapsed().saturating_sub(LATEST),
+        };
+        route.iter().for_each(|&s| state.segments[s].forget(past));
         let start = route.iter().map(|&s| state.segments[s].first_free(ready)).fold(ready, Duration::max);
         let take = |&s: &usize| {
             let time = self.topology.segments()[s].bandwidth.time(bytes);
@@ -112,6 +120,15 @@ impl Busy {
         at
     }
 
+    /// Forgets what ended by `past`, where no transfer begins any more.
+    fn forget(&mut self, past: Duration) {
+        while let Some(first) = self.0.first_entry()
+            && *first.get() <= past
+        {
+            first.remove();
+        }
+    }
+
     /// Marks a free interval as busy and joins it with its neighbours.
     fn occupy(&mut self, mut start: Duration, mut end: Duration) {
         let before = self.0.range(..start).next_back().filter(|(_, before_end)| **before_end == start);
@@ -151,6 +168,18 @@ mod tests {
         // A late transfer leaves a gap, which an early one fills.
         assert_eq!(timeline.transfer(DeviceId::CPU, a, 5 * megabytes, ms(100)), ms(101));
         assert_eq!(timeline.transfer(DeviceId::CPU, a, 5 * megabytes, ms(20)), ms(21));
+    }
+
+    #[test]
+    fn the_past_takes_no_memory() {
+        let link = Bandwidth::bytes_per_second(1_000_000_000);
+        let timeline = Timeline::new(Clock::Virtual, Topology::new().link(DeviceId::cuda(0), link));
+        for step in 0..1000 {
+            let end = timeline.transfer(DeviceId::CPU, DeviceId::cuda(0), 500_000, ms(step));
+            assert_eq!(end, ms(step) + Duration::from_micros(500));
+            timeline.advance(end);
+        }
+        assert!(timeline.state().segments.iter().all(|busy| busy.0.len() <= 1));
     }
 
     proptest! {
