@@ -97,7 +97,7 @@ fn copies(lanes: &mut [Lane], count: u64) -> Result<()> {
         for event in last {
             // As the driver's own wait does; the library's sleeps now and then.
             while !event.settled() {
-                std::hint::spin_loop();
+                std::thread::yield_now();
             }
             event.wait(Duration::ZERO)?;
         }
