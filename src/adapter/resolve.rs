@@ -105,8 +105,8 @@ impl<'a> Resolving<'a> {
                 self.skip(adapter, module.parts.values(), SkipReason::OtherComponent);
                 continue;
             }
-            match targets.find(&module.name) {
-                Found::One(target) => matched.push((module, target)),
+            match targets.find(&adapter.renamed(&module.name)) {
+                Found::One(targets) => matched.push((module, targets)),
                 Found::Several(candidates) => {
                     let fault = AdapterFault::Ambiguous { candidates };
                     return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
@@ -125,8 +125,8 @@ impl<'a> Resolving<'a> {
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         check_distinct(adapter, &matched)?;
-        for (module, target) in matched {
-            self.module(adapter, module, &target)?;
+        for (module, targets) in matched {
+            self.module(adapter, module, &targets)?;
         }
         if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
     }
@@ -135,7 +135,7 @@ impl<'a> Resolving<'a> {
     fn check_found(
         &self,
         adapter: &Adapter,
-        matched: &[(&AdapterModule, Target<'_>)],
+        matched: &[(&AdapterModule, Vec<Target<'_>>)],
         first_unmatched: usize,
         targets: &Targets<'_>,
         matching: Matching,
@@ -156,36 +156,43 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, None, fault))
     }
 
-    /// Builds the steps of one module.
-    fn module(&mut self, adapter: &Adapter, module: &AdapterModule, target: &Target<'_>) -> Result<()> {
+    /// Builds the steps of one module, which several of the checkpoint's may hold in parts.
+    fn module(&mut self, adapter: &Adapter, module: &AdapterModule, targets: &[Target<'_>]) -> Result<()> {
         if adapter.strength == 0.0 {
             self.skip(adapter, module.parts.values(), SkipReason::ZeroStrength);
             return Ok(());
         }
-        let built = build::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
-        let Built { weight, bias, kinds, skipped } = built;
-        let mut changed = Vec::new();
-        for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
-            if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
-                self.check_dtype(adapter, module, tensor)?;
-                let (now, all) = self.changed.entry(tensor).or_default();
-                *now = shape;
-                all.extend(steps);
-                changed.push(self.layout.tensors[tensor].name.clone());
+        let (mut changed, mut rows, mut skipped, mut all_kinds) = (Vec::new(), Vec::new(), BTreeMap::new(), Vec::new());
+        for target in targets {
+            let built = build::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
+            let Built { weight, bias, kinds, skipped: not_here } = built;
+            for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
+                if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
+                    self.check_dtype(adapter, module, tensor)?;
+                    let (now, all) = self.changed.entry(tensor).or_default();
+                    *now = shape;
+                    let part = steps.iter().find(|_| target.share.is_some() && Some(tensor) == target.weight);
+                    rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
+                    all.extend(steps);
+                    changed.push(self.layout.tensors[tensor].name.clone());
+                }
             }
+            skipped.extend(not_here);
+            all_kinds = kinds;
         }
         for (part, why) in &skipped {
             self.skip(adapter, module.parts.get(part), *why);
         }
         if !changed.is_empty() {
-            let used = module.parts.iter().filter(|(part, _)| !skipped.iter().any(|(skipped, _)| skipped == *part));
+            let used = module.parts.iter().filter(|(part, _)| !skipped.contains_key(part));
             self.report.applied.push(Applied {
                 adapter: adapter.path.clone(),
                 strength: adapter.strength,
                 module: module.name.clone(),
-                kind: kinds.join(" + "),
+                kind: all_kinds.join(" + "),
                 keys: keys(adapter, used.map(|(_, index)| index)),
                 targets: changed,
+                rows,
             });
         }
         Ok(())
@@ -252,9 +259,9 @@ impl<'a> Resolving<'a> {
 }
 
 /// Two modules of one adapter that change the same rows would depend on their order in the file.
-fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Target<'_>)]) -> Result<()> {
+fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>)]) -> Result<()> {
     let mut seen = HashMap::new();
-    for (module, target) in matched {
+    for (module, target) in matched.iter().flat_map(|(module, targets)| targets.iter().map(move |t| (module, t))) {
         if let Some(other) = seen.insert((target.module, target.share), &module.name) {
             let fault = AdapterFault::Collision { other: other.clone(), role: target.module.to_owned() };
             return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
