@@ -35,6 +35,7 @@ pub(crate) use build::matrix_of;
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
 pub use rows::RotaryRows;
+pub use scale::ScalePolicy;
 pub(crate) use scale::Scaling;
 pub use step::TensorPatch;
 pub(crate) use step::{Axis, Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};

@@ -7,10 +7,11 @@ use super::build::{self, Built, Weight};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::step::{Step, TensorPatch};
 use super::targets::{Found, Target, Targets};
-use super::{Adapter, AdapterModule, Scaling};
+use super::{Adapter, AdapterModule, ScalePolicy, Scaling};
 use crate::checkpoint::Layout;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
+use crate::rounding::Rounding;
 
 /// Whether all of an adapter has to find its place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,6 +55,59 @@ impl Patches {
     /// No patches at all.
     pub(crate) fn unchanged(layout: Layout) -> Patches {
         Patches { layout, ..Patches::default() }
+    }
+
+    /// The same, with all tensors rounded in this way.
+    #[must_use]
+    pub fn rounding(mut self, rounding: Rounding) -> Patches {
+        self.tensors.values_mut().for_each(|patch| patch.rounding = rounding);
+        self
+    }
+
+    /// The same, with the scales of fp8 weights kept or computed anew.
+    ///
+    /// A scale that is computed anew is one of the tensors that change, so that whoever reads all of them gets it with
+    /// its weight. Its patch needs the weight, and does the weight's arithmetic once more; both work on an f32 copy of
+    /// the weight.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when an adapter changes a scale by itself.
+    pub fn scales(mut self, policy: ScalePolicy) -> Result<Patches> {
+        self.tensors.retain(|_, patch| patch.scale_of.is_none());
+        self.tensors.values_mut().for_each(|patch| patch.scale_policy = policy);
+        if policy == ScalePolicy::Keep {
+            return Ok(self);
+        }
+        let mut scales = Vec::new();
+        for (&weight, patch) in &self.tensors {
+            let Some(scaling) = &patch.scaling else { continue };
+            let info = &self.layout.tensors[scaling.tensor];
+            if self.tensors.contains_key(&scaling.tensor) {
+                let reason =
+                    format!("the scale `{}` is changed by an adapter, so it cannot be computed anew", info.name);
+                return Err(Error::invalid(reason));
+            }
+            scales.push((
+                scaling.tensor,
+                TensorPatch {
+                    name: info.name.clone(),
+                    float: scaling.float,
+                    shape: info.shape.clone(),
+                    patched_shape: info.shape.clone(),
+                    scaling: None,
+                    needs: vec![weight],
+                    steps: Arc::default(),
+                    rounding: Rounding::NearestEven,
+                    scale_policy: policy,
+                    scale_of: Some(Arc::new(patch.clone())),
+                },
+            ));
+        }
+        let own: Vec<_> = scales.iter().map(|(tensor, patch)| (*tensor, patch.patched_shape.clone())).collect();
+        let weights = self.tensors.iter().map(|(&tensor, patch)| (tensor, patch.patched_shape.clone()));
+        self.layout = self.layout.patched(&weights.chain(own).collect::<Vec<_>>())?;
+        self.tensors.extend(scales);
+        Ok(self)
     }
 
     /// What became of every tensor of the adapters.
@@ -252,7 +306,20 @@ impl<'a> Resolving<'a> {
             }
             let needs = scaling.iter().map(|s| s.tensor).collect();
             let (name, shape, steps) = (info.name.clone(), info.shape.clone(), Arc::new(steps));
-            tensors.insert(tensor, TensorPatch { name, float, shape, patched_shape, scaling, needs, steps });
+            let (rounding, scale_policy, scale_of) = Default::default();
+            let patch = TensorPatch {
+                name,
+                float,
+                shape,
+                patched_shape,
+                scaling,
+                needs,
+                steps,
+                rounding,
+                scale_policy,
+                scale_of,
+            };
+            tensors.insert(tensor, patch);
         }
         Ok(Patches { tensors, layout: layout.patched(&shapes)?, report })
     }
