@@ -480,6 +480,12 @@ pub enum AdapterFault {
         /// Its name.
         kind: String,
     },
+    /// The rows of queries or keys may be ordered otherwise than in the adapter.
+    #[error("the rows of `{target}` may be in another order; say which with Adapter::rotary_rows")]
+    RowOrder {
+        /// The module of the checkpoint.
+        target: String,
+    },
     /// An element type that a factor or its target cannot have.
     #[error("{what} has element type {dtype}, which cannot be patched")]
     BadDType {

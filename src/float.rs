@@ -44,6 +44,17 @@ impl Float {
         self.size() == 1
     }
 
+    /// The largest finite value.
+    pub(crate) fn largest(self) -> f32 {
+        match self {
+            Float::F32 => f32::MAX,
+            Float::F16 => 65504.0,
+            Float::BF16 => f32::from_bits(0x7f7f_0000),
+            Float::E4M3 => 448.0,
+            Float::E5M2 => 57344.0,
+        }
+    }
+
     /// Little-endian `bytes` as values, element by element up to the shorter of the two.
     #[inline(always)]
     pub(crate) fn lift(self, bytes: &[u8], values: &mut [f32]) {

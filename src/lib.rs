@@ -137,10 +137,11 @@ mod load;
 pub mod patch;
 mod plan;
 mod registry;
+mod rounding;
 mod stream;
 pub mod transfer;
 
-pub use adapter::{Adapter, MatchReport, Matching, Patches, TensorPatch};
+pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows, ScalePolicy, TensorPatch};
 pub use allocation::{Allocation, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{CleanupReport, EntryInfo, ModelCache, Retention, UnloadReport, Unloaded};
@@ -154,6 +155,7 @@ pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residen
 pub use patch::PatchOutcome;
 pub use plan::{Assignment, DevicePlan, Estimate, Order, Plan, Planner, SegmentTime, Slots, Unit, Use};
 pub use registry::Registry;
+pub use rounding::Rounding;
 pub use stream::{LayerGuard, StreamReport, Streamer};
 
 /// The examples of the README, compiled and run with the other documentation tests.

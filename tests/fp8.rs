@@ -4,7 +4,7 @@ mod reference;
 
 use reference::{Tensor, f32s, file, merged, named, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Patches};
-use tensor_offload::{Checkpoint, DType};
+use tensor_offload::{Checkpoint, DType, Error, Rounding, ScalePolicy};
 
 fn open(name: &str) -> Checkpoint {
     Checkpoint::open(format!("{}/tests/data/fp8/{name}.safetensors", env!("CARGO_MANIFEST_DIR"))).unwrap()
@@ -89,5 +89,113 @@ fn rows_may_have_scales_of_their_own_and_grids_have_to_fit() {
         let odd = file("model", &[weight.clone(), scale]);
         let error = Patches::resolve(odd.layout(), adapter(), Matching::Strict).unwrap_err().to_string();
         assert!(error.contains("a.weight_scale"), "{error}");
+    }
+}
+
+/// The tensors as [`Patches::read`] gives them, of which so many values are saturated.
+fn read(base: &Checkpoint, patches: &Patches, saturated: u64) -> Vec<Vec<u8>> {
+    let mut sum = 0;
+    let read = |index: usize| {
+        let mut bytes = vec![0; patches.layout().tensors[index].bytes as usize];
+        sum += patches.read(base, index, &mut bytes).unwrap().saturated;
+        bytes
+    };
+    let tensors = (0..base.layout().tensors.len()).map(read).collect();
+    assert_eq!(sum, saturated);
+    tensors
+}
+
+fn lifted(code: u8) -> f32 {
+    let (exponent, fraction) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let magnitude =
+        if exponent == 0 { fraction / 8.0 * 2f32.powi(-6) } else { (1.0 + fraction / 8.0) * 2f32.powi(exponent - 7) };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+#[test]
+fn a_scale_can_be_computed_anew() {
+    let base = model(&[SIXTEEN, LARGEST, 0, SIXTEEN | 0x80], f32s("a.weight_scale", &[], &[0.5]));
+    let resolve = || Patches::resolve(base.layout(), vec![adding(672.0, 4)], Matching::Strict).unwrap();
+    let patches = resolve().scales(ScalePolicy::Recompute).unwrap();
+    assert_eq!(
+        patches.iter().map(|(index, patch)| (index, patch.needs().to_vec())).collect::<Vec<_>>(),
+        [(0, vec![1]), (1, vec![0])]
+    );
+    // 8, 224, 0 and -8, each with 672 more: the largest is 896, twice the type's largest value.
+    let got = read(&base, &patches, 0);
+    assert_eq!(got[1], 2f32.to_le_bytes());
+    assert_eq!(got[0].iter().map(|code| lifted(*code)).collect::<Vec<_>>(), [352.0, 448.0, 320.0, 320.0]);
+    let kept = patches.scales(ScalePolicy::Keep).unwrap().rounding(Rounding::NearestEven);
+    let kept = read(&base, &kept, 4);
+    assert_eq!((kept[0][1], &kept[1]), (LARGEST, &0.5f32.to_le_bytes().to_vec()));
+}
+
+#[test]
+fn every_unit_of_a_grid_has_its_own_new_scale() {
+    let (rows, cols) = (130usize, 200usize);
+    let codes: Vec<u8> = (0..rows * cols).map(|i| (i * 37 % 0x70) as u8 | (i as u8 & 1) << 7).collect();
+    let weight = tensor("a.weight", DType::F8E4M3, &[rows as u64, cols as u64], codes.clone());
+    let blocks = f32s("a.weight_scale_inv", &[2, 2], &[0.5, 0.25, 2.0, 1.0]);
+    let by_rows: Vec<f32> = (0..rows).map(|row| 0.01 * (row + 1) as f32).collect();
+    for scale in [blocks, f32s("a.weight_scale", &[rows as u64, 1], &by_rows)] {
+        let base = file("model", &[weight.clone(), scale.clone()]);
+        let up: Vec<f32> = (0..rows).map(|row| (row as f32 - 60.0) * 0.03).collect();
+        let factors = [f32s("a.lora_B", &[rows as u64, 1], &up), f32s("a.lora_A", &[1, cols as u64], &vec![1.0; cols])];
+        let adapter = Adapter::from_checkpoint(file("adapter", &factors), 1.0).unwrap();
+        let patches = Patches::resolve(base.layout(), vec![adapter], Matching::Strict).unwrap();
+        let got = read(&base, &patches.scales(ScalePolicy::Recompute).unwrap(), 0);
+        let old: Vec<f32> = scale.3.as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect();
+        let new: Vec<f32> = got[1].as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect();
+        let unit = |index: usize| {
+            let (row, col) = (index / cols, index % cols);
+            if old.len() == 4 { row / 128 * 2 + col / 128 } else { row }
+        };
+        let real = |index: usize| lifted(codes[index]) * old[unit(index)] + up[index / cols];
+        let mut largest = vec![0.0f32; old.len()];
+        (0..codes.len()).for_each(|index| largest[unit(index)] = largest[unit(index)].max(real(index).abs()));
+        for (new, largest) in new.iter().zip(&largest) {
+            assert!((new * 448.0 - largest).abs() < largest * 1e-6);
+        }
+        for (index, code) in got[0].iter().enumerate() {
+            let (stored, real, step) = (lifted(*code) * new[unit(index)], real(index), new[unit(index)] * 448.0);
+            assert!(
+                (stored - real).abs() <= (real.abs() / 16.0).max(step * 2e-6) * 1.001,
+                "{index}: {stored} for {real}"
+            );
+        }
+    }
+}
+
+#[test]
+fn what_gives_no_new_scale_keeps_the_old_one() {
+    let base = model(&[SIXTEEN, SIXTEEN], f32s("a.weight_scale", &[], &[0.25]));
+    let zero = Patches::resolve(base.layout(), vec![adding(-4.0, 2)], Matching::Strict).unwrap();
+    let got = read(&base, &zero.scales(ScalePolicy::Recompute).unwrap(), 0);
+    assert_eq!((&got[0], &got[1]), (&vec![0, 0], &0.25f32.to_le_bytes().to_vec()));
+    // An adapter that replaces the scale itself.
+    let base = model(&[SIXTEEN], f32s("a.weight_scale", &[1, 1], &[0.25]));
+    let both = [
+        f32s("a.lora_B", &[1, 1], &[1.0]),
+        f32s("a.lora_A", &[1, 1], &[1.0]),
+        f32s("a.weight_scale.diff", &[1, 1], &[1.0]),
+    ];
+    let adapter = Adapter::from_checkpoint(file("adapter", &both), 1.0).unwrap();
+    let patches = Patches::resolve(base.layout(), vec![adapter], Matching::Strict).unwrap();
+    assert!(matches!(patches.scales(ScalePolicy::Recompute), Err(Error::Invalid { .. })));
+}
+
+#[test]
+fn a_model_loads_with_new_scales() {
+    use tensor_offload::{Loader, Planner, Registry};
+    let base = model(&[SIXTEEN; 64], f32s("a.weight_scale", &[], &[0.5]));
+    let patches = Patches::resolve(base.layout(), vec![adding(672.0, 64)], Matching::Strict).unwrap();
+    let patches = patches.scales(ScalePolicy::Recompute).unwrap();
+    let registry = Registry::system();
+    let plan = Planner::new(patches.layout(), registry.machine()).allocation("cpu,*".parse().unwrap()).plan().unwrap();
+    let model = Loader::new(&registry).load(&base, &patches, &plan).unwrap();
+    for (info, wanted) in base.layout().tensors.iter().zip(read(&base, &patches, 0)) {
+        let mut got = vec![0; wanted.len()];
+        model.read(&info.name, &mut got).unwrap();
+        assert_eq!(got, wanted, "{}", info.name);
     }
 }

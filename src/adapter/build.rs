@@ -89,6 +89,7 @@ fn bias<'a>(
             built.skipped.push((part, SkipReason::NoParameter));
             continue;
         };
+        let factor = parts.own_part(target, factor)?;
         let whole = matrix_of(&bias.shape).map_or(0, |(rows, cols)| rows * cols);
         let place = parts.rows_of(target, &factor, factor.values.len(), &bias, whole)?;
         if place != (0..whole) {
@@ -252,6 +253,7 @@ impl Building<'_, '_> {
         ];
         for (part, kind, scale) in all {
             let Some(factor) = self.parts.read(part)? else { continue };
+            let factor = self.parts.own_part(self.target, factor)?;
             let all_rows = if self.weight.shape.len() > 1 { factor.flat().rows } else { 1 };
             let rows = self.parts.rows_of(self.target, &factor, all_rows, &self.weight, self.rows)?;
             if factor.values.len() != rows.len() * self.cols || factor.shape.get(1..) != self.weight.shape.get(1..) {

@@ -65,6 +65,10 @@ impl Building<'_, '_> {
         let transposed = self.parts.adapter.config.as_ref().is_some_and(|config| config.transposed) || is_embedding;
         let (left, right, up, down) =
             if transposed { (right.transposed(), left.transposed(), &down, &up) } else { (left, right, &up, &down) };
+        if transposed {
+            self.parts.needs_rows_as_they_are(self.target, up_part, "transposed LoRA")?;
+        }
+        let left = self.parts.own_rows(self.target, up, left)?;
         let rows = self.parts.rows_of(self.target, up, left.rows, &self.weight, self.rows)?;
         if right.cols != self.cols {
             return Err(self.fits_not(down));
@@ -97,7 +101,8 @@ impl Building<'_, '_> {
         let Some((factor, to)) = self.parts.read_shape(Part::ReshapeWeight)? else { return Ok(()) };
         let from = self.weight.shape.clone();
         let grows = to.len() == from.len() && to.iter().zip(&from).all(|(to, from)| to >= from);
-        let matrix = matrix_of(&to).filter(|_| grows && self.target.share.is_none());
+        let matrix =
+            matrix_of(&to).filter(|_| grows && self.target.share.is_none() && self.target.takes_rows_as_they_are());
         let Some((rows, cols)) = matrix else {
             let what = format!("padding of the target `{}`", self.weight.name);
             let fault = AdapterFault::Shape { found: to, what, wanted: from };
@@ -133,6 +138,7 @@ impl Building<'_, '_> {
             if right.cols != self.cols {
                 return Err(self.fits_not(b));
             }
+            let left = self.parts.own_rows(self.target, a, left)?;
             self.parts.rows_of(self.target, a, left.rows, &self.weight, self.rows)?;
             factors.push((left, right));
         }
@@ -166,6 +172,8 @@ impl Building<'_, '_> {
     /// `D = kron(w1, w2)`, each given whole or as a product, w2 also with a core t2.
     fn lokr(&mut self) -> Result<()> {
         let need = |part, beside: &[Part]| self.parts.need(part, self.parts.any_of(beside));
+        let part = self.parts.any_of(&[Part::LokrW1, Part::LokrW1A, Part::LokrW1B, Part::LokrW2, Part::LokrW2A]);
+        self.parts.needs_rows_as_they_are(self.target, part, "LoKr")?;
         let (w1_given, w2_given) = (self.parts.read(Part::LokrW1)?, self.parts.read(Part::LokrW2)?);
         let mut rank = None;
         let (w1, w1_factor) = match w1_given {
@@ -234,6 +242,7 @@ impl Building<'_, '_> {
         } else {
             return Err(self.parts.shape_fault(&a1, format!("`{}` in either layout", a2.key), &a2.shape));
         };
+        let left = self.parts.own_rows(self.target, out, left)?;
         let rows = self.parts.rows_of(self.target, out, left.rows, &self.weight, self.rows)?;
         let channels = self.cols / inner;
         if [first.rows, second.cols, right.cols / inner] != [channels; 3] || right.cols != self.cols {
@@ -263,6 +272,7 @@ impl Building<'_, '_> {
 
     /// `dora_scale`: norms of the original rows, or of the changed channels where it does not have one for each row.
     fn comfy_dora(&self, magnitude: Factor, pending: &Pending<'_>) -> Result<Dora> {
+        self.parts.needs_rows_as_they_are(self.target, Part::DoraScale, "DoRA")?;
         let rows = pending.rows.len();
         let channels = self.weight.shape.get(1).map_or(0, |&channels| channels as usize);
         let by_rows = magnitude.shape.first() == Some(&(rows as u64)) && magnitude.values.len() == rows;
@@ -287,6 +297,7 @@ impl Building<'_, '_> {
             let reason = "use_dora is not set, yet there is a magnitude".to_owned();
             return Err(self.parts.fault(Part::Magnitude, AdapterFault::Config { reason }));
         }
+        let magnitude = self.parts.own_part(self.target, magnitude)?;
         let (axis, count) =
             if pending.transposed { (Axis::Columns { inner: 1 }, self.cols) } else { (Axis::Rows, pending.rows.len()) };
         if magnitude.values.len() != count {

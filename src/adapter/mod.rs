@@ -3,18 +3,23 @@
 //! This happens before planning, for adapters can change the bytes of a weight; the arithmetic happens while
 //! loading, in [`TensorPatch::apply`].
 
+mod aliases;
 mod build;
+mod families;
 mod keys;
 mod kinds;
 mod matrix;
 mod oft;
+mod pattern;
 mod peft;
 mod report;
 mod resolve;
+mod rows;
 mod scale;
 mod step;
 mod targets;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,11 +28,14 @@ use std::sync::Arc;
 use crate::checkpoint::Checkpoint;
 use crate::error::{AdapterFault, Error, Result};
 use keys::{Key, Part};
+use pattern::Pattern;
 use peft::PeftConfig;
 
 pub(crate) use build::matrix_of;
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
+pub use rows::RotaryRows;
+pub use scale::ScalePolicy;
 pub(crate) use scale::Scaling;
 pub use step::TensorPatch;
 pub(crate) use step::{Axis, Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};
@@ -44,6 +52,9 @@ pub struct Adapter {
     unknown: Vec<usize>,
     /// Only keys that begin so are wanted.
     component: Option<String>,
+    /// What the caller calls modules of the checkpoint by, in place of the adapter's names.
+    renames: Vec<(Pattern, Pattern)>,
+    rotary: Option<RotaryRows>,
 }
 
 /// The tensors that an adapter has for one module.
@@ -118,6 +129,48 @@ impl Adapter {
         self
     }
 
+    /// Looks modules that the adapter calls `from` up as `to`: for names that the library does not know, or knows
+    /// otherwise.
+    ///
+    /// Both are whole names of modules, without the endings of factors. `{}` stands for a number and a last `*` for
+    /// the rest of the name; `to` takes what `from` found, in its order. The first of several renames that fits a
+    /// name is used, once, and what it gives is looked up like a name in the adapter. Rows stay in the adapter's
+    /// order where `to` is a name of the checkpoint's own.
+    ///
+    /// ```
+    /// # use tensor_offload::{Adapter, Checkpoint};
+    /// # fn main() -> tensor_offload::Result<()> {
+    /// # let header = br#"{"enc_0_q.alpha": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}"#;
+    /// # let bytes = [&(header.len() as u64).to_le_bytes()[..], &header[..], &[0; 4]].concat();
+    /// # let file = Checkpoint::from_bytes("adapter", bytes)?;
+    /// let adapter = Adapter::from_checkpoint(file, 1.0)?
+    ///     .rename("enc_{}_q", "encoder.blocks.{}.attention.query")?
+    ///     .rename("mid.*", "middle_block.*")?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when a pattern has no one meaning, or the two do not have as many holes.
+    pub fn rename(mut self, from: &str, to: &str) -> Result<Adapter> {
+        let pattern = |text| Pattern::parse(text).map_err(|reason| Error::invalid(format!("a rename: {reason}")));
+        let (of, into) = (pattern(from)?, pattern(to)?);
+        if of.holes() != into.holes() {
+            return Err(Error::invalid(format!("a rename: `{from}` and `{to}` do not have the same holes")));
+        }
+        self.renames.push((of, into));
+        Ok(self)
+    }
+
+    /// Says how the checkpoint orders the rows of queries and keys, for an adapter in the names of transformers on a
+    /// checkpoint in those of GGUF or of Meta, or the other way. Without it, changes of `q_proj` and `k_proj` between
+    /// these are an error, since the names do not tell.
+    #[must_use]
+    pub fn rotary_rows(mut self, rows: RotaryRows) -> Adapter {
+        self.rotary = Some(rows);
+        self
+    }
+
     /// The file or folder.
     pub fn path(&self) -> &Path {
         &self.path
@@ -155,7 +208,23 @@ impl Adapter {
             }
         }
         let (path, config) = (path.to_owned(), config.map(Arc::new));
-        Ok(Adapter { checkpoint: checkpoint.clone(), path, strength, config, modules, unknown, component: None })
+        Ok(Adapter {
+            checkpoint: checkpoint.clone(),
+            path,
+            strength,
+            config,
+            modules,
+            unknown,
+            component: None,
+            renames: Vec::new(),
+            rotary: None,
+        })
+    }
+
+    /// The name to look a module up by.
+    fn renamed<'n>(&self, module: &'n str) -> Cow<'n, str> {
+        let renamed = self.renames.iter().find_map(|(from, to)| from.captures(module).map(|found| to.fill(&found)));
+        renamed.map_or(Cow::Borrowed(module), Cow::Owned)
     }
 
     /// The key of tensor number `index`.

@@ -22,6 +22,7 @@ impl Building<'_, '_> {
         if self.parts.has(Part::DoraScale) {
             return unsupported("OFT with DoRA");
         }
+        self.parts.needs_rows_as_they_are(self.target, Part::OftBlocks, "OFT")?;
         if size != width {
             return Err(self.parts.shape_fault(&blocks, "square blocks", &[count as u64, size as u64, size as u64]));
         }

@@ -1,6 +1,7 @@
 //! What became of each of the adapters' tensors.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use serde::Serialize;
@@ -33,6 +34,8 @@ pub struct Applied {
     pub keys: Vec<String>,
     /// The checkpoint's tensors that change.
     pub targets: Vec<String>,
+    /// For each of them the rows that change, where it stacks several projections and the module is one of them.
+    pub rows: Vec<Option<Range<u64>>>,
 }
 
 /// A tensor of an adapter that is not applied.

@@ -7,10 +7,11 @@ use super::build::{self, Built, Weight};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::step::{Step, TensorPatch};
 use super::targets::{Found, Target, Targets};
-use super::{Adapter, AdapterModule, Scaling};
+use super::{Adapter, AdapterModule, ScalePolicy, Scaling};
 use crate::checkpoint::Layout;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
+use crate::rounding::Rounding;
 
 /// Whether all of an adapter has to find its place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,6 +55,59 @@ impl Patches {
     /// No patches at all.
     pub(crate) fn unchanged(layout: Layout) -> Patches {
         Patches { layout, ..Patches::default() }
+    }
+
+    /// The same, with all tensors rounded in this way.
+    #[must_use]
+    pub fn rounding(mut self, rounding: Rounding) -> Patches {
+        self.tensors.values_mut().for_each(|patch| patch.rounding = rounding);
+        self
+    }
+
+    /// The same, with the scales of fp8 weights kept or computed anew.
+    ///
+    /// A scale that is computed anew is one of the tensors that change, so that whoever reads all of them gets it with
+    /// its weight. Its patch needs the weight, and does the weight's arithmetic once more; both work on an f32 copy of
+    /// the weight.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when an adapter changes a scale by itself.
+    pub fn scales(mut self, policy: ScalePolicy) -> Result<Patches> {
+        self.tensors.retain(|_, patch| patch.scale_of.is_none());
+        self.tensors.values_mut().for_each(|patch| patch.scale_policy = policy);
+        if policy == ScalePolicy::Keep {
+            return Ok(self);
+        }
+        let mut scales = Vec::new();
+        for (&weight, patch) in &self.tensors {
+            let Some(scaling) = &patch.scaling else { continue };
+            let info = &self.layout.tensors[scaling.tensor];
+            if self.tensors.contains_key(&scaling.tensor) {
+                let reason =
+                    format!("the scale `{}` is changed by an adapter, so it cannot be computed anew", info.name);
+                return Err(Error::invalid(reason));
+            }
+            scales.push((
+                scaling.tensor,
+                TensorPatch {
+                    name: info.name.clone(),
+                    float: scaling.float,
+                    shape: info.shape.clone(),
+                    patched_shape: info.shape.clone(),
+                    scaling: None,
+                    needs: vec![weight],
+                    steps: Arc::default(),
+                    rounding: Rounding::NearestEven,
+                    scale_policy: policy,
+                    scale_of: Some(Arc::new(patch.clone())),
+                },
+            ));
+        }
+        let own: Vec<_> = scales.iter().map(|(tensor, patch)| (*tensor, patch.patched_shape.clone())).collect();
+        let weights = self.tensors.iter().map(|(&tensor, patch)| (tensor, patch.patched_shape.clone()));
+        self.layout = self.layout.patched(&weights.chain(own).collect::<Vec<_>>())?;
+        self.tensors.extend(scales);
+        Ok(self)
     }
 
     /// What became of every tensor of the adapters.
@@ -105,8 +159,8 @@ impl<'a> Resolving<'a> {
                 self.skip(adapter, module.parts.values(), SkipReason::OtherComponent);
                 continue;
             }
-            match targets.find(&module.name) {
-                Found::One(target) => matched.push((module, target)),
+            match targets.find(&adapter.renamed(&module.name)) {
+                Found::One(targets) => matched.push((module, targets)),
                 Found::Several(candidates) => {
                     let fault = AdapterFault::Ambiguous { candidates };
                     return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
@@ -125,8 +179,8 @@ impl<'a> Resolving<'a> {
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         check_distinct(adapter, &matched)?;
-        for (module, target) in matched {
-            self.module(adapter, module, &target)?;
+        for (module, targets) in matched {
+            self.module(adapter, module, &targets)?;
         }
         if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
     }
@@ -135,7 +189,7 @@ impl<'a> Resolving<'a> {
     fn check_found(
         &self,
         adapter: &Adapter,
-        matched: &[(&AdapterModule, Target<'_>)],
+        matched: &[(&AdapterModule, Vec<Target<'_>>)],
         first_unmatched: usize,
         targets: &Targets<'_>,
         matching: Matching,
@@ -156,36 +210,43 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, None, fault))
     }
 
-    /// Builds the steps of one module.
-    fn module(&mut self, adapter: &Adapter, module: &AdapterModule, target: &Target<'_>) -> Result<()> {
+    /// Builds the steps of one module, which several of the checkpoint's may hold in parts.
+    fn module(&mut self, adapter: &Adapter, module: &AdapterModule, targets: &[Target<'_>]) -> Result<()> {
         if adapter.strength == 0.0 {
             self.skip(adapter, module.parts.values(), SkipReason::ZeroStrength);
             return Ok(());
         }
-        let built = build::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
-        let Built { weight, bias, kinds, skipped } = built;
-        let mut changed = Vec::new();
-        for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
-            if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
-                self.check_dtype(adapter, module, tensor)?;
-                let (now, all) = self.changed.entry(tensor).or_default();
-                *now = shape;
-                all.extend(steps);
-                changed.push(self.layout.tensors[tensor].name.clone());
+        let (mut changed, mut rows, mut skipped, mut all_kinds) = (Vec::new(), Vec::new(), BTreeMap::new(), Vec::new());
+        for target in targets {
+            let built = build::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
+            let Built { weight, bias, kinds, skipped: not_here } = built;
+            for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
+                if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
+                    self.check_dtype(adapter, module, tensor)?;
+                    let (now, all) = self.changed.entry(tensor).or_default();
+                    *now = shape;
+                    let part = steps.iter().find(|_| target.share.is_some() && Some(tensor) == target.weight);
+                    rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
+                    all.extend(steps);
+                    changed.push(self.layout.tensors[tensor].name.clone());
+                }
             }
+            skipped.extend(not_here);
+            all_kinds = kinds;
         }
         for (part, why) in &skipped {
             self.skip(adapter, module.parts.get(part), *why);
         }
         if !changed.is_empty() {
-            let used = module.parts.iter().filter(|(part, _)| !skipped.iter().any(|(skipped, _)| skipped == *part));
+            let used = module.parts.iter().filter(|(part, _)| !skipped.contains_key(part));
             self.report.applied.push(Applied {
                 adapter: adapter.path.clone(),
                 strength: adapter.strength,
                 module: module.name.clone(),
-                kind: kinds.join(" + "),
+                kind: all_kinds.join(" + "),
                 keys: keys(adapter, used.map(|(_, index)| index)),
                 targets: changed,
+                rows,
             });
         }
         Ok(())
@@ -245,16 +306,29 @@ impl<'a> Resolving<'a> {
             }
             let needs = scaling.iter().map(|s| s.tensor).collect();
             let (name, shape, steps) = (info.name.clone(), info.shape.clone(), Arc::new(steps));
-            tensors.insert(tensor, TensorPatch { name, float, shape, patched_shape, scaling, needs, steps });
+            let (rounding, scale_policy, scale_of) = Default::default();
+            let patch = TensorPatch {
+                name,
+                float,
+                shape,
+                patched_shape,
+                scaling,
+                needs,
+                steps,
+                rounding,
+                scale_policy,
+                scale_of,
+            };
+            tensors.insert(tensor, patch);
         }
         Ok(Patches { tensors, layout: layout.patched(&shapes)?, report })
     }
 }
 
 /// Two modules of one adapter that change the same rows would depend on their order in the file.
-fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Target<'_>)]) -> Result<()> {
+fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>)]) -> Result<()> {
     let mut seen = HashMap::new();
-    for (module, target) in matched {
+    for (module, target) in matched.iter().flat_map(|(module, targets)| targets.iter().map(move |t| (module, t))) {
         if let Some(other) = seen.insert((target.module, target.share), &module.name) {
             let fault = AdapterFault::Collision { other: other.clone(), role: target.module.to_owned() };
             return Err(Error::adapter(&adapter.path, Some(&module.name), fault));

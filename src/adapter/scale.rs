@@ -4,6 +4,19 @@ use crate::checkpoint::TensorInfo;
 use crate::error::AdapterFault;
 use crate::float::Float;
 
+/// What becomes of the scale beside an fp8 weight that adapters change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ScalePolicy {
+    /// It stays as it is; weights that grow beyond what it can express saturate, which is counted.
+    #[default]
+    Keep,
+    /// It becomes the largest magnitude of the changed weights that it is for, divided by the type's largest value, so
+    /// that none saturates and none wastes bits. The scale is then a patched tensor too. Where that gives no scale
+    /// (weights that are all zero, a quotient below the scale's own type) it stays.
+    Recompute,
+}
+
 /// A scaled fp8 weight is `stored * scale`, one scale for each block of a grid over its rows and columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Scaling {

@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::matrix::Matrix;
-use super::scale::Scaling;
+use super::scale::{ScalePolicy, Scaling};
 use crate::float::Float;
+use crate::rounding::Rounding;
 
 /// All that the adapters do to one tensor of the checkpoint.
 ///
@@ -22,11 +23,16 @@ pub struct TensorPatch {
     pub(crate) scaling: Option<Scaling>,
     pub(crate) needs: Vec<usize>,
     pub(crate) steps: Arc<Vec<Step>>,
+    pub(crate) rounding: Rounding,
+    pub(crate) scale_policy: ScalePolicy,
+    /// The weight whose scale this tensor is, when that is computed anew.
+    pub(crate) scale_of: Option<Arc<TensorPatch>>,
 }
 
 impl TensorPatch {
     /// The tensors whose bytes [`apply`](TensorPatch::apply) wants beside the weight's, by place in
-    /// [`Layout::tensors`](crate::checkpoint::Layout::tensors): the scale of an fp8 weight.
+    /// [`Layout::tensors`](crate::checkpoint::Layout::tensors): the scale of an fp8 weight, or the weight of a scale that
+    /// is computed anew.
     pub fn needs(&self) -> &[usize] {
         &self.needs
     }

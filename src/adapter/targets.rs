@@ -1,7 +1,10 @@
 //! The checkpoint's modules by every name that an adapter may call them.
 
+use std::cell::OnceCell;
 use std::collections::HashMap;
 
+use super::aliases::Aliases;
+use super::families::RowOrder;
 use crate::checkpoint::Layout;
 
 /// What an adapter's module patches.
@@ -15,6 +18,25 @@ pub(crate) struct Target<'a> {
     pub(crate) bias: Option<usize>,
     /// The rows of the weight, when the checkpoint holds several projections as one weight.
     pub(crate) share: Option<Share>,
+    /// The rows of the adapter's change, when the adapter has one for several of the checkpoint's weights.
+    pub(crate) cut: Option<Cut>,
+    /// How the checkpoint orders the rows.
+    pub(crate) order: RowOrder,
+}
+
+/// Some rows of an adapter's change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cut {
+    pub(crate) start: u64,
+    pub(crate) len: u64,
+    /// How many rows the change has.
+    pub(crate) of: u64,
+}
+
+impl<'a> Target<'a> {
+    fn new(module: &'a str) -> Target<'a> {
+        Target { module, weight: None, bias: None, share: None, cut: None, order: RowOrder::Same }
+    }
 }
 
 /// One of the projections that a fused weight stacks in rows.
@@ -26,6 +48,12 @@ pub(crate) enum Share {
     /// The gate, before the up projection.
     Gate,
     Up,
+    /// `count` of the `of` equal parts of the rows, from part `first` on.
+    Parts {
+        first: u32,
+        count: u32,
+        of: u32,
+    },
 }
 
 impl Share {
@@ -38,6 +66,11 @@ impl Share {
                 let others = all.checked_sub(rows)?;
                 let fits = others > 0 && others % 2 == 0 && rows >= others / 2 && rows.is_multiple_of(others / 2);
                 return fits.then_some(0..rows);
+            }
+            Share::Parts { first, count, of } => {
+                let [first, count, of] = [first, count, of].map(|n| n as usize);
+                let each = all.checked_div(of).filter(|each| each * of == all && each.checked_mul(count) == Some(rows));
+                return each.filter(|each| *each > 0).map(|each| each * first..each * (first + count));
             }
             Share::Gate => 0,
             Share::Up => rows,
@@ -56,45 +89,61 @@ impl Share {
 type Projections = &'static [(&'static str, Share)];
 
 /// Names of fused weights, with their projections' names when they are apart.
-const FUSED: &[(&[&str], Projections)] = &[
+pub(super) const FUSED: &[(&[&str], &[Projections])] = &[
     (
         &["qkv", "to_qkv", "qkv_proj", "Wqkv", "attn_qkv"],
         &[
-            ("q", Share::Query),
-            ("k", Share::Key),
-            ("v", Share::Value),
-            ("to_q", Share::Query),
-            ("to_k", Share::Key),
-            ("to_v", Share::Value),
-            ("q_proj", Share::Query),
-            ("k_proj", Share::Key),
-            ("v_proj", Share::Value),
-            ("attn_q", Share::Query),
-            ("attn_k", Share::Key),
-            ("attn_v", Share::Value),
+            &[("q", Share::Query), ("k", Share::Key), ("v", Share::Value)],
+            &[("to_q", Share::Query), ("to_k", Share::Key), ("to_v", Share::Value)],
+            &[("q_proj", Share::Query), ("k_proj", Share::Key), ("v_proj", Share::Value)],
+            &[("attn_q", Share::Query), ("attn_k", Share::Key), ("attn_v", Share::Value)],
         ],
     ),
-    (&["gate_up_proj"], &[("gate_proj", Share::Gate), ("up_proj", Share::Up)]),
+    (&["gate_up_proj"], &[&[("gate_proj", Share::Gate), ("up_proj", Share::Up)]]),
 ];
 
 /// What programs put before a module's name in adapters; of two that fit, the longer stands first.
-const ADAPTER_PREFIXES: &[&str] = &[
-    "base_model.model.",
-    "diffusion_model.",
-    "transformer.",
-    "unet.",
-    "text_encoder.",
-    "text_encoder_2.",
-    "text_encoders.",
-    "model.",
+const ADAPTER_PREFIXES: &[(&str, Component)] = &[
+    ("base_model.model.", Component::ANY),
+    ("diffusion_model.", Component::NETWORK),
+    ("transformer.", Component::NETWORK),
+    ("unet.", Component::NETWORK),
+    ("text_encoder.", Component::TEXT_1),
+    ("text_encoder_2.", Component::TEXT_2),
+    ("text_encoder_3.", Component::TEXT_3),
+    ("text_encoders.", Component::ANY),
+    ("model.", Component::ANY),
 ];
 
 /// The same in names whose dots have become underscores.
-const FLAT_PREFIXES: &[&str] =
-    &["lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_", "lycoris_"];
+const FLAT_PREFIXES: &[(&str, Component)] = &[
+    ("lora_unet_", Component::NETWORK),
+    ("lora_te_", Component::TEXT_1),
+    ("lora_te1_", Component::TEXT_1),
+    ("lora_te2_", Component::TEXT_2),
+    ("lora_te3_", Component::TEXT_3),
+    ("lora_transformer_", Component::NETWORK),
+    ("lycoris_", Component::ANY),
+];
+
+/// The models of a pipeline that a name can be for, as a set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Component(pub(crate) u8);
+
+impl Component {
+    pub(crate) const NETWORK: Component = Component(1);
+    pub(crate) const TEXT_1: Component = Component(2);
+    pub(crate) const TEXT_2: Component = Component(4);
+    pub(crate) const TEXT_3: Component = Component(8);
+    pub(crate) const ANY: Component = Component(15);
+
+    pub(crate) fn and(self, other: Component) -> Component {
+        Component(self.0 & other.0)
+    }
+}
 
 /// What checkpoints put before all names of a model.
-const MODEL_PREFIXES: &[&str] = &[
+pub(super) const MODEL_PREFIXES: &[&str] = &[
     "model.diffusion_model.",
     "diffusion_model.",
     "model.",
@@ -114,26 +163,34 @@ type Names = HashMap<String, Vec<usize>>;
 ///
 /// An exact name goes before everything. Then prefixes are stripped: the adapter's, then the model's too. Names
 /// without dots are looked up among the model's own names with *their* dots made underscores: which of an
-/// adapter's underscores were dots cannot be told from the adapter.
+/// adapter's underscores were dots cannot be told from the adapter. At last, what other programs call the modules
+/// ([`Aliases`]), in either form.
 pub(crate) struct Targets<'a> {
+    layout: &'a Layout,
     targets: Vec<Target<'a>>,
+    /// How many of the targets are the checkpoint's modules; those after them are parts of a fused weight.
+    modules: usize,
     exact: Names,
     /// Without the model's prefix, and the projections of fused weights.
     other: Names,
     flat: Names,
     flat_other: Names,
+    /// Made when a name is not found among the others.
+    aliases: OnceCell<Aliases<'a>>,
 }
 
 impl<'a> Targets<'a> {
     pub(crate) fn new(layout: &'a Layout) -> Targets<'a> {
-        let (exact, other, flat, flat_other) = Default::default();
-        let mut index = Targets { targets: modules(layout), exact, other, flat, flat_other };
-        for place in 0..index.targets.len() {
+        let (exact, other, flat, flat_other, aliases) = Default::default();
+        let targets = modules(layout);
+        let modules = targets.len();
+        let mut index = Targets { layout, targets, modules, exact, other, flat, flat_other, aliases };
+        for place in 0..index.modules {
             let module = index.targets[place].module;
             add(&mut index.exact, module.to_owned(), place);
             add(&mut index.flat, module.replace('.', "_"), place);
         }
-        for place in 0..index.targets.len() {
+        for place in 0..index.modules {
             let module = index.targets[place].module;
             index.add_other(module, place);
             if let Some(outer) = module.strip_suffix(".to_out.0") {
@@ -144,7 +201,8 @@ impl<'a> Targets<'a> {
         index
     }
 
-    /// The module that an adapter calls `name`: none, one, or the several that it fits equally well.
+    /// The module that an adapter calls `name`: none, one (or the several that hold its parts), or the several that
+    /// it fits equally well.
     pub(crate) fn find(&self, name: &str) -> Found<'a> {
         let dotted = candidates(name, ADAPTER_PREFIXES);
         let underscored = if name.contains('.') { Vec::new() } else { candidates(name, FLAT_PREFIXES) };
@@ -155,14 +213,17 @@ impl<'a> Targets<'a> {
             (&self.flat_other, &underscored),
         ];
         for (names, candidates) in tiers {
-            if let Some(places) = candidates.iter().find_map(|candidate| names.get(candidate)) {
+            if let Some(places) = candidates.iter().find_map(|(_, candidate)| names.get(candidate)) {
                 return match places[..] {
-                    [place] => Found::One(self.targets[place]),
+                    [place] => Found::One(vec![self.targets[place]]),
                     _ => Found::Several(places.iter().map(|&p| self.targets[p].module.to_owned()).collect()),
                 };
             }
         }
-        Found::Nothing
+        let aliases = self.aliases.get_or_init(|| Aliases::new(self.layout, &self.targets[..self.modules]));
+        let dotted = dotted.iter().map(|(component, name)| aliases.dotted(name, *component));
+        let underscored = underscored.iter().map(|(component, name)| aliases.flat(name, *component));
+        dotted.chain(underscored).find(|found| *found != Found::Nothing).unwrap_or(Found::Nothing)
     }
 
     /// Names that a module answers to besides its own.
@@ -184,7 +245,7 @@ impl<'a> Targets<'a> {
         let target = self.targets[place];
         let (outer, own) = target.module.rsplit_once('.').unwrap_or(("", target.module));
         for (_, projections) in FUSED.iter().filter(|(fused, _)| fused.contains(&own)) {
-            for &(projection, share) in *projections {
+            for &(projection, share) in projections.iter().copied().flatten() {
                 let name = if outer.is_empty() { projection.to_owned() } else { format!("{outer}.{projection}") };
                 if !self.exact.contains_key(&name) {
                     self.targets.push(Target { share: Some(share), ..target });
@@ -196,8 +257,7 @@ impl<'a> Targets<'a> {
 
     /// The names of the checkpoint's modules, for messages.
     pub(crate) fn sample(&self) -> Vec<String> {
-        let own = self.targets.iter().filter(|t| t.share.is_none());
-        own.take(8).map(|t| t.module.to_owned()).collect()
+        self.targets[..self.modules].iter().take(8).map(|t| t.module.to_owned()).collect()
     }
 }
 
@@ -205,7 +265,7 @@ impl<'a> Targets<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Found<'a> {
     Nothing,
-    One(Target<'a>),
+    One(Vec<Target<'a>>),
     Several(Vec<String>),
 }
 
@@ -220,7 +280,7 @@ fn modules(layout: &Layout) -> Vec<Target<'_>> {
             _ => (tensor.name.as_str(), false),
         };
         let place = *place_of.entry(module).or_insert_with(|| {
-            targets.push(Target { module, weight: None, bias: None, share: None });
+            targets.push(Target::new(module));
             targets.len() - 1
         });
         let slot = if is_bias { &mut targets[place].bias } else { &mut targets[place].weight };
@@ -236,18 +296,20 @@ fn add(names: &mut Names, name: String, place: usize) {
     }
 }
 
-/// `name` itself, then with up to three prefixes stripped in turn, then the same without wrappers.
-fn candidates(name: &str, prefixes: &[&str]) -> Vec<String> {
-    let mut found = vec![name.to_owned()];
-    let mut rest = name;
+/// `name` itself, then with up to three prefixes stripped in turn, then the same without wrappers; each with the
+/// models that the prefixes say it can be for.
+fn candidates(name: &str, prefixes: &[(&str, Component)]) -> Vec<(Component, String)> {
+    let mut found = vec![(Component::ANY, name.to_owned())];
+    let (mut rest, mut component) = (name, Component::ANY);
     for _ in 0..3 {
-        let Some(stripped) = prefixes.iter().find_map(|prefix| rest.strip_prefix(prefix)) else { break };
-        found.push(stripped.to_owned());
-        rest = stripped;
+        let stripped = prefixes.iter().find_map(|(prefix, of)| Some((rest.strip_prefix(prefix)?, *of)));
+        let Some((stripped, of)) = stripped else { break };
+        (rest, component) = (stripped, component.and(of));
+        found.push((component, rest.to_owned()));
     }
     for (wrapper, without) in WRAPPERS {
-        let unwrapped: Vec<String> =
-            found.iter().filter(|name| name.contains(wrapper)).map(|name| name.replace(wrapper, without)).collect();
+        let wrapped = found.iter().filter(|(_, name)| name.contains(wrapper));
+        let unwrapped: Vec<_> = wrapped.map(|(component, name)| (*component, name.replace(wrapper, without))).collect();
         found.extend(unwrapped);
     }
     found
@@ -266,7 +328,7 @@ mod tests {
 
     fn found(layout: &Layout, name: &str) -> Option<String> {
         match Targets::new(layout).find(name) {
-            Found::One(target) => Some(target.module.to_owned()),
+            Found::One(targets) => Some(targets[0].module.to_owned()),
             _ => None,
         }
     }
@@ -298,14 +360,16 @@ mod tests {
     #[test]
     fn projections_are_rows_of_a_fused_weight() {
         let model = layout(&["blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "blocks.1.attn.q.weight"]);
-        let Found::One(key) = Targets::new(&model).find("lora_unet_blocks_0_attn_to_k") else { panic!("no target") };
-        assert_eq!((key.module, key.share), ("blocks.0.attn.qkv", Some(Share::Key)));
+        let Found::One(keys) = Targets::new(&model).find("lora_unet_blocks_0_attn_to_k") else { panic!("no target") };
+        assert_eq!((keys[0].module, keys[0].share), ("blocks.0.attn.qkv", Some(Share::Key)));
         assert_eq!(found(&model, "diffusion_model.blocks.1.attn.q").as_deref(), Some("blocks.1.attn.q"));
         assert_eq!(Share::Key.rows(2, 6), Some(2..4));
         assert_eq!(Share::Query.rows(8, 12), Some(0..8));
         assert_eq!(Share::Key.rows(2, 12), Some(8..10));
         assert_eq!(Share::Value.rows(2, 12), Some(10..12));
         assert_eq!(Share::Up.rows(6, 12), Some(6..12));
+        let last = Share::Parts { first: 3, count: 4, of: 7 };
+        assert_eq!((last.rows(8, 14), last.rows(7, 14), last.rows(0, 0)), (Some(6..14), None, None));
         for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up] {
             assert_eq!((share.rows(5, 12), share.rows(13, 12), share.rows(usize::MAX, 12)), (None, None, None));
         }
@@ -328,7 +392,8 @@ mod tests {
 
         #[test]
         fn shares_stay_inside(rows in 0usize..40, all in 0usize..80) {
-            for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up] {
+            let parts = Share::Parts { first: 1, count: 2, of: 4 };
+            for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up, parts] {
                 if let Some(range) = share.rows(rows, all) {
                     prop_assert!(range.len() == rows && range.end <= all && rows > 0);
                 }

@@ -8,14 +8,17 @@
 
 mod pieces;
 mod read;
+mod scales;
 mod vector;
 mod whole;
 
-use crate::adapter::{Reach, Scaling, TensorPatch, matrix_of};
+use crate::adapter::{Reach, ScalePolicy, TensorPatch, matrix_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use pieces::{Matrix, Scales};
+use pieces::Matrix;
+use scales::Scales;
 use vector::Tier;
+use whole::Lifted;
 
 /// What [`TensorPatch::apply`] has to tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,28 +48,56 @@ impl TensorPatch {
             let (name, len) = (&self.name, bytes.len());
             return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes once patched, the buffer {len}")));
         }
+        if let Some(weight) = &self.scale_of {
+            return weight.apply_to_scale(tier, bytes, siblings);
+        }
         let scales = self.scales(siblings)?;
-        let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
-        let matrix = Matrix { float: self.float, scales: scales.as_ref(), rows, cols };
+        let matrix = self.matrix(scales.as_ref());
         let in_pieces = self.steps.iter().all(|step| step.change.reach() < Reach::Weight);
-        let saturated = if in_pieces {
-            pieces::apply(tier, matrix, bytes, &self.steps)
-        } else {
-            whole::apply(tier, matrix, bytes, &self.steps)
+        let saturated = match (&self.scaling, &scales) {
+            (Some(scaling), Some(old)) if self.scale_policy == ScalePolicy::Recompute => {
+                let lifted = Lifted::patched(tier, matrix, bytes, &self.steps);
+                let new = lifted.scales(self.float, scaling.float, old);
+                lifted.store(Matrix { scales: Some(&new), ..matrix }, bytes)
+            }
+            _ if in_pieces => pieces::apply(tier, matrix, bytes, &self.steps),
+            _ => whole::apply(tier, matrix, bytes, &self.steps),
         };
         Ok(PatchOutcome { saturated })
     }
 
+    /// Computes the scale in `bytes` anew; the only sibling is the weight, as the checkpoint holds it.
+    fn apply_to_scale(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
+        let [weight] = siblings else { return Err(self.miscounted(1, siblings.len())) };
+        let wanted = bytes_of(&self.shape, self.float.size());
+        if wanted != Some(weight.len()) {
+            let (name, len) = (&self.name, weight.len());
+            return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes, {len} are given")));
+        }
+        let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
+            return Ok(PatchOutcome::default());
+        };
+        let lifted = Lifted::patched(tier, self.matrix(Some(&old)), weight, &self.steps);
+        lifted.scales(self.float, scaling.float, &old).write(scaling.float, bytes);
+        Ok(PatchOutcome::default())
+    }
+
+    fn matrix<'a>(&self, scales: Option<&'a Scales>) -> Matrix<'a> {
+        let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
+        Matrix { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
+    }
+
     fn scales(&self, siblings: &[&[u8]]) -> Result<Option<Scales>> {
         if siblings.len() != self.needs.len() {
-            let (name, needs, given) = (&self.name, self.needs.len(), siblings.len());
-            return Err(Error::invalid(format!(
-                "tensor `{name}` needs {needs} others to be patched, {given} are given"
-            )));
+            return Err(self.miscounted(self.needs.len(), siblings.len()));
         }
         let Some((scaling, bytes)) = self.scaling.as_ref().zip(siblings.first()) else { return Ok(None) };
         let scales = Scales::read(scaling, bytes);
         scales.map(Some).map_err(|reason| Error::invalid(format!("tensor `{}`: its scale {reason}", self.name)))
+    }
+
+    fn miscounted(&self, needs: usize, given: usize) -> Error {
+        Error::invalid(format!("tensor `{}` needs {needs} others to be patched, {given} are given", self.name))
     }
 }
 
@@ -76,27 +107,12 @@ fn bytes_of(shape: &[u64], element: usize) -> Option<usize> {
     usize::try_from(elements).ok()?.checked_mul(element)
 }
 
-impl Scales {
-    /// Lifts the scales of a weight; each has to be finite and not zero.
-    fn read(scaling: &Scaling, bytes: &[u8]) -> std::result::Result<Scales, String> {
-        let count = scaling.count();
-        if bytes.len() != count * scaling.float.size() {
-            return Err(format!("has {} bytes instead of {}", bytes.len(), count * scaling.float.size()));
-        }
-        let mut values = vec![0.0; count];
-        scaling.float.lift(bytes, &mut values);
-        match values.iter().position(|scale| !scale.is_finite() || *scale == 0.0) {
-            Some(index) => Err(format!("holds {} at {index}", values[index])),
-            None => Ok(Scales { values, block: scaling.block, grid_cols: scaling.grid[1] }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::adapter::{Adapter, Matching, Patches};
     use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+    use crate::rounding::Rounding;
     use proptest::prelude::*;
 
     /// A file in memory with these f32 tensors.
@@ -222,6 +238,39 @@ mod tests {
                 }
             }
             assert!(results.iter().all(|bytes| *bytes == results[0]) && results[0] != before, "{}", kind[0].0);
+        }
+    }
+
+    #[test]
+    fn stochastic_rounding_gives_the_same_bits_in_every_tier_and_split() {
+        // By pieces, and on an f32 copy (norms over columns).
+        let dora = file(&[
+            ("w.lora_B", &[60, 3], noise(180, 11)),
+            ("w.lora_A", &[3, 700], noise(2100, 12)),
+            ("w.dora_scale", &[1, 700], noise(700, 13)),
+        ]);
+        for (adapters, rows, cols) in
+            [(vec![(lora(300, 1100, 5, 1), 1.0)], 300, 1100), (vec![(lora(60, 700, 5, 1), 1.0), (dora, 0.5)], 60, 700)]
+        {
+            for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
+                let nearest = patch(dtype, rows, cols, &adapters);
+                let mut patch = nearest.clone();
+                patch.rounding = Rounding::Stochastic { seed: 5 };
+                let before = stored(patch.float, &noise(rows * cols, 3));
+                let mut results = Vec::new();
+                for tier in Tier::all() {
+                    for threads in [1, 3] {
+                        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                        let mut bytes = before.clone();
+                        pool.install(|| patch.apply_with(tier, &mut bytes, &[])).unwrap();
+                        results.push(bytes);
+                    }
+                }
+                assert!(results.iter().all(|bytes| *bytes == results[0]), "{dtype} {rows}x{cols}");
+                let mut rounded = before.clone();
+                nearest.apply(&mut rounded, &[]).unwrap();
+                assert_eq!(rounded == results[0], dtype == DType::F32, "{dtype}");
+            }
         }
     }
 

@@ -4,9 +4,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::scales::Scales;
 use super::vector::{Output, Strip, Tier};
 use crate::adapter::{Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};
 use crate::float::Float;
+use crate::rounding::Noise;
 
 /// A weight as a matrix in its storage type.
 #[derive(Clone, Copy)]
@@ -14,6 +16,8 @@ pub(crate) struct Matrix<'a> {
     pub(crate) float: Float,
     /// What the stored numbers are multiplied by.
     pub(crate) scales: Option<&'a Scales>,
+    /// What decides the rounding, where it is not to the nearest.
+    pub(crate) noise: Option<Noise>,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
 }
@@ -32,15 +36,14 @@ impl Matrix<'_> {
         if let Some(scales) = self.scales {
             scales.each(row, cols, values, |value, scale| value / scale);
         }
-        tier.round(self.float, values, raw)
+        match self.noise {
+            None => tier.round(self.float, values, raw),
+            Some(noise) => {
+                let first = row as u64 * self.cols as u64 + cols.start as u64;
+                tier.round_noisy(self.float, noise, first, values, raw)
+            }
+        }
     }
-}
-
-/// The scales of a weight, one for each block of a grid.
-pub(crate) struct Scales {
-    pub(crate) values: Vec<f32>,
-    pub(crate) block: [usize; 2],
-    pub(crate) grid_cols: usize,
 }
 
 /// Columns of a piece; a multiple of [`TILE_COLS`]. Its f32 values stay in the first-level cache, and the factors of
@@ -303,21 +306,4 @@ impl Piece {
 /// The distance of a piece's rows: an odd number of tiles, so that rows do not fall on the same cache sets.
 fn stride(cols: usize) -> usize {
     (cols.div_ceil(TILE_COLS) | 1) * TILE_COLS
-}
-
-impl Scales {
-    /// Combines each value of a row's `cols` with its scale.
-    fn each(&self, row: usize, cols: &Range<usize>, values: &mut [f32], combine: impl Fn(f32, f32) -> f32) {
-        let of_row = row / self.block[0] * self.grid_cols;
-        let mut col = cols.start;
-        let mut rest = values;
-        while !rest.is_empty() {
-            let block = col / self.block[1];
-            let length = (block + 1).saturating_mul(self.block[1]).saturating_sub(col).min(rest.len());
-            let (now, later) = rest.split_at_mut(length);
-            let scale = self.values[of_row + block];
-            now.iter_mut().for_each(|value| *value = combine(*value, scale));
-            (rest, col) = (later, col + length);
-        }
-    }
 }

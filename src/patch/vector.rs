@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use crate::adapter::{TILE_COLS, TILE_ROWS};
 use crate::float::Float;
+use crate::rounding::Noise;
 
 /// An instruction set that this processor has; made by asking the processor only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,6 +126,7 @@ macro_rules! tiers {
 tiers! {
     fn lift(float: Float, bytes: &[u8], values: &mut [f32]);
     fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64;
+    fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64;
     fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>);
     fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]);
 }
@@ -154,6 +156,11 @@ mod avx512 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
         float.round(values, bytes)
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
+        float.round_noisy(noise, first, values, bytes)
     }
 
     /// In intrinsics, since the compiler makes vectors of half this width of plain arrays.
@@ -196,6 +203,11 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,fma")]
+    pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
+        float.round_noisy(noise, first, values, bytes)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
     #[expect(clippy::redundant_closure, reason = "a closure is compiled for the instructions of what it stands in")]
     pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
         each_tile::<4, 16>(strip, up, down, output, rows, |up, down, row, col| sums(up, down, row, col));
@@ -215,6 +227,10 @@ mod plain {
 
     pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
         float.round(values, bytes)
+    }
+
+    pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
+        float.round_noisy(noise, first, values, bytes)
     }
 
     pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {

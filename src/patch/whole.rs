@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::pieces::{self, Matrix, mixed};
+use super::scales::Scales;
 use super::vector::Tier;
 use crate::adapter::{Axis, Change, Dora, Reach, Step, matrix_of};
 use crate::float::Float;
@@ -10,46 +11,69 @@ use crate::float::Float;
 /// Applies `steps` in order to the weight that `bytes` begins with; `bytes` is as long as the patched weight. Returns
 /// how many values were saturated.
 pub(crate) fn apply(tier: Tier, matrix: Matrix<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
-    let size = matrix.float.size();
-    let mut lifted =
-        Lifted { tier, rows: matrix.rows, cols: matrix.cols, values: vec![0.0; matrix.rows * matrix.cols] };
-    let cols = 0..matrix.cols;
-    if !lifted.values.is_empty() {
-        let rows = lifted.values.par_chunks_mut(matrix.cols).zip(bytes.par_chunks(matrix.cols * size)).enumerate();
-        rows.for_each(|(row, (values, raw))| matrix.lift(tier, row, &cols, raw, values));
+    Lifted::patched(tier, matrix, bytes, steps).store(matrix, bytes)
+}
+
+impl Lifted {
+    /// The weight that `bytes` begins with, once `steps` are applied in order.
+    pub(crate) fn patched(tier: Tier, matrix: Matrix<'_>, bytes: &[u8], steps: &[Step]) -> Lifted {
+        let size = matrix.float.size();
+        let mut lifted =
+            Lifted { tier, rows: matrix.rows, cols: matrix.cols, values: vec![0.0; matrix.rows * matrix.cols] };
+        let cols = 0..matrix.cols;
+        if !lifted.values.is_empty() {
+            let rows = lifted.values.par_chunks_mut(matrix.cols).zip(bytes.par_chunks(matrix.cols * size)).enumerate();
+            rows.for_each(|(row, (values, raw))| matrix.lift(tier, row, &cols, raw, values));
+        }
+        lifted.change(steps);
+        lifted
     }
-    let mut rest = steps;
-    while let [step, later @ ..] = rest {
-        rest = match &step.change {
-            Change::Pad { from, to } => {
-                lifted.pad(from, to);
-                later
-            }
-            Change::Rotate { size, turns, strength } => {
-                lifted.rotate(step, *size, turns, *strength);
-                later
-            }
-            Change::Decompose(dora) if step.change.reach() == Reach::Weight => {
-                lifted.decompose(step, dora);
-                later
-            }
-            _ => {
-                let count = rest.iter().take_while(|step| step.change.reach() < Reach::Weight).count();
-                lifted.in_pieces(&rest[..count]);
-                &rest[count..]
-            }
-        };
+
+    /// Rounds it into `bytes`, in the type and with the scales of `matrix`; returns how many values were saturated.
+    pub(crate) fn store(mut self, matrix: Matrix<'_>, bytes: &mut [u8]) -> u64 {
+        if self.values.is_empty() {
+            return 0;
+        }
+        let (tier, cols) = (self.tier, 0..self.cols);
+        let matrix = Matrix { rows: self.rows, cols: self.cols, ..matrix };
+        let raw = bytes.par_chunks_mut(self.cols * matrix.float.size());
+        let rows = self.values.par_chunks_mut(self.cols).zip(raw).enumerate();
+        rows.map(|(row, (values, raw))| matrix.round(tier, row, &cols, values, raw)).sum()
     }
-    let cols = 0..lifted.cols;
-    if lifted.values.is_empty() {
-        return 0;
+
+    /// The new scales of the weight.
+    pub(crate) fn scales(&self, weight: Float, stored: Float, old: &Scales) -> Scales {
+        old.anew(weight, stored, &self.values, self.cols)
     }
-    let rows = lifted.values.par_chunks_mut(lifted.cols).zip(bytes.par_chunks_mut(lifted.cols * size)).enumerate();
-    rows.map(|(row, (values, raw))| matrix.round(tier, row, &cols, values, raw)).sum()
+
+    fn change(&mut self, steps: &[Step]) {
+        let mut rest = steps;
+        while let [step, later @ ..] = rest {
+            rest = match &step.change {
+                Change::Pad { from, to } => {
+                    self.pad(from, to);
+                    later
+                }
+                Change::Rotate { size, turns, strength } => {
+                    self.rotate(step, *size, turns, *strength);
+                    later
+                }
+                Change::Decompose(dora) if step.change.reach() == Reach::Weight => {
+                    self.decompose(step, dora);
+                    later
+                }
+                _ => {
+                    let count = rest.iter().take_while(|step| step.change.reach() < Reach::Weight).count();
+                    self.in_pieces(&rest[..count]);
+                    &rest[count..]
+                }
+            };
+        }
+    }
 }
 
 /// A weight in f32, as the steps so far leave it.
-struct Lifted {
+pub(crate) struct Lifted {
     tier: Tier,
     rows: usize,
     cols: usize,
@@ -116,7 +140,7 @@ impl Lifted {
 
 fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {
     let rows = values.len().checked_div(cols).unwrap_or(0);
-    let matrix = Matrix { float: Float::F32, scales: None, rows, cols };
+    let matrix = Matrix { float: Float::F32, scales: None, noise: None, rows, cols };
     pieces::apply(tier, matrix, bytemuck::cast_slice_mut(values), steps);
 }
 

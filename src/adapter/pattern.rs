@@ -1,0 +1,94 @@
+//! Patterns of module names.
+
+/// A name in which `{}` stands for a number and a last `*` for everything after it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Pattern {
+    /// What stands before, between and after the numbers.
+    texts: Vec<String>,
+    rest: bool,
+}
+
+/// What a name has where its pattern leaves room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Captured<'n> {
+    numbers: Vec<&'n str>,
+    rest: &'n str,
+}
+
+impl Pattern {
+    /// # Errors
+    /// Says what is wrong: a `*` before the end, a brace on its own, a number whose end cannot be told.
+    pub(crate) fn parse(text: &str) -> Result<Pattern, String> {
+        let (text, rest) = text.strip_suffix('*').map_or((text, false), |text| (text, true));
+        let texts: Vec<String> = text.split("{}").map(str::to_owned).collect();
+        if let Some(odd) = text.replace("{}", "").chars().find(|c| "{}*".contains(*c)) {
+            return Err(format!("`{odd}` in `{text}` is neither `{{}}` nor a last `*`"));
+        }
+        let unclear = |text: &String| text.starts_with(|c: char| c.is_ascii_digit());
+        let between = texts.len().saturating_sub(2);
+        if texts[1..].iter().any(unclear) || texts[1..].iter().take(between).any(String::is_empty) {
+            return Err(format!("where a number of `{text}` ends cannot be told"));
+        }
+        Ok(Pattern { texts, rest })
+    }
+
+    /// How many numbers it has, and whether it leaves the end open: names can be carried between patterns that agree.
+    pub(crate) fn holes(&self) -> (usize, bool) {
+        (self.texts.len() - 1, self.rest)
+    }
+
+    pub(crate) fn captures<'n>(&self, name: &'n str) -> Option<Captured<'n>> {
+        let mut rest = name.strip_prefix(self.texts[0].as_str())?;
+        let mut numbers = Vec::new();
+        for text in &self.texts[1..] {
+            let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+            if end == 0 {
+                return None;
+            }
+            numbers.push(&rest[..end]);
+            rest = rest[end..].strip_prefix(text.as_str())?;
+        }
+        (self.rest || rest.is_empty()).then_some(Captured { numbers, rest })
+    }
+
+    /// The name that has `captured` in its holes.
+    pub(crate) fn fill(&self, captured: &Captured<'_>) -> String {
+        let mut name = self.texts[0].clone();
+        for (number, text) in captured.numbers.iter().zip(&self.texts[1..]) {
+            name.push_str(number);
+            name.push_str(text);
+        }
+        if self.rest {
+            name.push_str(captured.rest);
+        }
+        name
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn carried(from: &str, to: &str, name: &str) -> Option<String> {
+        let (from, to) = (Pattern::parse(from).unwrap(), Pattern::parse(to).unwrap());
+        from.captures(name).map(|captured| to.fill(&captured))
+    }
+
+    #[test]
+    fn names_are_carried_from_pattern_to_pattern() {
+        assert_eq!(carried("a.{}.q", "b_{}_x.{}", "a.12.q"), Some("b_12_x.".into()));
+        assert_eq!(carried("a.{}.{}.*", "{}-{}:*", "a.1.2.c.d"), Some("1-2:c.d".into()));
+        assert_eq!(carried("a*", "b*", "a"), Some("b".into()));
+        for other in ["a.x.q", "a..q", "a.1.qq", "b.1.q", ""] {
+            assert_eq!(carried("a.{}.q", "b", other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn patterns_without_one_meaning_are_refused() {
+        for text in ["a*b", "{a}", "a{", "}", "{}{}", "{}0", "**"] {
+            assert!(Pattern::parse(text).is_err(), "{text}");
+        }
+        assert_eq!(Pattern::parse("{}.a.{}*").unwrap().holes(), (2, true));
+    }
+}

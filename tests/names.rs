@@ -1,0 +1,282 @@
+//! Real keys of adapters against real checkpoints' names, across programs: `tests/data/names/*.txt`.
+//!
+//! A list has the checkpoint's tensors with their sizes, then the adapter's keys and what each has to change: a tensor,
+//! some rows of one, or several that hold what the adapter has as one.
+
+mod reference;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use proptest::prelude::*;
+use reference::{Tensor, f32s, file, floats, merged};
+use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows};
+use tensor_offload::checkpoint::{Layout, TensorInfo};
+use tensor_offload::{AdapterFault, Checkpoint, DType, Error};
+
+/// A tensor, and which of its rows where that is said.
+type Wanted = (String, Option<Range<u64>>);
+
+/// One list.
+struct Case {
+    layout: Layout,
+    rotary: Option<RotaryRows>,
+    /// The key and its targets, with the rows that are named.
+    keys: Vec<(String, Vec<Wanted>)>,
+}
+
+fn read(path: &Path) -> Case {
+    let text = std::fs::read_to_string(path).unwrap();
+    let (mut tensors, mut keys, mut rotary, mut section) = (Vec::new(), Vec::new(), None, "");
+    let number = |text: &str| text.parse::<u64>().unwrap_or_else(|_| panic!("{}: {text}", path.display()));
+    for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+        if let Some(heads) = line.strip_prefix("[rotary ").and_then(|rest| rest.strip_suffix(']')) {
+            let (heads, kv_heads) = heads.split_once(' ').unwrap();
+            rotary = Some(RotaryRows::Paired { heads: number(heads) as usize, kv_heads: number(kv_heads) as usize });
+        } else if line.starts_with('[') {
+            section = line;
+        } else if section == "[checkpoint]" {
+            let (name, shape) = line.split_once(' ').unwrap();
+            let shape: Vec<u64> = shape.split('x').map(number).collect();
+            tensors.push(TensorInfo::new(name, DType::F32, &shape, 0, tensors.len() as u64 * 4096).unwrap());
+        } else {
+            let (key, targets) = line.split_once(" -> ").unwrap();
+            let target = |target: &str| match target.split_once(' ') {
+                None => (target.to_owned(), None),
+                Some((name, rows)) => {
+                    let (start, end) = rows.split_once("..").unwrap();
+                    (name.to_owned(), Some(number(start)..number(end)))
+                }
+            };
+            keys.push((key.to_owned(), targets.split(" + ").map(target).collect()));
+        }
+    }
+    Case { layout: Layout::new(tensors), rotary, keys }
+}
+
+/// The adapter's tensors of one key for a target of this shape.
+fn tensors(key: &str, shape: &[u64]) -> Vec<Tensor> {
+    let filled = |key: &str, shape: &[u64]| f32s(key, shape, &vec![0.5; shape.iter().product::<u64>() as usize]);
+    if [".diff", ".w_norm"].iter().any(|ending| key.ends_with(ending)) {
+        return vec![filled(key, shape)];
+    }
+    let (rows, mut inner) = (shape[0], shape.to_vec());
+    if key.ends_with("lora_embedding_A") {
+        return vec![filled(key, &[1, rows]), filled(&key.replace("embedding_A", "embedding_B"), &[shape[1], 1])];
+    }
+    let up = key.replace("lora_A", "lora_B").replace("lora_down", "lora_up").replace(".down.", ".up.");
+    let mut outer = vec![rows, 1];
+    outer.extend(vec![1; shape.len() - 2]);
+    inner[0] = 1;
+    vec![filled(key, &inner), filled(&up, &outer)]
+}
+
+#[test]
+fn every_listed_key_finds_its_target() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/names");
+    let mut lists: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    lists.sort();
+    let (mut failures, mut all) = (Vec::new(), 0);
+    for list in &lists {
+        let case = read(list);
+        let infos: BTreeMap<&str, &TensorInfo> = case.layout.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        // Keys that mean the same target cannot stand in one adapter, so they are dealt to several.
+        let mut adapters: Vec<(Vec<Tensor>, Vec<usize>)> = Vec::new();
+        let mut used: BTreeMap<String, usize> = BTreeMap::new();
+        for (index, (key, targets)) in case.keys.iter().enumerate() {
+            let mut shape = infos[targets[0].0.as_str()].shape.clone();
+            shape[0] = targets
+                .iter()
+                .map(|(name, rows)| rows.as_ref().map_or(infos[name.as_str()].shape[0], |r| r.end - r.start))
+                .sum();
+            let turn = used.entry(format!("{targets:?}")).or_default();
+            if adapters.len() <= *turn {
+                adapters.push(Default::default());
+            }
+            adapters[*turn].0.extend(tensors(key, &shape));
+            adapters[*turn].1.push(index);
+            *turn += 1;
+        }
+        for (tensors, indices) in adapters {
+            let mut adapter = Adapter::from_checkpoint(file("adapter", &tensors), 1.0).unwrap();
+            adapter = case.rotary.map_or(adapter.clone(), |rows| adapter.rotary_rows(rows));
+            let patches = Patches::resolve(&case.layout, vec![adapter], Matching::AllowPartial)
+                .unwrap_or_else(|e| panic!("{}: {e}", list.display()));
+            for index in indices {
+                let (key, wanted) = &case.keys[index];
+                let applied = patches.report().applied.iter().find(|applied| applied.keys.contains(key));
+                let got: Vec<_> = applied
+                    .map(|a| a.targets.iter().cloned().zip(a.rows.iter().cloned()).collect())
+                    .unwrap_or_default();
+                all += 1;
+                if got != *wanted {
+                    failures.push(format!("{}: {key}: {got:?} instead of {wanted:?}", list.display()));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of {all}:\n{}", failures.len(), failures[..failures.len().min(40)].join("\n"));
+    assert!(lists.len() >= 14 && all > 3000, "{all} keys in {} lists", lists.len());
+}
+
+fn adapter(tensors: &[Tensor]) -> Adapter {
+    Adapter::from_checkpoint(file("adapter", tensors), 1.0).unwrap()
+}
+
+/// A LoRA of rank 1 whose product is 1 at every column of row `n`, times `values[n]`.
+fn rows(module: &str, values: &[f32], columns: u64) -> Vec<Tensor> {
+    vec![
+        f32s(&format!("{module}.lora_B.weight"), &[values.len() as u64, 1], values),
+        f32s(&format!("{module}.lora_A.weight"), &[1, columns], &vec![1.0; columns as usize]),
+    ]
+}
+
+fn zeros(tensors: &[(&str, [u64; 2])]) -> Checkpoint {
+    let zero = |(name, shape): &(&str, [u64; 2])| f32s(name, shape, &vec![0.0; (shape[0] * shape[1]) as usize]);
+    file("model", &tensors.iter().map(zero).collect::<Vec<_>>())
+}
+
+/// The first column of each tensor once the adapter is applied.
+fn first_columns(base: &Checkpoint, adapter: Adapter) -> Vec<Vec<f32>> {
+    let (got, _) = merged(base, vec![adapter], Matching::Strict);
+    let column =
+        |(_, dtype, shape, bytes): &Tensor| floats(*dtype, bytes).into_iter().step_by(shape[1] as usize).collect();
+    got.iter().map(column).collect()
+}
+
+fn fault(base: &Checkpoint, adapter: Adapter) -> AdapterFault {
+    match Patches::resolve(base.layout(), vec![adapter], Matching::Strict) {
+        Err(Error::Adapter { fault, .. }) => *fault,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn parts_go_to_their_rows_and_a_whole_is_cut_into_its_parts() {
+    let fused = zeros(&[("single_blocks.3.linear1.weight", [14, 2])]);
+    let parts: [(&str, &[f32]); 4] =
+        [("attn.to_v", &[5.0, 6.0]), ("attn.to_q", &[1.0, 2.0]), ("attn.to_k", &[3.0, 4.0]), ("proj_mlp", &[7.0; 8])];
+    let all: Vec<Tensor> = parts
+        .iter()
+        .flat_map(|(part, values)| rows(&format!("transformer.single_transformer_blocks.3.{part}"), values, 2))
+        .collect();
+    let wanted = [&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0][..], &[7.0; 8]].concat();
+    assert_eq!(first_columns(&fused, adapter(&all)).concat(), wanted);
+
+    let name = |part: &str| format!("single_transformer_blocks.3.{part}.weight");
+    let names = ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"].map(name);
+    let apart = zeros(&[(&names[0], [2, 2]), (&names[1], [2, 2]), (&names[2], [2, 2]), (&names[3], [8, 2])]);
+    for whole in ["lora_unet_single_blocks_3_linear1", "diffusion_model.single_blocks.3.linear1"] {
+        let got = first_columns(&apart, adapter(&rows(whole, &wanted, 2)));
+        assert_eq!(got.concat(), wanted, "{whole}");
+    }
+    let short = fault(&apart, adapter(&rows("lora_unet_single_blocks_3_linear1", &wanted[..13], 2)));
+    assert!(
+        matches!(&short, AdapterFault::Shape { found, wanted, .. } if *found == [13, 1] && *wanted == [14]),
+        "{short}"
+    );
+    let odd = fault(&fused, adapter(&rows("transformer.single_transformer_blocks.3.proj_mlp", &[1.0; 6], 2)));
+    assert!(matches!(odd, AdapterFault::Shape { .. }), "{odd}");
+
+    let grouped = zeros(&[("l.0.q_proj.weight", [4, 2]), ("l.0.k_proj.weight", [2, 2]), ("l.0.v_proj.weight", [2, 2])]);
+    let got = first_columns(&grouped, adapter(&rows("l.0.qkv_proj", &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2)));
+    assert_eq!(got, [vec![1.0, 2.0, 3.0, 4.0], vec![5.0, 6.0], vec![7.0, 8.0]]);
+}
+
+#[test]
+fn other_kinds_are_cut_too_or_refused_by_name() {
+    let names = ["q", "k", "v"].map(|part| format!("b.0.{part}.weight"));
+    let apart = zeros(&[(&names[0], [2, 2]), (&names[1], [2, 2]), (&names[2], [2, 2])]);
+    let values: Vec<f32> = (0..12).map(|v| v as f32).collect();
+    let got = first_columns(&apart, adapter(&[f32s("b.0.qkv.diff", &[6, 2], &values)]));
+    assert_eq!(got, [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]);
+    let lokr = [f32s("b.0.qkv.lokr_w1", &[6, 1], &[1.0; 6]), f32s("b.0.qkv.lokr_w2", &[1, 2], &[1.0; 2])];
+    let oft = [f32s("b.0.qkv.oft_blocks", &[3, 2, 2], &[0.0; 12])];
+    for refused in [&lokr[..], &oft[..]] {
+        let fault = fault(&apart, adapter(refused));
+        assert!(matches!(&fault, AdapterFault::Unsupported { kind } if kind.contains("b.0.q")), "{fault}");
+    }
+}
+
+#[test]
+fn rows_are_brought_into_the_checkpoints_order() {
+    let flux = zeros(&[("final_layer.adaLN_modulation.1.weight", [4, 2])]);
+    let swapped = first_columns(&flux, adapter(&rows("transformer.norm_out.linear", &[1.0, 2.0, 3.0, 4.0], 2)));
+    assert_eq!(swapped, [[3.0, 4.0, 1.0, 2.0]]);
+
+    let gguf = zeros(&[("blk.0.attn_q.weight", [8, 2]), ("blk.0.attn_k.weight", [4, 2])]);
+    let module = |part: &str| format!("base_model.model.model.layers.0.self_attn.{part}_proj");
+    let mut both = rows(&module("q"), &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2);
+    both.extend(rows(&module("k"), &[1.0, 2.0, 3.0, 4.0], 2));
+    let unsaid = fault(&gguf, adapter(&both));
+    assert_eq!(unsaid, AdapterFault::RowOrder { target: "blk.0.attn_q".into() });
+    assert!(unsaid.to_string().contains("rotary_rows"));
+    let paired = RotaryRows::Paired { heads: 2, kv_heads: 1 };
+    let got = first_columns(&gguf, adapter(&both).rotary_rows(paired));
+    assert_eq!(got, [vec![1.0, 3.0, 2.0, 4.0, 5.0, 7.0, 6.0, 8.0], vec![1.0, 3.0, 2.0, 4.0]]);
+    let got = first_columns(&gguf, adapter(&both).rotary_rows(RotaryRows::Same));
+    assert_eq!(got, [vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], vec![1.0, 2.0, 3.0, 4.0]]);
+    let misfit = fault(&gguf, adapter(&both).rotary_rows(RotaryRows::Paired { heads: 3, kv_heads: 1 }));
+    assert!(matches!(misfit, AdapterFault::Shape { .. }), "{misfit}");
+
+    let hf = zeros(&[("model.layers.0.self_attn.q_proj.weight", [8, 2])]);
+    let back = adapter(&rows("blk.0.attn_q", &[1.0, 3.0, 2.0, 4.0, 5.0, 7.0, 6.0, 8.0], 2)).rotary_rows(paired);
+    assert_eq!(first_columns(&hf, back), [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]]);
+}
+
+#[test]
+fn the_models_own_names_go_before_the_tables() {
+    // The name of another program for one module is the model's own for another.
+    let base = zeros(&[("blocks.0.norm2.weight", [1, 2]), ("blocks.0.norm3.weight", [1, 2])]);
+    let got = first_columns(&base, adapter(&[f32s("diffusion_model.blocks.0.norm2.diff", &[1, 2], &[1.0; 2])]));
+    assert_eq!(got, [[1.0], [0.0]]);
+    // Two text encoders of one file, told apart by the prefix only.
+    let both = zeros(&[
+        ("text_encoders.clip_l.transformer.text_model.encoder.layers.0.mlp.fc1.weight", [2, 2]),
+        ("text_encoders.clip_g.transformer.text_model.encoder.layers.0.mlp.fc1.weight", [2, 2]),
+    ]);
+    let second = rows("text_encoder_2.text_model.encoder.layers.0.mlp.fc1", &[1.0; 2], 2);
+    assert_eq!(first_columns(&both, adapter(&second)), [[0.0; 2], [1.0; 2]]);
+    let unclear = fault(&both, adapter(&rows("text_model.encoder.layers.0.mlp.fc1", &[1.0; 2], 2)));
+    assert!(matches!(&unclear, AdapterFault::Ambiguous { candidates } if candidates.len() == 2), "{unclear}");
+}
+
+#[test]
+fn a_caller_names_modules_in_another_way() {
+    let base = zeros(&[("enc.0.att.query.weight", [2, 2]), ("enc.1.att.query.weight", [2, 2])]);
+    let foreign = || adapter(&rows("lora_x_b1_q", &[1.0, 2.0], 2));
+    assert!(matches!(fault(&base, foreign()), AdapterFault::NothingMatches { .. }));
+    let renamed = foreign().rename("lora_x_b{}_q", "enc.{}.att.query").unwrap();
+    let (_, patches) = merged(&base, vec![renamed.clone()], Matching::Strict);
+    assert_eq!(patches.report().applied[0].module, "lora_x_b1_q");
+    assert_eq!(first_columns(&base, renamed), [[0.0, 0.0], [1.0, 2.0]]);
+    // The first that fits is used, and goes before the adapter's own name.
+    let own = adapter(&rows("enc.0.att.query", &[1.0, 2.0], 2)).rename("enc.0*", "enc.1*").unwrap();
+    assert_eq!(first_columns(&base, own.rename("enc.{}*", "none.{}*").unwrap()), [[0.0, 0.0], [1.0, 2.0]]);
+    // What it gives is looked up as any name is: here as a part of a fused weight.
+    let fused = zeros(&[("double_blocks.0.img_attn.qkv.weight", [6, 2])]);
+    let part = adapter(&rows("x.0.query", &[1.0, 2.0], 2)).rename("x.{}.query", "transformer_blocks.{}.attn.to_k");
+    assert_eq!(first_columns(&fused, part.unwrap()), [[0.0, 0.0, 1.0, 2.0, 0.0, 0.0]]);
+    for (from, to) in [("a.{}", "b"), ("a*", "b"), ("a*b", "c*"), ("{", "}"), ("{}{}", "{}{}")] {
+        assert!(matches!(foreign().rename(from, to), Err(Error::Invalid { .. })), "{from} {to}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn resolving_names_of_every_table_never_panics(
+        weights in proptest::collection::vec(("(double_blocks|single_blocks|blocks|blk|model\\.layers|transformer_blocks)\\.[0-9]\\.(img_attn\\.qkv|linear1|attn_q|self_attn\\.q_proj|self_attn\\.q|attn\\.to_[qkv]|qkv|[qkv])\\.weight", 0u64..9, 1u64..3), 1..6),
+        modules in proptest::collection::vec(("(transformer\\.|lora_unet_|)(transformer_blocks|double_blocks|blk|model\\.layers)[._][0-9][._](attn[._]to_[qkv]|img_attn[._]qkv|attn_[qk]|self_attn[._]q_proj|qkv)", 0u64..9), 1..6),
+        heads in 0usize..3,
+    ) {
+        let weights: BTreeMap<String, [u64; 2]> = weights.into_iter().map(|(name, rows, cols)| (name, [rows, cols])).collect();
+        let base = zeros(&weights.iter().map(|(name, shape)| (name.as_str(), *shape)).collect::<Vec<_>>());
+        let modules: BTreeMap<String, u64> = modules.into_iter().collect();
+        let factors: Vec<Tensor> = modules.iter().flat_map(|(name, count)| rows(name, &vec![1.0; *count as usize], 2)).collect();
+        let adapter = adapter(&factors).rotary_rows(RotaryRows::Paired { heads, kv_heads: heads });
+        let _ = Patches::resolve(base.layout(), vec![adapter], Matching::AllowPartial);
+    }
+}
