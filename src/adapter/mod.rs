@@ -22,6 +22,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{AdapterFault, Error, Result};
+use crate::transfer::Stamp;
 use keys::{Key, Part};
 use peft::PeftConfig;
 
@@ -44,6 +45,17 @@ pub struct Adapter {
     unknown: Vec<usize>,
     /// Only keys that begin so are wanted.
     component: Option<String>,
+}
+
+/// What an adapter was opened from and is applied with. Two that are equal change a checkpoint alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Origin {
+    path: PathBuf,
+    stamps: Vec<Stamp>,
+    /// The bits of its strength.
+    strength: u32,
+    /// Its configuration and the component that is wanted.
+    settings: String,
 }
 
 /// The tensors that an adapter has for one module.
@@ -121,6 +133,13 @@ impl Adapter {
     /// The file or folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// What tells it from every other adapter.
+    pub(crate) fn origin(&self) -> Origin {
+        let stamps = self.checkpoint.sources().iter().map(|source| source.stamp()).collect();
+        let settings = format!("{:?} {:?}", self.config, self.component);
+        Origin { path: self.path.clone(), stamps, strength: self.strength.to_bits(), settings }
     }
 
     /// What it is applied with.

@@ -7,7 +7,7 @@ use super::build::{self, Built, Weight};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::step::{Step, TensorPatch};
 use super::targets::{Found, Target, Targets};
-use super::{Adapter, AdapterModule, Scaling};
+use super::{Adapter, AdapterModule, Origin, Scaling};
 use crate::checkpoint::Layout;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -30,6 +30,7 @@ pub struct Patches {
     tensors: BTreeMap<usize, TensorPatch>,
     layout: Layout,
     report: MatchReport,
+    origins: Vec<Origin>,
 }
 
 impl Patches {
@@ -48,12 +49,17 @@ impl Patches {
         for adapter in &adapters {
             resolving.adapter(adapter, &targets, matching)?;
         }
-        resolving.finish()
+        Ok(Patches { origins: adapters.iter().map(Adapter::origin).collect(), ..resolving.finish()? })
     }
 
     /// No patches at all.
     pub(crate) fn unchanged(layout: Layout) -> Patches {
         Patches { layout, ..Patches::default() }
+    }
+
+    /// Where the adapters came from, in order.
+    pub(crate) fn origins(&self) -> &[Origin] {
+        &self.origins
     }
 
     /// What became of every tensor of the adapters.
@@ -247,7 +253,7 @@ impl<'a> Resolving<'a> {
             let (name, shape, steps) = (info.name.clone(), info.shape.clone(), Arc::new(steps));
             tensors.insert(tensor, TensorPatch { name, float, shape, patched_shape, scaling, needs, steps });
         }
-        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report })
+        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins: Vec::new() })
     }
 }
 
