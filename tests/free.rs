@@ -70,7 +70,7 @@ fn case_31_each_combination_of_the_flags() {
         let cache = case.fill(&watched.registry, "abc", "b");
         let hooks = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&hooks);
-        cache.on_reset(move || drop(counter.fetch_add(1, Ordering::Relaxed)));
+        cache.on_reset(move || _ = counter.fetch_add(1, Ordering::Relaxed));
         let calls = watched.countdown.calls();
         std::thread::scope(|scope| drop(scope.spawn(|| cache.request_free(request))));
         assert_eq!((watched.countdown.calls(), held(&cache).as_str()), (calls, "abc"), "asking only sets flags");
