@@ -129,9 +129,7 @@ fn cuda_case_31_flags_are_consumed_once_between_two_jobs() {
         let resets = Arc::new(AtomicUsize::new(0));
         let counter = Arc::clone(&resets);
         cache.on_reset(move || _ = counter.fetch_add(1, Ordering::Relaxed));
-        std::thread::scope(|scope| {
-            drop(scope.spawn(|| cache.request_free(FreeRequest { unload_models, free_memory })))
-        });
+        std::thread::scope(|scope| _ = scope.spawn(|| cache.request_free(FreeRequest { unload_models, free_memory })));
         assert_eq!(held(&cache), "ab", "asking frees nothing");
         let report = cache.service_requests(&devices).unwrap();
         assert_eq!(report.is_some_and(|report| !report.trimmed.is_empty()), free_memory);

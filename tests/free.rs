@@ -72,7 +72,7 @@ fn case_31_each_combination_of_the_flags() {
         let counter = Arc::clone(&hooks);
         cache.on_reset(move || _ = counter.fetch_add(1, Ordering::Relaxed));
         let calls = watched.countdown.calls();
-        std::thread::scope(|scope| drop(scope.spawn(|| cache.request_free(request))));
+        std::thread::scope(|scope| _ = scope.spawn(|| cache.request_free(request)));
         assert_eq!((watched.countdown.calls(), held(&cache).as_str()), (calls, "abc"), "asking only sets flags");
         let report = cache.service_requests(&watched.registry).unwrap();
         assert_eq!(report.is_none(), request.is_empty(), "{request:?}");

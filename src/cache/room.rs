@@ -18,6 +18,12 @@ pub enum Evict {
     Kept,
 }
 
+/// What was taken out of the cache for room, and the keys of those that stay.
+struct Chosen {
+    leaving: Vec<(String, Entry)>,
+    kept: Vec<String>,
+}
+
 /// How long memory that is let go of may take to come back: devices free when the last work that used it is done.
 const DEADLINE: Duration = Duration::from_secs(5);
 
@@ -40,7 +46,7 @@ impl ModelCache {
             available = self::available(&*device)?;
             chosen = self.choose(device.id(), bytes, available, evict);
         }
-        let Some((leaving, kept)) = chosen else { return Err(self.no_room(&*device, bytes, available)) };
+        let Some(Chosen { leaving, kept }) = chosen else { return Err(self.no_room(&*device, bytes, available)) };
         let report = let_go(leaving, kept);
         report.log();
         let until = Instant::now() + DEADLINE;
@@ -76,13 +82,7 @@ impl ModelCache {
 
     /// Takes as many models out as it needs to get from `available` to `bytes`, with the keys of those that stay; none
     /// when all together are too few, and nothing is taken out then.
-    fn choose(
-        &self,
-        id: DeviceId,
-        bytes: u64,
-        available: u64,
-        evict: Evict,
-    ) -> Option<(Vec<(String, Entry)>, Vec<String>)> {
+    fn choose(&self, id: DeviceId, bytes: u64, available: u64, evict: Evict) -> Option<Chosen> {
         let entries: &mut Entries = &mut self.entries();
         let may_go = |entry: &Entry| entry.retention == Retention::Unload || evict == Evict::Kept;
         let candidates = entries.models.iter().filter(|(_, e)| may_go(e) && e.bytes_on(id) > 0 && !e.in_use());
@@ -101,7 +101,7 @@ impl ModelCache {
             return None;
         }
         let leaving = keys.into_iter().filter_map(|key| entries.models.remove_entry(&key)).collect();
-        Some((leaving, entries.models.keys().cloned().collect()))
+        Some(Chosen { leaving, kept: entries.models.keys().cloned().collect() })
     }
 
     fn no_room(&self, device: &dyn Device, requested: u64, available: u64) -> Error {
