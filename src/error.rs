@@ -97,6 +97,17 @@ pub enum Error {
         /// The most that can be taken from the device.
         limit: u64,
     },
+    /// A device is full, and what a cache may let go of there does not make the room; unload one of those named.
+    #[error(transparent)]
+    NoRoom(Box<NoRoom>),
+    /// Models that a cache keeps can no longer be read; load them again.
+    #[error("the cache lost {}: {cause}", keys.join(", "))]
+    ModelsLost {
+        /// Their keys.
+        keys: Vec<String>,
+        /// Why the first of them cannot be read.
+        cause: Arc<Error>,
+    },
     /// A file is not what it should be.
     #[error("{}{}: {fault}", file.display(), tensor.as_ref().map(|t| format!(", tensor `{t}`")).unwrap_or_default())]
     File {
@@ -192,6 +203,8 @@ impl Error {
             Error::DeviceAbsent { .. } => ErrorKind::DeviceAbsent,
             Error::DoesNotFit(_) => ErrorKind::DoesNotFit,
             Error::OutOfMemory { .. } => ErrorKind::OutOfMemory,
+            Error::NoRoom(_) => ErrorKind::NoRoom,
+            Error::ModelsLost { .. } => ErrorKind::ModelsLost,
             Error::File { .. } => ErrorKind::File,
             Error::Adapter { .. } => ErrorKind::Adapter,
             Error::Io { .. } => ErrorKind::Io,
@@ -240,6 +253,8 @@ pub enum ErrorKind {
     DeviceAbsent,
     DoesNotFit,
     OutOfMemory,
+    NoRoom,
+    ModelsLost,
     File,
     Adapter,
     Io,
@@ -277,6 +292,54 @@ pub struct Shortfall {
     pub total: u64,
     /// `needed - limit`.
     pub short: u64,
+}
+
+/// Why a cache cannot make room: both numbers, and who holds the device's memory.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{device} has {available} bytes free, the request needs {requested}: {short} bytes short; it is held by {}",
+    Holders(self)
+)]
+#[non_exhaustive]
+pub struct NoRoom {
+    /// The device.
+    pub device: DeviceId,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// Bytes that can be had now.
+    pub available: u64,
+    /// Bytes that are missing when all that may go has gone.
+    pub short: u64,
+    /// The cached models that hold memory there, in order of key.
+    pub holders: Vec<Holder>,
+    /// Bytes that this process has taken there and no cached model holds.
+    pub others: u64,
+}
+
+/// A cached model that holds memory of a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Holder {
+    /// Its key.
+    pub key: String,
+    /// The bytes that it holds there.
+    pub bytes: u64,
+    /// Whether it is to be kept.
+    pub kept: bool,
+    /// Whether anyone beside the cache holds it.
+    pub in_use: bool,
+}
+
+struct Holders<'a>(&'a NoRoom);
+
+impl fmt::Display for Holders<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for Holder { key, bytes, kept, in_use } in &self.0.holders {
+            let (kept, used) = (if *kept { ", kept" } else { "" }, if *in_use { ", in use" } else { "" });
+            write!(f, "`{key}` ({bytes} bytes{kept}{used}), ")?;
+        }
+        write!(f, "others ({} bytes)", self.0.others)
+    }
 }
 
 /// What is wrong with a model file.

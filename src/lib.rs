@@ -107,7 +107,8 @@
 //!   and the instruction set ([`patch`]).
 //! - Loading with progress and cancellation that gives all memory back when it fails ([`Loader`]).
 //! - Streaming in any order of layers; the host waits only when it asks to ([`Streamer`]).
-//! - A cache that owns its models and unloads exactly the flagged ones ([`ModelCache`]).
+//! - A cache that owns its models and unloads exactly the flagged ones, when it is told to, asked to between two jobs,
+//!   or short of memory ([`ModelCache`], [`FreeRequest`], [`Pressure`]).
 //! - Devices by description, on a virtual or a wall clock, for plans, tests and examples ([`backend::Simulated`]); a
 //!   suite that every backend has to pass ([`backend::conformance`]); a backend that fails on purpose
 //!   ([`backend::Faulty`]).
@@ -144,16 +145,19 @@ pub mod transfer;
 pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows, ScalePolicy, TensorPatch};
 pub use allocation::{Allocation, Mode};
 pub use bytes::{ByteSize, Human};
-pub use cache::{CleanupReport, EntryInfo, ModelCache, Retention, UnloadReport, Unloaded};
+pub use cache::{
+    CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,
+    PressureState, Retention, UnloadReport, Unloaded,
+};
 pub use checkpoint::Checkpoint;
 pub use device::{
     Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology,
 };
 pub use dtype::{DType, UnknownDType};
-pub use error::{AdapterFault, Error, ErrorKind, FileFault, Result, Shortfall};
+pub use error::{AdapterFault, Error, ErrorKind, FileFault, Holder, NoRoom, Result, Shortfall};
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
 pub use patch::PatchOutcome;
-pub use plan::{Assignment, DevicePlan, Estimate, Order, Plan, Planner, SegmentTime, Slots, Unit, Use};
+pub use plan::{Assignment, DevicePlan, Estimate, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use};
 pub use registry::Registry;
 pub use rounding::Rounding;
 pub use stream::{LayerGuard, StreamReport, Streamer};

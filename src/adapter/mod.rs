@@ -27,6 +27,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{AdapterFault, Error, Result};
+use crate::transfer::Stamp;
 use keys::{Key, Part};
 use pattern::Pattern;
 use peft::PeftConfig;
@@ -55,6 +56,17 @@ pub struct Adapter {
     /// What the caller calls modules of the checkpoint by, in place of the adapter's names.
     renames: Vec<(Pattern, Pattern)>,
     rotary: Option<RotaryRows>,
+}
+
+/// What an adapter was opened from and is applied with. Two that are equal change a checkpoint alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Origin {
+    path: PathBuf,
+    stamps: Vec<Stamp>,
+    /// The bits of its strength.
+    strength: u32,
+    /// Its configuration, the component that is wanted, and its renames.
+    settings: String,
 }
 
 /// The tensors that an adapter has for one module.
@@ -174,6 +186,13 @@ impl Adapter {
     /// The file or folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// What tells it from every other adapter.
+    pub(crate) fn origin(&self) -> Origin {
+        let stamps = self.checkpoint.sources().iter().map(|source| source.stamp()).collect();
+        let settings = format!("{:?} {:?} {:?}", self.config, self.component, self.renames);
+        Origin { path: self.path.clone(), stamps, strength: self.strength.to_bits(), settings }
     }
 
     /// What it is applied with.

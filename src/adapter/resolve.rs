@@ -7,7 +7,7 @@ use super::build::{self, Built, Weight};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::step::{Step, TensorPatch};
 use super::targets::{Found, Target, Targets};
-use super::{Adapter, AdapterModule, ScalePolicy, Scaling};
+use super::{Adapter, AdapterModule, Origin, ScalePolicy, Scaling};
 use crate::checkpoint::Layout;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -31,6 +31,7 @@ pub struct Patches {
     tensors: BTreeMap<usize, TensorPatch>,
     layout: Layout,
     report: MatchReport,
+    origins: Vec<Origin>,
 }
 
 impl Patches {
@@ -49,7 +50,7 @@ impl Patches {
         for adapter in &adapters {
             resolving.adapter(adapter, &targets, matching)?;
         }
-        resolving.finish()
+        Ok(Patches { origins: adapters.iter().map(Adapter::origin).collect(), ..resolving.finish()? })
     }
 
     /// No patches at all.
@@ -108,6 +109,16 @@ impl Patches {
         self.layout = self.layout.patched(&weights.chain(own).collect::<Vec<_>>())?;
         self.tensors.extend(scales);
         Ok(self)
+    }
+
+    /// Where the adapters came from, in order.
+    pub(crate) fn origins(&self) -> &[Origin] {
+        &self.origins
+    }
+
+    /// How what they change is stored; the same for all tensors, none where nothing changes.
+    pub(crate) fn policy(&self) -> Option<(Rounding, ScalePolicy)> {
+        self.tensors.values().next().map(|patch| (patch.rounding, patch.scale_policy))
     }
 
     /// What became of every tensor of the adapters.
@@ -321,7 +332,7 @@ impl<'a> Resolving<'a> {
             };
             tensors.insert(tensor, patch);
         }
-        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report })
+        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins: Vec::new() })
     }
 }
 

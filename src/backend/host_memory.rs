@@ -41,6 +41,21 @@ impl HostMemory {
     }
 }
 
+/// Has the process's allocator give the memory that it keeps for reuse back to the system, where it can be asked.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+#[expect(unsafe_code, reason = "the C library's function is not in any of the crates used here")]
+pub(crate) fn trim_allocator() {
+    unsafe extern "C" {
+        fn malloc_trim(pad: usize) -> std::ffi::c_int;
+    }
+    // SAFETY: any thread may call it at any time; it touches only memory that nobody has allocated.
+    unsafe { malloc_trim(0) };
+}
+
+/// Has the process's allocator give the memory that it keeps for reuse back to the system, where it can be asked.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub(crate) fn trim_allocator() {}
+
 /// A limit of one control group and what its members use, without the page cache that can be dropped.
 struct Limit {
     bytes: u64,

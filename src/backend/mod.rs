@@ -32,6 +32,7 @@ pub use cuda::Cuda;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
+pub(crate) use host_memory::trim_allocator;
 pub use ledger::{Charge, Ledger};
 pub use simulated::Simulated;
 pub use software::Clock;

@@ -1,15 +1,22 @@
 //! Models that stay in memory between uses, and leave when they are told to.
 
+mod free;
+mod identity;
+mod pressure;
 mod report;
+mod room;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub use free::FreeRequest;
+pub use identity::Identity;
+pub use pressure::{Pressure, PressureReadings, PressureReport, PressureState};
 pub use report::{CleanupReport, EntryInfo, UnloadReport, Unloaded};
+pub use room::Evict;
 
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::registry::Registry;
 
 /// What happens to a model at the next [`unload_all`](ModelCache::unload_all).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -42,13 +49,52 @@ pub enum Retention {
 /// ```
 #[derive(Debug, Default)]
 pub struct ModelCache {
-    entries: Mutex<BTreeMap<String, Entry>>,
+    entries: Mutex<Entries>,
+    requests: free::Requests,
+    hooks: free::Hooks,
+    loads: identity::Loads,
+    pressure: Mutex<PressureState>,
+}
+
+#[derive(Debug, Default)]
+struct Entries {
+    models: BTreeMap<String, Entry>,
+    /// Goes up with each use of an entry.
+    clock: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
     model: Arc<Model>,
     retention: Retention,
+    /// What it was loaded from, where the cache had it loaded.
+    identity: Option<Identity>,
+    /// The clock at its last use.
+    used: u64,
+    /// A hash of its bytes, where one was taken.
+    content: Option<u64>,
+}
+
+impl Entries {
+    fn insert(
+        &mut self,
+        key: String,
+        model: Arc<Model>,
+        retention: Retention,
+        identity: Option<Identity>,
+    ) -> Option<Arc<Model>> {
+        self.clock += 1;
+        let entry = Entry { model, retention, identity, used: self.clock, content: None };
+        self.models.insert(key, entry).map(|old| old.model)
+    }
+
+    /// The entry `key`, which is used now.
+    fn touch(&mut self, key: &str) -> Option<&Entry> {
+        self.clock += 1;
+        let entry = self.models.get_mut(key)?;
+        entry.used = self.clock;
+        Some(entry)
+    }
 }
 
 impl Entry {
@@ -66,12 +112,13 @@ impl ModelCache {
 
     /// Takes a model under a key. Returns the model that had the key before; it leaves when its last user is done.
     pub fn insert(&self, key: impl Into<String>, model: Arc<Model>, retention: Retention) -> Option<Arc<Model>> {
-        self.entries().insert(key.into(), Entry { model, retention }).map(|old| old.model)
+        self.entries().insert(key.into(), model, retention, None)
     }
 
-    /// The model `key`. It is in use, and not freed, until what is returned is dropped.
+    /// The model `key`. It is in use, and not freed, until what is returned is dropped. This is what counts as a use
+    /// where [`make_room`](ModelCache::make_room) asks which was used least recently.
     pub fn get(&self, key: &str) -> Option<Arc<Model>> {
-        self.entries().get(key).map(|entry| Arc::clone(&entry.model))
+        self.entries().touch(key).map(|entry| Arc::clone(&entry.model))
     }
 
     /// Says anew whether the model `key` stays.
@@ -80,7 +127,7 @@ impl ModelCache {
     /// [`Error::Invalid`] when there is no such model.
     pub fn flag(&self, key: &str, retention: Retention) -> Result<()> {
         let mut entries = self.entries();
-        let entry = entries.get_mut(key).ok_or_else(|| no_model(key))?;
+        let entry = entries.models.get_mut(key).ok_or_else(|| no_model(key))?;
         entry.retention = retention;
         Ok(())
     }
@@ -92,8 +139,9 @@ impl ModelCache {
             kept: entry.retention == Retention::Keep,
             in_use: entry.in_use(),
             bytes: entry.model.bytes(),
+            lost: entry.model.lost().map(|error| error.to_string()),
         };
-        self.entries().iter().map(info).collect()
+        self.entries().models.iter().map(info).collect()
     }
 
     /// Lets go of one model, flagged or not.
@@ -119,42 +167,33 @@ impl ModelCache {
         self.unload_where(|_, _| true)
     }
 
-    /// The clean-up between two jobs: lets go of the flagged models, then empties the allocator caches of all
-    /// open devices.
-    ///
-    /// # Errors
-    /// The first device that refuses to give its allocator cache back; the models are gone all the same.
-    pub fn full_cleanup(&self, registry: &Registry) -> Result<CleanupReport> {
-        let before = registry.snapshot("before clean-up");
-        let unload = self.unload_all();
-        let unloaded = registry.snapshot("after unload");
-        let trimmed = registry.trim()?;
-        Ok(CleanupReport { unload, trimmed, snapshots: vec![before, unloaded, registry.snapshot("after trim")] })
-    }
-
     fn unload_where(&self, goes: impl Fn(&str, Retention) -> bool) -> UnloadReport {
-        let mut report = UnloadReport::default();
-        let leaving: Vec<(String, Entry)> = {
-            let mut entries = self.entries();
-            let keys: Vec<String> = entries.keys().filter(|key| goes(key, entries[*key].retention)).cloned().collect();
-            let leaving = keys.into_iter().filter_map(|key| entries.remove_entry(&key)).collect();
-            report.kept = entries.keys().cloned().collect();
-            leaving
+        let (leaving, kept) = {
+            let models = &mut self.entries().models;
+            let keys: Vec<String> = models.keys().filter(|key| goes(key, models[*key].retention)).cloned().collect();
+            let leaving: Vec<_> = keys.into_iter().filter_map(|key| models.remove_entry(&key)).collect();
+            (leaving, models.keys().cloned().collect())
         };
-        // Waiting and giving memory back can take a while; the cache is open to others meanwhile.
-        for (key, entry) in leaving {
-            let unloaded = Unloaded { key, bytes: entry.model.bytes() };
-            let deferred = entry.in_use() || entry.model.wait_unused().is_err();
-            let list = if deferred { &mut report.deferred } else { &mut report.unloaded };
-            list.push(unloaded);
-        }
+        let report = let_go(leaving, kept);
         report.log();
         report
     }
 
-    fn entries(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
+    fn entries(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Gives back the memory of models that left the cache. That can take a while; the cache is open to others meanwhile.
+fn let_go(leaving: Vec<(String, Entry)>, kept: Vec<String>) -> UnloadReport {
+    let mut report = UnloadReport { kept, ..UnloadReport::default() };
+    for (key, entry) in leaving {
+        let unloaded = Unloaded { key, bytes: entry.model.bytes() };
+        let deferred = entry.in_use() || entry.model.wait_unused().is_err();
+        let list = if deferred { &mut report.deferred } else { &mut report.unloaded };
+        list.push(unloaded);
+    }
+    report
 }
 
 fn no_model(key: &str) -> Error {

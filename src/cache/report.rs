@@ -5,6 +5,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::FreeRequest;
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, MemorySnapshot};
 
@@ -20,6 +21,8 @@ pub struct EntryInfo {
     pub in_use: bool,
     /// The bytes that it holds on each device.
     pub bytes: BTreeMap<DeviceId, u64>,
+    /// Why it cannot be used any more, where a device that holds some of it is lost.
+    pub lost: Option<String>,
 }
 
 /// A model that left the cache.
@@ -63,11 +66,16 @@ impl UnloadReport {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct CleanupReport {
+    /// What was asked for.
+    pub request: FreeRequest,
     /// The models that went and stayed.
     pub unload: UnloadReport,
+    /// How many reset hooks ran.
+    pub resets: usize,
     /// The bytes that each device's allocator gave back.
     pub trimmed: BTreeMap<DeviceId, u64>,
-    /// All devices before, after unloading, and after emptying the allocator caches.
+    /// All devices before and after unloading; with `free_memory` also after the reset hooks and after emptying the
+    /// allocator caches.
     pub snapshots: Vec<MemorySnapshot>,
 }
 
@@ -91,10 +99,13 @@ impl fmt::Display for UnloadReport {
 impl fmt::Display for CleanupReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.unload)?;
-        match self.trimmed.values().all(|&bytes| bytes == 0) {
-            true => Ok(()),
-            false => write!(f, "; allocator caches gave back {}", Amounts(&self.trimmed)),
+        if self.request.free_memory {
+            write!(f, "; {} reset hooks ran", self.resets)?;
         }
+        if self.trimmed.values().any(|&bytes| bytes > 0) {
+            write!(f, "; allocator caches gave back {}", Amounts(&self.trimmed))?;
+        }
+        Ok(())
     }
 }
 

@@ -5,6 +5,7 @@
 //! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
 
 mod model;
+mod probe;
 mod progress;
 mod reservation;
 mod ring;

@@ -191,6 +191,21 @@ impl Model {
         homes.chain(slots.iter().flatten()).try_for_each(|buf| buf.wait_unused(DEADLINE))
     }
 
+    /// Whether a [`Streamer`](crate::Streamer) brings its layers now.
+    pub(crate) fn is_streaming(&self) -> bool {
+        self.residency.slots.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// The memory of all modules that have some of their own, in order.
+    pub(super) fn homes(&self) -> impl Iterator<Item = &Buf> {
+        (0..self.layout.modules.len()).filter_map(|module| self.home(module))
+    }
+
+    /// The devices that it is on.
+    pub(super) fn devices(&self) -> impl Iterator<Item = &Arc<dyn Device>> {
+        self.devices.values()
+    }
+
     /// The memory of a module where it lives, none when another module owns its storage.
     pub(crate) fn home(&self, module: usize) -> Option<&Buf> {
         self.residency.homes[module].as_ref().or(self.store.homes[module].as_ref())
@@ -221,7 +236,7 @@ impl Model {
 }
 
 /// How long reading a tensor back, and waiting for work that uses the model, may take.
-const DEADLINE: Duration = Duration::from_secs(300);
+pub(super) const DEADLINE: Duration = Duration::from_secs(300);
 
 impl fmt::Debug for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

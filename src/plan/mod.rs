@@ -9,6 +9,7 @@ mod fit;
 mod pattern;
 mod place;
 mod planner;
+mod preset;
 mod quota;
 mod spread;
 mod table;
@@ -18,4 +19,5 @@ mod value;
 
 pub use estimate::{Estimate, SegmentTime};
 pub use planner::Planner;
+pub use preset::Preset;
 pub use value::{Assignment, DevicePlan, Order, Plan, Slots, Unit, Use};

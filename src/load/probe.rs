@@ -1,0 +1,94 @@
+//! Whether a model that was loaded can still be read.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::Model;
+use super::model::DEADLINE;
+use crate::backend::{Buf, BufMut, Health, MemoryKind, Piece, Role, Stream, Transfer};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// The most that is copied to the host at a time.
+const CHUNK: usize = 1 << 20;
+
+/// What is read of each module to see that its memory is there.
+const TOUCHED: usize = 64;
+
+impl Model {
+    /// The failure of a device that holds some of it, where one failed for good.
+    pub(crate) fn lost(&self) -> Option<Error> {
+        self.devices().find_map(|device| match device.health() {
+            Health::Lost(why) => Some(Error::DeviceLost { device: device.id(), why }),
+            Health::Good => None,
+        })
+    }
+
+    /// Reads the beginning of every module where it lives.
+    pub(crate) fn touch(&self) -> Result<()> {
+        self.scan(TOUCHED, &mut |bytes| {
+            std::hint::black_box(bytes.iter().fold(0, |sum: u8, byte| sum ^ byte));
+        })
+    }
+
+    /// A hash of all bytes of all modules. Two of one model differ when its bytes changed in between.
+    pub(crate) fn fingerprint(&self) -> Result<u64> {
+        // FNV-1a over words of eight bytes.
+        let mut hash = 0xcbf2_9ce4_8422_2325u64;
+        let mut mix = |word: u64| hash = (hash ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+        self.scan(usize::MAX, &mut |bytes| {
+            let (words, rest) = bytes.as_chunks::<8>();
+            words.iter().for_each(|word| mix(u64::from_le_bytes(*word)));
+            rest.iter().for_each(|&byte| mix(u64::from(byte)));
+        })?;
+        Ok(hash)
+    }
+
+    /// Shows `visit` the first `most` bytes of every module, in pieces.
+    fn scan(&self, most: usize, visit: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let mut road = Road { model: self, staging: None, streams: BTreeMap::new() };
+        for home in self.homes() {
+            let end = home.bytes().min(most);
+            if let Some(bytes) = home.host(DEADLINE)? {
+                visit(&bytes[..end]);
+                continue;
+            }
+            for at in (0..end).step_by(CHUNK) {
+                road.bring(home, at, CHUNK.min(end - at), visit)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The way of a model's bytes to the host: one staging buffer, one stream per device.
+struct Road<'a> {
+    model: &'a Model,
+    staging: Option<BufMut>,
+    streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
+}
+
+impl Road<'_> {
+    fn bring(&mut self, home: &Buf, at: usize, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<()> {
+        let id = home.device();
+        let stream = match self.streams.get(&id) {
+            Some(stream) => Arc::clone(stream),
+            None => {
+                let stream = self.model.device(id)?.stream(Role::Download)?;
+                self.streams.insert(id, Arc::clone(&stream));
+                stream
+            }
+        };
+        let staging = match self.staging.take().filter(|staging| staging.bytes() >= bytes) {
+            Some(staging) => staging,
+            None => self.model.host().alloc(bytes, MemoryKind::Pinned)?,
+        };
+        let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
+        let mut landed = stream.copy(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;
+        let shown = landed.host_mut().ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
+        visit(&shown[..bytes]);
+        drop(shown);
+        self.staging = Some(landed);
+        Ok(())
+    }
+}

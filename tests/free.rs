@@ -1,0 +1,390 @@
+//! Freeing memory: requests that a worker serves between two jobs, room on one device, shared loads, pressure.
+
+mod support;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
+
+use support::watched::Watched;
+use support::*;
+use tensor_offload::backend::{Clock, Operation};
+use tensor_offload::{
+    ByteSize, Checkpoint, DeviceId, Error, ErrorKind, Evict, FreeRequest, Identity, Loader, Matching, Model,
+    ModelCache, NoRoom, Patches, Plan, Pressure, Registry, Result, Retention, Streamer, Unloaded,
+};
+
+const UNLOAD: FreeRequest = FreeRequest { unload_models: true, free_memory: false };
+const FREE: FreeRequest = FreeRequest { unload_models: false, free_memory: true };
+
+struct Case {
+    subject: Subject,
+    plan: Plan,
+}
+
+impl Case {
+    fn new(seed: u64) -> Case {
+        let subject = Subject::plain(&llama(2, 32), seed);
+        let plan = subject.planner(&machine(), "cuda:0,20kb;xpu:0,10kb;cpu,*").depth(1).plan().unwrap();
+        Case { subject, plan }
+    }
+
+    fn load(&self, registry: &Registry) -> Result<Model> {
+        Loader::new(registry).workers(1).load(&self.subject.checkpoint, &self.subject.patches, &self.plan)
+    }
+
+    /// A cache of models `a`, `b`, …, those in `flagged` to go.
+    fn fill(&self, registry: &Registry, names: &str, flagged: &str) -> ModelCache {
+        let cache = ModelCache::new();
+        for name in names.chars() {
+            let retention = if flagged.contains(name) { Retention::Unload } else { Retention::Keep };
+            cache.insert(name, Arc::new(self.load(registry).unwrap()), retention);
+        }
+        cache
+    }
+
+    fn bytes_on(&self, id: DeviceId) -> u64 {
+        let share = self.plan.device(id).unwrap();
+        share.bytes + share.slots
+    }
+}
+
+fn keys(list: &[Unloaded]) -> String {
+    list.iter().map(|unloaded| unloaded.key.as_str()).collect()
+}
+
+fn held(cache: &ModelCache) -> String {
+    cache.list().into_iter().map(|info| info.key).collect()
+}
+
+#[test]
+fn case_31_each_combination_of_the_flags() {
+    for (request, unloads, resets) in [
+        (FreeRequest::default(), false, false),
+        (UNLOAD, true, false),
+        (FREE, true, true),
+        (FreeRequest::ALL, true, true),
+    ] {
+        let watched = Watched::new(machine(), Clock::Wall);
+        open_all(&watched.registry);
+        let case = Case::new(60);
+        let cache = case.fill(&watched.registry, "abc", "b");
+        let hooks = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&hooks);
+        cache.on_reset(move || _ = counter.fetch_add(1, Ordering::Relaxed));
+        let calls = watched.countdown.calls();
+        std::thread::scope(|scope| _ = scope.spawn(|| cache.request_free(request)));
+        assert_eq!((watched.countdown.calls(), held(&cache).as_str()), (calls, "abc"), "asking only sets flags");
+        let report = cache.service_requests(&watched.registry).unwrap();
+        assert_eq!(report.is_none(), request.is_empty(), "{request:?}");
+        assert_eq!(held(&cache), if unloads { "ac" } else { "abc" }, "{request:?}");
+        assert_eq!(hooks.load(Ordering::Relaxed), usize::from(resets), "{request:?}");
+        let trims = watched.countdown.calls_of(Operation::Trim);
+        assert_eq!(trims, if resets { watched.registry.opened().len() as u64 } else { 0 }, "{request:?}");
+        if let Some(report) = report {
+            let tags: Vec<_> = report.snapshots.iter().map(|snapshot| snapshot.tag.as_str()).collect();
+            let all = ["before clean-up", "after unload", "after reset", "after emptying"];
+            assert_eq!(tags, all[..if resets { 4 } else { 2 }]);
+            assert_eq!((report.request, report.resets), (request, usize::from(resets)));
+        } else {
+            assert_eq!(watched.countdown.calls(), calls, "nothing asked for: no device is asked anything");
+        }
+        assert!(cache.service_requests(&watched.registry).unwrap().is_none(), "served once");
+        cache.list().iter().for_each(|info| case.subject.check(&cache.get(&info.key).unwrap()));
+    }
+}
+
+#[test]
+fn a_clean_up_unloads_then_resets_then_empties() {
+    let watched = Watched::new(machine(), Clock::Virtual);
+    let cache = Arc::new(Case::new(61).fill(&watched.registry, "ab", "a"));
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    for hook in 0..2 {
+        let (seen, countdown, cache_of_hook) = (Arc::clone(&seen), watched.countdown.clone(), Arc::downgrade(&cache));
+        cache.on_reset(move || {
+            let cache = cache_of_hook.upgrade().unwrap();
+            // A hook may use the cache, and ask again: that is for the next time.
+            cache.request_free(UNLOAD);
+            seen.lock().unwrap().push((hook, held(&cache), countdown.calls_of(Operation::Trim)));
+        });
+    }
+    cache.full_cleanup(&watched.registry).unwrap();
+    assert_eq!(*seen.lock().unwrap(), [(0, "b".to_owned(), 0), (1, "b".to_owned(), 0)]);
+    assert!(watched.countdown.calls_of(Operation::Trim) > 0);
+    assert_eq!(cache.requested(), UNLOAD);
+}
+
+#[test]
+fn requests_of_many_threads_are_served_once() {
+    let registry = Registry::described(machine(), Clock::Wall);
+    let cache = ModelCache::new();
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (cache, request) = (&cache, if thread % 2 == 0 { UNLOAD } else { FREE });
+            scope.spawn(move || (0..1000).for_each(|_| cache.request_free(request)));
+        }
+    });
+    assert_eq!(cache.service_requests(&registry).unwrap().unwrap().request, FreeRequest::ALL);
+    assert!(cache.service_requests(&registry).unwrap().is_none());
+}
+
+/// A registry whose first card holds `models` models of a case and nothing more.
+fn tight(case: &Case, models: u64) -> Registry {
+    let card = format!("cuda:0={}b,link=10", models * case.bytes_on(GPU0));
+    Registry::described(described(&["cpu=64mb", "xpu:0=24mb", &card]), Clock::Wall)
+}
+
+fn no_room(error: Error) -> NoRoom {
+    match error {
+        Error::NoRoom(no_room) => *no_room,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn room_is_made_by_the_flagged_then_by_the_least_recently_used() {
+    let case = Case::new(62);
+    let one = case.bytes_on(GPU0);
+    let registry = tight(&case, 4);
+    let cache = case.fill(&registry, "abcd", "c");
+    // What fits as it is lets nobody go.
+    let report = cache.make_room(&registry, GPU0, 0, Evict::Kept).unwrap();
+    assert_eq!((keys(&report.unloaded).as_str(), report.kept.len()), ("", 4));
+    drop(cache.get("a"));
+    let report = cache.make_room(&registry, GPU0, one, Evict::Flagged).unwrap();
+    assert_eq!(keys(&report.unloaded), "c");
+    // Used longest ago: b, then d, then a. One and a byte need two; c's room is free already.
+    let report = cache.make_room(&registry, GPU0, one * 2 + 1, Evict::Kept).unwrap();
+    assert_eq!((keys(&report.unloaded).as_str(), report.kept.join("")), ("bd", "a".to_owned()));
+    let error = no_room(cache.make_room(&registry, GPU0, one * 4, Evict::Flagged).unwrap_err());
+    assert_eq!((error.requested, error.available, error.short, error.others), (one * 4, one * 3, one, 0));
+    assert_eq!((error.holders[0].key.as_str(), error.holders[0].bytes, error.holders[0].kept), ("a", one, true));
+    cache.make_room(&registry, GPU0, one * 4, Evict::Kept).unwrap();
+    assert_eq!(registry.device(GPU0).unwrap().ledger().charged(), 0);
+}
+
+#[test]
+fn nothing_goes_where_that_would_not_be_enough() {
+    let case = Case::new(63);
+    let one = case.bytes_on(GPU0);
+    let registry = tight(&case, 3);
+    let cache = case.fill(&registry, "abc", "ab");
+    let user = cache.get("b").unwrap();
+    let error = cache.make_room(&registry, GPU0, one * 2, Evict::Flagged).unwrap_err();
+    let text = error.to_string();
+    assert_eq!((error.kind(), held(&cache).as_str()), (ErrorKind::NoRoom, "abc"));
+    assert!(text.contains(&format!("`b` ({one} bytes, in use)")) && text.contains("`c` (") && text.contains(", kept)"));
+    let error = no_room(cache.make_room(&registry, GPU0, one * 3, Evict::Kept).unwrap_err());
+    assert_eq!((error.short, held(&cache).as_str()), (one * 3, "abc"), "a model in use stays");
+    // What others hold is told apart.
+    drop(cache.unload("c").unwrap());
+    let other = registry.device(GPU0).unwrap().alloc(1000, tensor_offload::backend::MemoryKind::Arena).unwrap();
+    let error = no_room(cache.make_room(&registry, GPU0, one * 3, Evict::Kept).unwrap_err());
+    assert_eq!(error.others, 1000);
+    drop((user, other));
+    cache.make_room(&registry, GPU0, one * 3, Evict::Kept).unwrap();
+    assert_eq!(held(&cache), "");
+}
+
+#[test]
+fn others_on_a_device_are_flagged() {
+    let registry = Registry::described(machine(), Clock::Virtual);
+    let case = Case::new(64);
+    let cache = case.fill(&registry, "abc", "b");
+    let elsewhere = case.subject.planner(&machine(), "cpu,*").compute(CPU).plan();
+    let elsewhere = elsewhere.or_else(|_| case.subject.planner(&machine(), "cuda:1,*").compute(GPU1).plan()).unwrap();
+    let loader = Loader::new(&registry).workers(1);
+    let model = loader.load(&case.subject.checkpoint, &case.subject.patches, &elsewhere).unwrap();
+    cache.insert("d", Arc::new(model), Retention::Keep);
+    assert_eq!(cache.eject_others("a", xpu()).unwrap(), ["b", "c"]);
+    assert_eq!(cache.eject_others("nobody", xpu()).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(keys(&cache.unload_all().unloaded), "bc");
+    assert_eq!(held(&cache), "ad");
+}
+
+#[test]
+fn the_same_request_is_a_hit_and_another_is_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (registry, tensors) = (Registry::described(machine(), Clock::Virtual), llama(1, 32));
+    let path = |name: &str| folder.path().join(name);
+    let write = |name: &str, seed: u64| std::fs::write(path(name), safetensors(&tensors, seed)).unwrap();
+    write("one.safetensors", 1);
+    write("two.safetensors", 2);
+    let cache = ModelCache::new();
+    let loads = AtomicUsize::new(0);
+    let get = |key: &str, file: &str, strength: Option<f32>, allocation: &str| {
+        let checkpoint = Checkpoint::open(path(file)).unwrap();
+        let adapters = strength.map(|strength| {
+            std::fs::write(path("lora.safetensors"), lora_bytes(&tensors)).unwrap();
+            tensor_offload::Adapter::open(path("lora.safetensors"), strength).unwrap()
+        });
+        let patches =
+            Patches::resolve(checkpoint.layout(), adapters.into_iter().collect(), Matching::AllowPartial).unwrap();
+        let subject = Subject::new(checkpoint, patches);
+        let plan = subject.planner(&machine(), allocation).plan().unwrap();
+        let identity = Identity::of(&subject.checkpoint, &subject.patches, &plan);
+        let before = loads.load(Ordering::Relaxed);
+        let model = cache.get_or_load(key, &identity, Retention::Keep, || {
+            loads.fetch_add(1, Ordering::Relaxed);
+            Loader::new(&registry).workers(1).load(&subject.checkpoint, &subject.patches, &plan)
+        });
+        subject.check(&model.unwrap());
+        loads.load(Ordering::Relaxed) - before
+    };
+    const ALL: &str = "cuda:0,8kb;cpu,*";
+    assert_eq!(get("m", "one.safetensors", None, ALL), 1);
+    assert_eq!(get("m", "one.safetensors", None, ALL), 0, "the same");
+    assert_eq!(get("n", "two.safetensors", None, ALL), 1, "another file of the same shape");
+    assert_eq!(held(&cache), "mn", "two files are two entries");
+    assert_eq!(get("m", "two.safetensors", None, ALL), 1, "the key is another file's now");
+    assert_eq!(get("m", "two.safetensors", None, "cuda:0,16kb;cpu,*"), 1, "another plan");
+    write("three.safetensors", 3);
+    std::fs::rename(path("three.safetensors"), path("two.safetensors")).unwrap();
+    assert_eq!(get("m", "two.safetensors", None, "cuda:0,16kb;cpu,*"), 1, "the file was replaced");
+    assert_eq!(get("m", "two.safetensors", None, "cuda:0,16kb;cpu,*"), 0);
+    assert_eq!(held(&cache), "mn");
+    cache.unload_everything();
+    comes_back(&registry);
+}
+
+fn lora_bytes(tensors: &[tensor_offload::checkpoint::TensorSpec]) -> Vec<u8> {
+    safetensors(&tensors[..1], 9)
+}
+
+#[test]
+fn strengths_tell_identities_apart() {
+    let plain = Subject::plain(&llama(1, 32), 65);
+    let adapters = two_loras(&llama(1, 32), 65);
+    let plan = plain.planner(&machine(), "cuda:0,8kb;cpu,*").plan().unwrap();
+    let identity = |adapters: &[tensor_offload::Adapter]| {
+        let patches = Patches::resolve(plain.checkpoint.layout(), adapters.to_vec(), Matching::Strict).unwrap();
+        Identity::of(&plain.checkpoint, &patches, &plan)
+    };
+    let other = tensor_offload::Adapter::from_checkpoint(lora(&llama(1, 32), tensor_offload::DType::F32, 3, 66), 0.75);
+    assert_eq!(identity(&adapters), identity(&adapters));
+    for different in
+        [vec![], vec![adapters[0].clone()], vec![adapters[1].clone(), adapters[0].clone()], vec![other.unwrap()]]
+    {
+        assert_ne!(identity(&adapters), identity(&different));
+    }
+}
+
+#[test]
+fn concurrent_loads_of_one_key_are_one() {
+    let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(67));
+    let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+    for fails in [true, false] {
+        let (cache, loads, start) = (ModelCache::new(), AtomicUsize::new(0), Barrier::new(8));
+        let results: Vec<Result<Arc<Model>>> = std::thread::scope(|scope| {
+            let load = || {
+                start.wait();
+                cache.get_or_load("m", &identity, Retention::Keep, || {
+                    loads.fetch_add(1, Ordering::Relaxed);
+                    std::thread::sleep(std::time::Duration::from_millis(200));
+                    if fails { Err(Error::Invalid { reason: "on purpose".into() }) } else { case.load(&registry) }
+                })
+            };
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(load)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert_eq!(loads.load(Ordering::Relaxed), 1);
+        for result in &results {
+            match result {
+                Ok(model) => assert!(!fails && Arc::ptr_eq(model, results[0].as_ref().unwrap())),
+                Err(error) => assert!(fails && error.to_string().contains("on purpose"), "{error}"),
+            }
+        }
+        assert_eq!(held(&cache), if fails { "" } else { "m" });
+        drop(results);
+        assert!(cache.list().iter().all(|info| !info.in_use));
+        // The key is free after a failure.
+        cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry)).unwrap();
+    }
+    comes_back(&registry);
+}
+
+#[test]
+fn a_load_that_panics_fails_those_who_wait() {
+    let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(68));
+    let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+    let (cache, inside) = (ModelCache::new(), Barrier::new(2));
+    std::thread::scope(|scope| {
+        let panics = scope.spawn(|| {
+            cache.get_or_load("m", &identity, Retention::Keep, || {
+                inside.wait();
+                std::thread::sleep(std::time::Duration::from_millis(100));
+                panic!("on purpose")
+            })
+        });
+        inside.wait();
+        let waited = cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry));
+        assert!(waited.is_err() && panics.join().is_err());
+    });
+    cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry)).unwrap();
+}
+
+#[test]
+fn pressure_requests_what_the_next_service_does() {
+    let machine = described(&["cpu=64mb,free=5mb,link=20", "cuda:0=24mb,link=10", "xpu:0=24mb,link=5"]);
+    let watched = Watched::new(machine, Clock::Wall);
+    let (registry, case) = (&watched.registry, Case::new(69));
+    let cache = case.fill(registry, "ab", "a");
+    let pressure = Pressure::new();
+    let model = cache.get("b").unwrap();
+    let streamer = Streamer::new(&model).unwrap();
+    assert!(cache.check_pressure(registry, &pressure, false).unwrap().postponed);
+    assert!(cache.requested().is_empty());
+    drop((streamer, model));
+    let report = cache.check_pressure(registry, &pressure, false).unwrap();
+    assert!(report.host > 9_000 && report.to_string().contains("a clean-up is asked for"), "{report}");
+    assert_eq!(keys(&cache.service_requests(registry).unwrap().unwrap().unload.unloaded), "a");
+    assert!(cache.check_pressure(registry, &pressure, false).unwrap().request.is_empty(), "no 5 points higher");
+    let pressure = pressure.margin(GPU0, ByteSize(24 << 20));
+    let report = cache.check_pressure(registry, &pressure, false).unwrap();
+    assert_eq!((report.request, report.short[0].1), (FreeRequest::ALL, case.bytes_on(GPU0)));
+}
+
+/// Whatever operation fails during a load, a clean-up or while room is made, nothing leaks and kept models stay usable.
+#[test]
+fn every_failing_operation_leaves_kept_models_usable() {
+    let case = Case::new(70);
+    let round = |watched: &Watched, cache: &ModelCache| -> Result<()> {
+        let registry = &watched.registry;
+        let model = Arc::new(case.load(registry)?);
+        cache.insert("new", Arc::clone(&model), Retention::Unload);
+        drop(model);
+        cache.make_room(registry, GPU0, 24 << 20, Evict::Flagged).map(drop).or_else(|error| match error {
+            // The kept model is in the way, as it should be.
+            Error::NoRoom(_) => Ok(()),
+            other => Err(other),
+        })?;
+        let other = Arc::new(case.load(registry)?);
+        cache.insert("other", other, Retention::Unload);
+        cache.request_free(FREE);
+        cache.service_requests(registry).map(drop)
+    };
+    let calls = {
+        let watched = Watched::new(machine(), Clock::Virtual);
+        let cache = case.fill(&watched.registry, "k", "");
+        let before = watched.countdown.calls();
+        round(&watched, &cache).unwrap();
+        watched.countdown.calls() - before
+    };
+    let mut failures = 0;
+    for nth in 1..=calls {
+        let watched = Watched::new(machine(), Clock::Virtual);
+        let cache = case.fill(&watched.registry, "k", "");
+        let level = levels(&watched.registry);
+        watched.countdown.fail_nth(nth);
+        failures += usize::from(round(&watched, &cache).is_err());
+        cache.unload_all();
+        for (id, now) in levels(&watched.registry) {
+            let then = level.iter().find(|(device, _)| *device == id).map_or(0, |(_, bytes)| *bytes);
+            assert_eq!(now, then, "operation {nth}: {id}");
+        }
+        case.subject.check(&cache.get("k").unwrap());
+        cache.full_cleanup(&watched.registry).unwrap();
+        cache.unload_everything();
+        comes_back(&watched.registry);
+    }
+    assert!(failures > 20, "{failures} of {calls} failed");
+}
