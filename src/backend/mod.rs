@@ -33,7 +33,7 @@ pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub use ledger::{Charge, Ledger};
-pub use simulated::Simulated;
+pub use simulated::{Contents, Simulated};
 pub use software::Clock;
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
