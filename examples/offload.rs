@@ -53,6 +53,10 @@ struct Args {
     /// Milliseconds of compute in one step, spread evenly over the layers
     #[arg(long, value_name = "MS", default_value_t = 20.0)]
     compute_ms: f64,
+    /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; those of described devices
+    /// and of the host, whose streams are threads
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// Print one JSON value
     #[arg(long)]
     json: bool,
@@ -67,6 +71,8 @@ impl support::Example for Args {
         if !(0.0..=3_600_000.0).contains(&self.compute_ms) {
             return Err(invalid(format!("--compute-ms {} is not between 0 and an hour", self.compute_ms)));
         }
+        // Writes the rest of the trace when it is dropped.
+        let _trace = self.trace.as_deref().map(support::trace::to_file).transpose()?;
         let (checkpoint, adapters) = self.open()?;
         let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict)?;
         let devices = self.registry(&patches)?;

@@ -16,7 +16,7 @@ fn folder() -> &'static Path {
         let profile = std::env::current_exe().unwrap().parent().and_then(Path::parent).unwrap().to_owned();
         let folder = profile.join("examples");
         let built = |name: &str| folder.join(format!("{name}{}", std::env::consts::EXE_SUFFIX)).is_file();
-        if !["generate", "inspect", "merge", "offload", "plan"].iter().all(|name| built(name)) {
+        if !["generate", "inspect", "merge", "offload", "plan", "replay", "whatif"].iter().all(|name| built(name)) {
             let release = if profile.ends_with("release") { &["--release"][..] } else { &[] };
             let cargo = Command::new(env!("CARGO")).args(["build", "-q", "--examples"]).args(release).status();
             assert!(cargo.unwrap().success(), "the examples do not build");
@@ -147,6 +147,119 @@ fn offload_of_a_model_larger_than_its_device() {
         hashes.push(report["sha256"].clone());
     }
     assert_eq!(hashes[0], hashes[1]);
+}
+
+/// A span of a trace: its name, its thread, when it began and ended, in microseconds.
+type Span = (String, u64, f64, f64);
+
+/// Every begin of a span with its end on the same thread.
+fn spans(trace: &Value) -> Vec<Span> {
+    let (mut open, mut spans): (Vec<Span>, Vec<Span>) = (Vec::new(), Vec::new());
+    for event in trace.as_array().expect("a list of events") {
+        let (name, thread) = (event["name"].as_str().unwrap_or(""), event["tid"].as_u64().unwrap_or(0));
+        let time = event["ts"].as_f64().unwrap_or(0.0);
+        match event["ph"].as_str() {
+            Some("B") => open.push((name.to_owned(), thread, time, time)),
+            Some("E") => {
+                let begun = open.iter().rposition(|span| span.0 == name && span.1 == thread).expect("a begin");
+                let (name, thread, begin, _) = open.remove(begun);
+                spans.push((name, thread, begin, time));
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(open.len(), 0, "spans that do not end");
+    spans
+}
+
+#[test]
+fn a_trace_shows_copies_beside_the_compute() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json").display().to_string();
+    json_of("offload", &["--trace", &file, "--steps", "2", "--compute-ms", "60"]);
+    let spans = spans(&serde_json::from_slice(&fs::read(&file).unwrap()).expect("a trace in JSON"));
+    let named = |name: &'static str| spans.iter().filter(move |span| span.0 == name);
+    assert!(named("compute").count() >= 10, "two steps of five layers");
+    assert!(named("wait").count() > 0);
+    let beside = |copy: &&Span| named("compute").any(|c| c.1 != copy.1 && c.2 < copy.3 && copy.2 < c.3);
+    assert!(named("copy").filter(beside).count() >= 2, "{spans:?}");
+    let nowhere = folder.path().join("no/trace.json").display().to_string();
+    assert_eq!(fails("offload", &["--trace", &nowhere]).0, "Io");
+}
+
+#[test]
+fn whatif_tells_what_a_change_brings() {
+    let model = ["--blocks", "40x500mb", "--alloc", "cuda:0,8gb;cpu,*", "--compute-ms", "500"];
+    let devices = ["--device", "cuda:0=12gb,link=12", "--device", "cpu=64gb"];
+    let report = json_of("whatif", &[&model[..], &devices].concat());
+    let case = |begins: &str| {
+        let cases = report["cases"].as_array().unwrap();
+        let case = cases.iter().find(|case| case["case"].as_str().unwrap().starts_with(begins));
+        case.unwrap_or_else(|| panic!("no case {begins}: {report}"))["replayed"].as_f64().unwrap()
+    };
+    let (now, compute) = (case("as it is"), 0.5);
+    assert!((1.02..1.1).contains(&now), "12 GB over 12 GB/s: {now}");
+    assert!((case("a slot twice as fast") / now - 0.5).abs() < 0.02);
+    assert!((case("a second card") / now - 1.0).abs() < 0.02, "it shares the slot's link");
+    assert!(case("the same, linked") < compute * 1.01, "nearly all streams over the link between the cards");
+    assert!((case("no limit") / now - 1.0).abs() < 0.02);
+    let beside = case("depth 0") - now;
+    assert!((beside - compute * 24.0 / 40.0).abs() < 0.02, "24 of 40 layers wait, one after the other: {beside}");
+    assert!(works("whatif", &[&model[..], &devices].concat()).contains("cuda:0 in"));
+    assert_eq!(fails("whatif", &["--blocks", "2x1gb"]).0, "Usage");
+}
+
+const TABLE: &str = "# A comment.
+model,model_gb,offloaded_gb,compute_s,passes,slow_cpu@2,fast_card@50.8
+
+small,1.2,0.3,0.2,1,0.35,
+small,1,1.007,0.2,2, 1.2 ,0.3
+none,3,0,0.5,1,,
+";
+
+#[test]
+fn replay_is_at_the_floor_of_every_cell() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("table.csv").display().to_string();
+    fs::write(&file, TABLE).unwrap();
+    let report = json_of("replay", &["--csv", &file, "--layers", "31"]);
+    let cells = report["cells"].as_array().unwrap();
+    let floors = [0.2, 0.2, 1.007, 0.2, 0.5, 0.5];
+    assert_eq!(cells.len(), floors.len());
+    for (cell, floor) in cells.iter().zip(floors) {
+        assert!((cell["floor"].as_f64().unwrap() - floor).abs() < 1e-9, "{cell}");
+        let ratio = cell["seconds"].as_f64().unwrap() / floor;
+        assert!((0.999..1.005).contains(&ratio), "{cell}");
+    }
+    assert_eq!((&cells[0]["link"], &cells[0]["published"]), (&Value::from("slow_cpu@2"), &Value::from(0.35)));
+    assert_eq!((&cells[1]["published"], &cells[2]["offloaded_gb"]), (&Value::Null, &Value::from(1.007)));
+    assert!(works("replay", &["--csv", &file]).contains("6 cells, 1.00"));
+    // Nothing ahead: compute and transfers one after the other.
+    let report = json_of("replay", &["--csv", &file, "--depth", "0", "--order", "sequential"]);
+    let seconds = report["cells"][2]["seconds"].as_f64().unwrap();
+    assert!((seconds - 1.207).abs() < 0.001, "{seconds}");
+}
+
+#[test]
+fn replay_names_the_place_of_what_it_cannot_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("table.csv").display().to_string();
+    for (wrong, right, place) in [
+        ("model,size", "model,model_gb", "line 2, column 2: `size` in place of `model_gb`"),
+        ("slow_cpu@fast", "slow_cpu@2", "line 2, column 6: `slow_cpu@fast` is not LINK@GB/s"),
+        ("small,1.2,many", "small,1.2,0.3", "line 4, column offloaded_gb: `many` is not"),
+        ("0.2,1.5,", "0.2,2,", "line 5, column passes: `1.5` is not"),
+        ("-1.2", " 1.2", "line 5, column slow_cpu@2: `-1.2` is not"),
+        ("none,3,0,0.5,1,\n", "none,3,0,0.5,1,,\n", "line 6, column fast_card@50.8: the line has 6 cells, not 7"),
+        ("nan", "0.35", "line 4, column slow_cpu@2: `nan` is not"),
+    ] {
+        fs::write(&file, TABLE.replacen(right, wrong, 1)).unwrap();
+        let (kind, message) = fails("replay", &["--csv", &file]);
+        assert!(kind == "Invalid" && message.contains(place), "{message}");
+    }
+    fs::write(&file, "# nothing").unwrap();
+    fails("replay", &["--csv", &file]);
+    assert_eq!(fails("replay", &["--csv", &format!("{file}.none")]).0, "Io");
 }
 
 #[test]

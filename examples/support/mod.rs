@@ -3,7 +3,11 @@
 #![allow(dead_code, reason = "each example uses its part")]
 
 pub(crate) mod adapters;
+pub(crate) mod model;
 pub(crate) mod options;
+pub(crate) mod replay;
+pub(crate) mod table;
+pub(crate) mod trace;
 
 use clap::Parser;
 use clap::error::ErrorKind;

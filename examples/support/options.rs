@@ -46,20 +46,26 @@ pub(crate) struct PlanOptions {
     reserve: String,
 }
 
+/// An order of placement, as an option's value.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum OrderOption {
+pub(crate) enum OrderOption {
     Sequential,
     Interleaved,
+}
+
+impl From<OrderOption> for Order {
+    fn from(option: OrderOption) -> Order {
+        match option {
+            OrderOption::Sequential => Order::Sequential,
+            OrderOption::Interleaved => Order::Interleaved,
+        }
+    }
 }
 
 impl PlanOptions {
     /// The planner with these options set.
     pub(crate) fn apply<'a>(&self, planner: Planner<'a>) -> Result<Planner<'a>> {
-        let order = match self.order {
-            OrderOption::Sequential => Order::Sequential,
-            OrderOption::Interleaved => Order::Interleaved,
-        };
-        let planner = planner.order(order).reserve(self.reserve.parse::<ByteSize>()?);
+        let planner = planner.order(self.order.into()).reserve(self.reserve.parse::<ByteSize>()?);
         let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));
         match &self.compute {
             Some(compute) => Ok(planner.compute(compute.parse::<DeviceId>()?)),

@@ -34,7 +34,7 @@ pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
 pub use ledger::{Charge, Ledger};
-pub use simulated::Simulated;
+pub use simulated::{Contents, Simulated};
 pub use software::Clock;
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};

@@ -9,8 +9,19 @@ use super::{Backend, Device, Found, Ledger};
 use crate::device::{DeviceId, DeviceKind, Machine, Topology};
 use crate::error::Result;
 
-/// A described machine that really stores and moves bytes, with the capacities of its devices and the
-/// bandwidths of its links.
+/// What the memory of simulated devices holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Contents {
+    /// Its bytes, in host memory or, for `disk`, in files.
+    #[default]
+    Stored,
+    /// Nothing. Memory is counted and refused as always and copies take their time, but no byte is kept or moved, so
+    /// a machine of any size costs no memory. Copies out of it to memory that has bytes are refused.
+    SizesOnly,
+}
+
+/// A described machine with the capacities of its devices and the bandwidths of its links. It really stores and
+/// moves bytes, unless told to keep [sizes only](Contents::SizesOnly).
 ///
 /// On [`Clock::Wall`] a copy takes as long as its links say. On [`Clock::Virtual`] it is carried out at once
 /// and the time it would have taken is [`now`](Simulated::now) after waiting for its event.
@@ -32,13 +43,21 @@ use crate::error::Result;
 pub struct Simulated {
     machine: Machine,
     timeline: Arc<Timeline>,
+    contents: Contents,
 }
 
 impl Simulated {
     /// The machine described, with nothing allocated and its clock at zero.
     pub fn new(machine: Machine, clock: Clock) -> Simulated {
         let timeline = Arc::new(Timeline::new(clock, machine.topology.clone()));
-        Simulated { machine, timeline }
+        Simulated { machine, timeline, contents: Contents::Stored }
+    }
+
+    /// Sets whether memory has bytes or sizes only. Default: [`Contents::Stored`].
+    #[must_use]
+    pub fn contents(mut self, contents: Contents) -> Simulated {
+        self.contents = contents;
+        self
     }
 
     /// The time since the beginning: on a virtual clock that of the latest event that was waited for.
@@ -55,6 +74,7 @@ impl Backend for Simulated {
     fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
         let info = self.machine.device(id)?.clone();
         let medium = match id.kind() {
+            _ if self.contents == Contents::SizesOnly => Medium::Nowhere,
             DeviceKind::Cpu => Medium::Host,
             DeviceKind::Disk => Medium::Files(std::env::temp_dir()),
             _ => Medium::Hidden,
@@ -71,6 +91,9 @@ impl Backend for Simulated {
 
 impl fmt::Debug for Simulated {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Simulated").field("machine", &self.machine).finish_non_exhaustive()
+        f.debug_struct("Simulated")
+            .field("machine", &self.machine)
+            .field("contents", &self.contents)
+            .finish_non_exhaustive()
     }
 }

@@ -14,7 +14,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::Plan;
+use crate::plan::{Assignment, Plan, Use};
 use crate::registry::Registry;
 
 /// A loaded model. Its memory is given back when the last owner drops it.
@@ -65,6 +65,48 @@ pub struct LoadReport {
 }
 
 impl Model {
+    /// A model that nobody reads: its memory is taken as `plan` says and holds unspecified bytes. For replays,
+    /// benchmarks and dry runs. On simulated devices that keep [sizes only](crate::backend::Contents::SizesOnly) it
+    /// costs no memory, whatever its size.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use tensor_offload::backend::{Backend, Clock, Contents, Simulated};
+    /// use tensor_offload::checkpoint::Layout;
+    /// use tensor_offload::{Machine, Model, Planner, Registry, Streamer};
+    /// use std::time::Duration;
+    ///
+    /// let machine = Machine::described(&["cpu=64gib".parse()?, "cuda:0=24gib,link=27.2".parse()?]);
+    /// let simulated = Arc::new(Simulated::new(machine, Clock::Virtual).contents(Contents::SizesOnly));
+    /// let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
+    /// let layout = Layout::blocks([1 << 30; 40]);
+    /// let plan = Planner::new(&layout, devices.machine()).allocation("cuda:0,20gib;cpu,*".parse()?).plan()?;
+    /// let model = Arc::new(Model::unfilled(&devices, &layout, &plan)?);
+    /// let mut streamer = Streamer::new(&model)?;
+    /// for layer in 0..layout.layers.len() {
+    ///     let _guard = streamer.layer(layer)?;
+    ///     streamer.compute().occupy(Duration::from_millis(50))?;
+    /// }
+    /// streamer.compute().record(&[])?.wait(Duration::ZERO)?;
+    /// assert!(simulated.now() < Duration::from_millis(2_030)); // 20 GiB in the shade of 2 s
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the plan is of another model; what reserving and allocating meet, and all memory is
+    /// given back first.
+    pub fn unfilled(registry: &Registry, layout: &Layout, plan: &Plan) -> Result<Model> {
+        plan.verify(layout)?;
+        let mut reservation = Reservation::take(registry, plan)?;
+        let owns = |a: &Assignment| layout.modules[a.index].alias_of.is_none();
+        let home = |a: &Assignment| {
+            let buf = |()| reservation.alloc(a.device, a.bytes, home_kind(a)).map(BufMut::freeze);
+            owns(a).then_some(()).map(buf).transpose()
+        };
+        let homes = plan.assignments().iter().map(home).collect::<Result<Vec<_>>>()?;
+        Model::assemble(Arc::new(layout.clone()), plan, homes, reservation, registry)
+    }
+
     /// Takes the slots out of the reservation and checks that nothing else is left of it.
     pub(super) fn assemble(
         layout: Arc<Layout>,
@@ -314,6 +356,12 @@ impl fmt::Display for LoadReport {
         }
         Ok(())
     }
+}
+
+/// The kind of memory that a module has at home: pinned where it is copied from host memory straight to the device.
+pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
+    let straight = assignment.usage == Use::Streamed && !assignment.staged;
+    if assignment.device.is_host() && straight { MemoryKind::Pinned } else { MemoryKind::Arena }
 }
 
 /// For each tensor where its bytes lie in its module's memory. The tensors with the largest elements come

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::model::{LoadReport, places};
+use super::model::{LoadReport, home_kind, places};
 use super::ring::Ring;
 use super::{Loader, Reservation};
 use crate::adapter::Patches;
@@ -15,7 +15,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Plan, Use};
+use crate::plan::Plan;
 
 /// Bytes of one staging buffer. 4 to 16 MiB reach the speed of a link; larger ones only cost memory.
 const CHUNK: u64 = 16 << 20;
@@ -128,9 +128,7 @@ impl<'a> Job<'a> {
             if self.patches.layout().modules[assignment.index].alias_of.is_some() {
                 continue;
             }
-            let straight = assignment.usage == Use::Streamed && !assignment.staged;
-            let kind = if assignment.device.is_host() && straight { MemoryKind::Pinned } else { MemoryKind::Arena };
-            let memory = lock(reservation).alloc(assignment.device, assignment.bytes, kind)?;
+            let memory = lock(reservation).alloc(assignment.device, assignment.bytes, home_kind(assignment))?;
             let home = match self.streams.get(&assignment.device) {
                 None => self.fill_here(assignment.index, memory)?,
                 Some(stream) => self.fill_there(assignment.index, memory, &**stream, &mut scratch)?,

@@ -106,6 +106,11 @@ impl FileMemory {
 
 impl Storage for FileMemory {}
 
+/// Memory of which there is only the size.
+pub(super) struct SizeOnly;
+
+impl Storage for SizeOnly {}
+
 /// A new file in `folder` that no name leads to.
 fn unnamed_file(folder: &Path) -> std::io::Result<File> {
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -137,6 +142,7 @@ fn unnamed_file(folder: &Path) -> std::io::Result<File> {
 enum Reach<'a> {
     Ram(&'a RwLock<Box<dyn HostBytes>>),
     File(&'a FileMemory),
+    SizeOnly,
 }
 
 impl<'a> Reach<'a> {
@@ -145,6 +151,8 @@ impl<'a> Reach<'a> {
             Ok(Reach::Ram(&ram.bytes))
         } else if let Some(file) = allocation.downcast::<FileMemory>() {
             Ok(Reach::File(file))
+        } else if allocation.downcast::<SizeOnly>().is_some() {
+            Ok(Reach::SizeOnly)
         } else if let Some(host) = allocation.storage().host() {
             Ok(Reach::Ram(host))
         } else {
@@ -157,6 +165,8 @@ impl<'a> Reach<'a> {
 pub(super) fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation, at: usize) -> Result<()> {
     let to = at..at + from.len();
     match (Reach::of(src)?, Reach::of(dst)?) {
+        (_, Reach::SizeOnly) => Ok(()),
+        (Reach::SizeOnly, _) => Err(no_bytes(src)),
         (Reach::Ram(src), Reach::Ram(dst)) => {
             let src = src.read().unwrap_or_else(PoisonError::into_inner);
             let mut dst = dst.write().unwrap_or_else(PoisonError::into_inner);
@@ -185,9 +195,17 @@ pub(super) fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation, at: u
     }
 }
 
-/// Whether a stream of software can reach the allocation at all.
-pub(super) fn reachable(allocation: &Allocation) -> Result<()> {
-    Reach::of(allocation).map(|_| ())
+/// Whether a stream of software can copy from the one to the other: it reaches both, and no bytes are asked of
+/// memory that has none.
+pub(super) fn copyable(src: &Allocation, dst: &Allocation) -> Result<()> {
+    match (Reach::of(src)?, Reach::of(dst)?) {
+        (Reach::SizeOnly, Reach::Ram(_) | Reach::File(_)) => Err(no_bytes(src)),
+        _ => Ok(()),
+    }
+}
+
+fn no_bytes(src: &Allocation) -> Error {
+    Error::invalid(format!("the memory of {} has only sizes, no bytes that could be copied elsewhere", src.device()))
 }
 
 #[cfg(test)]

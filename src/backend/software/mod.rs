@@ -13,7 +13,7 @@ pub use timeline::Clock;
 pub(super) use timeline::Timeline;
 
 pub(super) use memory::HostAllocation;
-use memory::{FileMemory, RamMemory};
+use memory::{FileMemory, RamMemory, SizeOnly};
 use stream::SoftwareStream;
 
 use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
@@ -28,6 +28,8 @@ pub(super) enum Medium {
     Hidden,
     /// Unnamed files in this folder.
     Files(PathBuf),
+    /// Nothing: memory is counted and copies take their time, but there are no bytes.
+    Nowhere,
 }
 
 /// A device of host memory or files.
@@ -64,6 +66,7 @@ impl Device for SoftwareDevice {
             Medium::Host => Box::new(RamMemory::visible(memory()?)),
             Medium::Hidden => Box::new(RamMemory::hidden(memory()?)),
             Medium::Files(folder) => Box::new(FileMemory::new(folder, charge.bytes())?),
+            Medium::Nowhere => Box::new(SizeOnly),
         };
         Ok(BufMut::new(storage, charge))
     }

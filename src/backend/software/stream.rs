@@ -91,9 +91,9 @@ impl Stream for SoftwareStream {
     }
 
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        let dst = transfer.dst().allocation();
         let mut ends = transfer.pieces().iter().map(|piece| piece.src.allocation());
-        let reached = ends.try_for_each(|end| memory::reachable(end));
-        if let Err(error) = reached.and(memory::reachable(transfer.dst().allocation())) {
+        if let Err(error) = memory::copyable(dst, dst).and(ends.try_for_each(|src| memory::copyable(src, dst))) {
             return Err(transfer.rejected(error));
         }
         let piece = |Piece { src, from, at }: &Piece| (Arc::clone(src.allocation()), from.clone(), *at);
@@ -136,10 +136,10 @@ fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
     // late is counted from here, so that such delays don't add up.
     let mut tail = Duration::ZERO;
     while let Ok(Job { waits, work, keep, done, queued }) = jobs.recv() {
-        let ended = waits.iter().try_for_each(|event| event.wait(DEADLINE)).and_then(|()| {
+        let ended = wait_for(&waits, device).and_then(|()| {
             let begin = waits.iter().filter_map(Event::time).fold(queued.max(tail), Duration::max);
             let panicked = || Error::DeviceLost { device, why: "a copy panicked".to_owned() };
-            catch_unwind(AssertUnwindSafe(|| work.run(timeline, begin))).unwrap_or_else(|_| Err(panicked()))
+            catch_unwind(AssertUnwindSafe(|| work.run(device, timeline, begin))).unwrap_or_else(|_| Err(panicked()))
         });
         // The memory is let go before anyone learns that it can be.
         drop((waits, work, keep));
@@ -148,10 +148,34 @@ fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
     }
 }
 
+/// Waits, on a stream's thread, for what its next work needs.
+fn wait_for(waits: &[Event], device: DeviceId) -> Result<()> {
+    if waits.iter().all(Event::settled) {
+        // Those that failed say so.
+        return waits.iter().try_for_each(|event| event.wait(Duration::ZERO));
+    }
+    let _span = tracing::trace_span!("wait", %device, events = waits.len()).entered();
+    waits.iter().try_for_each(|event| event.wait(DEADLINE))
+}
+
 impl Work {
+    /// What a trace shows while the work is done.
+    fn span(&self, device: DeviceId) -> tracing::Span {
+        match self {
+            Work::Nothing => tracing::Span::none(),
+            Work::Occupy(time) => tracing::debug_span!("compute", %device, ?time),
+            Work::Copy { pieces, dst } => {
+                let bytes = || pieces.iter().map(|(_, from, _)| from.len()).sum::<usize>();
+                let from = || pieces.first().map_or(dst.device(), |(src, ..)| src.device());
+                tracing::debug_span!("copy", from = %from(), to = %dst.device(), bytes = bytes())
+            }
+        }
+    }
+
     /// Does the work on a stream's thread. On a paced stream it begins at `begin` and takes as long as the links
     /// say, or as the work itself needs where that is longer; the time at which it ended.
-    fn run(&self, timeline: Option<&Timeline>, begin: Duration) -> Result<Duration> {
+    fn run(&self, device: DeviceId, timeline: Option<&Timeline>, begin: Duration) -> Result<Duration> {
+        let _span = self.span(device).entered();
         let mut end = begin;
         match self {
             Work::Nothing => return Ok(end),

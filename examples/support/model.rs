@@ -1,0 +1,50 @@
+//! The options that say which model: one from a file, or blocks of given sizes.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use tensor_offload::checkpoint::Layout;
+use tensor_offload::{ByteSize, Checkpoint, Error, Result};
+
+/// The most blocks that `--blocks` makes.
+const MOST_BLOCKS: usize = 10_000_000;
+
+/// A model of which only the layout matters.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ModelOptions {
+    /// The model: a safetensors file, or a folder with one or with an index
+    #[arg(required_unless_present = "blocks", conflicts_with = "blocks")]
+    model: Option<PathBuf>,
+    /// A model of blocks instead of a file, as COUNTxSIZE[,COUNTxSIZE…]: 10x1gib, or 1x5gib,3x1gib
+    #[arg(long)]
+    blocks: Option<String>,
+}
+
+impl ModelOptions {
+    pub(crate) fn layout(&self) -> Result<Layout> {
+        match (&self.blocks, &self.model) {
+            (Some(blocks), _) => Ok(Layout::blocks(sizes(blocks)?)),
+            (None, Some(model)) => Ok(Checkpoint::open(model)?.layout().clone()),
+            (None, None) => Err(invalid("name a model or give --blocks")),
+        }
+    }
+}
+
+/// `10x1gib,1x5gib` as the sizes of eleven blocks.
+fn sizes(blocks: &str) -> Result<Vec<u64>> {
+    let mut sizes = Vec::new();
+    for part in blocks.split(',') {
+        let form = || invalid(format!("`{part}` in --blocks is not COUNTxSIZE, as in 10x1gib"));
+        let (count, size) = part.split_once(['x', 'X']).ok_or_else(form)?;
+        let (count, size): (usize, ByteSize) = (count.trim().parse().map_err(|_| form())?, size.parse()?);
+        if count > MOST_BLOCKS - sizes.len() {
+            return Err(invalid(format!("--blocks makes at most {MOST_BLOCKS} blocks")));
+        }
+        sizes.resize(sizes.len() + count, size.get());
+    }
+    Ok(sizes)
+}
+
+fn invalid(reason: impl Into<String>) -> Error {
+    Error::Invalid { reason: reason.into() }
+}

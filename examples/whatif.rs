@@ -1,0 +1,188 @@
+//! Shows what other hardware or another depth would bring, without loading anything.
+//!
+//! `cargo run --release --example whatif -- --blocks 60x600mb --alloc "cuda:0,16gib;cpu,*" --compute-ms 1500
+//! --device cuda:0=24gib,link=12.1 --device cpu=64gib`
+
+mod support;
+
+use std::time::Duration;
+
+use clap::Parser;
+use serde_json::{Value, json};
+use support::model::ModelOptions;
+use support::options::{DeviceOptions, PlanOptions};
+use support::replay::step;
+use tensor_offload::checkpoint::Layout;
+use tensor_offload::{
+    Allocation, Bandwidth, ByteSize, DeviceId, DeviceInfo, Error, Estimate, Machine, Plan, Planner, Registry, Result,
+};
+
+/// Shows what a second card, a faster link, more pinned memory or another depth would bring: for each the floor of a
+/// pass, and the time of one that is replayed on a virtual clock.
+#[derive(Parser)]
+#[command(name = "whatif")]
+struct Args {
+    #[command(flatten)]
+    model: ModelOptions,
+    /// Which device takes how much, as `cuda:0,2.5gb;cpu,*`
+    #[arg(long, value_name = "ALLOCATION")]
+    alloc: String,
+    #[command(flatten)]
+    devices: DeviceOptions,
+    #[command(flatten)]
+    plan: PlanOptions,
+    /// Milliseconds of compute in one pass
+    #[arg(long, value_name = "MS", default_value_t = 1000.0)]
+    compute_ms: f64,
+    /// Speed of a link between two cards, in decimal GB/s
+    #[arg(long, value_name = "GBPS", default_value = "50.8")]
+    nvlink: String,
+    /// Print one JSON value
+    #[arg(long)]
+    json: bool,
+}
+
+/// A machine, what goes where on it, and how it is streamed.
+#[derive(Clone)]
+struct Case {
+    name: String,
+    machine: Machine,
+    allocation: Allocation,
+    /// The depth, where it is not that of the options.
+    depth: Option<usize>,
+    /// Whether pinning has no limit.
+    pins_all: bool,
+}
+
+/// What a case comes to.
+struct Outcome {
+    plan: Plan,
+    estimate: Estimate,
+    replayed: Duration,
+}
+
+impl support::Example for Args {
+    fn json(&self) -> bool {
+        self.json
+    }
+
+    fn run(self) -> Result<Value> {
+        if !(0.0..=3_600_000.0).contains(&self.compute_ms) {
+            let reason = format!("--compute-ms {} is not between 0 and an hour", self.compute_ms);
+            return Err(Error::Invalid { reason });
+        }
+        let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
+        let (layout, allocation) = (self.model.layout()?, self.alloc.parse()?);
+        let as_it_is = Case { name: "as it is".to_owned(), machine, allocation, depth: None, pins_all: false };
+        let base = self.outcome(&layout, &as_it_is)?;
+        let others = self.others(&as_it_is, &base.plan)?;
+        let mut rows = vec![(as_it_is.name, Ok(base))];
+        rows.extend(others.into_iter().map(|case| (case.name.clone(), self.outcome(&layout, &case))));
+        if !self.json {
+            print(&rows);
+        }
+        Ok(json!({ "cases": rows.iter().map(report).collect::<Vec<_>>() }))
+    }
+}
+
+impl Args {
+    fn outcome(&self, layout: &Layout, case: &Case) -> Result<Outcome> {
+        let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
+        let planner = case.depth.into_iter().fold(planner, Planner::depth);
+        let plan = if case.pins_all { planner.pinned_cap(None).plan()? } else { planner.plan()? };
+        let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
+        let estimate = plan.estimate(&case.machine.topology, compute);
+        let replayed = step(&case.machine, layout, &plan, compute, 1)?;
+        Ok(Outcome { plan, estimate, replayed })
+    }
+
+    /// One thing changed in each.
+    fn others(&self, base: &Case, plan: &Plan) -> Result<Vec<Case>> {
+        let (card, mut cases) = (plan.compute(), Vec::new());
+        let named = |name: String| Case { name, ..base.clone() };
+        let into = format!("{card} in");
+        let link = base.machine.topology.segments().iter().rev().find(|segment| segment.name == into);
+        let link = link.map(|segment| segment.bandwidth);
+        if let Some(link) = link {
+            let mut case = named(format!("a slot twice as fast for {card}"));
+            let twice = Bandwidth::bytes_per_second(link.get().saturating_mul(2));
+            case.machine.topology = case.machine.topology.link(card, twice);
+            cases.push(case);
+        }
+        if plan.streamed_bytes() > 0 && !card.is_host() {
+            let second = second(base, plan, link)?;
+            let nvlink: Bandwidth = self.nvlink.parse()?;
+            let mut linked = Case { name: format!("the same, linked at {nvlink} GB/s"), ..second.1.clone() };
+            linked.machine.topology = linked.machine.topology.peer(card, second.0, nvlink);
+            cases.extend([second.1, linked]);
+        }
+        cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
+        let depths = [0, 1, 2, 4].into_iter().filter(|&depth| depth != plan.depth());
+        cases.extend(depths.map(|depth| Case { depth: Some(depth), ..named(format!("depth {depth}")) }));
+        Ok(cases)
+    }
+}
+
+/// A second card like the first, which takes what it can of what is streamed; its name and the case.
+fn second(base: &Case, plan: &Plan, link: Option<Bandwidth>) -> Result<(DeviceId, Case)> {
+    let card = base.machine.device(plan.compute())?;
+    let free = |n: usize| format!("{}:{n}", card.id.kind()).parse::<DeviceId>();
+    let taken = |id: &Result<DeviceId>| id.as_ref().is_ok_and(|&id| base.machine.device(id).is_ok());
+    let id = (0..).map(free).find(|id| !taken(id)).unwrap_or(Ok(card.id))?;
+    let mut machine = base.machine.clone();
+    let info = DeviceInfo::new(id, card.total).name(card.name.clone()).free(card.free);
+    let topology = link.into_iter().fold(machine.topology.clone(), |topology, link| topology.link(id, link));
+    machine = Machine::new(machine.devices.into_iter().chain([info]), topology);
+    // What streams most now takes what the second card does not hold.
+    let rest = plan.devices().iter().filter(|share| share.id != card.id).max_by_key(|share| share.streamed);
+    let rest = rest.map_or(DeviceId::CPU, |share| share.id);
+    let own = plan.device(card.id).map_or(0, |share| share.bytes);
+    let kept = plan.devices().iter().filter(|share| share.id != card.id && share.id != rest);
+    let entries = [(card.id, own), (id, card.usable())].into_iter().chain(kept.map(|share| (share.id, share.bytes)));
+    let entries = entries.filter(|(_, bytes)| *bytes > 0).map(|(id, bytes)| format!("{id},{bytes}b;"));
+    let allocation = format!("{}{rest},*", entries.collect::<String>()).parse()?;
+    Ok((id, Case { name: format!("a second card, {id}"), machine, allocation, ..base.clone() }))
+}
+
+fn print(rows: &[(String, Result<Outcome>)]) {
+    let human = |bytes: u64| ByteSize(bytes).human().to_string();
+    support::print_line(&format!(
+        "{:34} {:>9} {:>9}  {:20} {:>11} {:>11} {:>11}",
+        "", "floor, s", "replayed", "bound by", "a pass", "staged", "on the card"
+    ));
+    for (name, outcome) in rows {
+        let outcome = match outcome {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                support::print_line(&format!("{name:34} {error}"));
+                continue;
+            }
+        };
+        let Outcome { plan, estimate, replayed } = outcome;
+        let staged = plan.devices().iter().map(|share| share.staged).sum();
+        let needed = plan.device(plan.compute()).map_or(0, |share| share.needed());
+        support::print_line(&format!(
+            "{name:34} {:>9.3} {:>9.3}  {:20} {:>11} {:>11} {:>11}",
+            estimate.pass.as_secs_f64(),
+            replayed.as_secs_f64(),
+            estimate.bound().map_or("compute", |segment| &segment.name),
+            human(plan.streamed_bytes()),
+            human(staged),
+            human(needed),
+        ));
+    }
+}
+
+fn report((name, outcome): &(String, Result<Outcome>)) -> Value {
+    match outcome {
+        Ok(Outcome { plan, estimate, replayed }) => json!({
+            "case": name, "estimate": estimate, "replayed": replayed.as_secs_f64(),
+            "streamed": plan.streamed_bytes(), "depth": plan.depth(), "devices": plan.devices(),
+        }),
+        Err(error) => json!({ "case": name, "error": { "kind": error.kind(), "message": error.to_string() } }),
+    }
+}
+
+fn main() {
+    support::main::<Args>()
+}
