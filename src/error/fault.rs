@@ -1,0 +1,262 @@
+//! What is wrong with an input: a model file, an adapter.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::dtype::DType;
+
+/// What is wrong with a model file.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FileFault {
+    /// The file ends before what its header announces.
+    #[error("truncated: {expected} bytes expected, the file has {actual}")]
+    Truncated {
+        /// Bytes that the header announces.
+        expected: u64,
+        /// Bytes that there are.
+        actual: u64,
+    },
+    /// Bytes after the last tensor.
+    #[error("{extra} bytes follow the last tensor")]
+    TrailingBytes {
+        /// How many.
+        extra: u64,
+    },
+    /// The header's length passes the format's limit.
+    #[error("the header is said to be {bytes} bytes long, the limit is {limit}")]
+    HeaderTooLarge {
+        /// Its announced length.
+        bytes: u64,
+        /// The format's limit.
+        limit: u64,
+    },
+    /// The header is no JSON, or not of the format's form.
+    #[error("the header is not a safetensors header: {reason}")]
+    BadHeader {
+        /// What the parser met.
+        reason: String,
+    },
+    /// A name stands twice in a header or an index.
+    #[error("the name stands twice")]
+    DuplicateKey,
+    /// The element type is none of the format's.
+    #[error("its element type `{name}` is none of the safetensors format")]
+    UnknownDType {
+        /// The name in the file.
+        name: String,
+    },
+    /// The byte range ends before it begins.
+    #[error("its byte range ends at {end}, before it begins at {begin}")]
+    BackwardRange {
+        /// Where it is said to begin.
+        begin: u64,
+        /// Where it is said to end.
+        end: u64,
+    },
+    /// Two tensors share bytes.
+    #[error("its bytes {}..{} overlap those of `{other}`", range.start, range.end)]
+    Overlap {
+        /// This tensor's bytes.
+        range: Range<u64>,
+        /// The other tensor.
+        other: String,
+    },
+    /// Bytes that belong to no tensor.
+    #[error("the {} bytes before it, {}..{}, belong to no tensor", hole.end - hole.start, hole.start, hole.end)]
+    Hole {
+        /// The unclaimed bytes.
+        hole: Range<u64>,
+    },
+    /// The byte range does not hold the shape.
+    #[error("{dtype} {shape:?} takes {} bytes, its range holds {actual}", expected.map_or("an uncountable number of".to_owned(), |n| n.to_string()))]
+    WrongSize {
+        /// Its element type.
+        dtype: DType,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// Bytes of that shape; none over `u64` or when they do not end on a byte.
+        expected: Option<u64>,
+        /// Bytes of the range.
+        actual: u64,
+    },
+    /// The file is of another format; the text names it.
+    #[error("this is {format}, which is not read: {advice}")]
+    OtherFormat {
+        /// What it looks like.
+        format: &'static str,
+        /// What to do instead.
+        advice: &'static str,
+    },
+    /// A folder of several weight files without an index.
+    #[error("{} safetensors files and no index that says which belong together: {}", files.len(), List(files))]
+    NoIndex {
+        /// The files' names.
+        files: Vec<String>,
+    },
+    /// A folder with several indexes.
+    #[error("{} indexes, of which one has to be opened by name: {}", files.len(), List(files))]
+    SeveralIndexes {
+        /// The indexes' names.
+        files: Vec<String>,
+    },
+    /// The index is no JSON, or not of the form that sharded checkpoints use.
+    #[error("this is not the index of a sharded checkpoint: {reason}")]
+    BadIndex {
+        /// What the parser met.
+        reason: String,
+    },
+    /// The model's configuration is no JSON.
+    #[error("this is not a model's configuration: {reason}")]
+    BadConfig {
+        /// What the parser met.
+        reason: String,
+    },
+    /// A folder without any weights.
+    #[error("the folder holds no safetensors file")]
+    NoWeights,
+    /// Files that an index names and the folder lacks.
+    #[error("{} files named by the index are missing: {}", files.len(), List(files))]
+    MissingShards {
+        /// Their names.
+        files: Vec<String>,
+    },
+    /// A tensor is not in the file that the index names for it.
+    #[error("the index places it in {shard}, which does not hold it")]
+    NotInShard {
+        /// The file named.
+        shard: String,
+    },
+    /// An index entry points out of the folder.
+    #[error("the index names `{entry}`, which leaves the folder")]
+    LeavesFolder {
+        /// The entry.
+        entry: String,
+    },
+    /// The file is not the one that was opened.
+    #[error("the file changed while it was in use")]
+    Changed,
+}
+
+/// What is wrong with an adapter.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AdapterFault {
+    /// No key of the adapter names a tensor of the checkpoint.
+    #[error(
+        "none of its {keys} modules is in the checkpoint; it has {}; the checkpoint has {}",
+        Sample(adapter_sample),
+        Sample(checkpoint_sample)
+    )]
+    NothingMatches {
+        /// How many modules the adapter has.
+        keys: usize,
+        /// Some of the adapter's names.
+        adapter_sample: Vec<String>,
+        /// Some of the checkpoint's names.
+        checkpoint_sample: Vec<String>,
+    },
+    /// Some of the adapter's modules are not in the checkpoint.
+    #[error("{} of its {keys} modules are not in the checkpoint: {}", unmatched.len(), Sample(unmatched))]
+    PartlyMatches {
+        /// How many modules the adapter has.
+        keys: usize,
+        /// Those without a target.
+        unmatched: Vec<String>,
+    },
+    /// A name fits several modules of the checkpoint.
+    #[error("the name fits several modules: {}", List(candidates))]
+    Ambiguous {
+        /// The modules.
+        candidates: Vec<String>,
+    },
+    /// Two tensors of the adapter claim one role.
+    #[error("it is for {role}, as `{other}` is")]
+    Collision {
+        /// The other key.
+        other: String,
+        /// The module or tensor that both are for.
+        role: String,
+    },
+    /// Tensors of the adapter that no known kind has.
+    #[error("{} of its tensors are of no known kind of adapter: {}", keys.len(), Sample(keys))]
+    NotUnderstood {
+        /// Their keys.
+        keys: Vec<String>,
+    },
+    /// A factor's shape does not fit its target.
+    #[error("shape {found:?} does not fit {what} of shape {wanted:?}")]
+    Shape {
+        /// The shape in the adapter.
+        found: Vec<u64>,
+        /// What it has to fit.
+        what: String,
+        /// That one's shape.
+        wanted: Vec<u64>,
+    },
+    /// One half of a pair is missing.
+    #[error("its counterpart {missing} is missing")]
+    Incomplete {
+        /// The missing key.
+        missing: String,
+    },
+    /// A kind of adapter that is not applied.
+    #[error("{kind} adapters are not supported")]
+    Unsupported {
+        /// Its name.
+        kind: String,
+    },
+    /// The rows of queries or keys may be ordered otherwise than in the adapter.
+    #[error("the rows of `{target}` may be in another order; say which with Adapter::rotary_rows")]
+    RowOrder {
+        /// The module of the checkpoint.
+        target: String,
+    },
+    /// An element type that a factor or its target cannot have.
+    #[error("{what} has element type {dtype}, which cannot be patched")]
+    BadDType {
+        /// The factor or the target.
+        what: String,
+        /// Its type.
+        dtype: DType,
+    },
+    /// A factor holds NaN or an infinity.
+    #[error("element {index} is {value}")]
+    NotFinite {
+        /// Its place in row-major order.
+        index: u64,
+        /// `NaN`, `inf` or `-inf`.
+        value: String,
+    },
+    /// `adapter_config.json` is missing, no JSON, or lacks a field.
+    #[error("adapter_config.json: {reason}")]
+    Config {
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// Names separated by commas.
+pub(super) struct List<'a, T>(pub(super) &'a [T]);
+
+impl<T: fmt::Display> fmt::Display for List<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, item) in self.0.iter().enumerate() {
+            let comma = if index > 0 { ", " } else { "" };
+            write!(f, "{comma}{item}")?;
+        }
+        if self.0.is_empty() { f.write_str("none") } else { Ok(()) }
+    }
+}
+
+/// The first few names of a list, and how many more there are.
+struct Sample<'a>(&'a [String]);
+
+impl fmt::Display for Sample<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 4;
+        let shown = &self.0[..self.0.len().min(SHOWN)];
+        write!(f, "{}", List(shown))?;
+        if self.0.len() > SHOWN { write!(f, " and {} more", self.0.len() - SHOWN) } else { Ok(()) }
+    }
+}
