@@ -16,6 +16,10 @@ pub enum Clock {
     Wall,
 }
 
+/// How late a stream of a wall clock may begin a copy and still have it booked at its own time; the time before that is
+/// forgotten, so that the list of busy intervals does not grow for ever.
+const LATE: Duration = Duration::from_millis(100);
+
 /// The segments of a machine's links and when they are busy.
 #[derive(Debug)]
 pub(in crate::backend) struct Timeline {
@@ -64,7 +68,14 @@ impl Timeline {
     /// When `bytes` that may leave at `ready` have arrived. Takes their share of every segment on the way.
     pub(super) fn transfer(&self, from: DeviceId, to: DeviceId, bytes: u64, ready: Duration) -> Duration {
         let route = self.topology.route(from, to);
+        let past = match self.clock {
+            // No stream begins before that.
+            Clock::Virtual => self.now(),
+            Clock::Wall => self.now().saturating_sub(LATE),
+        };
+        let ready = ready.max(past);
         let mut state = self.state();
+        route.iter().for_each(|&segment| state.segments[segment].forget(past));
         let start = route.iter().map(|&s| state.segments[s].first_free(ready)).fold(ready, Duration::max);
         let take = |&s: &usize| {
             let time = self.topology.segments()[s].bandwidth.time(bytes);
@@ -91,6 +102,13 @@ impl Timeline {
 struct Busy(BTreeMap<Duration, Duration>);
 
 impl Busy {
+    /// Lets go of what ended by `past`; nothing may be booked before that any more.
+    fn forget(&mut self, past: Duration) {
+        while self.0.first_entry().is_some_and(|first| *first.get() <= past) {
+            self.0.pop_first();
+        }
+    }
+
     /// The first time from `ready` on at which the segment is free.
     fn first_free(&self, ready: Duration) -> Duration {
         match self.0.range(..=ready).next_back() {
@@ -151,6 +169,18 @@ mod tests {
         // A late transfer leaves a gap, which an early one fills.
         assert_eq!(timeline.transfer(DeviceId::CPU, a, 5 * megabytes, ms(100)), ms(101));
         assert_eq!(timeline.transfer(DeviceId::CPU, a, 5 * megabytes, ms(20)), ms(21));
+    }
+
+    #[test]
+    fn the_past_is_forgotten() {
+        let topology = Topology::new().link(DeviceId::cuda(0), Bandwidth::bytes_per_second(1_000_000_000));
+        let timeline = Timeline::new(Clock::Virtual, topology);
+        for step in 0..1000 {
+            let end = timeline.transfer(DeviceId::CPU, DeviceId::cuda(0), 1_000_000, ms(2 * step));
+            assert_eq!(end, ms(2 * step + 1));
+            timeline.advance(end);
+        }
+        assert!(timeline.state().segments.iter().all(|busy| busy.0.len() <= 1));
     }
 
     proptest! {
