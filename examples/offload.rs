@@ -87,7 +87,7 @@ impl support::Example for Args {
         let cache = ModelCache::new();
         cache.insert("model", Arc::clone(&model), Retention::Unload);
         let mut streamer = Streamer::new(&model)?;
-        let steps = self.steps(&mut streamer, &plan, devices.machine())?;
+        let steps = self.steps(&mut streamer, &plan, &devices)?;
         self.say(|| format!("streamed {}", streamer.report()));
         let hash = verify(&mut streamer, &checkpoint, &patches)?;
         self.say(|| format!("every tensor arrived with the bytes of a merge on the host: sha256 {hash}\n"));
@@ -184,11 +184,18 @@ impl Args {
     }
 
     /// Goes through the model, as a caller would that computes for a while in every layer.
-    fn steps(&self, streamer: &mut Streamer, plan: &Plan, machine: &Machine) -> Result<Vec<Value>> {
+    fn steps(&self, streamer: &mut Streamer, plan: &Plan, devices: &Registry) -> Result<Vec<Value>> {
         let layers = streamer.model().layout().layers.len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
-        let estimate = plan.estimate(&machine.topology, compute);
+        // Nobody described the links of real devices; they are measured.
+        let real = self.devices.devices.is_empty() && !plan.compute().is_host();
+        let described = &devices.machine().topology;
+        let topology = match described.segments().is_empty() && real {
+            true => devices.measured_topology()?,
+            false => described.clone(),
+        };
+        let estimate = plan.estimate(&topology, compute);
         let floor = estimate.pass.as_secs_f64();
         self.say(|| format!("{estimate}"));
         let mut steps = Vec::new();
