@@ -74,7 +74,7 @@ fn a_client_frees_memory_between_two_jobs() {
         assert_eq!(server.request("POST", "/free", body), 200);
         let mut line = String::new();
         server.output.read_line(&mut line).unwrap();
-        assert_eq!(line.contains("reset hooks"), body.contains("free_memory"), "{line}");
+        assert_eq!(line.contains("allocator caches"), body.contains("free_memory"), "{line}");
         assert!(!line.contains("unloaded kept"), "{line}");
     }
     assert!(server.child.wait().unwrap().success(), "it ends after two clean-ups");

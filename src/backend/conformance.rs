@@ -160,8 +160,9 @@ fn dropped_flights_finish(device: &dyn Device, host: &dyn Device) {
 fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
     let src = upload(device, &filled(host, 5)).freeze();
     let stream = device.stream(Role::Download).expect("a stream");
-    stream.occupy(Duration::from_millis(20)).expect("work");
+    // Before the stream is busy: a driver may wait for its work when it pins memory.
     let dst = host.alloc(BYTES, MemoryKind::Pinned).expect("memory");
+    stream.occupy(Duration::from_millis(100)).expect("work");
     let mut dst = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued").chain();
     assert!(dst.host_mut().is_none(), "bytes that are being written are not to be seen");
     dst.settle(DEADLINE).expect("lands");

@@ -100,10 +100,13 @@ impl fmt::Display for CleanupReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.unload)?;
         if self.request.free_memory {
-            write!(f, "; {} reset hooks ran", self.resets)?;
+            write!(f, "; allocator caches emptied")?;
         }
         if self.trimmed.values().any(|&bytes| bytes > 0) {
-            write!(f, "; allocator caches gave back {}", Amounts(&self.trimmed))?;
+            write!(f, ", which gave back {}", Amounts(&self.trimmed))?;
+        }
+        if self.resets > 0 {
+            write!(f, "; {} reset hooks ran", self.resets)?;
         }
         Ok(())
     }
