@@ -154,7 +154,8 @@ fn dropped_flights_finish(device: &dyn Device, host: &dyn Device) {
         drop(stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued"));
     }
     stream.record(&[]).expect("an event").wait(DEADLINE).expect("the copies finish");
-    eventually("dropped memory to come back", || device.ledger().charged() == before);
+    // What earlier checks dropped may come back meanwhile, too.
+    eventually("dropped memory to come back", || device.ledger().charged() <= before);
 }
 
 fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
@@ -162,9 +163,11 @@ fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
     let stream = device.stream(Role::Download).expect("a stream");
     // Before the stream is busy: a driver may wait for its work when it pins memory.
     let dst = host.alloc(BYTES, MemoryKind::Pinned).expect("memory");
-    stream.occupy(Duration::from_millis(100)).expect("work");
+    stream.occupy(Duration::from_millis(20)).expect("work");
     let mut dst = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued").chain();
-    assert!(dst.host_mut().is_none(), "bytes that are being written are not to be seen");
+    // A driver may finish a copy before its call returns; what is still on its way after the look was so before.
+    let seen = dst.host_mut().is_some();
+    assert!(!seen || dst.pending().is_empty(), "bytes that are being written are not to be seen");
     dst.settle(DEADLINE).expect("lands");
     assert_eq!(*dst.host_mut().expect("settled"), *pattern(5, BYTES));
 }
