@@ -204,6 +204,11 @@ impl Buf {
         &self.handle.allocation
     }
 
+    /// Whether `other` is a clone of this one.
+    pub(crate) fn is_same(&self, other: &Buf) -> bool {
+        Arc::ptr_eq(&self.handle, &other.handle)
+    }
+
     /// The events after which its contents are there, those that have not fired, or failed.
     pub fn ready(&self) -> impl Iterator<Item = &Event> {
         self.ready.iter().filter(|event| !matches!(event.state(), FenceState::Done))
