@@ -223,9 +223,9 @@ fn the_same_request_is_a_hit_and_another_is_not() {
         let plan = subject.planner(&machine(), allocation).plan().unwrap();
         let identity = Identity::of(&subject.checkpoint, &subject.patches, &plan);
         let before = loads.load(Ordering::Relaxed);
-        let model = cache.get_or_load(key, &identity, Retention::Keep, || {
+        let model = cache.get_or_load(key, &identity, Retention::Keep, |base| {
             loads.fetch_add(1, Ordering::Relaxed);
-            Loader::new(&registry).workers(1).load(&subject.checkpoint, &subject.patches, &plan)
+            Loader::new(&registry).workers(1).derive(base, &subject.checkpoint, &subject.patches, &plan)
         });
         subject.check(&model.unwrap());
         loads.load(Ordering::Relaxed) - before
@@ -277,7 +277,7 @@ fn concurrent_loads_of_one_key_are_one() {
         let results: Vec<Result<Arc<Model>>> = std::thread::scope(|scope| {
             let load = || {
                 start.wait();
-                cache.get_or_load("m", &identity, Retention::Keep, || {
+                cache.get_or_load("m", &identity, Retention::Keep, |_| {
                     loads.fetch_add(1, Ordering::Relaxed);
                     std::thread::sleep(std::time::Duration::from_millis(200));
                     if fails { Err(Error::Invalid { reason: "on purpose".into() }) } else { case.load(&registry) }
@@ -297,7 +297,7 @@ fn concurrent_loads_of_one_key_are_one() {
         drop(results);
         assert!(cache.list().iter().all(|info| !info.in_use));
         // The key is free after a failure.
-        cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry)).unwrap();
+        cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry)).unwrap();
     }
     comes_back(&registry);
 }
@@ -309,17 +309,17 @@ fn a_load_that_panics_fails_those_who_wait() {
     let (cache, inside) = (ModelCache::new(), Barrier::new(2));
     std::thread::scope(|scope| {
         let panics = scope.spawn(|| {
-            cache.get_or_load("m", &identity, Retention::Keep, || {
+            cache.get_or_load("m", &identity, Retention::Keep, |_| {
                 inside.wait();
                 std::thread::sleep(std::time::Duration::from_millis(100));
                 panic!("on purpose")
             })
         });
         inside.wait();
-        let waited = cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry));
+        let waited = cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry));
         assert!(waited.is_err() && panics.join().is_err());
     });
-    cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry)).unwrap();
+    cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry)).unwrap();
 }
 
 #[test]

@@ -21,6 +21,8 @@ pub struct EntryInfo {
     pub in_use: bool,
     /// The bytes that it holds on each device.
     pub bytes: BTreeMap<DeviceId, u64>,
+    /// Those of them that it shares with no other model.
+    pub own: BTreeMap<DeviceId, u64>,
     /// Why it cannot be used any more, where a device that holds some of it is lost.
     pub lost: Option<String>,
 }
@@ -31,7 +33,7 @@ pub struct EntryInfo {
 pub struct Unloaded {
     /// Its key.
     pub key: String,
-    /// The bytes that it held on each device.
+    /// The bytes that it held on each device, and no other model holds.
     pub bytes: BTreeMap<DeviceId, u64>,
 }
 

@@ -24,7 +24,7 @@ impl Loader<'_> {
     ///
     /// Only what is new is reserved. The slots are shared where compute device, number and size are the same; then one
     /// streamer at a time can be had of all the models that share them. The base stays what it is, whatever happens
-    /// here, and keeps its bytes for as long as anyone holds it.
+    /// here, and keeps its bytes for as long as anyone holds it. Without a base this is [`load`](Loader::load).
     ///
     /// ```
     /// use std::sync::Arc;
@@ -46,7 +46,14 @@ impl Loader<'_> {
     /// # Errors
     /// As [`load`](Loader::load); [`Error::Invalid`] too when the base is on devices of another registry. Whatever the
     /// error, all memory is given back first, and the base is as it was.
-    pub fn derive(&self, base: &Arc<Model>, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
+    pub fn derive<'b>(
+        &self,
+        base: impl Into<Option<&'b Arc<Model>>>,
+        checkpoint: &Checkpoint,
+        patches: &Patches,
+        plan: &Plan,
+    ) -> Result<Model> {
+        let Some(base) = base.into() else { return self.load(checkpoint, patches, plan) };
         plan.verify(patches.layout())?;
         check_tensors(checkpoint, patches)?;
         self.check_base(base)?;
