@@ -133,8 +133,8 @@ fn tight(case: &Case, models: u64) -> Registry {
     Registry::described(described(&["cpu=64mb", "xpu:0=24mb", &card]), Clock::Wall)
 }
 
-fn no_room(error: Error) -> NoRoom {
-    match error {
+fn no_room(error: impl Into<Error>) -> NoRoom {
+    match error.into() {
         Error::NoRoom(no_room) => *no_room,
         other => panic!("{other}"),
     }
@@ -152,9 +152,21 @@ fn room_is_made_by_the_flagged_then_by_the_least_recently_used() {
     drop(cache.get("a"));
     let report = cache.make_room(&registry, GPU0, one, Evict::Flagged).unwrap();
     assert_eq!(keys(&report.unloaded), "c");
-    // Used longest ago: b, then d, then a. One and a byte need two; c's room is free already.
+    // Used longest ago: b, then d, then a. One and a byte need two, of which one can stay on the host; c's room is free
+    // already.
+    let demoted = case.plan.demoted(case.subject.layout(), registry.machine()).unwrap();
+    let frees = one - demoted.slots().bytes();
     let report = cache.make_room(&registry, GPU0, one * 2 + 1, Evict::Kept).unwrap();
-    assert_eq!((keys(&report.unloaded).as_str(), report.kept.join("")), ("bd", "a".to_owned()));
+    assert_eq!(
+        (keys(&report.unloaded).as_str(), keys(&report.demoted), report.kept.join("")),
+        ("b", "d".into(), "ad".into())
+    );
+    assert_eq!(report.demoted[0].bytes, [(GPU0, frees), (xpu(), 0)].into_iter().filter(|b| b.1 > 0).collect());
+    case.subject.check(&cache.get("d").unwrap());
+    drop(cache.get("a"));
+    // Two demoted ones are not enough for this, so the one used least recently goes.
+    let report = cache.make_room(&registry, GPU0, one * 3, Evict::Kept).unwrap();
+    assert_eq!((keys(&report.unloaded).as_str(), report.kept.join("")), ("d", "a".to_owned()));
     let error = no_room(cache.make_room(&registry, GPU0, one * 4, Evict::Flagged).unwrap_err());
     assert_eq!((error.requested, error.available, error.short, error.others), (one * 4, one * 3, one, 0));
     assert_eq!((error.holders[0].key.as_str(), error.holders[0].bytes, error.holders[0].kept), ("a", one, true));
@@ -169,7 +181,7 @@ fn nothing_goes_where_that_would_not_be_enough() {
     let registry = tight(&case, 3);
     let cache = case.fill(&registry, "abc", "ab");
     let user = cache.get("b").unwrap();
-    let error = cache.make_room(&registry, GPU0, one * 2, Evict::Flagged).unwrap_err();
+    let error = cache.make_room(&registry, GPU0, one * 2, Evict::Flagged).unwrap_err().error;
     let text = error.to_string();
     assert_eq!((error.kind(), held(&cache).as_str()), (ErrorKind::NoRoom, "abc"));
     assert!(text.contains(&format!("`b` ({one} bytes, in use)")) && text.contains("`c` (") && text.contains(", kept)"));
@@ -352,15 +364,18 @@ fn every_failing_operation_leaves_kept_models_usable() {
         let model = Arc::new(case.load(registry)?);
         cache.insert("new", Arc::clone(&model), Retention::Unload);
         drop(model);
-        cache.make_room(registry, GPU0, 24 << 20, Evict::Flagged).map(drop).or_else(|error| match error {
-            // The kept model is in the way, as it should be.
-            Error::NoRoom(_) => Ok(()),
-            other => Err(other),
+        cache.make_room(registry, GPU0, 24 << 20, Evict::Flagged).map(drop).or_else(|unfinished| {
+            match unfinished.error {
+                // The kept model is in the way, as it should be.
+                Error::NoRoom(_) => Ok(()),
+                other => Err(other),
+            }
         })?;
         let other = Arc::new(case.load(registry)?);
         cache.insert("other", other, Retention::Unload);
         cache.request_free(FREE);
-        cache.service_requests(registry).map(drop)
+        cache.service_requests(registry)?;
+        Ok(())
     };
     let calls = {
         let watched = Watched::new(machine(), Clock::Virtual);

@@ -9,8 +9,8 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::{
-    Adapter, Checkpoint, DType, Error, ErrorKind, Identity, Loader, Matching, Model, ModelCache, Patches, Plan,
-    Registry, Result, Retention, Streamer,
+    Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache,
+    Patches, Plan, Registry, Result, Retention, Streamer, UnloadReport, Unloaded, Use,
 };
 
 /// A checkpoint, and an adapter for one of its layers.
@@ -155,4 +155,203 @@ fn a_failed_derivation_leaves_the_entry_as_it_was() {
     full.check(&cache.get("m").unwrap());
     cache.unload_everything();
     comes_back(&watched.registry);
+}
+
+/// A cache of these keys, all kept and none used, with an identity each.
+fn filled(registry: &Registry, subject: &Subject, plan: &Plan, keys: &str) -> ModelCache {
+    let cache = ModelCache::new();
+    let identity = Identity::of(&subject.checkpoint, &subject.patches, plan);
+    for key in keys.chars() {
+        let load = |_: Option<&_>| Loader::new(registry).workers(1).load(&subject.checkpoint, &subject.patches, plan);
+        cache.get_or_load(&key.to_string(), &identity, Retention::Keep, load).unwrap();
+    }
+    cache
+}
+
+fn names(list: &[Unloaded]) -> String {
+    list.iter().map(|unloaded| unloaded.key.as_str()).collect()
+}
+
+fn charged(registry: &Registry, id: DeviceId) -> u64 {
+    registry.device(id).unwrap().ledger().charged()
+}
+
+#[test]
+fn room_is_made_by_demotion_before_anything_is_dropped() {
+    let subject = Case::new(120).at(1.0);
+    let resident = plan(&subject, "cuda:0,*");
+    let one = resident.device(GPU0).unwrap().needed();
+    for clock in [Clock::Wall, Clock::Virtual] {
+        let card = format!("cuda:0={}b,link=10", 3 * one);
+        let registry = Registry::described(described(&["cpu=64mb", &card]), clock);
+        let cache = filled(&registry, &subject, &resident, "abc");
+        let demoted = resident.demoted(subject.layout(), registry.machine()).unwrap();
+        let frees = one - demoted.slots().bytes();
+        // Kept models neither go nor move unless that is allowed.
+        let refused = cache.make_room(&registry, GPU0, 1, Evict::Flagged).unwrap_err();
+        assert_eq!((refused.error.kind(), refused.report), (ErrorKind::NoRoom, UnloadReport::default()));
+        // Used longest ago: b, since a is used now and c is in use.
+        let user = cache.get("c").unwrap();
+        drop(cache.get("a"));
+        let report = cache.make_room(&registry, GPU0, frees, Evict::Demote).unwrap();
+        assert_eq!((names(&report.demoted), names(&report.unloaded)), ("b".to_owned(), String::new()));
+        assert_eq!(report.freed(), [(GPU0, frees)].into());
+        assert!(report.to_string().contains("demoted b (freed "), "{report}");
+        assert_eq!((charged(&registry, GPU0), charged(&registry, CPU)), (3 * one - frees, resident.bytes()));
+        let model = cache.get("b").unwrap();
+        assert_eq!(model.plan(), &demoted);
+        stream(&model, &subject);
+        drop(model);
+        // A demoted model cannot be demoted again, and a used one not at all.
+        drop(cache.get("a"));
+        let report = cache.make_room(&registry, GPU0, 2 * frees, Evict::Demote).unwrap();
+        assert_eq!(names(&report.demoted), "a");
+        let full = cache.make_room(&registry, GPU0, 2 * frees + 1, Evict::Demote).unwrap_err();
+        assert!(matches!(full.error, Error::NoRoom(ref room) if room.short == 1), "{}", full.error);
+        // What goes is the fewest, used longest ago.
+        let report = cache.make_room(&registry, GPU0, 2 * frees + 1, Evict::Kept).unwrap();
+        assert_eq!(
+            (names(&report.unloaded), names(&report.demoted), report.kept.join("")),
+            ("b".into(), "".into(), "ac".into())
+        );
+        drop(user);
+        // A request with the former plan has it on the card again, from the host's memory.
+        let before = cache.get("a").unwrap().plan().clone();
+        let identity = Identity::of(&subject.checkpoint, &subject.patches, &resident);
+        let again = cache.get_or_load("a", &identity, Retention::Keep, |base| {
+            Loader::new(&registry).derive(base, &subject.checkpoint, &subject.patches, &resident)
+        });
+        let again = again.unwrap();
+        assert_eq!((again.report().read, again.report().copied), (0, resident.bytes()));
+        assert!(again.plan() == &resident && before == demoted);
+        stream(&again, &subject);
+        drop(again);
+        cache.full_cleanup(&registry).unwrap();
+        cache.unload_everything();
+        comes_back(&registry);
+    }
+}
+
+#[test]
+fn models_are_demoted_only_as_far_as_the_host_has_room() {
+    let subject = Case::new(121).at(1.0);
+    let resident = plan(&subject, "cuda:0,*");
+    let one = resident.device(GPU0).unwrap().needed();
+    let (host, card) = (format!("cpu={}b", resident.bytes() * 3 / 2), format!("cuda:0={}b,link=10", 2 * one));
+    let registry = Registry::described(described(&[&host, &card]), Clock::Virtual);
+    let cache = filled(&registry, &subject, &resident, "ab");
+    let demoted = resident.demoted(subject.layout(), registry.machine()).unwrap();
+    let frees = one - demoted.slots().bytes();
+    let full = cache.make_room(&registry, GPU0, 2 * frees, Evict::Demote).unwrap_err();
+    assert_eq!((full.error.kind(), full.report), (ErrorKind::NoRoom, UnloadReport::default()), "both do not fit");
+    assert_eq!((charged(&registry, GPU0), charged(&registry, CPU)), (2 * one, 0), "so none is moved");
+    let report = cache.make_room(&registry, GPU0, one + 1, Evict::Kept).unwrap();
+    assert_eq!((names(&report.unloaded), names(&report.demoted)), ("a".to_owned(), "b".to_owned()));
+    subject.check(&cache.get("b").unwrap());
+}
+
+/// Memory that several models share goes with the last of them, and is reckoned so.
+#[test]
+fn shared_memory_counts_once() {
+    let case = Case::new(122);
+    let (weak, full) = (case.at(0.9), case.at(1.0));
+    let resident = plan(&weak, "cuda:0,*");
+    let one = resident.device(GPU0).unwrap().needed();
+    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensors[tensor].bytes).sum();
+    let registry = tight(&resident, targets);
+    let cache = ModelCache::new();
+    let first = get(&cache, &registry, &weak, &resident).unwrap();
+    let second = Loader::new(&registry).derive(&first, &full.checkpoint, &full.patches, &resident).unwrap();
+    drop(first);
+    cache.insert("n", Arc::new(second), Retention::Unload);
+    cache.flag("m", Retention::Unload).unwrap();
+    assert_eq!(charged(&registry, GPU0), one + targets);
+    let full = cache.make_room(&registry, GPU0, one + targets + 1, Evict::Flagged).unwrap_err();
+    let Error::NoRoom(room) = full.error else { panic!("{}", full.error) };
+    assert_eq!((room.short, room.others, room.holders.len()), (one + targets + 1, 0, 2));
+    // One of the two frees what it has alone; a byte more takes both.
+    let report = cache.make_room(&registry, GPU0, targets, Evict::Flagged).unwrap();
+    assert_eq!((names(&report.unloaded), report.freed()), ("m".to_owned(), [(GPU0, targets)].into()));
+    let report = cache.make_room(&registry, GPU0, targets + 1, Evict::Flagged).unwrap();
+    assert_eq!((names(&report.unloaded), report.freed()), ("n".to_owned(), [(GPU0, one)].into()));
+    comes_back(&registry);
+}
+
+/// Whatever operation fails while a kept model is demoted, it can be read, and no other memory is taken.
+#[test]
+fn a_kept_model_outlives_every_failure_of_its_demotion() {
+    let subject = Case::new(123).at(1.0);
+    let resident = plan(&subject, "cuda:0,*");
+    let card = format!("cuda:0={}b,link=10", resident.device(GPU0).unwrap().needed());
+    let (mut failures, mut parked) = (0, 0);
+    for nth in 1.. {
+        let watched = Watched::new(described(&["cpu=64mb", &card]), Clock::Virtual);
+        open_all(&watched.registry);
+        let cache = filled(&watched.registry, &subject, &resident, "a");
+        let handle = Arc::as_ptr(&cache.get("a").unwrap());
+        let before = watched.countdown.calls();
+        watched.countdown.fail_nth(nth);
+        let outcome = cache.make_room(&watched.registry, GPU0, 1 << 10, Evict::Demote);
+        let ended = watched.countdown.calls() - before < nth;
+        watched.countdown.fail_nth(1 << 60);
+        let model = cache.get("a").expect("a kept model stays");
+        subject.check(&model);
+        if outcome.is_err() && Arc::as_ptr(&model) == handle {
+            stream(&model, &subject);
+        }
+        let waits = model.plan().assignments().iter().all(|a| a.usage == Use::InPlace);
+        failures += u64::from(outcome.is_err());
+        parked += u64::from(waits);
+        let holds = model.bytes();
+        for (id, taken) in levels(&watched.registry) {
+            assert_eq!(taken, holds.get(&id).copied().unwrap_or(0), "operation {nth}: {id}");
+        }
+        if waits {
+            // The next request derives from it, as from any other.
+            let (registry, Subject { checkpoint, patches, .. }) = (&watched.registry, &subject);
+            let again = Loader::new(registry).derive(&model, checkpoint, patches, &resident).unwrap();
+            assert_eq!(again.report().read, 0);
+        }
+        drop(model);
+        cache.unload_everything();
+        comes_back(&watched.registry);
+        if ended {
+            break;
+        }
+    }
+    assert!(failures > 10 && parked > 0, "{failures} failed, {parked} waited on the host");
+}
+
+/// Models are demoted, asked for with other plans, and used, by several threads at once: each has its bytes throughout.
+#[test]
+fn threads_use_models_that_are_demoted() {
+    let case = Case::new(124);
+    let subjects = [case.at(0.9), case.at(1.0)];
+    let resident = plan(&subjects[0], "cuda:0,*");
+    let one = resident.device(GPU0).unwrap().needed();
+    let card = format!("cuda:0={}b,link=10", 3 * one);
+    let registry = Registry::described(described(&["cpu=64mb", &card]), Clock::Wall);
+    let cache = filled(&registry, &subjects[0], &resident, "m");
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (cache, registry, subjects, resident) = (&cache, &registry, &subjects, &resident);
+            scope.spawn(move || {
+                for round in 0..30 {
+                    let subject = &subjects[(round + thread) % 2];
+                    match get(cache, registry, subject, resident) {
+                        Ok(model) => subject.check(&model),
+                        Err(error) => assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}"),
+                    }
+                    if round % 3 == 0 {
+                        let made = cache.make_room(registry, GPU0, 2 * one + 1, Evict::Demote);
+                        let error = made.err().map(|unfinished| unfinished.error.kind());
+                        assert!(error.is_none_or(|kind| kind == ErrorKind::NoRoom || kind == ErrorKind::OutOfMemory));
+                    }
+                    assert!(cache.get("m").is_some(), "a kept model cannot disappear");
+                }
+            });
+        }
+    });
+    cache.unload_everything();
+    comes_back(&registry);
 }

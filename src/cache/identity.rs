@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::{Entry, ModelCache, Retention, let_go};
 use crate::adapter::{Origin, Patches, ScalePolicy};
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::load::Model;
 use crate::plan::Plan;
 use crate::rounding::Rounding;
@@ -21,7 +21,7 @@ use crate::transfer::Stamp;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity(Arc<Parts>);
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Parts {
     checkpoint: PathBuf,
     files: Vec<(PathBuf, Stamp)>,
@@ -36,6 +36,11 @@ impl Identity {
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
         let (checkpoint, adapters, plan) = (checkpoint.path().to_owned(), patches.origins().to_vec(), plan.clone());
         Identity(Arc::new(Parts { checkpoint, files, adapters, policy: patches.policy(), plan }))
+    }
+
+    /// The identity of the same with another plan.
+    pub(super) fn with_plan(&self, plan: &Plan) -> Identity {
+        Identity(Arc::new(Parts { plan: plan.clone(), ..(*self.0).clone() }))
     }
 
     /// Whether both are made from the same files, so that one model may have much of the other.
@@ -66,8 +71,8 @@ impl ModelCache {
     /// Callers that want the same at the same time share one load: one runs its `load`, the others wait. Where the key
     /// has a model of the same files with other adapters, other strengths or another plan, `load` is given that model,
     /// to [derive](crate::Loader::derive) from; it is replaced when the new one is there, and whoever uses it keeps it.
-    /// If they do not fit beside each other ([`Error::OutOfMemory`]) and nobody uses the old one, it is let go, and
-    /// `load` is called again with none. A model of other files leaves before the load begins, so that its memory can
+    /// If they do not fit beside each other ([`Error::OutOfMemory`]), nobody uses the old one, and what it holds may be
+    /// what is missing, it is let go, and `load` is called again with none. A model of other files leaves before the load begins, so that its memory can
     /// be had.
     ///
     /// ```
@@ -162,8 +167,13 @@ impl ModelCache {
             return load(None);
         };
         match load(Some(&base)) {
-            Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-                let Some(old) = self.take_unused(key, base) else { return Err(error) };
+            Err(Error::OutOfMemory { device, requested, available, limit }) => {
+                let full = Error::OutOfMemory { device, requested, available, limit };
+                let own = base.own_bytes().get(&device).copied().unwrap_or(0);
+                if own.saturating_add(available) < requested {
+                    return Err(full);
+                }
+                let Some(old) = self.take_unused(key, base) else { return Err(full) };
                 drop(let_go(vec![(key.to_owned(), old)], Vec::new()));
                 load(None).map_err(|error| Error::Failed {
                     operation: "a load for which the model that had the key was let go",

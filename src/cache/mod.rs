@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use free::FreeRequest;
 pub use identity::Identity;
 pub use pressure::{Pressure, PressureReadings, PressureReport, PressureState};
-pub use report::{CleanupReport, EntryInfo, UnloadReport, Unloaded};
+pub use report::{CleanupReport, EntryInfo, Unfinished, UnloadReport, Unloaded};
 pub use room::Evict;
 
 use crate::error::{Error, Result};

@@ -213,8 +213,6 @@ impl<'a> Planner<'a> {
                 Err(unknown) => return Err(unknown),
             };
             devices.push(DevicePlan {
-                id: bin.device,
-                quota: bin.quoted.then_some(bin.cap),
                 bytes: bytes[index],
                 modules: modules[index],
                 streamed: moved.streamed,
@@ -223,8 +221,7 @@ impl<'a> Planner<'a> {
                 slots: if computes { traffic.slots.bytes() } else { 0 },
                 scratch: if computes { self.scratch } else { 0 },
                 reserve: if computes { self.reserve } else { 0 },
-                total: info.total,
-                free: info.free,
+                ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
             });
         }
         devices.sort_by_key(|device| device.id);
@@ -252,7 +249,7 @@ fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 
-fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
+pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
     let host = machine.device(DeviceId::CPU).ok()?.total;
     let percent = |n: u64| host / 100 * n;
     Some(ByteSize(percent(40).max(percent(90).min(host.saturating_sub(4 << 30)))))
