@@ -151,7 +151,8 @@ pub use cache::{
 };
 pub use checkpoint::Checkpoint;
 pub use device::{
-    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology,
+    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemoryDrift, MemorySeries,
+    MemorySnapshot, MemoryUsage, Topology,
 };
 pub use dtype::{DType, UnknownDType};
 pub use error::{AdapterFault, Error, ErrorKind, FileFault, Holder, NoRoom, Result, Shortfall};

@@ -19,6 +19,10 @@ pub enum Clock {
 /// How long after its time a transfer on a wall clock may be asked for, its thread having been kept from running.
 const LATEST: Duration = Duration::from_secs(10);
 
+/// The most intervals that a segment remembers on a wall clock, so that many small transfers do not fill the memory with
+/// them: more than the transfers that can be late at once.
+const MOST: usize = 1024;
+
 /// The segments of a machine's links and when they are busy.
 #[derive(Debug)]
 pub(in crate::backend) struct Timeline {
@@ -72,7 +76,8 @@ impl Timeline {
             Clock::Virtual => state.now,
             Clock::Wall => self.start.elapsed().saturating_sub(LATEST),
         };
-        route.iter().for_each(|&s| state.segments[s].forget(past));
+        let most = if self.clock == Clock::Wall { MOST } else { usize::MAX };
+        route.iter().for_each(|&s| state.segments[s].forget(past, most));
         let start = route.iter().map(|&s| state.segments[s].first_free(ready)).fold(ready, Duration::max);
         let take = |&s: &usize| {
             let time = self.topology.segments()[s].bandwidth.time(bytes);
@@ -120,12 +125,14 @@ impl Busy {
         at
     }
 
-    /// Forgets what ended by `past`, where no transfer begins any more.
-    fn forget(&mut self, past: Duration) {
+    /// Forgets what ended by `past`, where no transfer begins any more, and the oldest of more than `most` intervals.
+    fn forget(&mut self, past: Duration, most: usize) {
+        let mut surplus = self.0.len().saturating_sub(most);
         while let Some(first) = self.0.first_entry()
-            && *first.get() <= past
+            && (*first.get() <= past || surplus > 0)
         {
             first.remove();
+            surplus = surplus.saturating_sub(1);
         }
     }
 
