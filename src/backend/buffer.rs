@@ -384,8 +384,7 @@ impl Transfer {
         for piece in &self.pieces {
             piece.src.used_until(done.clone());
         }
-        self.dst.0.uses().push(done.clone());
-        Flight { done, dst: self.dst }
+        Flight::of(self.dst, done)
     }
 
     /// The rejection of this copy: it was not queued.
@@ -418,6 +417,12 @@ pub struct Flight {
 }
 
 impl Flight {
+    /// The flight of a buffer that work other than a copy, which is queued, writes until `done`.
+    pub fn of(buffer: BufMut, done: Event) -> Flight {
+        buffer.0.uses().push(done.clone());
+        Flight { done, dst: buffer }
+    }
+
     /// The event of its landing.
     pub fn done(&self) -> &Event {
         &self.done

@@ -17,6 +17,7 @@ mod event;
 mod faulty;
 mod host;
 mod host_memory;
+mod kernels;
 mod ledger;
 mod simulated;
 mod software;
@@ -33,6 +34,7 @@ pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
+pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight};
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
@@ -100,6 +102,11 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// How a stream of this device can copy from memory of `source`.
     fn route_from(&self, source: &dyn Device) -> Route;
+
+    /// The arithmetic that it offers, if any; the software devices offer none.
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        None
+    }
 
     /// Gives memory that the allocator holds for reuse back to the system; the bytes given back.
     ///

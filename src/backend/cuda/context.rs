@@ -6,6 +6,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUresult};
 
 use super::driver::describe;
+use super::kernels::Module;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -15,6 +16,8 @@ pub(super) struct Context {
     device: sys::CUdevice,
     handle: sys::CUcontext,
     lost: OnceLock<String>,
+    /// The kernels, or why the driver refused them; here, since memory in use by a launch holds the context.
+    kernels: OnceLock<Result<Module, String>>,
 }
 
 // SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
@@ -31,7 +34,7 @@ impl Context {
         // SAFETY: the device was just got from the driver.
         let handle = unsafe { result::primary_ctx::retain(device) };
         let handle = handle.map_err(|error| absent("cuDevicePrimaryCtxRetain", error))?;
-        Ok(Context { id, device, handle, lost: OnceLock::new() })
+        Ok(Context { id, device, handle, lost: OnceLock::new(), kernels: OnceLock::new() })
     }
 
     pub(super) fn id(&self) -> DeviceId {
@@ -44,6 +47,10 @@ impl Context {
 
     pub(super) fn handle(&self) -> sys::CUcontext {
         self.handle
+    }
+
+    pub(super) fn kernels(&self) -> &OnceLock<Result<Module, String>> {
+        &self.kernels
     }
 
     /// Why the device is lost, if it is.
@@ -110,6 +117,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if let Some(Ok(module)) = self.kernels.take() {
+            module.unload(self);
+        }
         if self.lost().is_none() {
             // SAFETY: retained by `retain`, released once. At process exit a driver that is gone refuses; then
             // there is nothing to release.

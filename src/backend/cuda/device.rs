@@ -14,7 +14,7 @@ use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
 use super::stream::CudaStream;
-use crate::backend::{BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
+use crate::backend::{BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -27,6 +27,8 @@ pub(crate) struct CudaDevice {
     open: Arc<Opened>,
     /// Peer -> why its memory cannot be reached, or none where it can; found out when first asked.
     peers: Mutex<BTreeMap<DeviceId, Option<String>>>,
+    /// The call of the driver without which there are no kernels.
+    missing_kernel_call: Option<&'static str>,
     context: Arc<Context>,
 }
 
@@ -37,7 +39,8 @@ impl CudaDevice {
         let (free, total) = free_and_total(&context)?;
         let reaper = Arc::new(Reaper::start(info.id)?);
         let ledger = Ledger::new(info.id, total);
-        Ok(CudaDevice { info: info.free(Some(free)), ledger, pool, reaper, open, peers: Mutex::default(), context })
+        let (info, peers, missing_kernel_call) = (info.free(Some(free)), Mutex::default(), driver.missing_kernel_call);
+        Ok(CudaDevice { info, ledger, pool, reaper, open, peers, missing_kernel_call, context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
@@ -65,6 +68,10 @@ impl CudaDevice {
 
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    pub(super) fn missing_kernel_call(&self) -> Option<&'static str> {
+        self.missing_kernel_call
     }
 
     pub(super) fn pool(&self) -> Option<&Arc<Pool>> {
@@ -147,6 +154,10 @@ impl Device for CudaDevice {
             DeviceKind::Cuda => self.unreachable(from).map_or(Route::Direct, Route::Staged),
             _ => Route::Staged(format!("a CUDA stream cannot read the memory of {from}")),
         }
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        Some(self)
     }
 
     fn trim(&self) -> Result<u64> {

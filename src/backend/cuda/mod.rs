@@ -10,6 +10,7 @@ mod context;
 mod device;
 mod driver;
 mod event;
+mod kernels;
 mod memory;
 mod peers;
 mod pinned;

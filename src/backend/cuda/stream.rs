@@ -129,6 +129,19 @@ impl CudaStream {
         self.context.call("cuMemcpyPeerAsync", copy)
     }
 
+    /// Queues work of the device's own with `queue`, after `waits`; the event after it, until which `memory` is kept.
+    pub(super) fn run(
+        &self,
+        waits: &[Event],
+        memory: Vec<Arc<Allocation>>,
+        queue: impl FnOnce(sys::CUstream) -> Result<()>,
+    ) -> Result<Event> {
+        self.join(waits)?;
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        queue(self.handle)?;
+        self.mark(memory)
+    }
+
     /// An event after all work so far, until which `memory` is kept.
     fn mark(&self, memory: Vec<Arc<Allocation>>) -> Result<Event> {
         match CudaFence::record(&self.context, self.handle) {
