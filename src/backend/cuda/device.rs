@@ -37,7 +37,8 @@ impl CudaDevice {
         let (free, total) = free_and_total(&context)?;
         let reaper = Arc::new(Reaper::start(info.id)?);
         let ledger = Ledger::new(info.id, total);
-        Ok(CudaDevice { info: info.free(Some(free)), ledger, pool, reaper, open, peers: Mutex::default(), context })
+        let info = info.free(Some(free)).opening(0);
+        Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
@@ -78,6 +79,9 @@ impl CudaDevice {
 
     /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once.
     fn unreachable(&self, peer: DeviceId) -> Option<String> {
+        if !self.open.peers {
+            return Some("the caller forbids it".to_owned());
+        }
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         let find = || match self.open.get(peer.index()) {
             Some(source) => peers::connect(self, &source).err(),
