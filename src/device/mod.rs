@@ -1,11 +1,13 @@
 //! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens one.
 
+mod bookings;
 mod id;
 mod info;
 mod links;
 mod snapshot;
 mod topology;
 
+pub(crate) use bookings::Bookings;
 pub use id::{DeviceId, DeviceKind, KindName};
 pub use info::{Described, DeviceInfo, GpuDetails, Machine, MemoryUsage};
 pub use links::{LeftOut, Link, LinkKind, LinkMatrix};
