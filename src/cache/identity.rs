@@ -25,7 +25,7 @@ pub struct Identity(Arc<Parts>);
 struct Parts {
     checkpoint: PathBuf,
     files: Vec<(PathBuf, Stamp)>,
-    adapters: Vec<Origin>,
+    adapters: Vec<Arc<Origin>>,
     policy: Option<(Rounding, ScalePolicy)>,
     plan: Plan,
 }

@@ -282,7 +282,8 @@ impl fmt::Display for ErrorKind {
 pub struct Shortfall {
     /// The device that would be overfull.
     pub device: DeviceId,
-    /// The part that passes the limit: `weights`, `slots`, `scratch` or `reserve`.
+    /// The part that passes the limit: `opening` (what opening the device takes), `weights`, `slots`, `scratch` or
+    /// `reserve`.
     pub term: &'static str,
     /// The module (for `slots` the layer) at which the limit is passed, where one is.
     pub module: Option<String>,

@@ -157,6 +157,7 @@ impl<'a> Planner<'a> {
         warnings.extend(self.idle_patterns());
         let (devices, assignments, traffic) = self.assemble(&quotas, compute, &home)?;
         fit::check(self.machine, &devices, &assignments, self.largest_streamed(&traffic))?;
+        warnings.extend(self.copies_in_place(&devices, compute));
         let (mode, unit, depth, slots) = (allocation.mode(), self.unit, self.depth, traffic.slots);
         Plan::new(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings })
     }
@@ -180,7 +181,7 @@ impl<'a> Planner<'a> {
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Traffic)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
-        let pinned_cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
         let traffic = placed.traffic(|name| any(&self.in_place, name));
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
@@ -223,12 +224,37 @@ impl<'a> Planner<'a> {
                 slots: if computes { traffic.slots.bytes() } else { 0 },
                 scratch: if computes { self.scratch } else { 0 },
                 reserve: if computes { self.reserve } else { 0 },
+                // Devices that get nothing are not opened, but for the compute device.
+                opening: if computes || bytes[index] > 0 { info.opening } else { 0 },
                 total: info.total,
                 free: info.free,
             });
         }
         devices.sort_by_key(|device| device.id);
         Ok((devices, assignments, traffic))
+    }
+
+    /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
+    /// pages are no less locked.
+    fn pinnable(&self, devices: &[DeviceId], home: &[usize]) -> u64 {
+        let topology = &self.machine.topology;
+        let locked = |&bin: &usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
+        let modules = self.layout.modules.iter().zip(home).filter(|(_, bin)| locked(bin));
+        let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        modules.fold(cap, |cap, (module, _)| cap.saturating_sub(module.bytes))
+    }
+
+    /// Warnings for what is streamed from one place of a memory to another.
+    fn copies_in_place<'b>(
+        &'b self,
+        devices: &'b [DevicePlan],
+        compute: DeviceId,
+    ) -> impl Iterator<Item = String> + use<'b, 'a> {
+        let topology = &self.machine.topology;
+        let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
+        devices.iter().filter(here).map(move |DevicePlan { id, streamed, .. }| {
+            format!("{id} and {compute} share one memory: {streamed} bytes are copied within it in each pass, which weights on {compute} would not need")
+        })
     }
 
     /// The name of the layer that the slots are made for.

@@ -94,6 +94,9 @@ pub struct DevicePlan {
     pub scratch: u64,
     /// What the caller keeps for activations.
     pub reserve: u64,
+    /// What opening the device takes, where it was not open yet and something is put on it.
+    #[serde(default)]
+    pub opening: u64,
     /// All memory of the device.
     pub total: u64,
     /// What of it was free, where known.
@@ -218,9 +221,11 @@ impl Plan {
 }
 
 impl DevicePlan {
-    /// What the plan needs of the device: weights, the larger of slots and scratch, and the reserve.
+    /// What the plan needs of the device: what opening takes, weights, the larger of slots and scratch, and the
+    /// reserve.
     pub fn needed(&self) -> u64 {
-        self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve)
+        let kept = self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve);
+        kept.saturating_add(self.opening)
     }
 }
 

@@ -46,7 +46,11 @@ impl Slots {
         let through_host = |wanted: &Wanted| model.home(wanted.module).filter(|h| downloads.contains_key(&h.device()));
         let staged = |layer: &Vec<Wanted>| layer.iter().filter_map(through_host).map(Buf::bytes).sum();
         let staging_bytes = wanted.iter().map(staged).max().unwrap_or(0);
-        let busy = || Error::invalid("the model is being streamed already; its slots are for one streamer");
+        let busy = || {
+            Error::invalid(
+                "the model, or one that shares its slots, is being streamed already; they are for one streamer",
+            )
+        };
         let memory = residency.take_slots().ok_or_else(busy)?;
         let slot = |memory| Slot { layer: None, memory: Some(memory), staging: None };
         let (slots, host) = (memory.into_iter().map(slot).collect(), Arc::clone(model.host()));

@@ -39,7 +39,8 @@ impl CudaDevice {
         let (free, total) = free_and_total(&context)?;
         let reaper = Arc::new(Reaper::start(info.id)?);
         let ledger = Ledger::new(info.id, total);
-        let (info, peers, missing_kernel_call) = (info.free(Some(free)), Mutex::default(), driver.missing_kernel_call);
+        let info = info.free(Some(free)).opening(0);
+        let (peers, missing_kernel_call) = (Mutex::default(), driver.missing_kernel_call);
         Ok(CudaDevice { info, ledger, pool, reaper, open, peers, missing_kernel_call, context })
     }
 
@@ -85,6 +86,9 @@ impl CudaDevice {
 
     /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once.
     fn unreachable(&self, peer: DeviceId) -> Option<String> {
+        if !self.open.peers {
+            return Some("the caller forbids it".to_owned());
+        }
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         let find = || match self.open.get(peer.index()) {
             Some(source) => peers::connect(self, &source).err(),

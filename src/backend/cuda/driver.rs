@@ -86,6 +86,8 @@ pub(super) struct Driver {
     pub(super) pools: bool,
     /// The call of kernels that it lacks.
     pub(super) missing_kernel_call: Option<&'static str>,
+    /// Whether it tells which contexts there are already.
+    tells_contexts: bool,
 }
 
 impl Driver {
@@ -102,6 +104,7 @@ impl Driver {
         }
         let pools = POOLS.iter().all(has);
         let missing_kernel_call = KERNELS.into_iter().find(|name| !has(&name));
+        let tells_contexts = has(&"cuDevicePrimaryCtxGetState");
         result::init().map_err(|error| describe("cuInit", error))?;
         let mut version = 0;
         // SAFETY: the pointer is to a living integer.
@@ -110,7 +113,7 @@ impl Driver {
             let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
             return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
         }
-        Ok(Arc::new(Driver { pools, missing_kernel_call }))
+        Ok(Arc::new(Driver { pools, missing_kernel_call, tells_contexts }))
     }
 
     /// The devices, none of them opened.
@@ -124,6 +127,28 @@ impl Driver {
         }
         (0..count).map(device_info).collect()
     }
+
+    /// Whether someone in this process, the caller for example, has opened the device's primary context.
+    pub(super) fn has_context(&self, id: DeviceId) -> bool {
+        let Some(device) = handle(id).filter(|_| self.tells_contexts) else { return false };
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the pointers are to living integers, the device comes from the driver.
+        let asked = unsafe { sys::cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active) }.result();
+        asked.is_ok() && active != 0
+    }
+
+    /// Whether the driver says that `to` can reach the memory of `from`. Opens neither.
+    pub(super) fn can_reach(&self, to: DeviceId, from: DeviceId) -> bool {
+        let (Some(to), Some(from)) = (handle(to), handle(from)) else { return false };
+        let mut can = 0;
+        // SAFETY: as above.
+        let asked = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, to, from) }.result();
+        asked.is_ok() && can != 0
+    }
+}
+
+fn handle(id: DeviceId) -> Option<sys::CUdevice> {
+    result::device::get(i32::try_from(id.index()).ok()?).ok()
 }
 
 /// Opens the driver's library for good, and makes sure that cudarc will find the same one by its name.
@@ -175,8 +200,11 @@ fn device_info(ordinal: i32) -> Result<DeviceInfo, String> {
         uuid: result::device::get_uuid(device).map(uuid_text).ok(),
         copy_engines: attribute(A::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT).unsigned_abs(),
         integrated,
+        pcie: None,
+        nvlinks: Vec::new(),
+        numa_node: None,
     };
-    // What of it is free is known once it is open.
+    // What of it is free the driver tells once it is open.
     let info = DeviceInfo::new(id, total as u64).name(name).free(None).gpu(details);
     Ok(if integrated { info.domain(DeviceId::CPU) } else { info })
 }

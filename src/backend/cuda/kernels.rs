@@ -91,17 +91,18 @@ impl CudaDevice {
 
     /// The address of `bytes` bytes of this device's memory from `at` on, a multiple of `align`.
     fn address(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
+        let id = self.context().id();
         let memory = buffer.allocation().downcast::<DeviceMemory>();
-        let memory = memory.filter(|memory| memory.context().id() == self.context().id());
-        let (Some(memory), id) = (memory, self.context().id()) else {
-            let (other, id) = (buffer.device(), self.context().id());
+        let own = memory.is_some_and(|memory| memory.context().id() == id);
+        let Some(start) = buffer.address().filter(|_| own) else {
+            let other = buffer.device();
             return Err(Error::invalid(format!("{id} patches its own memory and not that of {other}")));
         };
         if at.checked_add(bytes).is_none_or(|end| end > buffer.bytes()) {
             let have = buffer.bytes();
             return Err(Error::invalid(format!("{bytes} bytes at {at} to be patched on {id}, in a buffer of {have}")));
         }
-        let address = memory.device_address() + at as u64;
+        let address = start + at as u64;
         if !address.is_multiple_of(align as u64) {
             return Err(Error::invalid(format!("memory on {id} at {address:#x} is not aligned to {align} bytes")));
         }
