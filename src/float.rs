@@ -30,6 +30,17 @@ impl Float {
         }
     }
 
+    /// The element type.
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Float::F32 => DType::F32,
+            Float::F16 => DType::F16,
+            Float::BF16 => DType::BF16,
+            Float::E4M3 => DType::F8E4M3,
+            Float::E5M2 => DType::F8E5M2,
+        }
+    }
+
     /// Bytes of one element.
     pub(crate) fn size(self) -> usize {
         match self {

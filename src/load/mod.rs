@@ -7,6 +7,7 @@
 mod derive;
 mod made;
 mod model;
+mod on_device;
 mod probe;
 mod progress;
 mod reservation;

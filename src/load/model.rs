@@ -62,6 +62,10 @@ pub struct LoadReport {
     pub modules: usize,
     /// Tensors that adapters changed.
     pub patched: usize,
+    /// Those of them that the device they are for patched, by its kernels; the host patched the others, to the same bytes.
+    pub patched_on_device: usize,
+    /// For each device whose kernels were to patch and could not the first reason.
+    pub host_instead: Vec<String>,
     /// Values that the storage type could not hold and that were set to its largest.
     pub saturated: u64,
     /// The time that it took.
@@ -374,7 +378,10 @@ impl fmt::Display for LoadReport {
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
         }
-        Ok(())
+        if self.patched_on_device > 0 {
+            write!(f, ", {} patched where they are", self.patched_on_device)?;
+        }
+        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host in place of {why}"))
     }
 }
 

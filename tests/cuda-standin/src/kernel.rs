@@ -57,7 +57,10 @@ impl Call<'_> {
         }
         let parsed = module.functions.into_iter().map(Arc::new).collect();
         let handle = new_handle();
-        state.modules.insert(handle, Loaded { device, call: self.name, functions: HashMap::new(), parsed, launches: HashMap::new() });
+        state.modules.insert(
+            handle,
+            Loaded { device, call: self.name, functions: HashMap::new(), parsed, launches: HashMap::new() },
+        );
         Ok(handle)
     }
 
@@ -123,7 +126,8 @@ impl Call<'_> {
         let (function, module) = self.known_function(&state, function, device)?;
         let threads: u64 = shape.threads.iter().map(|side| u64::from(*side)).product();
         let flat = shape.blocks[1..] == [1, 1] && shape.threads[2] == 1;
-        if threads == 0 || threads > function.most_threads || shape.blocks[0] == 0 || shape.blocks[0] > i32::MAX as u32 {
+        if threads == 0 || threads > function.most_threads || shape.blocks[0] == 0 || shape.blocks[0] > i32::MAX as u32
+        {
             return Err(Code::INVALID_VALUE);
         }
         if !flat {

@@ -111,7 +111,8 @@ fn entry(text: &str) -> Result<(Function, &str), Refusal> {
         names.insert(words.next().unwrap_or_default().to_owned(), widths.len());
         widths.push(width);
     }
-    let mut body = Body { params: names, bases: HashMap::new(), registers: 0, code: Vec::new(), labels: HashMap::new() };
+    let mut body =
+        Body { params: names, bases: HashMap::new(), registers: 0, code: Vec::new(), labels: HashMap::new() };
     let mut jumps = Vec::new();
     for statement in rest[..end].split(';').map(str::trim).filter(|statement| !statement.is_empty()) {
         body.statement(statement, &mut jumps)?;

@@ -54,15 +54,49 @@ pub(crate) struct Op {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
-    Special { dst: u16, what: Special },
-    LoadParam { dst: u16, param: usize },
-    Load { dst: [u16; 4], count: u8, width: Width, from: Address },
-    Store { value: Value, width: Width, to: Address },
+    Special {
+        dst: u16,
+        what: Special,
+    },
+    LoadParam {
+        dst: u16,
+        param: usize,
+    },
+    Load {
+        dst: [u16; 4],
+        count: u8,
+        width: Width,
+        from: Address,
+    },
+    Store {
+        value: Value,
+        width: Width,
+        to: Address,
+    },
     /// Adds 64 bits to memory; the old ones are the result.
-    AtomicAdd { dst: u16, value: Value, to: Address },
-    One { op: One, dst: u16, a: Value },
-    Two { op: Two, dst: u16, a: Value, b: Value },
-    Three { op: Three, dst: u16, a: Value, b: Value, c: Value },
+    AtomicAdd {
+        dst: u16,
+        value: Value,
+        to: Address,
+    },
+    One {
+        op: One,
+        dst: u16,
+        a: Value,
+    },
+    Two {
+        op: Two,
+        dst: u16,
+        a: Value,
+        b: Value,
+    },
+    Three {
+        op: Three,
+        dst: u16,
+        a: Value,
+        b: Value,
+        c: Value,
+    },
     /// To the place in the code.
     Branch(usize),
     Return,
