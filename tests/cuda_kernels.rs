@@ -274,7 +274,7 @@ fn cuda_kernels_patch_a_model_where_it_is() {
         let model = subject.load(&devices, allocation).unwrap();
         subject.check(&model).unwrap();
         let report = model.report();
-        assert_eq!((report.patched, report.host_instead.is_empty()), (5, has_kernels), "{report}");
+        assert_eq!((report.patched, report.host_instead.is_empty()), (5, has_kernels || there == 0), "{report}");
         let least = if has_kernels { there } else { 0 };
         assert!((least..=on_device).contains(&report.patched_on_device), "{allocation}: {report}");
         if least == on_device {
