@@ -147,7 +147,7 @@ pub use allocation::{Allocation, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{
     CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,
-    PressureState, Retention, UnloadReport, Unloaded,
+    PressureState, Retention, Unfinished, UnloadReport, Unloaded,
 };
 pub use checkpoint::Checkpoint;
 pub use device::{

@@ -21,6 +21,7 @@ use std::time::Duration;
 pub use model::{LoadReport, Model, TensorView};
 pub use progress::{Cancel, Progress};
 pub use reservation::Reservation;
+pub(crate) use store::Part;
 pub use store::{Residency, WeightStore};
 
 use made::Made;

@@ -1,9 +1,11 @@
 //! Where every module of a model lives: a pure function of layout, machine and allocation.
 //!
 //! [`Planner`] resolves the allocation's quotas to bytes (`quota`), places the modules (`place`, `spread`,
-//! `uniform`), works out what streaming needs (`traffic`) and checks that the devices hold it (`fit`). The
+//! `uniform`), works out what streaming needs (`traffic`) and checks that the devices hold it (`fit`). `demote` moves
+//! what a plan has on its compute device to the host. The
 //! [`Plan`] that comes out is a value: it prints, serialises, compares, and estimates the time of a pass.
 
+mod demote;
 mod estimate;
 mod fit;
 mod pattern;

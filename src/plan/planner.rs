@@ -214,8 +214,6 @@ impl<'a> Planner<'a> {
                 Err(unknown) => return Err(unknown),
             };
             devices.push(DevicePlan {
-                id: bin.device,
-                quota: bin.quoted.then_some(bin.cap),
                 bytes: bytes[index],
                 modules: modules[index],
                 streamed: moved.streamed,
@@ -226,8 +224,7 @@ impl<'a> Planner<'a> {
                 reserve: if computes { self.reserve } else { 0 },
                 // Devices that get nothing are not opened, but for the compute device.
                 opening: if computes || bytes[index] > 0 { info.opening } else { 0 },
-                total: info.total,
-                free: info.free,
+                ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
             });
         }
         devices.sort_by_key(|device| device.id);
@@ -278,7 +275,7 @@ fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 
-fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
+pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
     let host = machine.device(DeviceId::CPU).ok()?.total;
     let percent = |n: u64| host / 100 * n;
     Some(ByteSize(percent(40).max(percent(90).min(host.saturating_sub(4 << 30)))))

@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::allocation::Mode;
 use crate::checkpoint::Layout;
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceInfo};
 use crate::error::{Error, Result};
 
 /// How the modules of a device are spread over the order of execution.
@@ -142,6 +142,10 @@ impl Plan {
         Ok(Plan(parts))
     }
 
+    pub(super) fn parts(&self) -> &Parts {
+        &self.0
+    }
+
     /// How the quotas of its allocation counted.
     pub fn mode(&self) -> Mode {
         self.0.mode
@@ -221,6 +225,27 @@ impl Plan {
 }
 
 impl DevicePlan {
+    /// Nothing on a device.
+    pub(super) fn of(info: &DeviceInfo, quota: Option<u64>) -> DevicePlan {
+        let (bytes, modules, total, free) = (0, 0, info.total, info.free);
+        let (streamed, staged, pinned, slots, scratch, reserve, opening) = Default::default();
+        DevicePlan {
+            id: info.id,
+            quota,
+            bytes,
+            modules,
+            streamed,
+            staged,
+            pinned,
+            slots,
+            scratch,
+            reserve,
+            opening,
+            total,
+            free,
+        }
+    }
+
     /// What the plan needs of the device: what opening takes, weights, the larger of slots and scratch, and the
     /// reserve.
     pub fn needed(&self) -> u64 {
