@@ -119,10 +119,15 @@ fn parts_are_filled_by_streams_of_their_own(device: &dyn Device, host: &dyn Devi
     let middle = middle.try_reclaim().expect("the last clone");
     let mut whole = first;
     let kept = whole.unsplit(end).expect_err("not the next part");
-    whole.unsplit(last).and_then(|()| whole.unsplit(middle)).and_then(|()| whole.unsplit(kept)).expect("the next parts");
+    whole
+        .unsplit(last)
+        .and_then(|()| whole.unsplit(middle))
+        .and_then(|()| whole.unsplit(kept))
+        .expect("the next parts");
     let mut want = pattern(5, BYTES);
     want[..5_096].copy_from_slice(&pattern(6, BYTES)[..5_096]);
     assert_eq!(download(device, host, &whole.freeze()), want);
+    drop(source);
     eventually("the parts' memory to come back", || device.ledger().charged() == charged);
 }
 

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Ledger, MemoryKind, Rejected, Role, Route,
-    Stream, Transfer,
+    Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Ledger, MemoryKind, Rejected,
+    Role, Route, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -147,6 +147,10 @@ impl Device for FaultyDevice {
 
     fn route_from(&self, source: &dyn Device) -> Route {
         self.inner.route_from(source)
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        self.inner.copies_hold_up(source)
     }
 
     fn trim(&self) -> Result<u64> {

@@ -8,7 +8,7 @@ mod model;
 mod probe;
 mod progress;
 mod reservation;
-mod ring;
+
 mod worker;
 
 use std::sync::Arc;

@@ -37,13 +37,16 @@ pub struct WeightStore {
     homes: Vec<Option<Buf>>,
 }
 
+/// The memory of one slot, in the parts into which it was cut last.
+pub(crate) type SlotMemory = Vec<Buf>;
+
 /// What a model holds on its compute device: resident modules, and the slots for streamed layers.
 #[derive(Debug)]
 pub struct Residency {
     device: Arc<dyn Device>,
     homes: Vec<Option<Buf>>,
     /// The slots, while no [`Streamer`](crate::Streamer) has them.
-    slots: Mutex<Option<Vec<Buf>>>,
+    slots: Mutex<Option<Vec<SlotMemory>>>,
     /// Slots that must not be filled again.
     withdrawn: Mutex<Vec<Buf>>,
 }
@@ -116,8 +119,11 @@ impl Model {
         registry: &Registry,
     ) -> Result<Model> {
         let (compute, slots) = (plan.compute(), plan.slots());
-        let slot = |_| reservation.alloc(compute, slots.bytes_each, MemoryKind::Arena).map(BufMut::freeze);
-        let slots = (0..slots.count).map(slot).collect::<Result<Vec<_>>>()?;
+        let mut slot = |_| {
+            let memory = reservation.alloc(compute, slots.bytes_each, MemoryKind::Arena)?;
+            Ok::<SlotMemory, Error>(vec![memory.freeze()])
+        };
+        let slots = (0..slots.count).map(&mut slot).collect::<Result<Vec<_>>>()?;
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
         if let Some(id) = devices.keys().find(|id| reservation.left(**id) > 0) {
             let left = reservation.left(*id);
@@ -230,7 +236,7 @@ impl Model {
     pub(crate) fn wait_unused(&self) -> Result<()> {
         let slots = self.residency.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let homes = self.residency.homes.iter().chain(&self.store.homes).flatten();
-        homes.chain(slots.iter().flatten()).try_for_each(|buf| buf.wait_unused(DEADLINE))
+        homes.chain(slots.iter().flatten().flatten()).try_for_each(|buf| buf.wait_unused(DEADLINE))
     }
 
     /// Whether a [`Streamer`](crate::Streamer) brings its layers now.
@@ -296,17 +302,17 @@ impl Residency {
     }
 
     /// Takes the slots, for one streamer at a time.
-    pub(crate) fn take_slots(&self) -> Option<Vec<Buf>> {
+    pub(crate) fn take_slots(&self) -> Option<Vec<SlotMemory>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Gives the slots back.
-    pub(crate) fn return_slots(&self, slots: Vec<Buf>) {
+    pub(crate) fn return_slots(&self, slots: Vec<SlotMemory>) {
         *self.slots.lock().unwrap_or_else(PoisonError::into_inner) = Some(slots);
     }
 
     /// Keeps a slot from ever being filled again: held here, it has another owner until the model is dropped.
-    pub(crate) fn withdraw(&self, slot: Option<Buf>) {
+    pub(crate) fn withdraw(&self, slot: SlotMemory) {
         self.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).extend(slot);
     }
 }

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::model::{LoadReport, home_kind, places};
-use super::ring::Ring;
 use super::{Loader, Reservation};
 use crate::adapter::Patches;
 use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Stream, Transfer};
@@ -16,6 +15,7 @@ use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+use crate::transfer::Ring;
 
 /// Bytes of one staging buffer. 4 to 16 MiB reach the speed of a link; larger ones only cost memory.
 const CHUNK: u64 = 16 << 20;

@@ -14,7 +14,7 @@ use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
 use super::stream::CudaStream;
-use crate::backend::{BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
+use crate::backend::{Allocation, BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -147,6 +147,11 @@ impl Device for CudaDevice {
             DeviceKind::Cuda => self.unreachable(from).map_or(Route::Direct, Route::Staged),
             _ => Route::Staged(format!("a CUDA stream cannot read the memory of {from}")),
         }
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let straight = source.downcast::<DeviceMemory>().is_some() || source.storage().pinned();
+        !straight
     }
 
     fn trim(&self) -> Result<u64> {
