@@ -160,7 +160,7 @@ pub use patch::PatchOutcome;
 pub use plan::{Assignment, DevicePlan, Estimate, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use};
 pub use registry::Registry;
 pub use rounding::Rounding;
-pub use stream::{LayerGuard, StreamReport, Streamer};
+pub use stream::{LaneReport, LayerGuard, OwnSlot, SlotClass, SlotTensor, Stalls, StreamReport, Streamer, Via};
 
 /// The examples of the README, compiled and run with the other documentation tests.
 #[cfg(doctest)]

@@ -12,7 +12,6 @@ mod probe;
 mod progress;
 mod reservation;
 mod reuse;
-mod ring;
 mod store;
 mod worker;
 

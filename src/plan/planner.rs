@@ -45,6 +45,7 @@ pub struct Planner<'a> {
     pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
     in_place: Vec<String>,
+    own_slots: bool,
 }
 
 impl<'a> Planner<'a> {
@@ -63,6 +64,7 @@ impl<'a> Planner<'a> {
             pinned_cap: default_pinned_cap(machine),
             resident: Vec::new(),
             in_place: Vec::new(),
+            own_slots: false,
         }
     }
 
@@ -123,6 +125,13 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// Whether the caller has memory for streamed layers, so that the plan counts none: for
+    /// [`Streamer::with_slots`](crate::Streamer::with_slots). Default: no.
+    pub fn own_slots(mut self, own: bool) -> Self {
+        self.own_slots = own;
+        self
+    }
+
     /// The most host memory that streamed weights may pin; none for no limit. Default:
     /// `max(0.4 R, min(0.9 R, R - 4 GiB))` of the host's `R` bytes, as ComfyUI does on Linux.
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
@@ -159,7 +168,8 @@ impl<'a> Planner<'a> {
         fit::check(self.machine, &devices, &assignments, self.largest_streamed(&traffic))?;
         warnings.extend(self.copies_in_place(&devices, compute));
         let (mode, unit, depth, slots) = (allocation.mode(), self.unit, self.depth, traffic.slots);
-        Plan::new(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings })
+        let own_slots = self.own_slots;
+        Plan::new(Parts { mode, order, unit, compute, depth, own_slots, slots, devices, assignments, warnings })
     }
 
     fn total(&self) -> Result<u64> {
@@ -183,7 +193,10 @@ impl<'a> Planner<'a> {
         let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
         let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
-        let traffic = placed.traffic(|name| any(&self.in_place, name));
+        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
+        if self.own_slots {
+            traffic.slots.count = 0;
+        }
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
         let assignment = |(index, module): (usize, &crate::checkpoint::Module)| {
             let bin = home[index];

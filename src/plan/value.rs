@@ -107,7 +107,7 @@ pub struct DevicePlan {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Slots {
-    /// `min(depth + 1, streamed layers)`.
+    /// `min(depth + 1, streamed layers)`; 0 where the caller has memory of its own for them.
     pub count: usize,
     /// The bytes of the largest streamed layer, as far as it is streamed; each of its modules takes a multiple of 256.
     pub bytes_each: u64,
@@ -128,6 +128,9 @@ pub(super) struct Parts {
     pub(super) unit: Unit,
     pub(super) compute: DeviceId,
     pub(super) depth: usize,
+    /// Whether the caller has the slots.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) own_slots: bool,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -302,7 +305,7 @@ impl Parts {
             streamed_layers += usize::from(streamed.peek().is_some());
             largest = largest.max(streamed.map(|a| a.bytes).sum());
         }
-        let count = streamed_layers.min(self.depth.saturating_add(1));
+        let count = if self.own_slots { 0 } else { streamed_layers.min(self.depth.saturating_add(1)) };
         if self.slots.count != count || self.slots.bytes_each < largest {
             return Err(wrong(format!("its {streamed_layers} streamed layers need other slots")));
         }

@@ -14,7 +14,9 @@ use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
 use super::stream::CudaStream;
-use crate::backend::{BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream};
+use crate::backend::{
+    Allocation, BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream,
+};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -162,6 +164,11 @@ impl Device for CudaDevice {
 
     fn kernels(&self) -> Option<&dyn Kernels> {
         Some(self)
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let straight = source.downcast::<DeviceMemory>().is_some() || source.storage().pinned();
+        !straight
     }
 
     fn trim(&self) -> Result<u64> {
