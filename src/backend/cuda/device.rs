@@ -13,7 +13,7 @@ use super::driver::Driver;
 use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
-use super::stream::CudaStream;
+use super::stream::{Adopted, CudaStream};
 use crate::backend::{BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
@@ -25,20 +25,22 @@ pub(crate) struct CudaDevice {
     pool: Option<Arc<Pool>>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
+    driver: Arc<Driver>,
     /// Peer -> why its memory cannot be reached, or none where it can; found out when first asked.
     peers: Mutex<BTreeMap<DeviceId, Option<String>>>,
     context: Arc<Context>,
 }
 
 impl CudaDevice {
-    pub(super) fn open(info: DeviceInfo, driver: &Driver, open: Arc<Opened>) -> Result<CudaDevice> {
+    pub(super) fn open(info: DeviceInfo, driver: &Arc<Driver>, open: Arc<Opened>) -> Result<CudaDevice> {
         let context = Arc::new(Context::retain(info.id)?);
         let pool = if driver.pools { Pool::create(&context)? } else { None };
         let (free, total) = free_and_total(&context)?;
-        let reaper = Arc::new(Reaper::start(info.id)?);
+        let reaper = Arc::new(Reaper::start(info.id, driver)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
-        Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), context })
+        let driver = Arc::clone(driver);
+        Ok(CudaDevice { info, ledger, pool, reaper, open, driver, peers: Mutex::default(), context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
@@ -46,7 +48,8 @@ impl CudaDevice {
     /// # Safety
     /// `handle` is a stream of this device's primary context for as long as `keep` lives.
     pub(crate) unsafe fn adopt(&self, handle: sys::CUstream, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
-        CudaStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
+        let adopted = Adopted { _keep: keep, tells_captures: self.driver.tells_captures };
+        CudaStream::adopted(handle, adopted, &self.context, &self.reaper, &self.open)
     }
 
     /// The primary context.

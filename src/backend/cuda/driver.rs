@@ -81,6 +81,10 @@ const POOLS: [&str; 7] = [
 pub(super) struct Driver {
     /// Whether it has the calls of memory pools; a device may still lack them.
     pub(super) pools: bool,
+    /// Whether it tells which streams are captured.
+    pub(super) tells_captures: bool,
+    /// Whether a thread can be taken out of the captures of others.
+    pub(super) has_capture_modes: bool,
     /// Whether it tells which contexts there are already.
     tells_contexts: bool,
 }
@@ -98,6 +102,8 @@ impl Driver {
             return Err(format!("the driver has no {missing}; it is older than this library can use"));
         }
         let pools = POOLS.iter().all(has);
+        let tells_captures = has(&"cuStreamIsCapturing");
+        let has_capture_modes = has(&"cuThreadExchangeStreamCaptureMode");
         let tells_contexts = has(&"cuDevicePrimaryCtxGetState");
         result::init().map_err(|error| describe("cuInit", error))?;
         let mut version = 0;
@@ -107,7 +113,7 @@ impl Driver {
             let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
             return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
         }
-        Ok(Arc::new(Driver { pools, tells_contexts }))
+        Ok(Arc::new(Driver { pools, tells_captures, has_capture_modes, tells_contexts }))
     }
 
     /// The devices, none of them opened.
@@ -120,6 +126,16 @@ impl Driver {
             });
         }
         (0..count).map(device_info).collect()
+    }
+
+    /// Takes the calling thread out of all captures of other threads, which could forbid it to ask for events; what it
+    /// asks is about the library's own work, never about captured work.
+    pub(super) fn leave_captures(&self) {
+        if self.has_capture_modes {
+            let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            // SAFETY: the pointer is to a living mode, which is exchanged for the one before.
+            let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        }
     }
 
     /// Whether someone in this process, the caller for example, has opened the device's primary context.
