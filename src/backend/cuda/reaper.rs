@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use super::driver::Driver;
 use crate::backend::{Allocation, Event, FenceState};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -19,10 +20,15 @@ type Kept = (Event, Vec<Arc<Allocation>>);
 pub(super) struct Reaper(Mutex<Sender<Kept>>);
 
 impl Reaper {
-    pub(super) fn start(device: DeviceId) -> Result<Reaper> {
+    pub(super) fn start(device: DeviceId, driver: &Arc<Driver>) -> Result<Reaper> {
         let (sender, receiver) = channel();
         let thread = std::thread::Builder::new().name(format!("{device} reaper"));
-        thread.spawn(move || run(&receiver)).map_err(Error::io("start a thread for", device.to_string()))?;
+        let driver = Arc::clone(driver);
+        let watch = move || {
+            driver.leave_captures();
+            run(&receiver);
+        };
+        thread.spawn(watch).map_err(Error::io("start a thread for", device.to_string()))?;
         Ok(Reaper(Mutex::new(sender)))
     }
 

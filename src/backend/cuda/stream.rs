@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureStatus};
 
 use super::Opened;
-use super::context::Context;
+use super::context::{Context, Refusal};
 use super::event::CudaFence;
 use super::memory::{DeviceMemory, create_stream, destroy_stream};
 use super::reaper::Reaper;
@@ -22,11 +22,19 @@ use crate::error::{Error, Result};
 /// How long a copy waits on the host for an event that the device cannot wait for.
 const DEADLINE: Duration = Duration::from_secs(600);
 
+/// What is known of a stream of the caller's.
+pub(super) struct Adopted {
+    /// Holds it open.
+    pub(super) _keep: Arc<dyn Any + Send + Sync>,
+    /// Whether the driver tells whether it is being captured.
+    pub(super) tells_captures: bool,
+}
+
 /// A stream of a CUDA device.
 pub(crate) struct CudaStream {
     handle: sys::CUstream,
-    /// What holds a stream of the caller's open; none for one of the library's own.
-    adopted: Option<Arc<dyn Any + Send + Sync>>,
+    /// Of a stream of the caller's; none for one of the library's own.
+    adopted: Option<Adopted>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
@@ -54,16 +62,16 @@ impl CudaStream {
         Ok(CudaStream { handle, adopted: None, context, reaper, open, order: Mutex::default() })
     }
 
-    /// A stream of the caller's, held open by `keep`.
+    /// A stream of the caller's.
     pub(super) fn adopted(
         handle: sys::CUstream,
-        keep: Arc<dyn Any + Send + Sync>,
+        adopted: Adopted,
         context: &Arc<Context>,
         reaper: &Arc<Reaper>,
         open: &Arc<Opened>,
     ) -> CudaStream {
         let (context, reaper, open) = (Arc::clone(context), Arc::clone(reaper), Arc::clone(open));
-        CudaStream { handle, adopted: Some(keep), context, reaper, open, order: Mutex::default() }
+        CudaStream { handle, adopted: Some(adopted), context, reaper, open, order: Mutex::default() }
     }
 
     /// The driver's handle.
@@ -71,10 +79,28 @@ impl CudaStream {
         self.handle
     }
 
+    /// Refuses work while the caller captures the stream. Nothing has been asked of the stream then that would spoil the
+    /// capture; what was recorded outside of it, as all events of the library are, it could not wait for.
+    fn not_capturing(&self, operation: &'static str) -> Result<()> {
+        if !self.adopted.as_ref().is_some_and(|adopted| adopted.tells_captures) {
+            return Ok(());
+        }
+        // SAFETY: the stream is alive as long as `self`.
+        let asked = self.context.raw("cuStreamIsCapturing", || unsafe { result::stream::is_capturing(self.handle) });
+        match asked {
+            Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) => Ok(()),
+            // The legacy default stream: one that takes turns with it is captured.
+            Ok(_) | Err(Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT))) => {
+                Err(Error::Capturing { device: self.context.id(), operation })
+            }
+            Err(refusal) => Err(self.context.error(refusal)),
+        }
+    }
+
     /// Makes the stream wait for what it can wait for, and the host for the rest.
     fn join(&self, events: &[Event]) -> Result<()> {
         for event in events {
-            if self.wait(event)? == Joined::HostMustWait {
+            if self.wait_for(event)? == Joined::HostMustWait {
                 event.wait(DEADLINE)?;
             }
             if let FenceState::Failed(cause) = event.state() {
@@ -82,6 +108,21 @@ impl CudaStream {
             }
         }
         Ok(())
+    }
+
+    fn wait_for(&self, event: &Event) -> Result<Joined> {
+        let Some(fence) = event.downcast::<CudaFence>() else {
+            let done = matches!(event.state(), FenceState::Done);
+            return Ok(if done { Joined::OnDevice } else { Joined::HostMustWait });
+        };
+        if matches!(event.state(), FenceState::Pending) {
+            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            // SAFETY: the event is alive as long as `event`, the stream as long as `self`.
+            self.context.call("cuStreamWaitEvent", || unsafe {
+                result::stream::wait_event(self.handle, fence.handle(), flags)
+            })?;
+        }
+        Ok(Joined::OnDevice)
     }
 
     fn queue(&self, piece: &Piece, dst: &Allocation) -> Result<()> {
@@ -172,7 +213,7 @@ impl Stream for CudaStream {
 
     /// Waits on the host only for events of other backends' streams, such as a file's.
     fn copy(&self, mut transfer: Transfer) -> Result<Flight, Box<Rejected>> {
-        if let Err(error) = self.join(&transfer.waits()) {
+        if let Err(error) = self.not_capturing("a copy").and_then(|()| self.join(&transfer.waits())) {
             return Err(transfer.rejected(error));
         }
         let memory = |transfer: &Transfer| -> Vec<Arc<Allocation>> {
@@ -195,27 +236,19 @@ impl Stream for CudaStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        let Some(fence) = event.downcast::<CudaFence>() else {
-            let done = matches!(event.state(), FenceState::Done);
-            return Ok(if done { Joined::OnDevice } else { Joined::HostMustWait });
-        };
-        if matches!(event.state(), FenceState::Pending) {
-            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            // SAFETY: the event is alive as long as `event`, the stream as long as `self`.
-            self.context.call("cuStreamWaitEvent", || unsafe {
-                result::stream::wait_event(self.handle, fence.handle(), flags)
-            })?;
-        }
-        Ok(Joined::OnDevice)
+        self.not_capturing("a wait")?;
+        self.wait_for(event)
     }
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
+        self.not_capturing("the mark after a use")?;
         let event = self.mark(uses.iter().map(|buf| Arc::clone(buf.allocation())).collect())?;
         uses.iter().for_each(|buf| buf.used_until(event.clone()));
         Ok(event)
     }
 
     fn occupy(&self, time: Duration) -> Result<()> {
+        self.not_capturing("time that passes")?;
         /// Sleeps on a thread of the driver's, which holds the stream meanwhile.
         unsafe extern "C" fn sleep(time: *mut c_void) {
             // SAFETY: made by `Box::into_raw` below, and given to one call of this function.
