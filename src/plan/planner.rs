@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use super::auto;
 use super::fit;
+use super::forecast::ComputeTime;
 use super::pattern::matches;
 use super::place::Placement;
 use super::quota::Quotas;
-use super::traffic::{Placed, Traffic};
-use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Unit, Use};
+use super::traffic::Placed;
+use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Slots, Unit, Use};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Layout;
@@ -33,18 +35,21 @@ const MOST_BYTES: u64 = 1 << 63;
 #[derive(Clone, Debug)]
 #[must_use = "a planner does nothing until `plan`"]
 pub struct Planner<'a> {
-    layout: &'a Layout,
-    machine: &'a Machine,
+    pub(super) layout: &'a Layout,
+    pub(super) machine: &'a Machine,
     allocation: Option<Allocation>,
     compute: Option<DeviceId>,
     order: Order,
     unit: Unit,
-    depth: usize,
+    pub(super) depth: usize,
     reserve: u64,
     scratch: u64,
-    pinned_cap: Option<ByteSize>,
+    pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
     in_place: Vec<String>,
+    pub(super) compute_time: ComputeTime,
+    /// Layers that would take a larger slot than this are kept resident.
+    largest_slot: Option<u64>,
 }
 
 impl<'a> Planner<'a> {
@@ -63,6 +68,8 @@ impl<'a> Planner<'a> {
             pinned_cap: default_pinned_cap(machine),
             resident: Vec::new(),
             in_place: Vec::new(),
+            compute_time: ComputeTime::default(),
+            largest_slot: None,
         }
     }
 
@@ -79,13 +86,14 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// How the modules are spread; mode virtual has an order of its own. Default: [`Order::Interleaved`].
+    /// How the modules are spread; mode virtual has an order of its own, and mode auto finds one. Default:
+    /// [`Order::Interleaved`].
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
         self
     }
 
-    /// What an interleaved order spreads. Default: [`Unit::Module`].
+    /// What an interleaved order spreads; mode auto finds it. Default: [`Unit::Module`].
     pub fn unit(mut self, unit: Unit) -> Self {
         self.unit = unit;
         self
@@ -97,7 +105,8 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// Memory that the caller keeps on the compute device for activations. Default: 0.
+    /// Memory that the caller keeps on the compute device for activations. An allocation's own (`auto,reserve=2gb`)
+    /// comes before it. Default: 0.
     pub fn reserve(mut self, size: ByteSize) -> Self {
         self.reserve = size.get();
         self
@@ -130,20 +139,49 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// What the network itself takes in a pass, or each of its layers: behind it an allocation of mode auto hides
+    /// transfers. Other modes do without. Default: no time, so that `auto` makes the transfers short.
+    pub fn compute_time(mut self, time: impl Into<ComputeTime>) -> Self {
+        self.compute_time = time.into();
+        self
+    }
+
+    /// As a slot of the largest layer would be too much: keeps layers resident that need more than `bytes` of one.
+    pub(super) fn largest_slot(mut self, bytes: Option<u64>) -> Self {
+        self.largest_slot = bytes;
+        self
+    }
+
     /// Places every module and checks that the devices hold the result.
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for a device that the machine lacks; [`Error::DoesNotFit`] with the device,
     /// the term and the bytes short; [`Error::DuplicateDevice`] when the allocation names the compute device
-    /// by name and without; [`Error::Invalid`] for more than 2^63 bytes.
+    /// by name and without; [`Error::Invalid`] for more than 2^63 bytes, or compute times of another number of layers.
     pub fn plan(&self) -> Result<Plan> {
+        match &self.allocation {
+            Some(allocation) if allocation.mode() == Mode::Auto => {
+                let reserve = allocation.reserve().unwrap_or(ByteSize(self.reserve));
+                let compute = self.compute_device();
+                auto::plan(
+                    &Planner { allocation: None, compute: Some(compute), ..self.clone() }.reserve(reserve),
+                    compute,
+                )
+            }
+            _ => self.checked(self.placed()?),
+        }
+    }
+
+    /// Places every module, whether the devices hold the result or not.
+    pub(super) fn placed(&self) -> Result<Parts> {
         let total = self.total()?;
         let compute = self.compute_device();
         let everything = Allocation::all_on(compute);
         let allocation = self.allocation.as_ref().unwrap_or(&everything);
         let quotas = Quotas::new(allocation, self.machine, compute, total)?;
         let mut placement = Placement::new(self.layout, &quotas);
-        placement.keep_first(|name| any(&self.resident, name), total);
+        let kept = self.kept();
+        placement.keep_first(|module| kept[module], total);
         let order = if allocation.mode() == Mode::Virtual { Order::Sequential } else { self.order };
         match (allocation.virtual_vram(), order) {
             (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
@@ -155,13 +193,29 @@ impl<'a> Planner<'a> {
         }
         let (home, mut warnings) = placement.finish();
         warnings.extend(self.idle_patterns());
-        let (devices, assignments, traffic) = self.assemble(&quotas, compute, &home)?;
-        fit::check(self.machine, &devices, &assignments, self.largest_streamed(&traffic))?;
-        let (mode, unit, depth, slots) = (allocation.mode(), self.unit, self.depth, traffic.slots);
-        Plan::new(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings })
+        let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
+        let (mode, unit, depth, explanation) = (allocation.mode(), self.unit, self.depth, None);
+        Ok(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings, explanation })
     }
 
-    fn total(&self) -> Result<u64> {
+    /// The plan of these parts, if the devices hold them.
+    pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
+        fit::check(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
+        Plan::new(parts)
+    }
+
+    /// Module -> whether it is to be kept resident.
+    fn kept(&self) -> Vec<bool> {
+        let layout = self.layout;
+        let mut kept: Vec<bool> = layout.modules.iter().map(|module| any(&self.resident, &module.name)).collect();
+        if let Some(most) = self.largest_slot {
+            let large = layout.layers.iter().filter(|layer| layout.slot_of(layer) > most);
+            large.flat_map(|layer| &layer.modules).for_each(|&module| kept[module] = true);
+        }
+        kept
+    }
+
+    pub(super) fn total(&self) -> Result<u64> {
         let sum = self.layout.modules.iter().try_fold(0u64, |sum, module| sum.checked_add(module.bytes));
         sum.filter(|&bytes| bytes <= MOST_BYTES).ok_or_else(|| Error::invalid("the model has more than 2^63 bytes"))
     }
@@ -177,7 +231,7 @@ impl<'a> Planner<'a> {
         quotas: &Quotas,
         compute: DeviceId,
         home: &[usize],
-    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Traffic)> {
+    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
         let pinned_cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
@@ -228,14 +282,14 @@ impl<'a> Planner<'a> {
             });
         }
         devices.sort_by_key(|device| device.id);
-        Ok((devices, assignments, traffic))
+        Ok((devices, assignments, traffic.slots))
     }
 
     /// The name of the layer that the slots are made for.
-    fn largest_streamed(&self, traffic: &Traffic) -> Option<&str> {
-        let streamed = |&module: &usize| traffic.usage[module] == Use::Streamed;
-        let bytes = |module: usize| self.layout.modules[module].bytes;
-        let of = |modules: &[usize]| modules.iter().copied().filter(streamed).map(bytes).sum::<u64>();
+    fn largest_streamed(&self, assignments: &[Assignment]) -> Option<&str> {
+        let bytes =
+            |module: usize| Some(&assignments[module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes);
+        let of = |modules: &[usize]| modules.iter().map(|&module| bytes(module)).sum::<u64>();
         let layers = self.layout.layers.iter().rev();
         layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
     }

@@ -25,6 +25,9 @@ impl fmt::Display for Plan {
             write_row(f, &row.each_ref().map(String::as_str), &widths)?;
         }
         self.write_streaming(f)?;
+        if let Some(explanation) = self.explanation() {
+            write!(f, "\n{explanation}")?;
+        }
         for warning in self.warnings() {
             write!(f, "\nwarning: {warning}")?;
         }
