@@ -3,13 +3,14 @@
 //! What the compute device does not hold can be shared among the donors in many ways, and what it holds depends on the
 //! slots, which depend on what is streamed. So candidates are planned like any allocation and timed by their forecast.
 //! First all arrangements (order and unit, and which large layers are kept resident so that slots stay small) with one
-//! split of the streamed bytes; then for the best of each order the other splits; then bytes are moved between donors
-//! as long as that helps. The search is deterministic, and its result an allocation that a user could have written.
+//! split of the streamed bytes; then for the best of each order the other splits; then, as whole modules fall better on
+//! one quota than on another, somewhat smaller quotas, and bytes moved from donor to donor. The search is deterministic,
+//! and its result an allocation that a user could have written.
 
 use std::time::Duration;
 
 use super::explain::{Alternative, Explanation};
-use super::planner::Planner;
+use super::planner::{Planner, excess};
 use super::split::{Donor, Split};
 use super::value::{Order, Parts, Plan, Unit};
 use crate::allocation::{Allocation, Mode};
@@ -23,8 +24,12 @@ const ROUNDS: usize = 12;
 /// A candidate replaces one that was tried before only if it is faster by one part in so many.
 const WORTH: u32 = 1000;
 
-/// How many sizes of slots are tried, the largest among them.
-const SLOT_SIZES: usize = 4;
+/// Parts of the compute device's quota, in hundredths, that are tried in its place.
+const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
+
+/// Sizes of slots are looked for among so many parts of the largest layer, and the smallest few of them tried.
+const SLOT_SIZES: u64 = 32;
+const USEFUL_SIZES: usize = 5;
 
 /// The plan for `planner`'s model and machine whose pass is shortest; its own allocation is not looked at.
 ///
@@ -37,6 +42,7 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     }
     search.arrangements()?;
     search.splits()?;
+    search.other_quotas()?;
     search.moves()?;
     search.finish()
 }
@@ -51,6 +57,8 @@ struct Search<'a> {
     /// What the compute device can hold of weights, slots and reserve.
     room: u64,
     donors: Vec<Donor>,
+    /// The largest module.
+    unit: u64,
     found: Vec<Found>,
     tried: usize,
     refused: Option<Error>,
@@ -67,6 +75,9 @@ struct Arrangement {
 /// A candidate that fits.
 struct Found {
     arrangement: Arrangement,
+    split: Split,
+    /// The compute device's quota.
+    resident: u64,
     /// Donor -> bytes of its quota.
     shares: Vec<u64>,
     allocation: Allocation,
@@ -89,6 +100,7 @@ impl<'a> Search<'a> {
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
             donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
+            unit: planner.layout.modules.iter().map(|module| module.bytes).max().unwrap_or(0),
             found: Vec::new(),
             tried: 0,
             refused: None,
@@ -116,29 +128,35 @@ impl<'a> Search<'a> {
     fn arrangements(&mut self) -> Result<()> {
         for largest_slot in self.slot_sizes() {
             for (order, unit) in ORDERS {
-                self.attempt(Arrangement { order, unit, largest_slot }, Split::Hidden)?;
+                self.try_split(Arrangement { order, unit, largest_slot }, Split::Hidden)?;
             }
         }
         Ok(())
     }
 
-    /// Which layers are kept resident for the sake of smaller slots: none; those larger than a few of the sizes that
-    /// there are.
+    /// The sizes that slots are held to by keeping resident what of a layer is too much: as it comes; the smallest that
+    /// the compute device has the room for, which lets most bytes stay; a few above it.
     fn slot_sizes(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
-        let mut sizes: Vec<u64> = layout.layers.iter().map(|layer| layout.slot_of(layer)).collect();
-        sizes.sort_unstable();
-        let slots = self.planner.depth.saturating_add(1) as u64;
-        let kept =
-            |most: u64| sizes.iter().filter(|&&size| size > most).fold(0u64, |sum, &size| sum.saturating_add(size));
-        let fits = |most: &u64| kept(*most).saturating_add(most.saturating_mul(slots)) <= self.room;
-        let mut distinct = sizes.clone();
-        distinct.dedup();
-        distinct.pop();
-        let useful: Vec<u64> = distinct.into_iter().filter(fits).collect();
-        let step = useful.len().div_ceil(SLOT_SIZES - 1).max(1);
-        let chosen = useful.into_iter().rev().step_by(step);
-        std::iter::once(None).chain(chosen.map(Some)).collect()
+        let slots = self.planner.depth.saturating_add(1).min(layout.layers.len()) as u64;
+        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let fits = |most: u64| {
+            let kept = layout.layers.iter().flat_map(|layer| excess(layout, layer, most));
+            let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.modules[module].bytes));
+            kept.saturating_add(most.saturating_mul(slots)) <= self.room
+        };
+        let mut useful: Vec<u64> =
+            (1..SLOT_SIZES).map(|n| largest / SLOT_SIZES * n).filter(|&most| fits(most)).collect();
+        if let Some(&smallest) = useful.first() {
+            let (mut high, mut low) = (smallest, smallest - largest / SLOT_SIZES);
+            while high - low > largest / 512 {
+                let middle = low.midpoint(high);
+                if fits(middle) { high = middle } else { low = middle }
+            }
+            useful.insert(0, high);
+        }
+        useful.truncate(USEFUL_SIZES);
+        std::iter::once(None).chain(useful.into_iter().map(Some)).collect()
     }
 
     fn splits(&mut self) -> Result<()> {
@@ -150,83 +168,91 @@ impl<'a> Search<'a> {
             let best = self.found.iter().filter(of_order).min_by_key(|found| found.pass);
             let Some(arrangement) = best.map(|found| found.arrangement) else { continue };
             for split in Split::ALL.into_iter().filter(|&split| split != Split::Hidden) {
-                self.attempt(arrangement, split)?;
+                self.try_split(arrangement, split)?;
             }
         }
         Ok(())
     }
 
-    /// Moves bytes from donor to donor while that shortens the best candidate's pass.
+    /// Tries quotas of the compute device around the best candidate's.
+    fn other_quotas(&mut self) -> Result<()> {
+        let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
+        let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
+        let above = self.room.min(self.total).saturating_sub(resident) / 8;
+        let larger = (1..8).map(|parts| resident + above * parts);
+        for quota in larger.chain(SMALLER.map(|hundredths| resident / 100 * hundredths)) {
+            self.attempt(arrangement, split, Quota::at_most(quota), None)?;
+        }
+        Ok(())
+    }
+
+    /// Moves bytes from donor to donor, in large pieces and then in smaller ones.
     fn moves(&mut self) -> Result<()> {
         for part in [16, 64] {
             let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
-            let (arrangement, shares) = (best.arrangement, best.shares.clone());
-            let moved = shares.iter().sum::<u64>() / part;
+            let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
+            let (shares, rooms) = (best.shares.clone(), self.donors.iter().map(|donor| donor.room).collect::<Vec<_>>());
             for from in (0..shares.len()).filter(|&from| shares[from] > 0) {
-                for to in (0..shares.len()).filter(|&to| to != from) {
+                for to in (0..shares.len()).filter(|&to| to != from && shares[to] < rooms[to]) {
+                    let moved = (shares.iter().sum::<u64>() / part).min(shares[from]).min(rooms[to] - shares[to]);
                     let mut shares = shares.clone();
-                    let moved =
-                        moved.min(shares[from]).min(self.donors[to].room - shares[to].min(self.donors[to].room));
                     shares[from] -= moved;
                     shares[to] += moved;
-                    if moved > 0 {
-                        self.attempt_with(arrangement, |_, _| Some(shares.clone()))?;
-                    }
+                    self.attempt(arrangement, split, Quota::at_most(resident), Some(&shares))?;
                 }
             }
         }
         Ok(())
     }
 
-    fn attempt(&mut self, arrangement: Arrangement, split: Split) -> Result<()> {
-        let (topology, time) = (&self.planner.machine.topology, self.time);
-        self.attempt_with(arrangement, |donors, streamed| split.shares(donors, streamed, topology, time))
+    fn try_split(&mut self, arrangement: Arrangement, split: Split) -> Result<()> {
+        let quota = Quota::most(self.room.min(self.total));
+        self.attempt(arrangement, split, quota, None)
     }
 
-    /// Plans with the most that the compute device holds beside the slots, the rest shared out by `split`. How large
-    /// the slots are is known only then, so the quota is corrected until it fits, and raised while it fits.
-    fn attempt_with(
+    /// Plans with a quota of the compute device and the rest dealt out as `shares`, else by `split`. What the slots take is known only
+    /// then, so the quota is corrected until its plan fits, and raised while it does.
+    fn attempt(
         &mut self,
         arrangement: Arrangement,
-        split: impl Fn(&[Donor], u64) -> Option<Vec<u64>>,
+        split: Split,
+        mut quota: Quota,
+        shares: Option<&[u64]>,
     ) -> Result<()> {
-        let (mut resident, mut donors) = (self.room.min(self.total), self.donors.clone());
+        let mut donors = self.donors.clone();
         self.leave_room_for_staging(&mut donors);
-        // The largest quota that fits and the smallest that does not.
-        let (mut low, mut high) = (None, None);
         for _ in 0..ROUNDS {
-            let Some((shares, rest)) = split(&donors, self.total - resident).and_then(|s| with_rest(&donors, s)) else {
-                break;
-            };
-            let allocation = self.allocation(resident, &shares, rest)?;
+            let (streamed, topology) = (self.total - quota.next, &self.planner.machine.topology);
+            let dealt = || split.shares(&donors, streamed, topology, self.time);
+            let Some(shares) = shares.map(<[u64]>::to_vec).or_else(dealt) else { break };
+            let Some(rest) = takes_rest(&donors, &shares, self.unit) else { break };
+            let allocation = self.allocation(quota.next, &shares, rest)?;
             let planner = self.planner_of(arrangement).allocation(allocation.clone());
             let parts = planner.placed()?;
             self.tried += 1;
             let own = parts.devices.iter().find(|device| device.id == self.compute);
             let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.bytes, own.bytes));
-            let beside_slots = self.room.saturating_sub(beside);
-            match planner.checked(parts) {
+            let beside = self.room.saturating_sub(beside);
+            let goes_on = match planner.checked(parts) {
                 Ok(plan) => {
-                    let pass = self.pass(&plan);
-                    self.found.push(Found { arrangement, shares, allocation, pass });
-                    low = Some(resident);
-                    resident = high.map_or(beside_slots, |high: u64| beside_slots.min(high - 1));
-                }
-                Err(Error::DoesNotFit(short)) if short.device == self.compute => {
-                    self.refused = Some(Error::DoesNotFit(short));
-                    high = Some(resident);
-                    let less = beside_slots.min(held.saturating_sub(1)).min(resident.saturating_sub(1));
-                    resident = low.map_or(less, |low: u64| low.midpoint(resident));
+                    let (pass, resident) = (self.pass(&plan), quota.next);
+                    self.found.push(Found { arrangement, split, resident, shares, allocation, pass });
+                    quota.fits(beside)
                 }
                 Err(Error::DoesNotFit(short)) => {
-                    let Some(donor) = donors.iter().position(|donor| donor.device == short.device) else { break };
-                    donors[donor].room = shares[donor].min(donors[donor].room).saturating_sub(short.short);
+                    let goes_on = match donors.iter().position(|donor| donor.device == short.device) {
+                        Some(donor) => {
+                            donors[donor].room = shares[donor].min(donors[donor].room).saturating_sub(short.short);
+                            true
+                        }
+                        None => quota.is_too_much(beside, held),
+                    };
                     self.refused = Some(Error::DoesNotFit(short));
+                    goes_on
                 }
                 Err(other) => return Err(other),
-            }
-            let gains = low.is_none_or(|low| resident > low + self.room / WORTH as u64);
-            if !gains || high == Some(0) {
+            };
+            if !goes_on {
                 break;
             }
         }
@@ -283,11 +309,9 @@ impl<'a> Search<'a> {
         let chosen = (best.arrangement.order, best.arrangement.unit);
         let others = others.into_iter().flatten().filter(|other| (other.order, other.unit) != chosen).collect();
         let layout = self.planner.layout;
-        let large = |layer: &&crate::checkpoint::Layer| {
-            best.arrangement.largest_slot.is_some_and(|s| layout.slot_of(layer) > s)
-        };
-        let kept = layout.layers.iter().filter(large).flat_map(|layer| &layer.modules);
-        let kept = kept.map(|&module| layout.modules[module].name.clone()).collect();
+        let most = best.arrangement.largest_slot.unwrap_or(u64::MAX);
+        let kept = layout.layers.iter().flat_map(|layer| excess(layout, layer, most));
+        let kept = kept.map(|module| layout.modules[module].name.clone()).collect();
         let plan = self.planner_of(best.arrangement).allocation(best.allocation.clone());
         let plan = plan.placed().and_then(|parts| plan.checked(parts))?;
         let found = (best.allocation.clone(), best.pass);
@@ -301,12 +325,64 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The shares, and which donor's share is whatever is left: whole modules seldom fill a quota, so the one with most room.
-fn with_rest(donors: &[Donor], mut shares: Vec<u64>) -> Option<(Vec<u64>, usize)> {
-    let spare = |donor: &usize| donors[*donor].room - shares[*donor].min(donors[*donor].room);
-    let rest = (0..shares.len()).filter(|&donor| donors[donor].room > 0).max_by_key(spare)?;
-    shares.iter_mut().zip(donors).for_each(|(share, donor)| *share = (*share).min(donor.room));
-    Some((shares, rest))
+/// A quota of the compute device that is being found.
+#[derive(Debug)]
+struct Quota {
+    /// The one to try.
+    next: u64,
+    /// The largest that fits.
+    low: Option<u64>,
+    /// The smallest that does not, or is not to be tried.
+    high: Option<u64>,
+}
+
+impl Quota {
+    /// From `most` down to what fits.
+    fn most(most: u64) -> Quota {
+        Quota { next: most, low: None, high: None }
+    }
+
+    /// As [`most`](Quota::most), and not raised again over the first that fits.
+    fn at_most(most: u64) -> Quota {
+        Quota { next: most, low: None, high: Some(most.saturating_add(1)) }
+    }
+
+    /// The quota fits, and this much would beside the slots; whether to try another.
+    fn fits(&mut self, beside: u64) -> bool {
+        let low = self.next;
+        self.low = Some(low);
+        self.next = match self.high {
+            None => beside,
+            Some(high) if beside > low => beside.min(high - 1),
+            Some(high) => low.midpoint(high),
+        };
+        self.gains()
+    }
+
+    /// The quota does not fit. Its plan holds so many bytes, and so many would fit beside its slots.
+    fn is_too_much(&mut self, beside: u64, held: u64) -> bool {
+        let high = self.next;
+        self.high = Some(high);
+        self.next = match self.low {
+            Some(low) => low.midpoint(high),
+            None => beside.min(held.saturating_sub(1)).min(high.saturating_sub(1)),
+        };
+        high > 0 && self.gains()
+    }
+
+    /// Whether the next would be worth its try.
+    fn gains(&self) -> bool {
+        self.low.is_none_or(|low| self.next > low + low / u64::from(WORTH))
+    }
+}
+
+/// The donor whose share is whatever is left: whole modules seldom fill a quota, so one that has room, of those that get
+/// something anyway if `unit` bytes more may still come.
+fn takes_rest(donors: &[Donor], shares: &[u64], unit: u64) -> Option<usize> {
+    let spare = |donor: &usize| donors[*donor].room.saturating_sub(shares[*donor]);
+    let usable = (0..shares.len()).filter(|&donor| donors[donor].room > 0);
+    let roomy = usable.clone().filter(|donor| shares[*donor] > 0 && spare(donor) >= unit);
+    roomy.max_by_key(spare).or_else(|| usable.max_by_key(spare))
 }
 
 impl Plan {

@@ -18,7 +18,7 @@ pub struct Explanation {
     /// The quotas that were found. With the plan's order, its unit and [`kept`](Explanation::kept) they give the same
     /// placement.
     pub allocation: Allocation,
-    /// Modules of layers that are kept resident because slots for them would be too large.
+    /// Modules that are kept resident because slots would be too large with them.
     pub kept: Vec<String>,
     /// The compute time of a pass that was reckoned with; none was known where it is zero.
     pub compute: Duration,

@@ -12,7 +12,7 @@ use super::traffic::Placed;
 use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Slots, Unit, Use};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layer, Layout};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{Error, Result};
 
@@ -48,7 +48,7 @@ pub struct Planner<'a> {
     resident: Vec<String>,
     in_place: Vec<String>,
     pub(super) compute_time: ComputeTime,
-    /// Layers that would take a larger slot than this are kept resident.
+    /// What of a layer would make a slot larger than this is kept resident.
     largest_slot: Option<u64>,
 }
 
@@ -146,7 +146,7 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// As a slot of the largest layer would be too much: keeps layers resident that need more than `bytes` of one.
+    /// Keeps as much of each layer resident as would make its slot larger than so many bytes.
     pub(super) fn largest_slot(mut self, bytes: Option<u64>) -> Self {
         self.largest_slot = bytes;
         self
@@ -209,8 +209,7 @@ impl<'a> Planner<'a> {
         let layout = self.layout;
         let mut kept: Vec<bool> = layout.modules.iter().map(|module| any(&self.resident, &module.name)).collect();
         if let Some(most) = self.largest_slot {
-            let large = layout.layers.iter().filter(|layer| layout.slot_of(layer) > most);
-            large.flat_map(|layer| &layer.modules).for_each(|&module| kept[module] = true);
+            layout.layers.iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
         }
         kept
     }
@@ -300,6 +299,21 @@ impl<'a> Planner<'a> {
         let patterns = self.resident.iter().chain(&self.in_place);
         patterns.filter(idle).map(|pattern| format!("no module is named like `{pattern}`"))
     }
+}
+
+/// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
+/// that no longer fits beside those before it.
+pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator<Item = usize> {
+    let bytes = |module: &usize| Layout::slot_bytes(layout.modules[*module].bytes);
+    let mut modules = if layout.slot_of(layer) > most { layer.modules.clone() } else { Vec::new() };
+    modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
+    let mut in_slot = 0u64;
+    modules.retain(|module| {
+        let fits = in_slot.saturating_add(bytes(module)) <= most;
+        in_slot += if fits { bytes(module) } else { 0 };
+        !fits
+    });
+    modules.into_iter()
 }
 
 fn any(patterns: &[String], name: &str) -> bool {
