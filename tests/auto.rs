@@ -2,39 +2,17 @@
 
 mod support;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use rayon::prelude::*;
 use serde::Deserialize;
+use support::machines::{MachineData, clocked};
 use support::*;
-use tensor_offload::backend::{Backend, Clock, Contents, Simulated};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::{
-    Bandwidth, ByteSize, ComputeTime, DType, Described, DeviceId, DeviceInfo, Machine, Model, Order, Plan, Planner,
-    Registry, Streamer, Topology, Unit,
+    Bandwidth, ByteSize, ComputeTime, DType, Described, DeviceId, DeviceInfo, Machine, Order, Planner, Topology, Unit,
 };
-
-/// The time of a pass of a model that runs already, each layer computing for its time.
-fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &[Duration]) -> Duration {
-    let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual).contents(Contents::SizesOnly));
-    let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
-    let model = Arc::new(Model::unfilled(&devices, layout, plan).unwrap());
-    let mut streamer = Streamer::new(&model).unwrap();
-    let mut begin = Duration::ZERO;
-    for pass in 0..3 {
-        if pass == 1 {
-            begin = simulated.now();
-        }
-        for (layer, &time) in layers.iter().enumerate() {
-            let _guard = streamer.layer(layer).unwrap();
-            streamer.compute().occupy(time).unwrap();
-        }
-        streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
-    }
-    (simulated.now() - begin) / 2
-}
 
 /// Layers of modules of these bytes, one after the other in one file.
 fn layers(sizes: &[Vec<u64>]) -> Layout {
@@ -106,13 +84,7 @@ struct Grid {
 #[serde(deny_unknown_fields)]
 struct GridMachine {
     name: String,
-    devices: Vec<String>,
-    #[serde(default)]
-    peers: Vec<(DeviceId, DeviceId, String)>,
-    #[serde(default)]
-    shared: Vec<(String, String, Vec<DeviceId>)>,
-    #[serde(default)]
-    unreached: Vec<(DeviceId, DeviceId)>,
+    on: MachineData,
     #[serde(default)]
     reserve: Option<String>,
     #[serde(default)]
@@ -132,23 +104,11 @@ struct GridModel {
 
 impl GridMachine {
     fn machine(&self) -> Machine {
-        let mut machine = described(&self.devices.iter().map(String::as_str).collect::<Vec<_>>());
-        let mut topology = machine.topology;
-        for (a, b, speed) in &self.peers {
-            topology = topology.peer(*a, *b, speed.parse().unwrap());
-        }
-        for (name, speed, members) in &self.shared {
-            topology = topology.shared(name, speed.parse().unwrap(), members.iter().copied());
-        }
-        for (a, b) in &self.unreached {
-            topology = topology.no_peer_access(*a, *b);
-        }
-        machine.topology = topology;
-        machine
+        self.on.machine()
     }
 
     fn donors(&self) -> Vec<DeviceId> {
-        self.devices.iter().map(|text| text.parse::<Described>().unwrap().id).filter(|&id| id != GPU0).collect()
+        self.on.devices.iter().map(|text| text.parse::<Described>().unwrap().id).filter(|&id| id != GPU0).collect()
     }
 
     fn reserve(&self) -> ByteSize {
