@@ -157,7 +157,10 @@ pub use dtype::{DType, UnknownDType};
 pub use error::{AdapterFault, Error, ErrorKind, FileFault, Holder, NoRoom, Result, Shortfall};
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
 pub use patch::PatchOutcome;
-pub use plan::{Assignment, DevicePlan, Estimate, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use};
+pub use plan::{
+    Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, Order, Plan, Planner,
+    Preset, SegmentTime, Slots, Unit, Use,
+};
 pub use registry::Registry;
 pub use rounding::Rounding;
 pub use stream::{LaneReport, LayerGuard, OwnSlot, SlotClass, SlotTensor, Stalls, StreamReport, Streamer, Via};

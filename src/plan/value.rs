@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::explain::Explanation;
 use crate::allocation::Mode;
 use crate::checkpoint::Layout;
 use crate::device::{DeviceId, DeviceInfo};
@@ -135,6 +136,8 @@ pub(super) struct Parts {
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
     pub(super) warnings: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) explanation: Option<Box<Explanation>>,
 }
 
 impl Plan {
@@ -147,6 +150,11 @@ impl Plan {
 
     pub(super) fn parts(&self) -> &Parts {
         &self.0
+    }
+
+    /// What it consists of.
+    pub(super) fn into_parts(self) -> Parts {
+        self.0
     }
 
     /// How the quotas of its allocation counted.
@@ -202,6 +210,11 @@ impl Plan {
     /// What a reader should know: quotas that could not be kept, patterns without effect.
     pub fn warnings(&self) -> &[String] {
         &self.0.warnings
+    }
+
+    /// Why it is as it is; none but of mode auto.
+    pub fn explanation(&self) -> Option<&Explanation> {
+        self.0.explanation.as_deref()
     }
 
     /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model.
