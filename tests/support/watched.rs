@@ -164,7 +164,8 @@ impl Stream for ListingStream {
 
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         if self.copies.note(self.role, &transfer) {
-            return Ok(transfer.launched(Event::new(Arc::new(Spoilt::new(self.device(), transfer.waits())))));
+            let spoilt = Spoilt::new(self.device(), transfer.waits());
+            return Ok(transfer.launched(Event::new(Arc::new(spoilt))));
         }
         self.inner.copy(transfer)
     }
