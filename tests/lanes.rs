@@ -73,7 +73,10 @@ fn the_parts_of_a_layer_come_at_one_time() {
         assert!(lanes.contains(&(CPU, Via::Straight)) && lanes.contains(&(GPU1, Via::Straight)), "{lanes:?}");
         assert_eq!(report.lanes.iter().map(|lane| lane.bytes).sum::<u64>(), report.bytes.values().sum::<u64>());
         let segments = report.segments(&machine.topology);
-        assert_eq!(segments, BTreeMap::from([("cuda:0 <- cuda:1", report.bytes[&GPU1]), ("cuda:0 in", report.bytes[&CPU])]));
+        assert_eq!(
+            segments,
+            BTreeMap::from([("cuda:0 <- cuda:1", report.bytes[&GPU1]), ("cuda:0 in", report.bytes[&CPU])])
+        );
         assert!(report.stalls.is_empty(), "{report}");
         check_pass(&mut streamer, &subject);
     }
@@ -105,23 +108,24 @@ fn two_models_on_one_device_are_at_their_joint_floor() {
                             pass(&mut streamer, Duration::from_millis(2)).wait(DEADLINE).unwrap();
                             begin.elapsed()
                         };
-                        (0..3).map(ended).collect()
+                        (0..6).map(ended).collect()
                     })
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        // 2 x 3 passes of 16 MB, and what is sent for ahead of a fourth, at 0.5 GB/s; compute is in its shade.
-        let floor = 2.0 * (3.0 * 16.0 + 4.0) / 500.0;
-        let time = ends.iter().map(|ends| ends[2]).max().unwrap().as_secs_f64();
+        // 2 x 6 passes of 16 MB at 0.5 GB/s; compute is in its shade.
+        let floor = 2.0 * 6.0 * 16.0 / 500.0;
+        let time = ends.iter().map(|ends| ends[5]).max().unwrap().as_secs_f64();
         best = best.min(time / floor);
-        assert!(time / floor > 0.9, "{time} s for {floor} s");
+        assert!(time / floor >= 1.0, "{time} s for {floor} s");
         // Each has done a pass before the other has done two.
         assert!(ends[0][0] < ends[1][1] && ends[1][0] < ends[0][1], "one starves: {ends:?}");
         if best < 1.10 {
             break;
         }
     }
+    println!("{best:.3} times the floor");
     assert!(best < 1.10, "{best} times the floor");
 }
 
@@ -214,7 +218,10 @@ fn slots_that_do_not_fit_are_refused_by_name() {
     let other = registry.device(GPU1).unwrap();
     let wrong_size = refused(&|slots| slots[1][1][2] = own_slots(&model, 1)[1][0].remove(0));
     let role = &model.slot_classes()[1].tensors[2].role;
-    assert!(wrong_size.contains(&format!("slot 1 of the class of layer model.layers.0: the buffer of `{role}`")), "{wrong_size}");
+    assert!(
+        wrong_size.contains(&format!("slot 1 of the class of layer model.layers.0: the buffer of `{role}`")),
+        "{wrong_size}"
+    );
     let elsewhere = refused(&|slots| {
         let bytes = slots[1][0][0].bytes();
         slots[1][0][0] = other.alloc(bytes, MemoryKind::Arena).unwrap();
