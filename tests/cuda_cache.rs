@@ -155,7 +155,8 @@ fn cuda_room_is_there_when_it_is_made() {
     cache.make_room(&devices, CARD, all + 1, Evict::Flagged).unwrap();
     assert_eq!(held(&cache), "ac");
     assert!(card.memory().unwrap().available() > all);
-    let Err(Error::NoRoom(error)) = cache.make_room(&devices, CARD, 1 << 50, Evict::Kept) else { panic!("no room") };
+    let unfinished = cache.make_room(&devices, CARD, 1 << 50, Evict::Kept).unwrap_err();
+    let Error::NoRoom(error) = unfinished.error else { panic!("{unfinished}") };
     assert_eq!((error.holders.len(), held(&cache).as_str()), (2, "ac"));
     cache.list().iter().for_each(|info| check(&cache.get(&info.key).unwrap()));
     drop((cache, card, devices));
@@ -177,16 +178,18 @@ fn cuda_a_lost_card_is_told_by_its_models() {
     for info in cache.list() {
         assert_eq!(info.lost.is_some(), info.key != "host", "{}: {:?}", info.key, info.lost);
     }
-    match cache.full_cleanup(&devices) {
-        Err(Error::ModelsLost { keys, .. }) => assert_eq!(keys, ["b", "c"]),
-        other => panic!("{other:?}"),
+    let unfinished = cache.full_cleanup(&devices).unwrap_err();
+    match unfinished.error {
+        Error::ModelsLost { keys, .. } => assert_eq!(keys, ["b", "c"]),
+        other => panic!("{other}"),
     }
+    assert_eq!((unfinished.report.unload.unloaded.len(), unfinished.report.resets), (1, 1), "what was done is told");
     assert_eq!((held(&cache).as_str(), resets.load(Ordering::Relaxed)), ("bchost", 1), "the rest was done");
     check(&cache.get("host").unwrap());
     cache.unload("b").unwrap();
     cache.unload("c").unwrap();
     assert!(
-        cache.full_cleanup(&devices).is_err_and(|error| !matches!(error, Error::ModelsLost { .. }))
+        cache.full_cleanup(&devices).is_err_and(|unfinished| !matches!(unfinished.error, Error::ModelsLost { .. }))
             || cache.list().len() == 1
     );
     drop(cache);
@@ -199,7 +202,8 @@ fn round(devices: &Registry, cache: &ModelCache) -> Result<()> {
     cache.make_room(devices, CARD, available + 1, Evict::Flagged)?;
     cache.insert("other", load(devices)?, Retention::Unload);
     cache.request_free(FreeRequest::ALL);
-    cache.service_requests(devices).map(drop)
+    cache.service_requests(devices)?;
+    Ok(())
 }
 
 /// Whatever call of the driver fails during a load, a clean-up or while room is made, the kept model stays usable and

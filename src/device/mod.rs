@@ -1,5 +1,6 @@
 //! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens one.
 
+mod bookings;
 mod gpu;
 mod id;
 mod info;
@@ -7,6 +8,7 @@ mod links;
 mod snapshot;
 mod topology;
 
+pub(crate) use bookings::Bookings;
 pub use gpu::{GpuDetails, NvLink, NvLinkEnd, PcieLink};
 pub use id::{DeviceId, DeviceKind, KindName};
 pub use info::{Described, DeviceInfo, Machine, MemoryUsage};

@@ -194,6 +194,37 @@ impl Topology {
             || (to.kind() == from.kind() && !self.unreachable.contains(&(to, from)))
     }
 
+    /// The segments that bytes pass until they are in the memory of `to`, each as often as they pass it.
+    ///
+    /// That is the [`route`](Topology::route) of two devices, one of which reaches the other. What nothing but the host
+    /// can read, the disk and memory that `to` cannot reach, goes to the host's memory first and from there on.
+    pub fn way(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
+        let ends = [from, to];
+        let reads_itself = !ends.contains(&DeviceId::DISK) || self.peer_link(from, to).is_some();
+        if from == to || ends.contains(&DeviceId::CPU) || (reads_itself && self.reaches(to, from)) {
+            return self.route(from, to);
+        }
+        let mut way = self.route(from, DeviceId::CPU);
+        way.extend(self.route(DeviceId::CPU, to));
+        way
+    }
+
+    /// As [`way`](Topology::way), for bytes that are copied to a staging buffer on the host on their way: those of the
+    /// host itself then pass its memory once more.
+    pub fn staged_way(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
+        if !from.is_host() {
+            return self.way(from, to);
+        }
+        let mut way = self.route(from, to);
+        way.extend(self.links.get(&from).into_iter().flat_map(|&(out, into)| [out, into]));
+        way.extend(self.shared.iter().filter(|(_, members)| members.contains(&from)).map(|(&segment, _)| segment));
+        way
+    }
+
+    fn peer_link(&self, from: DeviceId, to: DeviceId) -> Option<usize> {
+        self.peers.get(&to).and_then(|sources| sources.get(&from)).copied()
+    }
+
     /// The segments that bytes pass on the way between two devices, each once; empty where nothing is known.
     pub fn route(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         if from == to {
@@ -203,8 +234,7 @@ impl Topology {
         if memory == self.memory_of(to) {
             return self.links.get(&memory).map(|link| link.0).into_iter().collect();
         }
-        let peer = self.peers.get(&to).and_then(|sources| sources.get(&from));
-        if let Some(&segment) = peer.filter(|_| self.reaches(to, from)) {
+        if let Some(segment) = self.peer_link(from, to).filter(|_| self.reaches(to, from)) {
             return vec![segment];
         }
         let mut route = Vec::new();
@@ -249,6 +279,13 @@ mod tests {
         assert_eq!(names(b, a), ["cuda:1 out", "switch", "cuda:0 in"]);
         assert_eq!(names(c, a), ["cuda:0 <- cuda:2"]);
         assert_eq!(names(a, a), [""; 0]);
+        let way = |from, to| -> Vec<&str> {
+            topology.way(from, to).iter().map(|&s| topology.segments()[s].name.as_str()).collect()
+        };
+        assert_eq!(way(b, a), ["cuda:1 out", "switch", "cuda:0 in"]);
+        // The host reads the disk, and its memory is read again.
+        assert_eq!(way(DeviceId::DISK, a), ["cpu in", "cpu out", "switch", "cuda:0 in"]);
+        assert_eq!(way(DeviceId::DISK, DeviceId::CPU), ["cpu in"]);
         assert!(topology.reaches(a, b) && !topology.clone().no_peer_access(a, b).reaches(b, a));
         assert!(!topology.reaches(a, "xpu:0".parse().unwrap()));
     }

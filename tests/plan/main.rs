@@ -500,3 +500,24 @@ fn more_bytes_than_can_be_counted_are_refused() {
         Planner::new(&layout, &huge).allocation(alloc.parse().unwrap()).order(order).depth(0).plan().unwrap();
     }
 }
+
+#[test]
+fn what_a_demoted_plan_pins_stays_within_the_cap() {
+    let layout = blocks(10, GIB);
+    // Four fifths of what is left of 10 GiB may be pinned by default: 6.
+    let small = machine(&["cuda:0=24gib", "cpu=10gib"]);
+    let plan = Planner::new(&layout, &small).allocation("cuda:0,5gib;cpu,*".parse().unwrap());
+    let demoted = plan.plan().unwrap().demoted(&layout, &small).unwrap();
+    let pinned = |plan: &Plan| plan.device(CPU).map(|host| (host.pinned / GIB, host.staged / GIB, host.bytes / GIB));
+    assert_eq!(pinned(&demoted), Some((6, 4, 10)));
+    // Where the cap is reached already, nothing more is pinned.
+    let capped = plan.clone().pinned_cap(Some(tensor_offload::ByteSize(2 * GIB))).plan().unwrap();
+    assert_eq!(pinned(&capped.demoted(&layout, &small).unwrap()), Some((2, 8, 10)));
+    // What does not fit, or has nowhere to go, is refused.
+    let short = shortfall(plan.plan().unwrap().demoted(&layout, &machine(&["cuda:0=24gib", "cpu=9gib"])));
+    assert_eq!((short.device, short.term, short.short), (CPU, "weights", GIB));
+    let nowhere = plan.plan().unwrap().demoted(&layout, &machine(&["cuda:0=24gib"])).unwrap_err();
+    assert_eq!(nowhere.kind(), ErrorKind::UnknownDevice);
+    let host = Planner::new(&layout, &small).compute(CPU).plan().unwrap();
+    assert_eq!(host.demoted(&layout, &small).unwrap_err().kind(), ErrorKind::Invalid);
+}

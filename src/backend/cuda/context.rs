@@ -8,6 +8,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUevent_flags, CUresult};
 
 use super::driver::describe;
+use super::kernels::Module;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -18,43 +19,8 @@ pub(super) struct Context {
     handle: sys::CUcontext,
     lost: OnceLock<String>,
     events: Mutex<Vec<Spare>>,
-}
-
-/// How many events are kept for use at most.
-const MOST_EVENTS: usize = 1024;
-
-/// An event that was let go of.
-struct Spare(sys::CUevent);
-
-// SAFETY: the driver allows any thread to use an event.
-unsafe impl Send for Spare {}
-
-thread_local! {
-    /// The context that code of this backend has made current in this thread and not left yet, by its address.
-    static ENTERED: Cell<usize> = const { Cell::new(0) };
-}
-
-/// That a context is the calling thread's.
-pub(super) struct Entered {
-    /// The context that the thread had, if it was another.
-    restore: Option<Option<sys::CUcontext>>,
-    outer: usize,
-    /// It stays in its thread.
-    thread: PhantomData<*const ()>,
-}
-
-impl Drop for Entered {
-    fn drop(&mut self) {
-        ENTERED.set(self.outer);
-        let Some(before) = self.restore else { return };
-        // SAFETY: the thread had this context, or none, when this one was entered.
-        let restored = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
-        if restored.is_err() {
-            // Better none than one that the caller does not expect and that may be gone when it is used next.
-            // SAFETY: null is the documented way to have no context.
-            let _ = unsafe { result::ctx::set_current(std::ptr::null_mut()) };
-        }
-    }
+    /// The kernels, or why the driver refused them; here, since memory in use by a launch holds the context.
+    kernels: OnceLock<Result<Module, String>>,
 }
 
 // SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
@@ -71,7 +37,8 @@ impl Context {
         // SAFETY: the device was just got from the driver.
         let handle = unsafe { result::primary_ctx::retain(device) };
         let handle = handle.map_err(|error| absent("cuDevicePrimaryCtxRetain", error))?;
-        Ok(Context { id, device, handle, lost: OnceLock::new(), events: Mutex::default() })
+        let (events, kernels) = (Mutex::default(), OnceLock::new());
+        Ok(Context { id, device, handle, lost: OnceLock::new(), events, kernels })
     }
 
     pub(super) fn id(&self) -> DeviceId {
@@ -84,6 +51,10 @@ impl Context {
 
     pub(super) fn handle(&self) -> sys::CUcontext {
         self.handle
+    }
+
+    pub(super) fn kernels(&self) -> &OnceLock<Result<Module, String>> {
+        &self.kernels
     }
 
     /// Why the device is lost, if it is.
@@ -201,10 +172,50 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         self.trim_events();
+        if let Some(Ok(module)) = self.kernels.take() {
+            module.unload(self);
+        }
         if self.lost().is_none() {
             // SAFETY: retained by `retain`, released once. At process exit a driver that is gone refuses; then
             // there is nothing to release.
             let _ = unsafe { result::primary_ctx::release(self.device) };
+        }
+    }
+}
+
+/// How many events are kept for use at most.
+const MOST_EVENTS: usize = 1024;
+
+/// An event that was let go of.
+struct Spare(sys::CUevent);
+
+// SAFETY: the driver allows any thread to use an event.
+unsafe impl Send for Spare {}
+
+thread_local! {
+    /// The context that code of this backend has made current in this thread and not left yet, by its address.
+    static ENTERED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// That a context is the calling thread's.
+pub(super) struct Entered {
+    /// The context that the thread had, if it was another.
+    restore: Option<Option<sys::CUcontext>>,
+    outer: usize,
+    /// It stays in its thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        ENTERED.set(self.outer);
+        let Some(before) = self.restore else { return };
+        // SAFETY: the thread had this context, or none, when this one was entered.
+        let restored = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
+        if restored.is_err() {
+            // Better none than one that the caller does not expect and that may be gone when it is used next.
+            // SAFETY: null is the documented way to have no context.
+            let _ = unsafe { result::ctx::set_current(std::ptr::null_mut()) };
         }
     }
 }

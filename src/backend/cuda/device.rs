@@ -14,7 +14,9 @@ use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
 use super::stream::{Adopted, CudaStream};
-use crate::backend::{BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
+use crate::backend::{
+    Allocation, BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream,
+};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -39,8 +41,8 @@ impl CudaDevice {
         let reaper = Arc::new(Reaper::start(&context, driver)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
-        let driver = Arc::clone(driver);
-        Ok(CudaDevice { info, ledger, pool, reaper, open, driver, peers: Mutex::default(), context })
+        let (peers, driver) = (Mutex::default(), Arc::clone(driver));
+        Ok(CudaDevice { info, ledger, pool, reaper, open, driver, peers, context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
@@ -69,6 +71,10 @@ impl CudaDevice {
 
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    pub(super) fn missing_kernel_call(&self) -> Option<&'static str> {
+        self.driver.missing_kernel_call
     }
 
     pub(super) fn pool(&self) -> Option<&Arc<Pool>> {
@@ -154,6 +160,15 @@ impl Device for CudaDevice {
             DeviceKind::Cuda => self.unreachable(from).map_or(Route::Direct, Route::Staged),
             _ => Route::Staged(format!("a CUDA stream cannot read the memory of {from}")),
         }
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        Some(self)
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let straight = source.downcast::<DeviceMemory>().is_some() || source.storage().pinned();
+        !straight
     }
 
     fn trim(&self) -> Result<u64> {

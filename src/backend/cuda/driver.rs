@@ -77,10 +77,15 @@ const POOLS: [&str; 7] = [
     "cuMemPoolTrimTo",
 ];
 
+/// The calls of kernels. Where one is missing, the host patches.
+const KERNELS: [&str; 4] = ["cuLaunchKernel", "cuModuleGetFunction", "cuModuleLoadData", "cuModuleUnload"];
+
 /// A driver that was loaded, has the calls that are used, and is initialised.
 pub(super) struct Driver {
     /// Whether it has the calls of memory pools; a device may still lack them.
     pub(super) pools: bool,
+    /// The call of kernels that it lacks.
+    pub(super) missing_kernel_call: Option<&'static str>,
     /// Whether it tells which streams are captured.
     pub(super) tells_captures: bool,
     /// Whether a thread can be taken out of the captures of others.
@@ -102,6 +107,7 @@ impl Driver {
             return Err(format!("the driver has no {missing}; it is older than this library can use"));
         }
         let pools = POOLS.iter().all(has);
+        let missing_kernel_call = KERNELS.into_iter().find(|name| !has(&name));
         let tells_captures = has(&"cuStreamIsCapturing");
         let has_capture_modes = has(&"cuThreadExchangeStreamCaptureMode");
         let tells_contexts = has(&"cuDevicePrimaryCtxGetState");
@@ -113,7 +119,7 @@ impl Driver {
             let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
             return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
         }
-        Ok(Arc::new(Driver { pools, tells_captures, has_capture_modes, tells_contexts }))
+        Ok(Arc::new(Driver { pools, missing_kernel_call, tells_captures, has_capture_modes, tells_contexts }))
     }
 
     /// The devices, none of them opened.

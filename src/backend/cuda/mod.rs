@@ -10,6 +10,7 @@ mod context;
 mod device;
 mod driver;
 mod event;
+mod kernels;
 mod memory;
 mod nvml;
 mod peers;
@@ -56,7 +57,7 @@ pub struct Cuda {
     nvml: Option<PathBuf>,
     sysfs: Sysfs,
     pinned_cap: Option<ByteSize>,
-    context: ByteSize,
+    context: Option<ByteSize>,
     peers: bool,
     host: Host,
     found: OnceLock<std::result::Result<Shared, String>>,
@@ -112,7 +113,7 @@ impl Cuda {
             nvml: None,
             sysfs: Sysfs::default(),
             pinned_cap: None,
-            context: CONTEXT,
+            context: None,
             peers: true,
             host: Host::new(),
             found: OnceLock::new(),
@@ -142,10 +143,11 @@ impl Cuda {
         self
     }
 
-    /// Sets what plans count for the context of a device that is not open yet. Without it: 0.4 GiB.
+    /// Sets what plans count for the context of a device that is not open yet. Without it: 0.4 GiB, or an
+    /// eighth of a device's memory where that is less.
     #[must_use]
     pub fn context_size(mut self, size: ByteSize) -> Cuda {
-        self.context = size;
+        self.context = Some(size);
         self
     }
 
@@ -199,7 +201,8 @@ impl Cuda {
     fn now(&self, shared: &Shared, info: &DeviceInfo) -> DeviceInfo {
         let uuid = info.gpu.as_ref().and_then(|gpu| gpu.uuid.as_deref());
         let free = shared.nvml.as_ref().zip(uuid).and_then(|(nvml, uuid)| nvml.free(uuid, info.total));
-        let opening = if shared.driver.has_context(info.id) { 0 } else { self.context.get() };
+        let context = self.context.map_or_else(|| CONTEXT.get().min(info.total / 8), ByteSize::get);
+        let opening = if shared.driver.has_context(info.id) { 0 } else { context };
         info.clone().free(free).opening(opening)
     }
 }

@@ -53,7 +53,7 @@ impl Nvml {
         let library = unsafe { Library::new(name) }.map_err(|error| error.to_string())?;
         // SAFETY: the documented type of this call.
         let init = unsafe { library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2") };
-        let init = init.map_err(|error| error.to_string())?;
+        let init = init.map_err(|error| format!("it has no nvmlInit_v2: {error}"))?;
         // SAFETY: takes nothing; each success is paired with a shutdown by `drop`.
         match unsafe { init() } {
             0 => Ok(Nvml(library)),

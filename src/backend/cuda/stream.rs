@@ -169,6 +169,21 @@ impl CudaStream {
         self.context.call("cuMemcpyPeerAsync", copy)
     }
 
+    /// Queues work of the device's own with `queue`, after `waits`; the event after it, until which `memory` is kept.
+    pub(super) fn run(
+        &self,
+        waits: &[Event],
+        memory: Vec<Arc<Allocation>>,
+        queue: impl FnOnce(sys::CUstream) -> Result<()>,
+    ) -> Result<Event> {
+        let _entered = self.enter()?;
+        self.not_capturing("patching")?;
+        self.join(waits)?;
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        queue(self.handle)?;
+        self.mark(Memory::All(memory))
+    }
+
     /// An event after all work so far, until which `memory` is kept.
     fn mark(&self, memory: Memory) -> Result<Event> {
         match CudaFence::record(&self.context, self.handle) {

@@ -24,6 +24,8 @@ pub struct Config {
     pub seed: Option<u64>,
     /// Pinned sources are fingerprinted by the call and at the end of the copy, which takes its time: for timings, no.
     pub check_sources: bool,
+    /// Every text of kernels is refused, as by a driver that cannot compile for its device.
+    pub refuse_ptx: bool,
     /// The longest pause that `seed` puts between two pieces.
     pub jitter_micros: u64,
     /// Fresh device memory is filled with rubbish up to this many bytes of each allocation.
@@ -42,6 +44,7 @@ impl Default for Config {
             late_micros: 0,
             seed: None,
             check_sources: true,
+            refuse_ptx: false,
             jitter_micros: 50,
             fill_fresh: 1 << 20,
         }

@@ -237,6 +237,7 @@ impl State {
         self.streams.retain(|_, stream| stream.device != device);
         self.events.retain(|_, event| event.device != device);
         self.pools.retain(|_, pool| pool.device != device);
+        self.modules.retain(|_, module| module.device != device);
         self.memory.drop_device(device);
         self.contexts.retain(|_, of| *of != device);
         let (peak, reaches) = (self.devices[device].peak, BTreeSet::new());

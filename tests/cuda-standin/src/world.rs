@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::device::Device;
 use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
 use crate::hazard::Clock;
+use crate::kernel::Loaded;
 use crate::lane::{Lane, Ticket};
 use crate::memory::Memory;
 use crate::pinned::Pinned;
@@ -61,6 +62,7 @@ pub(crate) struct State {
     pub(crate) streams: HashMap<u64, Stream>,
     pub(crate) events: HashMap<u64, Event>,
     pub(crate) pools: HashMap<u64, Pool>,
+    pub(crate) modules: HashMap<u64, Loaded>,
     pub(crate) memory: Memory,
     pub(crate) pinned: Pinned,
     /// The streams that are captured.
