@@ -38,7 +38,7 @@ impl CudaDevice {
         let context = Arc::new(Context::retain(info.id)?);
         let pool = if driver.pools { Pool::create(&context)? } else { None };
         let (free, total) = free_and_total(&context)?;
-        let reaper = Arc::new(Reaper::start(info.id, driver)?);
+        let reaper = Arc::new(Reaper::start(&context, driver)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
         let (peers, driver) = (Mutex::default(), Arc::clone(driver));
@@ -172,6 +172,7 @@ impl Device for CudaDevice {
     }
 
     fn trim(&self) -> Result<u64> {
+        self.context.trim_events();
         self.pool.as_ref().map_or(Ok(0), |pool| pool.trim())
     }
 
