@@ -384,6 +384,8 @@ fn every_failing_operation_leaves_the_base_as_it_was() {
         }
         let outcome = attempt(&watched, &base);
         let calls = watched.countdown.calls() - before;
+        // How many operations there are is up to the threads; one that did not come must not fail later.
+        watched.countdown.fail_nth(1 << 60);
         assert_eq!(levels(&watched.registry), level, "operation {nth:?}");
         plain.check(&base);
         stream(&base, &plain);
@@ -393,6 +395,6 @@ fn every_failing_operation_leaves_the_base_as_it_was() {
     };
     let (calls, fine) = run(None);
     assert!(fine);
-    let failed = (1..=calls).filter(|&nth| !run(Some(nth)).1).count();
-    assert!(failed > 60, "{failed} of {calls} failed");
+    let failed = (1..=calls).filter(|&nth| !run(Some(nth)).1).count() as u64;
+    assert!(failed * 10 > calls * 9, "{failed} of {calls} failed");
 }

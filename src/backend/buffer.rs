@@ -169,7 +169,9 @@ impl BufMut {
             return Err(next);
         }
         let (allocation, place) = (Arc::clone(&self.0.allocation), self.0.place.start..next.0.place.end);
-        let uses = [self.0.open_uses(), next.0.open_uses()].concat();
+        let mut uses = self.0.open_uses();
+        let others = next.0.open_uses().into_iter();
+        uses.extend(others.filter(|event| !uses.iter().any(|known| known.is_same(event))).collect::<Vec<_>>());
         self.0 = Arc::new(Handle { allocation, place, uses: Mutex::new(uses) });
         Ok(())
     }
@@ -255,11 +257,6 @@ impl Buf {
         &self.handle.allocation
     }
 
-    /// Whether `other` is a clone of this one.
-    pub(crate) fn is_same(&self, other: &Buf) -> bool {
-        Arc::ptr_eq(&self.handle, &other.handle)
-    }
-
     /// The events after which its contents are there, those that have not fired, or failed.
     pub fn ready(&self) -> impl Iterator<Item = &Event> {
         self.ready.iter().filter(|event| !matches!(event.state(), FenceState::Done))
@@ -300,12 +297,22 @@ impl Buf {
         settle(&self.handle.open_uses(), deadline)
     }
 
+    /// Whether this is a clone of `other`, or it of this one.
+    pub fn is_same(&self, other: &Buf) -> bool {
+        Arc::ptr_eq(&self.handle, &other.handle)
+    }
+
+    /// Whether it has other clones, so that it cannot be reclaimed.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.handle) > 1
+    }
+
     /// The buffer to write again, when this is its last clone; it carries what is still pending.
     ///
     /// # Errors
     /// The same buffer when others read it.
     pub fn try_reclaim(self) -> Result<BufMut, Buf> {
-        if Arc::strong_count(&self.handle) > 1 {
+        if self.is_shared() {
             return Err(self);
         }
         // A use that failed is over; the contents that it spoilt are given up.
@@ -448,7 +455,9 @@ impl Transfer {
         for piece in &self.pieces {
             piece.src.used_until(done.clone());
         }
-        Flight::of(self.dst, done)
+        // The event comes after those of all earlier uses of the destination, and fails with them.
+        *self.dst.0.uses() = vec![done.clone()];
+        Flight { done, dst: self.dst }
     }
 
     /// The rejection of this copy: it was not queued.

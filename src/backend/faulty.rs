@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MatrixPatch, MemoryKind,
-    PatchFlight, Rejected, Role, Route, Stream, Transfer,
+    Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MatrixPatch,
+    MemoryKind, PatchFlight, Rejected, Role, Route, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -153,6 +153,10 @@ impl Device for FaultyDevice {
 
     fn kernels(&self) -> Option<&dyn Kernels> {
         self.inner.kernels().map(|_| self as &dyn Kernels)
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        self.inner.copies_hold_up(source)
     }
 
     fn trim(&self) -> Result<u64> {

@@ -21,6 +21,7 @@ mod kernels;
 mod ledger;
 mod simulated;
 mod software;
+mod watcher;
 
 use std::any::Any;
 use std::fmt;
@@ -108,6 +109,13 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
         None
     }
 
+    /// Whether a copy from `source` to this device makes the thread that queues it wait, since the device's streams
+    /// cannot wait for those bytes. They are then better brought through pinned memory, by a thread that may wait.
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let _ = source;
+        false
+    }
+
     /// Gives memory that the allocator holds for reuse back to the system; the bytes given back.
     ///
     /// # Errors
@@ -140,7 +148,8 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// The device that it belongs to.
     fn device(&self) -> DeviceId;
 
-    /// Queues a copy. It runs after all earlier work of this stream and after the pending events of both ends.
+    /// Queues a copy. It runs after all earlier work of this stream and after the pending events of both ends. Its event
+    /// comes after these also when the copy fails.
     ///
     /// # Errors
     /// [`Rejected`] gives the destination back.

@@ -162,6 +162,17 @@ pub enum Error {
         /// The driver's words for it.
         text: String,
     },
+    /// The stream's work is being captured into a graph, which work of this library's cannot be part of; queue it before
+    /// the capture begins or after it has ended.
+    #[error(
+        "a stream of {device} is being captured: {operation} cannot be part of a graph, queue it before the capture begins"
+    )]
+    Capturing {
+        /// The stream's device.
+        device: DeviceId,
+        /// What was to be queued.
+        operation: &'static str,
+    },
     /// A wait passed its deadline.
     #[error("waited {after:?} for {what}, in vain")]
     TimedOut {
@@ -214,6 +225,7 @@ impl Error {
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::Driver { .. } => ErrorKind::Driver,
+            Error::Capturing { .. } => ErrorKind::Capturing,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
@@ -264,6 +276,7 @@ pub enum ErrorKind {
     Io,
     DeviceLost,
     Driver,
+    Capturing,
     TimedOut,
     Cancelled,
     Invalid,

@@ -1,17 +1,22 @@
 //! Models made out of models: another generation of the weights, another place for them, or both.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::made::Made;
 use super::model::Parts;
 use super::reuse::Reuse;
+use super::store::{Home, SlotPool};
 use super::worker::{Inputs, Job};
-use super::{Loader, Model, Reservation, check_tensors};
+use super::{LoadReport, Loader, Model, Reservation, check_tensors};
 use crate::adapter::Patches;
+use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::Checkpoint;
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::Plan;
+use crate::plan::{Plan, Slots};
+use crate::registry::Registry;
 
 impl Loader<'_> {
     /// Makes a model as [`load`](Loader::load) does, with what `base` has of it already: for a changed strength, an
@@ -24,7 +29,7 @@ impl Loader<'_> {
     ///
     /// Only what is new is reserved. The slots are shared where compute device, number and size are the same; then one
     /// streamer at a time can be had of all the models that share them. The base stays what it is, whatever happens
-    /// here, and keeps its bytes for as long as anyone holds it.
+    /// here, and keeps its bytes for as long as anyone holds it. Without a base this is [`load`](Loader::load).
     ///
     /// ```
     /// use std::sync::Arc;
@@ -46,7 +51,14 @@ impl Loader<'_> {
     /// # Errors
     /// As [`load`](Loader::load); [`Error::Invalid`] too when the base is on devices of another registry. Whatever the
     /// error, all memory is given back first, and the base is as it was.
-    pub fn derive(&self, base: &Arc<Model>, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
+    pub fn derive<'b>(
+        &self,
+        base: impl Into<Option<&'b Arc<Model>>>,
+        checkpoint: &Checkpoint,
+        patches: &Patches,
+        plan: &Plan,
+    ) -> Result<Model> {
+        let Some(base) = base.into() else { return self.load(checkpoint, patches, plan) };
         plan.verify(patches.layout())?;
         check_tensors(checkpoint, patches)?;
         self.check_base(base)?;
@@ -74,22 +86,37 @@ impl Loader<'_> {
         self.place(inputs, base.made().to_vec())
     }
 
+    /// The first half of a demotion: all that `base` has on its compute device is on the host, too, as `plan` says. The
+    /// slots are not taken yet, since there may be no room for them while the base lives.
+    pub(crate) fn move_away(&self, base: &Model, plan: Plan) -> Result<Moved> {
+        let (patches, start) = (Patches::none(base.layout()), Instant::now());
+        let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
+        let inputs = Inputs { checkpoint: None, patches: &patches, plan: &plan, base: Some(base), reuse: &reuse };
+        let needed = reuse.needed(&plan);
+        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
+        Ok(Moved { plan, homes, slots: reuse.slots, reservation, report })
+    }
+
     /// Reserves, fills and puts together.
     pub(super) fn place(&self, inputs: Inputs<'_>, made: Vec<Made>) -> Result<Model> {
-        let start = Instant::now();
-        let Inputs { patches, plan, reuse, .. } = inputs;
-        let mut needed = reuse.needed(plan);
-        if reuse.slots.is_none() {
+        let (plan, start) = (inputs.plan, Instant::now());
+        let mut needed = inputs.reuse.needed(plan);
+        if inputs.reuse.slots.is_none() {
             let slots = needed.entry(plan.compute()).or_default();
             *slots = slots.saturating_add(plan.slots().bytes());
         }
-        let mut reservation = Reservation::of(self.registry, plan, &needed)?;
+        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
+        let layout = Arc::new(inputs.patches.layout().clone());
+        let parts = Parts { layout, plan, homes, made, slots: inputs.reuse.slots.clone() };
+        Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
+    }
+
+    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<Filled> {
+        let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
         let job = Job::new(self, inputs, &reservation)?;
         let homes = job.run(self.workers, &mut reservation)?;
-        let layout = Arc::new(patches.layout().clone());
-        let parts = Parts { layout, plan, homes, made, slots: reuse.slots.clone() };
-        let model = Model::assemble(parts, reservation, self.registry)?;
-        Ok(model.with_report(job.report(start.elapsed())))
+        let report = job.report(start.elapsed());
+        Ok((homes, reservation, report))
     }
 
     /// Memory of devices that another registry opened is counted elsewhere.
@@ -101,5 +128,72 @@ impl Loader<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Homes, what is left of their reservation, and how it went.
+type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
+
+/// A model whose weights have left its compute device, without slots yet.
+pub(crate) struct Moved {
+    plan: Plan,
+    homes: Vec<Option<Arc<Home>>>,
+    slots: Option<Arc<SlotPool>>,
+    reservation: Reservation,
+    report: LoadReport,
+}
+
+/// How long memory that the base gave up may take to come back.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+impl Moved {
+    /// The second half of a demotion: `base`, which nobody else may hold, is let go for the slots. If they cannot be had
+    /// then, the model waits on the host as `parked` says.
+    pub(crate) fn finish(self, base: Arc<Model>, parked: &Plan, registry: &Registry) -> Result<Model> {
+        let Moved { plan, homes, slots, reservation, report } = self;
+        let (layout, made) = (Arc::new(base.layout().clone()), base.made().to_vec());
+        let device = Arc::clone(base.residency().device());
+        let beside = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
+        let slots = beside.or_else(|_| {
+            drop(base);
+            slots_when_free(&*device, plan.slots())
+        });
+        let (plan, slots) = match &slots {
+            Ok(slots) => (&plan, Arc::clone(slots)),
+            Err(error) => {
+                tracing::warn!(%error, "no room for the slots of a demoted model; it waits on the host");
+                (parked, Arc::new(SlotPool::new(parked.slots(), Vec::new())))
+            }
+        };
+        let parts = Parts { layout, plan, homes, made, slots: Some(slots) };
+        Model::assemble(parts, reservation, registry).map(|model| model.with_report(report))
+    }
+}
+
+/// Slots in memory that nobody reserved before.
+fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
+    let (requested, available) = (shape.bytes(), device.memory()?.available());
+    if requested > available {
+        return Err(Error::OutOfMemory { device: device.id(), requested, available, limit: device.ledger().limit() });
+    }
+    let mut charge = device.ledger().charge(requested)?;
+    let mut slot =
+        |_| device.allocate(charge.split(shape.bytes_each)?, MemoryKind::Arena).map(|slot| vec![slot.freeze()]);
+    let slots = (0..shape.count).map(&mut slot).collect::<Result<_>>()?;
+    Ok(Arc::new(SlotPool::new(shape, slots)))
+}
+
+/// The same once memory that was just given up is back.
+fn slots_when_free(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        match slots_on(device, shape) {
+            Err(Error::OutOfMemory { .. }) if Instant::now() < until => {
+                // What the allocator keeps for reuse may be what is missing.
+                device.trim()?;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            outcome => return outcome,
+        }
     }
 }

@@ -12,7 +12,6 @@ mod probe;
 mod progress;
 mod reservation;
 mod reuse;
-mod ring;
 mod store;
 mod worker;
 
@@ -21,6 +20,7 @@ use std::time::Duration;
 pub use model::{LoadReport, Model, TensorView};
 pub use progress::{Cancel, Progress};
 pub use reservation::Reservation;
+pub(crate) use store::Part;
 pub use store::{Residency, WeightStore};
 
 use made::Made;

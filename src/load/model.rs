@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::Reservation;
 use super::made::Made;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Transfer};
+use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
@@ -127,7 +127,8 @@ impl Model {
         let slots = match slots {
             Some(slots) => slots,
             None => {
-                let slot = |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(BufMut::freeze);
+                let slot =
+                    |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(|m| vec![m.freeze()]);
                 Arc::new(SlotPool::new(shape, (0..shape.count).map(slot).collect::<Result<_>>()?))
             }
         };
@@ -241,7 +242,7 @@ impl Model {
         own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(DEADLINE))?;
         let pool = &self.residency.slots;
         let slots = pool.idle();
-        let own = slots.iter().flatten().filter(|_| Arc::strong_count(pool) == 1);
+        let own = slots.iter().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
         own.into_iter().try_for_each(|buf| buf.wait_unused(DEADLINE))
     }
 

@@ -9,7 +9,6 @@ use std::time::Duration;
 use super::model::{LoadReport, Model, home_kind, places};
 use super::on_device::{Factors, OnDevice};
 use super::reuse::{Reuse, Ways};
-use super::ring::Ring;
 use super::store::Home;
 use super::{Loader, Reservation};
 use crate::adapter::{Patches, TensorPatch};
@@ -19,6 +18,7 @@ use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+use crate::transfer::Ring;
 
 /// Bytes of one staging buffer. 4 to 16 MiB reach the speed of a link; larger ones only cost memory.
 const CHUNK: u64 = 16 << 20;

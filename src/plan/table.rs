@@ -28,6 +28,9 @@ impl fmt::Display for Plan {
         for device in self.devices().iter().filter(|device| device.opening > 0) {
             write!(f, "\n{} is not open yet: opening it takes about {}", device.id, ByteSize(device.opening).human())?;
         }
+        if let Some(explanation) = self.explanation() {
+            write!(f, "\n{explanation}")?;
+        }
         for warning in self.warnings() {
             write!(f, "\nwarning: {warning}")?;
         }

@@ -13,8 +13,10 @@ use super::driver::Driver;
 use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
-use super::stream::CudaStream;
-use crate::backend::{BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream};
+use super::stream::{Adopted, CudaStream};
+use crate::backend::{
+    Allocation, BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream,
+};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -25,23 +27,22 @@ pub(crate) struct CudaDevice {
     pool: Option<Arc<Pool>>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
+    driver: Arc<Driver>,
     /// Peer -> why its memory cannot be reached, or none where it can; found out when first asked.
     peers: Mutex<BTreeMap<DeviceId, Option<String>>>,
-    /// The call of the driver without which there are no kernels.
-    missing_kernel_call: Option<&'static str>,
     context: Arc<Context>,
 }
 
 impl CudaDevice {
-    pub(super) fn open(info: DeviceInfo, driver: &Driver, open: Arc<Opened>) -> Result<CudaDevice> {
+    pub(super) fn open(info: DeviceInfo, driver: &Arc<Driver>, open: Arc<Opened>) -> Result<CudaDevice> {
         let context = Arc::new(Context::retain(info.id)?);
         let pool = if driver.pools { Pool::create(&context)? } else { None };
         let (free, total) = free_and_total(&context)?;
-        let reaper = Arc::new(Reaper::start(info.id)?);
+        let reaper = Arc::new(Reaper::start(&context, driver)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
-        let (peers, missing_kernel_call) = (Mutex::default(), driver.missing_kernel_call);
-        Ok(CudaDevice { info, ledger, pool, reaper, open, peers, missing_kernel_call, context })
+        let (peers, driver) = (Mutex::default(), Arc::clone(driver));
+        Ok(CudaDevice { info, ledger, pool, reaper, open, driver, peers, context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
@@ -49,7 +50,8 @@ impl CudaDevice {
     /// # Safety
     /// `handle` is a stream of this device's primary context for as long as `keep` lives.
     pub(crate) unsafe fn adopt(&self, handle: sys::CUstream, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
-        CudaStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
+        let adopted = Adopted { _keep: keep, tells_captures: self.driver.tells_captures };
+        CudaStream::adopted(handle, adopted, &self.context, &self.reaper, &self.open)
     }
 
     /// The primary context.
@@ -72,7 +74,7 @@ impl CudaDevice {
     }
 
     pub(super) fn missing_kernel_call(&self) -> Option<&'static str> {
-        self.missing_kernel_call
+        self.driver.missing_kernel_call
     }
 
     pub(super) fn pool(&self) -> Option<&Arc<Pool>> {
@@ -164,7 +166,13 @@ impl Device for CudaDevice {
         Some(self)
     }
 
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let straight = source.downcast::<DeviceMemory>().is_some() || source.storage().pinned();
+        !straight
+    }
+
     fn trim(&self) -> Result<u64> {
+        self.context.trim_events();
         self.pool.as_ref().map_or(Ok(0), |pool| pool.trim())
     }
 

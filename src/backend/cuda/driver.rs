@@ -86,6 +86,10 @@ pub(super) struct Driver {
     pub(super) pools: bool,
     /// The call of kernels that it lacks.
     pub(super) missing_kernel_call: Option<&'static str>,
+    /// Whether it tells which streams are captured.
+    pub(super) tells_captures: bool,
+    /// Whether a thread can be taken out of the captures of others.
+    pub(super) has_capture_modes: bool,
     /// Whether it tells which contexts there are already.
     tells_contexts: bool,
 }
@@ -104,6 +108,8 @@ impl Driver {
         }
         let pools = POOLS.iter().all(has);
         let missing_kernel_call = KERNELS.into_iter().find(|name| !has(&name));
+        let tells_captures = has(&"cuStreamIsCapturing");
+        let has_capture_modes = has(&"cuThreadExchangeStreamCaptureMode");
         let tells_contexts = has(&"cuDevicePrimaryCtxGetState");
         result::init().map_err(|error| describe("cuInit", error))?;
         let mut version = 0;
@@ -113,7 +119,7 @@ impl Driver {
             let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
             return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
         }
-        Ok(Arc::new(Driver { pools, missing_kernel_call, tells_contexts }))
+        Ok(Arc::new(Driver { pools, missing_kernel_call, tells_captures, has_capture_modes, tells_contexts }))
     }
 
     /// The devices, none of them opened.
@@ -126,6 +132,16 @@ impl Driver {
             });
         }
         (0..count).map(device_info).collect()
+    }
+
+    /// Takes the calling thread out of all captures of other threads, which could forbid it to ask for events; what it
+    /// asks is about the library's own work, never about captured work.
+    pub(super) fn leave_captures(&self) {
+        if self.has_capture_modes {
+            let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            // SAFETY: the pointer is to a living mode, which is exchanged for the one before.
+            let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        }
     }
 
     /// Whether someone in this process, the caller for example, has opened the device's primary context.

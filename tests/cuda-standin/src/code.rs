@@ -3,7 +3,7 @@
 
 use std::ffi::CStr;
 
-/// A result of the driver; never success, which is `Ok`.
+/// A result of the driver; success is `Ok`, but for [`Code::CAPTURED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Code(pub(crate) u32);
 
@@ -59,10 +59,18 @@ codes! {
     LAUNCH_FAILED = 719, "unspecified launch failure";
     NOT_PERMITTED = 800, "operation not permitted";
     NOT_SUPPORTED = 801, "operation not supported";
+    STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
+    STREAM_CAPTURE_INVALIDATED = 901, "operation failed due to a previous error during capture";
+    STREAM_CAPTURE_ISOLATION = 905, "dependency created on uncaptured work in another stream";
+    STREAM_CAPTURE_IMPLICIT = 906, "operation would make the legacy stream depend on a capturing blocking stream";
+    CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream";
     UNKNOWN = 999, "unknown error";
 }
 
 impl Code {
+    /// What ends a call whose work a capture has taken: to the caller it succeeded.
+    pub(crate) const CAPTURED: Code = Code(0);
+
     /// The code for a number from outside; `UNKNOWN` for one that is not in the table, or for success.
     pub(crate) fn from_number(number: u32) -> Code {
         if number != 0 && describe(number).is_some() { Code(number) } else { Code::UNKNOWN }

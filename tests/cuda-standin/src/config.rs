@@ -113,6 +113,8 @@ pub struct DeviceConfig {
     pub name: String,
     /// All of its memory, in bytes.
     pub total: u64,
+    /// What other programs have taken of it, in bytes.
+    pub others_bytes: u64,
     /// What a context takes of it, in bytes.
     pub context_bytes: u64,
     /// Allocations are counted in multiples of this many bytes.
@@ -131,6 +133,10 @@ pub struct DeviceConfig {
     pub pci_bus_id: String,
     /// What `cuDeviceGetUuid` says.
     pub uuid: [u8; 16],
+    /// What the management library says of its PCIe link.
+    pub pcie: Pcie,
+    /// What it says that each NVLink leads to: the ordinal of a device, or more than there are for a switch.
+    pub nvlinks: Vec<usize>,
     /// The link from the host.
     pub to_device: Link,
     /// The link to the host.
@@ -151,6 +157,7 @@ impl DeviceConfig {
         DeviceConfig {
             name: format!("Stand-in {index}"),
             total,
+            others_bytes: 0,
             context_bytes: 0,
             granularity: 512,
             compute: (8, 0),
@@ -160,6 +167,8 @@ impl DeviceConfig {
             pools: true,
             pci_bus_id: format!("0000:{:02X}:00.0", index + 1),
             uuid,
+            pcie: Pcie::default(),
+            nvlinks: Vec::new(),
             to_device: Link::default(),
             to_host: Link::default(),
         }
@@ -170,6 +179,26 @@ impl DeviceConfig {
         let mut parts = self.pci_bus_id.split([':', '.']).map(|part| i32::from_str_radix(part, 16).unwrap_or_default());
         let mut next = || parts.next().unwrap_or_default();
         (next(), next(), next())
+    }
+}
+
+/// A PCIe link as the management library tells of it; it paces nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Pcie {
+    /// The highest generation.
+    pub max_generation: u32,
+    /// The most lanes.
+    pub max_width: u32,
+    /// The generation now.
+    pub generation: u32,
+    /// The lanes now.
+    pub width: u32,
+}
+
+impl Default for Pcie {
+    fn default() -> Pcie {
+        Pcie { max_generation: 4, max_width: 16, generation: 4, width: 16 }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
+use crate::capture::exchange_mode;
 use crate::code::{Code, Outcome, describe};
 use crate::kernel::Shape;
 use crate::lane::HostCall;
@@ -44,7 +45,7 @@ const ACCESS_READ_WRITE: c_int = 3;
 ///
 /// # Safety
 /// A pointer that is not null must be good for a write.
-unsafe fn give<T>(at: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
+pub(crate) unsafe fn give<T>(at: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
     if at.is_null() {
         return Err(Code::INVALID_VALUE);
     }
@@ -73,11 +74,11 @@ unsafe fn give_text(at: *mut c_char, len: c_int, text: &str) -> Outcome<()> {
 }
 
 /// A handle that came as a pointer.
-fn number(handle: *mut c_void) -> u64 {
+pub(crate) fn number(handle: *mut c_void) -> u64 {
     handle.addr() as u64
 }
 
-fn handle(number: u64) -> *mut c_void {
+pub(crate) fn handle(number: u64) -> *mut c_void {
     std::ptr::without_provenance_mut(number as usize)
 }
 
@@ -189,14 +190,24 @@ mod calls {
             call.wait_event(number(stream), number(event))
         };
         fn cuStreamIsCapturing(stream: Handle, status: Out<c_int>) |call| {
-            give(status, || call.stream_info(number(stream)).map(|_| 0))
+            give(status, || call.capture_status(number(stream)))
         };
-        fn cuStreamBeginCapture_v2(_stream: Handle, _mode: c_int) |call| {
-            call.device(&call.state()).and(Err(Code::NOT_SUPPORTED))
+        fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) |call| call.begin_capture(number(stream), mode);
+        fn cuStreamEndCapture(stream: Handle, graph: Out<Handle>) |call| {
+            give(graph, || call.end_capture(number(stream)).map(handle))
         };
-        fn cuStreamEndCapture(_stream: Handle, _graph: Out<Handle>) |call| {
-            call.device(&call.state()).and(Err(Code::NOT_SUPPORTED))
+        fn cuThreadExchangeStreamCaptureMode(mode: Out<c_int>) |call| {
+            let _ = call;
+            if mode.is_null() {
+                return Err(Code::INVALID_VALUE);
+            }
+            let before = exchange_mode(mode.read())?;
+            give(mode, || Ok(before))
         };
+        fn cuGraphGetNodes(graph: Handle, _nodes: Out<Handle>, count: Out<usize>) |call| {
+            give(count, || call.graph_nodes(number(graph)))
+        };
+        fn cuGraphDestroy(graph: Handle) |call| call.destroy_graph(number(graph));
         fn cuLaunchHostFunc(stream: Handle, function: Option<unsafe extern "C" fn(*mut c_void)>, argument: *mut c_void) |call| {
             let function = function.ok_or(Code::INVALID_VALUE)?;
             call.launch_host_function(number(stream), HostCall { function, argument })
