@@ -372,6 +372,43 @@ fn cuda_a_thousand_passes_are_right() {
     cuda.assert_clean();
 }
 
+/// A trace shows copies of a device's from when they are queued until they are seen to be done.
+#[test]
+fn cuda_copies_are_spans_until_they_are_done() {
+    use std::sync::Mutex;
+    use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+    /// Names of spans and when they were opened or closed.
+    #[derive(Clone, Default)]
+    struct Seen(Arc<Mutex<Vec<(&'static str, bool, Instant)>>>);
+    impl<S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>> Layer<S> for Seen {
+        fn on_new_span(&self, attrs: &tracing::span::Attributes<'_>, _: &tracing::Id, _: Context<'_, S>) {
+            self.0.lock().unwrap().push((attrs.metadata().name(), true, Instant::now()));
+        }
+        fn on_close(&self, id: tracing::Id, context: Context<'_, S>) {
+            self.0.lock().unwrap().push((context.span(&id).unwrap().name(), false, Instant::now()));
+        }
+    }
+    let subject = Subject::plain(&blocks(&[100_000; 3]), 111);
+    let cuda = driver(&Config::with_devices(&[64 << 20]).links(Link::new(0, 10_000_000)));
+    let devices = registry();
+    let model = load(&devices, &subject, "cpu,*", 1, u64::MAX);
+    let seen = Seen::default();
+    tracing::subscriber::with_default(tracing_subscriber::registry().with(seen.clone()), || {
+        let mut streamer = Streamer::new(&model).unwrap();
+        (0..3).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        pass(&mut streamer, Duration::from_millis(1)).wait(DEADLINE).unwrap();
+    });
+    drop(model);
+    comes_back(&devices);
+    drop(devices);
+    cuda.assert_clean();
+    let seen = seen.0.lock().unwrap();
+    let copies = |opened: bool| seen.iter().filter(move |span| span.0 == "copy" && span.1 == opened).map(|span| span.2);
+    assert!(copies(true).count() >= 6 && copies(true).count() == copies(false).count(), "{seen:?}");
+    let took = copies(true).zip(copies(false)).map(|(begin, end)| end.saturating_duration_since(begin));
+    assert!(took.min() >= Some(Duration::from_millis(if card::named() { 0 } else { 9 })));
+}
+
 /// Events of a driver, which tells nobody of their end, can be awaited all the same.
 #[test]
 fn cuda_arrival_can_be_awaited() {

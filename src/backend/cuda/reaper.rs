@@ -12,8 +12,8 @@ use crate::error::{Error, Result};
 /// The shortest and the longest pause between two looks at the events.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
 
-/// What to keep, and until when.
-type Kept = (Event, Vec<Arc<Allocation>>);
+/// What to keep, until when, and what a trace shows until then.
+type Kept = (Event, Vec<Arc<Allocation>>, tracing::Span);
 
 /// A thread that holds memory until its last use is over.
 pub(super) struct Reaper(Mutex<Sender<Kept>>);
@@ -26,9 +26,9 @@ impl Reaper {
         Ok(Reaper(Mutex::new(sender)))
     }
 
-    /// Keeps `memory` until `event` has fired or failed.
-    pub(super) fn keep(&self, event: Event, memory: Vec<Arc<Allocation>>) {
-        let sent = self.0.lock().unwrap_or_else(PoisonError::into_inner).send((event, memory));
+    /// Keeps `memory`, and `span` open, until `event` has fired or failed.
+    pub(super) fn keep(&self, event: Event, memory: Vec<Arc<Allocation>>, span: tracing::Span) {
+        let sent = self.0.lock().unwrap_or_else(PoisonError::into_inner).send((event, memory, span));
         if let Err(unsent) = sent {
             // Nobody watches the event any more, so the memory can never be given back safely.
             std::mem::forget(unsent);
@@ -55,7 +55,7 @@ fn run(incoming: &Receiver<Kept>) {
             Err(RecvTimeoutError::Timeout) => {}
         }
         let before = kept.len();
-        kept.retain(|(event, memory)| match event.state() {
+        kept.retain(|(event, memory, _)| match event.state() {
             FenceState::Pending => true,
             FenceState::Done => false,
             FenceState::Failed(_) => {
