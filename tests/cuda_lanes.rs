@@ -14,7 +14,7 @@ use card::{assert_clean, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama};
-use tensor_offload::backend::{Backend, BufMut, Cuda, Event, Host};
+use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
 use tensor_offload::{ByteSize, ErrorKind, LayerGuard, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda};
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -370,6 +370,49 @@ fn cuda_a_thousand_passes_are_right() {
     comes_back(&devices);
     drop(devices);
     cuda.assert_clean();
+}
+
+/// Whatever operation of a stream that needs staging fails, it is an error or a right pass; nothing is kept.
+#[test]
+fn cuda_whatever_fails_of_a_staged_stream_nothing_is_wrong_or_kept() {
+    let subject = Subject::plain(&llama(3, 16), 112);
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse)) else { return };
+    let countdown = Countdown::new();
+    let whole_path = |devices: &Registry| {
+        let model = load(devices, &subject, "cuda:0,2kb;disk,3kb;cpu,*", 1, 2_000);
+        let before = countdown.calls();
+        let outcome = Streamer::new(&model).and_then(|mut streamer| {
+            check_pass(&mut streamer, &subject)?;
+            countdown.fail_nth(u64::MAX / 2);
+            check_pass(&mut streamer, &subject)
+        });
+        (outcome, countdown.calls() - before)
+    };
+    let faulty = || {
+        let cuda: Arc<dyn Backend> = Arc::new(Faulty::new(Cuda::new(), countdown.clone()));
+        Registry::new([cuda, Arc::new(Host::new())])
+    };
+    let devices = faulty();
+    let loading = {
+        load(&devices, &subject, "cuda:0,2kb;disk,3kb;cpu,*", 1, 2_000);
+        countdown.calls()
+    };
+    let (right, calls) = whole_path(&devices);
+    right.unwrap();
+    drop(devices);
+    let mut errors = 0;
+    for nth in 1..calls / 2 {
+        let devices = faulty();
+        countdown.fail_nth(loading + nth);
+        let (outcome, _) = whole_path(&devices);
+        if let Err(error) = outcome {
+            assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+            errors += 1;
+        }
+        comes_back(&devices);
+    }
+    assert!(errors > 5 && calls > 40, "{errors} errors of {calls} operations");
+    assert_clean(&cuda);
 }
 
 /// A trace shows copies of a device's from when they are queued until they are seen to be done.
