@@ -148,7 +148,7 @@ pub use allocation::{Allocation, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{
     CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,
-    PressureState, Retention, UnloadReport, Unloaded,
+    PressureState, Retention, Unfinished, UnloadReport, Unloaded,
 };
 pub use checkpoint::Checkpoint;
 pub use device::{
@@ -158,7 +158,10 @@ pub use dtype::{DType, UnknownDType};
 pub use error::{AdapterFault, Error, ErrorKind, FileFault, Holder, NoRoom, Result, Shortfall};
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
 pub use patch::PatchOutcome;
-pub use plan::{Assignment, DevicePlan, Estimate, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use};
+pub use plan::{
+    Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, Order, Plan, Planner,
+    Preset, SegmentTime, Slots, Unit, Use,
+};
 pub use registry::Registry;
 pub use rounding::Rounding;
 pub use stream::{LaneReport, LayerGuard, OwnSlot, SlotClass, SlotTensor, Stalls, StreamReport, Streamer, Via};

@@ -31,7 +31,7 @@ pub struct Patches {
     tensors: BTreeMap<usize, TensorPatch>,
     layout: Layout,
     report: MatchReport,
-    origins: Vec<Origin>,
+    origins: Vec<Arc<Origin>>,
 }
 
 impl Patches {
@@ -48,9 +48,10 @@ impl Patches {
         let targets = Targets::new(layout);
         let mut resolving = Resolving::new(layout);
         for adapter in &adapters {
+            resolving.origins.push(Arc::new(adapter.origin()));
             resolving.adapter(adapter, &targets, matching)?;
         }
-        Ok(Patches { origins: adapters.iter().map(Adapter::origin).collect(), ..resolving.finish()? })
+        resolving.finish()
     }
 
     /// No patches at all.
@@ -101,6 +102,7 @@ impl Patches {
                     rounding: Rounding::NearestEven,
                     scale_policy: policy,
                     scale_of: Some(Arc::new(patch.clone())),
+                    makers: Vec::new(),
                 },
             ));
         }
@@ -112,7 +114,7 @@ impl Patches {
     }
 
     /// Where the adapters came from, in order.
-    pub(crate) fn origins(&self) -> &[Origin] {
+    pub(crate) fn origins(&self) -> &[Arc<Origin>] {
         &self.origins
     }
 
@@ -151,14 +153,24 @@ impl Patches {
 struct Resolving<'a> {
     layout: &'a Layout,
     by_name: HashMap<&'a str, usize>,
-    changed: BTreeMap<usize, (Vec<u64>, Vec<Step>)>,
+    changed: BTreeMap<usize, Changed>,
     report: MatchReport,
+    /// Of the adapters so far, the last being the one at hand.
+    origins: Vec<Arc<Origin>>,
+}
+
+/// What the steps so far make of a tensor.
+#[derive(Default)]
+struct Changed {
+    shape: Vec<u64>,
+    steps: Vec<Step>,
+    makers: Vec<(Arc<Origin>, String)>,
 }
 
 impl<'a> Resolving<'a> {
     fn new(layout: &'a Layout) -> Resolving<'a> {
         let by_name = layout.tensors.iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
-        Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default() }
+        Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -234,11 +246,12 @@ impl<'a> Resolving<'a> {
             for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
                 if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
                     self.check_dtype(adapter, module, tensor)?;
-                    let (now, all) = self.changed.entry(tensor).or_default();
-                    *now = shape;
+                    let now = self.changed.entry(tensor).or_default();
+                    now.shape = shape;
+                    now.makers.extend(self.origins.last().map(|origin| (Arc::clone(origin), module.name.clone())));
                     let part = steps.iter().find(|_| target.share.is_some() && Some(tensor) == target.weight);
                     rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
-                    all.extend(steps);
+                    now.steps.extend(steps);
                     changed.push(self.layout.tensors[tensor].name.clone());
                 }
             }
@@ -275,7 +288,7 @@ impl<'a> Resolving<'a> {
     /// The tensor as the steps so far leave it.
     fn weight(&self, tensor: usize) -> Weight<'a> {
         let info = &self.layout.tensors[tensor];
-        let shape = self.changed.get(&tensor).map_or(&info.shape, |(shape, _)| shape);
+        let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
         Weight { name: &info.name, shape: shape.clone() }
     }
 
@@ -299,12 +312,12 @@ impl<'a> Resolving<'a> {
     }
 
     fn finish(self) -> Result<Patches> {
-        let Resolving { layout, by_name, changed, report } = self;
+        let Resolving { layout, by_name, changed, report, origins } = self;
         let shapes: Vec<(usize, Vec<u64>)> =
-            changed.iter().map(|(&tensor, (shape, _))| (tensor, shape.clone())).collect();
+            changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
         let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
         let mut tensors = BTreeMap::new();
-        for (tensor, (patched_shape, steps)) in changed {
+        for (tensor, Changed { shape: patched_shape, steps, makers }) in changed {
             let info = &layout.tensors[tensor];
             let fault = |fault| Error::invalid(format!("tensor `{}`: {fault}", info.name));
             let float = Float::of(info.dtype)
@@ -329,10 +342,11 @@ impl<'a> Resolving<'a> {
                 rounding,
                 scale_policy,
                 scale_of,
+                makers,
             };
             tensors.insert(tensor, patch);
         }
-        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins: Vec::new() })
+        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins })
     }
 }
 

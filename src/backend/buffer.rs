@@ -490,6 +490,12 @@ pub struct Flight {
 }
 
 impl Flight {
+    /// The flight of a buffer that work other than a copy, which is queued, writes until `done`.
+    pub fn of(buffer: BufMut, done: Event) -> Flight {
+        buffer.0.uses().push(done.clone());
+        Flight { done, dst: buffer }
+    }
+
     /// The event of its landing.
     pub fn done(&self) -> &Event {
         &self.done

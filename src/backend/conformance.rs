@@ -127,8 +127,9 @@ fn parts_are_filled_by_streams_of_their_own(device: &dyn Device, host: &dyn Devi
     let mut want = pattern(5, BYTES);
     want[..5_096].copy_from_slice(&pattern(6, BYTES)[..5_096]);
     assert_eq!(download(device, host, &whole.freeze()), want);
-    drop(source);
-    eventually("the parts' memory to come back", || device.ledger().charged() == charged);
+    drop(source); // of the same ledger, where the device is the host
+    // What earlier checks let go of may come back meanwhile, too.
+    eventually("the parts' memory to come back", || device.ledger().charged() <= charged);
 }
 
 fn copies_follow_each_other(device: &dyn Device, host: &dyn Device) {

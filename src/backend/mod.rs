@@ -17,6 +17,7 @@ mod event;
 mod faulty;
 mod host;
 mod host_memory;
+mod kernels;
 mod ledger;
 mod simulated;
 mod software;
@@ -34,6 +35,7 @@ pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
+pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight};
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
@@ -101,6 +103,11 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// How a stream of this device can copy from memory of `source`.
     fn route_from(&self, source: &dyn Device) -> Route;
+
+    /// The arithmetic that it offers, if any; the software devices offer none.
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        None
+    }
 
     /// Whether a copy from `source` to this device makes the thread that queues it wait, since the device's streams
     /// cannot wait for those bytes. They are then better brought through pinned memory, by a thread that may wait.

@@ -236,9 +236,20 @@ impl Layout {
         needs
     }
 
+    /// The tensors of a module whose bytes lie in its own memory.
+    pub(crate) fn own_tensors(&self, module: usize) -> impl Iterator<Item = usize> {
+        self.modules[module].tensors.iter().copied().filter(|&tensor| self.storage[tensor] == tensor)
+    }
+
     /// The bytes that a module of `bytes` takes in a slot: each begins at a multiple of 256, as kernels want it.
     pub fn slot_bytes(bytes: u64) -> u64 {
         bytes.div_ceil(256).saturating_mul(256)
+    }
+
+    /// The bytes of a slot for `layer`, all of it streamed.
+    pub fn slot_of(&self, layer: &Layer) -> u64 {
+        let slot = |module: usize| Layout::slot_bytes(self.modules[module].bytes);
+        self.needs_of(layer).into_iter().map(slot).fold(0, u64::saturating_add)
     }
 
     /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.

@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::explain::Explanation;
 use crate::allocation::Mode;
 use crate::checkpoint::Layout;
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceInfo};
 use crate::error::{Error, Result};
 
 /// How the modules of a device are spread over the order of execution.
@@ -94,6 +95,9 @@ pub struct DevicePlan {
     pub scratch: u64,
     /// What the caller keeps for activations.
     pub reserve: u64,
+    /// What opening the device takes, where it was not open yet and something is put on it.
+    #[serde(default)]
+    pub opening: u64,
     /// All memory of the device.
     pub total: u64,
     /// What of it was free, where known.
@@ -132,6 +136,8 @@ pub(super) struct Parts {
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
     pub(super) warnings: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) explanation: Option<Box<Explanation>>,
 }
 
 impl Plan {
@@ -140,6 +146,15 @@ impl Plan {
     pub(super) fn new(parts: Parts) -> Result<Plan> {
         parts.validate()?;
         Ok(Plan(parts))
+    }
+
+    pub(super) fn parts(&self) -> &Parts {
+        &self.0
+    }
+
+    /// What it consists of.
+    pub(super) fn into_parts(self) -> Parts {
+        self.0
     }
 
     /// How the quotas of its allocation counted.
@@ -197,6 +212,11 @@ impl Plan {
         &self.0.warnings
     }
 
+    /// Why it is as it is; none but of mode auto.
+    pub fn explanation(&self) -> Option<&Explanation> {
+        self.0.explanation.as_deref()
+    }
+
     /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model.
     ///
     /// # Errors
@@ -221,9 +241,32 @@ impl Plan {
 }
 
 impl DevicePlan {
-    /// What the plan needs of the device: weights, the larger of slots and scratch, and the reserve.
+    /// Nothing on a device.
+    pub(super) fn of(info: &DeviceInfo, quota: Option<u64>) -> DevicePlan {
+        let (bytes, modules, total, free) = (0, 0, info.total, info.free);
+        let (streamed, staged, pinned, slots, scratch, reserve, opening) = Default::default();
+        DevicePlan {
+            id: info.id,
+            quota,
+            bytes,
+            modules,
+            streamed,
+            staged,
+            pinned,
+            slots,
+            scratch,
+            reserve,
+            opening,
+            total,
+            free,
+        }
+    }
+
+    /// What the plan needs of the device: what opening takes, weights, the larger of slots and scratch, and the
+    /// reserve.
     pub fn needed(&self) -> u64 {
-        self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve)
+        let kept = self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve);
+        kept.saturating_add(self.opening)
     }
 }
 

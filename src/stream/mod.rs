@@ -304,7 +304,7 @@ fn lanes(model: &Arc<Model>, compute: &dyn Stream) -> Result<Lanes> {
 }
 
 fn busy() -> Error {
-    Error::invalid("the model is being streamed already; its slots are for one streamer")
+    Error::invalid("the model, or one that shares its slots, is being streamed already; they are for one streamer")
 }
 
 fn held(count: usize) -> Error {

@@ -1,0 +1,314 @@
+//! How long a pass takes: the streamer's copies and waits, reckoned through.
+
+use std::time::Duration;
+
+use super::value::{Plan, Use};
+use crate::checkpoint::Layout;
+use crate::device::{Bookings, DeviceId, Topology};
+use crate::error::{Error, Result};
+
+/// What the network itself takes, layer by layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ComputeTime {
+    /// The time of a whole pass. Each layer takes a part as large as its part of the bytes that layers need.
+    Pass(Duration),
+    /// The time of each layer, in order of execution.
+    Layers(Vec<Duration>),
+}
+
+impl Default for ComputeTime {
+    /// No time.
+    fn default() -> ComputeTime {
+        ComputeTime::Pass(Duration::ZERO)
+    }
+}
+
+impl From<Duration> for ComputeTime {
+    fn from(pass: Duration) -> ComputeTime {
+        ComputeTime::Pass(pass)
+    }
+}
+
+impl From<Vec<Duration>> for ComputeTime {
+    fn from(layers: Vec<Duration>) -> ComputeTime {
+        ComputeTime::Layers(layers)
+    }
+}
+
+impl ComputeTime {
+    /// The time of every layer of `layout`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when times are given for another number of layers, or add up to more than a `Duration` holds.
+    pub fn of_layers(&self, layout: &Layout) -> Result<Vec<Duration>> {
+        let layers = layout.layers.len();
+        match self {
+            ComputeTime::Layers(times) if times.len() != layers => {
+                let given = times.len();
+                Err(Error::invalid(format!("there are compute times of {given} layers, the model has {layers}")))
+            }
+            ComputeTime::Layers(times) => {
+                let sum = times.iter().try_fold(Duration::ZERO, |sum, &time| sum.checked_add(time));
+                sum.ok_or_else(|| Error::invalid("the compute times add up to too much"))?;
+                Ok(times.clone())
+            }
+            ComputeTime::Pass(pass) => {
+                let needs =
+                    |layer| layout.needs_of(layer).into_iter().map(|m| u128::from(layout.modules[m].bytes)).sum();
+                let bytes: Vec<u128> = layout.layers.iter().map(needs).collect();
+                let all = bytes.iter().sum::<u128>().max(1);
+                // Where each layer ends, so that they add up to the pass.
+                let until = |bytes: u128| scaled(*pass, bytes, all);
+                let mut before = 0;
+                let time = |bytes: u128| {
+                    let begin = until(before);
+                    before += bytes;
+                    until(before) - begin
+                };
+                Ok(bytes.into_iter().map(time).collect())
+            }
+        }
+    }
+}
+
+/// `time * part / all`, for a part of the whole.
+fn scaled(time: Duration, part: u128, all: u128) -> Duration {
+    let nanos = |n: u128| Duration::from_nanos(u64::try_from(n).unwrap_or(u64::MAX));
+    // Whole seconds apart, so that no product passes `u128`.
+    let (seconds, below) = (u128::from(time.as_secs()) * part, u128::from(time.subsec_nanos()) * part);
+    let whole = Duration::from_secs(u64::try_from(seconds / all).unwrap_or(u64::MAX));
+    whole.saturating_add(nanos((seconds % all) * 1_000_000_000 / all + below / all))
+}
+
+impl Plan {
+    /// The time of a pass of a model that runs already, every layer asked for in turn: the copies of a
+    /// [`Streamer`](crate::Streamer) reckoned through, as a simulated device's virtual clock would have them.
+    ///
+    /// Where [`estimate`](Plan::estimate) is a floor, this says what is left of it: slots that wait for compute, a
+    /// first layer that nothing hides, layers that come too thick for their link. Neither knows what a real driver adds.
+    ///
+    /// # Errors
+    /// As [`verify`](Plan::verify) for another model's layout, and [`ComputeTime::of_layers`].
+    pub fn forecast(&self, layout: &Layout, topology: &Topology, compute: &ComputeTime) -> Result<Duration> {
+        self.verify(layout)?;
+        Ok(self.forecast_of(layout, topology, &compute.of_layers(layout)?))
+    }
+
+    /// As [`forecast`](Plan::forecast), for the plan's own layout and the time of each of its layers.
+    pub(super) fn forecast_of(&self, layout: &Layout, topology: &Topology, compute: &[Duration]) -> Duration {
+        Clockwork::new(self, layout, topology).pass(compute)
+    }
+}
+
+/// Passes before the first that counts: the first finds the slots empty.
+const BEFORE: u32 = 1;
+/// Passes that count.
+const COUNTED: u32 = 2;
+
+/// Over so many pieces those of one layer and device count as one: the forecast is then off by what they would have
+/// gained or lost by taking turns with others in one segment.
+const MOST_PIECES: usize = 20_000;
+
+/// The streamer's slots and streams, in time.
+struct Clockwork<'a> {
+    topology: &'a Topology,
+    routes: Vec<Route>,
+    /// From the host to the compute device.
+    from_host: Vec<usize>,
+    depth: usize,
+    /// For each layer what it brings.
+    fills: Vec<Fill>,
+    /// The layers that bring anything, in order, and for each layer how many of these come before it.
+    streamed: Vec<usize>,
+    rank: Vec<usize>,
+    bookings: Bookings,
+    slots: Vec<Slot>,
+    /// Layer -> slot.
+    holds: Vec<Option<usize>>,
+    /// What the host has seen the end of.
+    now: Duration,
+    compute: Duration,
+    upload: Duration,
+}
+
+/// What a layer brings: the bytes of its pieces and their routes. Those that pass a staging buffer on the host stand
+/// together by device.
+#[derive(Default)]
+struct Fill {
+    direct: Vec<(usize, u64)>,
+    through_host: Vec<(usize, u64)>,
+}
+
+/// The way from a device.
+struct Route {
+    device: DeviceId,
+    /// To the compute device, or to the host, where the compute device cannot reach it.
+    way: Vec<usize>,
+    straight: bool,
+    /// When the stream that brings its bytes to the host is free.
+    download: Duration,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    layer: Option<usize>,
+    /// When what is in it has arrived.
+    ready: Duration,
+    /// When its last use ends.
+    free: Duration,
+    /// When the last copy out of its staging buffer ends.
+    staging_free: Duration,
+}
+
+impl<'a> Clockwork<'a> {
+    fn new(plan: &Plan, layout: &Layout, topology: &'a Topology) -> Clockwork<'a> {
+        let compute = plan.compute();
+        let route = |device: DeviceId| {
+            let straight = topology.reaches(compute, device);
+            let way = topology.way(device, if straight { compute } else { DeviceId::CPU });
+            Route { device, way, straight, download: Duration::ZERO }
+        };
+        let routes: Vec<Route> = plan.devices().iter().map(|device| route(device.id)).collect();
+        let pieces = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count();
+        let fill = |layer| {
+            let mut fill = Fill::default();
+            let streamed = layout.needs_of(layer).into_iter().map(|module| &plan.assignments()[module]);
+            for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
+                let Some(route) = routes.iter().position(|r| r.device == assignment.device) else { continue };
+                let list = if routes[route].straight { &mut fill.direct } else { &mut fill.through_host };
+                match list.iter_mut().find(|(other, _)| *other == route).filter(|_| pieces > MOST_PIECES) {
+                    Some((_, sum)) => *sum += assignment.bytes,
+                    None => list.push((route, assignment.bytes)),
+                }
+            }
+            let first: Vec<usize> = fill.through_host.iter().map(|(route, _)| *route).collect();
+            fill.through_host.sort_by_key(|(route, _)| first.iter().position(|other| other == route));
+            fill
+        };
+        let fills: Vec<Fill> = layout.layers.iter().map(fill).collect();
+        let brings = |&layer: &usize| !(fills[layer].direct.is_empty() && fills[layer].through_host.is_empty());
+        let streamed: Vec<usize> = (0..fills.len()).filter(brings).collect();
+        let mut rank = vec![0; fills.len() + 1];
+        for layer in 0..fills.len() {
+            rank[layer + 1] = rank[layer] + usize::from(brings(&layer));
+        }
+        Clockwork {
+            topology,
+            from_host: topology.way(DeviceId::CPU, compute),
+            routes,
+            depth: plan.depth(),
+            holds: vec![None; fills.len()],
+            fills,
+            streamed,
+            rank,
+            bookings: Bookings::of(topology),
+            slots: vec![Slot::default(); plan.slots().count],
+            now: Duration::ZERO,
+            compute: Duration::ZERO,
+            upload: Duration::ZERO,
+        }
+    }
+
+    /// The time of a pass, on average over a few.
+    fn pass(mut self, compute: &[Duration]) -> Duration {
+        if self.slots.len() >= self.streamed.len() {
+            // Everything stays in the slots.
+            return compute.iter().fold(Duration::ZERO, |sum, &time| sum.saturating_add(time));
+        }
+        let mut begin = Duration::ZERO;
+        for pass in 0..BEFORE + COUNTED {
+            if pass == BEFORE {
+                begin = self.now;
+            }
+            for (layer, &time) in compute.iter().enumerate() {
+                self.turn(layer, time);
+            }
+            self.now = self.now.max(self.compute);
+        }
+        (self.now - begin) / COUNTED
+    }
+
+    /// A layer is asked for, the ones after it are sent for, and it computes.
+    fn turn(&mut self, layer: usize, time: Duration) {
+        let brings = self.rank[layer + 1] > self.rank[layer];
+        if brings && self.holds[layer].is_none() {
+            self.bring(layer, layer);
+        }
+        let ready = self.holds[layer].map_or(Duration::ZERO, |slot| self.slots[slot].ready);
+        self.compute = self.compute.max(self.now).max(ready);
+        let first = self.rank[layer + 1];
+        let ahead = self.depth.min(self.streamed.len() - usize::from(brings));
+        for rank in first..first + ahead {
+            let next = self.streamed[rank % self.streamed.len()];
+            if self.holds[next].is_none() && !self.bring(next, layer) {
+                break;
+            }
+        }
+        self.compute = self.compute.saturating_add(time);
+        if let Some(slot) = self.holds[layer] {
+            self.slots[slot].free = self.compute;
+        }
+    }
+
+    /// Sends for `layer` while `current` is in use, in the slot whose layer is needed last, if that is later.
+    fn bring(&mut self, layer: usize, current: usize) -> bool {
+        let turn = self.turns_from(layer, current);
+        let needed = |slot: &Slot| slot.layer.map_or(usize::MAX, |other| self.turns_from(other, current));
+        let mut best: Option<(usize, usize)> = None;
+        for (slot, needed) in self.slots.iter().map(needed).enumerate() {
+            if needed > turn && best.is_none_or(|(_, latest)| needed > latest) {
+                best = Some((slot, needed));
+            }
+        }
+        let Some((slot, _)) = best else { return false };
+        if let Some(other) = self.slots[slot].layer.replace(layer) {
+            self.holds[other] = None;
+        }
+        self.holds[layer] = Some(slot);
+        self.fill(layer, slot);
+        true
+    }
+
+    /// After how many streamed layers this one is needed; the most possible where that is beyond the depth.
+    fn turns_from(&self, layer: usize, current: usize) -> usize {
+        let after = self.rank[current + 1];
+        let turns = match layer == current {
+            true => 0,
+            false => (self.rank[layer] + self.streamed.len() - after) % self.streamed.len() + 1,
+        };
+        if turns <= self.depth { turns } else { usize::MAX }
+    }
+
+    fn fill(&mut self, layer: usize, slot: usize) {
+        let Clockwork { topology, bookings, routes, fills, from_host, now, .. } = self;
+        let Fill { direct, through_host } = &fills[layer];
+        let mut copy = |way: &[usize], bytes: u64, ready: Duration| {
+            bookings.forget(way, *now);
+            bookings.transfer(topology, way, bytes, ready)
+        };
+        // To the staging buffer, one device after the other.
+        let mut staged = self.slots[slot].staging_free.max(*now);
+        for of_device in through_host.chunk_by(|a, b| a.0 == b.0) {
+            let route = &mut routes[of_device[0].0];
+            staged = staged.max(route.download);
+            for (_, bytes) in of_device {
+                staged = copy(&route.way, *bytes, staged);
+            }
+            route.download = staged;
+        }
+        // The pieces of one copy go one after the other, whatever devices they come from.
+        let mut at = self.upload.max(*now).max(self.slots[slot].free);
+        if !through_host.is_empty() {
+            at = at.max(staged);
+        }
+        for (route, bytes) in direct {
+            at = copy(&routes[*route].way, *bytes, at);
+        }
+        for (_, bytes) in through_host {
+            at = copy(from_host, *bytes, at);
+            self.slots[slot].staging_free = at;
+        }
+        (self.slots[slot].ready, self.upload) = (at, at);
+    }
+}
