@@ -1,7 +1,7 @@
 //! Allocation strings: what is read, what is refused and where, and that printing loses nothing.
 
 use proptest::prelude::*;
-use tensor_offload::{Allocation, DeviceId, Error, ErrorKind, Mode};
+use tensor_offload::{Allocation, ByteSize, DeviceId, Error, ErrorKind, Mode};
 
 fn parse(text: &str) -> Allocation {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -42,6 +42,11 @@ fn strings_print_in_one_form() {
         ("cuda:0,33.333333333333336 %;cpu,*", "cuda:0,33.333333333333336%;cpu,*", Mode::Ratio),
         ("tpu_v5:1,*", "tpu_v5:1,*", Mode::Bytes),
         ("mps,1;cpu,*", "mps,1;cpu,*", Mode::Fraction),
+        ("auto", "auto", Mode::Auto),
+        ("{ AUTO ; }", "auto", Mode::Auto),
+        (" Auto , RESERVE = 2 GB ;#", "auto,reserve=2gb", Mode::Auto),
+        ("auto,reserve=0b", "auto,reserve=0b", Mode::Auto),
+        ("auto,reserve=1.5gib#cuda:1;0;cpu", "auto,reserve=1.5gb#cuda:1;0;cpu", Mode::Auto),
     ] {
         let allocation = parse(text);
         assert_eq!((allocation.to_string().as_str(), allocation.mode()), (printed, mode), "{text}");
@@ -49,6 +54,9 @@ fn strings_print_in_one_form() {
     }
     assert_eq!(parse("#cuda:1;2.0;cpu").compute(), Some(DeviceId::cuda(1)));
     assert_eq!(parse("cuda:1,2gb").compute(), None);
+    assert_eq!(parse("auto#cuda:1;2.0;cpu").compute(), Some(DeviceId::cuda(1)));
+    assert_eq!(parse("auto,reserve=2gb").reserve(), Some(ByteSize(2 << 30)));
+    assert_eq!((parse("auto").reserve(), parse("cpu,*").reserve()), (None, None));
 }
 
 #[test]
@@ -74,6 +82,20 @@ fn case_2_errors_point_at_the_place() {
         ("#cuda:0;99999999999;cpu", "99999999999"),
         ("#cuda:0;1.1;cpu,", ""),
         ("a#b#c", "a"),
+        ("auto,", ""),
+        ("auto,2gb", "2gb"),
+        ("auto,reserve", "reserve"),
+        ("auto,reserve=", ""),
+        ("auto,reserve=2", "2"),
+        ("auto, reserve = 1e1gb ", "1e1gb"),
+        ("auto,reserve=1gb,reserve=2gb", "reserve=2gb"),
+        ("auto,limit=1gb", "limit=1gb"),
+        ("auto reserve=1gb", "auto reserve=1gb"),
+        ("auto;cpu,*", "cpu,*"),
+        ("cpu,*;auto", "cpu,*"),
+        ("auto;auto", "auto"),
+        ("autos,reserve=1gb", "autos"),
+        ("auto#cuda:0;1.1", "cuda:0;1.1"),
     ] {
         assert_eq!(pointed_at(text), part, "{text}");
     }
@@ -138,6 +160,8 @@ fn a_string_holds_one_mode_and_each_device_once() {
         ("0.5;cpu,50%", ErrorKind::MixedModes, ["0.5", "cpu,50%"]),
         ("cuda:0,1gb;cuda:1,*;CUDA:0 , 2gb", ErrorKind::DuplicateDevice, ["cuda:0,1gb", "CUDA:0 , 2gb"]),
         ("cuda:0,0%;cpu,0%", ErrorKind::ZeroShare, ["cuda:0,0%", "cpu,0%"]),
+        ("auto;cpu,50%", ErrorKind::MixedModes, ["auto", "cpu,50%"]),
+        ("cuda:0,2gb;auto,reserve=1gb", ErrorKind::MixedModes, ["auto,reserve=1gb", "cuda:0,2gb"]),
         ("#cuda:0;1;cpu,CPU", ErrorKind::DuplicateDevice, ["`cpu`", "`CPU`"]),
     ] {
         let error = refuse(text);
@@ -156,12 +180,19 @@ fn an_allocation_serialises_as_its_string() {
     assert!(error.to_string().contains("DEVICE,QUOTA"), "{error}");
 }
 
+fn bytes_of_a_size() -> impl Strategy<Value = String> {
+    let unit = prop::sample::select(vec!["b", "k", "kb", "kib", "m", "mb", "mib", "g", "gb", "gib", "t", "tb", "tib"]);
+    (decimals(), unit).prop_map(|(n, unit)| format!("{n}{unit}"))
+}
+
+fn decimals() -> impl Strategy<Value = String> {
+    prop_oneof!["[0-9]{1,6}", "[0-9]{0,4}\\.[0-9]{1,5}", "[0-9]{1,4}\\."]
+}
+
 /// Strings of the grammar, each device once.
 fn allocations() -> impl Strategy<Value = String> {
-    let decimal = || prop_oneof!["[0-9]{1,6}", "[0-9]{0,4}\\.[0-9]{1,5}", "[0-9]{1,4}\\."];
-    let unit = prop::sample::select(vec!["b", "k", "kb", "kib", "m", "mb", "mib", "g", "gb", "gib", "t", "tb", "tib"]);
-    let bytes = (decimal(), unit).prop_map(|(n, unit)| format!("{n}{unit}"));
-    let percent = decimal().prop_map(|n| format!("{n}%"));
+    let bytes = bytes_of_a_size();
+    let percent = decimals().prop_map(|n| format!("{n}%"));
     let fraction = prop_oneof!["0?\\.[0-9]{1,6}", Just("0".to_owned()), Just("1".to_owned()), Just("1.0".to_owned())];
     let quotas = prop_oneof![
         prop::collection::vec(bytes, 1..5),
@@ -170,8 +201,14 @@ fn allocations() -> impl Strategy<Value = String> {
         prop::collection::vec(fraction, 1..5),
     ];
     let devices = Just(vec!["cpu", "cuda:0", "cuda:1", "mps", "xpu:3"]).prop_shuffle();
-    let virtual_vram = prop::option::of(decimal().prop_map(|n| format!("#cuda:9;{n};cpu,cuda:0")));
-    (devices, quotas, any::<bool>(), virtual_vram).prop_map(|(devices, quotas, star, virtual_vram)| {
+    let virtual_vram = prop::option::of(decimals().prop_map(|n| format!("#cuda:9;{n};cpu,cuda:0")));
+    let auto = prop::option::weighted(0.2, prop::option::of(bytes_of_a_size()));
+    (devices, quotas, any::<bool>(), virtual_vram, auto).prop_map(|(devices, quotas, star, virtual_vram, auto)| {
+        if let Some(reserve) = auto {
+            let reserve = reserve.map_or(String::new(), |size| format!(",reserve={size}"));
+            return format!("auto{reserve}") + &virtual_vram.unwrap_or_default();
+        }
+
         let mut entries: Vec<String> = devices.iter().zip(&quotas).map(|(d, q)| format!("{d},{q}")).collect();
         if star {
             entries.insert(entries.len() / 2, "npu:1,*".to_owned());
@@ -196,7 +233,7 @@ proptest! {
         };
         let mut noisy = String::from(if coin() { " " } else { "" });
         for c in text.chars() {
-            let separator = [',', ';', '#', '*', '%'].contains(&c);
+            let separator = [',', ';', '#', '*', '%', '='].contains(&c);
             if separator && coin() { noisy.push_str("  ") }
             noisy.push(if coin() { c.to_ascii_uppercase() } else { c });
             if separator && c != '%' && coin() { noisy.push('\t') }
@@ -211,7 +248,7 @@ proptest! {
     }
 
     #[test]
-    fn parsing_near_the_grammar_never_panics(text in "[cudapmx:0-9.,;#*% {}gbGiB-]{0,40}") {
+    fn parsing_near_the_grammar_never_panics(text in "(auto,?)?[cudapmx:0-9.,;#*% {}gbGiB=reserv-]{0,40}") {
         if let Err(Error::Syntax { span, text: whole, .. }) = text.parse::<Allocation>() {
             prop_assert!(whole.get(span).is_some());
         }

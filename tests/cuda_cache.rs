@@ -11,15 +11,17 @@ use card::{DEADLINE, assert_clean, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
-    Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Patches, Planner, Registry, Result,
-    Retention, Streamer,
+    ByteSize, Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Patches, Planner, Registry,
+    Result, Retention, Streamer,
 };
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 const CARD: DeviceId = DeviceId::cuda(0);
 
 fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
+    // The stand-in's contexts take nothing of its small cards.
+    let cuda = Cuda::new().context_size(ByteSize(0));
+    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
 }
 
 fn one_card() -> Config {

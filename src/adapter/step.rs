@@ -241,6 +241,11 @@ impl Product {
         &self.down[tile * self.rank * TILE_COLS..]
     }
 
+    /// Both packed factors whole: of the rows that it changes, and of all columns.
+    pub(crate) fn factors(&self) -> (&[f32], &[f32]) {
+        (&self.up, &self.down)
+    }
+
     fn values(&self) -> usize {
         self.up.len() + self.down.len()
     }

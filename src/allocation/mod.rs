@@ -29,6 +29,9 @@ use crate::error::{Error, Result};
 /// around tokens, empty entries, a trailing `;` or `#`, and braces around the whole do not matter;
 /// `cuda:0,0.85,cpu,0.15` is read as pairs.
 ///
+/// `auto`, alone or before a `#`, leaves it all to the planner: what makes a pass shortest on the machine at hand.
+/// `auto,reserve=2gb` keeps that much of the compute device free for activations.
+///
 /// `Display` prints a string that parses back to an equal value.
 ///
 /// ```
@@ -44,6 +47,8 @@ pub struct Allocation {
     mode: Mode,
     entries: Vec<Entry>,
     virtual_vram: Option<VirtualVram>,
+    /// What mode auto keeps free; none where the string does not say, and in other modes.
+    reserve: Option<ByteSize>,
 }
 
 /// How the quotas of an [`Allocation`] count.
@@ -59,6 +64,8 @@ pub enum Mode {
     Fraction,
     /// An amount that leaves the compute device.
     Virtual,
+    /// What makes a pass shortest.
+    Auto,
 }
 
 impl Allocation {
@@ -75,10 +82,15 @@ impl Allocation {
     /// Everything to `device`.
     pub fn all_on(device: DeviceId) -> Allocation {
         let entries = vec![Entry { device: Some(device), quota: Quota::Rest }];
-        Allocation { mode: Mode::Bytes, entries, virtual_vram: None }
+        Allocation { mode: Mode::Bytes, entries, virtual_vram: None, reserve: None }
     }
 
-    /// The entries in order; empty in mode virtual.
+    /// What is to stay free on the compute device, where the string says so (`auto,reserve=2gb`).
+    pub fn reserve(&self) -> Option<ByteSize> {
+        self.reserve
+    }
+
+    /// The entries in order; empty in modes virtual and auto.
     pub(crate) fn entries(&self) -> &[Entry] {
         &self.entries
     }
@@ -168,6 +180,9 @@ impl VirtualVram {
     }
 }
 
+/// The word for mode auto.
+const AUTO: &str = "auto";
+
 impl Mode {
     /// The name, in lower case.
     pub fn name(self) -> &'static str {
@@ -176,6 +191,7 @@ impl Mode {
             Mode::Ratio => "ratio",
             Mode::Fraction => "fraction",
             Mode::Virtual => "virtual",
+            Mode::Auto => AUTO,
         }
     }
 }
@@ -199,6 +215,12 @@ impl FromStr for Allocation {
 
 impl fmt::Display for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.mode == Mode::Auto {
+            f.write_str(AUTO)?;
+        }
+        if let Some(reserve) = self.reserve {
+            write!(f, ",reserve={reserve}")?;
+        }
         for (index, entry) in self.entries.iter().enumerate() {
             let separator = if index > 0 { ";" } else { "" };
             write!(f, "{separator}{entry}")?;

@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use super::{Allocation, Entry, Mode, Quota, VirtualVram};
+use super::{AUTO, Allocation, Entry, Mode, Quota, VirtualVram};
 use crate::bytes::{ByteSize, Decimal, unit_size};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
 const ENTRY: &str = "DEVICE,QUOTA, as in cuda:0,2.5gb or cpu,*";
 const QUOTA: &str = "a quota: bytes (2.5gb, 5gb*), a ratio (50%), a fraction of the device's memory (0.8) or *";
+const RESERVE: &str = "nothing or reserve=SIZE after auto, as in auto,reserve=2gb";
 const VIRTUAL: &str = "COMPUTE;GIB;DONOR[,DONOR] after the #, as in cuda:0;4.0;cpu";
 
 pub(super) fn allocation(text: &str) -> Result<Allocation> {
@@ -20,8 +21,15 @@ pub(super) fn allocation(text: &str) -> Result<Allocation> {
         None => (unbraced.unwrap_or(whole), None),
     };
     let expert = if unbraced.is_none() { parser.unbraced(expert)? } else { expert };
+    let virtual_vram =
+        |behind: Option<&str>| behind.filter(|v| !is_blank(v)).map(|v| parser.virtual_vram(v)).transpose();
+    if let Some(auto) = parser.auto(expert) {
+        let reserve = parser.reserve(expert, auto)?;
+        let virtual_vram = virtual_vram(behind)?;
+        return Ok(Allocation { mode: Mode::Auto, entries: Vec::new(), virtual_vram, reserve });
+    }
     let entries = parser.entries(expert)?;
-    let virtual_vram = behind.filter(|v| !is_blank(v)).map(|v| parser.virtual_vram(v)).transpose()?;
+    let virtual_vram = virtual_vram(behind)?;
     if entries.is_empty() && virtual_vram.is_none() {
         return Err(parser.syntax(whole, ENTRY));
     }
@@ -31,7 +39,7 @@ pub(super) fn allocation(text: &str) -> Result<Allocation> {
         mode => mode.unwrap_or(Mode::Bytes),
     };
     let (entries, sources): (Vec<Entry>, Vec<&str>) = entries.into_iter().map(|e| (e.entry, e.source)).unzip();
-    let allocation = Allocation { mode, entries, virtual_vram };
+    let allocation = Allocation { mode, entries, virtual_vram, reserve: None };
     if mode == Mode::Ratio {
         parser.check_weights(&allocation, &sources)?;
     }
@@ -69,6 +77,39 @@ impl<'a> Parser<'a> {
             (Some(_), None) => Err(self.syntax(part, "a `}` for the `{` at the beginning")),
             (None, Some(_)) => Err(self.syntax(part, "a `{` for the `}` at the end")),
         }
+    }
+
+    /// The entry that begins with the word for mode auto, if there is one.
+    fn auto(&self, part: &'a str) -> Option<&'a str> {
+        let mut pieces = part.split(';').map(str::trim);
+        pieces.find(|piece| piece.split(',').next().is_some_and(|word| word.trim_end().eq_ignore_ascii_case(AUTO)))
+    }
+
+    /// What stands behind the word `auto` in the entry `auto`, which has to be the only one of `part`.
+    fn reserve(&self, part: &'a str, auto: &'a str) -> Result<Option<ByteSize>> {
+        let others =
+            || part.split(';').map(str::trim).filter(|piece| !piece.is_empty() && self.span(piece) != self.span(auto));
+        if let Some(other) = others().next() {
+            let mode = self.entries(other)?.iter().find_map(|entry| entry.entry.quota.mode());
+            let alone = || self.syntax(other, "auto alone: it leaves no quota to name");
+            let (first, second) = (auto.to_owned(), other.to_owned());
+            let mixed = |mode: Mode| Error::MixedModes { first, first_mode: AUTO, second, second_mode: mode.name() };
+            return Err(mode.map_or_else(alone, mixed));
+        }
+        let mut options = auto.split(',').skip(1).map(str::trim);
+        let Some(option) = options.next() else { return Ok(None) };
+        if let Some(second) = options.next() {
+            return Err(self.syntax(second, RESERVE));
+        }
+        let (key, size) = option.split_once('=').ok_or_else(|| self.syntax(option, RESERVE))?;
+        if !key.trim_end().eq_ignore_ascii_case("reserve") {
+            return Err(self.syntax(option, RESERVE));
+        }
+        let size = size.trim_start();
+        size.parse().map(Some).map_err(|error| match error {
+            Error::Syntax { expected, .. } => self.syntax(size, expected),
+            other => other,
+        })
     }
 
     fn entries(&self, part: &'a str) -> Result<Vec<Sourced<'a>>> {

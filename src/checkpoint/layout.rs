@@ -246,6 +246,12 @@ impl Layout {
         bytes.div_ceil(256).saturating_mul(256)
     }
 
+    /// The bytes of a slot for `layer`, all of it streamed.
+    pub fn slot_of(&self, layer: &Layer) -> u64 {
+        let slot = |module: usize| Layout::slot_bytes(self.modules[module].bytes);
+        self.needs_of(layer).into_iter().map(slot).fold(0, u64::saturating_add)
+    }
+
     /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.
     fn arrange(&mut self, mut layers: Vec<(Place, Layer)>) {
         let mut old_to_new = vec![0; layers.len()];

@@ -1,5 +1,7 @@
 //! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens one.
 
+mod bookings;
+mod gpu;
 mod id;
 mod info;
 mod links;
@@ -7,8 +9,10 @@ mod series;
 mod snapshot;
 mod topology;
 
+pub(crate) use bookings::Bookings;
+pub use gpu::{GpuDetails, NvLink, NvLinkEnd, PcieLink};
 pub use id::{DeviceId, DeviceKind, KindName};
-pub use info::{Described, DeviceInfo, GpuDetails, Machine, MemoryUsage};
+pub use info::{Described, DeviceInfo, Machine, MemoryUsage};
 pub use links::{LeftOut, Link, LinkKind, LinkMatrix};
 pub use series::{MemoryDrift, MemorySeries};
 pub use snapshot::MemorySnapshot;

@@ -11,7 +11,7 @@ use super::store::{Home, SlotPool};
 use super::worker::{Inputs, Job};
 use super::{LoadReport, Loader, Model, Reservation, check_tensors};
 use crate::adapter::Patches;
-use crate::backend::{BufMut, Device, MemoryKind};
+use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -177,7 +177,8 @@ fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
         return Err(Error::OutOfMemory { device: device.id(), requested, available, limit: device.ledger().limit() });
     }
     let mut charge = device.ledger().charge(requested)?;
-    let mut slot = |_| device.allocate(charge.split(shape.bytes_each)?, MemoryKind::Arena).map(BufMut::freeze);
+    let mut slot =
+        |_| device.allocate(charge.split(shape.bytes_each)?, MemoryKind::Arena).map(|slot| vec![slot.freeze()]);
     let slots = (0..shape.count).map(&mut slot).collect::<Result<_>>()?;
     Ok(Arc::new(SlotPool::new(shape, slots)))
 }

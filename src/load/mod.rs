@@ -7,11 +7,11 @@
 mod derive;
 mod made;
 mod model;
+mod on_device;
 mod probe;
 mod progress;
 mod reservation;
 mod reuse;
-mod ring;
 mod store;
 mod worker;
 

@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::Reservation;
 use super::made::Made;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Transfer};
+use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
@@ -62,6 +62,10 @@ pub struct LoadReport {
     pub modules: usize,
     /// Tensors that adapters changed.
     pub patched: usize,
+    /// Those of them that the device they are for patched, by its kernels; the host patched the others, to the same bytes.
+    pub patched_on_device: usize,
+    /// For each device whose kernels were to patch and could not the first reason.
+    pub host_instead: Vec<String>,
     /// Values that the storage type could not hold and that were set to its largest.
     pub saturated: u64,
     /// The time that it took.
@@ -123,7 +127,8 @@ impl Model {
         let slots = match slots {
             Some(slots) => slots,
             None => {
-                let slot = |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(BufMut::freeze);
+                let slot =
+                    |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(|m| vec![m.freeze()]);
                 Arc::new(SlotPool::new(shape, (0..shape.count).map(slot).collect::<Result<_>>()?))
             }
         };
@@ -237,7 +242,7 @@ impl Model {
         own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(DEADLINE))?;
         let pool = &self.residency.slots;
         let slots = pool.idle();
-        let own = slots.iter().flatten().filter(|_| Arc::strong_count(pool) == 1);
+        let own = slots.iter().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
         own.into_iter().try_for_each(|buf| buf.wait_unused(DEADLINE))
     }
 
@@ -374,7 +379,10 @@ impl fmt::Display for LoadReport {
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
         }
-        Ok(())
+        if self.patched_on_device > 0 {
+            write!(f, ", {} patched where they are", self.patched_on_device)?;
+        }
+        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host in place of {why}"))
     }
 }
 

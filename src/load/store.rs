@@ -20,6 +20,9 @@ pub struct WeightStore {
     pub(super) homes: Vec<Option<Arc<Home>>>,
 }
 
+/// The memory of one slot, in the parts into which it was cut last.
+pub(crate) type SlotMemory = Vec<Buf>;
+
 /// What a model holds on its compute device: resident modules, and the slots for streamed layers.
 #[derive(Debug)]
 pub struct Residency {
@@ -33,7 +36,7 @@ pub struct Residency {
 pub(super) struct SlotPool {
     pub(super) shape: Slots,
     /// The slots, while no [`Streamer`](crate::Streamer) has them.
-    slots: Mutex<Option<Vec<Buf>>>,
+    slots: Mutex<Option<Vec<SlotMemory>>>,
     /// Slots that must not be filled again.
     withdrawn: Mutex<Vec<Buf>>,
 }
@@ -56,29 +59,29 @@ impl Residency {
     }
 
     /// Takes the slots, for one streamer at a time.
-    pub(crate) fn take_slots(&self) -> Option<Vec<Buf>> {
+    pub(crate) fn take_slots(&self) -> Option<Vec<SlotMemory>> {
         self.slots.idle().take()
     }
 
     /// Gives the slots back.
-    pub(crate) fn return_slots(&self, slots: Vec<Buf>) {
+    pub(crate) fn return_slots(&self, slots: Vec<SlotMemory>) {
         *self.slots.idle() = Some(slots);
     }
 
     /// Keeps a slot from ever being filled again: held here, it has another owner until the last model that has it is
     /// dropped.
-    pub(crate) fn withdraw(&self, slot: Option<Buf>) {
+    pub(crate) fn withdraw(&self, slot: SlotMemory) {
         self.slots.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).extend(slot);
     }
 }
 
 impl SlotPool {
-    pub(super) fn new(shape: Slots, slots: Vec<Buf>) -> SlotPool {
+    pub(super) fn new(shape: Slots, slots: Vec<SlotMemory>) -> SlotPool {
         SlotPool { shape, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default() }
     }
 
     /// The slots that no streamer has.
-    pub(super) fn idle(&self) -> MutexGuard<'_, Option<Vec<Buf>>> {
+    pub(super) fn idle(&self) -> MutexGuard<'_, Option<Vec<SlotMemory>>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -7,17 +7,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::model::{LoadReport, Model, home_kind, places};
+use super::on_device::{Factors, OnDevice};
 use super::reuse::{Reuse, Ways};
-use super::ring::Ring;
 use super::store::Home;
 use super::{Loader, Reservation};
-use crate::adapter::Patches;
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Stream, Transfer};
+use crate::adapter::{Patches, TensorPatch};
+use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+use crate::transfer::Ring;
 
 /// Bytes of one staging buffer. 4 to 16 MiB reach the speed of a link; larger ones only cost memory.
 const CHUNK: u64 = 16 << 20;
@@ -34,6 +35,7 @@ pub(super) struct Job<'a> {
     places: Vec<Range<usize>>,
     host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
+    there: OnDevice,
     pub(super) ring: Ring,
     pub(super) loader: &'a Loader<'a>,
     next: AtomicUsize,
@@ -44,6 +46,14 @@ pub(super) struct Job<'a> {
     patched: AtomicUsize,
     saturated: AtomicU64,
     stop: AtomicBool,
+}
+
+/// What a worker keeps from one tensor to the next.
+#[derive(Default)]
+struct Scratch {
+    /// Host memory with a tensor that the host patched, which a copy reads until its event.
+    patched: Option<(Event, Buf)>,
+    factors: Factors,
 }
 
 /// What a load is made of.
@@ -75,6 +85,7 @@ impl<'a> Job<'a> {
             reuse,
             ways,
             places: places(layout),
+            there: OnDevice::new(reservation, &host, loader.deadline),
             host,
             streams,
             ring,
@@ -128,7 +139,10 @@ impl<'a> Job<'a> {
     }
 
     pub(super) fn report(&self, time: Duration) -> LoadReport {
+        let (patched_on_device, host_instead) = self.there.report();
         LoadReport {
+            patched_on_device,
+            host_instead,
             bytes: self.done.load(Ordering::Relaxed),
             read: self.read.load(Ordering::Relaxed),
             shared: self.shared.load(Ordering::Relaxed),
@@ -142,7 +156,7 @@ impl<'a> Job<'a> {
 
     /// One worker: takes the next module until there is none.
     fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
-        let mut scratch = None;
+        let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             self.go_on()?;
             let index = self.next.fetch_add(1, Ordering::Relaxed);
@@ -164,6 +178,8 @@ impl<'a> Job<'a> {
             };
             lock(homes)[index] = Some(Arc::new(Home { buf, kind }));
         }
+        let saturated = scratch.factors.close(&self.there, &self.streams)?;
+        self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
     }
 
@@ -188,17 +204,11 @@ impl<'a> Job<'a> {
     }
 
     /// Reads a module through staging buffers into the memory of another device.
-    fn fill_there(
-        &self,
-        module: usize,
-        mut memory: BufMut,
-        stream: &dyn Stream,
-        scratch: &mut Option<Buf>,
-    ) -> Result<Buf> {
+    fn fill_there(&self, module: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
         for (tensor, place) in self.own_tensors(module) {
             memory = match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
                 (Some(held), _) => self.send_held(held, place, memory, stream)?,
-                (None, Some(_)) => self.send_patched(tensor, place, memory, stream, scratch)?,
+                (None, Some(patch)) => self.send_changed(patch, tensor, place, memory, stream, scratch)?,
                 (None, None) => self.send_plain(tensor, place, memory, stream)?,
             };
         }
@@ -233,6 +243,30 @@ impl<'a> Job<'a> {
         Ok(memory)
     }
 
+    /// A tensor that adapters change: patched by the device that it is for where that can, by the host elsewhere.
+    fn send_changed(
+        &self,
+        patch: &TensorPatch,
+        tensor: usize,
+        place: Range<usize>,
+        memory: BufMut,
+        stream: &dyn Stream,
+        scratch: &mut Scratch,
+    ) -> Result<BufMut> {
+        let checkpoint = self.files(tensor)?;
+        let planned = self.there.plan(stream.device(), patch, place.start, checkpoint)?;
+        let sent =
+            planned.as_ref().map(|planned| planned.send(&self.there, stream, &mut scratch.factors)).transpose()?;
+        let Some((planned, sent)) = planned.as_ref().zip(sent.flatten()) else {
+            return self.send_patched(tensor, place, memory, stream, &mut scratch.patched);
+        };
+        let memory = self.send_plain(tensor, place.clone(), memory, stream)?;
+        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().tensors[tensor].bytes).sum();
+        self.read.fetch_add(beside, Ordering::Relaxed);
+        self.patched.fetch_add(1, Ordering::Relaxed);
+        planned.apply(&self.there, stream, sent, (memory, place.start), &mut scratch.factors)
+    }
+
     /// A patched tensor, whole, from the worker's own buffer, which it uses again for the next one.
     fn send_patched(
         &self,
@@ -240,12 +274,12 @@ impl<'a> Job<'a> {
         place: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
-        scratch: &mut Option<Buf>,
+        scratch: &mut Option<(Event, Buf)>,
     ) -> Result<BufMut> {
-        let mut old = scratch.take().and_then(|old| old.try_reclaim().ok());
         // One that is too small is waited for, too: it has to be back before a larger one is taken.
-        old.as_mut().map_or(Ok(()), |old| old.settle(self.loader.deadline))?;
-        let mut staging = match old.filter(|old| old.bytes() >= place.len()) {
+        let old = scratch.take();
+        let old = old.map(|(event, old)| event.wait(self.loader.deadline).map(|()| old.try_reclaim().ok()));
+        let mut staging = match old.transpose()?.flatten().filter(|old| old.bytes() >= place.len()) {
             Some(old) => old,
             None => self.host.alloc(place.len(), MemoryKind::Pinned)?,
         };
@@ -256,7 +290,7 @@ impl<'a> Job<'a> {
         let staging = staging.freeze();
         let piece = Piece { src: staging.clone(), from: 0..place.len(), at: place.start };
         let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
-        *scratch = Some(staging);
+        *scratch = Some((flight.done().clone(), staging));
         Ok(flight.chain())
     }
 
@@ -324,6 +358,6 @@ impl<'a> Job<'a> {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -74,7 +74,7 @@ impl Plan {
             device.modules = here().count();
             device.slots = if device.id == compute { slots.bytes() } else { 0 };
         }
-        Ok(Parts { slots, devices, assignments, warnings: Vec::new(), ..old.clone() })
+        Ok(Parts { slots, devices, assignments, warnings: Vec::new(), explanation: None, ..old.clone() })
     }
 
     /// Its assignments with none on the compute device; those that were streamed are `usage` too.

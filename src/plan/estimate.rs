@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::value::{Plan, Use};
-use crate::device::{Bandwidth, DeviceId, Topology};
+use crate::device::{Bandwidth, Topology};
 
 /// The time of one pass through the network when transfers and compute overlap fully: the largest of the
 /// compute time and of each segment's bytes over its bandwidth.
@@ -33,6 +33,9 @@ pub struct SegmentTime {
     pub bytes: u64,
     /// Its speed.
     pub bandwidth: Bandwidth,
+    /// Whether the speed is an [estimate](crate::device::Segment::estimated).
+    #[serde(default)]
+    pub estimated: bool,
     /// `bytes` over `bandwidth`.
     pub time: Duration,
 }
@@ -40,13 +43,17 @@ pub struct SegmentTime {
 impl Plan {
     /// The time of a pass over `topology`, `compute` being what the network itself takes.
     ///
-    /// Bytes of a device whose memory the compute device cannot reach go through the host, so they pass the
-    /// segments of both ways. Where no link is known, transfers take no time.
+    /// Bytes that are staged go through the host's memory, so they pass the segments of both ways
+    /// ([`Topology::staged_way`]); so does a disk's. Where no link is known, transfers take no time. Where the slots
+    /// hold all streamed layers at once, this is the first pass: later ones bring nothing.
     pub fn estimate(&self, topology: &Topology, compute: Duration) -> Estimate {
         let mut bytes = vec![0u64; topology.segments().len()];
         for device in self.devices() {
-            for segment in way(topology, device.id, self.compute()) {
-                bytes[segment] = bytes[segment].saturating_add(device.streamed);
+            let direct = topology.way(device.id, self.compute());
+            let staged = topology.staged_way(device.id, self.compute());
+            let passes = direct.into_iter().map(|segment| (segment, device.streamed - device.staged));
+            for (segment, passing) in passes.chain(staged.into_iter().map(|segment| (segment, device.staged))) {
+                bytes[segment] = bytes[segment].saturating_add(passing);
             }
         }
         let loaded = topology.segments().iter().zip(bytes).filter(|(_, bytes)| *bytes > 0);
@@ -54,6 +61,7 @@ impl Plan {
             name: segment.name.clone(),
             bytes,
             bandwidth: segment.bandwidth,
+            estimated: segment.estimated,
             time: segment.bandwidth.time(bytes),
         };
         let mut segments: Vec<SegmentTime> = loaded.map(time).collect();
@@ -81,25 +89,16 @@ impl Estimate {
     }
 }
 
-/// The segments from `from` to the compute device `to`, one as often as bytes pass it.
-fn way(topology: &Topology, from: DeviceId, to: DeviceId) -> Vec<usize> {
-    if topology.reaches(to, from) {
-        return topology.route(from, to);
-    }
-    let mut way = topology.route(from, DeviceId::CPU);
-    way.extend(topology.route(DeviceId::CPU, to));
-    way
-}
-
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a pass takes {:.3} s, ", self.pass.as_secs_f64())?;
         match self.bound() {
-            Some(SegmentTime { name, bytes, bandwidth, .. }) => {
+            Some(SegmentTime { name, bytes, bandwidth, estimated, .. }) => {
                 let gb = *bytes as f64 / 1e9;
+                let speed = if *estimated { "an estimated " } else { "" };
                 write!(
                     f,
-                    "bound by {name} ({gb:.2} GB at {bandwidth} GB/s; compute {:.3} s)",
+                    "bound by {name} ({gb:.2} GB at {speed}{bandwidth} GB/s; compute {:.3} s)",
                     self.compute.as_secs_f64()
                 )
             }

@@ -30,11 +30,11 @@ impl<'a> Placement<'a> {
     }
 
     /// Puts what should always be at hand on the compute device, as far as its quota goes: the modules
-    /// that `wanted` names, small ones, and embeddings used at both ends.
-    pub(super) fn keep_first(&mut self, wanted: impl Fn(&str) -> bool, total: u64) {
+    /// that are `wanted`, small ones, and embeddings used at both ends.
+    pub(super) fn keep_first(&mut self, wanted: impl Fn(usize) -> bool, total: u64) {
         let layout = self.layout;
         let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
-        self.keep(|module| wanted(&layout.modules[module].name), "is to be kept resident");
+        self.keep(wanted, "is to be kept resident");
         self.keep(|module| layout.modules[module].bytes == 0 || small(layout.modules[module].bytes), "");
         self.keep(|module| layout.modules[module].both_ends, "is used at both ends");
     }

@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
+use super::auto;
 use super::fit;
+use super::forecast::ComputeTime;
 use super::pattern::matches;
 use super::place::Placement;
 use super::quota::Quotas;
-use super::traffic::{Placed, Traffic};
-use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Unit, Use};
+use super::traffic::Placed;
+use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Slots, Unit, Use};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layer, Layout};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{Error, Result};
 
@@ -33,18 +35,22 @@ const MOST_BYTES: u64 = 1 << 63;
 #[derive(Clone, Debug)]
 #[must_use = "a planner does nothing until `plan`"]
 pub struct Planner<'a> {
-    layout: &'a Layout,
-    machine: &'a Machine,
+    pub(super) layout: &'a Layout,
+    pub(super) machine: &'a Machine,
     allocation: Option<Allocation>,
     compute: Option<DeviceId>,
     order: Order,
     unit: Unit,
-    depth: usize,
+    pub(super) depth: usize,
     reserve: u64,
     scratch: u64,
-    pinned_cap: Option<ByteSize>,
+    pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
     in_place: Vec<String>,
+    own_slots: bool,
+    pub(super) compute_time: ComputeTime,
+    /// What of a layer would make a slot larger than this is kept resident.
+    largest_slot: Option<u64>,
 }
 
 impl<'a> Planner<'a> {
@@ -63,6 +69,9 @@ impl<'a> Planner<'a> {
             pinned_cap: default_pinned_cap(machine),
             resident: Vec::new(),
             in_place: Vec::new(),
+            own_slots: false,
+            compute_time: ComputeTime::default(),
+            largest_slot: None,
         }
     }
 
@@ -79,13 +88,14 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// How the modules are spread; mode virtual has an order of its own. Default: [`Order::Interleaved`].
+    /// How the modules are spread; mode virtual has an order of its own, and mode auto finds one. Default:
+    /// [`Order::Interleaved`].
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
         self
     }
 
-    /// What an interleaved order spreads. Default: [`Unit::Module`].
+    /// What an interleaved order spreads; mode auto finds it. Default: [`Unit::Module`].
     pub fn unit(mut self, unit: Unit) -> Self {
         self.unit = unit;
         self
@@ -97,7 +107,8 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// Memory that the caller keeps on the compute device for activations. Default: 0.
+    /// Memory that the caller keeps on the compute device for activations. An allocation's own (`auto,reserve=2gb`)
+    /// comes before it. Default: 0.
     pub fn reserve(mut self, size: ByteSize) -> Self {
         self.reserve = size.get();
         self
@@ -123,10 +134,30 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// Whether the caller has memory for streamed layers, so that the plan counts none: for
+    /// [`Streamer::with_slots`](crate::Streamer::with_slots). Default: no.
+    pub fn own_slots(mut self, own: bool) -> Self {
+        self.own_slots = own;
+        self
+    }
+
     /// The most host memory that streamed weights may pin; none for no limit. Default:
     /// `max(0.4 R, min(0.9 R, R - 4 GiB))` of the host's `R` bytes, as ComfyUI does on Linux.
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
         self.pinned_cap = cap;
+        self
+    }
+
+    /// What the network itself takes in a pass, or each of its layers: behind it an allocation of mode auto hides
+    /// transfers. Other modes do without. Default: no time, so that `auto` makes the transfers short.
+    pub fn compute_time(mut self, time: impl Into<ComputeTime>) -> Self {
+        self.compute_time = time.into();
+        self
+    }
+
+    /// Keeps as much of each layer resident as would make its slot larger than so many bytes.
+    pub(super) fn largest_slot(mut self, bytes: Option<u64>) -> Self {
+        self.largest_slot = bytes;
         self
     }
 
@@ -135,15 +166,31 @@ impl<'a> Planner<'a> {
     /// # Errors
     /// [`Error::UnknownDevice`] for a device that the machine lacks; [`Error::DoesNotFit`] with the device,
     /// the term and the bytes short; [`Error::DuplicateDevice`] when the allocation names the compute device
-    /// by name and without; [`Error::Invalid`] for more than 2^63 bytes.
+    /// by name and without; [`Error::Invalid`] for more than 2^63 bytes, or compute times of another number of layers.
     pub fn plan(&self) -> Result<Plan> {
+        match &self.allocation {
+            Some(allocation) if allocation.mode() == Mode::Auto => {
+                let reserve = allocation.reserve().unwrap_or(ByteSize(self.reserve));
+                let compute = self.compute_device();
+                auto::plan(
+                    &Planner { allocation: None, compute: Some(compute), ..self.clone() }.reserve(reserve),
+                    compute,
+                )
+            }
+            _ => self.checked(self.placed()?),
+        }
+    }
+
+    /// Places every module, whether the devices hold the result or not.
+    pub(super) fn placed(&self) -> Result<Parts> {
         let total = self.total()?;
         let compute = self.compute_device();
         let everything = Allocation::all_on(compute);
         let allocation = self.allocation.as_ref().unwrap_or(&everything);
         let quotas = Quotas::new(allocation, self.machine, compute, total)?;
         let mut placement = Placement::new(self.layout, &quotas);
-        placement.keep_first(|name| any(&self.resident, name), total);
+        let kept = self.kept();
+        placement.keep_first(|module| kept[module], total);
         let order = if allocation.mode() == Mode::Virtual { Order::Sequential } else { self.order };
         match (allocation.virtual_vram(), order) {
             (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
@@ -155,13 +202,30 @@ impl<'a> Planner<'a> {
         }
         let (home, mut warnings) = placement.finish();
         warnings.extend(self.idle_patterns());
-        let (devices, assignments, traffic) = self.assemble(&quotas, compute, &home)?;
-        fit::check(self.machine, &devices, &assignments, self.largest_streamed(&traffic))?;
-        let (mode, unit, depth, slots) = (allocation.mode(), self.unit, self.depth, traffic.slots);
-        Plan::new(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings })
+        let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
+        warnings.extend(self.copies_in_place(&devices, compute));
+        let (mode, unit, depth, own_slots, explanation) =
+            (allocation.mode(), self.unit, self.depth, self.own_slots, None);
+        Ok(Parts { mode, order, unit, compute, depth, own_slots, slots, devices, assignments, warnings, explanation })
     }
 
-    fn total(&self) -> Result<u64> {
+    /// The plan of these parts, if the devices hold them.
+    pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
+        fit::check(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
+        Plan::new(parts)
+    }
+
+    /// Module -> whether it is to be kept resident.
+    fn kept(&self) -> Vec<bool> {
+        let layout = self.layout;
+        let mut kept: Vec<bool> = layout.modules.iter().map(|module| any(&self.resident, &module.name)).collect();
+        if let Some(most) = self.largest_slot {
+            layout.layers.iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
+        }
+        kept
+    }
+
+    pub(super) fn total(&self) -> Result<u64> {
         let sum = self.layout.modules.iter().try_fold(0u64, |sum, module| sum.checked_add(module.bytes));
         sum.filter(|&bytes| bytes <= MOST_BYTES).ok_or_else(|| Error::invalid("the model has more than 2^63 bytes"))
     }
@@ -177,12 +241,15 @@ impl<'a> Planner<'a> {
         quotas: &Quotas,
         compute: DeviceId,
         home: &[usize],
-    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Traffic)> {
+    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
-        let pinned_cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
-        let traffic = placed.traffic(|name| any(&self.in_place, name));
+        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
+        if self.own_slots {
+            traffic.slots.count = 0;
+        }
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
         let assignment = |(index, module): (usize, &crate::checkpoint::Module)| {
             let bin = home[index];
@@ -221,18 +288,43 @@ impl<'a> Planner<'a> {
                 slots: if computes { traffic.slots.bytes() } else { 0 },
                 scratch: if computes { self.scratch } else { 0 },
                 reserve: if computes { self.reserve } else { 0 },
+                // Devices that get nothing are not opened, but for the compute device.
+                opening: if computes || bytes[index] > 0 { info.opening } else { 0 },
                 ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
             });
         }
         devices.sort_by_key(|device| device.id);
-        Ok((devices, assignments, traffic))
+        Ok((devices, assignments, traffic.slots))
+    }
+
+    /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
+    /// pages are no less locked.
+    fn pinnable(&self, devices: &[DeviceId], home: &[usize]) -> u64 {
+        let topology = &self.machine.topology;
+        let locked = |&bin: &usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
+        let modules = self.layout.modules.iter().zip(home).filter(|(_, bin)| locked(bin));
+        let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        modules.fold(cap, |cap, (module, _)| cap.saturating_sub(module.bytes))
+    }
+
+    /// Warnings for what is streamed from one place of a memory to another.
+    fn copies_in_place<'b>(
+        &'b self,
+        devices: &'b [DevicePlan],
+        compute: DeviceId,
+    ) -> impl Iterator<Item = String> + use<'b, 'a> {
+        let topology = &self.machine.topology;
+        let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
+        devices.iter().filter(here).map(move |DevicePlan { id, streamed, .. }| {
+            format!("{id} and {compute} share one memory: {streamed} bytes are copied within it in each pass, which weights on {compute} would not need")
+        })
     }
 
     /// The name of the layer that the slots are made for.
-    fn largest_streamed(&self, traffic: &Traffic) -> Option<&str> {
-        let streamed = |&module: &usize| traffic.usage[module] == Use::Streamed;
-        let bytes = |module: usize| self.layout.modules[module].bytes;
-        let of = |modules: &[usize]| modules.iter().copied().filter(streamed).map(bytes).sum::<u64>();
+    fn largest_streamed(&self, assignments: &[Assignment]) -> Option<&str> {
+        let bytes =
+            |module: usize| Some(&assignments[module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes);
+        let of = |modules: &[usize]| modules.iter().map(|&module| bytes(module)).sum::<u64>();
         let layers = self.layout.layers.iter().rev();
         layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
     }
@@ -243,6 +335,21 @@ impl<'a> Planner<'a> {
         let patterns = self.resident.iter().chain(&self.in_place);
         patterns.filter(idle).map(|pattern| format!("no module is named like `{pattern}`"))
     }
+}
+
+/// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
+/// that no longer fits beside those before it.
+pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator<Item = usize> {
+    let bytes = |module: &usize| Layout::slot_bytes(layout.modules[*module].bytes);
+    let mut modules = if layout.slot_of(layer) > most { layer.modules.clone() } else { Vec::new() };
+    modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
+    let mut in_slot = 0u64;
+    modules.retain(|module| {
+        let fits = in_slot.saturating_add(bytes(module)) <= most;
+        in_slot += if fits { bytes(module) } else { 0 };
+        !fits
+    });
+    modules.into_iter()
 }
 
 fn any(patterns: &[String], name: &str) -> bool {

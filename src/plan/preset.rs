@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::allocation::Allocation;
-use crate::checkpoint::{Layer, Layout};
+use crate::checkpoint::Layout;
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, Machine};
 use crate::error::{Error, Result};
 
@@ -76,12 +76,13 @@ impl Preset {
             return Ok(Allocation::all_on(DeviceId::CPU));
         };
         let (id, total) = (device.id, layout.bytes());
-        let room = device.usable().saturating_sub(MARGIN.min(device.total / 4));
+        let room = device.usable_open().saturating_sub(MARGIN.min(device.total / 4));
         let whole = matches!(self, Preset::High) || (matches!(self, Preset::Normal | Preset::Shared) && total <= room);
         if whole {
             return Ok(Allocation::all_on(id));
         }
-        let beside_slots = room.saturating_sub(largest_layer(layout).saturating_mul(SLOTS));
+        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let beside_slots = room.saturating_sub(largest.saturating_mul(SLOTS));
         let weights = match self {
             Preset::NoVram => 0,
             Preset::Low => beside_slots.min(total) / 2,
@@ -93,14 +94,6 @@ impl Preset {
         };
         format!("{id},{weights}b;{rest},*").parse()
     }
-}
-
-/// The bytes of a slot for the largest layer, all of it streamed.
-fn largest_layer(layout: &Layout) -> u64 {
-    let slot = |layer: &Layer| -> u64 {
-        layout.needs_of(layer).into_iter().map(|module| Layout::slot_bytes(layout.modules[module].bytes)).sum()
-    };
-    layout.layers.iter().map(slot).max().unwrap_or(0)
 }
 
 impl fmt::Display for Preset {

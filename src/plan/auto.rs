@@ -1,0 +1,394 @@
+//! Mode auto: quotas, an order and a unit, found by what a pass would take with them.
+//!
+//! What the compute device does not hold can be shared among the donors in many ways, and what it holds depends on the
+//! slots, which depend on what is streamed. So candidates are planned like any allocation and timed by their forecast.
+//! First all arrangements (order and unit, and which large layers are kept resident so that slots stay small) with one
+//! split of the streamed bytes; then for the best of each order the other splits; then, as whole modules fall better on
+//! one quota than on another, somewhat smaller quotas, and bytes moved from donor to donor. The search is deterministic,
+//! and its result an allocation that a user could have written.
+
+use std::time::Duration;
+
+use super::explain::{Alternative, Explanation};
+use super::planner::{Planner, excess};
+use super::split::{Donor, Split};
+use super::value::{Order, Parts, Plan, Unit};
+use crate::allocation::{Allocation, Mode};
+use crate::bytes::ByteSize;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// How often quotas are corrected until their plan fits.
+const ROUNDS: usize = 12;
+
+/// A candidate replaces one that was tried before only if it is faster by one part in so many.
+const WORTH: u32 = 1000;
+
+/// Parts of the compute device's quota, in hundredths, that are tried in its place.
+const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
+
+/// Sizes of slots are looked for among so many parts of the largest layer, and the smallest few of them tried.
+const SLOT_SIZES: u64 = 32;
+const USEFUL_SIZES: usize = 5;
+
+/// The plan for `planner`'s model and machine whose pass is shortest; its own allocation is not looked at.
+///
+/// # Errors
+/// [`Error::DoesNotFit`] when no candidate fits; whatever planning meets.
+pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
+    let mut search = Search::new(planner, compute)?;
+    if let Some(plan) = search.whole()? {
+        return Ok(plan);
+    }
+    search.arrangements()?;
+    search.splits()?;
+    search.other_quotas()?;
+    search.moves()?;
+    search.finish()
+}
+
+struct Search<'a> {
+    planner: &'a Planner<'a>,
+    compute: DeviceId,
+    /// What each layer computes, and all of them.
+    layers: Vec<Duration>,
+    time: Duration,
+    total: u64,
+    /// What the compute device can hold of weights, slots and reserve.
+    room: u64,
+    donors: Vec<Donor>,
+    /// The largest module.
+    unit: u64,
+    found: Vec<Found>,
+    tried: usize,
+    refused: Option<Error>,
+}
+
+/// How modules are placed, whatever the quotas.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Arrangement {
+    order: Order,
+    unit: Unit,
+    largest_slot: Option<u64>,
+}
+
+/// A candidate that fits.
+struct Found {
+    arrangement: Arrangement,
+    split: Split,
+    /// The compute device's quota.
+    resident: u64,
+    /// Donor -> bytes of its quota.
+    shares: Vec<u64>,
+    allocation: Allocation,
+    pass: Duration,
+}
+
+const ORDERS: [(Order, Unit); 3] =
+    [(Order::Interleaved, Unit::Uniform), (Order::Interleaved, Unit::Module), (Order::Sequential, Unit::Module)];
+
+impl<'a> Search<'a> {
+    fn new(planner: &'a Planner<'a>, compute: DeviceId) -> Result<Search<'a>> {
+        let layers = planner.compute_time.of_layers(planner.layout)?;
+        let info = planner.machine.device(compute)?;
+        let domain = planner.machine.device(info.domain).unwrap_or(info);
+        Ok(Search {
+            planner,
+            compute,
+            time: layers.iter().sum(),
+            layers,
+            total: planner.total()?,
+            room: info.usable().min(domain.usable()),
+            donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
+            unit: planner.layout.modules.iter().map(|module| module.bytes).max().unwrap_or(0),
+            found: Vec::new(),
+            tried: 0,
+            refused: None,
+        })
+    }
+
+    /// The plan with everything on the compute device, if that holds it.
+    fn whole(&mut self) -> Result<Option<Plan>> {
+        let allocation = Allocation::all_on(self.compute);
+        let planner = self.planner.clone().allocation(allocation.clone());
+        self.tried += 1;
+        match planner.placed().and_then(|parts| planner.checked(parts)) {
+            Ok(plan) => {
+                let explanation = Explanation::whole(&plan, allocation, self.time);
+                Ok(Some(plan.found(explanation)?))
+            }
+            Err(Error::DoesNotFit(short)) => {
+                self.refused = Some(Error::DoesNotFit(short));
+                Ok(None)
+            }
+            Err(other) => Err(other),
+        }
+    }
+
+    fn arrangements(&mut self) -> Result<()> {
+        for largest_slot in self.slot_sizes() {
+            for (order, unit) in ORDERS {
+                self.try_split(Arrangement { order, unit, largest_slot }, Split::Hidden)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The sizes that slots are held to by keeping resident what of a layer is too much: as it comes; the smallest that
+    /// the compute device has the room for, which lets most bytes stay; a few above it.
+    fn slot_sizes(&self) -> Vec<Option<u64>> {
+        let layout = self.planner.layout;
+        let slots = self.planner.depth.saturating_add(1).min(layout.layers.len()) as u64;
+        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let fits = |most: u64| {
+            let kept = layout.layers.iter().flat_map(|layer| excess(layout, layer, most));
+            let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.modules[module].bytes));
+            kept.saturating_add(most.saturating_mul(slots)) <= self.room
+        };
+        let mut useful: Vec<u64> =
+            (1..SLOT_SIZES).map(|n| largest / SLOT_SIZES * n).filter(|&most| fits(most)).collect();
+        if let Some(&smallest) = useful.first() {
+            let (mut high, mut low) = (smallest, smallest - largest / SLOT_SIZES);
+            while high - low > largest / 512 {
+                let middle = low.midpoint(high);
+                if fits(middle) { high = middle } else { low = middle }
+            }
+            useful.insert(0, high);
+        }
+        useful.truncate(USEFUL_SIZES);
+        std::iter::once(None).chain(useful.into_iter().map(Some)).collect()
+    }
+
+    fn splits(&mut self) -> Result<()> {
+        if self.donors.len() < 2 {
+            return Ok(());
+        }
+        for (order, unit) in ORDERS {
+            let of_order = |found: &&Found| (found.arrangement.order, found.arrangement.unit) == (order, unit);
+            let best = self.found.iter().filter(of_order).min_by_key(|found| found.pass);
+            let Some(arrangement) = best.map(|found| found.arrangement) else { continue };
+            for split in Split::ALL.into_iter().filter(|&split| split != Split::Hidden) {
+                self.try_split(arrangement, split)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tries quotas of the compute device around the best candidate's.
+    fn other_quotas(&mut self) -> Result<()> {
+        let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
+        let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
+        let above = self.room.min(self.total).saturating_sub(resident) / 8;
+        let larger = (1..8).map(|parts| resident + above * parts);
+        for quota in larger.chain(SMALLER.map(|hundredths| resident / 100 * hundredths)) {
+            self.attempt(arrangement, split, Quota::at_most(quota), None)?;
+        }
+        Ok(())
+    }
+
+    /// Moves bytes from donor to donor, in large pieces and then in smaller ones.
+    fn moves(&mut self) -> Result<()> {
+        for part in [16, 64] {
+            let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
+            let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
+            let (shares, rooms) = (best.shares.clone(), self.donors.iter().map(|donor| donor.room).collect::<Vec<_>>());
+            for from in (0..shares.len()).filter(|&from| shares[from] > 0) {
+                for to in (0..shares.len()).filter(|&to| to != from && shares[to] < rooms[to]) {
+                    let moved = (shares.iter().sum::<u64>() / part).min(shares[from]).min(rooms[to] - shares[to]);
+                    let mut shares = shares.clone();
+                    shares[from] -= moved;
+                    shares[to] += moved;
+                    self.attempt(arrangement, split, Quota::at_most(resident), Some(&shares))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn try_split(&mut self, arrangement: Arrangement, split: Split) -> Result<()> {
+        let quota = Quota::most(self.room.min(self.total));
+        self.attempt(arrangement, split, quota, None)
+    }
+
+    /// Plans with a quota of the compute device and the rest dealt out as `shares`, else by `split`. What the slots take is known only
+    /// then, so the quota is corrected until its plan fits, and raised while it does.
+    fn attempt(
+        &mut self,
+        arrangement: Arrangement,
+        split: Split,
+        mut quota: Quota,
+        shares: Option<&[u64]>,
+    ) -> Result<()> {
+        let mut donors = self.donors.clone();
+        self.leave_room_for_staging(&mut donors);
+        for _ in 0..ROUNDS {
+            let (streamed, topology) = (self.total - quota.next, &self.planner.machine.topology);
+            let dealt = || split.shares(&donors, streamed, topology, self.time);
+            let Some(shares) = shares.map(<[u64]>::to_vec).or_else(dealt) else { break };
+            let Some(rest) = takes_rest(&donors, &shares, self.unit) else { break };
+            let allocation = self.allocation(quota.next, &shares, rest)?;
+            let planner = self.planner_of(arrangement).allocation(allocation.clone());
+            let parts = planner.placed()?;
+            self.tried += 1;
+            let own = parts.devices.iter().find(|device| device.id == self.compute);
+            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.bytes, own.bytes));
+            let beside = self.room.saturating_sub(beside);
+            let goes_on = match planner.checked(parts) {
+                Ok(plan) => {
+                    let (pass, resident) = (self.pass(&plan), quota.next);
+                    self.found.push(Found { arrangement, split, resident, shares, allocation, pass });
+                    quota.fits(beside)
+                }
+                Err(Error::DoesNotFit(short)) => {
+                    let goes_on = match donors.iter().position(|donor| donor.device == short.device) {
+                        Some(donor) => {
+                            donors[donor].room = shares[donor].min(donors[donor].room).saturating_sub(short.short);
+                            true
+                        }
+                        None => quota.is_too_much(beside, held),
+                    };
+                    self.refused = Some(Error::DoesNotFit(short));
+                    goes_on
+                }
+                Err(other) => return Err(other),
+            };
+            if !goes_on {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of devices that the compute device cannot reach pass staging buffers on the host, one for each slot.
+    fn leave_room_for_staging(&self, donors: &mut [Donor]) {
+        let topology = &self.planner.machine.topology;
+        if donors.iter().all(|donor| topology.reaches(self.compute, donor.device)) {
+            return;
+        }
+        let layout = self.planner.layout;
+        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let staging = largest.saturating_mul(self.planner.depth.saturating_add(1) as u64);
+        for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
+            donor.room = donor.room.saturating_sub(staging);
+        }
+    }
+
+    /// The quotas as text would have them: the compute device, the donors, and last the one that takes the rest.
+    fn allocation(&self, resident: u64, shares: &[u64], rest: usize) -> Result<Allocation> {
+        let quota = |device: DeviceId, bytes: u64| format!("{device},{}", ByteSize(bytes));
+        let mut entries = vec![quota(self.compute, resident)];
+        let others = (0..shares.len()).filter(|&donor| donor != rest && shares[donor] > 0);
+        entries.extend(others.map(|donor| quota(self.donors[donor].device, shares[donor])));
+        entries.push(format!("{},*", self.donors[rest].device));
+        entries.join(";").parse()
+    }
+
+    /// The time of a plan's pass: its forecast, or its floor where staging, which the forecast leaves out, makes that
+    /// longer.
+    fn pass(&self, plan: &Plan) -> Duration {
+        let topology = &self.planner.machine.topology;
+        let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
+        let stays_in_slots = plan.streamed_layers() <= plan.slots().count;
+        if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
+    }
+
+    /// The first of the candidates that none after it is worth to replace.
+    fn best(&self) -> Option<&Found> {
+        self.found.iter().reduce(|best, found| if found.pass + found.pass / WORTH < best.pass { found } else { best })
+    }
+
+    fn finish(self) -> Result<Plan> {
+        let Some(best) = self.best() else {
+            return Err(self.refused.unwrap_or_else(|| Error::invalid("there is no device for the model")));
+        };
+        let others = ORDERS.map(|(order, unit)| {
+            let of_order = |found: &&Found| (found.arrangement.order, found.arrangement.unit) == (order, unit);
+            let fastest = self.found.iter().filter(of_order).min_by_key(|found| found.pass);
+            fastest.map(|found| Alternative::new(order, unit, found.allocation.clone(), found.pass))
+        });
+        let chosen = (best.arrangement.order, best.arrangement.unit);
+        let others = others.into_iter().flatten().filter(|other| (other.order, other.unit) != chosen).collect();
+        let layout = self.planner.layout;
+        let most = best.arrangement.largest_slot.unwrap_or(u64::MAX);
+        let kept = layout.layers.iter().flat_map(|layer| excess(layout, layer, most));
+        let kept = kept.map(|module| layout.modules[module].name.clone()).collect();
+        let plan = self.planner_of(best.arrangement).allocation(best.allocation.clone());
+        let plan = plan.placed().and_then(|parts| plan.checked(parts))?;
+        let found = (best.allocation.clone(), best.pass);
+        let (machine, donors) = (self.planner.machine, &self.donors);
+        let explanation = Explanation::new(&plan, machine, donors, found, self.time, kept, others, self.tried);
+        plan.found(explanation)
+    }
+
+    fn planner_of(&self, Arrangement { order, unit, largest_slot }: Arrangement) -> Planner<'a> {
+        self.planner.clone().order(order).unit(unit).largest_slot(largest_slot)
+    }
+}
+
+/// A quota of the compute device that is being found.
+#[derive(Debug)]
+struct Quota {
+    /// The one to try.
+    next: u64,
+    /// The largest that fits.
+    low: Option<u64>,
+    /// The smallest that does not, or is not to be tried.
+    high: Option<u64>,
+}
+
+impl Quota {
+    /// From `most` down to what fits.
+    fn most(most: u64) -> Quota {
+        Quota { next: most, low: None, high: None }
+    }
+
+    /// As [`most`](Quota::most), and not raised again over the first that fits.
+    fn at_most(most: u64) -> Quota {
+        Quota { next: most, low: None, high: Some(most.saturating_add(1)) }
+    }
+
+    /// The quota fits, and this much would beside the slots; whether to try another.
+    fn fits(&mut self, beside: u64) -> bool {
+        let low = self.next;
+        self.low = Some(low);
+        self.next = match self.high {
+            None => beside,
+            Some(high) if beside > low => beside.min(high - 1),
+            Some(high) => low.midpoint(high),
+        };
+        self.gains()
+    }
+
+    /// The quota does not fit. Its plan holds so many bytes, and so many would fit beside its slots.
+    fn is_too_much(&mut self, beside: u64, held: u64) -> bool {
+        let high = self.next;
+        self.high = Some(high);
+        self.next = match self.low {
+            Some(low) => low.midpoint(high),
+            None => beside.min(held.saturating_sub(1)).min(high.saturating_sub(1)),
+        };
+        high > 0 && self.gains()
+    }
+
+    /// Whether the next would be worth its try.
+    fn gains(&self) -> bool {
+        self.low.is_none_or(|low| self.next > low + low / u64::from(WORTH))
+    }
+}
+
+/// The donor whose share is whatever is left: whole modules seldom fill a quota, so one that has room, of those that get
+/// something anyway if `unit` bytes more may still come.
+fn takes_rest(donors: &[Donor], shares: &[u64], unit: u64) -> Option<usize> {
+    let spare = |donor: &usize| donors[*donor].room.saturating_sub(shares[*donor]);
+    let usable = (0..shares.len()).filter(|&donor| donors[donor].room > 0);
+    let roomy = usable.clone().filter(|donor| shares[*donor] > 0 && spare(donor) >= unit);
+    roomy.max_by_key(spare).or_else(|| usable.max_by_key(spare))
+}
+
+impl Plan {
+    /// The plan as one of mode auto.
+    fn found(self, explanation: Explanation) -> Result<Plan> {
+        let parts = self.into_parts();
+        Plan::new(Parts { mode: Mode::Auto, explanation: Some(Box::new(explanation)), ..parts })
+    }
+}

@@ -1,0 +1,147 @@
+//! Why an allocation of mode auto came out as it did.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::split::Donor;
+use super::value::{Order, Plan, Unit};
+use crate::allocation::Allocation;
+use crate::bytes::ByteSize;
+use crate::device::{DeviceId, Machine};
+
+/// Why a plan of mode auto is as it is. Prints as a few lines.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Explanation {
+    /// The quotas that were found. With the plan's order, its unit and [`kept`](Explanation::kept) they give the same
+    /// placement.
+    pub allocation: Allocation,
+    /// Modules that are kept resident because slots would be too large with them.
+    pub kept: Vec<String>,
+    /// The compute time of a pass that was reckoned with; none was known where it is zero.
+    pub compute: Duration,
+    /// What a pass will take by [`Plan::forecast`], or by [`Plan::estimate`] where staging makes that longer.
+    pub pass: Duration,
+    /// What each device got, and why.
+    pub devices: Vec<DeviceReason>,
+    /// The best of each other order and unit.
+    pub others: Vec<Alternative>,
+    /// How many placements were tried.
+    pub tried: usize,
+}
+
+/// What one device got, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DeviceReason {
+    /// The device.
+    pub device: DeviceId,
+    /// The bytes homed on it.
+    pub bytes: u64,
+    /// Why these.
+    pub why: String,
+}
+
+/// The best that another order and unit would have given.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Alternative {
+    /// Its order.
+    pub order: Order,
+    /// Its unit.
+    pub unit: Unit,
+    /// Its quotas.
+    pub allocation: Allocation,
+    /// What a pass would take.
+    pub pass: Duration,
+}
+
+impl Alternative {
+    pub(super) fn new(order: Order, unit: Unit, allocation: Allocation, pass: Duration) -> Alternative {
+        Alternative { order, unit, allocation, pass }
+    }
+}
+
+impl Explanation {
+    /// Everything is on the compute device.
+    pub(super) fn whole(plan: &Plan, allocation: Allocation, compute: Duration) -> Explanation {
+        let reason = |device: &super::DevicePlan| DeviceReason {
+            device: device.id,
+            bytes: device.bytes,
+            why: "holds the whole model".to_owned(),
+        };
+        let devices = plan.devices().iter().filter(|device| device.bytes > 0).map(reason).collect();
+        Explanation { allocation, kept: Vec::new(), compute, pass: compute, devices, others: Vec::new(), tried: 1 }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parts of one value, each made elsewhere")]
+    pub(super) fn new(
+        plan: &Plan,
+        machine: &Machine,
+        donors: &[Donor],
+        (allocation, pass): (Allocation, Duration),
+        compute: Duration,
+        kept: Vec<String>,
+        others: Vec<Alternative>,
+        tried: usize,
+    ) -> Explanation {
+        let bytes = |device| plan.device(device).map_or(0, |d| d.bytes);
+        let own = DeviceReason { device: plan.compute(), bytes: bytes(plan.compute()), why: computes(plan) };
+        let donor = |donor: &Donor| {
+            let bytes = bytes(donor.device);
+            DeviceReason { device: donor.device, bytes, why: donates(plan, machine, donor, bytes) }
+        };
+        let devices = std::iter::once(own).chain(donors.iter().map(donor)).collect();
+        Explanation { allocation, kept, compute, pass, devices, others, tried }
+    }
+}
+
+fn computes(plan: &Plan) -> String {
+    let (slots, reserve) = (plan.slots(), plan.device(plan.compute()).map_or(0, |d| d.reserve));
+    let reserve = if reserve > 0 { format!(" and {} in reserve", ByteSize(reserve).human()) } else { String::new() };
+    format!("computes: what fits beside {} slots of {}{reserve}", slots.count, ByteSize(slots.bytes_each).human())
+}
+
+fn donates(plan: &Plan, machine: &Machine, donor: &Donor, bytes: u64) -> String {
+    if bytes == 0 {
+        return "the others hold it all, no slower".to_owned();
+    }
+    let share = plan.device(donor.device);
+    let streamed = share.map_or(0, |d| d.streamed);
+    let alone = donor.alone(0, streamed, &machine.topology);
+    let speed = match alone.is_zero() {
+        true => "over a link of unknown speed".to_owned(),
+        false => format!("{:.3} s on the way", alone.as_secs_f64()),
+    };
+    let staged = share.map_or(0, |d| d.staged);
+    let staged = if staged > 0 { format!(", {} of them staged", ByteSize(staged).human()) } else { String::new() };
+    let full = if bytes >= donor.room - donor.room / 50 { ", full" } else { "" };
+    format!("streams {} a pass: {speed}{staged}{full}", ByteSize(streamed).human())
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = |time: Duration| time.as_secs_f64();
+        write!(f, "auto: {}; a pass takes {:.3} s", self.allocation, seconds(self.pass))?;
+        if !self.compute.is_zero() {
+            write!(f, ", {:.3} of it compute", seconds(self.compute))?;
+        }
+        for DeviceReason { device, bytes, why } in &self.devices {
+            write!(f, "\n  {device:8} {:>11}  {why}", ByteSize(*bytes).human())?;
+        }
+        if let Some(first) = self.kept.first() {
+            let more = match self.kept.len() {
+                1 => String::new(),
+                n => format!(" and {} more", n - 1),
+            };
+            write!(f, "\n  {first}{more} stay resident, for smaller slots")?;
+        }
+        for other in &self.others {
+            let unit = if other.unit == Unit::Uniform { ", uniform" } else { "" };
+            write!(f, "\n  {}{unit}: {:.3} s with {}", other.order, seconds(other.pass), other.allocation)?;
+        }
+        Ok(())
+    }
+}

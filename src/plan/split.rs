@@ -1,0 +1,164 @@
+//! Dealing out to the donors what is streamed: by what their links make of it.
+
+use std::time::Duration;
+
+use crate::device::{DeviceId, DeviceKind, Machine, Topology};
+
+/// How many parts the streamed bytes are dealt out in.
+const PARTS: u64 = 256;
+
+/// A device that can keep what the compute device does not hold.
+#[derive(Clone, Debug)]
+pub(super) struct Donor {
+    pub(super) device: DeviceId,
+    /// The bytes that it can take.
+    pub(super) room: u64,
+    /// What of them is pinned, so not staged; all where nothing is.
+    pinned: u64,
+    /// The segments on the way of its bytes, and of those that are staged.
+    way: Vec<usize>,
+    staged_way: Vec<usize>,
+}
+
+/// How the streamed bytes are shared out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Split {
+    /// Part by part to the donor by which the transfers stay shortest; as long as they hide behind the compute, to the
+    /// fastest.
+    Hidden,
+    /// The same without regard to the compute.
+    Balanced,
+    /// To the fastest as much as it holds, then to the next.
+    Fastest,
+    /// To the donors in order of their names.
+    InOrder,
+    /// To all donors alike, as far as they hold it.
+    Equal,
+}
+
+impl Donor {
+    /// The donors of a machine, those first that one would take were all links alike: the host, devices that the
+    /// compute device can read, those that it cannot, the disk. Of devices that share one memory, the first; those that
+    /// share the compute device's are none.
+    pub(super) fn all(machine: &Machine, compute: DeviceId, pinned_cap: u64) -> Vec<Donor> {
+        let topology = &machine.topology;
+        let domain = |device: DeviceId| machine.device(device).map_or(device, |info| info.domain);
+        let rank = |device: &DeviceId| match device.kind() {
+            DeviceKind::Cpu => 0,
+            DeviceKind::Disk => 3,
+            _ if topology.reaches(compute, *device) => 1,
+            _ => 2,
+        };
+        let mut devices: Vec<DeviceId> = machine.ids().filter(|&id| domain(id) != domain(compute)).collect();
+        devices.sort_by_key(rank);
+        let mut domains = Vec::new();
+        devices.retain(|&device| {
+            let new = !domains.contains(&domain(device));
+            domains.push(domain(device));
+            new
+        });
+        let donor = |device: DeviceId| {
+            let usable = |id| machine.device(id).map_or(u64::MAX, |info| info.usable());
+            Donor {
+                device,
+                room: usable(device).min(usable(domain(device))),
+                pinned: if device.is_host() && !compute.is_host() { pinned_cap } else { u64::MAX },
+                way: topology.way(device, compute),
+                staged_way: topology.staged_way(device, compute),
+            }
+        };
+        devices.into_iter().map(donor).collect()
+    }
+
+    /// The time that `bytes` more take on each segment, `before` of them being there already.
+    fn load(&self, before: u64, bytes: u64, topology: &Topology, busy: &mut [Duration]) {
+        let straight = bytes.min(self.pinned.saturating_sub(before));
+        for (way, bytes) in [(&self.way, straight), (&self.staged_way, bytes - straight)] {
+            for &segment in way.iter().filter(|_| bytes > 0) {
+                busy[segment] = busy[segment].saturating_add(topology.segments()[segment].bandwidth.time(bytes));
+            }
+        }
+    }
+
+    /// The time that `bytes` more take where nothing else moves.
+    pub(super) fn alone(&self, before: u64, bytes: u64, topology: &Topology) -> Duration {
+        let mut busy = vec![Duration::ZERO; topology.segments().len()];
+        self.load(before, bytes, topology, &mut busy);
+        busy.into_iter().max().unwrap_or_default()
+    }
+}
+
+impl Split {
+    pub(super) const ALL: [Split; 5] = [Split::Hidden, Split::Balanced, Split::Fastest, Split::InOrder, Split::Equal];
+
+    /// The bytes of each donor, of `total`; none where they do not hold it.
+    pub(super) fn shares(
+        self,
+        donors: &[Donor],
+        total: u64,
+        topology: &Topology,
+        compute: Duration,
+    ) -> Option<Vec<u64>> {
+        let rooms = donors.iter().fold(0u64, |sum, donor| sum.saturating_add(donor.room));
+        if rooms < total {
+            return None;
+        }
+        let mut order: Vec<usize> = (0..donors.len()).collect();
+        match self {
+            Split::Hidden => return Some(dealt(donors, total, topology, compute)),
+            Split::Balanced => return Some(dealt(donors, total, topology, Duration::ZERO)),
+            Split::Equal => return Some(level(donors, total)),
+            Split::Fastest => order.sort_by_key(|&d| donors[d].alone(0, 1 << 30, topology)),
+            Split::InOrder => order.sort_by_key(|&d| (donors[d].device == DeviceId::DISK, donors[d].device)),
+        }
+        let (mut shares, mut left) = (vec![0; donors.len()], total);
+        for donor in order {
+            shares[donor] = left.min(donors[donor].room);
+            left -= shares[donor];
+        }
+        Some(shares)
+    }
+}
+
+/// Deals `total` out in parts. Each goes where the slowest segment ends first, not counting what `compute` hides; of
+/// those alike, where the part itself takes least.
+fn dealt(donors: &[Donor], total: u64, topology: &Topology, compute: Duration) -> Vec<u64> {
+    let part = total.div_ceil(PARTS).max(1);
+    let (mut shares, mut left) = (vec![0u64; donors.len()], total);
+    let mut busy = vec![Duration::ZERO; topology.segments().len()];
+    // The copies to a device go one after the other, whatever devices they come from.
+    let mut stream = Duration::ZERO;
+    while left > 0 {
+        let bytes_of = |donor: usize| part.min(left).min(donors[donor].room - shares[donor]);
+        let mut best: Option<((Duration, Duration), usize, Vec<Duration>)> = None;
+        for donor in (0..donors.len()).filter(|&donor| bytes_of(donor) > 0) {
+            let mut after = busy.clone();
+            donors[donor].load(shares[donor], bytes_of(donor), topology, &mut after);
+            let own = donors[donor].alone(shares[donor], part, topology);
+            let slowest = after.iter().copied().max().unwrap_or_default().max(stream + own);
+            let cost = (slowest.max(compute), own);
+            if best.as_ref().is_none_or(|(least, ..)| cost < *least) {
+                best = Some((cost, donor, after));
+            }
+        }
+        let Some(((_, own), donor, after)) = best else { break };
+        let bytes = bytes_of(donor);
+        shares[donor] += bytes;
+        left -= bytes;
+        busy = after;
+        stream = stream.saturating_add(own);
+    }
+    shares
+}
+
+/// All alike, those that hold less as much as they hold.
+fn level(donors: &[Donor], total: u64) -> Vec<u64> {
+    let mut order: Vec<usize> = (0..donors.len()).collect();
+    order.sort_by_key(|&donor| donors[donor].room);
+    let (mut shares, mut left) = (vec![0; donors.len()], total);
+    for (done, &donor) in order.iter().enumerate() {
+        shares[donor] = left.div_ceil((order.len() - done) as u64).min(donors[donor].room);
+        left -= shares[donor];
+    }
+    shares
+}

@@ -1,0 +1,242 @@
+//! Mode auto, and the forecasts that it goes by, against the streamer on the virtual clock.
+
+mod support;
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use rayon::prelude::*;
+use serde::Deserialize;
+use support::machines::{MachineData, clocked};
+use support::*;
+use tensor_offload::checkpoint::{Layout, TensorInfo};
+use tensor_offload::{
+    Bandwidth, ByteSize, ComputeTime, DType, Described, DeviceId, DeviceInfo, Machine, Order, Planner, Topology, Unit,
+};
+
+/// Layers of modules of these bytes, one after the other in one file.
+fn layers(sizes: &[Vec<u64>]) -> Layout {
+    let mut offset = 0;
+    let mut tensors = Vec::new();
+    for (layer, modules) in sizes.iter().enumerate() {
+        for (module, &bytes) in modules.iter().enumerate() {
+            let name = format!("layers.{layer}.{module}.weight");
+            tensors.push(TensorInfo::new(name, DType::U8, &[bytes], 0, offset).unwrap());
+            offset += bytes;
+        }
+    }
+    Layout::new(tensors)
+}
+
+fn gbps(tenths: u64) -> Bandwidth {
+    Bandwidth::bytes_per_second(tenths * 100_000_000)
+}
+
+/// A host, a disk, two cards that share a switch, a third on a link of its own, and a device that cannot be reached.
+fn mixed_machine(speeds: &[u64]) -> Machine {
+    let ids = ["cpu", "disk", "cuda:0", "cuda:1", "cuda:2", "xpu:0"].map(|id| id.parse::<DeviceId>().unwrap());
+    let infos = ids.map(|id| DeviceInfo::new(id, 1 << 50));
+    let links = ids.iter().zip(speeds).fold(Topology::new(), |topology, (&id, &speed)| topology.link(id, gbps(speed)));
+    let topology = links.shared("switch", gbps(speeds[6]), [ids[2], ids[3]]).peer(ids[2], ids[4], gbps(speeds[7]));
+    Machine::new(infos, topology)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// What a forecast says is what the streamer takes.
+    #[test]
+    fn forecasts_are_what_the_clock_shows(
+        sizes in prop::collection::vec(prop::collection::vec(1_000_000u64..500_000_000, 1..4), 1..30),
+        speeds in prop::collection::vec(5u64..600, 8),
+        shares in prop::collection::vec(0u64..100, 6),
+        compute in prop::collection::vec(0u64..40_000, 30),
+        (order, unit) in prop::sample::select(vec![
+            (Order::Sequential, Unit::Module), (Order::Interleaved, Unit::Module), (Order::Interleaved, Unit::Uniform),
+        ]),
+        depth in 0usize..5,
+    ) {
+        prop_assume!(shares.iter().sum::<u64>() > 0);
+        let (layout, machine) = (layers(&sizes), mixed_machine(&speeds));
+        let devices = ["cuda:0", "cuda:1", "cuda:2", "cpu", "disk", "xpu:0"];
+        let quotas: Vec<String> = devices.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();
+        let planner = Planner::new(&layout, &machine).compute(GPU0).order(order).unit(unit).depth(depth);
+        let plan = planner.allocation(quotas.join(";").parse().unwrap()).plan().unwrap();
+        let times: Vec<Duration> = compute[..sizes.len()].iter().map(|&micros| Duration::from_micros(micros)).collect();
+        let clock = clocked(&machine, &layout, &plan, &times);
+        let forecast = plan.forecast(&layout, &machine.topology, &ComputeTime::Layers(times)).unwrap();
+        prop_assert_eq!(forecast, clock, "{}", plan);
+    }
+}
+
+/// The grid of `data/auto_grid.json`; the file says what its fields are.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Grid {
+    #[expect(dead_code, reason = "for readers of the file")]
+    about: String,
+    machines: Vec<GridMachine>,
+    models: Vec<GridModel>,
+    compute_ms_per_gb: Vec<u64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GridMachine {
+    name: String,
+    on: MachineData,
+    #[serde(default)]
+    reserve: Option<String>,
+    #[serde(default)]
+    depth: Option<usize>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GridModel {
+    name: String,
+    #[serde(default)]
+    embedding: Option<String>,
+    stacks: Vec<(usize, Vec<String>)>,
+    #[serde(default)]
+    head: Option<String>,
+}
+
+impl GridMachine {
+    fn machine(&self) -> Machine {
+        self.on.machine()
+    }
+
+    fn donors(&self) -> Vec<DeviceId> {
+        self.on.devices.iter().map(|text| text.parse::<Described>().unwrap().id).filter(|&id| id != GPU0).collect()
+    }
+
+    fn reserve(&self) -> ByteSize {
+        self.reserve.as_ref().map_or(ByteSize(0), |size| size.parse().unwrap())
+    }
+
+    fn planner<'a>(&self, layout: &'a Layout, machine: &'a Machine) -> Planner<'a> {
+        Planner::new(layout, machine).compute(GPU0).depth(self.depth.unwrap_or(2)).reserve(self.reserve())
+    }
+}
+
+impl GridModel {
+    fn layout(&self) -> Layout {
+        let (mut tensors, mut offset) = (Vec::new(), 0);
+        let bytes = |size: &str| size.parse::<ByteSize>().unwrap().get();
+        let mut add = |name: String, bytes: u64, at: Option<u64>| {
+            tensors.push(TensorInfo::new(name, DType::U8, &[bytes], 0, at.unwrap_or(offset)).unwrap());
+            offset += if at.is_none() { bytes } else { 0 };
+        };
+        let embedding = self.embedding.as_deref().map_or(0, bytes);
+        if embedding > 0 {
+            add("model.embed_tokens.weight".to_owned(), embedding, None);
+        }
+        for (stack, (layers, modules)) in self.stacks.iter().enumerate() {
+            for layer in 0..*layers {
+                for (role, size) in modules.iter().enumerate() {
+                    add(format!("model.stack{stack}.{layer}.role{role}.weight"), bytes(size), None);
+                }
+            }
+        }
+        match self.head.as_deref() {
+            Some("tied") => add("lm_head.weight".to_owned(), embedding, Some(0)),
+            Some(size) => add("lm_head.weight".to_owned(), bytes(size), None),
+            None => (),
+        }
+        Layout::new(tensors)
+    }
+}
+
+const ORDERS: [(&str, Order, Unit); 3] = [
+    ("sequential", Order::Sequential, Unit::Module),
+    ("interleaved", Order::Interleaved, Unit::Module),
+    ("uniform", Order::Interleaved, Unit::Uniform),
+];
+
+/// What a careful user would write: on the compute device the most that fits (`quota`), and the rest to the donors in turn
+/// or alike.
+fn by_hand(machine: &Machine, donors: &[DeviceId], total: u64, quota: u64) -> [String; 2] {
+    let room = |device: DeviceId| machine.device(device).unwrap().usable();
+    let last = donors[donors.len() - 1];
+    let each = (total - quota.min(total)) / donors.len() as u64;
+    let text = |share: &dyn Fn(DeviceId) -> u64, rest: DeviceId| {
+        let entries: Vec<String> =
+            donors.iter().filter(|&&donor| donor != rest).map(|&donor| format!("{donor},{}b;", share(donor))).collect();
+        format!("cuda:0,{quota}b;{}{rest},*", entries.concat())
+    };
+    let roomiest = donors.iter().copied().max_by_key(|&donor| room(donor)).unwrap();
+    [text(&room, last), text(&|donor| each.min(room(donor)), roomiest)]
+}
+
+/// The times of the best plans by hand, each with a word for it.
+fn rivals(case: &GridMachine, machine: &Machine, layout: &Layout, times: &[Duration]) -> Vec<(String, Duration)> {
+    let (mut found, donors) = (Vec::new(), case.donors());
+    let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap();
+    let room = machine.device(GPU0).unwrap().usable() - case.reserve().get();
+    let beside_slots = room.saturating_sub(largest * (case.depth.unwrap_or(2) as u64 + 1));
+    for (name, order, unit) in ORDERS {
+        let planner = case.planner(layout, machine).order(order).unit(unit);
+        for way in 0..2 {
+            let plan = |quota: u64| {
+                let text = &by_hand(machine, &donors, layout.bytes(), quota)[way];
+                planner.clone().allocation(text.parse().unwrap()).plan().ok()
+            };
+            // The largest quota that fits, as trying would find it.
+            let (mut low, mut high) = (beside_slots, room.min(layout.bytes()));
+            for _ in 0..8 {
+                let middle = low.midpoint(high);
+                if plan(middle).is_some() { low = middle } else { high = middle }
+            }
+            for (quota, plan) in [beside_slots, low].into_iter().filter_map(|quota| Some((quota, plan(quota)?))) {
+                let text = &by_hand(machine, &donors, layout.bytes(), quota)[way];
+                found.push((format!("{name} {text}"), clocked(machine, layout, &plan, times)));
+            }
+        }
+    }
+    found
+}
+
+/// On every machine of the grid, for every model and compute time, `auto` is no slower than what a careful user would
+/// have written, by more than one part in a hundred.
+#[test]
+fn auto_is_never_worse_than_a_careful_user() {
+    let grid: Grid = serde_json::from_str(include_str!("data/auto_grid.json")).unwrap();
+    let layouts: Vec<Layout> = grid.models.iter().map(GridModel::layout).collect();
+    let mut cases = Vec::new();
+    for machine in &grid.machines {
+        for (model, layout) in grid.models.iter().zip(&layouts) {
+            cases.extend(grid.compute_ms_per_gb.iter().map(|&ms| (machine, model, layout, ms)));
+        }
+    }
+    let judged: Vec<Option<String>> = cases
+        .par_iter()
+        .map(|&(case, model, layout, ms)| {
+            let machine = case.machine();
+            let compute = ComputeTime::Pass(Duration::from_micros(ms * layout.bytes() / 1_000_000));
+            let times = compute.of_layers(layout).unwrap();
+            let planner = case.planner(layout, &machine).compute_time(compute);
+            let rivals = rivals(case, &machine, layout, &times);
+            let best = rivals.iter().min_by_key(|rival| rival.1);
+            let plan = planner.allocation("auto".parse().unwrap()).plan();
+            let name = format!("{}, {}, {ms} ms/GB", case.name, model.name);
+            match (plan, best) {
+                (Err(error), Some((rival, _))) => Some(format!("{name}: {error}, but {rival}")),
+                (Err(_), None) => None,
+                (Ok(plan), best) => {
+                    let time = clocked(&machine, layout, &plan, &times);
+                    let best = best.filter(|(_, best)| time > *best + *best / 100);
+                    best.map(|(rival, best)| format!("{name}: {time:?} in place of {best:?} by {rival}\n{plan}"))
+                }
+            }
+        })
+        .collect();
+    let failures: Vec<String> = judged.into_iter().flatten().collect();
+    assert!(
+        failures.is_empty(),
+        "{} of {} cases\n{}",
+        failures.len(),
+        cases.len(),
+        failures[..failures.len().min(40)].join("\n")
+    );
+}
