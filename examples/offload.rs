@@ -78,7 +78,8 @@ impl support::Example for Args {
         let devices = self.registry(&patches)?;
         let start = devices.snapshot("start");
         let plan = self.plan(&patches, devices.machine())?;
-        self.say(|| format!("{}\n{}\n{start}\n\n{plan}", describe(&checkpoint), patches.report()));
+        let machine = support::devices::lines(devices.machine());
+        self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(&checkpoint), patches.report()));
 
         let model = Arc::new(self.load(&devices, &checkpoint, &patches, &plan)?);
         let loaded = devices.snapshot("loaded");
@@ -188,10 +189,10 @@ impl Args {
         let layers = streamer.model().layout().layers.len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
-        // Nobody described the links of real devices; they are measured.
+        // Nobody described the links of real devices, at best they are estimated; they are measured.
         let real = self.devices.devices.is_empty() && !plan.compute().is_host();
         let described = &devices.machine().topology;
-        let topology = match described.segments().is_empty() && real {
+        let topology = match real && described.segments().iter().all(|segment| segment.estimated) {
             true => devices.measured_topology()?,
             false => described.clone(),
         };
