@@ -19,7 +19,7 @@ use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::{
     Adapter, Allocation, Bandwidth, ByteSize, Checkpoint, DeviceId, DeviceInfo, DeviceKind, Error, Loader, Machine,
-    Matching, Model, ModelCache, Patches, Plan, Planner, Registry, Result, Retention, Streamer, Topology,
+    Matching, Mode, Model, ModelCache, Patches, Plan, Planner, Registry, Result, Retention, Streamer, Topology,
 };
 
 /// The model and the adapter that come with the crate.
@@ -40,7 +40,8 @@ struct Args {
     #[command(flatten)]
     adapters: AdapterOptions,
     /// Which device takes how much: `cuda:0,2.5gb;cpu,*`, `cuda:0,50%;cpu,50%`, `cuda:0,0.8` (of its memory),
-    /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0) [default: a quarter on the compute device, the rest on cpu]
+    /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0), `auto` or `auto,reserve=2gb` (what makes a step shortest)
+    /// [default: a quarter on the compute device, the rest on cpu]
     #[arg(long, value_name = "ALLOCATION")]
     alloc: Option<String>,
     #[command(flatten)]
@@ -77,7 +78,7 @@ impl support::Example for Args {
         let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict)?;
         let devices = self.registry(&patches)?;
         let start = devices.snapshot("start");
-        let plan = self.plan(&patches, devices.machine())?;
+        let plan = self.plan(&patches, &self.machine(&devices)?, self.allocation()?)?;
         let machine = support::devices::lines(devices.machine());
         self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(&checkpoint), patches.report()));
 
@@ -138,7 +139,9 @@ impl Args {
         // What the plan needs on a card without limits is what the described one has.
         let link = |seconds: f64, bytes: u64| Bandwidth::bytes_per_second((bytes as f64 / seconds) as u64);
         let room = Machine::new([cpu.clone(), disk.clone(), DeviceInfo::new(card, u64::MAX / 4)], Topology::new());
-        let plan = self.plan(patches, &room)?;
+        // On a card without limits mode auto would have nothing to do.
+        let allocation = self.allocation()?.filter(|allocation| allocation.mode() != Mode::Auto);
+        let plan = self.plan(patches, &room, allocation)?;
         let needed = plan.device(card).map_or(0, |share| share.needed()).next_multiple_of(4096);
         // A link that brings the streamed weights in three quarters of the compute, 27.2 GB/s (PCIe 4 x16) at most.
         let streamed = plan.bytes().saturating_sub(plan.device(card).map_or(0, |share| share.bytes));
@@ -148,14 +151,32 @@ impl Args {
         Ok(Registry::described(Machine::new([cpu, disk, card], topology), Clock::Wall))
     }
 
-    fn plan(&self, patches: &Patches, machine: &Machine) -> Result<Plan> {
-        let mut planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
+    fn allocation(&self) -> Result<Option<Allocation>> {
+        self.alloc.as_ref().map(|alloc| alloc.parse()).transpose()
+    }
+
+    /// The devices' machine. Nobody described the links of real devices; mode auto needs them, so they are measured.
+    fn machine(&self, devices: &Registry) -> Result<Machine> {
+        let machine = devices.machine().clone();
+        let auto = self.allocation()?.is_some_and(|allocation| allocation.mode() == Mode::Auto);
+        if !auto || !self.devices.devices.is_empty() || !machine.topology.is_estimate() {
+            return Ok(machine);
+        }
+        Ok(Machine::new(machine.devices, devices.measured_topology()?))
+    }
+
+    fn plan(&self, patches: &Patches, machine: &Machine, allocation: Option<Allocation>) -> Result<Plan> {
+        let layers = patches.layout().layers.len();
+        let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
+        let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
+        let planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
+        let mut planner = planner.compute_time(vec![per_layer; layers]);
         if self.model.is_none() && self.plan.depth.is_none() {
             // Three slots would hold all of the small model's three blocks, and there would be nothing to see.
             planner = planner.depth(1);
         }
-        let allocation: Allocation = match &self.alloc {
-            Some(alloc) => alloc.parse()?,
+        let allocation: Allocation = match allocation {
+            Some(allocation) => allocation,
             None => {
                 let first = machine.ids().find(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk));
                 let compute = self.plan.compute.as_ref().map(|id| id.parse()).transpose()?.or(first);
@@ -192,7 +213,7 @@ impl Args {
         // Nobody described the links of real devices, at best they are estimated; they are measured.
         let real = self.devices.devices.is_empty() && !plan.compute().is_host();
         let described = &devices.machine().topology;
-        let topology = match real && described.segments().iter().all(|segment| segment.estimated) {
+        let topology = match real && described.is_estimate() {
             true => devices.measured_topology()?,
             false => described.clone(),
         };

@@ -7,7 +7,7 @@ mod support;
 use clap::Parser;
 use serde_json::{Value, json};
 use support::model::ModelOptions;
-use support::options::{DeviceOptions, PlanOptions};
+use support::options::{DeviceOptions, Milliseconds, PlanOptions};
 use tensor_offload::{Plan, Planner, Registry, Result};
 
 /// Shows where an allocation puts every module of a model, without loading anything.
@@ -17,13 +17,16 @@ struct Args {
     #[command(flatten)]
     model: ModelOptions,
     /// Which device takes how much: `cuda:0,2.5gb;cpu,*`, `cuda:0,50%;cpu,50%`, `cuda:0,0.8` (of its memory),
-    /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0)
+    /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0), `auto` or `auto,reserve=2gb` (what makes a pass shortest)
     #[arg(long, value_name = "ALLOCATION")]
     alloc: String,
     #[command(flatten)]
     devices: DeviceOptions,
     #[command(flatten)]
     plan: PlanOptions,
+    /// Milliseconds of compute in one pass, spread over the layers by their bytes: `auto` hides transfers behind it
+    #[arg(long, value_name = "MS", default_value = "0")]
+    compute_ms: Milliseconds,
     /// Print one JSON value instead of a table
     #[arg(long)]
     json: bool,
@@ -38,7 +41,8 @@ impl support::Example for Args {
         let allocation = self.alloc.parse()?;
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let layout = self.model.layout()?;
-        let plan = self.plan.apply(Planner::new(&layout, &machine))?.allocation(allocation).plan()?;
+        let planner = self.plan.apply(Planner::new(&layout, &machine))?.compute_time(self.compute_ms.0);
+        let plan = planner.allocation(allocation).plan()?;
         if !self.json {
             println!("{plan}");
         }
@@ -56,6 +60,7 @@ fn report(plan: &Plan) -> Value {
         "devices": plan.devices().iter().map(device).collect::<Vec<_>>(),
         "assignments": plan.assignments().iter().map(assignment).collect::<Vec<_>>(),
         "warnings": plan.warnings(),
+        "explanation": plan.explanation(),
     })
 }
 

@@ -1,4 +1,4 @@
-//! Shows what other hardware or another depth would bring, without loading anything.
+//! Shows what other hardware, another order or another depth would bring, without loading anything.
 //!
 //! `cargo run --release --example whatif -- --blocks 60x600mb --alloc "cuda:0,16gib;cpu,*" --compute-ms 1500
 //! --device cuda:0=24gib,link=12.1 --device cpu=64gib`
@@ -10,21 +10,21 @@ use std::time::Duration;
 use clap::Parser;
 use serde_json::{Value, json};
 use support::model::ModelOptions;
-use support::options::{DeviceOptions, PlanOptions};
+use support::options::{DeviceOptions, Milliseconds, OrderOption, PlanOptions};
 use support::replay::step;
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::{
-    Allocation, Bandwidth, ByteSize, DeviceId, DeviceInfo, Error, Estimate, Machine, Plan, Planner, Registry, Result,
+    Allocation, Bandwidth, ByteSize, DeviceId, DeviceInfo, Estimate, Machine, Mode, Plan, Planner, Registry, Result,
 };
 
-/// Shows what a second card, a faster link, more pinned memory or another depth would bring: for each the floor of a
-/// pass, and the time of one that is replayed on a virtual clock.
+/// Shows what a second card, a faster link, more pinned memory, another order or another depth would bring: for each the
+/// floor of a pass, and the time of one that is replayed on a virtual clock.
 #[derive(Parser)]
 #[command(name = "whatif")]
 struct Args {
     #[command(flatten)]
     model: ModelOptions,
-    /// Which device takes how much, as `cuda:0,2.5gb;cpu,*`
+    /// Which device takes how much, as `cuda:0,2.5gb;cpu,*`, or `auto`, which finds it for every case
     #[arg(long, value_name = "ALLOCATION")]
     alloc: String,
     #[command(flatten)]
@@ -32,8 +32,8 @@ struct Args {
     #[command(flatten)]
     plan: PlanOptions,
     /// Milliseconds of compute in one pass
-    #[arg(long, value_name = "MS", default_value_t = 1000.0)]
-    compute_ms: f64,
+    #[arg(long, value_name = "MS", default_value = "1000")]
+    compute_ms: Milliseconds,
     /// Speed of a link between two cards, in decimal GB/s
     #[arg(long, value_name = "GBPS", default_value = "50.8")]
     nvlink: String,
@@ -50,6 +50,8 @@ struct Case {
     allocation: Allocation,
     /// The depth, where it is not that of the options.
     depth: Option<usize>,
+    /// The order, likewise.
+    order: Option<OrderOption>,
     /// Whether pinning has no limit.
     pins_all: bool,
 }
@@ -67,13 +69,10 @@ impl support::Example for Args {
     }
 
     fn run(self) -> Result<Value> {
-        if !(0.0..=3_600_000.0).contains(&self.compute_ms) {
-            let reason = format!("--compute-ms {} is not between 0 and an hour", self.compute_ms);
-            return Err(Error::Invalid { reason });
-        }
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let (layout, allocation) = (self.model.layout()?, self.alloc.parse()?);
-        let as_it_is = Case { name: "as it is".to_owned(), machine, allocation, depth: None, pins_all: false };
+        let as_it_is =
+            Case { name: "as it is".to_owned(), machine, allocation, depth: None, order: None, pins_all: false };
         let base = self.outcome(&layout, &as_it_is)?;
         let others = self.others(&as_it_is, &base.plan)?;
         let mut rows = vec![(as_it_is.name, Ok(base))];
@@ -87,10 +86,13 @@ impl support::Example for Args {
 
 impl Args {
     fn outcome(&self, layout: &Layout, case: &Case) -> Result<Outcome> {
+        let (compute, layers) = (self.compute_ms.0, layout.layers.len());
         let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
         let planner = case.depth.into_iter().fold(planner, Planner::depth);
+        let planner = case.order.into_iter().fold(planner, |planner, order| order.apply(planner));
+        // As it is replayed.
+        let planner = planner.compute_time(vec![compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX); layers]);
         let plan = if case.pins_all { planner.pinned_cap(None).plan()? } else { planner.plan()? };
-        let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let estimate = plan.estimate(&case.machine.topology, compute);
         let replayed = step(&case.machine, layout, &plan, compute, 1)?;
         Ok(Outcome { plan, estimate, replayed })
@@ -117,6 +119,11 @@ impl Args {
             cases.extend([second.1, linked]);
         }
         cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
+        if base.allocation.mode() != Mode::Auto {
+            let others = OrderOption::ALL.into_iter().filter(|order| !order.is_of(plan));
+            cases.extend(others.map(|order| Case { order: Some(order), ..named(format!("order {}", order.name())) }));
+            cases.push(Case { allocation: "auto".parse()?, ..named("auto".to_owned()) });
+        }
         let depths = [0, 1, 2, 4].into_iter().filter(|&depth| depth != plan.depth());
         cases.extend(depths.map(|depth| Case { depth: Some(depth), ..named(format!("depth {depth}")) }));
         Ok(cases)
@@ -133,6 +140,10 @@ fn second(base: &Case, plan: &Plan, link: Option<Bandwidth>) -> Result<(DeviceId
     let info = DeviceInfo::new(id, card.total).name(card.name.clone()).free(card.free);
     let topology = link.into_iter().fold(machine.topology.clone(), |topology, link| topology.link(id, link));
     machine = Machine::new(machine.devices.into_iter().chain([info]), topology);
+    let name = format!("a second card, {id}");
+    if base.allocation.mode() == Mode::Auto {
+        return Ok((id, Case { name, machine, ..base.clone() }));
+    }
     // What streams most now takes what the second card does not hold.
     let rest = plan.devices().iter().filter(|share| share.id != card.id).max_by_key(|share| share.streamed);
     let rest = rest.map_or(DeviceId::CPU, |share| share.id);
@@ -141,7 +152,7 @@ fn second(base: &Case, plan: &Plan, link: Option<Bandwidth>) -> Result<(DeviceId
     let entries = [(card.id, own), (id, card.usable())].into_iter().chain(kept.map(|share| (share.id, share.bytes)));
     let entries = entries.filter(|(_, bytes)| *bytes > 0).map(|(id, bytes)| format!("{id},{bytes}b;"));
     let allocation = format!("{}{rest},*", entries.collect::<String>()).parse()?;
-    Ok((id, Case { name: format!("a second card, {id}"), machine, allocation, ..base.clone() }))
+    Ok((id, Case { name, machine, allocation, ..base.clone() }))
 }
 
 fn print(rows: &[(String, Result<Outcome>)]) {
@@ -177,7 +188,8 @@ fn report((name, outcome): &(String, Result<Outcome>)) -> Value {
     match outcome {
         Ok(Outcome { plan, estimate, replayed }) => json!({
             "case": name, "estimate": estimate, "replayed": replayed.as_secs_f64(),
-            "streamed": plan.streamed_bytes(), "depth": plan.depth(), "devices": plan.devices(),
+            "streamed": plan.streamed_bytes(), "depth": plan.depth(), "order": plan.order(), "unit": plan.unit(),
+            "devices": plan.devices(), "explanation": plan.explanation(),
         }),
         Err(error) => json!({ "case": name, "error": { "kind": error.kind(), "message": error.to_string() } }),
     }

@@ -209,6 +209,76 @@ fn whatif_tells_what_a_change_brings() {
     assert_eq!(fails("whatif", &["--blocks", "2x1gb"]).0, "Usage");
 }
 
+/// 20 blocks of 1 GB, 2 of them on the card. Of the host's 20 GiB 16 may be pinned, which hold 17 blocks; the 18th passes
+/// the host's memory at 10 GB/s once more on its way to a staging buffer.
+#[test]
+fn whatif_by_hand() {
+    let case = |alloc: &str, begins: &str| {
+        let model = ["--blocks", "20x1000000000b", "--alloc", alloc, "--compute-ms", "500", "--nvlink", "50"];
+        let devices = ["--device", "cuda:0=8gib,link=20", "--device", "cpu=20gib,link=10"];
+        let report = json_of("whatif", &[&model[..], &devices].concat());
+        let cases = report["cases"].as_array().unwrap();
+        let case = cases.iter().find(|case| case["case"].as_str().unwrap().starts_with(begins));
+        let case = case.unwrap_or_else(|| panic!("no case {begins}: {report}")).clone();
+        let pass = &case["estimate"]["pass"];
+        let seconds = pass["secs"].as_u64().unwrap() as f64 + pass["nanos"].as_u64().unwrap() as f64 / 1e9;
+        (seconds, case)
+    };
+    let seconds = |begins: &str| case("cuda:0,2000000000b;cpu,*", begins).0;
+    assert_eq!(seconds("as it is"), 1.9, "17 + 2 GB out of the host's memory");
+    assert_eq!(seconds("no limit to pinned memory"), 1.8, "18 GB once");
+    assert_eq!(seconds("a slot twice as fast"), 1.9, "the slot did not bound it");
+    // The second card holds 8 blocks in its 8 GiB; both directions of the host's memory and its link are free for them.
+    assert_eq!(seconds("a second card"), 1.0, "10 GB at 10 GB/s, all pinned");
+    assert_eq!(seconds("the same, linked"), 1.0);
+    // 8 GiB less 3 slots of 1 GB hold 5 blocks: 15 GB come, all pinned.
+    let (auto, found) = case("cuda:0,2000000000b;cpu,*", "auto");
+    assert_eq!((auto, found["streamed"].as_u64()), (1.5, Some(15_000_000_000)));
+    assert_eq!(
+        case("auto", "as it is"),
+        (
+            1.5,
+            Value::Object({
+                let mut same = found.as_object().unwrap().clone();
+                same["case"] = "as it is".into();
+                same
+            })
+        )
+    );
+    let (with_a_second, found) = case("auto", "a second card");
+    assert!(with_a_second <= 1.0, "{found}");
+    assert_eq!(found["devices"].as_array().unwrap().len(), 3, "{found}");
+}
+
+#[test]
+fn plan_and_offload_take_auto() {
+    let devices = ["--device", "cuda:0=8gib,link=20", "--device", "cpu=64gib", "--device", "disk=1tib,link=2"];
+    let model = ["--blocks", "20x1gib", "--alloc", "AUTO, reserve=1gib", "--compute-ms", "900"];
+    let plan = json_of("plan", &[&model[..], &devices].concat());
+    assert_eq!(
+        (plan["mode"].as_str(), plan["explanation"]["allocation"].as_str()),
+        (Some("auto"), Some("cuda:0,4gb;cpu,*"))
+    );
+    assert_eq!(plan["explanation"]["devices"][0]["bytes"], 4u64 << 30);
+    let shown = works("plan", &[&model[..], &devices].concat());
+    assert!(shown.contains("auto: cuda:0,4gb;cpu,*; a pass takes 0.9"), "{shown}");
+    assert!(shown.contains("beside 3 slots of 1.00 GiB and 1.00 GiB in reserve"), "{shown}");
+    // The quotas that were found give the same placement.
+    let same = ["--blocks", "20x1gib", "--alloc", "cuda:0,4gb;cpu,*", "--order", "uniform"];
+    let same = json_of("plan", &[&same[..], &devices].concat());
+    assert_eq!(same["assignments"], plan["assignments"]);
+    assert_eq!(fails("plan", &["--blocks", "1x1gb", "--alloc", "auto", "--compute-ms", "-1"]).0, "Usage");
+
+    let (model, steps) = (Model::new(), ["--steps", "1", "--compute-ms", "1"]);
+    let path = model.path("model");
+    let small = ["--device", "cuda:0=1200kb,link=5", "--device", "cuda:1=1mb,link=5", "--device", "cpu=64mb"];
+    let report = json_of("offload", &[&[path.as_str(), "--alloc", "auto"], &steps[..], &small].concat());
+    assert_eq!(report["plan"]["mode"], "auto");
+    let hash =
+        json_of("offload", &[&[path.as_str(), "--alloc", "cpu,*"], &steps[..], &small].concat())["sha256"].clone();
+    assert_eq!(report["sha256"], hash);
+}
+
 const TABLE: &str = "# A comment.
 model,model_gb,offloaded_gb,compute_s,passes,slow_cpu@2,fast_card@50.8
 

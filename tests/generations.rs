@@ -355,3 +355,38 @@ fn threads_use_models_that_are_demoted() {
     cache.unload_everything();
     comes_back(&registry);
 }
+
+/// One copy on the host, two compute devices that stream it at the same time.
+#[test]
+fn two_compute_devices_stream_one_host_copy() {
+    let case = Case::new(125);
+    let (subject, other) = (case.at(1.0), case.at(0.5));
+    for clock in [Clock::Wall, Clock::Virtual] {
+        let registry = Registry::described(machine(), clock);
+        let on = |device: DeviceId, allocation: &str| {
+            subject.planner(&machine(), allocation).compute(device).depth(1).plan().unwrap()
+        };
+        let (first_plan, second_plan) = (on(GPU0, "cuda:0,10kb;cpu,*"), on(GPU1, "cuda:1,10kb;cpu,*"));
+        let loader = Loader::new(&registry).workers(2);
+        let first = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &first_plan).unwrap());
+        let host = charged(&registry, CPU);
+        let second = Arc::new(loader.derive(&first, &subject.checkpoint, &subject.patches, &second_plan).unwrap());
+        assert_eq!(charged(&registry, CPU), host, "one copy");
+        assert_eq!((second.report().read, second.report().shared), (0, host));
+        assert_eq!(charged(&registry, GPU1), second.bytes()[&GPU1]);
+        // Another generation on the second device leaves the first one's bytes alone.
+        let changed = Arc::new(loader.derive(&second, &other.checkpoint, &other.patches, &second_plan).unwrap());
+        std::thread::scope(|scope| {
+            for (model, of) in [(&first, &subject), (&changed, &other)] {
+                scope.spawn(move || (0..10).for_each(|_| stream(model, of)));
+            }
+        });
+        assert_eq!((hash(&first), hash(&second), hash(&changed)), (subject.hash(), subject.hash(), other.hash()));
+        // The copy goes with the last of them.
+        drop((first, changed));
+        stream(&second, &subject);
+        assert_eq!(charged(&registry, CPU), host);
+        drop(second);
+        comes_back(&registry);
+    }
+}

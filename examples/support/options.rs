@@ -1,8 +1,11 @@
 //! The options that say which devices there are and what goes where.
 
+use std::str::FromStr;
+use std::time::Duration;
+
 use clap::{Args, ValueEnum};
 use tensor_offload::backend::Clock;
-use tensor_offload::{ByteSize, Described, DeviceId, Machine, Order, Planner, Registry, Result};
+use tensor_offload::{ByteSize, Described, DeviceId, Machine, Order, Plan, Planner, Registry, Result, Unit};
 
 /// Which devices there are.
 #[derive(Args, Clone, Debug)]
@@ -35,7 +38,8 @@ pub(crate) struct PlanOptions {
     /// The device that computes [default: the first that is neither cpu nor disk]
     #[arg(long, value_name = "ID")]
     pub(crate) compute: Option<String>,
-    /// Whether devices take the model in turn, or parts spread evenly over it as streaming wants
+    /// Whether devices take the model in turn, or parts spread evenly over it as streaming wants: by module, or uniform,
+    /// so that layers look alike; `auto` chooses by itself
     #[arg(long, value_enum, default_value_t = OrderOption::Interleaved)]
     order: OrderOption,
     /// How many layers are brought ahead of the one in use [default: 2]
@@ -51,21 +55,61 @@ pub(crate) struct PlanOptions {
 pub(crate) enum OrderOption {
     Sequential,
     Interleaved,
+    Uniform,
+}
+
+impl OrderOption {
+    pub(crate) const ALL: [OrderOption; 3] = [OrderOption::Sequential, OrderOption::Interleaved, OrderOption::Uniform];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            OrderOption::Sequential => "sequential",
+            OrderOption::Interleaved => "interleaved",
+            OrderOption::Uniform => "uniform",
+        }
+    }
+
+    pub(crate) fn apply(self, planner: Planner<'_>) -> Planner<'_> {
+        planner.order(self.into()).unit(self.unit())
+    }
+
+    /// Whether a plan was made so.
+    pub(crate) fn is_of(self, plan: &Plan) -> bool {
+        plan.order() == self.into() && (plan.order() == Order::Sequential || plan.unit() == self.unit())
+    }
+
+    fn unit(self) -> Unit {
+        if matches!(self, OrderOption::Uniform) { Unit::Uniform } else { Unit::Module }
+    }
 }
 
 impl From<OrderOption> for Order {
     fn from(option: OrderOption) -> Order {
         match option {
             OrderOption::Sequential => Order::Sequential,
-            OrderOption::Interleaved => Order::Interleaved,
+            OrderOption::Interleaved | OrderOption::Uniform => Order::Interleaved,
         }
+    }
+}
+
+/// A time of at most an hour, given in milliseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Milliseconds(pub(crate) Duration);
+
+impl FromStr for Milliseconds {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = text.trim().parse::<f64>().ok().filter(|ms| (0.0..=3_600_000.0).contains(ms));
+        let ms = number.ok_or("not a number of milliseconds from 0 to an hour")?;
+        Ok(Milliseconds(Duration::from_secs_f64(ms / 1000.0)))
     }
 }
 
 impl PlanOptions {
     /// The planner with these options set.
     pub(crate) fn apply<'a>(&self, planner: Planner<'a>) -> Result<Planner<'a>> {
-        let planner = planner.order(self.order.into()).reserve(self.reserve.parse::<ByteSize>()?);
+        let planner = self.order.apply(planner).reserve(self.reserve.parse::<ByteSize>()?);
         let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));
         match &self.compute {
             Some(compute) => Ok(planner.compute(compute.parse::<DeviceId>()?)),
