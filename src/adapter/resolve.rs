@@ -1,6 +1,6 @@
 //! Adapters against a checkpoint: what is done to which tensor.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::build::{self, Built, Weight};
@@ -98,6 +98,7 @@ impl Patches {
                     scaling: None,
                     needs: vec![weight],
                     steps: Arc::default(),
+                    is_bias: false,
                     rounding: Rounding::NearestEven,
                     scale_policy: policy,
                     scale_of: Some(Arc::new(patch.clone())),
@@ -152,13 +153,15 @@ struct Resolving<'a> {
     layout: &'a Layout,
     by_name: HashMap<&'a str, usize>,
     changed: BTreeMap<usize, (Vec<u64>, Vec<Step>)>,
+    /// Those of the changed tensors that are biases.
+    biases: BTreeSet<usize>,
     report: MatchReport,
 }
 
 impl<'a> Resolving<'a> {
     fn new(layout: &'a Layout) -> Resolving<'a> {
         let by_name = layout.tensors.iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
-        Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default() }
+        Resolving { layout, by_name, changed: BTreeMap::new(), biases: BTreeSet::new(), report: MatchReport::default() }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -236,7 +239,8 @@ impl<'a> Resolving<'a> {
                     self.check_dtype(adapter, module, tensor)?;
                     let (now, all) = self.changed.entry(tensor).or_default();
                     *now = shape;
-                    let part = steps.iter().find(|_| target.share.is_some() && Some(tensor) == target.weight);
+                    let part = steps.iter().find(|_| target.share.is_some());
+                    self.biases.extend(target.bias.filter(|&bias| bias == tensor));
                     rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
                     all.extend(steps);
                     changed.push(self.layout.tensors[tensor].name.clone());
@@ -299,7 +303,7 @@ impl<'a> Resolving<'a> {
     }
 
     fn finish(self) -> Result<Patches> {
-        let Resolving { layout, by_name, changed, report } = self;
+        let Resolving { layout, by_name, changed, biases, report } = self;
         let shapes: Vec<(usize, Vec<u64>)> =
             changed.iter().map(|(&tensor, (shape, _))| (tensor, shape.clone())).collect();
         let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
@@ -326,6 +330,7 @@ impl<'a> Resolving<'a> {
                 scaling,
                 needs,
                 steps,
+                is_bias: biases.contains(&tensor),
                 rounding,
                 scale_policy,
                 scale_of,
