@@ -129,7 +129,7 @@ impl Job {
     fn run(&self, cache: &ModelCache, devices: &Registry, key: &str, retention: Retention) -> Result<()> {
         let Job { model, patches, plan } = self;
         let identity = Identity::of(model, patches, plan);
-        let load = || Loader::new(devices).load(model, patches, plan);
+        let load = |base: Option<&_>| Loader::new(devices).derive(base, model, patches, plan);
         let model = cache.get_or_load(key, &identity, retention, load)?;
         let mut streamer = Streamer::new(&model)?;
         (0..model.layout().layers.len()).try_for_each(|layer| streamer.layer(layer).map(drop))

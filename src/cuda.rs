@@ -82,7 +82,7 @@ pub fn stream_handle(stream: &dyn Stream) -> Option<CUstream> {
 /// The bytes are there for work that is queued, while the layer's guard lives, on the stream that its streamer works
 /// on.
 pub fn address(tensor: &TensorView<'_>) -> Option<CUdeviceptr> {
-    let start = tensor.buf().allocation().storage().address()?;
+    let start = tensor.buf().address()?;
     let is_cuda = tensor.buf().allocation().downcast::<backend::cuda::DeviceMemory>().is_some();
     (is_cuda && !tensor.place().is_empty()).then(|| start + tensor.place().start as u64)
 }

@@ -30,6 +30,17 @@ impl Float {
         }
     }
 
+    /// The element type.
+    pub(crate) fn dtype(self) -> DType {
+        match self {
+            Float::F32 => DType::F32,
+            Float::F16 => DType::F16,
+            Float::BF16 => DType::BF16,
+            Float::E4M3 => DType::F8E4M3,
+            Float::E5M2 => DType::F8E5M2,
+        }
+    }
+
     /// Bytes of one element.
     pub(crate) fn size(self) -> usize {
         match self {
@@ -55,6 +66,17 @@ impl Float {
         }
     }
 
+    /// The code of the NaN that is stored.
+    #[inline(always)]
+    pub(crate) const fn nan(self) -> u32 {
+        match self {
+            Float::F32 => 0x7fc0_0000,
+            Float::F16 => 0x7e00,
+            Float::BF16 => 0x7fc0,
+            Float::E4M3 | Float::E5M2 => 0x7f,
+        }
+    }
+
     /// Little-endian `bytes` as values, element by element up to the shorter of the two.
     #[inline(always)]
     pub(crate) fn lift(self, bytes: &[u8], values: &mut [f32]) {
@@ -67,14 +89,15 @@ impl Float {
         }
     }
 
-    /// Values as little-endian `bytes`; NaN stays NaN. Beyond the range f16 and bf16 become infinite, the
-    /// eight-bit types saturate (an infinity stays one in E5M2).
+    /// Values as little-endian `bytes`. Beyond the range f16 and bf16 become infinite, the eight-bit types saturate (an
+    /// infinity stays one in E5M2). Every NaN becomes the one of [`nan`](Float::nan), since which one an operation gives
+    /// is up to the processor.
     ///
     /// Returns how many values were saturated.
     #[inline(always)]
     pub(crate) fn round(self, values: &[f32], bytes: &mut [u8]) -> u64 {
         match self {
-            Float::F32 => round_each(values, bytes, |value| (value.to_le_bytes(), false)),
+            Float::F32 => round_each(values, bytes, |value| (round_f32(value).to_le_bytes(), false)),
             Float::BF16 => round_each(values, bytes, |value| (round_bf16(value).to_le_bytes(), false)),
             Float::F16 => round_each(values, bytes, |value| (round_f16(value).to_le_bytes(), false)),
             Float::E4M3 => round_each(values, bytes, round_e4m3),
@@ -147,11 +170,16 @@ fn with_sign(magnitude: u32, sign: u32) -> f32 {
 }
 
 #[inline(always)]
+fn round_f32(value: f32) -> u32 {
+    let bits = value.to_bits();
+    if bits & !SIGN > INFINITY { Float::F32.nan() } else { bits }
+}
+
+#[inline(always)]
 fn round_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    let nan = bits >> 16 | 0x40;
-    (if bits & !SIGN > INFINITY { nan } else { rounded }) as u16
+    (if bits & !SIGN > INFINITY { Float::BF16.nan() } else { rounded }) as u16
 }
 
 const SIGN: u32 = 0x8000_0000;
@@ -160,9 +188,8 @@ const SIGN: u32 = 0x8000_0000;
 fn round_f16(value: f32) -> u16 {
     let bits = value.to_bits();
     let magnitude = bits & !SIGN;
-    let rounded = round_magnitude::<10, 15>(magnitude).min(0x7c00);
-    let nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
-    (if magnitude > INFINITY { nan } else { rounded } | (bits & SIGN) >> 16) as u16
+    let rounded = round_magnitude::<10, 15>(magnitude).min(0x7c00) | (bits & SIGN) >> 16;
+    (if magnitude > INFINITY { Float::F16.nan() } else { rounded }) as u16
 }
 
 #[inline(always)]
@@ -170,8 +197,8 @@ fn round_e4m3(value: f32) -> ([u8; 1], bool) {
     let bits = value.to_bits();
     let magnitude = bits & !SIGN;
     let (rounded, nan) = (round_magnitude::<3, 7>(magnitude), magnitude > INFINITY);
-    let code = if nan { 0x7f } else { rounded.min(0x7e) };
-    ([(code | (bits & SIGN) >> 24) as u8], rounded > 0x7e && !nan)
+    let code = rounded.min(0x7e) | (bits & SIGN) >> 24;
+    ([if nan { Float::E4M3.nan() } else { code } as u8], rounded > 0x7e && !nan)
 }
 
 #[inline(always)]
@@ -179,9 +206,8 @@ fn round_e5m2(value: f32) -> ([u8; 1], bool) {
     let bits = value.to_bits();
     let magnitude = bits & !SIGN;
     let rounded = round_magnitude::<2, 15>(magnitude);
-    let special = if magnitude > INFINITY { 0x7f } else { 0x7c };
-    let code = if magnitude >= INFINITY { special } else { rounded.min(0x7b) };
-    ([(code | (bits & SIGN) >> 24) as u8], rounded > 0x7b && magnitude < INFINITY)
+    let code = if magnitude == INFINITY { 0x7c } else { rounded.min(0x7b) } | (bits & SIGN) >> 24;
+    ([if magnitude > INFINITY { Float::E5M2.nan() } else { code } as u8], rounded > 0x7b && magnitude < INFINITY)
 }
 
 /// The nearest magnitude with `MANTISSA` bits of fraction and exponent bias `BIAS`, ties to even; beyond the type's
@@ -230,6 +256,16 @@ mod tests {
             }
             if !brain.is_nan() {
                 assert_eq!(round(Float::BF16, brain).0, raw);
+            }
+        }
+    }
+
+    #[test]
+    fn every_nan_is_stored_as_one() {
+        for float in [Float::F32, Float::F16, Float::BF16, Float::E4M3, Float::E5M2] {
+            for bits in [0x7f80_0001u32, 0x7fc0_0000, 0x7fff_ffff, 0xff80_0001, 0xffc0_0000, 0xffc1_2345] {
+                let wanted = &float.nan().to_le_bytes()[..float.size()];
+                assert_eq!((&*round(float, f32::from_bits(bits)).0, true), (wanted, lift(float, wanted).is_nan()));
             }
         }
     }

@@ -147,7 +147,7 @@ pub use allocation::{Allocation, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{
     CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,
-    PressureState, Retention, UnloadReport, Unloaded,
+    PressureState, Retention, Unfinished, UnloadReport, Unloaded,
 };
 pub use checkpoint::Checkpoint;
 pub use device::{
@@ -163,7 +163,7 @@ pub use plan::{
 };
 pub use registry::Registry;
 pub use rounding::Rounding;
-pub use stream::{LayerGuard, StreamReport, Streamer};
+pub use stream::{LaneReport, LayerGuard, OwnSlot, SlotClass, SlotTensor, Stalls, StreamReport, Streamer, Via};
 
 /// The examples of the README, compiled and run with the other documentation tests.
 #[cfg(doctest)]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::{Backend, Clock, Device, Found, Host, Simulated};
-use crate::device::{DeviceId, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology};
+use crate::device::{DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology};
 use crate::error::{Error, Result};
 
 /// All devices that this process can use.
@@ -36,20 +36,8 @@ impl Registry {
     /// The devices that these backends find. Of two with one id the first stands.
     pub fn new(backends: impl IntoIterator<Item = Arc<dyn Backend>>) -> Registry {
         let backends: Vec<_> = backends.into_iter().collect();
-        let (mut infos, mut owner, mut absent) = (Vec::new(), BTreeMap::new(), Vec::new());
-        for (index, backend) in backends.iter().enumerate() {
-            for found in backend.discover() {
-                match found {
-                    Found::Here(info) if !owner.contains_key(&info.id) => {
-                        owner.insert(info.id, index);
-                        infos.push(info);
-                    }
-                    Found::Here(_) => {}
-                    Found::Absent { kind, why } => absent.push((kind, why)),
-                }
-            }
-        }
-        let topology = backends.iter().map(|b| b.topology()).find(|t| !t.segments().is_empty());
+        let (infos, owner, absent) = find(&backends);
+        let topology = backends.iter().map(|b| b.topology()).find(|topology| *topology != Topology::new());
         let machine = Machine::new(infos, topology.unwrap_or_else(Topology::new));
         Registry {
             backends,
@@ -80,9 +68,23 @@ impl Registry {
         Registry { described: true, ..registry }
     }
 
-    /// What is known of the devices, without opening any.
+    /// What was known of the devices when they were found, without opening any.
     pub fn machine(&self) -> &Machine {
         &self.machine
+    }
+
+    /// What is known of the devices now, without opening any, for a plan beside what is loaded already: the open ones
+    /// tell what is free of them and not reserved, and opening them takes nothing more.
+    pub fn machine_now(&self) -> Machine {
+        let (infos, owner, _) = find(&self.backends);
+        let open = self.open_devices();
+        // A device that came since has no place in this registry.
+        let known = infos.into_iter().filter(|info| owner.get(&info.id) == self.owner.get(&info.id));
+        let now = known.map(|info| match open.get(&info.id).and_then(|device| device.memory().ok()) {
+            Some(memory) => info.free(Some(memory.available())).opening(0),
+            None => info,
+        });
+        Machine::new(now, self.machine.topology.clone())
     }
 
     /// The kinds of device that are not here, and why.
@@ -123,7 +125,7 @@ impl Registry {
     /// The memory of all devices now. Opens none: of a device that is not open it tells what was found.
     pub fn snapshot(&self, tag: impl Into<String>) -> MemorySnapshot {
         let open = self.open_devices();
-        let memory = |info: &crate::device::DeviceInfo| {
+        let memory = |info: &DeviceInfo| {
             let now = open.get(&info.id).and_then(|device| device.memory().ok());
             let found = MemoryUsage::new(info.total, info.usable(), 0, 0);
             (info.id, now.unwrap_or(found))
@@ -155,6 +157,24 @@ impl Registry {
     }
 }
 
+/// The devices that these backends find, whose each of them is, and what there is none of.
+fn find(backends: &[Arc<dyn Backend>]) -> (Vec<DeviceInfo>, BTreeMap<DeviceId, usize>, Vec<(DeviceKind, String)>) {
+    let (mut infos, mut owner, mut absent) = (Vec::new(), BTreeMap::new(), Vec::new());
+    for (index, backend) in backends.iter().enumerate() {
+        for found in backend.discover() {
+            match found {
+                Found::Here(info) if !owner.contains_key(&info.id) => {
+                    owner.insert(info.id, index);
+                    infos.push(info);
+                }
+                Found::Here(_) => {}
+                Found::Absent { kind, why } => absent.push((kind, why)),
+            }
+        }
+    }
+    (infos, owner, absent)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -178,6 +198,8 @@ mod tests {
         let card = registry.device(DeviceId::cuda(0)).unwrap();
         let held = card.alloc(1 << 28, crate::backend::MemoryKind::Arena).unwrap();
         assert_eq!(registry.snapshot("held").to_string(), "tag=held|cuda:0=0.50/1.00");
+        let now = registry.machine_now();
+        assert_eq!((now.devices[0].free, registry.machine().devices[0].free), (Some(512 << 20), Some(768 << 20)));
         drop(held);
         assert_eq!(registry.snapshot("freed").to_string(), "tag=freed|cuda:0=0.25/1.00");
     }

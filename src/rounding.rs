@@ -94,15 +94,15 @@ impl Float {
             Float::E4M3 => each(keys, first, values, bytes, |bits, draw| {
                 let (magnitude, sign) = (bits & !SIGN, (bits & SIGN) >> 24);
                 let (rounded, nan) = (beside::<3, 7>(magnitude, draw), magnitude > INFINITY);
-                let code = if nan { 0x7f } else { rounded.min(0x7e) };
-                ([(code | sign) as u8], rounded > 0x7e && !nan)
+                let code = if nan { Float::E4M3.nan() } else { rounded.min(0x7e) | sign };
+                ([code as u8], rounded > 0x7e && !nan)
             }),
             Float::E5M2 => each(keys, first, values, bytes, |bits, draw| {
                 let (magnitude, sign) = (bits & !SIGN, (bits & SIGN) >> 24);
                 let rounded = beside::<2, 15>(magnitude, draw);
-                let special = if magnitude > INFINITY { 0x7f } else { 0x7c };
-                let code = if magnitude >= INFINITY { special } else { rounded.min(0x7b) };
-                ([(code | sign) as u8], rounded > 0x7b && magnitude < INFINITY)
+                let finite = if magnitude == INFINITY { 0x7c } else { rounded.min(0x7b) };
+                let code = if magnitude > INFINITY { Float::E5M2.nan() } else { finite | sign };
+                ([code as u8], rounded > 0x7b && magnitude < INFINITY)
             }),
         }
     }
@@ -133,15 +133,14 @@ fn each<const N: usize>(
 #[inline(always)]
 fn bf16(bits: u32, draw: u32) -> u16 {
     let rounded = bits.wrapping_add(draw >> 16) >> 16;
-    (if bits & !SIGN > INFINITY { bits >> 16 | 0x40 } else { rounded }) as u16
+    (if bits & !SIGN > INFINITY { Float::BF16.nan() } else { rounded }) as u16
 }
 
 #[inline(always)]
 fn f16(bits: u32, draw: u32) -> u16 {
     let magnitude = bits & !SIGN;
-    let rounded = beside::<10, 15>(magnitude, draw).min(0x7c00);
-    let nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
-    (if magnitude > INFINITY { nan } else { rounded } | (bits & SIGN) >> 16) as u16
+    let rounded = beside::<10, 15>(magnitude, draw).min(0x7c00) | (bits & SIGN) >> 16;
+    (if magnitude > INFINITY { Float::F16.nan() } else { rounded }) as u16
 }
 
 /// The code at or next above the bits of a magnitude, of a type with `MANTISSA` bits of fraction and exponent bias

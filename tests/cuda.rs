@@ -297,3 +297,37 @@ fn cuda_copies_run_beside_compute() {
     }
     assert_clean(&cuda);
 }
+
+/// Events that were let go of are recorded anew, and a trim gives them back.
+#[test]
+fn cuda_events_are_used_again() {
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse).seed(5)) else { return };
+    {
+        let backend = Cuda::new();
+        let (cpu, card) = (open(&backend, DeviceId::CPU), open(&backend, DeviceId::cuda(0)));
+        let (source, stream) = (filled(&*cpu, 2, 3000), card.stream(Role::Upload).unwrap());
+        let round = || {
+            let mut slots = Vec::new();
+            for _ in 0..20 {
+                let slot = card.alloc(3000, MemoryKind::Arena).unwrap();
+                slots.push(stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap());
+            }
+            slots.into_iter().for_each(|slot| drop(slot.landed(DEADLINE).unwrap()));
+            source.wait_unused(DEADLINE).unwrap();
+            // The reaper lets go of the last of them a moment later.
+            let until = Instant::now() + DEADLINE;
+            while card.ledger().charged() > 0 && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(card.ledger().charged(), 0);
+            cuda.report().calls_of("cuEventCreate")
+        };
+        round();
+        // Of each copy one event lives on with the source, whose list the next use clears.
+        let settled = round();
+        assert_eq!((round(), round()), (settled, settled), "no more events are made");
+        card.trim().unwrap();
+        assert!(cuda.report().live_events <= 1, "{}", cuda.report());
+    }
+    assert_clean(&cuda);
+}

@@ -11,15 +11,17 @@ use card::{DEADLINE, assert_clean, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
-    Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Patches, Planner, Registry, Result,
-    Retention, Streamer,
+    ByteSize, Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Patches, Planner, Registry,
+    Result, Retention, Streamer,
 };
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 const CARD: DeviceId = DeviceId::cuda(0);
 
 fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
+    // The stand-in's contexts take nothing of its small cards.
+    let cuda = Cuda::new().context_size(ByteSize(0));
+    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
 }
 
 fn one_card() -> Config {
@@ -153,7 +155,8 @@ fn cuda_room_is_there_when_it_is_made() {
     cache.make_room(&devices, CARD, all + 1, Evict::Flagged).unwrap();
     assert_eq!(held(&cache), "ac");
     assert!(card.memory().unwrap().available() > all);
-    let Err(Error::NoRoom(error)) = cache.make_room(&devices, CARD, 1 << 50, Evict::Kept) else { panic!("no room") };
+    let unfinished = cache.make_room(&devices, CARD, 1 << 50, Evict::Kept).unwrap_err();
+    let Error::NoRoom(error) = unfinished.error else { panic!("{unfinished}") };
     assert_eq!((error.holders.len(), held(&cache).as_str()), (2, "ac"));
     cache.list().iter().for_each(|info| check(&cache.get(&info.key).unwrap()));
     drop((cache, card, devices));
@@ -175,16 +178,18 @@ fn cuda_a_lost_card_is_told_by_its_models() {
     for info in cache.list() {
         assert_eq!(info.lost.is_some(), info.key != "host", "{}: {:?}", info.key, info.lost);
     }
-    match cache.full_cleanup(&devices) {
-        Err(Error::ModelsLost { keys, .. }) => assert_eq!(keys, ["b", "c"]),
-        other => panic!("{other:?}"),
+    let unfinished = cache.full_cleanup(&devices).unwrap_err();
+    match unfinished.error {
+        Error::ModelsLost { keys, .. } => assert_eq!(keys, ["b", "c"]),
+        other => panic!("{other}"),
     }
+    assert_eq!((unfinished.report.unload.unloaded.len(), unfinished.report.resets), (1, 1), "what was done is told");
     assert_eq!((held(&cache).as_str(), resets.load(Ordering::Relaxed)), ("bchost", 1), "the rest was done");
     check(&cache.get("host").unwrap());
     cache.unload("b").unwrap();
     cache.unload("c").unwrap();
     assert!(
-        cache.full_cleanup(&devices).is_err_and(|error| !matches!(error, Error::ModelsLost { .. }))
+        cache.full_cleanup(&devices).is_err_and(|unfinished| !matches!(unfinished.error, Error::ModelsLost { .. }))
             || cache.list().len() == 1
     );
     drop(cache);
@@ -197,7 +202,8 @@ fn round(devices: &Registry, cache: &ModelCache) -> Result<()> {
     cache.make_room(devices, CARD, available + 1, Evict::Flagged)?;
     cache.insert("other", load(devices)?, Retention::Unload);
     cache.request_free(FreeRequest::ALL);
-    cache.service_requests(devices).map(drop)
+    cache.service_requests(devices)?;
+    Ok(())
 }
 
 /// Whatever call of the driver fails during a load, a clean-up or while room is made, the kept model stays usable and

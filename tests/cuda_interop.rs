@@ -80,3 +80,93 @@ fn cuda_memory_of_the_caller_is_filled_in_place() {
     }
     assert_clean(&driver);
 }
+
+/// While the caller captures a stream, work of the library's on it is refused before anything is queued, the capture
+/// stays whole, and afterwards all goes on.
+#[test]
+fn cuda_work_on_a_stream_that_is_captured_is_refused() {
+    #![expect(unsafe_code, reason = "the driver's own calls")]
+    use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
+    let Some(driver) = stand_in(&machine()) else { return };
+    {
+        let context = CudaContext::new(0).unwrap();
+        let backend = Cuda::new();
+        let (cpu, card) = (backend.open(DeviceId::CPU).unwrap(), backend.open(DeviceId::cuda(0)).unwrap());
+        let theirs = context.new_stream().unwrap();
+        let stream = cuda::adopt_stream(&card, &theirs).unwrap();
+        let upload = card.stream(Role::Upload).unwrap();
+        let source = cpu.alloc(5000, MemoryKind::Pinned).unwrap().freeze();
+        let dst = card.alloc(5000, MemoryKind::Arena).unwrap();
+        let landed = upload.copy(Transfer::whole(&source, dst).unwrap()).unwrap().chain().freeze();
+        for mode in [
+            Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+            Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+            Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
+        ] {
+            let elsewhere = upload.record(&[]).unwrap();
+            let slot = card.alloc(5000, MemoryKind::Arena).unwrap();
+            // SAFETY: the stream is alive.
+            unsafe { sys::cuStreamBeginCapture_v2(theirs.cu_stream(), mode) }.result().unwrap();
+            let before = driver.report().calls;
+            let rejected = stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap_err();
+            assert_eq!(rejected.error.kind(), ErrorKind::Capturing);
+            assert_eq!(stream.wait(&elsewhere).unwrap_err().kind(), ErrorKind::Capturing);
+            let refused = stream.record(std::slice::from_ref(&landed)).unwrap_err();
+            assert!(refused.to_string().contains("cuda:0 is being captured"), "{refused}");
+            let touched = |(call, count): &(&String, &u64)| {
+                let queues = ["cuStreamWaitEvent", "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"];
+                queues.contains(&call.as_str()) && before.get(*call) != Some(*count)
+            };
+            assert_eq!(driver.report().calls.iter().find(touched), None);
+            let mut graph = std::ptr::null_mut();
+            // SAFETY: the stream is alive and captures; the pointers are to living values.
+            unsafe { sys::cuStreamEndCapture(theirs.cu_stream(), &raw mut graph) }.result().unwrap();
+            let mut nodes = usize::MAX;
+            // SAFETY: as above.
+            unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut nodes) }.result().unwrap();
+            // SAFETY: the graph was made above, and is destroyed once.
+            unsafe { sys::cuGraphDestroy(graph) }.result().unwrap();
+            assert_eq!(nodes, 0, "nothing of the library's was captured");
+            let flight = stream.copy(Transfer::whole(&source, rejected.dst).unwrap()).unwrap();
+            flight.landed(DEADLINE).unwrap();
+        }
+        stream.record(&[landed]).unwrap().wait(DEADLINE).unwrap();
+    }
+    assert_clean(&driver);
+}
+
+/// The library's own threads ask for events all the time, which a capture of another thread would forbid; it is not
+/// spoilt by that.
+#[test]
+fn cuda_a_capture_is_not_spoilt_by_what_the_library_does_meanwhile() {
+    #![expect(unsafe_code, reason = "the driver's own calls")]
+    use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
+    let Some(driver) = stand_in(&machine()) else { return };
+    {
+        let context = CudaContext::new(0).unwrap();
+        let backend = Cuda::new();
+        let (cpu, card) = (backend.open(DeviceId::CPU).unwrap(), backend.open(DeviceId::cuda(0)).unwrap());
+        let theirs = context.new_stream().unwrap();
+        let upload = card.stream(Role::Upload).unwrap();
+        let (source, dst) =
+            (cpu.alloc(5000, MemoryKind::Pinned).unwrap(), card.alloc(5000, MemoryKind::Arena).unwrap());
+        let begin = |mode| {
+            // SAFETY: the stream is alive.
+            unsafe { sys::cuStreamBeginCapture_v2(theirs.cu_stream(), mode) }.result().unwrap();
+        };
+        let asked = |driver: &cuda_standin::Driver| driver.report().calls_of("cuEventQuery");
+        let before = asked(&driver);
+        upload.occupy(std::time::Duration::from_millis(200)).unwrap();
+        drop(upload.copy(Transfer::whole(&source.freeze(), dst).unwrap()).unwrap());
+        begin(Mode::CU_STREAM_CAPTURE_MODE_GLOBAL);
+        // The copy cannot have ended, so the reaper asks for its end meanwhile, at least every two milliseconds.
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream is alive; the pointer is to a living handle.
+        unsafe { sys::cuStreamEndCapture(theirs.cu_stream(), &raw mut graph) }.result().unwrap();
+        // SAFETY: made above, destroyed once.
+        unsafe { sys::cuGraphDestroy(graph) }.result().unwrap();
+        assert!(asked(&driver) > before, "the reaper asked");
+    }
+    assert_clean(&driver);
+}

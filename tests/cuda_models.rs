@@ -10,15 +10,17 @@ use card::{DEADLINE, assert_clean, devices, driver, named, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode, Rule, Session};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
-    Adapter, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Patches, Planner, Registry, Result,
-    Retention, Streamer,
+    Adapter, ByteSize, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Patches, Planner, Registry,
+    Result, Retention, Streamer,
 };
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 const LORA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama-lora");
 
 fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
+    // The stand-in's contexts take nothing of its small cards.
+    let cuda = Cuda::new().context_size(ByteSize(0));
+    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
 }
 
 struct Source {

@@ -133,8 +133,8 @@ fn tight(case: &Case, models: u64) -> Registry {
     Registry::described(described(&["cpu=64mb", "xpu:0=24mb", &card]), Clock::Wall)
 }
 
-fn no_room(error: Error) -> NoRoom {
-    match error {
+fn no_room(error: impl Into<Error>) -> NoRoom {
+    match error.into() {
         Error::NoRoom(no_room) => *no_room,
         other => panic!("{other}"),
     }
@@ -152,9 +152,21 @@ fn room_is_made_by_the_flagged_then_by_the_least_recently_used() {
     drop(cache.get("a"));
     let report = cache.make_room(&registry, GPU0, one, Evict::Flagged).unwrap();
     assert_eq!(keys(&report.unloaded), "c");
-    // Used longest ago: b, then d, then a. One and a byte need two; c's room is free already.
+    // Used longest ago: b, then d, then a. One and a byte need two, of which one can stay on the host; c's room is free
+    // already.
+    let demoted = case.plan.demoted(case.subject.layout(), registry.machine()).unwrap();
+    let frees = one - demoted.slots().bytes();
     let report = cache.make_room(&registry, GPU0, one * 2 + 1, Evict::Kept).unwrap();
-    assert_eq!((keys(&report.unloaded).as_str(), report.kept.join("")), ("bd", "a".to_owned()));
+    assert_eq!(
+        (keys(&report.unloaded).as_str(), keys(&report.demoted), report.kept.join("")),
+        ("b", "d".into(), "ad".into())
+    );
+    assert_eq!(report.demoted[0].bytes, [(GPU0, frees), (xpu(), 0)].into_iter().filter(|b| b.1 > 0).collect());
+    case.subject.check(&cache.get("d").unwrap());
+    drop(cache.get("a"));
+    // Two demoted ones are not enough for this, so the one used least recently goes.
+    let report = cache.make_room(&registry, GPU0, one * 3, Evict::Kept).unwrap();
+    assert_eq!((keys(&report.unloaded).as_str(), report.kept.join("")), ("d", "a".to_owned()));
     let error = no_room(cache.make_room(&registry, GPU0, one * 4, Evict::Flagged).unwrap_err());
     assert_eq!((error.requested, error.available, error.short, error.others), (one * 4, one * 3, one, 0));
     assert_eq!((error.holders[0].key.as_str(), error.holders[0].bytes, error.holders[0].kept), ("a", one, true));
@@ -169,7 +181,7 @@ fn nothing_goes_where_that_would_not_be_enough() {
     let registry = tight(&case, 3);
     let cache = case.fill(&registry, "abc", "ab");
     let user = cache.get("b").unwrap();
-    let error = cache.make_room(&registry, GPU0, one * 2, Evict::Flagged).unwrap_err();
+    let error = cache.make_room(&registry, GPU0, one * 2, Evict::Flagged).unwrap_err().error;
     let text = error.to_string();
     assert_eq!((error.kind(), held(&cache).as_str()), (ErrorKind::NoRoom, "abc"));
     assert!(text.contains(&format!("`b` ({one} bytes, in use)")) && text.contains("`c` (") && text.contains(", kept)"));
@@ -223,9 +235,9 @@ fn the_same_request_is_a_hit_and_another_is_not() {
         let plan = subject.planner(&machine(), allocation).plan().unwrap();
         let identity = Identity::of(&subject.checkpoint, &subject.patches, &plan);
         let before = loads.load(Ordering::Relaxed);
-        let model = cache.get_or_load(key, &identity, Retention::Keep, || {
+        let model = cache.get_or_load(key, &identity, Retention::Keep, |base| {
             loads.fetch_add(1, Ordering::Relaxed);
-            Loader::new(&registry).workers(1).load(&subject.checkpoint, &subject.patches, &plan)
+            Loader::new(&registry).workers(1).derive(base, &subject.checkpoint, &subject.patches, &plan)
         });
         subject.check(&model.unwrap());
         loads.load(Ordering::Relaxed) - before
@@ -277,7 +289,7 @@ fn concurrent_loads_of_one_key_are_one() {
         let results: Vec<Result<Arc<Model>>> = std::thread::scope(|scope| {
             let load = || {
                 start.wait();
-                cache.get_or_load("m", &identity, Retention::Keep, || {
+                cache.get_or_load("m", &identity, Retention::Keep, |_| {
                     loads.fetch_add(1, Ordering::Relaxed);
                     std::thread::sleep(std::time::Duration::from_millis(200));
                     if fails { Err(Error::Invalid { reason: "on purpose".into() }) } else { case.load(&registry) }
@@ -297,7 +309,7 @@ fn concurrent_loads_of_one_key_are_one() {
         drop(results);
         assert!(cache.list().iter().all(|info| !info.in_use));
         // The key is free after a failure.
-        cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry)).unwrap();
+        cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry)).unwrap();
     }
     comes_back(&registry);
 }
@@ -309,17 +321,17 @@ fn a_load_that_panics_fails_those_who_wait() {
     let (cache, inside) = (ModelCache::new(), Barrier::new(2));
     std::thread::scope(|scope| {
         let panics = scope.spawn(|| {
-            cache.get_or_load("m", &identity, Retention::Keep, || {
+            cache.get_or_load("m", &identity, Retention::Keep, |_| {
                 inside.wait();
                 std::thread::sleep(std::time::Duration::from_millis(100));
                 panic!("on purpose")
             })
         });
         inside.wait();
-        let waited = cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry));
+        let waited = cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry));
         assert!(waited.is_err() && panics.join().is_err());
     });
-    cache.get_or_load("m", &identity, Retention::Keep, || case.load(&registry)).unwrap();
+    cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry)).unwrap();
 }
 
 #[test]
@@ -352,15 +364,18 @@ fn every_failing_operation_leaves_kept_models_usable() {
         let model = Arc::new(case.load(registry)?);
         cache.insert("new", Arc::clone(&model), Retention::Unload);
         drop(model);
-        cache.make_room(registry, GPU0, 24 << 20, Evict::Flagged).map(drop).or_else(|error| match error {
-            // The kept model is in the way, as it should be.
-            Error::NoRoom(_) => Ok(()),
-            other => Err(other),
+        cache.make_room(registry, GPU0, 24 << 20, Evict::Flagged).map(drop).or_else(|unfinished| {
+            match unfinished.error {
+                // The kept model is in the way, as it should be.
+                Error::NoRoom(_) => Ok(()),
+                other => Err(other),
+            }
         })?;
         let other = Arc::new(case.load(registry)?);
         cache.insert("other", other, Retention::Unload);
         cache.request_free(FREE);
-        cache.service_requests(registry).map(drop)
+        cache.service_requests(registry)?;
+        Ok(())
     };
     let calls = {
         let watched = Watched::new(machine(), Clock::Virtual);

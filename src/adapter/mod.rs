@@ -39,7 +39,7 @@ pub use rows::RotaryRows;
 pub use scale::ScalePolicy;
 pub(crate) use scale::Scaling;
 pub use step::TensorPatch;
-pub(crate) use step::{Axis, Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};
+pub(crate) use step::{Axis, Change, Delta, Dora, Linear, Product, Reach, Recipe, Step, TILE_COLS, TILE_ROWS};
 
 /// An adapter, opened: its names and shapes are known, its factors still in the file.
 #[derive(Clone, Debug)]
@@ -65,7 +65,7 @@ pub(crate) struct Origin {
     stamps: Vec<Stamp>,
     /// The bits of its strength.
     strength: u32,
-    /// Its configuration, the component that is wanted, and its renames.
+    /// Its configuration, the component that is wanted, its renames, and the order of rotary rows.
     settings: String,
 }
 
@@ -191,7 +191,7 @@ impl Adapter {
     /// What tells it from every other adapter.
     pub(crate) fn origin(&self) -> Origin {
         let stamps = self.checkpoint.sources().iter().map(|source| source.stamp()).collect();
-        let settings = format!("{:?} {:?} {:?}", self.config, self.component, self.renames);
+        let settings = format!("{:?} {:?} {:?} {:?}", self.config, self.component, self.renames, self.rotary);
         Origin { path: self.path.clone(), stamps, strength: self.strength.to_bits(), settings }
     }
 

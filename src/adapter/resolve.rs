@@ -1,6 +1,6 @@
 //! Adapters against a checkpoint: what is done to which tensor.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::build::{self, Built, Weight};
@@ -31,7 +31,7 @@ pub struct Patches {
     tensors: BTreeMap<usize, TensorPatch>,
     layout: Layout,
     report: MatchReport,
-    origins: Vec<Origin>,
+    origins: Vec<Arc<Origin>>,
 }
 
 impl Patches {
@@ -48,9 +48,10 @@ impl Patches {
         let targets = Targets::new(layout);
         let mut resolving = Resolving::new(layout);
         for adapter in &adapters {
+            resolving.origins.push(Arc::new(adapter.origin()));
             resolving.adapter(adapter, &targets, matching)?;
         }
-        Ok(Patches { origins: adapters.iter().map(Adapter::origin).collect(), ..resolving.finish()? })
+        resolving.finish()
     }
 
     /// No patches at all.
@@ -102,6 +103,7 @@ impl Patches {
                     rounding: Rounding::NearestEven,
                     scale_policy: policy,
                     scale_of: Some(Arc::new(patch.clone())),
+                    makers: Vec::new(),
                 },
             ));
         }
@@ -113,7 +115,7 @@ impl Patches {
     }
 
     /// Where the adapters came from, in order.
-    pub(crate) fn origins(&self) -> &[Origin] {
+    pub(crate) fn origins(&self) -> &[Arc<Origin>] {
         &self.origins
     }
 
@@ -152,16 +154,25 @@ impl Patches {
 struct Resolving<'a> {
     layout: &'a Layout,
     by_name: HashMap<&'a str, usize>,
-    changed: BTreeMap<usize, (Vec<u64>, Vec<Step>)>,
-    /// Those of the changed tensors that are biases.
-    biases: BTreeSet<usize>,
+    changed: BTreeMap<usize, Changed>,
     report: MatchReport,
+    /// Of the adapters so far, the last being the one at hand.
+    origins: Vec<Arc<Origin>>,
+}
+
+/// What the steps so far make of a tensor.
+#[derive(Default)]
+struct Changed {
+    shape: Vec<u64>,
+    steps: Vec<Step>,
+    makers: Vec<(Arc<Origin>, String)>,
+    is_bias: bool,
 }
 
 impl<'a> Resolving<'a> {
     fn new(layout: &'a Layout) -> Resolving<'a> {
         let by_name = layout.tensors.iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
-        Resolving { layout, by_name, changed: BTreeMap::new(), biases: BTreeSet::new(), report: MatchReport::default() }
+        Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -237,12 +248,13 @@ impl<'a> Resolving<'a> {
             for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
                 if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
                     self.check_dtype(adapter, module, tensor)?;
-                    let (now, all) = self.changed.entry(tensor).or_default();
-                    *now = shape;
+                    let now = self.changed.entry(tensor).or_default();
+                    now.shape = shape;
+                    now.makers.extend(self.origins.last().map(|origin| (Arc::clone(origin), module.name.clone())));
+                    now.is_bias = target.bias == Some(tensor);
                     let part = steps.iter().find(|_| target.share.is_some());
-                    self.biases.extend(target.bias.filter(|&bias| bias == tensor));
                     rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
-                    all.extend(steps);
+                    now.steps.extend(steps);
                     changed.push(self.layout.tensors[tensor].name.clone());
                 }
             }
@@ -279,7 +291,7 @@ impl<'a> Resolving<'a> {
     /// The tensor as the steps so far leave it.
     fn weight(&self, tensor: usize) -> Weight<'a> {
         let info = &self.layout.tensors[tensor];
-        let shape = self.changed.get(&tensor).map_or(&info.shape, |(shape, _)| shape);
+        let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
         Weight { name: &info.name, shape: shape.clone() }
     }
 
@@ -303,12 +315,12 @@ impl<'a> Resolving<'a> {
     }
 
     fn finish(self) -> Result<Patches> {
-        let Resolving { layout, by_name, changed, biases, report } = self;
+        let Resolving { layout, by_name, changed, report, origins } = self;
         let shapes: Vec<(usize, Vec<u64>)> =
-            changed.iter().map(|(&tensor, (shape, _))| (tensor, shape.clone())).collect();
+            changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
         let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
         let mut tensors = BTreeMap::new();
-        for (tensor, (patched_shape, steps)) in changed {
+        for (tensor, Changed { shape: patched_shape, steps, makers, is_bias }) in changed {
             let info = &layout.tensors[tensor];
             let fault = |fault| Error::invalid(format!("tensor `{}`: {fault}", info.name));
             let float = Float::of(info.dtype)
@@ -330,14 +342,15 @@ impl<'a> Resolving<'a> {
                 scaling,
                 needs,
                 steps,
-                is_bias: biases.contains(&tensor),
+                is_bias,
                 rounding,
                 scale_policy,
                 scale_of,
+                makers,
             };
             tensors.insert(tensor, patch);
         }
-        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins: Vec::new() })
+        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins })
     }
 }
 

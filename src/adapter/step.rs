@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::Origin;
 use super::matrix::Matrix;
 use super::scale::{ScalePolicy, Scaling};
 use crate::float::Float;
@@ -29,6 +30,20 @@ pub struct TensorPatch {
     pub(crate) scale_policy: ScalePolicy,
     /// The weight whose scale this tensor is, when that is computed anew.
     pub(crate) scale_of: Option<Arc<TensorPatch>>,
+    /// For each module of an adapter that made some of the steps where it comes from, in order.
+    pub(crate) makers: Vec<(Arc<Origin>, String)>,
+}
+
+/// What a patch was made from, without its factors. Patches of one checkpoint with equal recipes make the same of a
+/// tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Recipe {
+    name: String,
+    patched_shape: Vec<u64>,
+    rounding: Rounding,
+    scale_policy: ScalePolicy,
+    makers: Vec<(Arc<Origin>, String)>,
+    scale_of: Option<Box<Recipe>>,
 }
 
 impl TensorPatch {
@@ -42,6 +57,18 @@ impl TensorPatch {
     /// The tensor's shape once it is patched; larger than in the checkpoint where an adapter pads the weight.
     pub fn patched_shape(&self) -> &[u64] {
         &self.patched_shape
+    }
+
+    /// What it was made from.
+    pub(crate) fn recipe(&self) -> Recipe {
+        Recipe {
+            name: self.name.clone(),
+            patched_shape: self.patched_shape.clone(),
+            rounding: self.rounding,
+            scale_policy: self.scale_policy,
+            makers: self.makers.clone(),
+            scale_of: self.scale_of.as_ref().map(|weight| Box::new(weight.recipe())),
+        }
     }
 
     /// The bytes of its factors as they are held, in f32.
@@ -214,6 +241,11 @@ impl Product {
     /// The packed factors from the tile of columns number `tile` on.
     pub(crate) fn down(&self, tile: usize) -> &[f32] {
         &self.down[tile * self.rank * TILE_COLS..]
+    }
+
+    /// Both packed factors whole: of the rows that it changes, and of all columns.
+    pub(crate) fn factors(&self) -> (&[f32], &[f32]) {
+        (&self.up, &self.down)
     }
 
     fn values(&self) -> usize {

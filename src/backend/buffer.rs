@@ -93,10 +93,17 @@ impl fmt::Debug for Allocation {
 #[derive(Debug)]
 struct Handle {
     allocation: Arc<Allocation>,
+    /// Its bytes of the allocation: all, or those of a part.
+    place: Range<usize>,
     uses: Mutex<Vec<Event>>,
 }
 
 impl Handle {
+    /// The address of its first byte, where the device has one.
+    fn address(&self) -> Option<u64> {
+        self.allocation.storage.address().map(|start| start + self.place.start as u64)
+    }
+
     fn uses(&self) -> MutexGuard<'_, Vec<Event>> {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -120,12 +127,53 @@ impl BufMut {
         let bytes = charge.bytes() as usize;
         let allocation =
             Arc::new(Allocation { storage: storage.into(), bytes, charge, abandoned: AtomicBool::new(false) });
-        BufMut(Arc::new(Handle { allocation, uses: Mutex::default() }))
+        BufMut(Arc::new(Handle { allocation, place: 0..bytes, uses: Mutex::default() }))
     }
 
     /// How many bytes.
     pub fn bytes(&self) -> usize {
-        self.0.allocation.bytes
+        self.0.place.len()
+    }
+
+    /// The address of its first byte, where the device has one.
+    pub fn address(&self) -> Option<u64> {
+        self.0.address()
+    }
+
+    /// Keeps the first `at` bytes and gives the others as a buffer of their own, with events of its own from now on:
+    /// several copies can then fill the parts of one allocation at one time. The allocation lives as long as any part.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it has fewer bytes; it stays whole.
+    pub fn split_off(&mut self, at: usize) -> Result<BufMut> {
+        if at > self.bytes() {
+            return Err(Error::invalid(format!("a buffer of {} bytes cannot be split at {at}", self.bytes())));
+        }
+        let (Range { start, end }, uses) = (self.0.place.clone(), self.0.open_uses());
+        let part = |place: Range<usize>| {
+            let (allocation, uses) = (Arc::clone(&self.0.allocation), Mutex::new(uses.clone()));
+            BufMut(Arc::new(Handle { allocation, place, uses }))
+        };
+        let (first, rest) = (part(start..start + at), part(start + at..end));
+        *self = first;
+        Ok(rest)
+    }
+
+    /// Takes back the part that begins where this one ends; it carries the events of both.
+    ///
+    /// # Errors
+    /// `next`, when it is no such part.
+    pub fn unsplit(&mut self, next: BufMut) -> Result<(), BufMut> {
+        let follows = self.0.place.end == next.0.place.start;
+        if !follows || !Arc::ptr_eq(&self.0.allocation, &next.0.allocation) {
+            return Err(next);
+        }
+        let (allocation, place) = (Arc::clone(&self.0.allocation), self.0.place.start..next.0.place.end);
+        let mut uses = self.0.open_uses();
+        let others = next.0.open_uses().into_iter();
+        uses.extend(others.filter(|event| !uses.iter().any(|known| known.is_same(event))).collect::<Vec<_>>());
+        self.0 = Arc::new(Handle { allocation, place, uses: Mutex::new(uses) });
+        Ok(())
     }
 
     /// The device they are of.
@@ -164,7 +212,7 @@ impl BufMut {
         if !self.0.open_uses().is_empty() {
             return None;
         }
-        Some(HostMut(lock.write().unwrap_or_else(PoisonError::into_inner)))
+        Some(HostMut(lock.write().unwrap_or_else(PoisonError::into_inner), self.0.place.clone()))
     }
 
     /// Ends the writing: from now on many can read. The contents are there once what is pending now is done.
@@ -191,7 +239,12 @@ pub struct Buf {
 impl Buf {
     /// How many bytes.
     pub fn bytes(&self) -> usize {
-        self.handle.allocation.bytes
+        self.handle.place.len()
+    }
+
+    /// The address of its first byte, where the device has one.
+    pub fn address(&self) -> Option<u64> {
+        self.handle.address()
     }
 
     /// The device they are of.
@@ -225,7 +278,8 @@ impl Buf {
     pub fn host(&self, deadline: Duration) -> Result<Option<HostRef<'_>>> {
         self.wait(deadline)?;
         let lock = self.handle.allocation.storage.host();
-        Ok(lock.map(|lock| HostRef(lock.read().unwrap_or_else(PoisonError::into_inner))))
+        let place = || self.handle.place.clone();
+        Ok(lock.map(|lock| HostRef(lock.read().unwrap_or_else(PoisonError::into_inner), place())))
     }
 
     /// Says that a stream reads it until `event`; whoever writes it next waits for that.
@@ -243,12 +297,22 @@ impl Buf {
         settle(&self.handle.open_uses(), deadline)
     }
 
+    /// Whether this is a clone of `other`, or it of this one.
+    pub fn is_same(&self, other: &Buf) -> bool {
+        Arc::ptr_eq(&self.handle, &other.handle)
+    }
+
+    /// Whether it has other clones, so that it cannot be reclaimed.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.handle) > 1
+    }
+
     /// The buffer to write again, when this is its last clone; it carries what is still pending.
     ///
     /// # Errors
     /// The same buffer when others read it.
     pub fn try_reclaim(self) -> Result<BufMut, Buf> {
-        if Arc::strong_count(&self.handle) > 1 {
+        if self.is_shared() {
             return Err(self);
         }
         // A use that failed is over; the contents that it spoilt are given up.
@@ -273,30 +337,32 @@ fn settle(events: &[Event], deadline: Duration) -> Result<()> {
 }
 
 /// The bytes of a [`Buf`] that the host can address.
-pub struct HostRef<'a>(RwLockReadGuard<'a, Box<dyn HostBytes>>);
+pub struct HostRef<'a>(RwLockReadGuard<'a, Box<dyn HostBytes>>, Range<usize>);
 
 impl Deref for HostRef<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.0.bytes()
+        &self.0.bytes()[self.1.clone()]
     }
 }
 
 /// The bytes of a [`BufMut`] that the host can address.
-pub struct HostMut<'a>(RwLockWriteGuard<'a, Box<dyn HostBytes>>);
+///
+/// The parts of one allocation share a lock: while this is held, the others wait.
+pub struct HostMut<'a>(RwLockWriteGuard<'a, Box<dyn HostBytes>>, Range<usize>);
 
 impl Deref for HostMut<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        self.0.bytes()
+        &self.0.bytes()[self.1.clone()]
     }
 }
 
 impl DerefMut for HostMut<'_> {
     fn deref_mut(&mut self) -> &mut [u8] {
-        self.0.bytes_mut()
+        &mut self.0.bytes_mut()[self.1.clone()]
     }
 }
 
@@ -335,7 +401,7 @@ impl Transfer {
     ///
     /// # Errors
     /// [`Rejected`] with [`Error::Invalid`] when a piece passes the end of its source or of `dst`.
-    pub fn new(pieces: Vec<Piece>, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
+    pub fn new(mut pieces: Vec<Piece>, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
         let outside = pieces.iter().find(|piece| {
             let bytes = piece.from.end.checked_sub(piece.from.start);
             let end = bytes.and_then(|bytes| piece.at.checked_add(bytes));
@@ -345,6 +411,10 @@ impl Transfer {
             let (have, room) = (src.bytes(), dst.bytes());
             let error = format!("bytes {from:?} of a buffer of {have} do not fit at {at} of one of {room}");
             return Err(Box::new(Rejected { error: Error::invalid(error), dst }));
+        }
+        for Piece { src, from, at } in &mut pieces {
+            let start = src.handle.place.start;
+            (*from, *at) = (start + from.start..start + from.end, dst.0.place.start + *at);
         }
         Ok(Transfer { pieces, dst })
     }
@@ -358,7 +428,8 @@ impl Transfer {
         Transfer::new(vec![piece], dst)
     }
 
-    /// Its pieces.
+    /// Its pieces, for a stream: their ranges and places count from the beginning of the allocations of both ends, of
+    /// which the buffers may be parts.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
@@ -384,7 +455,8 @@ impl Transfer {
         for piece in &self.pieces {
             piece.src.used_until(done.clone());
         }
-        self.dst.0.uses().push(done.clone());
+        // The event comes after those of all earlier uses of the destination, and fails with them.
+        *self.dst.0.uses() = vec![done.clone()];
         Flight { done, dst: self.dst }
     }
 
@@ -418,6 +490,12 @@ pub struct Flight {
 }
 
 impl Flight {
+    /// The flight of a buffer that work other than a copy, which is queued, writes until `done`.
+    pub fn of(buffer: BufMut, done: Event) -> Flight {
+        buffer.0.uses().push(done.clone());
+        Flight { done, dst: buffer }
+    }
+
     /// The event of its landing.
     pub fn done(&self) -> &Event {
         &self.done

@@ -32,6 +32,7 @@ pub fn check(device: &dyn Device, host: &dyn Device) {
     assert_eq!(device.health(), Health::Good);
     bytes_come_back(device, host);
     pieces_land_where_they_should(device, host);
+    parts_are_filled_by_streams_of_their_own(device, host);
     copies_follow_each_other(device, host);
     a_copy_waits_for_the_readers_of_its_destination(device, host);
     streams_wait_for_events(device, host);
@@ -97,6 +98,38 @@ fn pieces_land_where_they_should(device: &dyn Device, host: &dyn Device) {
     want[..3].copy_from_slice(&pattern(3, BYTES)[..3]);
     want[BYTES - 50..].copy_from_slice(&pattern(3, BYTES)[BYTES - 50..]);
     assert_eq!(download(device, host, &dst), want);
+}
+
+fn parts_are_filled_by_streams_of_their_own(device: &dyn Device, host: &dyn Device) {
+    let charged = device.ledger().charged();
+    let mut first = upload(device, &filled(host, 5));
+    let mut last = first.split_off(4_096).expect("longer");
+    let mut middle = std::mem::replace(&mut last, first.split_off(4_096).expect("as long"));
+    assert_eq!((first.bytes(), last.bytes(), middle.bytes()), (4_096, 0, BYTES - 4_096));
+    let end = middle.split_off(1_000).expect("longer");
+    assert!(middle.split_off(1_001).is_err() && middle.bytes() == 1_000, "a split that cannot be changes nothing");
+    let source = filled(host, 6);
+    let fill = |part: BufMut, from: usize| {
+        let piece = Piece { src: source.clone(), from: from..from + part.bytes(), at: 0 };
+        let stream = device.stream(Role::Upload).expect("a stream");
+        stream.copy(Transfer::new(vec![piece], part).expect("fits")).expect("queued").chain()
+    };
+    let (first, middle) = (fill(first, 0), fill(middle, 4_096).freeze());
+    assert_eq!(download(device, host, &middle), pattern(6, BYTES)[4_096..5_096], "a part is read from its place");
+    let middle = middle.try_reclaim().expect("the last clone");
+    let mut whole = first;
+    let kept = whole.unsplit(end).expect_err("not the next part");
+    whole
+        .unsplit(last)
+        .and_then(|()| whole.unsplit(middle))
+        .and_then(|()| whole.unsplit(kept))
+        .expect("the next parts");
+    let mut want = pattern(5, BYTES);
+    want[..5_096].copy_from_slice(&pattern(6, BYTES)[..5_096]);
+    assert_eq!(download(device, host, &whole.freeze()), want);
+    drop(source); // of the same ledger, where the device is the host
+    // What earlier checks let go of may come back meanwhile, too.
+    eventually("the parts' memory to come back", || device.ledger().charged() <= charged);
 }
 
 fn copies_follow_each_other(device: &dyn Device, host: &dyn Device) {

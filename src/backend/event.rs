@@ -2,8 +2,13 @@
 
 use std::any::Any;
 use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
+
+use super::watcher;
 
 use crate::error::{Error, Result};
 
@@ -14,6 +19,13 @@ pub trait Fence: Any + Send + Sync {
 
     /// Blocks until the work is done or has failed, at most for `deadline`; the state then.
     fn wait(&self, deadline: Duration) -> FenceState;
+
+    /// Lets `waker` be woken once the work is done or has failed; at once where it is already. False, and nothing, where
+    /// the backend is not told of that: then a thread asks for the [`state`](Fence::state) again and again.
+    fn wake(&self, waker: &Waker) -> bool {
+        let _ = waker;
+        false
+    }
 
     /// When the work was or will be done, on the clock of simulated devices.
     fn time(&self) -> Option<Duration> {
@@ -47,6 +59,11 @@ impl Event {
         !matches!(self.0.state(), FenceState::Pending)
     }
 
+    /// Whether this is a clone of `other`, or it of this one.
+    pub fn is_same(&self, other: &Event) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// How far the work is. Never blocks.
     pub fn state(&self) -> FenceState {
         self.0.state()
@@ -64,6 +81,15 @@ impl Event {
         }
     }
 
+    /// As [`wait`](Event::wait), for asynchronous code: a future that any executor can run. It does not end before the
+    /// work does; a deadline is the executor's to give.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with the cause when the work failed.
+    pub fn fired(&self) -> impl Future<Output = Result<()>> + Send + 'static {
+        Fired { event: self.clone(), asked: None }
+    }
+
     /// When the work was or will be done, on the clock of simulated devices; none on others.
     pub fn time(&self) -> Option<Duration> {
         self.0.time()
@@ -72,6 +98,32 @@ impl Event {
     /// The fence as its backend's own type, to be waited for on the device.
     pub fn downcast<T: Fence>(&self) -> Option<&T> {
         (&*self.0 as &dyn Any).downcast_ref()
+    }
+}
+
+/// The future of an event's end.
+struct Fired {
+    event: Event,
+    /// Who is to be woken, if anyone was named.
+    asked: Option<Waker>,
+}
+
+impl Future for Fired {
+    type Output = Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        let waker = context.waker();
+        if !self.event.settled() && !self.asked.as_ref().is_some_and(|asked| asked.will_wake(waker)) {
+            if !self.event.0.wake(waker) {
+                watcher::watch(self.event.clone(), waker.clone());
+            }
+            self.asked = Some(waker.clone());
+        }
+        // Asked for after the waker was left, so that no end goes by unnoticed.
+        match self.event.settled() {
+            true => Poll::Ready(self.event.wait(Duration::ZERO)),
+            false => Poll::Pending,
+        }
     }
 }
 

@@ -1,13 +1,14 @@
 //! A backend that fails one operation on purpose, to show that whatever fails, nothing leaks.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Ledger, MemoryKind, Rejected, Role, Route,
-    Stream, Transfer,
+    Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MatrixPatch,
+    MemoryKind, PatchFlight, Rejected, Role, Route, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -27,6 +28,7 @@ pub enum Operation {
     Wait,
     Record,
     Occupy,
+    Patch,
 }
 
 /// Counts the operations of a [`Faulty`] backend and fails the n-th.
@@ -149,6 +151,14 @@ impl Device for FaultyDevice {
         self.inner.route_from(source)
     }
 
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        self.inner.kernels().map(|_| self as &dyn Kernels)
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        self.inner.copies_hold_up(source)
+    }
+
     fn trim(&self) -> Result<u64> {
         self.count(Operation::Trim)?;
         self.inner.trim()
@@ -156,6 +166,27 @@ impl Device for FaultyDevice {
 
     fn health(&self) -> Health {
         self.inner.health()
+    }
+}
+
+impl Kernels for FaultyDevice {
+    /// As the device itself has them; only patches are counted.
+    fn ready(&self) -> Result<(), String> {
+        self.inner.kernels().map_or_else(|| Err("the device has no kernels".to_owned()), Kernels::ready)
+    }
+
+    fn patch(
+        &self,
+        stream: &dyn Stream,
+        patch: &MatrixPatch<'_>,
+        weight: BufMut,
+        at: usize,
+        work: BufMut,
+    ) -> Result<PatchFlight> {
+        self.count(Operation::Patch)?;
+        let stream = (stream as &dyn Any).downcast_ref().map_or(stream, |stream: &FaultyStream| &*stream.inner);
+        let Some(kernels) = self.inner.kernels() else { return Err(Error::invalid("the device has no kernels")) };
+        kernels.patch(stream, patch, weight, at, work)
     }
 }
 

@@ -17,9 +17,11 @@ mod event;
 mod faulty;
 mod host;
 mod host_memory;
+mod kernels;
 mod ledger;
 mod simulated;
 mod software;
+mod watcher;
 
 use std::any::Any;
 use std::fmt;
@@ -33,6 +35,7 @@ pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
+pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight};
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
@@ -101,6 +104,18 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// How a stream of this device can copy from memory of `source`.
     fn route_from(&self, source: &dyn Device) -> Route;
 
+    /// The arithmetic that it offers, if any; the software devices offer none.
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        None
+    }
+
+    /// Whether a copy from `source` to this device makes the thread that queues it wait, since the device's streams
+    /// cannot wait for those bytes. They are then better brought through pinned memory, by a thread that may wait.
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let _ = source;
+        false
+    }
+
     /// Gives memory that the allocator holds for reuse back to the system; the bytes given back.
     ///
     /// # Errors
@@ -133,7 +148,8 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// The device that it belongs to.
     fn device(&self) -> DeviceId;
 
-    /// Queues a copy. It runs after all earlier work of this stream and after the pending events of both ends.
+    /// Queues a copy. It runs after all earlier work of this stream and after the pending events of both ends. Its event
+    /// comes after these also when the copy fails.
     ///
     /// # Errors
     /// [`Rejected`] gives the destination back.

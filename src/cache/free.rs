@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::{CleanupReport, ModelCache, Retention};
+use super::{CleanupReport, ModelCache, Retention, Unfinished};
 use crate::backend::trim_allocator;
 use crate::error::{Error, ErrorKind, Result};
 use crate::load::Model;
@@ -97,7 +97,7 @@ impl ModelCache {
     ///
     /// # Errors
     /// As [`full_cleanup`](ModelCache::full_cleanup). The request counts as served.
-    pub fn service_requests(&self, registry: &Registry) -> Result<Option<CleanupReport>> {
+    pub fn service_requests(&self, registry: &Registry) -> Result<Option<CleanupReport>, Unfinished<CleanupReport>> {
         let request = FreeRequest::of(self.requests.0.swap(0, Ordering::AcqRel));
         if request.is_empty() { Ok(None) } else { self.clean_up(registry, request).map(Some) }
     }
@@ -110,30 +110,39 @@ impl ModelCache {
     ///
     /// # Errors
     /// [`Error::ModelsLost`] naming the kept models that can no longer be read; else the first device that refuses to
-    /// give its allocator cache back. Whatever fails, the rest is done all the same.
-    pub fn full_cleanup(&self, registry: &Registry) -> Result<CleanupReport> {
+    /// give its allocator cache back. Whatever fails, the rest is done all the same, and the report comes with the
+    /// error.
+    pub fn full_cleanup(&self, registry: &Registry) -> Result<CleanupReport, Unfinished<CleanupReport>> {
         self.clean_up(registry, FreeRequest::ALL)
     }
 
-    fn clean_up(&self, registry: &Registry, request: FreeRequest) -> Result<CleanupReport> {
+    fn clean_up(&self, registry: &Registry, request: FreeRequest) -> Result<CleanupReport, Unfinished<CleanupReport>> {
         if cfg!(debug_assertions) {
             self.remember_contents();
         }
         let mut snapshots = vec![registry.snapshot("before clean-up")];
         let unload = self.unload_all();
         snapshots.push(registry.snapshot("after unload"));
-        let (mut resets, mut trimmed) = (0, Ok(BTreeMap::new()));
+        let (mut resets, mut trimmed, mut refused) = (0, BTreeMap::new(), None);
         if request.free_memory {
             let hooks = self.hooks.all();
             hooks.iter().for_each(|hook| hook());
             resets = hooks.len();
             snapshots.push(registry.snapshot("after reset"));
-            trimmed = registry.trim();
+            for device in registry.opened() {
+                match device.trim() {
+                    Ok(bytes) => drop(trimmed.insert(device.id(), bytes)),
+                    Err(error) => drop(refused.get_or_insert(error)),
+                }
+            }
             trim_allocator();
             snapshots.push(registry.snapshot("after emptying"));
         }
-        verify(&self.kept())?;
-        Ok(CleanupReport { request, unload, resets, trimmed: trimmed?, snapshots })
+        let report = CleanupReport { request, unload, resets, trimmed, snapshots };
+        match verify(&self.kept()).err().or(refused) {
+            None => Ok(report),
+            Some(error) => Err(Unfinished { report, error }),
+        }
     }
 
     /// Takes a hash of each kept model that has none yet, where its bytes can be read.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{ModelCache, Retention};
+use super::{Entry, ModelCache, Retention, let_go};
 use crate::adapter::{Origin, Patches, ScalePolicy};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
@@ -21,11 +21,11 @@ use crate::transfer::Stamp;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity(Arc<Parts>);
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 struct Parts {
     checkpoint: PathBuf,
     files: Vec<(PathBuf, Stamp)>,
-    adapters: Vec<Origin>,
+    adapters: Vec<Arc<Origin>>,
     policy: Option<(Rounding, ScalePolicy)>,
     plan: Plan,
 }
@@ -36,6 +36,16 @@ impl Identity {
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
         let (checkpoint, adapters, plan) = (checkpoint.path().to_owned(), patches.origins().to_vec(), plan.clone());
         Identity(Arc::new(Parts { checkpoint, files, adapters, policy: patches.policy(), plan }))
+    }
+
+    /// The identity of the same with another plan.
+    pub(super) fn with_plan(&self, plan: &Plan) -> Identity {
+        Identity(Arc::new(Parts { plan: plan.clone(), ..(*self.0).clone() }))
+    }
+
+    /// Whether both are made from the same files, so that one model may have much of the other.
+    fn same_files(&self, other: &Identity) -> bool {
+        self.0.files == other.0.files
     }
 }
 
@@ -55,21 +65,41 @@ struct Shared {
 const DEADLINE: Duration = Duration::from_secs(3600);
 
 impl ModelCache {
-    /// The model `key`, loaded by `load` unless the cache has it already with this identity and its devices work. It is
+    /// The model `key`, made by `load` unless the cache has it already with this identity and its devices work. It is
     /// in use until what is returned is dropped. A hit leaves the entry's retention as it is.
     ///
-    /// Callers that want the same at the same time share one load: one runs its `load`, the others wait. A model that
-    /// has the key with another identity leaves before the load begins, so that its memory can be had.
+    /// Callers that want the same at the same time share one load: one runs its `load`, the others wait. Where the key
+    /// has a model of the same files with other adapters, other strengths or another plan, `load` is given that model,
+    /// to [derive](crate::Loader::derive) from; it is replaced when the new one is there, and whoever uses it keeps it.
+    /// If they do not fit beside each other ([`Error::OutOfMemory`]), nobody uses the old one, and what it holds may be
+    /// what is missing, it is let go, and `load` is called again with none. A model of other files leaves before the load begins, so that its memory can
+    /// be had.
+    ///
+    /// ```
+    /// use tensor_offload::{Checkpoint, Identity, Loader, ModelCache, Patches, Planner, Registry, Retention};
+    /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+    /// # let devices = Registry::system();
+    /// # let checkpoint = Checkpoint::open(path)?;
+    /// # let patches = Patches::none(checkpoint.layout());
+    /// # let plan = Planner::new(patches.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+    /// let (cache, loader) = (ModelCache::new(), Loader::new(&devices));
+    /// let identity = Identity::of(&checkpoint, &patches, &plan);
+    /// let load = |base: Option<&_>| loader.derive(base, &checkpoint, &patches, &plan);
+    /// let model = cache.get_or_load("text encoder", &identity, Retention::Keep, load)?;
+    /// assert_eq!(model.report().read, plan.bytes());
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Failed`] with what `load` met, for all who waited for it; the key is free then.
+    /// [`Error::Failed`] with what `load` met, for all who waited for it. The old model stays then, if it was given to
+    /// `load` and did not have to go for the new one, which the error says; else the key is free.
     /// [`Error::TimedOut`] after waiting an hour for another's load.
     pub fn get_or_load(
         &self,
         key: &str,
         identity: &Identity,
         retention: Retention,
-        load: impl FnOnce() -> Result<Model>,
+        load: impl FnMut(Option<&Arc<Model>>) -> Result<Model>,
     ) -> Result<Arc<Model>> {
         let until = Instant::now() + DEADLINE;
         loop {
@@ -108,12 +138,10 @@ impl ModelCache {
         key: &str,
         shared: &Arc<Shared>,
         retention: Retention,
-        load: impl FnOnce() -> Result<Model>,
+        load: impl FnMut(Option<&Arc<Model>>) -> Result<Model>,
     ) -> Result<Arc<Model>> {
         let mut ending = Ending { loads: &self.loads, key, shared, outcome: None };
-        let old = self.entries().models.remove(key);
-        drop(old.map(|old| super::let_go(vec![(key.to_owned(), old)], Vec::new())));
-        let outcome = load().map(Arc::new).map_err(Arc::new);
+        let outcome = self.load_over(key, &shared.identity, load).map(Arc::new).map_err(Arc::new);
         if let Ok(model) = &outcome {
             let old =
                 self.entries().insert(key.to_owned(), Arc::clone(model), retention, Some(shared.identity.clone()));
@@ -122,6 +150,46 @@ impl ModelCache {
         ending.outcome = Some(outcome.clone());
         drop(ending);
         outcome.map_err(failed)
+    }
+
+    /// Loads where another model may have the key, out of that one where it is of the same files.
+    fn load_over(
+        &self,
+        key: &str,
+        identity: &Identity,
+        mut load: impl FnMut(Option<&Arc<Model>>) -> Result<Model>,
+    ) -> Result<Model> {
+        let of_same_files = |entry: &&Entry| entry.identity.as_ref().is_some_and(|old| old.same_files(identity));
+        let base = self.entries().models.get(key).filter(of_same_files).map(|entry| Arc::clone(&entry.model));
+        let Some(base) = base else {
+            let old = self.entries().models.remove(key);
+            drop(old.map(|old| let_go(vec![(key.to_owned(), old)], Vec::new())));
+            return load(None);
+        };
+        match load(Some(&base)) {
+            Err(Error::OutOfMemory { device, requested, available, limit }) => {
+                let full = Error::OutOfMemory { device, requested, available, limit };
+                let own = base.own_bytes().get(&device).copied().unwrap_or(0);
+                if own.saturating_add(available) < requested {
+                    return Err(full);
+                }
+                let Some(old) = self.take_unused(key, base) else { return Err(full) };
+                drop(let_go(vec![(key.to_owned(), old)], Vec::new()));
+                load(None).map_err(|error| Error::Failed {
+                    operation: "a load for which the model that had the key was let go",
+                    cause: Arc::new(error),
+                })
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Takes the entry `key` out if it is still this model and nobody else has it.
+    fn take_unused(&self, key: &str, model: Arc<Model>) -> Option<Entry> {
+        let mut entries = self.entries();
+        let same = Arc::ptr_eq(&entries.models.get(key)?.model, &model);
+        drop(model);
+        if same && !entries.models.get(key)?.in_use() { entries.models.remove(key) } else { None }
     }
 }
 

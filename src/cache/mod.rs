@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use free::FreeRequest;
 pub use identity::Identity;
 pub use pressure::{Pressure, PressureReadings, PressureReport, PressureState};
-pub use report::{CleanupReport, EntryInfo, UnloadReport, Unloaded};
+pub use report::{CleanupReport, EntryInfo, Unfinished, UnloadReport, Unloaded};
 pub use room::Evict;
 
 use crate::error::{Error, Result};
@@ -139,6 +139,7 @@ impl ModelCache {
             kept: entry.retention == Retention::Keep,
             in_use: entry.in_use(),
             bytes: entry.model.bytes(),
+            own: entry.model.own_bytes(),
             lost: entry.model.lost().map(|error| error.to_string()),
         };
         self.entries().models.iter().map(info).collect()
@@ -188,7 +189,7 @@ impl ModelCache {
 fn let_go(leaving: Vec<(String, Entry)>, kept: Vec<String>) -> UnloadReport {
     let mut report = UnloadReport { kept, ..UnloadReport::default() };
     for (key, entry) in leaving {
-        let unloaded = Unloaded { key, bytes: entry.model.bytes() };
+        let unloaded = Unloaded { key, bytes: entry.model.own_bytes() };
         let deferred = entry.in_use() || entry.model.wait_unused().is_err();
         let list = if deferred { &mut report.deferred } else { &mut report.unloaded };
         list.push(unloaded);

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::FreeRequest;
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, MemorySnapshot};
+use crate::error::Error;
 
 /// A model in the cache.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -21,6 +22,8 @@ pub struct EntryInfo {
     pub in_use: bool,
     /// The bytes that it holds on each device.
     pub bytes: BTreeMap<DeviceId, u64>,
+    /// Those of them that it shares with no other model.
+    pub own: BTreeMap<DeviceId, u64>,
     /// Why it cannot be used any more, where a device that holds some of it is lost.
     pub lost: Option<String>,
 }
@@ -31,7 +34,7 @@ pub struct EntryInfo {
 pub struct Unloaded {
     /// Its key.
     pub key: String,
-    /// The bytes that it held on each device.
+    /// The bytes that it held on each device, and no other model holds.
     pub bytes: BTreeMap<DeviceId, u64>,
 }
 
@@ -41,6 +44,8 @@ pub struct Unloaded {
 pub struct UnloadReport {
     /// Models whose memory is free now.
     pub unloaded: Vec<Unloaded>,
+    /// Models whose resident modules moved to the host, with the bytes that this freed on each device.
+    pub demoted: Vec<Unloaded>,
     /// Models that left the cache and will be freed when their last user is done.
     pub deferred: Vec<Unloaded>,
     /// The keys of the models that stayed.
@@ -50,15 +55,32 @@ pub struct UnloadReport {
 impl UnloadReport {
     /// The bytes freed on each device.
     pub fn freed(&self) -> BTreeMap<DeviceId, u64> {
-        sum(&self.unloaded)
+        sum(self.unloaded.iter().chain(&self.demoted))
     }
 
     pub(super) fn log(&self) {
-        if self.unloaded.is_empty() && self.deferred.is_empty() {
+        if self.unloaded.is_empty() && self.deferred.is_empty() && self.demoted.is_empty() {
             tracing::trace!(kept = self.kept.len(), "nothing to unload");
         } else {
             tracing::info!("{self}");
         }
+    }
+}
+
+/// An operation on the cache that failed half way: what it did until then, and why it went no further.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Unfinished<R: fmt::Debug> {
+    /// What was done.
+    pub report: R,
+    /// Why not all of it.
+    #[source]
+    pub error: Error,
+}
+
+impl<R: fmt::Debug> From<Unfinished<R>> for Error {
+    fn from(unfinished: Unfinished<R>) -> Error {
+        unfinished.error
     }
 }
 
@@ -84,7 +106,10 @@ impl fmt::Display for UnloadReport {
         let keys = |list: &[Unloaded]| list.iter().map(|u| u.key.as_str()).collect::<Vec<_>>().join(", ");
         match self.unloaded.as_slice() {
             [] => write!(f, "unloaded nothing")?,
-            unloaded => write!(f, "unloaded {} (freed {})", keys(unloaded), Amounts(&self.freed()))?,
+            unloaded => write!(f, "unloaded {} (freed {})", keys(unloaded), Amounts(&sum(unloaded)))?,
+        }
+        if !self.demoted.is_empty() {
+            write!(f, "; demoted {} (freed {})", keys(&self.demoted), Amounts(&sum(&self.demoted)))?;
         }
         if !self.deferred.is_empty() {
             write!(f, "; still in use: {} ({})", keys(&self.deferred), Amounts(&sum(&self.deferred)))?;
@@ -112,9 +137,9 @@ impl fmt::Display for CleanupReport {
     }
 }
 
-fn sum(list: &[Unloaded]) -> BTreeMap<DeviceId, u64> {
+fn sum<'a>(list: impl IntoIterator<Item = &'a Unloaded>) -> BTreeMap<DeviceId, u64> {
     let mut total = BTreeMap::new();
-    for (&device, &bytes) in list.iter().flat_map(|u| &u.bytes) {
+    for (&device, &bytes) in list.into_iter().flat_map(|u| &u.bytes) {
         *total.entry(device).or_default() += bytes;
     }
     total

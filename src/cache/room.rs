@@ -1,59 +1,121 @@
-//! Room on one device: who has to go for it.
+//! Room on one device: who has to go for it, or to move to the host.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Entries, Entry, ModelCache, Retention, UnloadReport, let_go, no_model};
+use super::report::{UnloadReport, Unloaded};
+use super::{Entries, Entry, ModelCache, Retention, Unfinished, let_go, no_model};
 use crate::backend::Device;
-use crate::device::DeviceId;
+use crate::device::{DeviceId, Machine};
 use crate::error::{Error, Holder, NoRoom, Result};
+use crate::load::{Loader, Model, Part};
+use crate::plan::Plan;
 use crate::registry::Registry;
 
-/// Which models may go to make room. Those in use never do.
+/// What may happen to models to make room. Those in use are left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Evict {
-    /// The flagged ones.
+    /// Flagged ones go.
     Flagged,
-    /// The flagged ones, then the kept ones.
+    /// Flagged ones go; then kept ones are demoted: what they have on the device moves to the host.
+    Demote,
+    /// Flagged ones go; then kept ones are demoted, and where that is not enough, go.
     Kept,
 }
 
-/// What was taken out of the cache for room, and the keys of those that stay.
+/// What is done for room.
+#[derive(Default)]
 struct Chosen {
+    /// Taken out of the cache.
     leaving: Vec<(String, Entry)>,
+    demoted: Vec<Demotion>,
+    /// The keys of those that stay.
     kept: Vec<String>,
+}
+
+/// A model that is to move to the host.
+#[derive(Clone)]
+struct Demotion {
+    key: String,
+    plan: Plan,
+    /// What that frees on its compute device.
+    frees: u64,
+    /// What it takes on the host.
+    takes: u64,
+}
+
+/// What the reckoning knows.
+struct Reckoning<'a> {
+    entries: &'a Entries,
+    id: DeviceId,
+    machine: &'a Machine,
+    short: u64,
+    /// What may be taken on the host.
+    host: u64,
 }
 
 /// How long memory that is let go of may take to come back: devices free when the last work that used it is done.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 impl ModelCache {
-    /// Sees to it that `bytes` can be taken on a device. Where they cannot, lets go of models that hold memory there and
-    /// that nobody uses: flagged ones first, then kept ones if `evict` allows it, each time the one used least
-    /// recently, and no more than it takes. Models on other devices stay.
+    /// Sees to it that `bytes` can be taken on a device. Where they cannot, lets go of flagged models that hold memory
+    /// there and that nobody uses. Where these are not enough and `evict` allows it, kept models whose compute device it
+    /// is are [demoted](Plan::demoted); and only where that is not enough, and `evict` allows that too, kept ones go: as
+    /// few as possible. Each time the one used least recently is the first. Models on other devices stay.
+    ///
+    /// A demoted model has the same bytes under its key, and is streamed from the host; `get_or_load` with its former
+    /// plan derives it from there. If others take the memory of its slots in that moment, it waits on the host without
+    /// any, and all of it is used in place.
     ///
     /// # Errors
-    /// [`Error::NoRoom`] with the bytes short and all that hold memory there; nothing goes when that would not be
-    /// enough. [`Error::UnknownDevice`] and [`Error::DeviceAbsent`] as [`Registry::device`]; whatever asking the
-    /// device meets.
-    pub fn make_room(&self, registry: &Registry, device: DeviceId, bytes: u64, evict: Evict) -> Result<UnloadReport> {
+    /// With what was done until then: [`Error::NoRoom`] with the bytes short and all that hold memory there; nothing
+    /// goes when that would not be enough. [`Error::UnknownDevice`] and [`Error::DeviceAbsent`] as
+    /// [`Registry::device`]; whatever asking the device and copying meet. A model that could not be demoted is as it was.
+    pub fn make_room(
+        &self,
+        registry: &Registry,
+        device: DeviceId,
+        bytes: u64,
+        evict: Evict,
+    ) -> Result<UnloadReport, Unfinished<UnloadReport>> {
+        let mut report = UnloadReport::default();
+        match self.room(registry, device, bytes, evict, &mut report) {
+            Ok(()) => Ok(report),
+            Err(error) => Err(Unfinished { report, error }),
+        }
+    }
+
+    fn room(
+        &self,
+        registry: &Registry,
+        device: DeviceId,
+        bytes: u64,
+        evict: Evict,
+        report: &mut UnloadReport,
+    ) -> Result<()> {
         let device = registry.device(device)?;
         let mut available = available(&*device)?;
-        let mut chosen = self.choose(device.id(), bytes, available, evict);
+        let mut chosen = self.choose(registry, device.id(), bytes.saturating_sub(available), evict);
         if chosen.is_none() {
             // What the allocator keeps for reuse may be what is missing.
             device.trim()?;
             available = self::available(&*device)?;
-            chosen = self.choose(device.id(), bytes, available, evict);
+            chosen = self.choose(registry, device.id(), bytes.saturating_sub(available), evict);
         }
-        let Some(Chosen { leaving, kept }) = chosen else { return Err(self.no_room(&*device, bytes, available)) };
-        let report = let_go(leaving, kept);
+        let Some(Chosen { leaving, demoted, kept }) = chosen else {
+            return Err(self.no_room(&*device, bytes, available));
+        };
+        *report = let_go(leaving, kept);
+        let moved = demoted.iter().try_for_each(|demotion| self.demote(registry, demotion, report));
         report.log();
+        moved?;
         let until = Instant::now() + DEADLINE;
         loop {
             available = self::available(&*device)?;
             if available >= bytes {
-                return Ok(report);
+                return Ok(());
             }
             if Instant::now() >= until {
                 return Err(self.no_room(&*device, bytes, available));
@@ -80,28 +142,46 @@ impl ModelCache {
         Ok(others.map(flag).collect())
     }
 
-    /// Takes as many models out as it needs to get from `available` to `bytes`, with the keys of those that stay; none
-    /// when all together are too few, and nothing is taken out then.
-    fn choose(&self, id: DeviceId, bytes: u64, available: u64, evict: Evict) -> Option<Chosen> {
-        let entries: &mut Entries = &mut self.entries();
-        let may_go = |entry: &Entry| entry.retention == Retention::Unload || evict == Evict::Kept;
-        let candidates = entries.models.iter().filter(|(_, e)| may_go(e) && e.bytes_on(id) > 0 && !e.in_use());
-        let mut order: Vec<_> = candidates
-            .map(|(key, entry)| ((entry.retention == Retention::Keep, entry.used), key.clone(), entry.bytes_on(id)))
-            .collect();
-        order.sort();
-        let mut short = bytes.saturating_sub(available);
-        let needed = order.iter().take_while(|(_, _, held)| {
-            let still = short > 0;
-            short = short.saturating_sub(*held);
-            still
-        });
-        let keys: Vec<String> = needed.map(|(_, key, _)| key.clone()).collect();
-        if short > 0 {
-            return None;
+    /// Takes out as many models as it needs for `short` bytes more, and says which are to be demoted; none when all
+    /// together are too few, and nothing is taken out then.
+    fn choose(&self, registry: &Registry, id: DeviceId, short: u64, evict: Evict) -> Option<Chosen> {
+        let host = registry.device(DeviceId::CPU).and_then(|host| available(&*host)).unwrap_or(0);
+        let mut entries = self.entries();
+        let reckoning = Reckoning { entries: &entries, id, machine: registry.machine(), short, host };
+        let (leaving, demoted) = reckoning.choose(evict)?;
+        let leaving = leaving.into_iter().filter_map(|key| entries.models.remove_entry(&key)).collect();
+        Some(Chosen { leaving, demoted, kept: entries.models.keys().cloned().collect() })
+    }
+
+    /// Moves a model to the host, unless someone has begun to use it.
+    fn demote(&self, registry: &Registry, demotion: &Demotion, report: &mut UnloadReport) -> Result<()> {
+        let Demotion { key, plan, .. } = demotion;
+        let unused = |entries: &Entries| {
+            let entry = entries.models.get(key).filter(|entry| !entry.in_use());
+            entry.map(|entry| Arc::clone(&entry.model))
+        };
+        let Some(base) = unused(&self.entries()) else { return Ok(()) };
+        let before = base.own_bytes();
+        let parked = plan.parked(base.layout(), registry.machine())?;
+        let moved = Loader::new(registry).move_away(&base, plan.clone())?;
+        base.wait_unused()?;
+        // Nobody may get the model between the last look at who uses it and its replacement.
+        let mut entries = self.entries();
+        let same = entries.models.get(key).is_some_and(|entry| Arc::ptr_eq(&entry.model, &base));
+        drop(base);
+        if !same || unused(&entries).is_none() {
+            return Ok(());
         }
-        let leaving = keys.into_iter().filter_map(|key| entries.models.remove_entry(&key)).collect();
-        Some(Chosen { leaving, kept: entries.models.keys().cloned().collect() })
+        let Some(entry) = entries.models.remove(key) else { return Ok(()) };
+        let model = Arc::new(moved.finish(entry.model, &parked, registry)?);
+        let freed = |(&id, &bytes): (&DeviceId, &u64)| {
+            let still = model.own_bytes().get(&id).copied().unwrap_or(0);
+            (bytes > still).then(|| (id, bytes - still))
+        };
+        report.demoted.push(Unloaded { key: key.clone(), bytes: before.iter().filter_map(freed).collect() });
+        let identity = entry.identity.map(|identity| identity.with_plan(model.plan()));
+        entries.models.insert(key.clone(), Entry { model, identity, ..entry });
+        Ok(())
     }
 
     fn no_room(&self, device: &dyn Device, requested: u64, available: u64) -> Error {
@@ -112,16 +192,88 @@ impl ModelCache {
             kept: entry.retention == Retention::Keep,
             in_use: entry.in_use(),
         };
-        let holders: Vec<Holder> = self.entries().models.iter().map(holder).filter(|h| h.bytes > 0).collect();
-        let held = holders.iter().map(|holder| holder.bytes).sum();
-        let (short, others) = (requested.saturating_sub(available), device.ledger().charged().saturating_sub(held));
+        let entries = self.entries();
+        let holders: Vec<Holder> = entries.models.iter().map(holder).filter(|h| h.bytes > 0).collect();
+        // What several models share is there once.
+        let parts = entries.models.values().flat_map(|entry| entry.parts_on(id));
+        let held: HashMap<usize, u64> = parts.map(|part| (part.id, part.bytes)).collect();
+        let (short, held) = (requested.saturating_sub(available), held.values().sum());
+        let others = device.ledger().charged().saturating_sub(held);
         Error::NoRoom(Box::new(NoRoom { device: id, requested, available, short, holders, others }))
+    }
+}
+
+impl Reckoning<'_> {
+    /// The keys of those that go, and those to demote; none when all together are too few.
+    fn choose(&self, evict: Evict) -> Option<(Vec<String>, Vec<Demotion>)> {
+        let mut leaving = Vec::new();
+        for key in self.candidates(Retention::Unload) {
+            if self.freed(&leaving) >= self.short {
+                break;
+            }
+            leaving.push(key);
+        }
+        if self.freed(&leaving) >= self.short {
+            return Some((leaving, Vec::new()));
+        }
+        let kept = if evict == Evict::Flagged { Vec::new() } else { self.candidates(Retention::Keep) };
+        let movable: Vec<Option<Demotion>> = kept.iter().map(|key| self.demotion(key)).collect();
+        let most = if evict == Evict::Kept { kept.len() } else { 0 };
+        (0..=most).find_map(|dropped| {
+            let leaving: Vec<String> = leaving.iter().chain(&kept[..dropped]).cloned().collect();
+            let (mut freed, mut host, mut demoted) = (self.freed(&leaving), self.host, Vec::new());
+            for demotion in movable[dropped..].iter().flatten() {
+                if freed < self.short && demotion.takes <= host {
+                    (freed, host) = (freed + demotion.frees, host - demotion.takes);
+                    demoted.push(demotion.clone());
+                }
+            }
+            (freed >= self.short).then_some((leaving, demoted))
+        })
+    }
+
+    /// The models that hold memory there and are not in use, least recently used first.
+    fn candidates(&self, retention: Retention) -> Vec<String> {
+        let models = self.entries.models.iter();
+        let mut keys: Vec<_> = models
+            .filter(|(_, e)| e.retention == retention && e.bytes_on(self.id) > 0 && !e.in_use())
+            .map(|(key, entry)| (entry.used, key.clone()))
+            .collect();
+        keys.sort();
+        keys.into_iter().map(|(_, key)| key).collect()
+    }
+
+    /// What is free on the device once these models are gone: parts that only they hold.
+    fn freed(&self, leaving: &[String]) -> u64 {
+        let mut holders: HashMap<usize, (usize, Part)> = HashMap::new();
+        for part in leaving.iter().flat_map(|key| self.entries.models[key].parts_on(self.id)) {
+            holders.entry(part.id).or_insert((0, part)).0 += 1;
+        }
+        holders.values().filter(|(count, part)| *count == part.holders).map(|(_, part)| part.bytes).sum()
+    }
+
+    /// How this model can be demoted, where that frees anything.
+    fn demotion(&self, key: &str) -> Option<Demotion> {
+        let model: &Model = &self.entries.models[key].model;
+        let memory = |id: DeviceId| self.machine.device(id).map(|info| info.domain).ok();
+        if model.plan().compute() != self.id || memory(self.id)? == memory(DeviceId::CPU)? || model.lost().is_some() {
+            return None;
+        }
+        let plan = model.plan().demoted(model.layout(), self.machine).ok()?;
+        let own = model.parts().filter(|part| part.device == self.id && part.holders == 1).map(|part| part.bytes);
+        let frees = own.sum::<u64>().checked_sub(plan.slots().bytes()).filter(|&frees| frees > 0)?;
+        let takes = model.plan().device(self.id)?.bytes;
+        Some(Demotion { key: key.to_owned(), plan, frees, takes })
     }
 }
 
 impl Entry {
     fn bytes_on(&self, device: DeviceId) -> u64 {
         self.model.bytes().get(&device).copied().unwrap_or(0)
+    }
+
+    fn parts_on(&self, device: DeviceId) -> impl Iterator<Item = Part> {
+        self.model.parts().filter(move |part| part.device == device)
     }
 }
 

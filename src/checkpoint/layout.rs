@@ -236,6 +236,11 @@ impl Layout {
         needs
     }
 
+    /// The tensors of a module whose bytes lie in its own memory.
+    pub(crate) fn own_tensors(&self, module: usize) -> impl Iterator<Item = usize> {
+        self.modules[module].tensors.iter().copied().filter(|&tensor| self.storage[tensor] == tensor)
+    }
+
     /// The bytes that a module of `bytes` takes in a slot: each begins at a multiple of 256, as kernels want it.
     pub fn slot_bytes(bytes: u64) -> u64 {
         bytes.div_ceil(256).saturating_mul(256)

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Bandwidth, DeviceId, Topology};
+use super::{Bandwidth, DeviceId, GpuDetails, Topology};
 use crate::bytes::ByteSize;
 use crate::error::{Error, Result};
 
@@ -21,31 +21,20 @@ pub struct DeviceInfo {
     pub total: u64,
     /// The bytes free when this was asked; none when that is not known before the device is opened.
     pub free: Option<u64>,
+    /// The bytes that opening it will take of its memory before anything is allocated there: a context. Zero where
+    /// opening takes nothing, and once it is open, since `free` is then without them.
+    #[serde(default)]
+    pub opening: u64,
     /// The device whose memory it shares (unified memory); itself otherwise.
     pub domain: DeviceId,
     /// What else is known of a GPU.
     pub gpu: Option<GpuDetails>,
 }
 
-/// What a driver tells of a GPU beside its memory.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GpuDetails {
-    /// Major and minor.
-    pub compute_capability: (u32, u32),
-    /// Where it sits, as `domain:bus:device.function` in hexadecimal.
-    pub pci_bus_id: String,
-    /// Its serial identity, as `nvidia-smi -L` writes it.
-    pub uuid: Option<String>,
-    /// How many copies it can make beside its compute.
-    pub copy_engines: u32,
-    /// Whether it shares the host's memory.
-    pub integrated: bool,
-}
-
 impl DeviceInfo {
     /// A device with a memory of its own, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
-        DeviceInfo { id, name: id.to_string(), total, free: Some(total), domain: id, gpu: None }
+        DeviceInfo { id, name: id.to_string(), total, free: Some(total), opening: 0, domain: id, gpu: None }
     }
 
     /// Sets the maker's name.
@@ -59,6 +48,13 @@ impl DeviceInfo {
     #[must_use]
     pub fn free(mut self, free: Option<u64>) -> DeviceInfo {
         self.free = free;
+        self
+    }
+
+    /// Sets the bytes that opening it will take.
+    #[must_use]
+    pub fn opening(mut self, bytes: u64) -> DeviceInfo {
+        self.opening = bytes;
         self
     }
 
@@ -76,9 +72,15 @@ impl DeviceInfo {
         self
     }
 
-    /// The bytes that a plan can count on: the free ones, or all where the free ones are not known.
+    /// The bytes that a plan can count on: the free ones, or all where the free ones are not known. Of a device that
+    /// is not open, opening takes its part of them.
     pub fn usable(&self) -> u64 {
         self.free.map_or(self.total, |free| free.min(self.total))
+    }
+
+    /// What of [`usable`](DeviceInfo::usable) is left for weights, slots and the rest once the device is open.
+    pub fn usable_open(&self) -> u64 {
+        self.usable().saturating_sub(self.opening)
     }
 }
 
@@ -124,9 +126,11 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine of these devices. Of two with one id the later stands.
+    /// A machine of these devices. Of two with one id the later stands. Devices of one memory are entered in the
+    /// topology as such.
     pub fn new(devices: impl IntoIterator<Item = DeviceInfo>, topology: Topology) -> Machine {
         let by_id: std::collections::BTreeMap<_, _> = devices.into_iter().map(|d| (d.id, d)).collect();
+        let topology = by_id.values().fold(topology, |topology, d| topology.within(d.id, d.domain));
         Machine { devices: by_id.into_values().collect(), topology }
     }
 
@@ -139,7 +143,9 @@ impl Machine {
             }
         }
         let info = |d: &Described| {
-            DeviceInfo::new(d.id, d.total.get()).name("described device").free(Some(d.free.unwrap_or(d.total).get()))
+            let free = d.free.unwrap_or(d.total).get();
+            let info = DeviceInfo::new(d.id, d.total.get()).name("described device").free(Some(free));
+            info.domain(d.domain.unwrap_or(d.id))
         };
         Machine::new(devices.iter().map(info), topology)
     }
@@ -161,7 +167,8 @@ impl Machine {
     }
 }
 
-/// A device described by hand: `ID=TOTAL[,free=F][,link=GBPS]`, the link in decimal GB/s each way.
+/// A device described by hand: `ID=TOTAL[,free=F][,link=GBPS][,domain=ID]`, the link in decimal GB/s each way, the
+/// domain that of the device whose memory it shares.
 ///
 /// ```
 /// use tensor_offload::{ByteSize, Described};
@@ -179,6 +186,8 @@ pub struct Described {
     pub free: Option<ByteSize>,
     /// Its link to the host, each way.
     pub link: Option<Bandwidth>,
+    /// The device whose memory it shares, if it has none of its own.
+    pub domain: Option<DeviceId>,
 }
 
 impl FromStr for Described {
@@ -189,13 +198,13 @@ impl FromStr for Described {
             let start = part.as_ptr() as usize - text.as_ptr() as usize;
             Error::Syntax { text: text.to_owned(), span: start..start + part.len(), expected: expected.to_owned() }
         };
-        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS], as in cuda:0=24gib,free=20gib,link=27.2";
+        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS][,domain=ID], as in cuda:0=24gib,free=20gib,link=27.2";
         let (id, rest) = text.split_once('=').ok_or_else(|| syntax(text, FORM))?;
         let id: DeviceId = id.parse().map_err(|_| syntax(id, "a device such as cuda:0"))?;
         let mut parts = rest.split(',');
         let size = |part: &str| part.parse::<ByteSize>().map_err(|_| syntax(part, "a size such as 24gib"));
         let total = size(parts.next().unwrap_or(""))?;
-        let mut device = Described { id, total, free: None, link: None };
+        let mut device = Described { id, total, free: None, link: None, domain: None };
         for part in parts {
             match part.split_once('=').map(|(key, value)| (key.trim().to_ascii_lowercase(), value)) {
                 Some((key, value)) if key == "free" && device.free.is_none() => {
@@ -208,6 +217,10 @@ impl FromStr for Described {
                 Some((key, value)) if key == "link" && device.link.is_none() => {
                     let link = value.parse().map_err(|_| syntax(value, "a bandwidth in GB/s over 0, such as 27.2"))?;
                     device.link = Some(link);
+                }
+                Some((key, value)) if key == "domain" && device.domain.is_none() => {
+                    let domain = value.trim().parse().map_err(|_| syntax(value, "a device such as cpu"))?;
+                    device.domain = Some(domain);
                 }
                 _ => return Err(syntax(part, FORM)),
             }
@@ -225,6 +238,9 @@ impl fmt::Display for Described {
         if let Some(link) = self.link {
             write!(f, ",link={link}")?;
         }
+        if let Some(domain) = self.domain {
+            write!(f, ",domain={domain}")?;
+        }
         Ok(())
     }
 }
@@ -235,7 +251,13 @@ mod tests {
 
     #[test]
     fn descriptions_parse_and_print() {
-        for text in ["cuda:0=24gb", "cuda:0=24gb,free=20gb", "cpu=64gb,free=0b,link=27.2", "npu:3=1.5gb,link=0.5"] {
+        for text in [
+            "cuda:0=24gb",
+            "cuda:0=24gb,free=20gb",
+            "cpu=64gb,free=0b,link=27.2",
+            "npu:3=1.5gb,link=0.5",
+            "cuda:0=64gb,domain=cpu",
+        ] {
             assert_eq!(text.parse::<Described>().unwrap().to_string(), text);
         }
         for text in [
@@ -250,6 +272,8 @@ mod tests {
             "cuda:0=1gb,speed=3",
             "cuda:0=1gb,free=1gb,free=1gb",
             "cuda:0=1gb,",
+            "cuda:0=1gb,domain=",
+            "cuda:0=1gb,domain=cpu,domain=cpu",
         ] {
             assert!(text.parse::<Described>().is_err(), "{text}");
         }

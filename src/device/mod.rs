@@ -1,6 +1,7 @@
 //! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens one.
 
 mod bookings;
+mod gpu;
 mod id;
 mod info;
 mod links;
@@ -8,8 +9,9 @@ mod snapshot;
 mod topology;
 
 pub(crate) use bookings::Bookings;
+pub use gpu::{GpuDetails, NvLink, NvLinkEnd, PcieLink};
 pub use id::{DeviceId, DeviceKind, KindName};
-pub use info::{Described, DeviceInfo, GpuDetails, Machine, MemoryUsage};
+pub use info::{Described, DeviceInfo, Machine, MemoryUsage};
 pub use links::{LeftOut, Link, LinkKind, LinkMatrix};
 pub use snapshot::MemorySnapshot;
 pub use topology::{Bandwidth, Segment, Topology};

@@ -63,6 +63,9 @@ pub struct Segment {
     pub name: String,
     /// Its speed.
     pub bandwidth: Bandwidth,
+    /// Whether the speed is what such links are known to attain, and neither measured here nor described.
+    #[serde(default)]
+    pub estimated: bool,
 }
 
 /// The links of a machine as a graph of shared segments.
@@ -81,6 +84,9 @@ pub struct Topology {
     shared: BTreeMap<usize, BTreeSet<DeviceId>>,
     /// Pairs of devices that cannot reach each other's memory.
     unreachable: BTreeSet<(DeviceId, DeviceId)>,
+    /// Device -> the device whose memory it shares.
+    #[serde(default)]
+    within: BTreeMap<DeviceId, DeviceId>,
 }
 
 impl Topology {
@@ -119,6 +125,23 @@ impl Topology {
         self
     }
 
+    /// Marks the segments added so far as estimates: the speeds that such links are known to attain.
+    #[must_use]
+    pub fn estimated(mut self) -> Topology {
+        self.segments.iter_mut().for_each(|segment| segment.estimated = true);
+        self
+    }
+
+    /// Says that `device` has no memory but that of `memory`. What is copied within one memory passes no link of a
+    /// device, only that memory's own segment where one was given.
+    #[must_use]
+    pub fn within(mut self, device: DeviceId, memory: DeviceId) -> Topology {
+        if device != memory {
+            self.within.insert(device, memory);
+        }
+        self
+    }
+
     /// Adds a segment that all transfers of its members share.
     #[must_use]
     pub fn shared(
@@ -147,7 +170,7 @@ impl Topology {
     }
 
     fn segment(&mut self, name: String, bandwidth: Bandwidth) -> usize {
-        self.segments.push(Segment { name, bandwidth });
+        self.segments.push(Segment { name, bandwidth, estimated: false });
         self.segments.len() - 1
     }
 
@@ -156,11 +179,19 @@ impl Topology {
         &self.segments
     }
 
-    /// Whether `to` can read the memory of `from`: the host and the disk always can be, devices of one kind
-    /// unless told otherwise.
+    /// The device whose memory `device` uses: itself unless told otherwise.
+    pub fn memory_of(&self, device: DeviceId) -> DeviceId {
+        self.within.get(&device).copied().unwrap_or(device)
+    }
+
+    /// Whether `to` can read the memory of `from`: the host, the disk and devices of the same memory always can be,
+    /// devices of one kind unless told otherwise.
     pub fn reaches(&self, to: DeviceId, from: DeviceId) -> bool {
         let near = |d: DeviceId| matches!(d.kind(), super::DeviceKind::Cpu | super::DeviceKind::Disk);
-        to == from || near(to) || near(from) || (to.kind() == from.kind() && !self.unreachable.contains(&(to, from)))
+        self.memory_of(to) == self.memory_of(from)
+            || near(to)
+            || near(from)
+            || (to.kind() == from.kind() && !self.unreachable.contains(&(to, from)))
     }
 
     /// The segments that bytes pass until they are in the memory of `to`, each as often as they pass it.
@@ -198,6 +229,10 @@ impl Topology {
     pub fn route(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         if from == to {
             return Vec::new();
+        }
+        let memory = self.memory_of(from);
+        if memory == self.memory_of(to) {
+            return self.links.get(&memory).map(|link| link.0).into_iter().collect();
         }
         if let Some(segment) = self.peer_link(from, to).filter(|_| self.reaches(to, from)) {
             return vec![segment];
@@ -253,6 +288,17 @@ mod tests {
         assert_eq!(way(DeviceId::DISK, DeviceId::CPU), ["cpu in"]);
         assert!(topology.reaches(a, b) && !topology.clone().no_peer_access(a, b).reaches(b, a));
         assert!(!topology.reaches(a, "xpu:0".parse().unwrap()));
+    }
+
+    #[test]
+    fn what_stays_in_one_memory_passes_no_link() {
+        let (host, a, b) = (DeviceId::CPU, DeviceId::cuda(0), DeviceId::cuda(1));
+        let topology = Topology::new().link(a, gbps(26)).link(b, gbps(26)).within(a, host).within(b, b);
+        assert_eq!((topology.route(host, a), topology.route(a, host)), (vec![], vec![]));
+        assert_eq!(topology.route(host, b).len(), 1);
+        let topology = topology.link(host, gbps(40)).no_peer_access(host, a);
+        assert_eq!(topology.segments()[topology.route(host, a)[0]].name, "cpu out");
+        assert!(topology.reaches(a, host) && topology.memory_of(a) == host);
     }
 
     #[test]

@@ -162,6 +162,17 @@ pub enum Error {
         /// The driver's words for it.
         text: String,
     },
+    /// The stream's work is being captured into a graph, which work of this library's cannot be part of; queue it before
+    /// the capture begins or after it has ended.
+    #[error(
+        "a stream of {device} is being captured: {operation} cannot be part of a graph, queue it before the capture begins"
+    )]
+    Capturing {
+        /// The stream's device.
+        device: DeviceId,
+        /// What was to be queued.
+        operation: &'static str,
+    },
     /// A wait passed its deadline.
     #[error("waited {after:?} for {what}, in vain")]
     TimedOut {
@@ -214,6 +225,7 @@ impl Error {
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::Driver { .. } => ErrorKind::Driver,
+            Error::Capturing { .. } => ErrorKind::Capturing,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
@@ -264,6 +276,7 @@ pub enum ErrorKind {
     Io,
     DeviceLost,
     Driver,
+    Capturing,
     TimedOut,
     Cancelled,
     Invalid,
@@ -282,7 +295,8 @@ impl fmt::Display for ErrorKind {
 pub struct Shortfall {
     /// The device that would be overfull.
     pub device: DeviceId,
-    /// The part that passes the limit: `weights`, `slots`, `scratch` or `reserve`.
+    /// The part that passes the limit: `opening` (what opening the device takes), `weights`, `slots`, `scratch` or
+    /// `reserve`.
     pub term: &'static str,
     /// The module (for `slots` the layer) at which the limit is passed, where one is.
     pub module: Option<String>,

@@ -4,22 +4,31 @@
 //! lives elsewhere is read piece by piece through a small ring of staging buffers, or, when an adapter changes
 //! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
 
+mod derive;
+mod made;
 mod model;
+mod on_device;
 mod probe;
 mod progress;
 mod reservation;
-mod ring;
+mod reuse;
+mod store;
 mod worker;
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-pub use model::{LoadReport, Model, Residency, TensorView, WeightStore};
+pub use model::{LoadReport, Model, TensorView};
 pub use progress::{Cancel, Progress};
 pub use reservation::Reservation;
+pub(crate) use store::Part;
+pub use store::{Residency, WeightStore};
+
+use made::Made;
+use reuse::Reuse;
+use worker::Inputs;
 
 use crate::adapter::Patches;
-use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::registry::Registry;
@@ -92,13 +101,9 @@ impl<'a> Loader<'a> {
     pub fn load(&self, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
         plan.verify(patches.layout())?;
         check_tensors(checkpoint, patches)?;
-        let start = Instant::now();
-        let mut reservation = Reservation::take(self.registry, plan)?;
-        let job = worker::Job::new(self, checkpoint, patches, plan, &reservation)?;
-        let homes = job.run(self.workers, &mut reservation)?;
-        let layout: Arc<Layout> = Arc::new(patches.layout().clone());
-        let model = Model::assemble(layout, plan, homes, reservation, self.registry)?;
-        Ok(model.with_report(job.report(start.elapsed())))
+        let (made, reuse) = (Made::of(checkpoint, patches), Reuse::default());
+        let inputs = Inputs { checkpoint: Some(checkpoint), patches, plan, base: None, reuse: &reuse };
+        self.place(inputs, made)
     }
 }
 

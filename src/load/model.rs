@@ -3,13 +3,15 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 
 use super::Reservation;
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Transfer};
+use super::made::Made;
+use super::store::{Home, Part, Residency, SlotPool, WeightStore};
+use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
@@ -27,25 +29,20 @@ pub struct Model {
     host: Arc<dyn Device>,
     places: Vec<Range<usize>>,
     by_name: HashMap<String, usize>,
+    /// For each tensor what its bytes were made from; empty where nobody filled them.
+    made: Vec<Made>,
     report: LoadReport,
 }
 
-/// The modules that live away from the compute device: read-only, shared by all who stream them.
-#[derive(Debug)]
-pub struct WeightStore {
-    /// For each module its memory; none when it is resident or another module owns its storage.
-    homes: Vec<Option<Buf>>,
-}
-
-/// What a model holds on its compute device: resident modules, and the slots for streamed layers.
-#[derive(Debug)]
-pub struct Residency {
-    device: Arc<dyn Device>,
-    homes: Vec<Option<Buf>>,
-    /// The slots, while no [`Streamer`](crate::Streamer) has them.
-    slots: Mutex<Option<Vec<Buf>>>,
-    /// Slots that must not be filled again.
-    withdrawn: Mutex<Vec<Buf>>,
+/// What a model is put together from.
+pub(super) struct Parts<'a> {
+    pub(super) layout: Arc<Layout>,
+    pub(super) plan: &'a Plan,
+    /// For each module its memory, none where another module owns its storage.
+    pub(super) homes: Vec<Option<Arc<Home>>>,
+    pub(super) made: Vec<Made>,
+    /// The slots of another model, where they are shared.
+    pub(super) slots: Option<Arc<SlotPool>>,
 }
 
 /// How a load went.
@@ -54,10 +51,21 @@ pub struct Residency {
 pub struct LoadReport {
     /// Bytes placed.
     pub bytes: u64,
+    /// Bytes read from the checkpoint's files. Those of a tensor that an adapter changes count as the file has them, with
+    /// what its patch needs beside them.
+    pub read: u64,
+    /// Bytes of memory that is another model's, too: of a model made [out of it](crate::Loader::derive).
+    pub shared: u64,
+    /// Bytes copied from the memory of such a model.
+    pub copied: u64,
     /// Modules placed.
     pub modules: usize,
     /// Tensors that adapters changed.
     pub patched: usize,
+    /// Those of them that the device they are for patched, by its kernels; the host patched the others, to the same bytes.
+    pub patched_on_device: usize,
+    /// For each device whose kernels were to patch and could not the first reason.
+    pub host_instead: Vec<String>,
     /// Values that the storage type could not hold and that were set to its largest.
     pub saturated: u64,
     /// The time that it took.
@@ -100,24 +108,30 @@ impl Model {
         let mut reservation = Reservation::take(registry, plan)?;
         let owns = |a: &Assignment| layout.modules[a.index].alias_of.is_none();
         let home = |a: &Assignment| {
-            let buf = |()| reservation.alloc(a.device, a.bytes, home_kind(a)).map(BufMut::freeze);
-            owns(a).then_some(()).map(buf).transpose()
+            let home = |()| {
+                let (buf, kind) = (reservation.alloc(a.device, a.bytes, home_kind(a))?.freeze(), home_kind(a));
+                Ok(Arc::new(Home { buf, kind }))
+            };
+            owns(a).then_some(()).map(home).transpose()
         };
         let homes = plan.assignments().iter().map(home).collect::<Result<Vec<_>>>()?;
-        Model::assemble(Arc::new(layout.clone()), plan, homes, reservation, registry)
+        let parts = Parts { layout: Arc::new(layout.clone()), plan, homes, made: Vec::new(), slots: None };
+        Model::assemble(parts, reservation, registry)
     }
 
-    /// Takes the slots out of the reservation and checks that nothing else is left of it.
-    pub(super) fn assemble(
-        layout: Arc<Layout>,
-        plan: &Plan,
-        homes: Vec<Option<Buf>>,
-        mut reservation: Reservation,
-        registry: &Registry,
-    ) -> Result<Model> {
-        let (compute, slots) = (plan.compute(), plan.slots());
-        let slot = |_| reservation.alloc(compute, slots.bytes_each, MemoryKind::Arena).map(BufMut::freeze);
-        let slots = (0..slots.count).map(slot).collect::<Result<Vec<_>>>()?;
+    /// Takes the slots out of the reservation, unless they are another model's, and checks that nothing else is left
+    /// of it.
+    pub(super) fn assemble(parts: Parts<'_>, mut reservation: Reservation, registry: &Registry) -> Result<Model> {
+        let Parts { layout, plan, homes, made, slots } = parts;
+        let (compute, shape) = (plan.compute(), plan.slots());
+        let slots = match slots {
+            Some(slots) => slots,
+            None => {
+                let slot =
+                    |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(|m| vec![m.freeze()]);
+                Arc::new(SlotPool::new(shape, (0..shape.count).map(slot).collect::<Result<_>>()?))
+            }
+        };
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
         if let Some(id) = devices.keys().find(|id| reservation.left(**id) > 0) {
             let left = reservation.left(*id);
@@ -127,7 +141,7 @@ impl Model {
         let (resident, away): (Vec<_>, Vec<_>) = homes
             .into_iter()
             .map(|home| match home {
-                Some(buf) if buf.device() == compute => (Some(buf), None),
+                Some(home) if home.buf.device() == compute => (Some(home), None),
                 other => (None, other),
             })
             .unzip();
@@ -137,14 +151,10 @@ impl Model {
             layout,
             plan: plan.clone(),
             store: Arc::new(WeightStore { homes: away }),
-            residency: Residency {
-                device,
-                homes: resident,
-                slots: Mutex::new(Some(slots)),
-                withdrawn: Mutex::default(),
-            },
+            residency: Residency { device, homes: resident, slots },
             devices,
             host: registry.staging_host()?,
+            made,
             report: LoadReport::default(),
         })
     }
@@ -226,21 +236,48 @@ impl Model {
         Arc::strong_count(self) > 1 || Arc::strong_count(&self.store) > 1
     }
 
-    /// Waits until no work that was queued uses its memory, so that dropping the model frees it.
+    /// Waits until no work that was queued uses the memory that is its alone, so that dropping the model frees it.
     pub(crate) fn wait_unused(&self) -> Result<()> {
-        let slots = self.residency.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let homes = self.residency.homes.iter().chain(&self.store.homes).flatten();
-        homes.chain(slots.iter().flatten()).try_for_each(|buf| buf.wait_unused(DEADLINE))
+        let own = self.all_homes().filter(|home| Arc::strong_count(home) == 1);
+        own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(DEADLINE))?;
+        let pool = &self.residency.slots;
+        let slots = pool.idle();
+        let own = slots.iter().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
+        own.into_iter().try_for_each(|buf| buf.wait_unused(DEADLINE))
+    }
+
+    /// The parts of its memory.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = Part> {
+        self.all_homes().map(Part::of_home).chain([Part::of_slots(&self.residency)])
+    }
+
+    /// The bytes on each device that no other model has: those that go when it is dropped.
+    pub(crate) fn own_bytes(&self) -> BTreeMap<DeviceId, u64> {
+        let mut own = BTreeMap::new();
+        for part in self.parts().filter(|part| part.holders == 1 && part.bytes > 0) {
+            *own.entry(part.device).or_default() += part.bytes;
+        }
+        own
     }
 
     /// Whether a [`Streamer`](crate::Streamer) brings its layers now.
     pub(crate) fn is_streaming(&self) -> bool {
-        self.residency.slots.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.residency.slots.idle().is_none()
     }
 
     /// The memory of all modules that have some of their own, in order.
     pub(super) fn homes(&self) -> impl Iterator<Item = &Buf> {
         (0..self.layout.modules.len()).filter_map(|module| self.home(module))
+    }
+
+    /// The same, those of the compute device first.
+    fn all_homes(&self) -> impl Iterator<Item = &Arc<Home>> {
+        self.residency.homes.iter().chain(&self.store.homes).flatten()
+    }
+
+    /// What the bytes of a tensor were made from, where the model was filled.
+    pub(super) fn made(&self) -> &[Made] {
+        &self.made
     }
 
     /// The devices that it is on.
@@ -250,6 +287,11 @@ impl Model {
 
     /// The memory of a module where it lives, none when another module owns its storage.
     pub(crate) fn home(&self, module: usize) -> Option<&Buf> {
+        self.shared_home(module).map(|home| &home.buf)
+    }
+
+    /// The same, to be another model's too.
+    pub(super) fn shared_home(&self, module: usize) -> Option<&Arc<Home>> {
         self.residency.homes[module].as_ref().or(self.store.homes[module].as_ref())
     }
 
@@ -286,28 +328,6 @@ impl fmt::Debug for Model {
             .field("modules", &self.layout.modules.len())
             .field("bytes", &self.bytes())
             .finish_non_exhaustive()
-    }
-}
-
-impl Residency {
-    /// The compute device.
-    pub fn device(&self) -> &Arc<dyn Device> {
-        &self.device
-    }
-
-    /// Takes the slots, for one streamer at a time.
-    pub(crate) fn take_slots(&self) -> Option<Vec<Buf>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    /// Gives the slots back.
-    pub(crate) fn return_slots(&self, slots: Vec<Buf>) {
-        *self.slots.lock().unwrap_or_else(PoisonError::into_inner) = Some(slots);
-    }
-
-    /// Keeps a slot from ever being filled again: held here, it has another owner until the model is dropped.
-    pub(crate) fn withdraw(&self, slot: Option<Buf>) {
-        self.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).extend(slot);
     }
 }
 
@@ -351,10 +371,18 @@ impl fmt::Display for LoadReport {
         let seconds = self.time.as_secs_f64();
         write!(f, "{} in {} modules, {} tensors patched, ", ByteSize(self.bytes).human(), self.modules, self.patched)?;
         write!(f, "{seconds:.3} s ({:.2} GB/s)", self.bytes as f64 / seconds.max(1e-9) / 1e9)?;
+        for (bytes, how) in [(self.shared, "shared with"), (self.copied, "copied from")] {
+            if bytes > 0 {
+                write!(f, ", {} {how} another model", ByteSize(bytes).human())?;
+            }
+        }
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
         }
-        Ok(())
+        if self.patched_on_device > 0 {
+            write!(f, ", {} patched where they are", self.patched_on_device)?;
+        }
+        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host in place of {why}"))
     }
 }
 
@@ -368,8 +396,8 @@ pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
 /// first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
 pub(super) fn places(layout: &Layout) -> Vec<Range<usize>> {
     let mut places = vec![0..0; layout.tensors.len()];
-    for module in &layout.modules {
-        let mut own: Vec<usize> = module.tensors.iter().copied().filter(|&t| layout.storage[t] == t).collect();
+    for index in 0..layout.modules.len() {
+        let mut own: Vec<usize> = layout.own_tensors(index).collect();
         let tensor = |t: usize| &layout.tensors[t];
         own.sort_by_key(|&t| std::cmp::Reverse((tensor(t).dtype.bits(), tensor(t).bytes)));
         let mut at = 0;

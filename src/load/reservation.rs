@@ -25,13 +25,19 @@ impl Reservation {
     /// # Errors
     /// [`Error::OutOfMemory`] naming the device that has too little right now; nothing is taken then.
     pub fn take(registry: &Registry, plan: &Plan) -> Result<Reservation> {
+        let all = |share: &crate::plan::DevicePlan| (share.id, share.bytes.saturating_add(share.slots));
+        Reservation::of(registry, plan, &plan.devices().iter().map(all).collect())
+    }
+
+    /// Opens the plan's devices and reserves what is `needed` on each: less than the plan's where some of it is there.
+    pub(super) fn of(registry: &Registry, plan: &Plan, needed: &BTreeMap<DeviceId, u64>) -> Result<Reservation> {
         let mut reservation = Reservation { devices: BTreeMap::new(), charges: BTreeMap::new() };
         for share in plan.devices() {
-            let bytes = share.bytes.saturating_add(share.slots);
-            if bytes == 0 && share.id != plan.compute() {
+            if share.bytes.saturating_add(share.slots) == 0 && share.id != plan.compute() {
                 continue;
             }
             let device = registry.device(share.id)?;
+            let bytes = needed.get(&share.id).copied().unwrap_or(0);
             let available = device.memory()?.available();
             if bytes > available {
                 let (device, limit) = (share.id, device.ledger().limit());

@@ -6,51 +6,75 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::model::{LoadReport, home_kind, places};
-use super::ring::Ring;
+use super::model::{LoadReport, Model, home_kind, places};
+use super::on_device::{Factors, OnDevice};
+use super::reuse::{Reuse, Ways};
+use super::store::Home;
 use super::{Loader, Reservation};
-use crate::adapter::Patches;
+use crate::adapter::{Patches, TensorPatch};
 use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
+use crate::transfer::Ring;
 
 /// Bytes of one staging buffer. 4 to 16 MiB reach the speed of a link; larger ones only cost memory.
 const CHUNK: u64 = 16 << 20;
 
 /// What one load's threads share.
 pub(super) struct Job<'a> {
-    checkpoint: &'a Checkpoint,
+    /// None where all bytes are in memory already.
+    checkpoint: Option<&'a Checkpoint>,
     patches: &'a Patches,
     plan: &'a Plan,
+    pub(super) reuse: &'a Reuse,
+    pub(super) ways: Ways,
     /// For each tensor where its bytes lie in its module's buffer.
     places: Vec<Range<usize>>,
     host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
-    ring: Ring,
-    loader: &'a Loader<'a>,
+    there: OnDevice,
+    pub(super) ring: Ring,
+    pub(super) loader: &'a Loader<'a>,
     next: AtomicUsize,
     done: AtomicU64,
+    read: AtomicU64,
+    shared: AtomicU64,
+    copied: AtomicU64,
     patched: AtomicUsize,
     saturated: AtomicU64,
     stop: AtomicBool,
 }
 
+/// What a worker keeps from one tensor to the next.
+#[derive(Default)]
+struct Scratch {
+    /// Host memory with a tensor that the host patched; the last copy reads it.
+    patched: Option<Buf>,
+    factors: Factors,
+}
+
+/// What a load is made of.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    pub(super) checkpoint: Option<&'a Checkpoint>,
+    pub(super) patches: &'a Patches,
+    pub(super) plan: &'a Plan,
+    pub(super) base: Option<&'a Model>,
+    pub(super) reuse: &'a Reuse,
+}
+
 impl<'a> Job<'a> {
-    pub(super) fn new(
-        loader: &'a Loader<'a>,
-        checkpoint: &'a Checkpoint,
-        patches: &'a Patches,
-        plan: &'a Plan,
-        reservation: &Reservation,
-    ) -> Result<Job<'a>> {
+    pub(super) fn new(loader: &'a Loader<'a>, inputs: Inputs<'a>, reservation: &Reservation) -> Result<Job<'a>> {
+        let Inputs { checkpoint, patches, plan, base, reuse } = inputs;
         let host = loader.registry.staging_host()?;
         let away = |device: &&Arc<dyn Device>| !device.id().is_host();
         let upload = |device: &Arc<dyn Device>| Ok((device.id(), device.stream(Role::Upload)?));
         let streams = reservation.devices().filter(away).map(upload).collect::<Result<_>>()?;
         let layout = patches.layout();
+        let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.modules[a.index].tensors).map(|&t| layout.tensors[t].bytes).max();
         let ring = Ring::new(Arc::clone(&host), largest.unwrap_or(0).min(CHUNK) as usize, loader.workers + 1);
@@ -58,13 +82,19 @@ impl<'a> Job<'a> {
             checkpoint,
             patches,
             plan,
+            reuse,
+            ways,
             places: places(layout),
+            there: OnDevice::new(reservation, &host, loader.deadline),
             host,
             streams,
             ring,
             loader,
             next: AtomicUsize::new(0),
             done: AtomicU64::new(0),
+            read: AtomicU64::new(0),
+            shared: AtomicU64::new(0),
+            copied: AtomicU64::new(0),
             patched: AtomicUsize::new(0),
             saturated: AtomicU64::new(0),
             stop: AtomicBool::new(false),
@@ -73,7 +103,7 @@ impl<'a> Job<'a> {
 
     /// Places every module; for each its memory, none where another module owns it. When it returns, all
     /// copies have landed, or the error is the first that a worker met and no copy is under way.
-    pub(super) fn run(&self, workers: usize, reservation: &mut Reservation) -> Result<Vec<Option<Buf>>> {
+    pub(super) fn run(&self, workers: usize, reservation: &mut Reservation) -> Result<Vec<Option<Arc<Home>>>> {
         let homes = Mutex::new(vec![None; self.plan.assignments().len()]);
         let reservation = Mutex::new(reservation);
         let failure = Mutex::new(None);
@@ -89,7 +119,7 @@ impl<'a> Job<'a> {
         });
         let homes = homes.into_inner().unwrap_or_else(PoisonError::into_inner);
         let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let landed = homes.iter().flatten().try_for_each(|buf: &Buf| buf.wait(self.loader.deadline));
+        let landed = homes.iter().flatten().try_for_each(|home: &Arc<Home>| home.buf.wait(self.loader.deadline));
         match failure.map_or(landed, Err).and_then(|()| self.go_on()) {
             Ok(()) => Ok(homes),
             Err(error) => {
@@ -102,15 +132,21 @@ impl<'a> Job<'a> {
 
     /// Waits until no copy is under way, so that the memory of a failed load is back when it returns.
     fn settle(&self) {
-        for stream in self.streams.values() {
+        for stream in self.streams.values().chain(self.ways.downloads.values()) {
             // A stream that fails here has nothing under way that would ever finish.
             let _ = stream.record(&[]).and_then(|event| event.wait(self.loader.deadline));
         }
     }
 
     pub(super) fn report(&self, time: Duration) -> LoadReport {
+        let (patched_on_device, host_instead) = self.there.report();
         LoadReport {
+            patched_on_device,
+            host_instead,
             bytes: self.done.load(Ordering::Relaxed),
+            read: self.read.load(Ordering::Relaxed),
+            shared: self.shared.load(Ordering::Relaxed),
+            copied: self.copied.load(Ordering::Relaxed),
             modules: self.plan.assignments().len(),
             patched: self.patched.load(Ordering::Relaxed),
             saturated: self.saturated.load(Ordering::Relaxed),
@@ -119,8 +155,8 @@ impl<'a> Job<'a> {
     }
 
     /// One worker: takes the next module until there is none.
-    fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Buf>>>) -> Result<()> {
-        let mut scratch = None;
+    fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
+        let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             self.go_on()?;
             let index = self.next.fetch_add(1, Ordering::Relaxed);
@@ -128,21 +164,28 @@ impl<'a> Job<'a> {
             if self.patches.layout().modules[assignment.index].alias_of.is_some() {
                 continue;
             }
-            let memory = lock(reservation).alloc(assignment.device, assignment.bytes, home_kind(assignment))?;
-            let home = match self.streams.get(&assignment.device) {
+            if let Some(home) = self.reuse.shared(assignment.index) {
+                lock(homes)[index] = Some(Arc::clone(home));
+                self.shared.fetch_add(assignment.bytes, Ordering::Relaxed);
+                self.advance(assignment.bytes);
+                continue;
+            }
+            let kind = home_kind(assignment);
+            let memory = lock(reservation).alloc(assignment.device, assignment.bytes, kind)?;
+            let buf = match self.streams.get(&assignment.device) {
                 None => self.fill_here(assignment.index, memory)?,
                 Some(stream) => self.fill_there(assignment.index, memory, &**stream, &mut scratch)?,
             };
-            lock(homes)[index] = Some(home);
+            lock(homes)[index] = Some(Arc::new(Home { buf, kind }));
         }
+        let saturated = scratch.factors.close(&self.there, &self.streams)?;
+        self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
     }
 
     /// The tensors that a module brings to its memory, with their places in it.
-    fn own_tensors(&self, module: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let layout = self.patches.layout();
-        let own = |&t: &usize| layout.storage[t] == t;
-        layout.modules[module].tensors.iter().copied().filter(own).map(|t| (t, self.places[t].clone()))
+    pub(super) fn own_tensors(&self, module: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+        self.patches.layout().own_tensors(module).map(|t| (t, self.places[t].clone()))
     }
 
     /// Reads a module into the host memory where it stays.
@@ -150,27 +193,23 @@ impl<'a> Job<'a> {
         let mut bytes = memory.host_mut().ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
         for (tensor, place) in self.own_tensors(module) {
             let dst = &mut bytes[place];
-            match self.patches.tensor(tensor) {
-                Some(_) => self.read_patched(tensor, dst)?,
-                None => self.read_plain(tensor, dst)?,
+            match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
+                (Some(held), _) => self.copy_here(held, dst)?,
+                (None, Some(_)) => self.read_patched(tensor, dst)?,
+                (None, None) => self.read_plain(tensor, dst)?,
             }
         }
         drop(bytes);
-        Ok(memory.freeze())
+        Ok(self.bring_here(module, memory)?.freeze())
     }
 
     /// Reads a module through staging buffers into the memory of another device.
-    fn fill_there(
-        &self,
-        module: usize,
-        mut memory: BufMut,
-        stream: &dyn Stream,
-        scratch: &mut Option<Buf>,
-    ) -> Result<Buf> {
+    fn fill_there(&self, module: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
         for (tensor, place) in self.own_tensors(module) {
-            memory = match self.patches.tensor(tensor) {
-                Some(_) => self.send_patched(tensor, place, memory, stream, scratch)?,
-                None => self.send_plain(tensor, place, memory, stream)?,
+            memory = match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
+                (Some(held), _) => self.send_held(held, place, memory, stream)?,
+                (None, Some(patch)) => self.send_changed(patch, tensor, place, memory, stream, scratch)?,
+                (None, None) => self.send_plain(tensor, place, memory, stream)?,
             };
         }
         Ok(memory.freeze())
@@ -202,6 +241,30 @@ impl<'a> Job<'a> {
             at += bytes;
         }
         Ok(memory)
+    }
+
+    /// A tensor that adapters change: patched by the device that it is for where that can, by the host elsewhere.
+    fn send_changed(
+        &self,
+        patch: &TensorPatch,
+        tensor: usize,
+        place: Range<usize>,
+        memory: BufMut,
+        stream: &dyn Stream,
+        scratch: &mut Scratch,
+    ) -> Result<BufMut> {
+        let checkpoint = self.files(tensor)?;
+        let planned = self.there.plan(stream.device(), patch, place.start, checkpoint)?;
+        let sent =
+            planned.as_ref().map(|planned| planned.send(&self.there, stream, &mut scratch.factors)).transpose()?;
+        let Some((planned, sent)) = planned.as_ref().zip(sent.flatten()) else {
+            return self.send_patched(tensor, place, memory, stream, &mut scratch.patched);
+        };
+        let memory = self.send_plain(tensor, place.clone(), memory, stream)?;
+        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().tensors[tensor].bytes).sum();
+        self.read.fetch_add(beside, Ordering::Relaxed);
+        self.patched.fetch_add(1, Ordering::Relaxed);
+        planned.apply(&self.there, stream, sent, (memory, place.start), &mut scratch.factors)
     }
 
     /// A patched tensor, whole, from the worker's own buffer, which it uses again for the next one.
@@ -242,7 +305,8 @@ impl<'a> Job<'a> {
 
     fn read_part(&self, tensor: usize, at: u64, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
-        self.checkpoint.read_at(tensor, at, dst)?;
+        self.files(tensor)?.read_at(tensor, at, dst)?;
+        self.read.fetch_add(dst.len() as u64, Ordering::Relaxed);
         self.advance(dst.len() as u64);
         Ok(())
     }
@@ -250,15 +314,35 @@ impl<'a> Job<'a> {
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
     fn read_patched(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
-        let outcome = self.patches.read(self.checkpoint, tensor, dst)?;
+        let checkpoint = self.files(tensor)?;
+        let outcome = self.patches.read(checkpoint, tensor, dst)?;
+        let beside = self.patches.tensor(tensor).map_or(&[][..], |patch| patch.needs());
+        let stored = |&tensor: &usize| checkpoint.layout().tensors[tensor].bytes;
+        self.read.fetch_add(beside.iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
         self.advance(dst.len() as u64);
         Ok(())
     }
 
+    /// The files, to read a tensor that is in no memory.
+    fn files(&self, tensor: usize) -> Result<&Checkpoint> {
+        self.checkpoint.ok_or_else(|| {
+            let name = &self.patches.layout().tensors[tensor].name;
+            Error::invalid(format!(
+                "the memory that held tensor `{name}` is gone, and there is no file to read it from"
+            ))
+        })
+    }
+
+    /// Says that bytes of another model are on their way.
+    pub(super) fn copied(&self, bytes: usize) {
+        self.copied.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.advance(bytes as u64);
+    }
+
     /// Whether there is any use in going on.
-    fn go_on(&self) -> Result<()> {
+    pub(super) fn go_on(&self) -> Result<()> {
         if self.loader.cancel.is_cancelled() {
             let (done, of) = (ByteSize(self.done.load(Ordering::Relaxed)), ByteSize(self.plan.bytes()));
             return Err(Error::Cancelled { done, of });
@@ -274,6 +358,6 @@ impl<'a> Job<'a> {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,6 +7,7 @@
 //! operations gets them too.
 
 mod pieces;
+mod products;
 mod read;
 mod scales;
 mod vector;
@@ -16,7 +17,8 @@ use crate::adapter::{Reach, ScalePolicy, TensorPatch, matrix_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use pieces::Matrix;
-use scales::Scales;
+pub(crate) use read::siblings;
+pub(crate) use scales::Scales;
 use vector::Tier;
 use whole::Lifted;
 
@@ -88,7 +90,8 @@ impl TensorPatch {
         Matrix { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
     }
 
-    fn scales(&self, siblings: &[&[u8]]) -> Result<Option<Scales>> {
+    /// The scales beside the weight, from the siblings' bytes.
+    pub(crate) fn scales(&self, siblings: &[&[u8]]) -> Result<Option<Scales>> {
         if siblings.len() != self.needs.len() {
             return Err(self.miscounted(self.needs.len(), siblings.len()));
         }

@@ -1,7 +1,7 @@
 //! Reading tensors of a checkpoint as adapters leave them.
 
 use super::PatchOutcome;
-use crate::adapter::Patches;
+use crate::adapter::{Patches, TensorPatch};
 use crate::checkpoint::{Checkpoint, Layout};
 use crate::error::{Error, Result};
 
@@ -29,11 +29,17 @@ impl Patches {
             Error::invalid(format!("tensor `{name}` has at least {stored} bytes, the room given is {room}"))
         })?;
         checkpoint.read(tensor, pristine)?;
-        let read = |&sibling: &usize| {
-            let mut bytes = vec![0; bytes_of(sibling)];
-            checkpoint.read(sibling, &mut bytes).map(|()| bytes)
-        };
-        let siblings = patch.needs().iter().map(read).collect::<Result<Vec<_>>>()?;
+        let siblings = siblings(checkpoint, patch)?;
         patch.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
+}
+
+/// The bytes of the tensors that a patch needs beside its own.
+pub(crate) fn siblings(checkpoint: &Checkpoint, patch: &TensorPatch) -> Result<Vec<Vec<u8>>> {
+    let read = |&sibling: &usize| {
+        let tensor = checkpoint.layout().tensors.get(sibling);
+        let mut bytes = vec![0; tensor.map_or(0, |tensor| tensor.bytes as usize)];
+        checkpoint.read(sibling, &mut bytes).map(|()| bytes)
+    };
+    patch.needs().iter().map(read).collect()
 }

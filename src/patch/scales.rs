@@ -5,6 +5,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::adapter::Scaling;
+use crate::backend::BlockScales;
 use crate::float::Float;
 
 /// The scales of a weight, one for each block of a grid.
@@ -27,6 +28,11 @@ impl Scales {
             Some(index) => Err(format!("holds {} at {index}", values[index])),
             None => Ok(Scales { values, block: scaling.block, grid_cols: scaling.grid[1] }),
         }
+    }
+
+    /// As a device takes them.
+    pub(crate) fn blocks(&self) -> BlockScales<'_> {
+        BlockScales { values: &self.values, block: self.block, grid_cols: self.grid_cols }
     }
 
     /// Combines each value of a row's `cols` with its scale.

@@ -33,6 +33,9 @@ pub struct SegmentTime {
     pub bytes: u64,
     /// Its speed.
     pub bandwidth: Bandwidth,
+    /// Whether the speed is an [estimate](crate::device::Segment::estimated).
+    #[serde(default)]
+    pub estimated: bool,
     /// `bytes` over `bandwidth`.
     pub time: Duration,
 }
@@ -58,6 +61,7 @@ impl Plan {
             name: segment.name.clone(),
             bytes,
             bandwidth: segment.bandwidth,
+            estimated: segment.estimated,
             time: segment.bandwidth.time(bytes),
         };
         let mut segments: Vec<SegmentTime> = loaded.map(time).collect();
@@ -89,11 +93,12 @@ impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a pass takes {:.3} s, ", self.pass.as_secs_f64())?;
         match self.bound() {
-            Some(SegmentTime { name, bytes, bandwidth, .. }) => {
+            Some(SegmentTime { name, bytes, bandwidth, estimated, .. }) => {
                 let gb = *bytes as f64 / 1e9;
+                let speed = if *estimated { "an estimated " } else { "" };
                 write!(
                     f,
-                    "bound by {name} ({gb:.2} GB at {bandwidth} GB/s; compute {:.3} s)",
+                    "bound by {name} ({gb:.2} GB at {speed}{bandwidth} GB/s; compute {:.3} s)",
                     self.compute.as_secs_f64()
                 )
             }

@@ -18,7 +18,8 @@ pub(super) fn check(
     largest: Option<&str>,
 ) -> Result<()> {
     let mut shared: BTreeMap<DeviceId, u64> = BTreeMap::new();
-    for plan in devices {
+    // A device that gets nothing is not opened, and what it knows of a memory that it shares does not matter.
+    for plan in devices.iter().filter(|plan| plan.needed() > 0) {
         let info = machine.device(plan.id)?;
         let before = shared.entry(info.domain).or_default();
         // The devices of one memory may know different things of it; the least holds.
@@ -46,8 +47,10 @@ fn short(
         sum = sum.saturating_add(bytes);
         sum > limit
     };
+    let opening = passes(plan.opening);
     let culprit = assignments.iter().filter(|a| a.device == plan.id).find(|a| passes(a.bytes));
     let (term, module) = match culprit {
+        _ if opening => ("opening", None),
         Some(assignment) => ("weights", Some(assignment.module.to_string())),
         None if passes(plan.slots) => ("slots", largest.map(str::to_owned)),
         None if passes(plan.scratch.saturating_sub(plan.slots)) => ("scratch", None),

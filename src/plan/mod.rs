@@ -1,11 +1,13 @@
 //! Where every module of a model lives: a pure function of layout, machine and allocation.
 //!
 //! [`Planner`] resolves the allocation's quotas to bytes (`quota`), places the modules (`place`, `spread`,
-//! `uniform`), works out what streaming needs (`traffic`) and checks that the devices hold it (`fit`). The
-//! [`Plan`] that comes out is a value: it prints, serialises, compares, and estimates the time of a pass (`estimate`,
-//! `forecast`). For mode auto quotas and order are found (`auto`, `split`) by the forecasts of what they would come to.
+//! `uniform`), works out what streaming needs (`traffic`) and checks that the devices hold it (`fit`). `demote` moves
+//! what a plan has on its compute device to the host. The [`Plan`] that comes out is a value: it prints, serialises,
+//! compares, and estimates the time of a pass (`estimate`, `forecast`). For mode auto quotas and order are found (`auto`,
+//! `split`) by the forecasts of what they would come to.
 
 mod auto;
+mod demote;
 mod estimate;
 mod explain;
 mod fit;

@@ -47,6 +47,7 @@ pub struct Planner<'a> {
     pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
     in_place: Vec<String>,
+    own_slots: bool,
     pub(super) compute_time: ComputeTime,
     /// What of a layer would make a slot larger than this is kept resident.
     largest_slot: Option<u64>,
@@ -68,6 +69,7 @@ impl<'a> Planner<'a> {
             pinned_cap: default_pinned_cap(machine),
             resident: Vec::new(),
             in_place: Vec::new(),
+            own_slots: false,
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -129,6 +131,13 @@ impl<'a> Planner<'a> {
     /// runs on the host. `*` stands for any run of characters; may be called several times.
     pub fn in_place(mut self, pattern: impl Into<String>) -> Self {
         self.in_place.push(pattern.into());
+        self
+    }
+
+    /// Whether the caller has memory for streamed layers, so that the plan counts none: for
+    /// [`Streamer::with_slots`](crate::Streamer::with_slots). Default: no.
+    pub fn own_slots(mut self, own: bool) -> Self {
+        self.own_slots = own;
         self
     }
 
@@ -194,8 +203,10 @@ impl<'a> Planner<'a> {
         let (home, mut warnings) = placement.finish();
         warnings.extend(self.idle_patterns());
         let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
-        let (mode, unit, depth, explanation) = (allocation.mode(), self.unit, self.depth, None);
-        Ok(Parts { mode, order, unit, compute, depth, slots, devices, assignments, warnings, explanation })
+        warnings.extend(self.copies_in_place(&devices, compute));
+        let (mode, unit, depth, own_slots, explanation) =
+            (allocation.mode(), self.unit, self.depth, self.own_slots, None);
+        Ok(Parts { mode, order, unit, compute, depth, own_slots, slots, devices, assignments, warnings, explanation })
     }
 
     /// The plan of these parts, if the devices hold them.
@@ -233,9 +244,12 @@ impl<'a> Planner<'a> {
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
-        let pinned_cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
-        let traffic = placed.traffic(|name| any(&self.in_place, name));
+        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
+        if self.own_slots {
+            traffic.slots.count = 0;
+        }
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
         let assignment = |(index, module): (usize, &crate::checkpoint::Module)| {
             let bin = home[index];
@@ -266,8 +280,6 @@ impl<'a> Planner<'a> {
                 Err(unknown) => return Err(unknown),
             };
             devices.push(DevicePlan {
-                id: bin.device,
-                quota: bin.quoted.then_some(bin.cap),
                 bytes: bytes[index],
                 modules: modules[index],
                 streamed: moved.streamed,
@@ -276,12 +288,36 @@ impl<'a> Planner<'a> {
                 slots: if computes { traffic.slots.bytes() } else { 0 },
                 scratch: if computes { self.scratch } else { 0 },
                 reserve: if computes { self.reserve } else { 0 },
-                total: info.total,
-                free: info.free,
+                // Devices that get nothing are not opened, but for the compute device.
+                opening: if computes || bytes[index] > 0 { info.opening } else { 0 },
+                ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
             });
         }
         devices.sort_by_key(|device| device.id);
         Ok((devices, assignments, traffic.slots))
+    }
+
+    /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
+    /// pages are no less locked.
+    fn pinnable(&self, devices: &[DeviceId], home: &[usize]) -> u64 {
+        let topology = &self.machine.topology;
+        let locked = |&bin: &usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
+        let modules = self.layout.modules.iter().zip(home).filter(|(_, bin)| locked(bin));
+        let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        modules.fold(cap, |cap, (module, _)| cap.saturating_sub(module.bytes))
+    }
+
+    /// Warnings for what is streamed from one place of a memory to another.
+    fn copies_in_place<'b>(
+        &'b self,
+        devices: &'b [DevicePlan],
+        compute: DeviceId,
+    ) -> impl Iterator<Item = String> + use<'b, 'a> {
+        let topology = &self.machine.topology;
+        let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
+        devices.iter().filter(here).map(move |DevicePlan { id, streamed, .. }| {
+            format!("{id} and {compute} share one memory: {streamed} bytes are copied within it in each pass, which weights on {compute} would not need")
+        })
     }
 
     /// The name of the layer that the slots are made for.
@@ -320,7 +356,7 @@ fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 
-fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
+pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
     let host = machine.device(DeviceId::CPU).ok()?.total;
     let percent = |n: u64| host / 100 * n;
     Some(ByteSize(percent(40).max(percent(90).min(host.saturating_sub(4 << 30)))))

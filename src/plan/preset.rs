@@ -76,7 +76,7 @@ impl Preset {
             return Ok(Allocation::all_on(DeviceId::CPU));
         };
         let (id, total) = (device.id, layout.bytes());
-        let room = device.usable().saturating_sub(MARGIN.min(device.total / 4));
+        let room = device.usable_open().saturating_sub(MARGIN.min(device.total / 4));
         let whole = matches!(self, Preset::High) || (matches!(self, Preset::Normal | Preset::Shared) && total <= room);
         if whole {
             return Ok(Allocation::all_on(id));

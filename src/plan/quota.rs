@@ -35,7 +35,7 @@ impl Quotas {
         if let (Mode::Virtual, Some(virtual_vram)) = (allocation.mode(), allocation.virtual_vram()) {
             let mut bins = vec![Bin { device: compute, cap: 0, quoted: false }];
             for &device in &virtual_vram.donors {
-                bins.push(Bin { device, cap: machine.device(device)?.usable(), quoted: false });
+                bins.push(Bin { device, cap: machine.device(device)?.usable_open(), quoted: false });
             }
             return Ok(Quotas { bins, compute: 0, rest: Some(0), hard: true });
         }

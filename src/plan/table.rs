@@ -25,6 +25,9 @@ impl fmt::Display for Plan {
             write_row(f, &row.each_ref().map(String::as_str), &widths)?;
         }
         self.write_streaming(f)?;
+        for device in self.devices().iter().filter(|device| device.opening > 0) {
+            write!(f, "\n{} is not open yet: opening it takes about {}", device.id, ByteSize(device.opening).human())?;
+        }
         if let Some(explanation) = self.explanation() {
             write!(f, "\n{explanation}")?;
         }

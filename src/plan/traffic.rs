@@ -84,7 +84,7 @@ impl Placed<'_> {
     }
 
     /// Sums up what moves, layer by layer; storage that several modules of a layer share moves once.
-    fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
+    pub(super) fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
         let layout = self.layout;
         let mut slots = Slots::default();
         for layer in &layout.layers {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::explain::Explanation;
 use crate::allocation::Mode;
 use crate::checkpoint::Layout;
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceInfo};
 use crate::error::{Error, Result};
 
 /// How the modules of a device are spread over the order of execution.
@@ -95,6 +95,9 @@ pub struct DevicePlan {
     pub scratch: u64,
     /// What the caller keeps for activations.
     pub reserve: u64,
+    /// What opening the device takes, where it was not open yet and something is put on it.
+    #[serde(default)]
+    pub opening: u64,
     /// All memory of the device.
     pub total: u64,
     /// What of it was free, where known.
@@ -105,7 +108,7 @@ pub struct DevicePlan {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Slots {
-    /// `min(depth + 1, streamed layers)`.
+    /// `min(depth + 1, streamed layers)`; 0 where the caller has memory of its own for them.
     pub count: usize,
     /// The bytes of the largest streamed layer, as far as it is streamed; each of its modules takes a multiple of 256.
     pub bytes_each: u64,
@@ -126,6 +129,9 @@ pub(super) struct Parts {
     pub(super) unit: Unit,
     pub(super) compute: DeviceId,
     pub(super) depth: usize,
+    /// Whether the caller has the slots.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) own_slots: bool,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -140,6 +146,10 @@ impl Plan {
     pub(super) fn new(parts: Parts) -> Result<Plan> {
         parts.validate()?;
         Ok(Plan(parts))
+    }
+
+    pub(super) fn parts(&self) -> &Parts {
+        &self.0
     }
 
     /// What it consists of.
@@ -231,9 +241,32 @@ impl Plan {
 }
 
 impl DevicePlan {
-    /// What the plan needs of the device: weights, the larger of slots and scratch, and the reserve.
+    /// Nothing on a device.
+    pub(super) fn of(info: &DeviceInfo, quota: Option<u64>) -> DevicePlan {
+        let (bytes, modules, total, free) = (0, 0, info.total, info.free);
+        let (streamed, staged, pinned, slots, scratch, reserve, opening) = Default::default();
+        DevicePlan {
+            id: info.id,
+            quota,
+            bytes,
+            modules,
+            streamed,
+            staged,
+            pinned,
+            slots,
+            scratch,
+            reserve,
+            opening,
+            total,
+            free,
+        }
+    }
+
+    /// What the plan needs of the device: what opening takes, weights, the larger of slots and scratch, and the
+    /// reserve.
     pub fn needed(&self) -> u64 {
-        self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve)
+        let kept = self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve);
+        kept.saturating_add(self.opening)
     }
 }
 
@@ -285,7 +318,7 @@ impl Parts {
             streamed_layers += usize::from(streamed.peek().is_some());
             largest = largest.max(streamed.map(|a| a.bytes).sum());
         }
-        let count = streamed_layers.min(self.depth.saturating_add(1));
+        let count = if self.own_slots { 0 } else { streamed_layers.min(self.depth.saturating_add(1)) };
         if self.slots.count != count || self.slots.bytes_each < largest {
             return Err(wrong(format!("its {streamed_layers} streamed layers need other slots")));
         }

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::Wanted;
-use crate::backend::{Buf, Stream};
+use super::turns::Turns;
+use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::Layer;
 use crate::error::{Error, Result};
 use crate::load::{Model, TensorView};
@@ -16,28 +16,24 @@ use crate::load::{Model, TensorView};
 /// They are there for work queued on the streamer's compute stream. Dropping the guard marks the end of what was
 /// queued so far as their last use.
 pub struct LayerGuard {
-    model: Arc<Model>,
-    compute: Arc<dyn Stream>,
-    layer: usize,
-    slot: Option<Buf>,
-    wanted: Arc<Vec<Vec<Wanted>>>,
+    pub(super) model: Arc<Model>,
+    pub(super) compute: Arc<dyn Stream>,
+    pub(super) turns: Arc<Turns>,
+    pub(super) layer: usize,
+    /// The number of its slot among those of its class, and the parts of it.
+    pub(super) slot: Option<(usize, Vec<Buf>)>,
 }
 
 impl LayerGuard {
-    pub(super) fn new(
-        model: &Arc<Model>,
-        compute: &Arc<dyn Stream>,
-        layer: usize,
-        slot: Option<Buf>,
-        wanted: &Arc<Vec<Vec<Wanted>>>,
-    ) -> LayerGuard {
-        let (model, compute, wanted) = (Arc::clone(model), Arc::clone(compute), Arc::clone(wanted));
-        LayerGuard { model, compute, layer, slot, wanted }
-    }
-
     /// The layer.
     pub fn layer(&self) -> &Layer {
         &self.model.layout().layers[self.layer]
+    }
+
+    /// The number of the slot that it is in, from 0: of those of the model, or, with slots of the caller's own, of those
+    /// of its class, where each tensor has a fixed address. None when nothing of it is streamed.
+    pub fn slot(&self) -> Option<usize> {
+        self.slot.as_ref().map(|(number, _)| *number)
     }
 
     /// Its tensors, module after module.
@@ -58,7 +54,27 @@ impl LayerGuard {
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a copy failed.
     pub fn wait(&self, deadline: Duration) -> Result<()> {
-        self.slot.as_ref().map_or(Ok(()), |slot| slot.wait(deadline))
+        let until = Instant::now() + deadline;
+        self.parts().try_for_each(|part| match part.wait(until.saturating_duration_since(Instant::now())) {
+            Err(Error::TimedOut { what, .. }) => Err(Error::TimedOut { what, after: deadline }),
+            other => other,
+        })
+    }
+
+    /// The events of its arrival that have not fired, or failed.
+    pub fn arriving(&self) -> impl Iterator<Item = &Event> {
+        self.parts().flat_map(Buf::ready)
+    }
+
+    /// Is ready once the layer has arrived, on whatever executor; nothing is polled meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] when a copy failed.
+    pub async fn arrived(&self) -> Result<()> {
+        for event in self.arriving() {
+            event.fired().await?;
+        }
+        Ok(())
     }
 
     /// Copies the tensor `name` back to host memory. `dst` has to be as long as the tensor.
@@ -70,15 +86,18 @@ impl LayerGuard {
         self.model.download(&self.tensor(name).ok_or_else(missing)?, dst)
     }
 
+    fn parts(&self) -> impl Iterator<Item = &Buf> {
+        self.slot.iter().flat_map(|(_, parts)| parts)
+    }
+
     /// A tensor in the slot, or where it is resident.
     fn view(&self, tensor: usize) -> Option<TensorView<'_>> {
         let owner = self.model.owner(tensor);
         let info = &self.model.layout().tensors[tensor];
-        let place = self.model.place(tensor);
-        let brought = self.wanted[self.layer].iter().find(|wanted| wanted.module == owner);
-        if let (Some(slot), Some(wanted)) = (&self.slot, brought) {
-            let place: Range<usize> = wanted.at + place.start..wanted.at + place.end;
-            return Some(TensorView::new(info, slot, place));
+        let place: Range<usize> = self.model.place(tensor);
+        let brought = self.turns.of_layer(self.layer).find(owner, &place);
+        if let (Some((_, parts)), Some((part, place))) = (&self.slot, brought) {
+            return Some(TensorView::new(info, &parts[part], place));
         }
         self.model.home(owner).map(|home| TensorView::new(info, home, place))
     }
@@ -86,15 +105,13 @@ impl LayerGuard {
 
 impl Drop for LayerGuard {
     fn drop(&mut self) {
-        let layout = self.model.layout();
-        let resident = layout.needs_of(self.layer()).into_iter().filter_map(|module| self.model.home(module));
-        let on_device = resident.filter(|home| home.device() == self.compute.device()).cloned();
-        let uses: Vec<Buf> = on_device.chain(self.slot.clone()).collect();
+        let resident = self.turns.of_layer(self.layer).resident.iter().filter_map(|&module| self.model.home(module));
+        let uses: Vec<Buf> = resident.chain(self.parts()).cloned().collect();
         if let Err(error) = self.compute.record(&uses) {
             // Nobody can say when the compute will be done with the slot, so it is never filled again; it goes
             // with the model.
             tracing::error!(%error, layer = self.layer().name, "a slot is lost: its last use could not be marked");
-            self.model.residency().withdraw(self.slot.take());
+            self.model.residency().withdraw(self.slot.take().map(|(_, parts)| parts).unwrap_or_default());
         }
     }
 }

@@ -1,29 +1,32 @@
 //! Layers on the compute device, one after the other, each brought while the one before it runs.
 
+mod classes;
 mod guard;
+mod lanes;
+mod report;
 mod slots;
+mod turns;
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use serde::Serialize;
-
+pub use classes::{OwnSlot, SlotClass, SlotTensor};
 pub use guard::LayerGuard;
+pub use report::{LaneReport, Stalls, StreamReport, Via};
 
-use crate::backend::{Joined, Role, Stream};
-use crate::bytes::ByteSize;
-use crate::device::DeviceId;
+use crate::backend::{Buf, Event, Joined, Role, Stream};
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::plan::Use;
-use slots::Slots;
+use lanes::Lanes;
+use slots::{Candidates, Fill, Slots};
+use turns::Turns;
 
 /// Brings the layers of a model to its compute device and hands them out in any order.
 ///
 /// Asking for a layer makes the compute stream wait until the layer's tensors are there, and sends for the
-/// `depth` layers after it (around the end to the beginning, for the next pass). The host waits for nothing.
+/// `depth` layers after it (around the end to the beginning, for the next pass). The host waits for nothing but, where
+/// the device cannot wait for the bytes (pageable host memory, files), for a thread that queues their copies.
 /// A slot is filled again only after the compute that was queued while its [`LayerGuard`] lived: queue your
 /// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same with nothing sent for ahead.
 ///
@@ -54,41 +57,24 @@ use slots::Slots;
 pub struct Streamer {
     model: Arc<Model>,
     compute: Arc<dyn Stream>,
+    lanes: Lanes,
+    turns: Arc<Turns>,
     slots: Slots,
-    /// For each layer the modules to bring, with their sizes.
-    wanted: Arc<Vec<Vec<Wanted>>>,
+    /// Slots of the plan's that stay unused, since the caller brought others.
+    spare: Option<Vec<Vec<Buf>>>,
+    deadline: Duration,
     report: StreamReport,
 }
 
-/// How long the host waits for a copy whose event the compute stream cannot wait for.
+/// The longest wait of the host unless told otherwise.
 const DEADLINE: Duration = Duration::from_secs(600);
-
-/// A module that a layer brings, and where it goes in the slot.
-#[derive(Clone, Copy, Debug)]
-struct Wanted {
-    module: usize,
-    at: usize,
-}
-
-/// What a streamer did.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct StreamReport {
-    /// Layers handed out. Those with nothing to bring, all resident, are in neither of the next two.
-    pub layers: u64,
-    /// Those of them that were there or on their way when they were asked for.
-    pub prefetched: u64,
-    /// Those that had to be sent for when they were asked for.
-    pub late: u64,
-    /// Bytes copied from each device.
-    pub bytes: BTreeMap<DeviceId, u64>,
-}
 
 impl Streamer {
     /// A streamer with a compute stream of its own.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while another streamer of this model lives; whatever making streams meets.
+    /// [`Error::Invalid`] while another streamer of this model lives, or when its plan leaves the slots to the caller;
+    /// whatever making streams meets.
     pub fn new(model: &Arc<Model>) -> Result<Streamer> {
         let compute = model.residency().device().stream(Role::Compute)?;
         Streamer::on(model, compute)
@@ -97,56 +83,112 @@ impl Streamer {
     /// A streamer for work that is queued on `compute`, a stream of the model's compute device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while another streamer of this model lives, or when `compute` is of another device;
-    /// whatever making streams meets.
+    /// [`Error::Invalid`] while another streamer of this model lives, when its plan leaves the slots to the caller, or
+    /// when `compute` is of another device; whatever making streams meets.
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
-        let (device, other) = (model.residency().device().id(), compute.device());
-        if device != other {
-            return Err(Error::invalid(format!("the model computes on {device}, the stream is of {other}")));
+        let mut lanes = lanes(model, &*compute)?;
+        let turns = Turns::by_lane(model, &mut lanes)?;
+        let memory = model.residency().take_slots().ok_or_else(busy)?;
+        if memory.is_empty() && turns.streams() {
+            model.residency().return_slots(memory);
+            return Err(Error::invalid("the plan leaves the slots to the caller; give them with Streamer::with_slots"));
         }
-        let wanted = Arc::new(wanted(model));
-        let slots = Slots::of(model, &wanted)?;
-        Ok(Streamer { model: Arc::clone(model), compute, slots, wanted, report: StreamReport::default() })
+        let slots = Slots::shared(memory, turns.count());
+        Ok(Streamer::from(model, compute, lanes, turns, slots, None))
+    }
+
+    /// A streamer that fills memory of the caller's: for each of [`Model::slot_classes`] some slots, each a buffer for
+    /// every tensor. A framework keeps its weights in tensors of its own, and they are filled in place; on CUDA devices
+    /// [`BufMut::foreign`](crate::backend::BufMut) makes buffers of them. Nothing is allocated on the device.
+    ///
+    /// A tensor of a class has one address in each slot, and [`LayerGuard::slot`] tells the slot. How far ahead layers
+    /// are sent for is up to the plan's depth and the slots of their classes. Plan with
+    /// [`Planner::own_slots`](crate::Planner::own_slots), so that the model takes no memory for slots.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use tensor_offload::backend::{Clock, MemoryKind};
+    /// # use tensor_offload::{Checkpoint, Loader, Machine, Patches, Planner, Registry, Streamer};
+    /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+    /// # let machine = Machine::described(&["cuda:0=1mb".parse()?, "cpu=64mb".parse()?]);
+    /// # let devices = Registry::described(machine, Clock::Wall);
+    /// # let checkpoint = Checkpoint::open(path)?;
+    /// # let patches = Patches::none(checkpoint.layout());
+    /// let plan = Planner::new(patches.layout(), devices.machine()).allocation("cpu,*".parse()?).own_slots(true).plan()?;
+    /// let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
+    /// let device = model.residency().device();
+    /// let mut slots = Vec::new();
+    /// for class in model.slot_classes() {
+    ///     let buffer = |bytes: u64| device.alloc(bytes as usize, MemoryKind::Whole); // or your own memory
+    ///     let slot = |_| class.tensors.iter().map(|tensor| buffer(tensor.bytes)).collect();
+    ///     slots.push((0..class.layers.len().min(3)).map(slot).collect::<Result<_, _>>()?);
+    /// }
+    /// # use tensor_offload::backend::Role;
+    /// let mut streamer = Streamer::with_slots(&model, device.stream(Role::Compute)?, slots)?;
+    /// for layer in 0..model.layout().layers.len() {
+    ///     let guard = streamer.layer(layer)?;
+    ///     println!("{} is in slot {:?}", guard.layer().name, guard.slot());
+    /// }
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the first class, slot or tensor whose memory is not what it needs; as
+    /// [`on`](Streamer::on). The slots are dropped then.
+    pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<Vec<OwnSlot>>) -> Result<Streamer> {
+        let classes = model.slot_classes();
+        classes::check(model, &classes, &slots)?;
+        let mut lanes = lanes(model, &*compute)?;
+        let turns = Turns::by_tensor(model, &mut lanes)?;
+        let spare = model.residency().take_slots().ok_or_else(busy)?;
+        let slots = Slots::fixed(slots, classes::class_of_layers(&classes, turns.count()));
+        Ok(Streamer::from(model, compute, lanes, turns, slots, Some(spare)))
+    }
+
+    fn from(
+        model: &Arc<Model>,
+        compute: Arc<dyn Stream>,
+        lanes: Lanes,
+        turns: Turns,
+        slots: Slots,
+        spare: Option<Vec<Vec<Buf>>>,
+    ) -> Streamer {
+        let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
+        let (model, turns) = (Arc::clone(model), Arc::new(turns));
+        Streamer { model, compute, lanes, turns, slots, spare, deadline: DEADLINE, report }
+    }
+
+    /// Sets how long the host waits for anything at most. Default: 600 s.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Streamer {
+        self.deadline = deadline;
+        self
     }
 
     /// The layer at this place in [`Layout::layers`](crate::checkpoint::Layout::layers), on the compute device.
     ///
     /// # Errors
     /// [`Error::Invalid`] when there is no such layer, or when guards hold all slots (one more layer needs a
-    /// greater depth); whatever the copies meet. The streamer stays usable.
+    /// greater depth); [`Error::TimedOut`] when the host waited for longer than the deadline; whatever the copies meet.
+    /// The streamer stays usable.
     pub fn layer(&mut self, layer: usize) -> Result<LayerGuard> {
-        let layers = self.wanted.len();
+        let layers = self.turns.count();
         if layer >= layers {
             return Err(Error::invalid(format!("there is no layer {layer}, the model has {layers}")));
         }
-        let window = self.window(layer);
-        self.slots.forget_failed();
-        let mut slot = None;
-        if !self.wanted[layer].is_empty() {
-            let there = self.slots.find(layer);
-            if there.is_none() {
-                self.bring(layer, &window)?;
-            }
-            *(if there.is_some() { &mut self.report.prefetched } else { &mut self.report.late }) += 1;
-            slot = self.slots.find(layer);
-        }
-        for event in slot.iter().flat_map(|buf| buf.ready()) {
+        let slot = if self.turns.is_streamed(layer) { Some(self.bring_now(layer)?) } else { None };
+        for event in slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::ready) {
             if self.compute.wait(event)? == Joined::HostMustWait {
-                event.wait(DEADLINE)?;
+                let begin = Instant::now();
+                let outcome = self.stall("a copy", event);
+                self.report.stalled("a copy that the compute stream cannot wait for".to_owned(), begin.elapsed());
+                outcome?;
             }
         }
-        let guard = LayerGuard::new(&self.model, &self.compute, layer, slot, &self.wanted);
+        let (model, turns, compute) = (Arc::clone(&self.model), Arc::clone(&self.turns), Arc::clone(&self.compute));
+        let guard = LayerGuard { model, compute, turns, layer, slot };
         self.report.layers += 1;
-        for &ahead in window.iter().filter(|&&ahead| ahead != layer) {
-            if self.slots.find(ahead).is_some() {
-                continue;
-            }
-            // What fails here is tried again, and reported, when the layer is asked for.
-            if let Err(error) = self.bring(ahead, &window) {
-                tracing::debug!(layer = ahead, %error, "not sent for ahead");
-                break;
-            }
-        }
+        self.send_ahead(layer);
         Ok(guard)
     }
 
@@ -165,27 +207,116 @@ impl Streamer {
         &self.report
     }
 
-    /// The layer and the streamed ones that follow it, as far as there are slots.
-    fn window(&self, layer: usize) -> Vec<usize> {
-        let layers = self.wanted.len();
-        let after = (1..layers).map(|ahead| (layer + ahead) % layers);
-        let streamed = after.filter(|&l| !self.wanted[l].is_empty()).take(self.model.plan().depth());
-        std::iter::once(layer).chain(streamed).collect()
+    /// The caller's own slots, with the events of their last uses; none are there for a streamer with slots of the
+    /// library's.
+    ///
+    /// # Errors
+    /// The streamer, while guards or copies hold slots.
+    pub fn into_slots(mut self) -> Result<Vec<Vec<OwnSlot>>, Box<Streamer>> {
+        match self.spare.is_some().then(|| self.slots.take_fixed(self.deadline)) {
+            None => Ok(Vec::new()),
+            Some(Some(slots)) => Ok(slots),
+            Some(None) => Err(Box::new(self)),
+        }
     }
 
-    /// Sends for a layer of `window`, in a slot whose layer is not needed before it.
-    fn bring(&mut self, layer: usize, window: &[usize]) -> Result<()> {
-        let copied = self.slots.fill(&self.model, layer, &self.wanted[layer], window)?;
-        for (device, bytes) in copied {
-            *self.report.bytes.entry(device).or_default() += bytes;
+    /// The slot that a layer is in, its number and its parts, all of them there or on a stream of the device.
+    fn bring_now(&mut self, layer: usize) -> Result<(usize, Vec<Buf>)> {
+        let slot = match self.slots.find_sound(layer) {
+            Some(slot) => {
+                self.report.prefetched += 1;
+                slot
+            }
+            None => {
+                let mut candidates = self.slots.candidates(&self.turns, layer, layer);
+                let slot = self.bring(layer, layer, true, &mut candidates)?;
+                self.report.late += 1;
+                slot.ok_or_else(|| held(self.slots.alike(layer)))?
+            }
+        };
+        let waits = self.slots.is_with_a_lane(slot);
+        let begin = Instant::now();
+        let parts = {
+            let _span = waits.then(|| tracing::debug_span!("stall", layer, what = "staging").entered());
+            self.slots.collect(slot, self.deadline)
+        };
+        if waits {
+            self.report.stalled("the thread that stages bytes".to_owned(), begin.elapsed());
         }
-        Ok(())
+        Ok((self.slots.number(slot), parts?))
     }
+
+    /// Sends for the layers after `layer`, as far as there are slots for them.
+    fn send_ahead(&mut self, layer: usize) {
+        let turns = Arc::clone(&self.turns);
+        // For each set of slots those that may be filled, looked for when the first layer needs one.
+        let mut candidates: Vec<(usize, Candidates)> = Vec::new();
+        for ahead in turns.after(layer).take(self.model.plan().depth()) {
+            if self.slots.find(ahead).is_some() {
+                continue;
+            }
+            let set = self.slots.set_of(ahead);
+            let place = candidates.iter().position(|(of, _)| *of == set).unwrap_or_else(|| {
+                candidates.push((set, self.slots.candidates(&turns, ahead, layer)));
+                candidates.len() - 1
+            });
+            // What fails here is tried again, and reported, when the layer is asked for.
+            if let Err(error) = self.bring(ahead, layer, false, &mut candidates[place].1) {
+                tracing::debug!(layer = ahead, %error, "not sent for ahead");
+                break;
+            }
+        }
+    }
+
+    /// Sends for a layer, seen from `current`, in a slot whose layer is not needed before it; none when there is none.
+    fn bring(
+        &mut self,
+        layer: usize,
+        current: usize,
+        asked: bool,
+        candidates: &mut Candidates,
+    ) -> Result<Option<usize>> {
+        let distance = self.turns.distance(current, layer);
+        let (model, turns, lanes) = (&*self.model, &*self.turns, &self.lanes);
+        let fill = Fill { model, turns, lanes, layer, asked, deadline: self.deadline };
+        let slot = self.slots.bring(&fill, distance, candidates)?;
+        if slot.is_some() {
+            for part in &self.turns.of_layer(layer).parts {
+                self.report.sent(part.lane, part.copied());
+            }
+        }
+        Ok(slot)
+    }
+
+    fn stall(&self, what: &'static str, event: &Event) -> Result<()> {
+        let _span = tracing::debug_span!("stall", what).entered();
+        event.wait(self.deadline)
+    }
+}
+
+/// The lanes of a streamer that computes on `compute`.
+fn lanes(model: &Arc<Model>, compute: &dyn Stream) -> Result<Lanes> {
+    let (device, other) = (model.residency().device().id(), compute.device());
+    match device == other {
+        true => Ok(Lanes::new(model)),
+        false => Err(Error::invalid(format!("the model computes on {device}, the stream is of {other}"))),
+    }
+}
+
+fn busy() -> Error {
+    Error::invalid("the model, or one that shares its slots, is being streamed already; they are for one streamer")
+}
+
+fn held(count: usize) -> Error {
+    Error::invalid(format!(
+        "all {count} slots are held by guards; drop one before asking for another layer, or plan with a greater depth"
+    ))
 }
 
 impl Drop for Streamer {
     fn drop(&mut self) {
-        self.slots.give_back(&self.model);
+        let memory = self.slots.drain(self.deadline);
+        self.model.residency().return_slots(self.spare.take().unwrap_or(memory));
     }
 }
 
@@ -193,29 +324,4 @@ impl fmt::Debug for Streamer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Streamer").field("model", &self.model).field("report", &self.report).finish_non_exhaustive()
     }
-}
-
-impl fmt::Display for StreamReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StreamReport { layers, prefetched, late, bytes } = self;
-        write!(f, "{layers} layers, {prefetched} sent for ahead, {late} when asked for")?;
-        bytes.iter().try_for_each(|(device, bytes)| write!(f, ", {} from {device}", ByteSize(*bytes).human()))
-    }
-}
-
-/// For each layer the modules that it has to bring: its own streamed ones, and those whose storage its
-/// tensors share, if these are streamed.
-fn wanted(model: &Model) -> Vec<Vec<Wanted>> {
-    let (layout, plan) = (model.layout(), model.plan());
-    let wanted_of = |layer: &crate::checkpoint::Layer| {
-        let (mut wanted, mut at) = (Vec::new(), 0);
-        for module in layout.needs_of(layer) {
-            if plan.assignments()[module].usage == Use::Streamed && layout.modules[module].bytes > 0 {
-                wanted.push(Wanted { module, at });
-                at += crate::checkpoint::Layout::slot_bytes(layout.modules[module].bytes) as usize;
-            }
-        }
-        wanted
-    };
-    layout.layers.iter().map(wanted_of).collect()
 }

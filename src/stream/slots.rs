@@ -1,170 +1,315 @@
 //! The slots of a streamer: which layer each holds, and filling one again.
 
-use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use super::Wanted;
-use crate::backend::{Buf, BufMut, Device, FenceState, MemoryKind, Piece, Role, Route, Stream, Transfer};
-use crate::device::DeviceId;
+use super::lanes::Lanes;
+use super::turns::{Part, Turns};
+use crate::backend::{Buf, BufMut, FenceState};
 use crate::error::{Error, Result};
 use crate::load::Model;
+use crate::transfer::Ticket;
 
-/// The slots, and the streams that fill them.
+/// All slots. Those of one set are alike, and each layer uses those of one set.
 pub(super) struct Slots {
     slots: Vec<Slot>,
-    upload: Arc<dyn Stream>,
-    /// Streams of devices whose memory the compute device cannot reach: their bytes go through the host.
-    downloads: BTreeMap<DeviceId, Arc<dyn Stream>>,
-    host: Arc<dyn Device>,
-    /// The most bytes of one layer that go through the host: the size of every staging buffer, so that none has to
-    /// be exchanged for a larger one while a copy still reads it.
-    staging_bytes: usize,
+    /// For each layer the slot that holds it, or will.
+    holder: Vec<Option<usize>>,
+    /// For each layer the set of its slots.
+    set: Vec<usize>,
+    /// Whether the parts stay as they are: each is an allocation of the caller's.
+    fixed: bool,
 }
 
-/// Device memory for one layer, and host memory for the part of it that has to go through the host.
+/// Device memory for one layer.
 struct Slot {
+    set: usize,
     /// The layer that is in it or on its way to it; none after a copy that was refused.
     layer: Option<usize>,
-    memory: Option<Buf>,
-    staging: Option<Buf>,
+    /// Its memory, in parts; none for one that a lane has, or that was lost.
+    parts: Vec<Option<Buf>>,
+    /// Parts that staging lanes have.
+    tickets: Vec<(Vec<usize>, Ticket)>,
+    /// For each lane host memory on the way.
+    staging: BTreeMap<usize, Buf>,
 }
 
+/// What filling a slot needs.
+pub(super) struct Fill<'a> {
+    pub(super) model: &'a Model,
+    pub(super) turns: &'a Turns,
+    pub(super) lanes: &'a Lanes,
+    pub(super) layer: usize,
+    /// Whether the layer was asked for, so that it is worth waiting for a slot that a lane is busy with.
+    pub(super) asked: bool,
+    pub(super) deadline: Duration,
+}
+
+/// The slots of a set whose layers are needed last, at the end, with the distances of their layers.
+pub(super) type Candidates = Vec<(usize, usize)>;
+
 impl Slots {
-    pub(super) fn of(model: &Model, wanted: &[Vec<Wanted>]) -> Result<Slots> {
-        let residency = model.residency();
-        let device = residency.device();
-        let upload = device.stream(Role::Upload)?;
-        let mut downloads: BTreeMap<DeviceId, Arc<dyn Stream>> = BTreeMap::new();
-        for home in wanted.iter().flatten().filter_map(|wanted| model.home(wanted.module)) {
-            let source = model.device(home.device())?;
-            let staged = matches!(device.route_from(&**source), Route::Staged(_));
-            if staged && !downloads.contains_key(&source.id()) {
-                downloads.insert(source.id(), source.stream(Role::Download)?);
-            }
-        }
-        let through_host = |wanted: &Wanted| model.home(wanted.module).filter(|h| downloads.contains_key(&h.device()));
-        let staged = |layer: &Vec<Wanted>| layer.iter().filter_map(through_host).map(Buf::bytes).sum();
-        let staging_bytes = wanted.iter().map(staged).max().unwrap_or(0);
-        let busy = || Error::invalid("the model is being streamed already; its slots are for one streamer");
-        let memory = residency.take_slots().ok_or_else(busy)?;
-        let slot = |memory| Slot { layer: None, memory: Some(memory), staging: None };
-        let (slots, host) = (memory.into_iter().map(slot).collect(), Arc::clone(model.host()));
-        Ok(Slots { slots, upload, downloads, host, staging_bytes })
+    /// Slots of the library's own, as the model keeps them: one set for all layers.
+    pub(super) fn shared(memory: Vec<Vec<Buf>>, layers: usize) -> Slots {
+        let slots = memory.into_iter().map(|parts| Slot::new(0, parts)).collect();
+        Slots { slots, holder: vec![None; layers], set: vec![0; layers], fixed: false }
+    }
+
+    /// Slots of the caller's own: sets of slots of parts, and for each layer its set.
+    pub(super) fn fixed(sets: Vec<Vec<Vec<BufMut>>>, set: Vec<usize>) -> Slots {
+        let slot =
+            |number: usize, parts: Vec<BufMut>| Slot::new(number, parts.into_iter().map(BufMut::freeze).collect());
+        let of_set =
+            |(number, slots): (usize, Vec<Vec<BufMut>>)| slots.into_iter().map(move |parts| slot(number, parts));
+        let slots = sets.into_iter().enumerate().flat_map(of_set).collect();
+        Slots { slots, holder: vec![None; set.len()], set, fixed: true }
     }
 
     /// The slot that holds `layer`, or will.
-    pub(super) fn find(&self, layer: usize) -> Option<Buf> {
-        self.slots.iter().find(|slot| slot.layer == Some(layer)).and_then(|slot| slot.memory.clone())
+    pub(super) fn find(&self, layer: usize) -> Option<usize> {
+        self.holder[layer]
     }
 
-    /// Forgets the layers whose copies failed, so that they are sent for again.
-    pub(super) fn forget_failed(&mut self) {
+    /// The same, unless a copy into it failed, so that the layer has to be sent for again.
+    pub(super) fn find_sound(&mut self, layer: usize) -> Option<usize> {
+        let slot = self.holder[layer]?;
         let failed = |memory: &Buf| memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_)));
-        for slot in self.slots.iter_mut().filter(|slot| slot.memory.as_ref().is_some_and(failed)) {
+        if self.slots[slot].parts.iter().flatten().any(failed) {
+            self.empty(slot);
+        }
+        self.holder[layer]
+    }
+
+    /// The set whose slots a layer uses.
+    pub(super) fn set_of(&self, layer: usize) -> usize {
+        self.set[layer]
+    }
+
+    /// How many slots there are for a layer.
+    pub(super) fn alike(&self, layer: usize) -> usize {
+        self.slots.iter().filter(|slot| slot.set == self.set[layer]).count()
+    }
+
+    /// The number of a slot among those of its set.
+    pub(super) fn number(&self, slot: usize) -> usize {
+        let set = self.slots[slot].set;
+        self.slots[..slot].iter().filter(|other| other.set == set).count()
+    }
+
+    /// Whether a lane has parts of the slot, so that [`collect`](Slots::collect) may wait.
+    pub(super) fn is_with_a_lane(&self, slot: usize) -> bool {
+        !self.slots[slot].tickets.iter().all(|(_, ticket)| ticket.is_over())
+    }
+
+    /// The slots that may be filled with a layer of the set of `layer`, seen from `current`.
+    pub(super) fn candidates(&self, turns: &Turns, layer: usize, current: usize) -> Candidates {
+        let set = self.set[layer];
+        let of_set = self.slots.iter().enumerate().filter(|(_, slot)| slot.set == set);
+        let needed = |slot: &Slot| slot.layer.map_or(usize::MAX, |layer| turns.distance(current, layer));
+        let mut candidates: Candidates = of_set.map(|(index, slot)| (needed(slot), index)).collect();
+        // Of several that are empty the first one comes first.
+        candidates.sort_by_key(|&(needed, index)| (needed, usize::MAX - index));
+        candidates
+    }
+
+    /// Sends for a layer in a slot that no guard holds and whose layer is not needed before `distance`; the slot.
+    /// None when there is no such slot.
+    pub(super) fn bring(
+        &mut self,
+        fill: &Fill<'_>,
+        distance: usize,
+        candidates: &mut Candidates,
+    ) -> Result<Option<usize>> {
+        let all = if fill.asked { candidates.clone() } else { Vec::new() };
+        let slot = match self.reclaim(candidates, distance, Duration::ZERO) {
+            Some(found) => Some(found),
+            None => self.reclaim(&mut { all }, distance, fill.deadline),
+        };
+        let Some((slot, memory)) = slot else { return Ok(None) };
+        self.fill(fill, slot, memory)?;
+        Ok(Some(slot))
+    }
+
+    /// Waits until lanes have queued all copies into the slot; its parts.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`]; why a lane failed, and then the layer has to be sent for again.
+    pub(super) fn collect(&mut self, slot: usize, deadline: Duration) -> Result<Vec<Buf>> {
+        if let Err(error) = self.slots[slot].collect(deadline) {
+            if self.slots[slot].tickets.is_empty() {
+                self.empty(slot);
+            }
+            return Err(error);
+        }
+        Ok(self.slots[slot].parts.iter().flatten().cloned().collect())
+    }
+
+    /// Takes the memory of all slots that lanes can be made to let go of. Guards that are still out keep theirs until
+    /// they are dropped.
+    pub(super) fn drain(&mut self, deadline: Duration) -> Vec<Vec<Buf>> {
+        self.slots.iter().flat_map(|slot| &slot.tickets).for_each(|(_, ticket)| ticket.give_up());
+        let until = Instant::now() + deadline;
+        let whole = |mut slot: Slot| {
+            // Why copies that nobody waits for failed is of no use to anyone.
+            let _ = slot.collect(until.saturating_duration_since(Instant::now()));
+            slot.parts.into_iter().collect::<Option<Vec<Buf>>>()
+        };
+        let slots: Vec<_> = self.slots.drain(..).map(whole).collect();
+        let lost = slots.iter().filter(|slot| slot.is_none()).count();
+        if lost > 0 {
+            tracing::error!(lost, "slots are lost: a lane did not let go of them");
+        }
+        self.holder.fill(None);
+        slots.into_iter().flatten().collect()
+    }
+
+    /// The sets of slots of the caller's own, when no guard and no lane holds any.
+    pub(super) fn take_fixed(&mut self, deadline: Duration) -> Option<Vec<Vec<Vec<BufMut>>>> {
+        for slot in &mut self.slots {
+            slot.tickets.iter().for_each(|(_, ticket)| ticket.give_up());
+            let _ = slot.collect(deadline);
             slot.layer = None;
         }
+        self.holder.fill(None);
+        if !self.slots.iter().all(Slot::is_free) {
+            return None;
+        }
+        let mut sets: Vec<Vec<Vec<BufMut>>> = Vec::new();
+        for slot in self.slots.drain(..) {
+            sets.resize_with(sets.len().max(slot.set + 1), Vec::new);
+            sets[slot.set].push(slot.parts.into_iter().flatten().filter_map(|part| part.try_reclaim().ok()).collect());
+        }
+        Some(sets)
     }
 
-    /// Queues the copies of a layer into a slot that no guard holds and whose layer is not needed before it: `window`
-    /// are the layers needed next, in order. Returns the bytes from each device.
-    pub(super) fn fill(
+    /// The last of `candidates` that can be had, with its memory, to be written.
+    fn reclaim(
         &mut self,
-        model: &Model,
-        layer: usize,
-        wanted: &[Wanted],
-        window: &[usize],
-    ) -> Result<BTreeMap<DeviceId, u64>> {
-        let Slots { slots, upload, downloads, host, staging_bytes } = self;
-        let (slot, memory) = Slot::reclaim(slots, layer, window)?;
-        let (mut pieces, mut staged) = (Vec::new(), Vec::new());
-        let mut copied = BTreeMap::new();
-        for &Wanted { module, at } in wanted {
-            let Some(home) = model.home(module) else { continue };
-            let piece = Piece { src: home.clone(), from: 0..home.bytes(), at };
-            *copied.entry(home.device()).or_default() += home.bytes() as u64;
-            if downloads.contains_key(&home.device()) { staged.push(piece) } else { pieces.push(piece) }
-        }
-        let through_host = match slot.stage(staged, downloads, host, *staging_bytes) {
-            Ok(pieces) => pieces,
-            Err(error) => {
-                slot.memory = Some(memory.freeze());
-                return Err(error);
+        candidates: &mut Candidates,
+        distance: usize,
+        patience: Duration,
+    ) -> Option<(usize, Vec<BufMut>)> {
+        while candidates.last().is_some_and(|&(needed, _)| needed > distance) {
+            let (_, index) = candidates.pop()?;
+            let slot = &mut self.slots[index];
+            if !slot.tickets.is_empty() {
+                slot.tickets.iter().for_each(|(_, ticket)| ticket.give_up());
+                let _ = slot.collect(patience);
+                self.empty(index);
             }
-        };
-        pieces.extend(through_host);
-        match Transfer::new(pieces, memory).and_then(|transfer| upload.copy(transfer)) {
-            Ok(flight) => {
-                slot.memory = Some(flight.chain().freeze());
-                slot.layer = Some(layer);
-                Ok(copied)
-            }
-            Err(rejected) => {
-                slot.memory = Some(rejected.dst.freeze());
-                Err(rejected.error)
+            let slot = &mut self.slots[index];
+            if slot.is_free() {
+                let memory = slot.parts.drain(..).flatten().filter_map(|part| part.try_reclaim().ok()).collect();
+                self.empty(index);
+                return Some((index, memory));
             }
         }
+        None
     }
 
-    /// Leaves the slots to the next streamer. Guards that are still out keep theirs until they are dropped.
-    pub(super) fn give_back(&mut self, model: &Model) {
-        let memory = self.slots.drain(..).filter_map(|slot| slot.memory).collect();
-        model.residency().return_slots(memory);
+    /// Queues the copies of a layer into a slot, or gives them to lanes.
+    fn fill(&mut self, fill: &Fill<'_>, index: usize, memory: Vec<BufMut>) -> Result<()> {
+        let parts = &fill.turns.of_layer(fill.layer).parts;
+        let slot = &mut self.slots[index];
+        let memory = match self.fixed {
+            true => memory,
+            false => slot.cut(memory, parts)?,
+        };
+        let mut orders: BTreeMap<usize, (Vec<usize>, Vec<(&Part, BufMut)>)> = BTreeMap::new();
+        let mut outcome = Ok(());
+        for (place, dst) in memory.into_iter().enumerate() {
+            slot.parts.push(None);
+            match parts.get(place) {
+                Some(part) if outcome.is_ok() && fill.lanes.is_staged(part.lane) => {
+                    let (places, parts) = orders.entry(part.lane).or_default();
+                    places.push(place);
+                    parts.push((part, dst));
+                }
+                Some(part) if outcome.is_ok() => {
+                    let mut staging = slot.staging.remove(&part.lane);
+                    let queued = fill.lanes.queue(fill.model, part, dst, &mut staging);
+                    slot.staging.extend(staging.map(|staging| (part.lane, staging)));
+                    (slot.parts[place], outcome) = match queued {
+                        Ok(memory) => (Some(memory), Ok(())),
+                        Err((error, memory)) => (memory, Err(error)),
+                    };
+                }
+                _ => slot.parts[place] = Some(dst.freeze()),
+            }
+        }
+        for (lane, (places, parts)) in orders {
+            if outcome.is_ok() {
+                let ticket = fill.lanes.order(fill.model, lane, parts, fill.asked, fill.deadline)?;
+                slot.tickets.push((places, ticket));
+                continue;
+            }
+            for (place, (_, dst)) in places.into_iter().zip(parts) {
+                slot.parts[place] = Some(dst.freeze());
+            }
+        }
+        outcome?;
+        slot.layer = Some(fill.layer);
+        self.holder[fill.layer] = Some(index);
+        Ok(())
+    }
+
+    /// Forgets what a slot holds.
+    fn empty(&mut self, slot: usize) {
+        if let Some(layer) = self.slots[slot].layer.take() {
+            self.holder[layer] = None;
+        }
     }
 }
 
 impl Slot {
-    /// The slot whose layer is needed last, with its memory, which can be written again.
-    fn reclaim<'a>(slots: &'a mut [Slot], layer: usize, window: &[usize]) -> Result<(&'a mut Slot, BufMut)> {
-        let turn = |layer: usize| window.iter().position(|&next| next == layer).unwrap_or(usize::MAX);
-        let mut latest: Vec<_> = slots.iter().map(|slot| slot.layer.map_or(usize::MAX, turn)).enumerate().collect();
-        latest.retain(|(_, needed)| *needed > turn(layer));
-        latest.sort_by_key(|(_, needed)| Reverse(*needed));
-        for (index, _) in latest {
-            match slots[index].memory.take().map(Buf::try_reclaim) {
-                Some(Ok(memory)) => {
-                    slots[index].layer = None;
-                    return Ok((&mut slots[index], memory));
-                }
-                Some(Err(held)) => slots[index].memory = Some(held),
-                None => {}
-            }
-        }
-        let count = slots.len();
-        Err(Error::invalid(format!(
-            "all {count} slots are held by guards; drop one before asking for another layer, or plan with a greater depth"
-        )))
+    fn new(set: usize, parts: Vec<Buf>) -> Slot {
+        let parts = parts.into_iter().map(Some).collect();
+        Slot { set, layer: None, parts, tickets: Vec::new(), staging: BTreeMap::new() }
     }
 
-    /// Queues the copies of what has to go through the host; the pieces from there on.
-    fn stage(
-        &mut self,
-        mut staged: Vec<Piece>,
-        downloads: &BTreeMap<DeviceId, Arc<dyn Stream>>,
-        host: &Arc<dyn Device>,
-        staging_bytes: usize,
-    ) -> Result<Vec<Piece>> {
-        if staged.is_empty() {
-            return Ok(Vec::new());
+    /// Whether nobody else holds any of it.
+    fn is_free(&self) -> bool {
+        self.tickets.is_empty() && self.parts.iter().all(|part| part.as_ref().is_some_and(|part| !part.is_shared()))
+    }
+
+    /// Waits until lanes are done with its parts, whatever came of it.
+    fn collect(&mut self, deadline: Duration) -> Result<()> {
+        let until = Instant::now() + deadline;
+        let mut outcome = Ok(());
+        while let Some((places, ticket)) = self.tickets.first() {
+            let ended = match ticket.wait(until.saturating_duration_since(Instant::now())) {
+                Ok(ended) => ended,
+                Err(Error::TimedOut { what, .. }) => return Err(Error::TimedOut { what, after: deadline }),
+                Err(error) => return Err(error),
+            };
+            for (&place, memory) in places.iter().zip(ended.parts) {
+                self.parts[place] = memory;
+            }
+            outcome = outcome.and(ended.outcome);
+            self.tickets.remove(0);
         }
-        let mut staging = match self.staging.take().map(Buf::try_reclaim) {
-            Some(Ok(staging)) => staging,
-            _ => host.alloc(staging_bytes, MemoryKind::Pinned)?,
-        };
-        let (mut onward, mut at) = (Vec::new(), 0);
-        for piece in &mut staged {
-            let bytes = piece.from.len();
-            onward.push((at..at + bytes, piece.at));
-            piece.at = at;
-            at += bytes;
+        outcome
+    }
+
+    /// Joins the parts of a layer that was in the slot and cuts it into those of another, the last with what is left.
+    fn cut(&mut self, memory: Vec<BufMut>, parts: &[Part]) -> Result<Vec<BufMut>> {
+        let mut memory = memory.into_iter();
+        let mut rest = memory.next().ok_or_else(|| Error::invalid("a slot without memory"))?;
+        memory
+            .try_for_each(|part| rest.unsplit(part))
+            .map_err(|_| Error::invalid("parts of two slots were mixed up"))?;
+        let mut cut = Vec::with_capacity(parts.len());
+        for part in parts.iter().rev().skip(1).rev() {
+            match rest.split_off(part.bytes) {
+                Ok(after) => cut.push(std::mem::replace(&mut rest, after)),
+                Err(error) => {
+                    // It stays one slot, if in parts.
+                    self.parts = cut.into_iter().chain([rest]).map(|part| Some(part.freeze())).collect();
+                    return Err(error);
+                }
+            }
         }
-        while let Some(first) = staged.first().map(|piece| piece.src.device()) {
-            let (same, others) = staged.into_iter().partition(|piece: &Piece| piece.src.device() == first);
-            staging = downloads[&first].copy(Transfer::new(same, staging)?)?.chain();
-            staged = others;
-        }
-        let staging = staging.freeze();
-        self.staging = Some(staging.clone());
-        Ok(onward.into_iter().map(|(from, at)| Piece { src: staging.clone(), from, at }).collect())
+        cut.push(rest);
+        Ok(cut)
     }
 }

@@ -224,6 +224,44 @@ fn devices_of_one_memory_share_it() {
     assert_eq!((short.device, short.term, short.needed, short.limit), (GPU0, "slots", 17 * GIB, 16 * GIB));
 }
 
+/// What is locked for an integrated device is not there to be pinned; and a copy within the memory passes no link.
+#[test]
+fn devices_of_one_memory_pin_and_copy_within_it() {
+    let described = ["cpu=16gib", "cuda:0=16gib,link=26,domain=cpu"].map(|text| text.parse().unwrap());
+    let unified = Machine::described(&described);
+    let layout = blocks(10, GIB);
+    let planner = Planner::new(&layout, &unified).allocation("cuda:0,6gb;cpu,*".parse().unwrap()).depth(0);
+    let plan = planner.clone().pinned_cap(Some(ByteSize(8 * GIB))).plan().unwrap();
+    let host = plan.device(CPU).unwrap();
+    assert_eq!((host.streamed, host.pinned, host.staged), (4 * GIB, 2 * GIB, 2 * GIB));
+    assert!(plan.warnings()[0].contains("cpu and cuda:0 share one memory"), "{plan}");
+    let estimate = plan.estimate(&unified.topology, Duration::ZERO);
+    assert!(estimate.segments.is_empty(), "{estimate}");
+    let memory = unified.topology.clone().link(CPU, "40".parse().unwrap());
+    assert_eq!(plan.estimate(&memory, Duration::ZERO).bound().unwrap().name, "cpu out");
+}
+
+/// An unopened device is charged what opening takes: before the weights, if the plan puts anything on it.
+#[test]
+fn opening_a_device_counts_where_it_is_used() {
+    let info = |id, opening| tensor_offload::DeviceInfo::new(id, 10 * GIB).opening(opening);
+    let machine = Machine::new([info(CPU, 0), info(GPU0, GIB), info(GPU1, 11 * GIB)], Topology::new());
+    let plan = sequential(&blocks(9, GIB), &machine, "cuda:0,9gb;cuda:1,0b").unwrap();
+    assert_eq!((plan.device(GPU0).unwrap().needed(), plan.device(GPU1).unwrap().needed()), (10 * GIB, 0));
+    let short = shortfall(sequential(&blocks(10, GIB), &machine, "cuda:0,10gb"));
+    assert_eq!((short.term, short.short), ("weights", GIB));
+    let short = shortfall(sequential(&blocks(2, GIB), &machine, "cuda:0,1gb;cuda:1,1gb"));
+    assert_eq!((short.device, short.term, &short.module), (GPU1, "opening", &None));
+    // Donors give what is left of them once they are open; and a plan that was kept before this was counted is read.
+    let donated = sequential(&blocks(9, GIB), &machine, "#cuda:0;3;cuda:1");
+    assert_eq!(shortfall(donated).limit, 0);
+    let mut kept = serde_json::to_value(&plan).unwrap();
+    for device in kept["devices"].as_array_mut().unwrap() {
+        device.as_object_mut().unwrap().remove("opening");
+    }
+    assert_eq!(serde_json::from_value::<Plan>(kept).unwrap().device(GPU0).unwrap().opening, 0);
+}
+
 #[test]
 fn unknown_free_memory_counts_as_all() {
     let info = |id, total| tensor_offload::DeviceInfo::new(id, total).free(None);
@@ -461,4 +499,25 @@ fn more_bytes_than_can_be_counted_are_refused() {
         let layout = Layout::blocks(vec![(1u64 << 63) / 16; 16]);
         Planner::new(&layout, &huge).allocation(alloc.parse().unwrap()).order(order).depth(0).plan().unwrap();
     }
+}
+
+#[test]
+fn what_a_demoted_plan_pins_stays_within_the_cap() {
+    let layout = blocks(10, GIB);
+    // Four fifths of what is left of 10 GiB may be pinned by default: 6.
+    let small = machine(&["cuda:0=24gib", "cpu=10gib"]);
+    let plan = Planner::new(&layout, &small).allocation("cuda:0,5gib;cpu,*".parse().unwrap());
+    let demoted = plan.plan().unwrap().demoted(&layout, &small).unwrap();
+    let pinned = |plan: &Plan| plan.device(CPU).map(|host| (host.pinned / GIB, host.staged / GIB, host.bytes / GIB));
+    assert_eq!(pinned(&demoted), Some((6, 4, 10)));
+    // Where the cap is reached already, nothing more is pinned.
+    let capped = plan.clone().pinned_cap(Some(tensor_offload::ByteSize(2 * GIB))).plan().unwrap();
+    assert_eq!(pinned(&capped.demoted(&layout, &small).unwrap()), Some((2, 8, 10)));
+    // What does not fit, or has nowhere to go, is refused.
+    let short = shortfall(plan.plan().unwrap().demoted(&layout, &machine(&["cuda:0=24gib", "cpu=9gib"])));
+    assert_eq!((short.device, short.term, short.short), (CPU, "weights", GIB));
+    let nowhere = plan.plan().unwrap().demoted(&layout, &machine(&["cuda:0=24gib"])).unwrap_err();
+    assert_eq!(nowhere.kind(), ErrorKind::UnknownDevice);
+    let host = Planner::new(&layout, &small).compute(CPU).plan().unwrap();
+    assert_eq!(host.demoted(&layout, &small).unwrap_err().kind(), ErrorKind::Invalid);
 }

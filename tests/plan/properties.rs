@@ -54,6 +54,27 @@ fn arrangements() -> impl Strategy<Value = (Order, Unit)> {
 }
 
 proptest! {
+    /// What was on the compute device is on the host, in the slots of a model that is streamed whole; all else stays.
+    #[test]
+    fn a_demoted_plan_has_nothing_resident(layout in layouts(), caps in caps(), (order, unit) in arrangements()) {
+        let allocation = format!("cuda:0,{}mib;cuda:1,{}mib;cuda:2,{}mib;cpu,*", caps[0], caps[1], caps[2]);
+        let plan = plan_of(&layout, &allocation, order, unit);
+        let demoted = plan.demoted(&layout, &vast()).unwrap();
+        for (before, after) in plan.assignments().iter().zip(demoted.assignments()) {
+            let device = if before.device == GPU0 { CPU } else { before.device };
+            prop_assert_eq!((device, before.bytes, tensor_offload::Use::Streamed), (after.device, after.bytes, after.usage));
+        }
+        let whole = |layer: &tensor_offload::checkpoint::Layer| {
+            layer.modules.iter().map(|&module| Layout::slot_bytes(layout.modules[module].bytes)).sum::<u64>()
+        };
+        let slots = demoted.slots();
+        prop_assert_eq!(slots.bytes_each, layout.layers.iter().map(whole).max().unwrap_or(0));
+        prop_assert_eq!(slots.count, layout.layers.len().min(demoted.depth() + 1));
+        let host = demoted.device(CPU).unwrap();
+        prop_assert_eq!((host.pinned, host.streamed, host.staged), (host.bytes, host.bytes, 0));
+        prop_assert_eq!(demoted.demoted(&layout, &vast()).unwrap(), demoted);
+    }
+
     #[test]
     fn every_module_is_placed_once_within_hard_quotas(layout in layouts(), caps in caps(), (order, unit) in arrangements()) {
         let allocation = format!("cuda:0,{}mib;cuda:1,{}mib;cuda:2,{}mib;cpu,*", caps[0], caps[1], caps[2]);

@@ -164,7 +164,8 @@ impl Stream for ListingStream {
 
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         if self.copies.note(self.role, &transfer) {
-            return Ok(transfer.launched(Event::new(Arc::new(Spoilt::new(self.device())))));
+            let spoilt = Spoilt::new(self.device(), transfer.waits());
+            return Ok(transfer.launched(Event::new(Arc::new(spoilt))));
         }
         self.inner.copy(transfer)
     }
@@ -194,23 +195,29 @@ impl fmt::Debug for ListingStream {
 /// The event of a copy that was queued and fails a little later, without having copied anything.
 struct Spoilt {
     at: Instant,
+    waits: Vec<Event>,
     cause: Arc<Error>,
 }
 
 impl Spoilt {
-    fn new(device: DeviceId) -> Spoilt {
+    fn new(device: DeviceId, waits: Vec<Event>) -> Spoilt {
         let cause = Error::DeviceLost { device, why: "this copy was to fail".to_owned() };
-        Spoilt { at: Instant::now() + Duration::from_millis(2), cause: Arc::new(cause) }
+        Spoilt { at: Instant::now() + Duration::from_millis(2), waits, cause: Arc::new(cause) }
     }
 }
 
 impl Fence for Spoilt {
     fn state(&self) -> FenceState {
-        if Instant::now() < self.at { FenceState::Pending } else { FenceState::Failed(Arc::clone(&self.cause)) }
+        let over = Instant::now() >= self.at && self.waits.iter().all(Event::settled);
+        if over { FenceState::Failed(Arc::clone(&self.cause)) } else { FenceState::Pending }
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
-        std::thread::sleep(self.at.saturating_duration_since(Instant::now()).min(deadline));
+        let until = Instant::now() + deadline;
+        std::thread::sleep(self.at.min(until).saturating_duration_since(Instant::now()));
+        for event in &self.waits {
+            let _ = event.wait(until.saturating_duration_since(Instant::now()));
+        }
         self.state()
     }
 }

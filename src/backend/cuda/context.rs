@@ -1,11 +1,14 @@
 //! A device's primary context: current for every call, and lost for good after an error that sticks.
 
-use std::sync::OnceLock;
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::{self, CUevent_flags, CUresult};
 
 use super::driver::describe;
+use super::kernels::Module;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -15,6 +18,9 @@ pub(super) struct Context {
     device: sys::CUdevice,
     handle: sys::CUcontext,
     lost: OnceLock<String>,
+    events: Mutex<Vec<Spare>>,
+    /// The kernels, or why the driver refused them; here, since memory in use by a launch holds the context.
+    kernels: OnceLock<Result<Module, String>>,
 }
 
 // SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
@@ -31,7 +37,8 @@ impl Context {
         // SAFETY: the device was just got from the driver.
         let handle = unsafe { result::primary_ctx::retain(device) };
         let handle = handle.map_err(|error| absent("cuDevicePrimaryCtxRetain", error))?;
-        Ok(Context { id, device, handle, lost: OnceLock::new() })
+        let (events, kernels) = (Mutex::default(), OnceLock::new());
+        Ok(Context { id, device, handle, lost: OnceLock::new(), events, kernels })
     }
 
     pub(super) fn id(&self) -> DeviceId {
@@ -44,6 +51,10 @@ impl Context {
 
     pub(super) fn handle(&self) -> sys::CUcontext {
         self.handle
+    }
+
+    pub(super) fn kernels(&self) -> &OnceLock<Result<Module, String>> {
+        &self.kernels
     }
 
     /// Why the device is lost, if it is.
@@ -71,24 +82,74 @@ impl Context {
         name: &'static str,
         calls: impl FnOnce() -> Result<T, DriverError>,
     ) -> Result<T, Refusal> {
+        let _entered = self.enter()?;
+        calls().map_err(|error| Refusal::Code(name, error))
+    }
+
+    /// Makes this context the calling thread's until what is returned is dropped, which leaves the thread with the one it
+    /// had. Calls meanwhile find it made, which saves each of them three calls.
+    ///
+    /// # Errors
+    /// When the device is lost, and when the driver refuses.
+    pub(super) fn enter(&self) -> Result<Entered, Refusal> {
         if self.lost().is_some() {
             return Err(Refusal::Lost);
         }
+        let handle = self.handle.addr();
+        let outer = ENTERED.get();
+        if outer == handle {
+            return Ok(Entered { restore: None, outer, thread: PhantomData });
+        }
         let before = result::ctx::get_current().map_err(|error| Refusal::Code("cuCtxGetCurrent", error))?;
-        if before == Some(self.handle) {
-            return calls().map_err(|error| Refusal::Code(name, error));
+        let restore = (before != Some(self.handle)).then_some(before);
+        if restore.is_some() {
+            // SAFETY: the context is retained for as long as `self` lives.
+            unsafe { result::ctx::set_current(self.handle) }
+                .map_err(|error| Refusal::Code("cuCtxSetCurrent", error))?;
         }
-        // SAFETY: the context is retained for as long as `self` lives.
-        unsafe { result::ctx::set_current(self.handle) }.map_err(|error| Refusal::Code("cuCtxSetCurrent", error))?;
-        let outcome = calls().map_err(|error| Refusal::Code(name, error));
-        // SAFETY: the thread had this context, or none, when the call began.
-        let restored = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
-        if restored.is_err() {
-            // Better none than one that the caller does not expect and that may be gone when it is used next.
-            // SAFETY: null is the documented way to have no context.
-            let _ = unsafe { result::ctx::set_current(std::ptr::null_mut()) };
+        ENTERED.set(handle);
+        Ok(Entered { restore, outer, thread: PhantomData })
+    }
+
+    /// An event to record: one that was let go of, or a new one.
+    pub(super) fn event(&self) -> Result<sys::CUevent, Refusal> {
+        let spare = self.events().pop();
+        match spare {
+            Some(Spare(event)) => Ok(event),
+            None => self.raw("cuEventCreate", || result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING)),
         }
-        outcome
+    }
+
+    /// Takes an event that nobody asks for any more. Streams that were told to wait for it wait for what it stood for
+    /// then, so it can be recorded anew.
+    pub(super) fn recycle(&self, event: sys::CUevent) {
+        if self.lost().is_some() {
+            return;
+        }
+        let mut events = self.events();
+        if events.len() < MOST_EVENTS {
+            events.push(Spare(event));
+            return;
+        }
+        drop(events);
+        self.destroy(event);
+    }
+
+    /// Gives the events that are kept for use back to the driver.
+    pub(super) fn trim_events(&self) {
+        let events = std::mem::take(&mut *self.events());
+        events.into_iter().for_each(|Spare(event)| self.destroy(event));
+    }
+
+    fn destroy(&self, event: sys::CUevent) {
+        // SAFETY: created by `event`, destroyed once; the driver lets an event go before it has fired. What a lost or
+        // departed driver refuses is gone already.
+        let _ = self.raw("cuEventDestroy", || unsafe { result::event::destroy(event) });
+    }
+
+    fn events(&self) -> MutexGuard<'_, Vec<Spare>> {
+        // Every change is one push or pop, so a poisoned lock still guards whole events.
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The error of a refused call; one that sticks makes the device lost.
@@ -110,10 +171,51 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        self.trim_events();
+        if let Some(Ok(module)) = self.kernels.take() {
+            module.unload(self);
+        }
         if self.lost().is_none() {
             // SAFETY: retained by `retain`, released once. At process exit a driver that is gone refuses; then
             // there is nothing to release.
             let _ = unsafe { result::primary_ctx::release(self.device) };
+        }
+    }
+}
+
+/// How many events are kept for use at most.
+const MOST_EVENTS: usize = 1024;
+
+/// An event that was let go of.
+struct Spare(sys::CUevent);
+
+// SAFETY: the driver allows any thread to use an event.
+unsafe impl Send for Spare {}
+
+thread_local! {
+    /// The context that code of this backend has made current in this thread and not left yet, by its address.
+    static ENTERED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// That a context is the calling thread's.
+pub(super) struct Entered {
+    /// The context that the thread had, if it was another.
+    restore: Option<Option<sys::CUcontext>>,
+    outer: usize,
+    /// It stays in its thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        ENTERED.set(self.outer);
+        let Some(before) = self.restore else { return };
+        // SAFETY: the thread had this context, or none, when this one was entered.
+        let restored = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
+        if restored.is_err() {
+            // Better none than one that the caller does not expect and that may be gone when it is used next.
+            // SAFETY: null is the documented way to have no context.
+            let _ = unsafe { result::ctx::set_current(std::ptr::null_mut()) };
         }
     }
 }

@@ -13,8 +13,10 @@ use super::driver::Driver;
 use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
-use super::stream::CudaStream;
-use crate::backend::{BufMut, Charge, Device, Event, Health, Ledger, MemoryKind, Role, Route, Stream};
+use super::stream::{Adopted, CudaStream};
+use crate::backend::{
+    Allocation, BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream,
+};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -25,19 +27,22 @@ pub(crate) struct CudaDevice {
     pool: Option<Arc<Pool>>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
+    driver: Arc<Driver>,
     /// Peer -> why its memory cannot be reached, or none where it can; found out when first asked.
     peers: Mutex<BTreeMap<DeviceId, Option<String>>>,
     context: Arc<Context>,
 }
 
 impl CudaDevice {
-    pub(super) fn open(info: DeviceInfo, driver: &Driver, open: Arc<Opened>) -> Result<CudaDevice> {
+    pub(super) fn open(info: DeviceInfo, driver: &Arc<Driver>, open: Arc<Opened>) -> Result<CudaDevice> {
         let context = Arc::new(Context::retain(info.id)?);
         let pool = if driver.pools { Pool::create(&context)? } else { None };
         let (free, total) = free_and_total(&context)?;
-        let reaper = Arc::new(Reaper::start(info.id)?);
+        let reaper = Arc::new(Reaper::start(&context, driver)?);
         let ledger = Ledger::new(info.id, total);
-        Ok(CudaDevice { info: info.free(Some(free)), ledger, pool, reaper, open, peers: Mutex::default(), context })
+        let info = info.free(Some(free)).opening(0);
+        let (peers, driver) = (Mutex::default(), Arc::clone(driver));
+        Ok(CudaDevice { info, ledger, pool, reaper, open, driver, peers, context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
@@ -45,7 +50,8 @@ impl CudaDevice {
     /// # Safety
     /// `handle` is a stream of this device's primary context for as long as `keep` lives.
     pub(crate) unsafe fn adopt(&self, handle: sys::CUstream, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
-        CudaStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
+        let adopted = Adopted { _keep: keep, tells_captures: self.driver.tells_captures };
+        CudaStream::adopted(handle, adopted, &self.context, &self.reaper, &self.open)
     }
 
     /// The primary context.
@@ -67,6 +73,10 @@ impl CudaDevice {
         &self.context
     }
 
+    pub(super) fn missing_kernel_call(&self) -> Option<&'static str> {
+        self.driver.missing_kernel_call
+    }
+
     pub(super) fn pool(&self) -> Option<&Arc<Pool>> {
         self.pool.as_ref()
     }
@@ -78,6 +88,9 @@ impl CudaDevice {
 
     /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once.
     fn unreachable(&self, peer: DeviceId) -> Option<String> {
+        if !self.open.peers {
+            return Some("the caller forbids it".to_owned());
+        }
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         let find = || match self.open.get(peer.index()) {
             Some(source) => peers::connect(self, &source).err(),
@@ -149,7 +162,17 @@ impl Device for CudaDevice {
         }
     }
 
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        Some(self)
+    }
+
+    fn copies_hold_up(&self, source: &Allocation) -> bool {
+        let straight = source.downcast::<DeviceMemory>().is_some() || source.storage().pinned();
+        !straight
+    }
+
     fn trim(&self) -> Result<u64> {
+        self.context.trim_events();
         self.pool.as_ref().map_or(Ok(0), |pool| pool.trim())
     }
 

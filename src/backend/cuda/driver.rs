@@ -77,10 +77,21 @@ const POOLS: [&str; 7] = [
     "cuMemPoolTrimTo",
 ];
 
+/// The calls of kernels. Where one is missing, the host patches.
+const KERNELS: [&str; 4] = ["cuLaunchKernel", "cuModuleGetFunction", "cuModuleLoadData", "cuModuleUnload"];
+
 /// A driver that was loaded, has the calls that are used, and is initialised.
 pub(super) struct Driver {
     /// Whether it has the calls of memory pools; a device may still lack them.
     pub(super) pools: bool,
+    /// The call of kernels that it lacks.
+    pub(super) missing_kernel_call: Option<&'static str>,
+    /// Whether it tells which streams are captured.
+    pub(super) tells_captures: bool,
+    /// Whether a thread can be taken out of the captures of others.
+    pub(super) has_capture_modes: bool,
+    /// Whether it tells which contexts there are already.
+    tells_contexts: bool,
 }
 
 impl Driver {
@@ -96,6 +107,10 @@ impl Driver {
             return Err(format!("the driver has no {missing}; it is older than this library can use"));
         }
         let pools = POOLS.iter().all(has);
+        let missing_kernel_call = KERNELS.into_iter().find(|name| !has(&name));
+        let tells_captures = has(&"cuStreamIsCapturing");
+        let has_capture_modes = has(&"cuThreadExchangeStreamCaptureMode");
+        let tells_contexts = has(&"cuDevicePrimaryCtxGetState");
         result::init().map_err(|error| describe("cuInit", error))?;
         let mut version = 0;
         // SAFETY: the pointer is to a living integer.
@@ -104,7 +119,7 @@ impl Driver {
             let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
             return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
         }
-        Ok(Arc::new(Driver { pools }))
+        Ok(Arc::new(Driver { pools, missing_kernel_call, tells_captures, has_capture_modes, tells_contexts }))
     }
 
     /// The devices, none of them opened.
@@ -118,6 +133,38 @@ impl Driver {
         }
         (0..count).map(device_info).collect()
     }
+
+    /// Takes the calling thread out of all captures of other threads, which could forbid it to ask for events; what it
+    /// asks is about the library's own work, never about captured work.
+    pub(super) fn leave_captures(&self) {
+        if self.has_capture_modes {
+            let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            // SAFETY: the pointer is to a living mode, which is exchanged for the one before.
+            let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        }
+    }
+
+    /// Whether someone in this process, the caller for example, has opened the device's primary context.
+    pub(super) fn has_context(&self, id: DeviceId) -> bool {
+        let Some(device) = handle(id).filter(|_| self.tells_contexts) else { return false };
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: the pointers are to living integers, the device comes from the driver.
+        let asked = unsafe { sys::cuDevicePrimaryCtxGetState(device, &raw mut flags, &raw mut active) }.result();
+        asked.is_ok() && active != 0
+    }
+
+    /// Whether the driver says that `to` can reach the memory of `from`. Opens neither.
+    pub(super) fn can_reach(&self, to: DeviceId, from: DeviceId) -> bool {
+        let (Some(to), Some(from)) = (handle(to), handle(from)) else { return false };
+        let mut can = 0;
+        // SAFETY: as above.
+        let asked = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, to, from) }.result();
+        asked.is_ok() && can != 0
+    }
+}
+
+fn handle(id: DeviceId) -> Option<sys::CUdevice> {
+    result::device::get(i32::try_from(id.index()).ok()?).ok()
 }
 
 /// Opens the driver's library for good, and makes sure that cudarc will find the same one by its name.
@@ -169,8 +216,11 @@ fn device_info(ordinal: i32) -> Result<DeviceInfo, String> {
         uuid: result::device::get_uuid(device).map(uuid_text).ok(),
         copy_engines: attribute(A::CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT).unsigned_abs(),
         integrated,
+        pcie: None,
+        nvlinks: Vec::new(),
+        numa_node: None,
     };
-    // What of it is free is known once it is open.
+    // What of it is free the driver tells once it is open.
     let info = DeviceInfo::new(id, total as u64).name(name).free(None).gpu(details);
     Ok(if integrated { info.domain(DeviceId::CPU) } else { info })
 }

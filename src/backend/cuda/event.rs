@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result;
-use cudarc::driver::sys::{self, CUevent_flags};
+use cudarc::driver::sys;
 
 use super::context::{Context, Refusal};
 use crate::backend::{Fence, FenceState};
@@ -31,11 +31,9 @@ unsafe impl Sync for CudaFence {}
 impl CudaFence {
     /// An event after all work of `stream` so far.
     pub(super) fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<CudaFence, Refusal> {
-        let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING;
-        let event = context.raw("cuEventCreate", || result::event::create(flags))?;
-        let fence = CudaFence { event, context: Arc::clone(context), ended: OnceLock::new() };
+        let fence = CudaFence { event: context.event()?, context: Arc::clone(context), ended: OnceLock::new() };
         // SAFETY: both handles are alive: the event is this fence's, the stream the caller's.
-        context.raw("cuEventRecord", || unsafe { result::event::record(event, stream) })?;
+        context.raw("cuEventRecord", || unsafe { result::event::record(fence.event, stream) })?;
         Ok(fence)
     }
 
@@ -47,7 +45,7 @@ impl CudaFence {
 impl Fence for CudaFence {
     fn state(&self) -> FenceState {
         if self.ended.get().is_none() {
-            // SAFETY: the event is destroyed by this fence's drop and not before.
+            // SAFETY: this fence lets go of the event in its drop and not before.
             match self.context.raw("cuEventQuery", || unsafe { result::event::query(self.event) }) {
                 Err(refusal) if refusal.is_not_ready() => return FenceState::Pending,
                 Ok(()) => drop(self.ended.set(Ok(()))),
@@ -85,8 +83,6 @@ impl Fence for CudaFence {
 
 impl Drop for CudaFence {
     fn drop(&mut self) {
-        // SAFETY: created by `record`, destroyed once; the driver lets an event go before it has fired. What a
-        // lost or departed driver refuses is gone already.
-        let _ = self.context.raw("cuEventDestroy", || unsafe { result::event::destroy(self.event) });
+        self.context.recycle(self.event);
     }
 }

@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureStatus};
 
 use super::Opened;
-use super::context::Context;
+use super::context::{Context, Entered, Refusal};
 use super::event::CudaFence;
 use super::memory::{DeviceMemory, create_stream, destroy_stream};
-use super::reaper::Reaper;
+use super::reaper::{Memory, Reaper};
 use crate::backend::{Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -22,11 +22,19 @@ use crate::error::{Error, Result};
 /// How long a copy waits on the host for an event that the device cannot wait for.
 const DEADLINE: Duration = Duration::from_secs(600);
 
+/// What is known of a stream of the caller's.
+pub(super) struct Adopted {
+    /// Holds it open.
+    pub(super) _keep: Arc<dyn Any + Send + Sync>,
+    /// Whether the driver tells whether it is being captured.
+    pub(super) tells_captures: bool,
+}
+
 /// A stream of a CUDA device.
 pub(crate) struct CudaStream {
     handle: sys::CUstream,
-    /// What holds a stream of the caller's open; none for one of the library's own.
-    adopted: Option<Arc<dyn Any + Send + Sync>>,
+    /// Of a stream of the caller's; none for one of the library's own.
+    adopted: Option<Adopted>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
@@ -54,16 +62,16 @@ impl CudaStream {
         Ok(CudaStream { handle, adopted: None, context, reaper, open, order: Mutex::default() })
     }
 
-    /// A stream of the caller's, held open by `keep`.
+    /// A stream of the caller's.
     pub(super) fn adopted(
         handle: sys::CUstream,
-        keep: Arc<dyn Any + Send + Sync>,
+        adopted: Adopted,
         context: &Arc<Context>,
         reaper: &Arc<Reaper>,
         open: &Arc<Opened>,
     ) -> CudaStream {
         let (context, reaper, open) = (Arc::clone(context), Arc::clone(reaper), Arc::clone(open));
-        CudaStream { handle, adopted: Some(keep), context, reaper, open, order: Mutex::default() }
+        CudaStream { handle, adopted: Some(adopted), context, reaper, open, order: Mutex::default() }
     }
 
     /// The driver's handle.
@@ -71,17 +79,49 @@ impl CudaStream {
         self.handle
     }
 
+    /// Makes the context current for all calls of one piece of work.
+    fn enter(&self) -> Result<Entered> {
+        self.context.enter().map_err(|refusal| self.context.error(refusal))
+    }
+
+    /// Refuses work while the caller captures the stream. Nothing has been asked of the stream then that would spoil the
+    /// capture; what was recorded outside of it, as all events of the library are, it could not wait for.
+    fn not_capturing(&self, operation: &'static str) -> Result<()> {
+        if !self.adopted.as_ref().is_some_and(|adopted| adopted.tells_captures) {
+            return Ok(());
+        }
+        // SAFETY: the stream is alive as long as `self`.
+        let asked = self.context.raw("cuStreamIsCapturing", || unsafe { result::stream::is_capturing(self.handle) });
+        match asked {
+            Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) => Ok(()),
+            // The legacy default stream: one that takes turns with it is captured.
+            Ok(_) | Err(Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT))) => {
+                Err(Error::Capturing { device: self.context.id(), operation })
+            }
+            Err(refusal) => Err(self.context.error(refusal)),
+        }
+    }
+
     /// Makes the stream wait for what it can wait for, and the host for the rest.
     fn join(&self, events: &[Event]) -> Result<()> {
         for event in events {
-            if self.wait(event)? == Joined::HostMustWait {
-                event.wait(DEADLINE)?;
-            }
-            if let FenceState::Failed(cause) = event.state() {
-                return Err(Error::Failed { operation: "a copy", cause });
+            match event.state() {
+                FenceState::Done => {}
+                FenceState::Failed(cause) => return Err(Error::Failed { operation: "a copy", cause }),
+                FenceState::Pending => match event.downcast::<CudaFence>() {
+                    Some(fence) => self.wait_for(fence)?,
+                    None => event.wait(DEADLINE)?,
+                },
             }
         }
         Ok(())
+    }
+
+    fn wait_for(&self, fence: &CudaFence) -> Result<()> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: the event is alive as long as the fence, the stream as long as `self`.
+        let wait = || unsafe { result::stream::wait_event(self.handle, fence.handle(), flags) };
+        self.context.call("cuStreamWaitEvent", wait)
     }
 
     fn queue(&self, piece: &Piece, dst: &Allocation) -> Result<()> {
@@ -129,8 +169,23 @@ impl CudaStream {
         self.context.call("cuMemcpyPeerAsync", copy)
     }
 
+    /// Queues work of the device's own with `queue`, after `waits`; the event after it, until which `memory` is kept.
+    pub(super) fn run(
+        &self,
+        waits: &[Event],
+        memory: Vec<Arc<Allocation>>,
+        queue: impl FnOnce(sys::CUstream) -> Result<()>,
+    ) -> Result<Event> {
+        let _entered = self.enter()?;
+        self.not_capturing("patching")?;
+        self.join(waits)?;
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        queue(self.handle)?;
+        self.mark(Memory::All(memory))
+    }
+
     /// An event after all work so far, until which `memory` is kept.
-    fn mark(&self, memory: Vec<Arc<Allocation>>) -> Result<Event> {
+    fn mark(&self, memory: Memory) -> Result<Event> {
         match CudaFence::record(&self.context, self.handle) {
             Ok(fence) => {
                 let event = Event::new(Arc::new(fence));
@@ -144,7 +199,7 @@ impl CudaStream {
                 if let Err(unknown) = self.context.call("cuStreamSynchronize", idle) {
                     // Work that uses the memory may run, and nobody will know when it is over.
                     self.context.lose(&unknown);
-                    memory.iter().for_each(|allocation| allocation.abandon());
+                    memory.abandon();
                 }
                 Err(error)
             }
@@ -159,16 +214,24 @@ impl Stream for CudaStream {
 
     /// Waits on the host only for events of other backends' streams, such as a file's.
     fn copy(&self, mut transfer: Transfer) -> Result<Flight, Box<Rejected>> {
-        if let Err(error) = self.join(&transfer.waits()) {
+        let _entered = match self.enter() {
+            Ok(entered) => entered,
+            Err(error) => return Err(transfer.rejected(error)),
+        };
+        if let Err(error) = self.not_capturing("a copy").and_then(|()| self.join(&transfer.waits())) {
             return Err(transfer.rejected(error));
         }
-        let memory = |transfer: &Transfer| -> Vec<Arc<Allocation>> {
-            let sources = transfer.pieces().iter().map(|piece| Arc::clone(piece.src.allocation()));
-            sources.chain([Arc::clone(transfer.dst().allocation())]).collect()
+        let dst = Arc::clone(transfer.dst().allocation());
+        let memory = match transfer.pieces() {
+            [piece] => Memory::Ends([Arc::clone(piece.src.allocation()), dst]),
+            pieces => {
+                let sources = pieces.iter().map(|piece| Arc::clone(piece.src.allocation()));
+                Memory::All(sources.chain([dst]).collect())
+            }
         };
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let queued = transfer.pieces().iter().try_for_each(|piece| self.queue(piece, transfer.dst().allocation()));
-        match (queued, self.mark(memory(&transfer))) {
+        match (queued, self.mark(memory)) {
             (Ok(()), Ok(done)) => Ok(transfer.launched(done)),
             (Err(error), marked) => {
                 // Some pieces may be under way; whoever writes the destination next waits for them.
@@ -182,27 +245,26 @@ impl Stream for CudaStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        let Some(fence) = event.downcast::<CudaFence>() else {
-            let done = matches!(event.state(), FenceState::Done);
-            return Ok(if done { Joined::OnDevice } else { Joined::HostMustWait });
-        };
-        if matches!(event.state(), FenceState::Pending) {
-            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            // SAFETY: the event is alive as long as `event`, the stream as long as `self`.
-            self.context.call("cuStreamWaitEvent", || unsafe {
-                result::stream::wait_event(self.handle, fence.handle(), flags)
-            })?;
+        let _entered = self.enter()?;
+        self.not_capturing("a wait")?;
+        match (event.state(), event.downcast::<CudaFence>()) {
+            (FenceState::Pending, Some(fence)) => self.wait_for(fence).map(|()| Joined::OnDevice),
+            (FenceState::Done, None) | (_, Some(_)) => Ok(Joined::OnDevice),
+            (_, None) => Ok(Joined::HostMustWait),
         }
-        Ok(Joined::OnDevice)
     }
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
-        let event = self.mark(uses.iter().map(|buf| Arc::clone(buf.allocation())).collect())?;
+        let _entered = self.enter()?;
+        self.not_capturing("the mark after a use")?;
+        let memory = uses.iter().map(|buf| Arc::clone(buf.allocation())).collect();
+        let event = self.mark(Memory::All(memory))?;
         uses.iter().for_each(|buf| buf.used_until(event.clone()));
         Ok(event)
     }
 
     fn occupy(&self, time: Duration) -> Result<()> {
+        self.not_capturing("time that passes")?;
         /// Sleeps on a thread of the driver's, which holds the stream meanwhile.
         unsafe extern "C" fn sleep(time: *mut c_void) {
             // SAFETY: made by `Box::into_raw` below, and given to one call of this function.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -148,14 +149,15 @@ fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
     }
 }
 
-/// Waits, on a stream's thread, for what its next work needs.
+/// Waits, on a stream's thread, for what its next work needs. One that failed does not make it go on before the others
+/// are over: work that fails must not free its destination for the next writer while it is read.
 fn wait_for(waits: &[Event], device: DeviceId) -> Result<()> {
     if waits.iter().all(Event::settled) {
         // Those that failed say so.
         return waits.iter().try_for_each(|event| event.wait(Duration::ZERO));
     }
     let _span = tracing::trace_span!("wait", %device, events = waits.len()).entered();
-    waits.iter().try_for_each(|event| event.wait(DEADLINE))
+    waits.iter().fold(Ok(()), |outcome, event| outcome.and(event.wait(DEADLINE)))
 }
 
 impl Work {
@@ -234,6 +236,8 @@ struct Latch {
     /// When the work ended on the stream's timeline, or why it failed.
     ended: Mutex<Option<Result<Duration, Arc<Error>>>>,
     fired: Condvar,
+    /// Who sleeps until then without a thread.
+    sleepers: Mutex<Vec<Waker>>,
     /// Whether there is a timeline.
     paced: bool,
 }
@@ -242,6 +246,7 @@ impl Latch {
     fn fire(&self, ended: Result<Duration, Arc<Error>>) {
         *lock(&self.ended) = Some(ended);
         self.fired.notify_all();
+        std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(Waker::wake);
     }
 
     fn state_of(ended: &Option<Result<Duration, Arc<Error>>>) -> FenceState {
@@ -269,6 +274,14 @@ impl Fence for Latch {
             ended = self.fired.wait_timeout(ended, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         Latch::state_of(&ended)
+    }
+
+    fn wake(&self, waker: &Waker) -> bool {
+        lock(&self.sleepers).push(waker.clone());
+        if lock(&self.ended).is_some() {
+            std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(Waker::wake);
+        }
+        true
     }
 
     fn time(&self) -> Option<Duration> {
@@ -303,6 +316,13 @@ impl Fence for Moment {
     fn wait(&self, _deadline: Duration) -> FenceState {
         self.timeline.advance(self.at);
         self.state()
+    }
+
+    /// Nobody else moves a virtual clock on: who sleeps until a time is there.
+    fn wake(&self, waker: &Waker) -> bool {
+        self.timeline.advance(self.at);
+        waker.wake_by_ref();
+        true
     }
 
     fn time(&self) -> Option<Duration> {

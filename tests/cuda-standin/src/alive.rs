@@ -13,7 +13,8 @@ impl State {
         let pinned = self.pinned.iter().map(|r| (r.device, r.call, format!("{} pinned bytes", r.len)));
         let streams = self.streams.values().map(|s| (s.device, s.call, format!("a stream of device {}", s.device)));
         let events = self.events.values().map(|e| (e.device, e.call, format!("an event of device {}", e.device)));
-        let all = memory.chain(pinned).chain(streams).chain(events);
+        let modules = self.modules.values().map(|m| (m.device, m.call, format!("a module of device {}", m.device)));
+        let all = memory.chain(pinned).chain(streams).chain(events).chain(modules);
         all.filter(|(of, _, _)| wanted(*of)).map(|(_, call, what)| (call, what)).collect()
     }
 

@@ -186,7 +186,7 @@ fn lead_names_to(library: &Path) {
     if let (Some(folder), Some(file)) = (library.parent(), library.file_name()) {
         let names = folder.join(NAMES);
         let _ = std::fs::create_dir_all(&names);
-        for name in ["libcuda.so", "libcuda.so.1"] {
+        for name in ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1"] {
             let _ = std::os::unix::fs::symlink(Path::new("..").join(file), names.join(name));
         }
     }

@@ -3,7 +3,7 @@
 
 use std::ffi::CStr;
 
-/// A result of the driver; never success, which is `Ok`.
+/// A result of the driver; success is `Ok`, but for [`Code::CAPTURED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Code(pub(crate) u32);
 
@@ -43,23 +43,34 @@ codes! {
     ECC_UNCORRECTABLE = 214, "uncorrectable ECC error encountered";
     PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";
     INVALID_PTX = 218, "a PTX JIT compilation failed";
+    UNSUPPORTED_PTX_VERSION = 222, "the provided PTX was compiled with an unsupported toolchain.";
     OPERATING_SYSTEM = 304, "OS call failed or operation not supported on this OS";
     INVALID_HANDLE = 400, "invalid resource handle";
     NOT_FOUND = 500, "named symbol not found";
     NOT_READY = 600, "device not ready";
     ILLEGAL_ADDRESS = 700, "an illegal memory access was encountered";
+    LAUNCH_TIMEOUT = 702, "the launch timed out and was terminated";
     PEER_ACCESS_ALREADY_ENABLED = 704, "peer access is already enabled";
     PEER_ACCESS_NOT_ENABLED = 705, "peer access has not been enabled";
     CONTEXT_IS_DESTROYED = 709, "context is destroyed";
     HOST_MEMORY_ALREADY_REGISTERED = 712, "part or all of the requested memory range is already mapped";
     HOST_MEMORY_NOT_REGISTERED = 713, "pointer does not correspond to a registered memory region";
+    MISALIGNED_ADDRESS = 716, "misaligned address";
     LAUNCH_FAILED = 719, "unspecified launch failure";
     NOT_PERMITTED = 800, "operation not permitted";
     NOT_SUPPORTED = 801, "operation not supported";
+    STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
+    STREAM_CAPTURE_INVALIDATED = 901, "operation failed due to a previous error during capture";
+    STREAM_CAPTURE_ISOLATION = 905, "dependency created on uncaptured work in another stream";
+    STREAM_CAPTURE_IMPLICIT = 906, "operation would make the legacy stream depend on a capturing blocking stream";
+    CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream";
     UNKNOWN = 999, "unknown error";
 }
 
 impl Code {
+    /// What ends a call whose work a capture has taken: to the caller it succeeded.
+    pub(crate) const CAPTURED: Code = Code(0);
+
     /// The code for a number from outside; `UNKNOWN` for one that is not in the table, or for success.
     pub(crate) fn from_number(number: u32) -> Code {
         if number != 0 && describe(number).is_some() { Code(number) } else { Code::UNKNOWN }

@@ -24,6 +24,8 @@ pub struct Config {
     pub seed: Option<u64>,
     /// Pinned sources are fingerprinted by the call and at the end of the copy, which takes its time: for timings, no.
     pub check_sources: bool,
+    /// Every text of kernels is refused, as by a driver that cannot compile for its device.
+    pub refuse_ptx: bool,
     /// The longest pause that `seed` puts between two pieces.
     pub jitter_micros: u64,
     /// Fresh device memory is filled with rubbish up to this many bytes of each allocation.
@@ -42,6 +44,7 @@ impl Default for Config {
             late_micros: 0,
             seed: None,
             check_sources: true,
+            refuse_ptx: false,
             jitter_micros: 50,
             fill_fresh: 1 << 20,
         }
@@ -110,6 +113,8 @@ pub struct DeviceConfig {
     pub name: String,
     /// All of its memory, in bytes.
     pub total: u64,
+    /// What other programs have taken of it, in bytes.
+    pub others_bytes: u64,
     /// What a context takes of it, in bytes.
     pub context_bytes: u64,
     /// Allocations are counted in multiples of this many bytes.
@@ -128,6 +133,10 @@ pub struct DeviceConfig {
     pub pci_bus_id: String,
     /// What `cuDeviceGetUuid` says.
     pub uuid: [u8; 16],
+    /// What the management library says of its PCIe link.
+    pub pcie: Pcie,
+    /// What it says that each NVLink leads to: the ordinal of a device, or more than there are for a switch.
+    pub nvlinks: Vec<usize>,
     /// The link from the host.
     pub to_device: Link,
     /// The link to the host.
@@ -148,6 +157,7 @@ impl DeviceConfig {
         DeviceConfig {
             name: format!("Stand-in {index}"),
             total,
+            others_bytes: 0,
             context_bytes: 0,
             granularity: 512,
             compute: (8, 0),
@@ -157,6 +167,8 @@ impl DeviceConfig {
             pools: true,
             pci_bus_id: format!("0000:{:02X}:00.0", index + 1),
             uuid,
+            pcie: Pcie::default(),
+            nvlinks: Vec::new(),
             to_device: Link::default(),
             to_host: Link::default(),
         }
@@ -167,6 +179,26 @@ impl DeviceConfig {
         let mut parts = self.pci_bus_id.split([':', '.']).map(|part| i32::from_str_radix(part, 16).unwrap_or_default());
         let mut next = || parts.next().unwrap_or_default();
         (next(), next(), next())
+    }
+}
+
+/// A PCIe link as the management library tells of it; it paces nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Pcie {
+    /// The highest generation.
+    pub max_generation: u32,
+    /// The most lanes.
+    pub max_width: u32,
+    /// The generation now.
+    pub generation: u32,
+    /// The lanes now.
+    pub width: u32,
+}
+
+impl Default for Pcie {
+    fn default() -> Pcie {
+        Pcie { max_generation: 4, max_width: 16, generation: 4, width: 16 }
     }
 }
 

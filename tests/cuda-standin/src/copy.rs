@@ -117,7 +117,7 @@ impl Call<'_> {
     }
 
     /// A range of the stream's own device.
-    fn own(&self, state: &State, address: u64, len: u64, lane: u32) -> Outcome<Found> {
+    pub(crate) fn own(&self, state: &State, address: u64, len: u64, lane: u32) -> Outcome<Found> {
         let found = self.locate(state, address, len)?;
         let device = state.lanes[lane as usize].lane.device;
         if found.device != device {
@@ -154,7 +154,7 @@ impl Call<'_> {
         Ok(found)
     }
 
-    fn place(&self, state: &State, found: &Found) -> Outcome<Place> {
+    pub(crate) fn place(&self, state: &State, found: &Found) -> Outcome<Place> {
         let allocation = state.memory.get(found.base).ok_or(Code::INVALID_VALUE)?;
         Ok(Place { backing: Arc::clone(&allocation.backing), offset: found.offset as usize })
     }

@@ -30,6 +30,13 @@ pub(crate) struct Device {
     pub(crate) per_thread: HashMap<ThreadId, u32>,
 }
 
+impl Device {
+    /// A device of which other programs have taken this much.
+    pub(crate) fn fresh(others_bytes: u64) -> Device {
+        Device { used: others_bytes, ..Device::default() }
+    }
+}
+
 impl Call<'_> {
     pub(crate) fn device_count(&self) -> usize {
         if lock(&self.world.faults).plan.no_devices { 0 } else { self.world.config().devices.len() }
@@ -230,10 +237,13 @@ impl State {
         self.streams.retain(|_, stream| stream.device != device);
         self.events.retain(|_, event| event.device != device);
         self.pools.retain(|_, pool| pool.device != device);
+        self.modules.retain(|_, module| module.device != device);
         self.memory.drop_device(device);
         self.contexts.retain(|_, of| *of != device);
         let (peak, reaches) = (self.devices[device].peak, BTreeSet::new());
-        self.devices[device] = Device { peak, reaches, ..Device::default() };
+        let others_bytes = call.world.config().devices[device].others_bytes;
+        self.captures.retain(|stream, _| self.streams.contains_key(stream));
+        self.devices[device] = Device { peak, reaches, ..Device::fresh(others_bytes) };
         for other in &mut self.devices {
             other.reaches.remove(&device);
         }

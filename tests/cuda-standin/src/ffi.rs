@@ -3,9 +3,11 @@
 #![allow(unreachable_pub, reason = "exported by name")]
 #![allow(clippy::missing_safety_doc, reason = "the contracts are the driver's own")]
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
+use crate::capture::exchange_mode;
 use crate::code::{Code, Outcome, describe};
+use crate::kernel::Shape;
 use crate::lane::HostCall;
 use crate::pointer::Value;
 use crate::stream::GREATEST_PRIORITY;
@@ -43,7 +45,7 @@ const ACCESS_READ_WRITE: c_int = 3;
 ///
 /// # Safety
 /// A pointer that is not null must be good for a write.
-unsafe fn give<T>(at: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
+pub(crate) unsafe fn give<T>(at: *mut T, make: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
     if at.is_null() {
         return Err(Code::INVALID_VALUE);
     }
@@ -72,11 +74,11 @@ unsafe fn give_text(at: *mut c_char, len: c_int, text: &str) -> Outcome<()> {
 }
 
 /// A handle that came as a pointer.
-fn number(handle: *mut c_void) -> u64 {
+pub(crate) fn number(handle: *mut c_void) -> u64 {
     handle.addr() as u64
 }
 
-fn handle(number: u64) -> *mut c_void {
+pub(crate) fn handle(number: u64) -> *mut c_void {
     std::ptr::without_provenance_mut(number as usize)
 }
 
@@ -188,14 +190,24 @@ mod calls {
             call.wait_event(number(stream), number(event))
         };
         fn cuStreamIsCapturing(stream: Handle, status: Out<c_int>) |call| {
-            give(status, || call.stream_info(number(stream)).map(|_| 0))
+            give(status, || call.capture_status(number(stream)))
         };
-        fn cuStreamBeginCapture_v2(_stream: Handle, _mode: c_int) |call| {
-            call.device(&call.state()).and(Err(Code::NOT_SUPPORTED))
+        fn cuStreamBeginCapture_v2(stream: Handle, mode: c_int) |call| call.begin_capture(number(stream), mode);
+        fn cuStreamEndCapture(stream: Handle, graph: Out<Handle>) |call| {
+            give(graph, || call.end_capture(number(stream)).map(handle))
         };
-        fn cuStreamEndCapture(_stream: Handle, _graph: Out<Handle>) |call| {
-            call.device(&call.state()).and(Err(Code::NOT_SUPPORTED))
+        fn cuThreadExchangeStreamCaptureMode(mode: Out<c_int>) |call| {
+            let _ = call;
+            if mode.is_null() {
+                return Err(Code::INVALID_VALUE);
+            }
+            let before = exchange_mode(mode.read())?;
+            give(mode, || Ok(before))
         };
+        fn cuGraphGetNodes(graph: Handle, _nodes: Out<Handle>, count: Out<usize>) |call| {
+            give(count, || call.graph_nodes(number(graph)))
+        };
+        fn cuGraphDestroy(graph: Handle) |call| call.destroy_graph(number(graph));
         fn cuLaunchHostFunc(stream: Handle, function: Option<unsafe extern "C" fn(*mut c_void)>, argument: *mut c_void) |call| {
             let function = function.ok_or(Code::INVALID_VALUE)?;
             call.launch_host_function(number(stream), HostCall { function, argument })
@@ -327,16 +339,38 @@ mod calls {
             if image.is_null() {
                 return Err(Code::INVALID_VALUE);
             }
-            give(module, || call.load_module().map(handle))
+            // A text ends with a zero; what is no text, an assembled one for instance, is not taken.
+            let text = CStr::from_ptr(image.cast()).to_str().map_err(|_| Code::INVALID_PTX)?;
+            give(module, || call.load_module(text).map(handle))
         };
         fn cuModuleUnload(module: Handle) |call| call.unload_module(number(module));
-        fn cuModuleGetFunction(function: Out<Handle>, module: Handle, _name: *const c_char) |call| {
-            give(function, || call.function(number(module)).map(handle))
+        fn cuModuleGetFunction(function: Out<Handle>, module: Handle, name: *const c_char) |call| {
+            if name.is_null() {
+                return Err(Code::INVALID_VALUE);
+            }
+            let name = CStr::from_ptr(name).to_str().map_err(|_| Code::NOT_FOUND)?;
+            give(function, || call.function(number(module), name).map(handle))
         };
         fn cuLaunchKernel(
-            function: Handle, _grid_x: c_uint, _grid_y: c_uint, _grid_z: c_uint, _block_x: c_uint, _block_y: c_uint,
-            _block_z: c_uint, _shared: c_uint, stream: Handle, _params: Out<Handle>, _extra: Out<Handle>,
-        ) |call| call.launch(number(function), number(stream));
+            function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+            block_z: c_uint, shared: c_uint, stream: Handle, params: Out<Handle>, extra: Out<Handle>,
+        ) |call| {
+            if !extra.is_null() || shared != 0 {
+                return Err(Code::NOT_SUPPORTED);
+            }
+            let sizes = call.parameters(number(function))?;
+            if params.is_null() && !sizes.is_empty() {
+                return Err(Code::INVALID_VALUE);
+            }
+            let mut values = Vec::new();
+            for (index, size) in sizes.into_iter().enumerate() {
+                let mut raw = [0; 8];
+                std::ptr::copy_nonoverlapping(params.add(index).read().cast::<u8>(), raw.as_mut_ptr(), size);
+                values.push(u64::from_le_bytes(raw));
+            }
+            let shape = Shape { blocks: [grid_x, grid_y, grid_z], threads: [block_x, block_y, block_z] };
+            call.launch(number(function), shape, number(stream), values)
+        };
     }
 }
 

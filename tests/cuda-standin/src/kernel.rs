@@ -1,31 +1,162 @@
-//! The seam for kernels: whatever would run PTX goes behind these four. For now every image is refused.
+//! Modules, their functions and launches. The text of a module is parsed when it is loaded (`ptx`), and interpreted when
+//! its launch has its turn (`ptx_run`).
+
+use std::collections::HashMap;
+use std::sync::Arc;
 
 use crate::code::{Code, Outcome};
+use crate::hazard::{Access, Stamp};
+use crate::lane::Work;
+use crate::ptx::{Function, Module};
+use crate::ptx_op::Width;
+use crate::ptx_run::{Launch, Window};
 use crate::report::Rule;
-use crate::world::Call;
+use crate::world::{Call, State, new_handle};
+
+/// A module that is loaded.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    pub(crate) device: usize,
+    pub(crate) call: &'static str,
+    /// By the handles that were given for them.
+    functions: HashMap<u64, Arc<Function>>,
+    parsed: Vec<Arc<Function>>,
+    /// The last launch in each lane.
+    launches: HashMap<u32, Stamp>,
+}
+
+/// The shape of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) blocks: [u32; 3],
+    pub(crate) threads: [u32; 3],
+}
 
 impl Call<'_> {
-    /// Loads an image.
-    pub(crate) fn load_module(&self) -> Outcome<u64> {
-        self.device(&self.state())?;
-        Err(Code::INVALID_PTX)
+    /// Loads a text: of a version that the driver knows, for a target that the device has, of instructions that the
+    /// stand-in knows.
+    pub(crate) fn load_module(&self, text: &str) -> Outcome<u64> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        let config = self.world.config();
+        if config.refuse_ptx {
+            return Err(Code::INVALID_PTX);
+        }
+        let module = Module::parse(text).map_err(|why| {
+            eprintln!("cuda-standin: a text is refused: {why}");
+            Code::INVALID_PTX
+        })?;
+        // The driver for CUDA 11.0 knows PTX 7.0, that for 12.0 knows 8.0, and so on.
+        let newest = (config.driver_version / 1000 - 4, config.driver_version % 1000 / 10);
+        if (module.version.0 as i32, module.version.1 as i32) > newest {
+            return Err(Code::UNSUPPORTED_PTX_VERSION);
+        }
+        let (major, minor) = config.devices[device].compute;
+        if module.target as i32 > major * 10 + minor {
+            return Err(Code::INVALID_PTX);
+        }
+        let parsed = module.functions.into_iter().map(Arc::new).collect();
+        let handle = new_handle();
+        state.modules.insert(
+            handle,
+            Loaded { device, call: self.name, functions: HashMap::new(), parsed, launches: HashMap::new() },
+        );
+        Ok(handle)
     }
 
+    /// Lets a module go, which the host must have seen the end of all launches of.
     pub(crate) fn unload_module(&self, module: u64) -> Outcome<()> {
-        self.device(&self.state())?;
-        self.violation(Rule::UnknownHandle, || format!("there is no module {module:#x}"));
-        Err(Code::INVALID_HANDLE)
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        let launches = &self.module(&state, module, device)?.launches;
+        if let Some(stamp) = launches.values().find(|stamp| !state.host.covers(stamp)) {
+            self.violation(Rule::FreeInUse, || format!("a module that {} runs a function of", stamp.call));
+        }
+        state.modules.remove(&module);
+        Ok(())
     }
 
     /// Finds a function of a module.
-    pub(crate) fn function(&self, _module: u64) -> Outcome<u64> {
-        self.device(&self.state())?;
-        Err(Code::NOT_FOUND)
+    pub(crate) fn function(&self, module: u64, name: &str) -> Outcome<u64> {
+        let mut state = self.state();
+        let device = self.device(&state)?;
+        let found = self.module(&state, module, device)?.parsed.iter().find(|function| function.name == name);
+        let function = Arc::clone(found.ok_or(Code::NOT_FOUND)?);
+        let handle = new_handle();
+        if let Some(module) = state.modules.get_mut(&module) {
+            module.functions.insert(handle, function);
+        }
+        Ok(handle)
     }
 
-    /// Enqueues a function.
-    pub(crate) fn launch(&self, _function: u64, stream: u64) -> Outcome<()> {
-        self.lane(&mut self.state(), stream)?;
-        Err(Code::NOT_FOUND)
+    fn module<'s>(&self, state: &'s State, module: u64, device: usize) -> Outcome<&'s Loaded> {
+        let found = state.modules.get(&module);
+        let Some(loaded) = found.filter(|loaded| loaded.device == device) else {
+            let rule = if found.is_some() { Rule::WrongContext } else { Rule::UnknownHandle };
+            self.violation(rule, || format!("there is no module {module:#x} in the current context"));
+            return Err(Code::INVALID_HANDLE);
+        };
+        Ok(loaded)
+    }
+
+    /// The bytes of each parameter of a function.
+    pub(crate) fn parameters(&self, function: u64) -> Outcome<Vec<usize>> {
+        let state = self.state();
+        let device = self.device(&state)?;
+        let (function, _) = self.known_function(&state, function, device)?;
+        Ok(function.params.iter().map(|width| *width as usize).collect())
+    }
+
+    /// A function, and its module.
+    fn known_function(&self, state: &State, function: u64, device: usize) -> Outcome<(Arc<Function>, u64)> {
+        let of_device = state.modules.iter().filter(|(_, module)| module.device == device);
+        let mut found = of_device.filter_map(|(module, of)| Some((Arc::clone(of.functions.get(&function)?), *module)));
+        found.next().ok_or_else(|| {
+            self.violation(Rule::UnknownHandle, || format!("there is no function {function:#x} in this context"));
+            Code::INVALID_HANDLE
+        })
+    }
+
+    /// Enqueues a function. What it may touch, of each allocation that a parameter points into, is all from there on:
+    /// which of it is read and which is written is known from the text.
+    pub(crate) fn launch(&self, function: u64, shape: Shape, stream: u64, params: Vec<u64>) -> Outcome<()> {
+        let mut state = self.state();
+        let lane = self.lane(&mut state, stream)?;
+        let device = state.lanes[lane as usize].lane.device;
+        let (function, module) = self.known_function(&state, function, device)?;
+        let threads: u64 = shape.threads.iter().map(|side| u64::from(*side)).product();
+        let flat = shape.blocks[1..] == [1, 1] && shape.threads[2] == 1;
+        if threads == 0 || threads > function.most_threads || shape.blocks[0] == 0 || shape.blocks[0] > i32::MAX as u32
+        {
+            return Err(Code::INVALID_VALUE);
+        }
+        if !flat {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let mut found = Vec::new();
+        for (index, address) in params.iter().enumerate() {
+            let (reads, writes) = (function.reads >> index & 1 != 0, function.writes >> index & 1 != 0);
+            if function.params[index] != Width::Eight || !(reads || writes) {
+                continue;
+            }
+            let mut range = self.own(&state, *address, 1, lane)?;
+            range.len = state.memory.get(range.base).map_or(1, |allocation| allocation.len - range.offset);
+            found.push((*address, range, if writes { Access::Write } else { Access::Read }));
+        }
+        let mut windows = Vec::new();
+        for (address, range, _) in &found {
+            windows.push(Window { address: *address, len: range.len, place: self.place(&state, range)? });
+        }
+        let turn = state.turn(lane, self.name);
+        if let Some(module) = state.modules.get_mut(&module) {
+            module.launches.insert(lane, turn.stamp);
+        }
+        for (_, range, access) in &found {
+            self.touch(&mut state, range, *access, &turn);
+        }
+        let [across, down, _] = shape.threads;
+        let launch = Launch { function, blocks: shape.blocks[0], threads: [across, down], params, windows };
+        self.submit(&state, turn, Work::Kernel(Box::new(launch)));
+        Ok(())
     }
 }

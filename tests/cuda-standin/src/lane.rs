@@ -11,6 +11,7 @@ use crate::backing::{Backing, RUBBISH};
 use crate::fault::Spoil;
 use crate::hazard::Clock;
 use crate::pace::Route;
+use crate::ptx_run::Launch;
 use crate::shared::Shared;
 use crate::sync::lock;
 use crate::worker;
@@ -75,6 +76,7 @@ pub(crate) enum Work {
         backing: Arc<Backing>,
         ranges: Vec<Range<u64>>,
     },
+    Kernel(Box<Launch>),
     /// The clock is what the function's caller may learn from it.
     Host(HostCall, Clock),
 }

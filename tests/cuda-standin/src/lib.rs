@@ -14,6 +14,9 @@
 //! cuda.report().assert_clean();
 //! ```
 //!
+//! The library stands in for NVIDIA's management library too, over the same machine; programs that open
+//! `libnvidia-ml.so.1` in that folder get this one.
+//!
 //! The crate is built twice in one run: as the shared library that is the driver, and as the ordinary library that a
 //! test links. The second one loads the first and speaks to it through exported calls named `standin_*`.
 //! Programs that know nothing of this are run over it with `LD_LIBRARY_PATH` set to the folder `cuda-standin-names`
@@ -21,6 +24,7 @@
 
 mod alive;
 mod backing;
+mod capture;
 mod client;
 mod code;
 mod config;
@@ -33,10 +37,14 @@ mod hazard;
 mod kernel;
 mod lane;
 mod memory;
+mod nvml;
 mod pace;
 mod pinned;
 mod pointer;
 mod pool;
+mod ptx;
+mod ptx_op;
+mod ptx_run;
 mod report;
 mod shared;
 mod stream;
@@ -45,6 +53,6 @@ mod worker;
 mod world;
 
 pub use client::{Driver, LoadError, Session, library_path, session};
-pub use config::{Config, DeviceConfig, Link, MemoryMode, Peer};
+pub use config::{Config, DeviceConfig, Link, MemoryMode, Pcie, Peer};
 pub use fault::{Effect, Fault, FaultPlan};
 pub use report::{Report, Rule, Violation};

@@ -32,6 +32,8 @@ pub(crate) struct Event {
     pub(crate) device: usize,
     flags: u32,
     record: Option<Arc<Record>>,
+    /// It was last recorded on a stream that was captured.
+    captured: bool,
     pub(crate) call: &'static str,
 }
 
@@ -46,6 +48,11 @@ pub(crate) struct LaneState {
 }
 
 impl LaneState {
+    /// Whether it takes turns with the legacy default stream.
+    pub(crate) fn blocking(&self) -> bool {
+        self.blocking
+    }
+
     /// All that was enqueued by now.
     pub(crate) fn ticket(&self) -> Ticket {
         Ticket { lane: Arc::clone(&self.lane), epoch: self.epoch }
@@ -122,6 +129,7 @@ impl Call<'_> {
     pub(crate) fn lane(&self, state: &mut State, stream: u64) -> Outcome<u32> {
         let device = self.device(state)?;
         if LEGACY.contains(&stream) {
+            self.legacy_beside_captures(state, device, true)?;
             if let Some(lane) = state.devices[device].legacy {
                 return Ok(lane);
             }
@@ -145,12 +153,18 @@ impl Call<'_> {
             });
             return Err(Code::INVALID_HANDLE);
         }
+        self.capture(state, stream)?;
         Ok(found.lane)
     }
 
     /// The lane of a stream that is only asked about or waited for: any context will do.
     fn any_lane(&self, state: &mut State, stream: u64) -> Outcome<u32> {
-        if stream <= PER_THREAD { self.lane(state, stream) } else { Ok(self.known_stream(state, stream)?.lane) }
+        if stream <= PER_THREAD {
+            return self.lane(state, stream);
+        }
+        let lane = self.known_stream(state, stream)?.lane;
+        self.not_capturing(state, stream)?;
+        Ok(lane)
     }
 
     fn known_stream(&self, state: &State, stream: u64) -> Outcome<Stream> {
@@ -182,6 +196,7 @@ impl Call<'_> {
         }
         let found = self.known_stream(&state, stream)?;
         state.streams.remove(&stream);
+        state.captures.remove(&stream);
         state.lanes[found.lane as usize].lane.close();
         Ok(())
     }
@@ -237,7 +252,7 @@ impl Call<'_> {
             return Err(Code::INVALID_VALUE);
         }
         let handle = new_handle();
-        state.events.insert(handle, Event { device, flags, record: None, call: self.name });
+        state.events.insert(handle, Event { device, flags, record: None, captured: false, call: self.name });
         Ok(handle)
     }
 
@@ -260,6 +275,10 @@ impl Call<'_> {
     pub(crate) fn record(&self, event: u64, stream: u64) -> Outcome<()> {
         let mut state = self.state();
         let device = self.known_event(&state, event)?.device;
+        let captured = state.captures.contains_key(&stream);
+        if let Some(event) = state.events.get_mut(&event) {
+            event.captured = captured;
+        }
         let lane = self.lane(&mut state, stream)?;
         let of_stream = state.lanes[lane as usize].lane.device;
         if device != of_stream {
@@ -281,7 +300,9 @@ impl Call<'_> {
 
     pub(crate) fn wait_event(&self, stream: u64, event: u64) -> Outcome<()> {
         let mut state = self.state();
-        let record = self.known_event(&state, event)?.record.clone();
+        let known = self.known_event(&state, event)?;
+        let (record, captured) = (known.record.clone(), known.captured);
+        self.isolated(&mut state, stream, captured || record.is_none())?;
         let lane = self.lane(&mut state, stream)?;
         let mut turn = state.turn(lane, self.name);
         if let Some(record) = record {
@@ -294,7 +315,11 @@ impl Call<'_> {
 
     pub(crate) fn query_event(&self, event: u64) -> Outcome<()> {
         let mut state = self.state();
-        let Some(record) = self.known_event(&state, event)?.record.clone() else { return Ok(()) };
+        let known = self.known_event(&state, event)?;
+        if known.captured {
+            return Err(Code::CAPTURED_EVENT);
+        }
+        let Some(record) = known.record.clone() else { return Ok(()) };
         let done = self.host_asks(&mut state, &record.ticket, &record.clock);
         self.whole(record.ticket.lane.device)?;
         if done { Ok(()) } else { Err(Code::NOT_READY) }

@@ -83,6 +83,12 @@ fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Ch
         Work::Copy(copy) => return transfer(lane, shared, op.call, &copy, ready, chance),
         Work::Fill { dst, len, byte } => dst.backing.fill(dst.offset..dst.offset + len, byte),
         Work::Poison { backing, ranges } => poison(&backing, &ranges),
+        Work::Kernel(launch) => {
+            if let Err(broken) = launch.run(|| lane.is_stopped()) {
+                shared.violation(Rule::OutOfBounds, op.call, || broken.detail);
+                shared.break_device(lane.device, broken.code);
+            }
+        }
         Work::Host(host, clock) => {
             shared.tell(&clock);
             IN_HOST_FUNCTION.set(true);

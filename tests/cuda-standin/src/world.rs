@@ -7,11 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 
+use crate::capture::Capture;
 use crate::code::{Code, Outcome};
 use crate::config::Config;
 use crate::device::Device;
 use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
 use crate::hazard::Clock;
+use crate::kernel::Loaded;
 use crate::lane::{Lane, Ticket};
 use crate::memory::Memory;
 use crate::pinned::Pinned;
@@ -60,13 +62,18 @@ pub(crate) struct State {
     pub(crate) streams: HashMap<u64, Stream>,
     pub(crate) events: HashMap<u64, Event>,
     pub(crate) pools: HashMap<u64, Pool>,
+    pub(crate) modules: HashMap<u64, Loaded>,
     pub(crate) memory: Memory,
     pub(crate) pinned: Pinned,
+    /// The streams that are captured.
+    pub(crate) captures: HashMap<u64, Capture>,
+    /// Graphs and how many nodes they have.
+    pub(crate) graphs: HashMap<u64, usize>,
 }
 
 impl World {
     fn new(config: Config) -> World {
-        let devices = config.devices.iter().map(|_| Device::default()).collect();
+        let devices = config.devices.iter().map(|device| Device::fresh(device.others_bytes)).collect();
         let state = State { devices, ..State::default() };
         World {
             shared: Arc::new(Shared::new(config)),
@@ -193,6 +200,7 @@ impl<'w> Call<'w> {
             call.violation(Rule::CallInHostFunction, || "host functions must not call the driver".to_owned());
             return Err(Code::NOT_PERMITTED);
         }
+        call.safe_while_capturing()?;
         let verdict = lock(&world.faults).count(name);
         match verdict {
             Some(Verdict::Fail(code)) => return Err(code),
@@ -205,7 +213,7 @@ impl<'w> Call<'w> {
             Some(Verdict::Later(spoil)) => call.spoil = spoil,
             None => {}
         }
-        let needs_none = matches!(name, "cuInit" | "cuDriverGetVersion");
+        let needs_none = matches!(name, "cuInit" | "cuDriverGetVersion") || name.starts_with("nvml");
         if !needs_none && !INITIALIZED.load(Ordering::Acquire) { Err(Code::NOT_INITIALIZED) } else { Ok(call) }
     }
 

@@ -1,0 +1,185 @@
+//! Patching on the device: the module with the kernels, loaded once for each context, and their launch.
+
+use std::any::Any;
+use std::ffi::{CStr, CString, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use super::context::{Context, Refusal};
+use super::device::CudaDevice;
+use super::driver::describe;
+use super::memory::DeviceMemory;
+use super::stream::CudaStream;
+use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// What `scripts/kernels/regenerate` makes of `kernels/patch.cu`; the driver compiles it for its device.
+const TEXT: &str = include_str!("kernels/patch.ptx");
+
+/// The storage types and the functions for them.
+const FUNCTIONS: [(DType, &CStr); 5] = [
+    (DType::F32, c"patch_f32"),
+    (DType::F16, c"patch_f16"),
+    (DType::BF16, c"patch_bf16"),
+    (DType::F8E4M3, c"patch_e4m3"),
+    (DType::F8E5M2, c"patch_e5m2"),
+];
+
+/// Threads of a block: a warp has eight rows by 128 columns, and there are eight warps below each other.
+const BLOCK: [usize; 2] = [32, 8];
+/// Rows and columns that a block patches.
+const BLOCK_TILE: [usize; 2] = [64, 128];
+
+/// The loaded kernels of a context.
+pub(super) struct Module {
+    handle: sys::CUmodule,
+    functions: [sys::CUfunction; FUNCTIONS.len()],
+}
+
+// SAFETY: the driver allows any thread to use a module and its functions.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads the kernels, or says why the driver does not take them.
+    fn load(context: &Context) -> Result<Module, String> {
+        let text = CString::new(TEXT).map_err(|error| error.to_string())?;
+        let why = |refusal| match refusal {
+            Refusal::Code(call, code) => describe(call, code),
+            Refusal::Lost => context.lost().unwrap_or("the device is lost").to_owned(),
+        };
+        // SAFETY: the text ends with a zero and lives through the call.
+        let load = || unsafe { result::module::load_data(text.as_ptr().cast::<c_void>()) };
+        let handle = context.raw("cuModuleLoadData", load).map_err(why)?;
+        let mut module = Module { handle, functions: [std::ptr::null_mut(); FUNCTIONS.len()] };
+        for (function, (_, name)) in module.functions.iter_mut().zip(FUNCTIONS) {
+            // SAFETY: the module was just loaded.
+            let find = || unsafe { result::module::get_function(handle, name.to_owned()) };
+            match context.raw("cuModuleGetFunction", find) {
+                Ok(found) => *function = found,
+                Err(refusal) => {
+                    module.unload(context);
+                    return Err(why(refusal));
+                }
+            }
+        }
+        Ok(module)
+    }
+
+    /// Lets the module go, when no launch of it is under way any more.
+    pub(super) fn unload(self, context: &Context) {
+        // SAFETY: loaded by `load`, unloaded once. What a lost or departed driver refuses is gone already.
+        let _ = context.raw("cuModuleUnload", || unsafe { result::module::unload(self.handle) });
+    }
+
+    fn function(&self, dtype: DType) -> Option<sys::CUfunction> {
+        FUNCTIONS.iter().zip(self.functions).find(|((of, _), _)| *of == dtype).map(|(_, function)| function)
+    }
+}
+
+impl CudaDevice {
+    fn module(&self) -> Result<&Module, String> {
+        let context = self.context();
+        if let Some(missing) = self.missing_kernel_call() {
+            return Err(format!("the driver has no {missing}"));
+        }
+        context.kernels().get_or_init(|| Module::load(context)).as_ref().map_err(Clone::clone)
+    }
+
+    /// The address of `bytes` bytes of this device's memory from `at` on, a multiple of `align`.
+    fn address(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
+        let id = self.context().id();
+        let memory = buffer.allocation().downcast::<DeviceMemory>();
+        let own = memory.is_some_and(|memory| memory.context().id() == id);
+        let Some(start) = buffer.address().filter(|_| own) else {
+            let other = buffer.device();
+            return Err(Error::invalid(format!("{id} patches its own memory and not that of {other}")));
+        };
+        if at.checked_add(bytes).is_none_or(|end| end > buffer.bytes()) {
+            let have = buffer.bytes();
+            return Err(Error::invalid(format!("{bytes} bytes at {at} to be patched on {id}, in a buffer of {have}")));
+        }
+        let address = start + at as u64;
+        if !address.is_multiple_of(align as u64) {
+            return Err(Error::invalid(format!("memory on {id} at {address:#x} is not aligned to {align} bytes")));
+        }
+        Ok(address)
+    }
+}
+
+impl Kernels for CudaDevice {
+    fn ready(&self) -> Result<(), String> {
+        self.module().map(drop)
+    }
+
+    fn patch(
+        &self,
+        stream: &dyn Stream,
+        patch: &MatrixPatch<'_>,
+        weight: BufMut,
+        at: usize,
+        work: BufMut,
+    ) -> Result<PatchFlight> {
+        let id = self.context().id();
+        let function = self.module().map(|module| module.function(patch.dtype()));
+        let function = function.map_err(|why| Error::invalid(format!("{id} does not patch: {why}")))?;
+        let stream = (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id);
+        let (Some(function), Some(stream)) = (function, stream) else {
+            return Err(Error::invalid(format!("{} is not patched on {id}, or not on this stream", patch.dtype())));
+        };
+        let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.dtype().bits() as usize / 8)?;
+        let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;
+        let [high, wide] = BLOCK_TILE;
+        let blocks = patch.rows().div_ceil(high) * patch.cols().div_ceil(wide);
+        let launched = [patch.rows(), patch.cols(), patch.products()];
+        let scales = patch.scales().map_or([0, 1, 1, 1], |scales| {
+            let [high, wide] = scales.block.map(|side| side.min(MatrixPatch::MOST));
+            [patch.scales_at(), high, wide, scales.grid_cols]
+        });
+        let number = |number| u32::try_from(number).map_err(|_| Error::invalid("a matrix too large for a launch"));
+        let mut numbers = [0u32; 7];
+        for (place, value) in numbers.iter_mut().zip(launched.into_iter().chain(scales)) {
+            *place = number(value)?;
+        }
+        let grid = (number(blocks).ok().filter(|n| i32::try_from(*n).is_ok()), BLOCK.map(|side| side as u32));
+        let (Some(blocks), [across, down]) = grid else {
+            return Err(Error::invalid("a matrix too large for a launch"));
+        };
+        let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
+        let memory = vec![Arc::clone(weight.allocation()), Arc::clone(work.allocation())];
+        let done = stream.run(&waits, memory, |handle| {
+            let pointers = [&raw mut weight_at, &raw mut work_at].map(|at| at.cast::<c_void>());
+            let mut arguments = [std::ptr::null_mut(); 9];
+            arguments[..2].copy_from_slice(&pointers);
+            let rest = arguments[2..].iter_mut().zip(&mut numbers);
+            rest.for_each(|(argument, number)| *argument = (number as *mut u32).cast());
+            // SAFETY: the arguments are those of the kernel, in number and size, and live through the call. It touches
+            // the matrix and the work memory, which were checked to be there and are kept until the event after it.
+            let launch = || unsafe {
+                result::launch_kernel(function, (blocks, 1, 1), (across, down, 1), 0, handle, &mut arguments)
+            };
+            self.context().call("cuLaunchKernel", launch)
+        })?;
+        Ok(PatchFlight { weight: Flight::of(weight, done.clone()), work: Flight::of(work, done) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sha2::{Digest, Sha256};
+
+    #[test]
+    fn the_text_is_made_of_the_source() {
+        let source = Sha256::digest(include_bytes!("kernels/patch.cu"));
+        let hash: String = source.iter().map(|byte| format!("{byte:02x}")).collect();
+        let head = TEXT.lines().next().unwrap_or_default();
+        assert!(head.ends_with(&hash), "patch.cu has changed since; run scripts/kernels/regenerate");
+        for (_, name) in FUNCTIONS {
+            assert!(TEXT.contains(&format!(".visible .entry {}(", name.to_string_lossy())));
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! What a device computes by itself: products of low rank added to a matrix where it lies.
+//!
+//! The operations and their order are those of the host (`src/patch`), so the bytes are the same wherever a matrix is
+//! patched. Nothing here knows of models or adapters.
+
+use std::fmt;
+use std::ops::Range;
+
+use super::{BufMut, Flight, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+
+/// The arithmetic that a device offers.
+pub trait Kernels: Send + Sync {
+    /// Makes it ready at the first call; later ones answer the same.
+    ///
+    /// # Errors
+    /// Why the device cannot do it, for the user.
+    fn ready(&self) -> Result<(), String>;
+
+    /// Queues `patch` on a stream of this device, for the matrix that begins at `at` in `weight`, after the pending
+    /// events of both buffers. `work` begins with what [`MatrixPatch::write`] wrote; the device adds to the number at
+    /// its [`SATURATED`](MatrixPatch::SATURATED) bytes how many values it saturated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), for a buffer that is too small or of another device,
+    /// and for a matrix that is not aligned to its element; when the stream takes no more work.
+    fn patch(
+        &self,
+        stream: &dyn Stream,
+        patch: &MatrixPatch<'_>,
+        weight: BufMut,
+        at: usize,
+        work: BufMut,
+    ) -> Result<PatchFlight>;
+}
+
+/// A patch on its way, with both buffers.
+#[derive(Debug)]
+pub struct PatchFlight {
+    /// The matrix's buffer.
+    pub weight: Flight,
+    /// The work memory.
+    pub work: Flight,
+}
+
+/// A factorised matrix to add, `scale (up down)`, packed by tile; what lies beyond the matrix is zero.
+#[derive(Clone, Debug)]
+pub struct PackedProduct<'a> {
+    /// For each eight rows of the matrix, from those that hold the first of `rows` on: rank by eight.
+    pub up: &'a [f32],
+    /// For each 32 columns: rank by 32.
+    pub down: &'a [f32],
+    /// The rank.
+    pub rank: usize,
+    /// The rows of the matrix that it is added to.
+    pub rows: Range<usize>,
+    /// What the sum over the rank is multiplied by.
+    pub scale: f32,
+}
+
+/// The scales beside an fp8 matrix, one for each block of a grid: its values are the stored ones times their scale.
+#[derive(Clone, Debug)]
+pub struct BlockScales<'a> {
+    /// Row by row of the grid; each finite and not zero.
+    pub values: &'a [f32],
+    /// Rows and columns of a block, at least one; the last ones may be smaller.
+    pub block: [usize; 2],
+    /// Blocks in a row of the grid.
+    pub grid_cols: usize,
+}
+
+/// A matrix in a float type, and the products to add to it in turn before it is rounded once, to the nearest.
+#[derive(Clone, Debug)]
+pub struct MatrixPatch<'a> {
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    products: Vec<PackedProduct<'a>>,
+    scales: Option<BlockScales<'a>>,
+}
+
+impl<'a> MatrixPatch<'a> {
+    /// Rows and columns of a tile.
+    pub const TILE: [usize; 2] = [8, 32];
+
+    /// Where the number of saturated values stands in the work memory: 64 bits, little-endian.
+    pub const SATURATED: Range<usize> = 0..8;
+
+    /// The most rows, and the most columns.
+    pub const MOST: usize = 1 << 30;
+
+    /// A patch of a matrix of `rows` by `cols`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a type that is not f32, f16, bf16 or one of the two fp8, scales beside another type than
+    /// these last, sides of zero or over [`MOST`](MatrixPatch::MOST), and factors or scales of another size than the
+    /// matrix needs.
+    pub fn new(
+        dtype: DType,
+        (rows, cols): (usize, usize),
+        products: Vec<PackedProduct<'a>>,
+        scales: Option<BlockScales<'a>>,
+    ) -> Result<MatrixPatch<'a>> {
+        let fp8 = matches!(dtype, DType::F8E4M3 | DType::F8E5M2);
+        if !fp8 && !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::invalid(format!("a matrix of {dtype} is not patched on a device")));
+        }
+        if [rows, cols].iter().any(|side| !(1..=Self::MOST).contains(side)) {
+            return Err(Error::invalid(format!("a matrix of {rows} by {cols} is not patched on a device")));
+        }
+        let fits = |product: &&PackedProduct<'_>| {
+            let [high, wide] = Self::TILE;
+            let (from, to, rank) = (product.rows.start, product.rows.end, product.rank);
+            from < to
+                && to <= rows
+                && (1..=Self::MOST / wide).contains(&rank)
+                && (to.div_ceil(high) - from / high).checked_mul(high * rank) == Some(product.up.len())
+                && cols.div_ceil(wide).checked_mul(wide * rank) == Some(product.down.len())
+        };
+        if let Some(product) = products.iter().find(|product| !fits(product)) {
+            return Err(Error::invalid(format!("{product} does not fit a matrix of {rows} by {cols}")));
+        }
+        if let Some(BlockScales { values, block, grid_cols }) = &scales {
+            let whole = block.iter().all(|side| *side > 0)
+                && *grid_cols == cols.div_ceil(block[1])
+                && rows.div_ceil(block[0]).checked_mul(*grid_cols) == Some(values.len());
+            if !whole || !fp8 {
+                let (count, [high, wide]) = (values.len(), block);
+                let grid = format!("{count} scales of blocks of {high} by {wide}");
+                return Err(Error::invalid(format!("{grid} do not fit a {dtype} matrix of {rows} by {cols}")));
+            }
+        }
+        Ok(MatrixPatch { dtype, rows, cols, products, scales })
+    }
+
+    /// The type of the matrix.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Its rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Its columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// How many products are added.
+    pub fn products(&self) -> usize {
+        self.products.len()
+    }
+
+    /// Its scales.
+    pub fn scales(&self) -> Option<&BlockScales<'a>> {
+        self.scales.as_ref()
+    }
+
+    /// The bytes of the matrix.
+    pub fn matrix_bytes(&self) -> usize {
+        self.rows.saturating_mul(self.cols).saturating_mul(self.dtype.bits() as usize / 8)
+    }
+
+    /// The bytes of work memory beside the matrix.
+    pub fn work_bytes(&self) -> usize {
+        self.products.iter().fold(self.products_at(), |at, p| at + (p.up.len() + p.down.len()) * 4)
+    }
+
+    /// Where the scales begin in the work memory.
+    pub fn scales_at(&self) -> usize {
+        LINE * (1 + self.products.len())
+    }
+
+    /// Where the first factor begins.
+    fn products_at(&self) -> usize {
+        let scales = self.scales.as_ref().map_or(0, |scales| scales.values.len() * 4);
+        self.scales_at() + scales.next_multiple_of(LINE)
+    }
+
+    /// Writes what the device reads, all little-endian: a line of 32 bytes with zeros, where saturated values will be
+    /// counted; a line for each product (where its `up` and its `down` begin, in bytes from the beginning, as u64; its
+    /// rank, first row and end row as u32; its scale); the scales, to whole lines; the factors. All numbers but those
+    /// of the lines are f32.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when `dst` has fewer than [`work_bytes`](MatrixPatch::work_bytes).
+    pub fn write(&self, dst: &mut [u8]) -> Result<()> {
+        let (wanted, room) = (self.work_bytes(), dst.len());
+        let Some(dst) = dst.get_mut(..wanted) else {
+            return Err(Error::invalid(format!("work memory of {wanted} bytes does not fit into {room}")));
+        };
+        let (head, factors) = dst.split_at_mut(self.products_at());
+        head.fill(0);
+        let mut at = head.len() as u64;
+        for (product, line) in self.products.iter().zip(head[LINE..].chunks_exact_mut(LINE)) {
+            let down_at = at + product.up.len() as u64 * 4;
+            line[..8].copy_from_slice(&at.to_le_bytes());
+            line[8..16].copy_from_slice(&down_at.to_le_bytes());
+            for (number, place) in [product.rank, product.rows.start, product.rows.end].into_iter().zip([16, 20, 24]) {
+                line[place..place + 4].copy_from_slice(&(number as u32).to_le_bytes());
+            }
+            line[28..].copy_from_slice(&product.scale.to_le_bytes());
+            at = down_at + product.down.len() as u64 * 4;
+        }
+        if let Some(scales) = &self.scales {
+            write_values(scales.values, &mut head[LINE * (1 + self.products.len())..]);
+        }
+        let mut rest = factors;
+        for values in self.products.iter().flat_map(|product| [product.up, product.down]) {
+            let (now, later) = rest.split_at_mut(values.len() * 4);
+            write_values(values, now);
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+/// What begins in the work memory begins at a multiple of this.
+const LINE: usize = 32;
+
+fn write_values(values: &[f32], bytes: &mut [u8]) {
+    bytes.as_chunks_mut().0.iter_mut().zip(values).for_each(|(raw, value)| *raw = value.to_le_bytes());
+}
+
+impl fmt::Display for PackedProduct<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (up, down) = (self.up.len(), self.down.len());
+        write!(f, "a product of rank {} for rows {:?} with factors of {up} and {down} values", self.rank, self.rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn product<'a>(up: &'a [f32], down: &'a [f32], rows: Range<usize>) -> PackedProduct<'a> {
+        PackedProduct { up, down, rank: 2, rows, scale: 0.5 }
+    }
+
+    #[test]
+    fn the_work_memory_is_laid_out_in_lines() {
+        let (up, down) = (vec![1.0; 2 * 16], vec![2.0; 2 * 64]);
+        let scales = BlockScales { values: &[3.0; 9], block: [8, 16], grid_cols: 3 };
+        let products = vec![product(&up, &down, 7..17), product(&up[16..], &down, 3..8)];
+        let refused = MatrixPatch::new(DType::F8E4M3, (17, 40), products.clone(), Some(scales.clone()));
+        assert!(refused.is_err(), "rows 7..17 begin in the first tile and end in the third");
+        let products = vec![product(&up, &down, 9..17), products[1].clone()];
+        let patch = MatrixPatch::new(DType::F8E4M3, (17, 40), products, Some(scales)).unwrap();
+        let at = 3 * 32 + 64;
+        assert_eq!((patch.scales_at(), patch.work_bytes()), (96, at + (2 * 16 + 128 + 16 + 128) * 4));
+        let mut bytes = vec![9; patch.work_bytes()];
+        patch.write(&mut bytes).unwrap();
+        assert_eq!(bytes[..32], [0; 32]);
+        let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+        assert_eq!([0, 8, 16, 20, 24, 28].map(|i| word(32 + i)), [160, 288, 2, 9, 17, 0.5f32.to_bits()]);
+        assert_eq!([0, 8, 20].map(|i| word(64 + i)), [800, 864, 3]);
+        assert_eq!([96, 128, 132, 160, 284, 288, 864].map(|at| f32::from_bits(word(at))), [3., 3., 0., 1., 1., 2., 2.]);
+        assert!(patch.write(&mut bytes[1..]).is_err());
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let (up, down) = (vec![1.0; 16], vec![2.0; 64]);
+        let refused = |dtype, shape, rows, scales| {
+            MatrixPatch::new(dtype, shape, vec![product(&up, &down, rows)], scales).unwrap_err().to_string()
+        };
+        assert!(MatrixPatch::new(DType::BF16, (8, 32), vec![product(&up, &down, 0..8)], None).is_ok());
+        assert!(refused(DType::I32, (8, 32), 0..8, None).contains("I32"));
+        assert!(refused(DType::BF16, (0, 32), 0..0, None).contains("0 by 32"));
+        assert!(refused(DType::BF16, (8, 33), 0..8, None).contains("8 by 33"));
+        assert!(refused(DType::BF16, (8, 32), 0..9, None).contains("0..9"));
+        let one = BlockScales { values: &[1.0], block: [usize::MAX; 2], grid_cols: 1 };
+        assert!(refused(DType::BF16, (8, 32), 0..8, Some(one.clone())).contains("1 scales"));
+        let many = BlockScales { values: &[1.0; 2], ..one };
+        assert!(refused(DType::F8E5M2, (8, 32), 0..8, Some(many)).contains("2 scales"));
+    }
+}

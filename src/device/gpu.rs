@@ -1,0 +1,177 @@
+//! What a driver tells of a GPU beside its memory.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::Bandwidth;
+
+/// What a driver tells of a GPU beside its memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuDetails {
+    /// Major and minor.
+    pub compute_capability: (u32, u32),
+    /// Where it sits, as `domain:bus:device.function` in hexadecimal.
+    pub pci_bus_id: String,
+    /// Its serial identity, as `nvidia-smi -L` writes it.
+    pub uuid: Option<String>,
+    /// How many copies it can make beside its compute.
+    pub copy_engines: u32,
+    /// Whether it shares the host's memory.
+    pub integrated: bool,
+    /// Its PCIe link, where that is told.
+    #[serde(default)]
+    pub pcie: Option<PcieLink>,
+    /// Its NVLinks that are up.
+    #[serde(default)]
+    pub nvlinks: Vec<NvLink>,
+    /// The NUMA node of the host that it is nearest to, where the host has more than one and tells.
+    #[serde(default)]
+    pub numa_node: Option<u32>,
+}
+
+/// A PCIe link: what it can be, and what it is now. An idle GPU may have gone back to a slow generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PcieLink {
+    /// The generation that the device and its slot agree on at most.
+    pub max_generation: u32,
+    /// The lanes that they agree on at most.
+    pub max_width: u32,
+    /// The generation now.
+    pub generation: u32,
+    /// The lanes now.
+    pub width: u32,
+}
+
+/// What one NVLink leads to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NvLink {
+    /// What kind of device that is.
+    pub end: NvLinkEnd,
+    /// Where it sits, as in [`GpuDetails::pci_bus_id`].
+    pub pci_bus_id: String,
+}
+
+/// The kind of device at the other end of an NVLink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum NvLinkEnd {
+    /// Another GPU.
+    Gpu,
+    /// A switch, which leads to all GPUs that are linked to it.
+    Switch,
+    /// Something else, a processor for example, or unknown.
+    Other,
+}
+
+/// What one NVLink of 25 GB/s attains of that: 12 of them, an A100's, gave 276 GB/s between two GPUs in the sample
+/// output of nvbandwidth.
+const NVLINK_ATTAINS: u64 = 23_000_000_000;
+
+impl PcieLink {
+    /// What copies of pinned memory attain on such a link each way, by its highest generation and the lanes it has now.
+    ///
+    /// Sixteen lanes of generations 3, 4 and 5 gave 12.1, 26 and 57 GB/s where nvbandwidth measured them; the others
+    /// are taken to attain the same part of their nominal rate as the nearest of these. An estimate: what shares the
+    /// link, or slows the host down, is not in it.
+    pub fn attainable(&self) -> Bandwidth {
+        let sixteen_lanes: u64 = match self.max_generation {
+            0 | 1 => 3_000_000_000,
+            2 => 6_000_000_000,
+            3 => 12_100_000_000,
+            4 => 26_000_000_000,
+            5 => 57_000_000_000,
+            _ => 114_000_000_000,
+        };
+        Bandwidth::bytes_per_second(sixteen_lanes / 16 * u64::from(self.width.clamp(1, 16)))
+    }
+}
+
+impl fmt::Display for PcieLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PcieLink { max_generation, max_width, generation, width } = self;
+        write!(f, "PCIe {max_generation} x{max_width}")?;
+        if (generation, width) != (max_generation, max_width) {
+            write!(f, " (now {generation} x{width})")?;
+        }
+        Ok(())
+    }
+}
+
+impl GpuDetails {
+    /// What copies from this GPU's memory to that of `other` attain over the NVLinks that the two have in common,
+    /// straight or by switches; none where they have none. An estimate, for links of 25 GB/s.
+    pub fn attainable_over_nvlink(&self, other: &GpuDetails) -> Option<Bandwidth> {
+        let straight = |a: &GpuDetails, b: &GpuDetails| {
+            a.nvlinks.iter().filter(|link| link.end == NvLinkEnd::Gpu && link.pci_bus_id == b.pci_bus_id).count()
+        };
+        let switched = |gpu: &GpuDetails| gpu.nvlinks.iter().filter(|link| link.end == NvLinkEnd::Switch).count();
+        let links = straight(self, other).min(straight(other, self)) + switched(self).min(switched(other));
+        (links > 0).then(|| Bandwidth::bytes_per_second(NVLINK_ATTAINS * links as u64))
+    }
+}
+
+impl fmt::Display for GpuDetails {
+    /// Its links, as far as they are told: `PCIe 4 x16, 12 NVLinks`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pcie = self.pcie.map(|link| link.to_string());
+        let nvlinks = match self.nvlinks.len() {
+            0 => None,
+            1 => Some("1 NVLink".to_owned()),
+            links => Some(format!("{links} NVLinks")),
+        };
+        let node = self.numa_node.map(|node| format!("NUMA node {node}"));
+        let told: Vec<String> = [pcie, nvlinks, node].into_iter().flatten().collect();
+        f.pad(&told.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(pci_bus_id: &str, nvlinks: &[(NvLinkEnd, &str)]) -> GpuDetails {
+        let link = |&(end, id): &(NvLinkEnd, &str)| NvLink { end, pci_bus_id: id.to_owned() };
+        GpuDetails {
+            compute_capability: (8, 0),
+            pci_bus_id: pci_bus_id.to_owned(),
+            uuid: None,
+            copy_engines: 2,
+            integrated: false,
+            pcie: Some(PcieLink { max_generation: 4, max_width: 16, generation: 1, width: 8 }),
+            nvlinks: nvlinks.iter().map(link).collect(),
+            numa_node: Some(1),
+        }
+    }
+
+    #[test]
+    fn a_link_is_estimated_by_its_generation_and_the_lanes_it_has() {
+        let link = |max_generation, width| PcieLink { max_generation, max_width: 16, generation: 1, width };
+        let gb = |link: PcieLink| link.attainable().to_string();
+        assert_eq!([gb(link(3, 16)), gb(link(4, 16)), gb(link(5, 16))], ["12.1", "26", "57"]);
+        assert_eq!([gb(link(4, 8)), gb(link(3, 1)), gb(link(5, 0))], ["13", "0.75625", "3.5625"]);
+        assert!(link(6, 16).attainable() > link(5, 16).attainable());
+        assert!(link(1, 16).attainable() < link(2, 16).attainable());
+    }
+
+    #[test]
+    fn nvlinks_count_where_both_ends_tell_of_them() {
+        use NvLinkEnd::{Gpu, Other, Switch};
+        let (a, b) = (gpu("0:1", &[(Gpu, "0:2"), (Gpu, "0:2"), (Gpu, "0:3")]), gpu("0:2", &[(Gpu, "0:1")]));
+        let speed = |a: &GpuDetails, b: &GpuDetails| a.attainable_over_nvlink(b).map(|speed| speed.to_string());
+        assert_eq!(speed(&a, &b).as_deref(), Some("23"));
+        let switched = |id: &str, links: usize| gpu(id, &vec![(Switch, "0:9"); links]);
+        assert_eq!(speed(&switched("0:1", 12), &switched("0:2", 12)).as_deref(), Some("276"));
+        assert_eq!(speed(&switched("0:1", 12), &b), None);
+        assert_eq!(speed(&gpu("0:1", &[(Other, "0:2")]), &b), None);
+    }
+
+    #[test]
+    fn links_print_as_far_as_they_are_told() {
+        let told = gpu("0:1", &[(NvLinkEnd::Switch, "0:9"); 2]);
+        assert_eq!(told.to_string(), "PCIe 4 x16 (now 1 x8), 2 NVLinks, NUMA node 1");
+        let untold = GpuDetails { pcie: None, numa_node: None, ..gpu("0:1", &[]) };
+        assert_eq!(untold.to_string(), "");
+    }
+}

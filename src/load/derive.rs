@@ -1,0 +1,199 @@
+//! Models made out of models: another generation of the weights, another place for them, or both.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::made::Made;
+use super::model::Parts;
+use super::reuse::Reuse;
+use super::store::{Home, SlotPool};
+use super::worker::{Inputs, Job};
+use super::{LoadReport, Loader, Model, Reservation, check_tensors};
+use crate::adapter::Patches;
+use crate::backend::{Device, MemoryKind};
+use crate::checkpoint::Checkpoint;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+use crate::plan::{Plan, Slots};
+use crate::registry::Registry;
+
+impl Loader<'_> {
+    /// Makes a model as [`load`](Loader::load) does, with what `base` has of it already: for a changed strength, an
+    /// adapter less or more, another plan, another compute device.
+    ///
+    /// A module whose bytes would be the same is shared where its device and kind of memory are the same, and copied
+    /// from the base's memory where they are not. So are single tensors of a module that changes. Only the rest is read
+    /// from the files, and patched from what they hold, never from patched bytes. Whether bytes would be the same
+    /// follows from the files' stamps and the adapters, not from the bytes. What a lost device holds is read anew.
+    ///
+    /// Only what is new is reserved. The slots are shared where compute device, number and size are the same; then one
+    /// streamer at a time can be had of all the models that share them. The base stays what it is, whatever happens
+    /// here, and keeps its bytes for as long as anyone holds it. Without a base this is [`load`](Loader::load).
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use tensor_offload::{Adapter, Checkpoint, Loader, Matching, Patches, Planner, Registry};
+    /// # let (path, lora) = ("examples/data/tiny-llama", "examples/data/tiny-llama-lora");
+    /// let devices = Registry::system();
+    /// let checkpoint = Checkpoint::open(path)?;
+    /// let at = |strength| Patches::resolve(checkpoint.layout(), vec![Adapter::open(lora, strength)?], Matching::Strict);
+    /// let (weak, strong) = (at(0.5)?, at(1.0)?);
+    /// let plan = Planner::new(weak.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+    /// let loader = Loader::new(&devices);
+    /// let first = Arc::new(loader.load(&checkpoint, &weak, &plan)?);
+    /// let second = loader.derive(&first, &checkpoint, &strong, &plan)?;
+    /// let report = second.report();
+    /// assert!(report.read < plan.bytes() && report.read + report.shared + report.copied == plan.bytes());
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`](Loader::load); [`Error::Invalid`] too when the base is on devices of another registry. Whatever the
+    /// error, all memory is given back first, and the base is as it was.
+    pub fn derive<'b>(
+        &self,
+        base: impl Into<Option<&'b Arc<Model>>>,
+        checkpoint: &Checkpoint,
+        patches: &Patches,
+        plan: &Plan,
+    ) -> Result<Model> {
+        let Some(base) = base.into() else { return self.load(checkpoint, patches, plan) };
+        plan.verify(patches.layout())?;
+        check_tensors(checkpoint, patches)?;
+        self.check_base(base)?;
+        let made = Made::of(checkpoint, patches);
+        let same = |tensor: usize, old: usize| base.made().get(old) == Some(&made[tensor]);
+        let reuse = Reuse::of(base, patches.layout(), plan, same);
+        let inputs = Inputs { checkpoint: Some(checkpoint), patches, plan, base: Some(base), reuse: &reuse };
+        self.place(inputs, made)
+    }
+
+    /// Makes a model of the same bytes as `base` with another plan, from its memory alone. As
+    /// [`derive`](Loader::derive), without files.
+    ///
+    /// # Errors
+    /// As [`derive`](Loader::derive); [`Error::DeviceLost`] when a lost device holds what is needed.
+    pub fn relocate(&self, base: &Arc<Model>, plan: &Plan) -> Result<Model> {
+        plan.verify(base.layout())?;
+        self.check_base(base)?;
+        let reuse = Reuse::of(base, base.layout(), plan, |tensor, old| tensor == old);
+        if let Some(lost) = base.lost().filter(|_| !reuse.is_complete(base.layout())) {
+            return Err(lost);
+        }
+        let patches = Patches::none(base.layout());
+        let inputs = Inputs { checkpoint: None, patches: &patches, plan, base: Some(base), reuse: &reuse };
+        self.place(inputs, base.made().to_vec())
+    }
+
+    /// The first half of a demotion: all that `base` has on its compute device is on the host, too, as `plan` says. The
+    /// slots are not taken yet, since there may be no room for them while the base lives.
+    pub(crate) fn move_away(&self, base: &Model, plan: Plan) -> Result<Moved> {
+        let (patches, start) = (Patches::none(base.layout()), Instant::now());
+        let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
+        let inputs = Inputs { checkpoint: None, patches: &patches, plan: &plan, base: Some(base), reuse: &reuse };
+        let needed = reuse.needed(&plan);
+        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
+        Ok(Moved { plan, homes, slots: reuse.slots, reservation, report })
+    }
+
+    /// Reserves, fills and puts together.
+    pub(super) fn place(&self, inputs: Inputs<'_>, made: Vec<Made>) -> Result<Model> {
+        let (plan, start) = (inputs.plan, Instant::now());
+        let mut needed = inputs.reuse.needed(plan);
+        if inputs.reuse.slots.is_none() {
+            let slots = needed.entry(plan.compute()).or_default();
+            *slots = slots.saturating_add(plan.slots().bytes());
+        }
+        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
+        let layout = Arc::new(inputs.patches.layout().clone());
+        let parts = Parts { layout, plan, homes, made, slots: inputs.reuse.slots.clone() };
+        Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
+    }
+
+    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<Filled> {
+        let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
+        let job = Job::new(self, inputs, &reservation)?;
+        let homes = job.run(self.workers, &mut reservation)?;
+        let report = job.report(start.elapsed());
+        Ok((homes, reservation, report))
+    }
+
+    /// Memory of devices that another registry opened is counted elsewhere.
+    fn check_base(&self, base: &Model) -> Result<()> {
+        for device in base.devices() {
+            if !Arc::ptr_eq(device, &self.registry.device(device.id())?) {
+                let id = device.id();
+                return Err(Error::invalid(format!("the model to derive from is on {id} of another registry")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Homes, what is left of their reservation, and how it went.
+type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
+
+/// A model whose weights have left its compute device, without slots yet.
+pub(crate) struct Moved {
+    plan: Plan,
+    homes: Vec<Option<Arc<Home>>>,
+    slots: Option<Arc<SlotPool>>,
+    reservation: Reservation,
+    report: LoadReport,
+}
+
+/// How long memory that the base gave up may take to come back.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+impl Moved {
+    /// The second half of a demotion: `base`, which nobody else may hold, is let go for the slots. If they cannot be had
+    /// then, the model waits on the host as `parked` says.
+    pub(crate) fn finish(self, base: Arc<Model>, parked: &Plan, registry: &Registry) -> Result<Model> {
+        let Moved { plan, homes, slots, reservation, report } = self;
+        let (layout, made) = (Arc::new(base.layout().clone()), base.made().to_vec());
+        let device = Arc::clone(base.residency().device());
+        let beside = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
+        let slots = beside.or_else(|_| {
+            drop(base);
+            slots_when_free(&*device, plan.slots())
+        });
+        let (plan, slots) = match &slots {
+            Ok(slots) => (&plan, Arc::clone(slots)),
+            Err(error) => {
+                tracing::warn!(%error, "no room for the slots of a demoted model; it waits on the host");
+                (parked, Arc::new(SlotPool::new(parked.slots(), Vec::new())))
+            }
+        };
+        let parts = Parts { layout, plan, homes, made, slots: Some(slots) };
+        Model::assemble(parts, reservation, registry).map(|model| model.with_report(report))
+    }
+}
+
+/// Slots in memory that nobody reserved before.
+fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
+    let (requested, available) = (shape.bytes(), device.memory()?.available());
+    if requested > available {
+        return Err(Error::OutOfMemory { device: device.id(), requested, available, limit: device.ledger().limit() });
+    }
+    let mut charge = device.ledger().charge(requested)?;
+    let mut slot =
+        |_| device.allocate(charge.split(shape.bytes_each)?, MemoryKind::Arena).map(|slot| vec![slot.freeze()]);
+    let slots = (0..shape.count).map(&mut slot).collect::<Result<_>>()?;
+    Ok(Arc::new(SlotPool::new(shape, slots)))
+}
+
+/// The same once memory that was just given up is back.
+fn slots_when_free(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
+    let until = Instant::now() + DEADLINE;
+    loop {
+        match slots_on(device, shape) {
+            Err(Error::OutOfMemory { .. }) if Instant::now() < until => {
+                // What the allocator keeps for reuse may be what is missing.
+                device.trim()?;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            outcome => return outcome,
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! What the bytes of a model's tensors were made from.
+
+use std::sync::Arc;
+
+use crate::adapter::{Patches, Recipe};
+use crate::checkpoint::Checkpoint;
+use crate::transfer::Stamp;
+
+/// What a tensor's bytes were made from: where equal, the bytes are. No weight is read to know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Made {
+    /// The file, and the place in it.
+    file: Stamp,
+    at: u64,
+    bytes: u64,
+    patch: Option<Patched>,
+}
+
+/// What was done to the bytes of the file. A patch may depend on other tensors and their names, so it is the same only
+/// where all files of the checkpoint are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Patched {
+    files: Arc<[Stamp]>,
+    recipe: Recipe,
+}
+
+impl Made {
+    /// For each tensor of a checkpoint what these patches make it from.
+    pub(super) fn of(checkpoint: &Checkpoint, patches: &Patches) -> Vec<Made> {
+        let files: Arc<[Stamp]> = checkpoint.sources().iter().map(|source| source.stamp()).collect();
+        let patched = |index| patches.tensor(index).map(|p| Patched { files: Arc::clone(&files), recipe: p.recipe() });
+        let tensors = checkpoint.layout().tensors.iter().enumerate();
+        let made = tensors.map(|(index, tensor)| Made {
+            file: files[tensor.file],
+            at: tensor.offset,
+            bytes: tensor.bytes,
+            patch: patched(index),
+        });
+        made.collect()
+    }
+}

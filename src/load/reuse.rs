@@ -1,0 +1,197 @@
+//! What a new model takes over from one that is there: memory that is shared, and bytes that are copied.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::Reservation;
+use super::model::{Model, home_kind, places};
+use super::store::{Home, SlotPool};
+use super::worker::Job;
+use crate::backend::{Buf, BufMut, Health, Piece, Role, Route, Stream, Transfer};
+use crate::checkpoint::Layout;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+use crate::plan::{Assignment, Plan};
+
+/// Bytes in the memory of the model that another is made out of.
+#[derive(Clone, Debug)]
+pub(super) struct Held {
+    pub(super) buf: Buf,
+    pub(super) place: Range<usize>,
+}
+
+/// What of a model that is there becomes a part of a new one.
+#[derive(Debug, Default)]
+pub(super) struct Reuse {
+    /// For each module the memory that is taken over as it is.
+    shared: Vec<Option<Arc<Home>>>,
+    /// For each tensor where its bytes are, if they are.
+    held: Vec<Option<Held>>,
+    pub(super) slots: Option<Arc<SlotPool>>,
+}
+
+impl Reuse {
+    /// What `base` has for a model of `layout` as `plan` places it. `same` says whether tensors, of the new model and of
+    /// the base, have the same bytes. Nothing is taken from a device that is lost.
+    pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(usize, usize) -> bool) -> Reuse {
+        let lost: BTreeSet<DeviceId> =
+            base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
+        let held = layout.tensors.iter().enumerate().map(|(index, tensor)| {
+            let old = base.find(&tensor.name).filter(|&old| same(index, old))?;
+            let home = base.home(base.owner(old)).filter(|home| !lost.contains(&home.device()))?;
+            let place = base.place(old);
+            (place.len() as u64 == tensor.bytes).then(|| Held { buf: home.clone(), place })
+        });
+        let held: Vec<Option<Held>> = held.collect();
+        let places = places(layout);
+        let shared = plan.assignments().iter().map(|assignment| {
+            let mut own = layout.own_tensors(assignment.index).peekable();
+            let old = base.find(&layout.tensors[*own.peek()?].name)?;
+            let home = base.shared_home(base.owner(old))?;
+            let alike = home.buf.device() == assignment.device
+                && home.buf.bytes() as u64 == assignment.bytes
+                && home.kind == home_kind(assignment);
+            let here = |tensor: usize| {
+                let held = held[tensor].as_ref();
+                held.is_some_and(|held| held.buf.is_same(&home.buf) && held.place == places[tensor])
+            };
+            (alike && own.all(here)).then(|| Arc::clone(home))
+        });
+        let shared = shared.collect();
+        let residency = base.residency();
+        let slots_alike = residency.device().id() == plan.compute()
+            && !lost.contains(&plan.compute())
+            && residency.slots.shape == plan.slots()
+            && residency.slots.is_whole();
+        Reuse { shared, held, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
+    }
+
+    /// The memory that a module has already.
+    pub(super) fn shared(&self, module: usize) -> Option<&Arc<Home>> {
+        self.shared.get(module)?.as_ref()
+    }
+
+    /// Where the bytes of a tensor are.
+    pub(super) fn held(&self, tensor: usize) -> Option<&Held> {
+        self.held.get(tensor)?.as_ref()
+    }
+
+    /// Whether no byte has to come from a file.
+    pub(super) fn is_complete(&self, layout: &Layout) -> bool {
+        (0..layout.modules.len()).flat_map(|module| layout.own_tensors(module)).all(|t| self.held(t).is_some())
+    }
+
+    /// What the weights of a plan need beyond what is shared.
+    pub(super) fn needed(&self, plan: &Plan) -> BTreeMap<DeviceId, u64> {
+        let mut needed = BTreeMap::new();
+        for assignment in plan.assignments().iter().filter(|a| self.shared(a.index).is_none()) {
+            *needed.entry(assignment.device).or_default() += assignment.bytes;
+        }
+        needed
+    }
+}
+
+/// How bytes get from the devices of the base to those of the new model.
+#[derive(Debug, Default)]
+pub(super) struct Ways {
+    /// Streams of the devices whose bytes go to the host, to stay there or on their way.
+    pub(super) downloads: BTreeMap<DeviceId, Arc<dyn Stream>>,
+    /// From where to where bytes go through the host.
+    staged: BTreeSet<(DeviceId, DeviceId)>,
+}
+
+impl Ways {
+    pub(super) fn of(reuse: &Reuse, layout: &Layout, plan: &Plan, to: &Reservation, base: &Model) -> Result<Ways> {
+        let mut ways = Ways::default();
+        let copied = |a: &&Assignment| reuse.shared(a.index).is_none();
+        let tensors = plan.assignments().iter().filter(copied);
+        let pairs: BTreeSet<(DeviceId, DeviceId)> = tensors
+            .flat_map(|a| layout.own_tensors(a.index).filter_map(|t| Some((reuse.held(t)?.buf.device(), a.device))))
+            .collect();
+        for (from, target) in pairs.into_iter().filter(|(from, _)| !from.is_host()) {
+            let source = base.device(from)?;
+            let staged = match to.device(target) {
+                Some(device) if !target.is_host() => matches!(device.route_from(&**source), Route::Staged(_)),
+                _ => false,
+            };
+            if staged {
+                ways.staged.insert((from, target));
+            }
+            if (staged || target.is_host()) && !ways.downloads.contains_key(&from) {
+                ways.downloads.insert(from, source.stream(Role::Download)?);
+            }
+        }
+        Ok(ways)
+    }
+}
+
+impl Job<'_> {
+    /// Copies what host memory holds. What another device holds comes later: [`bring_here`](Job::bring_here).
+    pub(super) fn copy_here(&self, held: &Held, dst: &mut [u8]) -> Result<()> {
+        if held.buf.device().is_host() {
+            self.go_on()?;
+            let bytes = held.buf.host(self.loader.deadline)?;
+            let bytes = bytes.ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
+            dst.copy_from_slice(&bytes[held.place.clone()]);
+            self.copied(dst.len());
+        }
+        Ok(())
+    }
+
+    /// Copies to a module's host memory those of its tensors that another device holds.
+    pub(super) fn bring_here(&self, module: usize, mut memory: BufMut) -> Result<BufMut> {
+        let mut pieces: BTreeMap<DeviceId, Vec<Piece>> = BTreeMap::new();
+        for (tensor, place) in self.own_tensors(module) {
+            let Some(held) = self.reuse.held(tensor).filter(|held| !held.buf.device().is_host()) else { continue };
+            let piece = Piece { src: held.buf.clone(), from: held.place.clone(), at: place.start };
+            pieces.entry(held.buf.device()).or_default().push(piece);
+            self.copied(place.len());
+        }
+        for (from, pieces) in pieces {
+            self.go_on()?;
+            memory = self.download(from)?.copy(Transfer::new(pieces, memory)?)?.chain();
+        }
+        Ok(memory)
+    }
+
+    /// Copies a tensor to another device's memory, straight or through the ring.
+    pub(super) fn send_held(
+        &self,
+        held: &Held,
+        place: Range<usize>,
+        mut memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
+        let from = held.buf.device();
+        let through_host = self.ways.staged.contains(&(from, memory.device()));
+        let most = if through_host { self.ring.bytes_each().max(1) } else { place.len().max(1) };
+        let mut at = 0;
+        while at < place.len() {
+            self.go_on()?;
+            let bytes = most.min(place.len() - at);
+            let begin = held.place.start + at;
+            let mut piece = Piece { src: held.buf.clone(), from: begin..begin + bytes, at: place.start + at };
+            if through_host {
+                piece.at = 0;
+                let staging = self.ring.acquire(self.loader.deadline)?;
+                let download = || self.download(from)?.copy(Transfer::new(vec![piece], staging)?).map_err(Error::from);
+                let staging = download().inspect_err(|_| self.ring.lost())?.chain().freeze();
+                let onward = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
+                let flight = Transfer::new(vec![onward], memory).and_then(|transfer| stream.copy(transfer));
+                let flight = flight.inspect_err(|_| self.ring.lost())?;
+                self.ring.release(flight.done().clone(), staging);
+                memory = flight.chain();
+            } else {
+                memory = stream.copy(Transfer::new(vec![piece], memory)?)?.chain();
+            }
+            at += bytes;
+            self.copied(bytes);
+        }
+        Ok(memory)
+    }
+
+    fn download(&self, from: DeviceId) -> Result<&Arc<dyn Stream>> {
+        self.ways.downloads.get(&from).ok_or_else(|| Error::invalid(format!("there is no way from {from} to the host")))
+    }
+}

@@ -1,0 +1,117 @@
+//! A plan without resident modules, to make room on its compute device.
+
+use super::fit;
+use super::planner::default_pinned_cap;
+use super::traffic::{BinTraffic, Placed};
+use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
+use crate::bytes::ByteSize;
+use crate::checkpoint::Layout;
+use crate::device::{DeviceId, Machine};
+use crate::error::{Error, Result};
+
+impl Plan {
+    /// This plan with the modules that are resident on its compute device moved to the host, to be streamed from there.
+    ///
+    /// All else stays where it is, at the same depth. The slots may grow, since a layer's turn now brings all of it. What
+    /// moves is pinned up to the planner's default cap, or staged where the plan has host memory that is staged already.
+    ///
+    /// ```
+    /// use tensor_offload::checkpoint::Layout;
+    /// use tensor_offload::{DeviceId, Machine, Planner};
+    /// let (layout, card) = (Layout::blocks([1 << 30; 10]), DeviceId::cuda(0));
+    /// let machine = Machine::described(&["cuda:0=24gib".parse()?, "cpu=64gib".parse()?]);
+    /// let plan = Planner::new(&layout, &machine).allocation("cuda:0,8gib;cpu,*".parse()?).depth(1).plan()?;
+    /// let demoted = plan.demoted(&layout, &machine)?;
+    /// let on_card = |plan: &tensor_offload::Plan| plan.device(card).map(|share| (share.bytes >> 30, share.slots >> 30));
+    /// assert_eq!((on_card(&plan), on_card(&demoted)), (Some((8, 2)), Some((0, 2))));
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the plan is of another model, or computes on the host; [`Error::UnknownDevice`] when the
+    /// machine has no host; [`Error::DoesNotFit`] as [`Planner::plan`](super::Planner::plan).
+    pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
+        let mut plan = self.away(layout, machine, Use::Streamed)?;
+        let largest = plan.largest_streamed(layout);
+        fit::check(machine, &plan.devices, &plan.assignments, largest)?;
+        plan.warnings.clone_from(&self.parts().warnings);
+        Plan::new(plan)
+    }
+
+    /// The same without slots, all modules used in place: for a model that waits on the host until there is room.
+    pub(crate) fn parked(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
+        Plan::new(self.away(layout, machine, Use::InPlace)?)
+    }
+
+    fn away(&self, layout: &Layout, machine: &Machine, usage: Use) -> Result<Parts> {
+        self.verify(layout)?;
+        let (old, compute) = (self.parts(), self.compute());
+        if compute.is_host() {
+            return Err(Error::invalid("the plan computes on the host, so there is nowhere to demote to"));
+        }
+        let host = machine.device(DeviceId::CPU)?;
+        let mut devices = old.devices.clone();
+        if !devices.iter().any(|device| device.id == host.id) {
+            devices.push(DevicePlan::of(host, None));
+            devices.sort_by_key(|device| device.id);
+        }
+        let assignments = self.moved_away(layout, machine, usage);
+        let ids: Vec<DeviceId> = devices.iter().map(|device| device.id).collect();
+        let place = |a: &Assignment| ids.iter().position(|&id| id == a.device).unwrap_or(0);
+        let home: Vec<usize> = assignments.iter().map(place).collect();
+        let uses: Vec<Use> = assignments.iter().map(|a| a.usage).collect();
+        let staged: Vec<bool> = assignments.iter().map(|a| a.staged).collect();
+        let mut moved = vec![BinTraffic::default(); ids.len()];
+        let (topology, depth) = (&machine.topology, old.depth);
+        let placed = Placed { layout, topology, compute, devices: &ids, home: &home, depth, pinned_cap: 0 };
+        let slots: Slots = placed.slots(&uses, &staged, &mut moved);
+        for (device, moved) in devices.iter_mut().zip(moved) {
+            let here = || assignments.iter().filter(|a| a.device == device.id);
+            let pinned = here().filter(|a| a.usage == Use::Streamed && !a.staged && device.id.is_host());
+            (device.streamed, device.staged) = (moved.streamed, moved.staged);
+            device.pinned = pinned.map(|a| a.bytes).sum();
+            device.bytes = here().map(|a| a.bytes).sum();
+            device.modules = here().count();
+            device.slots = if device.id == compute { slots.bytes() } else { 0 };
+        }
+        Ok(Parts { slots, devices, assignments, warnings: Vec::new(), explanation: None, ..old.clone() })
+    }
+
+    /// Its assignments with none on the compute device; those that were streamed are `usage` too.
+    fn moved_away(&self, layout: &Layout, machine: &Machine, usage: Use) -> Vec<Assignment> {
+        let owns = |a: &&Assignment| layout.modules[a.index].alias_of.is_none();
+        let streamed =
+            || self.assignments().iter().filter(owns).filter(|a| a.usage == Use::Streamed && a.device.is_host());
+        let pinned: u64 = streamed().filter(|a| !a.staged).map(|a| a.bytes).sum();
+        let capped = streamed().any(|a| a.staged);
+        let cap = default_pinned_cap(machine).map_or(u64::MAX, ByteSize::get);
+        let mut left = if capped { 0 } else { cap.saturating_sub(pinned) };
+        let mut moved: Vec<Assignment> = self.assignments().to_vec();
+        for a in &mut moved {
+            if a.usage == Use::Resident {
+                (a.device, a.usage, a.staged) = (DeviceId::CPU, Use::Streamed, a.bytes > left);
+                left -= if a.staged { 0 } else { a.bytes };
+            }
+            if usage == Use::InPlace {
+                (a.usage, a.staged) = (Use::InPlace, false);
+            }
+        }
+        for (index, module) in layout.modules.iter().enumerate() {
+            if let Some(owner) = module.alias_of.filter(|_| moved[index].usage == Use::Streamed) {
+                moved[index].staged = moved[owner].staged && moved[owner].usage == Use::Streamed;
+            }
+        }
+        moved
+    }
+}
+
+impl Parts {
+    /// The name of the layer that the slots are made for.
+    fn largest_streamed<'l>(&self, layout: &'l Layout) -> Option<&'l str> {
+        let bytes = |module: &usize| {
+            Some(&self.assignments[*module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
+        };
+        let layers = layout.layers.iter().rev();
+        layers.max_by_key(|layer| layer.modules.iter().map(bytes).sum::<u64>()).map(|layer| layer.name.as_str())
+    }
+}

@@ -1,0 +1,199 @@
+//! The ways of bytes to the compute device: one for each device that they come from, with streams of its own, so that
+//! the parts of a layer are under way at one time.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::report::{LaneReport, Via};
+use super::turns::{From, Part};
+use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Route, Stream, Transfer};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+use crate::load::Model;
+use crate::transfer::{Engine, Order, StagedPart, StagingLane, Ticket};
+
+/// What makes bytes go the same way.
+type LaneKey = (DeviceId, Via);
+
+/// The lanes that one streamer uses.
+pub(super) struct Lanes {
+    lanes: Vec<Lane>,
+    by_key: BTreeMap<LaneKey, usize>,
+    device: Arc<dyn Device>,
+    host: Arc<dyn Device>,
+    /// The part of the device's engine that this streamer is; none while all its bytes go without it.
+    engine: Option<(Arc<Engine>, u64)>,
+}
+
+/// One way.
+struct Lane {
+    from: DeviceId,
+    via: Via,
+    way: Way,
+    /// The most bytes of one layer's part.
+    largest: usize,
+}
+
+enum Way {
+    Straight(Arc<dyn Stream>),
+    /// A stream of the source to host memory, and on from there by one of the compute device's.
+    ThroughHost {
+        down: Arc<dyn Stream>,
+        up: Arc<dyn Stream>,
+    },
+    Staged(Arc<StagingLane>),
+}
+
+/// A part whose copy was queued, or the error and the part as far as it came.
+pub(super) type Queued = std::result::Result<Buf, (Error, Option<Buf>)>;
+
+impl Lanes {
+    pub(super) fn new(model: &Model) -> Lanes {
+        let (device, host) = (Arc::clone(model.residency().device()), Arc::clone(model.host()));
+        Lanes { lanes: Vec::new(), by_key: BTreeMap::new(), device, host, engine: None }
+    }
+
+    /// The lane of a module, made if it is the first that goes this way; none for a module without a home of its own.
+    pub(super) fn lane_of(&mut self, model: &Model, module: usize) -> Result<Option<usize>> {
+        let Some(home) = model.home(module) else { return Ok(None) };
+        let key = (home.device(), via(model, home)?);
+        if let Some(&lane) = self.by_key.get(&key) {
+            return Ok(Some(lane));
+        }
+        let (from, via) = key;
+        let source = model.device(from)?;
+        let way = match via {
+            Via::Straight => Way::Straight(self.device.stream(Role::Upload)?),
+            Via::Host => {
+                Way::ThroughHost { down: source.stream(Role::Download)?, up: self.device.stream(Role::Upload)? }
+            }
+            Via::Staging => Way::Staged(self.engine()?.lane(source)?),
+        };
+        self.lanes.push(Lane { from, via, way, largest: 0 });
+        self.by_key.insert(key, self.lanes.len() - 1);
+        Ok(Some(self.lanes.len() - 1))
+    }
+
+    /// Makes room for parts of this size on the way: every staging buffer is as large, so that none has to be exchanged
+    /// for a larger one while a copy still reads it.
+    pub(super) fn expect(&mut self, part: &Part) {
+        let lane = &mut self.lanes[part.lane];
+        lane.largest = lane.largest.max(part.end());
+    }
+
+    pub(super) fn is_staged(&self, lane: usize) -> bool {
+        matches!(self.lanes[lane].way, Way::Staged(_))
+    }
+
+    /// Queues the copies of a part; `staging` is host memory of the slot's, kept for the next time.
+    pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut, staging: &mut Option<Buf>) -> Queued {
+        let lane = &self.lanes[part.lane];
+        let sent = match &lane.way {
+            Way::Straight(stream) => Transfer::new(pieces(model, part), dst).and_then(|all| stream.copy(all)),
+            Way::ThroughHost { down, up } => match self.to_host(model, part, &**down, lane.largest, staging) {
+                Ok(pieces) => Transfer::new(pieces, dst).and_then(|all| up.copy(all)),
+                Err(error) => return Err((error, Some(dst.freeze()))),
+            },
+            Way::Staged(_) => {
+                return Err((Error::invalid("a staged part is an order, not a copy"), Some(dst.freeze())));
+            }
+        };
+        match sent {
+            Ok(flight) => Ok(flight.chain().freeze()),
+            Err(rejected) => Err((rejected.error, Some(rejected.dst.freeze()))),
+        }
+    }
+
+    /// Gives parts of one layer to their staging lane.
+    pub(super) fn order(
+        &self,
+        model: &Model,
+        lane: usize,
+        parts: Vec<(&Part, BufMut)>,
+        urgent: bool,
+        deadline: Duration,
+    ) -> Result<Ticket> {
+        let (Way::Staged(staging), Some((_, client))) = (&self.lanes[lane].way, &self.engine) else {
+            return Err(Error::invalid("a part that needs no staging was given to a staging lane"));
+        };
+        let part = |(part, dst): (&Part, BufMut)| StagedPart { dst, bytes: part.end(), pieces: pieces(model, part) };
+        let parts = parts.into_iter().map(part).collect();
+        Ok(staging.submit(Order { client: *client, parts, urgent, deadline }))
+    }
+
+    /// For a report, with nothing sent yet.
+    pub(super) fn report(&self) -> Vec<LaneReport> {
+        let to = self.device.id();
+        let of = |lane: &Lane| LaneReport { from: lane.from, to, via: lane.via, fills: 0, bytes: 0 };
+        self.lanes.iter().map(of).collect()
+    }
+
+    fn engine(&mut self) -> Result<&Arc<Engine>> {
+        if self.engine.is_none() {
+            let engine = Engine::of(&self.device, &self.host)?;
+            let client = engine.client();
+            self.engine = Some((engine, client));
+        }
+        let engine = self.engine.as_ref().map(|(engine, _)| engine);
+        engine.ok_or_else(|| Error::invalid("the engine was just made"))
+    }
+
+    /// Queues the copies of a part to host memory; the pieces from there on.
+    fn to_host(
+        &self,
+        model: &Model,
+        part: &Part,
+        down: &dyn Stream,
+        bytes: usize,
+        staging: &mut Option<Buf>,
+    ) -> Result<Vec<Piece>> {
+        let buffer = match staging.take().map(Buf::try_reclaim) {
+            Some(Ok(buffer)) => buffer,
+            _ => self.host.alloc(bytes, MemoryKind::Pinned)?,
+        };
+        let buffer = down.copy(Transfer::new(pieces(model, part), buffer)?)?.chain().freeze();
+        *staging = Some(buffer.clone());
+        let onward = |from: &From| {
+            let bytes = from.at..from.at + from.place.len();
+            Piece { src: buffer.clone(), at: bytes.start, from: bytes }
+        };
+        Ok(merged(part.pieces.iter().map(onward)))
+    }
+}
+
+/// The pieces of a part, from the homes of its modules.
+fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
+    let piece = |From { module, place, at }: &From| {
+        model.home(*module).map(|home| Piece { src: home.clone(), from: place.clone(), at: *at })
+    };
+    merged(part.pieces.iter().filter_map(piece))
+}
+
+/// The same bytes in fewer pieces, where one begins on both ends where the one before it ends.
+fn merged(pieces: impl Iterator<Item = Piece>) -> Vec<Piece> {
+    let mut merged: Vec<Piece> = Vec::new();
+    for piece in pieces {
+        match merged.last_mut() {
+            Some(last)
+                if last.src.is_same(&piece.src)
+                    && last.from.end == piece.from.start
+                    && last.at + last.from.len() == piece.at =>
+            {
+                last.from.end = piece.from.end;
+            }
+            _ => merged.push(piece),
+        }
+    }
+    merged
+}
+
+/// How bytes of `home` get to the compute device.
+fn via(model: &Model, home: &Buf) -> Result<Via> {
+    let (device, source) = (model.residency().device(), model.device(home.device())?);
+    Ok(match device.route_from(&**source) {
+        _ if device.copies_hold_up(home.allocation()) => Via::Staging,
+        Route::Direct => Via::Straight,
+        Route::Staged(_) => Via::Host,
+    })
+}

@@ -1,0 +1,123 @@
+//! What a streamer did, as plain figures.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::bytes::ByteSize;
+use crate::device::{DeviceId, Topology};
+
+/// What a streamer did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct StreamReport {
+    /// Layers handed out. Those with nothing to bring, all resident, are in neither of the next two.
+    pub layers: u64,
+    /// Those of them that were there or on their way when they were asked for.
+    pub prefetched: u64,
+    /// Those that had to be sent for when they were asked for.
+    pub late: u64,
+    /// Bytes sent for from each device.
+    pub bytes: BTreeMap<DeviceId, u64>,
+    /// The same by the way that they took.
+    pub lanes: Vec<LaneReport>,
+    /// How often and how long the thread that asks for layers was held up, by what it waited for.
+    pub stalls: BTreeMap<String, Stalls>,
+}
+
+/// What went one way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct LaneReport {
+    /// Where the bytes live.
+    pub from: DeviceId,
+    /// The compute device.
+    pub to: DeviceId,
+    /// How they get there.
+    pub via: Via,
+    /// How often a layer's part was sent for.
+    pub fills: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// How bytes get to the compute device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Via {
+    /// In one copy.
+    Straight,
+    /// Through host memory, in two copies that the devices order.
+    Host,
+    /// Through pinned buffers that a thread fills.
+    Staging,
+}
+
+/// How often something was waited for, and for how long in all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Stalls {
+    /// How often.
+    pub count: u64,
+    /// For how long.
+    pub time: Duration,
+}
+
+impl StreamReport {
+    /// The bytes that passed each segment of `topology`, by its name: the machine's, or one that was measured. Bytes
+    /// that were staged pass the host on their way.
+    pub fn segments<'a>(&self, topology: &'a Topology) -> BTreeMap<&'a str, u64> {
+        let mut segments = BTreeMap::new();
+        for LaneReport { from, to, via, bytes, .. } in &self.lanes {
+            let ways = match via {
+                Via::Host => vec![(*from, DeviceId::CPU), (DeviceId::CPU, *to)],
+                _ => vec![(*from, *to)],
+            };
+            for segment in ways.into_iter().flat_map(|(from, to)| topology.route(from, to)) {
+                *segments.entry(topology.segments()[segment].name.as_str()).or_default() += bytes;
+            }
+        }
+        segments
+    }
+
+    /// Counts a layer's part that was sent for.
+    pub(super) fn sent(&mut self, lane: usize, bytes: u64) {
+        let lane = &mut self.lanes[lane];
+        (lane.fills, lane.bytes) = (lane.fills + 1, lane.bytes + bytes);
+        *self.bytes.entry(lane.from).or_default() += bytes;
+    }
+
+    /// Counts a wait.
+    pub(super) fn stalled(&mut self, what: String, time: Duration) {
+        let stalls = self.stalls.entry(what).or_default();
+        (stalls.count, stalls.time) = (stalls.count + 1, stalls.time + time);
+    }
+}
+
+impl Via {
+    /// What a report says after the device.
+    fn words(self) -> &'static str {
+        match self {
+            Via::Straight => "",
+            Via::Host => " through the host",
+            Via::Staging => " through pinned buffers",
+        }
+    }
+}
+
+impl fmt::Display for StreamReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let StreamReport { layers, prefetched, late, lanes, stalls, .. } = self;
+        write!(f, "{layers} layers, {prefetched} sent for ahead, {late} when asked for")?;
+        for LaneReport { from, via, bytes, .. } in lanes.iter().filter(|lane| lane.bytes > 0) {
+            write!(f, ", {} from {from}{}", ByteSize(*bytes).human(), via.words())?;
+        }
+        for (what, Stalls { count, time }) in stalls {
+            write!(f, ", held up {count} times for {:.3} s by {what}", time.as_secs_f64())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,95 @@
+//! What all who stream to one device share: pinned buffers, and a lane for each device whose bytes have to pass them.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use super::ring::Ring;
+use super::staging::StagingLane;
+use crate::backend::{Device, Role};
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// Bytes of one pinned buffer, and how many there are: one is filled while others are on the link. 4 to 16 MiB reach
+/// the speed of a link.
+const RING: (usize, usize) = (8 << 20, 4);
+
+/// The most threads that fill one pinned buffer. A few reach the speed of the host's memory.
+const THREADS: usize = 4;
+
+/// The shared part of all streaming to one open device. It lives as long as someone streams.
+pub(crate) struct Engine {
+    device: Arc<dyn Device>,
+    shared: Shared,
+    lanes: Mutex<BTreeMap<DeviceId, Arc<StagingLane>>>,
+    clients: AtomicU64,
+}
+
+/// What its lanes share.
+#[derive(Clone)]
+pub(super) struct Shared {
+    pub(super) ring: Arc<Ring>,
+    pub(super) threads: Arc<ThreadPool>,
+}
+
+/// The engines that live. They belong to the devices; but a device is a backend's, perhaps another crate's, and knows
+/// nothing of who streams to it.
+static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
+
+impl Engine {
+    /// The engine of `device`, with pinned buffers of `host` if it is the first to be asked for.
+    ///
+    /// # Errors
+    /// When the system gives no threads.
+    pub(crate) fn of(device: &Arc<dyn Device>, host: &Arc<dyn Device>) -> Result<Arc<Engine>> {
+        let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
+        engines.retain(|engine| engine.strong_count() > 0);
+        let same = |engine: &Arc<Engine>| std::ptr::addr_eq(Arc::as_ptr(&engine.device), Arc::as_ptr(device));
+        if let Some(engine) = engines.iter().filter_map(Weak::upgrade).find(same) {
+            return Ok(engine);
+        }
+        let id = device.id();
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let threads = ThreadPoolBuilder::new().num_threads(cores.min(THREADS));
+        let threads = threads.thread_name(move |thread| format!("{id} staging {thread}")).build();
+        let threads = threads.map_err(std::io::Error::other).map_err(Error::io("start threads for", id.to_string()))?;
+        let ring = Arc::new(Ring::new(Arc::clone(host), RING.0, RING.1));
+        let engine = Arc::new(Engine {
+            device: Arc::clone(device),
+            shared: Shared { ring, threads: Arc::new(threads) },
+            lanes: Mutex::default(),
+            clients: AtomicU64::new(0),
+        });
+        engines.push(Arc::downgrade(&engine));
+        Ok(engine)
+    }
+
+    /// A number that tells one who streams from the others.
+    pub(crate) fn client(&self) -> u64 {
+        self.clients.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The lane of bytes from `source`.
+    ///
+    /// # Errors
+    /// When there is no stream or no thread for it.
+    pub(crate) fn lane(&self, source: &Arc<dyn Device>) -> Result<Arc<StagingLane>> {
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lane) = lanes.get(&source.id()) {
+            return Ok(Arc::clone(lane));
+        }
+        let (up, down) = (self.device.stream(Role::Upload)?, source.stream(Role::Download)?);
+        let lane = Arc::new(StagingLane::start(up, down, source.id(), self.shared.clone())?);
+        lanes.insert(source.id(), Arc::clone(&lane));
+        Ok(lane)
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("device", &self.device.id()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,375 @@
+//! A thread that brings bytes to a device by way of pinned buffers, where the device's streams could not wait for
+//! them: pageable host memory, files.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::arbiter::Arbiter;
+use super::engine::Shared;
+use super::pattern;
+use crate::backend::{Buf, BufMut, Event, Piece, Stream, Transfer};
+use crate::bytes::ByteSize;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// How many bytes a client may be served before the others have their turn.
+const QUANTUM: u64 = 16 << 20;
+
+/// How often a lane looks whether the destination of an order is free, when it has nothing else to do.
+const PATIENCE: Duration = Duration::from_micros(200);
+
+/// How long a lane waits for a pinned buffer before it looks whether the order is still wanted.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// Where the parts of one destination begin in a pinned buffer.
+const ALIGNMENT: usize = 256;
+
+/// Bytes to bring to the beginning of one destination. The pieces are in order of their places.
+pub(crate) struct StagedPart {
+    pub(crate) dst: BufMut,
+    /// Where the last piece ends.
+    pub(crate) bytes: usize,
+    pub(crate) pieces: Vec<Piece>,
+}
+
+/// What a client wants of a lane.
+pub(crate) struct Order {
+    pub(crate) client: u64,
+    pub(crate) parts: Vec<StagedPart>,
+    /// Whether someone waits for it, so that it goes before what is brought ahead.
+    pub(crate) urgent: bool,
+    /// How long the lane may take once it has begun.
+    pub(crate) deadline: Duration,
+}
+
+/// How an order ended: its copies are queued, or not all of them.
+pub(crate) struct Ended {
+    /// The destinations, with the events of what was queued; none for one that is lost.
+    pub(crate) parts: Vec<Option<Buf>>,
+    pub(crate) outcome: Result<()>,
+}
+
+/// An order that a lane has, for the client.
+pub(crate) struct Ticket(Arc<Job>);
+
+/// An order between its client and its lane.
+struct Job {
+    bytes: u64,
+    deadline: Duration,
+    given_up: AtomicBool,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+enum State {
+    Waiting(Vec<StagedPart>),
+    Running,
+    Ended(Ended),
+    /// The client has what came of it.
+    Over,
+}
+
+/// The way of bytes from one device to another through pinned buffers, for all clients, in fair turns.
+pub(crate) struct StagingLane(Arc<Arbiter<Arc<Job>>>);
+
+/// What a lane's thread works with.
+struct Worker {
+    source: DeviceId,
+    up: Arc<dyn Stream>,
+    down: Arc<dyn Stream>,
+    shared: Shared,
+}
+
+impl StagingLane {
+    /// A lane from `source`, whose stream is `down`, to the device of `up`.
+    pub(super) fn start(
+        up: Arc<dyn Stream>,
+        down: Arc<dyn Stream>,
+        source: DeviceId,
+        shared: Shared,
+    ) -> Result<StagingLane> {
+        let arbiter = Arc::new(Arbiter::new(QUANTUM));
+        let to = up.device();
+        let worker = Worker { source, up, down, shared };
+        let orders = Arc::clone(&arbiter);
+        let thread = std::thread::Builder::new().name(format!("{source} to {to}"));
+        thread.spawn(move || worker.run(&orders)).map_err(Error::io("start a thread for", source.to_string()))?;
+        Ok(StagingLane(arbiter))
+    }
+
+    /// Gives the lane an order. It begins when no earlier use of its destinations is pending.
+    pub(crate) fn submit(&self, order: Order) -> Ticket {
+        let Order { client, parts, urgent, deadline } = order;
+        let bytes = parts.iter().flat_map(|part| &part.pieces).map(|piece| piece.from.len() as u64).sum();
+        let (given_up, ended) = (AtomicBool::new(false), Condvar::new());
+        let job = Arc::new(Job { bytes, deadline, given_up, state: Mutex::new(State::Waiting(parts)), ended });
+        if let Err(job) = self.0.submit(client, bytes, Arc::clone(&job), urgent) {
+            job.give_up(0);
+        }
+        Ticket(job)
+    }
+}
+
+impl Drop for StagingLane {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+impl Ticket {
+    /// Whether the lane is done with it.
+    pub(crate) fn is_over(&self) -> bool {
+        !matches!(*self.0.state(), State::Waiting(_) | State::Running)
+    }
+
+    /// Makes the lane stop after the copy that it is at; an order that waits for its turn ends at once.
+    pub(crate) fn give_up(&self) {
+        self.0.give_up(self.0.bytes);
+    }
+
+    /// Waits until the copies are queued; the destinations.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`]: the lane has the destinations still.
+    pub(crate) fn wait(&self, deadline: Duration) -> Result<Ended> {
+        let until = Instant::now() + deadline;
+        let mut state = self.0.state();
+        while matches!(*state, State::Waiting(_) | State::Running) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let what = format!("the lane to queue {}", ByteSize(self.0.bytes).human());
+                return Err(Error::TimedOut { what, after: deadline });
+            }
+            state = self.0.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        match std::mem::replace(&mut *state, State::Over) {
+            State::Ended(ended) => Ok(ended),
+            _ => Err(Error::invalid("what came of this order was asked for before")),
+        }
+    }
+}
+
+impl Job {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it can begin: a lane must not hold pinned buffers while it waits for a destination.
+    fn can_begin(&self) -> bool {
+        match &*self.state() {
+            State::Waiting(parts) => parts.iter().all(|part| part.dst.pending().iter().all(Event::settled)),
+            _ => true,
+        }
+    }
+
+    /// What to bring; none when it was given up.
+    fn begin(&self) -> Option<Vec<StagedPart>> {
+        let mut state = self.state();
+        match std::mem::replace(&mut *state, State::Running) {
+            State::Waiting(parts) => Some(parts),
+            other => {
+                *state = other;
+                None
+            }
+        }
+    }
+
+    fn end(&self, ended: Ended) {
+        *self.state() = State::Ended(ended);
+        self.ended.notify_all();
+    }
+
+    fn give_up(&self, of: u64) {
+        self.given_up.store(true, Ordering::Relaxed);
+        let mut state = self.state();
+        if let State::Waiting(parts) = &mut *state {
+            let parts = parts.drain(..).map(|part| Some(part.dst.freeze())).collect();
+            *state = State::Ended(Ended { parts, outcome: Err(cancelled(of)) });
+            self.ended.notify_all();
+        }
+    }
+}
+
+fn cancelled(of: u64) -> Error {
+    Error::Cancelled { done: ByteSize(0), of: ByteSize(of) }
+}
+
+impl Worker {
+    /// The thread: until the lane is dropped and its orders are served.
+    fn run(&self, orders: &Arbiter<Arc<Job>>) {
+        while let Some(job) = orders.next(|job| job.can_begin(), PATIENCE) {
+            let Some(parts) = job.begin() else { continue };
+            let count = parts.len();
+            let (from, to) = (self.source, self.up.device());
+            let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
+            let ended = catch_unwind(AssertUnwindSafe(|| self.serve(&job, parts)));
+            job.end(ended.unwrap_or_else(|_| {
+                let why = "the thread that stages its bytes panicked".to_owned();
+                let outcome = Err(Error::DeviceLost { device: to, why });
+                Ended { parts: (0..count).map(|_| None).collect(), outcome }
+            }));
+        }
+    }
+
+    fn serve(&self, job: &Job, parts: Vec<StagedPart>) -> Ended {
+        let sizes: Vec<usize> = parts.iter().map(|part| part.bytes).collect();
+        let (mut dst, pieces): (Vec<_>, Vec<_>) = parts.into_iter().map(|part| (Some(part.dst), part.pieces)).unzip();
+        // What failed before on these destinations is over; its bytes are replaced.
+        dst.iter_mut().flatten().for_each(|dst| drop(dst.settle(Duration::ZERO)));
+        let until = Instant::now() + job.deadline;
+        let mut loads = loads(&sizes, self.shared.ring.bytes_each());
+        let outcome = loads.try_for_each(|load| self.send(job, until, &load, &pieces, &mut dst));
+        Ended { parts: dst.into_iter().map(|dst| dst.map(BufMut::freeze)).collect(), outcome }
+    }
+
+    /// Brings one pinned buffer full.
+    fn send(
+        &self,
+        job: &Job,
+        until: Instant,
+        load: &[Span],
+        pieces: &[Vec<Piece>],
+        dst: &mut [Option<BufMut>],
+    ) -> Result<()> {
+        let buffer = self.buffer(job, until)?;
+        let ring = &self.shared.ring;
+        let filled = self.fill(buffer, load, pieces, until).inspect_err(|_| ring.lost())?;
+        let mut done = None;
+        for span in load {
+            let Some(to) = dst[span.part].take() else { continue };
+            let from = span.at..span.at + span.place.len();
+            let piece = Piece { src: filled.clone(), from, at: span.place.start };
+            match Transfer::new(vec![piece], to).and_then(|transfer| self.up.copy(transfer)) {
+                Ok(flight) => {
+                    done = Some(flight.done().clone());
+                    dst[span.part] = Some(flight.chain());
+                }
+                Err(rejected) => {
+                    dst[span.part] = Some(rejected.dst);
+                    match done {
+                        Some(done) => ring.release(done, filled),
+                        None => ring.lost(),
+                    }
+                    return Err(rejected.error);
+                }
+            }
+        }
+        // In one stream the last copy ends last.
+        match done {
+            Some(done) => ring.release(done, filled),
+            None => ring.lost(),
+        }
+        Ok(())
+    }
+
+    /// A pinned buffer, as long as the order is wanted.
+    fn buffer(&self, job: &Job, until: Instant) -> Result<BufMut> {
+        loop {
+            if job.given_up.load(Ordering::Relaxed) {
+                return Err(cancelled(job.bytes));
+            }
+            match self.shared.ring.acquire(SLICE) {
+                Err(Error::TimedOut { what, .. }) if Instant::now() >= until => {
+                    return Err(Error::TimedOut { what, after: job.deadline });
+                }
+                Err(Error::TimedOut { .. }) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Fills a pinned buffer: with several threads from host memory, by the source's own stream from elsewhere.
+    fn fill(&self, mut buffer: BufMut, load: &[Span], pieces: &[Vec<Piece>], until: Instant) -> Result<Buf> {
+        let left = || until.saturating_duration_since(Instant::now());
+        let mut elsewhere = Vec::new();
+        {
+            let mut bytes =
+                buffer.host_mut().ok_or_else(|| Error::invalid("a pinned buffer the host cannot address"))?;
+            for (piece, at) in load.iter().flat_map(|span| span.of(&pieces[span.part])) {
+                let Some(src) = piece.src.host(left())? else {
+                    elsewhere.push(Piece { src: piece.src.clone(), from: piece.from, at });
+                    continue;
+                };
+                let to = &mut bytes[at..at + piece.from.len()];
+                self.shared.threads.install(|| pattern::copy(&src[piece.from], to));
+            }
+        }
+        if elsewhere.is_empty() {
+            return Ok(buffer.freeze());
+        }
+        let flight = self.down.copy(Transfer::new(elsewhere, buffer)?)?;
+        flight.landed(left()).map(BufMut::freeze)
+    }
+}
+
+/// Bytes of one destination in a pinned buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Span {
+    part: usize,
+    /// Their place in the destination.
+    place: Range<usize>,
+    /// Where they begin in the buffer.
+    at: usize,
+}
+
+impl Span {
+    /// The parts of `pieces` that are in it, and where they begin in the buffer.
+    fn of(&self, pieces: &[Piece]) -> impl Iterator<Item = (Piece, usize)> {
+        let first = pieces.partition_point(|piece| piece.at + piece.from.len() <= self.place.start);
+        let (place, at) = (self.place.clone(), self.at);
+        let inside = pieces[first..].iter().take_while(move |piece| piece.at < self.place.end);
+        inside.filter(|piece| !piece.from.is_empty()).map(move |piece| {
+            let begin = piece.at.max(place.start);
+            let end = (piece.at + piece.from.len()).min(place.end);
+            let from = piece.from.start + begin - piece.at..piece.from.start + end - piece.at;
+            (Piece { src: piece.src.clone(), from, at: begin }, at + begin - place.start)
+        })
+    }
+}
+
+/// Cuts destinations of these sizes into what one pinned buffer after the other brings; small ones share one.
+fn loads(sizes: &[usize], buffer: usize) -> impl Iterator<Item = Vec<Span>> {
+    let (mut part, mut place) = (0, 0);
+    std::iter::from_fn(move || {
+        let (mut load, mut at) = (Vec::new(), 0);
+        while at < buffer && part < sizes.len() {
+            let bytes = (sizes[part] - place).min(buffer - at);
+            if bytes > 0 {
+                load.push(Span { part, place: place..place + bytes, at });
+            }
+            (at, place) = ((at + bytes).next_multiple_of(ALIGNMENT), place + bytes);
+            if place == sizes[part] {
+                (part, place) = (part + 1, 0);
+            }
+        }
+        (!load.is_empty()).then_some(load)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Every byte is brought once, in order, and nothing passes the end of a buffer or lies over another.
+        #[test]
+        fn loads_bring_every_byte_once(sizes in prop::collection::vec(0usize..3000, 0..12), buffer in 1usize..9) {
+            let buffer = buffer * ALIGNMENT;
+            let mut brought = vec![0; sizes.len()];
+            for load in loads(&sizes, buffer) {
+                let mut free = 0;
+                for Span { part, place, at } in load {
+                    prop_assert_eq!(brought[part], place.start);
+                    prop_assert!(at >= free && at + place.len() <= buffer && !place.is_empty());
+                    brought[part] = place.end;
+                    free = at + place.len();
+                }
+            }
+            prop_assert_eq!(brought, sizes);
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! The instructions that are known: how their text is read, and what they compute.
+
+/// Bytes of a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Width {
+    One = 1,
+    Two = 2,
+    Four = 4,
+    Eight = 8,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Special {
+    ThreadX,
+    ThreadY,
+    BlockX,
+}
+
+/// An address: what a register holds, and bytes from there on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Address {
+    pub(crate) base: u16,
+    pub(crate) offset: i64,
+}
+
+/// What stands behind an instruction's name.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operand {
+    Register(u16),
+    Number(u64),
+    Special(Special),
+    Param(usize),
+    Memory(Address),
+}
+
+/// A value that an instruction takes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Value {
+    Register(u16),
+    Number(u64),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Guard {
+    pub(crate) register: u16,
+    pub(crate) negated: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Op {
+    pub(crate) guard: Option<Guard>,
+    pub(crate) kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    Special {
+        dst: u16,
+        what: Special,
+    },
+    LoadParam {
+        dst: u16,
+        param: usize,
+    },
+    Load {
+        dst: [u16; 4],
+        count: u8,
+        width: Width,
+        from: Address,
+    },
+    Store {
+        value: Value,
+        width: Width,
+        to: Address,
+    },
+    /// Adds 64 bits to memory; the old ones are the result.
+    AtomicAdd {
+        dst: u16,
+        value: Value,
+        to: Address,
+    },
+    One {
+        op: One,
+        dst: u16,
+        a: Value,
+    },
+    Two {
+        op: Two,
+        dst: u16,
+        a: Value,
+        b: Value,
+    },
+    Three {
+        op: Three,
+        dst: u16,
+        a: Value,
+        b: Value,
+        c: Value,
+    },
+    /// To the place in the code.
+    Branch(usize),
+    Return,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum One {
+    Copy,
+    Low16,
+    Low32,
+    Not32,
+    NotPredicate,
+    FloatOfS32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Two {
+    Add32,
+    Add64,
+    Sub32,
+    Mul32,
+    Mul64,
+    MulWide,
+    Div32,
+    Min32,
+    And,
+    Or,
+    Shl32,
+    Shl64,
+    Shr,
+    Equal,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+    AddFloat,
+    MulFloat,
+    DivFloat,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Three {
+    FusedFloat,
+    Select,
+}
+
+/// The instruction of this name with these operands; none where there is no such one.
+pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
+    use Operand as O;
+    if let Some(op) = three(name) {
+        let [O::Register(dst), a, b, c] = *operands else { return None };
+        return Some(Kind::Three { op, dst, a: a.value()?.cut(32), b: b.value()?.cut(32), c: c.value()?.cut(32) });
+    }
+    if let Some((op, bits)) = two(name) {
+        let [O::Register(dst), a, b] = *operands else { return None };
+        return Some(Kind::Two { op, dst, a: a.value()?.cut(bits), b: b.value()?.cut(bits) });
+    }
+    match (name, operands) {
+        ("mov.u32", [O::Register(dst), O::Special(what)]) => Some(Kind::Special { dst: *dst, what: *what }),
+        ("ld.param.u32" | "ld.param.u64", [O::Register(dst), O::Param(param)]) => {
+            Some(Kind::LoadParam { dst: *dst, param: *param })
+        }
+        ("atom.global.add.u64", [O::Register(dst), O::Memory(to), value]) => {
+            Some(Kind::AtomicAdd { dst: *dst, value: value.value()?, to: *to })
+        }
+        ("ret", []) => Some(Kind::Return),
+        (_, [O::Register(dst), a]) if one(name).is_some() => {
+            let (op, bits) = one(name)?;
+            Some(Kind::One { op, dst: *dst, a: a.value()?.cut(bits) })
+        }
+        (_, [O::Memory(to), value]) => {
+            let width = width(name.strip_prefix("st.global.")?)?;
+            Some(Kind::Store { value: value.value()?, width, to: *to })
+        }
+        (_, [registers @ .., O::Memory(from)]) => load(name, registers, *from),
+        _ => None,
+    }
+}
+
+fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
+    let kind = name.strip_prefix("ld.global.")?;
+    let (count, kind) = match kind.split_once('.') {
+        None => (1, kind),
+        Some(("v2", kind)) => (2, kind),
+        Some(("v4", kind)) => (4, kind),
+        Some(_) => return None,
+    };
+    if registers.len() != count {
+        return None;
+    }
+    let mut dst = [0; 4];
+    for (place, register) in dst.iter_mut().zip(registers) {
+        let Operand::Register(register) = register else { return None };
+        *place = *register;
+    }
+    Some(Kind::Load { dst, count: count as u8, width: width(kind)?, from })
+}
+
+fn width(kind: &str) -> Option<Width> {
+    match kind {
+        "u8" => Some(Width::One),
+        "u16" => Some(Width::Two),
+        "u32" | "f32" => Some(Width::Four),
+        "u64" => Some(Width::Eight),
+        _ => None,
+    }
+}
+
+/// Instructions of one source, and the bits that an immediate one has.
+fn one(name: &str) -> Option<(One, u32)> {
+    Some(match name {
+        "mov.u16" => (One::Copy, 16),
+        "mov.u32" | "mov.b32" | "mov.f32" => (One::Copy, 32),
+        "mov.u64" | "mov.b64" | "cvta.to.global.u64" => (One::Copy, 64),
+        "cvt.u32.u16" | "cvt.u64.u32" => (One::Copy, 32),
+        "cvt.u16.u32" => (One::Low16, 32),
+        "cvt.u32.u64" => (One::Low32, 64),
+        "not.b32" => (One::Not32, 32),
+        "not.pred" => (One::NotPredicate, 1),
+        "cvt.rn.f32.s32" => (One::FloatOfS32, 32),
+        _ => return None,
+    })
+}
+
+/// Instructions of two sources, and the bits that an immediate one has.
+fn two(name: &str) -> Option<(Two, u32)> {
+    Some(match name {
+        "add.s32" => (Two::Add32, 32),
+        "add.s64" => (Two::Add64, 64),
+        "sub.s32" => (Two::Sub32, 32),
+        "mul.lo.s32" => (Two::Mul32, 32),
+        "mul.lo.s64" => (Two::Mul64, 64),
+        "mul.wide.u32" => (Two::MulWide, 32),
+        "div.u32" => (Two::Div32, 32),
+        "min.u32" => (Two::Min32, 32),
+        "and.pred" | "and.b16" => (Two::And, 16),
+        "and.b32" => (Two::And, 32),
+        "or.pred" | "or.b16" => (Two::Or, 16),
+        "or.b32" => (Two::Or, 32),
+        "shl.b32" => (Two::Shl32, 32),
+        "shl.b64" => (Two::Shl64, 64),
+        "shr.u16" | "shr.u32" => (Two::Shr, 32),
+        "setp.eq.s16" => (Two::Equal, 16),
+        "setp.eq.s32" => (Two::Equal, 32),
+        "setp.lt.u16" => (Two::Less, 16),
+        "setp.lt.u32" => (Two::Less, 32),
+        "setp.le.u32" => (Two::LessOrEqual, 32),
+        "setp.gt.u16" => (Two::Greater, 16),
+        "setp.gt.u32" => (Two::Greater, 32),
+        "setp.ge.u32" => (Two::GreaterOrEqual, 32),
+        "add.rn.f32" => (Two::AddFloat, 32),
+        "mul.rn.f32" => (Two::MulFloat, 32),
+        "div.rn.f32" => (Two::DivFloat, 32),
+        _ => return None,
+    })
+}
+
+fn three(name: &str) -> Option<Three> {
+    Some(match name {
+        "fma.rn.f32" => Three::FusedFloat,
+        "selp.b32" | "selp.u32" => Three::Select,
+        _ => return None,
+    })
+}
+
+impl Operand {
+    fn value(self) -> Option<Value> {
+        match self {
+            Operand::Register(register) => Some(Value::Register(register)),
+            Operand::Number(number) => Some(Value::Number(number)),
+            _ => None,
+        }
+    }
+}
+
+impl Value {
+    /// An immediate as so many bits; a negative one was read as 64.
+    fn cut(self, bits: u32) -> Value {
+        match self {
+            Value::Number(number) if bits < 64 => Value::Number(number & ((1 << bits) - 1)),
+            other => other,
+        }
+    }
+
+    fn register(self) -> Option<u16> {
+        if let Value::Register(register) = self { Some(register) } else { None }
+    }
+}
+
+impl Kind {
+    /// The register that it computes from other registers, and those.
+    pub(crate) fn computes(&self) -> Option<(u16, Vec<u16>)> {
+        let (dst, values) = match *self {
+            Kind::One { dst, a, .. } => (dst, vec![a]),
+            Kind::Two { dst, a, b, .. } => (dst, vec![a, b]),
+            Kind::Three { dst, a, b, c, .. } => (dst, vec![a, b, c]),
+            _ => return None,
+        };
+        Some((dst, values.into_iter().filter_map(Value::register).collect()))
+    }
+
+    /// The address that it uses, and whether it writes there.
+    pub(crate) fn touches(&self) -> Option<(Address, bool)> {
+        match *self {
+            Kind::Load { from, .. } => Some((from, false)),
+            Kind::Store { to, .. } | Kind::AtomicAdd { to, .. } => Some((to, true)),
+            _ => None,
+        }
+    }
+}
+
+impl One {
+    pub(crate) fn of(self, a: u64) -> u64 {
+        match self {
+            One::Copy => a,
+            One::Low16 => a & 0xffff,
+            One::Low32 => a & 0xffff_ffff,
+            One::Not32 => u64::from(!(a as u32)),
+            One::NotPredicate => a ^ 1,
+            One::FloatOfS32 => bits(a as u32 as i32 as f32),
+        }
+    }
+}
+
+impl Two {
+    /// Registers hold their bits with zeros above, so that logic and comparisons need no width.
+    #[inline(always)]
+    pub(crate) fn of(self, a: u64, b: u64) -> u64 {
+        let (low_a, low_b) = (a as u32, b as u32);
+        match self {
+            Two::Add32 => low_a.wrapping_add(low_b).into(),
+            Two::Add64 => a.wrapping_add(b),
+            Two::Sub32 => low_a.wrapping_sub(low_b).into(),
+            Two::Mul32 => low_a.wrapping_mul(low_b).into(),
+            Two::Mul64 => a.wrapping_mul(b),
+            Two::MulWide => a * b,
+            // What a card gives for a division by zero is not said.
+            Two::Div32 => low_a.checked_div(low_b).unwrap_or(u32::MAX).into(),
+            Two::Min32 => low_a.min(low_b).into(),
+            Two::And => a & b,
+            Two::Or => a | b,
+            // Shifts by the width and more give zero.
+            Two::Shl32 => low_a.checked_shl(low_b).unwrap_or(0).into(),
+            Two::Shl64 => a.checked_shl(low_b).unwrap_or(0),
+            Two::Shr => a.checked_shr(low_b).unwrap_or(0),
+            Two::Equal => u64::from(a == b),
+            Two::Less => u64::from(a < b),
+            Two::LessOrEqual => u64::from(a <= b),
+            Two::Greater => u64::from(a > b),
+            Two::GreaterOrEqual => u64::from(a >= b),
+            Two::AddFloat => bits(float(a) + float(b)),
+            Two::MulFloat => bits(float(a) * float(b)),
+            Two::DivFloat => bits(float(a) / float(b)),
+        }
+    }
+}
+
+impl Three {
+    #[inline(always)]
+    pub(crate) fn of(self, a: u64, b: u64, c: u64) -> u64 {
+        match self {
+            Three::FusedFloat => bits(float(a).mul_add(float(b), float(c))),
+            Three::Select => {
+                if c != 0 {
+                    a
+                } else {
+                    b
+                }
+            }
+        }
+    }
+}
+
+fn float(bits: u64) -> f32 {
+    f32::from_bits(bits as u32)
+}
+
+/// The bits of a result; a card gives one NaN, whatever came in.
+fn bits(result: f32) -> u64 {
+    if result.is_nan() { 0x7fff_ffff } else { result.to_bits().into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_those_of_their_width() {
+        assert_eq!(Two::Add32.of(0xffff_ffff, 2), 1);
+        assert_eq!(Two::Sub32.of(1, 2), 0xffff_ffff);
+        assert_eq!(Two::MulWide.of(0xffff_ffff, 4), 0x3_ffff_fffc);
+        assert_eq!((Two::Shl32.of(3, 31), Two::Shl32.of(3, 32), Two::Shr.of(3, 40)), (1 << 31, 0, 0));
+        assert_eq!(One::FloatOfS32.of(0xffff_fffe), u64::from((-2.0f32).to_bits()));
+        assert_eq!(Two::DivFloat.of(0, 0), 0x7fff_ffff);
+        let negative = decode("and.b32", &[Operand::Register(0), Operand::Register(1), Operand::Number(-8i64 as u64)]);
+        assert!(matches!(negative, Some(Kind::Two { b: Value::Number(0xffff_fff8), .. })));
+    }
+}

@@ -1,0 +1,410 @@
+//! Streaming to CUDA devices over the stand-in driver: bytes that need staging, slots of the caller's own, several models
+//! on one device, and what goes wrong.
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+mod card;
+mod support;
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use card::{assert_clean, driver, stand_in};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
+use cudarc::driver::{CudaContext, DevicePtr};
+use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama};
+use tensor_offload::backend::{Backend, BufMut, Cuda, Event, Host};
+use tensor_offload::{ByteSize, ErrorKind, LayerGuard, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn registry() -> Registry {
+    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
+}
+
+/// The model with at most `pinned` bytes of it pinned; what is over that needs staging.
+fn load(devices: &Registry, subject: &Subject, allocation: &str, depth: usize, pinned: u64) -> Arc<Model> {
+    load_with(devices, subject, allocation, |planner| planner.depth(depth).pinned_cap(Some(ByteSize(pinned))))
+}
+
+fn load_with(
+    devices: &Registry,
+    subject: &Subject,
+    allocation: &str,
+    options: impl FnOnce(Planner<'_>) -> Planner<'_>,
+) -> Arc<Model> {
+    let plan = options(subject.planner(devices.machine(), allocation)).plan().unwrap();
+    let loader = Loader::new(devices).workers(2).deadline(DEADLINE);
+    Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap())
+}
+
+fn layers(streamer: &Streamer) -> usize {
+    streamer.model().layout().layers.len()
+}
+
+fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
+    for view in guard.tensors() {
+        let mut bytes = vec![0; view.info().bytes as usize];
+        guard.read(&view.info().name, &mut bytes)?;
+        assert!(bytes == subject.bytes_of(&view.info().name), "wrong bytes of {}", view.info().name);
+    }
+    Ok(())
+}
+
+fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
+    (0..layers(streamer)).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
+}
+
+fn pass(streamer: &mut Streamer, compute: Duration) -> Event {
+    for layer in 0..layers(streamer) {
+        let _guard = streamer.layer(layer).unwrap();
+        streamer.compute().occupy(compute).unwrap();
+    }
+    streamer.compute().record(&[]).unwrap()
+}
+
+fn bytes_via(streamer: &Streamer, via: Via) -> u64 {
+    streamer.report().lanes.iter().filter(|lane| lane.via == via).map(|lane| lane.bytes).sum()
+}
+
+/// Pinned memory goes straight, all else through pinned buffers, and the thread that asks does none of it.
+#[test]
+fn cuda_pageable_memory_and_files_pass_pinned_buffers() {
+    // Larger than a pinned buffer in one layer, and many small tensors in others.
+    let tensors = [llama(4, 32), blocks(&[9_000_001, 300])].concat();
+    let subject = Subject::plain(&tensors, 100);
+    for config in [
+        Config::with_devices(&[256 << 20]).memory(MemoryMode::Quarantine).late_micros(10_000_000),
+        Config::with_devices(&[256 << 20]).memory(MemoryMode::Reuse).seed(3),
+    ] {
+        for (allocation, pinned, depth) in
+            [("cpu,*", 0, 2), ("cpu,*", 30_000, 0), ("cuda:0,10kb;disk,5mb;cpu,*", 20_000, 1), ("disk,*", 0, 2)]
+        {
+            let cuda = driver(&config);
+            let devices = registry();
+            let model = load(&devices, &subject, allocation, depth, pinned);
+            let mut streamer = Streamer::new(&model).unwrap();
+            check_pass(&mut streamer, &subject).unwrap();
+            let mut random = Random::new(depth as u64);
+            for _ in 0..40 {
+                let layer = random.next() as usize % layers(&streamer);
+                check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+            }
+            let (straight, staged) = (bytes_via(&streamer, Via::Straight), bytes_via(&streamer, Via::Staging));
+            assert_eq!(straight + staged, streamer.report().bytes.values().sum::<u64>());
+            assert!(staged > 9_000_000 && (straight > 0) == (pinned > 0), "{}", streamer.report());
+            assert_eq!(streamer.report().bytes.contains_key(&DISK), allocation.contains("disk"));
+            drop((streamer, model));
+            comes_back(&devices);
+            drop(devices);
+            cuda.assert_clean();
+        }
+    }
+}
+
+/// A framework's tensors, whole allocations of the driver's, are refilled where they are.
+#[test]
+fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
+    let subject = Subject::patched(&llama(4, 32), 101);
+    let config = Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse).late_micros(10_000_000);
+    for pinned in [u64::MAX, 15_000] {
+        let Some(cuda) = stand_in(&config) else { return };
+        {
+            let context = CudaContext::new(0).unwrap();
+            let devices = registry();
+            let model = load_with(&devices, &subject, "cuda:0,10kb;cpu,*", |planner| {
+                planner.depth(1).own_slots(true).pinned_cap(Some(ByteSize(pinned)))
+            });
+            let (device, stream) = (Arc::clone(model.residency().device()), context.new_stream().unwrap());
+            let before = device.ledger().charged();
+            let buffer = |bytes: u64| {
+                let slice = stream.alloc_zeros::<u8>(bytes as usize).unwrap();
+                let address = slice.device_ptr(&stream).0;
+                // SAFETY: the slice holds the memory for as long as the buffer keeps it, and nobody else uses it.
+                #[expect(unsafe_code, reason = "the test's own memory becomes a buffer")]
+                unsafe {
+                    BufMut::foreign(&device, address, bytes as usize, Arc::new(slice) as Arc<dyn Any + Send + Sync>)
+                }
+                .unwrap()
+            };
+            let classes = model.slot_classes();
+            let slot = |class: &tensor_offload::SlotClass| class.tensors.iter().map(|t| buffer(t.bytes)).collect();
+            let slots: Vec<Vec<Vec<BufMut>>> = classes.iter().map(|class| vec![slot(class), slot(class)]).collect();
+            let addresses: Vec<Vec<Vec<_>>> = slots
+                .iter()
+                .map(|set| set.iter().map(|slot| slot.iter().map(BufMut::address).collect()).collect())
+                .collect();
+            stream.synchronize().unwrap();
+            let compute = cuda::adopt_stream(&device, &stream).unwrap();
+            let mut streamer = Streamer::with_slots(&model, compute, slots).unwrap();
+            for layer in (0..layers(&streamer)).chain([2, 5, 1, 1, 0, 4]) {
+                let guard = streamer.layer(layer).unwrap();
+                let class = classes.iter().position(|class| class.layers.contains(&layer));
+                if let (Some(class), Some(slot)) = (class, guard.slot()) {
+                    let names = classes[class].tensors.iter().map(|t| format!("{}.{}", guard.layer().name, t.role));
+                    let seen: Vec<_> = names.map(|name| cuda::address(&guard.tensor(&name).unwrap())).collect();
+                    assert_eq!(seen, addresses[class][slot]);
+                }
+                check_layer(&guard, &subject).unwrap();
+            }
+            assert_eq!(device.ledger().charged(), before, "nothing more is taken on the device");
+        }
+        assert_clean(&cuda);
+    }
+}
+
+/// Two models that stream to one card at 2 GB/s take what their bytes take, pinned or not: compute, which sleeps, is in the
+/// shade of the copies, and neither starves.
+#[test]
+fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
+    let mut config = Config::with_devices(&[256 << 20]).links(Link::new(2_000_000_000, 0));
+    config.check_sources = false;
+    let subjects = [102, 103].map(|seed| Subject::plain(&blocks(&[6_000_000; 6]), seed));
+    for pinned in [u64::MAX, 0] {
+        let mut best = f64::MAX;
+        // Not a measurement: the stand-in copies with this machine's processors, which others use too.
+        for _ in 0..12 {
+            let Some(cuda) = stand_in(&config) else { return };
+            let devices = registry();
+            let streamers = subjects.each_ref().map(|s| Streamer::new(&load(&devices, s, "cpu,*", 2, pinned)).unwrap());
+            let begin = Instant::now();
+            let ends: Vec<[Duration; 6]> = std::thread::scope(|scope| {
+                let run = |mut streamer: Streamer| {
+                    let mut end = || {
+                        pass(&mut streamer, Duration::from_millis(3)).wait(DEADLINE).unwrap();
+                        begin.elapsed()
+                    };
+                    [end(), end(), end(), end(), end(), end()]
+                };
+                let threads = streamers.map(|streamer| scope.spawn(move || run(streamer)));
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            let floor = 2.0 * 6.0 * 36.0 / 2000.0;
+            best = best.min(ends.iter().map(|ends| ends[5]).max().unwrap().as_secs_f64() / floor);
+            // Each has done two passes before the other has done four.
+            assert!(ends[0][1] < ends[1][3] && ends[1][1] < ends[0][3], "one starves: {ends:?}");
+            drop(devices);
+            assert_clean(&cuda);
+            if best < 1.10 {
+                break;
+            }
+        }
+        println!("pinned {pinned}: {best:.3} times the floor");
+        assert!(best < 1.10, "pinned {pinned}: {best} times the floor");
+    }
+}
+
+/// A link that stalls: waits end at their deadline with an error that says so, and what was late comes in the end.
+#[test]
+fn cuda_a_link_that_stalls_is_an_error_that_passes() {
+    let subject = Subject::plain(&blocks(&[100_000; 4]), 104);
+    let mut config = Config::with_devices(&[64 << 20]).links(Link::new(0, 60_000_000));
+    config.check_sources = false;
+    for pinned in [u64::MAX, 0] {
+        let Some(cuda) = stand_in(&config) else { return };
+        let devices = registry();
+        let model = load(&devices, &subject, "cpu,*", 1, pinned);
+        let mut streamer = Streamer::new(&model).unwrap();
+        let guard = streamer.layer(0).unwrap();
+        assert_eq!(guard.wait(Duration::from_millis(1)).unwrap_err().kind(), ErrorKind::TimedOut);
+        guard.wait(DEADLINE).unwrap();
+        drop(guard);
+        check_pass(&mut streamer, &subject).unwrap();
+        drop((streamer, model));
+        comes_back(&devices);
+        drop(devices);
+        assert_clean(&cuda);
+    }
+}
+
+/// A lane that cannot queue in time, since the link holds all its buffers, is an error at the layer; the streamer goes on.
+#[test]
+fn cuda_a_lane_that_stalls_is_an_error_at_the_layer_and_passes() {
+    let subject = Subject::plain(&blocks(&[50_000_000, 1000, 50_000_000]), 105);
+    let mut config = Config::with_devices(&[256 << 20]).links(Link::new(0, 100_000_000));
+    config.check_sources = false;
+    let Some(cuda) = stand_in(&config) else { return };
+    let devices = registry();
+    let model = load(&devices, &subject, "cpu,*", 1, 0);
+    let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::from_millis(50));
+    // Seven buffers for each large layer, of which there are four, one every 100 ms.
+    let error = streamer.layer(0).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+    let (mut errors, until) = (0, Instant::now() + DEADLINE);
+    let mut streamer = streamer.deadline(DEADLINE);
+    while let Err(error) = streamer.layer(0) {
+        assert!(error.kind() == ErrorKind::TimedOut && Instant::now() < until, "{error}");
+        errors += 1;
+    }
+    assert!(errors <= 1, "the order that ran out of time, once");
+    check_pass(&mut streamer, &subject).unwrap();
+    assert!(
+        streamer.report().stalls.values().any(|stalls| stalls.count > 0 && stalls.time >= Duration::from_millis(50))
+    );
+    // Dropped half way through a layer that a lane is at.
+    drop(streamer.layer(2).unwrap());
+    drop(streamer);
+    check_pass(&mut Streamer::new(&model).unwrap(), &subject).unwrap();
+    drop(model);
+    comes_back(&devices);
+    drop(devices);
+    assert_clean(&cuda);
+}
+
+/// A caller that panics in a layer, or stops half way: the model streams again, and nothing is kept.
+#[test]
+fn cuda_callers_that_leave_in_the_middle_spoil_nothing() {
+    let subject = Subject::plain(&llama(5, 32), 106);
+    let config = Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse).seed(8);
+    for pinned in [u64::MAX, 0] {
+        let cuda = driver(&config);
+        let devices = registry();
+        let model = load(&devices, &subject, "cpu,*", 2, pinned);
+        for stop in 0..7 {
+            let mut streamer = Streamer::new(&model).unwrap();
+            let panicked = catch_unwind(AssertUnwindSafe(|| {
+                for layer in 0..7 {
+                    let guard = streamer.layer(layer).unwrap();
+                    streamer.compute().occupy(Duration::from_micros(200)).unwrap();
+                    if layer == stop {
+                        // A panic without its message.
+                        resume_unwind(Box::new("the caller's code fails"));
+                    }
+                    drop(guard);
+                }
+            }));
+            assert!(panicked.is_err());
+            if stop % 2 == 0 {
+                check_pass(&mut streamer, &subject).unwrap();
+            }
+            // Sent for ahead, and never asked for.
+            drop(streamer.layer(stop).unwrap());
+        }
+        check_pass(&mut Streamer::new(&model).unwrap(), &subject).unwrap();
+        drop(model);
+        comes_back(&devices);
+        drop(devices);
+        cuda.assert_clean();
+    }
+}
+
+/// A guard that is not dropped holds its slot, in this streamer and in the next, and no more.
+#[test]
+fn cuda_a_guard_that_is_not_dropped_costs_its_slot() {
+    let subject = Subject::plain(&llama(5, 32), 110);
+    let cuda = driver(&Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse).seed(4));
+    let devices = registry();
+    for pinned in [u64::MAX, 0] {
+        let model = load(&devices, &subject, "cpu,*", 1, pinned);
+        let mut streamer = Streamer::new(&model).unwrap();
+        let kept = streamer.layer(3).unwrap();
+        for _ in 0..2 {
+            check_pass(&mut streamer, &subject).unwrap();
+            check_layer(&kept, &subject).unwrap();
+            drop(streamer);
+            streamer = Streamer::new(&model).unwrap();
+        }
+    }
+    comes_back(&devices);
+    drop(devices);
+    cuda.assert_clean();
+}
+
+/// A copy that fails for good in the middle of a pass: the model says that its device is lost, at once and for ever, and
+/// everything else is given back.
+#[test]
+fn cuda_a_device_that_is_lost_in_mid_pass_says_so() {
+    let subject = Subject::plain(&llama(5, 32), 107);
+    for pinned in [u64::MAX, 0] {
+        for nth in [1, 2, 5, 7] {
+            let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20])) else { return };
+            let devices = registry();
+            let model = load(&devices, &subject, "cpu,*", 2, pinned);
+            cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", nth, Effect::Sticky(700))));
+            let mut streamer = Streamer::new(&model).unwrap().deadline(DEADLINE);
+            let failed = |streamer: &mut Streamer| check_pass(streamer, &subject).unwrap_err();
+            let begin = Instant::now();
+            for _ in 0..3 {
+                assert_eq!(failed(&mut streamer).kind(), ErrorKind::DeviceLost);
+            }
+            drop(streamer);
+            assert!(begin.elapsed() < Duration::from_secs(5), "it took {:?}", begin.elapsed());
+            assert!(subject.bytes_of("model.norm.weight") == support::read(&model, "model.norm.weight").unwrap());
+            drop(model);
+            comes_back(&devices);
+            drop(devices);
+        }
+    }
+}
+
+/// A thousand passes with skips, repeats and steps back, straight and staged: every layer has its bytes.
+#[test]
+fn cuda_a_thousand_passes_are_right() {
+    let subject = Subject::plain(&llama(4, 16), 108);
+    let config = Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse);
+    let cuda = driver(&config);
+    let devices = registry();
+    let model = load(&devices, &subject, "cuda:0,3kb;disk,5kb;cpu,*", 2, 6_000);
+    let mut streamer = Streamer::new(&model).unwrap();
+    let mut random = Random::new(9);
+    for pass in 0..1000 {
+        let mut layer = 0;
+        while layer < layers(&streamer) {
+            let guard = streamer.layer(layer).unwrap();
+            // Reading back takes its time, so one layer of each pass is looked at.
+            if layer == pass % layers(&streamer) {
+                check_layer(&guard, &subject).unwrap();
+            }
+            layer = match random.next() % 10 {
+                0 => layer,
+                1 => layer.saturating_sub(1),
+                2 | 3 => layer + 2,
+                _ => layer + 1,
+            };
+        }
+    }
+    let report = streamer.report();
+    assert!(report.prefetched > report.late, "{report}");
+    drop((streamer, model));
+    comes_back(&devices);
+    drop(devices);
+    cuda.assert_clean();
+}
+
+/// Events of a driver, which tells nobody of their end, can be awaited all the same.
+#[test]
+fn cuda_arrival_can_be_awaited() {
+    use std::future::Future;
+    use std::task::{Context, Poll, Wake, Waker};
+    struct Unpark(std::thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let subject = Subject::plain(&blocks(&[100_000; 3]), 109);
+    let cuda = driver(&Config::with_devices(&[64 << 20]).links(Link::new(0, 20_000_000)));
+    let devices = registry();
+    let mut streamer = Streamer::new(&load(&devices, &subject, "cpu,*", 1, u64::MAX)).unwrap();
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    for layer in 0..3 {
+        let guard = streamer.layer(layer).unwrap();
+        {
+            let (mut future, mut asked) = (std::pin::pin!(guard.arrived()), 1);
+            while future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+                std::thread::park_timeout(DEADLINE);
+                asked += 1;
+            }
+            assert!(asked <= 3, "asked {asked} times");
+        }
+        let Poll::Ready(again) = std::pin::pin!(guard.arrived()).poll(&mut Context::from_waker(Waker::noop())) else {
+            panic!("it arrived")
+        };
+        again.unwrap();
+        assert_eq!(guard.tensors().next().unwrap().device(), GPU0);
+    }
+    assert_eq!(streamer.report().bytes.keys().collect::<Vec<_>>(), [&CPU]);
+    drop((streamer, devices));
+    cuda.assert_clean();
+}
