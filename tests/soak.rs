@@ -11,8 +11,8 @@ use std::time::Instant;
 use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::{
-    Adapter, Error, Evict, FreeRequest, Identity, Loader, Matching, ModelCache, Patches, Plan, Registry, Result,
-    Retention, Streamer,
+    Adapter, ByteSize, Error, Evict, FreeRequest, Identity, Loader, Matching, MemorySeries, ModelCache, Patches, Plan,
+    Registry, Result, Retention, Streamer,
 };
 
 const THREADS: usize = 8;
@@ -120,11 +120,16 @@ fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver
     let subjects = [plain, patched];
     let soak = Soak { registry, subjects: &subjects, plan: &plan, cache: ModelCache::new() };
     soak.run(cycles / 5);
+    let mut memory = MemorySeries::new().tolerance(ByteSize(2 << 20));
+    memory.push(registry.snapshot("warm-up"));
     let (warm, before, begin) = (resident_bytes(), driver(), Instant::now());
     soak.run(cycles);
     let (now, after, seconds) = (resident_bytes(), driver(), begin.elapsed().as_secs_f64());
+    memory.push(registry.snapshot("end"));
     let grown = now.zip(warm).map_or(0, |(now, warm)| now as i64 - warm as i64);
     println!("{what}: {cycles} cycles in {seconds:.1} s, {grown:+} bytes in memory, driver {before:?} -> {after:?}");
+    println!("{memory}");
+    assert!(memory.drifts().is_empty(), "{what}: {memory}");
     assert_eq!(before, after, "{what}: what the driver holds");
     // The process is shared with other tests unless all cycles run.
     assert!(cycles < CYCLES || grown <= MOST_GROWN, "{what}: {grown} bytes more than after {} cycles", cycles / 5);
