@@ -104,7 +104,7 @@
 //!   ([`Checkpoint`]), written tensor by tensor ([`checkpoint::write_safetensors`]).
 //! - LoRA for linear and convolution weights, in the spellings of the common trainers and as PEFT folders; f32, bf16,
 //!   f16 and fp8 weights, scaled fp8 too. One rounding, and the same bytes whatever the plan, the number of threads
-//!   and the instruction set ([`patch`]).
+//!   and the instruction set ([`patch`]), and on the CUDA device that a weight is for ([`backend::Kernels`]).
 //! - Loading with progress and cancellation that gives all memory back when it fails ([`Loader`]).
 //! - Streaming in any order of layers; the host waits only when it asks to ([`Streamer`]).
 //! - A cache that owns its models and unloads exactly the flagged ones, when it is told to, asked to between two jobs,
