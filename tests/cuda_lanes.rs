@@ -154,14 +154,14 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
     }
 }
 
-/// Two models that stream to one card at 2 GB/s take what their bytes take, pinned or not: compute, which sleeps, is in the
-/// shade of the copies, and neither starves.
+/// Two models that stream to one card, pinned or not, take what their bytes take: compute, which sleeps, is in the shade of
+/// the copies, and neither starves. Staged bytes are copied twice by this machine's processors, so their link is slower.
 #[test]
 fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
-    let mut config = Config::with_devices(&[256 << 20]).links(Link::new(2_000_000_000, 0));
-    config.check_sources = false;
     let subjects = [102, 103].map(|seed| Subject::plain(&blocks(&[6_000_000; 6]), seed));
-    for pinned in [u64::MAX, 0] {
+    for (pinned, link) in [(u64::MAX, 2_000_000_000), (0, 1_000_000_000)] {
+        let mut config = Config::with_devices(&[256 << 20]).links(Link::new(link, 0));
+        config.check_sources = false;
         let mut best = f64::MAX;
         // Not a measurement: the stand-in copies with this machine's processors, which others use too.
         for _ in 0..12 {
@@ -180,7 +180,7 @@ fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
                 let threads = streamers.map(|streamer| scope.spawn(move || run(streamer)));
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
-            let floor = 2.0 * 6.0 * 36.0 / 2000.0;
+            let floor = 2.0 * 6.0 * 36e6 / link as f64;
             best = best.min(ends.iter().map(|ends| ends[5]).max().unwrap().as_secs_f64() / floor);
             // Each has done two passes before the other has done four.
             assert!(ends[0][1] < ends[1][3] && ends[1][1] < ends[0][3], "one starves: {ends:?}");

@@ -52,9 +52,9 @@ impl<T> Arbiter<T> {
         });
         let orders = &mut state.clients[place].orders;
         if urgent {
-            orders.push_front((bytes, order))
+            orders.push_front((bytes, order));
         } else {
-            orders.push_back((bytes, order))
+            orders.push_back((bytes, order));
         }
         self.changed.notify_one();
         Ok(())
