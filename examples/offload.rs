@@ -79,7 +79,8 @@ impl support::Example for Args {
         let devices = self.registry(&patches)?;
         let start = devices.snapshot("start");
         let plan = self.plan(&patches, &self.machine(&devices)?, self.allocation()?)?;
-        self.say(|| format!("{}\n{}\n{start}\n\n{plan}", describe(&checkpoint), patches.report()));
+        let machine = support::devices::lines(devices.machine());
+        self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(&checkpoint), patches.report()));
 
         let model = Arc::new(self.load(&devices, &checkpoint, &patches, &plan)?);
         let loaded = devices.snapshot("loaded");
@@ -161,7 +162,7 @@ impl Args {
     fn machine(&self, devices: &Registry) -> Result<Machine> {
         let machine = devices.machine().clone();
         let auto = self.allocation()?.is_some_and(|allocation| allocation.mode() == Mode::Auto);
-        if !auto || !self.devices.devices.is_empty() || !machine.topology.segments().is_empty() {
+        if !auto || !self.devices.devices.is_empty() || !machine.topology.is_estimate() {
             return Ok(machine);
         }
         Ok(Machine::new(machine.devices, devices.measured_topology()?))
@@ -234,11 +235,11 @@ impl Args {
         Ok(steps)
     }
 
-    /// The links. Nobody described those of real devices; they are measured.
+    /// The links. Nobody described those of real devices, at best they are estimated; they are measured.
     fn topology(&self, plan: &Plan, devices: &Registry) -> Result<Topology> {
         let real = self.devices.devices.is_empty() && !plan.compute().is_host();
         let described = &devices.machine().topology;
-        match described.segments().is_empty() && real {
+        match real && described.is_estimate() {
             true => devices.measured_topology(),
             false => Ok(described.clone()),
         }

@@ -58,7 +58,7 @@ fn read(path: &Path) -> Case {
 /// The adapter's tensors of one key for a target of this shape.
 fn tensors(key: &str, shape: &[u64]) -> Vec<Tensor> {
     let filled = |key: &str, shape: &[u64]| f32s(key, shape, &vec![0.5; shape.iter().product::<u64>() as usize]);
-    if [".diff", ".w_norm"].iter().any(|ending| key.ends_with(ending)) {
+    if [".diff", ".w_norm", ".diff_b", ".lora_B.bias"].iter().any(|ending| key.ends_with(ending)) {
         return vec![filled(key, shape)];
     }
     let (rows, mut inner) = (shape[0], shape.to_vec());
@@ -223,6 +223,84 @@ fn rows_are_brought_into_the_checkpoints_order() {
     let hf = zeros(&[("model.layers.0.self_attn.q_proj.weight", [8, 2])]);
     let back = adapter(&rows("blk.0.attn_q", &[1.0, 3.0, 2.0, 4.0, 5.0, 7.0, 6.0, 8.0], 2)).rotary_rows(paired);
     assert_eq!(first_columns(&hf, back), [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]]);
+}
+
+#[test]
+fn a_part_of_a_fused_bias_is_changed() {
+    let base = file(
+        "model",
+        &[
+            f32s("double_blocks.0.img_attn.qkv.weight", &[6, 2], &[0.0; 12]),
+            f32s("double_blocks.0.img_attn.qkv.bias", &[6], &[-0.0, 1.0, 2.0, 3.0, 4.0, -0.0]),
+        ],
+    );
+    let bias = |adapters: Vec<Adapter>| floats(DType::F32, &merged(&base, adapters, Matching::Strict).0[1].3);
+    let key = |part: &str, end: &str| format!("transformer.transformer_blocks.0.attn.{part}{end}");
+    let keys = adapter(&[f32s(&key("to_k", ".diff_b"), &[2], &[10.0, 20.0])]);
+    let got = bias(vec![keys.clone()]);
+    assert_eq!(got, [0.0, 1.0, 12.0, 23.0, 4.0, 0.0]);
+    assert!(got[0].is_sign_negative() && got[5].is_sign_negative(), "the others are not touched");
+    // After one for the whole, and before one for another part.
+    let whole = adapter(&[f32s("double_blocks.0.img_attn.qkv.diff_b", &[6], &[100.0; 6])]);
+    let values = adapter(&[f32s(&key("to_v", ".lora_B.bias"), &[2], &[7.0, 8.0])]);
+    assert_eq!(bias(vec![whole, keys, values]), [100.0, 101.0, 112.0, 123.0, 111.0, 108.0]);
+    let config = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 1, "modules_to_save": ["to_q"]}"#;
+    let saved = file("adapter", &[f32s("base_model.model.transformer_blocks.0.attn.to_q.bias", &[2], &[5.0, 6.0])]);
+    let saved = Adapter::from_peft(saved, config, 1.0).unwrap();
+    assert_eq!(bias(vec![saved]), [5.0, 6.0, 2.0, 3.0, 4.0, -0.0]);
+    let long = fault(&base, adapter(&[f32s(&key("to_k", ".diff_b"), &[3], &[1.0; 3])]));
+    assert!(matches!(long, AdapterFault::Shape { .. }), "{long}");
+    let (_, patches) =
+        merged(&base, vec![adapter(&[f32s(&key("to_v", ".diff_b"), &[2], &[1.0; 2])])], Matching::Strict);
+    assert_eq!(patches.report().applied[0].rows, [Some(4..6)]);
+}
+
+/// OpenCLIP's projection is a matrix of inputs by outputs, where others have a linear module.
+#[test]
+fn a_text_projection_is_turned() {
+    let name = "conditioner.embedders.1.model.text_projection";
+    let base = zeros(&[(name, [2, 3])]);
+    let whole = |adapter| floats(DType::F32, &merged(&base, vec![adapter], Matching::Strict).0[0].3);
+    let lora = |module: &str| {
+        adapter(&[
+            f32s(&format!("{module}.lora_up.weight"), &[3, 1], &[1.0, 2.0, 3.0]),
+            f32s(&format!("{module}.lora_down.weight"), &[1, 2], &[1.0, 10.0]),
+        ])
+    };
+    for module in ["lora_te2_text_projection", "text_encoder_2.text_projection", name] {
+        assert_eq!(whole(lora(module)), [1.0, 2.0, 3.0, 10.0, 20.0, 30.0], "{module}");
+    }
+    let diff = [1.0, 10.0, 2.0, 20.0, 3.0, 30.0];
+    assert_eq!(
+        whole(adapter(&[f32s("lora_te2_text_projection.diff", &[3, 2], &diff)])),
+        [1.0, 2.0, 3.0, 10.0, 20.0, 30.0]
+    );
+    // By the checkpoint's own name it is as the checkpoint has it.
+    assert_eq!(whole(adapter(&[f32s(&format!("{name}.diff"), &[2, 3], &diff)])), diff);
+    let lokr = [
+        f32s("lora_te2_text_projection.lokr_w1", &[3, 1], &[1.0; 3]),
+        f32s("lora_te2_text_projection.lokr_w2", &[1, 2], &[1.0; 2]),
+    ];
+    let refused = fault(&base, adapter(&lokr));
+    assert!(matches!(&refused, AdapterFault::Unsupported { kind } if kind.contains(name)), "{refused}");
+    let linear = zeros(&[("text_encoders.clip_g.transformer.text_projection.weight", [3, 2])]);
+    assert_eq!(first_columns(&linear, lora("lora_te2_text_projection")), [[1.0, 2.0, 3.0]]);
+}
+
+/// Norms of GGUF files may have one added: what is added to them is the same, a whole one is not.
+#[test]
+fn norms_of_gguf_are_changed_but_not_replaced() {
+    let norm = |name: &str| f32s(name, &[2], &[2.0, 3.0]);
+    let base = file("model", &[norm("blk.0.attn_norm.weight")]);
+    let diff = adapter(&[f32s("model.layers.0.input_layernorm.diff", &[2], &[0.5, 0.25])]);
+    assert_eq!(floats(DType::F32, &merged(&base, vec![diff], Matching::Strict).0[0].3), [2.5, 3.25]);
+    let set = fault(&base, adapter(&[f32s("model.layers.0.input_layernorm.set_weight", &[2], &[1.0; 2])]));
+    assert!(matches!(&set, AdapterFault::Unsupported { kind } if kind.contains("blk.0.attn_norm")), "{set}");
+    let own = adapter(&[f32s("blk.0.attn_norm.set_weight", &[2], &[1.0; 2])]);
+    assert_eq!(floats(DType::F32, &merged(&base, vec![own], Matching::Strict).0[0].3), [1.0, 1.0]);
+    let gemma = file("model", &[norm("blk.0.ffn_norm.weight"), norm("blk.0.post_attention_norm.weight")]);
+    let unclear = fault(&gemma, adapter(&[f32s("model.layers.0.post_attention_layernorm.diff", &[2], &[1.0; 2])]));
+    assert!(matches!(&unclear, AdapterFault::Ambiguous { candidates } if candidates.len() == 2), "{unclear}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::families::{self, Rule};
+use super::families::{self, RowOrder, Rule};
 use super::targets::{Component, Cut, FUSED, Found, MODEL_PREFIXES, Share, Target};
 use crate::checkpoint::Layout;
 
@@ -82,7 +82,8 @@ impl<'a> Aliases<'a> {
         let mut first = 0;
         for (count, part) in &rule.parts {
             let share = (rule.parts.len() > 1).then_some(Share::Parts { first, count: *count, of });
-            self.add(part.fill(&captured), component, vec![Target { share, order: rule.order, ..target }]);
+            let order = if rule.order == RowOrder::Same { target.order } else { rule.order };
+            self.add(part.fill(&captured), component, vec![Target { share, order, ..target }]);
             first += count;
         }
     }
@@ -112,7 +113,8 @@ impl<'a> Apart<'a, '_> {
     fn find_rule(&mut self, number: usize, rule: &Rule, component: Component, name: &str, target: Target<'a>) {
         for (place, (_, part)) in rule.parts.iter().enumerate() {
             if let Some(captured) = part.captures(name) {
-                let target = Target { order: rule.order.inverse(), ..target };
+                let order = if rule.order == RowOrder::Same { target.order } else { rule.order.inverse() };
+                let target = Target { order, ..target };
                 self.put((number, component, rule.whole.fill(&captured)), rule.parts.len(), place, target);
             }
         }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::families::RowOrder;
 use super::keys::{self, Part};
 use super::matrix::Factor;
 use super::report::SkipReason;
@@ -70,7 +71,7 @@ pub(crate) fn steps<'a>(
     Ok(built)
 }
 
-/// What changes the bias.
+/// What changes the bias: steps of which each element is a row.
 fn bias<'a>(
     parts: &Parts<'_>,
     target: &Target<'_>,
@@ -91,11 +92,7 @@ fn bias<'a>(
         };
         let factor = parts.own_part(target, factor)?;
         let whole = matrix_of(&bias.shape).map_or(0, |(rows, cols)| rows * cols);
-        let place = parts.rows_of(target, &factor, factor.values.len(), &bias, whole)?;
-        if place != (0..whole) {
-            let kind = format!("{kind} on a part of a bias");
-            return Err(parts.fault(part, AdapterFault::Unsupported { kind }));
-        }
+        let rows = parts.rows_of(target, &factor, factor.values.len(), &bias, whole)?;
         let change = match part {
             Part::NewBias => Change::Set(factor.values),
             Part::UpBias => {
@@ -108,7 +105,7 @@ fn bias<'a>(
             _ => Change::Add { delta: Arc::new(Delta::Dense(factor.values)), scale: parts.adapter.strength },
         };
         let (_, steps) = built.bias.get_or_insert_with(|| (bias.shape.clone(), Vec::new()));
-        steps.push(Step { rows: 0..1, change });
+        steps.push(Step { rows, change });
         built.kinds.push(kind);
     }
     Ok(())
@@ -253,7 +250,18 @@ impl Building<'_, '_> {
         ];
         for (part, kind, scale) in all {
             let Some(factor) = self.parts.read(part)? else { continue };
-            let factor = self.parts.own_part(self.target, factor)?;
+            let mut factor = self.parts.own_part(self.target, factor)?;
+            match self.target.order {
+                RowOrder::Shifted if scale.is_none() => {
+                    let kind = format!("{kind} of `{}`, which may be kept with one added,", self.target.module);
+                    return Err(self.parts.fault(part, AdapterFault::Unsupported { kind }));
+                }
+                // In the checkpoint's own name it is as the checkpoint has it.
+                RowOrder::Transposed if self.parts.module.name != self.target.module && factor.shape.len() == 2 => {
+                    factor = factor.swapped();
+                }
+                _ => {}
+            }
             let all_rows = if self.weight.shape.len() > 1 { factor.flat().rows } else { 1 };
             let rows = self.parts.rows_of(self.target, &factor, all_rows, &self.weight, self.rows)?;
             if factor.values.len() != rows.len() * self.cols || factor.shape.get(1..) != self.weight.shape.get(1..) {

@@ -43,6 +43,11 @@ pub(crate) enum RowOrder {
     RotaryPaired(Heads),
     /// The other way.
     RotaryHalved(Heads),
+    /// Rows and columns have changed places.
+    Transposed,
+    /// The rows are the same, but the values may have one added, as some programs keep a norm: a change is the same, the
+    /// whole is not.
+    Shifted,
 }
 
 /// Which heads a weight's rows belong to.
@@ -116,6 +121,7 @@ fn rule(line: &str) -> Result<Rule, String> {
         Some((names, "halves swapped")) => (names, RowOrder::HalvesSwapped),
         Some((names, "rotary queries")) => (names, RowOrder::RotaryHalved(Heads::Queries)),
         Some((names, "rotary keys")) => (names, RowOrder::RotaryHalved(Heads::Keys)),
+        Some((names, "norm")) => (names, RowOrder::Shifted),
         Some((_, other)) => return Err(format!("`{other}` is no order of rows")),
     };
     let (whole, parts) = names.split_once('=').ok_or_else(|| format!("`{line}` has no `=`"))?;

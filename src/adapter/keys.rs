@@ -135,7 +135,7 @@ const UNSUPPORTED: &[(&str, &str)] = &[
 
 /// Reads a name of an adapter without configuration.
 pub(crate) fn parse(name: &str) -> Key<'_> {
-    find(name, FACTORS.iter().chain(OTHERS)).unwrap_or_else(|| unsupported(name))
+    find(name, FACTORS.iter().chain(OTHERS)).or_else(|| xlabs(name)).unwrap_or_else(|| unsupported(name))
 }
 
 /// Reads a name of a PEFT folder, where every tensor that is no factor takes the place of one of the model's.
@@ -165,6 +165,14 @@ pub(crate) fn counterpart(beside: &str, module: &str, part: Part) -> String {
 
 fn find<'a, 'b>(name: &'a str, mut endings: impl Iterator<Item = &'b (&'static str, Part)>) -> Option<Key<'a>> {
     endings.find_map(|&(ending, part)| name.strip_suffix(ending).map(|module| Key::Part(module, part)))
+}
+
+/// XLabs' names for Flux, `processor.qkv_lora1.down.weight`: the number is for images or for text, so it belongs to the
+/// module.
+fn xlabs(name: &str) -> Option<Key<'_>> {
+    const ENDINGS: [(&str, Part); 2] = [(".up.weight", Part::Up), (".down.weight", Part::Down)];
+    let (module, part) = ENDINGS.iter().find_map(|(ending, part)| Some((name.strip_suffix(ending)?, *part)))?;
+    (module.ends_with("_lora1") || module.ends_with("_lora2")).then_some(Key::Part(module, part))
 }
 
 fn unsupported(name: &str) -> Key<'_> {
@@ -198,6 +206,8 @@ mod tests {
         assert_eq!(parse_peft("q.bias"), Key::Part("q", Part::NewBias));
         assert_eq!(parse_peft("q.lora_A.weight"), Key::Part("q", Part::Down));
         assert_eq!(parse("model.norm.weight"), Key::Unknown);
+        assert_eq!(parse("a.processor.proj_lora2.up.weight"), Key::Part("a.processor.proj_lora2", Part::Up));
+        assert_eq!(parse("mlp.up.weight"), Key::Unknown);
         assert_eq!(parse("q.on_input"), Key::Unsupported("(IA)^3"));
     }
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::build::{Building, matrix_of};
+use super::families::RowOrder;
 use super::keys::Part;
 use super::matrix::{Factor, Matrix};
 use super::step::{Axis, Change, Delta, Dora, Linear, Product, Step};
@@ -62,10 +63,12 @@ impl Building<'_, '_> {
             return Err(self.parts.shape_fault(&up, format!("`{}`", down.key), &down.shape));
         }
         let is_embedding = up_part == Part::EmbeddingUp;
-        let transposed = self.parts.adapter.config.as_ref().is_some_and(|config| config.transposed) || is_embedding;
+        let other_way = self.target.order == RowOrder::Transposed;
+        let config = self.parts.adapter.config.as_ref().is_some_and(|config| config.transposed);
+        let transposed = (config != other_way) || is_embedding;
         let (left, right, up, down) =
             if transposed { (right.transposed(), left.transposed(), &down, &up) } else { (left, right, &up, &down) };
-        if transposed {
+        if transposed && (!other_way || is_embedding) {
             self.parts.needs_rows_as_they_are(self.target, up_part, "transposed LoRA")?;
         }
         let left = self.parts.own_rows(self.target, up, left)?;

@@ -99,6 +99,7 @@ impl Patches {
                     scaling: None,
                     needs: vec![weight],
                     steps: Arc::default(),
+                    is_bias: false,
                     rounding: Rounding::NearestEven,
                     scale_policy: policy,
                     scale_of: Some(Arc::new(patch.clone())),
@@ -165,6 +166,7 @@ struct Changed {
     shape: Vec<u64>,
     steps: Vec<Step>,
     makers: Vec<(Arc<Origin>, String)>,
+    is_bias: bool,
 }
 
 impl<'a> Resolving<'a> {
@@ -249,7 +251,8 @@ impl<'a> Resolving<'a> {
                     let now = self.changed.entry(tensor).or_default();
                     now.shape = shape;
                     now.makers.extend(self.origins.last().map(|origin| (Arc::clone(origin), module.name.clone())));
-                    let part = steps.iter().find(|_| target.share.is_some() && Some(tensor) == target.weight);
+                    now.is_bias = target.bias == Some(tensor);
+                    let part = steps.iter().find(|_| target.share.is_some());
                     rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
                     now.steps.extend(steps);
                     changed.push(self.layout.tensors[tensor].name.clone());
@@ -317,7 +320,7 @@ impl<'a> Resolving<'a> {
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
         let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
         let mut tensors = BTreeMap::new();
-        for (tensor, Changed { shape: patched_shape, steps, makers }) in changed {
+        for (tensor, Changed { shape: patched_shape, steps, makers, is_bias }) in changed {
             let info = &layout.tensors[tensor];
             let fault = |fault| Error::invalid(format!("tensor `{}`: {fault}", info.name));
             let float = Float::of(info.dtype)
@@ -339,6 +342,7 @@ impl<'a> Resolving<'a> {
                 scaling,
                 needs,
                 steps,
+                is_bias,
                 rounding,
                 scale_policy,
                 scale_of,

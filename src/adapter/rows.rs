@@ -26,7 +26,7 @@ pub enum RotaryRows {
 impl Target<'_> {
     /// Whether an adapter's rows go to the target as they are.
     pub(super) fn takes_rows_as_they_are(&self) -> bool {
-        self.cut.is_none() && self.order == RowOrder::Same
+        self.cut.is_none() && matches!(self.order, RowOrder::Same | RowOrder::Shifted)
     }
 }
 
@@ -69,8 +69,8 @@ impl Parts<'_> {
         }
         let misfit = |what: &str| self.shape_fault(factor, format!("{what} of `{}`", target.module), &[len as u64]);
         let source: Box<dyn Fn(usize) -> usize> = match target.order {
-            RowOrder::Same if target.cut.is_none() => return Ok(None),
-            RowOrder::Same => Box::new(|row| row),
+            RowOrder::Same | RowOrder::Shifted | RowOrder::Transposed if target.cut.is_none() => return Ok(None),
+            RowOrder::Same | RowOrder::Shifted | RowOrder::Transposed => Box::new(|row| row),
             RowOrder::HalvesSwapped if len % 2 != 0 => return Err(misfit("two halves")),
             RowOrder::HalvesSwapped => Box::new(|row| (row + len / 2) % len),
             RowOrder::RotaryPaired(of) | RowOrder::RotaryHalved(of) => match self.heads(target, of, factor)? {

@@ -24,6 +24,8 @@ pub struct TensorPatch {
     pub(crate) scaling: Option<Scaling>,
     pub(crate) needs: Vec<usize>,
     pub(crate) steps: Arc<Vec<Step>>,
+    /// Whether it is a bias, each element of which is a row: of a fused one, a part is changed.
+    pub(crate) is_bias: bool,
     pub(crate) rounding: Rounding,
     pub(crate) scale_policy: ScalePolicy,
     /// The weight whose scale this tensor is, when that is computed anew.

@@ -280,13 +280,19 @@ fn modules(layout: &Layout) -> Vec<Target<'_>> {
             _ => (tensor.name.as_str(), false),
         };
         let place = *place_of.entry(module).or_insert_with(|| {
-            targets.push(Target::new(module));
+            let order = if is_transposed(&tensor.name) { RowOrder::Transposed } else { RowOrder::Same };
+            targets.push(Target { order, ..Target::new(module) });
             targets.len() - 1
         });
         let slot = if is_bias { &mut targets[place].bias } else { &mut targets[place].weight };
         slot.get_or_insert(index);
     }
     targets
+}
+
+/// OpenCLIP keeps its text projection as a matrix of its own, inputs by outputs; others keep a linear module's weight.
+fn is_transposed(tensor: &str) -> bool {
+    tensor.rsplit('.').next() == Some("text_projection")
 }
 
 fn add(names: &mut Names, name: String, place: usize) {

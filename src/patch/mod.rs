@@ -86,6 +86,7 @@ impl TensorPatch {
 
     fn matrix<'a>(&self, scales: Option<&'a Scales>) -> Matrix<'a> {
         let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
+        let (rows, cols) = if self.is_bias { (rows * cols, 1) } else { (rows, cols) };
         Matrix { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
     }
 

@@ -110,15 +110,21 @@ const COUNTED: u32 = 2;
 /// gained or lost by taking turns with others in one segment.
 const MOST_PIECES: usize = 20_000;
 
-/// The streamer's slots and streams, in time.
+/// Host memory on the way of bytes that the compute device cannot read where they are: a few buffers, that take turns.
+pub(crate) const HOST_BUFFERS: usize = 4;
+/// The bytes of one such buffer. Smaller ones would save host memory, larger ones copies.
+pub(crate) const HOST_PIECE: u64 = 32 << 20;
+
+/// The streamer's slots and lanes, in time.
 struct Clockwork<'a> {
     topology: &'a Topology,
-    routes: Vec<Route>,
+    /// In order of the first layer that uses each.
+    lanes: Vec<Lane>,
     /// From the host to the compute device.
     from_host: Vec<usize>,
     depth: usize,
-    /// For each layer what it brings.
-    fills: Vec<Fill>,
+    /// For each layer the bytes that it brings, piece by piece: those of each lane together, in order of lane.
+    fills: Vec<Vec<(usize, u64)>>,
     /// The layers that bring anything, in order, and for each layer how many of these come before it.
     streamed: Vec<usize>,
     rank: Vec<usize>,
@@ -129,25 +135,24 @@ struct Clockwork<'a> {
     /// What the host has seen the end of.
     now: Duration,
     compute: Duration,
-    upload: Duration,
 }
 
-/// What a layer brings: the bytes of its pieces and their routes. Those that pass a staging buffer on the host stand
-/// together by device.
-#[derive(Default)]
-struct Fill {
-    direct: Vec<(usize, u64)>,
-    through_host: Vec<(usize, u64)>,
-}
-
-/// The way from a device.
-struct Route {
+/// The way from a device, and when its streams are free.
+struct Lane {
     device: DeviceId,
     /// To the compute device, or to the host, where the compute device cannot reach it.
     way: Vec<usize>,
-    straight: bool,
-    /// When the stream that brings its bytes to the host is free.
+    upload: Duration,
+    /// None where bytes go straight.
+    through_host: Option<ThroughHost>,
+}
+
+/// When the stream to the host is free, and each of the buffers there.
+#[derive(Default)]
+struct ThroughHost {
     download: Duration,
+    buffers: [Duration; HOST_BUFFERS],
+    next: usize,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -157,37 +162,37 @@ struct Slot {
     ready: Duration,
     /// When its last use ends.
     free: Duration,
-    /// When the last copy out of its staging buffer ends.
-    staging_free: Duration,
 }
 
 impl<'a> Clockwork<'a> {
     fn new(plan: &Plan, layout: &Layout, topology: &'a Topology) -> Clockwork<'a> {
         let compute = plan.compute();
-        let route = |device: DeviceId| {
+        let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.way(device, if straight { compute } else { DeviceId::CPU });
-            Route { device, way, straight, download: Duration::ZERO }
+            let through_host = (!straight).then(ThroughHost::default);
+            Lane { device, way, upload: Duration::ZERO, through_host }
         };
-        let routes: Vec<Route> = plan.devices().iter().map(|device| route(device.id)).collect();
+        let mut lanes: Vec<Lane> = Vec::new();
         let pieces = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count();
         let fill = |layer| {
-            let mut fill = Fill::default();
+            let mut fill: Vec<(usize, u64)> = Vec::new();
             let streamed = layout.needs_of(layer).into_iter().map(|module| &plan.assignments()[module]);
             for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
-                let Some(route) = routes.iter().position(|r| r.device == assignment.device) else { continue };
-                let list = if routes[route].straight { &mut fill.direct } else { &mut fill.through_host };
-                match list.iter_mut().find(|(other, _)| *other == route).filter(|_| pieces > MOST_PIECES) {
+                let place = lanes.iter().position(|lane| lane.device == assignment.device).unwrap_or_else(|| {
+                    lanes.push(lane(assignment.device));
+                    lanes.len() - 1
+                });
+                match fill.iter_mut().find(|(other, _)| *other == place).filter(|_| pieces > MOST_PIECES) {
                     Some((_, sum)) => *sum += assignment.bytes,
-                    None => list.push((route, assignment.bytes)),
+                    None => fill.push((place, assignment.bytes)),
                 }
             }
-            let first: Vec<usize> = fill.through_host.iter().map(|(route, _)| *route).collect();
-            fill.through_host.sort_by_key(|(route, _)| first.iter().position(|other| other == route));
+            fill.sort_by_key(|(lane, _)| *lane);
             fill
         };
-        let fills: Vec<Fill> = layout.layers.iter().map(fill).collect();
-        let brings = |&layer: &usize| !(fills[layer].direct.is_empty() && fills[layer].through_host.is_empty());
+        let fills: Vec<Vec<(usize, u64)>> = layout.layers.iter().map(fill).collect();
+        let brings = |&layer: &usize| !fills[layer].is_empty();
         let streamed: Vec<usize> = (0..fills.len()).filter(brings).collect();
         let mut rank = vec![0; fills.len() + 1];
         for layer in 0..fills.len() {
@@ -196,7 +201,7 @@ impl<'a> Clockwork<'a> {
         Clockwork {
             topology,
             from_host: topology.way(DeviceId::CPU, compute),
-            routes,
+            lanes,
             depth: plan.depth(),
             holds: vec![None; fills.len()],
             fills,
@@ -206,7 +211,6 @@ impl<'a> Clockwork<'a> {
             slots: vec![Slot::default(); plan.slots().count],
             now: Duration::ZERO,
             compute: Duration::ZERO,
-            upload: Duration::ZERO,
         }
     }
 
@@ -281,34 +285,54 @@ impl<'a> Clockwork<'a> {
     }
 
     fn fill(&mut self, layer: usize, slot: usize) {
-        let Clockwork { topology, bookings, routes, fills, from_host, now, .. } = self;
-        let Fill { direct, through_host } = &fills[layer];
+        let Clockwork { topology, bookings, lanes, fills, from_host, now, .. } = self;
+        let slot = &mut self.slots[slot];
         let mut copy = |way: &[usize], bytes: u64, ready: Duration| {
             bookings.forget(way, *now);
             bookings.transfer(topology, way, bytes, ready)
         };
-        // To the staging buffer, one device after the other.
-        let mut staged = self.slots[slot].staging_free.max(*now);
-        for of_device in through_host.chunk_by(|a, b| a.0 == b.0) {
-            let route = &mut routes[of_device[0].0];
-            staged = staged.max(route.download);
-            for (_, bytes) in of_device {
-                staged = copy(&route.way, *bytes, staged);
+        slot.ready = *now;
+        for part in fills[layer].chunk_by(|a, b| a.0 == b.0) {
+            let Lane { way, upload, through_host, .. } = &mut lanes[part[0].0];
+            // The pieces of one copy go one after the other.
+            let mut at = (*upload).max(*now).max(slot.free);
+            match through_host {
+                None => part.iter().for_each(|(_, bytes)| at = copy(way, *bytes, at)),
+                Some(host) => {
+                    for chunk in chunks(part) {
+                        let buffer = &mut host.buffers[host.next];
+                        host.next = (host.next + 1) % HOST_BUFFERS;
+                        let mut here = host.download.max(*now).max(*buffer);
+                        chunk.iter().for_each(|bytes| here = copy(way, *bytes, here));
+                        host.download = here;
+                        at = at.max(here);
+                        chunk.iter().for_each(|bytes| at = copy(from_host, *bytes, at));
+                        *buffer = at;
+                    }
+                }
             }
-            route.download = staged;
+            *upload = at;
+            slot.ready = slot.ready.max(at);
         }
-        // The pieces of one copy go one after the other, whatever devices they come from.
-        let mut at = self.upload.max(*now).max(self.slots[slot].free);
-        if !through_host.is_empty() {
-            at = at.max(staged);
-        }
-        for (route, bytes) in direct {
-            at = copy(&routes[*route].way, *bytes, at);
-        }
-        for (_, bytes) in through_host {
-            at = copy(from_host, *bytes, at);
-            self.slots[slot].staging_free = at;
-        }
-        (self.slots[slot].ready, self.upload) = (at, at);
     }
+}
+
+/// What shares a buffer on the host, one after the other.
+fn chunks(part: &[(usize, u64)]) -> Vec<Vec<u64>> {
+    let (mut chunks, mut room) = (Vec::<Vec<u64>>::new(), 0);
+    for &(_, bytes) in part {
+        let mut left = bytes;
+        while left > 0 {
+            if room == 0 {
+                chunks.push(Vec::new());
+                room = HOST_PIECE;
+            }
+            let taken = left.min(room);
+            if let Some(chunk) = chunks.last_mut() {
+                chunk.push(taken);
+            }
+            (left, room) = (left - taken, room - taken);
+        }
+    }
+    chunks
 }
