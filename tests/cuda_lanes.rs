@@ -424,9 +424,10 @@ fn cuda_whatever_fails_of_a_staged_stream_nothing_is_wrong_or_kept() {
 fn cuda_copies_are_spans_until_they_are_done() {
     use std::sync::Mutex;
     use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
-    /// Names of spans and when they were opened or closed.
+    /// The name of a span, whether it was opened or closed, and when.
+    type Mark = (&'static str, bool, Instant);
     #[derive(Clone, Default)]
-    struct Seen(Arc<Mutex<Vec<(&'static str, bool, Instant)>>>);
+    struct Seen(Arc<Mutex<Vec<Mark>>>);
     impl<S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>> Layer<S> for Seen {
         fn on_new_span(&self, attrs: &tracing::span::Attributes<'_>, _: &tracing::Id, _: Context<'_, S>) {
             self.0.lock().unwrap().push((attrs.metadata().name(), true, Instant::now()));
