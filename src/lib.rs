@@ -105,7 +105,7 @@
 //!   ([`Checkpoint`]), written tensor by tensor ([`checkpoint::write_safetensors`]).
 //! - LoRA for linear and convolution weights, in the spellings of the common trainers and as PEFT folders; f32, bf16,
 //!   f16 and fp8 weights, scaled fp8 too. One rounding, and the same bytes whatever the plan, the number of threads
-//!   and the instruction set ([`patch`]).
+//!   and the instruction set ([`patch`]), and on the CUDA device that a weight is for ([`backend::Kernels`]).
 //! - Loading with progress and cancellation that gives all memory back when it fails ([`Loader`]).
 //! - Other strengths, adapters, plans and compute devices for a model that is loaded: only what changes is read again and
 //!   patched, from pristine bytes; the rest is shared or copied ([`Loader::derive`]).
