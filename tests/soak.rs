@@ -124,15 +124,23 @@ fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver
     memory.push(registry.snapshot("warm-up"));
     let (warm, before, begin) = (resident_bytes(), driver(), Instant::now());
     soak.run(cycles);
-    let (now, after, seconds) = (resident_bytes(), driver(), begin.elapsed().as_secs_f64());
+    let (after, seconds) = (driver(), begin.elapsed().as_secs_f64());
     memory.push(registry.snapshot("end"));
-    let grown = now.zip(warm).map_or(0, |(now, warm)| now as i64 - warm as i64);
-    println!("{what}: {cycles} cycles in {seconds:.1} s, {grown:+} bytes in memory, driver {before:?} -> {after:?}");
+    let grown = || resident_bytes().zip(warm).map_or(0, |(now, warm)| now as i64 - warm as i64);
+    // What an allocator keeps for threads that ended goes up and down by several hundred kilobytes; what leaks only goes up.
+    let mut least = grown();
+    for _ in 0..if cycles < CYCLES { 0 } else { 3 } {
+        if least > MOST_GROWN {
+            soak.run(cycles / 10);
+            least = least.min(grown());
+        }
+    }
+    println!("{what}: {cycles} cycles in {seconds:.1} s, {least:+} bytes in memory, driver {before:?} -> {after:?}");
     println!("{memory}");
     assert!(memory.drifts().is_empty(), "{what}: {memory}");
     assert_eq!(before, after, "{what}: what the driver holds");
     // The process is shared with other tests unless all cycles run.
-    assert!(cycles < CYCLES || grown <= MOST_GROWN, "{what}: {grown} bytes more than after {} cycles", cycles / 5);
+    assert!(cycles < CYCLES || least <= MOST_GROWN, "{what}: {least} bytes more than after {} cycles", cycles / 5);
 }
 
 fn on_software(cycles: usize) {

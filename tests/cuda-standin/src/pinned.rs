@@ -145,7 +145,9 @@ impl Call<'_> {
         let users: Vec<Ticket> = users.iter().map(|stamp| state.ticket_of(stamp)).collect();
         let keeps = !registered && self.world.config().memory == MemoryMode::Quarantine;
         let backing = keeps.then(|| Arc::clone(&region.backing));
-        state.pinned.gone.insert(base, Gone { len: region.len, call: self.name, backing });
+        if keeps || registered {
+            state.pinned.gone.insert(base, Gone { len: region.len, call: self.name, backing });
+        }
         drop(state);
         self.world.shared.nudge();
         users.iter().for_each(Ticket::wait);
