@@ -259,15 +259,14 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Bytes of devices that the compute device cannot reach pass staging buffers on the host, one for each slot.
+    /// Bytes of devices that the compute device cannot reach pass staging buffers on the host, for each of these devices
+    /// one for each slot.
     fn leave_room_for_staging(&self, donors: &mut [Donor]) {
         let topology = &self.planner.machine.topology;
-        if donors.iter().all(|donor| topology.reaches(self.compute, donor.device)) {
-            return;
-        }
+        let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
         let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
-        let staging = largest.saturating_mul(self.planner.depth.saturating_add(1) as u64);
+        let staging = largest.saturating_mul(self.planner.depth.saturating_add(1) as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
         }
@@ -288,7 +287,7 @@ impl<'a> Search<'a> {
     fn pass(&self, plan: &Plan) -> Duration {
         let topology = &self.planner.machine.topology;
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
-        let stays_in_slots = plan.streamed_layers() <= plan.slots().count;
+        let stays_in_slots = plan.streamed_layers() <= plan.depth().saturating_add(1);
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 

@@ -113,12 +113,12 @@ const MOST_PIECES: usize = 20_000;
 /// The streamer's slots and streams, in time.
 struct Clockwork<'a> {
     topology: &'a Topology,
-    routes: Vec<Route>,
+    lanes: Vec<Lane>,
     /// From the host to the compute device.
     from_host: Vec<usize>,
     depth: usize,
-    /// For each layer what it brings.
-    fills: Vec<Fill>,
+    /// For each layer what it brings, in order of the lanes.
+    fills: Vec<Vec<Part>>,
     /// The layers that bring anything, in order, and for each layer how many of these come before it.
     streamed: Vec<usize>,
     rank: Vec<usize>,
@@ -129,84 +129,89 @@ struct Clockwork<'a> {
     /// What the host has seen the end of.
     now: Duration,
     compute: Duration,
-    upload: Duration,
 }
 
-/// What a layer brings: the bytes of its pieces and their routes. Those that pass a staging buffer on the host stand
-/// together by device.
-#[derive(Default)]
-struct Fill {
-    direct: Vec<(usize, u64)>,
-    through_host: Vec<(usize, u64)>,
+/// What a layer brings from one device, on the way of number `lane`.
+struct Part {
+    lane: usize,
+    /// The bytes of each module.
+    pieces: Vec<u64>,
 }
 
-/// The way from a device.
-struct Route {
+/// The way from a device, with copies of its own.
+struct Lane {
     device: DeviceId,
     /// To the compute device, or to the host, where the compute device cannot reach it.
     way: Vec<usize>,
     straight: bool,
-    /// When the stream that brings its bytes to the host is free.
-    download: Duration,
+    /// When the copies to the host are done, and those to the compute device.
+    down: Duration,
+    up: Duration,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Slot {
     layer: Option<usize>,
     /// When what is in it has arrived.
     ready: Duration,
     /// When its last use ends.
     free: Duration,
-    /// When the last copy out of its staging buffer ends.
-    staging_free: Duration,
+    /// Lane -> when the last copy out of its staging buffer ends.
+    staging_free: Vec<Duration>,
 }
 
 impl<'a> Clockwork<'a> {
     fn new(plan: &Plan, layout: &Layout, topology: &'a Topology) -> Clockwork<'a> {
         let compute = plan.compute();
-        let route = |device: DeviceId| {
+        let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.way(device, if straight { compute } else { DeviceId::CPU });
-            Route { device, way, straight, download: Duration::ZERO }
+            Lane { device, way, straight, down: Duration::ZERO, up: Duration::ZERO }
         };
-        let routes: Vec<Route> = plan.devices().iter().map(|device| route(device.id)).collect();
-        let pieces = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count();
-        let fill = |layer| {
-            let mut fill = Fill::default();
-            let streamed = layout.needs_of(layer).into_iter().map(|module| &plan.assignments()[module]);
-            for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
-                let Some(route) = routes.iter().position(|r| r.device == assignment.device) else { continue };
-                let list = if routes[route].straight { &mut fill.direct } else { &mut fill.through_host };
-                match list.iter_mut().find(|(other, _)| *other == route).filter(|_| pieces > MOST_PIECES) {
-                    Some((_, sum)) => *sum += assignment.bytes,
-                    None => list.push((route, assignment.bytes)),
+        let moves =
+            |module: usize| Some(&plan.assignments()[module]).filter(|a| a.usage == Use::Streamed && a.bytes > 0);
+        let one_piece = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count() > MOST_PIECES;
+        // In order of first use, as the streamer makes them and as it queues the parts of a layer.
+        let mut lanes: Vec<Lane> = Vec::new();
+        let mut fill = |layer| {
+            let mut parts: Vec<Part> = Vec::new();
+            for assignment in layout.needs_of(layer).into_iter().filter_map(moves) {
+                let known = lanes.iter().position(|lane| lane.device == assignment.device);
+                let lane = known.unwrap_or_else(|| {
+                    lanes.push(lane(assignment.device));
+                    lanes.len() - 1
+                });
+                match parts.iter_mut().find(|part| part.lane == lane) {
+                    Some(part) if one_piece => part.pieces[0] += assignment.bytes,
+                    Some(part) => part.pieces.push(assignment.bytes),
+                    None => parts.push(Part { lane, pieces: vec![assignment.bytes] }),
                 }
             }
-            let first: Vec<usize> = fill.through_host.iter().map(|(route, _)| *route).collect();
-            fill.through_host.sort_by_key(|(route, _)| first.iter().position(|other| other == route));
-            fill
+            parts.sort_by_key(|part| part.lane);
+            parts
         };
-        let fills: Vec<Fill> = layout.layers.iter().map(fill).collect();
-        let brings = |&layer: &usize| !(fills[layer].direct.is_empty() && fills[layer].through_host.is_empty());
+        let fills: Vec<Vec<Part>> = layout.layers.iter().map(&mut fill).collect();
+        let brings = |&layer: &usize| !fills[layer].is_empty();
         let streamed: Vec<usize> = (0..fills.len()).filter(brings).collect();
         let mut rank = vec![0; fills.len() + 1];
         for layer in 0..fills.len() {
             rank[layer + 1] = rank[layer] + usize::from(brings(&layer));
         }
+        // Where the plan counts none, they are the caller's.
+        let slots = streamed.len().min(plan.depth().saturating_add(1));
         Clockwork {
             topology,
             from_host: topology.way(DeviceId::CPU, compute),
-            routes,
             depth: plan.depth(),
             holds: vec![None; fills.len()],
             fills,
             streamed,
             rank,
             bookings: Bookings::of(topology),
-            slots: vec![Slot::default(); plan.slots().count],
+            slots: vec![Slot { staging_free: vec![Duration::ZERO; lanes.len()], ..Slot::default() }; slots],
+            lanes,
             now: Duration::ZERO,
             compute: Duration::ZERO,
-            upload: Duration::ZERO,
         }
     }
 
@@ -281,34 +286,25 @@ impl<'a> Clockwork<'a> {
     }
 
     fn fill(&mut self, layer: usize, slot: usize) {
-        let Clockwork { topology, bookings, routes, fills, from_host, now, .. } = self;
-        let Fill { direct, through_host } = &fills[layer];
-        let mut copy = |way: &[usize], bytes: u64, ready: Duration| {
-            bookings.forget(way, *now);
-            bookings.transfer(topology, way, bytes, ready)
+        let Clockwork { topology, bookings, lanes, fills, from_host, now, slots, .. } = self;
+        let slot = &mut slots[slot];
+        let mut copy = |way: &[usize], pieces: &[u64], ready: Duration| {
+            pieces.iter().fold(ready.max(*now), |at, &bytes| {
+                bookings.forget(way, *now);
+                bookings.transfer(topology, way, bytes, at)
+            })
         };
-        // To the staging buffer, one device after the other.
-        let mut staged = self.slots[slot].staging_free.max(*now);
-        for of_device in through_host.chunk_by(|a, b| a.0 == b.0) {
-            let route = &mut routes[of_device[0].0];
-            staged = staged.max(route.download);
-            for (_, bytes) in of_device {
-                staged = copy(&route.way, *bytes, staged);
-            }
-            route.download = staged;
+        slot.ready = Duration::ZERO;
+        for Part { lane: number, pieces } in &fills[layer] {
+            let lane = &mut lanes[*number];
+            lane.up = if lane.straight {
+                copy(&lane.way, pieces, lane.up.max(slot.free))
+            } else {
+                lane.down = copy(&lane.way, pieces, lane.down.max(slot.staging_free[*number]));
+                slot.staging_free[*number] = copy(from_host, pieces, lane.up.max(slot.free).max(lane.down));
+                slot.staging_free[*number]
+            };
+            slot.ready = slot.ready.max(lane.up);
         }
-        // The pieces of one copy go one after the other, whatever devices they come from.
-        let mut at = self.upload.max(*now).max(self.slots[slot].free);
-        if !through_host.is_empty() {
-            at = at.max(staged);
-        }
-        for (route, bytes) in direct {
-            at = copy(&routes[*route].way, *bytes, at);
-        }
-        for (_, bytes) in through_host {
-            at = copy(from_host, *bytes, at);
-            self.slots[slot].staging_free = at;
-        }
-        (self.slots[slot].ready, self.upload) = (at, at);
     }
 }
