@@ -1,5 +1,5 @@
-//! What planning and replaying one model on the virtual clock costs, and how close streaming comes to its floor on the
-//! wall clock.
+//! What planning and replaying one model on the virtual clock costs, what asking for a layer costs in a very deep model,
+//! and how close streaming comes to its floor on the wall clock.
 
 #[path = "../examples/support/replay.rs"]
 mod replay;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use tensor_offload::backend::Clock;
+use tensor_offload::backend::{Backend, Clock, Contents, Simulated};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::{Described, DeviceId, Estimate, Machine, Model, Plan, Planner, Registry, Streamer};
 
@@ -43,6 +43,24 @@ fn virtual_clock(c: &mut Criterion) {
     group.finish();
 }
 
+/// A pass of 10,000 layers that all are away, each asked for with 100 sent for ahead.
+fn deep(c: &mut Criterion) {
+    let machine = machine(&["cpu=64gib", "cuda:0=24gib,link=27.2"]);
+    let layout = Layout::blocks([1_000_000; 10_000]);
+    let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual).contents(Contents::SizesOnly));
+    let devices = Registry::new([simulated as Arc<dyn Backend>]);
+    let planner = Planner::new(&layout, &machine).compute(DeviceId::cuda(0)).depth(100);
+    let plan = planner.allocation("cpu,*".parse().expect("an allocation")).plan().expect("a plan");
+    let model = Arc::new(Model::unfilled(&devices, &layout, &plan).expect("a model"));
+    let mut streamer = Streamer::new(&model).expect("a streamer");
+    let mut group = c.benchmark_group("stream");
+    group.sample_size(10).throughput(Throughput::Elements(10_000));
+    group.bench_function("a pass of 10,000 layers, 100 ahead, virtual clock", |b| {
+        b.iter(|| replay::run(&mut streamer, Duration::from_secs(1), 1).expect("a pass"));
+    });
+    group.finish();
+}
+
 /// Twelve layers of 8 MB, all on the host behind 1 GB/s: 8 ms of copies and as much compute for each, with real bytes
 /// and real time.
 fn wall_clock(c: &mut Criterion) {
@@ -70,5 +88,5 @@ fn wall_clock(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, virtual_clock, wall_clock);
+criterion_group!(benches, virtual_clock, deep, wall_clock);
 criterion_main!(benches);

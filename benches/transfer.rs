@@ -3,7 +3,7 @@
 //!
 //! Each measured turn queues copies as streaming does, each with buffers of its own, up to four at a time, and waits
 //! for the last; the driver's are queued and waited for in the same numbers. `staged` goes from ordinary host memory
-//! through pinned buffers, or back. Without a card the host's memory and simulated devices are measured, up to 16 MiB.
+//! through pinned buffers, which all cores fill and empty. Without a card the host's memory and simulated devices are measured, up to 16 MiB.
 
 #[cfg(feature = "cuda")]
 #[path = "support/raw.rs"]
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use rayon::prelude::*;
 use tensor_offload::backend::{
     Backend, Buf, BufMut, Clock, Device, Host, MemoryKind, Piece, Role, Route, Stream, Transfer,
 };
@@ -24,8 +25,12 @@ const SIZES: [usize; 5] = [64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30];
 /// How many copies are under way at once; fewer of the largest.
 const DEPTH: usize = 4;
 
-/// The bytes of a staging buffer.
+/// The most bytes of a staging buffer. Copies of less take it in four parts, so that one is filled while others are
+/// under way, but in parts of a mebibyte at least.
 const PART: usize = 16 << 20;
+
+/// What one thread copies at a time: the caches hold it.
+const GRAIN: usize = 1 << 20;
 
 const DEADLINE: Duration = Duration::from_secs(120);
 
@@ -110,30 +115,32 @@ fn copies(lanes: &mut [Lane], count: u64) -> Result<()> {
 struct Staged {
     stream: Arc<dyn Stream>,
     ring: Vec<Option<BufMut>>,
+    part: usize,
     host: Option<BufMut>,
     card: Option<BufMut>,
 }
 
 impl Staged {
     fn new(stream: &Arc<dyn Stream>, host: &dyn Device, card: &dyn Device, size: usize) -> Result<Staged> {
-        let buffer = || host.alloc(PART.min(size), MemoryKind::Pinned).map(Some);
+        let part = (size / DEPTH).clamp(GRAIN, PART).min(size);
+        let buffer = || host.alloc(part, MemoryKind::Pinned).map(Some);
         let mut memory = host.alloc(size, MemoryKind::Arena)?;
         memory.host_mut().into_iter().for_each(|mut bytes| bytes.fill(1));
         let card = card.alloc(size, MemoryKind::Arena)?;
         let ring = (0..DEPTH).map(|_| buffer()).collect::<Result<_>>()?;
-        Ok(Staged { stream: Arc::clone(stream), ring, host: Some(memory), card: Some(card) })
+        Ok(Staged { stream: Arc::clone(stream), ring, part, host: Some(memory), card: Some(card) })
     }
 
     fn up(&mut self) -> Result<()> {
         let (Some(host), Some(mut to)) = (self.host.as_mut(), self.card.take()) else { return Ok(()) };
         let bytes = host.host_mut().expect("the host's own memory");
-        for (part, bytes) in bytes.chunks(PART).enumerate() {
+        for (part, bytes) in bytes.chunks(self.part).enumerate() {
             let place = part % DEPTH;
             let mut buffer = self.ring[place].take().expect("given back below");
             buffer.settle(DEADLINE)?;
-            buffer.host_mut().expect("settled")[..bytes.len()].copy_from_slice(bytes);
+            copy(bytes, &mut buffer.host_mut().expect("settled")[..bytes.len()]);
             let buffer = buffer.freeze();
-            let piece = Piece { src: buffer.clone(), from: 0..bytes.len(), at: part * PART };
+            let piece = Piece { src: buffer.clone(), from: 0..bytes.len(), at: part * self.part };
             to = self.stream.copy(Transfer::new(vec![piece], to)?)?.chain();
             self.ring[place] = buffer.try_reclaim().ok();
         }
@@ -148,22 +155,30 @@ impl Staged {
         let card = card.freeze();
         let mut bytes = host.host_mut().expect("the host's own memory");
         let mut under_way = std::collections::VecDeque::new();
-        let mut parts = bytes.chunks_mut(PART).enumerate();
+        let mut parts = bytes.chunks_mut(self.part).enumerate();
         loop {
             while under_way.len() < DEPTH {
                 let Some((part, to)) = parts.next() else { break };
                 let buffer = self.ring[part % DEPTH].take().expect("given back below");
-                let piece = Piece { src: card.clone(), from: part * PART..part * PART + to.len(), at: 0 };
+                let piece = Piece { src: card.clone(), from: part * self.part..part * self.part + to.len(), at: 0 };
                 under_way.push_back((part, to, self.stream.copy(Transfer::new(vec![piece], buffer)?)?));
             }
             let Some((part, to, flight)) = under_way.pop_front() else { break };
             let mut buffer = flight.landed(DEADLINE)?;
-            to.copy_from_slice(&buffer.host_mut().expect("landed")[..to.len()]);
+            copy(&buffer.host_mut().expect("landed")[..to.len()], to);
             self.ring[part % DEPTH] = Some(buffer);
         }
         drop(bytes);
         self.card = card.try_reclaim().ok();
         Ok(())
+    }
+}
+
+/// Copies on all cores; what one takes at a time, on this one.
+fn copy(src: &[u8], dst: &mut [u8]) {
+    match dst.len() <= GRAIN {
+        true => dst.copy_from_slice(src),
+        false => dst.par_chunks_mut(GRAIN).zip(src.par_chunks(GRAIN)).for_each(|(dst, src)| dst.copy_from_slice(src)),
     }
 }
 

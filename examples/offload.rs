@@ -54,8 +54,8 @@ struct Args {
     /// Milliseconds of compute in one step, spread evenly over the layers
     #[arg(long, value_name = "MS", default_value_t = 20.0)]
     compute_ms: f64,
-    /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; those of described devices
-    /// and of the host, whose streams are threads
+    /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; a real card's copies from when
+    /// they are queued until they were seen to be done
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Print one JSON value
@@ -79,7 +79,8 @@ impl support::Example for Args {
         let devices = self.registry(&patches)?;
         let start = devices.snapshot("start");
         let plan = self.plan(&patches, &self.machine(&devices)?, self.allocation()?)?;
-        self.say(|| format!("{}\n{}\n{start}\n\n{plan}", describe(&checkpoint), patches.report()));
+        let machine = support::devices::lines(devices.machine());
+        self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(&checkpoint), patches.report()));
 
         let model = Arc::new(self.load(&devices, &checkpoint, &patches, &plan)?);
         let loaded = devices.snapshot("loaded");
@@ -88,8 +89,11 @@ impl support::Example for Args {
         let cache = ModelCache::new();
         cache.insert("model", Arc::clone(&model), Retention::Unload);
         let mut streamer = Streamer::new(&model)?;
-        let steps = self.steps(&mut streamer, &plan, &devices)?;
-        self.say(|| format!("streamed {}", streamer.report()));
+        let topology = self.topology(&plan, &devices)?;
+        let steps = self.steps(&mut streamer, &plan, &topology)?;
+        let segments = streamer.report().segments(&topology);
+        let carried = |(name, bytes): (&&str, &u64)| format!("; {name} carried {}", ByteSize(*bytes).human());
+        self.say(|| format!("streamed {}{}", streamer.report(), segments.iter().map(carried).collect::<String>()));
         let hash = verify(&mut streamer, &checkpoint, &patches)?;
         self.say(|| format!("every tensor arrived with the bytes of a merge on the host: sha256 {hash}\n"));
         let stream = streamer.report().clone();
@@ -103,7 +107,7 @@ impl support::Example for Args {
         let peaks: Vec<_> =
             peaks.iter().map(|(id, peak, limit)| json!({ "id": id, "peak": peak, "limit": limit })).collect();
         Ok(json!({
-            "plan": plan, "load": load, "steps": steps, "stream": stream, "sha256": hash, "unload": cleanup.unload,
+            "plan": plan, "load": load, "steps": steps, "stream": stream, "segments": segments, "sha256": hash, "unload": cleanup.unload,
             "devices": peaks, "snapshots": [start.to_string(), loaded.to_string(), end.to_string()],
         }))
     }
@@ -158,7 +162,7 @@ impl Args {
     fn machine(&self, devices: &Registry) -> Result<Machine> {
         let machine = devices.machine().clone();
         let auto = self.allocation()?.is_some_and(|allocation| allocation.mode() == Mode::Auto);
-        if !auto || !self.devices.devices.is_empty() || !machine.topology.segments().is_empty() {
+        if !auto || !self.devices.devices.is_empty() || !machine.topology.is_estimate() {
             return Ok(machine);
         }
         Ok(Machine::new(machine.devices, devices.measured_topology()?))
@@ -205,18 +209,11 @@ impl Args {
     }
 
     /// Goes through the model, as a caller would that computes for a while in every layer.
-    fn steps(&self, streamer: &mut Streamer, plan: &Plan, devices: &Registry) -> Result<Vec<Value>> {
+    fn steps(&self, streamer: &mut Streamer, plan: &Plan, topology: &Topology) -> Result<Vec<Value>> {
         let layers = streamer.model().layout().layers.len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
-        // Nobody described the links of real devices; they are measured.
-        let real = self.devices.devices.is_empty() && !plan.compute().is_host();
-        let described = &devices.machine().topology;
-        let topology = match described.segments().is_empty() && real {
-            true => devices.measured_topology()?,
-            false => described.clone(),
-        };
-        let estimate = plan.estimate(&topology, compute);
+        let estimate = plan.estimate(topology, compute);
         let floor = estimate.pass.as_secs_f64();
         self.say(|| format!("{estimate}"));
         let mut steps = Vec::new();
@@ -236,6 +233,16 @@ impl Args {
             steps.push(json!({ "seconds": seconds, "floor": floor, "bytes": bytes }));
         }
         Ok(steps)
+    }
+
+    /// The links. Nobody described those of real devices, at best they are estimated; they are measured.
+    fn topology(&self, plan: &Plan, devices: &Registry) -> Result<Topology> {
+        let real = self.devices.devices.is_empty() && !plan.compute().is_host();
+        let described = &devices.machine().topology;
+        match real && described.is_estimate() {
+            true => devices.measured_topology(),
+            false => Ok(described.clone()),
+        }
     }
 
     fn say(&self, text: impl FnOnce() -> String) {

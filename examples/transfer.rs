@@ -60,14 +60,11 @@ fn computes(id: DeviceId) -> bool {
 }
 
 fn text(registry: &Registry, matrix: &LinkMatrix, clock: &str) -> String {
-    let mut text = String::new();
-    for device in registry.machine().devices.iter().filter(|device| computes(device.id)) {
-        text += &format!("{}: {}, {}\n", device.id, device.name, ByteSize(device.total).human());
-    }
-    text + &format!(
-        "{matrix}\nGB/s are 10^9 bytes a second by {clock}. The fixed cost is that of a copy of four bytes that is\n\
+    support::devices::lines(registry.machine())
+        + &format!(
+            "{matrix}\nGB/s are 10^9 bytes a second by {clock}. The fixed cost is that of a copy of four bytes that is\n\
          waited for: it is part of the pageable figures; copies that are queued ahead hide it."
-    )
+        )
 }
 
 fn report(registry: &Registry, matrix: &LinkMatrix) -> Value {
@@ -75,7 +72,7 @@ fn report(registry: &Registry, matrix: &LinkMatrix) -> Value {
     let system = Registry::new([Arc::new(Host::new()) as Arc<dyn Backend>]);
     let device = |&id: &DeviceId| {
         let info = registry.machine().device(id).or_else(|_| system.machine().device(id)).ok();
-        json!({ "id": id, "name": info.map(|info| &info.name), "total": info.map(|info| info.total) })
+        info.map_or_else(|| json!({ "id": id }), support::devices::report)
     };
     let link = |link: &Link| {
         json!({

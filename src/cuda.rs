@@ -22,6 +22,17 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! **Graphs.** Work of the library's cannot be part of a graph: it waits for copies that are queued outside of it. While
+//! a stream that was adopted is being captured, all such work on it is refused by
+//! [`Error::Capturing`](crate::Error::Capturing) before anything is queued, and the capture goes on. So ask for a layer
+//! before the capture of its kernels begins and drop its guard after the capture has ended: a guard dropped meanwhile
+//! cannot mark its use, and its slot is withdrawn. Later, launch the graph between the two. Resident weights, and the
+//! slots of streamed layers, stay at their addresses for as long as the model lives, but which slot a layer gets is
+//! decided each time, so a graph over streamed layers has to fit the addresses that the guard gives, or copy the weights
+//! to memory of its own first. Capture with the thread-local or relaxed mode where threads of yours use the library
+//! meanwhile: the global mode forbids them what it needs (allocating, asking for events); the library's own threads stay
+//! out of captures.
 
 #![expect(unsafe_code, reason = "raw handles and addresses cross the border here")]
 

@@ -106,7 +106,8 @@
 //!   f16 and fp8 weights, scaled fp8 too. One rounding, and the same bytes whatever the plan, the number of threads
 //!   and the instruction set ([`patch`]).
 //! - Loading with progress and cancellation that gives all memory back when it fails ([`Loader`]).
-//! - Streaming in any order of layers; the host waits only when it asks to ([`Streamer`]).
+//! - Streaming in any order of layers, from all their devices at one time, for several models on one device, into slots of
+//!   the library's or the caller's own ([`Streamer`]). Arrivals can be awaited ([`LayerGuard::arrived`]).
 //! - A cache that owns its models and unloads exactly the flagged ones, when it is told to, asked to between two jobs,
 //!   or short of memory ([`ModelCache`], [`FreeRequest`], [`Pressure`]).
 //! - Devices by description, on a virtual or a wall clock, for plans, tests and examples ([`backend::Simulated`]); a

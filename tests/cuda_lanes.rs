@@ -14,7 +14,7 @@ use card::{assert_clean, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama};
-use tensor_offload::backend::{Backend, BufMut, Cuda, Event, Host};
+use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
 use tensor_offload::{ByteSize, ErrorKind, LayerGuard, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda};
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -370,6 +370,86 @@ fn cuda_a_thousand_passes_are_right() {
     comes_back(&devices);
     drop(devices);
     cuda.assert_clean();
+}
+
+/// Whatever operation of a stream that needs staging fails, it is an error or a right pass; nothing is kept.
+#[test]
+fn cuda_whatever_fails_of_a_staged_stream_nothing_is_wrong_or_kept() {
+    let subject = Subject::plain(&llama(3, 16), 112);
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse)) else { return };
+    let countdown = Countdown::new();
+    let whole_path = |devices: &Registry| {
+        let model = load(devices, &subject, "cuda:0,2kb;disk,3kb;cpu,*", 1, 2_000);
+        let before = countdown.calls();
+        let outcome = Streamer::new(&model).and_then(|mut streamer| {
+            check_pass(&mut streamer, &subject)?;
+            countdown.fail_nth(u64::MAX / 2);
+            check_pass(&mut streamer, &subject)
+        });
+        (outcome, countdown.calls() - before)
+    };
+    let faulty = || {
+        let cuda: Arc<dyn Backend> = Arc::new(Faulty::new(Cuda::new(), countdown.clone()));
+        Registry::new([cuda, Arc::new(Host::new())])
+    };
+    let devices = faulty();
+    let loading = {
+        load(&devices, &subject, "cuda:0,2kb;disk,3kb;cpu,*", 1, 2_000);
+        countdown.calls()
+    };
+    let (right, calls) = whole_path(&devices);
+    right.unwrap();
+    drop(devices);
+    let mut errors = 0;
+    for nth in 1..calls / 2 {
+        let devices = faulty();
+        countdown.fail_nth(loading + nth);
+        let (outcome, _) = whole_path(&devices);
+        if let Err(error) = outcome {
+            assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+            errors += 1;
+        }
+        comes_back(&devices);
+    }
+    assert!(errors > 5 && calls > 40, "{errors} errors of {calls} operations");
+    assert_clean(&cuda);
+}
+
+/// A trace shows copies of a device's from when they are queued until they are seen to be done.
+#[test]
+fn cuda_copies_are_spans_until_they_are_done() {
+    use std::sync::Mutex;
+    use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
+    /// Names of spans and when they were opened or closed.
+    #[derive(Clone, Default)]
+    struct Seen(Arc<Mutex<Vec<(&'static str, bool, Instant)>>>);
+    impl<S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>> Layer<S> for Seen {
+        fn on_new_span(&self, attrs: &tracing::span::Attributes<'_>, _: &tracing::Id, _: Context<'_, S>) {
+            self.0.lock().unwrap().push((attrs.metadata().name(), true, Instant::now()));
+        }
+        fn on_close(&self, id: tracing::Id, context: Context<'_, S>) {
+            self.0.lock().unwrap().push((context.span(&id).unwrap().name(), false, Instant::now()));
+        }
+    }
+    let subject = Subject::plain(&blocks(&[100_000; 3]), 111);
+    let cuda = driver(&Config::with_devices(&[64 << 20]).links(Link::new(0, 10_000_000)));
+    let devices = registry();
+    let model = load(&devices, &subject, "cpu,*", 1, u64::MAX);
+    let seen = Seen::default();
+    tracing::subscriber::with_default(tracing_subscriber::registry().with(seen.clone()), || {
+        let mut streamer = Streamer::new(&model).unwrap();
+        (0..3).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        pass(&mut streamer, Duration::from_millis(1)).wait(DEADLINE).unwrap();
+    });
+    drop(model);
+    comes_back(&devices);
+    drop(devices);
+    cuda.assert_clean();
+    let seen = seen.0.lock().unwrap();
+    let copies = |opened: bool| seen.iter().filter(move |span| span.0 == "copy" && span.1 == opened).map(|span| span.2);
+    assert!(copies(true).count() >= 6 && copies(true).count() == copies(false).count(), "{seen:?}");
+    let took = copies(true).zip(copies(false)).map(|(begin, end)| end.saturating_duration_since(begin));
+    assert!(took.min() >= Some(Duration::from_millis(if card::named() { 0 } else { 9 })));
 }
 
 /// Events of a driver, which tells nobody of their end, can be awaited all the same.

@@ -6,8 +6,8 @@ mod card;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, devices, driver, named, stand_in};
-use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode, Rule, Session};
+use card::{DEADLINE, assert_clean, devices, driver, named, stand_in, wait_until_closed};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode, Rule};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
     Adapter, ByteSize, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Patches, Planner, Registry,
@@ -87,14 +87,6 @@ fn assert_given_back(devices: &Registry, what: &str) {
     }
 }
 
-/// The last handle of a context goes a moment after the devices; what is lost is never closed.
-fn wait_until_closed(cuda: &Session) {
-    let until = Instant::now() + Duration::from_millis(50);
-    while cuda.report().live_contexts > 0 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 fn two_cards() -> Config {
     Config::with_devices(&[64 << 20, 32 << 20]).all_peers()
 }
@@ -168,7 +160,8 @@ fn cuda_every_failing_call_gives_an_error_or_a_right_result() {
             }
             assert_given_back(&devices, &format!("{effect:?} at call {nth}, {outcome:?}"));
             drop(devices);
-            wait_until_closed(&cuda);
+            let lost = matches!(effect, Effect::Sticky(_));
+            wait_until_closed(&cuda, Duration::from_millis(if lost { 50 } else { 2000 }));
             // The call that failed may be the one that gives a thing back; that thing, and no other, stays. Memory
             // is missed twice then, by its pool and by its context.
             let report = cuda.report();

@@ -149,20 +149,20 @@ fn offload_of_a_model_larger_than_its_device() {
     assert_eq!(hashes[0], hashes[1]);
 }
 
-/// A span of a trace: its name, its thread, when it began and ended, in microseconds.
+/// A span of a trace: its name, the thread that began it, when it began and ended, in microseconds.
 type Span = (String, u64, f64, f64);
 
-/// Every begin of a span with its end on the same thread.
+/// Every begin of a span with its end.
 fn spans(trace: &Value) -> Vec<Span> {
-    let (mut open, mut spans): (Vec<Span>, Vec<Span>) = (Vec::new(), Vec::new());
+    let (mut open, mut spans): (Vec<(u64, Span)>, Vec<Span>) = (Vec::new(), Vec::new());
     for event in trace.as_array().expect("a list of events") {
         let (name, thread) = (event["name"].as_str().unwrap_or(""), event["tid"].as_u64().unwrap_or(0));
-        let time = event["ts"].as_f64().unwrap_or(0.0);
+        let (id, time) = (event["id"].as_u64().unwrap_or(0), event["ts"].as_f64().unwrap_or(0.0));
         match event["ph"].as_str() {
-            Some("B") => open.push((name.to_owned(), thread, time, time)),
-            Some("E") => {
-                let begun = open.iter().rposition(|span| span.0 == name && span.1 == thread).expect("a begin");
-                let (name, thread, begin, _) = open.remove(begun);
+            Some("b") => open.push((id, (name.to_owned(), thread, time, time))),
+            Some("e") => {
+                let begun = open.iter().rposition(|(of, span)| *of == id && span.0 == name).expect("a begin");
+                let (_, (name, thread, begin, _)) = open.remove(begun);
                 spans.push((name, thread, begin, time));
             }
             _ => {}

@@ -298,3 +298,85 @@ fn an_await_can_be_given_up() {
     drop((guard, streamer));
     comes_back(&registry);
 }
+
+/// A thousand passes with skips, repeats, steps back and guards that are kept for a while, from every kind of home.
+#[test]
+fn a_thousand_passes_are_right() {
+    let subject = Subject::plain(&llama(4, 16), 97);
+    for (clock, passes) in [(Clock::Virtual, 1000), (Clock::Wall, 300)] {
+        let registry = Registry::described(machine(), clock);
+        let machine = machine();
+        let plan =
+            subject.planner(&machine, "cuda:0,10%;cuda:1,20%;xpu:0,25%;disk,20%;cpu,25%").depth(2).plan().unwrap();
+        let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
+        let (mut random, mut kept) = (Random::new(11), None);
+        for pass in 0..passes {
+            let mut layer = 0;
+            while layer < layers(&streamer) {
+                let guard = streamer.layer(layer).unwrap();
+                if layer == pass % layers(&streamer) {
+                    check_layer(&guard, &subject).unwrap();
+                }
+                let (skip, keep) = (random.next() % 10, random.next() % 8 == 0);
+                layer = match skip {
+                    0 => layer,
+                    1 => layer.saturating_sub(1),
+                    2 | 3 => layer + 2,
+                    _ => layer + 1,
+                };
+                if keep {
+                    kept = Some(guard);
+                } else if kept.as_ref().is_some_and(|kept| check_layer(kept, &subject).is_ok()) {
+                    kept = None;
+                }
+            }
+        }
+        let report = streamer.report();
+        assert!(report.prefetched > report.late, "{report}");
+        drop((kept, streamer));
+        comes_back(&registry);
+    }
+}
+
+/// A caller that panics in a layer: its guard marks the end of the use, and the pass goes on.
+#[test]
+fn a_caller_that_panics_in_a_layer_spoils_nothing() {
+    let subject = Subject::plain(&llama(4, 16), 98);
+    let machine = described(&["cpu=64mb", "cuda:0=24mb,link=0.05", "xpu:0=24mb"]);
+    let registry = Registry::described(machine.clone(), Clock::Wall);
+    let plan = subject.planner(&machine, "xpu:0,40%;cpu,60%").depth(1).plan().unwrap();
+    let model = load(&registry, &subject, &plan);
+    let mut streamer = Streamer::new(&model).unwrap();
+    for layer in 0..layers(&streamer) {
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _guard = streamer.layer(layer).unwrap();
+            streamer.compute().occupy(Duration::from_millis(1)).unwrap();
+            // A panic without its message.
+            std::panic::resume_unwind(Box::new("the caller's code fails"));
+        }));
+        assert!(panicked.is_err());
+        check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+    }
+    check_pass(&mut streamer, &subject);
+    drop((streamer, model));
+    comes_back(&registry);
+}
+
+/// On a slow link a wait ends at its deadline, and what was late comes in the end.
+#[test]
+fn a_slow_link_is_an_error_that_passes() {
+    let subject = Subject::plain(&blocks(&[100_000; 4]), 99);
+    let machine = described(&["cpu=64mb", "cuda:0=24mb,link=0.002"]);
+    let watched = Watched::new(machine.clone(), Clock::Wall);
+    watched.copies.let_the_host_wait();
+    let plan = subject.planner(&machine, "cpu,*").depth(1).plan().unwrap();
+    let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
+    streamer = streamer.deadline(Duration::from_millis(1));
+    assert_eq!(streamer.layer(0).unwrap_err().kind(), ErrorKind::TimedOut);
+    let stalls = streamer.report().stalls.clone();
+    assert!(stalls.values().any(|stalls| stalls.count == 1 && stalls.time >= Duration::from_millis(1)), "{stalls:?}");
+    streamer = streamer.deadline(DEADLINE);
+    check_pass(&mut streamer, &subject);
+    drop(streamer);
+    comes_back(&watched.registry);
+}

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::Path;
 
 use tensor_offload::{Error, Result};
-use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
+use tracing_chrome::{ChromeLayerBuilder, FlushGuard, TraceStyle};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 
@@ -15,7 +15,9 @@ use tracing_subscriber::layer::{Layer, SubscriberExt};
 pub(crate) fn to_file(path: &Path) -> Result<FlushGuard> {
     let create = |source| Error::Io { path: path.to_owned(), action: "write", source };
     let file = File::create(path).map_err(create)?;
-    let (layer, guard) = ChromeLayerBuilder::new().writer(file).include_args(true).build();
+    // A copy of a device's ends where nobody runs a thread for it, so spans are shown from open to closed.
+    let builder = ChromeLayerBuilder::new().writer(file).include_args(true).trace_style(TraceStyle::Async);
+    let (layer, guard) = builder.build();
     let ours = Targets::new().with_target("tensor_offload", tracing_subscriber::filter::LevelFilter::TRACE);
     let subscriber = tracing_subscriber::registry().with(layer.with_filter(ours));
     tracing::subscriber::set_global_default(subscriber)

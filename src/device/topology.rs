@@ -132,6 +132,11 @@ impl Topology {
         self
     }
 
+    /// Whether no speed in it was measured or described: there are none, or only estimates.
+    pub fn is_estimate(&self) -> bool {
+        self.segments.iter().all(|segment| segment.estimated)
+    }
+
     /// Says that `device` has no memory but that of `memory`. What is copied within one memory passes no link of a
     /// device, only that memory's own segment where one was given.
     #[must_use]
@@ -293,10 +298,12 @@ mod tests {
     #[test]
     fn what_stays_in_one_memory_passes_no_link() {
         let (host, a, b) = (DeviceId::CPU, DeviceId::cuda(0), DeviceId::cuda(1));
-        let topology = Topology::new().link(a, gbps(26)).link(b, gbps(26)).within(a, host).within(b, b);
+        let topology = Topology::new().link(a, gbps(26)).link(b, gbps(26)).estimated().within(a, host).within(b, b);
+        assert!(topology.is_estimate() && Topology::new().is_estimate());
         assert_eq!((topology.route(host, a), topology.route(a, host)), (vec![], vec![]));
         assert_eq!(topology.route(host, b).len(), 1);
         let topology = topology.link(host, gbps(40)).no_peer_access(host, a);
+        assert!(!topology.is_estimate());
         assert_eq!(topology.segments()[topology.route(host, a)[0]].name, "cpu out");
         assert!(topology.reaches(a, host) && topology.memory_of(a) == host);
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::Reservation;
 use super::worker::lock;
 use crate::adapter::TensorPatch;
-use crate::backend::{Buf, BufMut, Device, Kernels, MatrixPatch, MemoryKind, Piece, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Event, Kernels, MatrixPatch, MemoryKind, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
@@ -32,8 +32,8 @@ pub(super) struct OnDevice {
 /// What a worker keeps from one tensor to the next: for each device the memory for factors.
 #[derive(Default)]
 pub(super) struct Factors {
-    /// Host memory that the last upload reads.
-    staging: Option<Buf>,
+    /// Host memory that an upload reads until its event.
+    staging: Option<(Event, Buf)>,
     /// It counts saturated values, from its taking on.
     work: BTreeMap<DeviceId, BufMut>,
     saturated: u64,
@@ -126,7 +126,6 @@ impl Planned<'_> {
         let Some(mut staging) = factors.staging(there, bytes)? else { return Ok(None) };
         let Some((memory, fresh)) = factors.work(there, stream, bytes)? else {
             there.not_there(id, format!("no room for {} of factors", ByteSize(bytes as u64).human()));
-            factors.staging = Some(staging.freeze());
             return Ok(None);
         };
         match staging.host_mut() {
@@ -137,8 +136,8 @@ impl Planned<'_> {
         // What was counted before stays.
         let from = if fresh { 0 } else { MatrixPatch::SATURATED.end };
         let piece = Piece { src: staging.clone(), from: from..bytes, at: from };
-        factors.staging = Some(staging);
         let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
+        factors.staging = Some((flight.done().clone(), staging));
         Ok(Some((patch, flight.chain())))
     }
 
@@ -161,9 +160,9 @@ impl Planned<'_> {
 impl Factors {
     /// Host memory for the factors of one tensor, the last one's where that is enough; none where there is not so much.
     fn staging(&mut self, there: &OnDevice, bytes: usize) -> Result<Option<BufMut>> {
-        let mut old = self.staging.take().and_then(|old| old.try_reclaim().ok());
-        old.as_mut().map_or(Ok(()), |old| old.settle(there.deadline))?;
-        match old.filter(|old| old.bytes() >= bytes) {
+        let old = self.staging.take();
+        let old = old.map(|(event, old)| event.wait(there.deadline).map(|()| old.try_reclaim().ok())).transpose()?;
+        match old.flatten().filter(|old| old.bytes() >= bytes) {
             Some(old) => Ok(Some(old)),
             None => Ok(there.host.alloc(bytes, MemoryKind::Pinned).ok()),
         }

@@ -12,7 +12,7 @@ use super::reuse::{Reuse, Ways};
 use super::store::Home;
 use super::{Loader, Reservation};
 use crate::adapter::{Patches, TensorPatch};
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
@@ -51,8 +51,8 @@ pub(super) struct Job<'a> {
 /// What a worker keeps from one tensor to the next.
 #[derive(Default)]
 struct Scratch {
-    /// Host memory with a tensor that the host patched; the last copy reads it.
-    patched: Option<Buf>,
+    /// Host memory with a tensor that the host patched, which a copy reads until its event.
+    patched: Option<(Event, Buf)>,
     factors: Factors,
 }
 
@@ -274,12 +274,12 @@ impl<'a> Job<'a> {
         place: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
-        scratch: &mut Option<Buf>,
+        scratch: &mut Option<(Event, Buf)>,
     ) -> Result<BufMut> {
-        let mut old = scratch.take().and_then(|old| old.try_reclaim().ok());
         // One that is too small is waited for, too: it has to be back before a larger one is taken.
-        old.as_mut().map_or(Ok(()), |old| old.settle(self.loader.deadline))?;
-        let mut staging = match old.filter(|old| old.bytes() >= place.len()) {
+        let old = scratch.take();
+        let old = old.map(|(event, old)| event.wait(self.loader.deadline).map(|()| old.try_reclaim().ok()));
+        let mut staging = match old.transpose()?.flatten().filter(|old| old.bytes() >= place.len()) {
             Some(old) => old,
             None => self.host.alloc(place.len(), MemoryKind::Pinned)?,
         };
@@ -290,7 +290,7 @@ impl<'a> Job<'a> {
         let staging = staging.freeze();
         let piece = Piece { src: staging.clone(), from: 0..place.len(), at: place.start };
         let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
-        *scratch = Some(staging);
+        *scratch = Some((flight.done().clone(), staging));
         Ok(flight.chain())
     }
 

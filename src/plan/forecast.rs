@@ -110,15 +110,21 @@ const COUNTED: u32 = 2;
 /// gained or lost by taking turns with others in one segment.
 const MOST_PIECES: usize = 20_000;
 
-/// The streamer's slots and streams, in time.
+/// Host memory on the way of bytes that the compute device cannot read where they are: a few buffers, that take turns.
+pub(crate) const HOST_BUFFERS: usize = 4;
+/// The bytes of one such buffer. Smaller ones would save host memory, larger ones copies.
+pub(crate) const HOST_PIECE: u64 = 32 << 20;
+
+/// The streamer's slots and lanes, in time.
 struct Clockwork<'a> {
     topology: &'a Topology,
+    /// In order of the first layer that uses each.
     lanes: Vec<Lane>,
     /// From the host to the compute device.
     from_host: Vec<usize>,
     depth: usize,
-    /// For each layer what it brings, in order of the lanes.
-    fills: Vec<Vec<Part>>,
+    /// For each layer the bytes that it brings, piece by piece: those of each lane together, in order of lane.
+    fills: Vec<Vec<(usize, u64)>>,
     /// The layers that bring anything, in order, and for each layer how many of these come before it.
     streamed: Vec<usize>,
     rank: Vec<usize>,
@@ -131,33 +137,31 @@ struct Clockwork<'a> {
     compute: Duration,
 }
 
-/// What a layer brings from one device, on the way of number `lane`.
-struct Part {
-    lane: usize,
-    /// The bytes of each module.
-    pieces: Vec<u64>,
-}
-
-/// The way from a device, with copies of its own.
+/// The way from a device, and when its streams are free.
 struct Lane {
     device: DeviceId,
     /// To the compute device, or to the host, where the compute device cannot reach it.
     way: Vec<usize>,
-    straight: bool,
-    /// When the copies to the host are done, and those to the compute device.
-    down: Duration,
-    up: Duration,
+    upload: Duration,
+    /// None where bytes go straight.
+    through_host: Option<ThroughHost>,
 }
 
-#[derive(Clone, Default)]
+/// When the stream to the host is free, and each of the buffers there.
+#[derive(Default)]
+struct ThroughHost {
+    download: Duration,
+    buffers: [Duration; HOST_BUFFERS],
+    next: usize,
+}
+
+#[derive(Clone, Copy, Default)]
 struct Slot {
     layer: Option<usize>,
     /// When what is in it has arrived.
     ready: Duration,
     /// When its last use ends.
     free: Duration,
-    /// Lane -> when the last copy out of its staging buffer ends.
-    staging_free: Vec<Duration>,
 }
 
 impl<'a> Clockwork<'a> {
@@ -166,31 +170,28 @@ impl<'a> Clockwork<'a> {
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.way(device, if straight { compute } else { DeviceId::CPU });
-            Lane { device, way, straight, down: Duration::ZERO, up: Duration::ZERO }
+            let through_host = (!straight).then(ThroughHost::default);
+            Lane { device, way, upload: Duration::ZERO, through_host }
         };
-        let moves =
-            |module: usize| Some(&plan.assignments()[module]).filter(|a| a.usage == Use::Streamed && a.bytes > 0);
-        let one_piece = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count() > MOST_PIECES;
-        // In order of first use, as the streamer makes them and as it queues the parts of a layer.
         let mut lanes: Vec<Lane> = Vec::new();
-        let mut fill = |layer| {
-            let mut parts: Vec<Part> = Vec::new();
-            for assignment in layout.needs_of(layer).into_iter().filter_map(moves) {
-                let known = lanes.iter().position(|lane| lane.device == assignment.device);
-                let lane = known.unwrap_or_else(|| {
+        let pieces = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count();
+        let fill = |layer| {
+            let mut fill: Vec<(usize, u64)> = Vec::new();
+            let streamed = layout.needs_of(layer).into_iter().map(|module| &plan.assignments()[module]);
+            for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
+                let place = lanes.iter().position(|lane| lane.device == assignment.device).unwrap_or_else(|| {
                     lanes.push(lane(assignment.device));
                     lanes.len() - 1
                 });
-                match parts.iter_mut().find(|part| part.lane == lane) {
-                    Some(part) if one_piece => part.pieces[0] += assignment.bytes,
-                    Some(part) => part.pieces.push(assignment.bytes),
-                    None => parts.push(Part { lane, pieces: vec![assignment.bytes] }),
+                match fill.iter_mut().find(|(other, _)| *other == place).filter(|_| pieces > MOST_PIECES) {
+                    Some((_, sum)) => *sum += assignment.bytes,
+                    None => fill.push((place, assignment.bytes)),
                 }
             }
-            parts.sort_by_key(|part| part.lane);
-            parts
+            fill.sort_by_key(|(lane, _)| *lane);
+            fill
         };
-        let fills: Vec<Vec<Part>> = layout.layers.iter().map(&mut fill).collect();
+        let fills: Vec<Vec<(usize, u64)>> = layout.layers.iter().map(fill).collect();
         let brings = |&layer: &usize| !fills[layer].is_empty();
         let streamed: Vec<usize> = (0..fills.len()).filter(brings).collect();
         let mut rank = vec![0; fills.len() + 1];
@@ -198,18 +199,18 @@ impl<'a> Clockwork<'a> {
             rank[layer + 1] = rank[layer] + usize::from(brings(&layer));
         }
         // Where the plan counts none, they are the caller's.
-        let slots = streamed.len().min(plan.depth().saturating_add(1));
+        let slots = vec![Slot::default(); streamed.len().min(plan.depth().saturating_add(1))];
         Clockwork {
             topology,
             from_host: topology.way(DeviceId::CPU, compute),
+            lanes,
             depth: plan.depth(),
             holds: vec![None; fills.len()],
             fills,
             streamed,
             rank,
             bookings: Bookings::of(topology),
-            slots: vec![Slot { staging_free: vec![Duration::ZERO; lanes.len()], ..Slot::default() }; slots],
-            lanes,
+            slots,
             now: Duration::ZERO,
             compute: Duration::ZERO,
         }
@@ -286,25 +287,54 @@ impl<'a> Clockwork<'a> {
     }
 
     fn fill(&mut self, layer: usize, slot: usize) {
-        let Clockwork { topology, bookings, lanes, fills, from_host, now, slots, .. } = self;
-        let slot = &mut slots[slot];
-        let mut copy = |way: &[usize], pieces: &[u64], ready: Duration| {
-            pieces.iter().fold(ready.max(*now), |at, &bytes| {
-                bookings.forget(way, *now);
-                bookings.transfer(topology, way, bytes, at)
-            })
+        let Clockwork { topology, bookings, lanes, fills, from_host, now, .. } = self;
+        let slot = &mut self.slots[slot];
+        let mut copy = |way: &[usize], bytes: u64, ready: Duration| {
+            bookings.forget(way, *now);
+            bookings.transfer(topology, way, bytes, ready)
         };
-        slot.ready = Duration::ZERO;
-        for Part { lane: number, pieces } in &fills[layer] {
-            let lane = &mut lanes[*number];
-            lane.up = if lane.straight {
-                copy(&lane.way, pieces, lane.up.max(slot.free))
-            } else {
-                lane.down = copy(&lane.way, pieces, lane.down.max(slot.staging_free[*number]));
-                slot.staging_free[*number] = copy(from_host, pieces, lane.up.max(slot.free).max(lane.down));
-                slot.staging_free[*number]
-            };
-            slot.ready = slot.ready.max(lane.up);
+        slot.ready = *now;
+        for part in fills[layer].chunk_by(|a, b| a.0 == b.0) {
+            let Lane { way, upload, through_host, .. } = &mut lanes[part[0].0];
+            // The pieces of one copy go one after the other.
+            let mut at = (*upload).max(*now).max(slot.free);
+            match through_host {
+                None => part.iter().for_each(|(_, bytes)| at = copy(way, *bytes, at)),
+                Some(host) => {
+                    for chunk in chunks(part) {
+                        let buffer = &mut host.buffers[host.next];
+                        host.next = (host.next + 1) % HOST_BUFFERS;
+                        let mut here = host.download.max(*now).max(*buffer);
+                        chunk.iter().for_each(|bytes| here = copy(way, *bytes, here));
+                        host.download = here;
+                        at = at.max(here);
+                        chunk.iter().for_each(|bytes| at = copy(from_host, *bytes, at));
+                        *buffer = at;
+                    }
+                }
+            }
+            *upload = at;
+            slot.ready = slot.ready.max(at);
         }
     }
+}
+
+/// What shares a buffer on the host, one after the other.
+fn chunks(part: &[(usize, u64)]) -> Vec<Vec<u64>> {
+    let (mut chunks, mut room) = (Vec::<Vec<u64>>::new(), 0);
+    for &(_, bytes) in part {
+        let mut left = bytes;
+        while left > 0 {
+            if room == 0 {
+                chunks.push(Vec::new());
+                room = HOST_PIECE;
+            }
+            let taken = left.min(room);
+            if let Some(chunk) = chunks.last_mut() {
+                chunk.push(taken);
+            }
+            (left, room) = (left - taken, room - taken);
+        }
+    }
+    chunks
 }

@@ -27,6 +27,7 @@ mod value;
 pub use estimate::{Estimate, SegmentTime};
 pub use explain::{Alternative, DeviceReason, Explanation};
 pub use forecast::ComputeTime;
+pub(crate) use forecast::{HOST_BUFFERS, HOST_PIECE};
 pub use planner::Planner;
 pub use preset::Preset;
 pub use value::{Assignment, DevicePlan, Order, Plan, Slots, Unit, Use};

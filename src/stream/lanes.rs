@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::report::{LaneReport, Via};
+use super::through_host::ThroughHost;
 use super::turns::{From, Part};
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Flight, Piece, Role, Route, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -37,11 +38,7 @@ struct Lane {
 
 enum Way {
     Straight(Arc<dyn Stream>),
-    /// A stream of the source to host memory, and on from there by one of the compute device's.
-    ThroughHost {
-        down: Arc<dyn Stream>,
-        up: Arc<dyn Stream>,
-    },
+    ThroughHost(ThroughHost),
     Staged(Arc<StagingLane>),
 }
 
@@ -66,7 +63,8 @@ impl Lanes {
         let way = match via {
             Via::Straight => Way::Straight(self.device.stream(Role::Upload)?),
             Via::Host => {
-                Way::ThroughHost { down: source.stream(Role::Download)?, up: self.device.stream(Role::Upload)? }
+                let (down, up) = (source.stream(Role::Download)?, self.device.stream(Role::Upload)?);
+                Way::ThroughHost(ThroughHost::new(down, up, Arc::clone(&self.host)))
             }
             Via::Staging => Way::Staged(self.engine()?.lane(source)?),
         };
@@ -75,8 +73,7 @@ impl Lanes {
         Ok(Some(self.lanes.len() - 1))
     }
 
-    /// Makes room for parts of this size on the way: every staging buffer is as large, so that none has to be exchanged
-    /// for a larger one while a copy still reads it.
+    /// Counts a part among those that the lane will bring.
     pub(super) fn expect(&mut self, part: &Part) {
         let lane = &mut self.lanes[part.lane];
         lane.largest = lane.largest.max(part.end());
@@ -86,21 +83,21 @@ impl Lanes {
         matches!(self.lanes[lane].way, Way::Staged(_))
     }
 
-    /// Queues the copies of a part; `staging` is host memory of the slot's, kept for the next time.
-    pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut, staging: &mut Option<Buf>) -> Queued {
+    /// Queues the copies of a part.
+    pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut) -> Queued {
         let lane = &self.lanes[part.lane];
         let sent = match &lane.way {
-            Way::Straight(stream) => Transfer::new(pieces(model, part), dst).and_then(|all| stream.copy(all)),
-            Way::ThroughHost { down, up } => match self.to_host(model, part, &**down, lane.largest, staging) {
-                Ok(pieces) => Transfer::new(pieces, dst).and_then(|all| up.copy(all)),
-                Err(error) => return Err((error, Some(dst.freeze()))),
-            },
+            Way::Straight(stream) => {
+                let sent = Transfer::new(pieces(model, part), dst).and_then(|all| stream.copy(all));
+                sent.map(Flight::chain)
+            }
+            Way::ThroughHost(way) => way.send(model, part, dst, lane.largest),
             Way::Staged(_) => {
                 return Err((Error::invalid("a staged part is an order, not a copy"), Some(dst.freeze())));
             }
         };
         match sent {
-            Ok(flight) => Ok(flight.chain().freeze()),
+            Ok(memory) => Ok(memory.freeze()),
             Err(rejected) => Err((rejected.error, Some(rejected.dst.freeze()))),
         }
     }
@@ -137,28 +134,6 @@ impl Lanes {
         }
         let engine = self.engine.as_ref().map(|(engine, _)| engine);
         engine.ok_or_else(|| Error::invalid("the engine was just made"))
-    }
-
-    /// Queues the copies of a part to host memory; the pieces from there on.
-    fn to_host(
-        &self,
-        model: &Model,
-        part: &Part,
-        down: &dyn Stream,
-        bytes: usize,
-        staging: &mut Option<Buf>,
-    ) -> Result<Vec<Piece>> {
-        let buffer = match staging.take().map(Buf::try_reclaim) {
-            Some(Ok(buffer)) => buffer,
-            _ => self.host.alloc(bytes, MemoryKind::Pinned)?,
-        };
-        let buffer = down.copy(Transfer::new(pieces(model, part), buffer)?)?.chain().freeze();
-        *staging = Some(buffer.clone());
-        let onward = |from: &From| {
-            let bytes = from.at..from.at + from.place.len();
-            Piece { src: buffer.clone(), at: bytes.start, from: bytes }
-        };
-        Ok(merged(part.pieces.iter().map(onward)))
     }
 }
 

@@ -5,6 +5,7 @@ mod guard;
 mod lanes;
 mod report;
 mod slots;
+mod through_host;
 mod turns;
 
 use std::fmt;

@@ -30,8 +30,6 @@ struct Slot {
     parts: Vec<Option<Buf>>,
     /// Parts that staging lanes have.
     tickets: Vec<(Vec<usize>, Ticket)>,
-    /// For each lane host memory on the way.
-    staging: BTreeMap<usize, Buf>,
 }
 
 /// What filling a slot needs.
@@ -226,10 +224,7 @@ impl Slots {
                     parts.push((part, dst));
                 }
                 Some(part) if outcome.is_ok() => {
-                    let mut staging = slot.staging.remove(&part.lane);
-                    let queued = fill.lanes.queue(fill.model, part, dst, &mut staging);
-                    slot.staging.extend(staging.map(|staging| (part.lane, staging)));
-                    (slot.parts[place], outcome) = match queued {
+                    (slot.parts[place], outcome) = match fill.lanes.queue(fill.model, part, dst) {
                         Ok(memory) => (Some(memory), Ok(())),
                         Err((error, memory)) => (memory, Err(error)),
                     };
@@ -264,7 +259,7 @@ impl Slots {
 impl Slot {
     fn new(set: usize, parts: Vec<Buf>) -> Slot {
         let parts = parts.into_iter().map(Some).collect();
-        Slot { set, layer: None, parts, tickets: Vec::new(), staging: BTreeMap::new() }
+        Slot { set, layer: None, parts, tickets: Vec::new() }
     }
 
     /// Whether nobody else holds any of it.

@@ -25,8 +25,11 @@ pub(super) fn matches(bytes: &[u8], seed: u64) -> bool {
     })
 }
 
-/// Copies on all cores.
+/// Copies on all cores, unless that is no more than one would take at a time.
 pub(super) fn copy(src: &[u8], dst: &mut [u8]) {
+    if dst.len() <= PART {
+        return dst.copy_from_slice(&src[..dst.len()]);
+    }
     dst.par_chunks_mut(PART).zip(src.par_chunks(PART)).for_each(|(dst, src)| dst.copy_from_slice(src));
 }
 

@@ -12,6 +12,7 @@ mod driver;
 mod event;
 mod kernels;
 mod memory;
+mod numa;
 mod nvml;
 mod peers;
 mod pinned;
@@ -32,7 +33,7 @@ pub(crate) use device::CudaDevice;
 use driver::Driver;
 pub(crate) use memory::DeviceMemory;
 use nvml::Nvml;
-use pinned::{Cap, PinningHost};
+use pinned::{Cap, Nodes, PinningHost};
 pub(crate) use stream::CudaStream;
 use sysfs::Sysfs;
 
@@ -59,6 +60,7 @@ pub struct Cuda {
     pinned_cap: Option<ByteSize>,
     context: Option<ByteSize>,
     peers: bool,
+    numa_node: Option<u32>,
     host: Host,
     found: OnceLock<std::result::Result<Shared, String>>,
 }
@@ -115,6 +117,7 @@ impl Cuda {
             pinned_cap: None,
             context: None,
             peers: true,
+            numa_node: None,
             host: Host::new(),
             found: OnceLock::new(),
         }
@@ -156,6 +159,14 @@ impl Cuda {
     #[must_use]
     pub fn peers(mut self, allowed: bool) -> Cuda {
         self.peers = allowed;
+        self
+    }
+
+    /// Sets the NUMA node of the host on which memory is pinned, from 1 MiB on. Without it: that of the open devices where
+    /// the system tells that they have the same, else wherever the threads run that touch it first.
+    #[must_use]
+    pub fn numa_node(mut self, node: u32) -> Cuda {
+        self.numa_node = Some(node);
         self
     }
 
@@ -226,7 +237,8 @@ impl Backend for Cuda {
         let shared = self.shared().map_err(|why| Error::DeviceAbsent { device: id, why: why.to_owned() })?;
         if id == DeviceId::CPU {
             let host = self.host.open(id)?;
-            return Ok(Arc::new(PinningHost::new(host, Arc::clone(&shared.open), Arc::clone(&shared.cap))));
+            let nodes = Nodes { told: self.numa_node, sysfs: self.sysfs.clone() };
+            return Ok(Arc::new(PinningHost::new(host, Arc::clone(&shared.open), Arc::clone(&shared.cap), nodes)));
         }
         let Some(info) = shared.devices.iter().find(|info| info.id == id) else {
             return Err(Error::UnknownDevice {

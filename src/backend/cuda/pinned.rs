@@ -9,6 +9,9 @@ use cudarc::driver::{result, sys};
 
 use super::Opened;
 use super::context::{Context, Refusal};
+use super::device::CudaDevice;
+use super::numa::Node;
+use super::sysfs::Sysfs;
 use crate::backend::software::HostAllocation;
 use crate::backend::{BufMut, Charge, Device, Health, HostBytes, Ledger, MemoryKind, Role, Route, Storage, Stream};
 use crate::bytes::ByteSize;
@@ -53,21 +56,41 @@ pub(super) struct PinningHost {
     inner: Arc<dyn Device>,
     open: Arc<Opened>,
     cap: Arc<Cap>,
+    nodes: Nodes,
+}
+
+/// On which NUMA node memory is pinned.
+pub(super) struct Nodes {
+    /// That of the caller's choice; without one, that of the open devices where they have the same.
+    pub(super) told: Option<u32>,
+    pub(super) sysfs: Sysfs,
+}
+
+impl Nodes {
+    fn near(&self, devices: &[Arc<CudaDevice>]) -> Option<Node> {
+        let node = |device: &Arc<CudaDevice>| device.info().gpu.as_ref().and_then(|gpu| gpu.numa_node);
+        let first = devices.first().and_then(node);
+        let common = first.filter(|_| devices.iter().all(|device| node(device) == first));
+        Node::find(&self.sysfs, self.told.or(common)?)
+    }
 }
 
 impl PinningHost {
-    pub(super) fn new(inner: Arc<dyn Device>, open: Arc<Opened>, cap: Arc<Cap>) -> PinningHost {
-        PinningHost { inner, open, cap }
+    pub(super) fn new(inner: Arc<dyn Device>, open: Arc<Opened>, cap: Arc<Cap>, nodes: Nodes) -> PinningHost {
+        PinningHost { inner, open, cap, nodes }
     }
 
     /// Pinned memory of `bytes`, if there is a device to pin it for, room under the cap, and the driver agrees.
     fn pin(&self, bytes: usize) -> Option<PinnedBytes> {
         // Memory pinned through one context is pinned for all: it is portable.
-        let device = self.open.all().into_iter().find(|device| device.health() == Health::Good)?;
+        let good = |device: &Arc<CudaDevice>| device.health() == Health::Good;
+        let devices: Vec<_> = self.open.all().into_iter().filter(good).collect();
+        let device = devices.first()?;
         if bytes == 0 || !self.cap.take(bytes as u64) {
             return None;
         }
-        let pinned = PinnedBytes::new(device.context(), &self.cap, bytes);
+        let node = self.nodes.near(&devices);
+        let pinned = PinnedBytes::new(device.context(), &self.cap, bytes, node.as_ref());
         if pinned.is_none() {
             self.cap.give_back(bytes as u64);
         }
@@ -153,16 +176,20 @@ unsafe impl Send for PinnedBytes {}
 unsafe impl Sync for PinnedBytes {}
 
 impl PinnedBytes {
-    fn new(context: &Arc<Context>, cap: &Arc<Cap>, bytes: usize) -> Option<PinnedBytes> {
-        let memory = if bytes >= REGISTERED_FROM { register(context, bytes) } else { driver_memory(context, bytes) };
+    fn new(context: &Arc<Context>, cap: &Arc<Cap>, bytes: usize, node: Option<&Node>) -> Option<PinnedBytes> {
+        let memory =
+            if bytes >= REGISTERED_FROM { register(context, bytes, node) } else { driver_memory(context, bytes) };
         let (context, cap) = (Arc::clone(context), Arc::clone(cap));
         Some(PinnedBytes { memory: memory?, bytes, context, cap })
     }
 }
 
-fn register(context: &Arc<Context>, bytes: usize) -> Option<Pinned> {
+fn register(context: &Arc<Context>, bytes: usize, node: Option<&Node>) -> Option<Pinned> {
     let mut memory = HostAllocation::new(bytes).ok()?;
-    touch(memory.bytes_mut());
+    match node {
+        Some(node) => node.touch(memory.bytes_mut()),
+        None => touch(memory.bytes_mut()),
+    }
     let address = memory.bytes_mut().as_mut_ptr().cast::<c_void>();
     // SAFETY: the range is ours, mapped for itself, and is unregistered before it is unmapped.
     let call = || unsafe { sys::cuMemHostRegister_v2(address, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE) };

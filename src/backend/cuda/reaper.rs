@@ -11,10 +11,11 @@ use crate::error::{Error, Result};
 /// The shortest and the longest pause between two looks at the events.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
 
-/// What to keep, and until when.
+/// What to keep, until when, and what a trace shows until then.
 struct Kept {
     event: Event,
     memory: Memory,
+    _span: tracing::Span,
 }
 
 /// Memory that queued work uses: of a plain copy its two ends, which are kept without a list.
@@ -76,10 +77,10 @@ impl Reaper {
         Ok(Reaper(mailbox))
     }
 
-    /// Keeps `memory` until `event` has fired or failed.
-    pub(super) fn keep(&self, event: Event, memory: Memory) {
+    /// Keeps `memory`, and `span` open, until `event` has fired or failed.
+    pub(super) fn keep(&self, event: Event, memory: Memory, span: tracing::Span) {
         let mut letters = self.0.letters();
-        letters.new.push(Kept { event, memory });
+        letters.new.push(Kept { event, memory, _span: span });
         if std::mem::take(&mut letters.idle) {
             self.0.arrived.notify_one();
         }
@@ -124,7 +125,7 @@ fn look(kept: &mut Vec<Kept>, context: &Weak<Context>) {
     let context = context.upgrade();
     // Once for all that is asked here. Where it fails, so does what is asked, and the events say why.
     let _entered = context.as_ref().map(|context| context.enter());
-    kept.retain(|Kept { event, memory }| match event.state() {
+    kept.retain(|Kept { event, memory, .. }| match event.state() {
         FenceState::Pending => true,
         FenceState::Done => false,
         FenceState::Failed(_) => {

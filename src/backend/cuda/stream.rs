@@ -181,15 +181,15 @@ impl CudaStream {
         self.join(waits)?;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         queue(self.handle)?;
-        self.mark(Memory::All(memory))
+        self.mark(Memory::All(memory), tracing::Span::none())
     }
 
-    /// An event after all work so far, until which `memory` is kept.
-    fn mark(&self, memory: Memory) -> Result<Event> {
+    /// An event after all work so far, until which `memory` is kept and `span` is open.
+    fn mark(&self, memory: Memory, span: tracing::Span) -> Result<Event> {
         match CudaFence::record(&self.context, self.handle) {
             Ok(fence) => {
                 let event = Event::new(Arc::new(fence));
-                self.reaper.keep(event.clone(), memory);
+                self.reaper.keep(event.clone(), memory, span);
                 Ok(event)
             }
             Err(refusal) => {
@@ -230,8 +230,9 @@ impl Stream for CudaStream {
             }
         };
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let span = copy_span(&transfer);
         let queued = transfer.pieces().iter().try_for_each(|piece| self.queue(piece, transfer.dst().allocation()));
-        match (queued, self.mark(memory)) {
+        match (queued, self.mark(memory, span)) {
             (Ok(()), Ok(done)) => Ok(transfer.launched(done)),
             (Err(error), marked) => {
                 // Some pieces may be under way; whoever writes the destination next waits for them.
@@ -258,7 +259,7 @@ impl Stream for CudaStream {
         let _entered = self.enter()?;
         self.not_capturing("the mark after a use")?;
         let memory = uses.iter().map(|buf| Arc::clone(buf.allocation())).collect();
-        let event = self.mark(Memory::All(memory))?;
+        let event = self.mark(Memory::All(memory), tracing::Span::none())?;
         uses.iter().for_each(|buf| buf.used_until(event.clone()));
         Ok(event)
     }
@@ -269,6 +270,7 @@ impl Stream for CudaStream {
         unsafe extern "C" fn sleep(time: *mut c_void) {
             // SAFETY: made by `Box::into_raw` below, and given to one call of this function.
             let time = unsafe { Box::from_raw(time.cast::<Duration>()) };
+            let _span = tracing::debug_span!("compute", ?time).entered();
             std::thread::sleep(*time);
         }
         let boxed = Box::into_raw(Box::new(time)).cast::<c_void>();
@@ -280,6 +282,15 @@ impl Stream for CudaStream {
             drop(unsafe { Box::from_raw(boxed.cast::<Duration>()) });
         })
     }
+}
+
+/// What a trace shows from when a copy is queued until it was seen to be done.
+fn copy_span(transfer: &Transfer) -> tracing::Span {
+    let to = transfer.dst().device();
+    let from = || transfer.pieces().first().map_or(to, |piece| piece.src.device());
+    let bytes = || transfer.pieces().iter().map(|piece| piece.from.len()).sum::<usize>();
+    // Of its own, since it outlives whatever the thread that queues it is at.
+    tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
 }
 
 impl Drop for CudaStream {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::device::PcieLink;
 
 /// The folder in which Linux tells of the hardware.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Sysfs(PathBuf);
 
 impl Default for Sysfs {
@@ -43,6 +43,12 @@ impl Sysfs {
         (self.nodes() > 1).then_some(node)
     }
 
+    /// The processors of a NUMA node, by number; none where that is not told.
+    pub(super) fn processors(&self, node: u32) -> Vec<usize> {
+        let file = self.0.join(format!("devices/system/node/node{node}/cpulist"));
+        std::fs::read_to_string(file).ok().and_then(|text| processors(text.trim())).unwrap_or_default()
+    }
+
     fn nodes(&self) -> usize {
         let Ok(entries) = std::fs::read_dir(self.0.join("devices/system/node")) else { return 0 };
         let is_node = |name: &str| name.strip_prefix("node").is_some_and(|rest| rest.parse::<u32>().is_ok());
@@ -69,6 +75,18 @@ fn generation(file: &Path) -> Option<u32> {
         "64" => Some(6),
         _ => None,
     }
+}
+
+/// A list such as `0-3,8-11`; none for anything else.
+fn processors(list: &str) -> Option<Vec<usize>> {
+    let mut all = Vec::new();
+    for range in list.split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last) = (first.parse::<usize>().ok()?, last.parse::<usize>().ok()?);
+        // Systems have some thousands of processors at most; more is no list of them.
+        all.extend(first..=last.min(first.saturating_add(65_536)));
+    }
+    Some(all)
 }
 
 fn number(file: &Path) -> Option<u32> {
@@ -118,6 +136,13 @@ mod tests {
         assert_eq!(link, PcieLink { max_generation: 4, max_width: 16, generation: 1, width: 8 });
         assert_eq!(sysfs.numa_node("00000001:0b:00.0"), Some(1));
         assert_eq!((sysfs.pcie("00000001:0c:00.0"), sysfs.pcie("nonsense")), (None, None));
+    }
+
+    #[test]
+    fn lists_of_processors_are_read() {
+        assert_eq!(processors("0-2,8,10-11"), Some(vec![0, 1, 2, 8, 10, 11]));
+        assert_eq!((processors(""), processors("5-3")), (Some(vec![]), Some(vec![])));
+        assert_eq!((processors("0-x"), processors("-1")), (None, None));
     }
 
     #[test]

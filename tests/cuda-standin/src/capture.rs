@@ -141,12 +141,14 @@ impl Call<'_> {
 
     /// 0: no; 1: yes; 2: it was, and is broken.
     pub(crate) fn capture_status(&self, stream: u64) -> Outcome<i32> {
-        self.stream_info(stream)?;
         let mut state = self.state();
         if stream < 2 {
             let device = self.device(&state)?;
             self.legacy_beside_captures(&mut state, device, false)?;
         }
+        drop(state);
+        self.stream_info(stream)?;
+        let state = self.state();
         Ok(state.captures.get(&stream).map_or(0, |capture| if capture.broken { 2 } else { 1 }))
     }
 

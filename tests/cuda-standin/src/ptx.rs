@@ -2,6 +2,7 @@
 //! a text is refused, so that a change of the kernels that this does not know is seen when they are loaded.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use crate::ptx_op::{Address, Guard, Kind, Op, Operand, Special, Width, decode};
 
@@ -29,7 +30,7 @@ pub(crate) struct Module {
     pub(crate) version: (u32, u32),
     /// The oldest compute capability it is for, times ten.
     pub(crate) target: u32,
-    pub(crate) functions: Vec<Function>,
+    pub(crate) functions: Vec<Arc<Function>>,
 }
 
 impl Module {
@@ -47,7 +48,7 @@ impl Module {
         while !rest.is_empty() {
             if rest.starts_with(".visible") {
                 let (function, after) = entry(rest)?;
-                module.functions.push(function);
+                module.functions.push(Arc::new(function));
                 rest = after.trim_start();
                 continue;
             }

@@ -1,0 +1,143 @@
+//! Patching by a CUDA device's kernels: a bf16 weight of [4096, 4096] (`--size N` for another) at rank 16 and 64, beside
+//! a copy of the weight on the device in the same turns. Where there is no device, or its driver takes no kernels, it
+//! says so and ends.
+//!
+//! A turn queues its work while the stream is held, and events of the driver around it tell the time; what is printed
+//! are medians of alternating turns.
+
+use std::error::Error;
+use std::time::Duration;
+
+use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
+use cudarc::driver::{CudaContext, CudaStream};
+use half::bf16;
+use tensor_offload::backend::{
+    Backend, Buf, BufMut, Cuda, Device, Flight, Found, MatrixPatch, MemoryKind, PackedProduct, Stream, Transfer,
+};
+use tensor_offload::{DType, DeviceId, DeviceKind, cuda};
+
+const RANKS: [usize; 2] = [16, 64];
+/// How long the stream is held while a turn is queued.
+const HOLD: Duration = Duration::from_millis(20);
+/// Pieces of work in a turn.
+const LAUNCHES: usize = 16;
+const TURNS: usize = 15;
+const DEADLINE: Duration = Duration::from_secs(120);
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+fn noise(count: usize, mut state: u32) -> Vec<f32> {
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+/// Queues a copy of all of `source`.
+fn copy(stream: &dyn Stream, source: &Buf, to: BufMut) -> tensor_offload::Result<Flight> {
+    Ok(stream.copy(Transfer::whole(source, to)?)?)
+}
+
+/// A buffer of the device with these bytes.
+fn sent(device: &dyn Device, host: &dyn Device, stream: &dyn Stream, bytes: &[u8]) -> Outcome<BufMut> {
+    let mut pinned = host.alloc(bytes.len(), MemoryKind::Pinned)?;
+    pinned.host_mut().ok_or("fresh host memory is in use")?.copy_from_slice(bytes);
+    let there = device.alloc(bytes.len(), MemoryKind::Arena)?;
+    Ok(copy(stream, &pinned.freeze(), there)?.landed(DEADLINE)?)
+}
+
+/// Milliseconds that a piece of work on a buffer takes, of several behind each other.
+fn time(
+    raw: &CudaStream,
+    stream: &dyn Stream,
+    buffer: &mut Option<BufMut>,
+    mut each: impl FnMut(BufMut) -> Outcome<BufMut>,
+) -> Outcome<f64> {
+    let mut memory = buffer.take().ok_or("the buffer is gone")?;
+    stream.occupy(HOLD)?;
+    let start = raw.record_event(Some(CU_EVENT_DEFAULT))?;
+    for _ in 0..LAUNCHES {
+        memory = each(memory)?;
+    }
+    let end = raw.record_event(Some(CU_EVENT_DEFAULT))?;
+    let spent = f64::from(start.elapsed_ms(&end)?) / LAUNCHES as f64;
+    memory.settle(DEADLINE)?;
+    *buffer = Some(memory);
+    Ok(spent)
+}
+
+fn run(id: DeviceId, size: usize) -> Outcome<()> {
+    let backend = Cuda::new();
+    let (device, host) = (backend.open(id)?, backend.open(DeviceId::CPU)?);
+    let kernels = device.kernels().ok_or("the device has no kernels")?;
+    kernels.ready()?;
+    let raw = CudaContext::new(id.index() as usize)?.new_stream()?;
+    let stream = cuda::adopt_stream(&device, &raw)?;
+    let (device, host, stream) = (&*device, &*host, &*stream);
+    let weight: Vec<u8> = noise(size * size, 1).iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
+    let source = sent(device, host, stream, &weight)?.freeze();
+    let mut target = Some(sent(device, host, stream, &weight)?);
+    // The factors are random, so a packed one is as good as any; small, so that the weights stay finite.
+    let factors = RANKS.map(|rank| [noise(size * rank, 3), noise(size * rank, 4)]);
+    let mut patches = Vec::new();
+    for ([up, down], rank) in factors.iter().zip(RANKS) {
+        let product = PackedProduct { up, down, rank, rows: 0..size, scale: 1e-3 };
+        patches.push(MatrixPatch::new(DType::BF16, (size, size), vec![product], None)?);
+    }
+    let mut works = Vec::new();
+    for patch in &patches {
+        let mut bytes = vec![0; patch.work_bytes()];
+        patch.write(&mut bytes)?;
+        works.push(Some(sent(device, host, stream, &bytes)?));
+    }
+    let mut times = vec![Vec::new(); 1 + RANKS.len()];
+    // The first turn warms up.
+    for turn in 0..=TURNS {
+        let mut spent = vec![time(&raw, stream, &mut target, |memory| Ok(copy(stream, &source, memory)?.chain()))?];
+        for (patch, work) in patches.iter().zip(&mut works) {
+            spent.push(time(&raw, stream, &mut target, |memory| {
+                let flight = kernels.patch(stream, patch, memory, 0, work.take().ok_or("the factors are gone")?)?;
+                *work = Some(flight.work.chain());
+                Ok(flight.weight.chain())
+            })?);
+            if let Some(work) = work {
+                work.settle(DEADLINE)?;
+            }
+        }
+        if turn > 0 {
+            times.iter_mut().zip(spent).for_each(|(times, time)| times.push(time));
+        }
+    }
+    println!("{}: bf16 [{size}, {size}], medians of {TURNS} turns of {LAUNCHES}:", device.info().name);
+    let names =
+        std::iter::once("copy on the device".to_owned()).chain(RANKS.map(|rank| format!("patch at rank {rank}")));
+    let mut of_copy = None;
+    for (name, mut times) in names.zip(times) {
+        times.sort_by(f64::total_cmp);
+        let median = times[TURNS / 2];
+        println!(
+            "  {name:18} {:8.1} us (best {:.1}), {:5.2} x the copy",
+            median * 1e3,
+            times[0] * 1e3,
+            median / *of_copy.get_or_insert(median)
+        );
+    }
+    Ok(())
+}
+
+fn main() -> Outcome<()> {
+    let arguments: Vec<String> = std::env::args().collect();
+    let size =
+        arguments.iter().skip_while(|argument| *argument != "--size").nth(1).map_or(Ok(4096), |size| size.parse())?;
+    let mut found = Cuda::new().discover().into_iter();
+    let id = found.find_map(|found| match found {
+        Found::Here(info) if info.id.kind() == DeviceKind::Cuda => Some(info.id),
+        _ => None,
+    });
+    match id {
+        None => println!("no CUDA device to time"),
+        Some(id) => run(id, size)?,
+    }
+    Ok(())
+}

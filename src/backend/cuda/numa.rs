@@ -1,0 +1,81 @@
+//! Memory near a device: its pages are first touched by threads on the processors of the device's NUMA node, which is
+//! where the system then puts them.
+
+use super::sysfs::Sysfs;
+
+/// From how many threads on memory is touched no faster.
+const MOST_THREADS: usize = 8;
+
+/// The bytes of a huge page; no two threads touch the same.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// The processors of a node.
+pub(super) struct Node(Vec<usize>);
+
+impl Node {
+    /// The node of this number; none where the system tells of no processors there.
+    pub(super) fn find(sysfs: &Sysfs, node: u32) -> Option<Node> {
+        Some(sysfs.processors(node)).filter(|processors| !processors.is_empty()).map(Node)
+    }
+
+    /// Makes the system back fresh memory with pages of this node.
+    pub(super) fn touch(&self, bytes: &mut [u8]) {
+        self.share(bytes, |part| part.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
+    }
+
+    /// Gives each of several threads on the node a part of `bytes`.
+    fn share(&self, bytes: &mut [u8], work: impl Fn(&mut [u8]) + Sync) {
+        let threads = self.0.len().min(MOST_THREADS);
+        let part = bytes.len().div_ceil(threads).next_multiple_of(HUGE_PAGE);
+        std::thread::scope(|scope| {
+            for part in bytes.chunks_mut(part) {
+                scope.spawn(|| {
+                    self.bind();
+                    work(part);
+                });
+            }
+        });
+    }
+
+    /// Keeps the calling thread on the node. Where that is refused the memory comes from wherever it runs.
+    #[cfg(target_os = "linux")]
+    fn bind(&self) {
+        use rustix::thread::{CpuSet, sched_setaffinity};
+        let mut set = CpuSet::new();
+        self.0.iter().filter(|&&processor| processor < CpuSet::MAX_CPU).for_each(|&processor| set.set(processor));
+        if let Err(error) = sched_setaffinity(None, &set) {
+            tracing::debug!(%error, "a thread cannot run on the device's NUMA node");
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn bind(&self) {}
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use rustix::thread::sched_getaffinity;
+
+    use super::*;
+
+    #[test]
+    fn every_byte_is_shared_out_to_threads_of_the_node_alone() {
+        let here = sched_getaffinity(None).unwrap();
+        let processor = (0..here.count() as usize * 64).find(|&processor| here.is_set(processor)).unwrap();
+        // Listed three times it is three threads, all of them on the one processor that is surely allowed.
+        let node = Node(vec![processor; 3]);
+        let mut bytes = vec![0; 3 * HUGE_PAGE + 17];
+        let threads = AtomicUsize::new(0);
+        node.share(&mut bytes, |part| {
+            let set = sched_getaffinity(None).unwrap();
+            assert!(set.count() == 1 && set.is_set(processor));
+            threads.fetch_add(1, Ordering::Relaxed);
+            part.fill(1);
+        });
+        assert!(bytes.iter().all(|&byte| byte == 1));
+        assert_eq!(threads.into_inner(), 2, "huge pages are not split");
+        assert!(sched_getaffinity(None).unwrap().count() == here.count(), "the caller stays where it was");
+    }
+}

@@ -1,0 +1,170 @@
+//! Modules and launches: what they compute, and what the stand-in names.
+
+mod common;
+
+use std::ffi::{CString, c_void};
+
+use common::{Cuda, MIB};
+use cuda_standin::{Config, Driver, Rule, session};
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys::{CUfunction, CUmodule, CUresult, CUstream};
+
+/// Stores `value` at `to`, once for each thread, and adds it to the 64 bits at `sum`.
+const STORE: &str = "
+.version 6.0
+.target sm_70
+.address_size 64
+.visible .entry store(
+    .param .u64 to,
+    .param .u64 sum,
+    .param .u32 value
+)
+{
+    .reg .b32 %r<5>;
+    .reg .b64 %rd<8>;
+    .reg .pred %p<2>;
+    ld.param.u64 %rd1, [to];
+    ld.param.u64 %rd5, [sum];
+    ld.param.u32 %r1, [value];
+    mov.u32 %r2, %tid.x;
+    mov.u32 %r3, %ctaid.x;
+    shl.b32 %r3, %r3, 5;
+    add.s32 %r4, %r2, %r3;
+    setp.eq.s32 %p1, %r4, 7; // this one stores nothing
+    @%p1 bra $L_end;
+    mul.wide.u32 %rd2, %r4, 4;
+    add.s64 %rd3, %rd1, %rd2;
+    st.global.u32 [%rd3], %r1;
+$L_end:
+    cvt.u64.u32 %rd6, %r1;
+    atom.global.add.u64 %rd7, [%rd5], %rd6;
+    ret;
+}
+";
+
+fn load(text: &str) -> Result<CUmodule, DriverError> {
+    let text = CString::new(text).unwrap();
+    // SAFETY: a text with its closing zero.
+    unsafe { result::module::load_data(text.as_ptr().cast::<c_void>()) }
+}
+
+fn function(module: CUmodule) -> CUfunction {
+    // SAFETY: handles are checked by the stand-in.
+    unsafe { result::module::get_function(module, c"store".to_owned()) }.unwrap()
+}
+
+fn unload(module: CUmodule) {
+    // SAFETY: handles are checked by the stand-in.
+    unsafe { result::module::unload(module) }.unwrap();
+}
+
+/// Launches blocks of 32 threads.
+fn store(function: CUfunction, blocks: u32, to: u64, sum: u64, stream: CUstream) -> Result<(), DriverError> {
+    let (mut to, mut sum, mut value) = (to, sum, 5u32);
+    let mut arguments: [*mut c_void; 3] = [(&raw mut to).cast(), (&raw mut sum).cast(), (&raw mut value).cast()];
+    // SAFETY: the arguments are those of the function.
+    unsafe { result::launch_kernel(function, (blocks, 1, 1), (32, 1, 1), 0, stream, &mut arguments) }
+}
+
+#[track_caller]
+fn assert_only(driver: &Driver, rule: Rule, call: &str) {
+    let report = driver.report();
+    assert!(report.violations.iter().any(|v| v.rule == rule && v.call == call), "no {} in:\n{report}", rule.name());
+    assert!(report.violations.iter().all(|v| v.rule == rule), "more than {}:\n{report}", rule.name());
+}
+
+#[test]
+fn a_function_runs_in_the_order_of_its_stream() {
+    let standin = session(&Config::with_devices(&[64 * MIB]).late_micros(10_000_000));
+    let cuda = Cuda::open(0);
+    let (stream, memory, sum) = (cuda.stream(), cuda.alloc(300), cuda.alloc(8));
+    let (source, back) = (cuda.pin(&[1; 300]), cuda.pin(&[0; 300]));
+    let module = load(STORE).unwrap();
+    cuda.upload(memory, source, 300, stream);
+    cuda.upload(sum, source, 8, stream);
+    store(function(module), 2, memory + 4, sum, stream).unwrap();
+    cuda.download(back, memory, 300, stream);
+    cuda.synchronize(stream);
+    let got = cuda.host(back, 300);
+    let stored = |at: usize| (4..260).contains(&at) && !(32..36).contains(&at);
+    let wanted = |at: usize| if !stored(at) { 1 } else { [5, 0, 0, 0][at % 4] };
+    assert!(got.iter().enumerate().all(|(at, byte)| *byte == wanted(at)), "{got:?}");
+    cuda.download(back, sum, 8, stream);
+    cuda.synchronize(stream);
+    let total = u64::from_le_bytes(cuda.host(back, 8).try_into().unwrap());
+    assert_eq!(total, 0x0101_0101_0101_0101 + 64 * 5);
+    unload(module);
+    cuda.free(memory);
+    cuda.free(sum);
+    cuda.unpin(source);
+    cuda.unpin(back);
+    cuda.destroy(stream);
+    cuda.close();
+    standin.report().assert_clean();
+}
+
+#[test]
+fn a_launch_that_does_not_wait_for_a_copy() {
+    let standin = session(&Config::with_devices(&[64 * MIB]).late_micros(10_000_000));
+    let cuda = Cuda::open(0);
+    let (copies, computes, memory, sum) = (cuda.stream(), cuda.stream(), cuda.alloc(256), cuda.alloc(8));
+    let source = cuda.pin(&[1; 256]);
+    let module = load(STORE).unwrap();
+    cuda.upload(memory, source, 256, copies);
+    store(function(module), 1, memory, sum, computes).unwrap();
+    assert_only(&standin, Rule::Unordered, "cuLaunchKernel");
+}
+
+#[test]
+fn a_launch_past_the_end_of_its_memory_breaks_the_device() {
+    let standin = session(&Config::with_devices(&[64 * MIB]));
+    let cuda = Cuda::open(0);
+    let (stream, memory, sum) = (cuda.stream(), cuda.alloc(256), cuda.alloc(8));
+    let module = load(STORE).unwrap();
+    store(function(module), 3, memory, sum, stream).unwrap();
+    // SAFETY: the stream is alive.
+    let ended = unsafe { result::stream::synchronize(stream) };
+    assert_eq!(ended.unwrap_err().0, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+    assert_only(&standin, Rule::OutOfBounds, "cuLaunchKernel");
+    let detail = &standin.report().violations[0].detail;
+    assert!(detail.contains("store"), "{detail}");
+}
+
+#[test]
+fn modules_that_are_gone_in_use_or_left() {
+    let standin = session(&Config::with_devices(&[64 * MIB]).late_micros(10_000_000));
+    let cuda = Cuda::open(0);
+    let (stream, memory, sum) = (cuda.stream(), cuda.alloc(256), cuda.alloc(8));
+    let module = load(STORE).unwrap();
+    let gone = function(module);
+    store(gone, 1, memory, sum, stream).unwrap();
+    unload(module);
+    assert_only(&standin, Rule::FreeInUse, "cuModuleUnload");
+    assert_eq!(store(gone, 1, memory, sum, stream).unwrap_err().0, CUresult::CUDA_ERROR_INVALID_HANDLE);
+    assert_eq!(standin.report().count(Rule::UnknownHandle), 1);
+    let _left = load(STORE).unwrap();
+    let report = standin.report();
+    assert!(report.leaks.iter().any(|leak| leak.call == "cuModuleLoadData"), "{report}");
+}
+
+#[test]
+fn texts_that_a_driver_does_not_take() {
+    let refused = |config: Config, text: &str| {
+        let standin = session(&config);
+        let cuda = Cuda::open(0);
+        let code = load(text).unwrap_err().0;
+        cuda.close();
+        standin.report().assert_clean();
+        code
+    };
+    let machine = || Config::with_devices(&[64 * MIB]);
+    let newer = STORE.replace("6.0", "8.8");
+    assert_eq!(refused(machine(), &newer), CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
+    assert_eq!(refused(machine(), &STORE.replace("sm_70", "sm_90")), CUresult::CUDA_ERROR_INVALID_PTX);
+    assert_eq!(refused(machine(), &STORE.replace("shl.b32", "shf.b32")), CUresult::CUDA_ERROR_INVALID_PTX);
+    assert_eq!(
+        refused(machine(), &STORE.replace("%rd3, %rd1, %rd2", "%rd3, %rd2, %rd2")),
+        CUresult::CUDA_ERROR_INVALID_PTX
+    );
+    assert_eq!(refused(Config { refuse_ptx: true, ..machine() }, STORE), CUresult::CUDA_ERROR_INVALID_PTX);
+}
