@@ -255,6 +255,23 @@ fn a_part_of_a_fused_bias_is_changed() {
     assert_eq!(patches.report().applied[0].rows, [Some(4..6)]);
 }
 
+/// Patches know tensors by their places: another checkpoint's are not touched.
+#[test]
+fn patches_are_for_their_own_checkpoint() {
+    let base = zeros(&[("a.0.q.weight", [2, 2]), ("a.1.q.weight", [2, 2])]);
+    let patches =
+        Patches::resolve(base.layout(), vec![adapter(&rows("a.0.q", &[1.0, 2.0], 2))], Matching::Strict).unwrap();
+    patches.read(&base, 0, &mut [0; 16]).unwrap();
+    let larger = zeros(&[("a.0.q.weight", [2, 4]), ("a.1.q.weight", [2, 2])]);
+    let renamed = zeros(&[("a.0.q.weight", [2, 2]), ("a.7.q.weight", [2, 2])]);
+    for (other, tensor, name) in [(&larger, 0, "[2, 4]"), (&renamed, 1, "a.7.q.weight")] {
+        let error = patches.read(other, tensor, &mut [0; 32]).unwrap_err();
+        assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(name), "{error}");
+    }
+    let error = patches.read(&zeros(&[("a.0.q.weight", [2, 2])]), 1, &mut [0; 16]).unwrap_err();
+    assert!(error.to_string().contains("has 1"), "{error}");
+}
+
 /// OpenCLIP's projection is a matrix of inputs by outputs, where others have a linear module.
 #[test]
 fn a_text_projection_is_turned() {

@@ -54,6 +54,11 @@ impl TensorPatch {
         &self.needs
     }
 
+    /// The tensor's shape in the checkpoint.
+    pub(crate) fn pristine_shape(&self) -> &Vec<u64> {
+        &self.shape
+    }
+
     /// The tensor's shape once it is patched; larger than in the checkpoint where an adapter pads the weight.
     pub fn patched_shape(&self) -> &[u64] {
         &self.patched_shape

@@ -15,9 +15,11 @@ impl Patches {
     /// it. `dst` has to be as long as the patched tensor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor or `dst` is of another length; what reading meets; as
+    /// [`Error::Invalid`] when there is no such tensor, when it is another than the one of that place that the patches
+    /// were resolved against, or when `dst` is of another length; what reading meets; as
     /// [`TensorPatch::apply`](crate::TensorPatch::apply).
     pub fn read(&self, checkpoint: &Checkpoint, tensor: usize, dst: &mut [u8]) -> Result<PatchOutcome> {
+        self.check(checkpoint, tensor)?;
         let Some(patch) = self.tensor(tensor) else {
             checkpoint.read(tensor, dst)?;
             return Ok(PatchOutcome::default());
@@ -31,6 +33,31 @@ impl Patches {
         checkpoint.read(tensor, pristine)?;
         let siblings = siblings(checkpoint, patch)?;
         patch.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    }
+
+    /// Patches know tensors by their places, so another checkpoint's would get what is not meant for them.
+    fn check(&self, checkpoint: &Checkpoint, tensor: usize) -> Result<()> {
+        let (Some(stored), Some(known)) = (checkpoint.layout().tensors.get(tensor), self.layout().tensors.get(tensor))
+        else {
+            let counts = (self.layout().tensors.len(), checkpoint.layout().tensors.len());
+            let (path, (known, stored)) = (checkpoint.path().display(), counts);
+            let reason =
+                format!("there is no tensor {tensor}: the patches are for {known} tensors, {path} has {stored}");
+            return Err(Error::invalid(reason));
+        };
+        let shape = self.tensor(tensor).map_or(&known.shape, TensorPatch::pristine_shape);
+        if (&stored.name, stored.dtype, &stored.shape) == (&known.name, known.dtype, shape) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "the patches are of another checkpoint: tensor {tensor} is `{}` ({} {shape:?}) there and `{}` ({} {:?}) in {}",
+            known.name,
+            known.dtype,
+            stored.name,
+            stored.dtype,
+            stored.shape,
+            checkpoint.path().display()
+        )))
     }
 }
 

@@ -10,6 +10,7 @@
 use std::time::Duration;
 
 use super::explain::{Alternative, Explanation};
+use super::forecast::{HOST_BUFFERS, HOST_PIECE};
 use super::planner::{Planner, excess};
 use super::split::{Donor, Split};
 use super::value::{Order, Parts, Plan, Unit};
@@ -259,15 +260,13 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Bytes of devices that the compute device cannot reach pass staging buffers on the host, one for each slot.
+    /// Bytes of devices that the compute device cannot reach pass buffers on the host, for each of these devices a few.
     fn leave_room_for_staging(&self, donors: &mut [Donor]) {
         let topology = &self.planner.machine.topology;
-        if donors.iter().all(|donor| topology.reaches(self.compute, donor.device)) {
-            return;
-        }
+        let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
         let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
-        let staging = largest.saturating_mul(self.planner.depth.saturating_add(1) as u64);
+        let staging = largest.min(HOST_PIECE).saturating_mul(HOST_BUFFERS as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
         }
@@ -288,7 +287,7 @@ impl<'a> Search<'a> {
     fn pass(&self, plan: &Plan) -> Duration {
         let topology = &self.planner.machine.topology;
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
-        let stays_in_slots = plan.streamed_layers() <= plan.slots().count;
+        let stays_in_slots = plan.streamed_layers() <= plan.depth().saturating_add(1);
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 

@@ -198,6 +198,8 @@ impl<'a> Clockwork<'a> {
         for layer in 0..fills.len() {
             rank[layer + 1] = rank[layer] + usize::from(brings(&layer));
         }
+        // Where the plan counts none, they are the caller's.
+        let slots = vec![Slot::default(); streamed.len().min(plan.depth().saturating_add(1))];
         Clockwork {
             topology,
             from_host: topology.way(DeviceId::CPU, compute),
@@ -208,7 +210,7 @@ impl<'a> Clockwork<'a> {
             streamed,
             rank,
             bookings: Bookings::of(topology),
-            slots: vec![Slot::default(); plan.slots().count],
+            slots,
             now: Duration::ZERO,
             compute: Duration::ZERO,
         }

@@ -126,8 +126,6 @@ fn dealt(donors: &[Donor], total: u64, topology: &Topology, compute: Duration) -
     let part = total.div_ceil(PARTS).max(1);
     let (mut shares, mut left) = (vec![0u64; donors.len()], total);
     let mut busy = vec![Duration::ZERO; topology.segments().len()];
-    // The copies to a device go one after the other, whatever devices they come from.
-    let mut stream = Duration::ZERO;
     while left > 0 {
         let bytes_of = |donor: usize| part.min(left).min(donors[donor].room - shares[donor]);
         let mut best: Option<((Duration, Duration), usize, Vec<Duration>)> = None;
@@ -135,18 +133,17 @@ fn dealt(donors: &[Donor], total: u64, topology: &Topology, compute: Duration) -
             let mut after = busy.clone();
             donors[donor].load(shares[donor], bytes_of(donor), topology, &mut after);
             let own = donors[donor].alone(shares[donor], part, topology);
-            let slowest = after.iter().copied().max().unwrap_or_default().max(stream + own);
+            let slowest = after.iter().copied().max().unwrap_or_default();
             let cost = (slowest.max(compute), own);
             if best.as_ref().is_none_or(|(least, ..)| cost < *least) {
                 best = Some((cost, donor, after));
             }
         }
-        let Some(((_, own), donor, after)) = best else { break };
+        let Some((_, donor, after)) = best else { break };
         let bytes = bytes_of(donor);
         shares[donor] += bytes;
         left -= bytes;
         busy = after;
-        stream = stream.saturating_add(own);
     }
     shares
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use tensor_offload::backend::{Backend, Clock, Contents, Simulated};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{DeviceId, Machine, Model, Plan, Registry, Streamer};
+use tensor_offload::{DeviceId, Machine, Model, Plan, Registry, Result, Streamer};
 
 use super::{DEADLINE, described};
 
@@ -44,22 +44,23 @@ impl MachineData {
     }
 }
 
-/// The time of a pass of a model that runs already, each layer computing for its time.
-pub(crate) fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &[Duration]) -> Duration {
+/// The time of a pass of a model that runs already, each layer computing for its time. An error where the host has no
+/// room for staging buffers.
+pub(crate) fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &[Duration]) -> Result<Duration> {
     const COUNTED: u32 = 2;
     let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual).contents(Contents::SizesOnly));
     let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
-    let model = Arc::new(Model::unfilled(&devices, layout, plan).unwrap());
-    let mut streamer = Streamer::new(&model).unwrap();
+    let model = Arc::new(Model::unfilled(&devices, layout, plan)?);
+    let mut streamer = Streamer::new(&model)?;
     let mut pass = || {
         for (layer, &time) in layers.iter().enumerate() {
-            let _guard = streamer.layer(layer).unwrap();
-            streamer.compute().occupy(time).unwrap();
+            let _guard = streamer.layer(layer)?;
+            streamer.compute().occupy(time)?;
         }
-        streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
+        streamer.compute().record(&[])?.wait(DEADLINE)
     };
-    pass();
+    pass()?;
     let begin = simulated.now();
-    (0..COUNTED).for_each(|_| pass());
-    (simulated.now() - begin) / COUNTED
+    (0..COUNTED).try_for_each(|_| pass())?;
+    Ok((simulated.now() - begin) / COUNTED)
 }
