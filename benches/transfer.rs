@@ -314,11 +314,47 @@ fn peers(criterion: &mut Criterion, cards: &[Arc<dyn Device>]) -> Result<()> {
                 raw_peer(&mut group, from.id(), to.id(), size).unwrap_or_else(|error| left_out(&name, error));
             }
             group.finish();
+            if from.id() < to.id() && from.route_from(&**to) == Route::Direct {
+                peers_both_ways(criterion, &**from, &**to, left)?;
+            }
         }
     }
     if cards.len() < 2 {
         left_out("device to device", format!("there is {} card", if cards.is_empty() { "no" } else { "one" }));
     }
+    Ok(())
+}
+
+/// Between two cards that reach each other, as much the one way as the other at once.
+fn peers_both_ways(criterion: &mut Criterion, a: &dyn Device, b: &dyn Device, left: u64) -> Result<()> {
+    let name = format!("{} and {}", a.id(), b.id());
+    let (into_a, into_b) = (a.stream(Role::Upload)?, b.stream(Role::Upload)?);
+    let mut group = group(criterion, &name);
+    for size in sizes(SIZES[4], left) {
+        group.throughput(Throughput::BytesDecimal(2 * size as u64));
+        let (at_a, at_b) = ((a, MemoryKind::Arena), (b, MemoryKind::Arena));
+        let mut lanes = [Lane::new(&into_b, at_a, at_b, size)?, Lane::new(&into_a, at_b, at_a, size)?];
+        bench(&mut group, "peer, both ways", size, |n| copies(&mut lanes, n).expect("copies"));
+        drop(lanes);
+        #[cfg(feature = "cuda")]
+        raw_peers_both_ways(&mut group, a.id(), b.id(), size).unwrap_or_else(|error| left_out(&name, error));
+    }
+    group.finish();
+    Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn raw_peers_both_ways(
+    group: &mut BenchmarkGroup<'_, WallTime>,
+    a: DeviceId,
+    b: DeviceId,
+    size: usize,
+) -> Result<(), String> {
+    let text = |error: cudarc::driver::result::DriverError| format!("{error:?}");
+    let (a, b) = (raw::Card::open(a.index()).map_err(text)?, raw::Card::open(b.index()).map_err(text)?);
+    let memory = |card: &raw::Card| card.memory(size).map_err(text);
+    let (from_a, to_a, from_b, to_b) = (memory(&a)?, memory(&a)?, memory(&b)?, memory(&b)?);
+    bench(group, "peer, both ways, raw", size, |n| run(&[(&b, &from_a, &to_b), (&a, &from_b, &to_a)], size, n));
     Ok(())
 }
 

@@ -25,7 +25,7 @@
 //!
 //! **Graphs.** Work of the library's cannot be part of a graph: it waits for copies that are queued outside of it. While
 //! a stream that was adopted is being captured, all such work on it is refused by
-//! [`Error::Capturing`](crate::Error::Capturing) before anything is queued, and the capture goes on. So ask for a layer
+//! [`Error::Capturing`] before anything is queued, and the capture goes on. So ask for a layer
 //! before the capture of its kernels begins and drop its guard after the capture has ended: a guard dropped meanwhile
 //! cannot mark its use, and its slot is withdrawn. Later, launch the graph between the two. Resident weights, and the
 //! slots of streamed layers, stay at their addresses for as long as the model lives, but which slot a layer gets is

@@ -92,7 +92,8 @@
 //!   when it is brought for its layer's turn, **in place** when the caller uses it where it lives ([`Use`]).
 //! - A **slot** is memory on the compute device for one streamed layer. **Staging** is host memory on the way.
 //! - A **pass** goes through the network once. A **step** is what the caller repeats: one pass or several.
-//! - To **unload** is to drop a model from the cache. To **trim** is to empty a driver's allocator cache.
+//! - To **derive** is to make a model with what another one has in memory. To **demote** is to move resident modules to
+//!   the host. To **unload** is to drop a model from the cache. To **trim** is to empty a driver's allocator cache.
 //!
 //! # What it does
 //!
@@ -104,12 +105,15 @@
 //!   ([`Checkpoint`]), written tensor by tensor ([`checkpoint::write_safetensors`]).
 //! - LoRA for linear and convolution weights, in the spellings of the common trainers and as PEFT folders; f32, bf16,
 //!   f16 and fp8 weights, scaled fp8 too. One rounding, and the same bytes whatever the plan, the number of threads
-//!   and the instruction set ([`patch`]).
+//!   and the instruction set ([`patch`]), and on the CUDA device that a weight is for ([`backend::Kernels`]).
 //! - Loading with progress and cancellation that gives all memory back when it fails ([`Loader`]).
+//! - Other strengths, adapters, plans and compute devices for a model that is loaded: only what changes is read again and
+//!   patched, from pristine bytes; the rest is shared or copied ([`Loader::derive`]).
 //! - Streaming in any order of layers, from all their devices at one time, for several models on one device, into slots of
 //!   the library's or the caller's own ([`Streamer`]). Arrivals can be awaited ([`LayerGuard::arrived`]).
 //! - A cache that owns its models and unloads exactly the flagged ones, when it is told to, asked to between two jobs,
-//!   or short of memory ([`ModelCache`], [`FreeRequest`], [`Pressure`]).
+//!   or short of memory ([`ModelCache`], [`FreeRequest`], [`Pressure`]), and demotes kept ones to make room ([`Evict`]).
+//! - Memory as this process counts it beside what drivers report, and where the two part ([`MemorySeries`]).
 //! - Devices by description, on a virtual or a wall clock, for plans, tests and examples ([`backend::Simulated`]); a
 //!   suite that every backend has to pass ([`backend::conformance`]); a backend that fails on purpose
 //!   ([`backend::Faulty`]).
@@ -152,7 +156,8 @@ pub use cache::{
 };
 pub use checkpoint::Checkpoint;
 pub use device::{
-    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology,
+    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemoryDrift, MemorySeries,
+    MemorySnapshot, MemoryUsage, Topology,
 };
 pub use dtype::{DType, UnknownDType};
 pub use error::{AdapterFault, Error, ErrorKind, FileFault, Holder, NoRoom, Result, Shortfall};

@@ -36,7 +36,7 @@ impl Registry {
     /// The devices that these backends find. Of two with one id the first stands.
     pub fn new(backends: impl IntoIterator<Item = Arc<dyn Backend>>) -> Registry {
         let backends: Vec<_> = backends.into_iter().collect();
-        let (infos, owner, absent) = find(&backends);
+        let Discovery { infos, owner, absent } = Discovery::of(&backends);
         let topology = backends.iter().map(|b| b.topology()).find(|topology| *topology != Topology::new());
         let machine = Machine::new(infos, topology.unwrap_or_else(Topology::new));
         Registry {
@@ -76,7 +76,7 @@ impl Registry {
     /// What is known of the devices now, without opening any, for a plan beside what is loaded already: the open ones
     /// tell what is free of them and not reserved, and opening them takes nothing more.
     pub fn machine_now(&self) -> Machine {
-        let (infos, owner, _) = find(&self.backends);
+        let Discovery { infos, owner, .. } = Discovery::of(&self.backends);
         let open = self.open_devices();
         // A device that came since has no place in this registry.
         let known = infos.into_iter().filter(|info| owner.get(&info.id) == self.owner.get(&info.id));
@@ -157,22 +157,32 @@ impl Registry {
     }
 }
 
-/// The devices that these backends find, whose each of them is, and what there is none of.
-fn find(backends: &[Arc<dyn Backend>]) -> (Vec<DeviceInfo>, BTreeMap<DeviceId, usize>, Vec<(DeviceKind, String)>) {
-    let (mut infos, mut owner, mut absent) = (Vec::new(), BTreeMap::new(), Vec::new());
-    for (index, backend) in backends.iter().enumerate() {
-        for found in backend.discover() {
-            match found {
-                Found::Here(info) if !owner.contains_key(&info.id) => {
-                    owner.insert(info.id, index);
-                    infos.push(info);
+/// What backends find.
+#[derive(Default)]
+struct Discovery {
+    infos: Vec<DeviceInfo>,
+    /// Which backend each device is of.
+    owner: BTreeMap<DeviceId, usize>,
+    absent: Vec<(DeviceKind, String)>,
+}
+
+impl Discovery {
+    fn of(backends: &[Arc<dyn Backend>]) -> Discovery {
+        let mut found = Discovery::default();
+        for (index, backend) in backends.iter().enumerate() {
+            for device in backend.discover() {
+                match device {
+                    Found::Here(info) if !found.owner.contains_key(&info.id) => {
+                        found.owner.insert(info.id, index);
+                        found.infos.push(info);
+                    }
+                    Found::Here(_) => {}
+                    Found::Absent { kind, why } => found.absent.push((kind, why)),
                 }
-                Found::Here(_) => {}
-                Found::Absent { kind, why } => absent.push((kind, why)),
             }
         }
+        found
     }
-    (infos, owner, absent)
 }
 
 #[cfg(test)]

@@ -158,7 +158,7 @@ fn cuda_room_is_made_by_demotion() {
     let slots = plan.demoted(case.plain.layout(), devices.machine()).unwrap().slots().bytes();
     // A card counts free memory in pieces larger than this model, so what the ledger has is looked at.
     let report = cache.make_room(&devices, GPU0, all + 1, Evict::Demote);
-    let report = report.unwrap_or_else(|unfinished| unfinished.report);
+    let report = report.unwrap_or_else(|unfinished| *unfinished.report);
     assert_eq!(report.demoted.len(), 1, "{report}");
     comes_to(&devices, GPU0, slots, "demoted");
     assert!(slots < one);

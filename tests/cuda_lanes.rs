@@ -117,7 +117,6 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
                 planner.depth(1).own_slots(true).pinned_cap(Some(ByteSize(pinned)))
             });
             let (device, stream) = (Arc::clone(model.residency().device()), context.new_stream().unwrap());
-            let before = device.ledger().charged();
             let buffer = |bytes: u64| {
                 let slice = stream.alloc_zeros::<u8>(bytes as usize).unwrap();
                 let address = slice.device_ptr(&stream).0;
@@ -148,20 +147,25 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
                 }
                 check_layer(&guard, &subject).unwrap();
             }
-            assert_eq!(device.ledger().charged(), before, "nothing more is taken on the device");
+            // What patching on the device took may take a moment to come back.
+            let (kept, until) = (model.plan().device(GPU0).unwrap().bytes, Instant::now() + DEADLINE);
+            while device.ledger().charged() != kept {
+                assert!(Instant::now() < until, "more than what is resident is taken on the device");
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         assert_clean(&cuda);
     }
 }
 
-/// Two models that stream to one card at 2 GB/s take what their bytes take, pinned or not: compute, which sleeps, is in the
-/// shade of the copies, and neither starves.
+/// Two models that stream to one card, pinned or not, take what their bytes take: compute, which sleeps, is in the shade of
+/// the copies, and neither starves. Staged bytes are copied twice by this machine's processors, so their link is slower.
 #[test]
 fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
-    let mut config = Config::with_devices(&[256 << 20]).links(Link::new(2_000_000_000, 0));
-    config.check_sources = false;
     let subjects = [102, 103].map(|seed| Subject::plain(&blocks(&[6_000_000; 6]), seed));
-    for pinned in [u64::MAX, 0] {
+    for (pinned, link) in [(u64::MAX, 2_000_000_000), (0, 1_000_000_000)] {
+        let mut config = Config::with_devices(&[256 << 20]).links(Link::new(link, 0));
+        config.check_sources = false;
         let mut best = f64::MAX;
         // Not a measurement: the stand-in copies with this machine's processors, which others use too.
         for _ in 0..12 {
@@ -180,7 +184,7 @@ fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
                 let threads = streamers.map(|streamer| scope.spawn(move || run(streamer)));
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
-            let floor = 2.0 * 6.0 * 36.0 / 2000.0;
+            let floor = 2.0 * 6.0 * 36e6 / link as f64;
             best = best.min(ends.iter().map(|ends| ends[5]).max().unwrap().as_secs_f64() / floor);
             // Each has done two passes before the other has done four.
             assert!(ends[0][1] < ends[1][3] && ends[1][1] < ends[0][3], "one starves: {ends:?}");
@@ -420,9 +424,10 @@ fn cuda_whatever_fails_of_a_staged_stream_nothing_is_wrong_or_kept() {
 fn cuda_copies_are_spans_until_they_are_done() {
     use std::sync::Mutex;
     use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
-    /// Names of spans and when they were opened or closed.
+    /// The name of a span, whether it was opened or closed, and when.
+    type Mark = (&'static str, bool, Instant);
     #[derive(Clone, Default)]
-    struct Seen(Arc<Mutex<Vec<(&'static str, bool, Instant)>>>);
+    struct Seen(Arc<Mutex<Vec<Mark>>>);
     impl<S: tracing::Subscriber + for<'a> tracing_subscriber::registry::LookupSpan<'a>> Layer<S> for Seen {
         fn on_new_span(&self, attrs: &tracing::span::Attributes<'_>, _: &tracing::Id, _: Context<'_, S>) {
             self.0.lock().unwrap().push((attrs.metadata().name(), true, Instant::now()));

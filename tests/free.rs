@@ -273,6 +273,8 @@ fn strengths_tell_identities_apart() {
     };
     let other = tensor_offload::Adapter::from_checkpoint(lora(&llama(1, 32), tensor_offload::DType::F32, 3, 66), 0.75);
     assert_eq!(identity(&adapters), identity(&adapters));
+    let rotary = adapters[0].clone().rotary_rows(tensor_offload::RotaryRows::Same);
+    assert_ne!(identity(&[rotary]), identity(&adapters[..1]), "rows in another order");
     for different in
         [vec![], vec![adapters[0].clone()], vec![adapters[1].clone(), adapters[0].clone()], vec![other.unwrap()]]
     {

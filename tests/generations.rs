@@ -189,7 +189,7 @@ fn room_is_made_by_demotion_before_anything_is_dropped() {
         let frees = one - demoted.slots().bytes();
         // Kept models neither go nor move unless that is allowed.
         let refused = cache.make_room(&registry, GPU0, 1, Evict::Flagged).unwrap_err();
-        assert_eq!((refused.error.kind(), refused.report), (ErrorKind::NoRoom, UnloadReport::default()));
+        assert_eq!((refused.error.kind(), *refused.report), (ErrorKind::NoRoom, UnloadReport::default()));
         // Used longest ago: b, since a is used now and c is in use.
         let user = cache.get("c").unwrap();
         drop(cache.get("a"));
@@ -243,7 +243,7 @@ fn models_are_demoted_only_as_far_as_the_host_has_room() {
     let demoted = resident.demoted(subject.layout(), registry.machine()).unwrap();
     let frees = one - demoted.slots().bytes();
     let full = cache.make_room(&registry, GPU0, 2 * frees, Evict::Demote).unwrap_err();
-    assert_eq!((full.error.kind(), full.report), (ErrorKind::NoRoom, UnloadReport::default()), "both do not fit");
+    assert_eq!((full.error.kind(), *full.report), (ErrorKind::NoRoom, UnloadReport::default()), "both do not fit");
     assert_eq!((charged(&registry, GPU0), charged(&registry, CPU)), (2 * one, 0), "so none is moved");
     let report = cache.make_room(&registry, GPU0, one + 1, Evict::Kept).unwrap();
     assert_eq!((names(&report.unloaded), names(&report.demoted)), ("a".to_owned(), "b".to_owned()));

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use support::watched::Watched;
 use support::*;
-use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role};
+use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
 use tensor_offload::{
     ErrorKind, LayerGuard, Loader, Machine, Model, OwnSlot, Plan, Registry, Result, Streamer, Topology, Via,
 };
@@ -379,4 +379,25 @@ fn a_slow_link_is_an_error_that_passes() {
     check_pass(&mut streamer, &subject);
     drop(streamer);
     comes_back(&watched.registry);
+}
+
+/// A copy that fails does not say that it is over while its destination is read: the next one into it would be too early.
+#[test]
+fn a_failed_copy_is_over_when_its_destination_is_free() {
+    for clock in [Clock::Wall, Clock::Virtual] {
+        let watched = Watched::new(machine(), clock);
+        let (cpu, card) = (watched.registry.device(CPU).unwrap(), watched.registry.device(GPU0).unwrap());
+        let (up, compute) = (card.stream(Role::Upload).unwrap(), card.stream(Role::Compute).unwrap());
+        let alloc = || card.alloc(1000, MemoryKind::Arena).unwrap();
+        let source = cpu.alloc(1000, MemoryKind::Pinned).unwrap().freeze();
+        watched.copies.spoil_nth(1);
+        let broken = up.copy(Transfer::whole(&source, alloc()).unwrap()).unwrap().chain().freeze();
+        let slot = alloc().freeze();
+        let begin = watched.simulated.now();
+        compute.occupy(Duration::from_millis(30)).unwrap();
+        compute.record(std::slice::from_ref(&slot)).unwrap();
+        let flight = up.copy(Transfer::whole(&broken, slot.try_reclaim().unwrap()).unwrap()).unwrap();
+        assert_eq!(flight.done().wait(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
+        assert!(watched.simulated.now() - begin >= Duration::from_millis(30), "over while the slot was read");
+    }
 }

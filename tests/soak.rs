@@ -1,6 +1,6 @@
-//! Thousands of cycles of load, stream and unload by eight threads on the host, on simulated devices and on CUDA devices
-//! over the stand-in driver: no memory stays, whoever counts it. Only on demand:
-//! `cargo test --release --test soak -- --ignored --nocapture`.
+//! Cycles of load, stream, derive and unload by eight threads on the host, on simulated devices and on CUDA devices over
+//! the stand-in driver: no memory stays, whoever counts it. 300 cycles of each by default; 10,000, with the process's own
+//! memory compared, on demand: `cargo test --release --test soak -- --ignored --nocapture --test-threads 1`.
 
 mod support;
 
@@ -10,12 +10,16 @@ use std::time::Instant;
 
 use support::*;
 use tensor_offload::backend::Clock;
-use tensor_offload::{Evict, FreeRequest, Loader, ModelCache, Plan, Registry, Result, Retention, Streamer};
+use tensor_offload::{
+    Adapter, ByteSize, Error, Evict, FreeRequest, Identity, Loader, Matching, MemorySeries, ModelCache, Patches, Plan,
+    Registry, Result, Retention, Streamer,
+};
 
 const THREADS: usize = 8;
 const CYCLES: usize = 10_000;
-/// Fewer: the stand-in keeps the stacks of all streams' threads, and 10,000 cycles reach the limit of mappings.
-const CUDA_CYCLES: usize = 1_000;
+const SOME_CYCLES: usize = 300;
+/// How much more memory a process may have after the cycles than after the warm-up.
+const MOST_GROWN: i64 = 1 << 20;
 
 /// Bytes of this process in memory that no file backs, as the system counts them; none where it does not tell.
 fn resident_bytes() -> Option<u64> {
@@ -26,31 +30,58 @@ fn resident_bytes() -> Option<u64> {
 
 struct Soak<'a> {
     registry: &'a Registry,
-    subject: &'a Subject,
+    /// A model, and the same with an adapter.
+    subjects: &'a [Subject; 2],
     plan: &'a Plan,
     cache: ModelCache,
 }
 
 impl Soak<'_> {
-    /// One cycle: load, stream, and one of the ways in which memory is freed.
+    /// One cycle: load or derive, stream, and one of the ways in which memory is freed.
     fn cycle(&self, thread: usize, cycle: usize) -> Result<()> {
-        let Soak { registry, subject, plan, cache } = self;
-        let model = Arc::new(Loader::new(registry).workers(1).load(&subject.checkpoint, &subject.patches, plan)?);
+        let Soak { registry, subjects, plan, cache } = self;
         let retention = [Retention::Keep, Retention::Unload, Retention::Unload][cycle % 3];
         // Threads replace each other's models.
-        cache.insert(format!("model {}", (thread + cycle) % (THREADS / 2)), Arc::clone(&model), retention);
-        let mut streamer = Streamer::new(&model)?;
-        (0..model.layout().layers.len()).try_for_each(|layer| streamer.layer(layer).map(drop))?;
-        drop((streamer, model));
+        let key = format!("model {}", (thread + cycle) % (THREADS / 2));
+        let subject = &subjects[cycle / 3 % 2];
+        let Subject { checkpoint, patches, .. } = subject;
+        let loader = Loader::new(registry).workers(1);
+        let model = match cycle % 2 {
+            0 => {
+                let model = Arc::new(loader.load(checkpoint, patches, plan)?);
+                cache.insert(&key, Arc::clone(&model), retention);
+                model
+            }
+            _ => {
+                let identity = Identity::of(checkpoint, patches, plan);
+                cache.get_or_load(&key, &identity, retention, |base| loader.derive(base, checkpoint, patches, plan))?
+            }
+        };
+        // Another thread may be streaming what this one shares the slots of.
+        if let Ok(mut streamer) = Streamer::new(&model) {
+            (0..model.layout().layers.len()).try_for_each(|layer| streamer.layer(layer).map(drop))?;
+        }
+        drop(model);
         match cycle % 8 {
             0 => cache.request_free(FreeRequest { unload_models: true, free_memory: false }),
             1 => cache.request_free(FreeRequest { unload_models: false, free_memory: true }),
             2 => drop(cache.make_room(registry, plan.compute(), 1 << 10, Evict::Kept)?),
             3 => drop(cache.unload_everything()),
             4 => drop(cache.service_requests(registry)?),
+            5 => self.make_all_the_room(),
             _ => drop(cache.unload_all()),
         }
         Ok(())
+    }
+
+    /// Asks for more than can be had without demotion, or at all.
+    fn make_all_the_room(&self) {
+        let compute = self.plan.compute();
+        let limit = self.registry.device(compute).unwrap().ledger().limit();
+        match self.cache.make_room(self.registry, compute, limit, Evict::Demote).map_err(Error::from) {
+            Ok(_) | Err(Error::NoRoom(_)) => {}
+            Err(other) => panic!("{other}"),
+        }
     }
 
     /// So many cycles, shared by all threads; then nothing is taken any more.
@@ -79,35 +110,58 @@ impl Soak<'_> {
 
 /// Warms up, runs the cycles, and compares the levels. `driver` tells what the driver counts.
 fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver: &dyn Fn() -> Vec<u64>) {
-    let subject = Subject::plain(&llama(2, 32), 80);
+    let tensors = llama(2, 32);
+    let plain = Subject::plain(&tensors, 80);
+    let adapter = Adapter::from_checkpoint(lora(&tensors[..4], tensor_offload::DType::F32, 2, 81), 1.0).unwrap();
+    let patches = Patches::resolve(plain.layout(), vec![adapter], Matching::Strict).unwrap();
+    let patched = Subject::new(plain.checkpoint.clone(), patches);
     let compute = if allocation == "cpu,*" { CPU } else { GPU0 };
-    let planner = subject.planner(registry.machine(), allocation).compute(compute).depth(1);
-    let plan = planner.plan().unwrap();
-    let soak = Soak { registry, subject: &subject, plan: &plan, cache: ModelCache::new() };
-    soak.run(cycles / 10);
+    let plan = plain.planner(registry.machine(), allocation).compute(compute).depth(1).plan().unwrap();
+    let subjects = [plain, patched];
+    let soak = Soak { registry, subjects: &subjects, plan: &plan, cache: ModelCache::new() };
+    soak.run(cycles / 5);
+    let mut memory = MemorySeries::new().tolerance(ByteSize(2 << 20));
+    memory.push(registry.snapshot("warm-up"));
     let (warm, before, begin) = (resident_bytes(), driver(), Instant::now());
     soak.run(cycles);
-    let (now, after, seconds) = (resident_bytes(), driver(), begin.elapsed().as_secs_f64());
-    let grown = now.zip(warm).map_or(0, |(now, warm)| now as i64 - warm as i64);
-    println!("{what}: {cycles} cycles in {seconds:.1} s, {grown:+} bytes in memory, driver {before:?} -> {after:?}");
+    let (after, seconds) = (driver(), begin.elapsed().as_secs_f64());
+    memory.push(registry.snapshot("end"));
+    let grown = || resident_bytes().zip(warm).map_or(0, |(now, warm)| now as i64 - warm as i64);
+    // What an allocator keeps for threads that ended goes up and down by several hundred kilobytes; what leaks only goes up.
+    let mut least = grown();
+    for _ in 0..if cycles < CYCLES { 0 } else { 3 } {
+        if least > MOST_GROWN {
+            soak.run(cycles / 10);
+            least = least.min(grown());
+        }
+    }
+    println!("{what}: {cycles} cycles in {seconds:.1} s, {least:+} bytes in memory, driver {before:?} -> {after:?}");
+    println!("{memory}");
+    assert!(memory.drifts().is_empty(), "{what}: {memory}");
     assert_eq!(before, after, "{what}: what the driver holds");
-    // The stand-in driver keeps the threads of all streams, and what it knows of them, until its session ends.
-    let counted = driver().is_empty();
-    assert!(!counted || grown <= 1 << 20, "{what}: {grown} bytes more than after {} cycles", cycles / 10);
+    // The process is shared with other tests unless all cycles run.
+    assert!(cycles < CYCLES || least <= MOST_GROWN, "{what}: {least} bytes more than after {} cycles", cycles / 5);
+}
+
+fn on_software(cycles: usize) {
+    soak("host", &Registry::system(), "cpu,*", cycles, &Vec::new);
+    let simulated = Registry::described(machine(), Clock::Wall);
+    soak("simulated", &simulated, "cuda:0,20kb;xpu:0,10kb;cpu,*", cycles, &Vec::new);
+}
+
+#[test]
+fn cycles_on_the_host_and_on_simulated_devices() {
+    on_software(SOME_CYCLES);
 }
 
 #[test]
 #[ignore = "a soak, run on demand"]
 fn soak_on_the_host_and_on_simulated_devices() {
-    soak("host", &Registry::system(), "cpu,*", CYCLES, &Vec::new);
-    let simulated = Registry::described(machine(), Clock::Wall);
-    soak("simulated", &simulated, "cuda:0,20kb;xpu:0,10kb;cpu,*", CYCLES, &Vec::new);
+    on_software(CYCLES);
 }
 
 #[cfg(all(feature = "cuda", target_os = "linux"))]
-#[test]
-#[ignore = "a soak, run on demand"]
-fn soak_on_cuda_devices() {
+fn on_cuda(cycles: usize) {
     use cuda_standin::{Config, MemoryMode, session};
     use tensor_offload::backend::{Backend, Cuda, Host};
     let mut config = Config::with_devices(&[1 << 30]).memory(MemoryMode::Reuse);
@@ -119,11 +173,24 @@ fn soak_on_cuda_devices() {
         let report = cuda.report();
         vec![report.live_bytes, report.live_pinned_bytes, report.live_streams, report.live_events]
     };
-    soak("cuda", &registry, "cuda:0,20kb;cpu,*", CUDA_CYCLES, &level);
+    soak("cuda", &registry, "cuda:0,20kb;cpu,*", cycles, &level);
     drop(registry);
     let until = Instant::now() + DEADLINE;
     while !cuda.report().is_clean() && Instant::now() < until {
         std::thread::sleep(std::time::Duration::from_millis(2));
     }
     cuda.report().assert_clean();
+}
+
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+#[test]
+fn cycles_on_cuda_devices() {
+    on_cuda(SOME_CYCLES);
+}
+
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+#[test]
+#[ignore = "a soak, run on demand"]
+fn soak_on_cuda_devices() {
+    on_cuda(CYCLES);
 }

@@ -11,6 +11,7 @@
 
 mod buffer;
 pub mod conformance;
+mod copy;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod event;
@@ -28,7 +29,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use buffer::{Allocation, Buf, BufMut, Flight, HostBytes, HostMut, HostRef, Piece, Rejected, Storage, Transfer};
+pub use buffer::{Allocation, Buf, BufMut, HostBytes, HostMut, HostRef, Storage};
+pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 pub use event::{Event, Fence, FenceState};

@@ -141,7 +141,7 @@ impl ModelCache {
         let report = CleanupReport { request, unload, resets, trimmed, snapshots };
         match verify(&self.kept()).err().or(refused) {
             None => Ok(report),
-            Some(error) => Err(Unfinished { report, error }),
+            Some(error) => Err(Unfinished { report: Box::new(report), error }),
         }
     }
 

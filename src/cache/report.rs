@@ -72,7 +72,7 @@ impl UnloadReport {
 #[error("{error}")]
 pub struct Unfinished<R: fmt::Debug> {
     /// What was done.
-    pub report: R,
+    pub report: Box<R>,
     /// Why not all of it.
     #[source]
     pub error: Error,

@@ -83,7 +83,7 @@ impl ModelCache {
         let mut report = UnloadReport::default();
         match self.room(registry, device, bytes, evict, &mut report) {
             Ok(()) => Ok(report),
-            Err(error) => Err(Unfinished { report, error }),
+            Err(error) => Err(Unfinished { report: Box::new(report), error }),
         }
     }
 

@@ -29,6 +29,16 @@ impl Bookings {
         way.iter().for_each(|&s| self.0[s].forget(past));
     }
 
+    /// Forgets the oldest of more than `most` stretches of each segment of `way`.
+    pub(crate) fn keep_latest(&mut self, way: &[usize], most: usize) {
+        for &segment in way {
+            let Busy(busy) = &mut self.0[segment];
+            while busy.len() > most {
+                busy.pop_first();
+            }
+        }
+    }
+
     /// The most stretches of time that one segment is booked for.
     #[cfg(test)]
     pub(crate) fn intervals(&self) -> usize {

@@ -5,6 +5,7 @@ mod gpu;
 mod id;
 mod info;
 mod links;
+mod series;
 mod snapshot;
 mod topology;
 
@@ -13,5 +14,6 @@ pub use gpu::{GpuDetails, NvLink, NvLinkEnd, PcieLink};
 pub use id::{DeviceId, DeviceKind, KindName};
 pub use info::{Described, DeviceInfo, Machine, MemoryUsage};
 pub use links::{LeftOut, Link, LinkKind, LinkMatrix};
+pub use series::{MemoryDrift, MemorySeries};
 pub use snapshot::MemorySnapshot;
 pub use topology::{Bandwidth, Segment, Topology};

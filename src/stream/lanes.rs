@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::report::{LaneReport, Via};
+use super::slots::LaneParts;
 use super::through_host::ThroughHost;
 use super::turns::{From, Part};
 use crate::backend::{Buf, BufMut, Device, Flight, Piece, Role, Route, Stream, Transfer};
@@ -107,7 +108,7 @@ impl Lanes {
         &self,
         model: &Model,
         lane: usize,
-        parts: Vec<(&Part, BufMut)>,
+        parts: LaneParts<'_>,
         urgent: bool,
         deadline: Duration,
     ) -> Result<Ticket> {

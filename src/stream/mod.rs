@@ -89,11 +89,10 @@ impl Streamer {
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let turns = Turns::by_lane(model, &mut lanes)?;
-        let memory = model.residency().take_slots().ok_or_else(busy)?;
-        if memory.is_empty() && turns.streams() {
-            model.residency().return_slots(memory);
+        if turns.streams() && model.plan().slots().count == 0 {
             return Err(Error::invalid("the plan leaves the slots to the caller; give them with Streamer::with_slots"));
         }
+        let memory = model.residency().take_slots().ok_or_else(busy)?;
         let slots = Slots::shared(memory, turns.count());
         Ok(Streamer::from(model, compute, lanes, turns, slots, None))
     }

@@ -43,6 +43,9 @@ pub(super) struct Fill<'a> {
     pub(super) deadline: Duration,
 }
 
+/// The parts of a slot that one lane fills.
+pub(super) type LaneParts<'a> = Vec<(&'a Part, BufMut)>;
+
 /// The slots of a set whose layers are needed last, at the end, with the distances of their layers.
 pub(super) type Candidates = Vec<(usize, usize)>;
 
@@ -213,7 +216,7 @@ impl Slots {
             true => memory,
             false => slot.cut(memory, parts)?,
         };
-        let mut orders: BTreeMap<usize, (Vec<usize>, Vec<(&Part, BufMut)>)> = BTreeMap::new();
+        let mut orders: BTreeMap<usize, (Vec<usize>, LaneParts<'_>)> = BTreeMap::new();
         let mut outcome = Ok(());
         for (place, dst) in memory.into_iter().enumerate() {
             slot.parts.push(None);

@@ -52,28 +52,32 @@ impl<T> Arbiter<T> {
         });
         let orders = &mut state.clients[place].orders;
         if urgent {
-            orders.push_front((bytes, order))
+            orders.push_front((bytes, order));
         } else {
-            orders.push_back((bytes, order))
+            orders.push_back((bytes, order));
         }
         self.changed.notify_one();
         Ok(())
     }
 
     /// The next order that can begin, as `ready` says; none when the arbiter is closed and empty. While there are only
-    /// orders that cannot, it looks again every `patience`.
+    /// orders that cannot, it looks again, at first soon and then every `patience`.
     pub(super) fn next(&self, mut ready: impl FnMut(&T) -> bool, patience: Duration) -> Option<T> {
         let mut state = self.state();
+        let mut pause = patience / 16;
         loop {
             if let Some(order) = state.choose(self.quantum, &mut ready) {
                 return Some(order);
             }
-            let empty = state.clients.is_empty();
-            state = match (empty, state.closed) {
-                (true, true) => return None,
-                (true, false) => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
-                (false, _) => self.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner).0,
-            };
+            if !state.clients.is_empty() {
+                state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+                pause = (pause * 2).min(patience);
+            } else if state.closed {
+                return None;
+            } else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                pause = patience / 16;
+            }
         }
     }
 

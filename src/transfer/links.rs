@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::pattern;
-use super::relay::Ring;
+use super::relay::Relay;
 use super::timing::{DEADLINE, Lane, LinkTiming, Watch, median, speed};
 use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Role, Route, Stream, Transfer};
 use crate::device::{DeviceId, DeviceKind, LeftOut, Link, LinkKind, LinkMatrix, Topology};
@@ -179,8 +179,8 @@ impl Meter<'_> {
         let dst = end.device.alloc(bytes, MemoryKind::Arena)?;
         let (times, fixed, dst) = match kind {
             LinkKind::Staged => {
-                let (mut ring, mut dst) = (self.ring(end)?, Some(dst));
-                let times = self.timing.one_by_one(|| ring.up(end.watch, &*end.up, &src, &mut dst))?;
+                let (mut relay, mut dst) = (self.relay(end)?, Some(dst));
+                let times = self.timing.one_by_one(|| relay.up(end.watch, &*end.up, &src, &mut dst))?;
                 (times, None, dst.ok_or_else(lost)?)
             }
             _ => {
@@ -199,9 +199,9 @@ impl Meter<'_> {
         let dst = self.host_memory(end, kind, bytes)?;
         let (times, fixed, mut dst) = match kind {
             LinkKind::Staged => {
-                let (mut ring, mut dst) = (self.ring(end)?, dst);
+                let (mut relay, mut dst) = (self.relay(end)?, dst);
                 let mut memory = dst.host_mut().ok_or_else(lost)?;
-                let times = self.timing.one_by_one(|| ring.down(end.watch, &*end.down, &src, &mut memory))?;
+                let times = self.timing.one_by_one(|| relay.down(end.watch, &*end.down, &src, &mut memory))?;
                 drop(memory);
                 (times, None, dst)
             }
@@ -262,9 +262,9 @@ impl Meter<'_> {
         let bytes = fitting(&*from.device, self.bytes as u64, 4)?.min(fitting(&*to.device, self.bytes as u64, 4)?);
         let (src, seed) = self.filled(from, bytes)?;
         let mut dst = Some(to.device.alloc(bytes, MemoryKind::Arena)?);
-        let mut ring = self.ring(to)?;
+        let mut relay = self.relay(to)?;
         let streams = (&*from.down, &*to.up);
-        let times = self.timing.one_by_one(|| ring.across(to.watch, streams, (&src, bytes), &mut dst))?;
+        let times = self.timing.one_by_one(|| relay.across(to.watch, streams, (&src, bytes), &mut dst))?;
         self.check(to, &dst.ok_or_else(lost)?.freeze(), bytes, seed)?;
         self.found((from.id(), to.id()), LinkKind::PeerStaged, bytes, times, None);
         Ok(())
@@ -296,9 +296,9 @@ impl Meter<'_> {
         Ok((times, lane.fixed(watch)?))
     }
 
-    fn ring(&self, end: &End) -> Result<Ring> {
-        let ring = Ring::new(&*self.host)?;
-        if end.watch.simulated() || ring.pinned() { Ok(ring) } else { Err(unpinned()) }
+    fn relay(&self, end: &End) -> Result<Relay> {
+        let relay = Relay::new(&*self.host)?;
+        if end.watch.simulated() || relay.pinned() { Ok(relay) } else { Err(unpinned()) }
     }
 
     /// Host memory as `kind` wants it.

@@ -11,14 +11,15 @@ use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Stream, Tran
 use crate::error::{Error, Result};
 
 /// The bytes of one pinned buffer, and how many there are.
-const RING: (usize, usize) = (16 << 20, 4);
+const BUFFERS: (usize, usize) = (16 << 20, 4);
 
-/// Pinned buffers that are used in turn.
-pub(super) struct Ring(VecDeque<BufMut>);
+/// Pinned buffers that are used in turn. Copies wait for each other on the devices, where the ring of a load or of a lane waits
+/// on the host.
+pub(super) struct Relay(VecDeque<BufMut>);
 
-impl Ring {
-    pub(super) fn new(host: &dyn Device) -> Result<Ring> {
-        (0..RING.1).map(|_| host.alloc(RING.0, MemoryKind::Pinned)).collect::<Result<_>>().map(Ring)
+impl Relay {
+    pub(super) fn new(host: &dyn Device) -> Result<Relay> {
+        (0..BUFFERS.1).map(|_| host.alloc(BUFFERS.0, MemoryKind::Pinned)).collect::<Result<_>>().map(Relay)
     }
 
     /// Whether its memory is pinned.
@@ -45,12 +46,12 @@ impl Ring {
         let begin = watch.begin(up)?;
         let bytes = src.host(DEADLINE)?.ok_or_else(not_host)?;
         let mut last = None;
-        for (part, bytes) in bytes.chunks(RING.0).enumerate() {
+        for (part, bytes) in bytes.chunks(BUFFERS.0).enumerate() {
             let mut buffer = self.take()?;
             buffer.settle(DEADLINE)?;
             pattern::copy(bytes, &mut buffer.host_mut().ok_or_else(not_host)?[..bytes.len()]);
             let buffer = buffer.freeze();
-            last = Some(send(up, &buffer, 0..bytes.len(), dst, part * RING.0)?);
+            last = Some(send(up, &buffer, 0..bytes.len(), dst, part * BUFFERS.0)?);
             self.give_back(buffer);
         }
         last.map_or(Ok(begin), |event| watch.see(&event)).map(|end| end.saturating_sub(begin))
@@ -61,14 +62,14 @@ impl Ring {
         let begin = watch.begin(down)?;
         let mut end = begin;
         let mut under_way: VecDeque<(Buf, Event)> = VecDeque::new();
-        let mut parts = dst.chunks_mut(RING.0).enumerate();
+        let mut parts = dst.chunks_mut(BUFFERS.0).enumerate();
         let mut empty = VecDeque::new();
         loop {
             // Send for as much as there are buffers, then empty the oldest.
             while !self.0.is_empty() {
                 let Some((part, dst)) = parts.next() else { break };
                 let mut buffer = Some(self.take()?);
-                let from = part * RING.0;
+                let from = part * BUFFERS.0;
                 let done = send(down, src, from..from + dst.len(), &mut buffer, 0)?;
                 under_way.extend(buffer.map(|buffer| (buffer.freeze(), done)));
                 empty.push_back(dst);
@@ -92,8 +93,8 @@ impl Ring {
     ) -> Result<Duration> {
         let begin = watch.begin(down)?.max(watch.begin(up)?);
         let mut last = None;
-        for from in (0..bytes).step_by(RING.0) {
-            let part = from..bytes.min(from + RING.0);
+        for from in (0..bytes).step_by(BUFFERS.0) {
+            let part = from..bytes.min(from + BUFFERS.0);
             let length = part.len();
             let mut buffer = Some(self.take()?);
             send(down, src, part, &mut buffer, 0)?;

@@ -18,8 +18,8 @@ use crate::error::{Error, Result};
 /// How many bytes a client may be served before the others have their turn.
 const QUANTUM: u64 = 16 << 20;
 
-/// How often a lane looks whether the destination of an order is free, when it has nothing else to do.
-const PATIENCE: Duration = Duration::from_micros(200);
+/// The longest pause between two looks whether the destination of an order is free, when a lane has nothing else to do.
+const PATIENCE: Duration = Duration::from_micros(500);
 
 /// How long a lane waits for a pinned buffer before it looks whether the order is still wanted.
 const SLICE: Duration = Duration::from_millis(20);

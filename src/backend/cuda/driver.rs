@@ -107,7 +107,7 @@ impl Driver {
             return Err(format!("the driver has no {missing}; it is older than this library can use"));
         }
         let pools = POOLS.iter().all(has);
-        let missing_kernel_call = KERNELS.into_iter().find(|name| !has(&name));
+        let missing_kernel_call = KERNELS.into_iter().find(|name| !has(name));
         let tells_captures = has(&"cuStreamIsCapturing");
         let has_capture_modes = has(&"cuThreadExchangeStreamCaptureMode");
         let tells_contexts = has(&"cuDevicePrimaryCtxGetState");

@@ -28,7 +28,7 @@ const FUNCTIONS: [(DType, &CStr); 5] = [
 ];
 
 /// Threads of a block: a warp has eight rows by 128 columns, and there are eight warps below each other.
-const BLOCK: [usize; 2] = [32, 8];
+const BLOCK: (u32, u32, u32) = (32, 8, 1);
 /// Rows and columns that a block patches.
 const BLOCK_TILE: [usize; 2] = [64, 128];
 
@@ -110,6 +110,23 @@ impl CudaDevice {
     }
 }
 
+/// The blocks of a launch, and the arguments after the two addresses.
+fn numbers(patch: &MatrixPatch<'_>) -> Result<(u32, [u32; 7])> {
+    let [high, wide] = BLOCK_TILE;
+    let blocks = patch.rows().div_ceil(high).saturating_mul(patch.cols().div_ceil(wide));
+    let scales = patch.scales().map_or([0, 1, 1, 1], |scales| {
+        let [high, wide] = scales.block.map(|side| side.min(MatrixPatch::MOST));
+        [patch.scales_at(), high, wide, scales.grid_cols]
+    });
+    let mut numbers = [0; 7];
+    let values = [patch.rows(), patch.cols(), patch.products()].into_iter().chain(scales);
+    let fits = numbers.iter_mut().zip(values).all(|(number, value)| u32::try_from(value).map(|v| *number = v).is_ok());
+    match i32::try_from(blocks) {
+        Ok(blocks) if fits => Ok((blocks.unsigned_abs(), numbers)),
+        _ => Err(Error::invalid(format!("a matrix of {} by {} takes too many blocks", patch.rows(), patch.cols()))),
+    }
+}
+
 impl Kernels for CudaDevice {
     fn ready(&self) -> Result<(), String> {
         self.module().map(drop)
@@ -132,22 +149,7 @@ impl Kernels for CudaDevice {
         };
         let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.dtype().bits() as usize / 8)?;
         let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;
-        let [high, wide] = BLOCK_TILE;
-        let blocks = patch.rows().div_ceil(high) * patch.cols().div_ceil(wide);
-        let launched = [patch.rows(), patch.cols(), patch.products()];
-        let scales = patch.scales().map_or([0, 1, 1, 1], |scales| {
-            let [high, wide] = scales.block.map(|side| side.min(MatrixPatch::MOST));
-            [patch.scales_at(), high, wide, scales.grid_cols]
-        });
-        let number = |number| u32::try_from(number).map_err(|_| Error::invalid("a matrix too large for a launch"));
-        let mut numbers = [0u32; 7];
-        for (place, value) in numbers.iter_mut().zip(launched.into_iter().chain(scales)) {
-            *place = number(value)?;
-        }
-        let grid = (number(blocks).ok().filter(|n| i32::try_from(*n).is_ok()), BLOCK.map(|side| side as u32));
-        let (Some(blocks), [across, down]) = grid else {
-            return Err(Error::invalid("a matrix too large for a launch"));
-        };
+        let (blocks, mut numbers) = numbers(patch)?;
         let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
         let memory = vec![Arc::clone(weight.allocation()), Arc::clone(work.allocation())];
         let done = stream.run(&waits, memory, |handle| {
@@ -158,9 +160,8 @@ impl Kernels for CudaDevice {
             rest.for_each(|(argument, number)| *argument = (number as *mut u32).cast());
             // SAFETY: the arguments are those of the kernel, in number and size, and live through the call. It touches
             // the matrix and the work memory, which were checked to be there and are kept until the event after it.
-            let launch = || unsafe {
-                result::launch_kernel(function, (blocks, 1, 1), (across, down, 1), 0, handle, &mut arguments)
-            };
+            let launch =
+                || unsafe { result::launch_kernel(function, (blocks, 1, 1), BLOCK, 0, handle, &mut arguments) };
             self.context().call("cuLaunchKernel", launch)
         })?;
         Ok(PatchFlight { weight: Flight::of(weight, done.clone()), work: Flight::of(work, done) })

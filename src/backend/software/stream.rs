@@ -157,7 +157,8 @@ fn wait_for(waits: &[Event], device: DeviceId) -> Result<()> {
         return waits.iter().try_for_each(|event| event.wait(Duration::ZERO));
     }
     let _span = tracing::trace_span!("wait", %device, events = waits.len()).entered();
-    waits.iter().fold(Ok(()), |outcome, event| outcome.and(event.wait(DEADLINE)))
+    let outcomes: Vec<Result<()>> = waits.iter().map(|event| event.wait(DEADLINE)).collect();
+    outcomes.into_iter().collect()
 }
 
 impl Work {

@@ -18,6 +18,10 @@ pub enum Clock {
 /// How long after its time a transfer on a wall clock may be asked for, its thread having been kept from running.
 const LATEST: Duration = Duration::from_secs(10);
 
+/// The most stretches that a segment remembers to be busy on a wall clock, so that many small transfers do not fill the
+/// memory with them: more than the transfers that can be late at once.
+const MOST: usize = 1024;
+
 /// The segments of a machine's links and when they are busy.
 #[derive(Debug)]
 pub(in crate::backend) struct Timeline {
@@ -71,6 +75,9 @@ impl Timeline {
             Clock::Wall => self.start.elapsed().saturating_sub(LATEST),
         };
         state.bookings.forget(&way, past);
+        if self.clock == Clock::Wall {
+            state.bookings.keep_latest(&way, MOST);
+        }
         state.bookings.transfer(&self.topology, &way, bytes, ready)
     }
 

@@ -148,7 +148,8 @@ struct Inner {
 }
 
 impl Lane {
-    pub(crate) fn new(index: u32, device: usize) -> Arc<Lane> {
+    /// A lane whose work is done up to an epoch.
+    pub(crate) fn new(index: u32, device: usize, done: u64) -> Arc<Lane> {
         let inner = Inner { queue: VecDeque::new(), busy: false, closed: false, worker: None, time: Instant::now() };
         Arc::new(Lane {
             index,
@@ -156,7 +157,7 @@ impl Lane {
             inner: Mutex::new(inner),
             work: Condvar::new(),
             progress: Condvar::new(),
-            done: AtomicU64::new(0),
+            done: AtomicU64::new(done),
             stopped: AtomicBool::new(false),
         })
     }
@@ -210,6 +211,8 @@ impl Lane {
                 return Some(op);
             }
             if inner.closed {
+                // Nobody joins the worker of a stream that was destroyed; detached, its stack goes when it ends.
+                drop(inner.worker.take());
                 return None;
             }
             inner = self.work.wait(inner).unwrap_or_else(PoisonError::into_inner);

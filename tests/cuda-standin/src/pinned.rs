@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::backing::Backing;
 use crate::code::{Code, Outcome};
+use crate::config::MemoryMode;
 use crate::hazard::History;
 use crate::lane::Ticket;
 use crate::report::Rule;
@@ -28,7 +29,8 @@ struct Gone {
     len: u64,
     /// The call that ended it.
     call: &'static str,
-    /// Allocated memory keeps its addresses, so that nothing else can be taken for it; its pages are given back.
+    /// Allocated memory keeps its addresses in quarantine, so that nothing else can be taken for it; its pages are given
+    /// back.
     backing: Option<Arc<Backing>>,
 }
 
@@ -141,12 +143,15 @@ impl Call<'_> {
         // The program may unmap registered memory next, so no worker may be left in it.
         let users = region.history.stamps(0..region.len, true);
         let users: Vec<Ticket> = users.iter().map(|stamp| state.ticket_of(stamp)).collect();
-        let backing = (!registered).then(|| Arc::clone(&region.backing));
-        state.pinned.gone.insert(base, Gone { len: region.len, call: self.name, backing });
+        let keeps = !registered && self.world.config().memory == MemoryMode::Quarantine;
+        let backing = keeps.then(|| Arc::clone(&region.backing));
+        if keeps || registered {
+            state.pinned.gone.insert(base, Gone { len: region.len, call: self.name, backing });
+        }
         drop(state);
         self.world.shared.nudge();
         users.iter().for_each(Ticket::wait);
-        if !registered {
+        if keeps {
             region.backing.empty();
         }
         Ok(())

@@ -69,10 +69,29 @@ pub(crate) struct Turn {
 
 impl State {
     fn new_lane(&mut self, device: usize, blocking: bool) -> u32 {
+        if let Some(index) = self.take_spare() {
+            // Its stamps go on counting, so that those of the stream that had it before keep their meaning.
+            let epoch = self.lanes[index as usize].epoch;
+            let lane = Lane::new(index, device, epoch);
+            self.lanes[index as usize] = LaneState { lane, clock: Clock::default(), epoch, blocking };
+            return index;
+        }
         let index = self.lanes.len() as u32;
-        let lane = Lane::new(index, device);
+        let lane = Lane::new(index, device, 0);
         self.lanes.push(LaneState { lane, clock: Clock::default(), epoch: 0, blocking });
         index
+    }
+
+    /// A lane whose stream was destroyed, where the host has seen the end of all its work: whatever is enqueued from now
+    /// on is after that anyway, so taking the lane's place in the clocks says nothing more. Without this a program that
+    /// makes and destroys streams for long would fill the memory with clocks and ended threads.
+    fn take_spare(&mut self) -> Option<u32> {
+        let over = |lane: &u32| {
+            let state = &self.lanes[*lane as usize];
+            self.host.get(*lane) >= state.epoch && state.lane.done() >= state.epoch
+        };
+        let place = self.spare.iter().position(over)?;
+        Some(self.spare.swap_remove(place))
     }
 
     /// Takes the next turn of a lane: after all that came before on it, after what the host has seen, and, on the
@@ -198,6 +217,7 @@ impl Call<'_> {
         state.streams.remove(&stream);
         state.captures.remove(&stream);
         state.lanes[found.lane as usize].lane.close();
+        state.spare.push(found.lane);
         Ok(())
     }
 

@@ -59,6 +59,8 @@ pub(crate) struct State {
     /// Live contexts and their devices.
     pub(crate) contexts: HashMap<u64, usize>,
     pub(crate) lanes: Vec<LaneState>,
+    /// Those whose streams were destroyed.
+    pub(crate) spare: Vec<u32>,
     pub(crate) streams: HashMap<u64, Stream>,
     pub(crate) events: HashMap<u64, Event>,
     pub(crate) pools: HashMap<u64, Pool>,

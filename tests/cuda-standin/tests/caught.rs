@@ -35,6 +35,26 @@ fn a_skipped_wait() {
     assert_caught(&standin, Rule::Unordered, "cuMemcpyDtoDAsync_v2");
 }
 
+/// A destroyed stream's place in the clocks is given away only once the host has seen the end of its work.
+#[test]
+fn a_stream_made_after_another_was_destroyed_is_not_ordered_after_it() {
+    let standin = session(&late());
+    let cuda = Cuda::open(0);
+    let (source, device) = (cuda.pin(&pattern(LEN, 1)), cuda.alloc(LEN));
+    // One whose work has been seen leaves its place to the next, whose work is new.
+    let first = cuda.stream();
+    cuda.upload(device, source, LEN, first);
+    cuda.synchronize(first);
+    cuda.destroy(first);
+    let second = cuda.stream();
+    cuda.upload(device, source, LEN, second);
+    cuda.destroy(second);
+    assert_eq!(standin.report().violations.len(), 0);
+    let third = cuda.stream();
+    cuda.fill(device, 0, LEN, third);
+    assert_caught(&standin, Rule::Unordered, "cuMemsetD8Async");
+}
+
 #[test]
 fn a_wait_for_an_event_that_was_recorded_too_early() {
     let standin = session(&late());

@@ -1,0 +1,156 @@
+//! Copies: what they move, and how their destination comes back.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use super::{Buf, BufMut, Event, Joined, Stream};
+use crate::error::{Error, Result};
+
+/// Bytes of one source that go to one place of a copy's destination.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// Where they come from.
+    pub src: Buf,
+    /// Which bytes of it.
+    pub from: Range<usize>,
+    /// Where they begin in the destination.
+    pub at: usize,
+}
+
+/// A copy of pieces into one destination, all of them inside their buffers.
+#[derive(Debug)]
+pub struct Transfer {
+    pieces: Vec<Piece>,
+    dst: BufMut,
+}
+
+impl Transfer {
+    /// A copy of `pieces` into `dst`.
+    ///
+    /// # Errors
+    /// [`Rejected`] with [`Error::Invalid`] when a piece passes the end of its source or of `dst`.
+    pub fn new(mut pieces: Vec<Piece>, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
+        let outside = pieces.iter().find(|piece| {
+            let bytes = piece.from.end.checked_sub(piece.from.start);
+            let end = bytes.and_then(|bytes| piece.at.checked_add(bytes));
+            piece.from.end > piece.src.bytes() || end.is_none_or(|end| end > dst.bytes())
+        });
+        if let Some(Piece { src, from, at }) = outside {
+            let (have, room) = (src.bytes(), dst.bytes());
+            let error = format!("bytes {from:?} of a buffer of {have} do not fit at {at} of one of {room}");
+            return Err(Box::new(Rejected { error: Error::invalid(error), dst }));
+        }
+        for Piece { src, from, at } in &mut pieces {
+            let start = src.start();
+            (*from, *at) = (start + from.start..start + from.end, dst.start() + *at);
+        }
+        Ok(Transfer { pieces, dst })
+    }
+
+    /// A copy of all of `src` to the beginning of `dst`.
+    ///
+    /// # Errors
+    /// [`Rejected`] with [`Error::Invalid`] when `dst` is smaller.
+    pub fn whole(src: &Buf, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
+        let piece = Piece { src: src.clone(), from: 0..src.bytes(), at: 0 };
+        Transfer::new(vec![piece], dst)
+    }
+
+    /// Its pieces, for a stream: their ranges and places count from the beginning of the allocations of both ends, of
+    /// which the buffers may be parts.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// Where they go.
+    pub fn dst(&self) -> &BufMut {
+        &self.dst
+    }
+
+    /// Where they go, to add an event to.
+    pub fn dst_mut(&mut self) -> &mut BufMut {
+        &mut self.dst
+    }
+
+    /// The events that the copy has to wait for: the sources' contents and the destination's last uses.
+    pub fn waits(&self) -> Vec<Event> {
+        let ready = self.pieces.iter().flat_map(|piece| piece.src.ready().cloned());
+        ready.chain(self.dst.pending()).collect()
+    }
+
+    /// The flight of this copy once it is queued and `done` comes after it: both ends carry the event from now on.
+    pub fn launched(mut self, done: Event) -> Flight {
+        for piece in &self.pieces {
+            piece.src.used_until(done.clone());
+        }
+        self.dst.written_until(done.clone());
+        Flight { done, dst: self.dst }
+    }
+
+    /// The rejection of this copy: it was not queued.
+    pub fn rejected(self, error: Error) -> Box<Rejected> {
+        Box::new(Rejected { error, dst: self.dst })
+    }
+}
+
+/// A copy that was not queued, with its destination.
+#[derive(Debug)]
+pub struct Rejected {
+    /// Why not.
+    pub error: Error,
+    /// The destination, as it was.
+    pub dst: BufMut,
+}
+
+impl From<Box<Rejected>> for Error {
+    fn from(rejected: Box<Rejected>) -> Error {
+        rejected.error
+    }
+}
+
+/// A copy on its way. Dropping it gives up the destination, not the copy.
+#[derive(Debug)]
+#[must_use = "the destination comes back through the flight"]
+pub struct Flight {
+    done: Event,
+    dst: BufMut,
+}
+
+impl Flight {
+    /// The flight of a buffer that work other than a copy, which is queued, writes until `done`.
+    pub fn of(mut buffer: BufMut, done: Event) -> Flight {
+        buffer.after(done.clone());
+        Flight { done, dst: buffer }
+    }
+
+    /// The event of its landing.
+    pub fn done(&self) -> &Event {
+        &self.done
+    }
+
+    /// Waits for the copy; the destination, filled.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy failed.
+    pub fn landed(self, deadline: Duration) -> Result<BufMut> {
+        self.done.wait(deadline)?;
+        Ok(self.dst)
+    }
+
+    /// Makes later work of `stream` wait for the copy; the destination, to be read there. Where the stream cannot
+    /// wait for the copy's event, the caller waits, at most for `deadline`.
+    ///
+    /// # Errors
+    /// When `stream` takes no more work; as [`Event::wait`].
+    pub fn order(self, stream: &dyn Stream, deadline: Duration) -> Result<Buf> {
+        if stream.wait(&self.done)? == Joined::HostMustWait {
+            self.done.wait(deadline)?;
+        }
+        Ok(self.dst.freeze())
+    }
+
+    /// The destination at once, for another copy into it; that one comes after this one.
+    pub fn chain(self) -> BufMut {
+        self.dst
+    }
+}
