@@ -193,7 +193,7 @@ fn cuda_models_are_near_the_device_that_computes() {
         all_near("at home", &[3 << 19, 2 << 20]);
         drop(model);
         // What is not pinned passes the pinned buffers; what the other card has passes the host, since there are no peers.
-        let model = load(format!("{donor},6mb;cpu,*"), 0);
+        let model = load(format!("{donor},12mb;cpu,*"), 0);
         touched().clear();
         let mut streamer = Streamer::new(&model).unwrap();
         (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
