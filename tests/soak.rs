@@ -1,11 +1,11 @@
 //! Cycles of load, stream, derive and unload by eight threads on the host, on simulated devices and on CUDA devices over
 //! the stand-in driver: no memory stays, whoever counts it. 300 cycles of each by default; 10,000, with the process's own
-//! memory compared, on demand: `cargo test --release --test soak -- --ignored --nocapture --test-threads 1`.
+//! memory compared, on demand: `cargo test --release --test soak -- --ignored --nocapture`.
 
 mod support;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use support::*;
@@ -143,7 +143,11 @@ fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver
     assert!(cycles < CYCLES || least <= MOST_GROWN, "{what}: {least} bytes more than after {} cycles", cycles / 5);
 }
 
+/// One at a time: they count the memory of the process that they share.
+static ALONE: Mutex<()> = Mutex::new(());
+
 fn on_software(cycles: usize) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     soak("host", &Registry::system(), "cpu,*", cycles, &Vec::new);
     let simulated = Registry::described(machine(), Clock::Wall);
     soak("simulated", &simulated, "cuda:0,20kb;xpu:0,10kb;cpu,*", cycles, &Vec::new);
@@ -164,6 +168,7 @@ fn soak_on_the_host_and_on_simulated_devices() {
 fn on_cuda(cycles: usize) {
     use cuda_standin::{Config, MemoryMode, session};
     use tensor_offload::backend::{Backend, Cuda, Host};
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut config = Config::with_devices(&[1 << 30]).memory(MemoryMode::Reuse);
     config.check_sources = false;
     let cuda = session(&config);
