@@ -1,6 +1,7 @@
 //! Merging LoRA into a bf16 weight of [4096, 4096], beside what it is to be measured by in the same run: a copy of the
 //! weight, and the plain way in passes (lift the whole weight, add the product, round it) in f32 memory made before,
-//! compiled for the baseline instruction set as a loop of one's own would be.
+//! compiled for the baseline instruction set as a loop of one's own would be. Then the same for a model of a billion
+//! parameters in 64 such weights.
 //!
 //! After criterion's own figures it prints medians of alternating turns and their ratios, which is what to compare:
 //! absolute times move with whatever else the machine does.
@@ -16,6 +17,9 @@ use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::{Checkpoint, DType};
 
 const SIZE: usize = 4096;
+
+/// The weights of the model of a billion parameters: 64 * 4096 * 4096 = 1.07e9.
+const WEIGHTS: usize = 64;
 
 fn noise(count: usize, seed: u32) -> Vec<f32> {
     let mut state = seed;
@@ -96,15 +100,26 @@ fn bench(criterion: &mut Criterion) {
     }
     group.finish();
     if std::env::args().any(|arg| arg == "--bench") {
-        print_ratios(&mut works, &mut bytes);
+        print_ratios("a weight", &mut works, &mut bytes, 15);
+        // Every weight has bytes of its own, so that none comes out of a cache; the adapters' factors are alike.
+        let mut model = weight.repeat(WEIGHTS);
+        let mut works = over_all(works);
+        print_ratios("a model of 1.07 billion parameters", &mut works, &mut model, 3);
     }
 }
 
+/// The same work on each weight of a model, one after the other.
+fn over_all(works: Vec<Work<'_>>) -> Vec<Work<'_>> {
+    fn over<'a>((name, mut work): Work<'a>) -> Work<'a> {
+        (name, Box::new(move |model| model.chunks_mut(2 * SIZE * SIZE).for_each(&mut work)))
+    }
+    works.into_iter().map(over).collect()
+}
+
 /// Turns of all works one after the other, so that all see the same machine.
-fn print_ratios(works: &mut [Work<'_>], bytes: &mut [u8]) {
-    const TURNS: usize = 15;
+fn print_ratios(what: &str, works: &mut [Work<'_>], bytes: &mut [u8], turns: usize) {
     let mut times = vec![Vec::new(); works.len()];
-    for _ in 0..TURNS {
+    for _ in 0..turns {
         for ((_, work), times) in works.iter_mut().zip(&mut times) {
             let start = Instant::now();
             work(black_box(bytes));
@@ -115,10 +130,10 @@ fn print_ratios(works: &mut [Work<'_>], bytes: &mut [u8]) {
         .iter_mut()
         .map(|times| {
             times.sort_by(f64::total_cmp);
-            times[TURNS / 2]
+            times[turns / 2]
         })
         .collect();
-    println!("medians of {TURNS} turns on {} threads:", rayon::current_num_threads());
+    println!("{what}, medians of {turns} turns on {} threads:", rayon::current_num_threads());
     for ((name, _), (median, times)) in works.iter().zip(medians.iter().zip(&times)) {
         println!("  {name:14} {median:7.2} ms (best {:.2}), {:5.2} x memcpy", times[0], median / medians[0]);
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::Reservation;
 use super::made::Made;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
-use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Transfer};
+use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
@@ -27,6 +27,7 @@ pub struct Model {
     residency: Residency,
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
     host: Arc<dyn Device>,
+    downloads: Mutex<BTreeMap<DeviceId, Arc<dyn Stream>>>,
     groups: Groups,
     /// For each tensor where its bytes lie in its group's memory.
     places: Vec<Range<usize>>,
@@ -160,6 +161,7 @@ impl Model {
             residency: Residency { device, homes: resident, slots },
             devices,
             host: registry.staging_host()?,
+            downloads: Mutex::default(),
             made,
             report: LoadReport::default(),
         })
@@ -230,11 +232,22 @@ impl Model {
         let device = self.device(view.buf.device())?;
         let staging = self.host.alloc(dst.len(), MemoryKind::Pinned)?;
         let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
-        let flight = device.stream(Role::Download)?.copy(Transfer::new(vec![piece], staging)?)?;
+        let flight = self.download_stream(device)?.copy(Transfer::new(vec![piece], staging)?)?;
         let landed = flight.landed(DEADLINE)?.freeze();
         let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
         dst.copy_from_slice(&bytes);
         Ok(())
+    }
+
+    /// The stream that reads back from a device, made when it is first needed.
+    fn download_stream(&self, device: &Arc<dyn Device>) -> Result<Arc<dyn Stream>> {
+        let mut downloads = self.downloads.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stream) = downloads.get(&device.id()) {
+            return Ok(Arc::clone(stream));
+        }
+        let stream = device.stream(Role::Download)?;
+        downloads.insert(device.id(), Arc::clone(&stream));
+        Ok(stream)
     }
 
     /// Whether someone beside the one owner that asks holds the model, or what it keeps away from the compute device.

@@ -41,8 +41,14 @@ const MOST: usize = 64 << 10;
 /// One random call.
 ///
 /// # Safety
-/// `local` must stay alive until the driver is reset.
-unsafe fn step(dice: &mut Dice, contexts: [usize; 2], things: &Mutex<Things>, local: &'static [u8]) {
+/// `local` must stay alive until the driver is reset. With `frees_pinned`, freed pinned memory has to stay mapped.
+unsafe fn step(
+    dice: &mut Dice,
+    contexts: [usize; 2],
+    things: &Mutex<Things>,
+    local: &'static [u8],
+    frees_pinned: bool,
+) {
     let mut all = things.lock().unwrap();
     let null = std::ptr::null_mut::<c_void>;
     let stream = dice.pick(&all.streams).unwrap_or_else(|| dice.roll(4)) as CUstream;
@@ -71,7 +77,7 @@ unsafe fn step(dice: &mut Dice, contexts: [usize; 2], things: &Mutex<Things>, lo
         let _ = match kind {
             6 => sys::cuMemFree_v2(a),
             7 => sys::cuMemFreeAsync(a, stream),
-            8 if dice.roll(4) == 0 => sys::cuMemFreeHost(pinned),
+            8 if dice.roll(4) == 0 && frees_pinned => sys::cuMemFreeHost(pinned),
             9 if dice.roll(4) == 0 => sys::cuStreamDestroy_v2(stream),
             10 if dice.roll(4) == 0 => sys::cuEventDestroy_v2(event),
             11 | 12 => sys::cuMemcpyHtoDAsync_v2(a + at / 4, pinned, len, stream),
@@ -99,14 +105,16 @@ fn storm(config: &Config, seed: u64, plan: &FaultPlan) {
     let contexts = [Cuda::open(0), Cuda::open(1)].map(|cuda| cuda.context as usize);
     standin.fault(plan);
     let things = Mutex::new(Things::default());
+    // Where memory is handed out again, what is freed is unmapped, and a copy from it would be the program's own fault.
+    let frees_pinned = config.memory == MemoryMode::Quarantine;
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let things = &things;
             scope.spawn(move || {
                 let mut dice = Dice(seed * 1000 + thread + 1);
                 for _ in 0..400 {
-                    // SAFETY: the memory is static.
-                    unsafe { step(&mut dice, contexts, things, &LOCAL) };
+                    // SAFETY: the memory is static, and freed pinned memory stays mapped in quarantine.
+                    unsafe { step(&mut dice, contexts, things, &LOCAL, frees_pinned) };
                 }
             });
         }
