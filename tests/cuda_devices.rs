@@ -5,9 +5,9 @@ mod card;
 
 use std::sync::Arc;
 
-use card::{DEADLINE, Driver, assert_clean, driver, stand_in};
+use card::{Driver, assert_clean, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Pcie, Session, library_path};
-use tensor_offload::backend::{Backend, Cuda, Found, Host, MemoryKind, Role, Route, Transfer};
+use tensor_offload::backend::{Backend, Cuda, Found, Host, MemoryKind, Route};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::device::{DeviceInfo, PcieLink};
 use tensor_offload::{ByteSize, DeviceId, Error, Machine, Planner, Registry, Shortfall};
@@ -270,35 +270,4 @@ fn cuda_an_integrated_device_shares_the_hosts_memory() {
     let free = machine.device(DeviceId::CPU).unwrap().usable();
     let short = shortfall(machine, &[free / 2 + 1, free / 2 + 1], &format!("cuda:0,{}b;cpu,*", free / 2 + 1));
     assert_eq!(short.limit, free, "{short}");
-}
-
-/// A host of two nodes, and a card on the second: what is pinned for it is touched there, and is as good as any.
-#[test]
-fn cuda_memory_is_pinned_on_the_node_of_the_device() {
-    let Some(cuda) = stand_in(&two()) else { return };
-    let root = tempfile::tempdir().unwrap();
-    let write = |file: &str, text: &str| {
-        let file = root.path().join(file);
-        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
-        std::fs::write(file, text).unwrap();
-    };
-    write("devices/system/node/node0/cpulist", "0");
-    write("devices/system/node/node1/cpulist", "0-1");
-    write("bus/pci/devices/0000:01:00.0/numa_node", "1");
-    write("bus/pci/devices/0000:02:00.0/numa_node", "-1");
-    for backend in [Cuda::new().sysfs(root.path()), Cuda::new().sysfs(root.path()).numa_node(0)] {
-        let node = |id| found(&backend, id).gpu.unwrap().numa_node;
-        assert_eq!((node(A), node(B)), (Some(1), None));
-        let (card, cpu) = (backend.open(A).unwrap(), backend.open(DeviceId::CPU).unwrap());
-        let mut pinned = cpu.alloc(5 << 20, MemoryKind::Pinned).unwrap();
-        assert_eq!(cuda.report().live_pinned_bytes, 5 << 20);
-        let mut bytes = pinned.host_mut().unwrap();
-        assert!(bytes.iter().all(|&byte| byte == 0), "touched, not written over");
-        bytes.fill(3);
-        drop(bytes);
-        let stream = card.stream(Role::Upload).unwrap();
-        let there = card.alloc(5 << 20, MemoryKind::Arena).unwrap();
-        stream.copy(Transfer::whole(&pinned.freeze(), there).unwrap()).unwrap().landed(DEADLINE).unwrap();
-    }
-    assert_clean(&cuda);
 }

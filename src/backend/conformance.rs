@@ -64,7 +64,7 @@ fn upload(device: &dyn Device, src: &Buf) -> BufMut {
 }
 
 fn download(device: &dyn Device, host: &dyn Device, src: &Buf) -> Vec<u8> {
-    let dst = host.alloc(src.bytes(), MemoryKind::Pinned).expect("host memory");
+    let dst = host.alloc_near(src.bytes(), MemoryKind::Pinned, device.id()).expect("host memory");
     let stream = device.stream(Role::Download).expect("a stream");
     let flight = stream.copy(Transfer::whole(src, dst).expect("a copy of equal sizes")).expect("a queued copy");
     let landed = flight.landed(DEADLINE).expect("the copy lands").freeze();

@@ -141,6 +141,11 @@ impl Device for FaultyDevice {
         self.inner.allocate(charge, kind)
     }
 
+    fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
+        self.count(Operation::Allocate)?;
+        self.inner.allocate_near(charge, kind, near)
+    }
+
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
         self.count(Operation::Stream)?;
         let (inner, countdown) = (self.inner.stream(role)?, self.countdown.clone());

@@ -97,6 +97,16 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// [`OutOfMemory`](crate::Error::OutOfMemory), and the charge is given back.
     fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut>;
 
+    /// The same for memory that the device `near` will copy from and to most. A host of several NUMA nodes can take
+    /// [`Pinned`](MemoryKind::Pinned) memory from the node of that device; elsewhere it changes nothing.
+    ///
+    /// # Errors
+    /// As [`allocate`](Device::allocate).
+    fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
+        let _ = near;
+        self.allocate(charge, kind)
+    }
+
     /// A new queue for copies.
     ///
     /// # Errors
@@ -140,6 +150,14 @@ impl dyn Device + '_ {
     /// [`OutOfMemory`](crate::Error::OutOfMemory).
     pub fn alloc(&self, bytes: usize, kind: MemoryKind) -> Result<BufMut> {
         self.allocate(self.ledger().charge(bytes as u64)?, kind)
+    }
+
+    /// Charges the ledger and allocates memory that the device `near` will copy from and to most.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn alloc_near(&self, bytes: usize, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
+        self.allocate_near(self.ledger().charge(bytes as u64)?, kind, near)
     }
 }
 

@@ -230,7 +230,7 @@ impl Model {
             return Ok(());
         }
         let device = self.device(view.buf.device())?;
-        let staging = self.host.alloc(dst.len(), MemoryKind::Pinned)?;
+        let staging = self.host.alloc_near(dst.len(), MemoryKind::Pinned, device.id())?;
         let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
         let flight = self.download_stream(device)?.copy(Transfer::new(vec![piece], staging)?)?;
         let landed = flight.landed(DEADLINE)?.freeze();

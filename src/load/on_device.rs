@@ -123,7 +123,7 @@ impl Planned<'_> {
     ) -> Result<Option<(MatrixPatch<'_>, BufMut)>> {
         let Some(patch) = self.patch.products(self.scales.as_ref()) else { return Ok(None) };
         let (id, bytes) = (stream.device(), patch.work_bytes());
-        let Some(mut staging) = factors.staging(there, bytes)? else { return Ok(None) };
+        let Some(mut staging) = factors.staging(there, id, bytes)? else { return Ok(None) };
         let Some((memory, fresh)) = factors.work(there, stream, bytes)? else {
             there.not_there(id, format!("no room for {} of factors", ByteSize(bytes as u64).human()));
             return Ok(None);
@@ -159,12 +159,12 @@ impl Planned<'_> {
 
 impl Factors {
     /// Host memory for the factors of one tensor, the last one's where that is enough; none where there is not so much.
-    fn staging(&mut self, there: &OnDevice, bytes: usize) -> Result<Option<BufMut>> {
+    fn staging(&mut self, there: &OnDevice, near: DeviceId, bytes: usize) -> Result<Option<BufMut>> {
         let old = self.staging.take();
         let old = old.map(|(event, old)| event.wait(there.deadline).map(|()| old.try_reclaim().ok())).transpose()?;
         match old.flatten().filter(|old| old.bytes() >= bytes) {
             Some(old) => Ok(Some(old)),
-            None => Ok(there.host.alloc(bytes, MemoryKind::Pinned).ok()),
+            None => Ok(there.host.alloc_near(bytes, MemoryKind::Pinned, near).ok()),
         }
     }
 

@@ -81,7 +81,7 @@ impl Road<'_> {
         };
         let staging = match self.staging.take().filter(|staging| staging.bytes() >= bytes) {
             Some(staging) => staging,
-            None => self.model.host().alloc(bytes, MemoryKind::Pinned)?,
+            None => self.model.host().alloc_near(bytes, MemoryKind::Pinned, id)?,
         };
         let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
         let mut landed = stream.copy(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;

@@ -16,6 +16,7 @@ use crate::registry::Registry;
 pub struct Reservation {
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
     charges: BTreeMap<DeviceId, Charge>,
+    compute: DeviceId,
 }
 
 impl Reservation {
@@ -31,7 +32,8 @@ impl Reservation {
 
     /// Opens the plan's devices and reserves what is `needed` on each: less than the plan's where some of it is there.
     pub(super) fn of(registry: &Registry, plan: &Plan, needed: &BTreeMap<DeviceId, u64>) -> Result<Reservation> {
-        let mut reservation = Reservation { devices: BTreeMap::new(), charges: BTreeMap::new() };
+        let (devices, charges) = (BTreeMap::new(), BTreeMap::new());
+        let mut reservation = Reservation { devices, charges, compute: plan.compute() };
         for share in plan.devices() {
             if share.bytes.saturating_add(share.slots) == 0 && share.id != plan.compute() {
                 continue;
@@ -64,7 +66,7 @@ impl Reservation {
         self.charges.get(&id).map_or(0, Charge::bytes)
     }
 
-    /// Allocates a part of what is reserved on `id`.
+    /// Allocates a part of what is reserved on `id`, near the compute device, which reads it.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when less is left, or when the device refuses.
@@ -72,6 +74,6 @@ impl Reservation {
         let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
             return Err(Error::invalid(format!("the plan reserves nothing on {id}")));
         };
-        device.allocate(charge.split(bytes)?, kind)
+        device.allocate_near(charge.split(bytes)?, kind, self.compute)
     }
 }

@@ -77,7 +77,8 @@ impl<'a> Job<'a> {
         let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.modules[a.index].tensors).map(|&t| layout.tensors[t].bytes).max();
-        let ring = Ring::new(Arc::clone(&host), largest.unwrap_or(0).min(CHUNK) as usize, loader.workers + 1);
+        let bytes_each = largest.unwrap_or(0).min(CHUNK) as usize;
+        let ring = Ring::new(Arc::clone(&host), plan.compute(), bytes_each, loader.workers + 1);
         Ok(Job {
             checkpoint,
             patches,
@@ -286,7 +287,7 @@ impl<'a> Job<'a> {
         let old = old.map(|(event, old)| event.wait(self.loader.deadline).map(|()| old.try_reclaim().ok()));
         let mut staging = match old.transpose()?.flatten().filter(|old| old.bytes() >= place.len()) {
             Some(old) => old,
-            None => self.host.alloc(place.len(), MemoryKind::Pinned)?,
+            None => self.host.alloc_near(place.len(), MemoryKind::Pinned, stream.device())?,
         };
         match staging.host_mut() {
             Some(mut dst) => self.read_patched(tensor, &mut dst[..place.len()])?,

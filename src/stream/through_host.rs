@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::turns::{From, Part};
 use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Rejected, Stream, Transfer};
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
 use crate::plan::{HOST_BUFFERS, HOST_PIECE};
@@ -44,7 +45,7 @@ impl ThroughHost {
     ) -> Result<BufMut, Box<Rejected>> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         chunks(part).into_iter().try_fold(dst, |dst, chunk| {
-            let (place, buffer) = match ring.take(&*self.host, largest.min(HOST_PIECE as usize)) {
+            let (place, buffer) = match ring.take(&*self.host, self.up.device(), largest.min(HOST_PIECE as usize)) {
                 Ok(buffer) => buffer,
                 Err(error) => return Err(Box::new(Rejected { error, dst })),
             };
@@ -69,10 +70,10 @@ impl ThroughHost {
 }
 
 impl Ring {
-    /// The next buffer, with its place: a fresh one as long as there are few.
-    fn take(&mut self, host: &dyn Device, bytes: usize) -> Result<(usize, BufMut)> {
+    /// The next buffer, with its place: a fresh one, near the device that reads it, as long as there are few.
+    fn take(&mut self, host: &dyn Device, near: DeviceId, bytes: usize) -> Result<(usize, BufMut)> {
         if self.buffers.len() < HOST_BUFFERS && !self.full {
-            match host.alloc(bytes, MemoryKind::Pinned) {
+            match host.alloc_near(bytes, MemoryKind::Pinned, near) {
                 Ok(buffer) => {
                     self.buffers.push(None);
                     return Ok((self.buffers.len() - 1, buffer));
@@ -86,7 +87,7 @@ impl Ring {
         match self.buffers[place].take().map(Buf::try_reclaim) {
             Some(Ok(buffer)) => Ok((place, buffer)),
             // One that a copy was refused for is made anew.
-            _ => Ok((place, host.alloc(bytes, MemoryKind::Pinned)?)),
+            _ => Ok((place, host.alloc_near(bytes, MemoryKind::Pinned, near)?)),
         }
     }
 }

@@ -40,7 +40,7 @@ pub(super) struct Shared {
 static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
 
 impl Engine {
-    /// The engine of `device`, with pinned buffers of `host` if it is the first to be asked for.
+    /// The engine of `device`, with pinned buffers of `host` near it if it is the first to be asked for.
     ///
     /// # Errors
     /// When the system gives no threads.
@@ -56,7 +56,7 @@ impl Engine {
         let threads = ThreadPoolBuilder::new().num_threads(cores.min(THREADS));
         let threads = threads.thread_name(move |thread| format!("{id} staging {thread}")).build();
         let threads = threads.map_err(std::io::Error::other).map_err(Error::io("start threads for", id.to_string()))?;
-        let ring = Arc::new(Ring::new(Arc::clone(host), RING.0, RING.1));
+        let ring = Arc::new(Ring::new(Arc::clone(host), id, RING.0, RING.1));
         let engine = Arc::new(Engine {
             device: Arc::clone(device),
             shared: Shared { ring, threads: Arc::new(threads) },

@@ -297,7 +297,7 @@ impl Meter<'_> {
     }
 
     fn relay(&self, end: &End) -> Result<Relay> {
-        let relay = Relay::new(&*self.host)?;
+        let relay = Relay::new(&*self.host, end.id())?;
         if end.watch.simulated() || relay.pinned() { Ok(relay) } else { Err(unpinned()) }
     }
 
@@ -306,7 +306,7 @@ impl Meter<'_> {
         if kind != LinkKind::Pinned {
             return self.host.alloc(bytes, MemoryKind::Arena);
         }
-        let memory = self.host.alloc(bytes, MemoryKind::Pinned)?;
+        let memory = self.host.alloc_near(bytes, MemoryKind::Pinned, end.id())?;
         let pinned = end.watch.simulated() || memory.allocation().storage().pinned();
         if pinned { Ok(memory) } else { Err(unpinned()) }
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::pattern;
 use super::timing::{DEADLINE, Watch};
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Stream, Transfer};
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
 /// The bytes of one pinned buffer, and how many there are.
@@ -18,8 +19,10 @@ const BUFFERS: (usize, usize) = (16 << 20, 4);
 pub(super) struct Relay(VecDeque<BufMut>);
 
 impl Relay {
-    pub(super) fn new(host: &dyn Device) -> Result<Relay> {
-        (0..BUFFERS.1).map(|_| host.alloc(BUFFERS.0, MemoryKind::Pinned)).collect::<Result<_>>().map(Relay)
+    /// Buffers near a device that copies from or to them.
+    pub(super) fn new(host: &dyn Device, near: DeviceId) -> Result<Relay> {
+        let buffer = |_| host.alloc_near(BUFFERS.0, MemoryKind::Pinned, near);
+        (0..BUFFERS.1).map(buffer).collect::<Result<_>>().map(Relay)
     }
 
     /// Whether its memory is pinned.

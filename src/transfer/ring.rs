@@ -5,19 +5,22 @@ use std::time::{Duration, Instant};
 
 use super::rota::{Rota, Taken};
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind};
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
 /// At most `most` host buffers of one size. A buffer comes back with the event of the copy that reads it and
 /// is handed out again when that has fired.
 pub(crate) struct Ring {
     host: Arc<dyn Device>,
+    near: DeviceId,
     bytes_each: usize,
     buffers: Rota<(Event, Buf)>,
 }
 
 impl Ring {
-    pub(crate) fn new(host: Arc<dyn Device>, bytes_each: usize, most: usize) -> Ring {
-        Ring { host, bytes_each, buffers: Rota::new(most) }
+    /// A ring of buffers near the device that copies from them.
+    pub(crate) fn new(host: Arc<dyn Device>, near: DeviceId, bytes_each: usize, most: usize) -> Ring {
+        Ring { host, near, bytes_each, buffers: Rota::new(most) }
     }
 
     pub(crate) fn bytes_each(&self) -> usize {
@@ -36,7 +39,8 @@ impl Ring {
             let (event, buffer) = match self.buffers.take(left()) {
                 None => return Err(Error::TimedOut { what: "a staging buffer".to_owned(), after: deadline }),
                 Some(Taken::Another) => {
-                    return self.host.alloc(self.bytes_each, MemoryKind::Pinned).inspect_err(|_| self.lost());
+                    let buffer = self.host.alloc_near(self.bytes_each, MemoryKind::Pinned, self.near);
+                    return buffer.inspect_err(|_| self.lost());
                 }
                 Some(Taken::Oldest(lent)) => lent,
             };

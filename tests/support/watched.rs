@@ -134,6 +134,10 @@ impl Device for ListingDevice {
         self.inner.allocate(charge, kind)
     }
 
+    fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
+        self.inner.allocate_near(charge, kind, near)
+    }
+
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
         Ok(Arc::new(ListingStream { inner: self.inner.stream(role)?, role, copies: self.copies.clone() }))
     }

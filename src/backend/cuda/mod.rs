@@ -162,8 +162,9 @@ impl Cuda {
         self
     }
 
-    /// Sets the NUMA node of the host on which memory is pinned, from 1 MiB on. Without it: that of the open devices where
-    /// the system tells that they have the same, else wherever the threads run that touch it first.
+    /// Sets the NUMA node of the host on which memory is pinned, from 1 MiB on. Without it: that of the device that the
+    /// memory is for ([`allocate_near`](Device::allocate_near)); where none is named, that of the open devices
+    /// if the system tells that they have the same; else wherever the threads run that touch it first.
     #[must_use]
     pub fn numa_node(mut self, node: u32) -> Cuda {
         self.numa_node = Some(node);

@@ -9,23 +9,28 @@ const MOST_THREADS: usize = 8;
 /// The bytes of a huge page; no two threads touch the same.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// The processors of a node.
-pub(super) struct Node(Vec<usize>);
+/// A node with its processors.
+pub(super) struct Node {
+    number: u32,
+    processors: Vec<usize>,
+}
 
 impl Node {
     /// The node of this number; none where the system tells of no processors there.
-    pub(super) fn find(sysfs: &Sysfs, node: u32) -> Option<Node> {
-        Some(sysfs.processors(node)).filter(|processors| !processors.is_empty()).map(Node)
+    pub(super) fn find(sysfs: &Sysfs, number: u32) -> Option<Node> {
+        let processors = sysfs.processors(number);
+        (!processors.is_empty()).then_some(Node { number, processors })
     }
 
     /// Makes the system back fresh memory with pages of this node.
     pub(super) fn touch(&self, bytes: &mut [u8]) {
+        tracing::debug!(node = self.number, bytes = bytes.len(), "host memory is touched on a NUMA node");
         self.share(bytes, |part| part.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
     }
 
     /// Gives each of several threads on the node a part of `bytes`.
     fn share(&self, bytes: &mut [u8], work: impl Fn(&mut [u8]) + Sync) {
-        let threads = self.0.len().min(MOST_THREADS);
+        let threads = self.processors.len().min(MOST_THREADS);
         let part = bytes.len().div_ceil(threads).next_multiple_of(HUGE_PAGE);
         std::thread::scope(|scope| {
             for part in bytes.chunks_mut(part) {
@@ -42,7 +47,8 @@ impl Node {
     fn bind(&self) {
         use rustix::thread::{CpuSet, sched_setaffinity};
         let mut set = CpuSet::new();
-        self.0.iter().filter(|&&processor| processor < CpuSet::MAX_CPU).for_each(|&processor| set.set(processor));
+        let known = self.processors.iter().filter(|&&processor| processor < CpuSet::MAX_CPU);
+        known.for_each(|&processor| set.set(processor));
         if let Err(error) = sched_setaffinity(None, &set) {
             tracing::debug!(%error, "a thread cannot run on the device's NUMA node");
         }
@@ -65,7 +71,7 @@ mod tests {
         let here = sched_getaffinity(None).unwrap();
         let processor = (0..here.count() as usize * 64).find(|&processor| here.is_set(processor)).unwrap();
         // Listed three times it is three threads, all of them on the one processor that is surely allowed.
-        let node = Node(vec![processor; 3]);
+        let node = Node { number: 0, processors: vec![processor; 3] };
         let mut bytes = vec![0; 3 * HUGE_PAGE + 17];
         let threads = AtomicUsize::new(0);
         node.share(&mut bytes, |part| {

@@ -15,7 +15,7 @@ use super::sysfs::Sysfs;
 use crate::backend::software::HostAllocation;
 use crate::backend::{BufMut, Charge, Device, Health, HostBytes, Ledger, MemoryKind, Role, Route, Storage, Stream};
 use crate::bytes::ByteSize;
-use crate::device::{DeviceInfo, MemoryUsage};
+use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
 use crate::error::Result;
 
 /// From this size on memory is mapped for itself and then pinned: its first touch is parallel and on huge pages,
@@ -61,17 +61,19 @@ pub(super) struct PinningHost {
 
 /// On which NUMA node memory is pinned.
 pub(super) struct Nodes {
-    /// That of the caller's choice; without one, that of the open devices where they have the same.
+    /// That of the caller's choice; without one, that of the device that the memory is for, or of all open devices where
+    /// they have the same.
     pub(super) told: Option<u32>,
     pub(super) sysfs: Sysfs,
 }
 
 impl Nodes {
-    fn near(&self, devices: &[Arc<CudaDevice>]) -> Option<Node> {
+    /// The node for memory that is for the device `near`, where that is named and among the open `devices`.
+    fn near(&self, devices: &[Arc<CudaDevice>], near: Option<DeviceId>) -> Option<Node> {
         let node = |device: &Arc<CudaDevice>| device.info().gpu.as_ref().and_then(|gpu| gpu.numa_node);
-        let first = devices.first().and_then(node);
-        let common = first.filter(|_| devices.iter().all(|device| node(device) == first));
-        Node::find(&self.sysfs, self.told.or(common)?)
+        let own = || devices.iter().find(|device| Some(device.info().id) == near).and_then(node);
+        let common = || devices.first().and_then(node).filter(|&first| devices.iter().all(|d| node(d) == Some(first)));
+        Node::find(&self.sysfs, self.told.or_else(own).or_else(common)?)
     }
 }
 
@@ -80,8 +82,17 @@ impl PinningHost {
         PinningHost { inner, open, cap, nodes }
     }
 
+    /// Memory of that kind, near a device where one is named.
+    fn take(&self, charge: Charge, kind: MemoryKind, near: Option<DeviceId>) -> Result<BufMut> {
+        let pinned = if kind == MemoryKind::Pinned { self.pin(charge.bytes() as usize, near) } else { None };
+        match pinned {
+            Some(pinned) => Ok(BufMut::new(Box::new(PinnedMemory(RwLock::new(Box::new(pinned)))), charge)),
+            None => self.inner.allocate(charge, kind),
+        }
+    }
+
     /// Pinned memory of `bytes`, if there is a device to pin it for, room under the cap, and the driver agrees.
-    fn pin(&self, bytes: usize) -> Option<PinnedBytes> {
+    fn pin(&self, bytes: usize, near: Option<DeviceId>) -> Option<PinnedBytes> {
         // Memory pinned through one context is pinned for all: it is portable.
         let good = |device: &Arc<CudaDevice>| device.health() == Health::Good;
         let devices: Vec<_> = self.open.all().into_iter().filter(good).collect();
@@ -89,7 +100,7 @@ impl PinningHost {
         if bytes == 0 || !self.cap.take(bytes as u64) {
             return None;
         }
-        let node = self.nodes.near(&devices);
+        let node = self.nodes.near(&devices, near);
         let pinned = PinnedBytes::new(device.context(), &self.cap, bytes, node.as_ref());
         if pinned.is_none() {
             self.cap.give_back(bytes as u64);
@@ -112,11 +123,11 @@ impl Device for PinningHost {
     }
 
     fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
-        let pinned = if kind == MemoryKind::Pinned { self.pin(charge.bytes() as usize) } else { None };
-        match pinned {
-            Some(pinned) => Ok(BufMut::new(Box::new(PinnedMemory(RwLock::new(Box::new(pinned)))), charge)),
-            None => self.inner.allocate(charge, kind),
-        }
+        self.take(charge, kind, None)
+    }
+
+    fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
+        self.take(charge, kind, Some(near))
     }
 
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
