@@ -32,6 +32,11 @@ fn gbps(tenths: u64) -> Bandwidth {
     Bandwidth::bytes_per_second(tenths * 100_000_000)
 }
 
+/// Large ones, small ones that share memory, and small ones that do not.
+fn module_bytes() -> impl Strategy<Value = u64> {
+    prop_oneof![2 => 1_000_000u64..500_000_000, 2 => (1u64..1_100).prop_map(|n| n * 256), 1 => 1u64..300_000]
+}
+
 /// A host, a disk, two cards that share a switch, a third on a link of its own, and a device that cannot be reached.
 fn mixed_machine(speeds: &[u64]) -> Machine {
     let ids = ["cpu", "disk", "cuda:0", "cuda:1", "cuda:2", "xpu:0"].map(|id| id.parse::<DeviceId>().unwrap());
@@ -47,7 +52,7 @@ proptest! {
     /// What a forecast says is what the streamer takes.
     #[test]
     fn forecasts_are_what_the_clock_shows(
-        sizes in prop::collection::vec(prop::collection::vec(1_000_000u64..500_000_000, 1..4), 1..30),
+        sizes in prop::collection::vec(prop::collection::vec(module_bytes(), 1..6), 1..30),
         speeds in prop::collection::vec(5u64..600, 8),
         shares in prop::collection::vec(0u64..100, 6),
         compute in prop::collection::vec(0u64..40_000, 30),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use card::{assert_clean, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
-use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama};
+use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama, norms};
 use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
 use tensor_offload::{ByteSize, ErrorKind, LayerGuard, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda};
 
@@ -101,6 +101,24 @@ fn cuda_pageable_memory_and_files_pass_pinned_buffers() {
             cuda.assert_clean();
         }
     }
+}
+
+/// Ten small vectors of a layer are one copy, beside those of its matrix and of a vector of an odd size.
+#[test]
+fn cuda_small_modules_of_a_layer_are_one_copy() {
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20])) else { return };
+    let (subject, devices) = (Subject::plain(&norms(3), 110), registry());
+    let model = load(&devices, &subject, "cpu,*", 0, u64::MAX);
+    let mut streamer = Streamer::new(&model).unwrap();
+    let copies = || cuda.report().calls_of("cuMemcpyHtoDAsync_v2");
+    check_pass(&mut streamer, &subject).unwrap();
+    let before = copies();
+    check_pass(&mut streamer, &subject).unwrap();
+    assert_eq!(copies() - before, 3 * 3);
+    drop((streamer, model));
+    comes_back(&devices);
+    drop(devices);
+    assert_clean(&cuda);
 }
 
 /// A framework's tensors, whole allocations of the driver's, are refilled where they are.

@@ -266,30 +266,59 @@ fn a_checkpoint_that_was_replaced_is_read_whole() {
 /// Every way between two plans gives the same bytes: shared, copied on the host, between devices, through the host.
 #[test]
 fn another_plan_takes_what_is_in_memory() {
-    let subject = Subject::patched(&mixed(3), 102);
     let machine = machine();
     let allocations = ["cpu,*", "cuda:0,*", "xpu:0,*", "disk,*", "cuda:1,*", SPLIT, "cuda:0,40kb;xpu:0,20kb;cpu,*"];
+    let subjects = [&mixed(3), &norms(3)].map(|tensors| Subject::patched(tensors, 102));
     for (index, from) in allocations.iter().enumerate() {
-        for to in allocations {
+        for (to, subject) in allocations.iter().flat_map(|to| subjects.iter().map(move |subject| (to, subject))) {
             let clock = if index % 2 == 0 { Clock::Wall } else { Clock::Virtual };
             let registry = Registry::described(machine.clone(), clock);
             let plan = |allocation| subject.planner(&machine, allocation).depth(1).plan().unwrap();
-            let base = load(&registry, &subject, &plan(from));
+            let base = load(&registry, subject, &plan(from));
             let next = plan(to);
             let model = Arc::new(Loader::new(&registry).workers(2).relocate(&base, &next).unwrap());
             let report = model.report();
             assert_eq!((report.read, report.shared + report.copied), (0, next.bytes()), "{from} -> {to}");
-            assert_eq!((report.bytes, report.copied == 0), (next.bytes(), *from == to), "{from} -> {to}");
+            assert_eq!((report.bytes, report.copied == 0), (next.bytes(), from == to), "{from} -> {to}");
             drop(base);
             subject.check(&model);
-            stream(&model, &subject);
-            let derived = derive(&registry, &model, &subject, &plan(from)).unwrap();
+            stream(&model, subject);
+            let derived = derive(&registry, &model, subject, &plan(from)).unwrap();
             assert_eq!(derived.report().read, 0);
             subject.check(&derived);
             drop((model, derived));
             comes_back(&registry);
         }
     }
+}
+
+/// Small vectors of a layer share memory: where one changes, the others are copied, and what is untouched is shared.
+#[test]
+fn a_group_of_small_modules_is_shared_or_made_anew() {
+    let file = File::new(&norms(3), 108);
+    let other =
+        Checkpoint::from_bytes("norm", safetensors(&[spec("model.layers.1.norm_3.w_norm", DType::F32, &[64])], 109));
+    let (plain, patched) = (file.subject(vec![]), file.subject(vec![at(1.0, &other.unwrap())]));
+    let registry = Registry::described(machine(), Clock::Virtual);
+    open_all(&registry);
+    let plan = plain.planner(&machine(), "cpu,*").depth(0).plan().unwrap();
+    let base = load(&registry, &plain, &plan);
+    let norm = |index: u64| base.tensor(&format!("model.layers.1.norm_{index}.weight")).unwrap();
+    assert!((0..10).all(|index| norm(index).buf().is_same(norm(0).buf())));
+    assert!((0..10).all(|index| norm(index).place().start as u64 == index * 256));
+    let on_host = || levels(&registry).iter().find(|(id, _)| *id == CPU).unwrap().1;
+    assert_eq!(on_host(), plan.bytes());
+    let model = derive(&registry, &base, &patched, &plan).unwrap();
+    let report = model.report();
+    assert_eq!((report.read, report.copied, report.shared), (256, 9 * 256, plan.bytes() - 10 * 256));
+    assert_eq!(on_host(), plan.bytes() + 10 * 256);
+    patched.check(&model);
+    stream(&base, &plain);
+    drop(base);
+    assert_eq!(on_host(), plan.bytes(), "the group of the base went with it");
+    stream(&model, &patched);
+    drop(model);
+    comes_back(&registry);
 }
 
 /// The slots are one streamer's at a time, of all generations that share them, and a guard keeps what it has.
@@ -363,9 +392,12 @@ fn what_does_not_fit_together_is_refused() {
 /// Whatever operation fails while a model is derived, all it took is back and the base is as it was.
 #[test]
 fn every_failing_operation_leaves_the_base_as_it_was() {
-    let tensors = llama(4, 32);
-    let plain = Subject::plain(&tensors, 106);
-    let factors = some_lora(&tensors, "layers.0.", 107);
+    [llama(4, 32), norms(4)].iter().for_each(|tensors| fail_every_operation(tensors));
+}
+
+fn fail_every_operation(tensors: &[tensor_offload::checkpoint::TensorSpec]) {
+    let plain = Subject::plain(tensors, 106);
+    let factors = some_lora(tensors, "layers.0.", 107);
     let patches = Patches::resolve(plain.layout(), vec![at(1.0, &factors)], Matching::Strict).unwrap();
     let patched = Subject::new(plain.checkpoint.clone(), patches);
     let plan = |allocation: &str| plain.planner(&machine(), allocation).depth(1).plan().unwrap();

@@ -232,6 +232,25 @@ fn room_is_made_by_demotion_before_anything_is_dropped() {
     }
 }
 
+/// Small modules share memory on the host that had some of their own on the card: the bytes are the same to a clean-up.
+#[test]
+fn a_demoted_model_holds_what_it_held() {
+    let subject = Subject::patched(&norms(3), 121);
+    let registry = Registry::described(machine(), Clock::Wall);
+    let cache = filled(&registry, &subject, &plan(&subject, "cuda:0,*"), "a");
+    cache.full_cleanup(&registry).unwrap();
+    let free = registry.device(GPU0).unwrap().memory().unwrap().available();
+    cache.make_room(&registry, GPU0, free + 1, Evict::Demote).unwrap();
+    let model = cache.get("a").unwrap();
+    let norm = |index: u64| model.tensor(&format!("model.layers.1.norm_{index}.weight")).unwrap();
+    assert!(norm(0).device() == CPU && norm(0).buf().is_same(norm(9).buf()));
+    stream(&model, &subject);
+    drop(model);
+    cache.full_cleanup(&registry).unwrap();
+    cache.unload_everything();
+    comes_back(&registry);
+}
+
 #[test]
 fn models_are_demoted_only_as_far_as_the_host_has_room() {
     let subject = Case::new(121).at(1.0);

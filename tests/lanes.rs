@@ -148,10 +148,14 @@ fn compute(model: &Model) -> Arc<dyn tensor_offload::backend::Stream> {
 /// in each slot.
 #[test]
 fn slots_of_the_callers_own_are_filled_in_place() {
-    let subject = Subject::patched(&llama(5, 32), 93);
-    for (clock, allocation) in
-        [(Clock::Virtual, "cuda:0,15%;cuda:1,20%;xpu:0,25%;disk,20%;cpu,20%"), (Clock::Wall, "cpu,*")]
-    {
+    let split = "cuda:0,15%;cuda:1,20%;xpu:0,25%;disk,20%;cpu,20%";
+    for (tensors, clock, allocation) in [
+        (llama(5, 32), Clock::Virtual, split),
+        (llama(5, 32), Clock::Wall, "cpu,*"),
+        (norms(5), Clock::Virtual, split),
+        (norms(5), Clock::Wall, "cpu,*"),
+    ] {
+        let subject = Subject::patched(&tensors, 93);
         let registry = Registry::described(machine(), clock);
         let machine = machine();
         let plan = subject.planner(&machine, allocation).depth(2).own_slots(true).plan().unwrap();

@@ -15,7 +15,7 @@ use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Plan, Slots};
+use crate::plan::{Groups, Plan, Slots};
 use crate::registry::Registry;
 
 impl Loader<'_> {
@@ -23,7 +23,8 @@ impl Loader<'_> {
     /// adapter less or more, another plan, another compute device.
     ///
     /// A module whose bytes would be the same is shared where its device and kind of memory are the same, and copied
-    /// from the base's memory where they are not. So are single tensors of a module that changes. Only the rest is read
+    /// from the base's memory where they are not. Small streamed modules of one layer and device are shared together or
+    /// copied, since they have their memory together. So are single tensors of a module that changes. Only the rest is read
     /// from the files, and patched from what they hold, never from patched bytes. Whether bytes would be the same
     /// follows from the files' stamps and the adapters, not from the bytes. What a lost device holds is read anew.
     ///
@@ -94,7 +95,7 @@ impl Loader<'_> {
         let inputs = Inputs { checkpoint: None, patches: &patches, plan: &plan, base: Some(base), reuse: &reuse };
         let needed = reuse.needed(&plan);
         let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
-        Ok(Moved { plan, homes, slots: reuse.slots, reservation, report })
+        Ok(Moved { plan, groups: reuse.groups, homes, slots: reuse.slots, reservation, report })
     }
 
     /// Reserves, fills and puts together.
@@ -107,7 +108,8 @@ impl Loader<'_> {
         }
         let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
         let layout = Arc::new(inputs.patches.layout().clone());
-        let parts = Parts { layout, plan, homes, made, slots: inputs.reuse.slots.clone() };
+        let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
+        let parts = Parts { layout, plan, groups, homes, made, slots };
         Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
     }
 
@@ -137,6 +139,7 @@ type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
 /// A model whose weights have left its compute device, without slots yet.
 pub(crate) struct Moved {
     plan: Plan,
+    groups: Groups,
     homes: Vec<Option<Arc<Home>>>,
     slots: Option<Arc<SlotPool>>,
     reservation: Reservation,
@@ -150,7 +153,7 @@ impl Moved {
     /// The second half of a demotion: `base`, which nobody else may hold, is let go for the slots. If they cannot be had
     /// then, the model waits on the host as `parked` says.
     pub(crate) fn finish(self, base: Arc<Model>, parked: &Plan, registry: &Registry) -> Result<Model> {
-        let Moved { plan, homes, slots, reservation, report } = self;
+        let Moved { plan, groups, homes, slots, reservation, report } = self;
         let (layout, made) = (Arc::new(base.layout().clone()), base.made().to_vec());
         let device = Arc::clone(base.residency().device());
         let beside = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
@@ -165,7 +168,7 @@ impl Moved {
                 (parked, Arc::new(SlotPool::new(parked.slots(), Vec::new())))
             }
         };
-        let parts = Parts { layout, plan, homes, made, slots: Some(slots) };
+        let parts = Parts { layout, plan, groups, homes, made, slots: Some(slots) };
         Model::assemble(parts, reservation, registry).map(|model| model.with_report(report))
     }
 }

@@ -101,7 +101,7 @@ impl<'a> Loader<'a> {
     pub fn load(&self, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
         plan.verify(patches.layout())?;
         check_tensors(checkpoint, patches)?;
-        let (made, reuse) = (Made::of(checkpoint, patches), Reuse::default());
+        let (made, reuse) = (Made::of(checkpoint, patches), Reuse::nothing(patches.layout(), plan));
         let inputs = Inputs { checkpoint: Some(checkpoint), patches, plan, base: None, reuse: &reuse };
         self.place(inputs, made)
     }

@@ -16,7 +16,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Assignment, Plan, Use};
+use crate::plan::{Assignment, Groups, Plan, Use};
 use crate::registry::Registry;
 
 /// A loaded model. Its memory is given back when the last owner drops it.
@@ -28,6 +28,8 @@ pub struct Model {
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
     host: Arc<dyn Device>,
     downloads: Mutex<BTreeMap<DeviceId, Arc<dyn Stream>>>,
+    groups: Groups,
+    /// For each tensor where its bytes lie in its group's memory.
     places: Vec<Range<usize>>,
     by_name: HashMap<String, usize>,
     /// For each tensor what its bytes were made from; empty where nobody filled them.
@@ -39,7 +41,8 @@ pub struct Model {
 pub(super) struct Parts<'a> {
     pub(super) layout: Arc<Layout>,
     pub(super) plan: &'a Plan,
-    /// For each module its memory, none where another module owns its storage.
+    pub(super) groups: Groups,
+    /// For each group its memory, none where another module owns its storage.
     pub(super) homes: Vec<Option<Arc<Home>>>,
     pub(super) made: Vec<Made>,
     /// The slots of another model, where they are shared.
@@ -79,7 +82,7 @@ impl Model {
     /// costs no memory, whatever its size.
     ///
     /// ```
-    /// use std::sync::{Arc, Mutex, PoisonError};
+    /// use std::sync::Arc;
     /// use tensor_offload::backend::{Backend, Clock, Contents, Simulated};
     /// use tensor_offload::checkpoint::Layout;
     /// use tensor_offload::{Machine, Model, Planner, Registry, Streamer};
@@ -107,23 +110,25 @@ impl Model {
     pub fn unfilled(registry: &Registry, layout: &Layout, plan: &Plan) -> Result<Model> {
         plan.verify(layout)?;
         let mut reservation = Reservation::take(registry, plan)?;
-        let owns = |a: &Assignment| layout.modules[a.index].alias_of.is_none();
-        let home = |a: &Assignment| {
+        let groups = plan.groups(layout);
+        let home = |group: usize| {
+            let first = &plan.assignments()[groups.members(group)[0]];
             let home = |()| {
-                let (buf, kind) = (reservation.alloc(a.device, a.bytes, home_kind(a))?.freeze(), home_kind(a));
+                let kind = home_kind(first);
+                let buf = reservation.alloc(first.device, groups.bytes(group), kind)?.freeze();
                 Ok(Arc::new(Home { buf, kind }))
             };
-            owns(a).then_some(()).map(home).transpose()
+            layout.modules[first.index].alias_of.is_none().then_some(()).map(home).transpose()
         };
-        let homes = plan.assignments().iter().map(home).collect::<Result<Vec<_>>>()?;
-        let parts = Parts { layout: Arc::new(layout.clone()), plan, homes, made: Vec::new(), slots: None };
+        let homes = (0..groups.len()).map(home).collect::<Result<Vec<_>>>()?;
+        let parts = Parts { layout: Arc::new(layout.clone()), plan, groups, homes, made: Vec::new(), slots: None };
         Model::assemble(parts, reservation, registry)
     }
 
     /// Takes the slots out of the reservation, unless they are another model's, and checks that nothing else is left
     /// of it.
     pub(super) fn assemble(parts: Parts<'_>, mut reservation: Reservation, registry: &Registry) -> Result<Model> {
-        let Parts { layout, plan, homes, made, slots } = parts;
+        let Parts { layout, plan, groups, homes, made, slots } = parts;
         let (compute, shape) = (plan.compute(), plan.slots());
         let slots = match slots {
             Some(slots) => slots,
@@ -147,7 +152,8 @@ impl Model {
             })
             .unzip();
         Ok(Model {
-            places: places(&layout),
+            places: places(&layout, &groups),
+            groups,
             by_name: layout.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect(),
             layout,
             plan: plan.clone(),
@@ -278,9 +284,9 @@ impl Model {
         self.residency.slots.idle().is_none()
     }
 
-    /// The memory of all modules that have some of their own, in order.
-    pub(super) fn homes(&self) -> impl Iterator<Item = &Buf> {
-        (0..self.layout.modules.len()).filter_map(|module| self.home(module))
+    /// The memory of all modules that have some at home, in order, and where in it they are.
+    pub(super) fn homes(&self) -> impl Iterator<Item = (&Buf, Range<usize>)> {
+        (0..self.layout.modules.len()).filter_map(|module| Some((self.home(module)?, self.span(module))))
     }
 
     /// The same, those of the compute device first.
@@ -298,14 +304,25 @@ impl Model {
         self.devices.values()
     }
 
-    /// The memory of a module where it lives, none when another module owns its storage.
+    /// The memory where a module lives, none when another module owns its storage.
     pub(crate) fn home(&self, module: usize) -> Option<&Buf> {
         self.shared_home(module).map(|home| &home.buf)
     }
 
     /// The same, to be another model's too.
     pub(super) fn shared_home(&self, module: usize) -> Option<&Arc<Home>> {
-        self.residency.homes[module].as_ref().or(self.store.homes[module].as_ref())
+        let group = self.groups.of(module);
+        self.residency.homes[group].as_ref().or(self.store.homes[group].as_ref())
+    }
+
+    /// Where a module's bytes lie in the memory where it lives.
+    pub(crate) fn span(&self, module: usize) -> Range<usize> {
+        self.groups.place(module)
+    }
+
+    /// Which modules share memory.
+    pub(crate) fn groups(&self) -> &Groups {
+        &self.groups
     }
 
     /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
@@ -313,7 +330,7 @@ impl Model {
         self.layout.module_of[self.layout.storage[tensor]]
     }
 
-    /// Where a tensor's bytes lie in the memory of its owner.
+    /// Where a tensor's bytes lie in the memory where its owner lives.
     pub(crate) fn place(&self, tensor: usize) -> Range<usize> {
         self.places[self.layout.storage[tensor]].clone()
     }
@@ -405,15 +422,15 @@ pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
     if assignment.device.is_host() && straight { MemoryKind::Pinned } else { MemoryKind::Arena }
 }
 
-/// For each tensor where its bytes lie in its module's memory. The tensors with the largest elements come
-/// first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
-pub(super) fn places(layout: &Layout) -> Vec<Range<usize>> {
+/// For each tensor where its bytes lie in the memory of its module's group. Of a module the tensors with the largest
+/// elements come first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
+pub(super) fn places(layout: &Layout, groups: &Groups) -> Vec<Range<usize>> {
     let mut places = vec![0..0; layout.tensors.len()];
     for index in 0..layout.modules.len() {
         let mut own: Vec<usize> = layout.own_tensors(index).collect();
         let tensor = |t: usize| &layout.tensors[t];
         own.sort_by_key(|&t| std::cmp::Reverse((tensor(t).dtype.bits(), tensor(t).bytes)));
-        let mut at = 0;
+        let mut at = groups.place(index).start;
         for t in own {
             let end = at + tensor(t).bytes as usize;
             places[t] = at..end;

@@ -47,13 +47,13 @@ impl Model {
     /// Shows `visit` the first `most` bytes of every module, in pieces.
     fn scan(&self, most: usize, visit: &mut dyn FnMut(&[u8])) -> Result<()> {
         let mut road = Road { model: self, staging: None, streams: BTreeMap::new() };
-        for home in self.homes() {
-            let end = home.bytes().min(most);
+        for (home, place) in self.homes() {
+            let (start, end) = (place.start, place.end.min(place.start.saturating_add(most)));
             if let Some(bytes) = home.host(DEADLINE)? {
-                visit(&bytes[..end]);
+                visit(&bytes[start..end]);
                 continue;
             }
-            for at in (0..end).step_by(CHUNK) {
+            for at in (start..end).step_by(CHUNK) {
                 road.bring(home, at, CHUNK.min(end - at), visit)?;
             }
         }

@@ -12,7 +12,7 @@ use crate::backend::{Buf, BufMut, Health, Piece, Role, Route, Stream, Transfer};
 use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Assignment, Plan};
+use crate::plan::{Groups, Plan};
 
 /// Bytes in the memory of the model that another is made out of.
 #[derive(Clone, Debug)]
@@ -22,9 +22,11 @@ pub(super) struct Held {
 }
 
 /// What of a model that is there becomes a part of a new one.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Reuse {
-    /// For each module the memory that is taken over as it is.
+    /// Which modules of the new model share memory.
+    pub(super) groups: Groups,
+    /// For each group the memory that is taken over as it is.
     shared: Vec<Option<Arc<Home>>>,
     /// For each tensor where its bytes are, if they are.
     held: Vec<Option<Held>>,
@@ -32,6 +34,11 @@ pub(super) struct Reuse {
 }
 
 impl Reuse {
+    /// For a model that is made out of none.
+    pub(super) fn nothing(layout: &Layout, plan: &Plan) -> Reuse {
+        Reuse { groups: plan.groups(layout), shared: Vec::new(), held: Vec::new(), slots: None }
+    }
+
     /// What `base` has for a model of `layout` as `plan` places it. `same` says whether tensors, of the new model and of
     /// the base, have the same bytes. Nothing is taken from a device that is lost.
     pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(usize, usize) -> bool) -> Reuse {
@@ -44,14 +51,17 @@ impl Reuse {
             (place.len() as u64 == tensor.bytes).then(|| Held { buf: home.clone(), place })
         });
         let held: Vec<Option<Held>> = held.collect();
-        let places = places(layout);
-        let shared = plan.assignments().iter().map(|assignment| {
-            let mut own = layout.own_tensors(assignment.index).peekable();
+        let groups = plan.groups(layout);
+        let places = places(layout, &groups);
+        let shared = (0..groups.len()).map(|group| {
+            let members = groups.members(group);
+            let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
             let old = base.find(&layout.tensors[*own.peek()?].name)?;
             let home = base.shared_home(base.owner(old))?;
-            let alike = home.buf.device() == assignment.device
-                && home.buf.bytes() as u64 == assignment.bytes
-                && home.kind == home_kind(assignment);
+            let first = &plan.assignments()[members[0]];
+            let alike = home.buf.device() == first.device
+                && home.buf.bytes() as u64 == groups.bytes(group)
+                && home.kind == home_kind(first);
             let here = |tensor: usize| {
                 let held = held[tensor].as_ref();
                 held.is_some_and(|held| held.buf.is_same(&home.buf) && held.place == places[tensor])
@@ -64,12 +74,18 @@ impl Reuse {
             && !lost.contains(&plan.compute())
             && residency.slots.shape == plan.slots()
             && residency.slots.is_whole();
-        Reuse { shared, held, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
+        Reuse { groups, shared, held, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
     }
 
-    /// The memory that a module has already.
-    pub(super) fn shared(&self, module: usize) -> Option<&Arc<Home>> {
-        self.shared.get(module)?.as_ref()
+    /// The memory that a group has already.
+    pub(super) fn shared(&self, group: usize) -> Option<&Arc<Home>> {
+        self.shared.get(group)?.as_ref()
+    }
+
+    /// The modules that get memory, with their group's.
+    fn placed(&self) -> impl Iterator<Item = usize> {
+        let anew = (0..self.groups.len()).filter(|&group| self.shared(group).is_none());
+        anew.flat_map(|group| self.groups.members(group)).copied()
     }
 
     /// Where the bytes of a tensor are.
@@ -85,7 +101,7 @@ impl Reuse {
     /// What the weights of a plan need beyond what is shared.
     pub(super) fn needed(&self, plan: &Plan) -> BTreeMap<DeviceId, u64> {
         let mut needed = BTreeMap::new();
-        for assignment in plan.assignments().iter().filter(|a| self.shared(a.index).is_none()) {
+        for assignment in self.placed().map(|module| &plan.assignments()[module]) {
             *needed.entry(assignment.device).or_default() += assignment.bytes;
         }
         needed
@@ -104,9 +120,8 @@ pub(super) struct Ways {
 impl Ways {
     pub(super) fn of(reuse: &Reuse, layout: &Layout, plan: &Plan, to: &Reservation, base: &Model) -> Result<Ways> {
         let mut ways = Ways::default();
-        let copied = |a: &&Assignment| reuse.shared(a.index).is_none();
-        let tensors = plan.assignments().iter().filter(copied);
-        let pairs: BTreeSet<(DeviceId, DeviceId)> = tensors
+        let placed = reuse.placed().map(|module| &plan.assignments()[module]);
+        let pairs: BTreeSet<(DeviceId, DeviceId)> = placed
             .flat_map(|a| layout.own_tensors(a.index).filter_map(|t| Some((reuse.held(t)?.buf.device(), a.device))))
             .collect();
         for (from, target) in pairs.into_iter().filter(|(from, _)| !from.is_host()) {
@@ -139,10 +154,10 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Copies to a module's host memory those of its tensors that another device holds.
-    pub(super) fn bring_here(&self, module: usize, mut memory: BufMut) -> Result<BufMut> {
+    /// Copies to a group's host memory those of its tensors that another device holds.
+    pub(super) fn bring_here(&self, group: usize, mut memory: BufMut) -> Result<BufMut> {
         let mut pieces: BTreeMap<DeviceId, Vec<Piece>> = BTreeMap::new();
-        for (tensor, place) in self.own_tensors(module) {
+        for (tensor, place) in self.own_tensors(group) {
             let Some(held) = self.reuse.held(tensor).filter(|held| !held.buf.device().is_host()) else { continue };
             let piece = Piece { src: held.buf.clone(), from: held.place.clone(), at: place.start };
             pieces.entry(held.buf.device()).or_default().push(piece);

@@ -6,7 +6,7 @@ use crate::backend::{Buf, Device, MemoryKind};
 use crate::device::DeviceId;
 use crate::plan::Slots;
 
-/// The memory of one module where it lives.
+/// The memory of one group of modules where it lives.
 #[derive(Debug)]
 pub(super) struct Home {
     pub(super) buf: Buf,
@@ -16,7 +16,7 @@ pub(super) struct Home {
 /// The modules that live away from the compute device: read-only, shared by all who stream them.
 #[derive(Debug)]
 pub struct WeightStore {
-    /// For each module its memory; none when it is resident or another module owns its storage.
+    /// For each group of modules its memory; none when it is resident or another module owns its storage.
     pub(super) homes: Vec<Option<Arc<Home>>>,
 }
 

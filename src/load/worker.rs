@@ -31,7 +31,7 @@ pub(super) struct Job<'a> {
     plan: &'a Plan,
     pub(super) reuse: &'a Reuse,
     pub(super) ways: Ways,
-    /// For each tensor where its bytes lie in its module's buffer.
+    /// For each tensor where its bytes lie in its group's buffer.
     places: Vec<Range<usize>>,
     host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
@@ -85,7 +85,7 @@ impl<'a> Job<'a> {
             plan,
             reuse,
             ways,
-            places: places(layout),
+            places: places(layout, &reuse.groups),
             there: OnDevice::new(reservation, &host, loader.deadline),
             host,
             streams,
@@ -102,14 +102,14 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Places every module; for each its memory, none where another module owns it. When it returns, all
+    /// Places every group of modules; for each its memory, none where another module owns it. When it returns, all
     /// copies have landed, or the error is the first that a worker met and no copy is under way.
     pub(super) fn run(&self, workers: usize, reservation: &mut Reservation) -> Result<Vec<Option<Arc<Home>>>> {
-        let homes = Mutex::new(vec![None; self.plan.assignments().len()]);
+        let homes = Mutex::new(vec![None; self.reuse.groups.len()]);
         let reservation = Mutex::new(reservation);
         let failure = Mutex::new(None);
         std::thread::scope(|scope| {
-            for _ in 0..workers.min(self.plan.assignments().len()) {
+            for _ in 0..workers.min(self.reuse.groups.len()) {
                 scope.spawn(|| {
                     if let Err(error) = self.work(&reservation, &homes) {
                         self.stop.store(true, Ordering::Relaxed);
@@ -155,44 +155,49 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// One worker: takes the next module until there is none.
+    /// One worker: takes the next group until there is none.
     fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             self.go_on()?;
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            let Some(assignment) = self.plan.assignments().get(index) else { break };
-            if self.patches.layout().modules[assignment.index].alias_of.is_some() {
+            let group = self.next.fetch_add(1, Ordering::Relaxed);
+            if group >= self.reuse.groups.len() {
+                break;
+            }
+            let (first, bytes) = (self.reuse.groups.members(group)[0], self.reuse.groups.bytes(group));
+            if self.patches.layout().modules[first].alias_of.is_some() {
                 continue;
             }
-            if let Some(home) = self.reuse.shared(assignment.index) {
-                lock(homes)[index] = Some(Arc::clone(home));
-                self.shared.fetch_add(assignment.bytes, Ordering::Relaxed);
-                self.advance(assignment.bytes);
+            if let Some(home) = self.reuse.shared(group) {
+                lock(homes)[group] = Some(Arc::clone(home));
+                self.shared.fetch_add(bytes, Ordering::Relaxed);
+                self.advance(bytes);
                 continue;
             }
+            let assignment = &self.plan.assignments()[first];
             let kind = home_kind(assignment);
-            let memory = lock(reservation).alloc(assignment.device, assignment.bytes, kind)?;
+            let memory = lock(reservation).alloc(assignment.device, bytes, kind)?;
             let buf = match self.streams.get(&assignment.device) {
-                None => self.fill_here(assignment.index, memory)?,
-                Some(stream) => self.fill_there(assignment.index, memory, &**stream, &mut scratch)?,
+                None => self.fill_here(group, memory)?,
+                Some(stream) => self.fill_there(group, memory, &**stream, &mut scratch)?,
             };
-            lock(homes)[index] = Some(Arc::new(Home { buf, kind }));
+            lock(homes)[group] = Some(Arc::new(Home { buf, kind }));
         }
         let saturated = scratch.factors.close(&self.there, &self.streams)?;
         self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The tensors that a module brings to its memory, with their places in it.
-    pub(super) fn own_tensors(&self, module: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
-        self.patches.layout().own_tensors(module).map(|t| (t, self.places[t].clone()))
+    /// The tensors that a group's modules bring to its memory, with their places in it.
+    pub(super) fn own_tensors(&self, group: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let tensors = |&module: &usize| self.patches.layout().own_tensors(module);
+        self.reuse.groups.members(group).iter().flat_map(tensors).map(|t| (t, self.places[t].clone()))
     }
 
-    /// Reads a module into the host memory where it stays.
-    fn fill_here(&self, module: usize, mut memory: BufMut) -> Result<Buf> {
+    /// Reads a group into the host memory where it stays.
+    fn fill_here(&self, group: usize, mut memory: BufMut) -> Result<Buf> {
         let mut bytes = memory.host_mut().ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
-        for (tensor, place) in self.own_tensors(module) {
+        for (tensor, place) in self.own_tensors(group) {
             let dst = &mut bytes[place];
             match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
                 (Some(held), _) => self.copy_here(held, dst)?,
@@ -201,12 +206,12 @@ impl<'a> Job<'a> {
             }
         }
         drop(bytes);
-        Ok(self.bring_here(module, memory)?.freeze())
+        Ok(self.bring_here(group, memory)?.freeze())
     }
 
-    /// Reads a module through staging buffers into the memory of another device.
-    fn fill_there(&self, module: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
-        for (tensor, place) in self.own_tensors(module) {
+    /// Reads a group through staging buffers into the memory of another device.
+    fn fill_there(&self, group: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
+        for (tensor, place) in self.own_tensors(group) {
             memory = match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
                 (Some(held), _) => self.send_held(held, place, memory, stream)?,
                 (None, Some(patch)) => self.send_changed(patch, tensor, place, memory, stream, scratch)?,

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use super::groups::Groups;
 use super::value::{Plan, Use};
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layer, Layout};
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{Error, Result};
 
@@ -174,18 +175,18 @@ impl<'a> Clockwork<'a> {
             Lane { device, way, upload: Duration::ZERO, through_host }
         };
         let mut lanes: Vec<Lane> = Vec::new();
-        let pieces = plan.assignments().iter().filter(|a| a.usage == Use::Streamed).count();
+        let (modules, groups) = (plan.assignments().iter().filter(|a| a.usage == Use::Streamed), plan.groups(layout));
+        let many = modules.count() > MOST_PIECES;
         let fill = |layer| {
             let mut fill: Vec<(usize, u64)> = Vec::new();
-            let streamed = layout.needs_of(layer).into_iter().map(|module| &plan.assignments()[module]);
-            for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
-                let place = lanes.iter().position(|lane| lane.device == assignment.device).unwrap_or_else(|| {
-                    lanes.push(lane(assignment.device));
+            for (device, bytes) in pieces(plan, layout, &groups, layer) {
+                let place = lanes.iter().position(|lane| lane.device == device).unwrap_or_else(|| {
+                    lanes.push(lane(device));
                     lanes.len() - 1
                 });
-                match fill.iter_mut().find(|(other, _)| *other == place).filter(|_| pieces > MOST_PIECES) {
-                    Some((_, sum)) => *sum += assignment.bytes,
-                    None => fill.push((place, assignment.bytes)),
+                match fill.iter_mut().find(|(other, _)| *other == place).filter(|_| many) {
+                    Some((_, sum)) => *sum += bytes,
+                    None => fill.push((place, bytes)),
                 }
             }
             fill.sort_by_key(|(lane, _)| *lane);
@@ -317,6 +318,26 @@ impl<'a> Clockwork<'a> {
             slot.ready = slot.ready.max(at);
         }
     }
+}
+
+/// What a layer brings, in the streamer's order: from where, and how many bytes. In slots of the library's own, modules
+/// that lie side by side at home and there are one piece.
+fn pieces(plan: &Plan, layout: &Layout, groups: &Groups, layer: &Layer) -> Vec<(DeviceId, u64)> {
+    let (needs, own_slots) = (layout.needs_of(layer), plan.parts().own_slots);
+    let needs = if own_slots { needs } else { groups.in_slot(needs) };
+    let mut pieces: Vec<(DeviceId, u64)> = Vec::new();
+    // The group of the last piece, and where in it that ends.
+    let mut end = None;
+    let streamed = needs.into_iter().map(|module| &plan.assignments()[module]);
+    for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
+        let (group, span) = (groups.of(assignment.index), groups.place(assignment.index));
+        let goes_on = end.replace((group, span.end)) == Some((group, span.start)) && !own_slots;
+        match pieces.last_mut().filter(|_| goes_on) {
+            Some((_, bytes)) => *bytes += assignment.bytes,
+            None => pieces.push((assignment.device, assignment.bytes)),
+        }
+    }
+    pieces
 }
 
 /// What shares a buffer on the host, one after the other.

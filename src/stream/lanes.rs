@@ -143,25 +143,7 @@ fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
     let piece = |From { module, place, at }: &From| {
         model.home(*module).map(|home| Piece { src: home.clone(), from: place.clone(), at: *at })
     };
-    merged(part.pieces.iter().filter_map(piece))
-}
-
-/// The same bytes in fewer pieces, where one begins on both ends where the one before it ends.
-fn merged(pieces: impl Iterator<Item = Piece>) -> Vec<Piece> {
-    let mut merged: Vec<Piece> = Vec::new();
-    for piece in pieces {
-        match merged.last_mut() {
-            Some(last)
-                if last.src.is_same(&piece.src)
-                    && last.from.end == piece.from.start
-                    && last.at + last.from.len() == piece.at =>
-            {
-                last.from.end = piece.from.end;
-            }
-            _ => merged.push(piece),
-        }
-    }
-    merged
+    part.pieces.iter().filter_map(piece).collect()
 }
 
 /// How bytes of `home` get to the compute device.

@@ -37,7 +37,7 @@ pub(super) struct Part {
     pub(super) pieces: Vec<From>,
 }
 
-/// Bytes of a module's home and where they begin in their part.
+/// Bytes of a home, that of a module and maybe others, and where they begin in their part.
 #[derive(Clone, Debug)]
 pub(super) struct From {
     pub(super) module: usize,
@@ -54,16 +54,17 @@ struct Brought {
 }
 
 impl Turns {
-    /// For slots of the library's own: a part for each lane, in which each module begins at a multiple of 256.
+    /// For slots of the library's own: a part for each lane, in which each module begins at a multiple of 256 and those of
+    /// a group stand together as they do at home.
     pub(super) fn by_lane(model: &Model, lanes: &mut Lanes) -> Result<Turns> {
         let layout = model.layout();
         Turns::of(model, lanes, |lanes, layer| {
             let mut parts: BTreeMap<usize, Part> = BTreeMap::new();
-            for module in streamed(model, layer) {
+            for module in model.groups().in_slot(streamed(model, layer).collect()) {
                 let Some(lane) = lanes.lane_of(model, module)? else { continue };
                 let part = parts.entry(lane).or_insert_with(|| Part { lane, bytes: 0, pieces: Vec::new() });
                 let bytes = layout.modules[module].bytes;
-                part.pieces.push(From { module, place: 0..bytes as usize, at: part.bytes });
+                part.pieces.push(From { module, place: model.span(module), at: part.bytes });
                 part.bytes += Layout::slot_bytes(bytes) as usize;
             }
             Ok(parts.into_values().collect())
@@ -85,7 +86,7 @@ impl Turns {
 
     fn of(model: &Model, lanes: &mut Lanes, parts: impl Fn(&mut Lanes, &Layer) -> Result<Vec<Part>>) -> Result<Turns> {
         let layout = model.layout();
-        let turn = |layer: &Layer| Ok(Turn::new(parts(lanes, layer)?, resident(model, layer)));
+        let turn = |layer: &Layer| Ok(Turn::new(model, parts(lanes, layer)?, resident(model, layer)));
         let layers = layout.layers.iter().map(turn).collect::<Result<Vec<_>>>()?;
         layers.iter().flat_map(|turn| &turn.parts).for_each(|part| lanes.expect(part));
         let streamed: Vec<usize> = (0..layers.len()).filter(|&layer| !layers[layer].parts.is_empty()).collect();
@@ -126,13 +127,14 @@ impl Turns {
 }
 
 impl Turn {
-    fn new(parts: Vec<Part>, resident: Vec<usize>) -> Turn {
+    fn new(model: &Model, mut parts: Vec<Part>, resident: Vec<usize>) -> Turn {
         let brought = |(part, Part { pieces, .. }): (usize, &Part)| {
             let of = move |From { module, place, at }: From| Brought { module, place, part, at };
             pieces.clone().into_iter().map(of).collect::<Vec<_>>()
         };
         let mut brought: Vec<Brought> = parts.iter().enumerate().flat_map(brought).collect();
         brought.sort_by_key(|brought| (brought.module, brought.place.start));
+        parts.iter_mut().for_each(|part| part.merge(model));
         Turn { parts, brought, resident }
     }
 
@@ -146,6 +148,20 @@ impl Turn {
 }
 
 impl Part {
+    /// Makes one piece of those where one begins on both ends where the one before it ends.
+    fn merge(&mut self, model: &Model) {
+        let group = |from: &From| model.groups().of(from.module);
+        self.pieces.dedup_by(|next, last| {
+            let merges = group(next) == group(last)
+                && last.place.end == next.place.start
+                && last.at + last.place.len() == next.at;
+            if merges {
+                last.place.end = next.place.end;
+            }
+            merges
+        });
+    }
+
     /// Where its last bytes end; after that there is nothing but room.
     pub(super) fn end(&self) -> usize {
         self.pieces.last().map_or(0, |from| from.at + from.place.len())

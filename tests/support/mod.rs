@@ -147,6 +147,18 @@ pub(crate) fn mixed(layers: u64) -> Vec<TensorSpec> {
     tensors
 }
 
+/// Layers of ten norms of 256 bytes, that share memory where they are streamed from, a matrix whose name is among theirs,
+/// and a norm of another size.
+pub(crate) fn norms(layers: u64) -> Vec<TensorSpec> {
+    let layer = |layer: u64| {
+        let name = move |role: &str| format!("model.layers.{layer}.{role}.weight");
+        let norm = move |index: u64| spec(name(&format!("norm_{index}")), DType::F32, &[64]);
+        let others = [spec(name("norm_4_proj"), DType::BF16, &[128, 64]), spec(name("norm_odd"), DType::F32, &[75])];
+        (0..10).map(norm).chain(others)
+    };
+    (0..layers).flat_map(layer).collect()
+}
+
 /// Layers `block.0`, `block.1`, … of one tensor of this many bytes each.
 pub(crate) fn blocks(sizes: &[u64]) -> Vec<TensorSpec> {
     sizes.iter().enumerate().map(|(index, &bytes)| spec(format!("block.{index}.weight"), DType::U8, &[bytes])).collect()
