@@ -83,7 +83,7 @@ fn cuda_opening_takes_about_what_plans_count() {
             Some(free) => {
                 let (took, counted) = (free.saturating_sub(after) / MIB, before.opening / MIB);
                 eprintln!("opening {A}: took {took} MiB, plans count {counted} MiB");
-                assert!(took > 0 && took < 4096, "{took}");
+                assert!(took < 4096, "{took}");
             }
         }
         let links = before.gpu.map(|gpu| gpu.to_string()).unwrap_or_default();

@@ -5,11 +5,14 @@ mod card;
 
 use std::sync::Arc;
 
-use card::{DEADLINE, Driver, assert_clean, driver, stand_in};
+use card::{DEADLINE, Driver, assert_clean, driver, has_calls, stand_in};
 use cuda_standin::{Config, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use tensor_offload::backend::{Backend, BufMut, Cuda, Host, MemoryKind, Role, Transfer};
 use tensor_offload::{Checkpoint, DeviceId, ErrorKind, Loader, Patches, Planner, Registry, Streamer, cuda};
+
+/// What captures take, beyond what the library calls itself.
+const CAPTURES: [&str; 4] = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphDestroy"];
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 
@@ -88,6 +91,9 @@ fn cuda_work_on_a_stream_that_is_captured_is_refused() {
     #![expect(unsafe_code, reason = "the driver's own calls")]
     use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
     let driver = driver(&machine());
+    if !has_calls(&CAPTURES) {
+        return;
+    }
     {
         let context = CudaContext::new(0).unwrap();
         let backend = Cuda::new();
@@ -142,6 +148,9 @@ fn cuda_a_capture_is_not_spoilt_by_what_the_library_does_meanwhile() {
     #![expect(unsafe_code, reason = "the driver's own calls")]
     use cudarc::driver::sys::{self, CUstreamCaptureMode as Mode};
     let driver = driver(&machine());
+    if !has_calls(&CAPTURES) {
+        return;
+    }
     {
         let context = CudaContext::new(0).unwrap();
         let backend = Cuda::new();

@@ -42,6 +42,22 @@ pub(crate) fn stand_in(config: &Config) -> Option<Session> {
     Some(session(config))
 }
 
+/// Whether the driver has these calls, which a test makes itself; with a word where the one named lacks one.
+#[expect(unsafe_code, reason = "opening a library")]
+pub(crate) fn has_calls(calls: &[&str]) -> bool {
+    let Some(library) = std::env::var_os("TENSOR_OFFLOAD_LIBCUDA") else { return true };
+    // SAFETY: it is the driver that the test runs over; its initialisers run anyway.
+    let library = unsafe { libloading::Library::new(library) }.expect("the driver that is named");
+    // SAFETY: nothing is called.
+    let lacks = |call: &&&str| unsafe { library.get::<*const ()>(call.as_bytes()) }.is_err();
+    let missing = calls.iter().find(lacks);
+    if let Some(call) = missing {
+        let thread = std::thread::current();
+        eprintln!("skipped {}: the driver has no {call}", thread.name().unwrap_or("a test"));
+    }
+    missing.is_none()
+}
+
 /// The CUDA devices that there are.
 pub(crate) fn devices() -> Vec<DeviceId> {
     let found = Cuda::new().discover().into_iter();

@@ -214,7 +214,9 @@ impl Cuda {
         let uuid = info.gpu.as_ref().and_then(|gpu| gpu.uuid.as_deref());
         let free = shared.nvml.as_ref().zip(uuid).and_then(|(nvml, uuid)| nvml.free(uuid, info.total));
         let context = self.context.map_or_else(|| CONTEXT.get().min(info.total / 8), ByteSize::get);
-        let opening = if shared.driver.has_context(info.id) { 0 } else { context };
+        // An older driver does not tell of contexts; those of this backend's devices are known.
+        let open = shared.open.get(info.id.index()).is_some() || shared.driver.has_context(info.id);
+        let opening = if open { 0 } else { context };
         info.clone().free(free).opening(opening)
     }
 }
