@@ -20,7 +20,8 @@ pub trait Kernels: Send + Sync {
 
     /// Queues `patch` on a stream of this device, for the matrix that begins at `at` in `weight`, after the pending
     /// events of both buffers. `work` begins with what [`MatrixPatch::write`] wrote; the device adds to the number at
-    /// its [`SATURATED`](MatrixPatch::SATURATED) bytes how many values it saturated.
+    /// its [`SATURATED`](MatrixPatch::SATURATED) bytes how many values it saturated. With anything else in `work` the
+    /// device reads elsewhere in its memory and may be lost by it; what it writes are these two buffers in any case.
     ///
     /// # Errors
     /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), for a buffer that is too small or of another device,
