@@ -57,17 +57,26 @@ fn the_parts_of_a_layer_come_at_one_time() {
     let gbps = |n: u64| tensor_offload::Bandwidth::bytes_per_second(n * 1_000_000_000);
     let devices = described(&["cpu=64mb", "cuda:0=24mb", "cuda:1=24mb"]).devices;
     let machine = Machine::new(devices, Topology::new().link(GPU0, gbps(1)).peer(GPU0, GPU1, gbps(1)));
-    for clock in [Clock::Virtual, Clock::Wall] {
+    let plan = subject.planner(&machine, "cuda:1,50%;cpu,50%").depth(1).plan().unwrap();
+    let first_pass = |clock| {
         let watched = Watched::new(machine.clone(), clock);
-        let plan = subject.planner(&machine, "cuda:1,50%;cpu,50%").depth(1).plan().unwrap();
         let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
         let begin = watched.simulated.now();
         pass(&mut streamer, Duration::ZERO).wait(DEADLINE).unwrap();
         let time = watched.simulated.now() - begin;
-        // Twelve megabytes over two links of 1 GB/s; one after the other they would take 12 ms. What a busy machine adds to
-        // the wall clock's nobody knows.
         assert!(time >= Duration::from_millis(6), "{time:?}");
-        assert!(time < Duration::from_micros(6_010) || clock == Clock::Wall, "{time:?}");
+        (streamer, time)
+    };
+    for (clock, most, tries) in [(Clock::Virtual, 6_010, 1), (Clock::Wall, 10_000, 12)] {
+        // Twelve megabytes over two links of 1 GB/s; one after the other they would take 12 ms. Another program may have the
+        // processor for a while, so the best of a few counts.
+        let (mut streamer, mut time) = first_pass(clock);
+        for _ in 1..tries {
+            if time >= Duration::from_micros(most) {
+                (streamer, time) = first_pass(clock);
+            }
+        }
+        assert!(time < Duration::from_micros(most), "{time:?}");
         let report = streamer.report().clone();
         let lanes: Vec<_> = report.lanes.iter().map(|lane| (lane.from, lane.via)).collect();
         assert_eq!(lanes.len(), 2);
