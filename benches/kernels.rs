@@ -86,24 +86,23 @@ fn run(id: DeviceId, size: usize) -> Outcome<()> {
         patches.push(MatrixPatch::new(DType::BF16, (size, size), vec![product], None)?);
     }
     let mut works = Vec::new();
-    for patch in &patches {
-        let mut bytes = vec![0; patch.work_bytes()];
-        patch.write(&mut bytes)?;
-        works.push(Some(sent(device, host, stream, &bytes)?));
+    for patch in patches {
+        let staging = host.alloc(patch.work_bytes(), MemoryKind::Pinned)?;
+        let memory = device.alloc(patch.work_bytes(), MemoryKind::Arena)?;
+        let (sent, read, _staging) = patch.send(stream, staging, memory, false)?;
+        read.wait(DEADLINE)?;
+        works.push(Some(sent));
     }
     let mut times = vec![Vec::new(); 1 + RANKS.len()];
     // The first turn warms up.
     for turn in 0..=TURNS {
         let mut spent = vec![time(&raw, stream, &mut target, |memory| Ok(copy(stream, &source, memory)?.chain()))?];
-        for (patch, work) in patches.iter().zip(&mut works) {
+        for work in &mut works {
             spent.push(time(&raw, stream, &mut target, |memory| {
-                let flight = kernels.patch(stream, patch, memory, 0, work.take().ok_or("the factors are gone")?)?;
-                *work = Some(flight.work.chain());
+                let flight = kernels.patch(stream, work.take().ok_or("the factors are gone")?, memory, 0)?;
+                *work = Some(flight.patch);
                 Ok(flight.weight.chain())
             })?);
-            if let Some(work) = work {
-                work.settle(DEADLINE)?;
-            }
         }
         if turn > 0 {
             times.iter_mut().zip(spent).for_each(|(times, time)| times.push(time));

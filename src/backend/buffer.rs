@@ -14,6 +14,9 @@ use super::{Allocation, Charge, Event, FenceState, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
+/// From how many uses of a buffer on it is worth asking which of them are over.
+const MANY_USES: usize = 8;
+
 /// One buffer: its memory, and the events that have to fire before it is written or read by the host again.
 #[derive(Debug)]
 struct Handle {
@@ -117,6 +120,11 @@ impl BufMut {
         self.0.open_uses()
     }
 
+    /// The events of its uses, those that may have fired among them: nobody is asked.
+    pub(super) fn uses(&self) -> Vec<Event> {
+        self.0.uses().clone()
+    }
+
     /// Adds an event that the next use has to wait for: where memory comes in a stream's order, that of its coming.
     pub fn after(&mut self, event: Event) {
         self.0.uses().push(event);
@@ -206,6 +214,11 @@ impl Buf {
         self.handle.place.start
     }
 
+    /// The events after which its contents are there, those that have fired among them: nobody is asked.
+    pub(crate) fn filled_by(&self) -> &[Event] {
+        &self.ready
+    }
+
     /// The events after which its contents are there, those that have not fired, or failed.
     pub fn ready(&self) -> impl Iterator<Item = &Event> {
         self.ready.iter().filter(|event| !matches!(event.state(), FenceState::Done))
@@ -235,7 +248,11 @@ impl Buf {
     /// Says that a stream reads it until `event`; whoever writes it next waits for that.
     pub fn used_until(&self, event: Event) {
         let mut uses = self.handle.uses();
-        uses.retain(|event| !event.is_over());
+        if uses.len() >= MANY_USES {
+            // The oldest are over first; of those that are not, one is asked for and no more.
+            let over = uses.iter().take_while(|event| event.is_over()).count();
+            uses.drain(..over);
+        }
         uses.push(event);
     }
 

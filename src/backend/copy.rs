@@ -1,5 +1,6 @@
 //! Copies: what they move, and how their destination comes back.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -67,15 +68,29 @@ impl Transfer {
         &self.dst
     }
 
+    /// The destination alone: the copy is given up.
+    pub fn into_dst(self) -> BufMut {
+        self.dst
+    }
+
     /// Where they go, to add an event to.
     pub fn dst_mut(&mut self) -> &mut BufMut {
         &mut self.dst
     }
 
-    /// The events that the copy has to wait for: the sources' contents and the destination's last uses.
+    /// The events that the copy has to wait for: those of the sources' contents and of the destination's last uses, each once.
+    /// Some may have fired already.
     pub fn waits(&self) -> Vec<Event> {
-        let ready = self.pieces.iter().flat_map(|piece| piece.src.ready().cloned());
-        ready.chain(self.dst.pending()).collect()
+        let mut waits = self.dst.uses();
+        let mut known: HashSet<usize> = waits.iter().map(Event::key).collect();
+        let mut last: Option<&Buf> = None;
+        for Piece { src, .. } in &self.pieces {
+            if !last.is_some_and(|last| last.is_same(src)) {
+                waits.extend(src.filled_by().iter().filter(|event| known.insert(event.key())).cloned());
+            }
+            last = Some(src);
+        }
+        waits
     }
 
     /// The flight of this copy once it is queued and `done` comes after it: both ends carry the event from now on, beside
@@ -118,6 +133,15 @@ pub struct Rejected {
     pub error: Error,
     /// The destination, as it was.
     pub dst: BufMut,
+}
+
+/// Copies of which not all were queued, with their destinations.
+#[derive(Debug)]
+pub struct RejectedAll {
+    /// Why the first was refused.
+    pub error: Error,
+    /// The destinations, in order; those of copies that were queued carry their events.
+    pub dst: Vec<BufMut>,
 }
 
 impl From<Box<Rejected>> for Error {

@@ -1,14 +1,14 @@
 //! A backend that fails one operation on purpose, to show that whatever fails, nothing leaks.
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MatrixPatch,
-    MemoryKind, PatchFlight, Rejected, Role, Route, Stream, Transfer,
+    Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryKind,
+    PatchFlight, Rejected, RejectedAll, Role, Route, SentPatch, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -164,6 +164,10 @@ impl Device for FaultyDevice {
         self.inner.copies_hold_up(source)
     }
 
+    fn in_one_go(&self, work: &mut dyn FnMut()) {
+        self.inner.in_one_go(work);
+    }
+
     fn trim(&self) -> Result<u64> {
         self.count(Operation::Trim)?;
         self.inner.trim()
@@ -180,18 +184,23 @@ impl Kernels for FaultyDevice {
         self.inner.kernels().map_or_else(|| Err("the device has no kernels".to_owned()), Kernels::ready)
     }
 
-    fn patch(
+    fn patch<'a>(
         &self,
         stream: &dyn Stream,
-        patch: &MatrixPatch<'_>,
+        mut patch: SentPatch<'a>,
         weight: BufMut,
         at: usize,
-        work: BufMut,
-    ) -> Result<PatchFlight> {
+    ) -> Result<PatchFlight<'a>> {
         self.count(Operation::Patch)?;
-        let stream = (stream as &dyn Any).downcast_ref().map_or(stream, |stream: &FaultyStream| &*stream.inner);
+        let ours =
+            |stream: &dyn Stream| (stream as &dyn Any).downcast_ref::<FaultyStream>().map(|s| Arc::clone(&s.inner));
+        let inner = ours(stream);
+        if let Some(inner) = inner.as_ref().filter(|_| patch.sent_by == TypeId::of::<FaultyStream>()) {
+            // It was sent by the stream that this one passes everything on to.
+            patch.sent_by = (&**inner as &dyn Any).type_id();
+        }
         let Some(kernels) = self.inner.kernels() else { return Err(Error::invalid("the device has no kernels")) };
-        kernels.patch(stream, patch, weight, at, work)
+        kernels.patch(inner.as_deref().unwrap_or(stream), patch, weight, at)
     }
 }
 
@@ -215,6 +224,17 @@ impl Stream for FaultyStream {
         match self.count(Operation::Copy) {
             Ok(()) => self.inner.copy(transfer),
             Err(error) => Err(transfer.rejected(error)),
+        }
+    }
+
+    /// One operation for each copy, as if they were queued one after the other; none is when one of them is to fail.
+    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
+        match transfers.iter().try_for_each(|_| self.count(Operation::Copy)) {
+            Ok(()) => self.inner.copy_all(transfers),
+            Err(error) => {
+                let dst = transfers.into_iter().map(Transfer::into_dst).collect();
+                Err(Box::new(RejectedAll { error, dst }))
+            }
         }
     }
 

@@ -3,10 +3,11 @@
 //! The operations and their order are those of the host (`src/patch`), so the bytes are the same wherever a matrix is
 //! patched. Nothing here knows of models or adapters.
 
+use std::any::{Any, TypeId};
 use std::fmt;
 use std::ops::Range;
 
-use super::{BufMut, Flight, Stream};
+use super::{Buf, BufMut, Event, Flight, Piece, Stream, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -18,31 +19,47 @@ pub trait Kernels: Send + Sync {
     /// Why the device cannot do it, for the user.
     fn ready(&self) -> Result<(), String>;
 
-    /// Queues `patch` on a stream of this device, for the matrix that begins at `at` in `weight`, after the pending
-    /// events of both buffers. `work` begins with what [`MatrixPatch::write`] wrote; the device adds to the number at
-    /// its [`SATURATED`](MatrixPatch::SATURATED) bytes how many values it saturated. With anything else in `work` the
-    /// device reads elsewhere in its memory and may be lost by it; what it writes are these two buffers in any case.
+    /// Queues a patch that was [sent](MatrixPatch::send) to this device, on a stream of it, for the matrix that begins at
+    /// `at` in `weight`, after the pending events of both buffers. The device adds to the number at the
+    /// [`SATURATED`](MatrixPatch::SATURATED) bytes of the patch's memory how many values it saturated.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), for a buffer that is too small or of another device,
-    /// and for a matrix that is not aligned to its element; when the stream takes no more work.
-    fn patch(
+    /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), for a patch that was sent by another kind of stream, for
+    /// a buffer that is too small or of another device, and for a matrix that is not aligned to its element; when the
+    /// stream takes no more work.
+    fn patch<'a>(
         &self,
         stream: &dyn Stream,
-        patch: &MatrixPatch<'_>,
+        patch: SentPatch<'a>,
         weight: BufMut,
         at: usize,
-        work: BufMut,
-    ) -> Result<PatchFlight>;
+    ) -> Result<PatchFlight<'a>>;
 }
 
-/// A patch on its way, with both buffers.
+/// A patch on its way, with the matrix's buffer.
 #[derive(Debug)]
-pub struct PatchFlight {
+pub struct PatchFlight<'a> {
     /// The matrix's buffer.
     pub weight: Flight,
-    /// The work memory.
-    pub work: Flight,
+    /// The patch, to be queued again or taken apart; its memory carries the event.
+    pub patch: SentPatch<'a>,
+}
+
+/// A patch whose factors are in a device's memory, or on their way there. Nobody else can write that memory: what the device
+/// finds in it tells it where to read.
+#[derive(Debug)]
+pub struct SentPatch<'a> {
+    pub(super) patch: MatrixPatch<'a>,
+    pub(super) memory: BufMut,
+    /// The type of the stream that sent it: only a backend's own does surely what it was asked for.
+    pub(super) sent_by: TypeId,
+}
+
+impl SentPatch<'_> {
+    /// The memory that its factors are in.
+    pub fn into_memory(self) -> BufMut {
+        self.memory
+    }
 }
 
 /// A factorised matrix to add, `scale (up down)`, packed by tile; what lies beyond the matrix is zero.
@@ -179,6 +196,30 @@ impl<'a> MatrixPatch<'a> {
     fn products_at(&self) -> usize {
         let scales = self.scales.as_ref().map_or(0, |scales| scales.values.len() * 4);
         self.scales_at() + scales.next_multiple_of(LINE)
+    }
+
+    /// Writes what a device needs to `staging` on the host, and queues the copy of it to `memory` on the device of `stream`.
+    /// With `counted`, the number of [`SATURATED`](MatrixPatch::SATURATED) values there stays as it is, for patches that are
+    /// counted together. Gives the patch, and `staging` with the event until which it is read.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when `staging` cannot be written by the host, or one of the two has fewer than
+    /// [`work_bytes`](MatrixPatch::work_bytes); when the stream takes no more work.
+    pub fn send(
+        self,
+        stream: &dyn Stream,
+        mut staging: BufMut,
+        memory: BufMut,
+        counted: bool,
+    ) -> Result<(SentPatch<'a>, Event, Buf)> {
+        let unreachable = || Error::invalid("staging memory that the host cannot address, or that is in use");
+        self.write(staging.host_mut().ok_or_else(unreachable)?)?;
+        let staging = staging.freeze();
+        let from = if counted { Self::SATURATED.end } else { 0 };
+        let piece = Piece { src: staging.clone(), from: from..self.work_bytes(), at: from };
+        let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
+        let (done, sent_by) = (flight.done().clone(), (stream as &dyn Any).type_id());
+        Ok((SentPatch { patch: self, memory: flight.chain(), sent_by }, done, staging))
     }
 
     /// Writes what the device reads, all little-endian: a line of 32 bytes with zeros, where saturated values will be

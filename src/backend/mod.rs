@@ -32,21 +32,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use buffer::{Buf, BufMut};
-pub use copy::{Flight, Piece, Rejected, Transfer};
+pub use copy::{Flight, Piece, Rejected, RejectedAll, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
-pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight};
+pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight, SentPatch};
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
 pub use storage::{Allocation, Storage};
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Finds devices and opens them.
 pub trait Backend: Send + Sync + fmt::Debug {
@@ -131,6 +131,12 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
         false
     }
 
+    /// Runs `work`, in which this device is asked for several things in a row: a backend whose calls need preparing can do
+    /// that once for all of them.
+    fn in_one_go(&self, work: &mut dyn FnMut()) {
+        work();
+    }
+
     /// Gives memory that the allocator holds for reuse back to the system; the bytes given back.
     ///
     /// # Errors
@@ -152,7 +158,7 @@ impl dyn Device + '_ {
     /// # Errors
     /// [`OutOfMemory`](crate::Error::OutOfMemory).
     pub fn alloc(&self, bytes: usize, kind: MemoryKind) -> Result<BufMut> {
-        self.allocate(self.ledger().charge(bytes as u64)?, kind)
+        self.back(self.ledger().charge(bytes as u64)?, kind, None)
     }
 
     /// Charges the ledger and allocates memory that the device `near` will copy from and to most.
@@ -160,7 +166,21 @@ impl dyn Device + '_ {
     /// # Errors
     /// [`OutOfMemory`](crate::Error::OutOfMemory).
     pub fn alloc_near(&self, bytes: usize, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
-        self.allocate_near(self.ledger().charge(bytes as u64)?, kind, near)
+        self.back(self.ledger().charge(bytes as u64)?, kind, Some(near))
+    }
+
+    /// Backs a charge with memory, and makes sure that it is as much and where it was asked for.
+    pub(crate) fn back(&self, charge: Charge, kind: MemoryKind, near: Option<DeviceId>) -> Result<BufMut> {
+        let (bytes, id) = (charge.bytes() as usize, self.id());
+        let memory = match near {
+            Some(near) => self.allocate_near(charge, kind, near)?,
+            None => self.allocate(charge, kind)?,
+        };
+        if (memory.bytes(), memory.device()) == (bytes, id) {
+            return Ok(memory);
+        }
+        let (have, there) = (memory.bytes(), memory.device());
+        Err(Error::invalid(format!("{id} was asked for {bytes} bytes and gave {have} on {there}")))
     }
 }
 
@@ -177,6 +197,28 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Rejected`] gives the destination back.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>>;
+
+    /// Queues several copies, such as those of one layer, as [`copy`](Stream::copy) would one after the other. A backend
+    /// may do so at once, with one event after them all.
+    ///
+    /// # Errors
+    /// [`RejectedAll`] gives all destinations back. Of the copies before the one that was refused some may be under way.
+    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
+        let mut transfers = transfers.into_iter();
+        let mut flights = Vec::with_capacity(transfers.len());
+        while let Some(transfer) = transfers.next() {
+            match self.copy(transfer) {
+                Ok(flight) => flights.push(flight),
+                Err(rejected) => {
+                    let Rejected { error, dst } = *rejected;
+                    let queued = flights.into_iter().map(Flight::chain);
+                    let dst = queued.chain([dst]).chain(transfers.map(Transfer::into_dst)).collect();
+                    return Err(Box::new(RejectedAll { error, dst }));
+                }
+            }
+        }
+        Ok(flights)
+    }
 
     /// Makes all later work of this stream wait for `event`.
     ///

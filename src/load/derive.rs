@@ -181,7 +181,7 @@ fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
     }
     let mut charge = device.ledger().charge(requested)?;
     let mut slot =
-        |_| device.allocate(charge.split(shape.bytes_each)?, MemoryKind::Arena).map(|slot| vec![slot.freeze()]);
+        |_| device.back(charge.split(shape.bytes_each)?, MemoryKind::Arena, None).map(|slot| vec![slot.freeze()]);
     let slots = (0..shape.count).map(&mut slot).collect::<Result<_>>()?;
     Ok(Arc::new(SlotPool::new(shape, slots)))
 }

@@ -10,7 +10,9 @@ use std::time::Duration;
 use super::Reservation;
 use super::worker::lock;
 use crate::adapter::TensorPatch;
-use crate::backend::{Buf, BufMut, Device, Event, Kernels, MatrixPatch, MemoryKind, Piece, Stream, Transfer};
+use crate::backend::{
+    Buf, BufMut, Device, Event, Kernels, MatrixPatch, MemoryKind, Piece, SentPatch, Stream, Transfer,
+};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
@@ -114,31 +116,24 @@ impl OnDevice {
 }
 
 impl Planned<'_> {
-    /// Sends the factors to the device; the patch and the memory that holds them, or none where there is no room.
+    /// Sends the factors to the device; none where there is no room.
     pub(super) fn send(
         &self,
         there: &OnDevice,
         stream: &dyn Stream,
         factors: &mut Factors,
-    ) -> Result<Option<(MatrixPatch<'_>, BufMut)>> {
+    ) -> Result<Option<SentPatch<'_>>> {
         let Some(patch) = self.patch.products(self.scales.as_ref()) else { return Ok(None) };
         let (id, bytes) = (stream.device(), patch.work_bytes());
-        let Some(mut staging) = factors.staging(there, id, bytes)? else { return Ok(None) };
+        let Some(staging) = factors.staging(there, id, bytes)? else { return Ok(None) };
         let Some((memory, fresh)) = factors.work(there, stream, bytes)? else {
             there.not_there(id, format!("no room for {} of factors", ByteSize(bytes as u64).human()));
             return Ok(None);
         };
-        match staging.host_mut() {
-            Some(mut dst) => patch.write(&mut dst)?,
-            None => return Err(Error::invalid("staging memory that the host cannot address")),
-        }
-        let staging = staging.freeze();
         // What was counted before stays.
-        let from = if fresh { 0 } else { MatrixPatch::SATURATED.end };
-        let piece = Piece { src: staging.clone(), from: from..bytes, at: from };
-        let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
-        factors.staging = Some((flight.done().clone(), staging));
-        Ok(Some((patch, flight.chain())))
+        let (sent, read, staging) = patch.send(stream, staging, memory, !fresh)?;
+        factors.staging = Some((read, staging));
+        Ok(Some(sent))
     }
 
     /// Queues the patch of the matrix that begins at `at` in `memory`, whose bytes are sent; the memory comes back.
@@ -146,12 +141,12 @@ impl Planned<'_> {
         &self,
         there: &OnDevice,
         stream: &dyn Stream,
-        (patch, work): (MatrixPatch<'_>, BufMut),
+        patch: SentPatch<'_>,
         (memory, at): (BufMut, usize),
         factors: &mut Factors,
     ) -> Result<BufMut> {
-        let flight = self.kernels.patch(stream, &patch, memory, at, work)?;
-        factors.work.insert(stream.device(), flight.work.chain());
+        let flight = self.kernels.patch(stream, patch, memory, at)?;
+        factors.work.insert(stream.device(), flight.patch.into_memory());
         there.patched.fetch_add(1, Ordering::Relaxed);
         Ok(flight.weight.chain())
     }

@@ -74,6 +74,6 @@ impl Reservation {
         let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
             return Err(Error::invalid(format!("the plan reserves nothing on {id}")));
         };
-        device.allocate_near(charge.split(bytes)?, kind, self.compute)
+        device.back(charge.split(bytes)?, kind, Some(self.compute))
     }
 }

@@ -1,8 +1,9 @@
 //! The memory of models: homes of modules, and slots. Models that are made out of each other share what is alike.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::backend::{Buf, Device, MemoryKind};
+use crate::backend::{Buf, Device, MemoryKind, Stream};
 use crate::device::DeviceId;
 use crate::plan::Slots;
 
@@ -37,8 +38,10 @@ pub(super) struct SlotPool {
     pub(super) shape: Slots,
     /// The slots, while no [`Streamer`](crate::Streamer) has them.
     slots: Mutex<Option<Vec<SlotMemory>>>,
-    /// Slots that must not be filled again.
-    withdrawn: Mutex<Vec<Buf>>,
+    /// Memory that work uses whose end could not be marked, each with the stream that it was queued on.
+    withdrawn: Mutex<Vec<(Arc<dyn Stream>, Vec<Buf>)>>,
+    /// Whether a slot is among it.
+    incomplete: AtomicBool,
 }
 
 /// A part of a model's memory that goes as a whole.
@@ -68,16 +71,20 @@ impl Residency {
         *self.slots.idle() = Some(slots);
     }
 
-    /// Keeps a slot from ever being filled again: held here, it has another owner until the last model that has it is
-    /// dropped.
-    pub(crate) fn withdraw(&self, slot: SlotMemory) {
-        self.slots.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).extend(slot);
+    /// Keeps memory that work on `stream` may use for as long as nobody knows, `slot` and `resident` modules: held here, a
+    /// slot has another owner and is never filled again. When the last model that has the slots is dropped, the end of
+    /// the work is marked once more.
+    pub(crate) fn withdraw(&self, stream: Arc<dyn Stream>, slot: SlotMemory, resident: Vec<Buf>) {
+        self.slots.incomplete.fetch_or(!slot.is_empty(), Ordering::Relaxed);
+        let uses = slot.into_iter().chain(resident).collect();
+        self.slots.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).push((stream, uses));
     }
 }
 
 impl SlotPool {
     pub(super) fn new(shape: Slots, slots: Vec<SlotMemory>) -> SlotPool {
-        SlotPool { shape, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default() }
+        let incomplete = AtomicBool::new(false);
+        SlotPool { shape, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default(), incomplete }
     }
 
     /// The slots that no streamer has.
@@ -87,7 +94,18 @@ impl SlotPool {
 
     /// Whether none was withdrawn.
     pub(super) fn is_whole(&self) -> bool {
-        self.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        !self.incomplete.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for SlotPool {
+    fn drop(&mut self) {
+        for (stream, uses) in self.withdrawn.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+            if let Err(error) = stream.record(&uses) {
+                tracing::error!(%error, "memory is never freed: the end of its last use could not be marked");
+                uses.iter().for_each(|buf| buf.allocation().abandon());
+            }
+        }
     }
 }
 

@@ -1,5 +1,6 @@
-//! Modules that share memory where they live: the small ones of a layer, so that they travel as one piece. Only vectors
-//! (norms, biases, scales) do, since adapters change matrices, and a group is made anew when one of its modules changes.
+//! Modules that share memory where they live: the small ones of a layer, so that they travel as one piece. Vectors (norms,
+//! biases, scales) do, and where a layer has many small modules, all of those. Other matrices have memory of their own:
+//! adapters change them, and a group is made anew when one of its modules changes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,6 +12,10 @@ use crate::device::DeviceId;
 /// The bytes up to which a module is small. At 25 GB/s they take 10 us, about twice what a copy costs whatever its size,
 /// so what is larger has little to gain.
 const SMALL: u64 = 256 << 10;
+
+/// From how many small modules of a layer on, by one way, all of them share memory: experts of some models are hundreds of
+/// small matrices. A copy for each would cost a layer over a tenth of a millisecond.
+const MANY: usize = 32;
 
 /// The bytes to whose multiples modules are rounded in a slot. One that is no multiple is in no group: behind it the bytes
 /// would stand together at home only with padding, which the plan does not count.
@@ -27,14 +32,22 @@ pub(crate) struct Groups {
 
 impl Plan {
     /// Which modules share memory: those of one layer that are streamed from one device the same way, small, and vectors
-    /// alone.
+    /// or many.
     pub(crate) fn groups(&self, layout: &Layout) -> Groups {
         let mut groups = Groups { members: Vec::new(), of: Vec::new() };
-        let mut open: BTreeMap<(usize, DeviceId, bool), (usize, usize)> = BTreeMap::new();
+        let mut open: BTreeMap<Way, (usize, usize)> = BTreeMap::new();
+        let mut small: BTreeMap<Way, usize> = BTreeMap::new();
+        for assignment in self.assignments().iter().filter(|assignment| is_small(assignment)) {
+            *small.entry(way(assignment)).or_default() += 1;
+        }
+        let is_vector = |tensor: usize| layout.tensors[tensor].shape.len() <= 1;
         for assignment in self.assignments() {
             let bytes = assignment.bytes as usize;
-            let (group, start) = match joins(assignment, layout) {
-                true => open.entry((assignment.layer, assignment.device, assignment.staged)).or_insert_with(|| {
+            let joins = is_small(assignment)
+                && (small.get(&way(assignment)).is_some_and(|&count| count >= MANY)
+                    || layout.own_tensors(assignment.index).all(is_vector));
+            let (group, start) = match joins {
+                true => open.entry(way(assignment)).or_insert_with(|| {
                     groups.members.push(Vec::new());
                     (groups.members.len() - 1, 0)
                 }),
@@ -51,11 +64,16 @@ impl Plan {
     }
 }
 
-fn joins(assignment: &Assignment, layout: &Layout) -> bool {
+/// What modules of one group have in common: their layer, where they live, and whether they are staged.
+type Way = (usize, DeviceId, bool);
+
+fn way(assignment: &Assignment) -> Way {
+    (assignment.layer, assignment.device, assignment.staged)
+}
+
+fn is_small(assignment: &Assignment) -> bool {
     let bytes = assignment.bytes;
-    let is_vector = |tensor: usize| layout.tensors[tensor].shape.len() <= 1;
-    let sized = (1..=SMALL).contains(&bytes) && bytes.is_multiple_of(ALIGNED);
-    sized && assignment.usage == Use::Streamed && layout.own_tensors(assignment.index).all(is_vector)
+    assignment.usage == Use::Streamed && (1..=SMALL).contains(&bytes) && bytes.is_multiple_of(ALIGNED)
 }
 
 impl Groups {
@@ -96,6 +114,21 @@ mod tests {
     use crate::checkpoint::TensorInfo;
     use crate::dtype::DType;
     use crate::{Machine, Planner};
+
+    #[test]
+    fn many_small_modules_of_a_layer_share_memory() {
+        let experts = |count: usize| {
+            let tensor = |expert: usize| {
+                let name = format!("layers.0.experts.{expert}.weight");
+                TensorInfo::new(name, DType::U8, &[16, 16], 0, expert as u64 * 256).unwrap()
+            };
+            let layout = Layout::new((0..count).map(tensor).collect());
+            let machine = Machine::described(&["cpu=64mb".parse().unwrap(), "cuda:0=64mb".parse().unwrap()]);
+            let planner = Planner::new(&layout, &machine).compute(DeviceId::cuda(0)).depth(0);
+            planner.allocation("cpu,*".parse().unwrap()).plan().unwrap().groups(&layout).len()
+        };
+        assert_eq!([experts(MANY - 1), experts(MANY), experts(MANY + 1)], [MANY - 1, 1, 1]);
+    }
 
     #[test]
     fn small_vectors_of_a_layer_share_memory() {

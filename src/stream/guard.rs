@@ -106,12 +106,14 @@ impl LayerGuard {
 impl Drop for LayerGuard {
     fn drop(&mut self) {
         let resident = self.turns.of_layer(self.layer).resident.iter().filter_map(|&module| self.model.home(module));
-        let uses: Vec<Buf> = resident.chain(self.parts()).cloned().collect();
+        let mut uses: Vec<Buf> = resident.chain(self.parts()).cloned().collect();
         if let Err(error) = self.compute.record(&uses) {
             // Nobody can say when the compute will be done with the slot, so it is never filled again; it goes
             // with the model.
             tracing::error!(%error, layer = self.layer().name, "a slot is lost: its last use could not be marked");
-            self.model.residency().withdraw(self.slot.take().map(|(_, parts)| parts).unwrap_or_default());
+            let slot = self.slot.take().map(|(_, parts)| parts).unwrap_or_default();
+            uses.truncate(uses.len() - slot.len());
+            self.model.residency().withdraw(Arc::clone(&self.compute), slot, uses);
         }
     }
 }

@@ -9,7 +9,7 @@ use super::report::{LaneReport, Via};
 use super::slots::LaneParts;
 use super::through_host::ThroughHost;
 use super::turns::{From, Part};
-use crate::backend::{Buf, BufMut, Device, Flight, Piece, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Flight, Piece, Rejected, RejectedAll, Role, Route, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -33,7 +33,7 @@ struct Lane {
     from: DeviceId,
     via: Via,
     way: Way,
-    /// The most bytes of one layer's part.
+    /// The most bytes of one layer.
     largest: usize,
 }
 
@@ -42,9 +42,6 @@ enum Way {
     ThroughHost(ThroughHost),
     Staged(Arc<StagingLane>),
 }
-
-/// A part whose copy was queued, or the error and the part as far as it came.
-pub(super) type Queued = std::result::Result<Buf, (Error, Option<Buf>)>;
 
 impl Lanes {
     pub(super) fn new(model: &Model) -> Lanes {
@@ -74,33 +71,35 @@ impl Lanes {
         Ok(Some(self.lanes.len() - 1))
     }
 
-    /// Counts a part among those that the lane will bring.
-    pub(super) fn expect(&mut self, part: &Part) {
-        let lane = &mut self.lanes[part.lane];
-        lane.largest = lane.largest.max(part.end());
+    /// Counts the parts of one layer among what the lanes will bring.
+    pub(super) fn expect(&mut self, parts: &[Part]) {
+        let mut bytes = BTreeMap::new();
+        parts.iter().for_each(|part| *bytes.entry(part.lane).or_default() += part.copied() as usize);
+        for (lane, bytes) in bytes {
+            self.lanes[lane].largest = self.lanes[lane].largest.max(bytes);
+        }
     }
 
     pub(super) fn is_staged(&self, lane: usize) -> bool {
         matches!(self.lanes[lane].way, Way::Staged(_))
     }
 
-    /// Queues the copies of a part.
-    pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut) -> Queued {
-        let lane = &self.lanes[part.lane];
+    /// Queues the copies of parts of one layer; their memory, as far as they came, and the first error.
+    pub(super) fn queue(&self, model: &Model, lane: usize, parts: LaneParts<'_>) -> (Vec<Buf>, Result<()>) {
+        let lane = &self.lanes[lane];
         let sent = match &lane.way {
-            Way::Straight(stream) => {
-                let sent = Transfer::new(pieces(model, part), dst).and_then(|all| stream.copy(all));
-                sent.map(Flight::chain)
-            }
-            Way::ThroughHost(way) => way.send(model, part, dst, lane.largest),
+            Way::Straight(stream) => send(&**stream, parts.into_iter().map(|(part, dst)| (pieces(model, part), dst))),
+            Way::ThroughHost(way) => way.send(model, parts, lane.largest),
             Way::Staged(_) => {
-                return Err((Error::invalid("a staged part is an order, not a copy"), Some(dst.freeze())));
+                let dst = parts.into_iter().map(|(_, dst)| dst).collect();
+                Err(Box::new(RejectedAll { error: Error::invalid("a staged part is an order, not a copy"), dst }))
             }
         };
-        match sent {
-            Ok(memory) => Ok(memory.freeze()),
-            Err(rejected) => Err((rejected.error, Some(rejected.dst.freeze()))),
-        }
+        let (dst, outcome) = match sent {
+            Ok(dst) => (dst, Ok(())),
+            Err(rejected) => (rejected.dst, Err(rejected.error)),
+        };
+        (dst.into_iter().map(BufMut::freeze).collect(), outcome)
     }
 
     /// Gives parts of one layer to their staging lane.
@@ -135,6 +134,41 @@ impl Lanes {
         }
         let engine = self.engine.as_ref().map(|(engine, _)| engine);
         engine.ok_or_else(|| Error::invalid("the engine was just made"))
+    }
+}
+
+/// Queues copies of these pieces into these destinations, in one go; the destinations.
+pub(super) fn send(
+    stream: &dyn Stream,
+    copies: impl Iterator<Item = (Vec<Piece>, BufMut)>,
+) -> Result<Vec<BufMut>, Box<RejectedAll>> {
+    let (mut transfers, mut refused) = (Vec::new(), None);
+    for (pieces, dst) in copies {
+        match Transfer::new(pieces, dst) {
+            Ok(transfer) => transfers.push(transfer),
+            Err(rejected) => {
+                let Rejected { error, dst } = *rejected;
+                refused.get_or_insert(error);
+                // Without pieces it is a copy that cannot be refused, and keeps the destination in its place.
+                transfers.extend(Transfer::new(Vec::new(), dst));
+            }
+        }
+    }
+    match refused {
+        None => {
+            let wanted: Vec<usize> = transfers.iter().map(|transfer| transfer.dst().bytes()).collect();
+            let sent: Vec<BufMut> = stream.copy_all(transfers)?.into_iter().map(Flight::chain).collect();
+            match wanted.iter().copied().eq(sent.iter().map(BufMut::bytes)) {
+                true => Ok(sent),
+                // Another crate's stream, perhaps: what it gave back is not what it was given.
+                false => {
+                    Err(Box::new(RejectedAll { error: Error::invalid("a stream mixed its copies up"), dst: sent }))
+                }
+            }
+        }
+        Some(error) => {
+            Err(Box::new(RejectedAll { error, dst: transfers.into_iter().map(Transfer::into_dst).collect() }))
+        }
     }
 }
 

@@ -8,6 +8,7 @@ mod slots;
 mod through_host;
 mod turns;
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -172,12 +173,22 @@ impl Streamer {
     /// greater depth); [`Error::TimedOut`] when the host waited for longer than the deadline; whatever the copies meet.
     /// The streamer stays usable.
     pub fn layer(&mut self, layer: usize) -> Result<LayerGuard> {
+        let device = Arc::clone(self.model.residency().device());
+        let mut guard = None;
+        device.in_one_go(&mut || guard = Some(self.bring_layer(layer)));
+        guard.unwrap_or_else(|| Err(Error::invalid(format!("{} did not do what it was asked for", device.id()))))
+    }
+
+    fn bring_layer(&mut self, layer: usize) -> Result<LayerGuard> {
         let layers = self.turns.count();
         if layer >= layers {
             return Err(Error::invalid(format!("there is no layer {layer}, the model has {layers}")));
         }
         let slot = if self.turns.is_streamed(layer) { Some(self.bring_now(layer)?) } else { None };
-        for event in slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::ready) {
+        let mut known = HashSet::new();
+        let arrivals = slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::filled_by);
+        // The parts that one lane fills have their event in common.
+        for event in arrivals.filter(|event| known.insert(event.key())) {
             if self.compute.wait(event)? == Joined::HostMustWait {
                 let begin = Instant::now();
                 let outcome = self.stall("a copy", event);

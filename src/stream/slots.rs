@@ -74,7 +74,9 @@ impl Slots {
     /// The same, unless a copy into it failed, so that the layer has to be sent for again.
     pub(super) fn find_sound(&mut self, layer: usize) -> Option<usize> {
         let slot = self.holder[layer]?;
-        let failed = |memory: &Buf| memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_)));
+        let failed = |memory: &Buf| {
+            memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_) | FenceState::Lost(_)))
+        };
         if self.slots[slot].parts.iter().flatten().any(failed) {
             self.empty(slot);
         }
@@ -216,34 +218,34 @@ impl Slots {
             true => memory,
             false => slot.cut(memory, parts)?,
         };
-        let mut orders: BTreeMap<usize, (Vec<usize>, LaneParts<'_>)> = BTreeMap::new();
-        let mut outcome = Ok(());
+        let mut by_lane: BTreeMap<usize, (Vec<usize>, LaneParts<'_>)> = BTreeMap::new();
         for (place, dst) in memory.into_iter().enumerate() {
             slot.parts.push(None);
             match parts.get(place) {
-                Some(part) if outcome.is_ok() && fill.lanes.is_staged(part.lane) => {
-                    let (places, parts) = orders.entry(part.lane).or_default();
+                Some(part) => {
+                    let (places, parts) = by_lane.entry(part.lane).or_default();
                     places.push(place);
                     parts.push((part, dst));
                 }
-                Some(part) if outcome.is_ok() => {
-                    (slot.parts[place], outcome) = match fill.lanes.queue(fill.model, part, dst) {
-                        Ok(memory) => (Some(memory), Ok(())),
-                        Err((error, memory)) => (memory, Err(error)),
-                    };
-                }
-                _ => slot.parts[place] = Some(dst.freeze()),
+                None => slot.parts[place] = Some(dst.freeze()),
             }
         }
-        for (lane, (places, parts)) in orders {
-            if outcome.is_ok() {
+        let mut outcome = Ok(());
+        for (lane, (places, parts)) in by_lane {
+            if outcome.is_ok() && fill.lanes.is_staged(lane) {
                 let ticket = fill.lanes.order(fill.model, lane, parts, fill.asked, fill.deadline)?;
                 slot.tickets.push((places, ticket));
                 continue;
             }
-            for (place, (_, dst)) in places.into_iter().zip(parts) {
-                slot.parts[place] = Some(dst.freeze());
-            }
+            let memory = match outcome {
+                Ok(()) => {
+                    let (memory, queued) = fill.lanes.queue(fill.model, lane, parts);
+                    outcome = queued;
+                    memory
+                }
+                Err(_) => parts.into_iter().map(|(_, dst)| dst.freeze()).collect(),
+            };
+            places.into_iter().zip(memory).for_each(|(place, memory)| slot.parts[place] = Some(memory));
         }
         outcome?;
         slot.layer = Some(fill.layer);

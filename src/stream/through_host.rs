@@ -1,10 +1,13 @@
 //! The way through host memory, for bytes of devices that the compute device cannot read: in pieces that take turns with
 //! a few buffers, so that a layer of any size needs little of the host.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::lanes::send;
+use super::slots::LaneParts;
 use super::turns::{From, Part};
-use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, Rejected, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, RejectedAll, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -27,45 +30,67 @@ struct Ring {
     full: bool,
 }
 
-/// Bytes that share a buffer: where they come from, and where they go in their part of the slot.
-type Chunk = Vec<From>;
+/// Bytes that share a buffer: the place of their part, where they come from, and where they go in that part.
+type Chunk = Vec<(usize, From)>;
 
 impl ThroughHost {
     pub(super) fn new(down: Arc<dyn Stream>, up: Arc<dyn Stream>, host: Arc<dyn Device>) -> ThroughHost {
         ThroughHost { down, up, host, ring: Mutex::default() }
     }
 
-    /// Queues the copies of a part. No part of the lane is larger than `largest`.
+    /// Queues the copies of parts of one layer, which are no larger than `largest` together; their memory.
     pub(super) fn send(
         &self,
         model: &Model,
-        part: &Part,
-        dst: BufMut,
+        parts: LaneParts<'_>,
         largest: usize,
-    ) -> Result<BufMut, Box<Rejected>> {
+    ) -> Result<Vec<BufMut>, Box<RejectedAll>> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        chunks(part).into_iter().try_fold(dst, |dst, chunk| {
-            let (place, buffer) = match ring.take(&*self.host, self.up.device(), largest.min(HOST_PIECE as usize)) {
-                Ok(buffer) => buffer,
-                Err(error) => return Err(Box::new(Rejected { error, dst })),
+        let (parts, dst): (Vec<&Part>, Vec<BufMut>) = parts.into_iter().unzip();
+        chunks(&parts).into_iter().try_fold(dst, |dst, chunk| {
+            let bytes = largest.min(HOST_PIECE as usize);
+            let filled = ring.take(&*self.host, self.up.device(), bytes).and_then(|(place, buffer)| {
+                let (mut down, mut at) = (Vec::new(), 0);
+                for (_, From { module, place, .. }) in &chunk {
+                    if let Some(home) = model.home(*module) {
+                        down.push(Piece { src: home.clone(), from: place.clone(), at });
+                    }
+                    at += place.len();
+                }
+                Ok((place, self.down.copy(Transfer::new(down, buffer)?)?.chain().freeze()))
+            });
+            let (place, filled) = match filled {
+                Ok(filled) => filled,
+                Err(error) => return Err(Box::new(RejectedAll { error, dst })),
             };
-            let (mut down, mut up, mut at) = (Vec::new(), Vec::new(), 0);
-            for From { module, place, at: to } in &chunk {
-                let Some(home) = model.home(*module) else { continue };
-                down.push(Piece { src: home.clone(), from: place.clone(), at });
-                up.push((at..at + place.len(), *to));
-                at += place.len();
-            }
-            let filled = Transfer::new(down, buffer).and_then(|transfer| self.down.copy(transfer));
-            let filled = match filled {
-                Ok(flight) => flight.chain().freeze(),
-                Err(rejected) => return Err(Box::new(Rejected { error: rejected.error, dst })),
-            };
-            let onward = up.into_iter().map(|(from, at)| Piece { src: filled.clone(), from, at }).collect();
-            let sent = Transfer::new(onward, dst).and_then(|transfer| self.up.copy(transfer))?;
+            let sent = onward(&*self.up, &filled, &chunk, dst)?;
             ring.buffers[place] = Some(filled);
-            Ok(sent.chain())
+            Ok(sent)
         })
+    }
+}
+
+/// Queues the copies from a buffer to the parts that have bytes in it; the memory of all parts.
+fn onward(up: &dyn Stream, filled: &Buf, chunk: &Chunk, dst: Vec<BufMut>) -> Result<Vec<BufMut>, Box<RejectedAll>> {
+    let mut pieces: BTreeMap<usize, Vec<Piece>> = BTreeMap::new();
+    let mut begin = 0;
+    for (part, From { place, at, .. }) in chunk {
+        let from = begin..begin + place.len();
+        begin = from.end;
+        pieces.entry(*part).or_default().push(Piece { src: filled.clone(), from, at: *at });
+    }
+    let (mut dst, mut copies): (Vec<Option<BufMut>>, Vec<_>) = (dst.into_iter().map(Some).collect(), Vec::new());
+    let places: Vec<usize> = pieces.keys().copied().collect();
+    copies.extend(pieces.into_iter().filter_map(|(part, pieces)| dst[part].take().map(|dst| (pieces, dst))));
+    let (sent, refused) = match send(up, copies.into_iter()) {
+        Ok(sent) => (sent, None),
+        Err(rejected) => (rejected.dst, Some(rejected.error)),
+    };
+    places.into_iter().zip(sent).for_each(|(place, sent)| dst[place] = Some(sent));
+    let dst = dst.into_iter().flatten().collect();
+    match refused {
+        None => Ok(dst),
+        Some(error) => Err(Box::new(RejectedAll { error, dst })),
     }
 }
 
@@ -92,10 +117,11 @@ impl Ring {
     }
 }
 
-/// The bytes of a part in the pieces that go through a buffer one after the other.
-fn chunks(part: &Part) -> Vec<Chunk> {
+/// The bytes of parts in the pieces that go through a buffer one after the other.
+fn chunks(parts: &[&Part]) -> Vec<Chunk> {
     let (mut chunks, mut room) = (Vec::<Chunk>::new(), 0);
-    for From { module, place, at } in &part.pieces {
+    let pieces = parts.iter().enumerate().flat_map(|(part, of)| of.pieces.iter().map(move |from| (part, from)));
+    for (part, From { module, place, at }) in pieces {
         let mut begin = place.start;
         while begin < place.end {
             if room == 0 {
@@ -105,7 +131,7 @@ fn chunks(part: &Part) -> Vec<Chunk> {
             let end = place.end.min(begin + room);
             let from = From { module: *module, place: begin..end, at: at + begin - place.start };
             if let Some(chunk) = chunks.last_mut() {
-                chunk.push(from);
+                chunk.push((part, from));
             }
             (room, begin) = (room - (end - begin), end);
         }

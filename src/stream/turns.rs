@@ -88,7 +88,7 @@ impl Turns {
         let layout = model.layout();
         let turn = |layer: &Layer| Ok(Turn::new(model, parts(lanes, layer)?, resident(model, layer)));
         let layers = layout.layers.iter().map(turn).collect::<Result<Vec<_>>>()?;
-        layers.iter().flat_map(|turn| &turn.parts).for_each(|part| lanes.expect(part));
+        layers.iter().for_each(|turn| lanes.expect(&turn.parts));
         let streamed: Vec<usize> = (0..layers.len()).filter(|&layer| !layers[layer].parts.is_empty()).collect();
         let next = (0..layers.len()).map(|layer| streamed.partition_point(|&other| other < layer)).collect();
         Ok(Turns { layers, streamed, next })

@@ -192,6 +192,12 @@ impl Device for CudaDevice {
         !straight
     }
 
+    fn in_one_go(&self, work: &mut dyn FnMut()) {
+        // Where it cannot be entered, what is asked for says so.
+        let _entered = self.context.enter();
+        work();
+    }
+
     fn trim(&self) -> Result<u64> {
         self.context.trim_events();
         self.pool.as_ref().map_or(Ok(0), |pool| pool.trim())

@@ -1,6 +1,6 @@
 //! Patching on the device: the module with the kernels, loaded once for each context, and their launch.
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::context::{Context, Refusal};
 use super::device::CudaDevice;
 use super::memory::DeviceMemory;
 use super::stream::CudaStream;
-use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, Stream};
+use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, SentPatch, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -127,14 +127,14 @@ impl Kernels for CudaDevice {
         self.module().map(drop)
     }
 
-    fn patch(
+    fn patch<'a>(
         &self,
         stream: &dyn Stream,
-        patch: &MatrixPatch<'_>,
+        sent: SentPatch<'a>,
         weight: BufMut,
         at: usize,
-        work: BufMut,
-    ) -> Result<PatchFlight> {
+    ) -> Result<PatchFlight<'a>> {
+        let SentPatch { patch, memory: work, sent_by } = sent;
         let id = self.context().id();
         let function = self.module().map(|module| module.function(patch.dtype()));
         let function = function.map_err(|why| Error::invalid(format!("{id} does not patch: {why}")))?;
@@ -142,9 +142,12 @@ impl Kernels for CudaDevice {
         let (Some(function), Some(stream)) = (function, stream) else {
             return Err(Error::invalid(format!("{} is not patched on {id}, or not on this stream", patch.dtype())));
         };
+        if sent_by != TypeId::of::<CudaStream>() {
+            return Err(Error::invalid(format!("the patch for {id} was sent by another backend's stream")));
+        }
         let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.dtype().bits() as usize / 8)?;
         let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;
-        let (blocks, mut numbers) = numbers(patch)?;
+        let (blocks, mut numbers) = numbers(&patch)?;
         let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
         let memory = vec![Arc::clone(weight.allocation()), Arc::clone(work.allocation())];
         let done = stream.run(&waits, memory, |handle| {
@@ -157,11 +160,14 @@ impl Kernels for CudaDevice {
             let (x, y, z) = BLOCK;
             let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
             // SAFETY: the arguments are those of the kernel, in number and size, and live through the call. It touches
-            // the matrix and the work memory, which were checked to be there and are kept until the event after it.
+            // the matrix and the work memory, which were checked to be there and are kept until the event after it. Where in the
+            // work memory it reads, a stream of this backend has put there.
             let launch = || unsafe { calls.launch(function, blocks, 1, 1, x, y, z, 0, handle, arguments, extra) };
             self.context().call(|_| launch())
         })?;
-        Ok(PatchFlight { weight: Flight::of(weight, done.clone()), work: Flight::of(work, done) })
+        let weight = Flight::of(weight, done.clone());
+        let patch = SentPatch { patch, memory: Flight::of(work, done).chain(), sent_by };
+        Ok(PatchFlight { weight, patch })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Streams: copies between host, device and peers, in order.
 
 use std::any::Any;
+use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +15,9 @@ use super::context::{Context, Entered, Refusal};
 use super::event::CudaFence;
 use super::memory::DeviceMemory;
 use super::reaper::{Memory, Reaper};
-use crate::backend::{Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, Role, Stream, Transfer};
+use crate::backend::{
+    Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, RejectedAll, Role, Stream, Transfer,
+};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -271,46 +274,32 @@ impl Stream for CudaStream {
     }
 
     /// Waits on the host only for events of other backends' streams, such as a file's.
-    fn copy(&self, mut transfer: Transfer) -> Result<Flight, Box<Rejected>> {
-        let _entered = match self.enter("a copy") {
-            Ok(entered) => entered,
-            Err(error) => return Err(transfer.rejected(error)),
-        };
-        // Before the first call, since what comes between two of them must not fail.
-        let moves: Result<Vec<Move<'_>>> =
-            transfer.pieces().iter().map(|piece| self.resolve(piece, transfer.dst().allocation())).collect();
-        let (moves, others) = match moves.and_then(|moves| Ok((moves, self.join(&transfer.waits())?))) {
-            Ok(both) => both,
-            Err(error) => return Err(transfer.rejected(error)),
-        };
-        let memory = memory_of(&transfer);
-        // An event of this device's stands for all earlier uses of the destination, but not for another device's, of which
-        // nobody may ever know whether it is over.
-        let in_order = others.is_empty();
-        let queued = self.queue(others, memory, copy_span(&transfer), || {
-            // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
-            let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
-            self.context.call(copy)
-        });
-        drop(moves);
-        match queued {
-            Ok(done) if in_order => Ok(transfer.launched_in_order(done)),
-            Ok(done) => Ok(transfer.launched(done)),
+    fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        match self.copy_in_order(&[&transfer]) {
+            Ok((done, in_order)) => Ok(launched(transfer, done, in_order)),
+            Err((error, under_way)) => Err(refused(transfer, under_way).rejected(error)),
+        }
+    }
+
+    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
+        match self.copy_in_order(&transfers.iter().collect::<Vec<_>>()) {
+            Ok((done, in_order)) => {
+                Ok(transfers.into_iter().map(|transfer| launched(transfer, done.clone(), in_order)).collect())
+            }
             Err((error, under_way)) => {
-                if let Some(event) = under_way {
-                    transfer.pieces().iter().for_each(|piece| piece.src.used_until(event.clone()));
-                    transfer.dst_mut().after(event);
-                }
-                Err(transfer.rejected(error))
+                let refused = |transfer| refused(transfer, under_way.clone()).into_dst();
+                Err(Box::new(RejectedAll { error, dst: transfers.into_iter().map(refused).collect() }))
             }
         }
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
+        let (state, fence) = (event.state(), event.downcast::<CudaFence>());
+        if matches!(state, FenceState::Done) {
+            return Ok(Joined::OnDevice);
+        }
         let _entered = self.enter("a wait")?;
-        let fence = event.downcast::<CudaFence>();
-        match (event.state(), fence) {
-            (FenceState::Done, _) => Ok(Joined::OnDevice),
+        match (state, fence) {
             (FenceState::Failed(cause) | FenceState::Lost(cause), _) => {
                 Err(Error::Failed { operation: "a copy", cause })
             }
@@ -321,7 +310,7 @@ impl Stream for CudaStream {
                 }
                 Ok(Joined::OnDevice)
             }
-            (FenceState::Pending, _) => Ok(Joined::HostMustWait),
+            _ => Ok(Joined::HostMustWait),
         }
     }
 
@@ -359,31 +348,47 @@ impl Stream for CudaStream {
     }
 }
 
-/// The two ends of a copy, to be kept until it is done.
-fn memory_of(transfer: &Transfer) -> Memory {
-    let dst = Arc::clone(transfer.dst().allocation());
-    match transfer.pieces() {
-        [piece] => Memory::Ends([Arc::clone(piece.src.allocation()), dst]),
-        pieces => {
-            let mut all: Vec<Arc<Allocation>> = vec![dst];
-            for Piece { src, .. } in pieces {
-                // Neighbouring pieces of one source hold it once.
-                if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.allocation())) {
-                    all.push(Arc::clone(src.allocation()));
-                }
-            }
-            Memory::All(all)
-        }
-    }
+/// A copy that was queued before `done`, and whether that event stands for all earlier uses of its destination.
+fn launched(transfer: Transfer, done: Event, in_order: bool) -> Flight {
+    if in_order { transfer.launched_in_order(done) } else { transfer.launched(done) }
 }
 
-/// What a trace shows from when a copy is queued until it was seen to be done.
-fn copy_span(transfer: &Transfer) -> tracing::Span {
-    let to = transfer.dst().device();
-    let from = || transfer.pieces().first().map_or(to, |piece| piece.src.device());
-    let bytes = || transfer.pieces().iter().map(|piece| piece.from.len()).sum::<usize>();
+/// A copy that was refused, of which something may be under way until the event.
+fn refused(mut transfer: Transfer, under_way: Option<Event>) -> Transfer {
+    if let Some(event) = under_way {
+        transfer.pieces().iter().for_each(|piece| piece.src.used_until(event.clone()));
+        transfer.dst_mut().after(event);
+    }
+    transfer
+}
+
+/// Both ends of copies, to be kept until they are done.
+fn memory_of(transfers: &[&Transfer]) -> Memory {
+    if let [transfer] = transfers
+        && let [piece] = transfer.pieces()
+    {
+        return Memory::Ends([piece.src.allocation(), transfer.dst().allocation()].map(Arc::clone));
+    }
+    let mut all: Vec<Arc<Allocation>> = Vec::new();
+    let mut add = |allocation: &Arc<Allocation>| {
+        // Neighbours are held once.
+        if !all.last().is_some_and(|last| Arc::ptr_eq(last, allocation)) {
+            all.push(Arc::clone(allocation));
+        }
+    };
+    transfers.iter().for_each(|transfer| add(transfer.dst().allocation()));
+    transfers.iter().flat_map(|transfer| transfer.pieces()).for_each(|piece| add(piece.src.allocation()));
+    Memory::All(all)
+}
+
+/// What a trace shows from when copies are queued until they were seen to be done.
+fn copy_span(transfers: &[&Transfer]) -> tracing::Span {
+    let pieces = || transfers.iter().flat_map(|transfer| transfer.pieces());
+    let to = || transfers.first().map_or(DeviceId::CPU, |transfer| transfer.dst().device());
+    let from = || pieces().next().map_or_else(to, |piece| piece.src.device());
+    let bytes = || pieces().map(|piece| piece.from.len()).sum::<usize>();
     // Of its own, since it outlives whatever the thread that queues it is at.
-    tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
+    tracing::debug_span!(parent: None, "copy", from = %from(), to = %to(), bytes = bytes())
 }
 
 impl fmt::Debug for CudaStream {
@@ -440,6 +445,33 @@ impl<'a> End<'a> {
 }
 
 impl CudaStream {
+    /// Queues copies, one event after them all; and whether it stands for all earlier uses of their destinations: it does
+    /// not for another device's, of which nobody may ever know whether it is over.
+    fn copy_in_order(&self, transfers: &[&Transfer]) -> Result<(Event, bool), (Error, Option<Event>)> {
+        let unqueued = |error| (error, None);
+        let _entered = self.enter("a copy").map_err(unqueued)?;
+        // Before the first call, since what comes between two of them must not fail.
+        let pieces = transfers.iter().flat_map(|transfer| {
+            let dst = transfer.dst().allocation();
+            transfer.pieces().iter().map(move |piece| (piece, dst))
+        });
+        let moves = pieces.map(|(piece, dst)| self.resolve(piece, dst)).collect::<Result<Vec<Move<'_>>>>();
+        let moves = moves.map_err(unqueued)?;
+        let mut waits: Vec<Event> = transfers.iter().flat_map(|transfer| transfer.waits()).collect();
+        if transfers.len() > 1 {
+            let mut known = HashSet::new();
+            waits.retain(|event| known.insert(event.key()));
+        }
+        let others = self.join(&waits).map_err(unqueued)?;
+        let in_order = others.is_empty();
+        let done = self.queue(others, memory_of(transfers), copy_span(transfers), || {
+            // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
+            let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
+            self.context.call(copy)
+        })?;
+        Ok((done, in_order))
+    }
+
     /// What one piece of a transfer asks of the driver.
     fn resolve<'a>(&self, piece: &'a Piece, dst: &'a Allocation) -> Result<Move<'a>> {
         let bytes = piece.from.len();

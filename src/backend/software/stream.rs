@@ -27,6 +27,8 @@ pub(super) struct SoftwareStream {
     device: DeviceId,
     timeline: Option<Arc<Timeline>>,
     queue: Queue,
+    /// What all later work comes after, while that is pending: what fails of it fails them.
+    after: Mutex<Vec<Event>>,
     /// That of its thread.
     process: Process,
 }
@@ -72,12 +74,17 @@ impl SoftwareStream {
                 .map_err(Error::io("start a thread for", device.to_string()))?;
             Queue::Thread(Mutex::new(sender))
         };
-        Ok(SoftwareStream { device, timeline, queue, process: Process::current() })
+        Ok(SoftwareStream { device, timeline, queue, after: Mutex::default(), process: Process::current() })
     }
 
     /// Queues work behind all earlier work and the events `waits`; the event after it.
-    fn enqueue(&self, waits: Vec<Event>, work: Work, keep: Vec<Arc<Allocation>>) -> Result<Event> {
+    fn enqueue(&self, mut waits: Vec<Event>, work: Work, keep: Vec<Arc<Allocation>>) -> Result<Event> {
         self.process.check()?;
+        {
+            let mut after = lock(&self.after);
+            after.retain(|event| !event.settled());
+            waits.extend(after.iter().cloned());
+        }
         match (&self.queue, &self.timeline) {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
             (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
@@ -114,8 +121,15 @@ impl Stream for SoftwareStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        if !matches!(event.state(), FenceState::Done) {
-            self.enqueue(vec![event.clone()], Work::Nothing, Vec::new())?;
+        match event.state() {
+            FenceState::Done => {}
+            FenceState::Failed(cause) | FenceState::Lost(cause) => {
+                return Err(Error::Failed { operation: "a copy", cause });
+            }
+            FenceState::Pending => {
+                self.process.check()?;
+                lock(&self.after).push(event.clone());
+            }
         }
         Ok(Joined::OnDevice)
     }
