@@ -294,7 +294,7 @@ impl Worker {
                     continue;
                 };
                 let to = &mut bytes[at..at + piece.from.len()];
-                self.shared.threads.install(|| pattern::copy(&src[piece.from], to));
+                self.shared.threads.install(|| pattern::copy_in_parts(&src[piece.from], to));
             }
         }
         if elsewhere.is_empty() {
