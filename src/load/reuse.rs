@@ -189,13 +189,11 @@ impl Job<'_> {
             let mut piece = Piece { src: held.buf.clone(), from: begin..begin + bytes, at: place.start + at };
             if through_host {
                 piece.at = 0;
-                let staging = self.ring.acquire(self.loader.deadline)?;
-                let download = || self.download(from)?.copy(Transfer::new(vec![piece], staging)?).map_err(Error::from);
-                let staging = download().inspect_err(|_| self.ring.lost())?.chain().freeze();
+                let (staging, lent) = self.ring.acquire(self.loader.deadline)?;
+                let staging = self.download(from)?.copy(Transfer::new(vec![piece], staging)?)?.chain().freeze();
                 let onward = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
-                let flight = Transfer::new(vec![onward], memory).and_then(|transfer| stream.copy(transfer));
-                let flight = flight.inspect_err(|_| self.ring.lost())?;
-                self.ring.release(flight.done().clone(), staging);
+                let flight = stream.copy(Transfer::new(vec![onward], memory)?)?;
+                lent.give_back(flight.done().clone(), staging);
                 memory = flight.chain();
             } else {
                 memory = stream.copy(Transfer::new(vec![piece], memory)?)?.chain();

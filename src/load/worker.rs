@@ -232,17 +232,15 @@ impl<'a> Job<'a> {
         let mut at = 0;
         while at < place.len() {
             let bytes = self.ring.bytes_each().min(place.len() - at);
-            let mut staging = self.ring.acquire(self.loader.deadline)?;
-            let filled = match staging.host_mut() {
-                Some(mut dst) => self.read_part(tensor, at as u64, &mut dst[..bytes]),
-                None => Err(Error::invalid("staging memory that the host cannot address")),
-            };
-            filled.inspect_err(|_| self.ring.lost())?;
+            let (mut staging, lent) = self.ring.acquire(self.loader.deadline)?;
+            match staging.host_mut() {
+                Some(mut dst) => self.read_part(tensor, at as u64, &mut dst[..bytes])?,
+                None => return Err(Error::invalid("staging memory that the host cannot address")),
+            }
             let staging = staging.freeze();
             let piece = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
-            let flight = Transfer::new(vec![piece], memory).and_then(|transfer| stream.copy(transfer));
-            let flight = flight.inspect_err(|_| self.ring.lost())?;
-            self.ring.release(flight.done().clone(), staging);
+            let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
+            lent.give_back(flight.done().clone(), staging);
             memory = flight.chain();
             at += bytes;
         }

@@ -38,12 +38,7 @@ pub(super) fn copy(src: &[u8], dst: &mut [u8]) -> Result<()> {
         dst.copy_from_slice(&src[..dst.len()]);
         return Ok(());
     }
-    threads::run(|| copy_in_parts(&src[..dst.len()], dst))
-}
-
-/// The same on the current pool.
-pub(super) fn copy_in_parts(src: &[u8], dst: &mut [u8]) {
-    dst.par_chunks_mut(PART).zip(src.par_chunks(PART)).for_each(|(dst, src)| dst.copy_from_slice(src));
+    threads::run(|| dst.par_chunks_mut(PART).zip(src.par_chunks(PART)).for_each(|(dst, src)| dst.copy_from_slice(src)))
 }
 
 fn word(seed: u64, index: usize) -> [u8; 8] {
