@@ -33,6 +33,9 @@ use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::registry::Registry;
 
+/// The longest wait, a century: what is added to the time has to stay within what the system's clock can tell.
+pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
 /// Brings checkpoints to where plans want them.
 ///
 /// ```
@@ -69,10 +72,10 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Sets how long one copy may take before the load gives up.
+    /// Sets how long one copy may take before the load gives up; a century at most.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Loader<'a> {
-        self.deadline = deadline;
+        self.deadline = deadline.min(LONGEST);
         self
     }
 
