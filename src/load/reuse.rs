@@ -8,7 +8,7 @@ use super::Reservation;
 use super::model::{Model, home_kind, places};
 use super::store::{Home, SlotPool};
 use super::worker::Job;
-use crate::backend::{Buf, BufMut, Health, Piece, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Transfer};
 use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -91,6 +91,12 @@ impl Reuse {
     /// Where the bytes of a tensor are.
     pub(super) fn held(&self, tensor: usize) -> Option<&Held> {
         self.held.get(tensor)?.as_ref()
+    }
+
+    /// The devices of `base` whose memory bytes are taken from.
+    pub(super) fn from(&self, base: &Model) -> Vec<Arc<dyn Device>> {
+        let from: BTreeSet<DeviceId> = self.held.iter().flatten().map(|held| held.buf.device()).collect();
+        base.devices().filter(|device| from.contains(&device.id())).cloned().collect()
     }
 
     /// Whether no byte has to come from a file.
