@@ -145,6 +145,7 @@ mod plan;
 mod registry;
 mod rounding;
 mod stream;
+mod threads;
 pub mod transfer;
 
 pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows, ScalePolicy, TensorPatch};

@@ -211,6 +211,44 @@ fn cuda_models_of_a_lost_card_are_placed_elsewhere() {
     assert_given_back(&devices, &cuda, "a lost card's memory is counted no more");
 }
 
+/// A card that fails under a copy to the host, late: the other card's copy of those bytes may count as done.
+#[test]
+fn cuda_no_model_is_made_of_a_card_that_fails_meanwhile() {
+    let case = Case::new();
+    let relocate = |nth: Option<u64>| -> Option<u64> {
+        let cuda = stand_in(&Config::with_devices(&[64 << 20, 64 << 20]).late_micros(300_000))?;
+        let devices = registry();
+        let plan = |allocation| case.plan(&devices, GPU0, allocation);
+        let base = load(&devices, &case.plain, &plan("cuda:1,*")).unwrap();
+        let downloads = || cuda.report().calls_of("cuMemcpyDtoHAsync_v2");
+        let before = downloads();
+        if let Some(nth) = nth {
+            cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyDtoHAsync_v2", nth, Effect::LateSticky(700))));
+        }
+        let outcome = loader(&devices).relocate(&base, &plan("cuda:0,*"));
+        let copies = downloads() - before;
+        match nth {
+            None => case.plain.check(&outcome.unwrap()),
+            Some(nth) => {
+                let error = outcome.map(drop).expect_err("a model of bytes that never came");
+                assert_eq!(error.kind(), ErrorKind::DeviceLost, "copy {nth}: {error}");
+                // All the bytes come from the file, since only the lost card has them.
+                let model = derive(&devices, &base, &case.plain, &plan("cuda:0,*")).unwrap();
+                assert_eq!(model.report().read, model.plan().bytes());
+                case.plain.check(&model);
+            }
+        }
+        drop(base);
+        [CPU, GPU0, GPU1].iter().for_each(|&id| comes_to(&devices, id, 0, "nothing is kept"));
+        Some(copies)
+    };
+    let Some(copies) = relocate(None) else { return };
+    assert!(copies > 5, "{copies} copies");
+    for nth in [1, 2, copies / 2, copies - 1, copies] {
+        relocate(Some(nth));
+    }
+}
+
 /// Whatever call of the driver fails while a model is derived or demoted, the base stays usable and nothing is kept.
 #[test]
 fn cuda_every_failing_call_leaves_the_base_usable() {

@@ -430,3 +430,43 @@ fn fail_every_operation(tensors: &[tensor_offload::checkpoint::TensorSpec]) {
     let failed = (1..=calls).filter(|&nth| !run(Some(nth)).1).count() as u64;
     assert!(failed * 10 > calls * 9, "{failed} of {calls} failed");
 }
+
+/// Copies on one device count as done when their bytes came from another that failed meanwhile, and brought none.
+#[test]
+fn nothing_is_made_of_a_device_that_fails_meanwhile() {
+    let subject = Subject::patched(&llama(2, 32), 103);
+    for (from, to, fails) in [
+        ("cuda:1,*", "cuda:0,*", GPU1),
+        ("cuda:1,*", "cuda:0,*", GPU0),
+        ("cuda:1,*", "cpu,*", GPU1),
+        ("xpu:0,40kb;cuda:1,*", "cuda:0,40kb;cpu,*", xpu()),
+    ] {
+        for nth in 1.. {
+            let watched = Watched::new(machine(), Clock::Virtual);
+            open_all(&watched.registry);
+            let plan = |allocation| subject.planner(watched.machine(), allocation).depth(1).plan().unwrap();
+            let base = load(&watched.registry, &subject, &plan(from));
+            let (level, what) = (levels(&watched.registry), format!("{from} to {to}, {fails} fails at copy {nth}"));
+            watched.copies.take();
+            watched.copies.lose_at_nth(fails, nth);
+            let outcome = Loader::new(&watched.registry).workers(1).relocate(&base, &plan(to));
+            let copies = watched.copies.take().len();
+            if nth > copies {
+                subject.check(&outcome.unwrap());
+                assert!(copies > 5, "{what}: {copies} copies");
+                break;
+            }
+            match outcome.map(drop) {
+                Err(Error::DeviceLost { device, .. }) => assert_eq!(device, fails, "{what}"),
+                other => panic!("{what}: {other:?}"),
+            }
+            assert_eq!(levels(&watched.registry), level, "{what}");
+            // With files what the device had is read anew, as long as nothing is to be put there.
+            if fails != GPU0 {
+                subject.check(&derive(&watched.registry, &base, &subject, &plan(to)).unwrap());
+            }
+            drop(base);
+            comes_back(&watched.registry);
+        }
+    }
+}

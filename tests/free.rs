@@ -316,6 +316,78 @@ fn concurrent_loads_of_one_key_are_one() {
     comes_back(&registry);
 }
 
+/// A load that asks for its own key, or for one whose load waits for it, would wait for itself.
+#[test]
+fn a_load_that_waits_for_itself_is_refused_at_once() {
+    without_hanging("a load inside of its own".into(), || {
+        let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(69));
+        let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+        let cache = ModelCache::new();
+        let get = |key: &str, inside: &dyn Fn() -> Result<()>| {
+            cache
+                .get_or_load(key, &identity, Retention::Keep, |_| inside().and_then(|()| case.load(&registry)))
+                .map(drop)
+        };
+        let refused = |outcome: Result<()>, key: &str| -> Result<()> {
+            let error = outcome.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+            assert!(error.to_string().contains(&format!("`{key}`")), "{error}");
+            Ok(())
+        };
+        let load = || Ok(());
+        get("a", &|| refused(get("a", &load), "a")).unwrap();
+        cache.unload_everything();
+        get("a", &|| get("b", &|| get("c", &|| refused(get("a", &load), "a")))).unwrap();
+        assert_eq!(held(&cache), "abc", "who refuses nobody loads");
+        cache.unload_everything();
+        // Each of two threads wants what the other loads: one of them is refused, and then both end.
+        let (both, refusals) = (Barrier::new(2), AtomicUsize::new(0));
+        let cross = |key: &str, other: &str| {
+            get(key, &|| {
+                both.wait();
+                if let Err(error) = get(other, &load) {
+                    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+                    refusals.fetch_add(1, Ordering::Relaxed);
+                }
+                Ok(())
+            })
+        };
+        std::thread::scope(|scope| {
+            let threads = [scope.spawn(|| cross("a", "b")), scope.spawn(|| cross("b", "a"))];
+            threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+        });
+        assert_eq!((refusals.into_inner(), held(&cache).as_str()), (1, "ab"));
+    });
+}
+
+/// Whoever waits for a load that has ended, and has not woken up, holds up nobody.
+#[test]
+fn loads_inside_of_others_in_one_order_are_never_refused() {
+    let (registry, case) = (Registry::described(machine(), Clock::Virtual), Case::new(70));
+    let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+    let cache = ModelCache::new();
+    let get = |key: &str, inside: &dyn Fn() -> Result<()>| {
+        cache.get_or_load(key, &identity, Retention::Keep, |_| inside().and_then(|()| case.load(&registry))).map(drop)
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (get, cache) = (&get, &cache);
+            scope.spawn(move || {
+                for round in 0..50 {
+                    match (thread + round) % 4 {
+                        0 => get("a", &|| get("b", &|| get("c", &|| Ok(())))).unwrap(),
+                        1 => get("b", &|| get("c", &|| Ok(()))).unwrap(),
+                        2 => get("c", &|| Ok(())).unwrap(),
+                        _ => drop(cache.unload_everything()),
+                    }
+                }
+            });
+        }
+    });
+    cache.unload_everything();
+    comes_back(&registry);
+}
+
 #[test]
 fn a_load_that_panics_fails_those_who_wait() {
     let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(68));

@@ -341,6 +341,57 @@ fn a_kept_model_outlives_every_failure_of_its_demotion() {
     assert!(failures > 10 && parked > 0, "{failures} failed, {parked} waited on the host");
 }
 
+/// The same where an operation panics, and where the card fails while bytes leave it.
+#[test]
+fn a_kept_model_outlives_every_panic_of_its_demotion() {
+    let subject = Case::new(126).at(1.0);
+    let resident = plan(&subject, "cuda:0,*");
+    let card = format!("cuda:0={}b,link=10", resident.device(GPU0).unwrap().needed());
+    let attempt = |prepare: &dyn Fn(&Watched), what: &str| {
+        let watched = Watched::new(described(&["cpu=64mb", &card]), Clock::Virtual);
+        open_all(&watched.registry);
+        let cache = filled(&watched.registry, &subject, &resident, "a");
+        prepare(&watched);
+        let make_room = || cache.make_room(&watched.registry, GPU0, 1 << 10, Evict::Demote);
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make_room));
+        watched.copies.panic_at_nth(1 << 60);
+        let model = cache.get("a").expect("a kept model stays");
+        subject.check(&model);
+        let (moved, holds) = (model.plan() != &resident, model.bytes());
+        for (id, taken) in levels(&watched.registry) {
+            assert_eq!(taken, holds.get(&id).copied().unwrap_or(0), "{what}: {id}");
+        }
+        if let Ok(made) = &outcome {
+            let report = made.as_ref().unwrap_or_else(|unfinished| &unfinished.report);
+            assert_eq!(names(&report.demoted), if moved { "a" } else { "" }, "{what}");
+        }
+        drop(model);
+        // It can be had as it was before, whatever it is now.
+        let identity = Identity::of(&subject.checkpoint, &subject.patches, &resident);
+        let again = cache.get_or_load("a", &identity, Retention::Keep, |base| {
+            Loader::new(&watched.registry).derive(base, &subject.checkpoint, &subject.patches, &resident)
+        });
+        (outcome.is_err(), moved, again.is_ok_and(|model| model.plan() == &resident))
+    };
+    let (mut panics, mut moved_all_the_same) = (0, 0);
+    for nth in 1.. {
+        let prepare = |watched: &Watched| watched.copies.panic_at_nth(nth);
+        let (panicked, moved, again) = attempt(&prepare, &format!("a panic at operation {nth}"));
+        assert!(again, "operation {nth}");
+        if !panicked {
+            assert!(moved);
+            break;
+        }
+        (panics, moved_all_the_same) = (panics + 1, moved_all_the_same + u64::from(moved));
+    }
+    assert!(panics > 10 && moved_all_the_same > 0, "{panics} panics, after {moved_all_the_same} it had moved");
+    for nth in 1..=5 {
+        let prepare = |watched: &Watched| watched.copies.lose_at_nth(GPU0, nth);
+        let (panicked, moved, again) = attempt(&prepare, &format!("the card fails at copy {nth}"));
+        assert_eq!((panicked, moved, again), (false, false, false), "copy {nth}");
+    }
+}
+
 /// Models are demoted, asked for with other plans, and used, by several threads at once: each has its bytes throughout.
 #[test]
 fn threads_use_models_that_are_demoted() {

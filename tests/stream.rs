@@ -31,6 +31,22 @@ fn layers(streamer: &Streamer) -> usize {
     streamer.model().layout().layers.len()
 }
 
+/// Waits and numbers of workers may be as large as they can be written.
+#[test]
+fn limits_without_limit() {
+    let subject = Subject::patched(&llama(2, 32), 29);
+    let (registry, machine) = (Registry::described(machine(), Clock::Wall), machine());
+    let plan = subject.planner(&machine, SPLIT).depth(1).plan().unwrap();
+    let loader = Loader::new(&registry).workers(usize::MAX).deadline(Duration::MAX);
+    let model = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap());
+    let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::MAX);
+    for layer in 0..layers(&streamer) {
+        let guard = streamer.layer(layer).unwrap();
+        guard.wait(Duration::MAX).unwrap();
+        check_layer(&guard, &subject).unwrap();
+    }
+}
+
 /// Every tensor of a layer is on the device it computes on, or where it is used, with the merged bytes.
 fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
     let mut seen = 0;

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::event::until;
 use super::{Allocation, Charge, Event, FenceState, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -147,7 +148,7 @@ impl BufMut {
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a device that uses it was lost: it may be written still,
     /// and stays as it is. Another failed use is over: it left unspecified bytes.
     pub fn settle(&mut self, deadline: Duration) -> Result<()> {
-        let until = Instant::now() + deadline;
+        let until = until(deadline);
         for event in self.0.open_uses() {
             let outcome = event.wait(until.saturating_duration_since(Instant::now()));
             outcome.or_else(|error| if event.is_over() { Ok(()) } else { Err(error) })?;
@@ -229,7 +230,7 @@ impl Buf {
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy that was to fill it failed.
     pub fn wait(&self, deadline: Duration) -> Result<()> {
-        let until = Instant::now() + deadline;
+        let until = until(deadline);
         self.ready.iter().try_for_each(|event| event.wait(until.saturating_duration_since(Instant::now())))
     }
 
@@ -261,7 +262,7 @@ impl Buf {
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`.
     pub fn wait_unused(&self, deadline: Duration) -> Result<()> {
-        let until = Instant::now() + deadline;
+        let until = until(deadline);
         let wait = |event: Event| match event.wait(until.saturating_duration_since(Instant::now())) {
             Err(Error::Failed { .. }) => Ok(()),
             other => other,

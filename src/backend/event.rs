@@ -5,11 +5,10 @@
 use std::any::Any;
 use std::fmt;
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::watcher;
 
@@ -121,11 +120,12 @@ impl Event {
     }
 }
 
-/// Wakes a waker of the caller's. One that panics takes neither the thread that wakes nor other wakers with it.
-pub(super) fn wake(waker: Waker) {
-    if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
-        tracing::error!("a waker panicked");
-    }
+/// The longest wait, a century: what is added to the time has to stay within what the system's clock can tell.
+pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
+/// When a wait that begins now is to end.
+pub(crate) fn until(deadline: Duration) -> Instant {
+    Instant::now() + deadline.min(LONGEST)
 }
 
 /// The future of an event's end.

@@ -35,6 +35,7 @@ pub use buffer::{Buf, BufMut};
 pub use copy::{Flight, Piece, Rejected, RejectedAll, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
+pub(crate) use event::LONGEST;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;

@@ -1,35 +1,54 @@
 //! A thread that looks at the events of backends that tell nobody of their end, for those who sleep until then. It runs
 //! while there are any.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
 use super::Event;
+use super::process::Process;
 
 /// The shortest and the longest pause between two looks at the events.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(1));
 
-static WATCHED: Mutex<Watched> = Mutex::new(Watched { sleepers: Vec::new(), running: false });
+static WATCHED: Mutex<Watched> = Mutex::new(Watched { sleepers: Vec::new(), running: None });
 
 struct Watched {
     sleepers: Vec<(Event, Waker)>,
-    /// Whether a thread looks at them.
-    running: bool,
+    /// The process in which a thread looks at them, if one does: a fork has the list and not the thread.
+    running: Option<Process>,
 }
 
 /// Wakes `waker` soon after `event` has fired or failed.
 pub(super) fn watch(event: Event, waker: Waker) {
     let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
     watched.sleepers.push((event, waker));
-    if !watched.running {
+    if !watched.running.is_some_and(Process::is_current) {
         let thread = std::thread::Builder::new().name("event watcher".to_owned());
-        watched.running = thread.spawn(run).is_ok();
+        watched.running = thread.spawn(run).ok().map(|_| Process::current());
     }
-    if !watched.running {
+    if watched.running.is_none() {
         // Without a thread the sleepers ask by themselves.
-        watched.sleepers.drain(..).for_each(|(_, waker)| waker.wake());
+        let sleepers = std::mem::take(&mut watched.sleepers);
+        drop(watched);
+        wake_all(sleepers.into_iter().map(|(_, waker)| waker));
     }
+}
+
+/// Wakes all of these, whatever one of them does: a waker is the executor's, and a panic of it must keep nobody else from
+/// being woken. Nothing may be locked meanwhile, since a waker may poll at once.
+pub(super) fn wake_all(wakers: impl IntoIterator<Item = Waker>) {
+    for waker in wakers {
+        if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
+            tracing::error!("a waker panicked");
+        }
+    }
+}
+
+/// Whether to look no longer. An event that panics when it is asked is for those who wait for it.
+fn is_over(event: &Event) -> bool {
+    catch_unwind(AssertUnwindSafe(|| event.settled())).unwrap_or(true)
 }
 
 fn run() {
@@ -37,14 +56,108 @@ fn run() {
     loop {
         std::thread::sleep(pause);
         let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
-        let over: Vec<_> = watched.sleepers.extract_if(.., |(event, _)| event.settled()).collect();
-        watched.running = !watched.sleepers.is_empty();
-        let more = watched.running;
+        let over: Vec<_> = watched.sleepers.extract_if(.., |(event, _)| is_over(event)).collect();
+        let more = !watched.sleepers.is_empty();
+        watched.running = watched.running.filter(|_| more);
         drop(watched);
         pause = if over.is_empty() { (pause * 2).min(PAUSE.1) } else { PAUSE.0 };
-        over.into_iter().for_each(|(_, waker)| waker.wake());
+        let (events, wakers): (Vec<_>, Vec<_>) = over.into_iter().unzip();
+        wake_all(wakers);
+        drop(events);
         if !more {
             return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::task::Wake;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::backend::{Fence, FenceState};
+
+    /// An event that fires when it is told to, and may panic when it is asked.
+    #[derive(Default)]
+    struct Told {
+        fired: AtomicBool,
+        panics: bool,
+    }
+
+    #[expect(unsafe_code, reason = "a fence's word is trusted")]
+    // SAFETY: it stands for no work.
+    unsafe impl Fence for Told {
+        fn state(&self) -> FenceState {
+            assert!(!self.panics, "an event on purpose");
+            if self.fired.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
+        }
+
+        fn wait(&self, _deadline: Duration) -> FenceState {
+            self.state()
+        }
+    }
+
+    /// Counts how often it is woken, and may panic then.
+    #[derive(Default)]
+    struct Count {
+        woken: AtomicUsize,
+        panics: bool,
+    }
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.woken.fetch_add(1, Ordering::AcqRel);
+            assert!(!self.panics, "a waker on purpose");
+        }
+    }
+
+    fn woken(count: &Count) -> usize {
+        let until = Instant::now() + Duration::from_secs(20);
+        while count.woken.load(Ordering::Acquire) == 0 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        count.woken.load(Ordering::Acquire)
+    }
+
+    #[test]
+    fn a_panic_of_one_keeps_nobody_from_being_woken() {
+        for (bad_event, bad_waker) in [(false, true), (true, false), (true, true)] {
+            let [now, later] = [false, false].map(|panics| Arc::new(Told { panics, ..Told::default() }));
+            let bad = Arc::new(Told { fired: AtomicBool::new(true), panics: bad_event });
+            let counts = [bad_waker, false, false].map(|panics| Arc::new(Count { panics, ..Count::default() }));
+            for (told, count) in [&bad, &now, &later].into_iter().zip(&counts) {
+                watch(Event::new(Arc::clone(told) as Arc<dyn Fence>), Waker::from(Arc::clone(count)));
+            }
+            now.fired.store(true, Ordering::Release);
+            assert_eq!([woken(&counts[0]), woken(&counts[1])], [1, 1], "with the bad one");
+            later.fired.store(true, Ordering::Release);
+            assert_eq!(woken(&counts[2]), 1, "after the bad one");
+        }
+    }
+
+    /// A waker that polls at once and goes to sleep again.
+    struct Again(AtomicUsize);
+
+    impl Wake for Again {
+        fn wake(self: Arc<Self>) {
+            if self.0.fetch_add(1, Ordering::AcqRel) < 3 {
+                let told = Told { fired: AtomicBool::new(true), panics: false };
+                watch(Event::new(Arc::new(told)), Waker::from(Arc::clone(&self)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_waker_may_sleep_again() {
+        let again = Arc::new(Again(AtomicUsize::new(0)));
+        Waker::from(Arc::clone(&again)).wake();
+        let until = Instant::now() + Duration::from_secs(20);
+        while again.0.load(Ordering::Acquire) < 4 {
+            assert!(Instant::now() < until, "woken {} times", again.0.load(Ordering::Acquire));
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

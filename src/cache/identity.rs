@@ -1,8 +1,9 @@
 //! What a model was loaded from, and loads that several callers share.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use super::{Entry, ModelCache, Retention, let_go};
@@ -49,14 +50,23 @@ impl Identity {
     }
 }
 
-/// The loads that run now, by key.
+/// The loads that run now.
 #[derive(Debug, Default)]
-pub(super) struct Loads(Mutex<BTreeMap<String, Arc<Shared>>>);
+pub(super) struct Loads(Mutex<Running>);
+
+#[derive(Debug, Default)]
+struct Running {
+    by_key: BTreeMap<String, Arc<Shared>>,
+    /// The threads that wait for another's load, and those loads.
+    waiting: HashMap<ThreadId, Arc<Shared>>,
+}
 
 /// One load and what came of it.
 #[derive(Debug)]
 struct Shared {
     identity: Identity,
+    /// The thread that runs it.
+    leader: ThreadId,
     outcome: Mutex<Option<Result<Arc<Model>, Arc<Error>>>>,
     ended: Condvar,
 }
@@ -93,7 +103,8 @@ impl ModelCache {
     /// # Errors
     /// [`Error::Failed`] with what `load` met, for all who waited for it. The old model stays then, if it was given to
     /// `load` and did not have to go for the new one, which the error says; else the key is free.
-    /// [`Error::TimedOut`] after waiting an hour for another's load.
+    /// [`Error::Invalid`] where `load` asks, on its own thread, for the key that it is loading, or for one whose load waits
+    /// for it: nobody would ever end. [`Error::TimedOut`] after waiting an hour for another's load.
     pub fn get_or_load(
         &self,
         key: &str,
@@ -108,17 +119,22 @@ impl ModelCache {
                 if let Some(model) = self.hit(key, identity) {
                     return Ok(model);
                 }
-                match loads.get(key) {
-                    Some(shared) => Arc::clone(shared),
+                match loads.by_key.get(key).map(Arc::clone) {
+                    Some(shared) => {
+                        loads.wait_for(&shared, key)?;
+                        shared
+                    }
                     None => {
                         let shared = Arc::new(Shared::new(identity.clone()));
-                        loads.insert(key.to_owned(), Arc::clone(&shared));
+                        loads.by_key.insert(key.to_owned(), Arc::clone(&shared));
                         drop(loads);
                         return self.lead(key, &shared, retention, load);
                     }
                 }
             };
-            let outcome = shared.wait(key, until)?;
+            let outcome = shared.wait(key, until);
+            self.loads.all().waiting.remove(&std::thread::current().id());
+            let outcome = outcome?;
             if shared.identity == *identity {
                 return outcome.map_err(failed);
             }
@@ -194,14 +210,41 @@ impl ModelCache {
 }
 
 impl Loads {
-    fn all(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Shared>>> {
+    fn all(&self) -> MutexGuard<'_, Running> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Running {
+    /// Notes that this thread waits for a load.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when that load waits for this thread.
+    fn wait_for(&mut self, shared: &Arc<Shared>, key: &str) -> Result<()> {
+        let this = std::thread::current().id();
+        // Each waits for one at most and none was let wait in a circle, so this comes to an end.
+        let mut last = shared;
+        while last.leader != this {
+            // A load that has ended holds up nobody, whether they have woken up or not.
+            let Some(next) = self.waiting.get(&last.leader).filter(|next| !next.has_ended()) else {
+                self.waiting.insert(this, Arc::clone(shared));
+                return Ok(());
+            };
+            last = next;
+        }
+        let inside = "is asked for inside of that load, or of one that it waits for, so none of them would end";
+        Err(Error::invalid(format!("the model `{key}` is being loaded and {inside}")))
     }
 }
 
 impl Shared {
     fn new(identity: Identity) -> Shared {
-        Shared { identity, outcome: Mutex::default(), ended: Condvar::new() }
+        let leader = std::thread::current().id();
+        Shared { identity, leader, outcome: Mutex::default(), ended: Condvar::new() }
+    }
+
+    fn has_ended(&self) -> bool {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     fn wait(&self, key: &str, until: Instant) -> Result<Result<Arc<Model>, Arc<Error>>> {
@@ -229,7 +272,7 @@ struct Ending<'a> {
 
 impl Drop for Ending<'_> {
     fn drop(&mut self) {
-        self.loads.all().remove(self.key);
+        self.loads.all().by_key.remove(self.key);
         let panicked = || Err(Arc::new(Error::invalid("the load panicked")));
         let outcome = self.outcome.take().unwrap_or_else(panicked);
         *self.shared.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);

@@ -163,24 +163,27 @@ impl ModelCache {
         let Some(base) = unused(&self.entries()) else { return Ok(()) };
         let before = base.own_bytes();
         let parked = plan.parked(base.layout(), registry.machine())?;
-        let moved = Loader::new(registry).move_away(&base, plan.clone())?;
+        let moved = Loader::new(registry).move_away(&base, plan.clone(), &parked)?;
         base.wait_unused()?;
         // Nobody may get the model between the last look at who uses it and its replacement.
         let mut entries = self.entries();
-        let same = entries.models.get(key).is_some_and(|entry| Arc::ptr_eq(&entry.model, &base));
+        let Some(entry) = entries.models.get_mut(key).filter(|entry| Arc::ptr_eq(&entry.model, &base)) else {
+            return Ok(());
+        };
         drop(base);
-        if !same || unused(&entries).is_none() {
+        if entry.in_use() {
             return Ok(());
         }
-        let Some(entry) = entries.models.remove(key) else { return Ok(()) };
-        let model = Arc::new(moved.finish(entry.model, &parked, registry)?);
+        // Whatever happens from here on, the entry holds a model with all of its bytes.
+        entry.identity = entry.identity.take().map(|identity| identity.with_plan(&parked));
+        moved.take_place(&mut entry.model);
+        entry.identity = entry.identity.take().map(|identity| identity.with_plan(entry.model.plan()));
+        let after = entry.model.own_bytes();
         let freed = |(&id, &bytes): (&DeviceId, &u64)| {
-            let still = model.own_bytes().get(&id).copied().unwrap_or(0);
+            let still = after.get(&id).copied().unwrap_or(0);
             (bytes > still).then(|| (id, bytes - still))
         };
         report.demoted.push(Unloaded { key: key.clone(), bytes: before.iter().filter_map(freed).collect() });
-        let identity = entry.identity.map(|identity| identity.with_plan(model.plan()));
-        entries.models.insert(key.clone(), Entry { model, identity, ..entry });
         Ok(())
     }
 

@@ -15,8 +15,7 @@ use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Groups, Plan, Slots};
-use crate::registry::Registry;
+use crate::plan::{Plan, Slots};
 
 impl Loader<'_> {
     /// Makes a model as [`load`](Loader::load) does, with what `base` has of it already: for a changed strength, an
@@ -87,15 +86,19 @@ impl Loader<'_> {
         self.place(inputs, base.made().to_vec())
     }
 
-    /// The first half of a demotion: all that `base` has on its compute device is on the host, too, as `plan` says. The
-    /// slots are not taken yet, since there may be no room for them while the base lives.
-    pub(crate) fn move_away(&self, base: &Model, plan: Plan) -> Result<Moved> {
+    /// The first half of a demotion: all that `base` has on its compute device is on the host, too, in a model that can
+    /// be used as `parked` says. The slots that `plan` wants are not taken yet, since there may be no room for them while
+    /// the base lives.
+    pub(crate) fn move_away(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<Moved> {
         let (patches, start) = (Patches::none(base.layout()), Instant::now());
         let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
         let inputs = Inputs { checkpoint: None, patches: &patches, plan: &plan, base: Some(base), reuse: &reuse };
-        let needed = reuse.needed(&plan);
-        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
-        Ok(Moved { plan, groups: reuse.groups, homes, slots: reuse.slots, reservation, report })
+        let (homes, reservation, report) = self.fill(inputs, &reuse.needed(&plan), start)?;
+        let (layout, made, from) = (Arc::new(base.layout().clone()), base.made().to_vec(), reuse.from(base));
+        let slots = Some(Arc::new(SlotPool::new(parked.slots(), Vec::new())));
+        let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, made, slots, from };
+        let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
+        Ok(Moved { model: Arc::new(model), plan, slots: reuse.slots })
     }
 
     /// Reserves, fills and puts together.
@@ -109,7 +112,8 @@ impl Loader<'_> {
         let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
         let layout = Arc::new(inputs.patches.layout().clone());
         let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
-        let parts = Parts { layout, plan, groups, homes, made, slots };
+        let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
+        let parts = Parts { layout, plan, groups, homes, made, slots, from };
         Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
     }
 
@@ -136,40 +140,36 @@ impl Loader<'_> {
 /// Homes, what is left of their reservation, and how it went.
 type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
 
-/// A model whose weights have left its compute device, without slots yet.
+/// A model whose weights have left its compute device: it has all of them on the host, and no slots yet.
 pub(crate) struct Moved {
+    model: Arc<Model>,
+    /// How it is streamed once there are slots.
     plan: Plan,
-    groups: Groups,
-    homes: Vec<Option<Arc<Home>>>,
+    /// Those of the base, where they do for that.
     slots: Option<Arc<SlotPool>>,
-    reservation: Reservation,
-    report: LoadReport,
 }
 
 /// How long memory that the base gave up may take to come back.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 impl Moved {
-    /// The second half of a demotion: `base`, which nobody else may hold, is let go for the slots. If they cannot be had
-    /// then, the model waits on the host as `parked` says.
-    pub(crate) fn finish(self, base: Arc<Model>, parked: &Plan, registry: &Registry) -> Result<Model> {
-        let Moved { plan, groups, homes, slots, reservation, report } = self;
-        let (layout, made) = (Arc::new(base.layout().clone()), base.made().to_vec());
+    /// The second half of a demotion: takes the place of the base, which nobody else may hold. That one is let go for the
+    /// slots; if they cannot be had then, the model waits on the host. Whatever happens, even a panic, all weights are in
+    /// the place.
+    pub(crate) fn take_place(self, place: &mut Arc<Model>) {
+        let Moved { model, plan, slots } = self;
+        let base = std::mem::replace(place, model);
         let device = Arc::clone(base.residency().device());
         let beside = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
         let slots = beside.or_else(|_| {
             drop(base);
             slots_when_free(&*device, plan.slots())
         });
-        let (plan, slots) = match &slots {
-            Ok(slots) => (&plan, Arc::clone(slots)),
-            Err(error) => {
-                tracing::warn!(%error, "no room for the slots of a demoted model; it waits on the host");
-                (parked, Arc::new(SlotPool::new(parked.slots(), Vec::new())))
-            }
-        };
-        let parts = Parts { layout, plan, groups, homes, made, slots: Some(slots) };
-        Model::assemble(parts, reservation, registry).map(|model| model.with_report(report))
+        match (slots, Arc::get_mut(place)) {
+            (Ok(slots), Some(model)) => model.give_slots(plan, slots),
+            (Ok(_), None) => tracing::warn!("a demoted model is used already; it waits on the host"),
+            (Err(error), _) => tracing::warn!(%error, "no room for the slots of a demoted model; it waits on the host"),
+        }
     }
 }
 

@@ -28,6 +28,7 @@ use reuse::Reuse;
 use worker::Inputs;
 
 use crate::adapter::Patches;
+use crate::backend::LONGEST;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Error, Result};
 use crate::plan::Plan;
@@ -69,10 +70,10 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Sets how long one copy may take before the load gives up.
+    /// Sets how long one copy may take before the load gives up; a century at most.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Loader<'a> {
-        self.deadline = deadline;
+        self.deadline = deadline.min(LONGEST);
         self
     }
 

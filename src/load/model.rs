@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::Reservation;
 use super::made::Made;
+use super::probe::lost;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
 use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
@@ -47,6 +48,8 @@ pub(super) struct Parts<'a> {
     pub(super) made: Vec<Made>,
     /// The slots of another model, where they are shared.
     pub(super) slots: Option<Arc<SlotPool>>,
+    /// The devices of another model that its bytes come from.
+    pub(super) from: Vec<Arc<dyn Device>>,
 }
 
 /// How a load went.
@@ -121,14 +124,15 @@ impl Model {
             layout.modules[first.index].alias_of.is_none().then_some(()).map(home).transpose()
         };
         let homes = (0..groups.len()).map(home).collect::<Result<Vec<_>>>()?;
-        let parts = Parts { layout: Arc::new(layout.clone()), plan, groups, homes, made: Vec::new(), slots: None };
-        Model::assemble(parts, reservation, registry)
+        let (layout, made, from) = (Arc::new(layout.clone()), Vec::new(), Vec::new());
+        Model::assemble(Parts { layout, plan, groups, homes, made, slots: None, from }, reservation, registry)
     }
 
     /// Takes the slots out of the reservation, unless they are another model's, and checks that nothing else is left
-    /// of it.
+    /// of it, and that no device failed that bytes were read from or written to: copies that it should have made may count
+    /// as done elsewhere.
     pub(super) fn assemble(parts: Parts<'_>, mut reservation: Reservation, registry: &Registry) -> Result<Model> {
-        let Parts { layout, plan, groups, homes, made, slots } = parts;
+        let Parts { layout, plan, groups, homes, made, slots, from } = parts;
         let (compute, shape) = (plan.compute(), plan.slots());
         let slots = match slots {
             Some(slots) => slots,
@@ -144,6 +148,10 @@ impl Model {
             return Err(Error::invalid(format!("{left} bytes that the plan counts on {id} were not allocated")));
         }
         let device = devices.get(&compute).cloned().map_or_else(|| registry.device(compute), Ok)?;
+        let host = registry.staging_host()?;
+        if let Some(lost) = lost(devices.values().chain([&device, &host]).chain(&from)) {
+            return Err(lost);
+        }
         let (resident, away): (Vec<_>, Vec<_>) = homes
             .into_iter()
             .map(|home| match home {
@@ -160,11 +168,17 @@ impl Model {
             store: Arc::new(WeightStore { homes: away }),
             residency: Residency { device, homes: resident, slots },
             devices,
-            host: registry.staging_host()?,
+            host,
             downloads: Mutex::default(),
             made,
             report: LoadReport::default(),
         })
+    }
+
+    /// Streams it as `plan` says, which has every module where it is, by these slots.
+    pub(super) fn give_slots(&mut self, plan: Plan, slots: Arc<SlotPool>) {
+        self.plan = plan;
+        self.residency.slots = slots;
     }
 
     pub(super) fn with_report(mut self, report: LoadReport) -> Model {

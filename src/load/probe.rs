@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Model;
 use super::model::DEADLINE;
-use crate::backend::{Buf, BufMut, Health, MemoryKind, Piece, Role, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -18,10 +18,7 @@ const TOUCHED: usize = 64;
 impl Model {
     /// The failure of a device that holds some of it, where one failed for good.
     pub(crate) fn lost(&self) -> Option<Error> {
-        self.devices().find_map(|device| match device.health() {
-            Health::Lost(why) => Some(Error::DeviceLost { device: device.id(), why }),
-            Health::Good => None,
-        })
+        lost(self.devices())
     }
 
     /// Reads the beginning of every module where it lives.
@@ -59,6 +56,14 @@ impl Model {
         }
         Ok(())
     }
+}
+
+/// The failure of the first of these devices that failed for good.
+pub(super) fn lost<'d>(devices: impl IntoIterator<Item = &'d Arc<dyn Device>>) -> Option<Error> {
+    devices.into_iter().find_map(|device| match device.health() {
+        Health::Lost(why) => Some(Error::DeviceLost { device: device.id(), why }),
+        Health::Good => None,
+    })
 }
 
 /// The way of a model's bytes to the host: one staging buffer, one stream per device.

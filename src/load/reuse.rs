@@ -8,7 +8,7 @@ use super::Reservation;
 use super::model::{Model, home_kind, places};
 use super::store::{Home, SlotPool};
 use super::worker::Job;
-use crate::backend::{Buf, BufMut, Health, Piece, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Transfer};
 use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -91,6 +91,12 @@ impl Reuse {
     /// Where the bytes of a tensor are.
     pub(super) fn held(&self, tensor: usize) -> Option<&Held> {
         self.held.get(tensor)?.as_ref()
+    }
+
+    /// The devices of `base` whose memory bytes are taken from.
+    pub(super) fn from(&self, base: &Model) -> Vec<Arc<dyn Device>> {
+        let from: BTreeSet<DeviceId> = self.held.iter().flatten().map(|held| held.buf.device()).collect();
+        base.devices().filter(|device| from.contains(&device.id())).cloned().collect()
     }
 
     /// Whether no byte has to come from a file.
@@ -189,13 +195,11 @@ impl Job<'_> {
             let mut piece = Piece { src: held.buf.clone(), from: begin..begin + bytes, at: place.start + at };
             if through_host {
                 piece.at = 0;
-                let staging = self.ring.acquire(self.loader.deadline)?;
-                let download = || self.download(from)?.copy(Transfer::new(vec![piece], staging)?).map_err(Error::from);
-                let staging = download().inspect_err(|_| self.ring.lost())?.chain().freeze();
+                let (staging, lent) = self.ring.acquire(self.loader.deadline)?;
+                let staging = self.download(from)?.copy(Transfer::new(vec![piece], staging)?)?.chain().freeze();
                 let onward = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
-                let flight = Transfer::new(vec![onward], memory).and_then(|transfer| stream.copy(transfer));
-                let flight = flight.inspect_err(|_| self.ring.lost())?;
-                self.ring.release(flight.done().clone(), staging);
+                let flight = stream.copy(Transfer::new(vec![onward], memory)?)?;
+                lent.give_back(flight.done().clone(), staging);
                 memory = flight.chain();
             } else {
                 memory = stream.copy(Transfer::new(vec![piece], memory)?)?.chain();

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -78,7 +79,7 @@ impl<'a> Job<'a> {
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.modules[a.index].tensors).map(|&t| layout.tensors[t].bytes).max();
         let bytes_each = largest.unwrap_or(0).min(CHUNK) as usize;
-        let ring = Ring::new(Arc::clone(&host), plan.compute(), bytes_each, loader.workers + 1);
+        let ring = Ring::new(Arc::clone(&host), plan.compute(), bytes_each, loader.workers.saturating_add(1));
         Ok(Job {
             checkpoint,
             patches,
@@ -103,40 +104,59 @@ impl<'a> Job<'a> {
     }
 
     /// Places every group of modules; for each its memory, none where another module owns it. When it returns, all
-    /// copies have landed, or the error is the first that a worker met and no copy is under way.
+    /// copies have landed, or the error is the first that a worker met and no copy is under way. So it is when a worker
+    /// panics, which goes on here.
     pub(super) fn run(&self, workers: usize, reservation: &mut Reservation) -> Result<Vec<Option<Arc<Home>>>> {
         let homes = Mutex::new(vec![None; self.reuse.groups.len()]);
         let reservation = Mutex::new(reservation);
         let failure = Mutex::new(None);
+        let work = || {
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.work(&reservation, &homes)));
+            if !matches!(outcome, Ok(Ok(()))) {
+                self.stop.store(true, Ordering::Relaxed);
+                lock(&failure).get_or_insert(outcome);
+            }
+        };
         std::thread::scope(|scope| {
-            for _ in 0..workers.min(self.reuse.groups.len()) {
-                scope.spawn(|| {
-                    if let Err(error) = self.work(&reservation, &homes) {
-                        self.stop.store(true, Ordering::Relaxed);
-                        lock(&failure).get_or_insert(error);
+            for worker in 0..workers.min(self.reuse.groups.len()) {
+                let thread = std::thread::Builder::new().name(format!("load {worker}")).spawn_scoped(scope, work);
+                // Where the system gives no more threads, fewer do it, or this one alone.
+                if let Err(error) = thread {
+                    tracing::warn!(%error, worker, "a load goes on with fewer threads");
+                    if worker == 0 {
+                        work();
                     }
-                });
+                    break;
+                }
             }
         });
         let homes = homes.into_inner().unwrap_or_else(PoisonError::into_inner);
         let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let landed = homes.iter().flatten().try_for_each(|home: &Arc<Home>| home.buf.wait(self.loader.deadline));
-        match failure.map_or(landed, Err).and_then(|()| self.go_on()) {
-            Ok(()) => Ok(homes),
-            Err(error) => {
+        let outcome = failure.unwrap_or_else(|| {
+            let landed = homes.iter().flatten().try_for_each(|home: &Arc<Home>| home.buf.wait(self.loader.deadline));
+            // What came by way of the host landed in its home whether its own device brought it or failed.
+            Ok(landed.and_then(|()| self.settle()).and_then(|()| self.go_on()))
+        });
+        match outcome {
+            Ok(Ok(())) => Ok(homes),
+            failed => {
                 drop(homes);
-                self.settle();
-                Err(error)
+                // A stream that fails here has nothing under way that would ever finish.
+                let _ = self.settle();
+                failed.unwrap_or_else(|panic| resume_unwind(panic)).map(|()| Vec::new())
             }
         }
     }
 
     /// Waits until no copy is under way, so that the memory of a failed load is back when it returns.
-    fn settle(&self) {
-        for stream in self.streams.values().chain(self.ways.downloads.values()) {
-            // A stream that fails here has nothing under way that would ever finish.
-            let _ = stream.record(&[]).and_then(|event| event.wait(self.loader.deadline));
-        }
+    ///
+    /// # Errors
+    /// The first failure of a stream, after all were waited for.
+    fn settle(&self) -> Result<()> {
+        let streams = self.streams.values().chain(self.ways.downloads.values());
+        let over = |stream: &Arc<dyn Stream>| stream.record(&[])?.wait(self.loader.deadline);
+        let outcomes: Vec<Result<()>> = streams.map(over).collect();
+        outcomes.into_iter().collect()
     }
 
     pub(super) fn report(&self, time: Duration) -> LoadReport {
@@ -231,17 +251,15 @@ impl<'a> Job<'a> {
         let mut at = 0;
         while at < place.len() {
             let bytes = self.ring.bytes_each().min(place.len() - at);
-            let mut staging = self.ring.acquire(self.loader.deadline)?;
-            let filled = match staging.host_mut() {
-                Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes]),
-                None => Err(Error::invalid("staging memory that the host cannot address")),
-            };
-            filled.inspect_err(|_| self.ring.lost())?;
+            let (mut staging, lent) = self.ring.acquire(self.loader.deadline)?;
+            match staging.host_mut() {
+                Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes])?,
+                None => return Err(Error::invalid("staging memory that the host cannot address")),
+            }
             let staging = staging.freeze();
             let piece = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
-            let flight = Transfer::new(vec![piece], memory).and_then(|transfer| stream.copy(transfer));
-            let flight = flight.inspect_err(|_| self.ring.lost())?;
-            self.ring.release(flight.done().clone(), staging);
+            let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
+            lent.give_back(flight.done().clone(), staging);
             memory = flight.chain();
             at += bytes;
         }

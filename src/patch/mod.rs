@@ -16,6 +16,7 @@ mod whole;
 use crate::adapter::{Reach, ScalePolicy, TensorPatch, matrix_of};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::threads;
 use pieces::Matrix;
 pub(crate) use read::siblings;
 pub(crate) use scales::Scales;
@@ -35,15 +36,17 @@ impl TensorPatch {
     /// checkpoint holds them, in its storage type, at any alignment. `siblings` are the checkpoint's bytes of the
     /// tensors that [`needs`](TensorPatch::needs) names, in its order.
     ///
-    /// Weights that are NaN or infinite stay so. The work is spread over the current rayon pool.
+    /// Weights that are NaN or infinite stay so. The work is spread over threads of the library's own, one for each core,
+    /// whatever thread this is called on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `bytes` or a sibling has another length, or a scale is zero or not finite; then
-    /// nothing is changed.
+    /// [`Error::Invalid`] when `bytes` or a sibling has another length, or a scale is zero or not finite;
+    /// [`Error::Io`] when the system gives no threads; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
-        self.apply_with(Tier::best(), bytes, siblings)
+        threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
+    /// The same on the current pool.
     fn apply_with(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         let wanted = bytes_of(&self.patched_shape, self.float.size());
         if wanted != Some(bytes.len()) {

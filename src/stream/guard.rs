@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::turns::Turns;
+use crate::backend::LONGEST;
 use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::Layer;
 use crate::error::{Error, Result};
@@ -49,11 +50,12 @@ impl LayerGuard {
         (layout.modules[layout.module_of[tensor]].layer == self.layer).then(|| self.view(tensor)).flatten()
     }
 
-    /// Waits, on the host, until the layer has arrived.
+    /// Waits, on the host, until the layer has arrived, for a century at most.
     ///
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a copy failed.
     pub fn wait(&self, deadline: Duration) -> Result<()> {
+        let deadline = deadline.min(LONGEST);
         let until = Instant::now() + deadline;
         self.parts().try_for_each(|part| match part.wait(until.saturating_duration_since(Instant::now())) {
             Err(Error::TimedOut { what, .. }) => Err(Error::TimedOut { what, after: deadline }),

@@ -17,6 +17,7 @@ pub use classes::{OwnSlot, SlotClass, SlotTensor};
 pub use guard::LayerGuard;
 pub use report::{LaneReport, Stalls, StreamReport, Via};
 
+use crate::backend::LONGEST;
 use crate::backend::{Buf, Event, Joined, Role, Stream};
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -159,10 +160,10 @@ impl Streamer {
         Streamer { model, compute, lanes, turns, slots, spare, deadline: DEADLINE, report }
     }
 
-    /// Sets how long the host waits for anything at most. Default: 600 s.
+    /// Sets how long the host waits for anything at most; a century at most. Default: 600 s.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Streamer {
-        self.deadline = deadline;
+        self.deadline = deadline.min(LONGEST);
         self
     }
 

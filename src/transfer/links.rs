@@ -314,7 +314,7 @@ impl Meter<'_> {
     fn source(&mut self, end: &End, kind: LinkKind, bytes: usize) -> Result<(Buf, u64)> {
         let mut memory = self.host_memory(end, kind, bytes)?;
         self.seed += 1;
-        pattern::fill(&mut memory.host_mut().ok_or_else(lost)?, self.seed);
+        pattern::fill(&mut memory.host_mut().ok_or_else(lost)?, self.seed)?;
         Ok((memory.freeze(), self.seed))
     }
 
@@ -334,7 +334,7 @@ impl Meter<'_> {
 
 fn right(arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
     let memory = arrived.host(DEADLINE)?.ok_or_else(lost)?;
-    if pattern::matches(&memory[..bytes], seed) { Ok(()) } else { Err(Error::invalid("wrong bytes arrived")) }
+    if pattern::matches(&memory[..bytes], seed)? { Ok(()) } else { Err(Error::invalid("wrong bytes arrived")) }
 }
 
 fn unpinned() -> Error {

@@ -2,35 +2,43 @@
 
 use rayon::prelude::*;
 
+use crate::error::Result;
+use crate::threads;
+
 /// How many bytes one thread fills or compares at a time.
 const PART: usize = 1 << 20;
 
 /// Fills `bytes` with the pattern number `seed`. No two patterns agree in any place of eight bytes.
-pub(super) fn fill(bytes: &mut [u8], seed: u64) {
-    bytes.par_chunks_mut(PART).enumerate().for_each(|(part, bytes)| {
-        let (words, rest) = bytes.as_chunks_mut::<8>();
-        let start = part * (PART / 8);
-        words.iter_mut().enumerate().for_each(|(i, place)| *place = word(seed, start + i));
-        rest.copy_from_slice(&word(seed, start + words.len())[..rest.len()]);
-    });
-}
-
-/// Whether `bytes` are those of the pattern number `seed`.
-pub(super) fn matches(bytes: &[u8], seed: u64) -> bool {
-    bytes.par_chunks(PART).enumerate().all(|(part, bytes)| {
-        let (words, rest) = bytes.as_chunks::<8>();
-        let start = part * (PART / 8);
-        let whole = words.iter().enumerate().all(|(i, place)| *place == word(seed, start + i));
-        whole && *rest == word(seed, start + words.len())[..rest.len()]
+pub(super) fn fill(bytes: &mut [u8], seed: u64) -> Result<()> {
+    threads::run(|| {
+        bytes.par_chunks_mut(PART).enumerate().for_each(|(part, bytes)| {
+            let (words, rest) = bytes.as_chunks_mut::<8>();
+            let start = part * (PART / 8);
+            words.iter_mut().enumerate().for_each(|(i, place)| *place = word(seed, start + i));
+            rest.copy_from_slice(&word(seed, start + words.len())[..rest.len()]);
+        });
     })
 }
 
-/// Copies on all cores, unless that is no more than one would take at a time.
-pub(super) fn copy(src: &[u8], dst: &mut [u8]) {
+/// Whether `bytes` are those of the pattern number `seed`.
+pub(super) fn matches(bytes: &[u8], seed: u64) -> Result<bool> {
+    threads::run(|| {
+        bytes.par_chunks(PART).enumerate().all(|(part, bytes)| {
+            let (words, rest) = bytes.as_chunks::<8>();
+            let start = part * (PART / 8);
+            let whole = words.iter().enumerate().all(|(i, place)| *place == word(seed, start + i));
+            whole && *rest == word(seed, start + words.len())[..rest.len()]
+        })
+    })
+}
+
+/// Copies as many bytes as `dst` has, on all cores unless that is no more than one would take at a time.
+pub(super) fn copy(src: &[u8], dst: &mut [u8]) -> Result<()> {
     if dst.len() <= PART {
-        return dst.copy_from_slice(&src[..dst.len()]);
+        dst.copy_from_slice(&src[..dst.len()]);
+        return Ok(());
     }
-    dst.par_chunks_mut(PART).zip(src.par_chunks(PART)).for_each(|(dst, src)| dst.copy_from_slice(src));
+    threads::run(|| dst.par_chunks_mut(PART).zip(src.par_chunks(PART)).for_each(|(dst, src)| dst.copy_from_slice(src)))
 }
 
 fn word(seed: u64, index: usize) -> [u8; 8] {
@@ -47,14 +55,14 @@ mod tests {
     fn a_pattern_is_known_by_every_byte() {
         for bytes in [0, 1, 7, 8, 13, PART - 1, PART, PART + 11] {
             let mut memory = vec![0; bytes];
-            fill(&mut memory, 5);
-            assert!(matches(&memory, 5), "{bytes}");
+            fill(&mut memory, 5).unwrap();
+            assert!(matches(&memory, 5).unwrap(), "{bytes}");
             let mut copied = vec![0; bytes];
-            copy(&memory, &mut copied);
+            copy(&memory, &mut copied).unwrap();
             assert_eq!(copied, memory);
             if let Some(last) = memory.last_mut() {
                 *last ^= 1;
-                assert!(!matches(&memory, 5) && !matches(&copied, 6), "{bytes}");
+                assert!(!matches(&memory, 5).unwrap() && !matches(&copied, 6).unwrap(), "{bytes}");
             }
         }
     }

@@ -52,7 +52,7 @@ impl Relay {
         for (part, bytes) in bytes.chunks(BUFFERS.0).enumerate() {
             let mut buffer = self.take()?;
             buffer.settle(DEADLINE)?;
-            pattern::copy(bytes, &mut buffer.host_mut().ok_or_else(not_host)?[..bytes.len()]);
+            pattern::copy(bytes, &mut buffer.host_mut().ok_or_else(not_host)?[..bytes.len()])?;
             let buffer = buffer.freeze();
             last = Some(send(up, &buffer, 0..bytes.len(), dst, part * BUFFERS.0)?);
             self.give_back(buffer);
@@ -79,7 +79,7 @@ impl Relay {
             }
             let (Some((buffer, done)), Some(dst)) = (under_way.pop_front(), empty.pop_front()) else { break };
             let arrived = watch.see(&done)?;
-            pattern::copy(&buffer.host(DEADLINE)?.ok_or_else(not_host)?[..dst.len()], dst);
+            pattern::copy(&buffer.host(DEADLINE)?.ok_or_else(not_host)?[..dst.len()], dst)?;
             self.give_back(buffer);
             end = watch.now(arrived);
         }

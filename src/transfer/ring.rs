@@ -9,12 +9,33 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
 /// At most `most` host buffers of one size. A buffer comes back with the event of the copy that reads it and
-/// is handed out again when that has fired.
+/// is handed out again when that has fired; one that does not come back makes room for another.
 pub(crate) struct Ring {
     host: Arc<dyn Device>,
     near: DeviceId,
     bytes_each: usize,
     buffers: Rota<(Event, Buf)>,
+}
+
+/// The place of a buffer that is out: given back with the buffer, or free for another when this is dropped.
+#[must_use]
+pub(crate) struct Lent<'r>(Option<&'r Ring>);
+
+impl Lent<'_> {
+    /// Gives back the buffer, which a copy reads until `event`.
+    pub(crate) fn give_back(mut self, event: Event, buffer: Buf) {
+        if let Some(ring) = self.0.take() {
+            ring.buffers.give((event, buffer));
+        }
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        if let Some(ring) = self.0 {
+            ring.buffers.lost();
+        }
+    }
 }
 
 impl Ring {
@@ -27,51 +48,39 @@ impl Ring {
         self.bytes_each
     }
 
-    /// A buffer that nobody uses, ready to be written.
+    /// A buffer that nobody uses, ready to be written, and its place in the ring.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when there is no memory for the first buffers; [`Error::TimedOut`] when none comes
     /// back.
-    pub(crate) fn acquire(&self, deadline: Duration) -> Result<BufMut> {
+    pub(crate) fn acquire(&self, deadline: Duration) -> Result<(BufMut, Lent<'_>)> {
         let until = Instant::now() + deadline;
         loop {
             let left = || until.saturating_duration_since(Instant::now());
-            let (event, buffer) = match self.buffers.take(left()) {
+            let taken = self.buffers.take(left());
+            let lent = Lent(taken.is_some().then_some(self));
+            let (event, buffer) = match taken {
                 None => return Err(Error::TimedOut { what: "a staging buffer".to_owned(), after: deadline }),
                 Some(Taken::Another) => {
-                    let buffer = self.host.alloc_near(self.bytes_each, MemoryKind::Pinned, self.near);
-                    return buffer.inspect_err(|_| self.lost());
+                    let buffer = self.host.alloc_near(self.bytes_each, MemoryKind::Pinned, self.near)?;
+                    return Ok((buffer, lent));
                 }
-                Some(Taken::Oldest(lent)) => lent,
+                Some(Taken::Oldest(oldest)) => oldest,
             };
             match event.wait(left()) {
                 Ok(()) => {}
                 // The copy still reads it, and it is as good as before for whoever has more time.
                 Err(error @ Error::TimedOut { .. }) => {
-                    self.release(event, buffer);
+                    lent.give_back(event, buffer);
                     return Err(error);
                 }
                 // The copy failed, for those who wait for it; its buffer may be in use still.
-                Err(_) => {
-                    self.lost();
-                    continue;
-                }
+                Err(_) => continue,
             }
+            // Where someone kept a clone beyond the copy, that memory is theirs now.
             if let Ok(buffer) = buffer.try_reclaim() {
-                return Ok(buffer);
+                return Ok((buffer, lent));
             }
-            // Someone kept a clone beyond the copy; that memory is theirs now.
-            self.lost();
         }
-    }
-
-    /// Gives back a buffer that a copy reads until `event`.
-    pub(crate) fn release(&self, event: Event, buffer: Buf) {
-        self.buffers.give((event, buffer));
-    }
-
-    /// A buffer is gone; another may be made in its place.
-    pub(crate) fn lost(&self) {
-        self.buffers.lost();
     }
 }

@@ -5,6 +5,8 @@ use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, FileFault, Result};
 
@@ -26,8 +28,24 @@ pub trait Source: Send + Sync + fmt::Debug {
 
 /// The identity of a source: two sources with equal stamps hold the same bytes.
 ///
-/// A file's stamp is its length, its time of last change and where it lies (device and inode on Unix, time of
-/// creation elsewhere), so a write within the file system's clock tick that keeps the length goes unseen.
+/// A file's stamp is its length, its time of modification, where it lies, and, on Unix, its change time, which no program
+/// can set: so a file that was rewritten in place and given its old time of modification is another one. A new name, a
+/// new link or other permissions change that time, too, and count as a change. On Unix a file lies at a device and inode.
+/// Elsewhere the time of creation stands for the place, and there is no change time: a program that sets the
+/// time of modification back hides what it wrote.
+///
+/// These go unseen:
+/// - a write through a mapping, to a page that was written before and is not on the disk yet: the system notes the time of
+///   the first such write alone;
+/// - a write when the system's clock was set back to the time of the last change, or below it and up to it again;
+/// - a write that keeps the length within one tick of the file system's clock, which is two seconds on FAT and one second
+///   on some others. Opening a [`FileSource`] waits out the ticks of the system's own clock, of at most
+///   20 milliseconds; [`of_file`](Stamp::of_file) cannot;
+/// - on network file systems, what another machine wrote until this one asks the server again, which takes some seconds
+///   by default;
+/// - a write to the disk beneath the file system;
+/// - while a [`FileSource`] is open, a write whose time of modification is set back, where the file gets or loses a name
+///   between the same two reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stamp {
     len: u64,
@@ -36,10 +54,19 @@ pub struct Stamp {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Origin {
-    /// Nanoseconds since the epoch, and the place.
-    File { changed: i128, place: (u64, u64) },
+    File(FileTimes),
     /// A number given once in this process.
     Unique(u64),
+}
+
+/// When a file was changed, and its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct FileTimes {
+    /// In nanoseconds since the epoch, as is the next.
+    modified: i128,
+    /// Of the bytes or of what is told about the file; that of modification where the system has no other.
+    changed: i128,
+    place: (u64, u64),
 }
 
 impl Stamp {
@@ -51,8 +78,32 @@ impl Stamp {
 
     /// The stamp of a file.
     pub fn of_file(metadata: &Metadata) -> Stamp {
-        let (changed, place) = changed_and_place(metadata);
-        Stamp { len: metadata.len(), origin: Origin::File { changed, place } }
+        Stamp { len: metadata.len(), origin: Origin::File(FileTimes::of(metadata)) }
+    }
+
+    /// What is told of an open file once the system's clock has passed the time of its last change: what is written from
+    /// now on has a later one.
+    pub(super) fn settled(file: &File) -> io::Result<Metadata> {
+        let metadata = file.metadata()?;
+        let FileTimes { changed, .. } = FileTimes::of(&metadata);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as i128);
+        // A file of the future is on a clock that this one does not follow.
+        if !(0..TICK.as_nanos() as i128).contains(&(now - changed)) {
+            return Ok(metadata);
+        }
+        std::thread::sleep(TICK);
+        file.metadata()
+    }
+
+    /// Whether it is `other` but for the change time.
+    fn but_for_change(&self, other: &Stamp) -> bool {
+        match (self.origin, other.origin) {
+            (Origin::File(this), Origin::File(other_times)) => {
+                let changed = other_times.changed;
+                self.len == other.len && FileTimes { changed, ..this } == other_times
+            }
+            (this, other) => this == other,
+        }
     }
 
     /// The source's length in bytes.
@@ -62,32 +113,78 @@ impl Stamp {
     }
 }
 
+/// The longest tick of the clocks by which systems date changes; Linux's is 1 to 10 ms.
+const TICK: Duration = Duration::from_millis(20);
+
 #[cfg(unix)]
-fn changed_and_place(metadata: &Metadata) -> (i128, (u64, u64)) {
-    use std::os::unix::fs::MetadataExt;
-    let changed = i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec());
-    (changed, (metadata.dev(), metadata.ino()))
+impl FileTimes {
+    fn of(metadata: &Metadata) -> FileTimes {
+        use std::os::unix::fs::MetadataExt;
+        let nanos = |seconds: i64, nanos: i64| i128::from(seconds) * 1_000_000_000 + i128::from(nanos);
+        FileTimes {
+            modified: nanos(metadata.mtime(), metadata.mtime_nsec()),
+            changed: nanos(metadata.ctime(), metadata.ctime_nsec()),
+            place: (metadata.dev(), metadata.ino()),
+        }
+    }
 }
 
 #[cfg(not(unix))]
-fn changed_and_place(metadata: &Metadata) -> (i128, (u64, u64)) {
-    use std::time::{SystemTime, UNIX_EPOCH};
-    let since = |time: io::Result<SystemTime>| {
-        time.ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).map_or(0, |d| d.as_nanos())
-    };
-    (since(metadata.modified()) as i128, (since(metadata.created()) as u64, 0))
+impl FileTimes {
+    fn of(metadata: &Metadata) -> FileTimes {
+        let since = |time: io::Result<SystemTime>| {
+            time.ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).map_or(0, |d| d.as_nanos())
+        };
+        let modified = since(metadata.modified()) as i128;
+        FileTimes { modified, changed: modified, place: (since(metadata.created()) as u64, 0) }
+    }
+}
+
+/// How many names a file has.
+#[cfg(unix)]
+fn links(metadata: &Metadata) -> u64 {
+    std::os::unix::fs::MetadataExt::nlink(metadata)
+}
+
+#[cfg(not(unix))]
+fn links(_: &Metadata) -> u64 {
+    1
 }
 
 /// A file, read by position.
+///
+/// A file that loses its name, to another that takes its place for example, is read on as it was.
 #[derive(Debug)]
 pub struct FileSource {
     path: PathBuf,
     file: PositionalFile,
     stamp: Stamp,
+    last: Mutex<Last>,
+}
+
+/// The stamp of an open file when it was last read, and how many names it had then.
+#[derive(Debug)]
+struct Last {
+    stamp: Stamp,
+    links: u64,
+}
+
+impl Last {
+    /// Whether the bytes are those of the last time. A name more or less has a change time of its own, so that a write
+    /// between the same two reads is seen by its time of modification only.
+    fn is_still(&mut self, now: &Metadata) -> bool {
+        let now = Last { stamp: Stamp::of_file(now), links: links(now) };
+        let still = now.stamp == self.stamp || (now.links != self.links && now.stamp.but_for_change(&self.stamp));
+        if still {
+            *self = now;
+        }
+        still
+    }
 }
 
 impl FileSource {
-    /// Opens a regular file.
+    /// Opens a regular file. One that was changed a moment ago is waited for, some milliseconds, so that no later change
+    /// has the time of that one.
     ///
     /// # Errors
     /// [`Error::Io`] when it cannot be opened or is no regular file (a folder, a pipe).
@@ -100,8 +197,10 @@ impl FileSource {
             return Err(Error::io("open", &path)(not_regular));
         }
         let file = File::open(&path).map_err(Error::io("open", &path))?;
-        let metadata = file.metadata().map_err(Error::io("open", &path))?;
-        Ok(FileSource { path, file: PositionalFile::new(file), stamp: Stamp::of_file(&metadata) })
+        let settled = Stamp::settled(&file).map_err(Error::io("open", &path))?;
+        let (stamp, links) = (Stamp::of_file(&settled), links(&settled));
+        let last = Mutex::new(Last { stamp, links });
+        Ok(FileSource { path, file: PositionalFile::new(file), stamp, last })
     }
 }
 
@@ -124,7 +223,9 @@ impl Source for FileSource {
         }
         // Asked after the read, so that a change before or during it is seen.
         let now = self.file.metadata().map_err(Error::io("read", &self.path))?;
-        if Stamp::of_file(&now) == self.stamp { Ok(()) } else { Err(changed()) }
+        // Whatever a panic left of it is a stamp that was right.
+        let still = self.last.lock().unwrap_or_else(PoisonError::into_inner).is_still(&now);
+        if still { Ok(()) } else { Err(changed()) }
     }
 }
 
@@ -292,6 +393,72 @@ mod tests {
         let later = source.file.metadata().unwrap().modified().unwrap() + std::time::Duration::from_secs(1);
         File::options().write(true).open(&path).unwrap().set_modified(later).unwrap();
         assert_eq!(fault(source.read_at(8, &mut part).unwrap_err()), FileFault::Changed);
+    }
+
+    /// Writes a file as reproducible archives and content stores do: at one time for all.
+    #[cfg(unix)]
+    fn put(path: &Path, byte: u8) {
+        let mut file = File::create(path).unwrap();
+        io::Write::write_all(&mut file, &[byte; 4096]).unwrap();
+        file.set_modified(UNIX_EPOCH + Duration::from_secs(1)).unwrap();
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_rewritten_with_its_old_time_of_modification_is_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        let mut part = [0; 16];
+        put(&path, 1);
+        let first = FileSource::open(&path).unwrap();
+        first.read_at(0, &mut part).unwrap();
+        assert_eq!(part, [1; 16]);
+        // In place, at once.
+        put(&path, 2);
+        assert_eq!(fault(first.read_at(0, &mut part).unwrap_err()), FileFault::Changed);
+        let second = FileSource::open(&path).unwrap();
+        assert_ne!(first.stamp(), second.stamp());
+        second.read_at(0, &mut part).unwrap();
+        assert_eq!(part, [2; 16]);
+        // A new file, which may get the inode of the old one.
+        drop((first, fs::remove_file(&path).unwrap()));
+        let stamp = second.stamp();
+        drop(second);
+        put(&path, 3);
+        assert_ne!(FileSource::open(&path).unwrap().stamp(), stamp);
+    }
+
+    /// A new name or the loss of one is no write, and hides none for longer than until the next read.
+    #[cfg(unix)]
+    #[test]
+    fn names_come_and_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, other) = (folder.path().join("model"), folder.path().join("other"));
+        let mut part = [0; 16];
+        put(&path, 1);
+        let source = FileSource::open(&path).unwrap();
+        fs::hard_link(&path, &other).unwrap();
+        source.read_at(0, &mut part).unwrap();
+        fs::remove_file(&path).unwrap();
+        source.read_at(0, &mut part).unwrap();
+        assert_eq!(part, [1; 16]);
+        // The clock leaves the tick of that last change.
+        std::thread::sleep(TICK);
+        put(&other, 2);
+        assert_eq!(fault(source.read_at(0, &mut part).unwrap_err()), FileFault::Changed);
+    }
+
+    #[test]
+    fn what_is_not_written_keeps_its_stamp() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        fs::write(&path, [1; 16]).unwrap();
+        let open = || FileSource::open(&path).unwrap();
+        let first = open();
+        for at in 0..8 {
+            first.read_at(at, &mut [0; 8]).unwrap();
+            assert_eq!(open().stamp(), first.stamp());
+        }
     }
 
     #[test]

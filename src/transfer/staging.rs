@@ -7,9 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
 use super::arbiter::Arbiter;
 use super::engine::Shared;
-use super::pattern;
+use super::ring::Lent;
 use crate::backend::{Buf, BufMut, Event, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
@@ -23,6 +26,9 @@ const PATIENCE: Duration = Duration::from_micros(500);
 
 /// How long a lane waits for a pinned buffer before it looks whether the order is still wanted.
 const SLICE: Duration = Duration::from_millis(20);
+
+/// How many bytes one thread copies into a pinned buffer at a time. Fewer are there sooner than another thread wakes up.
+const PART: usize = 1 << 20;
 
 /// Where the parts of one destination begin in a pinned buffer.
 const ALIGNMENT: usize = 256;
@@ -78,6 +84,7 @@ pub(crate) struct StagingLane(Arc<Arbiter<Arc<Job>>>);
 /// What a lane's thread works with.
 struct Worker {
     source: DeviceId,
+    to: DeviceId,
     up: Arc<dyn Stream>,
     down: Arc<dyn Stream>,
     shared: Shared,
@@ -93,7 +100,7 @@ impl StagingLane {
     ) -> Result<StagingLane> {
         let arbiter = Arc::new(Arbiter::new(QUANTUM));
         let to = up.device();
-        let worker = Worker { source, up, down, shared };
+        let worker = Worker { source, to, up, down, shared };
         let orders = Arc::clone(&arbiter);
         let thread = std::thread::Builder::new().name(format!("{source} to {to}"));
         thread.spawn(move || worker.run(&orders)).map_err(Error::io("start a thread for", source.to_string()))?;
@@ -200,12 +207,16 @@ fn cancelled(of: u64) -> Error {
 impl Worker {
     /// The thread: until the lane is dropped and its orders are served.
     fn run(&self, orders: &Arbiter<Arc<Job>>) {
-        while let Some(job) = orders.next(|job| job.can_begin(), PATIENCE) {
+        // An order that panics when it is looked at does so again when it is served, where that is told.
+        let ready = |job: &Arc<Job>| catch_unwind(AssertUnwindSafe(|| job.can_begin())).unwrap_or(true);
+        let (from, to) = (self.source, self.to);
+        while let Some(job) = orders.next(ready, PATIENCE) {
             let Some(parts) = job.begin() else { continue };
             let count = parts.len();
-            let (from, to) = (self.source, self.up.device());
-            let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
-            let ended = catch_unwind(AssertUnwindSafe(|| self.serve(&job, parts)));
+            let ended = catch_unwind(AssertUnwindSafe(|| {
+                let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
+                self.serve(&job, parts)
+            }));
             job.end(ended.unwrap_or_else(|_| {
                 let why = "the thread that stages its bytes panicked".to_owned();
                 let outcome = Err(Error::DeviceLost { device: to, why });
@@ -234,9 +245,8 @@ impl Worker {
         pieces: &[Vec<Piece>],
         dst: &mut [Option<BufMut>],
     ) -> Result<()> {
-        let buffer = self.buffer(job, until)?;
-        let ring = &self.shared.ring;
-        let filled = self.fill(buffer, load, pieces, until).inspect_err(|_| ring.lost())?;
+        let (buffer, lent) = self.buffer(job, until)?;
+        let filled = self.fill(buffer, load, pieces, until)?;
         let mut done = None;
         for span in load {
             let Some(to) = dst[span.part].take() else { continue };
@@ -249,24 +259,22 @@ impl Worker {
                 }
                 Err(rejected) => {
                     dst[span.part] = Some(rejected.dst);
-                    match done {
-                        Some(done) => ring.release(done, filled),
-                        None => ring.lost(),
+                    if let Some(done) = done {
+                        lent.give_back(done, filled);
                     }
                     return Err(rejected.error);
                 }
             }
         }
         // In one stream the last copy ends last.
-        match done {
-            Some(done) => ring.release(done, filled),
-            None => ring.lost(),
+        if let Some(done) = done {
+            lent.give_back(done, filled);
         }
         Ok(())
     }
 
     /// A pinned buffer, as long as the order is wanted.
-    fn buffer(&self, job: &Job, until: Instant) -> Result<BufMut> {
+    fn buffer(&self, job: &Job, until: Instant) -> Result<(BufMut, Lent<'_>)> {
         loop {
             if job.given_up.load(Ordering::Relaxed) {
                 return Err(cancelled(job.bytes));
@@ -284,24 +292,42 @@ impl Worker {
     /// Fills a pinned buffer: with several threads from host memory, by the source's own stream from elsewhere.
     fn fill(&self, mut buffer: BufMut, load: &[Span], pieces: &[Vec<Piece>], until: Instant) -> Result<Buf> {
         let left = || until.saturating_duration_since(Instant::now());
-        let mut elsewhere = Vec::new();
-        {
-            let bytes = buffer.host_mut().ok_or_else(|| Error::invalid("a pinned buffer the host cannot address"))?;
-            for (piece, at) in load.iter().flat_map(|span| span.of(&pieces[span.part])) {
-                let Some(src) = piece.src.host(left())? else {
-                    elsewhere.push(Piece { src: piece.src.clone(), from: piece.from, at });
-                    continue;
-                };
-                let to = &mut bytes[at..at + piece.from.len()];
-                self.shared.threads.install(|| pattern::copy(&src[piece.from], to));
-            }
+        let (mut here, mut elsewhere) = (Vec::new(), Vec::new());
+        for (piece, at) in load.iter().flat_map(|span| span.of(&pieces[span.part])) {
+            let list = if piece.src.host(left())?.is_some() { &mut here } else { &mut elsewhere };
+            list.push(Piece { at, ..piece });
         }
+        gather(&self.shared.threads, &here, buffer.host_mut().ok_or_else(not_host)?)?;
         if elsewhere.is_empty() {
             return Ok(buffer.freeze());
         }
         let flight = self.down.copy(Transfer::new(elsewhere, buffer)?)?;
         flight.landed(left()).map(BufMut::freeze)
     }
+}
+
+/// Copies pieces of host memory, all of them there and in order of their places, into a pinned buffer.
+fn gather(threads: &ThreadPool, pieces: &[Piece], bytes: &mut [u8]) -> Result<()> {
+    let (mut parts, mut rest, mut end) = (Vec::new(), bytes, 0);
+    for Piece { src, from, at } in pieces {
+        let (to, after) = std::mem::take(&mut rest)[at - end..].split_at_mut(from.len());
+        (rest, end) = (after, at + from.len());
+        parts.extend(to.chunks_mut(PART).zip(from.clone().step_by(PART)).map(|(to, from)| (src, from, to)));
+    }
+    let copy = |(src, from, to): (&Buf, usize, &mut [u8])| {
+        let bytes = src.host(Duration::ZERO)?.ok_or_else(not_host)?;
+        to.copy_from_slice(&bytes[from..from + to.len()]);
+        Ok(())
+    };
+    // The pool is asked once for a buffer, and not for each of what may be hundreds of pieces.
+    match pieces.iter().map(|piece| piece.from.len()).sum::<usize>() {
+        0..=PART => parts.into_iter().try_for_each(copy),
+        _ => threads.install(|| parts.into_par_iter().try_for_each(copy)),
+    }
+}
+
+fn not_host() -> Error {
+    Error::invalid("memory that the host cannot address, where it copies bytes into a pinned buffer")
 }
 
 /// Bytes of one destination in a pinned buffer.
@@ -351,7 +377,40 @@ fn loads(sizes: &[usize], buffer: usize) -> impl Iterator<Item = Vec<Span>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::{Backend, Host, MemoryKind};
     use proptest::prelude::*;
+
+    proptest! {
+        /// Pieces of some buffers, small and large ones, with gaps between them, are where they belong and nothing else is.
+        #[test]
+        fn pieces_are_gathered_where_they_belong(
+            pieces in prop::collection::vec((0usize..3, 0usize..2000, 1usize..5000, 0usize..3), 0..40),
+            large in 0usize..2,
+        ) {
+            let threads = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+            let host = Host::new().open(DeviceId::CPU).unwrap();
+            let source = |seed: usize| {
+                let mut memory = host.alloc(3 * PART, MemoryKind::Arena).unwrap();
+                let bytes = memory.host_mut().unwrap();
+                bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at * 7 + at / 251 + seed) as u8 | 1);
+                drop(bytes);
+                memory.freeze()
+            };
+            let sources = [0, 1, 2].map(source);
+            let (mut all, mut end) = (Vec::new(), 0);
+            for (place, (source, from, bytes, gap)) in pieces.into_iter().enumerate() {
+                let bytes = if place < large { bytes + 2 * PART } else { bytes };
+                all.push(Piece { src: sources[source].clone(), from: from..from + bytes, at: end + gap });
+                end += gap + bytes;
+            }
+            let (mut got, mut want) = (vec![0; end + 1], vec![0; end + 1]);
+            gather(&threads, &all, &mut got).unwrap();
+            for Piece { src, from, at } in &all {
+                want[*at..at + from.len()].copy_from_slice(&src.host(Duration::ZERO).unwrap().unwrap()[from.clone()]);
+            }
+            prop_assert!(got == want);
+        }
+    }
 
     proptest! {
         /// Every byte is brought once, in order, and nothing passes the end of a buffer or lies over another.

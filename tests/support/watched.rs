@@ -57,6 +57,10 @@ struct Seen {
     spoil: Option<usize>,
     /// Whether compute streams leave waiting to the host.
     host_waits: bool,
+    /// A device that will fail, and how many copies to go until then.
+    losing: Option<(DeviceId, usize)>,
+    /// How many operations to go until one panics.
+    panic: Option<u64>,
 }
 
 impl Copies {
@@ -68,6 +72,30 @@ impl Copies {
     /// Lets the n-th copy from now on, the first being 1, be queued and fail a little later.
     pub(crate) fn spoil_nth(&self, n: usize) {
         self.seen().spoil = Some(n);
+    }
+
+    /// Lets a device fail for good when the n-th copy from now on is queued, whose event, like all others, says nothing
+    /// of that.
+    pub(crate) fn lose_at_nth(&self, device: DeviceId, n: usize) {
+        self.seen().losing = Some((device, n));
+    }
+
+    /// Lets the n-th operation from now on panic.
+    pub(crate) fn panic_at_nth(&self, n: u64) {
+        self.seen().panic = Some(n);
+    }
+
+    /// Counts an operation of a device or stream.
+    fn operation(&self) {
+        let mut seen = self.seen();
+        seen.panic = seen.panic.map(|left| left.wrapping_sub(1));
+        let panics = seen.panic == Some(0);
+        drop(seen);
+        assert!(!panics, "an operation on purpose");
+    }
+
+    fn is_lost(&self, device: DeviceId) -> bool {
+        self.seen().losing == Some((device, 0))
     }
 
     /// Makes compute streams unable to wait for events.
@@ -83,6 +111,7 @@ impl Copies {
             |p: &tensor_offload::backend::Piece| Copied { role, from: p.src.device(), to, bytes: p.from.len() as u64 };
         seen.pieces.extend(transfer.pieces().iter().map(piece));
         seen.spoil = seen.spoil.map(|left| left.wrapping_sub(1));
+        seen.losing = seen.losing.map(|(device, left)| (device, left.saturating_sub(1)));
         seen.spoil == Some(0)
     }
 
@@ -127,18 +156,22 @@ impl Device for ListingDevice {
     }
 
     fn memory(&self) -> Result<MemoryUsage> {
+        self.copies.operation();
         self.inner.memory()
     }
 
     fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
+        self.copies.operation();
         self.inner.allocate(charge, kind)
     }
 
     fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
+        self.copies.operation();
         self.inner.allocate_near(charge, kind, near)
     }
 
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
+        self.copies.operation();
         Ok(Arc::new(ListingStream { inner: self.inner.stream(role)?, role, copies: self.copies.clone() }))
     }
 
@@ -147,11 +180,15 @@ impl Device for ListingDevice {
     }
 
     fn trim(&self) -> Result<u64> {
+        self.copies.operation();
         self.inner.trim()
     }
 
     fn health(&self) -> Health {
-        self.inner.health()
+        match self.copies.is_lost(self.inner.id()) {
+            true => Health::Lost("it failed under a copy".to_owned()),
+            false => self.inner.health(),
+        }
     }
 }
 
@@ -167,6 +204,7 @@ impl Stream for ListingStream {
     }
 
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        self.copies.operation();
         if self.copies.note(self.role, &transfer) {
             let spoilt = Spoilt::new(self.device(), transfer.waits());
             return Ok(transfer.launched(Event::new(Arc::new(spoilt))));
@@ -182,6 +220,7 @@ impl Stream for ListingStream {
     }
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
+        self.copies.operation();
         self.inner.record(uses)
     }
 

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use super::memory;
 use super::timeline::{Clock, Timeline};
-use crate::backend::event::wake;
+use crate::backend::event::until;
 use crate::backend::process::Process;
+use crate::backend::watcher::wake_all;
 use crate::backend::{Allocation, Buf, Event, Fence, FenceState, Flight, Joined, Piece, Rejected, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -45,9 +46,22 @@ struct Job {
     work: Work,
     /// The memory that has to stay until the job is done.
     keep: Vec<Arc<Allocation>>,
-    done: Arc<Latch>,
+    done: Promise,
     /// When it was queued, on a paced stream.
     queued: Duration,
+}
+
+/// That a latch fires, whatever becomes of the work.
+struct Promise(Arc<Latch>);
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        if lock(&self.0.ended).is_none() {
+            let why = "the work was given up".to_owned();
+            let cause = Arc::new(Error::DeviceLost { device: self.0.device, why });
+            self.0.fire(Err(Failure { cause, over: false }));
+        }
+    }
 }
 
 enum Work {
@@ -89,9 +103,9 @@ impl SoftwareStream {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
             (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
             (Queue::Thread(sender), _) => {
-                let done = Arc::new(Latch { paced: self.timeline.is_some(), ..Latch::default() });
+                let done = Arc::new(Latch::new(self.device, self.timeline.is_some()));
                 let queued = self.timeline.as_ref().map_or(Duration::ZERO, |timeline| timeline.now());
-                let job = Job { waits, work, keep, done: Arc::clone(&done), queued };
+                let job = Job { waits, work, keep, done: Promise(Arc::clone(&done)), queued };
                 let why = || Error::DeviceLost { device: self.device, why: "its stream's thread ended".to_owned() };
                 lock(sender).send(job).map_err(|_| why())?;
                 Ok(Event::new(done))
@@ -169,7 +183,7 @@ fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
             tracing::error!(%device, "freeing the memory of a copy panicked");
         }
         tail = *ended.as_ref().unwrap_or(&tail);
-        done.fire(ended);
+        done.0.fire(ended);
     }
 }
 
@@ -285,8 +299,8 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
 }
 
 /// The event of a stream with a thread.
-#[derive(Default)]
 struct Latch {
+    device: DeviceId,
     /// When the work ended on the stream's timeline, or why it failed.
     ended: Mutex<Option<Result<Duration, Failure>>>,
     fired: Condvar,
@@ -297,10 +311,19 @@ struct Latch {
 }
 
 impl Latch {
+    fn new(device: DeviceId, paced: bool) -> Latch {
+        Latch { device, ended: Mutex::default(), fired: Condvar::new(), sleepers: Mutex::default(), paced }
+    }
+
     fn fire(&self, ended: Result<Duration, Failure>) {
         *lock(&self.ended) = Some(ended);
         self.fired.notify_all();
-        std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(wake);
+        self.wake_sleepers();
+    }
+
+    fn wake_sleepers(&self) {
+        let sleepers = std::mem::take(&mut *lock(&self.sleepers));
+        wake_all(sleepers);
     }
 
     fn state_of(ended: &Option<Result<Duration, Failure>>) -> FenceState {
@@ -319,7 +342,7 @@ unsafe impl Fence for Latch {
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
-        let until = Instant::now() + deadline;
+        let until = until(deadline);
         let mut ended = lock(&self.ended);
         while ended.is_none() {
             let left = until.saturating_duration_since(Instant::now());
@@ -334,7 +357,7 @@ unsafe impl Fence for Latch {
     fn wake(&self, waker: &Waker) -> bool {
         lock(&self.sleepers).push(waker.clone());
         if lock(&self.ended).is_some() {
-            std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(wake);
+            self.wake_sleepers();
         }
         true
     }
