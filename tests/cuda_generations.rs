@@ -239,7 +239,7 @@ fn cuda_no_model_is_made_of_a_card_that_fails_meanwhile() {
             }
         }
         drop(base);
-        [CPU, GPU0, GPU1].iter().for_each(|&id| comes_to(&devices, id, 0, "nothing is kept"));
+        assert_given_back(&devices, &cuda, "nothing is kept");
         Some(copies)
     };
     let Some(copies) = relocate(None) else { return };

@@ -393,7 +393,6 @@ mod tests {
                 let mut memory = host.alloc(3 * PART, MemoryKind::Arena).unwrap();
                 let bytes = memory.host_mut().unwrap();
                 bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at * 7 + at / 251 + seed) as u8 | 1);
-                drop(bytes);
                 memory.freeze()
             };
             let sources = [0, 1, 2].map(source);

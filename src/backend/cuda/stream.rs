@@ -294,12 +294,13 @@ impl Stream for CudaStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        let (state, fence) = (event.state(), event.downcast::<CudaFence>());
-        if matches!(state, FenceState::Done) {
+        let is_done = || matches!(event.state(), FenceState::Done);
+        if self.stream.adopted.is_none() && is_done() {
             return Ok(Joined::OnDevice);
         }
         let _entered = self.enter("a wait")?;
-        match (state, fence) {
+        match (event.state(), event.downcast::<CudaFence>()) {
+            (FenceState::Done, _) => Ok(Joined::OnDevice),
             (FenceState::Failed(cause) | FenceState::Lost(cause), _) => {
                 Err(Error::Failed { operation: "a copy", cause })
             }
