@@ -20,7 +20,8 @@ const CALLS: &str = "cuCtxDisablePeerAccess cuCtxEnablePeerAccess cuCtxGetCurren
     cuMemFreeAsync cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemHostGetDevicePointer_v2 \
     cuMemHostGetFlags cuMemHostRegister_v2 cuMemHostUnregister cuMemPoolCreate cuMemPoolDestroy \
     cuMemPoolGetAttribute cuMemPoolSetAccess cuMemPoolSetAttribute cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 \
-    cuMemcpyDtoHAsync_v2 cuMemcpyDtoH_v2 cuMemcpyHtoDAsync_v2 cuMemcpyHtoD_v2 cuMemcpyPeerAsync cuMemsetD8Async \
+    cuMemcpyDtoHAsync_v2 cuMemcpyDtoH_v2 cuMemcpyHtoDAsync_v2 cuMemcpyHtoD_v2 cuMemcpyPeerAsync cuMemcpyBatchAsync \
+    cuMemcpyBatchAsync_v2 cuDevicePrimaryCtxReset_v2 cuMemsetD8Async \
     cuModuleGetFunction cuModuleLoadData cuModuleUnload cuPointerGetAttribute cuStreamBeginCapture_v2 cuStreamCreate \
     cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamGetCtx cuStreamGetPriority cuStreamIsCapturing \
     cuStreamQuery cuStreamSynchronize cuStreamWaitEvent cuStreamEndCapture cuThreadExchangeStreamCaptureMode \
@@ -83,6 +84,29 @@ fn addresses_tell_what_they_are() {
     assert_eq!(kind(pinned.addr() as u64 + 1), Ok(1));
     assert_eq!(kind(local.as_ptr().addr() as u64), Err(CUresult::CUDA_ERROR_INVALID_VALUE));
     standin.report().assert_lawful();
+}
+
+/// A test counts its own calls, whatever other threads do meanwhile.
+#[test]
+fn calls_are_counted_for_all_threads_and_for_the_one_that_asks() {
+    let standin = session(&Config::with_devices(&[64 * MIB]));
+    let cuda = Cuda::open(0);
+    let context = cuda.context as usize;
+    (0..2).for_each(|_| cuda.forget(cuda.record(std::ptr::null_mut())));
+    let theirs = std::thread::scope(|scope| {
+        let others = || {
+            // SAFETY: the context is retained.
+            unsafe { result::ctx::set_current(context as sys::CUcontext).unwrap() };
+            let cuda = Cuda { device: 0, context: context as sys::CUcontext };
+            (0..3).for_each(|_| cuda.forget(cuda.record(std::ptr::null_mut())));
+            standin.report().own_calls_of("cuEventRecord")
+        };
+        scope.spawn(others).join().unwrap()
+    });
+    let report = standin.report();
+    assert_eq!((report.own_calls_of("cuEventRecord"), theirs, report.calls_of("cuEventRecord")), (2, 3, 5));
+    standin.reset();
+    assert!(standin.report().own_calls.is_empty());
 }
 
 #[test]
