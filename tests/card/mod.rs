@@ -42,6 +42,17 @@ pub(crate) fn stand_in(config: &Config) -> Option<Session> {
     Some(session(config))
 }
 
+/// Whether there are so many devices; with a word where the driver that is named has fewer.
+pub(crate) fn has_devices(count: usize) -> bool {
+    let enough = devices().len() >= count;
+    if !enough {
+        assert!(named(), "the stand-in has as many as it was told");
+        let thread = std::thread::current();
+        eprintln!("skipped {}: the driver has fewer than {count} devices", thread.name().unwrap_or("a test"));
+    }
+    enough
+}
+
 /// Whether the driver has these calls, which a test makes itself; with a word where the one named lacks one.
 #[expect(unsafe_code, reason = "opening a library")]
 pub(crate) fn has_calls(calls: &[&str]) -> bool {

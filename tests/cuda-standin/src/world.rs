@@ -26,7 +26,8 @@ use crate::worker;
 
 /// The environment variable with a configuration, for programs that know nothing of the stand-in.
 const CONFIG_VARIABLE: &str = "CUDA_STANDIN_CONFIG";
-/// The environment variable with the path of a file that gets the report of such a program at its end.
+/// The environment variable with the path of a file that gets the report of such a program at its end. `%p` in it stands
+/// for the number of the process, for programs that start others.
 const REPORT_VARIABLE: &str = "CUDA_STANDIN_REPORT";
 
 static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
@@ -177,10 +178,11 @@ unsafe extern "C" {
 
 extern "C" fn write_report() {
     let _ = catch_unwind(|| {
-        let Some(path) = std::env::var_os(REPORT_VARIABLE) else { return };
+        let Ok(path) = std::env::var(REPORT_VARIABLE) else { return };
+        let path = path.replace("%p", &std::process::id().to_string());
         let json = serde_json::to_vec_pretty(&World::report()).unwrap_or_default();
         if let Err(error) = std::fs::write(&path, json) {
-            eprintln!("cuda-standin: {}: {error}", path.display());
+            eprintln!("cuda-standin: {path}: {error}");
         }
     });
 }
