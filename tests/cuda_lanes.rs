@@ -181,12 +181,14 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
 #[test]
 fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
     let subjects = [102, 103].map(|seed| Subject::plain(&blocks(&[6_000_000; 6]), seed));
-    for (pinned, link) in [(u64::MAX, 2_000_000_000), (0, 1_000_000_000)] {
+    for (pinned, link) in [(u64::MAX, 1_000_000_000), (0, 500_000_000)] {
         let mut config = Config::with_devices(&[256 << 20]).links(Link::new(link, 0));
         config.check_sources = false;
         let (mut seen, mut good) = (Vec::new(), false);
-        // Not a measurement: the stand-in copies with this machine's processors, which others use too.
-        for _ in 0..12 {
+        // Not a measurement: the stand-in copies with this machine's processors, which others use too. So the best of as
+        // many as a minute has room for counts.
+        let until = Instant::now() + 3 * DEADLINE;
+        while Instant::now() < until {
             let Some(cuda) = stand_in(&config) else { return };
             let devices = registry();
             let streamers = subjects.each_ref().map(|s| Streamer::new(&load(&devices, s, "cpu,*", 2, pinned)).unwrap());
