@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tensor_offload::backend::{
-    Backend, Clock, Countdown, Device, Faulty, Host, MemoryKind, Operation, Role, Route, Simulated, Transfer,
-    conformance,
+    Backend, Buf, Clock, Countdown, Device, Faulty, Host, MemoryKind, Operation, Piece, Role, Route, Simulated,
+    Transfer, conformance,
 };
 use tensor_offload::{Bandwidth, DeviceId, ErrorKind, Machine, Topology};
 
@@ -126,4 +126,38 @@ fn devices_of_different_kinds_need_the_host_between_them() {
     assert_eq!(open("cuda:0").route_from(&*open("cuda:1")), Route::Direct);
     assert_eq!(open("cuda:0").route_from(&*open("cpu")), Route::Direct);
     assert!(matches!(open("cuda:0").route_from(&*open("xpu:0")), Route::Staged(_)));
+}
+
+/// Parts of one allocation are copied to each other, in one stream and crosswise in two: nobody waits for oneself.
+#[test]
+fn copies_between_parts_of_allocations_end() {
+    let deadline = Duration::from_secs(20);
+    for device in [
+        Host::new().open(DeviceId::CPU).unwrap(),
+        Host::new().open(DeviceId::DISK).unwrap(),
+        Simulated::new(machine(), Clock::Wall).open(DeviceId::cuda(0)).unwrap(),
+        Simulated::new(machine(), Clock::Virtual).open(DeviceId::cuda(0)).unwrap(),
+    ] {
+        let streams = [Role::Upload, Role::Download].map(|role| device.stream(role).unwrap());
+        let cut = || {
+            let mut first = device.alloc(2 << 20, MemoryKind::Arena).unwrap();
+            let second = first.split_off(1 << 20).unwrap();
+            (first.freeze(), second)
+        };
+        let ((a, mut a_end), (b, mut b_end)) = (cut(), cut());
+        let flight = streams[0].copy(Transfer::whole(&a, a_end).unwrap()).unwrap();
+        a_end = flight.landed(deadline).expect("one part to another of one allocation");
+        for _ in 0..20 {
+            let pieces = |src: &Buf| {
+                let piece = |i: usize| Piece { src: src.clone(), from: i << 14..(i + 1) << 14, at: i << 14 };
+                (0..64).map(piece).collect::<Vec<_>>()
+            };
+            // Both begin at one time, and each reads what the other's allocation has beside what it writes.
+            streams.iter().for_each(|stream| stream.occupy(Duration::from_millis(1)).unwrap());
+            let one = streams[0].copy(Transfer::new(pieces(&a), b_end).unwrap()).unwrap();
+            let other = streams[1].copy(Transfer::new(pieces(&b), a_end).unwrap()).unwrap();
+            b_end = one.landed(deadline).expect("crosswise");
+            a_end = other.landed(deadline).expect("crosswise");
+        }
+    }
 }

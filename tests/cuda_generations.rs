@@ -8,7 +8,7 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, stand_in};
+use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, has_devices, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan};
 use support::{CPU, GPU0, GPU1, Subject, hash, llama, lora, safetensors};
 use tensor_offload::backend::{Backend, Cuda, Host};
@@ -82,9 +82,10 @@ fn comes_to(devices: &Registry, id: DeviceId, bytes: u64, what: &str) {
 
 #[test]
 fn cuda_generations_share_what_does_not_change() {
-    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20, 64 << 20]).all_peers().late_micros(500)) else {
+    let cuda = driver(&Config::with_devices(&[64 << 20, 64 << 20]).all_peers().late_micros(500));
+    if !has_devices(2) {
         return;
-    };
+    }
     let (devices, case) = (registry(), Case::new());
     for allocation in ["cuda:0,*", "cuda:0,30kb;cpu,*", "cuda:0,20kb;cuda:1,30kb;cpu,*", "cpu,*"] {
         let plan = case.plan(&devices, GPU0, allocation);
@@ -107,7 +108,7 @@ fn cuda_generations_share_what_does_not_change() {
     }
     [CPU, GPU0, GPU1].iter().for_each(|&id| comes_to(&devices, id, 0, "at the end"));
     drop(devices);
-    assert_clean(&cuda);
+    cuda.assert_clean();
 }
 
 #[test]
@@ -127,7 +128,10 @@ fn cuda_without_peer_access_bytes_go_through_the_host() {
 
 #[test]
 fn cuda_two_cards_stream_one_host_copy() {
-    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20, 64 << 20]).late_micros(300)) else { return };
+    let cuda = driver(&Config::with_devices(&[64 << 20, 64 << 20]).late_micros(300));
+    if !has_devices(2) {
+        return;
+    }
     let (devices, case) = (registry(), Case::new());
     let plans = [(GPU0, "cuda:0,10kb;cpu,*"), (GPU1, "cuda:1,10kb;cpu,*")].map(|(id, a)| case.plan(&devices, id, a));
     let first = load(&devices, &case.patched, &plans[0]).unwrap();
@@ -143,12 +147,12 @@ fn cuda_two_cards_stream_one_host_copy() {
     drop(first);
     stream(&second, &case.patched);
     drop((second, devices));
-    assert_clean(&cuda);
+    cuda.assert_clean();
 }
 
 #[test]
 fn cuda_room_is_made_by_demotion() {
-    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20]).late_micros(500)) else { return };
+    let cuda = driver(&Config::with_devices(&[64 << 20]).late_micros(500));
     let (devices, case) = (registry(), Case::new());
     let plan = case.plan(&devices, GPU0, "cuda:0,*");
     let cache = ModelCache::new();
@@ -165,7 +169,7 @@ fn cuda_room_is_made_by_demotion() {
     let model = cache.get("a").unwrap();
     stream(&model, &case.plain);
     drop((model, cache, card, devices));
-    assert_clean(&cuda);
+    cuda.assert_clean();
 }
 
 /// A card that fails for good: its models say so, and are placed on the other card from the host's memory, and from the

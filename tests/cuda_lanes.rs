@@ -127,7 +127,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
     let subject = Subject::patched(&llama(4, 32), 101);
     let config = Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse).late_micros(10_000_000);
     for pinned in [u64::MAX, 15_000] {
-        let Some(cuda) = stand_in(&config) else { return };
+        let cuda = driver(&config);
         {
             let context = CudaContext::new(0).unwrap();
             let devices = registry();
@@ -172,7 +172,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
-        assert_clean(&cuda);
+        cuda.assert_clean();
     }
 }
 
@@ -181,12 +181,14 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
 #[test]
 fn cuda_two_models_on_one_device_are_at_their_joint_floor() {
     let subjects = [102, 103].map(|seed| Subject::plain(&blocks(&[6_000_000; 6]), seed));
-    for (pinned, link) in [(u64::MAX, 2_000_000_000), (0, 1_000_000_000)] {
+    for (pinned, link) in [(u64::MAX, 1_000_000_000), (0, 500_000_000)] {
         let mut config = Config::with_devices(&[256 << 20]).links(Link::new(link, 0));
         config.check_sources = false;
         let (mut seen, mut good) = (Vec::new(), false);
-        // Not a measurement: the stand-in copies with this machine's processors, which others use too.
-        for _ in 0..12 {
+        // Not a measurement: the stand-in copies with this machine's processors, which others use too. So the best of as
+        // many as a minute has room for counts.
+        let until = Instant::now() + 3 * DEADLINE;
+        while Instant::now() < until {
             let Some(cuda) = stand_in(&config) else { return };
             let devices = registry();
             let streamers = subjects.each_ref().map(|s| Streamer::new(&load(&devices, s, "cpu,*", 2, pinned)).unwrap());
@@ -400,7 +402,7 @@ fn cuda_a_thousand_passes_are_right() {
 #[test]
 fn cuda_whatever_fails_of_a_staged_stream_nothing_is_wrong_or_kept() {
     let subject = Subject::plain(&llama(3, 16), 112);
-    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse)) else { return };
+    let cuda = driver(&Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse));
     let countdown = Countdown::new();
     let whole_path = |devices: &Registry| {
         let model = load(devices, &subject, "cuda:0,2kb;disk,3kb;cpu,*", 1, 2_000);
@@ -436,7 +438,7 @@ fn cuda_whatever_fails_of_a_staged_stream_nothing_is_wrong_or_kept() {
         comes_back(&devices);
     }
     assert!(errors > 5 && calls > 40, "{errors} errors of {calls} operations");
-    assert_clean(&cuda);
+    cuda.assert_clean();
 }
 
 /// A trace shows copies of a device's from when they are queued until they are seen to be done.

@@ -187,8 +187,11 @@ fn cuda_streaming_hides_behind_the_compute() {
     let model = Arc::new(load(&devices, &source(), "cuda:0,60kb;cpu,*", 2).unwrap());
     let mut streamer = Streamer::new(&model).unwrap();
     let layers = model.layout().layers.len();
-    let mut best = Duration::MAX;
-    for _ in 0..4 {
+    let floor = Duration::from_millis(10) * layers as u32;
+    // Not a measurement: copies and compute one after the other would take over 1.2 times the floor. Other programs may have
+    // the processors, so the best of as many passes as a minute has room for counts.
+    let (mut best, until) = (Duration::MAX, Instant::now() + 3 * DEADLINE);
+    while best >= floor.mul_f64(1.2) && Instant::now() < until {
         let start = Instant::now();
         for layer in 0..layers {
             let _guard = streamer.layer(layer).unwrap();
@@ -197,9 +200,7 @@ fn cuda_streaming_hides_behind_the_compute() {
         streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
         best = best.min(start.elapsed());
     }
-    let floor = Duration::from_millis(10) * layers as u32;
     assert!(streamer.report().late <= 1, "{:?}", streamer.report());
-    // Not a measurement: copies and compute one after the other would take over 1.2 times the floor.
     assert!(best < floor.mul_f64(1.2), "{best:?} for {floor:?}");
     drop((streamer, model, devices));
     assert_clean(&cuda);

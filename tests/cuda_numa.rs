@@ -107,6 +107,8 @@ fn cuda_memory_is_pinned_on_the_node_of_the_device() {
         let stream = card.stream(Role::Upload).unwrap();
         let there = card.alloc(5 * MIB, MemoryKind::Arena).unwrap();
         stream.copy(Transfer::whole(&pinned.freeze(), there).unwrap()).unwrap().landed(DEADLINE).unwrap();
+        drop(stream);
+        card::assert_pinned_comes_to(&cuda, 0);
     }
     assert_clean(&cuda);
 }

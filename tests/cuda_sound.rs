@@ -501,6 +501,35 @@ fn cuda_the_per_thread_default_stream_belongs_to_one_thread() {
     driver.report().assert_lawful();
 }
 
+/// Another library resets the primary context, as `cudaDeviceReset` does, and goes on with the device: what was under way is
+/// lost, waits say so at once, and nobody asks the driver for ever.
+#[test]
+fn cuda_a_context_that_another_library_resets_is_lost() {
+    let Some(broken) = breakable(&slow()) else { return };
+    let driver = &broken.0;
+    let m = machine();
+    let up = m.card.stream(Role::Upload).unwrap();
+    let src = m.pinned(4 * MB, 1).freeze();
+    let flight = up.copy(Transfer::whole(&src, m.card.alloc(4 * MB, MemoryKind::Arena).unwrap()).unwrap()).unwrap();
+    let mut theirs = std::ptr::null_mut();
+    // SAFETY: the device is there, and the pointer is to a living handle.
+    unsafe {
+        assert_eq!(sys::cuDevicePrimaryCtxReset_v2(0), sys::CUresult::CUDA_SUCCESS);
+        assert_eq!(sys::cuDevicePrimaryCtxRetain(&raw mut theirs, 0), sys::CUresult::CUDA_SUCCESS);
+    }
+    assert_eq!(flight.landed(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
+    assert!(matches!(m.card.health(), Health::Lost(_)));
+    let asked = || driver.report().calls_of("cuEventQuery");
+    let mut before = asked();
+    eventually("the driver is asked for ever", || {
+        std::thread::sleep(Duration::from_millis(20));
+        std::mem::replace(&mut before, asked()) == asked()
+    });
+    drop((src, up));
+    // SAFETY: retained above.
+    unsafe { sys::cuDevicePrimaryCtxRelease_v2(0) }.result().unwrap();
+}
+
 /// A driver that refuses to register memory may give pinned memory of its own, a code that stands for anything loses no
 /// device, and without pools memory is allocated plainly.
 #[test]

@@ -25,12 +25,13 @@ fn assert_clean(cuda: &Session) {
     cuda.report().assert_clean();
 }
 
-/// Two cards of 64 MiB, 2 GB/s in and 1 GB/s out.
+/// Two cards of 64 MiB, 0.5 GB/s in and 0.25 GB/s out: the stand-in moves the bytes with this machine's processors, and
+/// keeps such a pace with a part of one.
 fn paced() -> Config {
     let mut config = Config::with_devices(&[64 << 20, 64 << 20]);
     for device in &mut config.devices {
-        device.to_device = Link::new(2_000_000_000, 0);
-        device.to_host = Link::new(1_000_000_000, 0);
+        device.to_device = Link::new(500_000_000, 0);
+        device.to_host = Link::new(250_000_000, 0);
     }
     Config { check_sources: false, ..config }
 }
@@ -39,43 +40,50 @@ fn measure(registry: &Registry) -> LinkMatrix {
     measure_links(registry, &LinkTiming::quick().bytes(ByteSize(8 << 20))).unwrap()
 }
 
-/// A way, and the pace that the stand-in was told to keep on it, in GB/s.
-type Paced = (DeviceId, DeviceId, LinkKind, f64);
+/// A way, and between which figures in GB/s it has to be.
+type Paced = (DeviceId, DeviceId, LinkKind, [f64; 2]);
 
-/// Measures until all figures are within 15 % of the pace. The stand-in moves the bytes with this machine's
-/// processors; while others have them it falls behind, so there are several attempts.
-fn within_fifteen_per_cent(measure: impl Fn() -> LinkMatrix, ways: &[Paced]) -> LinkMatrix {
-    let far = |matrix: &LinkMatrix, &&(from, to, kind, paced): &&Paced| {
-        let link = matrix.find(from, to, kind).unwrap_or_else(|| panic!("{from} to {to} {kind}\n{matrix}"));
-        (link.bandwidth.get() as f64 / 1e9 / paced - 1.0).abs() > 0.15
-    };
-    let mut matrix = measure();
-    for _ in 0..8 {
-        if !ways.iter().any(|way| far(&matrix, &way)) {
+/// A way on which the stand-in keeps a pace.
+fn at(from: DeviceId, to: DeviceId, kind: LinkKind, pace: f64) -> Paced {
+    (from, to, kind, [0.85 * pace, 1.15 * pace])
+}
+
+/// Measures until each figure has been what it has to be. None may ever be above that. Below it they fall while other
+/// programs have the processors that move the bytes, one in this attempt and another in the next.
+fn measured(measure: impl Fn() -> LinkMatrix, ways: &[Paced]) -> LinkMatrix {
+    let (mut left, until) = (ways.to_vec(), Instant::now() + 3 * DEADLINE);
+    loop {
+        let matrix = measure();
+        let figure = |&(from, to, kind, _): &Paced| {
+            let link = matrix.find(from, to, kind).unwrap_or_else(|| panic!("{from} to {to} {kind}\n{matrix}"));
+            link.bandwidth.get() as f64 / 1e9
+        };
+        assert!(ways.iter().all(|way| figure(way) < way.3[1]), "faster than the link\n{matrix}");
+        left.retain(|way| figure(way) < way.3[0]);
+        if left.is_empty() {
             return matrix;
         }
-        matrix = measure();
+        assert!(Instant::now() < until, "never at its pace: {left:?}\n{matrix}");
     }
-    panic!("{:?}\n{matrix}", ways.iter().filter(|way| far(&matrix, way)).collect::<Vec<_>>());
 }
 
 #[test]
 fn cuda_links_are_measured_at_their_pace() {
     let mut config = paced();
     let peer = |from, to, speed| Peer { link: Link::new(speed, 0), ..Peer::new(from, to) };
-    config.peers = vec![peer(0, 1, 4_000_000_000), peer(1, 0, 3_000_000_000)];
+    config.peers = vec![peer(0, 1, 1_000_000_000), peer(1, 0, 750_000_000)];
     let Some(cuda) = stand_in(&config) else { return };
     {
         let registry = Registry::system();
         let ways = [
-            (HOST, A, LinkKind::Pinned, 2.0),
-            (A, HOST, LinkKind::Pinned, 1.0),
-            (HOST, B, LinkKind::Pinned, 2.0),
-            (B, HOST, LinkKind::Pinned, 1.0),
-            (A, B, LinkKind::Peer, 4.0),
-            (B, A, LinkKind::Peer, 3.0),
+            at(HOST, A, LinkKind::Pinned, 0.5),
+            at(A, HOST, LinkKind::Pinned, 0.25),
+            at(HOST, B, LinkKind::Pinned, 0.5),
+            at(B, HOST, LinkKind::Pinned, 0.25),
+            at(A, B, LinkKind::Peer, 1.0),
+            at(B, A, LinkKind::Peer, 0.75),
         ];
-        let matrix = within_fifteen_per_cent(|| measure(&registry), &ways);
+        let matrix = measured(|| measure(&registry), &ways);
         assert!(matrix.left_out.is_empty(), "{matrix}");
         assert!(registry.measured_topology().unwrap().reaches(A, B));
     }
@@ -87,12 +95,11 @@ fn cuda_peers_that_cannot_reach_each_other_are_measured_through_the_host() {
     let Some(cuda) = stand_in(&paced()) else { return };
     {
         let registry = Registry::system();
-        let matrix = measure(&registry);
+        // Down at 0.25 GB/s and then up at 0.5, in one part or in several at one time.
+        let ways = [(A, B), (B, A)].map(|(from, to)| (from, to, LinkKind::PeerStaged, [0.125, 0.262]));
+        let matrix = measured(|| measure(&registry), &ways);
         for (from, to) in [(A, B), (B, A)] {
             assert!(matrix.find(from, to, LinkKind::Peer).is_none());
-            let staged = matrix.find(from, to, LinkKind::PeerStaged).unwrap_or_else(|| panic!("{matrix}"));
-            // One part: down at 1 GB/s, then up at 2.
-            assert!((500_000_000..1_050_000_000).contains(&staged.bandwidth.get()), "{matrix}");
             let why = format!("left out: {from} to {to}, straight: the driver says that {to} cannot reach");
             assert!(matrix.to_string().contains(&why), "{matrix}");
             assert!(!matrix.topology().reaches(to, from));
@@ -108,13 +115,13 @@ fn cuda_every_way_is_measured_and_what_arrives_is_looked_at() {
     let Some(cuda) = stand_in(&config) else { return };
     {
         let timing = LinkTiming::thorough().bytes(ByteSize(8 << 20)).budget(Duration::from_millis(60));
-        let ways = [(HOST, A, LinkKind::BothWays, 2.0), (A, HOST, LinkKind::BothWays, 1.0)];
+        let ways = [at(HOST, A, LinkKind::BothWays, 0.5), at(A, HOST, LinkKind::BothWays, 0.25)];
         let registry = Registry::system();
-        let matrix = within_fifteen_per_cent(|| measure_links(&registry, &timing).unwrap(), &ways);
+        let matrix = measured(|| measure_links(&registry, &timing).unwrap(), &ways);
         for kind in [LinkKind::Pageable, LinkKind::Pinned, LinkKind::Staged, LinkKind::BothWays] {
             let up = matrix.find(HOST, A, kind).unwrap_or_else(|| panic!("{matrix}"));
             let down = matrix.find(A, HOST, kind).unwrap_or_else(|| panic!("{matrix}"));
-            assert!(up.bandwidth.get() < 2_300_000_000 && down.bandwidth.get() < 1_150_000_000, "{matrix}");
+            assert!(up.bandwidth.get() < 575_000_000 && down.bandwidth.get() < 287_500_000, "{matrix}");
         }
     }
     assert_clean(&cuda);

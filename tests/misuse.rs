@@ -19,7 +19,7 @@ use std::time::Duration;
 use support::{GPU0, Subject, llama, safetensors, without_hanging};
 use tensor_offload::backend::{
     Allocation, Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger,
-    MemoryKind, PatchFlight, RejectedAll, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer,
+    MemoryKind, PatchFlight, Rejected, RejectedAll, Role, Route, SentPatch, Simulated, Stream, Transfer,
 };
 use tensor_offload::transfer::{Source, Stamp};
 use tensor_offload::{
@@ -445,7 +445,10 @@ fn cuda_wrong_wrappers_get_errors_and_break_no_memory() {
         // A stream that waits for nothing has devices race for their own memory, and a mark of long ago has them do so later: the
         // bytes are wrong, which is what such a stream is for. What is left is the memory itself.
         let memory = |rule: Rule| {
-            !matches!(rule, Rule::Unordered | Rule::ReusedUnordered | Rule::Leak | Rule::NoPeerAccess | Rule::SourceChanged)
+            !matches!(
+                rule,
+                Rule::Unordered | Rule::ReusedUnordered | Rule::Leak | Rule::NoPeerAccess | Rule::SourceChanged
+            )
         };
         let broken: Vec<_> = driver.report().violations.into_iter().filter(|v| memory(v.rule)).collect();
         assert!(broken.is_empty(), "{lie:?}: {broken:?}");

@@ -347,6 +347,8 @@ fn lost() -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use super::*;
     use crate::backend::{Backend, Clock, Countdown, Faulty, Host, Simulated};
     use crate::bytes::ByteSize;
@@ -401,22 +403,31 @@ mod tests {
         let registry = Registry::described(machine(5), Clock::Wall);
         let mut timing = LinkTiming::quick().bytes(ByteSize(4 << 20)).copies(5);
         timing.all_ways = true;
-        let matrix = measure_links(&registry, &timing).unwrap();
         let (host, a, b) = (DeviceId::CPU, DeviceId::cuda(0), DeviceId::cuda(1));
-        let near = |from, to, kind, described: f64| {
-            let measured = of(&matrix, from, to, kind) as f64 / 1e9;
-            assert!((measured / described - 1.0).abs() < 0.05, "{measured} for {described}\n{matrix}");
-        };
-        near(host, a, LinkKind::Pinned, 0.5);
-        near(a, host, LinkKind::Pinned, 0.8);
-        near(host, b, LinkKind::Pinned, 1.0);
-        near(host, a, LinkKind::BothWays, 0.5);
-        near(a, host, LinkKind::BothWays, 0.8);
-        near(a, b, LinkKind::Peer, 1.5);
-        for kind in [LinkKind::Pageable, LinkKind::Staged] {
-            assert!(of(&matrix, host, a, kind) <= 510_000_000 && of(&matrix, a, host, kind) <= 810_000_000, "{matrix}");
+        let mut left = vec![
+            (host, a, LinkKind::Pinned, 0.5),
+            (a, host, LinkKind::Pinned, 0.8),
+            (host, b, LinkKind::Pinned, 1.0),
+            (host, a, LinkKind::BothWays, 0.5),
+            (a, host, LinkKind::BothWays, 0.8),
+            (a, b, LinkKind::Peer, 1.5),
+        ];
+        // A figure falls while another program has the processor, one in this attempt and another in the next; none rises.
+        let until = Instant::now() + Duration::from_secs(60);
+        while !left.is_empty() {
+            let matrix = measure_links(&registry, &timing).unwrap();
+            left.retain(|&(from, to, kind, described)| {
+                let ratio = of(&matrix, from, to, kind) as f64 / 1e9 / described;
+                assert!(ratio < 1.05, "{ratio} of {described}\n{matrix}");
+                ratio <= 0.95
+            });
+            for kind in [LinkKind::Pageable, LinkKind::Staged] {
+                let (up, down) = (of(&matrix, host, a, kind), of(&matrix, a, host, kind));
+                assert!(up <= 510_000_000 && down <= 810_000_000, "{matrix}");
+            }
+            assert!(of(&matrix, host, host, LinkKind::Memory) > 100_000_000, "{matrix}");
+            assert!(left.is_empty() || Instant::now() < until, "{left:?} never\n{matrix}");
         }
-        assert!(of(&matrix, host, host, LinkKind::Memory) > 100_000_000, "{matrix}");
     }
 
     #[test]

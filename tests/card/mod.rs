@@ -42,6 +42,17 @@ pub(crate) fn stand_in(config: &Config) -> Option<Session> {
     Some(session(config))
 }
 
+/// Whether there are so many devices; with a word where the driver that is named has fewer.
+pub(crate) fn has_devices(count: usize) -> bool {
+    let enough = devices().len() >= count;
+    if !enough {
+        assert!(named(), "the stand-in has as many as it was told");
+        let thread = std::thread::current();
+        eprintln!("skipped {}: the driver has fewer than {count} devices", thread.name().unwrap_or("a test"));
+    }
+    enough
+}
+
 /// Whether the driver has these calls, which a test makes itself; with a word where the one named lacks one.
 #[expect(unsafe_code, reason = "opening a library")]
 pub(crate) fn has_calls(calls: &[&str]) -> bool {
@@ -102,6 +113,16 @@ pub(crate) fn assert_comes_to<'a>(
     while device.ledger().charged() != wanted() {
         let (taken, wanted) = (device.ledger().charged(), wanted());
         assert!(Instant::now() < until, "{what}: {taken} bytes of {id} are taken, not {wanted}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Waits until so many bytes are pinned: what was let go of comes back when the last event of its use has been seen.
+pub(crate) fn assert_pinned_comes_to(cuda: &Session, bytes: u64) {
+    let until = Instant::now() + DEADLINE;
+    while cuda.report().live_pinned_bytes != bytes {
+        let pinned = cuda.report().live_pinned_bytes;
+        assert!(Instant::now() < until, "{pinned} bytes are pinned, not {bytes}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

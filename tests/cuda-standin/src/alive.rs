@@ -27,12 +27,18 @@ impl State {
                 None => leaks.push(Violation { rule: Rule::Leak, call: call.to_owned(), detail: what, count: 1 }),
             }
         }
+        let stale = self.pinned.stale().map(|(len, why)| Violation {
+            rule: Rule::StaleRegistration,
+            call: "cuMemHostRegister_v2".to_owned(),
+            detail: format!("{len} bytes are registered still: {why}"),
+            count: 1,
+        });
         let pending = |lane: &LaneState| {
             let ticket = lane.ticket();
             ticket.epoch.saturating_sub(ticket.lane.done())
         };
         Report {
-            violations: shared.violations(),
+            violations: shared.violations().into_iter().chain(stale).collect(),
             leaks,
             live_allocations: self.memory.iter().count() as u64,
             live_bytes: self.memory.iter().map(|allocation| allocation.len).sum(),

@@ -1,5 +1,5 @@
-//! The driver's result codes: only those that every version of its interface since 12.0 knows, because a
-//! caller may hold them in an enumeration.
+//! The driver's result codes. By itself the stand-in gives only those that every version of its interface since 12.0
+//! knows, because a caller may hold them in an enumeration; a fault can give any number.
 
 use std::ffi::CStr;
 
@@ -17,8 +17,8 @@ macro_rules! codes {
             $(pub(crate) const $name: Code = Code($value);)*
         }
 
-        /// Name and description of a code.
-        pub(crate) fn describe(code: u32) -> Option<(&'static CStr, &'static CStr)> {
+        /// Name and description of a code that every version knows.
+        fn known(code: u32) -> Option<(&'static CStr, &'static CStr)> {
             match code {
                 0 => Some((c"CUDA_SUCCESS", c"no error")),
                 $($value => {
@@ -67,13 +67,36 @@ codes! {
     UNKNOWN = 999, "unknown error";
 }
 
+/// Codes that came later: the version of the driver that has them first, name and description.
+const NEWER: [(u32, i32, &CStr, &CStr); 13] = [
+    (36, 13_000, c"CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER", c"API call requires newer CUDA driver"),
+    (225, 12_010, c"CUDA_ERROR_UNSUPPORTED_DEVSIDE_SYNC", c"device-side synchronization is not supported"),
+    (226, 12_080, c"CUDA_ERROR_CONTAINED", c"contained error"),
+    (227, 13_040, c"CUDA_ERROR_INSUFFICIENT_LOADER_VERSION", c"insufficient loader version"),
+    (402, 12_030, c"CUDA_ERROR_LOSSY_QUERY", c"lossy query"),
+    (721, 12_080, c"CUDA_ERROR_TENSOR_MEMORY_LEAK", c"tensor memory not completely freed"),
+    (913, 12_040, c"CUDA_ERROR_FUNCTION_NOT_LOADED", c"function not loaded"),
+    (914, 12_040, c"CUDA_ERROR_INVALID_RESOURCE_TYPE", c"invalid resource type"),
+    (915, 12_040, c"CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION", c"invalid resource configuration"),
+    (916, 12_080, c"CUDA_ERROR_KEY_ROTATION", c"key rotation"),
+    (917, 13_010, c"CUDA_ERROR_STREAM_DETACHED", c"stream detached"),
+    (918, 13_030, c"CUDA_ERROR_GRAPH_RECAPTURE_FAILURE", c"graph recapture failure"),
+    (919, 13_040, c"CUDA_ERROR_FABRIC_NOT_READY", c"fabric not ready"),
+];
+
+/// Name and description of a code, as a driver of a version knows it.
+pub(crate) fn describe(code: u32, version: i32) -> Option<(&'static CStr, &'static CStr)> {
+    let newer = || NEWER.iter().find(|(number, since, _, _)| *number == code && *since <= version);
+    known(code).or_else(|| newer().map(|(_, _, name, text)| (*name, *text)))
+}
+
 impl Code {
     /// What ends a call whose work a capture has taken: to the caller it succeeded.
     pub(crate) const CAPTURED: Code = Code(0);
 
-    /// The code for a number from outside; `UNKNOWN` for one that is not in the table, or for success.
+    /// The code for a number from outside; `UNKNOWN` for success.
     pub(crate) fn from_number(number: u32) -> Code {
-        if number != 0 && describe(number).is_some() { Code(number) } else { Code::UNKNOWN }
+        if number == 0 { Code::UNKNOWN } else { Code(number) }
     }
 }
 
@@ -83,11 +106,18 @@ mod tests {
 
     #[test]
     fn every_code_has_a_name_and_a_text() {
-        let (name, text) = describe(Code::OUT_OF_MEMORY.0).unwrap();
+        let (name, text) = describe(Code::OUT_OF_MEMORY.0, 12_000).unwrap();
         assert_eq!(name, c"CUDA_ERROR_OUT_OF_MEMORY");
         assert_eq!(text, c"out of memory");
         assert_eq!(Code::from_number(0), Code::UNKNOWN);
         assert_eq!(Code::from_number(700), Code::ILLEGAL_ADDRESS);
-        assert_eq!(Code::from_number(4242), Code::UNKNOWN);
+        assert_eq!(Code::from_number(4242), Code(4242));
+    }
+
+    #[test]
+    fn an_older_driver_does_not_know_a_newer_code() {
+        assert_eq!(describe(226, 12_070), None);
+        assert_eq!(describe(226, 12_080).unwrap().0, c"CUDA_ERROR_CONTAINED");
+        assert!(NEWER.iter().all(|(code, ..)| known(*code).is_none()));
     }
 }

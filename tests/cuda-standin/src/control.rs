@@ -11,7 +11,7 @@ use crate::fault::FaultPlan;
 use crate::world::World;
 
 /// What `standin_interface` returns: both sides must mean the same by the calls below.
-pub(crate) const INTERFACE: u32 = 2;
+pub(crate) const INTERFACE: u32 = 3;
 
 /// # Safety
 /// The pointer must be good for `len` bytes.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use crate::backing::{Backing, checksum, copy};
 use crate::code::{Code, Outcome};
-use crate::hazard::{Access, Stamp};
+use crate::hazard::{Access, Clock, Stamp};
 use crate::lane::{Check, Copy, Place, Work};
 use crate::memory::Found;
 use crate::pace::Route;
-use crate::pinned::PORTABLE;
+use crate::pinned::{PORTABLE, RESET};
 use crate::report::Rule;
 use crate::stream::Turn;
 use crate::sync::lock;
@@ -16,7 +16,7 @@ use crate::world::{Call, State};
 
 /// Where a host address lies.
 #[derive(Clone, Copy, Debug)]
-enum HostRange {
+pub(crate) enum HostRange {
     Pageable,
     Pinned { base: u64, offset: u64 },
 }
@@ -130,7 +130,13 @@ impl Call<'_> {
     }
 
     /// A range that a stream's device may reach.
-    fn reachable(&self, state: &State, (address, context): (u64, Option<u64>), len: u64, lane: u32) -> Outcome<Found> {
+    pub(crate) fn reachable(
+        &self,
+        state: &State,
+        (address, context): (u64, Option<u64>),
+        len: u64,
+        lane: u32,
+    ) -> Outcome<Found> {
         let found = self.locate(state, address, len)?;
         if let Some(context) = context {
             let device = self.context_device(state, context)?;
@@ -159,13 +165,16 @@ impl Call<'_> {
         Ok(Place { backing: Arc::clone(&allocation.backing), offset: found.offset as usize })
     }
 
-    fn host_range(&self, state: &State, at: *mut u8, len: u64, lane: u32) -> Outcome<HostRange> {
+    pub(crate) fn host_range(&self, state: &State, at: *mut u8, len: u64, lane: u32) -> Outcome<HostRange> {
         let address = at.expose_provenance() as u64;
         if at.is_null() || address.checked_add(len).is_none() {
             return Err(Code::INVALID_VALUE);
         }
         let Some((base, region)) = state.pinned.holding(address) else {
             if let Some((size, call)) = state.pinned.gone_at(address) {
+                if call == RESET {
+                    return Err(Code::INVALID_VALUE);
+                }
                 self.violation(Rule::UseAfterFree, || format!("{size} pinned bytes that {call} freed"));
                 return Err(Code::INVALID_VALUE);
             }
@@ -185,6 +194,10 @@ impl Call<'_> {
             self.violation(rule, || format!("{len} bytes at offset {offset} of {} pinned bytes", region.len));
             return Err(Code::INVALID_VALUE);
         }
+        if let Some(why) = region.stale() {
+            self.violation(Rule::StaleRegistration, || format!("{len} bytes of {} registered ones: {why}", region.len));
+            return Err(Code::INVALID_VALUE);
+        }
         let device = state.lanes[lane as usize].lane.device;
         if region.device != device && region.flags & PORTABLE == 0 {
             self.violation(Rule::NotPortable, || {
@@ -196,7 +209,7 @@ impl Call<'_> {
     }
 
     /// Copies a source that is not pinned before the call returns.
-    fn stage(&self, src: *const u8, len: u64) -> Outcome<Place> {
+    pub(crate) fn stage(&self, src: *const u8, len: u64) -> Outcome<Place> {
         let backing = Backing::new(len as usize).ok_or(Code::OUT_OF_MEMORY)?;
         // SAFETY: the program gave this range as the source; the backing was just made for it.
         unsafe { copy(src, backing.at(0), len as usize) };
@@ -204,8 +217,21 @@ impl Call<'_> {
     }
 
     fn touch_host(&self, state: &mut State, host: HostRange, len: u64, access: Access, turn: &Turn) {
+        let clock = state.lanes[turn.lane].clock.clone();
+        self.touch_host_after(state, host, len, access, turn, &clock);
+    }
+
+    /// The same, for a use that is only ordered after what the clock stands for.
+    pub(crate) fn touch_host_after(
+        &self,
+        state: &mut State,
+        host: HostRange,
+        len: u64,
+        access: Access,
+        turn: &Turn,
+        clock: &Clock,
+    ) {
         let HostRange::Pinned { base, offset } = host else { return };
-        let clock = &state.lanes[turn.lane].clock;
         let Some(region) = state.pinned.get_mut(base) else { return };
         let range = offset..offset + len;
         if let Some(conflict) = region.history.access(range.clone(), access, turn.stamp, clock) {
@@ -214,13 +240,13 @@ impl Call<'_> {
     }
 }
 
-fn pinned_place(state: &State, base: u64, offset: u64) -> Outcome<Place> {
+pub(crate) fn pinned_place(state: &State, base: u64, offset: u64) -> Outcome<Place> {
     let (_, region) = state.pinned.holding(base).ok_or(Code::INVALID_VALUE)?;
     Ok(Place { backing: Arc::clone(&region.backing), offset: offset as usize })
 }
 
 /// A pinned source and its fingerprint, which is left to the copy when earlier work has yet to write the source.
-fn pinned_source(state: &State, base: u64, offset: u64, len: u64, checked: bool) -> Outcome<(Place, Check)> {
+pub(crate) fn pinned_source(state: &State, base: u64, offset: u64, len: u64, checked: bool) -> Outcome<(Place, Check)> {
     let place = pinned_place(state, base, offset)?;
     let (_, region) = state.pinned.holding(base).ok_or(Code::INVALID_VALUE)?;
     if !checked {

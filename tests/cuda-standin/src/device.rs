@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::thread::ThreadId;
+use std::time::Duration;
 
 use crate::code::{Code, Outcome};
 use crate::config::DeviceConfig;
@@ -53,6 +54,17 @@ impl Call<'_> {
 
     pub(crate) fn driver_version(&self) -> i32 {
         lock(&self.world.faults).plan.driver_version.unwrap_or(self.world.config().driver_version)
+    }
+
+    /// Refuses a call that came with a later version of the driver; a program would not find it in this one.
+    pub(crate) fn since(&self, version: i32) -> Outcome<()> {
+        if self.driver_version() >= version {
+            return Ok(());
+        }
+        self.violation(Rule::NewerCall, || {
+            format!("a driver of version {} has no such call, which came with {version}", self.driver_version())
+        });
+        Err(Code::NOT_SUPPORTED)
     }
 
     pub(crate) fn has_pools(&self, device: usize) -> bool {
@@ -130,6 +142,23 @@ impl Call<'_> {
         self.whole(index)
     }
 
+    /// Destroys all that is in a device's primary context, whoever retained it. It stays retained, and the next who
+    /// retains it gets a new one. Work that runs is cut short, and what is enqueued never runs.
+    pub(crate) fn reset_primary(&self, device: i32) -> Outcome<()> {
+        let index = self.device_index(device)?;
+        self.whole(index)?;
+        let of_device = |state: &State| -> Vec<Ticket> {
+            state.lanes.iter().filter(|l| l.lane.device == index).map(LaneState::ticket).collect()
+        };
+        let running = of_device(&self.state());
+        running.iter().for_each(|ticket| ticket.lane.stop());
+        running.iter().for_each(|ticket| ticket.lane.join(Duration::from_secs(5)));
+        let mut state = self.state();
+        of_device(&state).iter().for_each(|ticket| ticket.lane.abandon(ticket.epoch));
+        state.take_context(self, index);
+        Ok(())
+    }
+
     pub(crate) fn primary_state(&self, device: i32) -> Outcome<(u32, bool)> {
         let index = self.device_index(device)?;
         let state = self.state();
@@ -146,10 +175,11 @@ impl Call<'_> {
     }
 
     pub(crate) fn context_device(&self, state: &State, context: u64) -> Outcome<usize> {
-        state.contexts.get(&context).copied().ok_or_else(|| {
-            self.violation(Rule::UnknownHandle, || format!("there is no context {context:#x}"));
-            Code::INVALID_CONTEXT
-        })
+        if state.taken.contains(&context) {
+            return Err(Code::CONTEXT_IS_DESTROYED);
+        }
+        let missing = || self.no_handle(state, context, "context", Code::INVALID_CONTEXT);
+        state.contexts.get(&context).copied().ok_or_else(missing)
     }
 
     pub(crate) fn set_context_flags(&self, flags: u32) -> Outcome<()> {
@@ -231,6 +261,26 @@ impl State {
                 call.violation(Rule::Leak, || format!("the context went with {what} alive, from {made_by}"));
             }
         }
+        self.empty_context(call, device);
+    }
+
+    /// Destroys what a context has without asking whether that is alive, and remembers its handles.
+    fn take_context(&mut self, call: &Call<'_>, device: usize) {
+        let streams = self.streams.iter().filter(|(_, stream)| stream.device == device).map(|(&handle, _)| handle);
+        let events = self.events.iter().filter(|(_, event)| event.device == device).map(|(&handle, _)| handle);
+        let pools = self.pools.iter().filter(|(_, pool)| pool.device == device).map(|(&handle, _)| handle);
+        let modules = self.modules.iter().filter(|(_, module)| module.device == device);
+        let modules = modules.flat_map(|(&handle, module)| module.functions.keys().copied().chain([handle]));
+        let contexts = self.contexts.iter().filter(|(_, of)| **of == device).map(|(&handle, _)| handle);
+        let taken: Vec<u64> = streams.chain(events).chain(pools).chain(modules).chain(contexts).collect();
+        self.taken.extend(taken);
+        self.pinned.drop_device(device, call.name);
+        let retained = self.devices[device].retained;
+        self.empty_context(call, device);
+        self.devices[device].retained = retained;
+    }
+
+    fn empty_context(&mut self, call: &Call<'_>, device: usize) {
         for lane in self.lanes.iter().filter(|lane| lane.lane.device == device) {
             lane.lane.close();
         }
@@ -238,7 +288,7 @@ impl State {
         self.events.retain(|_, event| event.device != device);
         self.pools.retain(|_, pool| pool.device != device);
         self.modules.retain(|_, module| module.device != device);
-        self.memory.drop_device(device);
+        self.memory.drop_device(device, call.name);
         self.contexts.retain(|_, of| *of != device);
         let (peak, reaches) = (self.devices[device].peak, BTreeSet::new());
         let others_bytes = call.world.config().devices[device].others_bytes;

@@ -87,6 +87,9 @@ pub enum Effect {
     DeviceLost,
     /// It succeeds; when the work it enqueued runs, the device breaks with this result.
     LateSticky(u32),
+    /// It succeeds; when half of the bytes that it copies are there, the device breaks with this result. Work other than
+    /// a copy never runs.
+    Torn(u32),
     /// It succeeds; the work it enqueued stands still this long before it runs.
     StallMillis(u64),
 }
@@ -103,6 +106,8 @@ pub(crate) enum Verdict {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Spoil {
     pub(crate) breaks: Option<Code>,
+    /// Breaks it in the middle of a copy.
+    pub(crate) tears: bool,
     pub(crate) stall_millis: u64,
 }
 
@@ -114,9 +119,12 @@ impl Effect {
             Effect::Sticky(code) => Verdict::Break(Code::from_number(code)),
             Effect::DeviceLost => Verdict::Break(Code::UNKNOWN),
             Effect::LateSticky(code) => {
-                Verdict::Later(Spoil { breaks: Some(Code::from_number(code)), stall_millis: 0 })
+                Verdict::Later(Spoil { breaks: Some(Code::from_number(code)), ..Spoil::default() })
             }
-            Effect::StallMillis(millis) => Verdict::Later(Spoil { breaks: None, stall_millis: millis }),
+            Effect::Torn(code) => {
+                Verdict::Later(Spoil { breaks: Some(Code::from_number(code)), tears: true, ..Spoil::default() })
+            }
+            Effect::StallMillis(millis) => Verdict::Later(Spoil { stall_millis: millis, ..Spoil::default() }),
         }
     }
 }

@@ -5,13 +5,14 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
+use crate::batch::{Piece, SourceOrder};
 use crate::capture::exchange_mode;
 use crate::code::{Code, Outcome, describe};
 use crate::kernel::Shape;
 use crate::lane::HostCall;
 use crate::pointer::Value;
 use crate::stream::GREATEST_PRIORITY;
-use crate::world::{Call, enter};
+use crate::world::{Call, World, enter};
 
 /// `CUmemPoolProps`, as far as it is looked at.
 #[repr(C)]
@@ -35,6 +36,16 @@ pub struct Location {
 pub struct AccessDescription {
     location: Location,
     flags: c_int,
+}
+
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CopyAttributes {
+    order: c_int,
+    source: Location,
+    target: Location,
+    flags: c_uint,
 }
 
 const LOCATION_DEVICE: c_int = 1;
@@ -92,6 +103,41 @@ fn access_devices(call: &Call<'_>, pool: u64, wanted: &[AccessDescription]) -> O
     Ok(())
 }
 
+/// A batch of copies, as the driver's two interfaces give it; what a reader is told of the one that failed.
+///
+/// # Safety
+/// The arrays must be null or as long as their counts say.
+unsafe fn batch(
+    call: &Call<'_>,
+    (dsts, srcs, sizes, count): (*const Address, *const Address, *const usize, usize),
+    (attributes, firsts, kinds): (*const CopyAttributes, *const usize, usize),
+    stream: Handle,
+) -> Result<(), (Code, usize)> {
+    let of_none = |code| (code, usize::MAX);
+    let missing = dsts.is_null() || srcs.is_null() || sizes.is_null() || attributes.is_null() || firsts.is_null();
+    if missing || count == 0 || kinds == 0 || kinds > count {
+        return Err(of_none(Code::INVALID_VALUE));
+    }
+    // SAFETY: not null, and the caller's promise.
+    let (firsts, attributes) =
+        unsafe { (std::slice::from_raw_parts(firsts, kinds), std::slice::from_raw_parts(attributes, kinds)) };
+    let increasing = firsts.windows(2).all(|pair| pair[0] < pair[1]);
+    if firsts[0] != 0 || !increasing || firsts[kinds - 1] >= count {
+        return Err(of_none(Code::INVALID_VALUE));
+    }
+    let mut pieces = Vec::with_capacity(count);
+    let mut kind = 0;
+    for index in 0..count {
+        kind += usize::from(firsts.get(kind + 1) == Some(&index));
+        let order = SourceOrder::of(attributes[kind].order).filter(|_| attributes[kind].flags <= 1);
+        let order = order.ok_or((Code::INVALID_VALUE, index))?;
+        // SAFETY: index < count, and the caller's promise.
+        let (dst, src, len) = unsafe { (*dsts.add(index), *srcs.add(index), *sizes.add(index)) };
+        pieces.push(Piece { dst, src, len: len as u64, order });
+    }
+    call.copy_batch(&pieces, number(stream))
+}
+
 macro_rules! driver_calls {
     ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) |$call:ident| $body:expr;)*) => {$(
         #[unsafe(no_mangle)]
@@ -147,6 +193,7 @@ mod calls {
             give(context, || call.retain(device).map(handle))
         };
         fn cuDevicePrimaryCtxRelease_v2(device: c_int) |call| call.release(device);
+        fn cuDevicePrimaryCtxReset_v2(device: c_int) |call| call.reset_primary(device);
         fn cuDevicePrimaryCtxGetState(device: c_int, flags: Out<c_uint>, active: Out<c_int>) |call| {
             let (set, is_active) = call.primary_state(device)?;
             give(flags, || Ok(set)).and_then(|()| give(active, || Ok(c_int::from(is_active))))
@@ -330,6 +377,25 @@ mod calls {
             let (dst, src) = ((dst, Some(number(dst_context))), (src, Some(number(src_context))));
             call.across(dst, src, bytes as u64, number(stream), false)
         };
+        fn cuMemcpyBatchAsync(
+            dsts: *const Address, srcs: *const Address, sizes: *const usize, count: usize,
+            attributes: *const CopyAttributes, firsts: *const usize, kinds: usize, failed: Out<usize>, stream: Handle,
+        ) |call| {
+            call.since(12_080)?;
+            batch(call, (dsts, srcs, sizes, count), (attributes, firsts, kinds), stream).map_err(|(code, index)| {
+                if !failed.is_null() && code != Code::CAPTURED {
+                    failed.write(index);
+                }
+                code
+            })
+        };
+        fn cuMemcpyBatchAsync_v2(
+            dsts: *const Address, srcs: *const Address, sizes: *const usize, count: usize,
+            attributes: *const CopyAttributes, firsts: *const usize, kinds: usize, stream: Handle,
+        ) |call| {
+            call.since(13_000)?;
+            batch(call, (dsts, srcs, sizes, count), (attributes, firsts, kinds), stream).map_err(|(code, _)| code)
+        };
         fn cuMemsetD8_v2(dst: Address, byte: u8, count: usize) |call| call.fill(dst, byte, count as u64, 0);
         fn cuMemsetD8Async(dst: Address, byte: u8, count: usize, stream: Handle) |call| {
             call.fill(dst, byte, count as u64, number(stream))
@@ -374,14 +440,14 @@ mod calls {
     }
 }
 
-/// The name of a result; needs no driver.
+/// The name of a result that the driver's version knows.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(error: c_uint, text: *mut *const c_char) -> u32 {
     // SAFETY: the caller's pointer.
     unsafe { give_description(error, text, |(name, _)| name.as_ptr()) }
 }
 
-/// The description of a result; needs no driver.
+/// The description of a result that the driver's version knows.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(error: c_uint, text: *mut *const c_char) -> u32 {
     // SAFETY: the caller's pointer.
@@ -393,10 +459,8 @@ unsafe fn give_description(
     at: *mut *const c_char,
     pick: impl Fn((&'static std::ffi::CStr, &'static std::ffi::CStr)) -> *const c_char,
 ) -> u32 {
-    let picked = describe(error).map(pick).ok_or(Code::INVALID_VALUE);
+    let picked = describe(error, World::version()).map(pick);
     // SAFETY: the caller's pointer, checked for null.
-    match unsafe { give(at, || picked) } {
-        Ok(()) => 0,
-        Err(code) => code.0,
-    }
+    let given = unsafe { give(at, || Ok(picked.unwrap_or(std::ptr::null()))) };
+    given.err().or(picked.is_none().then_some(Code::INVALID_VALUE)).map_or(0, |code| code.0)
 }

@@ -20,7 +20,7 @@ pub(crate) struct Loaded {
     pub(crate) device: usize,
     pub(crate) call: &'static str,
     /// By the handles that were given for them.
-    functions: HashMap<u64, Arc<Function>>,
+    pub(crate) functions: HashMap<u64, Arc<Function>>,
     parsed: Vec<Arc<Function>>,
     /// The last launch in each lane.
     launches: HashMap<u32, Stamp>,
@@ -105,8 +105,10 @@ impl Call<'_> {
     fn module<'s>(&self, state: &'s State, module: u64, device: usize) -> Outcome<&'s Loaded> {
         let found = state.modules.get(&module);
         let Some(loaded) = found.filter(|loaded| loaded.device == device) else {
-            let rule = if found.is_some() { Rule::WrongContext } else { Rule::UnknownHandle };
-            self.violation(rule, || format!("there is no module {module:#x} in the current context"));
+            if found.is_none() {
+                return Err(self.no_handle(state, module, "module", Code::INVALID_HANDLE));
+            }
+            self.violation(Rule::WrongContext, || format!("the module {module:#x} is not the current context's"));
             return Err(Code::INVALID_HANDLE);
         };
         Ok(loaded)
@@ -124,10 +126,8 @@ impl Call<'_> {
     fn known_function(&self, state: &State, function: u64, device: usize) -> Outcome<(Arc<Function>, u64)> {
         let of_device = state.modules.iter().filter(|(_, module)| module.device == device);
         let mut found = of_device.filter_map(|(module, of)| Some((Arc::clone(of.functions.get(&function)?), *module)));
-        found.next().ok_or_else(|| {
-            self.violation(Rule::UnknownHandle, || format!("there is no function {function:#x} in this context"));
-            Code::INVALID_HANDLE
-        })
+        let missing = || self.no_handle(state, function, "function of this context", Code::INVALID_HANDLE);
+        found.next().ok_or_else(missing)
     }
 
     /// Enqueues a function. What it may touch, of each allocation that a parameter points into, is all from there on:

@@ -224,7 +224,7 @@ impl Lane {
         let mut inner = lock(&self.inner);
         inner.busy = false;
         inner.time = time;
-        self.done.store(epoch, Ordering::Release);
+        self.done.fetch_max(epoch, Ordering::AcqRel);
         drop(inner);
         self.progress.notify_all();
     }
@@ -264,6 +264,13 @@ impl Lane {
         inner.queue.clear();
         drop(inner);
         self.work.notify_all();
+        self.progress.notify_all();
+    }
+
+    /// Lets a stopped lane's work count as over, which will never run.
+    pub(crate) fn abandon(&self, epoch: u64) {
+        self.stop();
+        self.done.fetch_max(epoch, Ordering::AcqRel);
         self.progress.notify_all();
     }
 

@@ -24,6 +24,7 @@
 
 mod alive;
 mod backing;
+mod batch;
 mod capture;
 mod client;
 mod code;
@@ -36,6 +37,7 @@ mod ffi;
 mod hazard;
 mod kernel;
 mod lane;
+mod mapping;
 mod memory;
 mod nvml;
 mod pace;

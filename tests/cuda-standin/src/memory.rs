@@ -9,12 +9,13 @@ use crate::code::{Code, Outcome};
 use crate::config::{Config, MemoryMode};
 use crate::hazard::{Access, Clock, History, Stamp};
 use crate::lane::{Work, poison};
+use crate::pinned::RESET;
 use crate::report::Rule;
 use crate::stream::Turn;
 use crate::world::{Call, State};
 
 /// Where device addresses start. Not canonical on any 64-bit machine that runs this: touching one is a fault.
-const BASE: u64 = 0x00D0_0000_0000_0000;
+pub(crate) const BASE: u64 = 0x00D0_0000_0000_0000;
 /// The addresses of one device.
 const SPAN: u64 = 1 << 44;
 const ALIGNMENT: u64 = 512;
@@ -124,12 +125,12 @@ impl Memory {
         }
     }
 
-    pub(crate) fn drop_device(&mut self, device: usize) {
+    pub(crate) fn drop_device(&mut self, device: usize, call: &'static str) {
         let of_device = |base: u64| (base - BASE) / SPAN == device as u64;
         let gone: Vec<u64> = self.live.keys().copied().filter(|&base| of_device(base)).collect();
         for base in gone {
             if let Some(allocation) = self.live.remove(&base) {
-                self.freed.insert(base, (allocation.len, "cuDevicePrimaryCtxRelease_v2"));
+                self.freed.insert(base, (allocation.len, call));
             }
         }
         self.spares.retain(|spare| spare.device != device);
@@ -265,6 +266,9 @@ impl Call<'_> {
     fn take_out(&self, state: &mut State, base: u64, device: usize) -> Outcome<Allocation> {
         let Some(found) = state.memory.get(base) else {
             let freed = state.memory.freed.get(&base);
+            if freed.is_some_and(|(_, call)| *call == RESET) {
+                return Err(Code::INVALID_VALUE);
+            }
             let rule = if freed.is_some() { Rule::DoubleFree } else { Rule::BadFree };
             self.violation(rule, || match freed {
                 Some((len, call)) => format!("{len} bytes were already freed by {call}"),
@@ -304,6 +308,9 @@ impl Call<'_> {
         }
         let freed = state.memory.freed.range(..=address).next_back();
         if let Some((_, (size, call))) = freed.filter(|(base, (size, _))| address < **base + size) {
+            if *call == RESET {
+                return Err(Code::INVALID_VALUE);
+            }
             self.violation(Rule::UseAfterFree, || format!("an allocation of {size} bytes that {call} freed"));
             return Err(Code::INVALID_VALUE);
         }
@@ -319,7 +326,12 @@ impl Call<'_> {
 
     /// Checks a use of device memory against all others, and remembers it.
     pub(crate) fn touch(&self, state: &mut State, found: &Found, access: Access, turn: &Turn) {
-        let clock = &state.lanes[turn.lane].clock;
+        let clock = state.lanes[turn.lane].clock.clone();
+        self.touch_after(state, found, access, turn, &clock);
+    }
+
+    /// The same, for a use that is only ordered after what the clock stands for.
+    pub(crate) fn touch_after(&self, state: &mut State, found: &Found, access: Access, turn: &Turn, clock: &Clock) {
         let Some(allocation) = state.memory.live.get_mut(&found.base) else { return };
         let range = found.offset..found.offset + found.len;
         if let Some(conflict) = allocation.history.access(range.clone(), access, turn.stamp, clock) {

@@ -8,10 +8,13 @@ use crate::code::{Code, Outcome};
 use crate::config::MemoryMode;
 use crate::hazard::History;
 use crate::lane::Ticket;
+use crate::mapping::Mark;
 use crate::report::Rule;
 use crate::world::{Call, State};
 
 pub(crate) const PORTABLE: u32 = 1;
+/// The call that takes memory from its owners, who break no rule by using it.
+pub(crate) const RESET: &str = "cuDevicePrimaryCtxReset_v2";
 
 #[derive(Debug)]
 pub(crate) struct Region {
@@ -22,6 +25,20 @@ pub(crate) struct Region {
     pub(crate) backing: Arc<Backing>,
     pub(crate) history: History,
     pub(crate) call: &'static str,
+    mark: Option<Mark>,
+}
+
+impl Region {
+    /// Why its memory is no longer what was registered, if it is not.
+    pub(crate) fn stale(&self) -> Option<&'static str> {
+        self.mark.as_ref().and_then(Mark::lost)
+    }
+
+    fn lift(&self) {
+        if let Some(mark) = self.mark.as_ref().filter(|mark| mark.lost().is_none()) {
+            mark.lift();
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -56,10 +73,28 @@ impl Pinned {
         (address < base + region.len).then_some((base, region))
     }
 
+    /// Registered memory that was unmapped meanwhile: its size, and what is there now.
+    pub(crate) fn stale(&self) -> impl Iterator<Item = (u64, &'static str)> {
+        self.regions.values().filter_map(|region| Some((region.len, region.stale()?)))
+    }
+
     /// The size of the allocated memory that an address was in, and the call that freed it.
     pub(crate) fn gone_at(&self, address: u64) -> Option<(u64, &'static str)> {
         let (base, gone) = self.gone.range(..=address).next_back()?;
         (gone.backing.is_some() && address < base + gone.len).then_some((gone.len, gone.call))
+    }
+
+    /// Takes all that a device's context pinned. What the driver allocated stays readable, which a card does not promise.
+    pub(crate) fn drop_device(&mut self, device: usize, call: &'static str) {
+        let of_device = |(&base, region): (&u64, &Region)| (region.device == device).then_some(base);
+        let gone: Vec<u64> = self.regions.iter().filter_map(of_device).collect();
+        for base in gone {
+            if let Some(region) = self.regions.remove(&base) {
+                region.lift();
+                let backing = (!region.registered).then_some(region.backing);
+                self.gone.insert(base, Gone { len: region.len, call, backing });
+            }
+        }
     }
 
     /// Whether any region shares a byte with the range.
@@ -97,7 +132,7 @@ impl Call<'_> {
         let backing = Arc::new(Backing::new(len as usize).ok_or(Code::OUT_OF_MEMORY)?);
         let base = backing.at(0).expose_provenance() as u64;
         let history = History::default();
-        let region = Region { device, len, flags, registered: false, backing, history, call: self.name };
+        let region = Region { device, len, flags, registered: false, backing, history, call: self.name, mark: None };
         state.pinned.insert(base, region);
         Ok(base)
     }
@@ -110,12 +145,17 @@ impl Call<'_> {
             return Err(Code::INVALID_VALUE);
         }
         if state.pinned.overlaps(base, len) {
+            let stale = state.pinned.holding(base).and_then(|(_, region)| Some((region.len, region.stale()?)));
+            if let Some((of, why)) = stale {
+                self.violation(Rule::StaleRegistration, || format!("{of} bytes are registered there already: {why}"));
+            }
             return Err(Code::HOST_MEMORY_ALREADY_REGISTERED);
         }
         self.may_pin(&state, len)?;
         let backing = Arc::new(Backing::borrowed(at, len as usize));
         let history = History::default();
-        let region = Region { device, len, flags, registered: true, backing, history, call: self.name };
+        let mark = self.world.config().check_sources.then(|| Mark::set(base, len));
+        let region = Region { device, len, flags, registered: true, backing, history, call: self.name, mark };
         state.pinned.insert(base, region);
         Ok(())
     }
@@ -127,6 +167,9 @@ impl Call<'_> {
         let failure = if registered { Code::HOST_MEMORY_NOT_REGISTERED } else { Code::INVALID_VALUE };
         if state.pinned.regions.get(&base).is_none_or(|region| region.registered != registered) {
             let gone = state.pinned.gone.get(&base);
+            if gone.is_some_and(|gone| gone.call == RESET) {
+                return Err(failure);
+            }
             let rule = if gone.is_some() { Rule::DoubleFree } else { Rule::BadFree };
             self.violation(rule, || match gone {
                 Some(gone) => format!("the host memory at {base:#x} was already given up by {}", gone.call),
@@ -135,6 +178,10 @@ impl Call<'_> {
             return Err(failure);
         }
         let region = state.pinned.regions.remove(&base).ok_or(failure)?;
+        if let Some(why) = region.stale() {
+            self.violation(Rule::StaleRegistration, || format!("{} registered bytes: {why}", region.len));
+        }
+        region.lift();
         if let Some(open) = region.history.unordered(&state.host) {
             self.violation(Rule::FreeInUse, || {
                 format!("{} pinned bytes were given up while {} may still use them", region.len, open.with.call)

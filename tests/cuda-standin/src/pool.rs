@@ -147,8 +147,7 @@ impl State {
 impl Call<'_> {
     pub(crate) fn known_pool<'s>(&self, state: &'s State, pool: u64) -> Outcome<&'s Pool> {
         let Some(found) = state.pools.get(&pool) else {
-            self.violation(Rule::UnknownHandle, || format!("there is no pool {pool:#x}"));
-            return Err(Code::INVALID_VALUE);
+            return Err(self.no_handle(state, pool, "pool", Code::INVALID_VALUE));
         };
         self.whole(found.device)?;
         Ok(found)

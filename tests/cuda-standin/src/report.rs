@@ -42,6 +42,10 @@ pub enum Rule {
     PartlyPinned,
     /// Pinned memory that is not portable was used with a context other than its own.
     NotPortable,
+    /// Host memory was unmapped while it was registered: its addresses lead nowhere, or to other memory.
+    StaleRegistration,
+    /// A call that a driver of this version does not have.
+    NewerCall,
     /// A host function called the driver.
     CallInHostFunction,
     /// The stand-in itself failed.
@@ -70,6 +74,8 @@ impl Rule {
             Rule::NoPeerAccess => "no_peer_access",
             Rule::PartlyPinned => "partly_pinned",
             Rule::NotPortable => "not_portable",
+            Rule::StaleRegistration => "stale_registration",
+            Rule::NewerCall => "newer_call",
             Rule::CallInHostFunction => "call_in_host_function",
             Rule::Panic => "panic",
             Rule::Leak => "leak",
@@ -123,8 +129,10 @@ pub struct Report {
     pub pending: u64,
     /// The most bytes that were allocated at once, per device.
     pub peak_bytes: Vec<u64>,
-    /// How often each call was made.
+    /// How often each call was made, by whatever threads.
     pub calls: BTreeMap<String, u64>,
+    /// How often the thread that asks for this report made each call: a count that no background thread changes.
+    pub own_calls: BTreeMap<String, u64>,
 }
 
 impl Report {
@@ -136,6 +144,11 @@ impl Report {
     /// How often a call was made, by its exported name.
     pub fn calls_of(&self, call: &str) -> u64 {
         self.calls.get(call).copied().unwrap_or(0)
+    }
+
+    /// How often the thread that asked for this report made a call, by its exported name.
+    pub fn own_calls_of(&self, call: &str) -> u64 {
+        self.own_calls.get(call).copied().unwrap_or(0)
     }
 
     /// Whether no rule was broken; what is alive does not matter.

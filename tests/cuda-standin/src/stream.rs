@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crate::code::{Code, Outcome};
+use crate::fault::Spoil;
 use crate::hazard::{Clock, Stamp};
 use crate::lane::{HostCall, Lane, Op, Record, Ticket, Work};
 use crate::report::Rule;
@@ -12,7 +13,7 @@ use crate::world::{Call, State, new_handle};
 const NON_BLOCKING: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
 /// The legacy default stream, by its two names.
-const LEGACY: [u64; 2] = [0, 1];
+pub(crate) const LEGACY: [u64; 2] = [0, 1];
 const PER_THREAD: u64 = 2;
 /// The greatest priority; the least is 0.
 pub(crate) const GREATEST_PRIORITY: i32 = -5;
@@ -132,15 +133,13 @@ impl State {
 
 impl Call<'_> {
     pub(crate) fn submit(&self, state: &State, turn: Turn, work: Work) {
+        self.submit_spoilt(state, turn, work, self.spoil);
+    }
+
+    pub(crate) fn submit_spoilt(&self, state: &State, turn: Turn, work: Work, spoil: Spoil) {
         let lane = &state.lanes[turn.lane].lane;
-        let op = Op {
-            epoch: turn.stamp.epoch,
-            call: self.name,
-            after: turn.after,
-            work,
-            spoil: self.spoil,
-            enqueued: Instant::now(),
-        };
+        let op =
+            Op { epoch: turn.stamp.epoch, call: self.name, after: turn.after, work, spoil, enqueued: Instant::now() };
         lane.submit(op, &self.world.shared);
     }
 
@@ -188,8 +187,7 @@ impl Call<'_> {
 
     fn known_stream(&self, state: &State, stream: u64) -> Outcome<Stream> {
         let Some(found) = state.streams.get(&stream) else {
-            self.violation(Rule::UnknownHandle, || format!("there is no stream {stream:#x}"));
-            return Err(Code::INVALID_HANDLE);
+            return Err(self.no_handle(state, stream, "stream", Code::INVALID_HANDLE));
         };
         self.whole(found.device)?;
         Ok(*found)
@@ -278,8 +276,7 @@ impl Call<'_> {
 
     fn known_event<'s>(&self, state: &'s State, event: u64) -> Outcome<&'s Event> {
         let Some(found) = state.events.get(&event) else {
-            self.violation(Rule::UnknownHandle, || format!("there is no event {event:#x}"));
-            return Err(Code::INVALID_HANDLE);
+            return Err(self.no_handle(state, event, "event", Code::INVALID_HANDLE));
         };
         self.whole(found.device)?;
         Ok(found)

@@ -1,7 +1,7 @@
 //! The whole driver between two resets, and what every call goes through first.
 
-use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap};
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
@@ -26,7 +26,8 @@ use crate::worker;
 
 /// The environment variable with a configuration, for programs that know nothing of the stand-in.
 const CONFIG_VARIABLE: &str = "CUDA_STANDIN_CONFIG";
-/// The environment variable with the path of a file that gets the report of such a program at its end.
+/// The environment variable with the path of a file that gets the report of such a program at its end. `%p` in it stands
+/// for the number of the process, for programs that start others.
 const REPORT_VARIABLE: &str = "CUDA_STANDIN_REPORT";
 
 static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
@@ -35,6 +36,15 @@ static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
+    /// The calls of this thread, and in which world it made them.
+    static OWN_CALLS: RefCell<(u64, Counts)> = const { RefCell::new((0, Counts::new())) };
+}
+
+/// How often each call was made.
+type Counts = BTreeMap<&'static str, u64>;
+
+fn named(counts: &Counts) -> BTreeMap<String, u64> {
+    counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect()
 }
 
 /// A handle that no one can mistake for memory, and that is never given twice, resets included.
@@ -47,7 +57,8 @@ pub(crate) struct World {
     pub(crate) shared: Arc<Shared>,
     state: Mutex<State>,
     pub(crate) faults: Mutex<Faults>,
-    calls: Mutex<BTreeMap<&'static str, u64>>,
+    calls: Mutex<Counts>,
+    number: u64,
 }
 
 /// All that the calls change; the workers never look at it.
@@ -71,6 +82,8 @@ pub(crate) struct State {
     pub(crate) captures: HashMap<u64, Capture>,
     /// Graphs and how many nodes they have.
     pub(crate) graphs: HashMap<u64, usize>,
+    /// Handles that went when someone reset their primary context, which their owner cannot know.
+    pub(crate) taken: HashSet<u64>,
 }
 
 impl World {
@@ -82,6 +95,7 @@ impl World {
             state: Mutex::new(state),
             faults: Mutex::default(),
             calls: Mutex::default(),
+            number: NEXT_HANDLE.fetch_add(1, Ordering::Relaxed),
         }
     }
 
@@ -125,8 +139,28 @@ impl World {
             std::thread::sleep(Duration::from_micros(100));
         }
         let mut report = world.state().report(&world.shared);
-        report.calls = lock(&world.calls).iter().map(|(name, count)| ((*name).to_owned(), *count)).collect();
+        report.calls = named(&lock(&world.calls));
+        report.own_calls =
+            OWN_CALLS.with_borrow(|(of, own)| if *of == world.number { named(own) } else { BTreeMap::new() });
         report
+    }
+
+    /// What the driver says of its version.
+    pub(crate) fn version() -> i32 {
+        let world = World::current();
+        let told = lock(&world.faults).plan.driver_version;
+        told.unwrap_or(world.config().driver_version)
+    }
+
+    /// Counts a call, of all threads and of this one.
+    fn count(&self, name: &'static str) {
+        *lock(&self.calls).entry(name).or_default() += 1;
+        OWN_CALLS.with_borrow_mut(|(of, own)| {
+            if *of != self.number {
+                (*of, *own) = (self.number, Counts::new());
+            }
+            *own.entry(name).or_default() += 1;
+        });
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
@@ -144,10 +178,11 @@ unsafe extern "C" {
 
 extern "C" fn write_report() {
     let _ = catch_unwind(|| {
-        let Some(path) = std::env::var_os(REPORT_VARIABLE) else { return };
+        let Ok(path) = std::env::var(REPORT_VARIABLE) else { return };
+        let path = path.replace("%p", &std::process::id().to_string());
         let json = serde_json::to_vec_pretty(&World::report()).unwrap_or_default();
         if let Err(error) = std::fs::write(&path, json) {
-            eprintln!("cuda-standin: {}: {error}", path.display());
+            eprintln!("cuda-standin: {path}: {error}");
         }
     });
 }
@@ -196,7 +231,7 @@ pub(crate) fn enter(name: &'static str, body: impl FnOnce(&Call<'_>) -> Outcome<
 
 impl<'w> Call<'w> {
     fn begin(name: &'static str, world: &'w World) -> Outcome<Call<'w>> {
-        *lock(&world.calls).entry(name).or_default() += 1;
+        world.count(name);
         let mut call = Call { name, world, spoil: Spoil::default() };
         if worker::in_host_function() {
             call.violation(Rule::CallInHostFunction, || "host functions must not call the driver".to_owned());
@@ -242,6 +277,9 @@ impl<'w> Call<'w> {
     /// The device of the calling thread's current context, which must be there and whole.
     pub(crate) fn device(&self, state: &State) -> Outcome<usize> {
         let current = CURRENT.get();
+        if state.taken.contains(&current) {
+            return Err(Code::CONTEXT_IS_DESTROYED);
+        }
         let Some(&device) = state.contexts.get(&current) else {
             self.violation(Rule::NoContext, || {
                 let what = if current == 0 { "has no current context" } else { "has a context that is gone" };
@@ -251,6 +289,15 @@ impl<'w> Call<'w> {
         };
         self.whole(device)?;
         Ok(device)
+    }
+
+    /// The result for a handle that there is not; one that a reset took breaks no rule.
+    pub(crate) fn no_handle(&self, state: &State, handle: u64, what: &str, result: Code) -> Code {
+        if state.taken.contains(&handle) {
+            return if state.taken.contains(&CURRENT.get()) { Code::CONTEXT_IS_DESTROYED } else { result };
+        }
+        self.violation(Rule::UnknownHandle, || format!("there is no {what} {handle:#x}"));
+        result
     }
 
     /// A broken device gives the same result to every call.

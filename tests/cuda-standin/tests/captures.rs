@@ -149,6 +149,53 @@ fn a_global_capture_is_broken_by_calls_of_other_threads() {
     standin.report().assert_clean();
 }
 
+/// The mode is each thread's own, and what counts is the mode at the call: relaxed for one call only, a thread spares the
+/// capture at that call and breaks it at the next.
+#[test]
+fn a_threads_mode_counts_at_each_call_and_for_that_thread_alone() {
+    let standin = session(&Config::default());
+    let cuda = Cuda::open(0);
+    let (stream, other) = (cuda.stream(), cuda.stream());
+    let event = cuda.record(other);
+    cuda.synchronize(other);
+    let (context, event_number) = (cuda.context as usize, event as usize);
+    let query = move || {
+        // SAFETY: as above.
+        code(unsafe { result::event::query(event_number as sys::CUevent) })
+    };
+    let exchange = |mut mode: Mode| {
+        // SAFETY: as above.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().unwrap();
+        mode
+    };
+    begin(stream, GLOBAL);
+    std::thread::scope(|scope| {
+        scope
+            .spawn(move || {
+                // SAFETY: as above.
+                unsafe { result::ctx::set_current(context as sys::CUcontext) }.unwrap();
+                for _ in 0..3 {
+                    assert_eq!(exchange(RELAXED), GLOBAL);
+                    assert_eq!(query(), None, "relaxed");
+                    assert_eq!(exchange(GLOBAL), RELAXED, "what was exchanged comes back");
+                }
+            })
+            .join()
+            .unwrap();
+    });
+    assert_eq!(status(stream), Ok(Status::CU_STREAM_CAPTURE_STATUS_ACTIVE));
+    // This thread began the capture, and the other one's mode is not its own.
+    assert_eq!(exchange(RELAXED), GLOBAL);
+    assert_eq!(query(), None);
+    assert_eq!(exchange(GLOBAL), RELAXED);
+    assert_eq!(query(), Some(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED));
+    assert_eq!(end(stream), Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED));
+    cuda.forget(event);
+    [stream, other].into_iter().for_each(|stream| cuda.destroy(stream));
+    cuda.close();
+    standin.report().assert_clean();
+}
+
 /// The same library answers as the management library, about the same machine and before the driver is initialised.
 #[test]
 fn the_management_library_tells_of_the_same_machine() {

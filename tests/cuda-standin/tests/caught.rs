@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::ffi::c_void;
+
 use common::{Cuda, MIB, pattern};
 use cuda_standin::{Config, Driver, MemoryMode, Rule, session};
 use cudarc::driver::result;
@@ -413,4 +415,106 @@ fn a_host_function_that_calls_the_driver() {
     unsafe { result::stream::launch_host_function(stream, calls, std::ptr::null_mut()).unwrap() };
     cuda.synchronize(stream);
     assert_caught(&standin, Rule::CallInHostFunction, "cuMemGetInfo_v2");
+}
+
+/// Memory of a mapping of its own, for the program to register.
+fn map(len: usize) -> memmap2::MmapMut {
+    memmap2::MmapOptions::new().len(len).map_anon().unwrap()
+}
+
+fn register(memory: &memmap2::MmapMut) -> CUresult {
+    let at = memory.as_ptr().cast_mut().cast();
+    // SAFETY: the memory is mapped; what happens to it later is what is tested.
+    unsafe { sys::cuMemHostRegister_v2(at, memory.len(), sys::CU_MEMHOSTREGISTER_PORTABLE) }
+}
+
+/// Maps memory again where memory was.
+fn map_at(at: *mut u8, len: usize) {
+    const ANYWHERE: i32 = -1;
+    unsafe extern "C" {
+        fn mmap(at: *mut c_void, len: usize, access: i32, flags: i32, file: i32, offset: i64) -> *mut c_void;
+    }
+    // Readable and writable; private, anonymous, and where it is told.
+    let (access, flags) = (1 | 2, 2 | 0x20 | 0x10);
+    // SAFETY: the program unmapped this range a moment ago, or has it mapped for nothing else.
+    let mapped = unsafe { mmap(at.cast(), len, access, flags, ANYWHERE, 0) };
+    assert_eq!(mapped, at.cast());
+}
+
+#[test]
+fn registered_memory_that_was_unmapped() {
+    let standin = session(&Config::with_devices(&[64 * MIB]));
+    let cuda = Cuda::open(0);
+    let (stream, device, mut memory) = (cuda.stream(), cuda.alloc(LEN), map(LEN));
+    assert_eq!(register(&memory), CUresult::CUDA_SUCCESS);
+    let at = memory.as_mut_ptr();
+    cuda.upload(device, at.cast(), LEN, stream);
+    cuda.synchronize(stream);
+    assert_eq!(standin.report().violations, []);
+    drop(memory);
+    // Nobody has to use it: that it is registered still is enough.
+    assert_eq!(standin.report().count(Rule::StaleRegistration), 1);
+    assert_eq!(cuda.try_upload(device, at.cast(), LEN, stream), CUresult::CUDA_ERROR_INVALID_VALUE);
+    assert_caught(&standin, Rule::StaleRegistration, "cuMemHostRegister_v2");
+    assert_caught(&standin, Rule::StaleRegistration, "cuMemcpyHtoDAsync_v2");
+    // SAFETY: registered above.
+    unsafe { sys::cuMemHostUnregister(at.cast()) }.result().unwrap();
+    assert_caught(&standin, Rule::StaleRegistration, "cuMemHostUnregister");
+}
+
+#[test]
+fn addresses_of_registered_memory_that_came_again_as_ordinary_memory() {
+    let standin = session(&Config::with_devices(&[64 * MIB]));
+    let cuda = Cuda::open(0);
+    let (stream, device, mut memory) = (cuda.stream(), cuda.alloc(LEN), map(LEN));
+    assert_eq!(register(&memory), CUresult::CUDA_SUCCESS);
+    let at = memory.as_mut_ptr();
+    std::mem::forget(memory);
+    // At once, so that no other thread gets the addresses.
+    map_at(at, LEN);
+    assert_eq!(cuda.try_upload(device, at.cast(), LEN / 4, stream), CUresult::CUDA_ERROR_INVALID_VALUE);
+    assert_caught(&standin, Rule::StaleRegistration, "cuMemcpyHtoDAsync_v2");
+    // SAFETY: the memory is mapped, and stays.
+    let again = unsafe { sys::cuMemHostRegister_v2(at.cast(), LEN, sys::CU_MEMHOSTREGISTER_PORTABLE) };
+    assert_eq!(again, CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+    assert_caught(&standin, Rule::StaleRegistration, "cuMemHostRegister_v2");
+}
+
+/// A driver of an older version does not have the call at all.
+#[test]
+fn a_call_that_is_newer_than_the_driver() {
+    for (version, call) in [(12_040, "cuMemcpyBatchAsync"), (12_080, "cuMemcpyBatchAsync_v2")] {
+        let standin = session(&Config { driver_version: version, ..late() });
+        let _cuda = Cuda::open(0);
+        type Batch = unsafe extern "C" fn(
+            *const u64,
+            *const u64,
+            *const usize,
+            usize,
+            *const u8,
+            *const usize,
+            usize,
+            *mut u8,
+            *mut u8,
+        ) -> u32;
+        let batch = standin.call(call).unwrap();
+        // SAFETY: the call has this type, or is given one argument more than it looks at.
+        let result = unsafe {
+            let batch: Batch = std::mem::transmute(batch);
+            let null: *const u8 = std::ptr::null();
+            batch(
+                null.cast(),
+                null.cast(),
+                null.cast(),
+                0,
+                null,
+                null.cast(),
+                0,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+            )
+        };
+        assert_eq!(result, CUresult::CUDA_ERROR_NOT_SUPPORTED as u32);
+        assert_caught(&standin, Rule::NewerCall, call);
+    }
 }

@@ -1,6 +1,6 @@
 //! A program that knows nothing of the stand-in runs over it, by the environment alone.
 
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use cuda_standin::{Config, Driver, Report, library_path};
 use cudarc::driver::result;
@@ -24,15 +24,18 @@ fn a_program_is_configured_and_reports_by_the_environment() {
     // Loading it once makes the folder that holds the driver's names.
     Driver::load().unwrap();
     let names = library_path().unwrap().with_file_name("cuda-standin-names");
-    let report = std::env::temp_dir().join(format!("standin-report-{}.json", std::process::id()));
+    let named = |process: &str| std::env::temp_dir().join(format!("standin-{}-{process}.json", std::process::id()));
     let config = serde_json::to_string(&Config::with_devices(&[1 << 20, 3 << 20])).unwrap();
-    let output = Command::new(std::env::current_exe().unwrap())
+    let program = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "program", "--ignored"])
         .env("LD_LIBRARY_PATH", names)
         .env("CUDA_STANDIN_CONFIG", config)
-        .env("CUDA_STANDIN_REPORT", &report)
-        .output()
+        .env("CUDA_STANDIN_REPORT", named("%p"))
+        .stdout(Stdio::piped())
+        .spawn()
         .unwrap();
+    let report = named(&program.id().to_string());
+    let output = program.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     let seen: Report = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
     std::fs::remove_file(&report).unwrap();

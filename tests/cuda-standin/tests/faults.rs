@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Cuda, MIB, pattern};
-use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, Rule, session};
+use cuda_standin::{Config, Driver, Effect, Fault, FaultPlan, Link, Rule, session};
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult};
 
@@ -246,10 +246,11 @@ fn whichever_call_fails_the_stand_in_stands() {
     assert!(calls > 20);
     let effects = [
         Effect::OutOfMemory,
-        Effect::Fail(4242),
+        Effect::Fail(304),
         Effect::Sticky(700),
         Effect::DeviceLost,
         Effect::LateSticky(719),
+        Effect::Torn(719),
         Effect::StallMillis(1),
     ];
     for effect in effects {
@@ -262,4 +263,94 @@ fn whichever_call_fails_the_stand_in_stands() {
             assert_eq!(report.pending, 0, "{effect:?} at call {nth}");
         }
     }
+}
+
+/// A driver may give results that the caller's bindings do not know: any number comes through as it is.
+#[test]
+fn results_that_are_newer_than_the_bindings_come_as_their_numbers() {
+    for (version, known) in [(12_040, false), (12_080, true)] {
+        let standin = session(&Config { driver_version: version, ..machine() });
+        let _cuda = Cuda::open(0);
+        let asked = call::<fn_types::Allocate>(&standin, "cuMemAlloc_v2");
+        let name_of = call::<fn_types::Name>(&standin, "cuGetErrorName");
+        for code in [226, 721, 913, 916, 919, 4242] {
+            standin.fault(&FaultPlan::one(Fault::nth("cuMemAlloc_v2", 1, Effect::Fail(code))));
+            let mut address = 0;
+            // SAFETY: the pointer is to a local.
+            assert_eq!(unsafe { asked(&raw mut address, LEN) }, code);
+        }
+        let name = |code| {
+            let mut text = c"untouched".as_ptr();
+            // SAFETY: the pointer is to a local, and a name is static.
+            unsafe {
+                let result = name_of(code, &raw mut text);
+                (result, (!text.is_null()).then(|| std::ffi::CStr::from_ptr(text)))
+            }
+        };
+        let unrecognized = (CUresult::CUDA_ERROR_INVALID_VALUE as u32, None);
+        assert_eq!(name(226), if known { (0, Some(c"CUDA_ERROR_CONTAINED")) } else { unrecognized });
+        assert_eq!((name(4242), name(700)), (unrecognized, (0, Some(c"CUDA_ERROR_ILLEGAL_ADDRESS"))));
+        standin.report().assert_clean();
+    }
+}
+
+#[test]
+fn a_sticky_result_may_be_any_number_too() {
+    let standin = session(&machine());
+    let cuda = Cuda::open(0);
+    let (stream, device, source) = (cuda.stream(), cuda.alloc(LEN), cuda.pin(&pattern(LEN, 1)));
+    standin.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::LateSticky(721))));
+    cuda.upload(device, source, LEN, stream);
+    let synchronize = call::<fn_types::OfHandle>(&standin, "cuStreamSynchronize");
+    let unpin = call::<fn_types::OfHandle>(&standin, "cuMemFreeHost");
+    // SAFETY: the stream is alive, the memory pinned.
+    unsafe {
+        assert_eq!(synchronize(stream.cast()), 721);
+        assert_eq!(unpin(source), 721);
+    }
+    standin.report().assert_lawful();
+}
+
+/// A donor that breaks in the middle of a copy to the host: another device, whose copy up waits for it, is handed what
+/// had come until then, and its own calls all succeed.
+#[test]
+fn a_donor_that_breaks_in_the_middle_of_a_copy_leaves_half_of_the_bytes() {
+    // Nothing runs before all is enqueued.
+    let standin = session(&machine().late_micros(10_000_000));
+    let (cuda, donor) = (Cuda::open(0), Cuda::open(1));
+    let (there, down) = (donor.alloc(LEN), donor.stream());
+    let (fresh, between) = (donor.pin(&pattern(LEN, 7)), donor.pin(&vec![1; LEN]));
+    donor.upload(there, fresh, LEN, down);
+    donor.synchronize(down);
+    standin.fault(&FaultPlan::one(Fault::nth("cuMemcpyDtoHAsync_v2", 1, Effect::Torn(719))));
+    donor.download(between, there, LEN, down);
+    let landed = donor.record(down);
+    cuda.bind();
+    let (here, up, back) = (cuda.alloc(LEN), cuda.stream(), cuda.pin(&vec![0; LEN]));
+    cuda.wait(up, landed);
+    cuda.upload(here, between, LEN, up);
+    cuda.download(back, here, LEN, up);
+    cuda.synchronize(up);
+    let want = [&pattern(LEN, 7)[..LEN / 2], &vec![1; LEN / 2]].concat();
+    assert!(cuda.host(back, LEN) == want, "half of the bytes");
+    // SAFETY: the event is alive.
+    let event = unsafe { result::event::query(landed) };
+    assert_eq!(event.unwrap_err().0, CUresult::CUDA_ERROR_LAUNCH_FAILED, "who asks the donor's event is told");
+    standin.report().assert_lawful();
+}
+
+/// The driver's calls with results as numbers.
+mod fn_types {
+    use std::ffi::{c_char, c_void};
+
+    pub(super) type Allocate = unsafe extern "C" fn(*mut u64, usize) -> u32;
+    pub(super) type Name = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
+    pub(super) type OfHandle = unsafe extern "C" fn(*mut c_void) -> u32;
+}
+
+fn call<F: Copy>(standin: &Driver, name: &str) -> F {
+    let address = standin.call(name).unwrap();
+    assert_eq!(size_of::<F>(), size_of_val(&address));
+    // SAFETY: `F` is a pointer to a function, of the type that the driver's documentation gives.
+    unsafe { std::mem::transmute_copy(&address) }
 }

@@ -1,0 +1,89 @@
+//! What a layer costs in calls of the driver, whose number does not depend on how busy the machine is. `--nocapture` shows
+//! them all.
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+mod card;
+mod support;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use card::stand_in;
+use cuda_standin::{Config, Session};
+use support::{Subject, llama, spec};
+use tensor_offload::backend::{Backend, Cuda, Host, MemoryKind, Role};
+use tensor_offload::{ByteSize, DType, Loader, Model, Registry, Streamer};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const PASSES: usize = 10;
+
+fn model(subject: &Subject, allocation: &str, own_slots: bool) -> Arc<Model> {
+    let cuda = Cuda::new().context_size(ByteSize(0));
+    let devices = Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())]);
+    let planner = subject.planner(devices.machine(), allocation).depth(1).own_slots(own_slots);
+    let plan = planner.plan().unwrap();
+    Arc::new(Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap())
+}
+
+fn streamer(model: &Arc<Model>, own_slots: bool) -> Streamer {
+    if !own_slots {
+        return Streamer::new(model).unwrap();
+    }
+    let device = model.residency().device();
+    let mut slots = Vec::new();
+    for class in model.slot_classes() {
+        let buffer = |bytes: u64| device.alloc(bytes as usize, MemoryKind::Whole).unwrap();
+        let slot = |_| class.tensors.iter().map(|tensor| buffer(tensor.bytes)).collect();
+        slots.push((0..class.layers.len().min(2)).map(slot).collect());
+    }
+    Streamer::with_slots(model, device.stream(Role::Compute).unwrap(), slots).unwrap()
+}
+
+/// The calls of a few passes, for each layer of them, without those of threads of the library's own where they can be told:
+/// events are asked for by its reaper, too, as often as it happens to look.
+fn calls(cuda: &Session, subject: &Subject, allocation: &str, own_slots: bool) -> BTreeMap<String, f64> {
+    let model = model(subject, allocation, own_slots);
+    let mut streamer = streamer(&model, own_slots);
+    let layers = model.layout().layers.len();
+    let pass = |streamer: &mut Streamer| {
+        (0..layers).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
+    };
+    (0..2).for_each(|_| pass(&mut streamer));
+    let before = cuda.report().calls;
+    (0..PASSES).for_each(|_| pass(&mut streamer));
+    let after = cuda.report().calls;
+    let each = |(call, count): (String, u64)| {
+        let new = count - before.get(&call).copied().unwrap_or(0);
+        (new > 0).then(|| (call, new as f64 / (layers * PASSES) as f64))
+    };
+    after.into_iter().filter_map(each).collect()
+}
+
+#[test]
+fn cuda_a_layer_takes_few_calls() {
+    let experts = |layer: u64| {
+        (0..400).map(move |e| spec(format!("model.layers.{layer}.experts.{e}.w.weight"), DType::F32, &[16, 16]))
+    };
+    let experts = Subject::plain(&(0..4).flat_map(experts).collect::<Vec<_>>(), 60);
+    let llama = Subject::plain(&llama(4, 32), 61);
+    // Copies, events and waits for each layer, at most: for slots of the caller's own as few events as for the library's.
+    for (name, subject, allocation, own_slots, most) in [
+        ("llama, slots of the library's", &llama, "cpu,*", false, [5.0, 2.3, 3.5]),
+        ("llama, slots of the caller's", &llama, "cpu,*", true, [5.0, 2.3, 3.5]),
+        ("400 experts", &experts, "cpu,*", false, [1.0, 2.3, 3.5]),
+        ("400 experts through the host", &experts, "cuda:1,*", false, [2.0, 3.3, 5.5]),
+    ] {
+        let config = Config { check_sources: false, ..Config::with_devices(&[64 << 20, 64 << 20]) };
+        let Some(cuda) = stand_in(&config) else { return };
+        let calls = calls(&cuda, subject, allocation, own_slots);
+        println!("{name}:");
+        calls.iter().for_each(|(call, each)| println!("  {call} {each:.1} a layer"));
+        let of = |names: &[&str]| -> f64 { names.iter().filter_map(|name| calls.get(*name)).sum() };
+        let copies = of(&["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemcpyBatchAsync"]);
+        let found = [copies, of(&["cuEventRecord"]), of(&["cuStreamWaitEvent"])];
+        assert!(found.iter().zip(most).all(|(found, most)| *found <= most), "{name}: {found:?}, at most {most:?}");
+        card::wait_until_closed(&cuda, DEADLINE);
+    }
+}
