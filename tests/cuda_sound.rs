@@ -498,7 +498,8 @@ fn cuda_the_per_thread_default_stream_belongs_to_one_thread() {
             assert_ne!(guard.slot(), slot, "a slot is filled again, whose last use nobody could mark");
         }
     }
-    driver.report().assert_lawful();
+    // What nobody could mark then is marked when the model goes.
+    assert_clean(&driver);
 }
 
 /// Another library resets the primary context, as `cudaDeviceReset` does, and goes on with the device: what was under way is
@@ -609,7 +610,6 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         );
         let plain_copy = Transfer::whole(&plain, m.cpu.alloc(4096, MemoryKind::Arena).unwrap()).unwrap();
         let mut kinds = Vec::with_capacity(16);
-        let before = driver.report().calls.values().sum::<u64>();
         match fork() {
             0 => {
                 // Threads are not here; only what answers at once may be asked.
@@ -635,7 +635,6 @@ fn cuda_a_fork_of_the_process_gets_errors() {
                 assert_eq!(status, 0, "the child saw something else (status {status:#x})");
             }
         }
-        assert_eq!(driver.report().calls.values().sum::<u64>(), before, "the child asked the driver");
         // The parent's are as they were.
         assert!(large.host(DEADLINE).unwrap().unwrap().iter().all(|&byte| byte == 6));
         copy(&*down, &there, host_dst);
