@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use card::stand_in;
-use cuda_standin::{Config, Session};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
 use support::{Subject, llama, spec};
 use tensor_offload::backend::{Backend, Cuda, Host, MemoryKind, Role};
 use tensor_offload::{ByteSize, DType, Loader, Model, Registry, Streamer};
@@ -85,5 +85,44 @@ fn cuda_a_layer_takes_few_calls() {
         let found = [copies, of(&["cuEventRecord"]), of(&["cuStreamWaitEvent"])];
         assert!(found.iter().zip(most).all(|(found, most)| *found <= most), "{name}: {found:?}, at most {most:?}");
         card::wait_until_closed(&cuda, DEADLINE);
+    }
+}
+
+/// A driver that takes batches of copies gets one for a layer, in the interface of its version; one that has the call and
+/// refuses it gets the copies one by one. The bytes are the same.
+#[test]
+fn cuda_the_copies_of_a_layer_are_one_batch_where_there_are_batches() {
+    let subject = Subject::plain(&llama(4, 32), 62);
+    for (version, call) in [(12_080, "cuMemcpyBatchAsync"), (13_000, "cuMemcpyBatchAsync_v2")] {
+        for refused in [false, true] {
+            let config = Config { driver_version: version, ..Config::with_devices(&[64 << 20]).late_micros(500) };
+            let Some(cuda) = stand_in(&config) else { return };
+            if refused {
+                cuda.fault(&FaultPlan::one(Fault::nth(call, 1, Effect::Fail(801)).onwards()));
+            }
+            let model = model(&subject, "cpu,*", false);
+            let mut streamer = Streamer::new(&model).unwrap();
+            for layer in (0..model.layout().layers.len()).chain(0..model.layout().layers.len()) {
+                let guard = streamer.layer(layer).unwrap();
+                for tensor in guard.tensors() {
+                    let mut bytes = vec![0; tensor.info().bytes as usize];
+                    guard.read(&tensor.info().name, &mut bytes).unwrap();
+                    assert!(bytes == subject.bytes_of(&tensor.info().name), "{}", tensor.info().name);
+                }
+            }
+            let fills = streamer.report().lanes.iter().map(|lane| lane.fills).sum::<u64>();
+            let report = cuda.report();
+            let (batches, singles) = (report.calls_of(call), report.calls_of("cuMemcpyHtoDAsync_v2"));
+            if refused {
+                assert!(batches == 1 && singles > fills, "{batches} batches, {singles} copies, {fills} fills");
+            } else {
+                assert!(
+                    batches > 0 && batches + singles <= fills,
+                    "{batches} batches, {singles} copies, {fills} fills"
+                );
+            }
+            drop((streamer, model));
+            card::assert_clean(&cuda);
+        }
     }
 }

@@ -602,6 +602,11 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         let plan = subject.planner(devices.machine(), "cpu,*").depth(1).plan().unwrap();
         let model = Arc::new(Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap();
+        let planner = subject.planner(devices.machine(), "cpu,*").depth(1).pinned_cap(Some(ByteSize(0)));
+        let loaded = Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &planner.plan().unwrap());
+        let mut staged = Streamer::new(&Arc::new(loaded.unwrap())).unwrap();
+        cpu_stream.occupy(Duration::from_millis(500)).unwrap();
+        let slept = cpu_stream.record(&[]).unwrap();
         let transfer = |dst: BufMut| Transfer::whole(&there, dst).unwrap();
         let (down, host_dst, plain) = (
             m.card.stream(Role::Download).unwrap(),
@@ -620,6 +625,9 @@ fn cuda_a_fork_of_the_process_gets_errors() {
                 kinds.push(down.copy(transfer(host_dst)).err().map(|rejected| rejected.error.kind()));
                 kinds.push(cpu_stream.copy(plain_copy).err().map(|rejected| rejected.error.kind()));
                 kinds.push(streamer.layer(1).err().map(|error| error.kind()));
+                kinds.push(staged.layer(1).err().map(|error| error.kind()));
+                kinds.push(m.cpu.alloc(8, MemoryKind::Arena).err().map(|error| error.kind()));
+                kinds.push(slept.wait(DEADLINE).err().map(|error| error.kind()));
                 let right = kinds.iter().all(|kind| *kind == Some(ErrorKind::Forked)) && writable.host_mut().is_none();
                 drop((large, writable, there, plain));
                 _exit(if right {

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::host_memory::HostMemory;
+use super::process::Process;
 use super::software::{Medium, SoftwareDevice};
 use super::{Backend, Device, Found, Ledger};
 use crate::device::{DeviceId, DeviceInfo};
@@ -63,7 +64,8 @@ impl Backend for Host {
         };
         let free: Option<fn() -> u64> = (id == DeviceId::CPU).then_some(|| HostMemory::read().available);
         let ledger = Ledger::new(id, info.total.min(u64::MAX / 2));
-        Ok(Arc::new(SoftwareDevice { info, ledger, medium, timeline: None, free }))
+        let process = Process::current();
+        Ok(Arc::new(SoftwareDevice { info, ledger, medium, timeline: None, process, free }))
     }
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::process::Process;
 use super::software::{Clock, Medium, SoftwareDevice, Timeline};
 use super::{Backend, Device, Found, Ledger};
 use crate::device::{DeviceId, DeviceKind, Machine, Topology};
@@ -81,7 +82,8 @@ impl Backend for Simulated {
         };
         // What others have taken of a described device stays taken.
         let ledger = Ledger::new(id, info.usable());
-        Ok(Arc::new(SoftwareDevice { info, ledger, medium, timeline: Some(Arc::clone(&self.timeline)), free: None }))
+        let (timeline, process) = (Some(Arc::clone(&self.timeline)), Process::current());
+        Ok(Arc::new(SoftwareDevice { info, ledger, medium, timeline, process, free: None }))
     }
 
     fn topology(&self) -> Topology {

@@ -18,6 +18,7 @@ pub use guard::LayerGuard;
 pub use report::{LaneReport, Stalls, StreamReport, Via};
 
 use crate::backend::LONGEST;
+use crate::backend::process::Process;
 use crate::backend::{Buf, Event, Joined, Role, Stream};
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -67,6 +68,8 @@ pub struct Streamer {
     spare: Option<Vec<Vec<Buf>>>,
     deadline: Duration,
     report: StreamReport,
+    /// The one that has its lanes' threads.
+    process: Process,
 }
 
 /// The longest wait of the host unless told otherwise.
@@ -157,7 +160,8 @@ impl Streamer {
     ) -> Streamer {
         let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
         let (model, turns) = (Arc::clone(model), Arc::new(turns));
-        Streamer { model, compute, lanes, turns, slots, spare, deadline: DEADLINE, report }
+        let process = Process::current();
+        Streamer { model, compute, lanes, turns, slots, spare, deadline: DEADLINE, report, process }
     }
 
     /// Sets how long the host waits for anything at most; a century at most. Default: 600 s.
@@ -174,6 +178,7 @@ impl Streamer {
     /// greater depth); [`Error::TimedOut`] when the host waited for longer than the deadline; whatever the copies meet.
     /// The streamer stays usable.
     pub fn layer(&mut self, layer: usize) -> Result<LayerGuard> {
+        self.process.check()?;
         let device = Arc::clone(self.model.residency().device());
         let mut guard = None;
         device.in_one_go(&mut || guard = Some(self.bring_layer(layer)));
@@ -327,6 +332,9 @@ fn held(count: usize) -> Error {
 
 impl Drop for Streamer {
     fn drop(&mut self) {
+        if !self.process.is_current() {
+            return;
+        }
         let memory = self.slots.drain(self.deadline);
         self.model.residency().return_slots(self.spare.take().unwrap_or(memory));
     }

@@ -73,6 +73,25 @@ pub(super) struct Access {
     pub(super) flags: c_int,
 }
 
+/// `CUmemcpyAttributes`.
+#[repr(C)]
+pub(super) struct CopyAttributes {
+    pub(super) source_order: c_int,
+    pub(super) source_hint: Location,
+    pub(super) destination_hint: Location,
+    pub(super) flags: c_uint,
+}
+
+impl CopyAttributes {
+    /// Sources are read in the order of the stream; nothing is said of where memory is.
+    pub(super) const IN_STREAM_ORDER: CopyAttributes = CopyAttributes {
+        source_order: 1,
+        source_hint: Location { kind: 0, id: 0 },
+        destination_hint: Location { kind: 0, id: 0 },
+        flags: 0,
+    };
+}
+
 pub(super) const LOCATION_DEVICE: c_int = 1;
 pub(super) const ALLOCATION_PINNED: c_int = 1;
 pub(super) const ACCESS_READ_WRITE: c_int = 3;
@@ -103,11 +122,13 @@ pub(super) enum Attribute {
 pub(super) struct Code(pub(super) c_int);
 
 impl Code {
+    pub(super) const INVALID_VALUE: Code = Code(1);
     pub(super) const OUT_OF_MEMORY: Code = Code(2);
     pub(super) const DEINITIALIZED: Code = Code(4);
     pub(super) const NOT_READY: Code = Code(600);
     pub(super) const PEER_ACCESS_ALREADY_ENABLED: Code = Code(704);
     pub(super) const NOT_REGISTERED: Code = Code(713);
+    pub(super) const NOT_SUPPORTED: Code = Code(801);
     pub(super) const CAPTURE_IMPLICIT: Code = Code(906);
     pub(super) const UNKNOWN: Code = Code(999);
 
@@ -291,6 +312,39 @@ table! {
 }
 
 table! {
+    /// Several copies by one call, as of CUDA 12.8, whose failing copy it tells.
+    OldBatchCalls {
+        copy = "cuMemcpyBatchAsync"(
+            dst: *const Address,
+            src: *const Address,
+            bytes: *const usize,
+            count: usize,
+            attributes: *const CopyAttributes,
+            attributes_from: *const usize,
+            attributes_count: usize,
+            failed: *mut usize,
+            stream: StreamHandle,
+        );
+    }
+}
+
+table! {
+    /// Several copies by one call, as of CUDA 13.0.
+    BatchCalls {
+        copy = "cuMemcpyBatchAsync_v2"(
+            dst: *const Address,
+            src: *const Address,
+            bytes: *const usize,
+            count: usize,
+            attributes: *const CopyAttributes,
+            attributes_from: *const usize,
+            attributes_count: usize,
+            stream: StreamHandle,
+        );
+    }
+}
+
+table! {
     /// Whether a stream is captured.
     CaptureCalls {
         is_capturing = "cuStreamIsCapturing"(stream: StreamHandle, status: *mut c_int);
@@ -363,11 +417,13 @@ mod tests {
         assert_eq!(size_of::<Access>(), size_of::<sys::CUmemAccessDesc>());
         use sys::CUresult as R;
         let codes = [
+            (Code::INVALID_VALUE, R::CUDA_ERROR_INVALID_VALUE),
             (Code::OUT_OF_MEMORY, R::CUDA_ERROR_OUT_OF_MEMORY),
             (Code::DEINITIALIZED, R::CUDA_ERROR_DEINITIALIZED),
             (Code::NOT_READY, R::CUDA_ERROR_NOT_READY),
             (Code::PEER_ACCESS_ALREADY_ENABLED, R::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED),
             (Code::NOT_REGISTERED, R::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED),
+            (Code::NOT_SUPPORTED, R::CUDA_ERROR_NOT_SUPPORTED),
             (Code::CAPTURE_IMPLICIT, R::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT),
             (Code::UNKNOWN, R::CUDA_ERROR_UNKNOWN),
         ];

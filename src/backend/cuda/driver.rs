@@ -3,12 +3,14 @@
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libloading::Library;
 
 use super::calls::{
-    Attribute, CAPTURE_MODE_RELAXED, Calls, CaptureCalls, CaptureModeCalls, Code, ContextStateCalls, DeviceHandle,
-    Failure, KernelCalls, OldUuidCalls, Outcome, PoolCalls, UuidCalls,
+    Address, Attribute, BatchCalls, CAPTURE_MODE_RELAXED, Calls, CaptureCalls, CaptureModeCalls, Code,
+    ContextStateCalls, CopyAttributes, DeviceHandle, Failure, KernelCalls, OldBatchCalls, OldUuidCalls, Outcome,
+    PoolCalls, StreamHandle, UuidCalls,
 };
 use crate::backend::process::Process;
 use crate::device::{DeviceId, DeviceInfo};
@@ -33,6 +35,10 @@ pub(super) struct Driver {
     pub(super) pools: Option<PoolCalls>,
     /// The calls of kernels, or the one that it lacks.
     pub(super) kernels: Result<KernelCalls, &'static str>,
+    /// Queues several copies by one call, in one of two interfaces.
+    batches: Option<Batches>,
+    /// Whether it refused to.
+    refuses_batches: AtomicBool,
     /// Tells which streams are captured.
     pub(super) captures: Option<CaptureCalls>,
     capture_modes: Option<CaptureModeCalls>,
@@ -43,16 +49,83 @@ pub(super) struct Driver {
     pub(super) process: Process,
 }
 
+/// The interfaces of batches.
+enum Batches {
+    Now(BatchCalls),
+    Old(OldBatchCalls),
+}
+
+impl Batches {
+    /// Those of a driver for this version of CUDA.
+    fn find(library: &Library, version: c_int) -> Option<Batches> {
+        match version {
+            13_000.. => BatchCalls::find(library).map(Batches::Now).ok(),
+            12_080.. => OldBatchCalls::find(library).map(Batches::Old).ok(),
+            _ => None,
+        }
+    }
+}
+
 impl Driver {
+    /// Whether several copies can be queued by one call.
+    pub(super) fn takes_batches(&self) -> bool {
+        self.batches.is_some() && !self.refuses_batches.load(Ordering::Relaxed)
+    }
+
+    /// Queues copies between addresses by one call. Where it refuses, single copies are queued from then on.
+    ///
+    /// # Safety
+    /// As for single copies. The three lists are equally long, and no destination overlaps another end.
+    pub(super) unsafe fn copy_batch(
+        &self,
+        dst: &[Address],
+        src: &[Address],
+        bytes: &[usize],
+        stream: StreamHandle,
+    ) -> Option<Outcome> {
+        let (count, attributes, from) = (dst.len(), CopyAttributes::IN_STREAM_ORDER, 0);
+        let (dst, src, bytes) = (dst.as_ptr(), src.as_ptr(), bytes.as_ptr());
+        let mut failed = 0;
+        // SAFETY: the lists and the attributes live through the call; the rest is the caller's promise.
+        let outcome = unsafe {
+            match self.batches.as_ref()? {
+                Batches::Now(calls) => {
+                    calls.copy(dst, src, bytes, count, &raw const attributes, &raw const from, 1, stream)
+                }
+                Batches::Old(calls) => calls.copy(
+                    dst,
+                    src,
+                    bytes,
+                    count,
+                    &raw const attributes,
+                    &raw const from,
+                    1,
+                    &raw mut failed,
+                    stream,
+                ),
+            }
+        };
+        match outcome {
+            Err(failure) if matches!(failure.code, Code::INVALID_VALUE | Code::NOT_SUPPORTED) => {
+                tracing::debug!(%failure, "copies are queued one by one");
+                self.refuses_batches.store(true, Ordering::Relaxed);
+                None
+            }
+            outcome => Some(outcome),
+        }
+    }
+
     /// Loads and initialises the driver, or says why that cannot be.
     pub(super) fn load(file: Option<&Path>) -> Result<Arc<Driver>, String> {
         let named = file.map(Path::to_owned).or_else(|| std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from));
         let library = open(named.as_deref())?;
         let lacks = |missing: &str| format!("the driver has no {missing}; it is older than this library can use");
-        let driver = Driver {
+        let mut driver = Driver {
             calls: Calls::find(library).map_err(lacks)?,
             pools: PoolCalls::find(library).ok(),
             kernels: KernelCalls::find(library),
+            batches: None,
+            refuses_batches: AtomicBool::new(false),
             captures: CaptureCalls::find(library).ok(),
             capture_modes: CaptureModeCalls::find(library).ok(),
             contexts: ContextStateCalls::find(library).ok(),
@@ -69,6 +142,7 @@ impl Driver {
             let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
             return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
         }
+        driver.batches = Batches::find(library, version);
         Ok(Arc::new(driver))
     }
 

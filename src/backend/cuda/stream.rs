@@ -400,7 +400,7 @@ impl fmt::Debug for CudaStream {
 
 /// One copy of the driver's.
 enum Move<'a> {
-    Up { src: *const c_void, dst: Address, bytes: usize },
+    Up { src: *const c_void, pinned: bool, dst: Address, bytes: usize },
     Down { src: Address, dst: *mut c_void, bytes: usize },
     Here { src: Address, dst: Address, bytes: usize },
     Across { from: &'a Context, src: Address, to: &'a Context, dst: Address, bytes: usize },
@@ -414,7 +414,7 @@ impl Move<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             match *self {
-                Move::Up { src, dst, bytes } => calls.copy_to_device(dst, src, bytes, stream),
+                Move::Up { src, dst, bytes, .. } => calls.copy_to_device(dst, src, bytes, stream),
                 Move::Down { src, dst, bytes } => calls.copy_to_host(dst, src, bytes, stream),
                 Move::Here { src, dst, bytes } => calls.copy_on_device(dst, src, bytes, stream),
                 Move::Across { from, src, to, dst, bytes } => {
@@ -468,9 +468,28 @@ impl CudaStream {
         let done = self.queue(others, memory_of(transfers), copy_span(transfers), || {
             // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
             let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
-            self.context.call(copy)
+            self.context.call(|calls| self.queue_batch(&moves).unwrap_or_else(|| copy(calls)))
         })?;
         Ok((done, in_order))
+    }
+
+    /// Queues uploads from pinned memory by one call, where the driver has that; none where each takes a call of its own.
+    fn queue_batch(&self, moves: &[Move<'_>]) -> Option<Outcome> {
+        // The driver's own streams, by their fixed handles, take no batches.
+        let able = moves.len() > 1 && self.handle().addr() > PER_THREAD && self.context.driver().takes_batches();
+        let (mut dsts, mut srcs, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
+        for one in moves.iter().filter(|_| able) {
+            let Move::Up { src, pinned: true, dst, bytes } = *one else { return None };
+            // The copies of a batch have no order, so no two of them may write one place.
+            if dsts.last().zip(sizes.last()).is_some_and(|(last, size)| dst < last + *size as u64) {
+                return None;
+            }
+            dsts.push(dst);
+            srcs.push(src.addr() as u64);
+            sizes.push(bytes);
+        }
+        // SAFETY: as for single copies; the destinations are in order and apart.
+        if able { unsafe { self.context.driver().copy_batch(&dsts, &srcs, &sizes, self.handle()) } } else { None }
     }
 
     /// What one piece of a transfer asks of the driver.
@@ -495,7 +514,10 @@ impl CudaStream {
             _ => {}
         }
         match (src, dst) {
-            (End::Host(src), End::Device(_, dst)) => Ok(Move::Up { src: src.cast_const(), dst, bytes }),
+            (End::Host(src), End::Device(_, dst)) => {
+                let pinned = piece.src.allocation().pinned();
+                Ok(Move::Up { src: src.cast_const(), pinned, dst, bytes })
+            }
             (End::Device(_, src), End::Host(dst)) => Ok(Move::Down { src, dst, bytes }),
             (End::Device(from, src), End::Device(to, dst)) if from.id() == to.id() => {
                 Ok(Move::Here { src, dst, bytes })

@@ -16,6 +16,7 @@ pub(super) use memory::HostAllocation;
 use memory::{FileMemory, RamMemory, SizeOnly};
 use stream::SoftwareStream;
 
+use super::process::Process;
 use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
 use crate::error::{Error, Result};
@@ -39,6 +40,8 @@ pub(super) struct SoftwareDevice {
     pub(super) medium: Medium,
     /// The links and the clock that its streams are paced by; none for streams that run as fast as they can.
     pub(super) timeline: Option<Arc<Timeline>>,
+    /// The one that opened it.
+    pub(super) process: Process,
     /// What is free as the system sees it; none where the ledger is all there is.
     pub(super) free: Option<fn() -> u64>,
 }
@@ -60,6 +63,7 @@ impl Device for SoftwareDevice {
     }
 
     fn allocate(&self, charge: Charge, _kind: MemoryKind) -> Result<BufMut> {
+        self.process.check()?;
         charge.check(self.id())?;
         let bytes = charge.bytes() as usize;
         let memory = || HostAllocation::new(bytes).map_err(|_| self.refused(charge.bytes()));
@@ -73,6 +77,7 @@ impl Device for SoftwareDevice {
     }
 
     fn stream(&self, _role: Role) -> Result<Arc<dyn Stream>> {
+        self.process.check()?;
         Ok(Arc::new(SoftwareStream::new(self.id(), self.timeline.clone())?))
     }
 

@@ -301,6 +301,8 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
 /// The event of a stream with a thread.
 struct Latch {
     device: DeviceId,
+    /// That of the stream's thread.
+    process: Process,
     /// When the work ended on the stream's timeline, or why it failed.
     ended: Mutex<Option<Result<Duration, Failure>>>,
     fired: Condvar,
@@ -312,7 +314,14 @@ struct Latch {
 
 impl Latch {
     fn new(device: DeviceId, paced: bool) -> Latch {
-        Latch { device, ended: Mutex::default(), fired: Condvar::new(), sleepers: Mutex::default(), paced }
+        Latch {
+            device,
+            process: Process::current(),
+            ended: Mutex::default(),
+            fired: Condvar::new(),
+            sleepers: Mutex::default(),
+            paced,
+        }
     }
 
     fn fire(&self, ended: Result<Duration, Failure>) {
@@ -326,9 +335,12 @@ impl Latch {
         wake_all(sleepers);
     }
 
-    fn state_of(ended: &Option<Result<Duration, Failure>>) -> FenceState {
+    fn state_of(&self, ended: &Option<Result<Duration, Failure>>) -> FenceState {
         match ended {
-            None => FenceState::Pending,
+            // In a fork the thread is not there that would end it.
+            None => {
+                self.process.check().map_or_else(|error| FenceState::Lost(Arc::new(error)), |()| FenceState::Pending)
+            }
             Some(Ok(_)) => FenceState::Done,
             Some(Err(failure)) => failure.state(),
         }
@@ -338,20 +350,20 @@ impl Latch {
 // SAFETY: it ends when its stream's thread has ended the work, and is set once.
 unsafe impl Fence for Latch {
     fn state(&self) -> FenceState {
-        Latch::state_of(&lock(&self.ended))
+        self.state_of(&lock(&self.ended))
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
         let until = until(deadline);
         let mut ended = lock(&self.ended);
-        while ended.is_none() {
+        while matches!(self.state_of(&ended), FenceState::Pending) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
             ended = self.fired.wait_timeout(ended, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        Latch::state_of(&ended)
+        self.state_of(&ended)
     }
 
     fn wake(&self, waker: &Waker) -> bool {
