@@ -21,7 +21,8 @@ pub(super) struct CudaFence {
     context: Arc<Context>,
     /// What the stream waited for that this device knows nothing of: another device's events. That device may fail and its
     /// event come true all the same.
-    others: Vec<Event>,
+    /// Let go of when all is over: each may have others of its own.
+    others: Mutex<Vec<Event>>,
     /// The stream that refused to record it, for now.
     unrecorded: Mutex<Option<Arc<RawStream>>>,
     ended: OnceLock<Result<(), Ended>>,
@@ -43,7 +44,8 @@ impl CudaFence {
     /// An event that is not recorded yet. One that never is may be dropped.
     pub(super) fn new(context: &Arc<Context>, others: Vec<Event>) -> Result<CudaFence, Refusal> {
         let (unrecorded, ended) = (Mutex::default(), OnceLock::new());
-        Ok(CudaFence { event: context.event()?, context: Arc::clone(context), others, unrecorded, ended })
+        let (event, others) = (context.event()?, Mutex::new(others));
+        Ok(CudaFence { event, context: Arc::clone(context), others, unrecorded, ended })
     }
 
     /// Records it after all work of `stream` so far.
@@ -54,22 +56,23 @@ impl CudaFence {
 
     /// Has it recorded when that is next asked for, since `stream` cannot record it now.
     pub(super) fn record_later(&self, stream: &Arc<RawStream>) {
-        *self.unrecorded() = Some(Arc::clone(stream));
+        *lock(&self.unrecorded) = Some(Arc::clone(stream));
     }
 
     /// The handle, for another stream to wait for; none before it is recorded.
     pub(super) fn handle(&self) -> Option<EventHandle> {
-        self.unrecorded().is_none().then_some(self.event)
+        lock(&self.unrecorded).is_none().then_some(self.event)
     }
 
     /// Whether it can come true, for a stream of `context` that waits for it on the device, and yet have failed.
     pub(super) fn can_mislead(&self, context: &Context) -> bool {
-        self.context.handle() != context.handle() || !self.others.is_empty()
+        let failed = || matches!(self.ended.get(), Some(Err(_)));
+        self.context.handle() != context.handle() || !lock(&self.others).is_empty() || failed()
     }
 
     /// Asks the driver.
     fn ask(&self) -> FenceState {
-        let mut unrecorded = self.unrecorded();
+        let mut unrecorded = lock(&self.unrecorded);
         if let Some(stream) = &*unrecorded {
             if !stream.is_of_this_thread() {
                 return FenceState::Pending;
@@ -97,7 +100,7 @@ impl CudaFence {
     /// The device is done; it is as well as what its stream waited for elsewhere.
     fn done(&self) -> FenceState {
         let mut failed = None;
-        for other in &self.others {
+        for other in lock(&self.others).iter() {
             match other.state() {
                 FenceState::Done => {}
                 FenceState::Pending => return FenceState::Pending,
@@ -105,7 +108,12 @@ impl CudaFence {
                 FenceState::Failed(cause) | FenceState::Lost(cause) => failed = Some(cause),
             }
         }
-        let _ = self.ended.set(failed.map_or(Ok(()), |cause| Err(Ended::Failed(cause))));
+        self.end(failed.map_or(Ok(()), |cause| Err(Ended::Failed(cause))))
+    }
+
+    fn end(&self, how: Result<(), Ended>) -> FenceState {
+        let _ = self.ended.set(how);
+        drop(std::mem::take(&mut *lock(&self.others)));
         self.state()
     }
 
@@ -115,14 +123,13 @@ impl CudaFence {
             error @ (Error::DeviceLost { .. } | Error::Forked { .. }) => error,
             error => self.context.lose(&error),
         };
-        let _ = self.ended.set(Err(Ended::Lost(Arc::new(error))));
-        self.state()
+        self.end(Err(Ended::Lost(Arc::new(error))))
     }
+}
 
-    fn unrecorded(&self) -> MutexGuard<'_, Option<Arc<RawStream>>> {
-        // Every change is one assignment.
-        self.unrecorded.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change is one assignment, so a poisoned lock still guards what was there.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 // SAFETY: the driver says that an event has fired when all work before it is done. A context that was lost or is gone tells
