@@ -173,7 +173,8 @@ fn cuda_a_lost_card_is_told_by_its_models() {
     let resets = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&resets);
     cache.on_reset(move || _ = counter.fetch_add(1, Ordering::Relaxed));
-    cuda.fault(&FaultPlan::one(Fault::any(1, Effect::Sticky(700))));
+    // A call that the load makes and no thread beside it.
+    cuda.fault(&FaultPlan::one(Fault::nth("cuMemAllocFromPoolAsync", 1, Effect::Sticky(700))));
     assert!(load(&devices).is_err());
     for info in cache.list() {
         assert_eq!(info.lost.is_some(), info.key != "host", "{}: {:?}", info.key, info.lost);
