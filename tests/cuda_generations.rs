@@ -190,7 +190,8 @@ fn cuda_models_of_a_lost_card_are_placed_elsewhere() {
     let (on_card, on_host) = (lost_plan.device(GPU0).unwrap().bytes, lost_plan.device(CPU).unwrap().bytes);
     let all_away = load(&devices, &case.patched, &case.plan(&devices, GPU0, "cpu,*")).unwrap();
     drop(base);
-    cuda.fault(&FaultPlan::one(Fault::any(1, Effect::Sticky(700))));
+    // A call that the load makes and no thread beside it.
+    cuda.fault(&FaultPlan::one(Fault::nth("cuMemAllocFromPoolAsync", 1, Effect::Sticky(700))));
     assert!(load(&devices, &case.plain, &lost_plan).is_err());
     assert!(cache.list()[0].lost.is_some());
     // On the lost card nothing can be placed, and the entry stays to be derived from.
