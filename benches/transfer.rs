@@ -72,7 +72,7 @@ impl Lane {
             let (mut src, mut dst) = (from.0.alloc(size, from.1)?, to.0.alloc(size, to.1)?);
             for end in [&mut src, &mut dst] {
                 end.settle(DEADLINE)?;
-                if let Some(mut bytes) = end.host_mut() {
+                if let Some(bytes) = end.host_mut() {
                     bytes.fill(1);
                 }
             }
@@ -125,7 +125,7 @@ impl Staged {
         let part = (size / DEPTH).clamp(GRAIN, PART).min(size);
         let buffer = || host.alloc(part, MemoryKind::Pinned).map(Some);
         let mut memory = host.alloc(size, MemoryKind::Arena)?;
-        memory.host_mut().into_iter().for_each(|mut bytes| bytes.fill(1));
+        memory.host_mut().into_iter().for_each(|bytes| bytes.fill(1));
         let card = card.alloc(size, MemoryKind::Arena)?;
         let ring = (0..DEPTH).map(|_| buffer()).collect::<Result<_>>()?;
         Ok(Staged { stream: Arc::clone(stream), ring, part, host: Some(memory), card: Some(card) })
@@ -145,7 +145,6 @@ impl Staged {
             self.ring[place] = buffer.try_reclaim().ok();
         }
         to.settle(DEADLINE)?;
-        drop(bytes);
         self.card = Some(to);
         Ok(())
     }
@@ -153,7 +152,7 @@ impl Staged {
     fn down(&mut self) -> Result<()> {
         let (Some(card), Some(host)) = (self.card.take(), self.host.as_mut()) else { return Ok(()) };
         let card = card.freeze();
-        let mut bytes = host.host_mut().expect("the host's own memory");
+        let bytes = host.host_mut().expect("the host's own memory");
         let mut under_way = std::collections::VecDeque::new();
         let mut parts = bytes.chunks_mut(self.part).enumerate();
         loop {
@@ -168,7 +167,6 @@ impl Staged {
             copy(&buffer.host_mut().expect("landed")[..to.len()], to);
             self.ring[part % DEPTH] = Some(buffer);
         }
-        drop(bytes);
         self.card = card.try_reclaim().ok();
         Ok(())
     }

@@ -49,6 +49,7 @@ use cudarc::driver::sys::{CUdeviceptr, CUstream};
 use cudarc::driver::{CudaSlice, CudaStream};
 
 use crate::backend::{self, BufMut, Device, Stream};
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::TensorView;
 
@@ -56,18 +57,29 @@ use crate::load::TensorView;
 /// It stays open as long as what is returned lives.
 ///
 /// # Errors
-/// [`Error::Invalid`] when `device` is no CUDA device, or the stream is not of its primary context.
+/// [`Error::Invalid`] when `device` is no CUDA device, when the stream is not of its primary context, and for the stream
+/// that every thread has its own of (`CudaContext::per_thread_stream`): work that is queued and waited for in several
+/// threads would be on several streams. [`adopt_raw_stream`] takes that one, for one thread.
 pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Result<Arc<dyn Stream>> {
     let ours = cuda_device(device)?;
-    if stream.context().cu_ctx() != ours.raw_context() {
+    if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
         return Err(Error::invalid(format!("the stream is not of the primary context of {}", device.id())));
     }
+    if stream.cu_stream().addr() == PER_THREAD {
+        return Err(Error::invalid(
+            "the per-thread default stream is another one in every thread; adopt a stream of its own",
+        ));
+    }
     // SAFETY: the context was compared, and the stream is held open by its `Arc`.
-    Ok(Arc::new(unsafe { ours.adopt(stream.cu_stream(), Arc::clone(stream) as Arc<dyn Any + Send + Sync>) }))
+    Ok(Arc::new(unsafe { ours.adopt(stream.cu_stream().cast(), Arc::clone(stream) as Arc<dyn Any + Send + Sync>) }))
 }
 
+/// The handle of the stream that every thread has its own of.
+const PER_THREAD: usize = 2;
+
 /// As [`adopt_stream`], for a stream by its handle: another binding's, or one of the driver's own (0, 1, 2). With
-/// handle 2, the stream that every thread has its own of, use what is returned in one thread only.
+/// handle 2, the stream that every thread has its own of, what is returned belongs to the calling thread: in others its
+/// work is refused, and a guard that is dropped there cannot mark the end of its use.
 ///
 /// # Safety
 /// `stream` is a stream of the primary context of `device` for as long as `keep` lives.
@@ -80,12 +92,12 @@ pub unsafe fn adopt_raw_stream(
     keep: Arc<dyn Any + Send + Sync>,
 ) -> Result<Arc<dyn Stream>> {
     // SAFETY: the caller's promise.
-    Ok(Arc::new(unsafe { cuda_device(device)?.adopt(stream, keep) }))
+    Ok(Arc::new(unsafe { cuda_device(device)?.adopt(stream.cast(), keep) }))
 }
 
 /// The driver's handle of a stream of this library's; none when it is no CUDA stream.
 pub fn stream_handle(stream: &dyn Stream) -> Option<CUstream> {
-    (stream as &dyn Any).downcast_ref::<backend::cuda::CudaStream>().map(|stream| stream.handle())
+    (stream as &dyn Any).downcast_ref::<backend::cuda::CudaStream>().map(|stream| stream.handle().cast())
 }
 
 /// Where a tensor begins in device memory; none when it is not in a CUDA device's memory, or has no bytes.
@@ -93,9 +105,15 @@ pub fn stream_handle(stream: &dyn Stream) -> Option<CUstream> {
 /// The bytes are there for work that is queued, while the layer's guard lives, on the stream that its streamer works
 /// on.
 pub fn address(tensor: &TensorView<'_>) -> Option<CUdeviceptr> {
-    let start = tensor.buf().address()?;
-    let is_cuda = tensor.buf().allocation().downcast::<backend::cuda::DeviceMemory>().is_some();
-    (is_cuda && !tensor.place().is_empty()).then(|| start + tensor.place().start as u64)
+    placed(tensor).map(|(_, address)| address)
+}
+
+/// The device whose memory a tensor is in, and its address there.
+fn placed(tensor: &TensorView<'_>) -> Option<(DeviceId, CUdeviceptr)> {
+    let (buf, place) = (tensor.buf(), tensor.place());
+    let memory = buf.allocation().downcast::<backend::cuda::DeviceMemory>()?;
+    let inside = !place.is_empty() && place.end <= buf.bytes();
+    buf.address().filter(|_| inside).map(|start| (memory.device(), start + place.start as u64))
 }
 
 /// A tensor as cudarc's own type, to be read on `stream`: the one that the layer's streamer works on.
@@ -104,10 +122,8 @@ pub fn address(tensor: &TensorView<'_>) -> Option<CUdeviceptr> {
 /// [`Error::Invalid`] when the tensor is not in the memory of the stream's device, or has no bytes.
 pub fn slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a>> {
     let (name, device) = (&tensor.info().name, tensor.device());
-    let here =
-        device.kind() == crate::device::DeviceKind::Cuda && device.index() as usize == stream.context().ordinal();
-    let address = address(tensor).filter(|_| here);
-    let address = address.ok_or_else(|| {
+    let here = placed(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());
+    let (_, address) = here.ok_or_else(|| {
         let there = stream.context().ordinal();
         Error::invalid(format!("tensor `{name}`, on {device}, is not in the memory of cuda:{there} or has no bytes"))
     })?;
@@ -161,7 +177,7 @@ impl BufMut {
         keep: Arc<dyn Any + Send + Sync>,
     ) -> Result<BufMut> {
         // SAFETY: the caller's promise.
-        Ok(unsafe { cuda_device(device)?.foreign(address, bytes, keep) })
+        unsafe { cuda_device(device)?.foreign(address, bytes, keep) }
     }
 }
 

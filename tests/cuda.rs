@@ -149,7 +149,7 @@ fn cuda_pinning_that_fails_falls_back_to_pageable_memory() {
         let backend = Cuda::new();
         let (cpu, card) = (open(&backend, DeviceId::CPU), open(&backend, DeviceId::cuda(0)));
         for bytes in [1000, 3 * MIB] {
-            cuda.fault(&FaultPlan::one(Fault::pin(1)));
+            cuda.fault(&FaultPlan::one(Fault::pin(1).onwards()));
             let pageable = filled(&*cpu, 1, bytes);
             cuda.no_faults();
             assert_eq!(cuda.report().live_pinned_bytes, 0, "nothing was pinned");

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, driver, stand_in};
+use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
@@ -193,7 +193,7 @@ fn cuda_a_lost_card_is_told_by_its_models() {
             || cache.list().len() == 1
     );
     drop(cache);
-    all_back(&devices, "a lost card's memory is counted no more");
+    assert_given_back(&devices, &cuda, "a lost card's memory is counted no more");
 }
 
 fn round(devices: &Registry, cache: &ModelCache) -> Result<()> {
@@ -225,11 +225,11 @@ fn cuda_every_failing_call_leaves_kept_models_usable() {
         cache.unload_all();
         let what = format!("{fault:?}, {outcome:?}");
         assert!(!matches!(&outcome, Err(Error::TimedOut { .. })), "{what}");
-        kept.iter().for_each(|(id, bytes)| comes_to(&devices, *id, *bytes, &what));
+        kept.iter().for_each(|(id, bytes)| assert_comes_to(&devices, &cuda, *id, *bytes, &what));
         assert_eq!(held(&cache), "k", "{what}");
         check(&cache.get("k").unwrap());
         drop(cache);
-        all_back(&devices, &what);
+        assert_given_back(&devices, &cuda, &what);
         Some((calls, outcome.is_err()))
     };
     let Some((calls, false)) = session(None) else { return };

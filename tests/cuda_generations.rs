@@ -8,7 +8,7 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, driver, has_devices, stand_in};
+use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, has_devices, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan};
 use support::{CPU, GPU0, GPU1, Subject, hash, llama, lora, safetensors};
 use tensor_offload::backend::{Backend, Cuda, Host};
@@ -212,7 +212,7 @@ fn cuda_models_of_a_lost_card_are_placed_elsewhere() {
     assert_eq!((moved.report().read, moved.report().shared), (0, lost_plan.bytes()));
     stream(&moved, &case.patched);
     drop((all_away, moved, model, cache));
-    [CPU, GPU0, GPU1].iter().for_each(|&id| comes_to(&devices, id, 0, "a lost card's memory is counted no more"));
+    assert_given_back(&devices, &cuda, "a lost card's memory is counted no more");
 }
 
 /// Whatever call of the driver fails while a model is derived or demoted, the base stays usable and nothing is kept.
@@ -237,11 +237,11 @@ fn cuda_every_failing_call_leaves_the_base_usable() {
         cuda.fault(&FaultPlan::default());
         let what = format!("{fault:?}, {outcome:?}");
         for (id, bytes) in base.bytes() {
-            comes_to(&devices, id, bytes, &what);
+            assert_comes_to(&devices, &cuda, id, bytes, &what);
         }
         stream(&base, &case.plain);
         drop(base);
-        [CPU, GPU0, GPU1].iter().for_each(|&id| comes_to(&devices, id, 0, &what));
+        assert_given_back(&devices, &cuda, &what);
         Some((calls, outcome.is_err()))
     };
     let Some((calls, false)) = session(None) else { return };

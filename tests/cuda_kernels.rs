@@ -6,9 +6,9 @@ mod card;
 mod reference;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use card::{DEADLINE, Driver, assert_clean, driver, named, stand_in, wait_until_closed};
+use card::{DEADLINE, Driver, assert_clean, assert_given_back, driver, named, stand_in, wait_until_closed};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule};
 use half::{bf16, f16};
 use reference::{Tensor, f32s, file, tensor};
@@ -328,16 +328,6 @@ fn cuda_kernels_without_room_for_factors_leave_the_host_to_patch() {
     assert_clean(&cuda);
 }
 
-fn assert_given_back(devices: &Registry, what: &str) {
-    let until = Instant::now() + DEADLINE;
-    for device in devices.opened() {
-        while device.ledger().charged() > 0 {
-            assert!(Instant::now() < until, "{what}: {} keeps memory", device.id());
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
 /// Loads, reads all back and lets it go.
 fn whole_path(devices: &Registry, subject: &Subject) -> Result<()> {
     let model = subject.load(devices, ON_DEVICE)?;
@@ -362,7 +352,7 @@ fn cuda_kernels_keep_nothing_whatever_call_fails() {
             if let Err(Error::TimedOut { what, .. }) = &outcome {
                 panic!("{effect:?} at call {nth}: hung on {what}");
             }
-            assert_given_back(&devices, &format!("{effect:?} at call {nth}, {outcome:?}"));
+            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
             drop(devices);
             let lost = matches!(effect, Effect::Sticky(_));
             wait_until_closed(&cuda, Duration::from_millis(if lost { 50 } else { 2000 }));
@@ -404,7 +394,7 @@ fn cuda_kernels_calls_that_fail_are_told() {
                 assert_eq!(model.report().patched_on_device, 0);
             }
         }
-        assert_given_back(&devices, call);
+        assert_given_back(&devices, &cuda, call);
         drop(devices);
         wait_until_closed(&cuda, Duration::from_millis(500));
     }
@@ -424,7 +414,7 @@ fn cuda_kernels_are_operations_that_can_fail() {
         let devices = Registry::new([faulty, Arc::new(Host::new())]);
         fail.iter().for_each(|nth| countdown.fail_nth(*nth));
         let outcome = whole_path(&devices, &subject);
-        assert_given_back(&devices, "a load over a faulty backend");
+        assert_given_back(&devices, None, "a load over a faulty backend");
         (outcome, countdown)
     };
     let (outcome, countdown) = load(None);

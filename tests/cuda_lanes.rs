@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{assert_clean, driver, stand_in};
+use card::{assert_clean, assert_given_back, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama, norms};
@@ -358,7 +358,7 @@ fn cuda_a_device_that_is_lost_in_mid_pass_says_so() {
             assert!(begin.elapsed() < Duration::from_secs(5), "it took {:?}", begin.elapsed());
             assert!(subject.bytes_of("model.norm.weight") == support::read(&model, "model.norm.weight").unwrap());
             drop(model);
-            comes_back(&devices);
+            assert_given_back(&devices, &cuda, "a lost device");
             drop(devices);
         }
     }

@@ -6,7 +6,7 @@ mod card;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, devices, driver, named, stand_in, wait_until_closed};
+use card::{DEADLINE, assert_clean, assert_given_back, devices, driver, named, stand_in, wait_until_closed};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode, Rule};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
@@ -76,17 +76,6 @@ fn whole_path(devices: &Registry, source: &Source, allocation: &str, depth: usiz
     Ok(())
 }
 
-/// The backend lets go of memory when it has seen the last event of its use, a moment after the last handle.
-fn assert_given_back(devices: &Registry, what: &str) {
-    let until = Instant::now() + DEADLINE;
-    for device in devices.opened() {
-        while device.ledger().charged() > 0 {
-            assert!(Instant::now() < until, "{what}: {} keeps memory", device.id());
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
 fn two_cards() -> Config {
     Config::with_devices(&[64 << 20, 32 << 20]).all_peers()
 }
@@ -117,7 +106,7 @@ fn cuda_models_arrive_whole_from_every_home_in_both_memory_modes() {
                 }
                 let devices = registry();
                 whole_path(&devices, &source, allocation, depth).unwrap();
-                assert_given_back(&devices, allocation);
+                assert_given_back(&devices, None, allocation);
                 drop(devices);
                 cuda.assert_clean();
             }
@@ -158,7 +147,7 @@ fn cuda_every_failing_call_gives_an_error_or_a_right_result() {
             if let Err(Error::TimedOut { what, .. }) = &outcome {
                 panic!("{effect:?} at call {nth}: hung on {what}");
             }
-            assert_given_back(&devices, &format!("{effect:?} at call {nth}, {outcome:?}"));
+            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
             drop(devices);
             let lost = matches!(effect, Effect::Sticky(_));
             wait_until_closed(&cuda, Duration::from_millis(if lost { 50 } else { 2000 }));

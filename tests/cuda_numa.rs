@@ -101,10 +101,9 @@ fn cuda_memory_is_pinned_on_the_node_of_the_device() {
         let mut pinned = cpu.alloc(5 * MIB, MemoryKind::Pinned).unwrap();
         assert_eq!(cuda.report().live_pinned_bytes, 5 << 20);
         assert_eq!(nodes(), [node]);
-        let mut bytes = pinned.host_mut().unwrap();
+        let bytes = pinned.host_mut().unwrap();
         assert!(bytes.iter().all(|&byte| byte == 0), "touched, not written over");
         bytes.fill(3);
-        drop(bytes);
         let stream = card.stream(Role::Upload).unwrap();
         let there = card.alloc(5 * MIB, MemoryKind::Arena).unwrap();
         stream.copy(Transfer::whole(&pinned.freeze(), there).unwrap()).unwrap().landed(DEADLINE).unwrap();

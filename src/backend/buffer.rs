@@ -1,93 +1,18 @@
 //! Memory with its owners and the events of its last uses.
 
-use std::any::Any;
+#![expect(
+    unsafe_code,
+    reason = "the host's view of memory rests on the events of its uses, which the compiler cannot see"
+)]
+
 use std::fmt;
-use std::ops::{Deref, DerefMut, Range};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Charge, Event, FenceState};
+use super::{Allocation, Charge, Event, FenceState, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-
-/// The bytes of an allocation that the host can address.
-pub trait HostBytes: Send + Sync {
-    /// All of them.
-    fn bytes(&self) -> &[u8];
-    /// All of them, to write.
-    fn bytes_mut(&mut self) -> &mut [u8];
-}
-
-/// What a backend keeps for one allocation; its `Drop` frees the memory.
-pub trait Storage: Any + Send + Sync {
-    /// The bytes, where the host can address them.
-    fn host(&self) -> Option<&RwLock<Box<dyn HostBytes>>> {
-        None
-    }
-
-    /// The address on the device, where it has one.
-    fn address(&self) -> Option<u64> {
-        None
-    }
-
-    /// Whether it is host memory that is pinned for a device's copies. What was asked for as
-    /// [`Pinned`](super::MemoryKind::Pinned) and could not be pinned is not, nor is that of software devices, which
-    /// have no need of it.
-    fn pinned(&self) -> bool {
-        false
-    }
-}
-
-/// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
-pub struct Allocation {
-    storage: Arc<dyn Storage>,
-    bytes: usize,
-    charge: Charge,
-    abandoned: AtomicBool,
-}
-
-impl Allocation {
-    /// The backend's own part.
-    pub fn storage(&self) -> &dyn Storage {
-        &*self.storage
-    }
-
-    /// The backend's own part as its own type.
-    pub fn downcast<T: Storage>(&self) -> Option<&T> {
-        (&*self.storage as &dyn Any).downcast_ref()
-    }
-
-    /// How many bytes.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// The device they are of.
-    pub fn device(&self) -> DeviceId {
-        self.charge.device()
-    }
-
-    /// Says that the memory must never be freed, because a device that failed may still use it. Its charge is
-    /// given back all the same: it can be had no more, but nobody holds it.
-    pub fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
-    }
-}
-
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        if self.abandoned.load(Ordering::Relaxed) {
-            std::mem::forget(Arc::clone(&self.storage));
-        }
-    }
-}
-
-impl fmt::Debug for Allocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes of {}", self.bytes, self.device())
-    }
-}
 
 /// One buffer: its memory, and the events that have to fire before it is written or read by the host again.
 #[derive(Debug)]
@@ -101,7 +26,7 @@ struct Handle {
 impl Handle {
     /// The address of its first byte, where the device has one.
     fn address(&self) -> Option<u64> {
-        self.allocation.storage.address().map(|start| start + self.place.start as u64)
+        self.allocation.address().map(|start| start + self.place.start as u64)
     }
 
     fn uses(&self) -> MutexGuard<'_, Vec<Event>> {
@@ -122,12 +47,13 @@ pub struct BufMut(Arc<Handle>);
 
 impl BufMut {
     /// What a backend's [`allocate`](super::Device::allocate) returns: `storage` stands behind `charge`.
-    pub fn new(storage: Box<dyn Storage>, mut charge: Charge) -> BufMut {
-        charge.back();
-        let bytes = charge.bytes() as usize;
-        let allocation =
-            Arc::new(Allocation { storage: storage.into(), bytes, charge, abandoned: AtomicBool::new(false) });
-        BufMut(Arc::new(Handle { allocation, place: 0..bytes, uses: Mutex::default() }))
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there are fewer bytes than are charged.
+    pub fn new(storage: Box<dyn Storage>, charge: Charge) -> Result<BufMut> {
+        let allocation = Arc::new(Allocation::new(storage, charge)?);
+        let (place, uses) = (0..allocation.bytes(), Mutex::default());
+        Ok(BufMut(Arc::new(Handle { allocation, place, uses })))
     }
 
     /// How many bytes.
@@ -196,7 +122,8 @@ impl BufMut {
         self.0.uses().push(event);
     }
 
-    /// Says that a copy fills it until `event`, which comes after those of all earlier uses and fails with them.
+    /// Says that a copy fills it until `event`, which comes after those of all earlier uses and fails with them: it
+    /// stands for them all from now on.
     pub(super) fn written_until(&mut self, event: Event) {
         *self.0.uses() = vec![event];
     }
@@ -209,20 +136,27 @@ impl BufMut {
     /// Waits until no use is pending.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] after `deadline`. A failed use is over, too: it left unspecified bytes.
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a device that uses it was lost: it may be written still,
+    /// and stays as it is. Another failed use is over: it left unspecified bytes.
     pub fn settle(&mut self, deadline: Duration) -> Result<()> {
-        settle(&self.0.open_uses(), deadline)?;
+        let until = Instant::now() + deadline;
+        for event in self.0.open_uses() {
+            let outcome = event.wait(until.saturating_duration_since(Instant::now()));
+            outcome.or_else(|error| if event.is_over() { Ok(()) } else { Err(error) })?;
+        }
         self.0.uses().clear();
         Ok(())
     }
 
-    /// The bytes, to write: none when the host cannot address them or a use is pending.
-    pub fn host_mut(&mut self) -> Option<HostMut<'_>> {
-        let lock = self.0.allocation.storage.host()?;
-        if !self.0.open_uses().is_empty() {
+    /// The bytes, to write: none when the host cannot address them, a use is pending or failed, or this process is a fork
+    /// of the one that allocated them.
+    pub fn host_mut(&mut self) -> Option<&mut [u8]> {
+        if !self.0.open_uses().is_empty() || !self.0.allocation.process().is_current() {
             return None;
         }
-        Some(HostMut(lock.write().unwrap_or_else(PoisonError::into_inner), self.0.place.clone()))
+        // SAFETY: the place is this buffer's alone, and the buffer is borrowed for as long as the slice. What was queued to
+        // read or write it is over, and queueing more takes the buffer.
+        unsafe { self.0.allocation.slice_mut(self.0.place.clone()) }
     }
 
     /// Ends the writing: from now on many can read. The contents are there once what is pending now is done.
@@ -289,27 +223,33 @@ impl Buf {
     /// The bytes: none when the host cannot address them.
     ///
     /// # Errors
-    /// As [`wait`](Buf::wait).
-    pub fn host(&self, deadline: Duration) -> Result<Option<HostRef<'_>>> {
+    /// As [`wait`](Buf::wait); [`Error::Forked`] in a fork of the process that allocated them.
+    pub fn host(&self, deadline: Duration) -> Result<Option<&[u8]>> {
+        self.handle.allocation.process().check()?;
         self.wait(deadline)?;
-        let lock = self.handle.allocation.storage.host();
-        let place = || self.handle.place.clone();
-        Ok(lock.map(|lock| HostRef(lock.read().unwrap_or_else(PoisonError::into_inner), place())))
+        // SAFETY: what fills the place is over. Nobody writes it again before this buffer, which is borrowed for as long as
+        // the slice, and all its clones are gone.
+        Ok(unsafe { self.handle.allocation.slice(self.handle.place.clone()) })
     }
 
     /// Says that a stream reads it until `event`; whoever writes it next waits for that.
     pub fn used_until(&self, event: Event) {
         let mut uses = self.handle.uses();
-        uses.retain(|event| !event.settled());
+        uses.retain(|event| !event.is_over());
         uses.push(event);
     }
 
-    /// Waits until no work that was queued uses it.
+    /// Waits until no work that was queued uses it, as far as that can be waited for: a lost device's cannot.
     ///
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`.
     pub fn wait_unused(&self, deadline: Duration) -> Result<()> {
-        settle(&self.handle.open_uses(), deadline)
+        let until = Instant::now() + deadline;
+        let wait = |event: Event| match event.wait(until.saturating_duration_since(Instant::now())) {
+            Err(Error::Failed { .. }) => Ok(()),
+            other => other,
+        };
+        self.handle.open_uses().into_iter().try_for_each(wait)
     }
 
     /// Whether this is a clone of `other`, or it of this one.
@@ -322,16 +262,18 @@ impl Buf {
         Arc::strong_count(&self.handle) > 1
     }
 
-    /// The buffer to write again, when this is its last clone; it carries what is still pending.
+    /// The buffer to write again, when this is its last clone; it carries what is still pending, and what a lost device may
+    /// still do.
     ///
     /// # Errors
     /// The same buffer when others read it.
-    pub fn try_reclaim(self) -> Result<BufMut, Buf> {
-        if self.is_shared() {
+    pub fn try_reclaim(mut self) -> Result<BufMut, Buf> {
+        // Not a look at the count alone: what other owners read before they let go has to be before what is written now.
+        if Arc::get_mut(&mut self.handle).is_none() {
             return Err(self);
         }
         // A use that failed is over; the contents that it spoilt are given up.
-        self.handle.uses().retain(|event| !event.settled());
+        self.handle.uses().retain(|event| !event.is_over());
         Ok(BufMut(self.handle))
     }
 }
@@ -339,56 +281,5 @@ impl Buf {
 impl fmt::Debug for Buf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Buf").field(&self.handle.allocation).finish()
-    }
-}
-
-/// Waits until none of `events` is pending, failed ones included.
-fn settle(events: &[Event], deadline: Duration) -> Result<()> {
-    let until = Instant::now() + deadline;
-    events.iter().try_for_each(|event| match event.wait(until.saturating_duration_since(Instant::now())) {
-        Err(Error::Failed { .. }) => Ok(()),
-        other => other,
-    })
-}
-
-/// The bytes of a [`Buf`] that the host can address.
-pub struct HostRef<'a>(RwLockReadGuard<'a, Box<dyn HostBytes>>, Range<usize>);
-
-impl Deref for HostRef<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.0.bytes()[self.1.clone()]
-    }
-}
-
-/// The bytes of a [`BufMut`] that the host can address.
-///
-/// The parts of one allocation share a lock: while this is held, the others wait.
-pub struct HostMut<'a>(RwLockWriteGuard<'a, Box<dyn HostBytes>>, Range<usize>);
-
-impl Deref for HostMut<'_> {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.0.bytes()[self.1.clone()]
-    }
-}
-
-impl DerefMut for HostMut<'_> {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.0.bytes_mut()[self.1.clone()]
-    }
-}
-
-impl fmt::Debug for HostRef<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostRef({} bytes)", self.len())
-    }
-}
-
-impl fmt::Debug for HostMut<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostMut({} bytes)", self.len())
     }
 }

@@ -78,13 +78,31 @@ impl Transfer {
         ready.chain(self.dst.pending()).collect()
     }
 
-    /// The flight of this copy once it is queued and `done` comes after it: both ends carry the event from now on.
+    /// The flight of this copy once it is queued and `done` comes after it: both ends carry the event from now on, beside
+    /// those that they had.
     pub fn launched(mut self, done: Event) -> Flight {
-        for piece in &self.pieces {
-            piece.src.used_until(done.clone());
-        }
+        self.sources_used_until(&done);
+        self.dst.after(done.clone());
+        Flight { done, dst: self.dst }
+    }
+
+    /// As [`launched`](Transfer::launched), by a stream whose event comes after all that the transfer
+    /// [waits](Transfer::waits) for, and fails with it: of the destination's events only this one is left.
+    pub(super) fn launched_in_order(mut self, done: Event) -> Flight {
+        self.sources_used_until(&done);
         self.dst.written_until(done.clone());
         Flight { done, dst: self.dst }
+    }
+
+    fn sources_used_until(&self, done: &Event) {
+        let mut last: Option<&Buf> = None;
+        for piece in &self.pieces {
+            // Neighbouring pieces of one source are one use.
+            if !last.is_some_and(|last| last.is_same(&piece.src)) {
+                piece.src.used_until(done.clone());
+            }
+            last = Some(&piece.src);
+        }
     }
 
     /// The rejection of this copy: it was not queued.

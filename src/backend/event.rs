@@ -1,8 +1,11 @@
 //! Points in a stream's work.
 
+#![expect(unsafe_code, reason = "a fence whose word cannot be trusted breaks memory, so its trait is unsafe")]
+
 use std::any::Any;
 use std::fmt;
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -13,14 +16,18 @@ use super::watcher;
 use crate::error::{Error, Result};
 
 /// What a backend's event can do.
-pub trait Fence: Any + Send + Sync {
+///
+/// # Safety
+/// Memory is read, written and freed on its word: once it has said [`Done`](FenceState::Done) or
+/// [`Failed`](FenceState::Failed), the work before it touches no memory any more, and so it says from then on.
+pub unsafe trait Fence: Any + Send + Sync {
     /// Whether the work before it is done. Never blocks.
     fn state(&self) -> FenceState;
 
-    /// Blocks until the work is done or has failed, at most for `deadline`; the state then.
+    /// Blocks until the work is no longer pending, at most for `deadline`; the state then.
     fn wait(&self, deadline: Duration) -> FenceState;
 
-    /// Lets `waker` be woken once the work is done or has failed; at once where it is already. False, and nothing, where
+    /// Lets `waker` be woken once the work is no longer pending; at once where it is not now. False, and nothing, where
     /// the backend is not told of that: then a thread asks for the [`state`](Fence::state) again and again.
     fn wake(&self, waker: &Waker) -> bool {
         let _ = waker;
@@ -40,8 +47,11 @@ pub enum FenceState {
     Pending,
     /// Done.
     Done,
-    /// It failed; so fails whatever waits for it.
+    /// It failed and is over; so fails whatever waits for it.
     Failed(Arc<Error>),
+    /// Its device failed, and nobody can tell whether the work is over. What waits for it fails, and the memory that it
+    /// uses is never handed out again.
+    Lost(Arc<Error>),
 }
 
 /// A point in a stream's work: pending, then done or failed for good.
@@ -54,9 +64,14 @@ impl Event {
         Event(fence)
     }
 
-    /// Whether nothing is to be waited for any more: done, or failed.
+    /// Whether nothing is to be waited for any more: done, failed, or lost.
     pub fn settled(&self) -> bool {
         !matches!(self.0.state(), FenceState::Pending)
+    }
+
+    /// Whether the work is known to touch no memory any more: done, or failed.
+    pub fn is_over(&self) -> bool {
+        matches!(self.0.state(), FenceState::Done | FenceState::Failed(_))
     }
 
     /// Whether this is a clone of `other`, or it of this one.
@@ -76,7 +91,7 @@ impl Event {
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         match self.0.wait(deadline) {
             FenceState::Done => Ok(()),
-            FenceState::Failed(cause) => Err(Error::Failed { operation: "a copy", cause }),
+            FenceState::Failed(cause) | FenceState::Lost(cause) => Err(Error::Failed { operation: "a copy", cause }),
             FenceState::Pending => Err(Error::TimedOut { what: "an event".to_owned(), after: deadline }),
         }
     }
@@ -98,6 +113,13 @@ impl Event {
     /// The fence as its backend's own type, to be waited for on the device.
     pub fn downcast<T: Fence>(&self) -> Option<&T> {
         (&*self.0 as &dyn Any).downcast_ref()
+    }
+}
+
+/// Wakes a waker of the caller's. One that panics takes neither the thread that wakes nor other wakers with it.
+pub(super) fn wake(waker: Waker) {
+    if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
+        tracing::error!("a waker panicked");
     }
 }
 

@@ -101,6 +101,12 @@ impl Charge {
         self.ledger.device
     }
 
+    /// Makes sure that it is of the device `id`.
+    pub(super) fn check(&self, id: DeviceId) -> Result<()> {
+        let device = self.device();
+        if device == id { Ok(()) } else { Err(Error::invalid(format!("memory of {id} for a charge of {device}"))) }
+    }
+
     /// Takes a part out of this charge, so that reserved memory is used without being counted twice.
     ///
     /// # Errors

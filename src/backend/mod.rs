@@ -20,8 +20,10 @@ mod host;
 mod host_memory;
 mod kernels;
 mod ledger;
+pub(crate) mod process;
 mod simulated;
 mod software;
+mod storage;
 mod watcher;
 
 use std::any::Any;
@@ -29,7 +31,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use buffer::{Allocation, Buf, BufMut, HostBytes, HostMut, HostRef, Storage};
+pub use buffer::{Buf, BufMut};
 pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
@@ -41,6 +43,7 @@ pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight}
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
+pub use storage::{Allocation, Storage};
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
 use crate::error::Result;

@@ -173,6 +173,15 @@ pub enum Error {
         /// What was to be queued.
         operation: &'static str,
     },
+    /// This process is a fork of one that uses devices. Their drivers, the threads of their streams and pinned memory stay
+    /// with that process: use them there, or start a program of its own.
+    #[error("process {child} is a fork of {parent}, which has the devices; they cannot be used here")]
+    Forked {
+        /// The process that uses devices.
+        parent: u32,
+        /// This process.
+        child: u32,
+    },
     /// A wait passed its deadline.
     #[error("waited {after:?} for {what}, in vain")]
     TimedOut {
@@ -226,6 +235,7 @@ impl Error {
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::Driver { .. } => ErrorKind::Driver,
             Error::Capturing { .. } => ErrorKind::Capturing,
+            Error::Forked { .. } => ErrorKind::Forked,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Failed { cause, .. } => cause.kind(),
             Error::Cancelled { .. } => ErrorKind::Cancelled,
@@ -277,6 +287,7 @@ pub enum ErrorKind {
     DeviceLost,
     Driver,
     Capturing,
+    Forked,
     TimedOut,
     Cancelled,
     Invalid,

@@ -87,7 +87,6 @@ impl Road<'_> {
         let mut landed = stream.copy(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;
         let shown = landed.host_mut().ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
         visit(&shown[..bytes]);
-        drop(shown);
         self.staging = Some(landed);
         Ok(())
     }

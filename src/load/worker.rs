@@ -196,7 +196,7 @@ impl<'a> Job<'a> {
 
     /// Reads a group into the host memory where it stays.
     fn fill_here(&self, group: usize, mut memory: BufMut) -> Result<Buf> {
-        let mut bytes = memory.host_mut().ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
+        let bytes = memory.host_mut().ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
         for (tensor, place) in self.own_tensors(group) {
             let dst = &mut bytes[place];
             match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
@@ -205,7 +205,6 @@ impl<'a> Job<'a> {
                 (None, None) => self.read_plain(tensor, dst)?,
             }
         }
-        drop(bytes);
         Ok(self.bring_here(group, memory)?.freeze())
     }
 
@@ -234,7 +233,7 @@ impl<'a> Job<'a> {
             let bytes = self.ring.bytes_each().min(place.len() - at);
             let mut staging = self.ring.acquire(self.loader.deadline)?;
             let filled = match staging.host_mut() {
-                Some(mut dst) => self.read_part(tensor, at as u64, &mut dst[..bytes]),
+                Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes]),
                 None => Err(Error::invalid("staging memory that the host cannot address")),
             };
             filled.inspect_err(|_| self.ring.lost())?;
@@ -290,7 +289,7 @@ impl<'a> Job<'a> {
             None => self.host.alloc_near(place.len(), MemoryKind::Pinned, stream.device())?,
         };
         match staging.host_mut() {
-            Some(mut dst) => self.read_patched(tensor, &mut dst[..place.len()])?,
+            Some(dst) => self.read_patched(tensor, &mut dst[..place.len()])?,
             None => return Err(Error::invalid("staging memory that the host cannot address")),
         }
         let staging = staging.freeze();

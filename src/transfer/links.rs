@@ -202,7 +202,6 @@ impl Meter<'_> {
                 let (mut relay, mut dst) = (self.relay(end)?, dst);
                 let mut memory = dst.host_mut().ok_or_else(lost)?;
                 let times = self.timing.one_by_one(|| relay.down(end.watch, &*end.down, &src, &mut memory))?;
-                drop(memory);
                 (times, None, dst)
             }
             _ => {
@@ -307,7 +306,7 @@ impl Meter<'_> {
             return self.host.alloc(bytes, MemoryKind::Arena);
         }
         let memory = self.host.alloc_near(bytes, MemoryKind::Pinned, end.id())?;
-        let pinned = end.watch.simulated() || memory.allocation().storage().pinned();
+        let pinned = end.watch.simulated() || memory.allocation().pinned();
         if pinned { Ok(memory) } else { Err(unpinned()) }
     }
 

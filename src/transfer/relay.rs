@@ -27,7 +27,7 @@ impl Relay {
 
     /// Whether its memory is pinned.
     pub(super) fn pinned(&self) -> bool {
-        self.0.iter().all(|buffer| buffer.allocation().storage().pinned())
+        self.0.iter().all(|buffer| buffer.allocation().pinned())
     }
 
     fn take(&mut self) -> Result<BufMut> {

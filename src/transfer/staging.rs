@@ -286,8 +286,7 @@ impl Worker {
         let left = || until.saturating_duration_since(Instant::now());
         let mut elsewhere = Vec::new();
         {
-            let mut bytes =
-                buffer.host_mut().ok_or_else(|| Error::invalid("a pinned buffer the host cannot address"))?;
+            let bytes = buffer.host_mut().ok_or_else(|| Error::invalid("a pinned buffer the host cannot address"))?;
             for (piece, at) in load.iter().flat_map(|span| span.of(&pieces[span.part])) {
                 let Some(src) = piece.src.host(left())? else {
                     elsewhere.push(Piece { src: piece.src.clone(), from: piece.from, at });

@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cuda_standin::{Config, Session, session};
-use tensor_offload::backend::{Backend, Cuda, Found};
-use tensor_offload::{DeviceId, DeviceKind};
+use tensor_offload::backend::{Backend, Cuda, Found, Health};
+use tensor_offload::{DeviceId, DeviceKind, Registry};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -86,6 +86,34 @@ impl Driver {
         if let Driver::StandIn(cuda) = self {
             assert_clean(cuda);
         }
+    }
+}
+
+/// Waits until nothing is taken of any device: memory is let go of when the last event of its use has been seen, a moment
+/// after the last handle. Where a device was lost, the host keeps what the driver has pinned still: nobody can have it let
+/// go of, so it is never unmapped.
+pub(crate) fn assert_given_back<'a>(devices: &Registry, cuda: impl Into<Option<&'a Session>>, what: &str) {
+    let cuda = cuda.into();
+    devices.opened().iter().for_each(|device| assert_comes_to(devices, cuda, device.id(), 0, what));
+}
+
+/// The same for one device, of which so much is to be taken.
+pub(crate) fn assert_comes_to<'a>(
+    devices: &Registry,
+    cuda: impl Into<Option<&'a Session>>,
+    id: DeviceId,
+    bytes: u64,
+    what: &str,
+) {
+    let (device, cuda) = (devices.device(id).unwrap(), cuda.into());
+    let lost = devices.opened().iter().any(|device| device.health() != Health::Good);
+    let cuda = cuda.filter(|_| lost && id == DeviceId::CPU);
+    let wanted = || cuda.map_or(bytes, |cuda| bytes.max(cuda.report().live_pinned_bytes));
+    let until = Instant::now() + DEADLINE;
+    while device.ledger().charged() != wanted() {
+        let (taken, wanted) = (device.ledger().charged(), wanted());
+        assert!(Instant::now() < until, "{what}: {taken} bytes of {id} are taken, not {wanted}");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -1,13 +1,12 @@
 //! A device's primary context: current for every call, and lost for good after an error that sticks.
 
 use std::cell::Cell;
+use std::ffi::c_int;
 use std::marker::PhantomData;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUevent_flags, CUresult};
-
-use super::driver::describe;
+use super::calls::{Calls, Code, ContextHandle, DeviceHandle, EVENT_WITHOUT_TIMING, EventHandle, Failure, Outcome};
+use super::driver::{Driver, shown};
 use super::kernels::Module;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -15,8 +14,9 @@ use crate::error::{Error, Result};
 /// A retained primary context.
 pub(super) struct Context {
     id: DeviceId,
-    device: sys::CUdevice,
-    handle: sys::CUcontext,
+    device: DeviceHandle,
+    handle: ContextHandle,
+    driver: Arc<Driver>,
     lost: OnceLock<String>,
     events: Mutex<Vec<Spare>>,
     /// The kernels, or why the driver refused them; here, since memory in use by a launch holds the context.
@@ -30,27 +30,32 @@ unsafe impl Sync for Context {}
 
 impl Context {
     /// Retains the primary context of device number `id`.
-    pub(super) fn retain(id: DeviceId) -> Result<Context> {
-        let absent = |call: &str, error| Error::DeviceAbsent { device: id, why: describe(call, error) };
-        let ordinal = i32::try_from(id.index()).unwrap_or(i32::MAX);
-        let device = result::device::get(ordinal).map_err(|error| absent("cuDeviceGet", error))?;
-        // SAFETY: the device was just got from the driver.
-        let handle = unsafe { result::primary_ctx::retain(device) };
-        let handle = handle.map_err(|error| absent("cuDevicePrimaryCtxRetain", error))?;
-        let (events, kernels) = (Mutex::default(), OnceLock::new());
-        Ok(Context { id, device, handle, lost: OnceLock::new(), events, kernels })
+    pub(super) fn retain(id: DeviceId, driver: &Arc<Driver>) -> Result<Context> {
+        driver.process.check()?;
+        let absent = |why| Error::DeviceAbsent { device: id, why };
+        let device = driver.handle(id).ok_or_else(|| absent("the driver does not find it any more".to_owned()))?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the pointer is to a living handle, the device comes from the driver.
+        let retained = unsafe { driver.calls.context_retain(&raw mut handle, device) };
+        retained.map_err(|failure| absent(driver.describe(failure)))?;
+        let (events, kernels, driver) = (Mutex::default(), OnceLock::new(), Arc::clone(driver));
+        Ok(Context { id, device, handle, driver, lost: OnceLock::new(), events, kernels })
     }
 
     pub(super) fn id(&self) -> DeviceId {
         self.id
     }
 
-    pub(super) fn device(&self) -> sys::CUdevice {
+    pub(super) fn device(&self) -> DeviceHandle {
         self.device
     }
 
-    pub(super) fn handle(&self) -> sys::CUcontext {
+    pub(super) fn handle(&self) -> ContextHandle {
         self.handle
+    }
+
+    pub(super) fn driver(&self) -> &Arc<Driver> {
+        &self.driver
     }
 
     pub(super) fn kernels(&self) -> &OnceLock<Result<Module, String>> {
@@ -62,68 +67,73 @@ impl Context {
         self.lost.get().map(String::as_str)
     }
 
-    /// Gives the device up: something runs on it that cannot be waited for.
-    pub(super) fn lose(&self, why: &Error) {
+    /// Gives the device up: something runs on it that cannot be waited for. The reason is told by everything from now on.
+    pub(super) fn lose(&self, why: &Error) -> Error {
         let _ = self.lost.set(why.to_string());
+        self.error(Refusal::Lost)
     }
 
     /// Runs calls of the driver with this context current, and leaves the thread with the one it had.
     ///
     /// # Errors
-    /// [`Error::DeviceLost`] at once when the device is lost, and when the call loses it; [`Error::Driver`] for any
-    /// other refusal.
-    pub(super) fn call<T>(&self, name: &'static str, calls: impl FnOnce() -> Result<T, DriverError>) -> Result<T> {
-        self.raw(name, calls).map_err(|refusal| self.error(refusal))
+    /// [`Error::DeviceLost`] at once when the device is lost, and when the call loses it; [`Error::Forked`] in a fork;
+    /// [`Error::Driver`] for any other refusal.
+    pub(super) fn call<T>(&self, calls: impl FnOnce(&Calls) -> Outcome<T>) -> Result<T> {
+        self.raw(calls).map_err(|refusal| self.error(refusal))
     }
 
     /// As [`call`](Context::call), for callers that react to the driver's own code.
-    pub(super) fn raw<T>(
-        &self,
-        name: &'static str,
-        calls: impl FnOnce() -> Result<T, DriverError>,
-    ) -> Result<T, Refusal> {
+    pub(super) fn raw<T>(&self, calls: impl FnOnce(&Calls) -> Outcome<T>) -> Result<T, Refusal> {
         let _entered = self.enter()?;
-        calls().map_err(|error| Refusal::Code(name, error))
+        calls(&self.driver.calls).map_err(Refusal::Code)
     }
 
     /// Makes this context the calling thread's until what is returned is dropped, which leaves the thread with the one it
-    /// had. Calls meanwhile find it made, which saves each of them three calls.
+    /// had. Calls meanwhile find it made, which saves each of them the way in. The captures of other threads forbid nothing
+    /// meanwhile: this thread's capture mode is relaxed, and restored with the context.
     ///
     /// # Errors
-    /// When the device is lost, and when the driver refuses.
-    pub(super) fn enter(&self) -> Result<Entered, Refusal> {
+    /// When the device is lost, in a fork, and when the driver refuses.
+    pub(super) fn enter(&self) -> Result<Entered<'_>, Refusal> {
         if self.lost().is_some() {
             return Err(Refusal::Lost);
         }
-        let handle = self.handle.addr();
-        let outer = ENTERED.get();
+        let (handle, outer, driver) = (self.handle.addr(), ENTERED.get(), &*self.driver);
         if outer == handle {
-            return Ok(Entered { restore: None, outer, thread: PhantomData });
+            return Ok(Entered { restore: None, mode: None, outer, driver, thread: PhantomData });
         }
-        let before = result::ctx::get_current().map_err(|error| Refusal::Code("cuCtxGetCurrent", error))?;
-        let restore = (before != Some(self.handle)).then_some(before);
+        if !driver.process.is_current() {
+            return Err(Refusal::Forked);
+        }
+        let mut before = std::ptr::null_mut();
+        // SAFETY: the pointer is to a living handle.
+        unsafe { driver.calls.context_current(&raw mut before) }.map_err(Refusal::Code)?;
+        let restore = (before != self.handle).then_some(before);
         if restore.is_some() {
             // SAFETY: the context is retained for as long as `self` lives.
-            unsafe { result::ctx::set_current(self.handle) }
-                .map_err(|error| Refusal::Code("cuCtxSetCurrent", error))?;
+            unsafe { driver.calls.make_context_current(self.handle) }.map_err(Refusal::Code)?;
         }
         ENTERED.set(handle);
-        Ok(Entered { restore, outer, thread: PhantomData })
+        // Whoever entered another context has left the captures.
+        let mode = if outer == 0 { driver.leave_captures() } else { None };
+        Ok(Entered { restore, mode, outer, driver, thread: PhantomData })
     }
 
     /// An event to record: one that was let go of, or a new one.
-    pub(super) fn event(&self) -> Result<sys::CUevent, Refusal> {
+    pub(super) fn event(&self) -> Result<EventHandle, Refusal> {
         let spare = self.events().pop();
-        match spare {
-            Some(Spare(event)) => Ok(event),
-            None => self.raw("cuEventCreate", || result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING)),
+        if let Some(Spare(event)) = spare {
+            return Ok(event);
         }
+        let mut event = std::ptr::null_mut();
+        // SAFETY: the pointer is to a living handle.
+        self.raw(|calls| unsafe { calls.event_create(&raw mut event, EVENT_WITHOUT_TIMING) }).map(|()| event)
     }
 
     /// Takes an event that nobody asks for any more. Streams that were told to wait for it wait for what it stood for
     /// then, so it can be recorded anew.
-    pub(super) fn recycle(&self, event: sys::CUevent) {
-        if self.lost().is_some() {
+    pub(super) fn recycle(&self, event: EventHandle) {
+        if self.lost().is_some() || !self.driver.process.is_current() {
             return;
         }
         let mut events = self.events();
@@ -141,10 +151,10 @@ impl Context {
         events.into_iter().for_each(|Spare(event)| self.destroy(event));
     }
 
-    fn destroy(&self, event: sys::CUevent) {
+    fn destroy(&self, event: EventHandle) {
         // SAFETY: created by `event`, destroyed once; the driver lets an event go before it has fired. What a lost or
         // departed driver refuses is gone already.
-        let _ = self.raw("cuEventDestroy", || unsafe { result::event::destroy(event) });
+        let _ = self.raw(|calls| unsafe { calls.event_destroy(event) });
     }
 
     fn events(&self) -> MutexGuard<'_, Vec<Spare>> {
@@ -156,13 +166,15 @@ impl Context {
     pub(super) fn error(&self, refusal: Refusal) -> Error {
         match refusal {
             Refusal::Lost => {}
-            Refusal::Code(call, code) if sticks(code.0) => {
-                let _ = self.lost.set(describe(call, code));
+            Refusal::Forked => {
+                if let Err(error) = self.driver.process.check() {
+                    return error;
+                }
             }
-            Refusal::Code(call, code) => {
-                let name = code.error_name().unwrap_or(c"?").to_string_lossy().into_owned();
-                let text = code.error_string().unwrap_or(c"?").to_string_lossy().into_owned();
-                return Error::Driver { device: self.id, call, code: name, text };
+            Refusal::Code(failure) if failure.code.sticks() => drop(self.lost.set(self.driver.describe(failure))),
+            Refusal::Code(Failure { call, code }) => {
+                let (name, text) = (self.driver.code_name(code), self.driver.code_text(code));
+                return Error::Driver { device: self.id, call: shown(call), code: name, text };
             }
         }
         Error::DeviceLost { device: self.id, why: self.lost().unwrap_or_default().to_owned() }
@@ -175,10 +187,10 @@ impl Drop for Context {
         if let Some(Ok(module)) = self.kernels.take() {
             module.unload(self);
         }
-        if self.lost().is_none() {
+        if self.lost().is_none() && self.driver.process.is_current() {
             // SAFETY: retained by `retain`, released once. At process exit a driver that is gone refuses; then
             // there is nothing to release.
-            let _ = unsafe { result::primary_ctx::release(self.device) };
+            let _ = unsafe { self.driver.calls.context_release(self.device) };
         }
     }
 }
@@ -187,7 +199,7 @@ impl Drop for Context {
 const MOST_EVENTS: usize = 1024;
 
 /// An event that was let go of.
-struct Spare(sys::CUevent);
+struct Spare(EventHandle);
 
 // SAFETY: the driver allows any thread to use an event.
 unsafe impl Send for Spare {}
@@ -198,67 +210,65 @@ thread_local! {
 }
 
 /// That a context is the calling thread's.
-pub(super) struct Entered {
+pub(super) struct Entered<'a> {
     /// The context that the thread had, if it was another.
-    restore: Option<Option<sys::CUcontext>>,
+    restore: Option<ContextHandle>,
+    /// The capture mode that it had, if it was another.
+    mode: Option<c_int>,
     outer: usize,
+    driver: &'a Driver,
     /// It stays in its thread.
     thread: PhantomData<*const ()>,
 }
 
-impl Drop for Entered {
+impl Drop for Entered<'_> {
     fn drop(&mut self) {
         ENTERED.set(self.outer);
+        if let Some(mode) = self.mode {
+            self.driver.restore_capture_mode(mode);
+        }
         let Some(before) = self.restore else { return };
         // SAFETY: the thread had this context, or none, when this one was entered.
-        let restored = unsafe { result::ctx::set_current(before.unwrap_or(std::ptr::null_mut())) };
+        let restored = unsafe { self.driver.calls.make_context_current(before) };
         if restored.is_err() {
             // Better none than one that the caller does not expect and that may be gone when it is used next.
             // SAFETY: null is the documented way to have no context.
-            let _ = unsafe { result::ctx::set_current(std::ptr::null_mut()) };
+            let _ = unsafe { self.driver.calls.make_context_current(std::ptr::null_mut()) };
         }
     }
 }
 
 /// Why a call was not made or did not work.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Refusal {
     /// The device was lost before.
     Lost,
+    /// The process is a fork of the one that opened the device.
+    Forked,
     /// The call and the driver's result.
-    Code(&'static str, DriverError),
+    Code(Failure),
 }
 
 impl Refusal {
-    /// Whether the driver has no memory left.
-    pub(super) fn is_out_of_memory(self) -> bool {
-        matches!(self, Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)))
+    fn code(self) -> Option<Code> {
+        match self {
+            Refusal::Code(failure) => Some(failure.code),
+            Refusal::Lost | Refusal::Forked => None,
+        }
     }
 
-    /// Whether the work asked about is still running.
-    pub(super) fn is_not_ready(self) -> bool {
-        matches!(self, Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_NOT_READY)))
+    /// Whether the driver refused with this code.
+    pub(super) fn is(self, code: Code) -> bool {
+        self.code() == Some(code)
     }
-}
 
-/// Whether a result comes again at every later call of the context.
-fn sticks(code: CUresult) -> bool {
-    use CUresult as R;
-    matches!(
-        code,
-        R::CUDA_ERROR_DEINITIALIZED
-            | R::CUDA_ERROR_ECC_UNCORRECTABLE
-            | R::CUDA_ERROR_NVLINK_UNCORRECTABLE
-            | R::CUDA_ERROR_ILLEGAL_ADDRESS
-            | R::CUDA_ERROR_LAUNCH_TIMEOUT
-            | R::CUDA_ERROR_CONTEXT_IS_DESTROYED
-            | R::CUDA_ERROR_ASSERT
-            | R::CUDA_ERROR_HARDWARE_STACK_ERROR
-            | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
-            | R::CUDA_ERROR_MISALIGNED_ADDRESS
-            | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
-            | R::CUDA_ERROR_INVALID_PC
-            | R::CUDA_ERROR_LAUNCH_FAILED
-            | R::CUDA_ERROR_UNKNOWN
-    )
+    /// Whether the work that was asked about goes on, as far as can be told now.
+    pub(super) fn goes_on(self) -> bool {
+        self.is(Code::NOT_READY) || self.is_of_captures()
+    }
+
+    /// Whether a capture stands in the way.
+    pub(super) fn is_of_captures(self) -> bool {
+        self.code().is_some_and(Code::is_of_captures)
+    }
 }

@@ -3,17 +3,17 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-
-use cudarc::driver::sys;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::Opened;
+use super::calls::{Code, ContextHandle, StreamHandle};
 use super::context::{Context, Refusal};
 use super::driver::Driver;
+use super::event::CudaFence;
 use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
 use super::reaper::Reaper;
-use super::stream::{Adopted, CudaStream};
+use super::stream::CudaStream;
 use crate::backend::{
     Allocation, BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream,
 };
@@ -27,35 +27,40 @@ pub(crate) struct CudaDevice {
     pool: Option<Arc<Pool>>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
-    driver: Arc<Driver>,
-    /// Peer -> why its memory cannot be reached, or none where it can; found out when first asked.
-    peers: Mutex<BTreeMap<DeviceId, Option<String>>>,
+    /// What was found out when first asked, of each peer.
+    peers: Mutex<BTreeMap<DeviceId, Peer>>,
     context: Arc<Context>,
+}
+
+/// What is known of the way to the memory of a device.
+struct Peer {
+    /// The peer's context when it was opened and connected to; one that was closed and opened again is another.
+    context: Weak<Context>,
+    /// Why its memory cannot be reached, or none where it can.
+    unreachable: Option<String>,
 }
 
 impl CudaDevice {
     pub(super) fn open(info: DeviceInfo, driver: &Arc<Driver>, open: Arc<Opened>) -> Result<CudaDevice> {
-        let context = Arc::new(Context::retain(info.id)?);
-        let pool = if driver.pools { Pool::create(&context)? } else { None };
+        let context = Arc::new(Context::retain(info.id, driver)?);
+        let pool = Pool::create(&context)?;
         let (free, total) = free_and_total(&context)?;
-        let reaper = Arc::new(Reaper::start(&context, driver)?);
+        let reaper = Arc::new(Reaper::start(&context)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
-        let (peers, driver) = (Mutex::default(), Arc::clone(driver));
-        Ok(CudaDevice { info, ledger, pool, reaper, open, driver, peers, context })
+        Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), context })
     }
 
     /// A stream of the caller's as one of this device; `keep` holds it open.
     ///
     /// # Safety
     /// `handle` is a stream of this device's primary context for as long as `keep` lives.
-    pub(crate) unsafe fn adopt(&self, handle: sys::CUstream, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
-        let adopted = Adopted { _keep: keep, tells_captures: self.driver.tells_captures };
-        CudaStream::adopted(handle, adopted, &self.context, &self.reaper, &self.open)
+    pub(crate) unsafe fn adopt(&self, handle: StreamHandle, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
+        CudaStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
     }
 
     /// The primary context.
-    pub(crate) fn raw_context(&self) -> sys::CUcontext {
+    pub(crate) fn raw_context(&self) -> ContextHandle {
         self.context.handle()
     }
 
@@ -64,17 +69,21 @@ impl CudaDevice {
     /// # Safety
     /// `address` is that of `bytes` bytes of this device's memory for as long as `keep` lives, and nobody else
     /// uses them.
-    pub(crate) unsafe fn foreign(&self, address: u64, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> BufMut {
-        let memory = DeviceMemory::foreign(&self.context, address, keep);
+    ///
+    /// # Errors
+    /// None that can be met: there are as many bytes as are charged.
+    pub(crate) unsafe fn foreign(
+        &self,
+        address: u64,
+        bytes: usize,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> Result<BufMut> {
+        let memory = DeviceMemory::foreign(&self.context, address, bytes, keep);
         BufMut::new(Box::new(memory), Charge::uncounted(self.info.id, bytes as u64))
     }
 
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
-    }
-
-    pub(super) fn missing_kernel_call(&self) -> Option<&'static str> {
-        self.driver.missing_kernel_call
     }
 
     pub(super) fn pool(&self) -> Option<&Arc<Pool>> {
@@ -86,25 +95,36 @@ impl CudaDevice {
         self.unreachable(peer).is_none()
     }
 
-    /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once.
+    /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once for each time that the peer
+    /// is opened.
     fn unreachable(&self, peer: DeviceId) -> Option<String> {
         if !self.open.peers {
             return Some("the caller forbids it".to_owned());
         }
+        let Some(source) = self.open.get(peer.index()) else { return Some(format!("{peer} is not open")) };
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-        let find = || match self.open.get(peer.index()) {
-            Some(source) => peers::connect(self, &source).err(),
-            None => Some(format!("{peer} is not open")),
-        };
-        peers.entry(peer).or_insert_with(find).clone()
+        match peers.get(&peer) {
+            Some(known) if std::ptr::eq(known.context.as_ptr(), Arc::as_ptr(source.context())) => {
+                known.unreachable.clone()
+            }
+            _ => {
+                let (context, unreachable) = (Arc::downgrade(source.context()), peers::connect(self, &source).err());
+                peers.insert(peer, Peer { context, unreachable: unreachable.clone() });
+                unreachable
+            }
+        }
     }
 
     /// Memory from the pool, or of its own, with the event after which it may be used.
-    fn memory_of(&self, bytes: usize, kind: MemoryKind) -> Result<(DeviceMemory, Option<Event>), Refusal> {
+    pub(super) fn memory_of(
+        &self,
+        bytes: usize,
+        kind: MemoryKind,
+    ) -> Result<(DeviceMemory, Option<CudaFence>), Refusal> {
         match &self.pool {
             Some(pool) if bytes > 0 && kind != MemoryKind::Whole => {
                 let (memory, ready) = DeviceMemory::pooled(pool, bytes)?;
-                Ok((memory, Some(Event::new(Arc::new(ready)))))
+                Ok((memory, Some(ready)))
             }
             _ => DeviceMemory::plain(&self.context, bytes).map(|memory| (memory, None)),
         }
@@ -126,24 +146,25 @@ impl Device for CudaDevice {
     }
 
     fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
+        charge.check(self.info.id)?;
         let bytes = charge.bytes() as usize;
         let mut memory = self.memory_of(bytes, kind);
-        if memory.as_ref().is_err_and(|refusal| refusal.is_out_of_memory()) {
+        if memory.as_ref().is_err_and(|refusal| refusal.is(Code::OUT_OF_MEMORY)) {
             // What the pool keeps for reuse may be what is missing.
             self.trim()?;
             memory = self.memory_of(bytes, kind);
         }
         let (memory, ready) = memory.map_err(|refusal| {
-            if refusal.is_out_of_memory() {
+            if refusal.is(Code::OUT_OF_MEMORY) {
                 let available = free_and_total(&self.context).map_or(0, |(free, _)| free);
                 let limit = self.ledger.limit();
                 return Error::OutOfMemory { device: self.info.id, requested: charge.bytes(), available, limit };
             }
             self.context.error(refusal)
         })?;
-        let mut buffer = BufMut::new(Box::new(memory), charge);
+        let mut buffer = BufMut::new(Box::new(memory), charge)?;
         if let Some(ready) = ready {
-            buffer.after(ready);
+            buffer.after(Event::new(Arc::new(ready)));
         }
         Ok(buffer)
     }
@@ -167,7 +188,7 @@ impl Device for CudaDevice {
     }
 
     fn copies_hold_up(&self, source: &Allocation) -> bool {
-        let straight = source.downcast::<DeviceMemory>().is_some() || source.storage().pinned();
+        let straight = source.downcast::<DeviceMemory>().is_some() || source.pinned();
         !straight
     }
 

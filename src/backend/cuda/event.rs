@@ -1,13 +1,12 @@
 //! Events of the driver as fences.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::result;
-use cudarc::driver::sys;
-
+use super::calls::EventHandle;
 use super::context::{Context, Refusal};
-use crate::backend::{Fence, FenceState};
+use super::stream::RawStream;
+use crate::backend::{Event, Fence, FenceState};
 use crate::error::Error;
 
 /// How long a wait asks again and again before it sleeps between questions.
@@ -16,11 +15,23 @@ const EAGER: Duration = Duration::from_micros(30);
 /// The longest sleep between two questions.
 const PATIENT: Duration = Duration::from_micros(500);
 
-/// An event that was recorded once.
+/// An event that is recorded once.
 pub(super) struct CudaFence {
-    event: sys::CUevent,
+    event: EventHandle,
     context: Arc<Context>,
-    ended: OnceLock<Result<(), Arc<Error>>>,
+    /// What the stream waited for that this device knows nothing of: another device's events. That device may fail and its
+    /// event come true all the same.
+    others: Vec<Event>,
+    /// The stream that refused to record it, for now.
+    unrecorded: Mutex<Option<Arc<RawStream>>>,
+    ended: OnceLock<Result<(), Ended>>,
+}
+
+/// How work failed.
+enum Ended {
+    /// It is over; what it waited for failed.
+    Failed(Arc<Error>),
+    Lost(Arc<Error>),
 }
 
 // SAFETY: the driver allows any thread to use an event.
@@ -29,37 +40,100 @@ unsafe impl Send for CudaFence {}
 unsafe impl Sync for CudaFence {}
 
 impl CudaFence {
-    /// An event after all work of `stream` so far.
-    pub(super) fn record(context: &Arc<Context>, stream: sys::CUstream) -> Result<CudaFence, Refusal> {
-        let fence = CudaFence { event: context.event()?, context: Arc::clone(context), ended: OnceLock::new() };
-        // SAFETY: both handles are alive: the event is this fence's, the stream the caller's.
-        context.raw("cuEventRecord", || unsafe { result::event::record(fence.event, stream) })?;
-        Ok(fence)
+    /// An event that is not recorded yet. One that never is may be dropped.
+    pub(super) fn new(context: &Arc<Context>, others: Vec<Event>) -> Result<CudaFence, Refusal> {
+        let (unrecorded, ended) = (Mutex::default(), OnceLock::new());
+        Ok(CudaFence { event: context.event()?, context: Arc::clone(context), others, unrecorded, ended })
     }
 
-    pub(super) fn handle(&self) -> sys::CUevent {
-        self.event
+    /// Records it after all work of `stream` so far.
+    pub(super) fn record(&self, stream: &RawStream) -> Result<(), Refusal> {
+        // SAFETY: both handles are alive: the event is this fence's, the stream the caller's.
+        self.context.raw(|calls| unsafe { calls.event_record(self.event, stream.handle()) })
+    }
+
+    /// Has it recorded when that is next asked for, since `stream` cannot record it now.
+    pub(super) fn record_later(&self, stream: &Arc<RawStream>) {
+        *self.unrecorded() = Some(Arc::clone(stream));
+    }
+
+    /// The handle, for another stream to wait for; none before it is recorded.
+    pub(super) fn handle(&self) -> Option<EventHandle> {
+        self.unrecorded().is_none().then_some(self.event)
+    }
+
+    /// Whether it can come true, for a stream of `context` that waits for it on the device, and yet have failed.
+    pub(super) fn can_mislead(&self, context: &Context) -> bool {
+        self.context.handle() != context.handle() || !self.others.is_empty()
+    }
+
+    /// Asks the driver.
+    fn ask(&self) -> FenceState {
+        let mut unrecorded = self.unrecorded();
+        if let Some(stream) = &*unrecorded {
+            if !stream.is_of_this_thread() {
+                return FenceState::Pending;
+            }
+            match self.record(stream) {
+                Ok(()) => *unrecorded = None,
+                Err(refusal) if refusal.is_of_captures() => return FenceState::Pending,
+                Err(refusal) => return self.lost(refusal),
+            }
+        }
+        drop(unrecorded);
+        match self.query().or_else(|refusal| if refusal.goes_on() { Err(refusal) } else { self.query() }) {
+            Ok(()) => self.done(),
+            Err(refusal) if refusal.goes_on() => FenceState::Pending,
+            // Twice: it is not a passing refusal.
+            Err(refusal) => self.lost(refusal),
+        }
+    }
+
+    fn query(&self) -> Result<(), Refusal> {
+        // SAFETY: this fence lets go of the event in its drop and not before.
+        self.context.raw(|calls| unsafe { calls.event_query(self.event) })
+    }
+
+    /// The device is done; it is as well as what its stream waited for elsewhere.
+    fn done(&self) -> FenceState {
+        let mut failed = None;
+        for other in &self.others {
+            match other.state() {
+                FenceState::Done => {}
+                FenceState::Pending => return FenceState::Pending,
+                // The stream went on regardless, and this work is over.
+                FenceState::Failed(cause) | FenceState::Lost(cause) => failed = Some(cause),
+            }
+        }
+        let _ = self.ended.set(failed.map_or(Ok(()), |cause| Err(Ended::Failed(cause))));
+        self.state()
+    }
+
+    /// An event of one's own that cannot be asked for is gone, with its context: reset by someone else, for example.
+    fn lost(&self, refusal: Refusal) -> FenceState {
+        let error = match self.context.error(refusal) {
+            error @ (Error::DeviceLost { .. } | Error::Forked { .. }) => error,
+            error => self.context.lose(&error),
+        };
+        let _ = self.ended.set(Err(Ended::Lost(Arc::new(error))));
+        self.state()
+    }
+
+    fn unrecorded(&self) -> MutexGuard<'_, Option<Arc<RawStream>>> {
+        // Every change is one assignment.
+        self.unrecorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Fence for CudaFence {
+// SAFETY: the driver says that an event has fired when all work before it is done. A context that was lost or is gone tells
+// nothing, and neither does this.
+unsafe impl Fence for CudaFence {
     fn state(&self) -> FenceState {
-        if self.ended.get().is_none() {
-            // SAFETY: this fence lets go of the event in its drop and not before.
-            match self.context.raw("cuEventQuery", || unsafe { result::event::query(self.event) }) {
-                Err(refusal) if refusal.is_not_ready() => return FenceState::Pending,
-                Ok(()) => drop(self.ended.set(Ok(()))),
-                Err(refusal) => match self.context.error(refusal) {
-                    error @ Error::DeviceLost { .. } => drop(self.ended.set(Err(Arc::new(error)))),
-                    // The question failed, not the work; whoever waits asks again until the deadline.
-                    error => tracing::warn!(%error, "an event could not be asked for"),
-                },
-            }
-        }
         match self.ended.get() {
-            None => FenceState::Pending,
+            None => self.ask(),
             Some(Ok(())) => FenceState::Done,
-            Some(Err(cause)) => FenceState::Failed(Arc::clone(cause)),
+            Some(Err(Ended::Failed(cause))) => FenceState::Failed(Arc::clone(cause)),
+            Some(Err(Ended::Lost(cause))) => FenceState::Lost(Arc::clone(cause)),
         }
     }
 

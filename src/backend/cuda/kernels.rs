@@ -4,11 +4,9 @@ use std::any::Any;
 use std::ffi::{CStr, CString, c_void};
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
-
+use super::calls::{FunctionHandle, KernelCalls, ModuleHandle, Outcome};
 use super::context::{Context, Refusal};
 use super::device::CudaDevice;
-use super::driver::describe;
 use super::memory::DeviceMemory;
 use super::stream::CudaStream;
 use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, Stream};
@@ -34,8 +32,8 @@ const BLOCK_TILE: [usize; 2] = [64, 128];
 
 /// The loaded kernels of a context.
 pub(super) struct Module {
-    handle: sys::CUmodule,
-    functions: [sys::CUfunction; FUNCTIONS.len()],
+    handle: ModuleHandle,
+    functions: [FunctionHandle; FUNCTIONS.len()],
 }
 
 // SAFETY: the driver allows any thread to use a module and its functions.
@@ -46,24 +44,22 @@ unsafe impl Sync for Module {}
 impl Module {
     /// Loads the kernels, or says why the driver does not take them.
     fn load(context: &Context) -> Result<Module, String> {
+        let calls = context.driver().kernels.as_ref().map_err(|missing| format!("the driver has no {missing}"))?;
         let text = CString::new(TEXT).map_err(|error| error.to_string())?;
         let why = |refusal| match refusal {
-            Refusal::Code(call, code) => describe(call, code),
-            Refusal::Lost => context.lost().unwrap_or("the device is lost").to_owned(),
+            Refusal::Code(failure) => context.driver().describe(failure),
+            refusal => context.error(refusal).to_string(),
         };
-        // SAFETY: the text ends with a zero and lives through the call.
-        let load = || unsafe { result::module::load_data(text.as_ptr().cast::<c_void>()) };
-        let handle = context.raw("cuModuleLoadData", load).map_err(why)?;
+        let run = |call: &mut dyn FnMut(&KernelCalls) -> Outcome| context.raw(|_| call(calls)).map_err(why);
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the text ends with a zero and lives through the call, the pointer is to a living handle.
+        run(&mut |calls| unsafe { calls.load(&raw mut handle, text.as_ptr().cast()) })?;
         let mut module = Module { handle, functions: [std::ptr::null_mut(); FUNCTIONS.len()] };
         for (function, (_, name)) in module.functions.iter_mut().zip(FUNCTIONS) {
-            // SAFETY: the module was just loaded.
-            let find = || unsafe { result::module::get_function(handle, name.to_owned()) };
-            match context.raw("cuModuleGetFunction", find) {
-                Ok(found) => *function = found,
-                Err(refusal) => {
-                    module.unload(context);
-                    return Err(why(refusal));
-                }
+            // SAFETY: the module was just loaded, the pointer is to a living handle.
+            if let Err(why) = run(&mut |calls| unsafe { calls.function(function, handle, name.as_ptr()) }) {
+                module.unload(context);
+                return Err(why);
             }
         }
         Ok(module)
@@ -71,11 +67,13 @@ impl Module {
 
     /// Lets the module go, when no launch of it is under way any more.
     pub(super) fn unload(self, context: &Context) {
-        // SAFETY: loaded by `load`, unloaded once. What a lost or departed driver refuses is gone already.
-        let _ = context.raw("cuModuleUnload", || unsafe { result::module::unload(self.handle) });
+        if let Ok(calls) = &context.driver().kernels {
+            // SAFETY: loaded by `load`, unloaded once. What a lost or departed driver refuses is gone already.
+            let _ = context.raw(|_| unsafe { calls.unload(self.handle) });
+        }
     }
 
-    fn function(&self, dtype: DType) -> Option<sys::CUfunction> {
+    fn function(&self, dtype: DType) -> Option<FunctionHandle> {
         FUNCTIONS.iter().zip(self.functions).find(|((of, _), _)| *of == dtype).map(|(_, function)| function)
     }
 }
@@ -83,9 +81,6 @@ impl Module {
 impl CudaDevice {
     fn module(&self) -> Result<&Module, String> {
         let context = self.context();
-        if let Some(missing) = self.missing_kernel_call() {
-            return Err(format!("the driver has no {missing}"));
-        }
         context.kernels().get_or_init(|| Module::load(context)).as_ref().map_err(Clone::clone)
     }
 
@@ -158,11 +153,13 @@ impl Kernels for CudaDevice {
             arguments[..2].copy_from_slice(&pointers);
             let rest = arguments[2..].iter_mut().zip(&mut numbers);
             rest.for_each(|(argument, number)| *argument = (number as *mut u32).cast());
+            let Ok(calls) = &self.context().driver().kernels else { return Ok(()) };
+            let (x, y, z) = BLOCK;
+            let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
             // SAFETY: the arguments are those of the kernel, in number and size, and live through the call. It touches
             // the matrix and the work memory, which were checked to be there and are kept until the event after it.
-            let launch =
-                || unsafe { result::launch_kernel(function, (blocks, 1, 1), BLOCK, 0, handle, &mut arguments) };
-            self.context().call("cuLaunchKernel", launch)
+            let launch = || unsafe { calls.launch(function, blocks, 1, 1, x, y, z, 0, handle, arguments, extra) };
+            self.context().call(|_| launch())
         })?;
         Ok(PatchFlight { weight: Flight::of(weight, done.clone()), work: Flight::of(work, done) })
     }

@@ -1,11 +1,11 @@
 //! CUDA devices, over the driver's own calls.
 //!
-//! Memory, events, streams and what keeps them alive are this library's own; cudarc supplies the declarations
-//! of the calls and finds them in the driver's library. A device's primary context is retained when the device
+//! The declarations of the calls, memory, events, streams and what keeps them alive are this library's own. A device's primary context is retained when the device
 //! is opened and shared with everything else in the process that uses it; none of its settings are touched.
 
 #![expect(unsafe_code, reason = "the driver's interface is one of raw handles and addresses")]
 
+mod calls;
 mod context;
 mod device;
 mod driver;
@@ -33,7 +33,7 @@ pub(crate) use device::CudaDevice;
 use driver::Driver;
 pub(crate) use memory::DeviceMemory;
 use nvml::Nvml;
-use pinned::{Cap, Nodes, PinningHost};
+use pinned::{Nodes, PinningHost, Pins};
 pub(crate) use stream::CudaStream;
 use sysfs::Sysfs;
 
@@ -75,7 +75,7 @@ struct Shared {
     nvml: Option<Nvml>,
     /// As they were found; what is free of them is asked for anew each time.
     devices: Vec<DeviceInfo>,
-    cap: Arc<Cap>,
+    pins: Arc<Pins>,
     open: Arc<Opened>,
 }
 
@@ -193,9 +193,9 @@ impl Cuda {
             let nvml = nvml.inspect_err(|why| tracing::debug!(%why, "no management library")).ok();
             let mut devices = driver.devices()?;
             devices.iter_mut().for_each(|info| self.look_around(info, nvml.as_ref()));
-            let cap = Arc::new(Cap::new(self.pinned_cap));
             let open = Arc::new(Opened { peers: self.peers, devices: Mutex::default() });
-            Ok(Shared { driver, nvml, devices, cap, open })
+            let pins = Arc::new(Pins::new(self.pinned_cap, Arc::clone(&open)));
+            Ok(Shared { driver, nvml, devices, pins, open })
         };
         self.found.get_or_init(find).as_ref().map_err(String::as_str)
     }
@@ -241,7 +241,7 @@ impl Backend for Cuda {
         if id == DeviceId::CPU {
             let host = self.host.open(id)?;
             let nodes = Nodes { told: self.numa_node, sysfs: self.sysfs.clone() };
-            return Ok(Arc::new(PinningHost::new(host, Arc::clone(&shared.open), Arc::clone(&shared.cap), nodes)));
+            return Ok(Arc::new(PinningHost::new(host, Arc::clone(&shared.pins), nodes)));
         }
         let Some(info) = shared.devices.iter().find(|info| info.id == id) else {
             return Err(Error::UnknownDevice {

@@ -25,20 +25,14 @@ impl Node {
     /// Makes the system back fresh memory with pages of this node.
     pub(super) fn touch(&self, bytes: &mut [u8]) {
         tracing::debug!(node = self.number, bytes = bytes.len(), "host memory is touched on a NUMA node");
-        self.share(bytes, |part| part.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
+        self.share(bytes, touch_part);
     }
 
     /// Gives each of several threads on the node a part of `bytes`.
     fn share(&self, bytes: &mut [u8], work: impl Fn(&mut [u8]) + Sync) {
-        let threads = self.processors.len().min(MOST_THREADS);
-        let part = bytes.len().div_ceil(threads).next_multiple_of(HUGE_PAGE);
-        std::thread::scope(|scope| {
-            for part in bytes.chunks_mut(part) {
-                scope.spawn(|| {
-                    self.bind();
-                    work(part);
-                });
-            }
+        share(bytes, self.processors.len(), |part| {
+            self.bind();
+            work(part);
         });
     }
 
@@ -56,6 +50,28 @@ impl Node {
 
     #[cfg(not(target_os = "linux"))]
     fn bind(&self) {}
+}
+
+/// Makes the system back fresh memory with pages, wherever the threads run that touch it.
+pub(super) fn touch(bytes: &mut [u8]) {
+    let processors = std::thread::available_parallelism().map_or(1, |processors| processors.get());
+    share(bytes, processors, touch_part);
+}
+
+fn touch_part(part: &mut [u8]) {
+    part.iter_mut().step_by(4096).for_each(|byte| *byte = 0);
+}
+
+/// Gives each of at most so many threads a part of `bytes`. They are threads of their own and not a pool's, all of whose
+/// threads may be waiting for memory that is pinned here.
+fn share(bytes: &mut [u8], threads: usize, work: impl Fn(&mut [u8]) + Sync) {
+    let part = bytes.len().div_ceil(threads.clamp(1, MOST_THREADS)).next_multiple_of(HUGE_PAGE).max(HUGE_PAGE);
+    std::thread::scope(|scope| {
+        for part in bytes.chunks_mut(part) {
+            // Without a thread the part is touched by whoever writes it first.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || work(part));
+        }
+    });
 }
 
 #[cfg(all(test, target_os = "linux"))]

@@ -2,18 +2,19 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
-
-use cudarc::driver::{result, sys};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::Opened;
+use super::calls::{Code, HOST_ALLOCATION_PORTABLE, REGISTER_PORTABLE};
 use super::context::{Context, Refusal};
 use super::device::CudaDevice;
-use super::numa::Node;
+use super::numa::{self, Node};
 use super::sysfs::Sysfs;
 use crate::backend::software::HostAllocation;
-use crate::backend::{BufMut, Charge, Device, Health, HostBytes, Ledger, MemoryKind, Role, Route, Storage, Stream};
+use crate::backend::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
 use crate::error::Result;
@@ -22,22 +23,26 @@ use crate::error::Result;
 /// which the driver's own allocation of pinned memory is not.
 const REGISTERED_FROM: usize = 1 << 20;
 
-/// How much may be pinned at one time, and how much is.
-pub(super) struct Cap {
+/// How much may be pinned at one time, how much is, and what could not be released.
+pub(super) struct Pins {
     limit: u64,
     pinned: AtomicU64,
+    open: Arc<Opened>,
+    /// Memory that nobody uses and that the driver did not let go of; it counts as pinned and stays charged.
+    stuck: Mutex<Vec<(PinnedMemory, Charge)>>,
 }
 
-impl Cap {
+impl Pins {
     /// A cap of this size, or the default for this system.
-    pub(super) fn new(cap: Option<ByteSize>) -> Cap {
+    pub(super) fn new(cap: Option<ByteSize>, open: Arc<Opened>) -> Pins {
         let total = super::super::host_memory::HostMemory::read().total;
         let share = |percent: u64| total / 100 * percent;
         let default = match cfg!(windows) {
             true => share(40),
             false => share(40).max(share(90).min(total.saturating_sub(4 << 30))),
         };
-        Cap { limit: cap.map_or(default, ByteSize::get), pinned: AtomicU64::new(0) }
+        let limit = cap.map_or(default, ByteSize::get);
+        Pins { limit, pinned: AtomicU64::new(0), open, stuck: Mutex::default() }
     }
 
     fn take(&self, bytes: u64) -> bool {
@@ -48,14 +53,25 @@ impl Cap {
     fn give_back(&self, bytes: u64) {
         self.pinned.fetch_sub(bytes, Ordering::Relaxed);
     }
+
+    /// Tries again to release what could not be released before.
+    fn release_stuck(&self) {
+        // Not under the lock: what is released again may come back here.
+        let stuck = std::mem::take(&mut *self.stuck());
+        stuck.into_iter().for_each(|(memory, charge)| Box::new(memory).free(charge));
+    }
+
+    fn stuck(&self) -> MutexGuard<'_, Vec<(PinnedMemory, Charge)>> {
+        // Every change is one push or take.
+        self.stuck.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The host, with pinned memory for the open CUDA devices. What cannot be pinned is ordinary memory instead: every
 /// copy works all the same, slower.
 pub(super) struct PinningHost {
     inner: Arc<dyn Device>,
-    open: Arc<Opened>,
-    cap: Arc<Cap>,
+    pins: Arc<Pins>,
     nodes: Nodes,
 }
 
@@ -78,32 +94,34 @@ impl Nodes {
 }
 
 impl PinningHost {
-    pub(super) fn new(inner: Arc<dyn Device>, open: Arc<Opened>, cap: Arc<Cap>, nodes: Nodes) -> PinningHost {
-        PinningHost { inner, open, cap, nodes }
+    pub(super) fn new(inner: Arc<dyn Device>, pins: Arc<Pins>, nodes: Nodes) -> PinningHost {
+        PinningHost { inner, pins, nodes }
     }
 
     /// Memory of that kind, near a device where one is named.
     fn take(&self, charge: Charge, kind: MemoryKind, near: Option<DeviceId>) -> Result<BufMut> {
+        charge.check(self.info().id)?;
         let pinned = if kind == MemoryKind::Pinned { self.pin(charge.bytes() as usize, near) } else { None };
         match pinned {
-            Some(pinned) => Ok(BufMut::new(Box::new(PinnedMemory(RwLock::new(Box::new(pinned)))), charge)),
+            Some(pinned) => BufMut::new(Box::new(pinned), charge),
             None => self.inner.allocate(charge, kind),
         }
     }
 
     /// Pinned memory of `bytes`, if there is a device to pin it for, room under the cap, and the driver agrees.
-    fn pin(&self, bytes: usize, near: Option<DeviceId>) -> Option<PinnedBytes> {
+    fn pin(&self, bytes: usize, near: Option<DeviceId>) -> Option<PinnedMemory> {
         // Memory pinned through one context is pinned for all: it is portable.
         let good = |device: &Arc<CudaDevice>| device.health() == Health::Good;
-        let devices: Vec<_> = self.open.all().into_iter().filter(good).collect();
+        let devices: Vec<_> = self.pins.open.all().into_iter().filter(good).collect();
         let device = devices.first()?;
-        if bytes == 0 || !self.cap.take(bytes as u64) {
+        self.pins.release_stuck();
+        if bytes == 0 || !self.pins.take(bytes as u64) {
             return None;
         }
         let node = self.nodes.near(&devices, near);
-        let pinned = PinnedBytes::new(device.context(), &self.cap, bytes, node.as_ref());
+        let pinned = PinnedMemory::new(device.context(), &self.pins, bytes, node.as_ref());
         if pinned.is_none() {
-            self.cap.give_back(bytes as u64);
+            self.pins.give_back(bytes as u64);
         }
         pinned
     }
@@ -139,6 +157,7 @@ impl Device for PinningHost {
     }
 
     fn trim(&self) -> Result<u64> {
+        self.pins.release_stuck();
         self.inner.trim()
     }
 
@@ -153,116 +172,130 @@ impl fmt::Debug for PinningHost {
     }
 }
 
-/// Pinned memory as a buffer's storage.
-struct PinnedMemory(RwLock<Box<dyn HostBytes>>);
+/// Host memory that is pinned.
+struct PinnedMemory {
+    address: NonNull<u8>,
+    bytes: usize,
+    origin: Origin,
+    /// The one that pinned it.
+    context: Arc<Context>,
+    pins: Arc<Pins>,
+}
 
-impl Storage for PinnedMemory {
-    fn host(&self) -> Option<&RwLock<Box<dyn HostBytes>>> {
-        Some(&self.0)
+enum Origin {
+    /// Memory of ours that the driver was told of. It is unmapped only when the driver has let go of it: its addresses could
+    /// come back as ordinary memory that the driver takes for pinned.
+    Registered(ManuallyDrop<HostAllocation>),
+    /// Memory of the driver's.
+    Driver,
+}
+
+// SAFETY: the memory is owned by this value alone, whichever thread has it.
+unsafe impl Send for PinnedMemory {}
+// SAFETY: a shared reference gives an address and touches no byte.
+unsafe impl Sync for PinnedMemory {}
+
+impl PinnedMemory {
+    fn new(context: &Arc<Context>, pins: &Arc<Pins>, bytes: usize, node: Option<&Node>) -> Option<PinnedMemory> {
+        let registered = if bytes >= REGISTERED_FROM { register(context, bytes, node) } else { None };
+        let (address, origin) = registered.or_else(|| Some((driver_memory(context, bytes)?, Origin::Driver)))?;
+        Some(PinnedMemory { address, bytes, origin, context: Arc::clone(context), pins: Arc::clone(pins) })
+    }
+
+    /// Has the driver let go of it, by way of any device that works: the memory is pinned for them all.
+    fn release(&self) -> Result<(), Refusal> {
+        let others = || self.pins.open.all().into_iter().map(|device| Arc::clone(device.context()));
+        let mut outcome = self.release_through(&self.context);
+        for context in others() {
+            if outcome.is_ok() {
+                break;
+            }
+            outcome = self.release_through(&context);
+        }
+        outcome
+    }
+
+    fn release_through(&self, context: &Context) -> Result<(), Refusal> {
+        let address = self.address.as_ptr().cast::<c_void>();
+        let released = match self.origin {
+            // SAFETY: registered by `register`; nothing uses it any more.
+            Origin::Registered(_) => context.raw(|calls| unsafe { calls.host_unregister(address) }),
+            // SAFETY: allocated by `driver_memory`, freed once.
+            Origin::Driver => context.raw(|calls| unsafe { calls.host_free(address) }),
+        };
+        match released {
+            // The context that it was registered with is gone, and the registration with it.
+            Err(refusal) if refusal.is(Code::NOT_REGISTERED) => Ok(()),
+            other => other,
+        }
+    }
+}
+
+// SAFETY: the memory stays where it is, is this value's own, and was zeroed.
+unsafe impl Storage for PinnedMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        Some(self.address)
     }
 
     fn pinned(&self) -> bool {
         true
     }
-}
 
-/// Host memory that is pinned for as long as it lives.
-struct PinnedBytes {
-    memory: Pinned,
-    bytes: usize,
-    context: Arc<Context>,
-    cap: Arc<Cap>,
-}
-
-enum Pinned {
-    /// Memory of ours that the driver was told of.
-    Registered(HostAllocation),
-    /// Memory of the driver's.
-    Driver(*mut u8),
-}
-
-// SAFETY: the memory is owned by this value alone, whichever thread has it.
-unsafe impl Send for PinnedBytes {}
-// SAFETY: a shared reference only reads the bytes.
-unsafe impl Sync for PinnedBytes {}
-
-impl PinnedBytes {
-    fn new(context: &Arc<Context>, cap: &Arc<Cap>, bytes: usize, node: Option<&Node>) -> Option<PinnedBytes> {
-        let memory =
-            if bytes >= REGISTERED_FROM { register(context, bytes, node) } else { driver_memory(context, bytes) };
-        let (context, cap) = (Arc::clone(context), Arc::clone(cap));
-        Some(PinnedBytes { memory: memory?, bytes, context, cap })
+    fn free(mut self: Box<Self>, charge: Charge) {
+        let pins = Arc::clone(&self.pins);
+        if let Err(refusal) = self.release() {
+            tracing::warn!(device = %self.context.id(), ?refusal, "pinned memory could not be released; it stays");
+            pins.stuck().push((*self, charge));
+            return;
+        }
+        if let Origin::Registered(memory) = &mut self.origin {
+            // SAFETY: this value is dropped now and looks at it no more.
+            unsafe { ManuallyDrop::drop(memory) };
+        }
+        pins.give_back(self.bytes as u64);
     }
 }
 
-fn register(context: &Arc<Context>, bytes: usize, node: Option<&Node>) -> Option<Pinned> {
+fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(NonNull<u8>, Origin)> {
     let mut memory = HostAllocation::new(bytes).ok()?;
+    // SAFETY: nobody else has the address yet.
+    let fresh = unsafe { memory.bytes_mut() };
     match node {
-        Some(node) => node.touch(memory.bytes_mut()),
-        None => touch(memory.bytes_mut()),
+        Some(node) => node.touch(fresh),
+        None => numa::touch(fresh),
     }
-    let address = memory.bytes_mut().as_mut_ptr().cast::<c_void>();
-    // SAFETY: the range is ours, mapped for itself, and is unregistered before it is unmapped.
-    let call = || unsafe { sys::cuMemHostRegister_v2(address, bytes, sys::CU_MEMHOSTREGISTER_PORTABLE) };
-    refused(context, "cuMemHostRegister", context.call("cuMemHostRegister", || call().result()))?;
-    Some(Pinned::Registered(memory))
+    memory.keep_from_forks();
+    let address = memory.address();
+    // SAFETY: the range is ours, mapped for itself, and unmapped only when the driver has let go of it.
+    let register =
+        context.raw(|calls| unsafe { calls.host_register(address.as_ptr().cast(), bytes, REGISTER_PORTABLE) });
+    register.inspect_err(|&refusal| refused(context, refusal)).ok()?;
+    Some((address, Origin::Registered(ManuallyDrop::new(memory))))
 }
 
-fn driver_memory(context: &Arc<Context>, bytes: usize) -> Option<Pinned> {
-    // SAFETY: the memory is freed by the drop of what owns it. Without the flag for write-combining the host reads
-    // it at full speed.
-    let call = || unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) };
-    let address = refused(context, "cuMemHostAlloc", context.call("cuMemHostAlloc", call))?.cast::<u8>();
+fn driver_memory(context: &Context, bytes: usize) -> Option<NonNull<u8>> {
+    let mut address = std::ptr::null_mut();
+    // Without the flag for write-combining the host reads it at full speed.
+    // SAFETY: the pointer is to a living address.
+    let allocated =
+        context.raw(|calls| unsafe { calls.host_allocate(&raw mut address, bytes, HOST_ALLOCATION_PORTABLE) });
+    allocated.inspect_err(|&refusal| refused(context, refusal)).ok()?;
+    let address = NonNull::new(address.cast::<u8>())?;
     // SAFETY: `bytes` fresh bytes at `address`; written once so that what safe code reads is initialised.
     unsafe { address.write_bytes(0, bytes) };
-    Some(Pinned::Driver(address))
+    Some(address)
 }
 
-/// Reports a refusal to pin; ordinary memory takes its place.
-fn refused<T>(context: &Context, call: &str, outcome: Result<T>) -> Option<T> {
-    outcome.inspect_err(|error| tracing::warn!(device = %context.id(), call, %error, "host memory stays unpinned")).ok()
-}
-
-/// Makes the system back fresh memory with pages, on all cores.
-fn touch(bytes: &mut [u8]) {
-    use rayon::prelude::*;
-    bytes.par_chunks_mut(4 << 20).for_each(|part| part.iter_mut().step_by(4096).for_each(|byte| *byte = 0));
-}
-
-impl HostBytes for PinnedBytes {
-    fn bytes(&self) -> &[u8] {
-        match &self.memory {
-            Pinned::Registered(memory) => memory.bytes(),
-            // SAFETY: the driver gave this many bytes, initialised in `driver_memory`, alive as long as `self`.
-            Pinned::Driver(address) => unsafe { std::slice::from_raw_parts(*address, self.bytes) },
-        }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.memory {
-            Pinned::Registered(memory) => memory.bytes_mut(),
-            // SAFETY: as above, and `self` is borrowed mutably.
-            Pinned::Driver(address) => unsafe { std::slice::from_raw_parts_mut(*address, self.bytes) },
-        }
-    }
-}
-
-impl Drop for PinnedBytes {
-    fn drop(&mut self) {
-        let freed = match &mut self.memory {
-            Pinned::Registered(memory) => {
-                let address = memory.bytes_mut().as_mut_ptr().cast::<c_void>();
-                // SAFETY: registered by `register`, once.
-                self.context.raw("cuMemHostUnregister", || unsafe { sys::cuMemHostUnregister(address) }.result())
-            }
-            Pinned::Driver(address) => {
-                // SAFETY: allocated by `driver_memory`, freed once.
-                self.context.raw("cuMemFreeHost", || unsafe { result::free_host(address.cast()) })
-            }
-        };
-        if let Err(Refusal::Code(call, error)) = freed {
-            tracing::warn!(device = %self.context.id(), call, ?error, "pinned memory could not be released");
-        }
-        self.cap.give_back(self.bytes as u64);
-    }
+/// Reports a refusal to pin; ordinary memory takes its place. A code that stands for anything, which a limit on pinned
+/// memory gives on some systems, does not make the device lost: if it is, its next call says so.
+fn refused(context: &Context, refusal: Refusal) {
+    let error = match refusal {
+        Refusal::Code(failure) if refusal.is(Code::UNKNOWN) => context.driver().describe(failure),
+        refusal => context.error(refusal).to_string(),
+    };
+    tracing::warn!(device = %context.id(), error, "host memory could not be pinned this way");
 }

@@ -1,19 +1,18 @@
 //! Streams: copies between host, device and peers, in order.
 
 use std::any::Any;
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 use std::fmt;
-use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ThreadId;
 use std::time::Duration;
 
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUresult, CUstreamCaptureStatus};
-
 use super::Opened;
+use super::calls::{Address, CAPTURE_NONE, Calls, Code, Outcome, STREAM_NON_BLOCKING, StreamHandle};
 use super::context::{Context, Entered, Refusal};
 use super::event::CudaFence;
-use super::memory::{DeviceMemory, create_stream, destroy_stream};
+use super::memory::DeviceMemory;
 use super::reaper::{Memory, Reaper};
 use crate::backend::{Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
@@ -22,30 +21,72 @@ use crate::error::{Error, Result};
 /// How long a copy waits on the host for an event that the device cannot wait for.
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// What is known of a stream of the caller's.
-pub(super) struct Adopted {
-    /// Holds it open.
-    pub(super) _keep: Arc<dyn Any + Send + Sync>,
-    /// Whether the driver tells whether it is being captured.
-    pub(super) tells_captures: bool,
+/// The handle of the stream that every thread has its own of.
+const PER_THREAD: usize = 2;
+
+/// A stream's handle, for as long as anyone may record an event on it.
+pub(super) struct RawStream {
+    handle: StreamHandle,
+    context: Arc<Context>,
+    /// What holds open a stream of the caller's; none for one of the library's own.
+    adopted: Option<Arc<dyn Any + Send + Sync>>,
+    /// The thread that it is the stream of, where each thread has its own under this handle.
+    thread: Option<ThreadId>,
+    /// Tells it from all other streams that there ever are.
+    number: u64,
+}
+
+// SAFETY: the driver allows any thread to use a stream.
+unsafe impl Send for RawStream {}
+// SAFETY: as above.
+unsafe impl Sync for RawStream {}
+
+impl RawStream {
+    fn new(handle: StreamHandle, context: &Arc<Context>, adopted: Option<Arc<dyn Any + Send + Sync>>) -> RawStream {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let thread = (handle.addr() == PER_THREAD).then(|| std::thread::current().id());
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        RawStream { handle, context: Arc::clone(context), adopted, thread, number }
+    }
+
+    /// A stream that does not wait for the legacy default stream.
+    pub(super) fn create(context: &Arc<Context>, priority: c_int) -> Result<RawStream, Refusal> {
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the pointer is to a living handle.
+        context.raw(|calls| unsafe { calls.stream_create(&raw mut handle, STREAM_NON_BLOCKING, priority) })?;
+        Ok(RawStream::new(handle, context, None))
+    }
+
+    pub(super) fn handle(&self) -> StreamHandle {
+        self.handle
+    }
+
+    /// Whether the calling thread means this stream by its handle.
+    pub(super) fn is_of_this_thread(&self) -> bool {
+        self.thread.is_none_or(|thread| thread == std::thread::current().id())
+    }
+}
+
+impl Drop for RawStream {
+    fn drop(&mut self) {
+        if self.adopted.is_none() {
+            // SAFETY: created by `create`, destroyed once; the driver ends it when its work is done.
+            let _ = self.context.raw(|calls| unsafe { calls.stream_destroy(self.handle) });
+        }
+    }
 }
 
 /// A stream of a CUDA device.
 pub(crate) struct CudaStream {
-    handle: sys::CUstream,
-    /// Of a stream of the caller's; none for one of the library's own.
-    adopted: Option<Adopted>,
+    stream: Arc<RawStream>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
     /// The copies of one transfer and the event after them belong together.
     order: Mutex<()>,
+    /// Other devices' events that all later work comes after, while they are pending.
+    after: Mutex<Vec<Event>>,
 }
-
-// SAFETY: the driver allows any thread to use a stream.
-unsafe impl Send for CudaStream {}
-// SAFETY: as above.
-unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
     pub(super) fn create(
@@ -54,119 +95,97 @@ impl CudaStream {
         open: &Arc<Opened>,
         role: Role,
     ) -> Result<CudaStream> {
-        let (least, greatest) = context.call("cuCtxGetStreamPriorityRange", result::stream::get_priority_range)?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: the pointers are to living integers.
+        context.call(|calls| unsafe { calls.stream_priorities(&raw mut least, &raw mut greatest) })?;
         // Copies go before the compute that waits for them.
         let priority = if role == Role::Compute { least } else { greatest };
-        let handle = create_stream(context, priority)?;
-        let (context, reaper, open) = (Arc::clone(context), Arc::clone(reaper), Arc::clone(open));
-        Ok(CudaStream { handle, adopted: None, context, reaper, open, order: Mutex::default() })
+        let stream = RawStream::create(context, priority).map_err(|refusal| context.error(refusal))?;
+        Ok(CudaStream::of(stream, reaper, open))
     }
 
-    /// A stream of the caller's.
+    /// A stream of the caller's, which `keep` holds open.
     pub(super) fn adopted(
-        handle: sys::CUstream,
-        adopted: Adopted,
+        handle: StreamHandle,
+        keep: Arc<dyn Any + Send + Sync>,
         context: &Arc<Context>,
         reaper: &Arc<Reaper>,
         open: &Arc<Opened>,
     ) -> CudaStream {
-        let (context, reaper, open) = (Arc::clone(context), Arc::clone(reaper), Arc::clone(open));
-        CudaStream { handle, adopted: Some(adopted), context, reaper, open, order: Mutex::default() }
+        CudaStream::of(RawStream::new(handle, context, Some(keep)), reaper, open)
+    }
+
+    fn of(stream: RawStream, reaper: &Arc<Reaper>, open: &Arc<Opened>) -> CudaStream {
+        let (context, reaper, open) = (Arc::clone(&stream.context), Arc::clone(reaper), Arc::clone(open));
+        let (order, after) = (Mutex::default(), Mutex::default());
+        CudaStream { stream: Arc::new(stream), context, reaper, open, order, after }
     }
 
     /// The driver's handle.
-    pub(crate) fn handle(&self) -> sys::CUstream {
-        self.handle
+    pub(crate) fn handle(&self) -> StreamHandle {
+        self.stream.handle
     }
 
-    /// Makes the context current for all calls of one piece of work.
-    fn enter(&self) -> Result<Entered> {
-        self.context.enter().map_err(|refusal| self.context.error(refusal))
-    }
-
-    /// Refuses work while the caller captures the stream. Nothing has been asked of the stream then that would spoil the
-    /// capture; what was recorded outside of it, as all events of the library are, it could not wait for.
-    fn not_capturing(&self, operation: &'static str) -> Result<()> {
-        if !self.adopted.as_ref().is_some_and(|adopted| adopted.tells_captures) {
-            return Ok(());
+    /// Makes the context current for all calls of one piece of work, and makes sure that the stream takes it: it is this
+    /// thread's, and the caller does not capture it. Nothing has been asked of the stream then that would spoil a capture;
+    /// what was recorded outside of it, as all events of the library are, it could not wait for.
+    fn enter(&self, operation: &'static str) -> Result<Entered<'_>> {
+        if !self.stream.is_of_this_thread() {
+            let device = self.context.id();
+            return Err(Error::invalid(format!(
+                "{operation} on the per-thread default stream of {device}, from another thread than the one that adopted it"
+            )));
         }
-        // SAFETY: the stream is alive as long as `self`.
-        let asked = self.context.raw("cuStreamIsCapturing", || unsafe { result::stream::is_capturing(self.handle) });
-        match asked {
-            Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE) => Ok(()),
-            // The legacy default stream: one that takes turns with it is captured.
-            Ok(_) | Err(Refusal::Code(_, DriverError(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT))) => {
-                Err(Error::Capturing { device: self.context.id(), operation })
-            }
-            Err(refusal) => Err(self.context.error(refusal)),
+        let entered = self.context.enter().map_err(|refusal| self.context.error(refusal))?;
+        let asks = self.context.driver().captures.as_ref().filter(|_| self.stream.adopted.is_some());
+        let Some(captures) = asks else { return Ok(entered) };
+        let mut status = CAPTURE_NONE;
+        // SAFETY: the stream is alive as long as `self`, the pointer is to a living integer.
+        match self.context.raw(|_| unsafe { captures.is_capturing(self.handle(), &raw mut status) }) {
+            Ok(()) if status == CAPTURE_NONE => Ok(entered),
+            Err(refusal) if !refusal.is(Code::CAPTURE_IMPLICIT) => Err(self.context.error(refusal)),
+            // One that takes turns with the legacy default stream is captured, or this one is.
+            _ => Err(Error::Capturing { device: self.context.id(), operation }),
         }
     }
 
-    /// Makes the stream wait for what it can wait for, and the host for the rest.
-    fn join(&self, events: &[Event]) -> Result<()> {
+    /// Makes the stream wait for what it can wait for, and the host for the rest. Those that come true on the device though
+    /// what they stand for may have failed elsewhere: whoever waits for what is queued next has to ask for them too.
+    fn join(&self, events: &[Event]) -> Result<Vec<Event>> {
+        let mut misleading = self.after();
         for event in events {
             match event.state() {
-                FenceState::Done => {}
-                FenceState::Failed(cause) => return Err(Error::Failed { operation: "a copy", cause }),
-                FenceState::Pending => match event.downcast::<CudaFence>() {
-                    Some(fence) => self.wait_for(fence)?,
-                    None => event.wait(DEADLINE)?,
-                },
+                FenceState::Done => continue,
+                FenceState::Failed(cause) | FenceState::Lost(cause) => {
+                    return Err(Error::Failed { operation: "a copy", cause });
+                }
+                FenceState::Pending => {}
+            }
+            match event.downcast::<CudaFence>() {
+                Some(fence) => {
+                    self.wait_for(event, fence)?;
+                    if fence.can_mislead(&self.context) {
+                        misleading.push(event.clone());
+                    }
+                }
+                None => event.wait(DEADLINE)?,
             }
         }
-        Ok(())
+        Ok(misleading)
     }
 
-    fn wait_for(&self, fence: &CudaFence) -> Result<()> {
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+    fn wait_for(&self, event: &Event, fence: &CudaFence) -> Result<()> {
+        // Waiting for what was never recorded would be no wait.
+        let Some(handle) = fence.handle() else { return event.wait(DEADLINE) };
         // SAFETY: the event is alive as long as the fence, the stream as long as `self`.
-        let wait = || unsafe { result::stream::wait_event(self.handle, fence.handle(), flags) };
-        self.context.call("cuStreamWaitEvent", wait)
+        self.context.call(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) })
     }
 
-    fn queue(&self, piece: &Piece, dst: &Allocation) -> Result<()> {
-        let (from, to) = (piece.from.clone(), piece.at..piece.at + piece.from.len());
-        if from.is_empty() {
-            return Ok(());
-        }
-        match (End::of(piece.src.allocation(), from)?, End::of(dst, to)?) {
-            (End::Host(src), End::Device(_, dst)) => {
-                // SAFETY: both ranges are inside allocations that the caller keeps until the event after the copy.
-                let copy =
-                    || unsafe { sys::cuMemcpyHtoDAsync_v2(dst, src.address as *const c_void, src.bytes, self.handle) };
-                self.context.call("cuMemcpyHtoDAsync", || copy().result())
-            }
-            (End::Device(_, src), End::Host(dst)) => {
-                // SAFETY: as above; the destination has one owner, and that one does not look before the event.
-                let copy =
-                    || unsafe { sys::cuMemcpyDtoHAsync_v2(dst.address as *mut c_void, src, dst.bytes, self.handle) };
-                self.context.call("cuMemcpyDtoHAsync", || copy().result())
-            }
-            (End::Device(source, src), End::Device(target, dst)) => {
-                self.queue_on_devices(source, src, target, dst, piece.from.len())
-            }
-            (End::Host(_), End::Host(_)) => {
-                Err(Error::invalid("a stream of a CUDA device copies nothing from host to host"))
-            }
-        }
-    }
-
-    fn queue_on_devices(&self, source: &Context, src: u64, target: &Context, dst: u64, bytes: usize) -> Result<()> {
-        if source.id() == target.id() {
-            // SAFETY: as in `queue`.
-            return self
-                .context
-                .call("cuMemcpyDtoDAsync", || unsafe { result::memcpy_dtod_async(dst, src, bytes, self.handle) });
-        }
-        let reached = self.open.get(target.id().index()).is_some_and(|device| device.reaches(source.id()));
-        if !reached {
-            let (from, to) = (source.id(), target.id());
-            return Err(Error::invalid(format!("{to} cannot reach the memory of {from}; copy through the host")));
-        }
-        // SAFETY: as in `queue`; both contexts are retained by the memory that belongs to them.
-        let copy =
-            || unsafe { result::memcpy_peer_async(target.handle(), dst, source.handle(), src, bytes, self.handle) };
-        self.context.call("cuMemcpyPeerAsync", copy)
+    /// Those of other devices that [`wait`](Stream::wait) was called for and that are pending.
+    fn after(&self) -> Vec<Event> {
+        let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
+        after.retain(|event| !event.settled());
+        after.clone()
     }
 
     /// Queues work of the device's own with `queue`, after `waits`; the event after it, until which `memory` is kept.
@@ -174,36 +193,75 @@ impl CudaStream {
         &self,
         waits: &[Event],
         memory: Vec<Arc<Allocation>>,
-        queue: impl FnOnce(sys::CUstream) -> Result<()>,
+        queue: impl FnOnce(StreamHandle) -> Result<()>,
     ) -> Result<Event> {
-        let _entered = self.enter()?;
-        self.not_capturing("patching")?;
-        self.join(waits)?;
-        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        queue(self.handle)?;
-        self.mark(Memory::All(memory), tracing::Span::none())
+        let _entered = self.enter("patching")?;
+        let others = self.join(waits)?;
+        let queued = self.queue(others, Memory::All(memory), tracing::Span::none(), || queue(self.handle()));
+        queued.map_err(|(error, _)| error)
     }
 
-    /// An event after all work so far, until which `memory` is kept and `span` is open.
-    fn mark(&self, memory: Memory, span: tracing::Span) -> Result<Event> {
-        match CudaFence::record(&self.context, self.handle) {
-            Ok(fence) => {
-                let event = Event::new(Arc::new(fence));
-                self.reaper.keep(event.clone(), memory, span);
-                Ok(event)
-            }
-            Err(refusal) => {
-                let error = self.context.error(refusal);
-                // SAFETY: the stream is this value's own.
-                let idle = || unsafe { result::stream::synchronize(self.handle) };
-                if let Err(unknown) = self.context.call("cuStreamSynchronize", idle) {
+    /// Queues work with `queue`, and the event after it, until which `memory` is kept and `span` is open.
+    ///
+    /// # Errors
+    /// The refusal; with it the event after which what may have been queued is over, where that is not known now.
+    fn queue(
+        &self,
+        others: Vec<Event>,
+        memory: Memory,
+        span: tracing::Span,
+        queue: impl FnOnce() -> Result<()>,
+    ) -> Result<Event, (Error, Option<Event>)> {
+        // What can be refused without harm, before anything is under way.
+        let fence = CudaFence::new(&self.context, others).map_err(|refusal| (self.context.error(refusal), None))?;
+        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let queued = Queued { context: &self.context, memory: &memory };
+        let outcome = queue();
+        let recorded = fence.record(&self.stream);
+        std::mem::forget(queued);
+        let keep = |fence: CudaFence, memory| {
+            let event = Event::new(Arc::new(fence));
+            self.reaper.keep(self.stream.number, event.clone(), memory, span);
+            event
+        };
+        match (outcome, recorded) {
+            (Ok(()), Ok(())) => Ok(keep(fence, memory)),
+            // Some of it may be under way.
+            (Err(error), Ok(())) => Err((error, Some(keep(fence, memory)))),
+            (outcome, Err(refusal)) => {
+                let error = outcome.err().unwrap_or_else(|| self.context.error(refusal));
+                // SAFETY: the stream is alive as long as `self`.
+                let idle = self.context.raw(|calls| unsafe { calls.stream_synchronize(self.handle()) });
+                match idle {
+                    Ok(()) => Err((error, None)),
+                    // Neither can be asked for now; the reaper has it recorded when it can.
+                    Err(refused) if refused.is_of_captures() => {
+                        fence.record_later(&self.stream);
+                        Err((error, Some(keep(fence, memory))))
+                    }
                     // Work that uses the memory may run, and nobody will know when it is over.
-                    self.context.lose(&unknown);
-                    memory.abandon();
+                    Err(unknown) => {
+                        let unknown = self.context.error(unknown);
+                        self.context.lose(&unknown);
+                        memory.abandon();
+                        Err((error, Some(Event::new(Arc::new(fence)))))
+                    }
                 }
-                Err(error)
             }
         }
+    }
+}
+
+/// Memory of work that is being queued. Should that be left by a panic, the memory is never freed.
+struct Queued<'a> {
+    context: &'a Context,
+    memory: &'a Memory,
+}
+
+impl Drop for Queued<'_> {
+    fn drop(&mut self) {
+        self.memory.abandon();
+        tracing::error!(device = %self.context.id(), "queueing work panicked; its memory is abandoned");
     }
 }
 
@@ -214,60 +272,77 @@ impl Stream for CudaStream {
 
     /// Waits on the host only for events of other backends' streams, such as a file's.
     fn copy(&self, mut transfer: Transfer) -> Result<Flight, Box<Rejected>> {
-        let _entered = match self.enter() {
+        let _entered = match self.enter("a copy") {
             Ok(entered) => entered,
             Err(error) => return Err(transfer.rejected(error)),
         };
-        if let Err(error) = self.not_capturing("a copy").and_then(|()| self.join(&transfer.waits())) {
-            return Err(transfer.rejected(error));
-        }
-        let dst = Arc::clone(transfer.dst().allocation());
-        let memory = match transfer.pieces() {
-            [piece] => Memory::Ends([Arc::clone(piece.src.allocation()), dst]),
-            pieces => {
-                let sources = pieces.iter().map(|piece| Arc::clone(piece.src.allocation()));
-                Memory::All(sources.chain([dst]).collect())
-            }
+        // Before the first call, since what comes between two of them must not fail.
+        let moves: Result<Vec<Move<'_>>> =
+            transfer.pieces().iter().map(|piece| self.resolve(piece, transfer.dst().allocation())).collect();
+        let (moves, others) = match moves.and_then(|moves| Ok((moves, self.join(&transfer.waits())?))) {
+            Ok(both) => both,
+            Err(error) => return Err(transfer.rejected(error)),
         };
-        let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        let span = copy_span(&transfer);
-        let queued = transfer.pieces().iter().try_for_each(|piece| self.queue(piece, transfer.dst().allocation()));
-        match (queued, self.mark(memory, span)) {
-            (Ok(()), Ok(done)) => Ok(transfer.launched(done)),
-            (Err(error), marked) => {
-                // Some pieces may be under way; whoever writes the destination next waits for them.
-                if let Ok(event) = marked {
+        let memory = memory_of(&transfer);
+        // An event of this device's stands for all earlier uses of the destination, but not for another device's, of which
+        // nobody may ever know whether it is over.
+        let in_order = others.is_empty();
+        let queued = self.queue(others, memory, copy_span(&transfer), || {
+            // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
+            let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
+            self.context.call(copy)
+        });
+        drop(moves);
+        match queued {
+            Ok(done) if in_order => Ok(transfer.launched_in_order(done)),
+            Ok(done) => Ok(transfer.launched(done)),
+            Err((error, under_way)) => {
+                if let Some(event) = under_way {
+                    transfer.pieces().iter().for_each(|piece| piece.src.used_until(event.clone()));
                     transfer.dst_mut().after(event);
                 }
                 Err(transfer.rejected(error))
             }
-            (Ok(()), Err(error)) => Err(transfer.rejected(error)),
         }
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        let _entered = self.enter()?;
-        self.not_capturing("a wait")?;
-        match (event.state(), event.downcast::<CudaFence>()) {
-            (FenceState::Pending, Some(fence)) => self.wait_for(fence).map(|()| Joined::OnDevice),
-            (FenceState::Done, None) | (_, Some(_)) => Ok(Joined::OnDevice),
-            (_, None) => Ok(Joined::HostMustWait),
+        let _entered = self.enter("a wait")?;
+        let fence = event.downcast::<CudaFence>();
+        match (event.state(), fence) {
+            (FenceState::Done, _) => Ok(Joined::OnDevice),
+            (FenceState::Failed(cause) | FenceState::Lost(cause), _) => {
+                Err(Error::Failed { operation: "a copy", cause })
+            }
+            (FenceState::Pending, Some(fence)) if fence.handle().is_some() => {
+                self.wait_for(event, fence)?;
+                if fence.can_mislead(&self.context) {
+                    self.after.lock().unwrap_or_else(PoisonError::into_inner).push(event.clone());
+                }
+                Ok(Joined::OnDevice)
+            }
+            (FenceState::Pending, _) => Ok(Joined::HostMustWait),
         }
     }
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
-        let _entered = self.enter()?;
-        self.not_capturing("the mark after a use")?;
-        let memory = uses.iter().map(|buf| Arc::clone(buf.allocation())).collect();
-        let event = self.mark(Memory::All(memory), tracing::Span::none())?;
-        uses.iter().for_each(|buf| buf.used_until(event.clone()));
-        Ok(event)
+        let _entered = self.enter("the mark after a use")?;
+        let memory = Memory::All(uses.iter().map(|buf| Arc::clone(buf.allocation())).collect());
+        let (event, refused) = match self.queue(self.after(), memory, tracing::Span::none(), || Ok(())) {
+            Ok(event) => (Some(event), None),
+            Err((error, under_way)) => (under_way, Some(error)),
+        };
+        uses.iter().for_each(|buf| event.iter().for_each(|event| buf.used_until(event.clone())));
+        match (event, refused) {
+            (Some(event), None) => Ok(event),
+            (_, refused) => Err(refused.unwrap_or_else(|| Error::invalid("a mark that was not made"))),
+        }
     }
 
     fn occupy(&self, time: Duration) -> Result<()> {
-        self.not_capturing("time that passes")?;
+        let _entered = self.enter("time that passes")?;
         /// Sleeps on a thread of the driver's, which holds the stream meanwhile.
-        unsafe extern "C" fn sleep(time: *mut c_void) {
+        unsafe extern "system" fn sleep(time: *mut c_void) {
             // SAFETY: made by `Box::into_raw` below, and given to one call of this function.
             let time = unsafe { Box::from_raw(time.cast::<Duration>()) };
             let _span = tracing::debug_span!("compute", ?time).entered();
@@ -275,12 +350,30 @@ impl Stream for CudaStream {
         }
         let boxed = Box::into_raw(Box::new(time)).cast::<c_void>();
         // SAFETY: the function takes the box back.
-        let launch: fn(sys::CUstream, *mut c_void) -> Result<(), DriverError> =
-            |stream, boxed| unsafe { result::stream::launch_host_function(stream, sleep, boxed) };
-        self.context.call("cuLaunchHostFunc", || launch(self.handle, boxed)).inspect_err(|_| {
-            // SAFETY: the call was refused, so nobody else has the box.
-            drop(unsafe { Box::from_raw(boxed.cast::<Duration>()) });
-        })
+        self.context.call(|calls| unsafe { calls.launch_host_function(self.handle(), sleep, boxed) }).inspect_err(
+            |_| {
+                // SAFETY: the call was refused, so nobody else has the box.
+                drop(unsafe { Box::from_raw(boxed.cast::<Duration>()) });
+            },
+        )
+    }
+}
+
+/// The two ends of a copy, to be kept until it is done.
+fn memory_of(transfer: &Transfer) -> Memory {
+    let dst = Arc::clone(transfer.dst().allocation());
+    match transfer.pieces() {
+        [piece] => Memory::Ends([Arc::clone(piece.src.allocation()), dst]),
+        pieces => {
+            let mut all: Vec<Arc<Allocation>> = vec![dst];
+            for Piece { src, .. } in pieces {
+                // Neighbouring pieces of one source hold it once.
+                if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.allocation())) {
+                    all.push(Arc::clone(src.allocation()));
+                }
+            }
+            Memory::All(all)
+        }
     }
 }
 
@@ -293,46 +386,98 @@ fn copy_span(transfer: &Transfer) -> tracing::Span {
     tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
 }
 
-impl Drop for CudaStream {
-    fn drop(&mut self) {
-        if self.adopted.is_none() {
-            destroy_stream(&self.context, self.handle);
-        }
-    }
-}
-
 impl fmt::Debug for CudaStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaStream").field("device", &self.context.id()).finish_non_exhaustive()
     }
 }
 
-/// One end of a copy.
-enum End<'a> {
-    Host(HostRange),
-    Device(&'a Context, u64),
+/// One copy of the driver's.
+enum Move<'a> {
+    Up { src: *const c_void, dst: Address, bytes: usize },
+    Down { src: Address, dst: *mut c_void, bytes: usize },
+    Here { src: Address, dst: Address, bytes: usize },
+    Across { from: &'a Context, src: Address, to: &'a Context, dst: Address, bytes: usize },
+    Nothing,
 }
 
-struct HostRange {
-    address: usize,
-    bytes: usize,
+impl Move<'_> {
+    /// # Safety
+    /// The ranges are inside memory that is there until the copy is done, and its two contexts are retained.
+    unsafe fn queue(&self, calls: &Calls, stream: StreamHandle) -> Outcome {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match *self {
+                Move::Up { src, dst, bytes } => calls.copy_to_device(dst, src, bytes, stream),
+                Move::Down { src, dst, bytes } => calls.copy_to_host(dst, src, bytes, stream),
+                Move::Here { src, dst, bytes } => calls.copy_on_device(dst, src, bytes, stream),
+                Move::Across { from, src, to, dst, bytes } => {
+                    calls.copy_from_peer(dst, to.handle(), src, from.handle(), bytes, stream)
+                }
+                Move::Nothing => Ok(()),
+            }
+        }
+    }
+}
+
+/// One end of a copy.
+enum End<'a> {
+    Host(*mut c_void),
+    Device(&'a Context, Address),
 }
 
 impl<'a> End<'a> {
-    fn of(allocation: &'a Allocation, range: Range<usize>) -> Result<End<'a>> {
+    fn of(allocation: &'a Allocation, at: usize) -> Result<End<'a>> {
         if let Some(memory) = allocation.downcast::<DeviceMemory>() {
-            return Ok(End::Device(memory.context(), memory.device_address() + range.start as u64));
+            return Ok(End::Device(memory.context(), memory.device_address() + at as u64));
         }
-        let Some(host) = allocation.storage().host() else {
+        let host = allocation.host_at(&(at..at)).map(|address| End::Host(address.cast()));
+        host.ok_or_else(|| {
             let device = allocation.device();
-            return Err(Error::invalid(format!(
-                "a CUDA stream cannot reach the memory of {device}; copy through the host"
-            )));
-        };
-        // The bytes stay where they are as long as the allocation lives, and the events of its uses keep others
-        // from writing them; the lock is only for the moment of asking.
-        let bytes = host.read().unwrap_or_else(PoisonError::into_inner);
-        let address = bytes.bytes()[range.clone()].as_ptr() as usize;
-        Ok(End::Host(HostRange { address, bytes: range.len() }))
+            Error::invalid(format!("a CUDA stream cannot reach the memory of {device}; copy through the host"))
+        })
+    }
+}
+
+impl CudaStream {
+    /// What one piece of a transfer asks of the driver.
+    fn resolve<'a>(&self, piece: &'a Piece, dst: &'a Allocation) -> Result<Move<'a>> {
+        let bytes = piece.from.len();
+        if bytes == 0 {
+            return Ok(Move::Nothing);
+        }
+        let (src, dst) = (End::of(piece.src.allocation(), piece.from.start)?, End::of(dst, piece.at)?);
+        let here = |context: &Context| context.handle() == self.context.handle();
+        match (&src, &dst) {
+            (End::Device(one, _), End::Host(_)) | (End::Host(_), End::Device(one, _)) if !here(one) => {
+                let (own, other) = (self.context.id(), one.id());
+                return Err(Error::invalid(format!(
+                    "a stream of {own} copies between the host and {own}, not {other}"
+                )));
+            }
+            (End::Device(one, _), End::Device(other, _)) if !here(one) && !here(other) => {
+                let (own, one, other) = (self.context.id(), one.id(), other.id());
+                return Err(Error::invalid(format!("a stream of {own} copies nothing from {one} to {other}")));
+            }
+            _ => {}
+        }
+        match (src, dst) {
+            (End::Host(src), End::Device(_, dst)) => Ok(Move::Up { src: src.cast_const(), dst, bytes }),
+            (End::Device(_, src), End::Host(dst)) => Ok(Move::Down { src, dst, bytes }),
+            (End::Device(from, src), End::Device(to, dst)) if from.id() == to.id() => {
+                Ok(Move::Here { src, dst, bytes })
+            }
+            (End::Device(from, src), End::Device(to, dst)) => {
+                let reached = self.open.get(to.id().index()).is_some_and(|device| device.reaches(from.id()));
+                if reached {
+                    return Ok(Move::Across { from, src, to, dst, bytes });
+                }
+                let (from, to) = (from.id(), to.id());
+                Err(Error::invalid(format!("{to} cannot reach the memory of {from}; copy through the host")))
+            }
+            (End::Host(_), End::Host(_)) => {
+                Err(Error::invalid("a stream of a CUDA device copies nothing from host to host"))
+            }
+        }
     }
 }

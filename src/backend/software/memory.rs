@@ -1,13 +1,18 @@
 //! The bytes behind software devices, and copies between any two kinds of them.
 
+#![expect(unsafe_code, reason = "the order of accesses is that of events, which the compiler cannot see")]
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fs::File;
+use std::io::{Error as IoError, ErrorKind as IoErrorKind, Result as IoResult};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::ptr::NonNull;
+use std::sync::{Mutex, PoisonError};
 
-use memmap2::MmapMut;
+use memmap2::{MmapMut, MmapRaw};
 
-use crate::backend::{Allocation, HostBytes, Storage};
+use crate::backend::{Allocation, Storage};
 use crate::error::{Error, Result};
 
 /// From this size on memory is mapped for itself: it goes back to the system when it is freed, and huge pages
@@ -18,75 +23,119 @@ const MAPPED_FROM: usize = 1 << 20;
 const ALIGNMENT: usize = 64;
 
 /// Owned host memory, aligned to [`ALIGNMENT`] or more, zeroed.
-pub(in crate::backend) enum HostAllocation {
-    Small { bytes: Vec<u8>, range: Range<usize> },
-    Mapped(MmapMut),
+pub(in crate::backend) struct HostAllocation {
+    address: NonNull<u8>,
+    bytes: usize,
+    backing: Backing,
 }
 
+/// Where host memory comes from and goes back to.
+enum Backing {
+    Heap(Layout),
+    Mapped(#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "held to be unmapped in the end"))] MmapRaw),
+}
+
+// SAFETY: the memory is owned by this value alone, whichever thread has it.
+unsafe impl Send for HostAllocation {}
+// SAFETY: a shared reference gives an address and touches no byte.
+unsafe impl Sync for HostAllocation {}
+
 impl HostAllocation {
-    pub(in crate::backend) fn new(bytes: usize) -> std::io::Result<HostAllocation> {
+    pub(in crate::backend) fn new(bytes: usize) -> IoResult<HostAllocation> {
+        let no_memory = || IoError::from(IoErrorKind::OutOfMemory);
         if bytes >= MAPPED_FROM {
-            let map = MmapMut::map_anon(bytes)?;
+            let map = MmapRaw::from(MmapMut::map_anon(bytes)?);
             #[cfg(target_os = "linux")]
             // Refused where the kernel is built without huge pages; ordinary ones do then.
             let _ = map.advise(memmap2::Advice::HugePage);
-            return Ok(HostAllocation::Mapped(map));
+            let address = NonNull::new(map.as_mut_ptr()).ok_or_else(no_memory)?;
+            return Ok(HostAllocation { address, bytes, backing: Backing::Mapped(map) });
         }
-        let all = vec![0; bytes + ALIGNMENT];
-        let start = all.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
-        Ok(HostAllocation::Small { bytes: all, range: start..start + bytes })
+        let layout = Layout::from_size_align(bytes.max(1), ALIGNMENT).map_err(|_| no_memory())?;
+        // SAFETY: the size is not zero.
+        let address = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(no_memory)?;
+        Ok(HostAllocation { address, bytes, backing: Backing::Heap(layout) })
+    }
+
+    pub(in crate::backend) fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+
+    pub(in crate::backend) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// All bytes, to write before anybody else has the address.
+    ///
+    /// # Safety
+    /// The address was given to nobody who uses it while the slice lives.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(in crate::backend) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: so many bytes were allocated, zeroed, and are this value's own.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) }
+    }
+
+    /// Keeps it out of processes that are forked from this one, where the system can: pages that a device has pinned
+    /// would otherwise be copied away from it when they are next written here.
+    #[cfg(feature = "cuda")]
+    pub(in crate::backend) fn keep_from_forks(&self) {
+        #[cfg(target_os = "linux")]
+        if let Backing::Mapped(map) = &self.backing
+            && let Err(error) = map.advise(memmap2::Advice::DontFork)
+        {
+            tracing::debug!(%error, "pinned memory will be copied when the process forks");
+        }
     }
 }
 
-impl HostBytes for HostAllocation {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            HostAllocation::Small { bytes, range } => &bytes[range.clone()],
-            HostAllocation::Mapped(map) => map,
-        }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        match self {
-            HostAllocation::Small { bytes, range } => &mut bytes[range.clone()],
-            HostAllocation::Mapped(map) => map,
+impl Drop for HostAllocation {
+    fn drop(&mut self) {
+        if let Backing::Heap(layout) = self.backing {
+            // SAFETY: allocated with this layout, freed once.
+            unsafe { dealloc(self.address.as_ptr(), layout) };
         }
     }
 }
 
 /// Host memory of a software device.
 pub(super) struct RamMemory {
-    bytes: RwLock<Box<dyn HostBytes>>,
+    memory: HostAllocation,
     visible: bool,
 }
 
 impl RamMemory {
-    pub(super) fn visible(allocation: HostAllocation) -> RamMemory {
-        RamMemory { bytes: RwLock::new(Box::new(allocation)), visible: true }
+    pub(super) fn visible(memory: HostAllocation) -> RamMemory {
+        RamMemory { memory, visible: true }
     }
 
-    pub(super) fn hidden(allocation: HostAllocation) -> RamMemory {
-        RamMemory { visible: false, ..RamMemory::visible(allocation) }
+    pub(super) fn hidden(memory: HostAllocation) -> RamMemory {
+        RamMemory { memory, visible: false }
     }
 }
 
-impl Storage for RamMemory {
-    fn host(&self) -> Option<&RwLock<Box<dyn HostBytes>>> {
-        self.visible.then_some(&self.bytes)
+// SAFETY: the memory is this value's own, stays where it is until it is dropped, and was zeroed.
+unsafe impl Storage for RamMemory {
+    fn bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    fn host(&self) -> Option<NonNull<u8>> {
+        self.visible.then(|| self.memory.address())
     }
 }
 
 /// A part of the disk: a file without a name, which the system removes when it is closed.
 pub(super) struct FileMemory {
     file: Mutex<File>,
+    bytes: usize,
     folder: PathBuf,
 }
 
 impl FileMemory {
-    pub(super) fn new(folder: &Path, bytes: u64) -> Result<FileMemory> {
+    pub(super) fn new(folder: &Path, bytes: usize) -> Result<FileMemory> {
         let file = unnamed_file(folder).map_err(Error::io("create a file in", folder))?;
-        file.set_len(bytes).map_err(Error::io("grow a file in", folder))?;
-        Ok(FileMemory { file: Mutex::new(file), folder: folder.to_owned() })
+        file.set_len(bytes as u64).map_err(Error::io("grow a file in", folder))?;
+        Ok(FileMemory { file: Mutex::new(file), bytes, folder: folder.to_owned() })
     }
 
     fn read(&self, at: usize, dst: &mut [u8]) -> Result<()> {
@@ -104,12 +153,22 @@ impl FileMemory {
     }
 }
 
-impl Storage for FileMemory {}
+// SAFETY: it has no address.
+unsafe impl Storage for FileMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
 
 /// Memory of which there is only the size.
-pub(super) struct SizeOnly;
+pub(super) struct SizeOnly(pub(super) usize);
 
-impl Storage for SizeOnly {}
+// SAFETY: it has no address.
+unsafe impl Storage for SizeOnly {
+    fn bytes(&self) -> usize {
+        self.0
+    }
+}
 
 /// A new file in `folder` that no name leads to.
 fn unnamed_file(folder: &Path) -> std::io::Result<File> {
@@ -140,7 +199,7 @@ fn unnamed_file(folder: &Path) -> std::io::Result<File> {
 
 /// How a software stream reaches the bytes of an allocation.
 enum Reach<'a> {
-    Ram(&'a RwLock<Box<dyn HostBytes>>),
+    Ram(NonNull<u8>),
     File(&'a FileMemory),
     SizeOnly,
 }
@@ -148,12 +207,12 @@ enum Reach<'a> {
 impl<'a> Reach<'a> {
     fn of(allocation: &'a Allocation) -> Result<Reach<'a>> {
         if let Some(ram) = allocation.downcast::<RamMemory>() {
-            Ok(Reach::Ram(&ram.bytes))
+            Ok(Reach::Ram(ram.memory.address()))
         } else if let Some(file) = allocation.downcast::<FileMemory>() {
             Ok(Reach::File(file))
         } else if allocation.downcast::<SizeOnly>().is_some() {
             Ok(Reach::SizeOnly)
-        } else if let Some(host) = allocation.storage().host() {
+        } else if let Some(host) = allocation.host() {
             Ok(Reach::Ram(host))
         } else {
             Err(Error::invalid(format!("a software stream cannot reach the memory of {}", allocation.device())))
@@ -161,34 +220,38 @@ impl<'a> Reach<'a> {
     }
 }
 
-/// Copies `from` of `src` to `at` of `dst`. Both ranges are inside their allocations.
-pub(super) fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation, at: usize) -> Result<()> {
-    let to = at..at + from.len();
+/// Copies `from` of `src` to `at` of `dst`.
+///
+/// # Safety
+/// Both ranges are inside their allocations, and they share no byte. Nobody writes the one, and nobody reads or writes the
+/// other, until this returns.
+pub(super) unsafe fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation, at: usize) -> Result<()> {
+    let bytes = from.len();
+    let written = |start: NonNull<u8>| {
+        // SAFETY: inside the allocation, and nobody else's until this returns.
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr().add(at), bytes) }
+    };
+    let read = |start: NonNull<u8>| {
+        // SAFETY: inside the allocation, and written by nobody until this returns.
+        unsafe { std::slice::from_raw_parts(start.as_ptr().add(from.start), bytes) }
+    };
     match (Reach::of(src)?, Reach::of(dst)?) {
         (_, Reach::SizeOnly) => Ok(()),
         (Reach::SizeOnly, _) => Err(no_bytes(src)),
         (Reach::Ram(src), Reach::Ram(dst)) => {
-            let src = src.read().unwrap_or_else(PoisonError::into_inner);
-            let mut dst = dst.write().unwrap_or_else(PoisonError::into_inner);
-            dst.bytes_mut()[to].copy_from_slice(&src.bytes()[from]);
+            written(dst).copy_from_slice(read(src));
             Ok(())
         }
-        (Reach::File(src), Reach::Ram(dst)) => {
-            let mut dst = dst.write().unwrap_or_else(PoisonError::into_inner);
-            src.read(from.start, &mut dst.bytes_mut()[to])
-        }
-        (Reach::Ram(src), Reach::File(dst)) => {
-            let src = src.read().unwrap_or_else(PoisonError::into_inner);
-            dst.write(at, &src.bytes()[from])
-        }
+        (Reach::File(src), Reach::Ram(dst)) => src.read(from.start, written(dst)),
+        (Reach::Ram(src), Reach::File(dst)) => dst.write(at, read(src)),
         (Reach::File(src), Reach::File(dst)) => {
-            let mut chunk = vec![0; from.len().min(MAPPED_FROM)];
+            let mut chunk = vec![0; bytes.min(MAPPED_FROM)];
             let mut done = 0;
-            while done < from.len() {
-                let bytes = chunk.len().min(from.len() - done);
-                src.read(from.start + done, &mut chunk[..bytes])?;
-                dst.write(at + done, &chunk[..bytes])?;
-                done += bytes;
+            while done < bytes {
+                let part = chunk.len().min(bytes - done);
+                src.read(from.start + done, &mut chunk[..part])?;
+                dst.write(at + done, &chunk[..part])?;
+                done += part;
             }
             Ok(())
         }
@@ -216,8 +279,11 @@ mod tests {
     fn host_memory_is_aligned_at_every_size() {
         for bytes in [0, 1, 63, 64, 65, 4096, MAPPED_FROM - 1, MAPPED_FROM, MAPPED_FROM + 1] {
             let mut allocation = HostAllocation::new(bytes).unwrap();
-            assert_eq!(allocation.bytes().len(), bytes);
-            assert_eq!(allocation.bytes_mut().as_ptr() as usize % ALIGNMENT, 0);
+            assert_eq!(allocation.bytes(), bytes);
+            // SAFETY: nobody else has the address.
+            let all = unsafe { allocation.bytes_mut() };
+            assert_eq!((all.as_ptr() as usize % ALIGNMENT, all.iter().all(|&byte| byte == 0)), (0, true));
+            all.fill(1);
         }
     }
 

@@ -60,15 +60,16 @@ impl Device for SoftwareDevice {
     }
 
     fn allocate(&self, charge: Charge, _kind: MemoryKind) -> Result<BufMut> {
+        charge.check(self.id())?;
         let bytes = charge.bytes() as usize;
         let memory = || HostAllocation::new(bytes).map_err(|_| self.refused(charge.bytes()));
         let storage: Box<dyn Storage> = match &self.medium {
             Medium::Host => Box::new(RamMemory::visible(memory()?)),
             Medium::Hidden => Box::new(RamMemory::hidden(memory()?)),
-            Medium::Files(folder) => Box::new(FileMemory::new(folder, charge.bytes())?),
-            Medium::Nowhere => Box::new(SizeOnly),
+            Medium::Files(folder) => Box::new(FileMemory::new(folder, bytes)?),
+            Medium::Nowhere => Box::new(SizeOnly(bytes)),
         };
-        Ok(BufMut::new(storage, charge))
+        BufMut::new(storage, charge)
     }
 
     fn stream(&self, _role: Role) -> Result<Arc<dyn Stream>> {

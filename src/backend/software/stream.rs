@@ -1,5 +1,7 @@
 //! Streams of software devices: a thread with a queue, or, on a virtual clock, work done at once.
 
+#![expect(unsafe_code, reason = "copies and their events keep each other's promises")]
+
 use std::fmt;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,6 +13,8 @@ use std::time::{Duration, Instant};
 
 use super::memory;
 use super::timeline::{Clock, Timeline};
+use crate::backend::event::wake;
+use crate::backend::process::Process;
 use crate::backend::{Allocation, Buf, Event, Fence, FenceState, Flight, Joined, Piece, Rejected, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -23,6 +27,8 @@ pub(super) struct SoftwareStream {
     device: DeviceId,
     timeline: Option<Arc<Timeline>>,
     queue: Queue,
+    /// That of its thread.
+    process: Process,
 }
 
 enum Queue {
@@ -66,11 +72,12 @@ impl SoftwareStream {
                 .map_err(Error::io("start a thread for", device.to_string()))?;
             Queue::Thread(Mutex::new(sender))
         };
-        Ok(SoftwareStream { device, timeline, queue })
+        Ok(SoftwareStream { device, timeline, queue, process: Process::current() })
     }
 
     /// Queues work behind all earlier work and the events `waits`; the event after it.
     fn enqueue(&self, waits: Vec<Event>, work: Work, keep: Vec<Arc<Allocation>>) -> Result<Event> {
+        self.process.check()?;
         match (&self.queue, &self.timeline) {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
             (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
@@ -101,7 +108,7 @@ impl Stream for SoftwareStream {
         let pieces = transfer.pieces().iter().map(piece).collect();
         let dst = Arc::clone(transfer.dst().allocation());
         match self.enqueue(transfer.waits(), Work::Copy { pieces, dst }, Vec::new()) {
-            Ok(done) => Ok(transfer.launched(done)),
+            Ok(done) => Ok(transfer.launched_in_order(done)),
             Err(error) => Err(transfer.rejected(error)),
         }
     }
@@ -140,25 +147,49 @@ fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
         let ended = wait_for(&waits, device).and_then(|()| {
             let begin = waits.iter().filter_map(Event::time).fold(queued.max(tail), Duration::max);
             let panicked = || Error::DeviceLost { device, why: "a copy panicked".to_owned() };
-            catch_unwind(AssertUnwindSafe(|| work.run(device, timeline, begin))).unwrap_or_else(|_| Err(panicked()))
+            let run = catch_unwind(AssertUnwindSafe(|| work.run(device, timeline, begin)));
+            run.unwrap_or_else(|_| Err(panicked())).map_err(Failure::over)
         });
-        // The memory is let go before anyone learns that it can be.
-        drop((waits, work, keep));
+        // The memory is let go before anyone learns that it can be. It is another backend's, perhaps, and its drop code too.
+        if catch_unwind(AssertUnwindSafe(|| drop((waits, work, keep)))).is_err() {
+            tracing::error!(%device, "freeing the memory of a copy panicked");
+        }
         tail = *ended.as_ref().unwrap_or(&tail);
-        done.fire(ended.map_err(Arc::new));
+        done.fire(ended);
+    }
+}
+
+/// How work failed.
+#[derive(Clone)]
+struct Failure {
+    cause: Arc<Error>,
+    /// Whether nothing that it waited for uses its memory any more.
+    over: bool,
+}
+
+impl Failure {
+    fn over(cause: Error) -> Failure {
+        Failure { cause: Arc::new(cause), over: true }
+    }
+
+    /// That of work that waited for `events`, of which one did not come true.
+    fn of(events: &[Event], cause: Arc<Error>) -> Failure {
+        Failure { cause, over: events.iter().all(Event::is_over) }
+    }
+
+    fn state(&self) -> FenceState {
+        let cause = Arc::clone(&self.cause);
+        if self.over { FenceState::Failed(cause) } else { FenceState::Lost(cause) }
     }
 }
 
 /// Waits, on a stream's thread, for what its next work needs. One that failed does not make it go on before the others
 /// are over: work that fails must not free its destination for the next writer while it is read.
-fn wait_for(waits: &[Event], device: DeviceId) -> Result<()> {
-    if waits.iter().all(Event::settled) {
-        // Those that failed say so.
-        return waits.iter().try_for_each(|event| event.wait(Duration::ZERO));
-    }
-    let _span = tracing::trace_span!("wait", %device, events = waits.len()).entered();
+fn wait_for(waits: &[Event], device: DeviceId) -> Result<(), Failure> {
+    let pending = !waits.iter().all(Event::settled);
+    let _span = pending.then(|| tracing::trace_span!("wait", %device, events = waits.len()).entered());
     let outcomes: Vec<Result<()>> = waits.iter().map(|event| event.wait(DEADLINE)).collect();
-    outcomes.into_iter().collect()
+    outcomes.into_iter().collect::<Result<()>>().map_err(|error| Failure::of(waits, Arc::new(error)))
 }
 
 impl Work {
@@ -190,7 +221,9 @@ impl Work {
                 for (src, from, at) in pieces {
                     let bytes = from.len() as u64;
                     end = timeline.map_or(end, |timeline| timeline.transfer(src.device(), dst.device(), bytes, end));
-                    memory::copy(src, from.clone(), dst, *at)?;
+                    // SAFETY: a transfer's ranges are inside its buffers, which share no byte. The events that it waits for
+                    // have fired, and its own, which all later users wait for, has not.
+                    unsafe { memory::copy(src, from.clone(), dst, *at) }?;
                 }
                 end = timeline.map_or(end, |timeline| timeline.now().max(end));
             }
@@ -209,11 +242,14 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
     for event in waits {
         // An event of simulated time tells its outcome before that time has come.
         let outcome = match event.downcast::<Moment>() {
-            Some(moment) => moment.outcome(),
-            None => event.wait(DEADLINE).map_err(Arc::new),
+            Some(moment) => moment.failed.clone().map_or(Ok(()), Err),
+            None => event.wait(DEADLINE).map_err(|error| Failure::of(std::slice::from_ref(event), Arc::new(error))),
         };
         at = at.max(event.time().unwrap_or_default());
-        failed = failed.or(outcome.err());
+        failed = match (failed, outcome.err()) {
+            (Some(Failure { cause, over }), Some(later)) => Some(Failure { cause, over: over && later.over }),
+            (one, other) => one.or(other),
+        };
     }
     if failed.is_none() {
         match work {
@@ -222,7 +258,10 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
             Work::Copy { pieces, dst } => {
                 for (src, from, offset) in pieces {
                     at = timeline.transfer(src.device(), dst.device(), from.len() as u64, at);
-                    failed = failed.or(memory::copy(src, from.clone(), dst, *offset).err().map(Arc::new));
+                    // SAFETY: a transfer's ranges are inside its buffers, which share no byte. What it waits for is over,
+                    // and so is this before anyone has its event.
+                    let copied = unsafe { memory::copy(src, from.clone(), dst, *offset) };
+                    failed = failed.or(copied.err().map(Failure::over));
                 }
             }
         }
@@ -235,7 +274,7 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
 #[derive(Default)]
 struct Latch {
     /// When the work ended on the stream's timeline, or why it failed.
-    ended: Mutex<Option<Result<Duration, Arc<Error>>>>,
+    ended: Mutex<Option<Result<Duration, Failure>>>,
     fired: Condvar,
     /// Who sleeps until then without a thread.
     sleepers: Mutex<Vec<Waker>>,
@@ -244,22 +283,23 @@ struct Latch {
 }
 
 impl Latch {
-    fn fire(&self, ended: Result<Duration, Arc<Error>>) {
+    fn fire(&self, ended: Result<Duration, Failure>) {
         *lock(&self.ended) = Some(ended);
         self.fired.notify_all();
-        std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(Waker::wake);
+        std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(wake);
     }
 
-    fn state_of(ended: &Option<Result<Duration, Arc<Error>>>) -> FenceState {
+    fn state_of(ended: &Option<Result<Duration, Failure>>) -> FenceState {
         match ended {
             None => FenceState::Pending,
             Some(Ok(_)) => FenceState::Done,
-            Some(Err(cause)) => FenceState::Failed(Arc::clone(cause)),
+            Some(Err(failure)) => failure.state(),
         }
     }
 }
 
-impl Fence for Latch {
+// SAFETY: it ends when its stream's thread has ended the work, and is set once.
+unsafe impl Fence for Latch {
     fn state(&self) -> FenceState {
         Latch::state_of(&lock(&self.ended))
     }
@@ -280,7 +320,7 @@ impl Fence for Latch {
     fn wake(&self, waker: &Waker) -> bool {
         lock(&self.sleepers).push(waker.clone());
         if lock(&self.ended).is_some() {
-            std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(Waker::wake);
+            std::mem::take(&mut *lock(&self.sleepers)).into_iter().for_each(wake);
         }
         true
     }
@@ -294,23 +334,18 @@ impl Fence for Latch {
 /// The event of a virtual stream: a time.
 struct Moment {
     at: Duration,
-    failed: Option<Arc<Error>>,
+    /// Known from the beginning.
+    failed: Option<Failure>,
     timeline: Arc<Timeline>,
 }
 
-impl Moment {
-    /// How the work ends, known from the beginning.
-    fn outcome(&self) -> Result<(), Arc<Error>> {
-        self.failed.clone().map_or(Ok(()), Err)
-    }
-}
-
-impl Fence for Moment {
+// SAFETY: the work was over before the event was made.
+unsafe impl Fence for Moment {
     fn state(&self) -> FenceState {
-        match self.outcome() {
+        match &self.failed {
             _ if self.at > self.timeline.now() => FenceState::Pending,
-            Err(cause) => FenceState::Failed(cause),
-            Ok(()) => FenceState::Done,
+            Some(failure) => failure.state(),
+            None => FenceState::Done,
         }
     }
 

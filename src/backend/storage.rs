@@ -1,0 +1,184 @@
+//! The memory of a backend, the charge that it stands for, and whether it may ever be freed.
+
+#![expect(unsafe_code, reason = "the address of memory that the host can reach goes from thread to thread")]
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::Charge;
+use super::process::Process;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// What a backend keeps for one allocation.
+///
+/// Streams and the host read and write where it says, without asking again. In return nobody does so but in the order of
+/// the events of the buffers that are made of it, and [`free`](Storage::free) is called when all of those have fired.
+///
+/// # Safety
+/// From when it is handed to [`BufMut::new`](super::BufMut::new) until it is freed:
+/// - every method gives the same answer each time;
+/// - [`host`](Storage::host) is the address of [`bytes`](Storage::bytes) initialised bytes, which every thread may read and
+///   write, and which nothing else reads or writes;
+/// - [`address`](Storage::address) is that of as many bytes of the device's memory, which nothing else uses.
+pub unsafe trait Storage: Any + Send + Sync {
+    /// How many bytes there are.
+    fn bytes(&self) -> usize;
+
+    /// The address of the first byte, where the host can reach it.
+    fn host(&self) -> Option<NonNull<u8>> {
+        None
+    }
+
+    /// The address on the device, where it has one.
+    fn address(&self) -> Option<u64> {
+        None
+    }
+
+    /// Whether it is host memory that is pinned for a device's copies. What was asked for as
+    /// [`Pinned`](super::MemoryKind::Pinned) and could not be pinned is not, nor is that of software devices, which
+    /// have no need of it.
+    fn pinned(&self) -> bool {
+        false
+    }
+
+    /// Frees the memory, which nothing uses any more, and gives its charge back. Memory that cannot be freed now keeps its
+    /// charge: whoever holds that holds the memory.
+    fn free(self: Box<Self>, charge: Charge) {
+        drop(self);
+        drop(charge);
+    }
+}
+
+/// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
+pub struct Allocation {
+    /// Taken out when it is freed, and not before.
+    held: Option<(Box<dyn Storage>, Charge)>,
+    host: Option<HostAddress>,
+    address: Option<u64>,
+    bytes: usize,
+    device: DeviceId,
+    process: Process,
+    abandoned: AtomicBool,
+}
+
+/// The address of host memory that its [`Storage`] keeps in place.
+#[derive(Clone, Copy)]
+struct HostAddress(NonNull<u8>);
+
+// SAFETY: any thread may use the memory, as every implementation of `Storage` promises.
+unsafe impl Send for HostAddress {}
+// SAFETY: as above.
+unsafe impl Sync for HostAddress {}
+
+impl Allocation {
+    /// Puts `storage` behind `charge`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it has fewer bytes than are charged; it is freed then.
+    pub(super) fn new(storage: Box<dyn Storage>, mut charge: Charge) -> Result<Allocation> {
+        let (bytes, have) = (charge.bytes() as usize, storage.bytes());
+        if have < bytes {
+            storage.free(charge);
+            return Err(Error::invalid(format!("memory of {have} bytes stands behind a charge of {bytes}")));
+        }
+        charge.back();
+        let (host, address, device) = (storage.host().map(HostAddress), storage.address(), charge.device());
+        let (process, abandoned) = (Process::current(), AtomicBool::new(false));
+        Ok(Allocation { held: Some((storage, charge)), host, address, bytes, device, process, abandoned })
+    }
+
+    /// The backend's own part as its own type.
+    pub fn downcast<T: Storage>(&self) -> Option<&T> {
+        let (storage, _) = self.held.as_ref()?;
+        (&**storage as &dyn Any).downcast_ref()
+    }
+
+    /// How many bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The device they are of.
+    pub fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    /// The address of its first byte, where the host can reach it. It is for streams: they read and write there after the
+    /// events that a [`Transfer`](super::Transfer) waits for and before the one that they give it.
+    pub fn host(&self) -> Option<NonNull<u8>> {
+        self.host.map(|HostAddress(address)| address)
+    }
+
+    /// The address of its first byte on the device, where it has one.
+    pub fn address(&self) -> Option<u64> {
+        self.address
+    }
+
+    /// Whether it is host memory that is pinned for a device's copies.
+    pub fn pinned(&self) -> bool {
+        self.held.as_ref().is_some_and(|(storage, _)| storage.pinned())
+    }
+
+    /// The process that allocated it.
+    pub(super) fn process(&self) -> Process {
+        self.process
+    }
+
+    /// Says that the memory must never be freed, because a device that failed may still use it. The charge of a device's
+    /// memory is given back all the same: it can be had no more, but nobody holds it. Host memory stays charged.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    /// The bytes of `place`, to read.
+    ///
+    /// # Safety
+    /// Nobody writes them for as long as `'a`, for which the allocation lives.
+    pub(super) unsafe fn slice<'a>(&self, place: Range<usize>) -> Option<&'a [u8]> {
+        let address = self.host_at(&place)?;
+        // SAFETY: the range is inside the memory, which is initialised; the rest is the caller's promise.
+        Some(unsafe { std::slice::from_raw_parts(address, place.len()) })
+    }
+
+    /// The bytes of `place`, to write.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes them for as long as `'a`, for which the allocation lives.
+    pub(super) unsafe fn slice_mut<'a>(&self, place: Range<usize>) -> Option<&'a mut [u8]> {
+        let address = self.host_at(&place)?;
+        // SAFETY: as in `slice`.
+        Some(unsafe { std::slice::from_raw_parts_mut(address, place.len()) })
+    }
+
+    /// Where `place` begins, when it is inside of what the host can reach.
+    pub(super) fn host_at(&self, place: &Range<usize>) -> Option<*mut u8> {
+        let inside = place.start <= place.end && place.end <= self.bytes;
+        // The offset is inside the memory, or one past its end for an empty place there.
+        self.host().filter(|_| inside).map(|start| start.as_ptr().wrapping_add(place.start))
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let Some((storage, charge)) = self.held.take() else { return };
+        let forked = !self.process.is_current();
+        if !forked && !*self.abandoned.get_mut() {
+            return storage.free(charge);
+        }
+        // In a fork it is the parent's, and the lock of its ledger may be held by a thread that is not here.
+        if forked || self.host.is_some() {
+            std::mem::forget(charge);
+        }
+        std::mem::forget(storage);
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes of {}", self.bytes, self.device)
+    }
+}
