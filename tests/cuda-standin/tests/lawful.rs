@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use common::{Cuda, MIB, pattern};
 use cuda_standin::{Config, Link, MemoryMode, session};
 use cudarc::driver::result;
@@ -134,21 +136,32 @@ fn a_link_takes_its_time_and_events_measure_it() {
     let device = cuda.alloc(4 * MIB as usize);
     let start = result::event::create(CU_EVENT_DEFAULT).unwrap();
     let end = result::event::create(CU_EVENT_DEFAULT).unwrap();
-    let began = std::time::Instant::now();
-    // SAFETY: events and stream are alive.
-    unsafe { result::event::record(start, stream).unwrap() };
-    for _ in 0..2 {
-        cuda.upload(device, source, 4 * MIB as usize, stream);
+    // What the calls and the copies took, in milliseconds. Other programs may have the processors for a while, so the best of
+    // as many as a minute has room for counts.
+    let (mut seen, until) = (Vec::new(), Instant::now() + Duration::from_secs(60));
+    loop {
+        let began = Instant::now();
+        // SAFETY: events and stream are alive.
+        unsafe { result::event::record(start, stream).unwrap() };
+        for _ in 0..2 {
+            cuda.upload(device, source, 4 * MIB as usize, stream);
+        }
+        // SAFETY: events and stream are alive.
+        unsafe { result::event::record(end, stream).unwrap() };
+        let calls = began.elapsed().as_millis();
+        cuda.synchronize(stream);
+        // 8 MiB at 64 MiB/s.
+        assert!(began.elapsed().as_millis() >= 125);
+        // SAFETY: events are alive.
+        let millis = unsafe { result::event::elapsed(start, end).unwrap() };
+        assert!(millis >= 125.0, "{millis}");
+        // The calls do not wait for the link.
+        if calls < 100 && millis < 150.0 {
+            break;
+        }
+        seen.push((calls, millis));
+        assert!(Instant::now() < until, "{seen:?}");
     }
-    // SAFETY: events and stream are alive.
-    unsafe { result::event::record(end, stream).unwrap() };
-    assert!(began.elapsed().as_millis() < 100, "the calls do not wait for the link");
-    cuda.synchronize(stream);
-    // 8 MiB at 64 MiB/s.
-    assert!(began.elapsed().as_millis() >= 125);
-    // SAFETY: events are alive.
-    let millis = unsafe { result::event::elapsed(start, end).unwrap() };
-    assert!((125.0..150.0).contains(&millis), "{millis}");
     cuda.free(device);
     cuda.unpin(source);
     cuda.forget(start);
