@@ -249,7 +249,7 @@ impl Model {
         let flight = self.download_stream(device)?.copy(Transfer::new(vec![piece], staging)?)?;
         let landed = flight.landed(DEADLINE)?.freeze();
         let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
-        dst.copy_from_slice(&bytes);
+        dst.copy_from_slice(bytes);
         Ok(())
     }
 

@@ -99,7 +99,7 @@ impl OnDevice {
         let piece = Piece { src: work.freeze(), from: MatrixPatch::SATURATED, at: 0 };
         let landed = stream.copy(Transfer::new(vec![piece], counted)?)?.landed(self.deadline)?.freeze();
         let bytes = landed.host(self.deadline)?;
-        let count = bytes.as_deref().and_then(|bytes| bytes.try_into().ok());
+        let count = bytes.and_then(|bytes| bytes.try_into().ok());
         count.map(u64::from_le_bytes).ok_or_else(|| Error::invalid("staging memory that the host cannot address"))
     }
 

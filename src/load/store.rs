@@ -39,10 +39,13 @@ pub(super) struct SlotPool {
     /// The slots, while no [`Streamer`](crate::Streamer) has them.
     slots: Mutex<Option<Vec<SlotMemory>>>,
     /// Memory that work uses whose end could not be marked, each with the stream that it was queued on.
-    withdrawn: Mutex<Vec<(Arc<dyn Stream>, Vec<Buf>)>>,
+    withdrawn: Mutex<Vec<Withdrawn>>,
     /// Whether a slot is among it.
     incomplete: AtomicBool,
 }
+
+/// Memory, and the stream whose work uses it.
+type Withdrawn = (Arc<dyn Stream>, Vec<Buf>);
 
 /// A part of a model's memory that goes as a whole.
 #[derive(Clone, Copy, Debug)]

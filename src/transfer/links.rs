@@ -200,8 +200,8 @@ impl Meter<'_> {
         let (times, fixed, mut dst) = match kind {
             LinkKind::Staged => {
                 let (mut relay, mut dst) = (self.relay(end)?, dst);
-                let mut memory = dst.host_mut().ok_or_else(lost)?;
-                let times = self.timing.one_by_one(|| relay.down(end.watch, &*end.down, &src, &mut memory))?;
+                let memory = dst.host_mut().ok_or_else(lost)?;
+                let times = self.timing.one_by_one(|| relay.down(end.watch, &*end.down, &src, memory))?;
                 (times, None, dst)
             }
             _ => {
@@ -314,7 +314,7 @@ impl Meter<'_> {
     fn source(&mut self, end: &End, kind: LinkKind, bytes: usize) -> Result<(Buf, u64)> {
         let mut memory = self.host_memory(end, kind, bytes)?;
         self.seed += 1;
-        pattern::fill(&mut memory.host_mut().ok_or_else(lost)?, self.seed)?;
+        pattern::fill(memory.host_mut().ok_or_else(lost)?, self.seed)?;
         Ok((memory.freeze(), self.seed))
     }
 

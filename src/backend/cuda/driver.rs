@@ -274,8 +274,8 @@ impl Driver {
     /// The UUID as `nvidia-smi` writes it.
     fn uuid(&self, device: DeviceHandle) -> Option<String> {
         let mut uuid = [0; 16];
-        // SAFETY: the pointer is to sixteen living bytes.
         let asked = match (&self.uuids, &self.old_uuids) {
+            // SAFETY: the pointer is to sixteen living bytes, the device comes from the driver.
             (Some(calls), _) => unsafe { calls.uuid(&raw mut uuid, device) },
             // SAFETY: as above.
             (None, Some(calls)) => unsafe { calls.uuid(&raw mut uuid, device) },
