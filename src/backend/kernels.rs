@@ -55,7 +55,18 @@ pub struct SentPatch<'a> {
     pub(super) sent_by: TypeId,
 }
 
-impl SentPatch<'_> {
+impl<'a> SentPatch<'a> {
+    /// The patch.
+    pub fn patch(&self) -> &MatrixPatch<'a> {
+        &self.patch
+    }
+
+    /// Whether it was sent by a stream of this type. A backend takes only what its own streams sent: what another crate's
+    /// did with it nobody knows.
+    pub fn was_sent_by<S: Stream>(&self) -> bool {
+        self.sent_by == TypeId::of::<S>()
+    }
+
     /// The memory that its factors are in.
     pub fn into_memory(self) -> BufMut {
         self.memory
