@@ -65,6 +65,11 @@ impl BufMut {
         self.0.place.len()
     }
 
+    /// What tells it from buffers that cannot take its place: its size, its device and where it begins.
+    pub(crate) fn shape(&self) -> (usize, DeviceId, usize) {
+        (self.bytes(), self.device(), self.start())
+    }
+
     /// The address of its first byte, where the device has one.
     pub fn address(&self) -> Option<u64> {
         self.0.address()
@@ -253,6 +258,10 @@ impl Buf {
             // The oldest are over first; of those that are not, one is asked for and no more.
             let over = uses.iter().take_while(|event| event.is_over()).count();
             uses.drain(..over);
+            // Behind one that stays, as a lost device's does, all are asked for now and then.
+            if over == 0 && uses.len().is_power_of_two() {
+                uses.retain(|event| !event.is_over());
+            }
         }
         uses.push(event);
     }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use super::{Buf, BufMut, Event, Joined, Stream};
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
 /// Bytes of one source that go to one place of a copy's destination.
@@ -163,6 +164,11 @@ impl Flight {
     pub fn of(mut buffer: BufMut, done: Event) -> Flight {
         buffer.after(done.clone());
         Flight { done, dst: buffer }
+    }
+
+    /// That of the destination.
+    pub(crate) fn shape(&self) -> (usize, DeviceId, usize) {
+        self.dst.shape()
     }
 
     /// The event of its landing.

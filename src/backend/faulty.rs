@@ -187,21 +187,21 @@ impl Kernels for FaultyDevice {
     fn patch<'a>(
         &self,
         stream: &dyn Stream,
-        mut patch: SentPatch<'a>,
+        patch: SentPatch<'a>,
         weight: BufMut,
         at: usize,
     ) -> Result<PatchFlight<'a>> {
         self.count(Operation::Patch)?;
-        let ours =
-            |stream: &dyn Stream| (stream as &dyn Any).downcast_ref::<FaultyStream>().map(|s| Arc::clone(&s.inner));
-        let inner = ours(stream);
-        if let Some(inner) = inner.as_ref().filter(|_| patch.sent_by == TypeId::of::<FaultyStream>()) {
-            // It was sent by the stream that this one passes everything on to.
-            patch.sent_by = (&**inner as &dyn Any).type_id();
-        }
         let Some(kernels) = self.inner.kernels() else { return Err(Error::invalid("the device has no kernels")) };
-        kernels.patch(inner.as_deref().unwrap_or(stream), patch, weight, at)
+        let inner = (stream as &dyn Any).downcast_ref::<FaultyStream>().map(|stream| &*stream.inner);
+        kernels.patch(inner.unwrap_or(stream), patch, weight, at)
     }
+}
+
+/// The type of the stream that does what this one is asked for.
+pub(super) fn type_of(stream: &dyn Stream) -> TypeId {
+    let stream = stream as &dyn Any;
+    stream.downcast_ref::<FaultyStream>().map_or_else(|| stream.type_id(), |stream| type_of(&*stream.inner))
 }
 
 struct FaultyStream {

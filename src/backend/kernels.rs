@@ -3,11 +3,11 @@
 //! The operations and their order are those of the host (`src/patch`), so the bytes are the same wherever a matrix is
 //! patched. Nothing here knows of models or adapters.
 
-use std::any::{Any, TypeId};
+use std::any::TypeId;
 use std::fmt;
 use std::ops::Range;
 
-use super::{Buf, BufMut, Event, Flight, Piece, Stream, Transfer};
+use super::{Buf, BufMut, Event, Flight, Piece, Stream, Transfer, faulty};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
@@ -229,7 +229,7 @@ impl<'a> MatrixPatch<'a> {
         let from = if counted { Self::SATURATED.end } else { 0 };
         let piece = Piece { src: staging.clone(), from: from..self.work_bytes(), at: from };
         let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
-        let (done, sent_by) = (flight.done().clone(), (stream as &dyn Any).type_id());
+        let (done, sent_by) = (flight.done().clone(), faulty::type_of(stream));
         Ok((SentPatch { patch: self, memory: flight.chain(), sent_by }, done, staging))
     }
 

@@ -241,6 +241,22 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     fn occupy(&self, time: Duration) -> Result<()>;
 }
 
+impl dyn Stream + '_ {
+    /// Queues a copy, and makes sure that the flight is that of its destination: a stream may be another crate's.
+    ///
+    /// # Errors
+    /// As [`copy`](Stream::copy); [`Error::Invalid`] with what came back in the destination's place.
+    pub(crate) fn send(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+        let wanted = transfer.dst().shape();
+        let flight = self.copy(transfer)?;
+        if flight.shape() == wanted {
+            return Ok(flight);
+        }
+        let error = Error::invalid(format!("a stream of {} mixed its copies up", self.device()));
+        Err(Box::new(Rejected { error, dst: flight.chain() }))
+    }
+}
+
 /// What memory is for. To the host, the disk and simulated devices all kinds are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemoryKind {

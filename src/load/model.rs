@@ -246,7 +246,7 @@ impl Model {
         let device = self.device(view.buf.device())?;
         let staging = self.host.alloc_near(dst.len(), MemoryKind::Pinned, device.id())?;
         let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
-        let flight = self.download_stream(device)?.copy(Transfer::new(vec![piece], staging)?)?;
+        let flight = self.download_stream(device)?.send(Transfer::new(vec![piece], staging)?)?;
         let landed = flight.landed(DEADLINE)?.freeze();
         let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
         dst.copy_from_slice(bytes);

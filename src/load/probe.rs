@@ -89,7 +89,7 @@ impl Road<'_> {
             None => self.model.host().alloc_near(bytes, MemoryKind::Pinned, id)?,
         };
         let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
-        let mut landed = stream.copy(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;
+        let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;
         let shown = landed.host_mut().ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
         visit(&shown[..bytes]);
         self.staging = Some(landed);

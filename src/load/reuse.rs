@@ -171,7 +171,7 @@ impl Job<'_> {
         }
         for (from, pieces) in pieces {
             self.go_on()?;
-            memory = self.download(from)?.copy(Transfer::new(pieces, memory)?)?.chain();
+            memory = self.download(from)?.send(Transfer::new(pieces, memory)?)?.chain();
         }
         Ok(memory)
     }
@@ -196,13 +196,13 @@ impl Job<'_> {
             if through_host {
                 piece.at = 0;
                 let (staging, lent) = self.ring.acquire(self.loader.deadline)?;
-                let staging = self.download(from)?.copy(Transfer::new(vec![piece], staging)?)?.chain().freeze();
+                let staging = self.download(from)?.send(Transfer::new(vec![piece], staging)?)?.chain().freeze();
                 let onward = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
-                let flight = stream.copy(Transfer::new(vec![onward], memory)?)?;
+                let flight = stream.send(Transfer::new(vec![onward], memory)?)?;
                 lent.give_back(flight.done().clone(), staging);
                 memory = flight.chain();
             } else {
-                memory = stream.copy(Transfer::new(vec![piece], memory)?)?.chain();
+                memory = stream.send(Transfer::new(vec![piece], memory)?)?.chain();
             }
             at += bytes;
             self.copied(bytes);

@@ -258,7 +258,7 @@ impl<'a> Job<'a> {
             }
             let staging = staging.freeze();
             let piece = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
-            let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
+            let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
             lent.give_back(flight.done().clone(), staging);
             memory = flight.chain();
             at += bytes;
@@ -312,7 +312,7 @@ impl<'a> Job<'a> {
         }
         let staging = staging.freeze();
         let piece = Piece { src: staging.clone(), from: 0..place.len(), at: place.start };
-        let flight = stream.copy(Transfer::new(vec![piece], memory)?)?;
+        let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
         *scratch = Some((flight.done().clone(), staging));
         Ok(flight.chain())
     }

@@ -156,9 +156,9 @@ pub(super) fn send(
     }
     match refused {
         None => {
-            let wanted: Vec<usize> = transfers.iter().map(|transfer| transfer.dst().bytes()).collect();
+            let wanted: Vec<_> = transfers.iter().map(|transfer| transfer.dst().shape()).collect();
             let sent: Vec<BufMut> = stream.copy_all(transfers)?.into_iter().map(Flight::chain).collect();
-            match wanted.iter().copied().eq(sent.iter().map(BufMut::bytes)) {
+            match wanted.into_iter().eq(sent.iter().map(BufMut::shape)) {
                 true => Ok(sent),
                 // Another crate's stream, perhaps: what it gave back is not what it was given.
                 false => {

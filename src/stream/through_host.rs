@@ -57,7 +57,7 @@ impl ThroughHost {
                     }
                     at += place.len();
                 }
-                Ok((place, self.down.copy(Transfer::new(down, buffer)?)?.chain().freeze()))
+                Ok((place, self.down.send(Transfer::new(down, buffer)?)?.chain().freeze()))
             });
             let (place, filled) = match filled {
                 Ok(filled) => filled,

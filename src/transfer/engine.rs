@@ -9,6 +9,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::ring::Ring;
 use super::staging::StagingLane;
+use crate::backend::process::Process;
 use crate::backend::{Device, Role};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -26,6 +27,7 @@ pub(crate) struct Engine {
     shared: Shared,
     lanes: Mutex<BTreeMap<DeviceId, Arc<StagingLane>>>,
     clients: AtomicU64,
+    process: Process,
 }
 
 /// What its lanes share.
@@ -47,7 +49,10 @@ impl Engine {
     pub(crate) fn of(device: &Arc<dyn Device>, host: &Arc<dyn Device>) -> Result<Arc<Engine>> {
         let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
         engines.retain(|engine| engine.strong_count() > 0);
-        let same = |engine: &Arc<Engine>| std::ptr::addr_eq(Arc::as_ptr(&engine.device), Arc::as_ptr(device));
+        let same = |engine: &Arc<Engine>| {
+            // A fork's copy of one has no threads.
+            engine.process.is_current() && std::ptr::addr_eq(Arc::as_ptr(&engine.device), Arc::as_ptr(device))
+        };
         if let Some(engine) = engines.iter().filter_map(Weak::upgrade).find(same) {
             return Ok(engine);
         }
@@ -62,6 +67,7 @@ impl Engine {
             shared: Shared { ring, threads: Arc::new(threads) },
             lanes: Mutex::default(),
             clients: AtomicU64::new(0),
+            process: Process::current(),
         });
         engines.push(Arc::downgrade(&engine));
         Ok(engine)

@@ -322,7 +322,7 @@ impl Meter<'_> {
     fn filled(&mut self, end: &End, bytes: usize) -> Result<(Buf, u64)> {
         let (src, seed) = self.source(end, LinkKind::Pageable, bytes)?;
         let transfer = Transfer::whole(&src, end.device.alloc(bytes, MemoryKind::Arena)?)?;
-        Ok((end.up.copy(transfer)?.landed(DEADLINE)?.freeze(), seed))
+        Ok((end.up.send(transfer)?.landed(DEADLINE)?.freeze(), seed))
     }
 
     /// Looks at what arrived on a device.

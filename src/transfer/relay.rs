@@ -113,7 +113,7 @@ impl Relay {
 fn send(stream: &dyn Stream, src: &Buf, from: Range<usize>, dst: &mut Option<BufMut>, at: usize) -> Result<Event> {
     let to = dst.take().ok_or_else(|| Error::invalid("a copy was refused before"))?;
     let piece = Piece { src: src.clone(), from, at };
-    let flight = stream.copy(Transfer::new(vec![piece], to)?)?;
+    let flight = stream.send(Transfer::new(vec![piece], to)?)?;
     let done = flight.done().clone();
     *dst = Some(flight.chain());
     Ok(done)

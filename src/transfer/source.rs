@@ -84,15 +84,19 @@ impl Stamp {
     /// What is told of an open file once the system's clock has passed the time of its last change: what is written from
     /// now on has a later one.
     pub(super) fn settled(file: &File) -> io::Result<Metadata> {
-        let metadata = file.metadata()?;
-        let FileTimes { changed, .. } = FileTimes::of(&metadata);
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as i128);
-        // A file of the future is on a clock that this one does not follow.
-        if !(0..TICK.as_nanos() as i128).contains(&(now - changed)) {
-            return Ok(metadata);
+        let mut metadata = file.metadata()?;
+        // One that is written all the while is told apart when it is read.
+        for _ in 0..TICKS {
+            let FileTimes { changed, .. } = FileTimes::of(&metadata);
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as i128);
+            // A file of the future is on a clock that this one does not follow.
+            if !(0..TICK.as_nanos() as i128).contains(&(now - changed)) {
+                break;
+            }
+            std::thread::sleep(TICK);
+            metadata = file.metadata()?;
         }
-        std::thread::sleep(TICK);
-        file.metadata()
+        Ok(metadata)
     }
 
     /// Whether it is `other` but for the change time.
@@ -115,6 +119,9 @@ impl Stamp {
 
 /// The longest tick of the clocks by which systems date changes; Linux's is 1 to 10 ms.
 const TICK: Duration = Duration::from_millis(20);
+
+/// How many ticks opening waits for at most.
+const TICKS: usize = 5;
 
 #[cfg(unix)]
 impl FileTimes {

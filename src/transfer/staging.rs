@@ -252,7 +252,7 @@ impl Worker {
             let Some(to) = dst[span.part].take() else { continue };
             let from = span.at..span.at + span.place.len();
             let piece = Piece { src: filled.clone(), from, at: span.place.start };
-            match Transfer::new(vec![piece], to).and_then(|transfer| self.up.copy(transfer)) {
+            match Transfer::new(vec![piece], to).and_then(|transfer| self.up.send(transfer)) {
                 Ok(flight) => {
                     done = Some(flight.done().clone());
                     dst[span.part] = Some(flight.chain());
@@ -301,7 +301,7 @@ impl Worker {
         if elsewhere.is_empty() {
             return Ok(buffer.freeze());
         }
-        let flight = self.down.copy(Transfer::new(elsewhere, buffer)?)?;
+        let flight = self.down.send(Transfer::new(elsewhere, buffer)?)?;
         flight.landed(left()).map(BufMut::freeze)
     }
 }

@@ -141,7 +141,7 @@ impl<'a> Lane<'a> {
     fn queue(&mut self, bytes: usize) -> Result<Event> {
         let dst = self.dst.take().ok_or_else(|| Error::invalid("a copy was refused before"))?;
         let piece = Piece { src: self.src.clone(), from: 0..bytes, at: 0 };
-        let flight = self.stream.copy(Transfer::new(vec![piece], dst)?)?;
+        let flight = self.stream.send(Transfer::new(vec![piece], dst)?)?;
         let done = flight.done().clone();
         self.dst = Some(flight.chain());
         Ok(done)

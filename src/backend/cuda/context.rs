@@ -89,7 +89,7 @@ impl Context {
     }
 
     /// Makes this context the calling thread's until what is returned is dropped, which leaves the thread with the one it
-    /// had. Calls meanwhile find it made, which saves each of them the way in. The captures of other threads forbid nothing
+    /// had. Calls meanwhile find it made, which saves each of them most of the way in. The captures of other threads forbid nothing
     /// meanwhile: this thread's capture mode is relaxed, and restored with the context.
     ///
     /// # Errors
@@ -99,13 +99,11 @@ impl Context {
             return Err(Refusal::Lost);
         }
         let (handle, outer, driver) = (self.handle.addr(), ENTERED.get(), &*self.driver);
-        if outer == handle {
-            return Ok(Entered { restore: None, mode: None, outer, driver, thread: PhantomData });
-        }
-        if !driver.process.is_current() {
+        if outer != handle && !driver.process.is_current() {
             return Err(Refusal::Forked);
         }
         let mut before = std::ptr::null_mut();
+        // Also where it was made current before: code of others ran meanwhile, a wrapper of a stream for one.
         // SAFETY: the pointer is to a living handle.
         unsafe { driver.calls.context_current(&raw mut before) }.map_err(Refusal::Code)?;
         let restore = (before != self.handle).then_some(before);
@@ -151,7 +149,8 @@ impl Context {
         events.into_iter().for_each(|Spare(event)| self.destroy(event));
     }
 
-    fn destroy(&self, event: EventHandle) {
+    /// Gives an event back to the driver.
+    pub(super) fn destroy(&self, event: EventHandle) {
         // SAFETY: created by `event`, destroyed once; the driver lets an event go before it has fired. What a lost or
         // departed driver refuses is gone already.
         let _ = self.raw(|calls| unsafe { calls.event_destroy(event) });

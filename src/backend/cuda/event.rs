@@ -1,5 +1,7 @@
 //! Events of the driver as fences.
 
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +27,8 @@ pub(super) struct CudaFence {
     others: Mutex<Vec<Event>>,
     /// The stream that refused to record it, for now.
     unrecorded: Mutex<Option<Arc<RawStream>>>,
+    /// Recording it was refused, for a reason of its own perhaps: it is not used again.
+    refused: AtomicBool,
     ended: OnceLock<Result<(), Ended>>,
 }
 
@@ -45,13 +49,16 @@ impl CudaFence {
     pub(super) fn new(context: &Arc<Context>, others: Vec<Event>) -> Result<CudaFence, Refusal> {
         let (unrecorded, ended) = (Mutex::default(), OnceLock::new());
         let (event, others) = (context.event()?, Mutex::new(others));
-        Ok(CudaFence { event, context: Arc::clone(context), others, unrecorded, ended })
+        let refused = AtomicBool::new(false);
+        Ok(CudaFence { event, context: Arc::clone(context), others, unrecorded, refused, ended })
     }
 
     /// Records it after all work of `stream` so far.
     pub(super) fn record(&self, stream: &RawStream) -> Result<(), Refusal> {
         // SAFETY: both handles are alive: the event is this fence's, the stream the caller's.
-        self.context.raw(|calls| unsafe { calls.event_record(self.event, stream.handle()) })
+        let recorded = self.context.raw(|calls| unsafe { calls.event_record(self.event, stream.handle()) });
+        self.refused.store(recorded.is_err(), Ordering::Relaxed);
+        recorded
     }
 
     /// Has it recorded when that is next asked for, since `stream` cannot record it now.
@@ -77,7 +84,8 @@ impl CudaFence {
             if !stream.is_of_this_thread() {
                 return FenceState::Pending;
             }
-            match self.record(stream) {
+            let again = |refusal: Refusal| if refusal.goes_on() { Err(refusal) } else { self.record(stream) };
+            match self.record(stream).or_else(again) {
                 Ok(()) => *unrecorded = None,
                 Err(refusal) if refusal.is_of_captures() => return FenceState::Pending,
                 Err(refusal) => return self.lost(refusal),
@@ -99,6 +107,7 @@ impl CudaFence {
 
     /// The device is done; it is as well as what its stream waited for elsewhere.
     fn done(&self) -> FenceState {
+        self.ask_oldest();
         let mut failed = None;
         for other in lock(&self.others).iter() {
             match other.state() {
@@ -113,8 +122,31 @@ impl CudaFence {
 
     fn end(&self, how: Result<(), Ended>) -> FenceState {
         let _ = self.ended.set(how);
-        drop(std::mem::take(&mut *lock(&self.others)));
+        let others = std::mem::take(&mut *lock(&self.others));
+        drop(others);
         self.state()
+    }
+
+    /// Asks those that others of these wait for first, in place of each asking the next: as many may be in a row as copies
+    /// are under way.
+    fn ask_oldest(&self) {
+        let open = |fence: &CudaFence| -> Vec<Event> {
+            let is_open =
+                |event: &&Event| event.downcast::<CudaFence>().is_some_and(|fence| fence.ended.get().is_none());
+            lock(&fence.others).iter().filter(is_open).cloned().collect()
+        };
+        let (mut seen, mut row) = (HashSet::new(), open(self));
+        while let Some(event) = row.last() {
+            let deeper = match event.downcast::<CudaFence>() {
+                Some(fence) if seen.insert(event.key()) => open(fence),
+                _ => Vec::new(),
+            };
+            if deeper.is_empty() {
+                row.pop().iter().for_each(|event| drop(event.state()));
+            } else {
+                row.extend(deeper);
+            }
+        }
     }
 
     /// An event of one's own that cannot be asked for is gone, with its context: reset by someone else, for example.
@@ -164,6 +196,9 @@ unsafe impl Fence for CudaFence {
 
 impl Drop for CudaFence {
     fn drop(&mut self) {
-        self.context.recycle(self.event);
+        match self.refused.get_mut() {
+            true => self.context.destroy(self.event),
+            false => self.context.recycle(self.event),
+        }
     }
 }

@@ -78,11 +78,19 @@ fn trials(
     let sent: Vec<u8> = (0..ROOM).map(|i| (i as u8).wrapping_mul(29) ^ (i >> 9) as u8).collect();
     let poison: Vec<u8> = sent.iter().map(|byte| !byte).collect();
     let (src, dst) = (source.device_address(), target.device_address());
-    // SAFETY: memory of ROOM bytes on either side; these calls return when the bytes are there.
-    there.call(|calls| unsafe { calls.copy_to_device_now(src, sent.as_ptr().cast(), ROOM) }).map_err(text)?;
+    // The copies run on a stream that does not wait for the one that these bytes come by.
+    let put = |context: &Context, dst, bytes: &[u8]| {
+        context.call(|calls| {
+            // SAFETY: memory of ROOM bytes on either side; null is the stream of such calls.
+            unsafe {
+                calls.copy_to_device_now(dst, bytes.as_ptr().cast(), ROOM)?;
+                calls.stream_synchronize(std::ptr::null_mut())
+            }
+        })
+    };
+    put(there, src, &sent).map_err(text)?;
     for (at, bytes) in TRIALS {
-        // SAFETY: as above.
-        here.call(|calls| unsafe { calls.copy_to_device_now(dst, poison.as_ptr().cast(), ROOM) }).map_err(text)?;
+        put(here, dst, &poison).map_err(text)?;
         let (from, to) = (src + at as u64, dst + at as u64);
         let done = CudaFence::new(here, Vec::new()).map_err(|refusal| text(here.error(refusal)))?;
         here.call(|calls| {

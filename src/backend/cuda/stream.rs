@@ -184,11 +184,14 @@ impl CudaStream {
         self.context.call(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) })
     }
 
-    /// Those of other devices that [`wait`](Stream::wait) was called for and that are pending.
+    /// Those of other devices that [`wait`](Stream::wait) was called for and that are not done. One that failed is for the
+    /// work that is queued next, which fails with it.
     fn after(&self) -> Vec<Event> {
         let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
+        after.retain(|event| !matches!(event.state(), FenceState::Done));
+        let now = after.clone();
         after.retain(|event| !event.settled());
-        after.clone()
+        now
     }
 
     /// Queues work of the device's own with `queue`, after `waits`; the event after it, until which `memory` is kept.
