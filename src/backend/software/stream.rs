@@ -96,9 +96,8 @@ impl SoftwareStream {
         self.process.check()?;
         {
             let mut after = lock(&self.after);
-            waits.extend(after.iter().cloned());
-            // One that failed is for this work, which fails with it.
             after.retain(|event| !event.settled());
+            waits.extend(after.iter().cloned());
         }
         match (&self.queue, &self.timeline) {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
