@@ -1,6 +1,7 @@
 //! The driver's library: found, checked before anything in it is called, and its devices listed.
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -118,7 +119,7 @@ impl Driver {
     /// Loads and initialises the driver, or says why that cannot be.
     pub(super) fn load(file: Option<&Path>) -> Result<Arc<Driver>, String> {
         let named = file.map(Path::to_owned).or_else(|| std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from));
-        let library = open(named.as_deref())?;
+        let library = &*open(named.as_deref())?;
         let lacks = |missing: &str| format!("the driver has no {missing}; it is older than this library can use");
         let mut driver = Driver {
             calls: Calls::find(library).map_err(lacks)?,
@@ -295,10 +296,10 @@ pub(super) fn shown(call: &'static str) -> &'static str {
 
 /// Opens the driver's library for good, and makes sure that others who look for it by its name, cudarc for one, find the
 /// same.
-fn open(file: Option<&Path>) -> Result<&'static Library, String> {
+fn open(file: Option<&Path>) -> Result<ManuallyDrop<Library>, String> {
     let load = |name: &OsStr| {
         // SAFETY: loading a driver runs its initialisers, which is what opening a driver means.
-        unsafe { Library::new(name) }.map(|library| &*Box::leak(Box::new(library)))
+        unsafe { Library::new(name) }.map(ManuallyDrop::new)
     };
     let by_name = || NAMES.iter().find_map(|name| load(OsStr::new(name)).ok());
     let Some(file) = file else {
@@ -309,8 +310,8 @@ fn open(file: Option<&Path>) -> Result<&'static Library, String> {
         // SAFETY: the address is only compared.
         unsafe { library.get::<*const c_void>(b"cuInit") }.map(|symbol| *symbol as usize).ok()
     };
-    match by_name().and_then(entry) {
-        Some(found) if Some(found) == entry(library) => Ok(library),
+    match by_name().and_then(|library| entry(&library)) {
+        Some(found) if Some(found) == entry(&library) => Ok(library),
         Some(_) => Err(format!("{} is not the driver that this process opens by name; another one is", file.display())),
         None => Err(format!("{} does not go by the name of a driver ({})", file.display(), NAMES[2])),
     }
