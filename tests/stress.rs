@@ -9,8 +9,8 @@
 mod card;
 mod support;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::*;
@@ -61,6 +61,11 @@ fn count(counter: &AtomicUsize, more: usize) {
     counter.fetch_add(more, Ordering::Relaxed);
 }
 
+/// The key of a model: pairs of threads replace each other's models, and make theirs of them.
+fn key(thread: usize, turn: usize) -> String {
+    format!("{} at strength {}", thread / 2, turn % 2)
+}
+
 struct Stress<'a> {
     registry: &'a Registry,
     computes: &'a [DeviceId],
@@ -68,6 +73,8 @@ struct Stress<'a> {
     /// One model with an adapter at two strengths.
     subjects: [Subject; 2],
     cache: ModelCache,
+    /// Held by the thread that makes room: several that wait for the room that the others' models take wait in vain.
+    makes_room: Mutex<()>,
     done: Done,
 }
 
@@ -81,7 +88,15 @@ impl<'a> Stress<'a> {
             Subject::new(plain.checkpoint, patches)
         };
         let subjects = [subject(0.5), subject(1.0)];
-        Stress { registry, computes, allocations, subjects, cache: ModelCache::new(), done: Done::default() }
+        Stress {
+            registry,
+            computes,
+            allocations,
+            subjects,
+            cache: ModelCache::new(),
+            makes_room: Mutex::default(),
+            done: Done::default(),
+        }
     }
 
     fn plan(&self, subject: &Subject, turn: usize) -> Plan {
@@ -131,6 +146,7 @@ impl<'a> Stress<'a> {
 
     /// Asks for a little more than there is on a device, so that a model has to leave it.
     fn demote(&self, compute: DeviceId) -> Result<usize> {
+        let Ok(_alone) = self.makes_room.try_lock() else { return Ok(0) };
         let device = self.registry.device(compute)?;
         let free = device.memory()?.available().min(device.ledger().limit() - device.ledger().charged());
         let report = match self.cache.make_room(self.registry, compute, free + 1, Evict::Demote) {
@@ -145,8 +161,7 @@ impl<'a> Stress<'a> {
 
     fn round(&self, thread: usize, round: usize) {
         let turn = thread + round;
-        // Pairs of threads replace each other's models, and make theirs of them.
-        let [key, other] = [turn, turn + 1].map(|turn| format!("{} at strength {}", thread / 2, turn % 2));
+        let (key, other) = (key(thread, turn), key(thread, turn + 1));
         let subject = &self.subjects[turn % 2];
         let plan = self.plan(subject, turn);
         let model = Arc::new(self.make(subject, &plan, &key, &other, round));
@@ -187,6 +202,8 @@ impl<'a> Stress<'a> {
                         self.round(thread, round);
                         count(rounds, 1);
                     }
+                    // Who still makes room must not wait for what nobody frees any more.
+                    [0, 1].iter().for_each(|&turn| drop(self.cache.unload(&key(thread, turn))));
                 });
             }
         });
