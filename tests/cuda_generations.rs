@@ -150,6 +150,22 @@ fn cuda_two_cards_stream_one_host_copy() {
     cuda.assert_clean();
 }
 
+/// The disk's streams cannot read a card's memory, so what moves there goes through the host.
+#[test]
+fn cuda_a_model_moves_to_disk_and_back() {
+    let cuda = driver(&Config::with_devices(&[64 << 20]).late_micros(300));
+    let (devices, case) = (registry(), Case::new());
+    let [on_card, on_disk] = ["cuda:0,*", "disk,*"].map(|allocation| case.plan(&devices, GPU0, allocation));
+    let base = load(&devices, &case.patched, &on_card).unwrap();
+    let moved = Arc::new(loader(&devices).relocate(&base, &on_disk).unwrap());
+    stream(&moved, &case.patched);
+    let back = Arc::new(loader(&devices).relocate(&moved, &on_card).unwrap());
+    drop((base, moved));
+    stream(&back, &case.patched);
+    drop((back, devices));
+    cuda.assert_clean();
+}
+
 #[test]
 fn cuda_room_is_made_by_demotion() {
     let cuda = driver(&Config::with_devices(&[64 << 20]).late_micros(500));

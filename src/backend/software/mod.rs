@@ -18,7 +18,7 @@ use stream::SoftwareStream;
 
 use super::process::Process;
 use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
-use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
+use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
 /// Where a software device keeps its bytes.
@@ -83,7 +83,11 @@ impl Device for SoftwareDevice {
 
     fn route_from(&self, source: &dyn Device) -> Route {
         let (here, there) = (self.id(), source.id());
-        let reaches = self.timeline.as_ref().is_none_or(|timeline| timeline.topology().reaches(here, there));
+        let reaches = match &self.timeline {
+            Some(timeline) => timeline.topology().reaches(here, there),
+            // The host's own streams know its memory and its files.
+            None => matches!(there.kind(), DeviceKind::Cpu | DeviceKind::Disk),
+        };
         if reaches { Route::Direct } else { Route::Staged(format!("{here} cannot reach the memory of {there}")) }
     }
 
