@@ -106,9 +106,10 @@ pub(crate) fn assert_comes_to<'a>(
     what: &str,
 ) {
     let (device, cuda) = (devices.device(id).unwrap(), cuda.into());
-    let lost = devices.opened().iter().any(|device| device.health() != Health::Good);
-    let cuda = cuda.filter(|_| lost && id == DeviceId::CPU);
-    let wanted = || cuda.map_or(bytes, |cuda| bytes.max(cuda.report().live_pinned_bytes));
+    // It may be lost as late as when the last memory is let go of.
+    let lost = || devices.opened().iter().any(|device| device.health() != Health::Good);
+    let pinned = || cuda.filter(|_| id == DeviceId::CPU && lost()).map_or(0, |cuda| cuda.report().live_pinned_bytes);
+    let wanted = || bytes.max(pinned());
     let until = Instant::now() + DEADLINE;
     while device.ledger().charged() != wanted() {
         let (taken, wanted) = (device.ledger().charged(), wanted());
