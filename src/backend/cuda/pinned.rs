@@ -248,7 +248,9 @@ unsafe impl Storage for PinnedMemory {
     fn free(mut self: Box<Self>, charge: Charge) {
         let pins = Arc::clone(&self.pins);
         if let Err(refusal) = self.release() {
-            tracing::warn!(device = %self.context.id(), ?refusal, "pinned memory could not be released; it stays");
+            // A refusal that sticks makes the device lost.
+            let error = self.context.error(refusal);
+            tracing::warn!(device = %self.context.id(), %error, "pinned memory could not be released; it stays");
             pins.stuck().push((*self, charge));
             return;
         }
