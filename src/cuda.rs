@@ -65,7 +65,7 @@ pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Resul
     if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
         return Err(Error::invalid(format!("the stream is not of the primary context of {}", device.id())));
     }
-    if stream.cu_stream().addr() == PER_THREAD {
+    if stream.cu_stream().addr() == backend::cuda::PER_THREAD {
         return Err(Error::invalid(
             "the per-thread default stream is another one in every thread; adopt a stream of its own",
         ));
@@ -73,9 +73,6 @@ pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Resul
     // SAFETY: the context was compared, and the stream is held open by its `Arc`.
     Ok(Arc::new(unsafe { ours.adopt(stream.cu_stream().cast(), Arc::clone(stream) as Arc<dyn Any + Send + Sync>) }))
 }
-
-/// The handle of the stream that every thread has its own of.
-const PER_THREAD: usize = 2;
 
 /// As [`adopt_stream`], for a stream by its handle: another binding's, or one of the driver's own (0, 1, 2). With
 /// handle 2, the stream that every thread has its own of, what is returned belongs to the calling thread: in others its

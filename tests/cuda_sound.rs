@@ -606,6 +606,19 @@ unsafe extern "C" {
     fn waitpid(process: i32, status: *mut i32, options: i32) -> i32;
 }
 
+/// Whether the mapping that holds these bytes is not copied into forks (`dc` among its flags).
+fn stays_out_of_forks(bytes: &[u8]) -> bool {
+    let address = bytes.as_ptr().addr();
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let range = |line: &str| {
+        let (start, end) = line.split_whitespace().next()?.split_once('-')?;
+        Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
+    };
+    let mut lines = maps.lines().skip_while(|line| !range(line).is_some_and(|range| range.contains(&address)));
+    let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).expect("flags of the mapping");
+    flags.split_whitespace().any(|flag| flag == "dc")
+}
+
 /// A fork of the process has none of the devices: everything says so, nothing is freed there, and the parent goes on.
 #[test]
 fn cuda_a_fork_of_the_process_gets_errors() {
@@ -616,6 +629,7 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         let (up, cpu_stream) = (m.card.stream(Role::Upload).unwrap(), m.cpu.stream(Role::Upload).unwrap());
         let (large, mut writable) = (m.pinned(4 * MB, 6).freeze(), m.pinned(4096, 1));
         let there = m.there(4096, 2);
+        assert!(!large.allocation().pinned() || stays_out_of_forks(large.host(DEADLINE).unwrap().unwrap()));
         let devices = registry();
         let plan = subject.planner(devices.machine(), "cpu,*").depth(1).plan().unwrap();
         let model = Arc::new(Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap());

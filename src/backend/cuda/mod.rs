@@ -1,7 +1,8 @@
 //! CUDA devices, over the driver's own calls.
 //!
-//! The declarations of the calls, memory, events, streams and what keeps them alive are this library's own. A device's primary context is retained when the device
-//! is opened and shared with everything else in the process that uses it; none of its settings are touched.
+//! The declarations of the calls, memory, events, streams and what keeps them alive are this library's own.
+//! A device's primary context is retained when the device is opened and shared with everything else in the
+//! process that uses it; none of its settings are touched.
 
 #![expect(unsafe_code, reason = "the driver's interface is one of raw handles and addresses")]
 
@@ -34,7 +35,7 @@ use driver::Driver;
 pub(crate) use memory::DeviceMemory;
 use nvml::Nvml;
 use pinned::{Nodes, PinningHost, Pins};
-pub(crate) use stream::CudaStream;
+pub(crate) use stream::{CudaStream, PER_THREAD};
 use sysfs::Sysfs;
 
 /// The backend of NVIDIA devices, and of `cpu` with memory that they copy from at full speed.

@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 const DEADLINE: Duration = Duration::from_secs(600);
 
 /// The handle of the stream that every thread has its own of.
-const PER_THREAD: usize = 2;
+pub(crate) const PER_THREAD: usize = 2;
 
 /// A stream's handle, for as long as anyone may record an event on it.
 pub(super) struct RawStream {
