@@ -71,6 +71,7 @@
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`adapter`] | adapters against a checkpoint's names | [`Adapter`], [`Patches`] |
+//! | schedule | which layer is fetched when, into which slot | |
 //! | plan | where every module lives, and how long a pass takes at least | [`Planner`], [`Plan`] |
 //! | [`patch`] | the arithmetic of adapters | [`TensorPatch::apply`] |
 //! | load | load, patch, distribute | [`Loader`], [`Model`] |
@@ -144,6 +145,7 @@ pub mod patch;
 mod plan;
 mod registry;
 mod rounding;
+mod schedule;
 mod stream;
 mod threads;
 pub mod transfer;
@@ -170,7 +172,7 @@ pub use plan::{
 };
 pub use registry::Registry;
 pub use rounding::Rounding;
-pub use stream::{LaneReport, LayerGuard, OwnSlot, SlotClass, SlotTensor, Stalls, StreamReport, Streamer, Via};
+pub use stream::{LaneReport, LayerGuard, Stalls, StreamReport, Streamer, Via};
 
 /// The examples of the README, compiled and run with the other documentation tests.
 #[cfg(doctest)]

@@ -60,12 +60,13 @@ proptest! {
             (Order::Sequential, Unit::Module), (Order::Interleaved, Unit::Module), (Order::Interleaved, Unit::Uniform),
         ]),
         depth in 0usize..5,
+        fixed in any::<bool>(),
     ) {
         prop_assume!(shares.iter().sum::<u64>() > 0);
         let (layout, machine) = (layers(&sizes), mixed_machine(&speeds));
         let devices = ["cuda:0", "cuda:1", "cuda:2", "cpu", "disk", "xpu:0"];
         let quotas: Vec<String> = devices.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();
-        let planner = Planner::new(&layout, &machine).compute(GPU0).order(order).unit(unit).depth(depth);
+        let planner = Planner::new(&layout, &machine).compute(GPU0).order(order).unit(unit).depth(depth).fixed_slots(fixed);
         let plan = planner.allocation(quotas.join(";").parse().unwrap()).plan().unwrap();
         let times: Vec<Duration> = compute[..sizes.len()].iter().map(|&micros| Duration::from_micros(micros)).collect();
         let clock = clocked(&machine, &layout, &plan, &times).unwrap();

@@ -31,12 +31,8 @@ fn streamer(model: &Arc<Model>, own_slots: bool) -> Streamer {
         return Streamer::new(model).unwrap();
     }
     let device = model.residency().device();
-    let mut slots = Vec::new();
-    for class in model.slot_classes() {
-        let buffer = |bytes: u64| device.alloc(bytes as usize, MemoryKind::Whole).unwrap();
-        let slot = |_| class.tensors.iter().map(|tensor| buffer(tensor.bytes)).collect();
-        slots.push((0..class.layers.len().min(2)).map(slot).collect());
-    }
+    let buffer = || device.alloc(model.plan().slots().bytes_each as usize, MemoryKind::Whole).unwrap();
+    let slots = (0..2).map(|_| buffer()).collect();
     Streamer::with_slots(model, device.stream(Role::Compute).unwrap(), slots).unwrap()
 }
 

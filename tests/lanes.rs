@@ -13,9 +13,7 @@ use std::time::{Duration, Instant};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
-use tensor_offload::{
-    ErrorKind, LayerGuard, Loader, Machine, Model, OwnSlot, Plan, Registry, Result, Streamer, Topology, Via,
-};
+use tensor_offload::{ErrorKind, LayerGuard, Loader, Machine, Model, Plan, Registry, Result, Streamer, Topology, Via};
 
 fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
     Arc::new(Loader::new(registry).load(&subject.checkpoint, &subject.patches, plan).unwrap())
@@ -139,14 +137,9 @@ fn two_models_on_one_device_are_at_their_joint_floor() {
     panic!("times the floor, and whether neither starved: {seen:?}");
 }
 
-fn own_slots(model: &Model, each: usize) -> Vec<Vec<OwnSlot>> {
-    let device = model.residency().device();
-    let buffer = |bytes: u64| device.alloc(bytes as usize, MemoryKind::Whole).unwrap();
-    let of_class = |class: &tensor_offload::SlotClass| {
-        let slot = |_| class.tensors.iter().map(|tensor| buffer(tensor.bytes)).collect();
-        (0..each).map(slot).collect()
-    };
-    model.slot_classes().iter().map(of_class).collect()
+fn own_slots(model: &Model, count: usize) -> Vec<BufMut> {
+    let (device, bytes) = (model.residency().device(), model.plan().slots().bytes_each);
+    (0..count).map(|_| device.alloc(bytes as usize, MemoryKind::Whole).unwrap()).collect()
 }
 
 fn compute(model: &Model) -> Arc<dyn tensor_offload::backend::Stream> {
@@ -176,29 +169,29 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         assert_eq!(card.ledger().charged(), plan.device(GPU0).unwrap().bytes, "no slot is taken");
         let error = Streamer::new(&model).unwrap_err();
         assert!(error.to_string().contains("leaves the slots to the caller"), "{error}");
-        let classes = model.slot_classes();
-        let streamed: usize = classes.iter().map(|class| class.layers.len()).sum();
-        assert_eq!(streamed, plan.streamed_layers());
         let slots = own_slots(&model, 3);
-        let address = |buffer: &BufMut| Arc::as_ptr(buffer.allocation()) as usize;
-        let known: Vec<Vec<Vec<usize>>> =
-            slots.iter().map(|set| set.iter().map(|slot| slot.iter().map(address).collect()).collect()).collect();
+        let bytes = plan.slots().bytes_each as usize;
+        let known: Vec<usize> = slots.iter().map(|slot| Arc::as_ptr(slot.allocation()) as usize).collect();
         let taken = card.ledger().charged();
         let mut streamer = Streamer::with_slots(&model, compute(&model), slots).unwrap();
-        let mut random = Random::new(7);
+        let (mut random, mut streamed) = (Random::new(7), 0);
         for step in 0..60 {
             let layer = if step < 16 { step % layers(&streamer) } else { random.next() as usize % layers(&streamer) };
             let guard = streamer.layer(layer).unwrap();
             check_layer(&guard, &subject).unwrap();
-            let class = classes.iter().position(|class| class.layers.contains(&layer));
-            assert_eq!(guard.slot().is_some(), class.is_some());
-            let (Some(slot), Some(class)) = (guard.slot(), class) else { continue };
-            for (role, want) in classes[class].tensors.iter().zip(&known[class][slot]) {
-                let view = guard.tensor(&format!("{}.{}", guard.layer().name, role.role)).unwrap();
-                assert_eq!(Arc::as_ptr(view.buf().allocation()) as usize, *want, "{} moved", role.role);
-                assert_eq!(view.place(), 0..role.bytes as usize);
+            let mut places = Vec::new();
+            for tensor in guard.tensors() {
+                let Some(place) = streamer.place(&tensor.info().name) else { continue };
+                let slot = guard.slot().expect("a layer with streamed tensors is in a slot");
+                assert_eq!(Arc::as_ptr(tensor.buf().allocation()) as usize, known[slot], "{:?} moved", tensor.info());
+                assert_eq!((tensor.place().len(), place.end <= bytes), (place.len(), true));
+                places.push(place);
             }
+            places.sort_by_key(|place| place.start);
+            assert!(places.windows(2).all(|pair| pair[0].end <= pair[1].start), "{places:?} overlap");
+            streamed += places.len();
         }
+        assert!(streamed > 100, "{streamed} tensors were in slots");
         assert!(streamer.report().late < 60, "{}", streamer.report());
         assert_eq!(card.ledger().charged(), taken, "streaming takes no memory on the device");
         let guard = streamer.layer(1).unwrap();
@@ -222,7 +215,7 @@ fn slots_that_do_not_fit_are_refused_by_name() {
     let registry = Registry::described(machine.clone(), Clock::Virtual);
     let plan = subject.planner(&machine, "cpu,*").own_slots(true).plan().unwrap();
     let model = load(&registry, &subject, &plan);
-    let refused = |change: &dyn Fn(&mut Vec<Vec<OwnSlot>>)| {
+    let refused = |change: &dyn Fn(&mut Vec<BufMut>)| {
         let mut slots = own_slots(&model, 2);
         change(&mut slots);
         let error = Streamer::with_slots(&model, compute(&model), slots).unwrap_err();
@@ -230,20 +223,16 @@ fn slots_that_do_not_fit_are_refused_by_name() {
         error.to_string()
     };
     let other = registry.device(GPU1).unwrap();
-    let wrong_size = refused(&|slots| slots[1][1][2] = own_slots(&model, 1)[1][0].remove(0));
-    let role = &model.slot_classes()[1].tensors[2].role;
+    let bytes = plan.slots().bytes_each as usize;
+    let small =
+        refused(&|slots| slots[1] = registry.device(GPU0).unwrap().alloc(bytes - 1, MemoryKind::Arena).unwrap());
     assert!(
-        wrong_size.contains(&format!("slot 1 of the class of layer model.layers.0: the buffer of `{role}`")),
-        "{wrong_size}"
+        small.contains(&format!("slot 1 has {} bytes", bytes - 1)) && small.contains(&bytes.to_string()),
+        "{small}"
     );
-    let elsewhere = refused(&|slots| {
-        let bytes = slots[1][0][0].bytes();
-        slots[1][0][0] = other.alloc(bytes, MemoryKind::Arena).unwrap();
-    });
+    let elsewhere = refused(&|slots| slots[0] = other.alloc(bytes, MemoryKind::Arena).unwrap());
     assert!(elsewhere.contains("on cuda:1") && elsewhere.contains("on cuda:0"), "{elsewhere}");
-    assert!(refused(&|slots| drop(slots.pop())).contains("classes were given"));
-    assert!(refused(&|slots| slots[1].clear()).contains("no slot for the class"));
-    assert!(refused(&|slots| drop(slots[1][0].pop())).contains("buffers, it needs"));
+    assert!(refused(&|slots| slots.clear()).contains(&format!("there is no slot; each needs {bytes} bytes")));
     let other_stream = other.stream(Role::Compute).unwrap();
     assert!(Streamer::with_slots(&model, other_stream, own_slots(&model, 1)).is_err());
     check_pass(&mut Streamer::with_slots(&model, compute(&model), own_slots(&model, 1)).unwrap(), &subject);

@@ -456,6 +456,72 @@ fn a_refused_copy_is_an_error_and_the_next_pass_is_right() {
     assert!(watched.countdown.calls_of(Operation::Copy) > 100);
 }
 
+/// Files are sorted by name, which is not the order in which a network runs: diffusers' Flux has its single blocks before
+/// the double ones, and runs them after these. From the second pass on nothing is fetched in vain.
+#[test]
+fn the_second_pass_fetches_ahead_in_the_order_of_the_first() {
+    let tensor = |name: String| spec(name, DType::F32, &[16, 16]);
+    let stack = |stack: &str, count| (0..count).map(|n| tensor(format!("{stack}.{n}.w.weight"))).collect::<Vec<_>>();
+    let tensors = [stack("single_transformer_blocks", 8), stack("transformer_blocks", 4), stack("x_embedder", 1)].concat();
+    let subject = Subject::plain(&tensors, 31);
+    let machine = machine();
+    let registry = Registry::described(machine.clone(), Clock::Virtual);
+    let plan = subject.planner(&machine, "cpu,*").depth(2).plan().unwrap();
+    let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
+    let layout = subject.layout();
+    let of = |stack: &str| {
+        let layers = layout.layers.iter().enumerate().filter(|(_, layer)| layer.name.starts_with(stack));
+        layers.map(|(index, _)| index).collect::<Vec<_>>()
+    };
+    let order = [of("x_embedder"), of("transformer_blocks"), of("single_transformer_blocks")].concat();
+    assert_ne!(order, (0..13).collect::<Vec<_>>(), "the file is in another order");
+    let mut passes = Vec::new();
+    for _ in 0..4 {
+        let before = streamer.report().clone();
+        for &layer in &order {
+            check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+        }
+        let after = streamer.report();
+        passes.push((after.late - before.late, after.bytes[&CPU] - before.bytes.get(&CPU).copied().unwrap_or(0)));
+    }
+    let whole = plan.streamed_bytes();
+    assert!(passes[0].1 > whole, "the first pass fetches some layers in vain: {passes:?}");
+    assert_eq!(passes[2..], [(0, whole); 2], "{passes:?}");
+}
+
+/// Which slot a layer is in, and where its tensors lie there, is known before the first pass and the same in all. Where
+/// the first and the last layer have one slot, a pass takes longer by what the copy of the first is not hidden.
+#[test]
+fn fixed_slots_are_the_same_in_every_pass() {
+    let subject = Subject::plain(&blocks(&[1_000_000; 7]), 32);
+    let machine = described(&["cpu=64mb", "cuda:0=24mb,link=1"]);
+    let compute = Duration::from_micros(1_500);
+    let pass = |fixed: bool| {
+        let registry = Registry::described(machine.clone(), Clock::Virtual);
+        let planner = subject.planner(&machine, "cpu,*").depth(1).fixed_slots(fixed);
+        let plan = planner.plan().unwrap();
+        let read: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+        assert_eq!((&read, read.fixed_slots()), (&plan, fixed));
+        let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
+        let known: Vec<Option<usize>> = (0..7).map(|layer| streamer.slot_of(layer)).collect();
+        assert_eq!(known, (0..7).map(|layer| fixed.then_some(layer % 2)).collect::<Vec<_>>());
+        let places: Vec<_> = subject.layout().tensors.iter().map(|tensor| streamer.place(&tensor.name)).collect();
+        for _ in 0..3 {
+            for layer in 0..7 {
+                let guard = streamer.layer(layer).unwrap();
+                assert!(!fixed || guard.slot() == known[layer]);
+                assert!(places.contains(&Some(guard.tensors().next().unwrap().place())));
+                check_layer(&guard, &subject).unwrap();
+                streamer.compute().occupy(compute).unwrap();
+            }
+        }
+        assert_eq!((streamer.slot_of(99), streamer.place("no such tensor")), (None, None));
+        plan.forecast(subject.layout(), &machine.topology, &vec![compute; 7].into()).unwrap()
+    };
+    assert_eq!(pass(false), 7 * compute);
+    assert_eq!(pass(true), 7 * compute + Duration::from_millis(1), "the copy of the first layer");
+}
+
 /// Layers of equal size, a link of 1 GB/s, compute of equal time in every layer.
 fn time_of_a_pass(layers: u32, bytes: u64, depth: usize, compute: Duration) -> Duration {
     let subject = Subject::plain(&blocks(&vec![bytes; layers as usize]), 28);

@@ -17,8 +17,9 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Assignment, Groups, Plan, Use};
+use crate::plan::{Assignment, Plan, Use};
 use crate::registry::Registry;
+use crate::schedule::Groups;
 
 /// A loaded model. Its memory is given back when the last owner drops it.
 pub struct Model {

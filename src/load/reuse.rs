@@ -12,7 +12,8 @@ use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Tr
 use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::plan::{Groups, Plan};
+use crate::plan::Plan;
+use crate::schedule::Groups;
 
 /// Bytes in the memory of the model that another is made out of.
 #[derive(Clone, Debug)]

@@ -10,7 +10,6 @@
 use std::time::Duration;
 
 use super::explain::{Alternative, Explanation};
-use super::forecast::{HOST_BUFFERS, HOST_PIECE};
 use super::planner::{Planner, excess};
 use super::split::{Donor, Split};
 use super::value::{Order, Parts, Plan, Unit};
@@ -18,6 +17,7 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
+use crate::schedule::{HOST_BUFFERS, HOST_PIECE};
 
 /// How often quotas are corrected until their plan fits.
 const ROUNDS: usize = 12;

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use super::groups::Groups;
-use super::value::{Plan, Use};
-use crate::checkpoint::{Layer, Layout};
+use super::value::{Assignment, Plan};
+use crate::checkpoint::Layout;
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{Error, Result};
+use crate::schedule::{Contents, HOST_BUFFERS, Part, Rotation, Schedule, Slice, chunks};
 
 /// What the network itself takes, layer by layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -98,7 +98,7 @@ impl Plan {
 
     /// As [`forecast`](Plan::forecast), for the plan's own layout and the time of each of its layers.
     pub(super) fn forecast_of(&self, layout: &Layout, topology: &Topology, compute: &[Duration]) -> Duration {
-        Clockwork::new(self, layout, topology).pass(compute)
+        Simulation::new(self, layout, topology).pass(compute)
     }
 }
 
@@ -107,40 +107,34 @@ const BEFORE: u32 = 1;
 /// Passes that count.
 const COUNTED: u32 = 2;
 
-/// Over so many pieces those of one layer and device count as one: the forecast is then off by what they would have
+/// Over so many modules those of one layer and device count as one: the forecast is then off by what they would have
 /// gained or lost by taking turns with others in one segment.
 const MOST_PIECES: usize = 20_000;
 
-/// Host memory on the way of bytes that the compute device cannot read where they are: a few buffers, that take turns.
-pub(crate) const HOST_BUFFERS: usize = 4;
-/// The bytes of one such buffer. Smaller ones would save host memory, larger ones copies.
-pub(crate) const HOST_PIECE: u64 = 32 << 20;
-
-/// The streamer's slots and lanes, in time.
-struct Clockwork<'a> {
+/// A stream of layers in time: the schedule carried out over booked links.
+struct Simulation<'a> {
     topology: &'a Topology,
-    /// In order of the first layer that uses each.
+    schedule: Schedule,
+    /// What each layer fetches by each lane.
+    fetches: Vec<Vec<LaneFetch>>,
     lanes: Vec<Lane>,
     /// From the host to the compute device.
     from_host: Vec<usize>,
-    depth: usize,
-    /// For each layer the bytes that it brings, piece by piece: those of each lane together, in order of lane.
-    fills: Vec<Vec<(usize, u64)>>,
-    /// The layers that bring anything, in order, and for each layer how many of these come before it.
-    streamed: Vec<usize>,
-    rank: Vec<usize>,
     bookings: Bookings,
     slots: Vec<Slot>,
-    /// Layer -> slot.
-    holds: Vec<Option<usize>>,
     /// What the host has seen the end of.
     now: Duration,
     compute: Duration,
 }
 
+/// What a layer fetches by one lane: the bytes of each copy, in chunks where they go through the host.
+struct LaneFetch {
+    lane: usize,
+    chunks: Vec<Vec<u64>>,
+}
+
 /// The way from a device, and when its streams are free.
 struct Lane {
-    device: DeviceId,
     /// To the compute device, or to the host, where the compute device cannot reach it.
     way: Vec<usize>,
     upload: Duration,
@@ -153,65 +147,62 @@ struct Lane {
 struct ThroughHost {
     download: Duration,
     buffers: [Duration; HOST_BUFFERS],
-    next: usize,
+    rotation: Rotation,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
-    layer: Option<usize>,
     /// When what is in it has arrived.
     ready: Duration,
     /// When its last use ends.
     free: Duration,
 }
 
-impl<'a> Clockwork<'a> {
-    fn new(plan: &Plan, layout: &Layout, topology: &'a Topology) -> Clockwork<'a> {
+impl<'a> Simulation<'a> {
+    fn new(plan: &Plan, layout: &Layout, topology: &'a Topology) -> Simulation<'a> {
         let compute = plan.compute();
+        let mut devices: Vec<DeviceId> = Vec::new();
+        let lane_of = |assignment: &Assignment| {
+            let device = plan.origin(assignment.index).filter(|_| assignment.bytes > 0)?.device;
+            Some(devices.iter().position(|&other| other == device).unwrap_or_else(|| {
+                devices.push(device);
+                devices.len() - 1
+            }))
+        };
+        let of_modules: Vec<Option<usize>> = plan.assignments().iter().map(lane_of).collect();
+        let contents = Contents::new(layout, &plan.groups(layout), &of_modules);
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.way(device, if straight { compute } else { DeviceId::CPU });
-            let through_host = (!straight).then(ThroughHost::default);
-            Lane { device, way, upload: Duration::ZERO, through_host }
+            Lane { way, upload: Duration::ZERO, through_host: (!straight).then(ThroughHost::default) }
         };
-        let mut lanes: Vec<Lane> = Vec::new();
-        let (modules, groups) = (plan.assignments().iter().filter(|a| a.usage == Use::Streamed), plan.groups(layout));
-        let many = modules.count() > MOST_PIECES;
-        let fill = |layer| {
-            let mut fill: Vec<(usize, u64)> = Vec::new();
-            for (device, bytes) in pieces(plan, layout, &groups, layer) {
-                let place = lanes.iter().position(|lane| lane.device == device).unwrap_or_else(|| {
-                    lanes.push(lane(device));
-                    lanes.len() - 1
-                });
-                match fill.iter_mut().find(|(other, _)| *other == place).filter(|_| many) {
-                    Some((_, sum)) => *sum += bytes,
-                    None => fill.push((place, bytes)),
+        let lanes: Vec<Lane> = devices.into_iter().map(lane).collect();
+        let many = of_modules.iter().flatten().count() > MOST_PIECES;
+        let fetch = |part: &Part| {
+            let straight = lanes[part.lane].through_host.is_none();
+            let bytes = |slice: &Slice| slice.range.len() as u64;
+            let mut chunks: Vec<Vec<u64>> = match straight {
+                true => vec![part.slices.iter().map(bytes).collect()],
+                false => {
+                    chunks([part]).iter().map(|chunk| chunk.iter().map(|(_, slice)| bytes(slice)).collect()).collect()
                 }
+            };
+            if many {
+                chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
             }
-            fill.sort_by_key(|(lane, _)| *lane);
-            fill
+            LaneFetch { lane: part.lane, chunks }
         };
-        let fills: Vec<Vec<(usize, u64)>> = layout.layers.iter().map(fill).collect();
-        let brings = |&layer: &usize| !fills[layer].is_empty();
-        let streamed: Vec<usize> = (0..fills.len()).filter(brings).collect();
-        let mut rank = vec![0; fills.len() + 1];
-        for layer in 0..fills.len() {
-            rank[layer + 1] = rank[layer] + usize::from(brings(&layer));
-        }
+        let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
         // Where the plan counts none, they are the caller's.
-        let slots = vec![Slot::default(); streamed.len().min(plan.depth().saturating_add(1))];
-        Clockwork {
+        let slots = contents.streamed().min(plan.depth().saturating_add(1));
+        Simulation {
             topology,
+            schedule: Schedule::new(&contents, slots, plan.depth(), plan.fixed_slots()),
+            fetches,
             from_host: topology.way(DeviceId::CPU, compute),
             lanes,
-            depth: plan.depth(),
-            holds: vec![None; fills.len()],
-            fills,
-            streamed,
-            rank,
             bookings: Bookings::of(topology),
-            slots,
+            slots: vec![Slot::default(); slots],
             now: Duration::ZERO,
             compute: Duration::ZERO,
         }
@@ -219,7 +210,7 @@ impl<'a> Clockwork<'a> {
 
     /// The time of a pass, on average over a few.
     fn pass(mut self, compute: &[Duration]) -> Duration {
-        if self.slots.len() >= self.streamed.len() {
+        if self.slots.len() >= self.fetches.iter().filter(|fetch| !fetch.is_empty()).count() {
             // Everything stays in the slots.
             return compute.iter().fold(Duration::ZERO, |sum, &time| sum.saturating_add(time));
         }
@@ -236,75 +227,47 @@ impl<'a> Clockwork<'a> {
         (self.now - begin) / COUNTED
     }
 
-    /// A layer is asked for, the ones after it are sent for, and it computes.
+    /// A layer is asked for, the ones after it are fetched ahead, and it computes.
     fn turn(&mut self, layer: usize, time: Duration) {
-        let brings = self.rank[layer + 1] > self.rank[layer];
-        if brings && self.holds[layer].is_none() {
-            self.bring(layer, layer);
+        self.schedule.turn(layer);
+        if !self.fetches[layer].is_empty() && self.schedule.slot_of(layer).is_none() {
+            self.fetch(layer);
         }
-        let ready = self.holds[layer].map_or(Duration::ZERO, |slot| self.slots[slot].ready);
+        let slot = self.schedule.slot_of(layer);
+        let ready = slot.map_or(Duration::ZERO, |slot| self.slots[slot].ready);
         self.compute = self.compute.max(self.now).max(ready);
-        let first = self.rank[layer + 1];
-        let ahead = self.depth.min(self.streamed.len() - usize::from(brings));
-        for rank in first..first + ahead {
-            let next = self.streamed[rank % self.streamed.len()];
-            if self.holds[next].is_none() && !self.bring(next, layer) {
-                break;
-            }
-        }
+        self.schedule.ahead().into_iter().for_each(|next| self.fetch(next));
         self.compute = self.compute.saturating_add(time);
-        if let Some(slot) = self.holds[layer] {
+        if let Some(slot) = slot {
             self.slots[slot].free = self.compute;
         }
     }
 
-    /// Sends for `layer` while `current` is in use, in the slot whose layer is needed last, if that is later.
-    fn bring(&mut self, layer: usize, current: usize) -> bool {
-        let turn = self.turns_from(layer, current);
-        let needed = |slot: &Slot| slot.layer.map_or(usize::MAX, |other| self.turns_from(other, current));
-        let mut best: Option<(usize, usize)> = None;
-        for (slot, needed) in self.slots.iter().map(needed).enumerate() {
-            if needed > turn && best.is_none_or(|(_, latest)| needed > latest) {
-                best = Some((slot, needed));
-            }
+    /// Fetches a layer into the best slot there is for it, if any.
+    fn fetch(&mut self, layer: usize) {
+        if let Some(&slot) = self.schedule.candidates(layer).first() {
+            self.schedule.hold(slot, layer);
+            self.copy(layer, slot);
         }
-        let Some((slot, _)) = best else { return false };
-        if let Some(other) = self.slots[slot].layer.replace(layer) {
-            self.holds[other] = None;
-        }
-        self.holds[layer] = Some(slot);
-        self.fill(layer, slot);
-        true
     }
 
-    /// After how many streamed layers this one is needed; the most possible where that is beyond the depth.
-    fn turns_from(&self, layer: usize, current: usize) -> usize {
-        let after = self.rank[current + 1];
-        let turns = match layer == current {
-            true => 0,
-            false => (self.rank[layer] + self.streamed.len() - after) % self.streamed.len() + 1,
-        };
-        if turns <= self.depth { turns } else { usize::MAX }
-    }
-
-    fn fill(&mut self, layer: usize, slot: usize) {
-        let Clockwork { topology, bookings, lanes, fills, from_host, now, .. } = self;
+    fn copy(&mut self, layer: usize, slot: usize) {
+        let Simulation { topology, bookings, lanes, fetches, from_host, now, .. } = self;
         let slot = &mut self.slots[slot];
         let mut copy = |way: &[usize], bytes: u64, ready: Duration| {
             bookings.forget(way, *now);
             bookings.transfer(topology, way, bytes, ready)
         };
         slot.ready = *now;
-        for part in fills[layer].chunk_by(|a, b| a.0 == b.0) {
-            let Lane { way, upload, through_host, .. } = &mut lanes[part[0].0];
+        for LaneFetch { lane, chunks } in &fetches[layer] {
+            let Lane { way, upload, through_host } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
             let mut at = (*upload).max(*now).max(slot.free);
-            match through_host {
-                None => part.iter().for_each(|(_, bytes)| at = copy(way, *bytes, at)),
-                Some(host) => {
-                    for chunk in chunks(part) {
-                        let buffer = &mut host.buffers[host.next];
-                        host.next = (host.next + 1) % HOST_BUFFERS;
+            for chunk in chunks {
+                match through_host {
+                    None => chunk.iter().for_each(|bytes| at = copy(way, *bytes, at)),
+                    Some(host) => {
+                        let buffer = &mut host.buffers[host.rotation.next()];
                         let mut here = host.download.max(*now).max(*buffer);
                         chunk.iter().for_each(|bytes| here = copy(way, *bytes, here));
                         host.download = here;
@@ -318,44 +281,4 @@ impl<'a> Clockwork<'a> {
             slot.ready = slot.ready.max(at);
         }
     }
-}
-
-/// What a layer brings, in the streamer's order: from where, and how many bytes. In slots of the library's own, modules
-/// that lie side by side at home and there are one piece.
-fn pieces(plan: &Plan, layout: &Layout, groups: &Groups, layer: &Layer) -> Vec<(DeviceId, u64)> {
-    let (needs, own_slots) = (layout.needs_of(layer), plan.parts().own_slots);
-    let needs = if own_slots { needs } else { groups.in_slot(needs) };
-    let mut pieces: Vec<(DeviceId, u64)> = Vec::new();
-    // The group of the last piece, and where in it that ends.
-    let mut end = None;
-    let streamed = needs.into_iter().map(|module| &plan.assignments()[module]);
-    for assignment in streamed.filter(|a| a.usage == Use::Streamed && a.bytes > 0) {
-        let (group, span) = (groups.of(assignment.index), groups.place(assignment.index));
-        let goes_on = end.replace((group, span.end)) == Some((group, span.start)) && !own_slots;
-        match pieces.last_mut().filter(|_| goes_on) {
-            Some((_, bytes)) => *bytes += assignment.bytes,
-            None => pieces.push((assignment.device, assignment.bytes)),
-        }
-    }
-    pieces
-}
-
-/// What shares a buffer on the host, one after the other.
-fn chunks(part: &[(usize, u64)]) -> Vec<Vec<u64>> {
-    let (mut chunks, mut room) = (Vec::<Vec<u64>>::new(), 0);
-    for &(_, bytes) in part {
-        let mut left = bytes;
-        while left > 0 {
-            if room == 0 {
-                chunks.push(Vec::new());
-                room = HOST_PIECE;
-            }
-            let taken = left.min(room);
-            if let Some(chunk) = chunks.last_mut() {
-                chunk.push(taken);
-            }
-            (left, room) = (left - taken, room - taken);
-        }
-    }
-    chunks
 }

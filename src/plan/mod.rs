@@ -2,8 +2,8 @@
 //!
 //! [`Planner`] resolves the allocation's quotas to bytes (`quota`), places the modules (`place`, `spread`,
 //! `uniform`), works out what streaming needs (`traffic`) and checks that the devices hold it (`fit`). `demote` moves
-//! what a plan has on its compute device to the host, and `groups` says which modules share memory. The [`Plan`] that comes out is a value: it prints, serialises,
-//! compares, and estimates the time of a pass (`estimate`, `forecast`). For mode auto quotas and order are found (`auto`,
+//! what a plan has on its compute device to the host. The [`Plan`] that comes out is a value: it prints, serialises,
+//! compares, and estimates the time of a pass (`estimate`, and `forecast` by the schedule of streaming). For mode auto quotas and order are found (`auto`,
 //! `split`) by the forecasts of what they would come to.
 
 mod auto;
@@ -12,7 +12,6 @@ mod estimate;
 mod explain;
 mod fit;
 mod forecast;
-mod groups;
 mod pattern;
 mod place;
 mod planner;
@@ -28,8 +27,6 @@ mod value;
 pub use estimate::{Estimate, SegmentTime};
 pub use explain::{Alternative, DeviceReason, Explanation};
 pub use forecast::ComputeTime;
-pub(crate) use forecast::{HOST_BUFFERS, HOST_PIECE};
-pub(crate) use groups::Groups;
 pub use planner::Planner;
 pub use preset::Preset;
 pub use value::{Assignment, DevicePlan, Order, Plan, Slots, Unit, Use};

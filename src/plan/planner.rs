@@ -48,6 +48,7 @@ pub struct Planner<'a> {
     resident: Vec<String>,
     in_place: Vec<String>,
     own_slots: bool,
+    fixed_slots: bool,
     pub(super) compute_time: ComputeTime,
     /// What of a layer would make a slot larger than this is kept resident.
     largest_slot: Option<u64>,
@@ -70,6 +71,7 @@ impl<'a> Planner<'a> {
             resident: Vec::new(),
             in_place: Vec::new(),
             own_slots: false,
+            fixed_slots: false,
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -141,6 +143,18 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// Whether each streamed layer always uses the same slot: of n slots and layers numbered from 0 in order of execution,
+    /// the k-th uses number k mod n. So its tensors keep their addresses, which are known before the first pass: for CUDA
+    /// graphs, and for code that keeps state beside its weights.
+    ///
+    /// It costs time where n does not divide the number of streamed layers: the slots that the first layers of a pass
+    /// use are then those of its last ones, so fewer can be fetched ahead across the end.
+    /// [`Plan::forecast`] tells how much. Default: no, any layer uses any slot.
+    pub fn fixed_slots(mut self, fixed: bool) -> Self {
+        self.fixed_slots = fixed;
+        self
+    }
+
     /// The most host memory that streamed weights may pin; none for no limit. Default:
     /// `max(0.4 R, min(0.9 R, R - 4 GiB))` of the host's `R` bytes, as ComfyUI does on Linux.
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
@@ -204,9 +218,20 @@ impl<'a> Planner<'a> {
         warnings.extend(self.idle_patterns());
         let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
         warnings.extend(self.copies_in_place(&devices, compute));
-        let (mode, unit, depth, own_slots, explanation) =
-            (allocation.mode(), self.unit, self.depth, self.own_slots, None);
-        Ok(Parts { mode, order, unit, compute, depth, own_slots, slots, devices, assignments, warnings, explanation })
+        Ok(Parts {
+            mode: allocation.mode(),
+            order,
+            unit: self.unit,
+            compute,
+            depth: self.depth,
+            own_slots: self.own_slots,
+            fixed_slots: self.fixed_slots,
+            slots,
+            devices,
+            assignments,
+            warnings,
+            explanation: None,
+        })
     }
 
     /// The plan of these parts, if the devices hold them.

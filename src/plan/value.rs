@@ -11,6 +11,7 @@ use crate::allocation::Mode;
 use crate::checkpoint::Layout;
 use crate::device::{DeviceId, DeviceInfo};
 use crate::error::{Error, Result};
+use crate::schedule::{Groups, Origin};
 
 /// How the modules of a device are spread over the order of execution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -132,6 +133,9 @@ pub(super) struct Parts {
     /// Whether the caller has the slots.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) own_slots: bool,
+    /// Whether each layer always uses the same slot.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) fixed_slots: bool,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -200,6 +204,24 @@ impl Plan {
     /// The slots on the compute device.
     pub fn slots(&self) -> Slots {
         self.0.slots
+    }
+
+    /// Whether each streamed layer always uses the same slot, as [`Planner::fixed_slots`](super::Planner::fixed_slots)
+    /// says.
+    pub fn fixed_slots(&self) -> bool {
+        self.0.fixed_slots
+    }
+
+    /// Where a module's bytes come from, if it is streamed.
+    pub(crate) fn origin(&self, module: usize) -> Option<Origin> {
+        let assignment = &self.0.assignments[module];
+        let origin = Origin { device: assignment.device, staged: assignment.staged };
+        (assignment.usage == Use::Streamed).then_some(origin)
+    }
+
+    /// Which modules share memory where they live, for the layout that the plan is of.
+    pub(crate) fn groups(&self, layout: &Layout) -> Groups {
+        Groups::new(layout, |module| self.origin(module))
     }
 
     /// The bytes of all weights, shared storage once.

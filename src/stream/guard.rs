@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::turns::Turns;
+use super::Streamed;
 use crate::backend::LONGEST;
 use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::Layer;
@@ -19,9 +19,9 @@ use crate::load::{Model, TensorView};
 pub struct LayerGuard {
     pub(super) model: Arc<Model>,
     pub(super) compute: Arc<dyn Stream>,
-    pub(super) turns: Arc<Turns>,
+    pub(super) streamed: Arc<Streamed>,
     pub(super) layer: usize,
-    /// The number of its slot among those of its class, and the parts of it.
+    /// The number of its slot, and the parts of it.
     pub(super) slot: Option<(usize, Vec<Buf>)>,
 }
 
@@ -31,8 +31,8 @@ impl LayerGuard {
         &self.model.layout().layers[self.layer]
     }
 
-    /// The number of the slot that it is in, from 0: of those of the model, or, with slots of the caller's own, of those
-    /// of its class, where each tensor has a fixed address. None when nothing of it is streamed.
+    /// The number of the slot that it is in, from 0: of those of the model, or of the caller's own. In each slot a tensor
+    /// of the layer has one address. None when nothing of it is streamed.
     pub fn slot(&self) -> Option<usize> {
         self.slot.as_ref().map(|(number, _)| *number)
     }
@@ -97,7 +97,7 @@ impl LayerGuard {
         let owner = self.model.owner(tensor);
         let info = &self.model.layout().tensors[tensor];
         let place: Range<usize> = self.model.place(tensor);
-        let brought = self.turns.of_layer(self.layer).find(owner, &place);
+        let brought = self.streamed.contents.of(self.layer).find(owner, &place);
         if let (Some((_, parts)), Some((part, place))) = (&self.slot, brought) {
             return Some(TensorView::new(info, &parts[part], place));
         }
@@ -107,7 +107,7 @@ impl LayerGuard {
 
 impl Drop for LayerGuard {
     fn drop(&mut self) {
-        let resident = self.turns.of_layer(self.layer).resident.iter().filter_map(|&module| self.model.home(module));
+        let resident = self.streamed.resident[self.layer].iter().filter_map(|&module| self.model.home(module));
         let mut uses: Vec<Buf> = resident.chain(self.parts()).cloned().collect();
         if let Err(error) = self.compute.record(&uses) {
             // Nobody can say when the compute will be done with the slot, so it is never filled again; it goes

@@ -8,11 +8,11 @@ use std::time::Duration;
 use super::report::{LaneReport, Via};
 use super::slots::LaneParts;
 use super::through_host::ThroughHost;
-use super::turns::{From, Part};
 use crate::backend::{Buf, BufMut, Device, Flight, Piece, Rejected, RejectedAll, Role, Route, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
+use crate::schedule::{Contents, Part, Slice};
 use crate::transfer::{Engine, Order, StagedPart, StagingLane, Ticket};
 
 /// What makes bytes go the same way.
@@ -49,9 +49,15 @@ impl Lanes {
         Lanes { lanes: Vec::new(), by_key: BTreeMap::new(), device, host, engine: None }
     }
 
-    /// The lane of a module, made if it is the first that goes this way; none for a module without a home of its own.
-    pub(super) fn lane_of(&mut self, model: &Model, module: usize) -> Result<Option<usize>> {
-        let Some(home) = model.home(module) else { return Ok(None) };
+    /// The lane of each module that is streamed and has bytes of its own, in order of the first that goes that way.
+    pub(super) fn of_modules(&mut self, model: &Model) -> Result<Vec<Option<usize>>> {
+        (0..model.layout().modules.len()).map(|module| self.lane_of(model, module)).collect()
+    }
+
+    /// The lane of a module, made if it is the first that goes this way.
+    fn lane_of(&mut self, model: &Model, module: usize) -> Result<Option<usize>> {
+        let streamed = model.plan().origin(module).is_some() && model.layout().modules[module].bytes > 0;
+        let Some(home) = model.home(module).filter(|_| streamed) else { return Ok(None) };
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {
             return Ok(Some(lane));
@@ -71,12 +77,11 @@ impl Lanes {
         Ok(Some(self.lanes.len() - 1))
     }
 
-    /// Counts the parts of one layer among what the lanes will bring.
-    pub(super) fn expect(&mut self, parts: &[Part]) {
-        let mut bytes = BTreeMap::new();
-        parts.iter().for_each(|part| *bytes.entry(part.lane).or_default() += part.copied() as usize);
-        for (lane, bytes) in bytes {
-            self.lanes[lane].largest = self.lanes[lane].largest.max(bytes);
+    /// Learns what the lanes will bring.
+    pub(super) fn expect(&mut self, contents: &Contents) {
+        for part in contents.iter().flat_map(|content| &content.parts) {
+            let lane = &mut self.lanes[part.lane];
+            lane.largest = lane.largest.max(part.copied() as usize);
         }
     }
 
@@ -174,10 +179,10 @@ pub(super) fn send(
 
 /// The pieces of a part, from the homes of its modules.
 fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
-    let piece = |From { module, place, at }: &From| {
-        model.home(*module).map(|home| Piece { src: home.clone(), from: place.clone(), at: *at })
+    let piece = |Slice { module, range, at }: &Slice| {
+        model.home(*module).map(|home| Piece { src: home.clone(), from: range.clone(), at: *at })
     };
-    part.pieces.iter().filter_map(piece).collect()
+    part.slices.iter().filter_map(piece).collect()
 }
 
 /// How bytes of `home` get to the compute device.

@@ -1,35 +1,34 @@
 //! Layers on the compute device, one after the other, each brought while the one before it runs.
 
-mod classes;
 mod guard;
 mod lanes;
 mod report;
 mod slots;
 mod through_host;
-mod turns;
 
 use std::collections::HashSet;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use classes::{OwnSlot, SlotClass, SlotTensor};
 pub use guard::LayerGuard;
 pub use report::{LaneReport, Stalls, StreamReport, Via};
 
 use crate::backend::LONGEST;
 use crate::backend::process::Process;
-use crate::backend::{Buf, Event, Joined, Role, Stream};
+use crate::backend::{Buf, BufMut, Event, Joined, Role, Stream};
 use crate::error::{Error, Result};
 use crate::load::Model;
+use crate::schedule::{Contents, Schedule};
 use lanes::Lanes;
-use slots::{Candidates, Fill, Slots};
-use turns::Turns;
+use slots::{Fill, Slots};
 
 /// Brings the layers of a model to its compute device and hands them out in any order.
 ///
-/// Asking for a layer makes the compute stream wait until the layer's tensors are there, and sends for the
-/// `depth` layers after it (around the end to the beginning, for the next pass). The host waits for nothing but, where
+/// Asking for a layer makes the compute stream wait until the layer's tensors are there, and fetches the `depth` layers
+/// that come after it ahead: in the first pass by the order of the model (around the end to the beginning, for the next
+/// pass), then by what followed what in the pass before, until layers are asked for in another order. The host waits for nothing but, where
 /// the device cannot wait for the bytes (pageable host memory, files), for a thread that queues their copies.
 /// A slot is filled again only after the compute that was queued while its [`LayerGuard`] lived: queue your
 /// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same with nothing sent for ahead.
@@ -62,7 +61,8 @@ pub struct Streamer {
     model: Arc<Model>,
     compute: Arc<dyn Stream>,
     lanes: Lanes,
-    turns: Arc<Turns>,
+    streamed: Arc<Streamed>,
+    schedule: Schedule,
     slots: Slots,
     /// Slots of the plan's that stay unused, since the caller brought others.
     spare: Option<Vec<Vec<Buf>>>,
@@ -70,6 +70,14 @@ pub struct Streamer {
     report: StreamReport,
     /// The one that has its lanes' threads.
     process: Process,
+}
+
+/// What a streamer and its guards know of the layers.
+struct Streamed {
+    /// What each fetches.
+    contents: Contents,
+    /// For each the modules that it needs and that stay on the compute device.
+    resident: Vec<Vec<usize>>,
 }
 
 /// The longest wait of the host unless told otherwise.
@@ -93,26 +101,27 @@ impl Streamer {
     /// when `compute` is of another device; whatever making streams meets.
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
-        let turns = Turns::by_lane(model, &mut lanes)?;
-        if turns.streams() && model.plan().slots().count == 0 {
+        let streamed = Streamed::new(model, &mut lanes)?;
+        if streamed.contents.streamed() > 0 && model.plan().slots().count == 0 {
             return Err(Error::invalid("the plan leaves the slots to the caller; give them with Streamer::with_slots"));
         }
-        let memory = model.residency().take_slots().ok_or_else(busy)?;
-        let slots = Slots::shared(memory, turns.count());
-        Ok(Streamer::from(model, compute, lanes, turns, slots, None))
+        let slots = Slots::new(model.residency().take_slots().ok_or_else(busy)?);
+        Ok(Streamer::from(model, compute, lanes, streamed, slots, None))
     }
 
-    /// A streamer that fills memory of the caller's: for each of [`Model::slot_classes`] some slots, each a buffer for
-    /// every tensor. A framework keeps its weights in tensors of its own, and they are filled in place; on CUDA devices
-    /// [`BufMut::foreign`](crate::backend::BufMut) makes buffers of them. Nothing is allocated on the device.
+    /// A streamer that fills memory of the caller's: some slots, each one buffer of at least [`Slots::bytes_each`]
+    /// (`model.plan().slots()`), for all layers. A framework's tensors can be views of them, and are filled in place; on CUDA
+    /// devices [`BufMut::foreign`](crate::backend::BufMut) makes a buffer of a framework's memory. Nothing is allocated on
+    /// the device.
     ///
-    /// A tensor of a class has one address in each slot, and [`LayerGuard::slot`] tells the slot. How far ahead layers
-    /// are sent for is up to the plan's depth and the slots of their classes. Plan with
-    /// [`Planner::own_slots`](crate::Planner::own_slots), so that the model takes no memory for slots.
+    /// In each slot a tensor has one [place](Streamer::place), and [`LayerGuard::slot`] tells the slot. Two slots or more
+    /// let layers be fetched ahead: as far as the plan's depth and the slots allow. Plan with
+    /// [`Planner::own_slots`](crate::Planner::own_slots), so that the model takes no memory for slots, and with
+    /// [`Planner::fixed_slots`](crate::Planner::fixed_slots) if each layer is to use the same slot in every pass.
     ///
     /// ```
     /// # use std::sync::Arc;
-    /// # use tensor_offload::backend::{Clock, MemoryKind};
+    /// # use tensor_offload::backend::{Clock, MemoryKind, Role};
     /// # use tensor_offload::{Checkpoint, Loader, Machine, Patches, Planner, Registry, Streamer};
     /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
     /// # let machine = Machine::described(&["cuda:0=1mb".parse()?, "cpu=64mb".parse()?]);
@@ -122,13 +131,9 @@ impl Streamer {
     /// let plan = Planner::new(patches.layout(), devices.machine()).allocation("cpu,*".parse()?).own_slots(true).plan()?;
     /// let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
     /// let device = model.residency().device();
-    /// let mut slots = Vec::new();
-    /// for class in model.slot_classes() {
-    ///     let buffer = |bytes: u64| device.alloc(bytes as usize, MemoryKind::Whole); // or your own memory
-    ///     let slot = |_| class.tensors.iter().map(|tensor| buffer(tensor.bytes)).collect();
-    ///     slots.push((0..class.layers.len().min(3)).map(slot).collect::<Result<_, _>>()?);
-    /// }
-    /// # use tensor_offload::backend::Role;
+    /// let bytes = plan.slots().bytes_each as usize;
+    /// let slots = (0..3).map(|_| device.alloc(bytes, MemoryKind::Whole)); // or your own memory
+    /// let slots = slots.collect::<Result<_, _>>()?;
     /// let mut streamer = Streamer::with_slots(&model, device.stream(Role::Compute)?, slots)?;
     /// for layer in 0..model.layout().layers.len() {
     ///     let guard = streamer.layer(layer)?;
@@ -138,30 +143,42 @@ impl Streamer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first class, slot or tensor whose memory is not what it needs; as
+    /// [`Error::Invalid`] naming the first slot that is too small or on another device, or when there is none; as
     /// [`on`](Streamer::on). The slots are dropped then.
-    pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<Vec<OwnSlot>>) -> Result<Streamer> {
-        let classes = model.slot_classes();
-        classes::check(model, &classes, &slots)?;
+    ///
+    /// [`Slots::bytes_each`]: crate::Slots::bytes_each
+    pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
-        let turns = Turns::by_tensor(model, &mut lanes)?;
+        let streamed = Streamed::new(model, &mut lanes)?;
+        let (device, need) = (compute.device(), model.plan().slots().bytes_each);
+        if slots.is_empty() && streamed.contents.streamed() > 0 {
+            return Err(Error::invalid(format!("there is no slot; each needs {need} bytes on {device}")));
+        }
+        let fits = |slot: &BufMut| slot.bytes() as u64 >= need && slot.device() == device;
+        if let Some((number, slot)) = slots.iter().enumerate().find(|(_, slot)| !fits(slot)) {
+            let (have, there) = (slot.bytes(), slot.device());
+            let reason = format!("slot {number} has {have} bytes on {there}, it needs {need} on {device}");
+            return Err(Error::invalid(reason));
+        }
         let spare = model.residency().take_slots().ok_or_else(busy)?;
-        let slots = Slots::fixed(slots, classes::class_of_layers(&classes, turns.count()));
-        Ok(Streamer::from(model, compute, lanes, turns, slots, Some(spare)))
+        let slots = Slots::new(slots.into_iter().map(|slot| vec![slot.freeze()]));
+        Ok(Streamer::from(model, compute, lanes, streamed, slots, Some(spare)))
     }
 
     fn from(
         model: &Arc<Model>,
         compute: Arc<dyn Stream>,
         lanes: Lanes,
-        turns: Turns,
+        streamed: Streamed,
         slots: Slots,
         spare: Option<Vec<Vec<Buf>>>,
     ) -> Streamer {
         let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
-        let (model, turns) = (Arc::clone(model), Arc::new(turns));
+        let plan = model.plan();
+        let schedule = Schedule::new(&streamed.contents, slots.count(), plan.depth(), plan.fixed_slots());
+        let (model, streamed) = (Arc::clone(model), Arc::new(streamed));
         let process = Process::current();
-        Streamer { model, compute, lanes, turns, slots, spare, deadline: DEADLINE, report, process }
+        Streamer { model, compute, lanes, streamed, schedule, slots, spare, deadline: DEADLINE, report, process }
     }
 
     /// Sets how long the host waits for anything at most; a century at most. Default: 600 s.
@@ -181,16 +198,20 @@ impl Streamer {
         self.process.check()?;
         let device = Arc::clone(self.model.residency().device());
         let mut guard = None;
-        device.in_one_go(&mut || guard = Some(self.bring_layer(layer)));
+        device.in_one_go(&mut || guard = Some(self.turn(layer)));
         guard.unwrap_or_else(|| Err(Error::invalid(format!("{} did not do what it was asked for", device.id()))))
     }
 
-    fn bring_layer(&mut self, layer: usize) -> Result<LayerGuard> {
-        let layers = self.turns.count();
+    fn turn(&mut self, layer: usize) -> Result<LayerGuard> {
+        let layers = self.streamed.contents.len();
         if layer >= layers {
             return Err(Error::invalid(format!("there is no layer {layer}, the model has {layers}")));
         }
-        let slot = if self.turns.is_streamed(layer) { Some(self.bring_now(layer)?) } else { None };
+        self.schedule.turn(layer);
+        let slot = match self.streamed.contents.of(layer).is_streamed() {
+            true => Some(self.fetched(layer)?),
+            false => None,
+        };
         let mut known = HashSet::new();
         let arrivals = slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::filled_by);
         // The parts that one lane fills have their event in common.
@@ -202,10 +223,11 @@ impl Streamer {
                 outcome?;
             }
         }
-        let (model, turns, compute) = (Arc::clone(&self.model), Arc::clone(&self.turns), Arc::clone(&self.compute));
-        let guard = LayerGuard { model, compute, turns, layer, slot };
+        let (model, streamed, compute) =
+            (Arc::clone(&self.model), Arc::clone(&self.streamed), Arc::clone(&self.compute));
+        let guard = LayerGuard { model, compute, streamed, layer, slot };
         self.report.layers += 1;
-        self.send_ahead(layer);
+        self.fetch_ahead();
         Ok(guard)
     }
 
@@ -224,31 +246,52 @@ impl Streamer {
         &self.report
     }
 
+    /// The number of the slot that holds a layer or is being filled with it; with
+    /// [fixed slots](crate::Planner::fixed_slots) that of the slot that it always uses. None when nothing of it is streamed,
+    /// or no slot holds it now.
+    pub fn slot_of(&self, layer: usize) -> Option<usize> {
+        let known = layer < self.streamed.contents.len();
+        known.then(|| self.schedule.fixed_slot_of(layer).or(self.schedule.slot_of(layer)))?
+    }
+
+    /// Where the tensor `name` lies in a slot that holds its layer, in bytes from the slot's beginning: a multiple of 256
+    /// for the first of each module. None when it is not streamed, or there is no such tensor.
+    pub fn place(&self, name: &str) -> Option<Range<usize>> {
+        let layout = self.model.layout();
+        let tensor = self.model.find(name)?;
+        let content = self.streamed.contents.of(layout.modules[layout.module_of[tensor]].layer);
+        let (part, range) = content.find(self.model.owner(tensor), &self.model.place(tensor))?;
+        let before: usize = content.parts[..part].iter().map(|part| part.bytes).sum();
+        Some(before + range.start..before + range.end)
+    }
+
     /// The caller's own slots, with the events of their last uses; none are there for a streamer with slots of the
     /// library's.
     ///
     /// # Errors
     /// The streamer, while guards or copies hold slots.
-    pub fn into_slots(mut self) -> Result<Vec<Vec<OwnSlot>>, Box<Streamer>> {
-        match self.spare.is_some().then(|| self.slots.take_fixed(self.deadline)) {
-            None => Ok(Vec::new()),
-            Some(Some(slots)) => Ok(slots),
-            Some(None) => Err(Box::new(self)),
+    pub fn into_slots(mut self) -> Result<Vec<BufMut>, Box<Streamer>> {
+        if self.spare.is_none() {
+            return Ok(Vec::new());
         }
+        (0..self.slots.count()).for_each(|slot| self.schedule.empty(slot));
+        self.slots.take_all(self.deadline).ok_or_else(|| Box::new(self))
     }
 
     /// The slot that a layer is in, its number and its parts, all of them there or on a stream of the device.
-    fn bring_now(&mut self, layer: usize) -> Result<(usize, Vec<Buf>)> {
-        let slot = match self.slots.find_sound(layer) {
+    fn fetched(&mut self, layer: usize) -> Result<(usize, Vec<Buf>)> {
+        if let Some(slot) = self.schedule.slot_of(layer).filter(|&slot| !self.slots.is_sound(slot)) {
+            self.schedule.empty(slot);
+        }
+        let slot = match self.schedule.slot_of(layer) {
             Some(slot) => {
                 self.report.prefetched += 1;
                 slot
             }
             None => {
-                let mut candidates = self.slots.candidates(&self.turns, layer, layer);
-                let slot = self.bring(layer, layer, true, &mut candidates)?;
+                let slot = self.fetch(layer, true)?;
                 self.report.late += 1;
-                slot.ok_or_else(|| held(self.slots.alike(layer)))?
+                slot.ok_or_else(|| held(self.slots.count()))?
             }
         };
         let waits = self.slots.is_with_a_lane(slot);
@@ -260,54 +303,69 @@ impl Streamer {
         if waits {
             self.report.stalled("the thread that stages bytes".to_owned(), begin.elapsed());
         }
-        Ok((self.slots.number(slot), parts?))
+        if parts.is_err() && self.slots.is_collected(slot) {
+            self.schedule.empty(slot);
+        }
+        Ok((slot, parts?))
     }
 
-    /// Sends for the layers after `layer`, as far as there are slots for them.
-    fn send_ahead(&mut self, layer: usize) {
-        let turns = Arc::clone(&self.turns);
-        // For each set of slots those that may be filled, looked for when the first layer needs one.
-        let mut candidates: Vec<(usize, Candidates)> = Vec::new();
-        for ahead in turns.after(layer).take(self.model.plan().depth()) {
-            if self.slots.find(ahead).is_some() {
-                continue;
-            }
-            let set = self.slots.set_of(ahead);
-            let place = candidates.iter().position(|(of, _)| *of == set).unwrap_or_else(|| {
-                candidates.push((set, self.slots.candidates(&turns, ahead, layer)));
-                candidates.len() - 1
-            });
+    /// Fetches the layers that come next, as far as there are slots for them.
+    fn fetch_ahead(&mut self) {
+        for layer in self.schedule.ahead() {
             // What fails here is tried again, and reported, when the layer is asked for.
-            if let Err(error) = self.bring(ahead, layer, false, &mut candidates[place].1) {
-                tracing::debug!(layer = ahead, %error, "not sent for ahead");
+            if let Err(error) = self.fetch(layer, false) {
+                tracing::debug!(layer, %error, "not fetched ahead");
                 break;
             }
         }
     }
 
-    /// Sends for a layer, seen from `current`, in a slot whose layer is not needed before it; none when there is none.
-    fn bring(
-        &mut self,
-        layer: usize,
-        current: usize,
-        asked: bool,
-        candidates: &mut Candidates,
-    ) -> Result<Option<usize>> {
-        let distance = self.turns.distance(current, layer);
-        let (model, turns, lanes) = (&*self.model, &*self.turns, &self.lanes);
-        let fill = Fill { model, turns, lanes, layer, asked, deadline: self.deadline };
-        let slot = self.slots.bring(&fill, distance, candidates)?;
-        if slot.is_some() {
-            for part in &self.turns.of_layer(layer).parts {
-                self.report.sent(part.lane, part.copied());
+    /// Fetches a layer into the best slot that can be had; none when there is none. For one that was `asked` for it waits
+    /// for lanes that have a slot.
+    fn fetch(&mut self, layer: usize, asked: bool) -> Result<Option<usize>> {
+        let candidates = self.schedule.candidates(layer);
+        let mut taken = self.take_first(&candidates, Duration::ZERO);
+        if taken.is_none() && asked {
+            taken = self.take_first(&candidates, self.deadline);
+        }
+        let Some((slot, memory)) = taken else { return Ok(None) };
+        let parts = &self.streamed.contents.of(layer).parts;
+        let fill = Fill { model: &self.model, lanes: &self.lanes, parts, asked, deadline: self.deadline };
+        self.slots.fill(&fill, slot, memory)?;
+        self.schedule.hold(slot, layer);
+        parts.iter().for_each(|part| self.report.sent(part.lane, part.copied()));
+        Ok(Some(slot))
+    }
+
+    /// The first of these slots that can be had, emptied, with its memory.
+    fn take_first(&mut self, candidates: &[usize], patience: Duration) -> Option<(usize, Vec<BufMut>)> {
+        for &slot in candidates {
+            if self.slots.give_up(slot, patience) {
+                self.schedule.empty(slot);
+            }
+            if let Some(memory) = self.slots.take(slot) {
+                self.schedule.empty(slot);
+                return Some((slot, memory));
             }
         }
-        Ok(slot)
+        None
     }
 
     fn stall(&self, what: &'static str, event: &Event) -> Result<()> {
         let _span = tracing::debug_span!("stall", what).entered();
         event.wait(self.deadline)
+    }
+}
+
+impl Streamed {
+    /// What the layers of `model` fetch, by lanes that are made for it.
+    fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
+        let contents = Contents::new(model.layout(), model.groups(), &lanes.of_modules(model)?);
+        lanes.expect(&contents);
+        let compute = model.residency().device().id();
+        let here = |module: &usize| model.home(*module).is_some_and(|home| home.device() == compute);
+        let resident = |layer| model.layout().needs_of(layer).into_iter().filter(here).collect();
+        Ok(Streamed { contents, resident: model.layout().layers.iter().map(resident).collect() })
     }
 }
 

@@ -1,31 +1,20 @@
-//! The slots of a streamer: which layer each holds, and filling one again.
+//! The memory of a streamer's slots: filling one, and having it back.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::lanes::Lanes;
-use super::turns::{Part, Turns};
 use crate::backend::{Buf, BufMut, FenceState};
 use crate::error::{Error, Result};
 use crate::load::Model;
+use crate::schedule::Part;
 use crate::transfer::Ticket;
 
-/// All slots. Those of one set are alike, and each layer uses those of one set.
-pub(super) struct Slots {
-    slots: Vec<Slot>,
-    /// For each layer the slot that holds it, or will.
-    holder: Vec<Option<usize>>,
-    /// For each layer the set of its slots.
-    set: Vec<usize>,
-    /// Whether the parts stay as they are: each is an allocation of the caller's.
-    fixed: bool,
-}
+/// All slots.
+pub(super) struct Slots(Vec<Slot>);
 
 /// Device memory for one layer.
 struct Slot {
-    set: usize,
-    /// The layer that is in it or on its way to it; none after a copy that was refused.
-    layer: Option<usize>,
     /// Its memory, in parts; none for one that a lane has, or that was lost.
     parts: Vec<Option<Buf>>,
     /// Parts that staging lanes have.
@@ -35,10 +24,10 @@ struct Slot {
 /// What filling a slot needs.
 pub(super) struct Fill<'a> {
     pub(super) model: &'a Model,
-    pub(super) turns: &'a Turns,
     pub(super) lanes: &'a Lanes,
-    pub(super) layer: usize,
-    /// Whether the layer was asked for, so that it is worth waiting for a slot that a lane is busy with.
+    /// What the layer fetches.
+    pub(super) parts: &'a [Part],
+    /// Whether the layer was asked for, so that lanes bring it before what is fetched ahead.
     pub(super) asked: bool,
     pub(super) deadline: Duration,
 }
@@ -46,189 +35,71 @@ pub(super) struct Fill<'a> {
 /// The parts of a slot that one lane fills.
 pub(super) type LaneParts<'a> = Vec<(&'a Part, BufMut)>;
 
-/// The slots of a set whose layers are needed last, at the end, with the distances of their layers.
-pub(super) type Candidates = Vec<(usize, usize)>;
-
 impl Slots {
-    /// Slots of the library's own, as the model keeps them: one set for all layers.
-    pub(super) fn shared(memory: Vec<Vec<Buf>>, layers: usize) -> Slots {
-        let slots = memory.into_iter().map(|parts| Slot::new(0, parts)).collect();
-        Slots { slots, holder: vec![None; layers], set: vec![0; layers], fixed: false }
+    /// Slots with this memory, each in the parts into which it was cut last.
+    pub(super) fn new(memory: impl IntoIterator<Item = Vec<Buf>>) -> Slots {
+        let slot = |parts: Vec<Buf>| Slot { parts: parts.into_iter().map(Some).collect(), tickets: Vec::new() };
+        Slots(memory.into_iter().map(slot).collect())
     }
 
-    /// Slots of the caller's own: sets of slots of parts, and for each layer its set.
-    pub(super) fn fixed(sets: Vec<Vec<Vec<BufMut>>>, set: Vec<usize>) -> Slots {
-        let slot =
-            |number: usize, parts: Vec<BufMut>| Slot::new(number, parts.into_iter().map(BufMut::freeze).collect());
-        let of_set =
-            |(number, slots): (usize, Vec<Vec<BufMut>>)| slots.into_iter().map(move |parts| slot(number, parts));
-        let slots = sets.into_iter().enumerate().flat_map(of_set).collect();
-        Slots { slots, holder: vec![None; set.len()], set, fixed: true }
+    pub(super) fn count(&self) -> usize {
+        self.0.len()
     }
 
-    /// The slot that holds `layer`, or will.
-    pub(super) fn find(&self, layer: usize) -> Option<usize> {
-        self.holder[layer]
-    }
-
-    /// The same, unless a copy into it failed, so that the layer has to be sent for again.
-    pub(super) fn find_sound(&mut self, layer: usize) -> Option<usize> {
-        let slot = self.holder[layer]?;
+    /// Whether no copy into the slot failed.
+    pub(super) fn is_sound(&self, slot: usize) -> bool {
         let failed = |memory: &Buf| {
             memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_) | FenceState::Lost(_)))
         };
-        if self.slots[slot].parts.iter().flatten().any(failed) {
-            self.empty(slot);
-        }
-        self.holder[layer]
-    }
-
-    /// The set whose slots a layer uses.
-    pub(super) fn set_of(&self, layer: usize) -> usize {
-        self.set[layer]
-    }
-
-    /// How many slots there are for a layer.
-    pub(super) fn alike(&self, layer: usize) -> usize {
-        self.slots.iter().filter(|slot| slot.set == self.set[layer]).count()
-    }
-
-    /// The number of a slot among those of its set.
-    pub(super) fn number(&self, slot: usize) -> usize {
-        let set = self.slots[slot].set;
-        self.slots[..slot].iter().filter(|other| other.set == set).count()
+        !self.0[slot].parts.iter().flatten().any(failed)
     }
 
     /// Whether a lane has parts of the slot, so that [`collect`](Slots::collect) may wait.
     pub(super) fn is_with_a_lane(&self, slot: usize) -> bool {
-        !self.slots[slot].tickets.iter().all(|(_, ticket)| ticket.is_over())
-    }
-
-    /// The slots that may be filled with a layer of the set of `layer`, seen from `current`.
-    pub(super) fn candidates(&self, turns: &Turns, layer: usize, current: usize) -> Candidates {
-        let set = self.set[layer];
-        let of_set = self.slots.iter().enumerate().filter(|(_, slot)| slot.set == set);
-        let needed = |slot: &Slot| slot.layer.map_or(usize::MAX, |layer| turns.distance(current, layer));
-        let mut candidates: Candidates = of_set.map(|(index, slot)| (needed(slot), index)).collect();
-        // Of several that are empty the first one comes first.
-        candidates.sort_by_key(|&(needed, index)| (needed, usize::MAX - index));
-        candidates
-    }
-
-    /// Sends for a layer in a slot that no guard holds and whose layer is not needed before `distance`; the slot.
-    /// None when there is no such slot.
-    pub(super) fn bring(
-        &mut self,
-        fill: &Fill<'_>,
-        distance: usize,
-        candidates: &mut Candidates,
-    ) -> Result<Option<usize>> {
-        let all = if fill.asked { candidates.clone() } else { Vec::new() };
-        let slot = match self.reclaim(candidates, distance, Duration::ZERO) {
-            Some(found) => Some(found),
-            None => self.reclaim(&mut { all }, distance, fill.deadline),
-        };
-        let Some((slot, memory)) = slot else { return Ok(None) };
-        self.fill(fill, slot, memory)?;
-        Ok(Some(slot))
+        !self.0[slot].tickets.iter().all(|(_, ticket)| ticket.is_over())
     }
 
     /// Waits until lanes have queued all copies into the slot; its parts.
     ///
     /// # Errors
-    /// [`Error::TimedOut`]; why a lane failed, and then the layer has to be sent for again.
+    /// [`Error::TimedOut`]; why a lane failed: then the lanes let go of the slot, and its layer has to be fetched again.
     pub(super) fn collect(&mut self, slot: usize, deadline: Duration) -> Result<Vec<Buf>> {
-        if let Err(error) = self.slots[slot].collect(deadline) {
-            if self.slots[slot].tickets.is_empty() {
-                self.empty(slot);
-            }
-            return Err(error);
-        }
-        Ok(self.slots[slot].parts.iter().flatten().cloned().collect())
+        self.0[slot].collect(deadline)?;
+        Ok(self.0[slot].parts.iter().flatten().cloned().collect())
     }
 
-    /// Takes the memory of all slots that lanes can be made to let go of. Guards that are still out keep theirs until
-    /// they are dropped.
-    pub(super) fn drain(&mut self, deadline: Duration) -> Vec<Vec<Buf>> {
-        self.slots.iter().flat_map(|slot| &slot.tickets).for_each(|(_, ticket)| ticket.give_up());
-        let until = Instant::now() + deadline;
-        let whole = |mut slot: Slot| {
-            // Why copies that nobody waits for failed is of no use to anyone.
-            let _ = slot.collect(until.saturating_duration_since(Instant::now()));
-            slot.parts.into_iter().collect::<Option<Vec<Buf>>>()
-        };
-        let slots: Vec<_> = self.slots.drain(..).map(whole).collect();
-        let lost = slots.iter().filter(|slot| slot.is_none()).count();
-        if lost > 0 {
-            tracing::error!(lost, "slots are lost: a lane did not let go of them");
-        }
-        self.holder.fill(None);
-        slots.into_iter().flatten().collect()
+    /// Whether lanes have let go of all parts of the slot, whatever came of it.
+    pub(super) fn is_collected(&self, slot: usize) -> bool {
+        self.0[slot].tickets.is_empty()
     }
 
-    /// The sets of slots of the caller's own, when no guard and no lane holds any.
-    pub(super) fn take_fixed(&mut self, deadline: Duration) -> Option<Vec<Vec<Vec<BufMut>>>> {
-        for slot in &mut self.slots {
-            slot.tickets.iter().for_each(|(_, ticket)| ticket.give_up());
-            let _ = slot.collect(deadline);
-            slot.layer = None;
-        }
-        self.holder.fill(None);
-        if !self.slots.iter().all(Slot::is_free) {
-            return None;
-        }
-        let mut sets: Vec<Vec<Vec<BufMut>>> = Vec::new();
-        for slot in self.slots.drain(..) {
-            sets.resize_with(sets.len().max(slot.set + 1), Vec::new);
-            sets[slot.set].push(slot.parts.into_iter().flatten().filter_map(|part| part.try_reclaim().ok()).collect());
-        }
-        Some(sets)
+    /// Makes lanes let go of the slot, within `patience`; whether any had it, so that what it was to hold is not in it.
+    pub(super) fn give_up(&mut self, slot: usize, patience: Duration) -> bool {
+        let slot = &mut self.0[slot];
+        let had = !slot.tickets.is_empty();
+        slot.tickets.iter().for_each(|(_, ticket)| ticket.give_up());
+        // Why copies that nobody waits for failed is of no use to anyone.
+        let _ = slot.collect(patience);
+        had
     }
 
-    /// The last of `candidates` that can be had, with its memory, to be written.
-    fn reclaim(
-        &mut self,
-        candidates: &mut Candidates,
-        distance: usize,
-        patience: Duration,
-    ) -> Option<(usize, Vec<BufMut>)> {
-        while candidates.last().is_some_and(|&(needed, _)| needed > distance) {
-            let (_, index) = candidates.pop()?;
-            let slot = &mut self.slots[index];
-            if !slot.tickets.is_empty() {
-                slot.tickets.iter().for_each(|(_, ticket)| ticket.give_up());
-                let _ = slot.collect(patience);
-                self.empty(index);
-            }
-            let slot = &mut self.slots[index];
-            if slot.is_free() {
-                let memory = slot.parts.drain(..).flatten().filter_map(|part| part.try_reclaim().ok()).collect();
-                self.empty(index);
-                return Some((index, memory));
-            }
-        }
-        None
+    /// The memory of a slot, to be written; none while a guard or a lane has some of it.
+    pub(super) fn take(&mut self, slot: usize) -> Option<Vec<BufMut>> {
+        let slot = &mut self.0[slot];
+        let free = slot.is_free();
+        free.then(|| slot.parts.drain(..).flatten().filter_map(|part| part.try_reclaim().ok()).collect())
     }
 
-    /// Queues the copies of a layer into a slot, or gives them to lanes.
-    fn fill(&mut self, fill: &Fill<'_>, index: usize, memory: Vec<BufMut>) -> Result<()> {
-        let parts = &fill.turns.of_layer(fill.layer).parts;
-        let slot = &mut self.slots[index];
-        let memory = match self.fixed {
-            true => memory,
-            false => slot.cut(memory, parts)?,
-        };
+    /// Queues the copies of a layer into a slot whose memory was taken, or gives them to lanes.
+    pub(super) fn fill(&mut self, fill: &Fill<'_>, slot: usize, memory: Vec<BufMut>) -> Result<()> {
+        let (slot, parts) = (&mut self.0[slot], fill.parts);
+        let memory = slot.cut(memory, parts)?;
         let mut by_lane: BTreeMap<usize, (Vec<usize>, LaneParts<'_>)> = BTreeMap::new();
-        for (place, dst) in memory.into_iter().enumerate() {
+        for (place, (part, dst)) in parts.iter().zip(memory).enumerate() {
             slot.parts.push(None);
-            match parts.get(place) {
-                Some(part) => {
-                    let (places, parts) = by_lane.entry(part.lane).or_default();
-                    places.push(place);
-                    parts.push((part, dst));
-                }
-                None => slot.parts[place] = Some(dst.freeze()),
-            }
+            let (places, parts) = by_lane.entry(part.lane).or_default();
+            places.push(place);
+            parts.push((part, dst));
         }
         let mut outcome = Ok(());
         for (lane, (places, parts)) in by_lane {
@@ -247,29 +118,48 @@ impl Slots {
             };
             places.into_iter().zip(memory).for_each(|(place, memory)| slot.parts[place] = Some(memory));
         }
-        outcome?;
-        slot.layer = Some(fill.layer);
-        self.holder[fill.layer] = Some(index);
-        Ok(())
+        outcome
     }
 
-    /// Forgets what a slot holds.
-    fn empty(&mut self, slot: usize) {
-        if let Some(layer) = self.slots[slot].layer.take() {
-            self.holder[layer] = None;
+    /// Takes the memory of all slots that lanes can be made to let go of. Guards that are still out keep theirs until
+    /// they are dropped.
+    pub(super) fn drain(&mut self, deadline: Duration) -> Vec<Vec<Buf>> {
+        self.0.iter().flat_map(|slot| &slot.tickets).for_each(|(_, ticket)| ticket.give_up());
+        let until = Instant::now() + deadline;
+        let whole = |mut slot: Slot| {
+            // Why copies that nobody waits for failed is of no use to anyone.
+            let _ = slot.collect(until.saturating_duration_since(Instant::now()));
+            slot.parts.into_iter().collect::<Option<Vec<Buf>>>()
+        };
+        let slots: Vec<_> = self.0.drain(..).map(whole).collect();
+        let lost = slots.iter().filter(|slot| slot.is_none()).count();
+        if lost > 0 {
+            tracing::error!(lost, "slots are lost: a lane did not let go of them");
         }
+        slots.into_iter().flatten().collect()
+    }
+
+    /// The memory of all slots, each whole, when no guard and no lane has any.
+    pub(super) fn take_all(&mut self, deadline: Duration) -> Option<Vec<BufMut>> {
+        let until = Instant::now() + deadline;
+        for slot in 0..self.count() {
+            self.give_up(slot, until.saturating_duration_since(Instant::now()));
+        }
+        if !self.0.iter().all(Slot::is_free) {
+            return None;
+        }
+        let count = self.count();
+        let slots = (0..count).map(|slot| joined(self.take(slot)?).ok()).collect();
+        self.0.clear();
+        slots
     }
 }
 
 impl Slot {
-    fn new(set: usize, parts: Vec<Buf>) -> Slot {
-        let parts = parts.into_iter().map(Some).collect();
-        Slot { set, layer: None, parts, tickets: Vec::new() }
-    }
-
     /// Whether nobody else holds any of it.
     fn is_free(&self) -> bool {
-        self.tickets.is_empty() && self.parts.iter().all(|part| part.as_ref().is_some_and(|part| !part.is_shared()))
+        let there = self.tickets.is_empty() && !self.parts.is_empty();
+        there && self.parts.iter().all(|part| part.as_ref().is_some_and(|part| !part.is_shared()))
     }
 
     /// Waits until lanes are done with its parts, whatever came of it.
@@ -293,11 +183,7 @@ impl Slot {
 
     /// Joins the parts of a layer that was in the slot and cuts it into those of another, the last with what is left.
     fn cut(&mut self, memory: Vec<BufMut>, parts: &[Part]) -> Result<Vec<BufMut>> {
-        let mut memory = memory.into_iter();
-        let mut rest = memory.next().ok_or_else(|| Error::invalid("a slot without memory"))?;
-        memory
-            .try_for_each(|part| rest.unsplit(part))
-            .map_err(|_| Error::invalid("parts of two slots were mixed up"))?;
+        let mut rest = joined(memory)?;
         let mut cut = Vec::with_capacity(parts.len());
         for part in parts.iter().rev().skip(1).rev() {
             match rest.split_off(part.bytes) {
@@ -312,4 +198,13 @@ impl Slot {
         cut.push(rest);
         Ok(cut)
     }
+}
+
+/// One buffer of the parts into which it was cut.
+fn joined(memory: Vec<BufMut>) -> Result<BufMut> {
+    let mut memory = memory.into_iter();
+    let mut whole = memory.next().ok_or_else(|| Error::invalid("a slot without memory"))?;
+    let joined = memory.try_for_each(|part| whole.unsplit(part));
+    joined.map_err(|_| Error::invalid("parts of two slots were mixed up"))?;
+    Ok(whole)
 }

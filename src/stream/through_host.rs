@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::lanes::send;
 use super::slots::LaneParts;
-use super::turns::{From, Part};
 use crate::backend::{Buf, BufMut, Device, MemoryKind, Piece, RejectedAll, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::plan::{HOST_BUFFERS, HOST_PIECE};
+use crate::schedule::{Chunk, HOST_BUFFERS, HOST_PIECE, Part, Rotation, Slice, chunks};
 
 /// A stream of the source to the host, one of the compute device on from there, and the buffers between them.
 pub(super) struct ThroughHost {
@@ -25,13 +24,10 @@ pub(super) struct ThroughHost {
 #[derive(Default)]
 struct Ring {
     buffers: Vec<Option<Buf>>,
-    next: usize,
+    rotation: Rotation,
     /// The host has no memory for more.
     full: bool,
 }
-
-/// Bytes that share a buffer: the place of their part, where they come from, and where they go in that part.
-type Chunk = Vec<(usize, From)>;
 
 impl ThroughHost {
     pub(super) fn new(down: Arc<dyn Stream>, up: Arc<dyn Stream>, host: Arc<dyn Device>) -> ThroughHost {
@@ -47,15 +43,15 @@ impl ThroughHost {
     ) -> Result<Vec<BufMut>, Box<RejectedAll>> {
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let (parts, dst): (Vec<&Part>, Vec<BufMut>) = parts.into_iter().unzip();
-        chunks(&parts).into_iter().try_fold(dst, |dst, chunk| {
+        chunks(parts).into_iter().try_fold(dst, |dst, chunk| {
             let bytes = largest.min(HOST_PIECE as usize);
             let filled = ring.take(&*self.host, self.up.device(), bytes).and_then(|(place, buffer)| {
                 let (mut down, mut at) = (Vec::new(), 0);
-                for (_, From { module, place, .. }) in &chunk {
+                for (_, Slice { module, range, .. }) in &chunk {
                     if let Some(home) = model.home(*module) {
-                        down.push(Piece { src: home.clone(), from: place.clone(), at });
+                        down.push(Piece { src: home.clone(), from: range.clone(), at });
                     }
-                    at += place.len();
+                    at += range.len();
                 }
                 Ok((place, self.down.send(Transfer::new(down, buffer)?)?.chain().freeze()))
             });
@@ -74,8 +70,8 @@ impl ThroughHost {
 fn onward(up: &dyn Stream, filled: &Buf, chunk: &Chunk, dst: Vec<BufMut>) -> Result<Vec<BufMut>, Box<RejectedAll>> {
     let mut pieces: BTreeMap<usize, Vec<Piece>> = BTreeMap::new();
     let mut begin = 0;
-    for (part, From { place, at, .. }) in chunk {
-        let from = begin..begin + place.len();
+    for (part, Slice { range, at, .. }) in chunk {
+        let from = begin..begin + range.len();
         begin = from.end;
         pieces.entry(*part).or_default().push(Piece { src: filled.clone(), from, at: *at });
     }
@@ -101,40 +97,20 @@ impl Ring {
             match host.alloc_near(bytes, MemoryKind::Pinned, near) {
                 Ok(buffer) => {
                     self.buffers.push(None);
-                    return Ok((self.buffers.len() - 1, buffer));
+                    return Ok((self.rotation.next(), buffer));
                 }
-                Err(Error::OutOfMemory { .. }) if !self.buffers.is_empty() => self.full = true,
+                Err(Error::OutOfMemory { .. }) if !self.buffers.is_empty() => {
+                    self.full = true;
+                    self.rotation.limit(self.buffers.len());
+                }
                 Err(error) => return Err(error),
             }
         }
-        let place = self.next;
-        self.next = (place + 1) % self.buffers.len();
+        let place = self.rotation.next();
         match self.buffers[place].take().map(Buf::try_reclaim) {
             Some(Ok(buffer)) => Ok((place, buffer)),
             // One that a copy was refused for is made anew.
             _ => Ok((place, host.alloc_near(bytes, MemoryKind::Pinned, near)?)),
         }
     }
-}
-
-/// The bytes of parts in the pieces that go through a buffer one after the other.
-fn chunks(parts: &[&Part]) -> Vec<Chunk> {
-    let (mut chunks, mut room) = (Vec::<Chunk>::new(), 0);
-    let pieces = parts.iter().enumerate().flat_map(|(part, of)| of.pieces.iter().map(move |from| (part, from)));
-    for (part, From { module, place, at }) in pieces {
-        let mut begin = place.start;
-        while begin < place.end {
-            if room == 0 {
-                chunks.push(Chunk::new());
-                room = HOST_PIECE as usize;
-            }
-            let end = place.end.min(begin + room);
-            let from = From { module: *module, place: begin..end, at: at + begin - place.start };
-            if let Some(chunk) = chunks.last_mut() {
-                chunk.push((part, from));
-            }
-            (room, begin) = (room - (end - begin), end);
-        }
-    }
-    chunks
 }

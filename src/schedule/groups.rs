@@ -5,7 +5,6 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::value::{Assignment, Plan, Use};
 use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 
@@ -21,7 +20,14 @@ const MANY: usize = 32;
 /// would stand together at home only with padding, which the plan does not count.
 const ALIGNED: u64 = 256;
 
-/// The modules of a plan by the memory that they have at home: most have some of their own.
+/// Where the bytes of a streamed module come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Origin {
+    pub(crate) device: DeviceId,
+    pub(crate) staged: bool,
+}
+
+/// The modules of a model by the memory that they have at home: most have some of their own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
     /// The modules of each group, in order; groups in order of their first modules.
@@ -30,53 +36,41 @@ pub(crate) struct Groups {
     of: Vec<(usize, Range<usize>)>,
 }
 
-impl Plan {
-    /// Which modules share memory: those of one layer that are streamed from one device the same way, small, and vectors
-    /// or many.
-    pub(crate) fn groups(&self, layout: &Layout) -> Groups {
+impl Groups {
+    /// Which modules share memory, `origin` telling where each comes from, if it is streamed: those of one layer that come
+    /// from one device the same way, small, and vectors or many.
+    pub(crate) fn new(layout: &Layout, origin: impl Fn(usize) -> Option<Origin>) -> Groups {
         let mut groups = Groups { members: Vec::new(), of: Vec::new() };
-        let mut open: BTreeMap<Way, (usize, usize)> = BTreeMap::new();
-        let mut small: BTreeMap<Way, usize> = BTreeMap::new();
-        for assignment in self.assignments().iter().filter(|assignment| is_small(assignment)) {
-            *small.entry(way(assignment)).or_default() += 1;
+        let small = |module: usize| {
+            let bytes = layout.modules[module].bytes;
+            let is_small = (1..=SMALL).contains(&bytes) && bytes.is_multiple_of(ALIGNED);
+            is_small.then(|| Some((layout.modules[module].layer, origin(module)?))).flatten()
+        };
+        let mut counts: BTreeMap<(usize, Origin), usize> = BTreeMap::new();
+        for kind in (0..layout.modules.len()).filter_map(small) {
+            *counts.entry(kind).or_default() += 1;
         }
         let is_vector = |tensor: usize| layout.tensors[tensor].shape.len() <= 1;
-        for assignment in self.assignments() {
-            let bytes = assignment.bytes as usize;
-            let joins = is_small(assignment)
-                && (small.get(&way(assignment)).is_some_and(|&count| count >= MANY)
-                    || layout.own_tensors(assignment.index).all(is_vector));
-            let (group, start) = match joins {
-                true => open.entry(way(assignment)).or_insert_with(|| {
-                    groups.members.push(Vec::new());
-                    (groups.members.len() - 1, 0)
-                }),
-                false => {
-                    groups.members.push(Vec::new());
-                    &mut (groups.members.len() - 1, 0)
-                }
+        let mut open: BTreeMap<(usize, Origin), (usize, usize)> = BTreeMap::new();
+        for module in 0..layout.modules.len() {
+            let many = |kind: &(usize, Origin)| counts.get(kind).is_some_and(|&count| count >= MANY);
+            let joins = small(module).filter(|kind| many(kind) || layout.own_tensors(module).all(is_vector));
+            let mut alone = || {
+                groups.members.push(Vec::new());
+                (groups.members.len() - 1, 0)
             };
-            groups.members[*group].push(assignment.index);
-            groups.of.push((*group, *start..*start + bytes));
-            *start += bytes;
+            let (group, start) = match joins {
+                Some(kind) => open.entry(kind).or_insert_with(alone),
+                None => &mut alone(),
+            };
+            groups.members[*group].push(module);
+            let end = *start + layout.modules[module].bytes as usize;
+            groups.of.push((*group, *start..end));
+            *start = end;
         }
         groups
     }
-}
 
-/// What modules of one group have in common: their layer, where they live, and whether they are staged.
-type Way = (usize, DeviceId, bool);
-
-fn way(assignment: &Assignment) -> Way {
-    (assignment.layer, assignment.device, assignment.staged)
-}
-
-fn is_small(assignment: &Assignment) -> bool {
-    let bytes = assignment.bytes;
-    assignment.usage == Use::Streamed && (1..=SMALL).contains(&bytes) && bytes.is_multiple_of(ALIGNED)
-}
-
-impl Groups {
     pub(crate) fn len(&self) -> usize {
         self.members.len()
     }
@@ -113,7 +107,8 @@ mod tests {
     use super::*;
     use crate::checkpoint::TensorInfo;
     use crate::dtype::DType;
-    use crate::{Machine, Planner};
+
+    const HOST: Origin = Origin { device: DeviceId::CPU, staged: false };
 
     #[test]
     fn many_small_modules_of_a_layer_share_memory() {
@@ -123,9 +118,7 @@ mod tests {
                 TensorInfo::new(name, DType::U8, &[16, 16], 0, expert as u64 * 256).unwrap()
             };
             let layout = Layout::new((0..count).map(tensor).collect());
-            let machine = Machine::described(&["cpu=64mb".parse().unwrap(), "cuda:0=64mb".parse().unwrap()]);
-            let planner = Planner::new(&layout, &machine).compute(DeviceId::cuda(0)).depth(0);
-            planner.allocation("cpu,*".parse().unwrap()).plan().unwrap().groups(&layout).len()
+            Groups::new(&layout, |_| Some(HOST)).len()
         };
         assert_eq!([experts(MANY - 1), experts(MANY), experts(MANY + 1)], [MANY - 1, 1, 1]);
     }
@@ -149,17 +142,14 @@ mod tests {
             tensor
         });
         let layout = Layout::new(placed.to_vec());
-        let machine = Machine::described(&["cpu=64mb".parse().unwrap(), "cuda:0=64mb".parse().unwrap()]);
-        let plan = |allocation: &str| {
-            let planner = Planner::new(&layout, &machine).compute(DeviceId::cuda(0));
-            planner.allocation(allocation.parse().unwrap()).depth(0).plan().unwrap()
-        };
-        let groups = plan("cpu,*").groups(&layout);
+        let groups = Groups::new(&layout, |_| Some(HOST));
         let members: Vec<&[usize]> = (0..groups.len()).map(|group| groups.members(group)).collect();
         assert_eq!(members, [&[0, 2, 5][..], &[1], &[3], &[4], &[6]]);
         assert_eq!((groups.bytes(0), groups.place(5)), (SMALL + 768, SMALL as usize + 256..SMALL as usize + 768));
         assert_eq!(groups.in_slot((0..7).collect()), [0, 2, 5, 1, 3, 4, 6]);
-        let resident = plan("cuda:0,*").groups(&layout);
+        let resident = Groups::new(&layout, |_| None);
         assert_eq!(resident.len(), 7, "what stays where it is has memory of its own");
+        let halves = Groups::new(&layout, |module| Some(Origin { staged: module < 2, ..HOST }));
+        assert_eq!(halves.members(0), [0], "what comes another way is apart");
     }
 }

@@ -1,0 +1,136 @@
+//! What each layer fetches: which byte ranges, by which lane, and to which part of its slot.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::groups::Groups;
+use crate::checkpoint::{Layer, Layout};
+
+/// What all layers of a model fetch.
+#[derive(Clone, Debug)]
+pub(crate) struct Contents(Vec<Content>);
+
+/// What one layer fetches.
+#[derive(Clone, Debug)]
+pub(crate) struct Content {
+    /// The parts of its slot, in order of their lanes; none for a layer that fetches nothing.
+    pub(crate) parts: Vec<Part>,
+    /// Where every module's bytes are in the slot, in order of module and range.
+    located: Vec<Located>,
+}
+
+/// A part of a slot that one lane fills in one go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) lane: usize,
+    /// Its bytes, room between its slices included.
+    pub(crate) bytes: usize,
+    /// What is copied into it, in order of place.
+    pub(crate) slices: Vec<Slice>,
+}
+
+/// A byte range of the memory that a module lives in, its own or its group's, and where it begins in its part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Slice {
+    pub(crate) module: usize,
+    pub(crate) range: Range<usize>,
+    pub(crate) at: usize,
+}
+
+#[derive(Clone, Debug)]
+struct Located {
+    module: usize,
+    range: Range<usize>,
+    part: usize,
+    at: usize,
+}
+
+impl Contents {
+    /// What the layers of `layout` fetch by these lanes: for each module the number of its lane, none where it is not
+    /// streamed or has no bytes.
+    ///
+    /// A slot has a part for each lane. In it each module begins at a multiple of 256 bytes, and those of a group stand
+    /// together as they do at home.
+    pub(crate) fn new(layout: &Layout, groups: &Groups, lanes: &[Option<usize>]) -> Contents {
+        Contents(layout.layers.iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
+    }
+
+    /// How many layers there are, streamed or not.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// What a layer fetches.
+    pub(crate) fn of(&self, layer: usize) -> &Content {
+        &self.0[layer]
+    }
+
+    /// What all layers fetch, in order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Content> {
+        self.0.iter()
+    }
+
+    /// How many layers fetch anything.
+    pub(crate) fn streamed(&self) -> usize {
+        self.iter().filter(|content| content.is_streamed()).count()
+    }
+}
+
+impl Content {
+    fn new(layout: &Layout, groups: &Groups, lanes: &[Option<usize>], layer: &Layer) -> Content {
+        let (mut parts, mut located) = (BTreeMap::<usize, Part>::new(), Vec::new());
+        for module in groups.in_slot(layout.needs_of(layer)) {
+            let Some(lane) = lanes[module] else { continue };
+            let part = parts.entry(lane).or_insert_with(|| Part { lane, bytes: 0, slices: Vec::new() });
+            let (range, at) = (groups.place(module), part.bytes);
+            located.push(Located { module, range: range.clone(), part: lane, at });
+            part.push(groups, Slice { module, range, at });
+            part.bytes += Layout::slot_bytes(layout.modules[module].bytes) as usize;
+        }
+        let lanes: Vec<usize> = parts.keys().copied().collect();
+        for located in &mut located {
+            located.part = lanes.partition_point(|&lane| lane < located.part);
+        }
+        located.sort_by_key(|located| (located.module, located.range.start));
+        Content { parts: parts.into_values().collect(), located }
+    }
+
+    /// Whether it fetches anything.
+    pub(crate) fn is_streamed(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Where bytes of a module are in the slot: the part, and the range in it. None where they are not fetched.
+    pub(crate) fn find(&self, module: usize, range: &Range<usize>) -> Option<(usize, Range<usize>)> {
+        let after = self.located.partition_point(|l| (l.module, l.range.start) <= (module, range.start));
+        let found = &self.located[after.checked_sub(1)?];
+        let at = found.at + range.start.checked_sub(found.range.start)?;
+        (found.module == module && range.end <= found.range.end).then(|| (found.part, at..at + range.len()))
+    }
+}
+
+impl Part {
+    /// Adds a slice, to the last one where it goes on with that on both ends.
+    fn push(&mut self, groups: &Groups, slice: Slice) {
+        match self.slices.last_mut() {
+            Some(last)
+                if groups.of(last.module) == groups.of(slice.module)
+                    && last.range.end == slice.range.start
+                    && last.at + last.range.len() == slice.at =>
+            {
+                last.range.end = slice.range.end;
+            }
+            _ => self.slices.push(slice),
+        }
+    }
+
+    /// Where its last bytes end; after that there is nothing but room.
+    pub(crate) fn end(&self) -> usize {
+        self.slices.last().map_or(0, |slice| slice.at + slice.range.len())
+    }
+
+    /// The bytes that are copied into it.
+    pub(crate) fn copied(&self) -> u64 {
+        self.slices.iter().map(|slice| slice.range.len() as u64).sum()
+    }
+}

@@ -1,0 +1,298 @@
+//! The schedule of streaming: which layer is fetched when, into which slot, in which pieces. Pure: no device, no bytes, no
+//! time. [`Streamer`](crate::Streamer) carries it out, and a plan's forecast reckons how long that takes, so both do the
+//! same.
+//!
+//! [`Contents`] says what each layer fetches: for each lane the byte ranges that it brings (`contents`), of which small
+//! modules that share memory are one (`groups`), cut into chunks where they pass buffers on the host (`chunks`).
+//! [`Schedule`] says, with the layers asked for so far, what comes next (`order`) and which slot it goes into.
+
+mod chunks;
+mod contents;
+mod groups;
+mod order;
+
+pub(crate) use chunks::{Chunk, HOST_BUFFERS, HOST_PIECE, Rotation, chunks};
+pub(crate) use contents::{Contents, Part, Slice};
+pub(crate) use groups::{Groups, Origin};
+use order::Order;
+
+/// Which layer is in which slot, and which come next.
+#[derive(Clone, Debug)]
+pub(crate) struct Schedule {
+    order: Order,
+    depth: usize,
+    /// Whether each layer has a slot of its own choice: the k-th that is streamed number k mod n.
+    fixed: bool,
+    /// For each slot the layer that it holds, or will.
+    layers: Vec<Option<usize>>,
+    /// For each layer the slot that holds it, or will.
+    slots: Vec<Option<usize>>,
+}
+
+impl Schedule {
+    /// Nothing in `slots` slots, and all layers of `contents` to come in their order; those that stream are fetched up to
+    /// `depth` ahead.
+    pub(crate) fn new(contents: &Contents, slots: usize, depth: usize, fixed: bool) -> Schedule {
+        let order = Order::new((0..contents.len()).map(|layer| contents.of(layer).is_streamed()));
+        Schedule { order, depth, fixed, layers: vec![None; slots], slots: vec![None; contents.len()] }
+    }
+
+    /// How many slots there are.
+    pub(crate) fn slots(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// `layer` has its turn.
+    pub(crate) fn turn(&mut self, layer: usize) {
+        self.order.turn(layer);
+    }
+
+    /// The slot that holds `layer`, or will.
+    pub(crate) fn slot_of(&self, layer: usize) -> Option<usize> {
+        self.slots[layer]
+    }
+
+    /// The slot that `layer` always goes into, where slots are fixed.
+    pub(crate) fn fixed_slot_of(&self, layer: usize) -> Option<usize> {
+        let number = self.order.number(layer).filter(|_| self.fixed && self.slots() > 0);
+        number.map(|number| number % self.slots())
+    }
+
+    /// The layers to fetch ahead, in order: those after the one that has its turn that no slot holds.
+    pub(crate) fn ahead(&self) -> Vec<usize> {
+        self.order.ahead(self.depth).filter(|&layer| self.slots[layer].is_none()).collect()
+    }
+
+    /// The slots that `layer` may be fetched into, best first: those whose layers are needed later than it is, the one
+    /// that is needed last in front.
+    pub(crate) fn candidates(&self, layer: usize) -> Vec<usize> {
+        let own = self.order.distance(layer);
+        let needed = |slot: usize| self.layers[slot].map_or(usize::MAX, |other| self.order.distance(other));
+        let fixed = self.fixed_slot_of(layer);
+        let usable = |slot: &usize| fixed.is_none_or(|fixed| fixed == *slot) && needed(*slot) > own;
+        let mut candidates: Vec<usize> = (0..self.slots()).filter(usable).collect();
+        candidates.sort_by_key(|&slot| std::cmp::Reverse(needed(slot)));
+        candidates
+    }
+
+    /// `layer` is fetched into `slot`.
+    pub(crate) fn hold(&mut self, slot: usize, layer: usize) {
+        self.empty(slot);
+        if let Some(other) = self.slots[layer].replace(slot) {
+            self.layers[other] = None;
+        }
+        self.layers[slot] = Some(layer);
+    }
+
+    /// What `slot` held is no longer in it, or did not arrive.
+    pub(crate) fn empty(&mut self, slot: usize) {
+        if let Some(layer) = self.layers[slot].take() {
+            self.slots[layer] = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::{Layout, TensorInfo};
+    use crate::dtype::DType;
+    use proptest::prelude::*;
+
+    /// Contents of layers of which some are streamed.
+    fn contents(streamed: &[bool]) -> Contents {
+        let layout = Layout::blocks(vec![1 << 20; streamed.len()]);
+        let lanes: Vec<Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
+        Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes)
+    }
+
+    /// What a caller and a device do, without either: layers are asked for in this order, with no guard kept. For each
+    /// whether it had been fetched ahead; and how many fetches there were.
+    fn run(schedule: &mut Schedule, contents: &Contents, asked: &[usize]) -> (Vec<bool>, usize) {
+        let mut fetches = 0;
+        let mut fetch = |schedule: &mut Schedule, layer: usize| {
+            let Some(&slot) = schedule.candidates(layer).first() else { return };
+            schedule.hold(slot, layer);
+            fetches += 1;
+        };
+        let mut turn = |&layer: &usize| {
+            schedule.turn(layer);
+            let ahead = schedule.slot_of(layer).is_some();
+            if contents.of(layer).is_streamed() && !ahead {
+                fetch(schedule, layer);
+                assert!(schedule.slot_of(layer).is_some(), "there is a slot for the layer that has its turn");
+            }
+            schedule.ahead().into_iter().for_each(|next| fetch(schedule, next));
+            ahead
+        };
+        (asked.iter().map(&mut turn).collect(), fetches)
+    }
+
+    /// diffusers writes Flux with its single blocks before the double ones, and runs them after these.
+    #[test]
+    fn the_second_pass_goes_by_what_followed_what_in_the_first() {
+        let contents = contents(&[true; 12]);
+        // By name: two inputs, five single blocks, four double ones, the end.
+        let pass = [0, 1, 7, 8, 9, 10, 2, 3, 4, 5, 6, 11];
+        let mut schedule = Schedule::new(&contents, 3, 2, false);
+        let (first, _) = run(&mut schedule, &contents, &pass);
+        assert_eq!(
+            first.iter().filter(|ahead| !**ahead).count(),
+            4,
+            "the first, and where the order is another: {first:?}"
+        );
+        for _ in 0..3 {
+            let (ahead, fetches) = run(&mut schedule, &contents, &pass);
+            // The first layer of the second pass was not known to come.
+            assert!(ahead[1..].iter().all(|ahead| *ahead), "{ahead:?}");
+            assert!(fetches <= pass.len() + 1, "{fetches} fetches for {} layers", pass.len());
+        }
+        let (settled, fetches) = run(&mut schedule, &contents, &pass);
+        assert_eq!((settled, fetches), (vec![true; 12], 12));
+    }
+
+    #[test]
+    fn another_order_starts_over() {
+        let contents = contents(&[true; 6]);
+        let mut schedule = Schedule::new(&contents, 2, 1, false);
+        let (odd, even) = ([0, 2, 4, 1, 3, 5], [0, 1, 2, 3, 4, 5]);
+        (0..3).for_each(|_| drop(run(&mut schedule, &contents, &odd)));
+        assert_eq!(run(&mut schedule, &contents, &odd).0, [true; 6]);
+        // The order of the model, known again as soon as it is clear that the other one is left.
+        assert_eq!(run(&mut schedule, &contents, &even).0, [true, false, false, true, true, true]);
+        assert_eq!(run(&mut schedule, &contents, &even).0, [true; 6]);
+        (0..2).for_each(|_| drop(run(&mut schedule, &contents, &odd)));
+        assert_eq!(run(&mut schedule, &contents, &odd).0, [true; 6]);
+        // A pass that is not finished, and one that leaves a layer out: the order is still the same.
+        run(&mut schedule, &contents, &odd[..3]);
+        assert_eq!(run(&mut schedule, &contents, &odd).0, [false, true, true, true, true, true]);
+        (0..2).for_each(|_| drop(run(&mut schedule, &contents, &odd)));
+        assert_eq!(run(&mut schedule, &contents, &[0, 2, 1, 3, 5]).0, [true, true, false, true, true]);
+        // Left out for good, it is not fetched any more.
+        (0..2).for_each(|_| drop(run(&mut schedule, &contents, &[0, 2, 1, 3, 5])));
+        assert_eq!(run(&mut schedule, &contents, &[0, 2, 1, 3, 5]), (vec![true; 5], 5));
+    }
+
+    #[test]
+    fn a_layer_may_come_twice_in_a_pass() {
+        let contents = contents(&[true; 5]);
+        let mut schedule = Schedule::new(&contents, 2, 1, false);
+        let pass = [0, 1, 1, 4, 2, 1, 3];
+        (0..2).for_each(|_| drop(run(&mut schedule, &contents, &pass)));
+        assert_eq!(run(&mut schedule, &contents, &pass).0, [true; 7]);
+    }
+
+    #[test]
+    fn fixed_slots_are_known_before_the_first_pass() {
+        // Layer 2 is resident, so the streamed ones are 0, 1, 3, 4, 5.
+        let streamed = [true, true, false, true, true, true];
+        let contents = contents(&streamed);
+        let mut schedule = Schedule::new(&contents, 2, 1, true);
+        let slots: Vec<Option<usize>> = (0..6).map(|layer| schedule.fixed_slot_of(layer)).collect();
+        assert_eq!(slots, [Some(0), Some(1), None, Some(0), Some(1), Some(0)]);
+        for pass in 0..3 {
+            let (ahead, fetches) = run(&mut schedule, &contents, &[0, 1, 2, 3, 4, 5]);
+            // The last layer and the first have one slot, so the first cannot be fetched ahead.
+            assert_eq!(ahead, [false, true, false, true, true, true], "pass {pass}");
+            assert_eq!(fetches, 5);
+        }
+        for (layer, slot) in slots.iter().enumerate() {
+            schedule.turn(layer);
+            assert!(schedule.slot_of(layer).is_none_or(|held| Some(held) == *slot));
+        }
+    }
+
+    #[test]
+    fn a_slot_has_a_part_for_each_lane() {
+        let tensor = |name: &str, bytes: u64, at: u64| TensorInfo::new(name, DType::U8, &[bytes], 0, at).unwrap();
+        let layout = Layout::new(vec![
+            tensor("layers.0.a.weight", 512, 0),
+            tensor("layers.0.b.weight", 300, 512),
+            tensor("layers.0.c.weight", 256, 812),
+            tensor("layers.0.d.weight", 700_000, 1_068),
+        ]);
+        let lanes = [Some(1), Some(0), Some(1), Some(1)];
+        let origin = |module: usize| {
+            lanes[module].map(|lane| Origin { device: crate::DeviceId::cuda(lane as u32), staged: false })
+        };
+        let groups = Groups::new(&layout, origin);
+        let contents = Contents::new(&layout, &groups, &lanes);
+        let content = contents.of(0);
+        let slice = |module, range, at| Slice { module, range, at };
+        assert_eq!(
+            content.parts,
+            [
+                Part { lane: 0, bytes: 512, slices: vec![slice(1, 0..300, 0)] },
+                // The two small ones stand together at home and travel as one.
+                Part { lane: 1, bytes: 768 + 700_160, slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)] },
+            ]
+        );
+        assert_eq!((content.parts[1].end(), content.parts[1].copied()), (700_768, 700_768));
+        assert_eq!(content.find(2, &(512..768)), Some((1, 512..768)));
+        assert_eq!(content.find(1, &(10..20)), Some((0, 10..20)));
+        assert_eq!((content.find(1, &(0..301)), content.find(2, &(0..256))), (None, None));
+    }
+
+    #[test]
+    fn chunks_fill_their_buffers() {
+        let piece = HOST_PIECE as usize;
+        let slice = |module, bytes: usize, at| Slice { module, range: 0..bytes, at };
+        let part = |lane, slices: Vec<Slice>| Part { lane, bytes: 0, slices };
+        let parts = [part(0, vec![slice(0, piece / 2, 0), slice(1, piece, piece)]), part(0, vec![slice(2, piece, 0)])];
+        let chunks = chunks(&parts);
+        let sizes: Vec<Vec<(usize, usize, usize)>> =
+            chunks.iter().map(|chunk| chunk.iter().map(|(part, s)| (*part, s.at, s.range.len())).collect()).collect();
+        let half = piece / 2;
+        assert_eq!(
+            sizes,
+            [vec![(0, 0, half), (0, piece, half)], vec![(0, piece + half, half), (1, 0, half)], vec![(1, half, half)],]
+        );
+        let mut rotation = Rotation::default();
+        assert_eq!((0..6).map(|_| rotation.next()).collect::<Vec<_>>(), [0, 1, 2, 3, 0, 1]);
+        rotation.limit(2);
+        assert_eq!((0..3).map(|_| rotation.next()).collect::<Vec<_>>(), [0, 1, 0]);
+    }
+
+    proptest! {
+        /// Whatever is asked for: a layer that has its turn gets a slot while one can be had, no slot holds two layers and
+        /// no layer is in two, and nothing is fetched ahead over what is needed sooner.
+        #[test]
+        fn any_order_keeps_slots_and_layers_apart(
+            streamed in prop::collection::vec(any::<bool>(), 1..12),
+            slots in 1usize..6,
+            depth in 0usize..8,
+            fixed in any::<bool>(),
+            steps in prop::collection::vec((any::<prop::sample::Index>(), prop::collection::vec(any::<bool>(), 5)), 1..80),
+        ) {
+            let contents = contents(&streamed);
+            let mut schedule = Schedule::new(&contents, slots, depth, fixed);
+            for (layer, held) in steps {
+                let layer = layer.index(streamed.len());
+                schedule.turn(layer);
+                let free = |slot: &usize| !held.get(*slot).copied().unwrap_or(false);
+                if streamed[layer] && schedule.slot_of(layer).is_none() {
+                    let candidates = schedule.candidates(layer);
+                    let most = if fixed { 1 } else { slots };
+                    prop_assert_eq!(candidates.len(), most, "any slot may be taken for the layer that has its turn");
+                    candidates.into_iter().find(free).into_iter().for_each(|slot| schedule.hold(slot, layer));
+                }
+                let ahead = schedule.ahead();
+                prop_assert!(ahead.len() <= depth && !ahead.contains(&layer));
+                for next in ahead {
+                    prop_assert!(streamed[next]);
+                    let before = schedule.clone();
+                    if let Some(slot) = schedule.candidates(next).into_iter().find(free) {
+                        prop_assert!(before.slot_of(layer) != Some(slot), "the layer in use keeps its slot");
+                        schedule.hold(slot, next);
+                        prop_assert!(!fixed || schedule.fixed_slot_of(next) == Some(slot));
+                    }
+                }
+                for (layer, slot) in schedule.slots.iter().enumerate() {
+                    prop_assert!(slot.is_none_or(|slot| schedule.layers[slot] == Some(layer)));
+                }
+                let held = schedule.layers.iter().flatten().count();
+                prop_assert_eq!(held, schedule.slots.iter().flatten().count());
+            }
+        }
+    }
+}
