@@ -462,7 +462,8 @@ fn a_refused_copy_is_an_error_and_the_next_pass_is_right() {
 fn the_second_pass_fetches_ahead_in_the_order_of_the_first() {
     let tensor = |name: String| spec(name, DType::F32, &[16, 16]);
     let stack = |stack: &str, count| (0..count).map(|n| tensor(format!("{stack}.{n}.w.weight"))).collect::<Vec<_>>();
-    let tensors = [stack("single_transformer_blocks", 8), stack("transformer_blocks", 4), stack("x_embedder", 1)].concat();
+    let tensors =
+        [stack("single_transformer_blocks", 8), stack("transformer_blocks", 4), stack("x_embedder", 1)].concat();
     let subject = Subject::plain(&tensors, 31);
     let machine = machine();
     let registry = Registry::described(machine.clone(), Clock::Virtual);
