@@ -24,6 +24,7 @@ mod table;
 mod traffic;
 mod uniform;
 mod value;
+mod warning;
 
 pub use estimate::{Estimate, SegmentTime};
 pub use explain::{Alternative, DeviceReason, Explanation};
@@ -33,3 +34,4 @@ pub(crate) use groups::Groups;
 pub use planner::Planner;
 pub use preset::Preset;
 pub use value::{Assignment, DevicePlan, Order, Plan, Slots, Unit, Use};
+pub use warning::{KeptFor, Warning};
