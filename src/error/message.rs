@@ -95,7 +95,7 @@ mod tests {
 
     /// From the outermost error to what nothing has caused.
     fn chain<'e>(error: &'e (dyn StdError + 'static)) -> Vec<&'e (dyn StdError + 'static)> {
-        std::iter::successors(Some(error), |error| error.source()).collect()
+        std::iter::successors(Some(error), |&error| error.source()).collect()
     }
 
     #[test]
