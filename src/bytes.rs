@@ -82,11 +82,7 @@ impl FromStr for ByteSize {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let syntax = |expected: &str| Error::Syntax {
-            text: text.to_owned(),
-            span: 0..text.len(),
-            expected: expected.to_owned(),
-        };
+        let syntax = |expected: &str| Error::syntax(text, 0..text.len(), expected);
         let trimmed = text.trim();
         let number = trimmed.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let unit = unit_size(&trimmed[number.len()..])

@@ -50,20 +50,20 @@ use cudarc::driver::{CudaSlice, CudaStream};
 
 use crate::backend::{self, BufMut, Device, Stream};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Mismatch, Result};
 use crate::load::TensorView;
 
 /// A stream of the caller's, for [`Streamer::on`](crate::Streamer::on) and for copies that are to come in its order.
 /// It stays open as long as what is returned lives.
 ///
 /// # Errors
-/// [`Error::Invalid`] when `device` is no CUDA device, when the stream is not of its primary context, and for the stream
-/// that every thread has its own of (`CudaContext::per_thread_stream`): work that is queued and waited for in several
-/// threads would be on several streams. [`adopt_raw_stream`] takes that one, for one thread.
+/// [`Error::Mismatch`] when the stream is not of the device's primary context; [`Error::Invalid`] when `device` is no CUDA
+/// device, and for the stream that every thread has its own of (`CudaContext::per_thread_stream`): work that is queued and
+/// waited for in several threads would be on several streams. [`adopt_raw_stream`] takes that one, for one thread.
 pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Result<Arc<dyn Stream>> {
     let ours = cuda_device(device)?;
     if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
-        return Err(Error::invalid(format!("the stream is not of the primary context of {}", device.id())));
+        return Err(Mismatch::Context { device: device.id() }.into());
     }
     if stream.cu_stream().addr() == backend::cuda::PER_THREAD {
         return Err(Error::invalid(
@@ -116,14 +116,15 @@ fn placed(tensor: &TensorView<'_>) -> Option<(DeviceId, CUdeviceptr)> {
 /// A tensor as cudarc's own type, to be read on `stream`: the one that the layer's streamer works on.
 ///
 /// # Errors
-/// [`Error::Invalid`] when the tensor is not in the memory of the stream's device, or has no bytes.
+/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device, [`Error::Invalid`] when it has no bytes.
 pub fn slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a>> {
-    let (name, device) = (&tensor.info().name, tensor.device());
+    let (what, memory) = (format!("tensor `{}`", tensor.info().name), tensor.device());
+    if tensor.place().is_empty() {
+        return Err(Error::invalid(format!("{what} has no bytes")));
+    }
     let here = placed(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());
-    let (_, address) = here.ok_or_else(|| {
-        let there = stream.context().ordinal();
-        Error::invalid(format!("tensor `{name}`, on {device}, is not in the memory of cuda:{there} or has no bytes"))
-    })?;
+    let device = DeviceId::cuda(stream.context().ordinal() as u32);
+    let (_, address) = here.ok_or(Mismatch::Memory { what, memory, device })?;
     // SAFETY: the memory holds this many bytes for as long as `'a`, which the result does not outlive; the result
     // never frees it and gives no way to write it.
     let slice = unsafe { stream.upgrade_device_ptr::<u8>(address, tensor.place().len()) };

@@ -138,7 +138,7 @@ pub mod checkpoint;
 pub mod cuda;
 pub mod device;
 mod dtype;
-mod error;
+pub mod error;
 mod float;
 mod load;
 pub mod patch;
@@ -163,16 +163,18 @@ pub use device::{
     MemorySnapshot, MemoryUsage, Topology,
 };
 pub use dtype::{DType, UnknownDType};
-pub use error::{AdapterFault, Error, ErrorKind, FileFault, Holder, NoRoom, Result, Shortfall};
+pub use error::{
+    AdapterFault, AllocationError, Error, ErrorKind, FileFault, Holder, NoRoom, PlanFault, Result, Shortfall,
+};
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
 pub use patch::PatchOutcome;
 pub use plan::{
-    Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, Order, Plan, Planner,
-    Preset, SegmentTime, Slots, Unit, Use,
+    Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, KeptFor, Order, Plan,
+    Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
 };
 pub use registry::Registry;
 pub use rounding::Rounding;
-pub use stream::{LaneReport, LayerGuard, Stalls, StreamReport, Streamer, Via};
+pub use stream::{LaneReport, LayerGuard, StallCause, Stalls, StreamReport, Streamer, Via};
 
 /// The examples of the README, compiled and run with the other documentation tests.
 #[cfg(doctest)]

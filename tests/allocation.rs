@@ -1,7 +1,7 @@
 //! Allocation strings: what is read, what is refused and where, and that printing loses nothing.
 
 use proptest::prelude::*;
-use tensor_offload::{Allocation, ByteSize, DeviceId, Error, ErrorKind, Mode};
+use tensor_offload::{Allocation, AllocationError, ByteSize, DeviceId, Error, ErrorKind, Mode};
 
 fn parse(text: &str) -> Allocation {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
@@ -11,10 +11,18 @@ fn refuse(text: &str) -> Error {
     text.parse::<Allocation>().expect_err(text)
 }
 
+/// What is wrong with the text.
+fn fault(text: &str) -> AllocationError {
+    match refuse(text) {
+        Error::Allocation(fault) => *fault,
+        other => panic!("{text}: {other}"),
+    }
+}
+
 /// The part of the text that a syntax error points at.
 fn pointed_at(text: &str) -> &str {
-    match refuse(text) {
-        Error::Syntax { span, text: whole, .. } => {
+    match fault(text) {
+        AllocationError::Syntax { span, text: whole, .. } => {
             assert_eq!(whole, text);
             &text[span]
         }
@@ -99,7 +107,7 @@ fn case_2_errors_point_at_the_place() {
     ] {
         assert_eq!(pointed_at(text), part, "{text}");
     }
-    let Error::Syntax { span, .. } = refuse("cuda:0,") else { panic!("no syntax error") };
+    let AllocationError::Syntax { span, .. } = fault("cuda:0,") else { panic!("no syntax error") };
     assert_eq!(span, 7..7);
 }
 
@@ -249,7 +257,9 @@ proptest! {
 
     #[test]
     fn parsing_near_the_grammar_never_panics(text in "(auto,?)?[cudapmx:0-9.,;#*% {}gbGiB=reserv-]{0,40}") {
-        if let Err(Error::Syntax { span, text: whole, .. }) = text.parse::<Allocation>() {
+        if let Err(Error::Allocation(fault)) = text.parse::<Allocation>()
+            && let AllocationError::Syntax { span, text: whole, .. } = *fault
+        {
             prop_assert!(whole.get(span).is_some());
         }
     }

@@ -209,8 +209,8 @@ fn one_model_is_unloaded_by_its_key() {
     let cache = filled(&case, &watched.registry, "abc", "a");
     let report = cache.unload("b").unwrap();
     assert_eq!((keys(&report.unloaded), report.kept.join("")), (vec!["b"], "ac".to_owned()));
-    assert_eq!(cache.unload("b").unwrap_err().kind(), ErrorKind::Invalid);
-    assert_eq!(cache.flag("b", Retention::Keep).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(cache.unload("b").unwrap_err().kind(), ErrorKind::Missing);
+    assert_eq!(cache.flag("b", Retention::Keep).unwrap_err().kind(), ErrorKind::Missing);
     cache.flag("a", Retention::Keep).unwrap();
     cache.flag("c", Retention::Unload).unwrap();
     assert_eq!(keys(&cache.unload_all().unloaded), ["c"]);

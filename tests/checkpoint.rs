@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use tensor_offload::checkpoint::{Checkpoint, TensorSpec, write_safetensors};
+use tensor_offload::error::{Measured, Missing};
 use tensor_offload::{DType, Error, ErrorKind, FileFault};
 
 /// A safetensors file of this header and so many bytes.
@@ -193,14 +194,18 @@ fn the_configuration_tells_of_tied_embeddings() {
 fn reads_are_checked() {
     let model =
         Checkpoint::from_bytes("m", file(r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#, 4)).unwrap();
-    for wrong in [
-        model.read(0, &mut [0; 3]),
-        model.read(1, &mut [0; 4]),
-        model.read_at(0, 1, &mut [0; 4]),
-        model.read_at(0, u64::MAX, &mut [0; 4]),
+    let tensor = || Measured::Tensor { name: "a".to_owned() };
+    let part = |at| Measured::Part { name: "a".to_owned(), at };
+    for (wrong, measured, sizes) in [
+        (model.read(0, &mut [0; 3]), tensor(), (4, 3)),
+        (model.read_at(0, 1, &mut [0; 4]), part(1), (5, 4)),
+        (model.read_at(0, u64::MAX, &mut [0; 4]), part(u64::MAX), (u64::MAX, 4)),
     ] {
-        assert_eq!(wrong.unwrap_err().kind(), ErrorKind::Invalid);
+        let Err(Error::WrongSize { what, needed, given }) = wrong else { panic!("{wrong:?}") };
+        assert_eq!((what, (needed, given)), (measured, sizes));
     }
+    let none = model.read(1, &mut [0; 4]).unwrap_err();
+    assert!(matches!(&none, Error::Missing(Missing::TensorAt { index: 1, count: 1, .. })), "{none}");
     model.read_at(0, 4, &mut []).unwrap();
 }
 

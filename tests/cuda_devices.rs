@@ -10,6 +10,7 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan, Pcie, Session, library_path
 use tensor_offload::backend::{Backend, Cuda, Found, Host, MemoryKind, Route};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::device::{DeviceInfo, PcieLink};
+use tensor_offload::error::Term;
 use tensor_offload::{ByteSize, DeviceId, Error, Machine, Planner, Registry, Shortfall};
 
 const MIB: u64 = 1 << 20;
@@ -195,7 +196,7 @@ fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
         let registry = registry(managed());
         let whole = [6 << 30];
         let short = shortfall(registry.machine(), &whole, "cuda:0,*");
-        assert_eq!((short.device, short.term, short.limit, short.short), (A, "weights", 6 << 30, CONTEXT));
+        assert_eq!((short.device, short.term, short.limit, short.short), (A, Term::Weights, 6 << 30, CONTEXT));
         // A device that gets nothing is not opened and charged nothing.
         let layout = Layout::blocks([1 << 30]);
         let plan =
@@ -209,7 +210,7 @@ fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
         let now = registry.machine_now();
         assert_eq!(now.device(A).unwrap().free, Some((5 << 30) - 100 * MIB));
         let short = shortfall(&now, &[5 << 30], "cuda:0,*");
-        assert_eq!((short.term, short.short), ("weights", 100 * MIB));
+        assert_eq!((short.term, short.short), (Term::Weights, 100 * MIB));
         assert_eq!(now.device(B).unwrap().opening, CONTEXT);
         drop(held);
     }
@@ -218,7 +219,7 @@ fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
     full.devices[0].others_bytes = (8 << 30) - 300 * MIB;
     cuda.configure(&full);
     let short = shortfall(registry(managed()).machine(), &[1], "cuda:0,*");
-    assert_eq!((short.term, &short.module), ("opening", &None), "{short}");
+    assert_eq!((short.term, &short.module), (Term::Opening, &None), "{short}");
     let told = registry(managed().context_size(ByteSize(200 * MIB)));
     assert_eq!(told.machine().device(A).unwrap().opening, 200 * MIB);
     let layout = Layout::blocks([MIB]);

@@ -53,7 +53,7 @@ fn cuda_a_callers_stream_sees_every_layer() {
         }
         let elsewhere = contexts[1].new_stream().unwrap();
         let wrong = cuda::adopt_stream(model.residency().device(), &elsewhere).unwrap_err();
-        assert_eq!(wrong.kind(), ErrorKind::Invalid);
+        assert_eq!(wrong.kind(), ErrorKind::Mismatch);
         let guard = streamer.layer(1).unwrap();
         let tensor = guard.tensors().next().unwrap();
         assert!(cuda::slice(&tensor, &elsewhere).unwrap_err().to_string().contains("cuda:1"));

@@ -208,7 +208,7 @@ fn others_on_a_device_are_flagged() {
     let model = loader.load(&case.subject.checkpoint, &case.subject.patches, &elsewhere).unwrap();
     cache.insert("d", Arc::new(model), Retention::Keep);
     assert_eq!(cache.eject_others("a", xpu()).unwrap(), ["b", "c"]);
-    assert_eq!(cache.eject_others("nobody", xpu()).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(cache.eject_others("nobody", xpu()).unwrap_err().kind(), ErrorKind::Missing);
     assert_eq!(keys(&cache.unload_all().unloaded), "bc");
     assert_eq!(held(&cache), "ad");
 }
@@ -330,7 +330,7 @@ fn a_load_that_waits_for_itself_is_refused_at_once() {
         };
         let refused = |outcome: Result<()>, key: &str| -> Result<()> {
             let error = outcome.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+            assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
             assert!(error.to_string().contains(&format!("`{key}`")), "{error}");
             Ok(())
         };
@@ -346,7 +346,7 @@ fn a_load_that_waits_for_itself_is_refused_at_once() {
             get(key, &|| {
                 both.wait();
                 if let Err(error) = get(other, &load) {
-                    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+                    assert_eq!(error.kind(), ErrorKind::InUse, "{error}");
                     refusals.fetch_add(1, Ordering::Relaxed);
                 }
                 Ok(())

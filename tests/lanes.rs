@@ -219,7 +219,7 @@ fn slots_that_do_not_fit_are_refused_by_name() {
         let mut slots = own_slots(&model, 2);
         change(&mut slots);
         let error = Streamer::with_slots(&model, compute(&model), slots).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(matches!(error.kind(), ErrorKind::WrongSize | ErrorKind::Mismatch), "{error}");
         error.to_string()
     };
     let other = registry.device(GPU1).unwrap();
@@ -232,7 +232,7 @@ fn slots_that_do_not_fit_are_refused_by_name() {
     );
     let elsewhere = refused(&|slots| slots[0] = other.alloc(bytes, MemoryKind::Arena).unwrap());
     assert!(elsewhere.contains("on cuda:1") && elsewhere.contains("on cuda:0"), "{elsewhere}");
-    assert!(refused(&|slots| slots.clear()).contains(&format!("there is no slot; each needs {bytes} bytes")));
+    assert!(refused(&|slots| slots.clear()).contains("0 slots were given"));
     let other_stream = other.stream(Role::Compute).unwrap();
     assert!(Streamer::with_slots(&model, other_stream, own_slots(&model, 1)).is_err());
     check_pass(&mut Streamer::with_slots(&model, compute(&model), own_slots(&model, 1)).unwrap(), &subject);

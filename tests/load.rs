@@ -223,7 +223,7 @@ fn what_does_not_belong_together_is_refused() {
     let error = Loader::new(&registry).load(&subject.checkpoint, &subject.patches, &plan).unwrap_err();
     assert!(error.to_string().contains("the plan is of another model"), "{error}");
     let error = Loader::new(&registry).load(&subject.checkpoint, &other.patches, &plan).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
     // The same names and sizes, in another order in the file: each tensor would get another one's bytes.
     let mut tensors = blocks(&[1000; 3]);
     let straight = Subject::plain(&tensors, 9);
@@ -231,7 +231,7 @@ fn what_does_not_belong_together_is_refused() {
     let reversed = Subject::plain(&tensors, 9);
     let plan = straight.planner(&machine(), "cpu,*").plan().unwrap();
     let error = Loader::new(&registry).load(&reversed.checkpoint, &straight.patches, &plan).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
     assert!(registry.opened().is_empty(), "refused before a device is opened");
 }
 

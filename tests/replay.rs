@@ -11,7 +11,10 @@ use proptest::prelude::*;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Contents, MemoryKind, Role, Simulated, Transfer};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{Bandwidth, ErrorKind, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit};
+use tensor_offload::error::Missing;
+use tensor_offload::{
+    Bandwidth, Error, ErrorKind, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit,
+};
 
 fn sizes_only(devices: &[&str]) -> (Arc<Simulated>, Registry) {
     let simulated = Arc::new(Simulated::new(described(devices), Clock::Virtual).contents(Contents::SizesOnly));
@@ -48,7 +51,10 @@ fn sizes_only_are_not_copied_to_memory_with_bytes() {
     let stream = card.stream(Role::Download).unwrap();
     let copy = Transfer::whole(&nothing, host.alloc(1000, MemoryKind::Pinned).unwrap()).unwrap();
     let rejected = stream.copy(copy).unwrap_err();
-    assert_eq!(rejected.error.kind(), ErrorKind::Invalid, "{}", rejected.error);
+    assert!(matches!(&rejected.error, Error::Missing(Missing::Bytes { device: GPU0 })), "{}", rejected.error);
+    // A refused copy is an error itself, with its cause.
+    let cause = std::error::Error::source(&*rejected).and_then(|cause| cause.downcast_ref::<Error>());
+    assert_eq!(cause.map(Error::kind), Some(ErrorKind::Missing));
     let source = host.alloc(1000, MemoryKind::Pinned).unwrap().freeze();
     let there = card.alloc(1000, MemoryKind::Arena).unwrap();
     stream.copy(Transfer::whole(&source, there).unwrap()).unwrap().landed(DEADLINE).unwrap();
@@ -75,11 +81,11 @@ fn an_unfilled_model_takes_what_its_plan_says() {
     assert_eq!(streamer.report().bytes.values().sum::<u64>(), (2 * 30 + 1) << 30);
     let guard = streamer.layer(0).unwrap();
     let refused = guard.read("block.0.weight", &mut vec![0; 1 << 10]).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Invalid, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::Missing, "{refused}");
     drop((guard, streamer, model));
     assert!(devices.opened().iter().all(|device| device.ledger().charged() == 0));
     let other = Layout::blocks([1 << 30; 39]);
-    assert_eq!(Model::unfilled(&devices, &other, &plan).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(Model::unfilled(&devices, &other, &plan).unwrap_err().kind(), ErrorKind::Plan);
 }
 
 /// A card and a host with a link of so many bytes a second.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{Allocation, Described, Error, Machine, Order, Planner, Unit};
+use tensor_offload::{Allocation, AllocationError, Described, Error, Machine, Order, Planner, Unit};
 
 const DEVICES: [&str; 5] =
     ["cuda:0=9kb,link=1", "cuda:1=5kb,free=4kb,link=0.5", "xpu:0=2kb", "cpu=12kb,link=3", "disk=1mb,link=0.1"];
@@ -17,8 +17,11 @@ fuzz_target!(|data: &[u8]| {
     let Ok(text) = std::str::from_utf8(text) else { return };
     let allocation: Allocation = match text.parse() {
         Ok(allocation) => allocation,
-        Err(Error::Syntax { text: whole, span, .. }) => return assert!(whole == text && whole.get(span).is_some()),
-        Err(_) => return,
+        Err(Error::Allocation(fault)) => {
+            let AllocationError::Syntax { text: whole, span, .. } = *fault else { return };
+            return assert!(whole == text && whole.get(span).is_some());
+        }
+        Err(other) => panic!("{other}"),
     };
     let printed = allocation.to_string();
     assert_eq!(printed.parse::<Allocation>().expect("what is printed is read"), allocation, "{printed}");

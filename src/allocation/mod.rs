@@ -206,8 +206,7 @@ impl FromStr for Allocation {
     type Err = Error;
 
     /// # Errors
-    /// [`Error::Syntax`] with the place, [`Error::DuplicateDevice`], [`Error::MultipleRemainders`],
-    /// [`Error::MixedModes`], [`Error::ZeroShare`].
+    /// [`Error::Allocation`], with the place where the text is not of the form.
     fn from_str(text: &str) -> Result<Self> {
         parse::allocation(text)
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{AUTO, Allocation, Entry, Mode, Quota, VirtualVram};
 use crate::bytes::{ByteSize, Decimal, unit_size};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{AllocationError, Error, Result};
 
 const ENTRY: &str = "DEVICE,QUOTA, as in cuda:0,2.5gb or cpu,*";
 const QUOTA: &str = "a quota: bytes (2.5gb, 5gb*), a ratio (50%), a fraction of the device's memory (0.8) or *";
@@ -65,7 +65,18 @@ impl<'a> Parser<'a> {
     }
 
     fn syntax(&self, part: &str, expected: impl Into<String>) -> Error {
-        Error::Syntax { text: self.text.to_owned(), span: self.span(part), expected: expected.into() }
+        Error::syntax(self.text, self.span(part), expected)
+    }
+
+    /// The error of a parser that knows only `part`, with its place in the whole text.
+    fn placed(&self, part: &str, error: Error) -> Error {
+        match error {
+            Error::Allocation(fault) => match *fault {
+                AllocationError::Syntax { expected, .. } => self.syntax(part, expected),
+                other => other.into(),
+            },
+            other => other,
+        }
     }
 
     /// `part` without the braces around it, if it has them.
@@ -93,7 +104,9 @@ impl<'a> Parser<'a> {
             let mode = self.entries(other)?.iter().find_map(|entry| entry.entry.quota.mode());
             let alone = || self.syntax(other, "auto alone: it leaves no quota to name");
             let (first, second) = (auto.to_owned(), other.to_owned());
-            let mixed = |mode: Mode| Error::MixedModes { first, first_mode: AUTO, second, second_mode: mode.name() };
+            let mixed = |mode: Mode| {
+                AllocationError::MixedModes { first, first_mode: AUTO, second, second_mode: mode.name() }.into()
+            };
             return Err(mode.map_or_else(alone, mixed));
         }
         let mut options = auto.split(',').skip(1).map(str::trim);
@@ -106,10 +119,7 @@ impl<'a> Parser<'a> {
             return Err(self.syntax(option, RESERVE));
         }
         let size = size.trim_start();
-        size.parse().map(Some).map_err(|error| match error {
-            Error::Syntax { expected, .. } => self.syntax(size, expected),
-            other => other,
-        })
+        size.parse().map(Some).map_err(|error| self.placed(size, error))
     }
 
     fn entries(&self, part: &'a str) -> Result<Vec<Sourced<'a>>> {
@@ -140,10 +150,7 @@ impl<'a> Parser<'a> {
     }
 
     fn device(&self, token: &str) -> Result<DeviceId> {
-        token.parse().map_err(|error| match error {
-            Error::Syntax { expected, .. } => self.syntax(token, expected),
-            other => other,
-        })
+        token.parse().map_err(|error| self.placed(token, error))
     }
 
     fn quota(&self, token: &str) -> Result<Quota> {
@@ -180,7 +187,7 @@ impl<'a> Parser<'a> {
             let device = self.device(token)?;
             if let Some(&(_, first)) = seen.iter().find(|(other, _)| *other == device) {
                 let (first, second) = (first.to_owned(), token.to_owned());
-                return Err(Error::DuplicateDevice { device, first, second });
+                return Err(AllocationError::DuplicateDevice { device, first, second }.into());
             }
             seen.push((device, token));
         }
@@ -196,14 +203,14 @@ impl<'a> Parser<'a> {
             match (earlier, entry.device) {
                 (Some(earlier), Some(device)) => {
                     let (first, second) = (earlier.source.to_owned(), (*source).to_owned());
-                    return Err(Error::DuplicateDevice { device, first, second });
+                    return Err(AllocationError::DuplicateDevice { device, first, second }.into());
                 }
                 (Some(_), None) => return Err(self.syntax(source, "at most one fraction without a device")),
                 (None, _) => (),
             }
             let second = entry.device.filter(|_| entry.quota.takes_rest());
             if let (Some(first), Some(second)) = (rest, second) {
-                return Err(Error::MultipleRemainders { first, second });
+                return Err(AllocationError::MultipleRemainders { first, second }.into());
             }
             rest = rest.or(second);
         }
@@ -215,12 +222,13 @@ impl<'a> Parser<'a> {
         let Some((mode, first)) = moded.next() else { return Ok(None) };
         match moded.find(|(other, _)| *other != mode) {
             None => Ok(Some(mode)),
-            Some((other, second)) => Err(Error::MixedModes {
+            Some((other, second)) => Err(AllocationError::MixedModes {
                 first: first.to_owned(),
                 first_mode: mode.name(),
                 second: second.to_owned(),
                 second_mode: other.name(),
-            }),
+            }
+            .into()),
         }
     }
 
@@ -230,7 +238,7 @@ impl<'a> Parser<'a> {
             return Err(self.syntax(longest, "percentages of fewer digits, 18 between the largest and the smallest"));
         };
         if weights.iter().all(|&weight| weight == 0) {
-            return Err(Error::ZeroShare { text: self.text.to_owned() });
+            return Err(AllocationError::ZeroShare { text: self.text.to_owned() }.into());
         }
         Ok(())
     }

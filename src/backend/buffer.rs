@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::event::until;
 use super::{Allocation, Charge, Event, FenceState, Storage};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Measured, Result};
 
 /// From how many uses of a buffer on it is worth asking which of them are over.
 const MANY_USES: usize = 8;
@@ -53,7 +53,7 @@ impl BufMut {
     /// What a backend's [`allocate`](super::Device::allocate) returns: `storage` stands behind `charge`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there are fewer bytes than are charged.
+    /// [`Error::Bug`] when there are fewer bytes than are charged.
     pub fn new(storage: Box<dyn Storage>, charge: Charge) -> Result<BufMut> {
         let allocation = Arc::new(Allocation::new(storage, charge)?);
         let (place, uses) = (0..allocation.bytes(), Mutex::default());
@@ -79,10 +79,10 @@ impl BufMut {
     /// several copies can then fill the parts of one allocation at one time. The allocation lives as long as any part.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it has fewer bytes; it stays whole.
+    /// [`Error::WrongSize`] when it has fewer bytes; it stays whole.
     pub fn split_off(&mut self, at: usize) -> Result<BufMut> {
         if at > self.bytes() {
-            return Err(Error::invalid(format!("a buffer of {} bytes cannot be split at {at}", self.bytes())));
+            return Err(Error::WrongSize { what: Measured::Split, needed: at as u64, given: self.bytes() as u64 });
         }
         let (Range { start, end }, uses) = (self.0.place.clone(), self.0.open_uses());
         let part = |place: Range<usize>| {

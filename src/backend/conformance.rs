@@ -255,7 +255,7 @@ fn wrong_copies_are_refused(device: &dyn Device, host: &dyn Device) {
         let dst = device.alloc(BYTES, MemoryKind::Arena).expect("memory");
         let piece = Piece { src: src.clone(), from, at };
         let rejected = Transfer::new(vec![piece], dst).expect_err("a piece outside");
-        assert_eq!(rejected.error.kind(), ErrorKind::Invalid);
+        assert_eq!(rejected.error.kind(), ErrorKind::WrongSize);
         assert_eq!(rejected.dst.bytes(), BYTES, "the destination comes back");
     }
 }

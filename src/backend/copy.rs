@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::{Buf, BufMut, Event, Joined, Stream};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Measured, Result};
 
 /// Bytes of one source that go to one place of a copy's destination.
 #[derive(Clone, Debug)]
@@ -17,6 +17,21 @@ pub struct Piece {
     pub from: Range<usize>,
     /// Where they begin in the destination.
     pub at: usize,
+}
+
+impl Piece {
+    /// Whether it is inside of its source, and of a destination of `room` bytes.
+    fn check(&self, room: usize) -> Result<()> {
+        let Range { start, end } = self.from;
+        let bytes = end.checked_sub(start).ok_or_else(|| Error::invalid(format!("bytes {start}..{end} of a copy")))?;
+        let fits = |what, needed: usize, given: usize| match needed <= given {
+            true => Ok(()),
+            false => Err(Error::WrongSize { what, needed: needed as u64, given: given as u64 }),
+        };
+        fits(Measured::Source, end, self.src.bytes())?;
+        // No buffer ends at the largest number.
+        fits(Measured::Destination, self.at.saturating_add(bytes), room)
+    }
 }
 
 /// A copy of pieces into one destination, all of them inside their buffers.
@@ -30,17 +45,11 @@ impl Transfer {
     /// A copy of `pieces` into `dst`.
     ///
     /// # Errors
-    /// [`Rejected`] with [`Error::Invalid`] when a piece passes the end of its source or of `dst`.
+    /// [`Rejected`] with [`Error::WrongSize`] when a piece passes the end of its source or of `dst`, and with
+    /// [`Error::Invalid`] when it ends before it begins.
     pub fn new(mut pieces: Vec<Piece>, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
-        let outside = pieces.iter().find(|piece| {
-            let bytes = piece.from.end.checked_sub(piece.from.start);
-            let end = bytes.and_then(|bytes| piece.at.checked_add(bytes));
-            piece.from.end > piece.src.bytes() || end.is_none_or(|end| end > dst.bytes())
-        });
-        if let Some(Piece { src, from, at }) = outside {
-            let (have, room) = (src.bytes(), dst.bytes());
-            let error = format!("bytes {from:?} of a buffer of {have} do not fit at {at} of one of {room}");
-            return Err(Box::new(Rejected { error: Error::invalid(error), dst }));
+        if let Err(error) = pieces.iter().try_for_each(|piece| piece.check(dst.bytes())) {
+            return Err(Box::new(Rejected { error, dst }));
         }
         for Piece { src, from, at } in &mut pieces {
             let start = src.start();
@@ -52,7 +61,7 @@ impl Transfer {
     /// A copy of all of `src` to the beginning of `dst`.
     ///
     /// # Errors
-    /// [`Rejected`] with [`Error::Invalid`] when `dst` is smaller.
+    /// [`Rejected`] with [`Error::WrongSize`] when `dst` is smaller.
     pub fn whole(src: &Buf, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
         let piece = Piece { src: src.clone(), from: 0..src.bytes(), at: 0 };
         Transfer::new(vec![piece], dst)
@@ -128,18 +137,22 @@ impl Transfer {
 }
 
 /// A copy that was not queued, with its destination.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct Rejected {
     /// Why not.
+    #[source]
     pub error: Error,
     /// The destination, as it was.
     pub dst: BufMut,
 }
 
 /// Copies of which not all were queued, with their destinations.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
 pub struct RejectedAll {
     /// Why the first was refused.
+    #[source]
     pub error: Error,
     /// The destinations, in order; those of copies that were queued carry their events.
     pub dst: Vec<BufMut>,

@@ -192,7 +192,7 @@ impl Kernels for FaultyDevice {
         at: usize,
     ) -> Result<PatchFlight<'a>> {
         self.count(Operation::Patch)?;
-        let Some(kernels) = self.inner.kernels() else { return Err(Error::invalid("the device has no kernels")) };
+        let Some(kernels) = self.inner.kernels() else { return Err(Error::bug("the device has no kernels")) };
         let inner = (stream as &dyn Any).downcast_ref::<FaultyStream>().map(|stream| &*stream.inner);
         kernels.patch(inner.unwrap_or(stream), patch, weight, at)
     }

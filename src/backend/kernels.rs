@@ -8,8 +8,9 @@ use std::fmt;
 use std::ops::Range;
 
 use super::{Buf, BufMut, Event, Flight, Piece, Stream, Transfer, faulty};
+use crate::device::DeviceId;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, InUse, Measured, Mismatch, Result};
 
 /// The arithmetic that a device offers.
 pub trait Kernels: Send + Sync {
@@ -24,9 +25,9 @@ pub trait Kernels: Send + Sync {
     /// [`SATURATED`](MatrixPatch::SATURATED) bytes of the patch's memory how many values it saturated.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), for a patch that was sent by another kind of stream, for
-    /// a buffer that is too small or of another device, and for a matrix that is not aligned to its element; when the
-    /// stream takes no more work.
+    /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), and for a matrix that is not aligned to its element;
+    /// [`Error::Mismatch`] for a patch that was sent by another kind of stream, and for a buffer of another device;
+    /// [`Error::WrongSize`] for one that is too small; when the stream takes no more work.
     fn patch<'a>(
         &self,
         stream: &dyn Stream,
@@ -132,11 +133,9 @@ impl<'a> MatrixPatch<'a> {
         scales: Option<BlockScales<'a>>,
     ) -> Result<MatrixPatch<'a>> {
         let fp8 = matches!(dtype, DType::F8E4M3 | DType::F8E5M2);
-        if !fp8 && !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-            return Err(Error::invalid(format!("a matrix of {dtype} is not patched on a device")));
-        }
-        if [rows, cols].iter().any(|side| !(1..=Self::MOST).contains(side)) {
-            return Err(Error::invalid(format!("a matrix of {rows} by {cols} is not patched on a device")));
+        let float = fp8 || matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+        if !float || [rows, cols].iter().any(|side| !(1..=Self::MOST).contains(side)) {
+            return Err(Error::invalid(format!("a {dtype} matrix of {rows} by {cols} is not patched on a device")));
         }
         let fits = |product: &&PackedProduct<'_>| {
             let [high, wide] = Self::TILE;
@@ -214,8 +213,8 @@ impl<'a> MatrixPatch<'a> {
     /// counted together. Gives the patch, and `staging` with the event until which it is read.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `staging` cannot be written by the host, or one of the two has fewer than
-    /// [`work_bytes`](MatrixPatch::work_bytes); when the stream takes no more work.
+    /// [`Error::InUse`] when copies use `staging`, [`Error::Mismatch`] when it is not on the host; [`Error::WrongSize`] when
+    /// one of the two has fewer than [`work_bytes`](MatrixPatch::work_bytes); when the stream takes no more work.
     pub fn send(
         self,
         stream: &dyn Stream,
@@ -223,8 +222,15 @@ impl<'a> MatrixPatch<'a> {
         memory: BufMut,
         counted: bool,
     ) -> Result<(SentPatch<'a>, Event, Buf)> {
-        let unreachable = || Error::invalid("staging memory that the host cannot address, or that is in use");
-        self.write(staging.host_mut().ok_or_else(unreachable)?)?;
+        let (bytes, device) = (staging.bytes(), staging.device());
+        match (staging.pending().is_empty(), staging.host_mut()) {
+            (_, Some(staging)) => self.write(staging)?,
+            (false, None) => return Err(InUse::Buffer { device, bytes }.into()),
+            (true, None) => {
+                let what = "staging memory".to_owned();
+                return Err(Mismatch::Memory { what, memory: device, device: DeviceId::CPU }.into());
+            }
+        }
         let staging = staging.freeze();
         let from = if counted { Self::SATURATED.end } else { 0 };
         let piece = Piece { src: staging.clone(), from: from..self.work_bytes(), at: from };
@@ -239,11 +245,11 @@ impl<'a> MatrixPatch<'a> {
     /// of the lines are f32.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `dst` has fewer than [`work_bytes`](MatrixPatch::work_bytes).
+    /// [`Error::WrongSize`] when `dst` has fewer than [`work_bytes`](MatrixPatch::work_bytes).
     pub fn write(&self, dst: &mut [u8]) -> Result<()> {
         let (wanted, room) = (self.work_bytes(), dst.len());
         let Some(dst) = dst.get_mut(..wanted) else {
-            return Err(Error::invalid(format!("work memory of {wanted} bytes does not fit into {room}")));
+            return Err(Error::WrongSize { what: Measured::Work, needed: wanted as u64, given: room as u64 });
         };
         let (head, factors) = dst.split_at_mut(self.products_at());
         head.fill(0);

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Mismatch, Result};
 
 /// Counts what is taken of one device, and refuses what would pass its limit.
 #[derive(Debug)]
@@ -103,8 +103,8 @@ impl Charge {
 
     /// Makes sure that it is of the device `id`.
     pub(super) fn check(&self, id: DeviceId) -> Result<()> {
-        let device = self.device();
-        if device == id { Ok(()) } else { Err(Error::invalid(format!("memory of {id} for a charge of {device}"))) }
+        let charge = self.device();
+        if charge == id { Ok(()) } else { Err(Mismatch::Charge { device: id, charge }.into()) }
     }
 
     /// Takes a part out of this charge, so that reserved memory is used without being counted twice.

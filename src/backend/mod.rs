@@ -181,7 +181,7 @@ impl dyn Device + '_ {
             return Ok(memory);
         }
         let (have, there) = (memory.bytes(), memory.device());
-        Err(Error::invalid(format!("{id} was asked for {bytes} bytes and gave {have} on {there}")))
+        Err(Error::bug(format!("{id} was asked for {bytes} bytes and gave {have} on {there}")))
     }
 }
 
@@ -245,14 +245,14 @@ impl dyn Stream + '_ {
     /// Queues a copy, and makes sure that the flight is that of its destination: a stream may be another crate's.
     ///
     /// # Errors
-    /// As [`copy`](Stream::copy); [`Error::Invalid`] with what came back in the destination's place.
+    /// As [`copy`](Stream::copy); [`Error::Bug`] with what came back in the destination's place.
     pub(crate) fn send(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         let wanted = transfer.dst().shape();
         let flight = self.copy(transfer)?;
         if flight.shape() == wanted {
             return Ok(flight);
         }
-        let error = Error::invalid(format!("a stream of {} mixed its copies up", self.device()));
+        let error = Error::bug(format!("a stream of {} mixed its copies up", self.device()));
         Err(Box::new(Rejected { error, dst: flight.chain() }))
     }
 }

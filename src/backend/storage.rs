@@ -78,12 +78,12 @@ impl Allocation {
     /// Puts `storage` behind `charge`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it has fewer bytes than are charged; it is freed then.
+    /// [`Error::Bug`] when it has fewer bytes than are charged; it is freed then.
     pub(super) fn new(storage: Box<dyn Storage>, mut charge: Charge) -> Result<Allocation> {
         let (bytes, have) = (charge.bytes() as usize, storage.bytes());
         if have < bytes {
             storage.free(charge);
-            return Err(Error::invalid(format!("memory of {have} bytes stands behind a charge of {bytes}")));
+            return Err(Error::bug(format!("memory of {have} bytes stands behind a charge of {bytes}")));
         }
         charge.back();
         let (host, address, device) = (storage.host().map(HostAddress), storage.address(), charge.device());

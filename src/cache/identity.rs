@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::{Entry, ModelCache, Retention, let_go};
 use crate::adapter::{Origin, Patches, ScalePolicy};
 use crate::checkpoint::Checkpoint;
-use crate::error::{Error, Result};
+use crate::error::{Error, InUse, Result};
 use crate::load::Model;
 use crate::plan::Plan;
 use crate::rounding::Rounding;
@@ -103,7 +103,7 @@ impl ModelCache {
     /// # Errors
     /// [`Error::Failed`] with what `load` met, for all who waited for it. The old model stays then, if it was given to
     /// `load` and did not have to go for the new one, which the error says; else the key is free.
-    /// [`Error::Invalid`] where `load` asks, on its own thread, for the key that it is loading, or for one whose load waits
+    /// [`Error::InUse`] where `load` asks, on its own thread, for the key that it is loading, or for one whose load waits
     /// for it: nobody would ever end. [`Error::TimedOut`] after waiting an hour for another's load.
     pub fn get_or_load(
         &self,
@@ -219,7 +219,7 @@ impl Running {
     /// Notes that this thread waits for a load.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when that load waits for this thread.
+    /// [`InUse::Loading`] when that load waits for this thread.
     fn wait_for(&mut self, shared: &Arc<Shared>, key: &str) -> Result<()> {
         let this = std::thread::current().id();
         // Each waits for one at most and none was let wait in a circle, so this comes to an end.
@@ -232,8 +232,7 @@ impl Running {
             };
             last = next;
         }
-        let inside = "is asked for inside of that load, or of one that it waits for, so none of them would end";
-        Err(Error::invalid(format!("the model `{key}` is being loaded and {inside}")))
+        Err(InUse::Loading { key: key.to_owned() }.into())
     }
 }
 

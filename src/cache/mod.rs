@@ -15,7 +15,7 @@ pub use pressure::{Pressure, PressureReadings, PressureReport, PressureState};
 pub use report::{CleanupReport, EntryInfo, Unfinished, UnloadReport, Unloaded};
 pub use room::Evict;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 use crate::load::Model;
 
 /// What happens to a model at the next [`unload_all`](ModelCache::unload_all).
@@ -124,7 +124,7 @@ impl ModelCache {
     /// Says anew whether the model `key` stays.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such model.
+    /// [`Error::Missing`] when there is no such model.
     pub fn flag(&self, key: &str, retention: Retention) -> Result<()> {
         let mut entries = self.entries();
         let entry = entries.models.get_mut(key).ok_or_else(|| no_model(key))?;
@@ -148,7 +148,7 @@ impl ModelCache {
     /// Lets go of one model, flagged or not.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such model.
+    /// [`Error::Missing`] when there is no such model.
     pub fn unload(&self, key: &str) -> Result<UnloadReport> {
         let report = self.unload_where(|candidate, _| candidate == key);
         if report.unloaded.is_empty() && report.deferred.is_empty() { Err(no_model(key)) } else { Ok(report) }
@@ -198,5 +198,5 @@ fn let_go(leaving: Vec<(String, Entry)>, kept: Vec<String>) -> UnloadReport {
 }
 
 fn no_model(key: &str) -> Error {
-    Error::invalid(format!("the cache has no model `{key}`"))
+    Missing::Model { key: key.to_owned() }.into()
 }

@@ -128,7 +128,7 @@ impl ModelCache {
     /// Flags every model but `key` that holds memory of a device; the keys of those flagged now.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no model `key`; nothing is flagged then.
+    /// [`Error::Missing`] when there is no model `key`; nothing is flagged then.
     pub fn eject_others(&self, key: &str, device: DeviceId) -> Result<Vec<String>> {
         let mut entries = self.entries();
         if !entries.models.contains_key(key) {

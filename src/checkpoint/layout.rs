@@ -6,7 +6,7 @@ use std::collections::{HashMap, HashSet};
 use serde::Serialize;
 
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 
 /// One stored tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -163,12 +163,12 @@ impl Layout {
     /// The same layout with its layers in the order given, by name; layers not named follow in their old order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming a layer that does not exist or stands twice.
+    /// [`Error::Missing`] naming a layer that does not exist, [`Error::Invalid`] one that stands twice.
     pub fn in_order(self, names: &[&str]) -> Result<Layout> {
         let mut places: Vec<Option<usize>> = vec![None; self.layers.len()];
         let by_name: HashMap<&str, usize> = self.layers.iter().enumerate().map(|(i, l)| (l.name.as_str(), i)).collect();
         for (place, name) in names.iter().enumerate() {
-            let layer = by_name.get(name).ok_or_else(|| Error::invalid(format!("there is no layer `{name}`")))?;
+            let layer = by_name.get(name).ok_or_else(|| Missing::Layer { name: (*name).to_owned() })?;
             if places[*layer].replace(place).is_some() {
                 return Err(Error::invalid(format!("layer `{name}` stands twice in the order given")));
             }
@@ -190,12 +190,12 @@ impl Layout {
     /// bytes were.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a place that does not exist, and as [`TensorInfo::new`] for a shape.
+    /// As [`TensorInfo::new`] for a shape.
     pub(crate) fn patched(&self, changed: &[(usize, Vec<u64>)]) -> Result<Layout> {
         let mut layout = self.clone();
         for (index, shape) in changed {
             let tensor = layout.tensors.get_mut(*index);
-            let tensor = tensor.ok_or_else(|| Error::invalid(format!("there is no tensor at {index}")))?;
+            let tensor = tensor.ok_or_else(|| Error::bug(format!("there is no tensor at {index}")))?;
             *tensor = TensorInfo::new(tensor.name.clone(), tensor.dtype, shape, tensor.file, tensor.offset)?;
         }
         let own: HashSet<usize> = changed.iter().map(|(index, _)| *index).collect();

@@ -11,7 +11,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Measured, Missing, Result};
 use crate::transfer::{FileSource, MemorySource, Source};
 use files::FileSet;
 use header::Header;
@@ -137,14 +137,15 @@ impl Checkpoint {
     /// Fills `dst` with a tensor's bytes, all of them.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor or `dst` is not as long as it is; [`Error::File`] with
+    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is not as long as it is;
+    /// [`Error::File`] with
     /// [`FileFault::Changed`](crate::FileFault::Changed) when the file is no longer what was opened;
     /// [`Error::Io`] when the system refuses.
     pub fn read(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;
         if info.bytes != dst.len() as u64 {
-            let (name, bytes, len) = (&info.name, info.bytes, dst.len());
-            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, the buffer for it {len}")));
+            let what = Measured::Tensor { name: info.name.clone() };
+            return Err(Error::WrongSize { what, needed: info.bytes, given: dst.len() as u64 });
         }
         self.read_at(tensor, 0, dst)
     }
@@ -152,13 +153,14 @@ impl Checkpoint {
     /// Fills `dst` with a tensor's bytes from its byte `at` on.
     ///
     /// # Errors
-    /// As [`read`](Checkpoint::read); [`Error::Invalid`] too when the range leaves the tensor.
+    /// As [`read`](Checkpoint::read); [`Error::WrongSize`] too when the range leaves the tensor.
     pub fn read_at(&self, tensor: usize, at: u64, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;
-        let end = at.checked_add(dst.len() as u64);
-        if end.is_none_or(|end| end > info.bytes) {
-            let (name, bytes, len) = (&info.name, info.bytes, dst.len());
-            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, not {len} from {at} on")));
+        // No tensor ends at the largest number, since it has a place in a file.
+        let end = at.saturating_add(dst.len() as u64);
+        if end > info.bytes {
+            let what = Measured::Part { name: info.name.clone(), at };
+            return Err(Error::WrongSize { what, needed: end, given: info.bytes });
         }
         let source = &self.0.sources[info.file];
         source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
@@ -166,10 +168,9 @@ impl Checkpoint {
 
     fn info(&self, tensor: usize) -> Result<&TensorInfo> {
         let tensors = &self.0.layout.tensors;
-        tensors.get(tensor).ok_or_else(|| {
-            let (path, count) = (self.0.path.display(), tensors.len());
-            Error::invalid(format!("{path} has {count} tensors, so none at {tensor}"))
-        })
+        tensors
+            .get(tensor)
+            .ok_or_else(|| Missing::TensorAt { index: tensor, count: tensors.len(), file: self.0.path.clone() }.into())
     }
 }
 

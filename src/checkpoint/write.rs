@@ -11,7 +11,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 use super::header::{HEADER_LIMIT, LENGTH_BYTES, METADATA_KEY};
 use super::json::repeated;
 use crate::dtype::DType;
-use crate::error::{Error, FileFault, Result};
+use crate::error::{Error, FileFault, Measured, Result};
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,9 +53,9 @@ impl TensorSpec {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] when a name stands twice or is `__metadata__`, a shape has no whole number of bytes, or `fill`
-/// writes more or fewer bytes than a tensor has; [`Error::File`] when the header passes the format's limit;
-/// [`Error::Io`] when the system refuses; and what `fill` returns.
+/// [`Error::Invalid`] when a name stands twice or is `__metadata__`, or a shape has no whole number of bytes;
+/// [`Error::WrongSize`] when `fill` writes more or fewer bytes than a tensor has; [`Error::File`] when the header passes
+/// the format's limit; [`Error::Io`] when the system refuses; and what `fill` returns.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &[TensorSpec],
@@ -69,15 +69,13 @@ pub fn write_safetensors(
     let start = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
     file.out.write_all(&start).map_err(Error::io("write", path))?;
     for (index, entry) in header.tensors.iter().enumerate() {
-        let (name, left) = (&entry.spec.name, entry.bytes());
-        let mut writer = TensorWriter { path, entry, out: &mut file.out, left, refused: false };
+        let mut writer = TensorWriter { path, entry, out: &mut file.out, left: entry.bytes(), refused: None };
         fill(index, &mut writer)?;
-        if writer.refused {
-            return Err(writer.too_many());
-        }
-        if writer.left > 0 {
-            let (bytes, written) = (entry.bytes(), entry.bytes() - writer.left);
-            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, only {written} were written")));
+        let written = entry.bytes() - writer.left;
+        match writer.refused {
+            Some(given) => return Err(entry.wrong_size(given)),
+            None if written < entry.bytes() => return Err(entry.wrong_size(written)),
+            None => {}
         }
     }
     file.rename_to(path)
@@ -90,19 +88,21 @@ pub struct TensorWriter<'a> {
     entry: &'a Entry<'a>,
     out: &'a mut BufWriter<File>,
     left: u64,
-    refused: bool,
+    /// The bytes that there would have been with those that were too many.
+    refused: Option<u64>,
 }
 
 impl TensorWriter<'_> {
     /// Writes the tensor's next bytes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the tensor has fewer bytes; [`Error::Io`] when the system refuses.
+    /// [`Error::WrongSize`] when the tensor has fewer bytes; [`Error::Io`] when the system refuses.
     pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
         let path = self.path;
-        match self.write_all(bytes) {
-            Err(_) if self.refused => Err(self.too_many()),
-            written => written.map_err(Error::io("write", path)),
+        let written = self.write_all(bytes);
+        match self.refused {
+            Some(given) => Err(self.entry.wrong_size(given)),
+            None => written.map_err(Error::io("write", path)),
         }
     }
 
@@ -110,19 +110,15 @@ impl TensorWriter<'_> {
     pub fn left(&self) -> u64 {
         self.left
     }
-
-    fn too_many(&self) -> Error {
-        let (name, bytes) = (&self.entry.spec.name, self.entry.bytes());
-        Error::invalid(format!("tensor `{name}` has {bytes} bytes, more were written"))
-    }
 }
 
 /// For what writes to any writer, `std::io::copy` among them.
 impl Write for TensorWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() as u64 > self.left {
-            self.refused = true;
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, self.too_many().to_string()));
+            let given = (self.entry.bytes() - self.left).saturating_add(bytes.len() as u64);
+            let given = *self.refused.get_or_insert(given);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, self.entry.wrong_size(given)));
         }
         let written = self.out.write(bytes)?;
         self.left -= written as u64;
@@ -151,6 +147,11 @@ impl Entry<'_> {
     fn bytes(&self) -> u64 {
         self.end - self.begin
     }
+
+    fn wrong_size(&self, given: u64) -> Error {
+        let what = Measured::Written { name: self.spec.name.clone() };
+        Error::WrongSize { what, needed: self.bytes(), given }
+    }
 }
 
 impl<'a> Header<'a> {
@@ -176,7 +177,7 @@ impl<'a> Header<'a> {
 
     /// The header's text, padded with blanks so that the tensors' bytes begin at a multiple of 8.
     fn padded_json(&self, path: &Path) -> Result<Vec<u8>> {
-        let mut json = serde_json::to_vec(self).map_err(|e| Error::invalid(e.to_string()))?;
+        let mut json = serde_json::to_vec(self).map_err(|e| Error::bug(format!("a header that is no JSON: {e}")))?;
         json.resize(json.len().next_multiple_of(LENGTH_BYTES as usize), b' ');
         let bytes = json.len() as u64;
         if bytes > HEADER_LIMIT {
@@ -328,7 +329,7 @@ mod tests {
             out.put(b"12")
         });
         assert_eq!(kept.unwrap_err().to_string(), "tensor `a` has 2 bytes, more were written");
-        let failed = write_safetensors(&path, &tensors, &BTreeMap::new(), |_, _| Err(Error::invalid("no more")));
+        let failed = write_safetensors(&path, &tensors, &BTreeMap::new(), |_, _| Err(Error::bug("no more")));
         assert_eq!(failed.unwrap_err().to_string(), "no more");
         assert_eq!(fs::read(&path).unwrap(), old);
         assert_eq!(names_in(folder.path()), ["m.safetensors"]);

@@ -161,7 +161,7 @@ impl FromStr for DeviceId {
 
     /// Reads a name in any letter case, with blanks around it and around the colon.
     fn from_str(text: &str) -> Result<Self> {
-        let syntax = |expected: String| Error::Syntax { text: text.to_owned(), span: 0..text.len(), expected };
+        let syntax = |expected: String| Error::syntax(text, 0..text.len(), expected);
         let (kind, index) = match text.split_once(':') {
             Some((kind, index)) => (kind.trim(), Some(index.trim())),
             None => (text.trim(), None),

@@ -196,7 +196,7 @@ impl FromStr for Described {
     fn from_str(text: &str) -> Result<Self> {
         let syntax = |part: &str, expected: &str| {
             let start = part.as_ptr() as usize - text.as_ptr() as usize;
-            Error::Syntax { text: text.to_owned(), span: start..start + part.len(), expected: expected.to_owned() }
+            Error::syntax(text, start..start + part.len(), expected)
         };
         const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS][,domain=ID], as in cuda:0=24gib,free=20gib,link=27.2";
         let (id, rest) = text.split_once('=').ok_or_else(|| syntax(text, FORM))?;

@@ -14,7 +14,7 @@ use crate::adapter::Patches;
 use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Mismatch, Result};
 use crate::plan::{Plan, Slots};
 
 impl Loader<'_> {
@@ -49,7 +49,7 @@ impl Loader<'_> {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Loader::load); [`Error::Invalid`] too when the base is on devices of another registry. Whatever the
+    /// As [`load`](Loader::load); [`Error::Mismatch`] too when the base is on devices of another registry. Whatever the
     /// error, all memory is given back first, and the base is as it was.
     pub fn derive<'b>(
         &self,
@@ -129,8 +129,7 @@ impl Loader<'_> {
     fn check_base(&self, base: &Model) -> Result<()> {
         for device in base.devices() {
             if !Arc::ptr_eq(device, &self.registry.device(device.id())?) {
-                let id = device.id();
-                return Err(Error::invalid(format!("the model to derive from is on {id} of another registry")));
+                return Err(Mismatch::Registry { device: device.id() }.into());
             }
         }
         Ok(())

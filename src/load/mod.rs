@@ -30,7 +30,7 @@ use worker::Inputs;
 use crate::adapter::Patches;
 use crate::backend::LONGEST;
 use crate::checkpoint::{Checkpoint, TensorInfo};
-use crate::error::{Error, Result};
+use crate::error::{Mismatch, Result, TensorShape};
 use crate::plan::Plan;
 use crate::registry::Registry;
 
@@ -96,8 +96,9 @@ impl<'a> Loader<'a> {
     /// All memory is reserved before the first byte is read. The bytes are the same whatever the plan.
     ///
     /// # Errors
-    /// What reading, patching and allocating meet; [`Invalid`](crate::Error::Invalid) when the plan or the
-    /// patches are of another model; [`Cancelled`](crate::Error::Cancelled), even if all bytes are read by then.
+    /// What reading, patching and allocating meet; [`Plan`](crate::Error::Plan) or
+    /// [`Mismatch`](crate::Error::Mismatch) when the plan or the patches are of another model;
+    /// [`Cancelled`](crate::Error::Cancelled), even if all bytes are read by then.
     /// Whatever the error, all memory is given back first.
     pub fn load(&self, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
         plan.verify(patches.layout())?;
@@ -112,12 +113,12 @@ impl<'a> Loader<'a> {
 /// order, would give each tensor the bytes of another.
 ///
 /// # Errors
-/// [`Error::Invalid`] naming the first tensor that differs.
+/// [`Mismatch`] naming the first tensor that differs.
 fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
     let (stored, patched) = (&checkpoint.layout().tensors, &patches.layout().tensors);
     if stored.len() != patched.len() {
-        let (path, stored, patched) = (checkpoint.path().display(), stored.len(), patched.len());
-        return Err(Error::invalid(format!("the patches are for {patched} tensors, {path} has {stored}")));
+        let file = checkpoint.path().to_owned();
+        return Err(Mismatch::Checkpoint { patched: patched.len(), stored: stored.len(), file }.into());
     }
     let same = |(index, (stored, patched)): &(usize, (&TensorInfo, &TensorInfo))| {
         let sized = stored.bytes == patched.bytes || patches.tensor(*index).is_some();
@@ -125,15 +126,10 @@ fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
     };
     match stored.iter().zip(patched).enumerate().find(|pair| !same(pair)) {
         None => Ok(()),
-        Some((index, (stored, patched))) => Err(Error::invalid(format!(
-            "the patches are of another checkpoint: tensor {index} is `{}` ({} {:?}) there and `{}` ({} {:?}) in {}",
-            patched.name,
-            patched.dtype,
-            patched.shape,
-            stored.name,
-            stored.dtype,
-            stored.shape,
-            checkpoint.path().display()
-        ))),
+        Some((index, (stored, patched))) => {
+            let known = |t: &TensorInfo| TensorShape { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone() };
+            let (patched, stored, file) = (known(patched), known(stored), checkpoint.path().to_owned());
+            Err(Mismatch::Tensor { index, patched, stored, file }.into())
+        }
     }
 }

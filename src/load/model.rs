@@ -16,7 +16,7 @@ use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Measured, Missing, Result};
 use crate::plan::{Assignment, Plan, Use};
 use crate::registry::Registry;
 use crate::schedule::Groups;
@@ -109,7 +109,7 @@ impl Model {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the plan is of another model; what reserving and allocating meet, and all memory is
+    /// [`Error::Plan`] when the plan is of another model; what reserving and allocating meet, and all memory is
     /// given back first.
     pub fn unfilled(registry: &Registry, layout: &Layout, plan: &Plan) -> Result<Model> {
         plan.verify(layout)?;
@@ -146,7 +146,7 @@ impl Model {
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
         if let Some(id) = devices.keys().find(|id| reservation.left(**id) > 0) {
             let left = reservation.left(*id);
-            return Err(Error::invalid(format!("{left} bytes that the plan counts on {id} were not allocated")));
+            return Err(Error::bug(format!("{left} bytes that the plan counts on {id} were not allocated")));
         }
         let device = devices.get(&compute).cloned().map_or_else(|| registry.device(compute), Ok)?;
         let host = registry.staging_host()?;
@@ -228,17 +228,18 @@ impl Model {
     /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor or `dst` is of another length; whatever the copy meets.
+    /// [`Error::Missing`] when there is no such tensor, [`Error::WrongSize`] when `dst` is of another length; whatever
+    /// the copy meets.
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
-        let view = self.tensor(name).ok_or_else(|| Error::invalid(format!("there is no tensor `{name}`")))?;
+        let view = self.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
         self.download(&view, dst)
     }
 
     /// Copies what a view shows to host memory.
     pub(crate) fn download(&self, view: &TensorView<'_>, dst: &mut [u8]) -> Result<()> {
         if dst.len() != view.place.len() {
-            let (name, bytes, room) = (&view.info.name, view.place.len(), dst.len());
-            return Err(Error::invalid(format!("tensor `{name}` has {bytes} bytes, the room given is {room}")));
+            let what = Measured::Tensor { name: view.info.name.clone() };
+            return Err(Error::WrongSize { what, needed: view.place.len() as u64, given: dst.len() as u64 });
         }
         if let Some(bytes) = view.buf.host(DEADLINE)? {
             dst.copy_from_slice(&bytes[view.place.clone()]);
@@ -249,7 +250,7 @@ impl Model {
         let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
         let flight = self.download_stream(device)?.send(Transfer::new(vec![piece], staging)?)?;
         let landed = flight.landed(DEADLINE)?.freeze();
-        let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
+        let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
         dst.copy_from_slice(bytes);
         Ok(())
     }
@@ -356,7 +357,7 @@ impl Model {
     }
 
     pub(crate) fn device(&self, id: DeviceId) -> Result<&Arc<dyn Device>> {
-        self.devices.get(&id).ok_or_else(|| Error::invalid(format!("the model has nothing on {id}")))
+        self.devices.get(&id).ok_or_else(|| Error::bug(format!("the model has nothing on {id}")))
     }
 
     pub(crate) fn host(&self) -> &Arc<dyn Device> {

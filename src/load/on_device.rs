@@ -100,7 +100,7 @@ impl OnDevice {
         let landed = stream.send(Transfer::new(vec![piece], counted)?)?.landed(self.deadline)?.freeze();
         let bytes = landed.host(self.deadline)?;
         let count = bytes.and_then(|bytes| bytes.try_into().ok());
-        count.map(u64::from_le_bytes).ok_or_else(|| Error::invalid("staging memory that the host cannot address"))
+        count.map(u64::from_le_bytes).ok_or_else(|| Error::bug("staging memory that the host cannot address"))
     }
 
     /// Memory on a device beside all that is promised to others; none where there is not so much.
@@ -178,7 +178,7 @@ impl Factors {
     /// Lets all memory go once nobody uses it; how many values were saturated in all.
     pub(super) fn close(mut self, there: &OnDevice, streams: &BTreeMap<DeviceId, Arc<dyn Stream>>) -> Result<u64> {
         for (id, work) in std::mem::take(&mut self.work) {
-            let stream = streams.get(&id).ok_or_else(|| Error::invalid(format!("there is no stream of {id}")))?;
+            let stream = streams.get(&id).ok_or_else(|| Error::bug(format!("there is no stream of {id}")))?;
             self.saturated += there.saturated(work, &**stream)?;
         }
         Ok(self.saturated)

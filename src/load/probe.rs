@@ -90,7 +90,7 @@ impl Road<'_> {
         };
         let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
         let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;
-        let shown = landed.host_mut().ok_or_else(|| Error::invalid("staging memory the host cannot address"))?;
+        let shown = landed.host_mut().ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
         visit(&shown[..bytes]);
         self.staging = Some(landed);
         Ok(())

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 use crate::plan::Plan;
 use crate::registry::Registry;
 
@@ -72,7 +72,7 @@ impl Reservation {
     /// [`Error::OutOfMemory`] when less is left, or when the device refuses.
     pub fn alloc(&mut self, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
         let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
-            return Err(Error::invalid(format!("the plan reserves nothing on {id}")));
+            return Err(Missing::Reserved { device: id, reserved: self.charges.keys().copied().collect() }.into());
         };
         device.back(charge.split(bytes)?, kind, Some(self.compute))
     }

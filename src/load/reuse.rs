@@ -154,7 +154,7 @@ impl Job<'_> {
         if held.buf.device().is_host() {
             self.go_on()?;
             let bytes = held.buf.host(self.loader.deadline)?;
-            let bytes = bytes.ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
+            let bytes = bytes.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
             dst.copy_from_slice(&bytes[held.place.clone()]);
             self.copied(dst.len());
         }
@@ -212,6 +212,6 @@ impl Job<'_> {
     }
 
     fn download(&self, from: DeviceId) -> Result<&Arc<dyn Stream>> {
-        self.ways.downloads.get(&from).ok_or_else(|| Error::invalid(format!("there is no way from {from} to the host")))
+        self.ways.downloads.get(&from).ok_or_else(|| Error::bug(format!("there is no way from {from} to the host")))
     }
 }

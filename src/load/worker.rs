@@ -17,7 +17,7 @@ use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 use crate::plan::Plan;
 use crate::transfer::Ring;
 
@@ -216,7 +216,7 @@ impl<'a> Job<'a> {
 
     /// Reads a group into the host memory where it stays.
     fn fill_here(&self, group: usize, mut memory: BufMut) -> Result<Buf> {
-        let bytes = memory.host_mut().ok_or_else(|| Error::invalid("host memory that the host cannot address"))?;
+        let bytes = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
         for (tensor, place) in self.own_tensors(group) {
             let dst = &mut bytes[place];
             match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
@@ -254,7 +254,7 @@ impl<'a> Job<'a> {
             let (mut staging, lent) = self.ring.acquire(self.loader.deadline)?;
             match staging.host_mut() {
                 Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes])?,
-                None => return Err(Error::invalid("staging memory that the host cannot address")),
+                None => return Err(Error::bug("staging memory that the host cannot address")),
             }
             let staging = staging.freeze();
             let piece = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
@@ -308,7 +308,7 @@ impl<'a> Job<'a> {
         };
         match staging.host_mut() {
             Some(dst) => self.read_patched(tensor, &mut dst[..place.len()])?,
-            None => return Err(Error::invalid("staging memory that the host cannot address")),
+            None => return Err(Error::bug("staging memory that the host cannot address")),
         }
         let staging = staging.freeze();
         let piece = Piece { src: staging.clone(), from: 0..place.len(), at: place.start };
@@ -351,10 +351,8 @@ impl<'a> Job<'a> {
     /// The files, to read a tensor that is in no memory.
     fn files(&self, tensor: usize) -> Result<&Checkpoint> {
         self.checkpoint.ok_or_else(|| {
-            let name = &self.patches.layout().tensors[tensor].name;
-            Error::invalid(format!(
-                "the memory that held tensor `{name}` is gone, and there is no file to read it from"
-            ))
+            let tensor = self.patches.layout().tensors[tensor].name.clone();
+            Missing::Held { tensor }.into()
         })
     }
 

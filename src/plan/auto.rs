@@ -298,7 +298,7 @@ impl<'a> Search<'a> {
 
     fn finish(self) -> Result<Plan> {
         let Some(best) = self.best() else {
-            return Err(self.refused.unwrap_or_else(|| Error::invalid("there is no device for the model")));
+            return Err(self.refused.unwrap_or_else(|| Error::bug("no allocation was tried, and none was refused")));
         };
         let others = ORDERS.map(|(order, unit)| {
             let of_order = |found: &&Found| (found.arrangement.order, found.arrangement.unit) == (order, unit);

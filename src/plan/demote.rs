@@ -7,7 +7,7 @@ use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Layout;
 use crate::device::{DeviceId, Machine};
-use crate::error::{Error, Result};
+use crate::error::{PlanFault, Result};
 
 impl Plan {
     /// This plan with the modules that are resident on its compute device moved to the host, to be streamed from there.
@@ -28,8 +28,9 @@ impl Plan {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the plan is of another model, or computes on the host; [`Error::UnknownDevice`] when the
-    /// machine has no host; [`Error::DoesNotFit`] as [`Planner::plan`](super::Planner::plan).
+    /// [`Error::Plan`](crate::Error::Plan) when the plan is of another model, or computes on the host;
+    /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) when the machine has no host;
+    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) as [`Planner::plan`](super::Planner::plan).
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
         let mut plan = self.away(layout, machine, Use::Streamed)?;
         let largest = plan.largest_streamed(layout);
@@ -47,7 +48,7 @@ impl Plan {
         self.verify(layout)?;
         let (old, compute) = (self.parts(), self.compute());
         if compute.is_host() {
-            return Err(Error::invalid("the plan computes on the host, so there is nowhere to demote to"));
+            return Err(PlanFault::NowhereToDemote.into());
         }
         let host = machine.device(DeviceId::CPU)?;
         let mut devices = old.devices.clone();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::value::{Assignment, DevicePlan};
 use crate::device::{DeviceId, DeviceInfo, Machine};
-use crate::error::{Error, Result, Shortfall};
+use crate::error::{Error, Limit, Result, Shortfall, Term};
 
 /// Checks every device, and every memory that several of them share, against what is free, or against the
 /// total where that is unknown. `largest` is the name of the largest streamed layer.
@@ -50,11 +50,11 @@ fn short(
     let opening = passes(plan.opening);
     let culprit = assignments.iter().filter(|a| a.device == plan.id).find(|a| passes(a.bytes));
     let (term, module) = match culprit {
-        _ if opening => ("opening", None),
-        Some(assignment) => ("weights", Some(assignment.module.to_string())),
-        None if passes(plan.slots) => ("slots", largest.map(str::to_owned)),
-        None if passes(plan.scratch.saturating_sub(plan.slots)) => ("scratch", None),
-        None => ("reserve", None),
+        _ if opening => (Term::Opening, None),
+        Some(assignment) => (Term::Weights, Some(assignment.module.to_string())),
+        None if passes(plan.slots) => (Term::Slots, largest.map(str::to_owned)),
+        None if passes(plan.scratch.saturating_sub(plan.slots)) => (Term::Scratch, None),
+        None => (Term::Reserve, None),
     };
     Error::DoesNotFit(Box::new(Shortfall {
         device: plan.id,
@@ -62,7 +62,7 @@ fn short(
         module,
         needed,
         limit,
-        limit_is: if limit < memory.total || memory.free.is_some() { "free" } else { "in all" },
+        limit_is: if limit < memory.total || memory.free.is_some() { Limit::Free } else { Limit::InAll },
         total: memory.total,
         short: needed.saturating_sub(limit),
     }))

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::value::{Assignment, Plan};
 use crate::checkpoint::Layout;
 use crate::device::{Bookings, DeviceId, Topology};
-use crate::error::{Error, Result};
+use crate::error::{PlanFault, Result};
 use crate::schedule::{Contents, HOST_BUFFERS, Part, Rotation, Schedule, Slice, chunks};
 
 /// What the network itself takes, layer by layer.
@@ -41,17 +41,17 @@ impl ComputeTime {
     /// The time of every layer of `layout`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when times are given for another number of layers, or add up to more than a `Duration` holds.
+    /// [`Error::Plan`](crate::Error::Plan) when times are given for another number of layers, or add up to more than a
+    /// `Duration` holds.
     pub fn of_layers(&self, layout: &Layout) -> Result<Vec<Duration>> {
         let layers = layout.layers.len();
         match self {
             ComputeTime::Layers(times) if times.len() != layers => {
-                let given = times.len();
-                Err(Error::invalid(format!("there are compute times of {given} layers, the model has {layers}")))
+                Err(PlanFault::ComputeTimes { given: times.len(), layers }.into())
             }
             ComputeTime::Layers(times) => {
                 let sum = times.iter().try_fold(Duration::ZERO, |sum, &time| sum.checked_add(time));
-                sum.ok_or_else(|| Error::invalid("the compute times add up to too much"))?;
+                sum.ok_or(PlanFault::EndlessComputeTime)?;
                 Ok(times.clone())
             }
             ComputeTime::Pass(pass) => {

@@ -23,6 +23,7 @@ mod table;
 mod traffic;
 mod uniform;
 mod value;
+mod warning;
 
 pub use estimate::{Estimate, SegmentTime};
 pub use explain::{Alternative, DeviceReason, Explanation};
@@ -30,3 +31,4 @@ pub use forecast::ComputeTime;
 pub use planner::Planner;
 pub use preset::Preset;
 pub use value::{Assignment, DevicePlan, Order, Plan, Slots, Unit, Use};
+pub use warning::{KeptFor, Warning};

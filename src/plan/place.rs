@@ -2,9 +2,10 @@
 
 use super::quota::Quotas;
 use super::spread::Dealer;
+use super::warning::{KeptFor, Warning};
 use crate::checkpoint::Layout;
 use crate::device::Machine;
-use crate::error::{Error, Result, Shortfall};
+use crate::error::{Error, Limit, Result, Shortfall, Term};
 
 /// Modules below this many bytes are small, if they are also below [`SMALL_PART`] of the model.
 const SMALL_BYTES: u64 = 64 << 10;
@@ -20,7 +21,7 @@ pub(super) struct Placement<'a> {
     home: Vec<Option<usize>>,
     /// Bytes in each bin.
     used: Vec<u64>,
-    pub(super) warnings: Vec<String>,
+    pub(super) warnings: Vec<Warning>,
 }
 
 impl<'a> Placement<'a> {
@@ -34,12 +35,13 @@ impl<'a> Placement<'a> {
     pub(super) fn keep_first(&mut self, wanted: impl Fn(usize) -> bool, total: u64) {
         let layout = self.layout;
         let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
-        self.keep(wanted, "is to be kept resident");
-        self.keep(|module| layout.modules[module].bytes == 0 || small(layout.modules[module].bytes), "");
-        self.keep(|module| layout.modules[module].both_ends, "is used at both ends");
+        self.keep(wanted, Some(KeptFor::Wanted));
+        self.keep(|module| layout.modules[module].bytes == 0 || small(layout.modules[module].bytes), None);
+        self.keep(|module| layout.modules[module].both_ends, Some(KeptFor::BothEnds));
     }
 
-    fn keep(&mut self, kept: impl Fn(usize) -> bool, why: &str) {
+    /// With `why`, a module that the quota does not hold is worth a warning.
+    fn keep(&mut self, kept: impl Fn(usize) -> bool, why: Option<KeptFor>) {
         let compute = self.quotas.compute;
         for module in 0..self.home.len() {
             if !self.is_open(module) || !kept(module) {
@@ -47,9 +49,9 @@ impl<'a> Placement<'a> {
             }
             if self.holds(compute, self.bytes(module)) {
                 self.put(module, compute);
-            } else if !why.is_empty() {
-                let (name, device) = (&self.layout.modules[module].name, self.quotas.bins[compute].device);
-                self.warnings.push(format!("`{name}` {why}, but the quota of {device} does not hold it"));
+            } else if let Some(why) = why {
+                let (module, device) = (self.layout.modules[module].name.clone(), self.quotas.bins[compute].device);
+                self.warnings.push(Warning::NotKept { module, why, device });
             }
         }
     }
@@ -95,7 +97,7 @@ impl<'a> Placement<'a> {
             return Err(self.donors_short(module, target - left, machine));
         }
         if left < target {
-            self.warnings.push(format!("{target} bytes are to leave, but no more than {left} can"));
+            self.warnings.push(Warning::LeavesLess { target, left });
         }
         for module in 0..self.home.len() {
             if self.is_open(module) {
@@ -113,11 +115,11 @@ impl<'a> Placement<'a> {
         let total = machine.device(device).map_or(limit, |info| info.total);
         Error::DoesNotFit(Box::new(Shortfall {
             device,
-            term: "weights",
+            term: Term::Weights,
             module: Some(self.layout.modules[module].name.clone()),
             needed,
             limit,
-            limit_is: "free",
+            limit_is: Limit::Free,
             total,
             short: needed.saturating_sub(limit),
         }))
@@ -177,15 +179,12 @@ impl<'a> Placement<'a> {
     /// Gives modules without storage of their own the home of their owner.
     ///
     /// -> module -> bin.
-    pub(super) fn finish(mut self) -> (Vec<usize>, Vec<String>) {
+    pub(super) fn finish(mut self) -> (Vec<usize>, Vec<Warning>) {
         if let Some(rest) = self.quotas.rest.filter(|_| self.quotas.hard) {
             let bin = &self.quotas.bins[rest];
             if bin.quoted && self.used[rest] > bin.cap {
-                let (device, used, cap) = (bin.device, self.used[rest], bin.cap);
-                self.warnings.push(format!(
-                    "{device} takes what no quota holds: {used} bytes, {} more than its {cap}",
-                    used - cap
-                ));
+                let (device, bytes, quota) = (bin.device, self.used[rest], bin.cap);
+                self.warnings.push(Warning::OverQuota { device, bytes, quota });
             }
         }
         let owner = |module: usize| self.layout.modules[module].alias_of.unwrap_or(module);

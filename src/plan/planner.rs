@@ -10,11 +10,12 @@ use super::place::Placement;
 use super::quota::Quotas;
 use super::traffic::Placed;
 use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Slots, Unit, Use};
+use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout};
 use crate::device::{DeviceId, DeviceKind, Machine};
-use crate::error::{Error, Result};
+use crate::error::{PlanFault, Result};
 
 /// The most bytes that can be planned; products of two such numbers stay within `u128`.
 const MOST_BYTES: u64 = 1 << 63;
@@ -178,9 +179,11 @@ impl<'a> Planner<'a> {
     /// Places every module and checks that the devices hold the result.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] for a device that the machine lacks; [`Error::DoesNotFit`] with the device,
-    /// the term and the bytes short; [`Error::DuplicateDevice`] when the allocation names the compute device
-    /// by name and without; [`Error::Invalid`] for more than 2^63 bytes, or compute times of another number of layers.
+    /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) for a device that the machine lacks;
+    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term and the bytes short;
+    /// [`AllocationError::DuplicateDevice`](crate::AllocationError::DuplicateDevice) when the allocation names the compute
+    /// device by name and without; [`Error::Plan`](crate::Error::Plan) for more than 2^63 bytes;
+    /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers.
     pub fn plan(&self) -> Result<Plan> {
         match &self.allocation {
             Some(allocation) if allocation.mode() == Mode::Auto => {
@@ -251,8 +254,9 @@ impl<'a> Planner<'a> {
     }
 
     pub(super) fn total(&self) -> Result<u64> {
-        let sum = self.layout.modules.iter().try_fold(0u64, |sum, module| sum.checked_add(module.bytes));
-        sum.filter(|&bytes| bytes <= MOST_BYTES).ok_or_else(|| Error::invalid("the model has more than 2^63 bytes"))
+        let bytes = self.layout.modules.iter().map(|module| u128::from(module.bytes)).sum();
+        let countable = u64::try_from(bytes).ok().filter(|&bytes| bytes <= MOST_BYTES);
+        countable.ok_or_else(|| PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into())
     }
 
     fn compute_device(&self) -> DeviceId {
@@ -337,12 +341,11 @@ impl<'a> Planner<'a> {
         &'b self,
         devices: &'b [DevicePlan],
         compute: DeviceId,
-    ) -> impl Iterator<Item = String> + use<'b, 'a> {
+    ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
         let topology = &self.machine.topology;
         let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
-        devices.iter().filter(here).map(move |DevicePlan { id, streamed, .. }| {
-            format!("{id} and {compute} share one memory: {streamed} bytes are copied within it in each pass, which weights on {compute} would not need")
-        })
+        let warning = move |d: &DevicePlan| Warning::OneMemory { device: d.id, compute, bytes: d.streamed };
+        devices.iter().filter(here).map(warning)
     }
 
     /// The name of the layer that the slots are made for.
@@ -355,10 +358,10 @@ impl<'a> Planner<'a> {
     }
 
     /// Warnings for patterns that name nothing.
-    fn idle_patterns(&self) -> impl Iterator<Item = String> {
+    fn idle_patterns(&self) -> impl Iterator<Item = Warning> {
         let idle = |pattern: &&String| !self.layout.modules.iter().any(|module| matches(pattern, &module.name));
         let patterns = self.resident.iter().chain(&self.in_place);
-        patterns.filter(idle).map(|pattern| format!("no module is named like `{pattern}`"))
+        patterns.filter(idle).map(|pattern| Warning::IdlePattern { pattern: pattern.clone() })
     }
 }
 

@@ -106,11 +106,11 @@ impl FromStr for Preset {
     type Err = Error;
 
     /// # Errors
-    /// [`Error::Syntax`] when it is none of the five names, in any case.
+    /// [`Error::Allocation`] when it is none of the five names, in any case.
     fn from_str(text: &str) -> Result<Self> {
         let found = ALL.iter().find(|row| row.1.eq_ignore_ascii_case(text.trim())).map(|row| row.0);
         let expected = "novram, low, normal, high or shared".to_owned();
-        found.ok_or_else(|| Error::Syntax { text: text.to_owned(), span: 0..text.len(), expected })
+        found.ok_or_else(|| Error::syntax(text, 0..text.len(), expected))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::allocation::{Allocation, Entry, Mode, Quota};
 use crate::device::{DeviceId, Machine};
-use crate::error::{Error, Result};
+use crate::error::{AllocationError, Error, Result};
 
 /// The devices that modules can go to, in the order of the allocation.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub(super) struct Bin {
 
 impl Quotas {
     /// # Errors
-    /// [`Error::UnknownDevice`] for a device that `machine` lacks, [`Error::DuplicateDevice`] when a fraction
+    /// [`Error::UnknownDevice`] for a device that `machine` lacks, [`AllocationError::DuplicateDevice`] when a fraction
     /// without a device and an entry of its own both name the compute device.
     pub(super) fn new(allocation: &Allocation, machine: &Machine, compute: DeviceId, total: u64) -> Result<Quotas> {
         machine.device(compute)?;
@@ -89,7 +89,8 @@ impl Quotas {
 
 /// The bytes of each entry of a ratio; they add up to `total`.
 fn shares(allocation: &Allocation, total: u64) -> Result<Vec<u64>> {
-    let weights = allocation.weights().ok_or_else(|| Error::invalid("the percentages have too many digits"))?;
+    let weights =
+        allocation.weights().ok_or_else(|| Error::bug("an allocation whose percentages have too many digits"))?;
     let sum: u128 = weights.iter().map(|&w| u128::from(w)).sum();
     let upto = |weight: u128| (u128::from(total) * weight / sum.max(1)) as u64;
     let mut before = 0u128;
@@ -104,5 +105,5 @@ fn shares(allocation: &Allocation, total: u64) -> Result<Vec<u64>> {
 fn twice(device: DeviceId, entries: &[Entry], compute: DeviceId) -> Error {
     let mut named = entries.iter().filter(|e| e.device.unwrap_or(compute) == device).map(ToString::to_string);
     let (first, second) = (named.next().unwrap_or_default(), named.next().unwrap_or_default());
-    Error::DuplicateDevice { device, first, second }
+    AllocationError::DuplicateDevice { device, first, second }.into()
 }

@@ -2,6 +2,7 @@
 
 use super::place::Placement;
 use super::spread::Dealer;
+use super::warning::Warning;
 
 impl Placement<'_> {
     /// Fills the compute device's share with roles, the largest first, each in all layers of its class, then
@@ -17,8 +18,7 @@ impl Placement<'_> {
         self.deal_modules(|bin| bin != compute);
         if self.resident() > before {
             let device = self.quotas.bins[compute].device;
-            self.warnings
-                .push(format!("the streamed layers are not uniform: {device} takes modules that no quota holds"));
+            self.warnings.push(Warning::NotUniform { device });
         }
     }
 

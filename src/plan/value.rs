@@ -7,10 +7,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::explain::Explanation;
+use super::warning::Warning;
 use crate::allocation::Mode;
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, Module};
 use crate::device::{DeviceId, DeviceInfo};
-use crate::error::{Error, Result};
+use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
 use crate::schedule::{Groups, Origin};
 
 /// How the modules of a device are spread over the order of execution.
@@ -139,14 +140,14 @@ pub(super) struct Parts {
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
-    pub(super) warnings: Vec<String>,
+    pub(super) warnings: Vec<Warning>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) explanation: Option<Box<Explanation>>,
 }
 
 impl Plan {
     /// # Errors
-    /// [`Error::Invalid`] where the parts contradict each other.
+    /// [`Error::Plan`](crate::Error::Plan) where the parts contradict each other.
     pub(super) fn new(parts: Parts) -> Result<Plan> {
         parts.validate()?;
         Ok(Plan(parts))
@@ -230,7 +231,7 @@ impl Plan {
     }
 
     /// What a reader should know: quotas that could not be kept, patterns without effect.
-    pub fn warnings(&self) -> &[String] {
+    pub fn warnings(&self) -> &[Warning] {
         &self.0.warnings
     }
 
@@ -242,22 +243,23 @@ impl Plan {
     /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first module that differs.
+    /// [`Error::Plan`](crate::Error::Plan) naming the first module that differs.
     pub fn verify(&self, layout: &Layout) -> Result<()> {
         let (planned, modules) = (&self.0.assignments, &layout.modules);
         if planned.len() != modules.len() {
-            let counts = format!("{} modules, the model has {}", planned.len(), modules.len());
-            return Err(Error::invalid(format!("the plan is of another model: it places {counts}")));
+            return Err(PlanFault::OtherModel { planned: planned.len(), modules: modules.len() }.into());
         }
-        let differs = |(a, m): &(&Assignment, &crate::checkpoint::Module)| {
-            *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer
-        };
+        let differs =
+            |(a, m): &(&Assignment, &Module)| *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer;
+        let known = |name: &str, bytes, layer| PlannedModule { name: name.to_owned(), bytes, layer };
         match planned.iter().zip(modules).find(differs) {
             None => Ok(()),
-            Some((a, m)) => Err(Error::invalid(format!(
-                "the plan is of another model: its module {} is `{}` of {} bytes in layer {}, the model's is `{}` of {} bytes in layer {}",
-                a.index, a.module, a.bytes, a.layer, m.name, m.bytes, m.layer
-            ))),
+            Some((a, m)) => Err(PlanFault::OtherModule {
+                index: a.index,
+                planned: known(&a.module, a.bytes, a.layer),
+                module: known(&m.name, m.bytes, m.layer),
+            }
+            .into()),
         }
     }
 }
@@ -300,40 +302,43 @@ impl Slots {
 }
 
 impl Parts {
-    fn validate(&self) -> Result<()> {
+    fn validate(&self) -> Result<(), Contradiction> {
         let mut sums = BTreeMap::new();
         for device in &self.devices {
             if sums.insert(device.id, (0u64, 0usize)).is_some() {
-                return Err(wrong(format!("{} stands twice", device.id)));
+                return Err(Contradiction::DeviceTwice { device: device.id });
             }
         }
         let (mut previous_layer, mut all) = (0, 0u64);
         for (index, a) in self.assignments.iter().enumerate() {
             if a.index != index || a.layer < previous_layer || a.layer > previous_layer + 1 {
-                return Err(wrong(format!("module `{}` is out of order at {index}", a.module)));
+                return Err(Contradiction::OutOfOrder { module: a.module.to_string(), index });
             }
             previous_layer = a.layer;
             if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
-                return Err(wrong(format!("`{}` cannot be {} on {}", a.module, a.usage, a.device)));
+                let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
+                return Err(Contradiction::Usage { module, usage, device });
             }
-            let sum = sums.get_mut(&a.device).ok_or_else(|| wrong(format!("{} is not listed", a.device)))?;
-            all = all.checked_add(a.bytes).ok_or_else(|| wrong("it has more than 2^64 - 1 bytes"))?;
+            let sum = sums.get_mut(&a.device).ok_or(Contradiction::NotListed { device: a.device })?;
+            all = all.checked_add(a.bytes).ok_or(Contradiction::Uncountable)?;
             *sum = (sum.0 + a.bytes, sum.1 + 1);
         }
         for d in &self.devices {
-            if sums.get(&d.id) != Some(&(d.bytes, d.modules)) {
-                return Err(wrong(format!("the sums of {} are not those of its modules", d.id)));
+            let (bytes, modules) = sums[&d.id];
+            if (bytes, modules) != (d.bytes, d.modules) {
+                let (device, said_bytes, said_modules) = (d.id, d.bytes, d.modules);
+                return Err(Contradiction::Sums { device, bytes, modules, said_bytes, said_modules });
             }
             let parts_of_sums = d.staged <= d.streamed && d.pinned <= d.bytes;
             let own_terms = d.id == self.compute || (d.slots, d.scratch, d.reserve) == (0, 0, 0);
             if !parts_of_sums || !own_terms || (d.id == self.compute && d.slots != self.slots.bytes()) {
-                return Err(wrong(format!("the terms of {} contradict each other", d.id)));
+                return Err(Contradiction::Terms { device: d.id });
             }
         }
         self.validate_slots()
     }
 
-    fn validate_slots(&self) -> Result<()> {
+    fn validate_slots(&self) -> Result<(), Contradiction> {
         let (mut streamed_layers, mut largest) = (0usize, 0u64);
         for layer in self.assignments.chunk_by(|a, b| a.layer == b.layer) {
             let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
@@ -342,15 +347,13 @@ impl Parts {
         }
         let count = if self.own_slots { 0 } else { streamed_layers.min(self.depth.saturating_add(1)) };
         if self.slots.count != count || self.slots.bytes_each < largest {
-            return Err(wrong(format!("its {streamed_layers} streamed layers need other slots")));
+            let Slots { count: given, bytes_each } = self.slots;
+            let (layers, needed, bytes) = (streamed_layers, count, largest);
+            return Err(Contradiction::Slots { layers, needed, bytes, given, bytes_each });
         }
         let listed = self.devices.iter().any(|d| d.id == self.compute);
-        if listed { Ok(()) } else { Err(wrong(format!("the compute device {} is not listed", self.compute))) }
+        if listed { Ok(()) } else { Err(Contradiction::NotListed { device: self.compute }) }
     }
-}
-
-fn wrong(reason: impl fmt::Display) -> Error {
-    Error::invalid(format!("this is no valid plan: {reason}"))
 }
 
 impl Serialize for Plan {

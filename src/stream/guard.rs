@@ -9,7 +9,7 @@ use super::Streamed;
 use crate::backend::LONGEST;
 use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::Layer;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 use crate::load::{Model, TensorView};
 
 /// The tensors of one layer, on the compute device.
@@ -82,9 +82,10 @@ impl LayerGuard {
     /// Copies the tensor `name` back to host memory. `dst` has to be as long as the tensor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the layer has no such tensor or `dst` is of another length; whatever the copy meets.
+    /// [`Error::Missing`] when the layer has no such tensor; [`Error::WrongSize`] when `dst` is of another length; whatever
+    /// the copy meets.
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
-        let missing = || Error::invalid(format!("layer {} has no tensor `{name}`", self.layer().name));
+        let missing = || Missing::Tensor { name: name.to_owned(), layer: Some(self.layer().name.clone()) };
         self.model.download(&self.tensor(name).ok_or_else(missing)?, dst)
     }
 

@@ -97,7 +97,7 @@ impl Lanes {
             Way::ThroughHost(way) => way.send(model, parts, lane.largest),
             Way::Staged(_) => {
                 let dst = parts.into_iter().map(|(_, dst)| dst).collect();
-                Err(Box::new(RejectedAll { error: Error::invalid("a staged part is an order, not a copy"), dst }))
+                Err(Box::new(RejectedAll { error: Error::bug("a staged part is an order, not a copy"), dst }))
             }
         };
         let (dst, outcome) = match sent {
@@ -117,7 +117,7 @@ impl Lanes {
         deadline: Duration,
     ) -> Result<Ticket> {
         let (Way::Staged(staging), Some((_, client))) = (&self.lanes[lane].way, &self.engine) else {
-            return Err(Error::invalid("a part that needs no staging was given to a staging lane"));
+            return Err(Error::bug("a part that needs no staging was given to a staging lane"));
         };
         let part = |(part, dst): (&Part, BufMut)| StagedPart { dst, bytes: part.end(), pieces: pieces(model, part) };
         let parts = parts.into_iter().map(part).collect();
@@ -138,7 +138,7 @@ impl Lanes {
             self.engine = Some((engine, client));
         }
         let engine = self.engine.as_ref().map(|(engine, _)| engine);
-        engine.ok_or_else(|| Error::invalid("the engine was just made"))
+        engine.ok_or_else(|| Error::bug("the engine was just made"))
     }
 }
 
@@ -166,9 +166,7 @@ pub(super) fn send(
             match wanted.into_iter().eq(sent.iter().map(BufMut::shape)) {
                 true => Ok(sent),
                 // Another crate's stream, perhaps: what it gave back is not what it was given.
-                false => {
-                    Err(Box::new(RejectedAll { error: Error::invalid("a stream mixed its copies up"), dst: sent }))
-                }
+                false => Err(Box::new(RejectedAll { error: Error::bug("a stream mixed its copies up"), dst: sent })),
             }
         }
         Some(error) => {

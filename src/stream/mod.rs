@@ -13,12 +13,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use guard::LayerGuard;
-pub use report::{LaneReport, Stalls, StreamReport, Via};
+pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::LONGEST;
 use crate::backend::process::Process;
 use crate::backend::{Buf, BufMut, Event, Joined, Role, Stream};
-use crate::error::{Error, Result};
+use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::load::Model;
 use crate::schedule::{Contents, Schedule};
 use lanes::Lanes;
@@ -87,7 +87,7 @@ impl Streamer {
     /// A streamer with a compute stream of its own.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while another streamer of this model lives, or when its plan leaves the slots to the caller;
+    /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the caller;
     /// whatever making streams meets.
     pub fn new(model: &Arc<Model>) -> Result<Streamer> {
         let compute = model.residency().device().stream(Role::Compute)?;
@@ -97,15 +97,15 @@ impl Streamer {
     /// A streamer for work that is queued on `compute`, a stream of the model's compute device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while another streamer of this model lives, when its plan leaves the slots to the caller, or
-    /// when `compute` is of another device; whatever making streams meets.
+    /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the
+    /// caller; [`Error::Mismatch`] when `compute` is of another device; whatever making streams meets.
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
         if streamed.contents.streamed() > 0 && model.plan().slots().count == 0 {
-            return Err(Error::invalid("the plan leaves the slots to the caller; give them with Streamer::with_slots"));
+            return Err(PlanFault::SlotsLeftToCaller.into());
         }
-        let slots = Slots::new(model.residency().take_slots().ok_or_else(busy)?);
+        let slots = Slots::new(model.residency().take_slots().ok_or(InUse::Streamed)?);
         Ok(Streamer::from(model, compute, lanes, streamed, slots, None))
     }
 
@@ -143,8 +143,8 @@ impl Streamer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the first slot that is too small or on another device, or when there is none; as
-    /// [`on`](Streamer::on). The slots are dropped then.
+    /// [`Error::WrongSize`] naming the first slot that is too small, or when there is none; [`Error::Mismatch`] for one on
+    /// another device; as [`on`](Streamer::on). The slots are dropped then.
     ///
     /// [`Slots::bytes_each`]: crate::Slots::bytes_each
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
@@ -152,15 +152,19 @@ impl Streamer {
         let streamed = Streamed::new(model, &mut lanes)?;
         let (device, need) = (compute.device(), model.plan().slots().bytes_each);
         if slots.is_empty() && streamed.contents.streamed() > 0 {
-            return Err(Error::invalid(format!("there is no slot; each needs {need} bytes on {device}")));
+            return Err(Error::WrongSize { what: Measured::Slots, needed: 1, given: 0 });
         }
-        let fits = |slot: &BufMut| slot.bytes() as u64 >= need && slot.device() == device;
-        if let Some((number, slot)) = slots.iter().enumerate().find(|(_, slot)| !fits(slot)) {
-            let (have, there) = (slot.bytes(), slot.device());
-            let reason = format!("slot {number} has {have} bytes on {there}, it needs {need} on {device}");
-            return Err(Error::invalid(reason));
+        for (number, slot) in slots.iter().enumerate() {
+            if slot.device() != device {
+                let (what, memory) = (format!("slot {number}"), slot.device());
+                return Err(Mismatch::Memory { what, memory, device }.into());
+            }
+            if (slot.bytes() as u64) < need {
+                let (what, given) = (Measured::Slot { number }, slot.bytes() as u64);
+                return Err(Error::WrongSize { what, needed: need, given });
+            }
         }
-        let spare = model.residency().take_slots().ok_or_else(busy)?;
+        let spare = model.residency().take_slots().ok_or(InUse::Streamed)?;
         let slots = Slots::new(slots.into_iter().map(|slot| vec![slot.freeze()]));
         Ok(Streamer::from(model, compute, lanes, streamed, slots, Some(spare)))
     }
@@ -191,7 +195,7 @@ impl Streamer {
     /// The layer at this place in [`Layout::layers`](crate::checkpoint::Layout::layers), on the compute device.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such layer, or when guards hold all slots (one more layer needs a
+    /// [`Error::Missing`] when there is no such layer; [`Error::InUse`] when guards hold all slots (one more layer needs a
     /// greater depth); [`Error::TimedOut`] when the host waited for longer than the deadline; whatever the copies meet.
     /// The streamer stays usable.
     pub fn layer(&mut self, layer: usize) -> Result<LayerGuard> {
@@ -199,13 +203,13 @@ impl Streamer {
         let device = Arc::clone(self.model.residency().device());
         let mut guard = None;
         device.in_one_go(&mut || guard = Some(self.turn(layer)));
-        guard.unwrap_or_else(|| Err(Error::invalid(format!("{} did not do what it was asked for", device.id()))))
+        guard.unwrap_or_else(|| Err(Error::bug(format!("{} did not do what it was asked for", device.id()))))
     }
 
     fn turn(&mut self, layer: usize) -> Result<LayerGuard> {
         let layers = self.streamed.contents.len();
         if layer >= layers {
-            return Err(Error::invalid(format!("there is no layer {layer}, the model has {layers}")));
+            return Err(Missing::LayerAt { index: layer, count: layers }.into());
         }
         self.schedule.turn(layer);
         let slot = match self.streamed.contents.of(layer).is_streamed() {
@@ -219,7 +223,7 @@ impl Streamer {
             if self.compute.wait(event)? == Joined::HostMustWait {
                 let begin = Instant::now();
                 let outcome = self.stall("a copy", event);
-                self.report.stalled("a copy that the compute stream cannot wait for".to_owned(), begin.elapsed());
+                self.report.stalled(StallCause::Copy, begin.elapsed());
                 outcome?;
             }
         }
@@ -291,7 +295,7 @@ impl Streamer {
             None => {
                 let slot = self.fetch(layer, true)?;
                 self.report.late += 1;
-                slot.ok_or_else(|| held(self.slots.count()))?
+                slot.ok_or(InUse::Slots { count: self.slots.count() })?
             }
         };
         let waits = self.slots.is_with_a_lane(slot);
@@ -301,7 +305,7 @@ impl Streamer {
             self.slots.collect(slot, self.deadline)
         };
         if waits {
-            self.report.stalled("the thread that stages bytes".to_owned(), begin.elapsed());
+            self.report.stalled(StallCause::Staging, begin.elapsed());
         }
         if parts.is_err() && self.slots.is_collected(slot) {
             self.schedule.empty(slot);
@@ -374,18 +378,8 @@ fn lanes(model: &Arc<Model>, compute: &dyn Stream) -> Result<Lanes> {
     let (device, other) = (model.residency().device().id(), compute.device());
     match device == other {
         true => Ok(Lanes::new(model)),
-        false => Err(Error::invalid(format!("the model computes on {device}, the stream is of {other}"))),
+        false => Err(Mismatch::Compute { model: device, stream: other }.into()),
     }
-}
-
-fn busy() -> Error {
-    Error::invalid("the model, or one that shares its slots, is being streamed already; they are for one streamer")
-}
-
-fn held(count: usize) -> Error {
-    Error::invalid(format!(
-        "all {count} slots are held by guards; drop one before asking for another layer, or plan with a greater depth"
-    ))
 }
 
 impl Drop for Streamer {

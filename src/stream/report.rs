@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, Topology};
@@ -24,7 +24,7 @@ pub struct StreamReport {
     /// The same by the way that they took.
     pub lanes: Vec<LaneReport>,
     /// How often and how long the thread that asks for layers was held up, by what it waited for.
-    pub stalls: BTreeMap<String, Stalls>,
+    pub stalls: BTreeMap<StallCause, Stalls>,
 }
 
 /// What went one way.
@@ -53,6 +53,16 @@ pub enum Via {
     /// Through host memory, in two copies that the devices order.
     Host,
     /// Through pinned buffers that a thread fills.
+    Staging,
+}
+
+/// What the thread that asks for layers waited for. It prints, and serialises, as the words for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum StallCause {
+    /// A copy whose event the compute stream cannot wait for, so that the host did.
+    Copy,
+    /// The thread that stages a layer's bytes, until it had queued the last of its copies.
     Staging,
 }
 
@@ -91,8 +101,8 @@ impl StreamReport {
     }
 
     /// Counts a wait.
-    pub(super) fn stalled(&mut self, what: String, time: Duration) {
-        let stalls = self.stalls.entry(what).or_default();
+    pub(super) fn stalled(&mut self, cause: StallCause, time: Duration) {
+        let stalls = self.stalls.entry(cause).or_default();
         (stalls.count, stalls.time) = (stalls.count + 1, stalls.time + time);
     }
 }
@@ -105,6 +115,21 @@ impl Via {
             Via::Host => " through the host",
             Via::Staging => " through pinned buffers",
         }
+    }
+}
+
+impl fmt::Display for StallCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            StallCause::Copy => "a copy that the compute stream cannot wait for",
+            StallCause::Staging => "the thread that stages bytes",
+        })
+    }
+}
+
+impl Serialize for StallCause {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

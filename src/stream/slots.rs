@@ -203,8 +203,8 @@ impl Slot {
 /// One buffer of the parts into which it was cut.
 fn joined(memory: Vec<BufMut>) -> Result<BufMut> {
     let mut memory = memory.into_iter();
-    let mut whole = memory.next().ok_or_else(|| Error::invalid("a slot without memory"))?;
+    let mut whole = memory.next().ok_or_else(|| Error::bug("a slot without memory"))?;
     let joined = memory.try_for_each(|part| whole.unsplit(part));
-    joined.map_err(|_| Error::invalid("parts of two slots were mixed up"))?;
+    joined.map_err(|_| Error::bug("parts of two slots were mixed up"))?;
     Ok(whole)
 }

@@ -334,7 +334,11 @@ impl Meter<'_> {
 
 fn right(arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
     let memory = arrived.host(DEADLINE)?.ok_or_else(lost)?;
-    if pattern::matches(&memory[..bytes], seed)? { Ok(()) } else { Err(Error::invalid("wrong bytes arrived")) }
+    if pattern::matches(&memory[..bytes], seed)? {
+        Ok(())
+    } else {
+        Err(Error::Corrupted { what: "wrong bytes arrived" })
+    }
 }
 
 fn unpinned() -> Error {
@@ -342,7 +346,7 @@ fn unpinned() -> Error {
 }
 
 fn lost() -> Error {
-    Error::invalid("a buffer of the host cannot be addressed by it")
+    Error::bug("a buffer of the host cannot be addressed by it")
 }
 
 #[cfg(test)]

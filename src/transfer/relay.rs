@@ -31,7 +31,7 @@ impl Relay {
     }
 
     fn take(&mut self) -> Result<BufMut> {
-        self.0.pop_front().ok_or_else(|| Error::invalid("a staging buffer was lost with a copy that was refused"))
+        self.0.pop_front().ok_or_else(|| Error::bug("a staging buffer was lost with a copy that was refused"))
     }
 
     fn give_back(&mut self, buffer: Buf) {
@@ -111,7 +111,7 @@ impl Relay {
 
 /// Queues a copy of `from` of `src` to `at` of `dst`; its event.
 fn send(stream: &dyn Stream, src: &Buf, from: Range<usize>, dst: &mut Option<BufMut>, at: usize) -> Result<Event> {
-    let to = dst.take().ok_or_else(|| Error::invalid("a copy was refused before"))?;
+    let to = dst.take().ok_or_else(|| Error::bug("a copy was refused before"))?;
     let piece = Piece { src: src.clone(), from, at };
     let flight = stream.send(Transfer::new(vec![piece], to)?)?;
     let done = flight.done().clone();
@@ -120,5 +120,5 @@ fn send(stream: &dyn Stream, src: &Buf, from: Range<usize>, dst: &mut Option<Buf
 }
 
 fn not_host() -> Error {
-    Error::invalid("the host cannot address its own memory")
+    Error::bug("the host cannot address its own memory")
 }

@@ -154,7 +154,7 @@ impl Ticket {
         }
         match std::mem::replace(&mut *state, State::Over) {
             State::Ended(ended) => Ok(ended),
-            _ => Err(Error::invalid("what came of this order was asked for before")),
+            _ => Err(Error::bug("what came of this order was asked for before")),
         }
     }
 }
@@ -327,7 +327,7 @@ fn gather(threads: &ThreadPool, pieces: &[Piece], bytes: &mut [u8]) -> Result<()
 }
 
 fn not_host() -> Error {
-    Error::invalid("memory that the host cannot address, where it copies bytes into a pinned buffer")
+    Error::bug("memory that the host cannot address, where it copies bytes into a pinned buffer")
 }
 
 /// Bytes of one destination in a pinned buffer.

@@ -139,7 +139,7 @@ impl<'a> Lane<'a> {
 
     /// Queues a copy of `bytes`; its event.
     fn queue(&mut self, bytes: usize) -> Result<Event> {
-        let dst = self.dst.take().ok_or_else(|| Error::invalid("a copy was refused before"))?;
+        let dst = self.dst.take().ok_or_else(|| Error::bug("a copy was refused before"))?;
         let piece = Piece { src: self.src.clone(), from: 0..bytes, at: 0 };
         let flight = self.stream.send(Transfer::new(vec![piece], dst)?)?;
         let done = flight.done().clone();
@@ -166,7 +166,7 @@ impl<'a> Lane<'a> {
     /// # Errors
     /// When a copy was refused, which took the destination.
     pub(super) fn ends(self) -> Result<(Buf, BufMut)> {
-        let dst = self.dst.ok_or_else(|| Error::invalid("a copy was refused before"))?;
+        let dst = self.dst.ok_or_else(|| Error::bug("a copy was refused before"))?;
         Ok((self.src, dst))
     }
 }

@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tensor_offload::checkpoint::{Layout, TensorInfo};
+use tensor_offload::error::{Limit, PlannedModule, Term};
 use tensor_offload::{
-    Assignment, Bandwidth, ByteSize, DType, Described, DeviceId, Error, ErrorKind, Machine, Order, Plan, Planner,
-    Result, Topology, Unit, Use,
+    Assignment, Bandwidth, ByteSize, DType, Described, DeviceId, Error, ErrorKind, KeptFor, Machine, Order, Plan,
+    PlanFault, Planner, Result, Topology, Unit, Use, Warning,
 };
 
 const GIB: u64 = 1 << 30;
@@ -123,7 +124,7 @@ fn case_6_the_host_takes_the_rest_or_says_how_short_it_is() {
     assert_eq!([GPU0, GPU1, CPU].map(|d| on(&plan, d).len()), [2, 3, 5]);
     let small = machine(&["cuda:0=24gib", "cuda:1=24gib", "cpu=64gib,free=4gib"]);
     let short = shortfall(sequential(&layout, &small, "cuda:0,2gb;cuda:1,3gb"));
-    assert_eq!((short.device, short.term, short.short), (CPU, "weights", 1_073_741_824));
+    assert_eq!((short.device, short.term, short.short), (CPU, Term::Weights, 1_073_741_824));
     assert_eq!(short.module.as_deref(), Some("block.9"));
 }
 
@@ -221,7 +222,7 @@ fn devices_of_one_memory_share_it() {
     let unified = Machine::new([info(CPU), info(GPU0)], Topology::new());
     assert!(sequential(&blocks(10, GIB), &unified, "cuda:0,8gb").is_ok());
     let short = shortfall(sequential(&blocks(14, GIB), &unified, "cuda:0,8gb"));
-    assert_eq!((short.device, short.term, short.needed, short.limit), (GPU0, "slots", 17 * GIB, 16 * GIB));
+    assert_eq!((short.device, short.term, short.needed, short.limit), (GPU0, Term::Slots, 17 * GIB, 16 * GIB));
 }
 
 /// What is locked for an integrated device is not there to be pinned; and a copy within the memory passes no link.
@@ -234,7 +235,7 @@ fn devices_of_one_memory_pin_and_copy_within_it() {
     let plan = planner.clone().pinned_cap(Some(ByteSize(8 * GIB))).plan().unwrap();
     let host = plan.device(CPU).unwrap();
     assert_eq!((host.streamed, host.pinned, host.staged), (4 * GIB, 2 * GIB, 2 * GIB));
-    assert!(plan.warnings()[0].contains("cpu and cuda:0 share one memory"), "{plan}");
+    assert_eq!(plan.warnings(), [Warning::OneMemory { device: CPU, compute: GPU0, bytes: 4 * GIB }], "{plan}");
     let estimate = plan.estimate(&unified.topology, Duration::ZERO);
     assert!(estimate.segments.is_empty(), "{estimate}");
     let memory = unified.topology.clone().link(CPU, "40".parse().unwrap());
@@ -249,9 +250,9 @@ fn opening_a_device_counts_where_it_is_used() {
     let plan = sequential(&blocks(9, GIB), &machine, "cuda:0,9gb;cuda:1,0b").unwrap();
     assert_eq!((plan.device(GPU0).unwrap().needed(), plan.device(GPU1).unwrap().needed()), (10 * GIB, 0));
     let short = shortfall(sequential(&blocks(10, GIB), &machine, "cuda:0,10gb"));
-    assert_eq!((short.term, short.short), ("weights", GIB));
+    assert_eq!((short.term, short.short), (Term::Weights, GIB));
     let short = shortfall(sequential(&blocks(2, GIB), &machine, "cuda:0,1gb;cuda:1,1gb"));
-    assert_eq!((short.device, short.term, &short.module), (GPU1, "opening", &None));
+    assert_eq!((short.device, short.term, &short.module), (GPU1, Term::Opening, &None));
     // Donors give what is left of them once they are open; and a plan that was kept before this was counted is read.
     let donated = sequential(&blocks(9, GIB), &machine, "#cuda:0;3;cuda:1");
     assert_eq!(shortfall(donated).limit, 0);
@@ -267,6 +268,7 @@ fn unknown_free_memory_counts_as_all() {
     let info = |id, total| tensor_offload::DeviceInfo::new(id, total).free(None);
     let machine = Machine::new([info(CPU, 64 * GIB), info(GPU0, 8 * GIB)], Topology::new());
     let short = shortfall(sequential(&blocks(10, GIB), &machine, "cuda:0,9gb"));
+    assert_eq!((short.term, short.limit_is), (Term::Slots, Limit::InAll));
     assert!(short.to_string().contains(&format!("{} bytes in all, the plan needs {}", 8 * GIB, 10 * GIB)), "{short}");
 }
 
@@ -316,7 +318,16 @@ fn patterns_keep_modules_resident_within_the_quota() {
     assert_eq!((on(&plan, GPU0), plan.warnings().len()), (vec![7, 9], 0));
     let plan = planner.clone().keep_resident("block.*").keep_resident("nothing").plan().unwrap();
     assert_eq!((on(&plan, GPU0), plan.warnings().len()), (vec![0, 1], 9));
-    assert!(plan.warnings()[8].contains("nothing"));
+    assert_eq!(plan.warnings()[8], Warning::IdlePattern { pattern: "nothing".to_owned() });
+    let kept = Warning::NotKept { module: "block.9".to_owned(), why: KeptFor::Wanted, device: GPU0 };
+    assert_eq!(plan.warnings()[7], kept);
+    // They are kept with a plan, as they print.
+    let mut json = serde_json::to_value(&plan).unwrap();
+    assert_eq!(json["warnings"][8], "no module is named like `nothing`");
+    assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), plan);
+    json["warnings"][8] = "no module is".into();
+    let error = serde_json::from_value::<Plan>(json).unwrap_err();
+    assert!(error.to_string().contains("no valid plan: `no module is` is no warning"), "{error}");
 }
 
 #[test]
@@ -478,7 +489,11 @@ fn a_plan_knows_its_model() {
     plan.verify(&blocks(6, GIB)).unwrap();
     let error = plan.verify(&Layout::blocks([GIB, GIB, GIB, GIB, GIB, 2 * GIB])).unwrap_err();
     assert!(error.to_string().contains("block.5"), "{error}");
-    assert!(plan.verify(&blocks(7, GIB)).is_err());
+    let Error::Plan(fault) = error else { panic!("{error}") };
+    let module = |bytes| PlannedModule { name: "block.5".to_owned(), bytes, layer: 5 };
+    assert_eq!(*fault, PlanFault::OtherModule { index: 5, planned: module(GIB), module: module(2 * GIB) });
+    let Err(Error::Plan(fault)) = plan.verify(&blocks(7, GIB)) else { panic!("a plan of another model") };
+    assert_eq!(*fault, PlanFault::OtherModel { planned: 6, modules: 7 });
 }
 
 #[test]
@@ -493,7 +508,8 @@ fn defaults_need_no_allocation_and_no_compute_device() {
 #[test]
 fn more_bytes_than_can_be_counted_are_refused() {
     let error = sequential(&Layout::blocks([u64::MAX, u64::MAX]), &usual(), "cpu,*").unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Invalid);
+    let Error::Plan(fault) = error else { panic!("{error}") };
+    assert_eq!(*fault, PlanFault::TooManyBytes { bytes: u128::from(u64::MAX) * 2, most: 1 << 63 });
     let huge = machine(&["cuda:0=15000000tb", "cpu=16777215tb"]);
     for (alloc, order) in [("cuda:0,1%;cpu,99%", Order::Interleaved), ("cuda:0,1tb;cpu,*", Order::Interleaved)] {
         let layout = Layout::blocks(vec![(1u64 << 63) / 16; 16]);
@@ -515,9 +531,12 @@ fn what_a_demoted_plan_pins_stays_within_the_cap() {
     assert_eq!(pinned(&capped.demoted(&layout, &small).unwrap()), Some((2, 8, 10)));
     // What does not fit, or has nowhere to go, is refused.
     let short = shortfall(plan.plan().unwrap().demoted(&layout, &machine(&["cuda:0=24gib", "cpu=9gib"])));
-    assert_eq!((short.device, short.term, short.short), (CPU, "weights", GIB));
+    assert_eq!((short.device, short.term, short.short), (CPU, Term::Weights, GIB));
     let nowhere = plan.plan().unwrap().demoted(&layout, &machine(&["cuda:0=24gib"])).unwrap_err();
     assert_eq!(nowhere.kind(), ErrorKind::UnknownDevice);
     let host = Planner::new(&layout, &small).compute(CPU).plan().unwrap();
-    assert_eq!(host.demoted(&layout, &small).unwrap_err().kind(), ErrorKind::Invalid);
+    let refused = host.demoted(&layout, &small).unwrap_err();
+    assert!(matches!(&refused, Error::Plan(fault) if **fault == PlanFault::NowhereToDemote), "{refused}");
+    // The examples print kinds, and this one stays as it was.
+    assert_eq!((refused.kind(), refused.kind().to_string().as_str()), (ErrorKind::Plan, "Invalid"));
 }

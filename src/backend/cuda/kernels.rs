@@ -11,7 +11,7 @@ use super::memory::DeviceMemory;
 use super::stream::CudaStream;
 use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, SentPatch, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Measured, Mismatch, Result};
 
 /// What `scripts/kernels/regenerate` makes of `kernels/patch.cu`; the driver compiles it for its device.
 const TEXT: &str = include_str!("kernels/patch.ptx");
@@ -90,12 +90,13 @@ impl CudaDevice {
         let memory = buffer.allocation().downcast::<DeviceMemory>();
         let own = memory.is_some_and(|memory| memory.context().id() == id);
         let Some(start) = buffer.address().filter(|_| own) else {
-            let other = buffer.device();
-            return Err(Error::invalid(format!("{id} patches its own memory and not that of {other}")));
+            let (what, memory) = ("what is to be patched".to_owned(), buffer.device());
+            return Err(Mismatch::Memory { what, memory, device: id }.into());
         };
-        if at.checked_add(bytes).is_none_or(|end| end > buffer.bytes()) {
-            let have = buffer.bytes();
-            return Err(Error::invalid(format!("{bytes} bytes at {at} to be patched on {id}, in a buffer of {have}")));
+        let end = at.saturating_add(bytes);
+        if end > buffer.bytes() {
+            let what = Measured::Matrix { device: id, at };
+            return Err(Error::WrongSize { what, needed: end as u64, given: buffer.bytes() as u64 });
         }
         let address = start + at as u64;
         if !address.is_multiple_of(align as u64) {
@@ -144,7 +145,7 @@ impl Kernels for CudaDevice {
             return Err(Error::invalid(format!("{} is not patched on {id}, or not on this stream", patch.dtype())));
         };
         if !trusted {
-            return Err(Error::invalid(format!("the patch for {id} was sent by another backend's stream")));
+            return Err(Mismatch::Sender { device: id }.into());
         }
         let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.dtype().bits() as usize / 8)?;
         let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;

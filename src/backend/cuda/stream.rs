@@ -328,7 +328,7 @@ impl Stream for CudaStream {
         uses.iter().for_each(|buf| event.iter().for_each(|event| buf.used_until(event.clone())));
         match (event, refused) {
             (Some(event), None) => Ok(event),
-            (_, refused) => Err(refused.unwrap_or_else(|| Error::invalid("a mark that was not made"))),
+            (_, refused) => Err(refused.unwrap_or_else(|| Error::bug("a mark that was not made"))),
         }
     }
 
@@ -436,15 +436,12 @@ enum End<'a> {
 }
 
 impl<'a> End<'a> {
-    fn of(allocation: &'a Allocation, at: usize) -> Result<End<'a>> {
+    /// None for memory that no CUDA stream reaches.
+    fn of(allocation: &'a Allocation, at: usize) -> Option<End<'a>> {
         if let Some(memory) = allocation.downcast::<DeviceMemory>() {
-            return Ok(End::Device(memory.context(), memory.device_address() + at as u64));
+            return Some(End::Device(memory.context(), memory.device_address() + at as u64));
         }
-        let host = allocation.host_at(&(at..at)).map(|address| End::Host(address.cast()));
-        host.ok_or_else(|| {
-            let device = allocation.device();
-            Error::invalid(format!("a CUDA stream cannot reach the memory of {device}; copy through the host"))
-        })
+        allocation.host_at(&(at..at)).map(|address| End::Host(address.cast()))
     }
 }
 
@@ -497,45 +494,32 @@ impl CudaStream {
 
     /// What one piece of a transfer asks of the driver.
     fn resolve<'a>(&self, piece: &'a Piece, dst: &'a Allocation) -> Result<Move<'a>> {
+        let stream = self.context.id();
+        self.reached(piece, dst).ok_or(Error::Unreachable { stream, from: piece.src.device(), to: dst.device() })
+    }
+
+    /// The same, none where the stream does not copy: from host to host, between other devices, where one of two devices
+    /// does not reach the other's memory.
+    fn reached<'a>(&self, piece: &'a Piece, dst: &'a Allocation) -> Option<Move<'a>> {
         let bytes = piece.from.len();
         if bytes == 0 {
-            return Ok(Move::Nothing);
+            return Some(Move::Nothing);
         }
-        let (src, dst) = (End::of(piece.src.allocation(), piece.from.start)?, End::of(dst, piece.at)?);
         let here = |context: &Context| context.handle() == self.context.handle();
-        match (&src, &dst) {
-            (End::Device(one, _), End::Host(_)) | (End::Host(_), End::Device(one, _)) if !here(one) => {
-                let (own, other) = (self.context.id(), one.id());
-                return Err(Error::invalid(format!(
-                    "a stream of {own} copies between the host and {own}, not {other}"
-                )));
-            }
-            (End::Device(one, _), End::Device(other, _)) if !here(one) && !here(other) => {
-                let (own, one, other) = (self.context.id(), one.id(), other.id());
-                return Err(Error::invalid(format!("a stream of {own} copies nothing from {one} to {other}")));
-            }
-            _ => {}
-        }
-        match (src, dst) {
-            (End::Host(src), End::Device(_, dst)) => {
+        match (End::of(piece.src.allocation(), piece.from.start)?, End::of(dst, piece.at)?) {
+            (End::Host(src), End::Device(to, dst)) if here(to) => {
                 let pinned = piece.src.allocation().pinned();
-                Ok(Move::Up { src: src.cast_const(), pinned, dst, bytes })
+                Some(Move::Up { src: src.cast_const(), pinned, dst, bytes })
             }
-            (End::Device(_, src), End::Host(dst)) => Ok(Move::Down { src, dst, bytes }),
-            (End::Device(from, src), End::Device(to, dst)) if from.id() == to.id() => {
-                Ok(Move::Here { src, dst, bytes })
-            }
-            (End::Device(from, src), End::Device(to, dst)) => {
-                let reached = self.open.get(to.id().index()).is_some_and(|device| device.reaches(from.id()));
-                if reached {
-                    return Ok(Move::Across { from, src, to, dst, bytes });
+            (End::Device(from, src), End::Host(dst)) if here(from) => Some(Move::Down { src, dst, bytes }),
+            (End::Device(from, src), End::Device(to, dst)) if here(from) || here(to) => {
+                if from.id() == to.id() {
+                    return Some(Move::Here { src, dst, bytes });
                 }
-                let (from, to) = (from.id(), to.id());
-                Err(Error::invalid(format!("{to} cannot reach the memory of {from}; copy through the host")))
+                let reached = self.open.get(to.id().index()).is_some_and(|device| device.reaches(from.id()));
+                reached.then_some(Move::Across { from, src, to, dst, bytes })
             }
-            (End::Host(_), End::Host(_)) => {
-                Err(Error::invalid("a stream of a CUDA device copies nothing from host to host"))
-            }
+            _ => None,
         }
     }
 }

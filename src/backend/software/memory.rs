@@ -13,7 +13,8 @@ use std::sync::{Mutex, PoisonError};
 use memmap2::{MmapMut, MmapRaw};
 
 use crate::backend::{Allocation, Storage};
-use crate::error::{Error, Result};
+use crate::device::DeviceId;
+use crate::error::{Error, Missing, Result};
 
 /// From this size on memory is mapped for itself: it goes back to the system when it is freed, and huge pages
 /// make the first touch several times faster.
@@ -205,17 +206,16 @@ enum Reach<'a> {
 }
 
 impl<'a> Reach<'a> {
-    fn of(allocation: &'a Allocation) -> Result<Reach<'a>> {
+    /// How `allocation` is reached; none where it is not.
+    fn of(allocation: &'a Allocation) -> Option<Reach<'a>> {
         if let Some(ram) = allocation.downcast::<RamMemory>() {
-            Ok(Reach::Ram(ram.memory.address()))
+            Some(Reach::Ram(ram.memory.address()))
         } else if let Some(file) = allocation.downcast::<FileMemory>() {
-            Ok(Reach::File(file))
+            Some(Reach::File(file))
         } else if allocation.downcast::<SizeOnly>().is_some() {
-            Ok(Reach::SizeOnly)
-        } else if let Some(host) = allocation.host() {
-            Ok(Reach::Ram(host))
+            Some(Reach::SizeOnly)
         } else {
-            Err(Error::invalid(format!("a software stream cannot reach the memory of {}", allocation.device())))
+            allocation.host().map(Reach::Ram)
         }
     }
 }
@@ -235,7 +235,10 @@ pub(super) unsafe fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation
         // SAFETY: inside the allocation, and written by nobody until this returns.
         unsafe { std::slice::from_raw_parts(start.as_ptr().add(from.start), bytes) }
     };
-    match (Reach::of(src)?, Reach::of(dst)?) {
+    let (Some(reached_src), Some(reached_dst)) = (Reach::of(src), Reach::of(dst)) else {
+        return Err(Error::bug(format!("a copy from {src:?} to {dst:?} that was queued and cannot be made")));
+    };
+    match (reached_src, reached_dst) {
         (_, Reach::SizeOnly) => Ok(()),
         (Reach::SizeOnly, _) => Err(no_bytes(src)),
         (Reach::Ram(src), Reach::Ram(dst)) => {
@@ -258,17 +261,18 @@ pub(super) unsafe fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation
     }
 }
 
-/// Whether a stream of software can copy from the one to the other: it reaches both, and no bytes are asked of
-/// memory that has none.
-pub(super) fn copyable(src: &Allocation, dst: &Allocation) -> Result<()> {
-    match (Reach::of(src)?, Reach::of(dst)?) {
-        (Reach::SizeOnly, Reach::Ram(_) | Reach::File(_)) => Err(no_bytes(src)),
-        _ => Ok(()),
+/// Whether a stream of software of the device `stream` can copy from the one to the other: it reaches both, and no bytes
+/// are asked of memory that has none.
+pub(super) fn copyable(stream: DeviceId, src: &Allocation, dst: &Allocation) -> Result<()> {
+    match (Reach::of(src), Reach::of(dst)) {
+        (Some(Reach::SizeOnly), Some(Reach::Ram(_) | Reach::File(_))) => Err(no_bytes(src)),
+        (Some(_), Some(_)) => Ok(()),
+        _ => Err(Error::Unreachable { stream, from: src.device(), to: dst.device() }),
     }
 }
 
 fn no_bytes(src: &Allocation) -> Error {
-    Error::invalid(format!("the memory of {} has only sizes, no bytes that could be copied elsewhere", src.device()))
+    Missing::Bytes { device: src.device() }.into()
 }
 
 #[cfg(test)]

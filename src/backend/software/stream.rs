@@ -101,7 +101,7 @@ impl SoftwareStream {
         }
         match (&self.queue, &self.timeline) {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
-            (Queue::Virtual(_), None) => Err(Error::invalid("a virtual stream has a timeline")),
+            (Queue::Virtual(_), None) => Err(Error::bug("a virtual stream without a timeline")),
             (Queue::Thread(sender), _) => {
                 let done = Arc::new(Latch::new(self.device, self.timeline.is_some()));
                 let queued = self.timeline.as_ref().map_or(Duration::ZERO, |timeline| timeline.now());
@@ -122,7 +122,8 @@ impl Stream for SoftwareStream {
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         let dst = transfer.dst().allocation();
         let mut ends = transfer.pieces().iter().map(|piece| piece.src.allocation());
-        if let Err(error) = memory::copyable(dst, dst).and(ends.try_for_each(|src| memory::copyable(src, dst))) {
+        let copyable = |src| memory::copyable(self.device, src, dst);
+        if let Err(error) = copyable(dst).and_then(|()| ends.try_for_each(|src| copyable(src))) {
             return Err(transfer.rejected(error));
         }
         let piece = |Piece { src, from, at }: &Piece| (Arc::clone(src.allocation()), from.clone(), *at);

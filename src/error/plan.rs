@@ -1,0 +1,232 @@
+//! What is wrong with a plan.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::device::DeviceId;
+
+/// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[non_exhaustive]
+pub struct Shortfall {
+    /// The device that would be overfull.
+    pub device: DeviceId,
+    /// The part that passes the limit.
+    pub term: Term,
+    /// The module (for [`Term::Slots`] the layer) at which the limit is passed, where one is.
+    pub module: Option<String>,
+    /// Bytes that the plan needs on the device.
+    pub needed: u64,
+    /// Bytes that the device has.
+    pub limit: u64,
+    /// What the limit is.
+    pub limit_is: Limit,
+    /// All bytes of the device, free or not; `limit` where that is unknown.
+    pub total: u64,
+    /// `needed - limit`.
+    pub short: u64,
+}
+
+/// A part of what a plan needs of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Term {
+    /// What opening the device takes.
+    Opening,
+    /// The weights that live there.
+    Weights,
+    /// The slots of streamed layers.
+    Slots,
+    /// What patching needs.
+    Scratch,
+    /// What the caller keeps for activations.
+    Reserve,
+}
+
+impl fmt::Display for Term {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Term::Opening => "opening",
+            Term::Weights => "weights",
+            Term::Slots => "slots",
+            Term::Scratch => "scratch",
+            Term::Reserve => "reserve",
+        })
+    }
+}
+
+/// What a plan is measured against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[non_exhaustive]
+pub enum Limit {
+    /// What is free of a device, or may be used of it.
+    #[serde(rename = "free")]
+    Free,
+    /// All memory of the device: what is free of it is not known.
+    #[serde(rename = "in all")]
+    InAll,
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Limit::Free => "free",
+            Limit::InAll => "in all",
+        })
+    }
+}
+
+/// What is wrong with a plan, or with what one was to be made of.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanFault {
+    /// The plan places another number of modules than the model has.
+    #[error("the plan is of another model: it places {planned} modules, the model has {modules}")]
+    OtherModel {
+        /// How many the plan places.
+        planned: usize,
+        /// How many the model has.
+        modules: usize,
+    },
+    /// A module of the plan is not the one that the model has in its place.
+    #[error("the plan is of another model: its module {index} is {planned}, the model's is {module}")]
+    OtherModule {
+        /// The module's place.
+        index: usize,
+        /// The module of the plan.
+        planned: PlannedModule,
+        /// That of the model.
+        module: PlannedModule,
+    },
+    /// A plan that was read contradicts itself.
+    #[error("this is no valid plan: {0}")]
+    NotValid(Contradiction),
+    /// The plan leaves the slots of streamed layers to the caller, who gave none.
+    #[error("the plan leaves the slots to the caller; give them with Streamer::with_slots")]
+    SlotsLeftToCaller,
+    /// The plan computes on the host, and what would leave a compute device would go there.
+    #[error("the plan computes on the host, so there is nowhere to demote to")]
+    NowhereToDemote,
+    /// There are compute times of another number of layers than the model has.
+    #[error("there are compute times of {given} layers, the model has {layers}")]
+    ComputeTimes {
+        /// How many times there are.
+        given: usize,
+        /// How many layers.
+        layers: usize,
+    },
+    /// The compute times add up to more than a `Duration` holds.
+    #[error("the compute times add up to too much")]
+    EndlessComputeTime,
+    /// More bytes than can be planned.
+    #[error("the model has {bytes} bytes, more than the {most} that can be planned")]
+    TooManyBytes {
+        /// The bytes of the model.
+        bytes: u128,
+        /// The most that can be planned.
+        most: u64,
+    },
+}
+
+/// A module as a plan and a model know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedModule {
+    /// Its name.
+    pub name: String,
+    /// The bytes that it takes at home.
+    pub bytes: u64,
+    /// Its layer's place in the order.
+    pub layer: usize,
+}
+
+impl fmt::Display for PlannedModule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` of {} bytes in layer {}", self.name, self.bytes, self.layer)
+    }
+}
+
+/// How a plan that was read contradicts itself.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Contradiction {
+    /// A device is listed twice.
+    #[error("{device} stands twice")]
+    DeviceTwice {
+        /// The device.
+        device: DeviceId,
+    },
+    /// A device that is used is not listed.
+    #[error("{device} is not listed")]
+    NotListed {
+        /// The device.
+        device: DeviceId,
+    },
+    /// A module is not in the model's order.
+    #[error("module `{module}` is out of order at {index}")]
+    OutOfOrder {
+        /// The module.
+        module: String,
+        /// Where it stands.
+        index: usize,
+    },
+    /// A module cannot be used so where it lives.
+    #[error("`{module}` cannot be {usage} on {device}")]
+    Usage {
+        /// The module.
+        module: String,
+        /// Its use.
+        usage: &'static str,
+        /// The device.
+        device: DeviceId,
+    },
+    /// The bytes of the modules pass `u64`.
+    #[error("it has more than 2^64 - 1 bytes")]
+    Uncountable,
+    /// The bytes or the number of a device's modules are not what the plan says of the device.
+    #[error(
+        "the sums of {device} are not those of its modules: {bytes} bytes of {modules} modules, not {said_bytes} of {said_modules}"
+    )]
+    Sums {
+        /// The device.
+        device: DeviceId,
+        /// The bytes of its modules.
+        bytes: u64,
+        /// How many these are.
+        modules: usize,
+        /// The bytes that the plan says.
+        said_bytes: u64,
+        /// The modules that the plan says.
+        said_modules: usize,
+    },
+    /// What the plan says of a device beside its modules cannot be.
+    #[error("the terms of {device} contradict each other")]
+    Terms {
+        /// The device.
+        device: DeviceId,
+    },
+    /// The slots are not those that its streamed layers need.
+    #[error(
+        "its {layers} streamed layers need other slots: {needed} of {bytes} bytes at least, not {given} of {bytes_each}"
+    )]
+    Slots {
+        /// How many layers are streamed.
+        layers: usize,
+        /// How many slots they need.
+        needed: usize,
+        /// The bytes of the largest of them.
+        bytes: u64,
+        /// How many slots the plan has.
+        given: usize,
+        /// The bytes of each.
+        bytes_each: u64,
+    },
+    /// A warning that no plan has.
+    #[error("`{text}` is no warning of a plan")]
+    Warning {
+        /// The warning.
+        text: String,
+    },
+}

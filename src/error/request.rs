@@ -1,0 +1,252 @@
+//! What is wrong with a request: names that are not there, wrong sizes, things that do not belong together.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use super::fault::List;
+use crate::device::DeviceId;
+use crate::dtype::DType;
+
+/// What was asked for and is not there: name another one.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Missing {
+    /// No tensor has this name.
+    #[error("{} no tensor `{name}`", layer.as_ref().map_or("there is".to_owned(), |layer| format!("layer {layer} has")))]
+    Tensor {
+        /// The name.
+        name: String,
+        /// The layer that was asked for it; none where the whole model was.
+        layer: Option<String>,
+    },
+    /// There are fewer tensors.
+    #[error("{} has {count} tensors, so none at {index}", file.display())]
+    TensorAt {
+        /// The place that was asked for.
+        index: usize,
+        /// How many tensors there are.
+        count: usize,
+        /// The checkpoint.
+        file: PathBuf,
+    },
+    /// No layer has this name.
+    #[error("there is no layer `{name}`")]
+    Layer {
+        /// The name.
+        name: String,
+    },
+    /// There are fewer layers.
+    #[error("there is no layer {index}, the model has {count}")]
+    LayerAt {
+        /// The place that was asked for.
+        index: usize,
+        /// How many layers there are.
+        count: usize,
+    },
+    /// A cache has no model of this key.
+    #[error("the cache has no model `{key}`")]
+    Model {
+        /// The key.
+        key: String,
+    },
+    /// A plan puts nothing on this device.
+    #[error("the plan reserves nothing on {device}; it does on {}", List(reserved))]
+    Reserved {
+        /// The device.
+        device: DeviceId,
+        /// Those that it puts something on.
+        reserved: Vec<DeviceId>,
+    },
+    /// The bytes of a tensor are in no memory any more, and there is no file to read them from.
+    #[error("the memory that held tensor `{tensor}` is gone, and there is no file to read it from")]
+    Held {
+        /// The tensor.
+        tensor: String,
+    },
+    /// The memory of a described device has a size and no bytes.
+    #[error("the memory of {device} has only sizes, no bytes that could be copied elsewhere")]
+    Bytes {
+        /// The device.
+        device: DeviceId,
+    },
+}
+
+/// What has another size than it needs. Sizes are in bytes where nothing else is said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Measured {
+    /// The room for a tensor.
+    Tensor {
+        /// Its name.
+        name: String,
+    },
+    /// The room for a tensor as adapters leave it.
+    Patched {
+        /// Its name.
+        name: String,
+    },
+    /// The bytes of a tensor that others are patched with.
+    Sibling {
+        /// Its name.
+        name: String,
+    },
+    /// How many tensors a tensor is patched with.
+    Siblings {
+        /// Its name.
+        name: String,
+    },
+    /// A part of a tensor, by its end.
+    Part {
+        /// The tensor's name.
+        name: String,
+        /// Where the part begins.
+        at: u64,
+    },
+    /// What was written of a tensor.
+    Written {
+        /// Its name.
+        name: String,
+    },
+    /// A buffer that is split at the size needed.
+    Split,
+    /// The source of a copy.
+    Source,
+    /// The destination of a copy.
+    Destination,
+    /// The memory for the factors of a patch.
+    Work,
+    /// The memory of a matrix that a device is to patch, by its end.
+    Matrix {
+        /// The device.
+        device: DeviceId,
+        /// Where the matrix begins.
+        at: usize,
+    },
+    /// How many slots there are for layers that are streamed.
+    Slots,
+    /// One slot.
+    Slot {
+        /// Its number.
+        number: usize,
+    },
+}
+
+impl Measured {
+    /// Writes what has `given` and needs `needed`.
+    pub(super) fn write(&self, f: &mut fmt::Formatter<'_>, needed: u64, given: u64) -> fmt::Result {
+        match self {
+            Measured::Tensor { name } => write!(f, "tensor `{name}` has {needed} bytes, the buffer for it {given}"),
+            Measured::Patched { name } => {
+                write!(f, "tensor `{name}` has {needed} bytes once patched, the buffer for it {given}")
+            }
+            Measured::Sibling { name } => write!(f, "tensor `{name}` has {needed} bytes, {given} are given"),
+            Measured::Siblings { name } => {
+                write!(f, "tensor `{name}` needs {needed} others to be patched, {given} are given")
+            }
+            Measured::Part { name, at } => {
+                write!(f, "tensor `{name}` has {given} bytes, the part from {at} on ends at {needed}")
+            }
+            Measured::Written { name } => write!(f, "tensor `{name}` has {needed} bytes, {given} were written"),
+            Measured::Split => write!(f, "a buffer of {given} bytes cannot be split at {needed}"),
+            Measured::Source => write!(f, "the copy reads up to byte {needed} of a buffer of {given}"),
+            Measured::Destination => write!(f, "the copy writes up to byte {needed} of a buffer of {given}"),
+            Measured::Work => write!(f, "work memory of {needed} bytes does not fit into {given}"),
+            Measured::Matrix { device, at } => {
+                write!(f, "the matrix at {at} that {device} is to patch ends at {needed}, in a buffer of {given}")
+            }
+            Measured::Slots => {
+                write!(f, "{given} slots were given for layers that are streamed, they need {needed} at least")
+            }
+            Measured::Slot { number } => write!(f, "slot {number} has {given} bytes, it needs {needed}"),
+        }
+    }
+}
+
+/// Two things that do not belong together: take those that do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Mismatch {
+    /// Patches for another number of tensors than the checkpoint has.
+    #[error("the patches are for {patched} tensors, {} has {stored}", file.display())]
+    Checkpoint {
+        /// How many tensors the patches know.
+        patched: usize,
+        /// How many the checkpoint has.
+        stored: usize,
+        /// The checkpoint.
+        file: PathBuf,
+    },
+    /// Patches that know another tensor in a place than the checkpoint has there.
+    #[error("the patches are of another checkpoint: tensor {index} is {patched} there and {stored} in {}", file.display())]
+    Tensor {
+        /// The place.
+        index: usize,
+        /// The tensor that the patches know.
+        patched: TensorShape,
+        /// The one that the checkpoint has.
+        stored: TensorShape,
+        /// The checkpoint.
+        file: PathBuf,
+    },
+    /// A model on a device that another registry has opened.
+    #[error("the model to derive from is on {device} of another registry")]
+    Registry {
+        /// The device.
+        device: DeviceId,
+    },
+    /// A stream of another device than the model computes on.
+    #[error("the model computes on {model}, the stream is of {stream}")]
+    Compute {
+        /// Where the model computes.
+        model: DeviceId,
+        /// The stream's device.
+        stream: DeviceId,
+    },
+    /// A stream of another context of a device than the library's, the primary one.
+    #[error("the stream is not of the primary context of {device}")]
+    Context {
+        /// The device.
+        device: DeviceId,
+    },
+    /// Memory of another device than the one that is to work on it.
+    #[error("{what} is on {memory}, {device} works on its own memory")]
+    Memory {
+        /// What is there.
+        what: String,
+        /// Where it is.
+        memory: DeviceId,
+        /// Where it has to be.
+        device: DeviceId,
+    },
+    /// Memory of one device behind the charge of another.
+    #[error("memory of {device} for a charge of {charge}")]
+    Charge {
+        /// The device that was asked for memory.
+        device: DeviceId,
+        /// The device that the charge is of.
+        charge: DeviceId,
+    },
+    /// A patch that the stream of another backend has sent.
+    #[error("the patch for {device} was sent by another backend's stream")]
+    Sender {
+        /// The device that is to patch.
+        device: DeviceId,
+    },
+}
+
+/// A tensor as patches and a checkpoint know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorShape {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its shape.
+    pub shape: Vec<u64>,
+}
+
+impl fmt::Display for TensorShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` ({} {:?})", self.name, self.dtype, self.shape)
+    }
+}
