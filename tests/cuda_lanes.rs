@@ -121,6 +121,30 @@ fn cuda_small_modules_of_a_layer_are_one_copy() {
     assert_clean(&cuda);
 }
 
+/// What may be pinned is said once, to the backend: a plan for its machine pins no more, and what it calls staged is staged.
+#[test]
+fn cuda_a_plan_pins_what_the_backend_pins() {
+    let subject = Subject::plain(&blocks(&[40_000; 4]), 105);
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20])) else { return };
+    {
+        let backend = Arc::new(Cuda::new().pinned_cap(ByteSize(100_000)));
+        let devices = Registry::new([backend as Arc<dyn Backend>, Arc::new(Host::new())]);
+        for machine in [devices.machine(), &devices.machine_now()] {
+            assert_eq!(machine.device(CPU).unwrap().pinned_cap(), 100_000);
+        }
+        let model = load_with(&devices, &subject, "cpu,*", |planner| planner.depth(1));
+        let host = model.plan().device(CPU).unwrap();
+        assert_eq!((host.pinned, host.streamed, host.staged), (80_000, 160_000, 80_000));
+        assert_eq!(devices.device(CPU).unwrap().info().pinned_cap(), 100_000);
+        let mut streamer = Streamer::new(&model).unwrap();
+        (0..layers(&streamer)).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        let lanes: Vec<(Via, bool)> =
+            streamer.report().lanes.iter().map(|lane| (lane.via, lane.bytes >= 80_000)).collect();
+        assert_eq!(lanes, [(Via::Straight, true), (Via::Staging, true)]);
+    }
+    assert_clean(&cuda);
+}
+
 /// A framework's tensors, whole allocations of the driver's, are refilled where they are.
 #[test]
 fn cuda_slots_of_the_callers_own_are_refilled_in_place() {

@@ -231,7 +231,7 @@ fn slots_that_do_not_fit_are_refused_by_name() {
         "{small}"
     );
     let elsewhere = refused(&|slots| slots[0] = other.alloc(bytes, MemoryKind::Arena).unwrap());
-    assert!(elsewhere.contains("on cuda:1") && elsewhere.contains("on cuda:0"), "{elsewhere}");
+    assert!(elsewhere.contains("on cuda:1") && elsewhere.contains("cuda:0"), "{elsewhere}");
     assert!(refused(&|slots| slots.clear()).contains("0 slots were given"));
     let other_stream = other.stream(Role::Compute).unwrap();
     assert!(Streamer::with_slots(&model, other_stream, own_slots(&model, 1)).is_err());

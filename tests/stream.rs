@@ -303,7 +303,7 @@ fn more_guards_than_slots_is_an_error_that_passes() {
     let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
     let held = [streamer.layer(1).unwrap(), streamer.layer(4).unwrap()];
     let error = streamer.layer(2).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert_eq!(error.kind(), ErrorKind::InUse);
     assert!(error.to_string().contains("2 slots are held by guards"), "{error}");
     for (guard, layer) in held.iter().zip([1, 4]) {
         check_layer(guard, &subject).unwrap();
@@ -311,7 +311,7 @@ fn more_guards_than_slots_is_an_error_that_passes() {
     }
     drop(held);
     check_pass(&mut streamer, &subject).unwrap();
-    assert_eq!(streamer.layer(99).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(streamer.layer(99).unwrap_err().kind(), ErrorKind::Missing);
     check_pass(&mut streamer, &subject).unwrap();
 }
 
@@ -369,7 +369,7 @@ fn a_streamer_that_stops_half_way_leaves_the_model_to_the_next() {
     for stop in [1, 3, 0, 5] {
         let mut streamer = Streamer::new(&model).unwrap();
         let error = Streamer::new(&model).unwrap_err();
-        assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("streamed already"), "{error}");
+        assert!(error.kind() == ErrorKind::InUse && error.to_string().contains("streamed already"), "{error}");
         for layer in 0..stop {
             reads.extend(read_late(&mut streamer, layer, Duration::from_millis(2)).unwrap());
         }

@@ -10,8 +10,8 @@ use tensor_offload::{ByteSize, Described, DeviceId, Machine, Order, Plan, Planne
 /// Which devices there are.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DeviceOptions {
-    /// A described device, as ID=TOTAL[,free=SIZE][,link=GBPS][,domain=ID] (decimal GB/s each way; domain: the device
-    /// whose memory it shares); with any of these there are no others [default: this machine's]
+    /// A described device, as ID=TOTAL[,free=SIZE][,link=GBPS][,domain=ID][,pinned=MOST] (decimal GB/s each way;
+    /// domain: the device whose memory it shares; pinned: the most of the host's that may be pinned); with any of these there are no others [default: this machine's]
     #[arg(long = "device", value_name = "ID=TOTAL")]
     pub(crate) devices: Vec<String>,
 }

@@ -40,7 +40,8 @@ impl Host {
         self
     }
 
-    fn cpu() -> DeviceInfo {
+    /// What is known of the host's memory now.
+    pub(super) fn cpu(&self) -> DeviceInfo {
         let memory = HostMemory::read();
         DeviceInfo::new(DeviceId::CPU, memory.total).name("host memory").free(Some(memory.available))
     }
@@ -53,12 +54,12 @@ impl Host {
 
 impl Backend for Host {
     fn discover(&self) -> Vec<Found> {
-        vec![Found::Here(Host::cpu()), Found::Here(self.disk())]
+        vec![Found::Here(self.cpu()), Found::Here(self.disk())]
     }
 
     fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
         let (info, medium) = match id {
-            DeviceId::CPU => (Host::cpu(), Medium::Host),
+            DeviceId::CPU => (self.cpu(), Medium::Host),
             DeviceId::DISK => (self.disk(), Medium::Files(self.folder.clone())),
             _ => return Err(Error::UnknownDevice { device: id, known: vec![DeviceId::CPU, DeviceId::DISK] }),
         };

@@ -25,6 +25,10 @@ pub struct DeviceInfo {
     /// opening takes nothing, and once it is open, since `free` is then without them.
     #[serde(default)]
     pub opening: u64,
+    /// The most of its memory that may be pinned at one time, where a backend or a description says so; see
+    /// [`pinned_cap`](DeviceInfo::pinned_cap).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinnable: Option<u64>,
     /// The device whose memory it shares (unified memory); itself otherwise.
     pub domain: DeviceId,
     /// What else is known of a GPU.
@@ -34,7 +38,8 @@ pub struct DeviceInfo {
 impl DeviceInfo {
     /// A device with a memory of its own, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
-        DeviceInfo { id, name: id.to_string(), total, free: Some(total), opening: 0, domain: id, gpu: None }
+        let (name, free) = (id.to_string(), Some(total));
+        DeviceInfo { id, name, total, free, opening: 0, pinnable: None, domain: id, gpu: None }
     }
 
     /// Sets the maker's name.
@@ -58,6 +63,13 @@ impl DeviceInfo {
         self
     }
 
+    /// Sets the most of its memory that may be pinned at one time.
+    #[must_use]
+    pub fn pinnable(mut self, bytes: Option<u64>) -> DeviceInfo {
+        self.pinnable = bytes;
+        self
+    }
+
     /// Sets the device whose memory it shares.
     #[must_use]
     pub fn domain(mut self, domain: DeviceId) -> DeviceInfo {
@@ -76,6 +88,16 @@ impl DeviceInfo {
     /// is not open, opening takes its part of them.
     pub fn usable(&self) -> u64 {
         self.free.map_or(self.total, |free| free.min(self.total))
+    }
+
+    /// The most of its memory that may be pinned at one time. Where nobody says: 40 % of all on Windows; elsewhere 90 %, or
+    /// all but 4 GiB where that is less, and at least 40 %; the caps that ComfyUI keeps to.
+    pub fn pinned_cap(&self) -> u64 {
+        let percent = |percent: u64| self.total / 100 * percent;
+        self.pinnable.unwrap_or_else(|| match cfg!(windows) {
+            true => percent(40),
+            false => percent(40).max(percent(90).min(self.total.saturating_sub(4 << 30))),
+        })
     }
 
     /// What of [`usable`](DeviceInfo::usable) is left for weights, slots and the rest once the device is open.
@@ -145,7 +167,7 @@ impl Machine {
         let info = |d: &Described| {
             let free = d.free.unwrap_or(d.total).get();
             let info = DeviceInfo::new(d.id, d.total.get()).name("described device").free(Some(free));
-            info.domain(d.domain.unwrap_or(d.id))
+            info.domain(d.domain.unwrap_or(d.id)).pinnable(d.pinned.map(ByteSize::get))
         };
         Machine::new(devices.iter().map(info), topology)
     }
@@ -167,8 +189,8 @@ impl Machine {
     }
 }
 
-/// A device described by hand: `ID=TOTAL[,free=F][,link=GBPS][,domain=ID]`, the link in decimal GB/s each way, the
-/// domain that of the device whose memory it shares.
+/// A device described by hand: `ID=TOTAL[,free=F][,link=GBPS][,domain=ID][,pinned=MOST]`, the link in decimal GB/s each way,
+/// the domain that of the device whose memory it shares, and the most of the host's memory that may be pinned.
 ///
 /// ```
 /// use tensor_offload::{ByteSize, Described};
@@ -188,6 +210,8 @@ pub struct Described {
     pub link: Option<Bandwidth>,
     /// The device whose memory it shares, if it has none of its own.
     pub domain: Option<DeviceId>,
+    /// The most of its memory that may be pinned, for the host.
+    pub pinned: Option<ByteSize>,
 }
 
 impl FromStr for Described {
@@ -198,13 +222,14 @@ impl FromStr for Described {
             let start = part.as_ptr() as usize - text.as_ptr() as usize;
             Error::syntax(text, start..start + part.len(), expected)
         };
-        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS][,domain=ID], as in cuda:0=24gib,free=20gib,link=27.2";
+        const FORM: &str =
+            "ID=TOTAL[,free=F][,link=GBPS][,domain=ID][,pinned=MOST], as in cuda:0=24gib,free=20gib,link=27.2";
         let (id, rest) = text.split_once('=').ok_or_else(|| syntax(text, FORM))?;
         let id: DeviceId = id.parse().map_err(|_| syntax(id, "a device such as cuda:0"))?;
         let mut parts = rest.split(',');
         let size = |part: &str| part.parse::<ByteSize>().map_err(|_| syntax(part, "a size such as 24gib"));
         let total = size(parts.next().unwrap_or(""))?;
-        let mut device = Described { id, total, free: None, link: None, domain: None };
+        let mut device = Described { id, total, free: None, link: None, domain: None, pinned: None };
         for part in parts {
             match part.split_once('=').map(|(key, value)| (key.trim().to_ascii_lowercase(), value)) {
                 Some((key, value)) if key == "free" && device.free.is_none() => {
@@ -222,6 +247,7 @@ impl FromStr for Described {
                     let domain = value.trim().parse().map_err(|_| syntax(value, "a device such as cpu"))?;
                     device.domain = Some(domain);
                 }
+                Some((key, value)) if key == "pinned" && device.pinned.is_none() => device.pinned = Some(size(value)?),
                 _ => return Err(syntax(part, FORM)),
             }
         }
@@ -241,6 +267,9 @@ impl fmt::Display for Described {
         if let Some(domain) = self.domain {
             write!(f, ",domain={domain}")?;
         }
+        if let Some(pinned) = self.pinned {
+            write!(f, ",pinned={pinned}")?;
+        }
         Ok(())
     }
 }
@@ -257,6 +286,7 @@ mod tests {
             "cpu=64gb,free=0b,link=27.2",
             "npu:3=1.5gb,link=0.5",
             "cuda:0=64gb,domain=cpu",
+            "cpu=64gb,free=60gb,pinned=20gb",
         ] {
             assert_eq!(text.parse::<Described>().unwrap().to_string(), text);
         }
@@ -274,6 +304,8 @@ mod tests {
             "cuda:0=1gb,",
             "cuda:0=1gb,domain=",
             "cuda:0=1gb,domain=cpu,domain=cpu",
+            "cpu=1gb,pinned=much",
+            "cpu=1gb,pinned=0b,pinned=0b",
         ] {
             assert!(text.parse::<Described>().is_err(), "{text}");
         }

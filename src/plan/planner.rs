@@ -156,8 +156,8 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// The most host memory that streamed weights may pin; none for no limit. Default:
-    /// `max(0.4 R, min(0.9 R, R - 4 GiB))` of the host's `R` bytes, as ComfyUI does on Linux.
+    /// The most host memory that streamed weights may pin; none for no limit, though a backend pins no more than its own.
+    /// Default: what the machine says of its host ([`DeviceInfo::pinned_cap`](crate::DeviceInfo::pinned_cap)).
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
         self.pinned_cap = cap;
         self
@@ -384,8 +384,7 @@ fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 
+/// The most of the machine's host memory that may be pinned; none where it has no host.
 pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
-    let host = machine.device(DeviceId::CPU).ok()?.total;
-    let percent = |n: u64| host / 100 * n;
-    Some(ByteSize(percent(40).max(percent(90).min(host.saturating_sub(4 << 30)))))
+    machine.device(DeviceId::CPU).ok().map(|host| ByteSize(host.pinned_cap()))
 }

@@ -172,8 +172,8 @@ impl Cuda {
         self
     }
 
-    /// Sets how much host memory may be pinned at one time. Without it: 40 % of all on Windows; elsewhere 90 %,
-    /// or all but 4 GiB where that is less, and at least 40 %.
+    /// Sets how much host memory may be pinned at one time; plans for this machine pin no more either. Without it: the share
+    /// of the host's memory that [`DeviceInfo::pinned_cap`] says.
     #[must_use]
     pub fn pinned_cap(mut self, cap: ByteSize) -> Cuda {
         self.pinned_cap = Some(cap);
@@ -195,7 +195,8 @@ impl Cuda {
             let mut devices = driver.devices()?;
             devices.iter_mut().for_each(|info| self.look_around(info, nvml.as_ref()));
             let open = Arc::new(Opened { peers: self.peers, devices: Mutex::default() });
-            let pins = Arc::new(Pins::new(self.pinned_cap, Arc::clone(&open)));
+            let limit = self.pinned_cap.map_or_else(|| self.host.cpu().pinned_cap(), ByteSize::get);
+            let pins = Arc::new(Pins::new(limit, Arc::clone(&open)));
             Ok(Shared { driver, nvml, devices, pins, open })
         };
         self.found.get_or_init(find).as_ref().map_err(String::as_str)
@@ -227,12 +228,8 @@ impl Backend for Cuda {
         match self.shared() {
             Err(why) => vec![Found::Absent { kind: DeviceKind::Cuda, why: why.to_owned() }],
             Ok(shared) => {
-                let cpu = self
-                    .host
-                    .discover()
-                    .into_iter()
-                    .filter(|found| matches!(found, Found::Here(info) if info.id == DeviceId::CPU));
-                shared.devices.iter().map(|info| Found::Here(self.now(shared, info))).chain(cpu).collect()
+                let cpu = self.host.cpu().pinnable(Some(shared.pins.limit()));
+                shared.devices.iter().map(|info| self.now(shared, info)).chain([cpu]).map(Found::Here).collect()
             }
         }
     }

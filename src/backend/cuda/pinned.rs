@@ -15,7 +15,6 @@ use super::numa::{self, Node};
 use super::sysfs::Sysfs;
 use crate::backend::software::HostAllocation;
 use crate::backend::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
-use crate::bytes::ByteSize;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
 use crate::error::Result;
 
@@ -33,16 +32,14 @@ pub(super) struct Pins {
 }
 
 impl Pins {
-    /// A cap of this size, or the default for this system.
-    pub(super) fn new(cap: Option<ByteSize>, open: Arc<Opened>) -> Pins {
-        let total = super::super::host_memory::HostMemory::read().total;
-        let share = |percent: u64| total / 100 * percent;
-        let default = match cfg!(windows) {
-            true => share(40),
-            false => share(40).max(share(90).min(total.saturating_sub(4 << 30))),
-        };
-        let limit = cap.map_or(default, ByteSize::get);
+    /// At most so many bytes.
+    pub(super) fn new(limit: u64, open: Arc<Opened>) -> Pins {
         Pins { limit, pinned: AtomicU64::new(0), open, stuck: Mutex::default() }
+    }
+
+    /// The most that may be pinned at one time.
+    pub(super) fn limit(&self) -> u64 {
+        self.limit
     }
 
     fn take(&self, bytes: u64) -> bool {
@@ -70,6 +67,7 @@ impl Pins {
 /// The host, with pinned memory for the open CUDA devices. What cannot be pinned is ordinary memory instead: every
 /// copy works all the same, slower.
 pub(super) struct PinningHost {
+    info: DeviceInfo,
     inner: Arc<dyn Device>,
     pins: Arc<Pins>,
     nodes: Nodes,
@@ -95,7 +93,8 @@ impl Nodes {
 
 impl PinningHost {
     pub(super) fn new(inner: Arc<dyn Device>, pins: Arc<Pins>, nodes: Nodes) -> PinningHost {
-        PinningHost { inner, pins, nodes }
+        let info = inner.info().clone().pinnable(Some(pins.limit()));
+        PinningHost { info, inner, pins, nodes }
     }
 
     /// Memory of that kind, near a device where one is named.
@@ -129,7 +128,7 @@ impl PinningHost {
 
 impl Device for PinningHost {
     fn info(&self) -> &DeviceInfo {
-        self.inner.info()
+        &self.info
     }
 
     fn ledger(&self) -> &Arc<Ledger> {
