@@ -70,17 +70,17 @@
 //! | [`transfer`] | where bytes come from: files, memory, mappings; how fast the links are | [`transfer::Source`], [`transfer::measure_links`] |
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
+//! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`] |
 //! | [`adapter`] | adapters against a checkpoint's names | [`Adapter`], [`Patches`] |
 //! | schedule | which layer is fetched when, into which slot | |
 //! | plan | where every module lives, and how long a pass takes at least | [`Planner`], [`Plan`] |
-//! | [`patch`] | the arithmetic of adapters | [`TensorPatch::apply`] |
 //! | load | load, patch, distribute | [`Loader`], [`Model`] |
 //! | stream | layers on the compute device, one after the other | [`Streamer`], [`LayerGuard`] |
 //! | cache | models that stay, and leave when told to | [`ModelCache`] |
 //! | `cuda` | your own CUDA streams and memory; tensors as cudarc's types | `cuda::adopt_stream` |
 //!
-//! Adapters stand before the plan because they can change a weight's size and its sharing; their arithmetic stands
-//! after it because only then is there memory for the result.
+//! Adapters stand before the plan because they can change a weight's size and its sharing. Their arithmetic is done by
+//! the load, after it, because only then is there memory for the result.
 //!
 //! # Words
 //!
@@ -150,7 +150,7 @@ mod stream;
 mod threads;
 pub mod transfer;
 
-pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows, ScalePolicy, TensorPatch};
+pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows};
 pub use allocation::{Allocation, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{
@@ -167,7 +167,7 @@ pub use error::{
     AdapterFault, AllocationError, Error, ErrorKind, FileFault, Holder, NoRoom, PlanFault, Result, Shortfall,
 };
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
-pub use patch::PatchOutcome;
+pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
 pub use plan::{
     Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, KeptFor, Order, Plan,
     Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,

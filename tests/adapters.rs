@@ -424,3 +424,45 @@ proptest! {
         }
     }
 }
+
+/// Values in -1..1 that look random.
+fn noise(count: usize, seed: u64) -> Vec<f32> {
+    let mixed = |place: u64| (place ^ seed << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (1..=count as u64).map(|place| (mixed(place) >> 40) as f32 / (1u64 << 23) as f32 - 1.0).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn loras_give_the_bits_of_their_formula(
+        (rows, cols, rank) in (1usize..40, 1usize..700, 1usize..9),
+        strengths in [-2.0f32..2.0, 0.1f32..1.0],
+    ) {
+        prop_assume!(strengths[0] != 0.0);
+        let [up, down] = [[rows as u64, rank as u64], [rank as u64, cols as u64]];
+        for (dtype, _) in FLOATS {
+            let weight = stored(dtype, &noise(rows * cols, 3));
+            let model = file("base", &[tensor("w.weight", dtype, &[rows as u64, cols as u64], weight.clone())]);
+            let mut wanted = floats(dtype, &weight);
+            let mut adapters = Vec::new();
+            for (strength, seed) in strengths.into_iter().zip([4, 8]) {
+                let (ups, downs) = (noise(rows * rank, seed), noise(rank * cols, seed + 1));
+                let scale = (f64::from(strength) * 2.5 / rank as f64) as f32;
+                for (index, weight) in wanted.iter_mut().enumerate() {
+                    let (row, col) = (index / cols, index % cols);
+                    let sum = (0..rank).fold(0.0f32, |sum, k| ups[row * rank + k].mul_add(downs[k * cols + col], sum));
+                    *weight += scale * sum;
+                }
+                let factors = [
+                    f32s("w.lora_up.weight", &up, &ups),
+                    f32s("w.lora_down.weight", &down, &downs),
+                    f32s("w.alpha", &[], &[2.5]),
+                ];
+                adapters.push(Adapter::from_checkpoint(file("adapter", &factors), strength).unwrap());
+            }
+            let (got, _) = merged(&model, adapters, Matching::Strict);
+            prop_assert!(got[0].3 == stored(dtype, &wanted), "{dtype}");
+        }
+    }
+}

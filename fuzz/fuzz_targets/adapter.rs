@@ -6,8 +6,8 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
-use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows, ScalePolicy};
-use tensor_offload::{Checkpoint, DType, Rounding};
+use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows};
+use tensor_offload::{Checkpoint, DType, Rounding, ScalePolicy};
 
 /// Beginnings, middles and ends of names; the input puts them together, or writes names of its own.
 const ROOTS: &[&str] = &[

@@ -1,23 +1,14 @@
 //! Adapters (LoRA and its relatives), read and resolved against a checkpoint's names.
 //!
-//! This happens before planning, for adapters can change the bytes of a weight; the arithmetic happens while
-//! loading, in [`TensorPatch::apply`].
+//! `names` finds the tensor that an adapter's key is for, `kinds` makes steps of an adapter's factors, and [`Patches`]
+//! holds what comes out: for each tensor a [`TensorPatch`](crate::patch::TensorPatch). This happens before planning, for
+//! adapters can change the bytes of a weight; the arithmetic happens while loading.
 
-mod aliases;
-mod build;
-mod families;
-mod keys;
 mod kinds;
-mod matrix;
-mod oft;
-mod pattern;
+mod names;
 mod peft;
 mod report;
 mod resolve;
-mod rows;
-mod scale;
-mod step;
-mod targets;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -26,20 +17,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::checkpoint::Checkpoint;
+use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
-use crate::transfer::Stamp;
-use keys::{Key, Part};
-use pattern::Pattern;
+use crate::float::Float;
+use crate::patch::{Matrix, Origin};
+use names::keys::{self, Key, Part};
+use names::pattern::Pattern;
 use peft::PeftConfig;
 
-pub(crate) use build::matrix_of;
+pub use names::rows::RotaryRows;
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
-pub use rows::RotaryRows;
-pub use scale::ScalePolicy;
-pub(crate) use scale::Scaling;
-pub use step::TensorPatch;
-pub(crate) use step::{Axis, Change, Delta, Dora, Linear, Product, Reach, Recipe, Step, TILE_COLS, TILE_ROWS};
 
 /// An adapter, opened: its names and shapes are known, its factors still in the file.
 #[derive(Clone, Debug)]
@@ -58,20 +46,9 @@ pub struct Adapter {
     rotary: Option<RotaryRows>,
 }
 
-/// What an adapter was opened from and is applied with. Two that are equal change a checkpoint alike.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Origin {
-    path: PathBuf,
-    stamps: Vec<Stamp>,
-    /// The bits of its strength.
-    strength: u32,
-    /// Its configuration, the component that is wanted, its renames, and the order of rotary rows.
-    settings: String,
-}
-
 /// The tensors that an adapter has for one module.
 #[derive(Clone, Debug)]
-pub(crate) struct AdapterModule {
+struct AdapterModule {
     /// The adapter's name of the module.
     name: String,
     /// Places in the adapter's own list of tensors.
@@ -256,5 +233,84 @@ impl Adapter {
         let mut bytes = vec![0; self.checkpoint.layout().tensors[index].bytes as usize];
         self.checkpoint.read(index, &mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Tensor number `index`, as a factor.
+    ///
+    /// # Errors
+    /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::NotFinite`] with
+    /// the first such element, and what reading the file returns.
+    fn factor(&self, index: usize) -> Result<Factor> {
+        let info = &self.checkpoint.layout().tensors[index];
+        let fault = |fault| Error::adapter(&self.path, Some(&info.name), fault);
+        let bytes = self.bytes(index)?;
+        if bytes.is_empty() {
+            let what = "a factor, which has elements,".to_owned();
+            return Err(fault(AdapterFault::Shape { found: info.shape.clone(), what, wanted: vec![] }));
+        }
+        let values = match (info.dtype, Float::of(info.dtype)) {
+            (_, Some(float)) => {
+                let mut values = vec![0.0; bytes.len() / float.size()];
+                float.lift(&bytes, &mut values);
+                values
+            }
+            (DType::F64, _) => bytes.as_chunks().0.iter().map(|raw| f64::from_le_bytes(*raw) as f32).collect(),
+            (dtype, _) => return Err(fault(AdapterFault::BadDType { what: "it".to_owned(), dtype })),
+        };
+        if let Some(index) = values.iter().position(|value| !value.is_finite()) {
+            let value = values[index].to_string();
+            return Err(fault(AdapterFault::NotFinite { index: index as u64, value }));
+        }
+        Ok(Factor { key: info.name.clone(), shape: info.shape.clone(), values })
+    }
+}
+
+/// One tensor of an adapter, lifted to f32; it has at least one value, and all are finite.
+#[derive(Clone, Debug)]
+struct Factor {
+    /// Its key in the adapter.
+    key: String,
+    shape: Vec<u64>,
+    values: Vec<f32>,
+}
+
+impl Factor {
+    /// The factor as a matrix of its first dimension by all others.
+    fn flat(&self) -> Matrix {
+        let rows = self.shape.first().map_or(1, |&rows| rows as usize);
+        let cols = self.values.len().checked_div(rows).unwrap_or(0);
+        Matrix { rows, cols, values: self.values.clone() }
+    }
+
+    /// The same with its first two dimensions swapped; a factor of fewer dimensions stays as it is.
+    fn swapped(&self) -> Factor {
+        let mut shape = self.shape.clone();
+        let [a, b, ..] = shape[..] else { return self.clone() };
+        shape.swap(0, 1);
+        let (a, b) = (a as usize, b as usize);
+        let inner = self.values.len().checked_div(a * b).unwrap_or(0);
+        let mut values = Vec::with_capacity(self.values.len());
+        for place in 0..b {
+            for outer in 0..a {
+                values.extend_from_slice(&self.values[(outer * b + place) * inner..][..inner]);
+            }
+        }
+        Factor { key: self.key.clone(), shape, values }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_are_seen_as_matrices() {
+        let values = vec![1., 2., 3., 4., 5., 6.];
+        let factor = Factor { key: String::new(), shape: vec![2, 3, 1], values };
+        assert_eq!(
+            (factor.swapped().shape, factor.swapped().values),
+            (vec![3, 2, 1], factor.flat().transposed().values)
+        );
+        assert_eq!((factor.flat().rows, factor.flat().cols), (2, 3));
     }
 }

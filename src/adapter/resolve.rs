@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::build::{self, Built, Weight};
+use super::kinds::{self, Built, Weight};
+use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
-use super::step::{Step, TensorPatch};
-use super::targets::{Found, Target, Targets};
-use super::{Adapter, AdapterModule, Origin, ScalePolicy, Scaling};
-use crate::checkpoint::Layout;
+use super::{Adapter, AdapterModule};
+use crate::checkpoint::{Checkpoint, Layout};
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
+use crate::patch::{Changes, Maker, Origin, PatchOutcome, ScalePolicy, TensorPatch};
 use crate::rounding::Rounding;
 
 /// Whether all of an adapter has to find its place.
@@ -54,15 +54,15 @@ impl Patches {
         resolving.finish()
     }
 
-    /// No patches at all.
-    pub(crate) fn unchanged(layout: Layout) -> Patches {
-        Patches { layout, ..Patches::default() }
+    /// No patches: `layout` as it is.
+    pub fn none(layout: &Layout) -> Patches {
+        Patches { layout: layout.clone(), ..Patches::default() }
     }
 
     /// The same, with all tensors rounded in this way.
     #[must_use]
     pub fn rounding(mut self, rounding: Rounding) -> Patches {
-        self.tensors.values_mut().for_each(|patch| patch.rounding = rounding);
+        self.tensors.values_mut().for_each(|patch| patch.set_rounding(rounding));
         self
     }
 
@@ -75,40 +75,24 @@ impl Patches {
     /// # Errors
     /// [`Error::Invalid`] when an adapter changes a scale by itself.
     pub fn scales(mut self, policy: ScalePolicy) -> Result<Patches> {
-        self.tensors.retain(|_, patch| patch.scale_of.is_none());
-        self.tensors.values_mut().for_each(|patch| patch.scale_policy = policy);
+        self.tensors.retain(|_, patch| !patch.is_of_scale());
+        self.tensors.values_mut().for_each(|patch| patch.set_scale_policy(policy));
         if policy == ScalePolicy::Keep {
             return Ok(self);
         }
         let mut scales = Vec::new();
         for (&weight, patch) in &self.tensors {
-            let Some(scaling) = &patch.scaling else { continue };
-            let info = &self.layout.tensors[scaling.tensor];
-            if self.tensors.contains_key(&scaling.tensor) {
+            let Some(scale) = patch.scale() else { continue };
+            let info = &self.layout.tensors[scale];
+            if self.tensors.contains_key(&scale) {
                 let reason =
                     format!("the scale `{}` is changed by an adapter, so it cannot be computed anew", info.name);
                 return Err(Error::invalid(reason));
             }
-            scales.push((
-                scaling.tensor,
-                TensorPatch {
-                    name: info.name.clone(),
-                    float: scaling.float,
-                    shape: info.shape.clone(),
-                    patched_shape: info.shape.clone(),
-                    scaling: None,
-                    needs: vec![weight],
-                    steps: Arc::default(),
-                    is_bias: false,
-                    rounding: Rounding::NearestEven,
-                    scale_policy: policy,
-                    scale_of: Some(Arc::new(patch.clone())),
-                    makers: Vec::new(),
-                },
-            ));
+            scales.extend(patch.of_scale(weight, info).map(|patch| (scale, patch)));
         }
-        let own: Vec<_> = scales.iter().map(|(tensor, patch)| (*tensor, patch.patched_shape.clone())).collect();
-        let weights = self.tensors.iter().map(|(&tensor, patch)| (tensor, patch.patched_shape.clone()));
+        let own: Vec<_> = scales.iter().map(|(tensor, patch)| (*tensor, patch.patched_shape().to_vec())).collect();
+        let weights = self.tensors.iter().map(|(&tensor, patch)| (tensor, patch.patched_shape().to_vec()));
         self.layout = self.layout.patched(&weights.chain(own).collect::<Vec<_>>())?;
         self.tensors.extend(scales);
         Ok(self)
@@ -121,7 +105,7 @@ impl Patches {
 
     /// How what they change is stored; the same for all tensors, none where nothing changes.
     pub(crate) fn policy(&self) -> Option<(Rounding, ScalePolicy)> {
-        self.tensors.values().next().map(|patch| (patch.rounding, patch.scale_policy))
+        self.tensors.values().next().map(TensorPatch::policy)
     }
 
     /// What became of every tensor of the adapters.
@@ -148,25 +132,65 @@ impl Patches {
     pub fn factor_bytes(&self) -> u64 {
         self.tensors.values().map(TensorPatch::factor_bytes).sum()
     }
+
+    /// Reads a tensor of the checkpoint that these patches were resolved against, patched where an adapter changes
+    /// it. `dst` has to be as long as the patched tensor.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when there is no such tensor, when it is another than the one of that place that the patches
+    /// were resolved against, or when `dst` is of another length; what reading meets; as
+    /// [`TensorPatch::apply`](crate::TensorPatch::apply).
+    pub fn read(&self, checkpoint: &Checkpoint, tensor: usize, dst: &mut [u8]) -> Result<PatchOutcome> {
+        self.check(checkpoint, tensor)?;
+        let Some(patch) = self.tensor(tensor) else {
+            checkpoint.read(tensor, dst)?;
+            return Ok(PatchOutcome::default());
+        };
+        let bytes_of = |tensor: usize| checkpoint.layout().tensors.get(tensor).map_or(0, |t| t.bytes as usize);
+        let (stored, room) = (bytes_of(tensor), dst.len());
+        let pristine = dst.get_mut(..stored).ok_or_else(|| {
+            let name = &self.layout().tensors[tensor].name;
+            Error::invalid(format!("tensor `{name}` has at least {stored} bytes, the room given is {room}"))
+        })?;
+        checkpoint.read(tensor, pristine)?;
+        let siblings = patch.read_siblings(checkpoint)?;
+        patch.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    }
+
+    /// Patches know tensors by their places, so another checkpoint's would get what is not meant for them.
+    fn check(&self, checkpoint: &Checkpoint, tensor: usize) -> Result<()> {
+        let (Some(stored), Some(known)) = (checkpoint.layout().tensors.get(tensor), self.layout().tensors.get(tensor))
+        else {
+            let counts = (self.layout().tensors.len(), checkpoint.layout().tensors.len());
+            let (path, (known, stored)) = (checkpoint.path().display(), counts);
+            let reason =
+                format!("there is no tensor {tensor}: the patches are for {known} tensors, {path} has {stored}");
+            return Err(Error::invalid(reason));
+        };
+        let shape = self.tensor(tensor).map_or(&known.shape, TensorPatch::pristine_shape);
+        if (&stored.name, stored.dtype, &stored.shape) == (&known.name, known.dtype, shape) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "the patches are of another checkpoint: tensor {tensor} is `{}` ({} {shape:?}) there and `{}` ({} {:?}) in {}",
+            known.name,
+            known.dtype,
+            stored.name,
+            stored.dtype,
+            stored.shape,
+            checkpoint.path().display()
+        )))
+    }
 }
 
 /// The state of [`Patches::resolve`]: shapes as the steps so far leave them.
 struct Resolving<'a> {
     layout: &'a Layout,
     by_name: HashMap<&'a str, usize>,
-    changed: BTreeMap<usize, Changed>,
+    changed: BTreeMap<usize, Changes>,
     report: MatchReport,
     /// Of the adapters so far, the last being the one at hand.
     origins: Vec<Arc<Origin>>,
-}
-
-/// What the steps so far make of a tensor.
-#[derive(Default)]
-struct Changed {
-    shape: Vec<u64>,
-    steps: Vec<Step>,
-    makers: Vec<(Arc<Origin>, String)>,
-    is_bias: bool,
 }
 
 impl<'a> Resolving<'a> {
@@ -243,17 +267,18 @@ impl<'a> Resolving<'a> {
         }
         let (mut changed, mut rows, mut skipped, mut all_kinds) = (Vec::new(), Vec::new(), BTreeMap::new(), Vec::new());
         for target in targets {
-            let built = build::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
+            let built = kinds::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
             let Built { weight, bias, kinds, skipped: not_here } = built;
             for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
                 if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
                     self.check_dtype(adapter, module, tensor)?;
                     let now = self.changed.entry(tensor).or_default();
                     now.shape = shape;
-                    now.makers.extend(self.origins.last().map(|origin| (Arc::clone(origin), module.name.clone())));
+                    let maker = |adapter| Maker { adapter: Arc::clone(adapter), module: module.name.clone() };
+                    now.makers.extend(self.origins.last().map(maker));
                     now.is_bias = target.bias == Some(tensor);
                     let part = steps.iter().find(|_| target.share.is_some());
-                    rows.push(part.map(|step| step.rows.start as u64..step.rows.end as u64));
+                    rows.push(part.map(|step| step.rows().start as u64..step.rows().end as u64));
                     now.steps.extend(steps);
                     changed.push(self.layout.tensors[tensor].name.clone());
                 }
@@ -292,7 +317,7 @@ impl<'a> Resolving<'a> {
     fn weight(&self, tensor: usize) -> Weight<'a> {
         let info = &self.layout.tensors[tensor];
         let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
-        Weight { name: &info.name, shape: shape.clone() }
+        Weight::new(&info.name, shape.clone())
     }
 
     fn skip<'i>(&mut self, adapter: &Adapter, indices: impl IntoIterator<Item = &'i usize>, why: SkipReason) {
@@ -320,35 +345,10 @@ impl<'a> Resolving<'a> {
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
         let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
         let mut tensors = BTreeMap::new();
-        for (tensor, Changed { shape: patched_shape, steps, makers, is_bias }) in changed {
+        for (tensor, changes) in changed {
             let info = &layout.tensors[tensor];
             let fault = |fault| Error::invalid(format!("tensor `{}`: {fault}", info.name));
-            let float = Float::of(info.dtype)
-                .ok_or_else(|| fault(AdapterFault::BadDType { what: "it".to_owned(), dtype: info.dtype }))?;
-            let matrix = build::matrix_of(&info.shape).unwrap_or_default();
-            let scaling = Scaling::of(info, matrix, find).map_err(fault)?;
-            if patched_shape != info.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
-                let kind = "padding of a weight with several scales; such".to_owned();
-                return Err(fault(AdapterFault::Unsupported { kind }));
-            }
-            let needs = scaling.iter().map(|s| s.tensor).collect();
-            let (name, shape, steps) = (info.name.clone(), info.shape.clone(), Arc::new(steps));
-            let (rounding, scale_policy, scale_of) = Default::default();
-            let patch = TensorPatch {
-                name,
-                float,
-                shape,
-                patched_shape,
-                scaling,
-                needs,
-                steps,
-                is_bias,
-                rounding,
-                scale_policy,
-                scale_of,
-                makers,
-            };
-            tensors.insert(tensor, patch);
+            tensors.insert(tensor, TensorPatch::new(info, changes, find).map_err(fault)?);
         }
         Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins })
     }

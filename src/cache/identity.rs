@@ -7,10 +7,11 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use super::{Entry, ModelCache, Retention, let_go};
-use crate::adapter::{Origin, Patches, ScalePolicy};
+use crate::adapter::Patches;
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, InUse, Result};
 use crate::load::Model;
+use crate::patch::{Origin, ScalePolicy};
 use crate::plan::Plan;
 use crate::rounding::Rounding;
 use crate::transfer::Stamp;

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::adapter::{Patches, Recipe};
+use crate::adapter::Patches;
 use crate::checkpoint::Checkpoint;
+use crate::patch::Recipe;
 use crate::transfer::Stamp;
 
 /// What a tensor's bytes were made from: where equal, the bytes are. No weight is read to know it.

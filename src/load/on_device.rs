@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use super::Reservation;
 use super::worker::lock;
-use crate::adapter::TensorPatch;
 use crate::backend::{
     Buf, BufMut, Device, Event, Kernels, MatrixPatch, MemoryKind, Piece, SentPatch, Stream, Transfer,
 };
@@ -17,7 +16,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::patch::{Scales, siblings};
+use crate::patch::{Scales, TensorPatch};
 
 /// What the workers of a load share for patching on devices.
 pub(super) struct OnDevice {
@@ -78,13 +77,13 @@ impl OnDevice {
         checkpoint: &Checkpoint,
     ) -> Result<Option<Planned<'a>>> {
         let kernels = self.devices.get(&id).and_then(|device| device.kernels());
-        let covered = patch.is_products() && at.is_multiple_of(patch.float.size());
+        let covered = patch.is_products() && at.is_multiple_of(patch.element_bytes());
         let Some(kernels) = kernels.filter(|_| covered) else { return Ok(None) };
         if let Err(why) = kernels.ready() {
             self.not_there(id, why);
             return Ok(None);
         }
-        let siblings = siblings(checkpoint, patch)?;
+        let siblings = patch.read_siblings(checkpoint)?;
         let scales = patch.scales(&siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())?;
         Ok(Some(Planned { kernels, patch, scales }))
     }

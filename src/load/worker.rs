@@ -12,12 +12,13 @@ use super::on_device::{Factors, OnDevice};
 use super::reuse::{Reuse, Ways};
 use super::store::Home;
 use super::{Loader, Reservation};
-use crate::adapter::{Patches, TensorPatch};
+use crate::adapter::Patches;
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
+use crate::patch::TensorPatch;
 use crate::plan::Plan;
 use crate::transfer::Ring;
 

@@ -1,4 +1,8 @@
-//! The arithmetic of adapters: lift to f32, change, round once to the storage type.
+//! Patches: what is done to a tensor's numbers, and doing it. Lift to f32, change, round once to the storage type.
+//!
+//! A [`TensorPatch`] is a list of steps, each of which changes some rows of one tensor by numbers. Reading the numbers and
+//! finding the tensor is for whoever makes it ([`Patches`](crate::Patches)); what it holds of their origin is compared,
+//! and no more.
 //!
 //! A weight is worked on in small pieces, in place, so no f32 copy of it exists where its steps allow that. Every
 //! element is computed by the same operations in the same order whatever the piece, the thread and the instruction
@@ -8,20 +12,95 @@
 
 mod pieces;
 mod products;
-mod read;
 mod scales;
+mod steps;
 mod vector;
 mod whole;
 
-use crate::adapter::{Reach, ScalePolicy, TensorPatch, matrix_of};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{AdapterFault, Error, Result};
+use crate::float::Float;
+use crate::rounding::Rounding;
 use crate::threads;
-use pieces::Matrix;
-pub(crate) use read::siblings;
+use crate::transfer::Stamp;
+use pieces::Stored;
+pub use scales::ScalePolicy;
 pub(crate) use scales::Scales;
+use scales::Scaling;
+use steps::Reach;
+pub(crate) use steps::{Axis, Delta, Dora, Linear, Matrix, Product, Step, matrix_of};
 use vector::Tier;
 use whole::Lifted;
+
+/// All that is done to one tensor of the checkpoint.
+///
+/// A clone shares the factors. [`apply`](TensorPatch::apply) does the arithmetic.
+#[derive(Clone, Debug)]
+pub struct TensorPatch {
+    /// The tensor's name, for messages.
+    name: String,
+    float: Float,
+    /// Its shape in the checkpoint.
+    shape: Vec<u64>,
+    /// Its shape afterwards.
+    patched_shape: Vec<u64>,
+    scaling: Option<Scaling>,
+    needs: Vec<usize>,
+    steps: Arc<Vec<Step>>,
+    /// Whether it is a bias, each element of which is a row.
+    is_bias: bool,
+    rounding: Rounding,
+    scale_policy: ScalePolicy,
+    /// The weight whose scale this tensor is, when that is computed anew.
+    scale_of: Option<Arc<TensorPatch>>,
+    makers: Vec<Maker>,
+}
+
+/// What is done to a tensor, as it is put together.
+#[derive(Debug, Default)]
+pub(crate) struct Changes {
+    pub(crate) steps: Vec<Step>,
+    /// The tensor's shape after them.
+    pub(crate) shape: Vec<u64>,
+    /// Whether it is a bias, each element of which is a row: of a fused one, a part is changed.
+    pub(crate) is_bias: bool,
+    /// Who made the steps, in order.
+    pub(crate) makers: Vec<Maker>,
+}
+
+/// Who made some of a patch's steps: an adapter, and its module of this name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Maker {
+    pub(crate) adapter: Arc<Origin>,
+    pub(crate) module: String,
+}
+
+/// What an adapter was opened from and is applied with. Two that are equal change a checkpoint alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Origin {
+    pub(crate) path: PathBuf,
+    pub(crate) stamps: Vec<Stamp>,
+    /// The bits of its strength.
+    pub(crate) strength: u32,
+    /// All else that it is applied with, in words.
+    pub(crate) settings: String,
+}
+
+/// What a patch was made from, without its factors. Patches of one checkpoint with equal recipes make the same of a
+/// tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Recipe {
+    name: String,
+    patched_shape: Vec<u64>,
+    rounding: Rounding,
+    scale_policy: ScalePolicy,
+    makers: Vec<Maker>,
+    scale_of: Option<Box<Recipe>>,
+}
 
 /// What [`TensorPatch::apply`] has to tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,6 +125,108 @@ impl TensorPatch {
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
+    /// The tensors whose bytes [`apply`](TensorPatch::apply) wants beside the weight's, by place in
+    /// [`Layout::tensors`](crate::checkpoint::Layout::tensors): the scale of an fp8 weight, or the weight of a scale that
+    /// is computed anew.
+    pub fn needs(&self) -> &[usize] {
+        &self.needs
+    }
+
+    /// The tensor's shape once it is patched; larger than in the checkpoint where an adapter pads the weight.
+    pub fn patched_shape(&self) -> &[u64] {
+        &self.patched_shape
+    }
+
+    /// The bytes of its factors as they are held, in f32.
+    pub fn factor_bytes(&self) -> u64 {
+        self.steps.iter().map(|step| step.change.values() as u64 * 4).sum()
+    }
+
+    /// The patch that makes `changes` to a tensor; `find` gives the checkpoint's tensors by name, with their places.
+    ///
+    /// # Errors
+    /// [`AdapterFault::BadDType`] for a tensor that is not of floats, and what is wrong with the scale beside it.
+    pub(crate) fn new<'a>(
+        tensor: &TensorInfo,
+        changes: Changes,
+        find: impl Fn(&str) -> Option<(usize, &'a TensorInfo)>,
+    ) -> Result<TensorPatch, AdapterFault> {
+        let bad_type = || AdapterFault::BadDType { what: "it".to_owned(), dtype: tensor.dtype };
+        let float = Float::of(tensor.dtype).ok_or_else(bad_type)?;
+        let scaling = Scaling::of(tensor, matrix_of(&tensor.shape).unwrap_or_default(), find)?;
+        let Changes { steps, shape: patched_shape, is_bias, makers } = changes;
+        if patched_shape != tensor.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
+            let kind = "padding of a weight with several scales; such".to_owned();
+            return Err(AdapterFault::Unsupported { kind });
+        }
+        Ok(TensorPatch {
+            name: tensor.name.clone(),
+            float,
+            shape: tensor.shape.clone(),
+            patched_shape,
+            needs: scaling.iter().map(|scaling| scaling.tensor).collect(),
+            scaling,
+            steps: Arc::new(steps),
+            is_bias,
+            rounding: Rounding::default(),
+            scale_policy: ScalePolicy::default(),
+            scale_of: None,
+            makers,
+        })
+    }
+
+    /// Has it rounded in this way.
+    pub(crate) fn set_rounding(&mut self, rounding: Rounding) {
+        self.rounding = rounding;
+    }
+
+    /// Has this done to the scale beside the weight.
+    pub(crate) fn set_scale_policy(&mut self, policy: ScalePolicy) {
+        self.scale_policy = policy;
+    }
+
+    /// How it is stored.
+    pub(crate) fn policy(&self) -> (Rounding, ScalePolicy) {
+        (self.rounding, self.scale_policy)
+    }
+
+    /// The tensor's shape in the checkpoint.
+    pub(crate) fn pristine_shape(&self) -> &Vec<u64> {
+        &self.shape
+    }
+
+    /// The size of an element as it is stored.
+    pub(crate) fn element_bytes(&self) -> usize {
+        self.float.size()
+    }
+
+    /// Whether it computes the scale beside a weight anew.
+    pub(crate) fn is_of_scale(&self) -> bool {
+        self.scale_of.is_some()
+    }
+
+    /// What it was made from.
+    pub(crate) fn recipe(&self) -> Recipe {
+        Recipe {
+            name: self.name.clone(),
+            patched_shape: self.patched_shape.clone(),
+            rounding: self.rounding,
+            scale_policy: self.scale_policy,
+            makers: self.makers.clone(),
+            scale_of: self.scale_of.as_ref().map(|weight| Box::new(weight.recipe())),
+        }
+    }
+
+    /// Reads the bytes of the tensors that [`needs`](TensorPatch::needs) names.
+    pub(crate) fn read_siblings(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<u8>>> {
+        let read = |&sibling: &usize| {
+            let tensor = checkpoint.layout().tensors.get(sibling);
+            let mut bytes = vec![0; tensor.map_or(0, |tensor| tensor.bytes as usize)];
+            checkpoint.read(sibling, &mut bytes).map(|()| bytes)
+        };
+        self.needs.iter().map(read).collect()
+    }
+
     /// The same on the current pool.
     fn apply_with(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         let wanted = bytes_of(&self.patched_shape, self.float.size());
@@ -57,54 +238,24 @@ impl TensorPatch {
             return weight.apply_to_scale(tier, bytes, siblings);
         }
         let scales = self.scales(siblings)?;
-        let matrix = self.matrix(scales.as_ref());
+        let weight = self.stored(scales.as_ref());
         let in_pieces = self.steps.iter().all(|step| step.change.reach() < Reach::Weight);
         let saturated = match (&self.scaling, &scales) {
             (Some(scaling), Some(old)) if self.scale_policy == ScalePolicy::Recompute => {
-                let lifted = Lifted::patched(tier, matrix, bytes, &self.steps);
+                let lifted = Lifted::patched(tier, weight, bytes, &self.steps);
                 let new = lifted.scales(self.float, scaling.float, old);
-                lifted.store(Matrix { scales: Some(&new), ..matrix }, bytes)
+                lifted.store(Stored { scales: Some(&new), ..weight }, bytes)
             }
-            _ if in_pieces => pieces::apply(tier, matrix, bytes, &self.steps),
-            _ => whole::apply(tier, matrix, bytes, &self.steps),
+            _ if in_pieces => pieces::apply(tier, weight, bytes, &self.steps),
+            _ => whole::apply(tier, weight, bytes, &self.steps),
         };
         Ok(PatchOutcome { saturated })
     }
 
-    /// Computes the scale in `bytes` anew; the only sibling is the weight, as the checkpoint holds it.
-    fn apply_to_scale(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
-        let [weight] = siblings else { return Err(self.miscounted(1, siblings.len())) };
-        let wanted = bytes_of(&self.shape, self.float.size());
-        if wanted != Some(weight.len()) {
-            let (name, len) = (&self.name, weight.len());
-            return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes, {len} are given")));
-        }
-        let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
-            return Ok(PatchOutcome::default());
-        };
-        let lifted = Lifted::patched(tier, self.matrix(Some(&old)), weight, &self.steps);
-        lifted.scales(self.float, scaling.float, &old).write(scaling.float, bytes);
-        Ok(PatchOutcome::default())
-    }
-
-    fn matrix<'a>(&self, scales: Option<&'a Scales>) -> Matrix<'a> {
+    fn stored<'a>(&self, scales: Option<&'a Scales>) -> Stored<'a> {
         let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
         let (rows, cols) = if self.is_bias { (rows * cols, 1) } else { (rows, cols) };
-        Matrix { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
-    }
-
-    /// The scales beside the weight, from the siblings' bytes.
-    pub(crate) fn scales(&self, siblings: &[&[u8]]) -> Result<Option<Scales>> {
-        if siblings.len() != self.needs.len() {
-            return Err(self.miscounted(self.needs.len(), siblings.len()));
-        }
-        let Some((scaling, bytes)) = self.scaling.as_ref().zip(siblings.first()) else { return Ok(None) };
-        let scales = Scales::read(scaling, bytes);
-        scales.map(Some).map_err(|reason| Error::invalid(format!("tensor `{}`: its scale {reason}", self.name)))
-    }
-
-    fn miscounted(&self, needs: usize, given: usize) -> Error {
-        Error::invalid(format!("tensor `{}` needs {needs} others to be patched, {given} are given", self.name))
+        Stored { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
     }
 }
 
@@ -117,25 +268,7 @@ fn bytes_of(shape: &[u64], element: usize) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapter::{Adapter, Matching, Patches};
-    use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
-    use crate::rounding::Rounding;
     use proptest::prelude::*;
-
-    /// A file in memory with these f32 tensors.
-    fn file(tensors: &[(&str, &[usize], Vec<f32>)]) -> Checkpoint {
-        let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
-        for (name, shape, values) in tensors {
-            let begin = data.len();
-            data.extend(values.iter().flat_map(|v| v.to_le_bytes()));
-            let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()]});
-            header.insert((*name).to_owned(), entry);
-        }
-        let header = serde_json::Value::Object(header).to_string();
-        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-        bytes.extend(header.bytes().chain(data));
-        Checkpoint::from_bytes("adapter", bytes).unwrap()
-    }
 
     /// Values in -1..1 that look random.
     fn noise(count: usize, seed: u64) -> Vec<f32> {
@@ -149,22 +282,32 @@ mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    fn lora(rows: usize, cols: usize, rank: usize, seed: u64) -> Checkpoint {
-        file(&[
-            ("w.lora_up.weight", &[rows, rank], noise(rows * rank, seed)),
-            ("w.lora_down.weight", &[rank, cols], noise(rank * cols, seed + 1)),
-            ("w.alpha", &[], vec![2.5]),
-        ])
+    /// These numbers as a matrix.
+    fn matrix(rows: usize, cols: usize, seed: u64) -> Matrix {
+        Matrix { rows, cols, values: noise(rows * cols, seed) }
     }
 
-    fn patch(dtype: DType, rows: usize, cols: usize, adapters: &[(Checkpoint, f32)]) -> TensorPatch {
+    fn product(rows: usize, cols: usize, rank: usize, seed: u64) -> Product {
+        Product { up: matrix(rows, rank, seed), down: matrix(rank, cols, seed + 1) }
+    }
+
+    /// A product added to all rows.
+    fn lora(rows: usize, cols: usize, rank: usize, seed: u64, scale: f32) -> Step {
+        Step::add(0..rows, Delta::Product(product(rows, cols, rank, seed)), scale)
+    }
+
+    /// The scale of an adapter of such a rank at a strength, with an alpha of 2.5.
+    fn scale(strength: f32, rank: usize) -> f32 {
+        (f64::from(strength) * 2.5 / rank as f64) as f32
+    }
+
+    fn patch(dtype: DType, rows: usize, cols: usize, steps: Vec<Step>) -> TensorPatch {
         let weight = TensorInfo::new("w.weight", dtype, &[rows as u64, cols as u64], 0, 0).unwrap();
-        let adapters = adapters.iter().map(|(file, s)| Adapter::from_checkpoint(file.clone(), *s).unwrap()).collect();
-        let patches = Patches::resolve(&Layout::new(vec![weight]), adapters, Matching::Strict).unwrap();
-        patches.tensor(0).unwrap().clone()
+        let changes = Changes { steps, shape: weight.shape.clone(), ..Changes::default() };
+        TensorPatch::new(&weight, changes, |_| None).unwrap()
     }
 
-    fn stored(float: crate::float::Float, values: &[f32]) -> Vec<u8> {
+    fn stored(float: Float, values: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; values.len() * float.size()];
         float.round(values, &mut bytes);
         bytes
@@ -185,15 +328,12 @@ mod tests {
     #[test]
     fn every_tier_and_split_gives_the_bits_of_the_definition() {
         for (rows, cols, rank) in [(1, 1, 1), (8, 32, 4), (13, 37, 5), (300, 1100, 16), (9, 513, 3)] {
-            let adapters = [(lora(rows, cols, rank, 7), 0.7), (lora(rows, cols, rank + 1, 9), -1.3)];
-            let factors: Vec<_> = [(rank, 7u64, 0.7f32), (rank + 1, 9, -1.3)]
-                .map(|(rank, seed, s)| {
-                    let scale = (f64::from(s) * 2.5 / rank as f64) as f32;
-                    (noise(rows * rank, seed), noise(rank * cols, seed + 1), rank, scale)
-                })
-                .to_vec();
+            let all = [(rank, 7u64, scale(0.7, rank)), (rank + 1, 9, scale(-1.3, rank + 1))];
+            let factors =
+                all.map(|(rank, seed, scale)| (noise(rows * rank, seed), noise(rank * cols, seed + 1), rank, scale));
             for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
-                let patch = patch(dtype, rows, cols, &adapters);
+                let steps = Vec::from(all.map(|(rank, seed, scale)| lora(rows, cols, rank, seed, scale)));
+                let patch = patch(dtype, rows, cols, steps);
                 let before = stored(patch.float, &noise(rows * cols, 3));
                 let mut weights = vec![0.0; rows * cols];
                 patch.float.lift(&before, &mut weights);
@@ -212,28 +352,33 @@ mod tests {
 
     #[test]
     fn every_kind_gives_the_same_bits_in_every_tier_and_split() {
-        let some = |name: &'static str, shape: &'static [usize]| (name, shape, noise(shape.iter().product(), 11));
+        let rows = || 0..60;
+        let whole = |rank| product(60, 70, rank, 11);
+        let dora = |axis, of_original| Dora {
+            ratio: 1.0,
+            magnitude: noise(if axis == Axis::Rows { 60 } else { 70 }, 13),
+            axis,
+            of_original,
+            epsilon: f32::EPSILON,
+            strength: 0.6,
+        };
+        let (first, second) = (matrix(70, 3, 11), matrix(3, 70, 12));
+        let linear = Linear { first, second, base: whole(3), inner: 1 };
         let kinds = [
-            vec![
-                some("w.hada_w1_a", &[60, 3]),
-                some("w.hada_w1_b", &[3, 70]),
-                some("w.hada_w2_a", &[60, 4]),
-                some("w.hada_w2_b", &[4, 70]),
-            ],
-            vec![some("w.lokr_w1", &[6, 7]), some("w.lokr_w2_a", &[10, 2]), some("w.lokr_w2_b", &[2, 10])],
-            vec![
-                some("w.a1.weight", &[70, 3]),
-                some("w.a2.weight", &[3, 70]),
-                some("w.b1.weight", &[60, 3]),
-                some("w.b2.weight", &[3, 70]),
-            ],
-            vec![some("w.oft_blocks", &[5, 12, 12])],
-            vec![some("w.lora_B", &[60, 3]), some("w.lora_A", &[3, 70]), some("w.dora_scale", &[60, 1])],
-            vec![some("w.lora_B", &[60, 3]), some("w.lora_A", &[3, 70]), some("w.dora_scale", &[1, 70])],
-            vec![some("w.diff", &[60, 70])],
+            ("LoHa", Step::add(rows(), Delta::Hadamard(Box::new([whole(3), whole(4)])), 0.6)),
+            ("LoKr", Step::add(rows(), Delta::Kronecker(matrix(6, 7, 11), matrix(10, 10, 12)), 0.6)),
+            ("GLoRA", Step::add(rows(), Delta::Linear(Box::new(linear)), 0.6)),
+            ("OFT", Step::rotate(rows(), 12, noise(5 * 12 * 12, 11), 0.6)),
+            ("DoRA by rows", Step::decompose(rows(), Delta::Product(whole(3)), dora(Axis::Rows, true))),
+            (
+                "DoRA by columns",
+                Step::decompose(rows(), Delta::Product(whole(3)), dora(Axis::Columns { inner: 1 }, false)),
+            ),
+            ("diff", Step::add(rows(), Delta::Dense(noise(4200, 11)), 0.6)),
+            ("set", Step::set(7..29, noise(22 * 70, 11))),
         ];
-        for kind in kinds {
-            let patch = patch(DType::BF16, 60, 70, &[(lora(60, 70, 5, 1), 1.0), (file(&kind), 0.6)]);
+        for (kind, step) in kinds {
+            let patch = patch(DType::BF16, 60, 70, vec![lora(60, 70, 5, 1, scale(1.0, 5)), step]);
             let before = stored(patch.float, &noise(4200, 5));
             let mut results = Vec::new();
             for tier in Tier::all() {
@@ -244,23 +389,27 @@ mod tests {
                     results.push(bytes);
                 }
             }
-            assert!(results.iter().all(|bytes| *bytes == results[0]) && results[0] != before, "{}", kind[0].0);
+            assert!(results.iter().all(|bytes| *bytes == results[0]) && results[0] != before, "{kind}");
         }
     }
 
     #[test]
     fn stochastic_rounding_gives_the_same_bits_in_every_tier_and_split() {
         // By pieces, and on an f32 copy (norms over columns).
-        let dora = file(&[
-            ("w.lora_B", &[60, 3], noise(180, 11)),
-            ("w.lora_A", &[3, 700], noise(2100, 12)),
-            ("w.dora_scale", &[1, 700], noise(700, 13)),
-        ]);
-        for (adapters, rows, cols) in
-            [(vec![(lora(300, 1100, 5, 1), 1.0)], 300, 1100), (vec![(lora(60, 700, 5, 1), 1.0), (dora, 0.5)], 60, 700)]
-        {
+        for (rows, cols, copied) in [(300, 1100, false), (60, 700, true)] {
+            let dora = || {
+                let (magnitude, axis) = (noise(700, 13), Axis::Columns { inner: 1 });
+                let dora =
+                    Dora { ratio: 1.0, magnitude, axis, of_original: false, epsilon: f32::EPSILON, strength: 0.5 };
+                Step::decompose(0..60, Delta::Product(product(60, 700, 3, 11)), dora)
+            };
+            let steps = || {
+                let mut steps = vec![lora(rows, cols, 5, 1, scale(1.0, 5))];
+                steps.extend(copied.then(dora));
+                steps
+            };
             for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
-                let nearest = patch(dtype, rows, cols, &adapters);
+                let nearest = patch(dtype, rows, cols, steps());
                 let mut patch = nearest.clone();
                 patch.rounding = Rounding::Stochastic { seed: 5 };
                 let before = stored(patch.float, &noise(rows * cols, 3));
@@ -283,7 +432,7 @@ mod tests {
 
     #[test]
     fn bytes_may_lie_at_any_address() {
-        let patch = patch(DType::BF16, 20, 40, &[(lora(20, 40, 4, 1), 1.0)]);
+        let patch = patch(DType::BF16, 20, 40, vec![lora(20, 40, 4, 1, scale(1.0, 4))]);
         let before = stored(patch.float, &noise(800, 5));
         let mut aligned = before.clone();
         patch.apply(&mut aligned, &[]).unwrap();
@@ -296,7 +445,7 @@ mod tests {
 
     #[test]
     fn weights_that_are_not_finite_stay_so() {
-        let patch = patch(DType::F16, 1, 3, &[(lora(1, 3, 4, 1), 1.0)]);
+        let patch = patch(DType::F16, 1, 3, vec![lora(1, 3, 4, 1, scale(1.0, 4))]);
         let mut bytes = stored(patch.float, &[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
         patch.apply(&mut bytes, &[]).unwrap();
         let mut values = [0.0; 3];
@@ -310,11 +459,11 @@ mod tests {
         #[test]
         fn any_shape_gives_the_bits_of_the_definition(rows in 1usize..40, cols in 1usize..700, rank in 1usize..9, s in -2.0f32..2.0) {
             prop_assume!(s != 0.0);
-            let patch = patch(DType::BF16, rows, cols, &[(lora(rows, cols, rank, 3), s)]);
+            let scale = scale(s, rank);
+            let patch = patch(DType::BF16, rows, cols, vec![lora(rows, cols, rank, 3, scale)]);
             let mut bytes = stored(patch.float, &noise(rows * cols, 8));
             let mut weights = vec![0.0; rows * cols];
             patch.float.lift(&bytes, &mut weights);
-            let scale = (f64::from(s) * 2.5 / rank as f64) as f32;
             let factors = [(noise(rows * rank, 3), noise(rank * cols, 4), rank, scale)];
             patch.apply(&mut bytes, &[]).unwrap();
             prop_assert!(bytes == stored(patch.float, &expected(&weights, cols, &factors)));

@@ -5,26 +5,26 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::scales::Scales;
+use super::steps::{Change, Delta, Dora, Linear, Packed, Reach, Step, TILE_COLS, TILE_ROWS};
 use super::vector::{Output, Strip, Tier};
-use crate::adapter::{Change, Delta, Dora, Linear, Product, Reach, Step, TILE_COLS, TILE_ROWS};
 use crate::float::Float;
 use crate::rounding::Noise;
 
 /// A weight as a matrix in its storage type.
 #[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    pub(crate) float: Float,
+pub(super) struct Stored<'a> {
+    pub(super) float: Float,
     /// What the stored numbers are multiplied by.
-    pub(crate) scales: Option<&'a Scales>,
+    pub(super) scales: Option<&'a Scales>,
     /// What decides the rounding, where it is not to the nearest.
-    pub(crate) noise: Option<Noise>,
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
+    pub(super) noise: Option<Noise>,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
 }
 
-impl Matrix<'_> {
+impl Stored<'_> {
     /// The real values of some columns of a row.
-    pub(crate) fn lift(&self, tier: Tier, row: usize, cols: &Range<usize>, raw: &[u8], values: &mut [f32]) {
+    pub(super) fn lift(&self, tier: Tier, row: usize, cols: &Range<usize>, raw: &[u8], values: &mut [f32]) {
         tier.lift(self.float, raw, values);
         if let Some(scales) = self.scales {
             scales.each(row, cols, values, |value, scale| value * scale);
@@ -32,7 +32,7 @@ impl Matrix<'_> {
     }
 
     /// Stores them again; leaves what was stored in `values`.
-    pub(crate) fn round(&self, tier: Tier, row: usize, cols: &Range<usize>, values: &mut [f32], raw: &mut [u8]) -> u64 {
+    pub(super) fn round(&self, tier: Tier, row: usize, cols: &Range<usize>, values: &mut [f32], raw: &mut [u8]) -> u64 {
         if let Some(scales) = self.scales {
             scales.each(row, cols, values, |value, scale| value / scale);
         }
@@ -59,16 +59,16 @@ fn task_rows(cols: usize) -> usize {
 
 /// Applies `steps`, none of which sees more than a row, in order to the weight in `bytes`; returns how many values were
 /// saturated.
-pub(crate) fn apply(tier: Tier, matrix: Matrix<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
-    let rows = task_rows(matrix.cols);
-    let task_bytes = rows * matrix.cols * matrix.float.size();
+pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
+    let rows = task_rows(weight.cols);
+    let task_bytes = rows * weight.cols * weight.float.size();
     if task_bytes == 0 {
         return 0;
     }
     let tasks = bytes.par_chunks_mut(task_bytes).enumerate();
     tasks
         .map_init(Scratch::default, |scratch, (task, bytes)| {
-            Task { tier, matrix, steps, first_row: task * rows }.run(bytes, scratch)
+            Task { tier, weight, steps, first_row: task * rows }.run(bytes, scratch)
         })
         .sum()
 }
@@ -90,14 +90,14 @@ struct Spare {
 /// Some whole rows of a weight.
 struct Task<'a> {
     tier: Tier,
-    matrix: Matrix<'a>,
+    weight: Stored<'a>,
     steps: &'a [Step],
     first_row: usize,
 }
 
 impl Task<'_> {
     fn run(&self, bytes: &mut [u8], scratch: &mut Scratch) -> u64 {
-        let (cols, size) = (self.matrix.cols, self.matrix.float.size());
+        let (cols, size) = (self.weight.cols, self.weight.float.size());
         let rows = bytes.len() / (cols * size);
         let whole_rows = self.steps.iter().any(|step| step.change.reach() > Reach::Element);
         let piece_cols = if whole_rows { cols } else { PIECE_COLS };
@@ -132,11 +132,11 @@ impl Task<'_> {
     }
 
     fn lift(&self, piece: &Piece, row: usize, raw: &[u8], values: &mut [f32]) {
-        self.matrix.lift(self.tier, piece.rows.start + row, &piece.cols, raw, values);
+        self.weight.lift(self.tier, piece.rows.start + row, &piece.cols, raw, values);
     }
 
     fn round(&self, piece: &Piece, row: usize, values: &mut [f32], raw: &mut [u8]) -> u64 {
-        self.matrix.round(self.tier, piece.rows.start + row, &piece.cols, values, raw)
+        self.weight.round(self.tier, piece.rows.start + row, &piece.cols, values, raw)
     }
 
     fn change(&self, step: &Step, piece: &Piece, strip: &mut Strip<'_>, spare: &mut Spare) {
@@ -156,14 +156,14 @@ impl Task<'_> {
             }
             Change::Set(values) => {
                 for row in rows {
-                    let at = (piece.rows.start + row - step.rows.start) * self.matrix.cols + piece.cols.start;
+                    let at = (piece.rows.start + row - step.rows.start) * self.weight.cols + piece.cols.start;
                     let weights = strip.row(row);
                     weights.copy_from_slice(&values[at..at + weights.len()]);
                 }
             }
-            Change::Decompose(dora) => {
+            Change::Decompose { delta, dora } => {
                 let place = Place { first_row: step.rows.start, piece, rows: rows.clone() };
-                self.fill(&dora.delta, &place, strip, spare);
+                self.fill(delta, &place, strip, spare);
                 for row in rows {
                     let delta = &spare.delta[row * strip.stride..][..strip.cols];
                     decompose_row(dora, piece.rows.start + row - step.rows.start, strip.row(row), delta);
@@ -174,7 +174,7 @@ impl Task<'_> {
         }
     }
 
-    fn product(&self, product: &Product, piece: &Piece, strip: &mut Strip<'_>, output: Output, rows: Range<usize>) {
+    fn product(&self, product: &Packed, piece: &Piece, strip: &mut Strip<'_>, output: Output, rows: Range<usize>) {
         let up = product.up(piece.rows.start / TILE_ROWS);
         self.tier.product(strip, up, product.down(piece.cols.start / TILE_COLS), output, rows);
     }
@@ -189,7 +189,7 @@ impl Task<'_> {
             Delta::Product(product) => self.product(product, piece, &mut out, Output::Store, place.rows.clone()),
             Delta::Dense(values) => {
                 for row in place.rows.clone() {
-                    let at = place.of_step(row) * self.matrix.cols + piece.cols.start;
+                    let at = place.of_step(row) * self.weight.cols + piece.cols.start;
                     out.row(row).copy_from_slice(&values[at..at + cols]);
                 }
             }
@@ -264,7 +264,7 @@ fn decompose_row(dora: &Dora, row: usize, weights: &mut [f32], delta: &[f32]) {
 }
 
 /// `weight + strength (whole - weight)`, exactly `whole` at strength 1.
-pub(crate) fn mixed(weight: f32, whole: f32, strength: f32) -> f32 {
+pub(super) fn mixed(weight: f32, whole: f32, strength: f32) -> f32 {
     if strength == 1.0 { whole } else { weight + strength * (whole - weight) }
 }
 

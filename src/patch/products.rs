@@ -1,7 +1,8 @@
 //! What of the arithmetic devices can do: patches that are nothing but products of low rank.
 
-use super::scales::Scales;
-use crate::adapter::{Change, Delta, ScalePolicy, Step, TILE_COLS, TILE_ROWS, TensorPatch, matrix_of};
+use super::TensorPatch;
+use super::scales::{ScalePolicy, Scales};
+use super::steps::{Change, Delta, Step, TILE_COLS, TILE_ROWS, matrix_of};
 use crate::backend::{MatrixPatch, PackedProduct};
 use crate::rounding::Rounding;
 
@@ -38,42 +39,37 @@ impl TensorPatch {
 
 #[cfg(test)]
 mod tests {
-    use crate::adapter::{Adapter, Matching, Patches};
-    use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+    use super::*;
+    use crate::checkpoint::TensorInfo;
     use crate::dtype::DType;
-    use crate::rounding::Rounding;
+    use crate::patch::{Axis, Changes, Dora, Matrix, Product};
 
-    /// A patch of a bf16 weight of 20 by 40 with an adapter of these f32 tensors.
-    fn patch(tensors: &[(&str, &[u64])], rounding: Rounding) -> crate::TensorPatch {
-        let (mut header, mut end) = (serde_json::Map::new(), 0);
-        for (name, shape) in tensors {
-            let begin = end;
-            end += shape.iter().product::<u64>() * 4;
-            let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [begin, end]});
-            header.insert((*name).to_owned(), entry);
-        }
-        let header = serde_json::Value::Object(header).to_string();
-        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-        bytes.extend(header.bytes().chain(std::iter::repeat_n(0x3c, end as usize)));
-        let adapter = Adapter::from_checkpoint(Checkpoint::from_bytes("adapter", bytes).unwrap(), 0.5).unwrap();
+    /// A patch of a bf16 weight of 20 by 40.
+    fn patch(step: Step, rounding: Rounding) -> TensorPatch {
         let weight = TensorInfo::new("w.weight", DType::BF16, &[20, 40], 0, 0).unwrap();
-        let patches = Patches::resolve(&Layout::new(vec![weight]), vec![adapter], Matching::Strict).unwrap();
-        let mut patch = patches.tensor(0).unwrap().clone();
-        patch.rounding = rounding;
+        let changes = Changes { steps: vec![step], shape: weight.shape.clone(), ..Changes::default() };
+        let mut patch = TensorPatch::new(&weight, changes, |_| None).unwrap();
+        patch.set_rounding(rounding);
         patch
+    }
+
+    fn lora() -> Delta<Product> {
+        let matrix = |rows, cols| Matrix { rows, cols, values: vec![0.25; rows * cols] };
+        Delta::Product(Product { up: matrix(20, 3), down: matrix(3, 40) })
     }
 
     #[test]
     fn only_products_are_for_devices() {
-        let lora: [(&str, &[u64]); 2] = [("w.lora_up.weight", &[20, 3]), ("w.lora_down.weight", &[3, 40])];
-        let lora_patch = patch(&lora, Rounding::NearestEven);
+        let lora_patch = patch(Step::add(0..20, lora(), 0.5), Rounding::NearestEven);
         let products = lora_patch.products(None).unwrap();
         assert_eq!((products.rows(), products.cols(), products.products()), (20, 40, 1));
         assert_eq!(products.work_bytes(), 64 + (3 * 8 * 3 + 2 * 32 * 3) * 4);
+        let (magnitude, axis, epsilon) = (vec![0.25; 20], Axis::Rows, f32::EPSILON);
+        let dora = Dora { ratio: 1.0, magnitude, axis, of_original: true, epsilon, strength: 0.5 };
         let others = [
-            patch(&lora, Rounding::Stochastic { seed: 1 }),
-            patch(&[("w.diff", &[20, 40])], Rounding::NearestEven),
-            patch(&[lora[0], lora[1], ("w.dora_scale", &[20, 1])], Rounding::NearestEven),
+            patch(Step::add(0..20, lora(), 0.5), Rounding::Stochastic { seed: 1 }),
+            patch(Step::add(0..20, Delta::Dense(vec![0.25; 800]), 0.5), Rounding::NearestEven),
+            patch(Step::decompose(0..20, lora(), dora), Rounding::NearestEven),
         ];
         for other in others {
             assert!(!other.is_products() && other.products(None).is_none());

@@ -1,12 +1,145 @@
-//! The scales beside an fp8 weight: lifted, applied, and computed anew.
+//! The scales beside an fp8 weight: found, lifted, applied, and computed anew.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use crate::adapter::Scaling;
+use super::vector::Tier;
+use super::whole::Lifted;
+use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
+use crate::checkpoint::TensorInfo;
+use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
+use crate::rounding::Rounding;
+
+/// What becomes of the scale beside an fp8 weight that adapters change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ScalePolicy {
+    /// It stays as it is; weights that grow beyond what it can express saturate, which is counted.
+    #[default]
+    Keep,
+    /// It becomes the largest magnitude of the changed weights that it is for, divided by the type's largest value, so
+    /// that none saturates and none wastes bits. The scale is then a patched tensor too. Where that gives no scale
+    /// (weights that are all zero, a quotient below the scale's own type) it stays.
+    Recompute,
+}
+
+impl TensorPatch {
+    /// The scale beside the weight, by its place in [`Layout::tensors`](crate::checkpoint::Layout::tensors).
+    pub(crate) fn scale(&self) -> Option<usize> {
+        self.scaling.as_ref().map(|scaling| scaling.tensor)
+    }
+
+    /// The patch that computes `scale`, the scale beside this weight, anew; none where the weight has none. `weight` is
+    /// the weight's own place.
+    pub(crate) fn of_scale(&self, weight: usize, scale: &TensorInfo) -> Option<TensorPatch> {
+        let scaling = self.scaling.as_ref()?;
+        Some(TensorPatch {
+            name: scale.name.clone(),
+            float: scaling.float,
+            shape: scale.shape.clone(),
+            patched_shape: scale.shape.clone(),
+            scaling: None,
+            needs: vec![weight],
+            steps: Arc::default(),
+            is_bias: false,
+            rounding: Rounding::NearestEven,
+            scale_policy: self.scale_policy,
+            scale_of: Some(Arc::new(self.clone())),
+            makers: Vec::new(),
+        })
+    }
+
+    /// Computes the scale in `bytes` anew; the only sibling is the weight, as the checkpoint holds it.
+    pub(super) fn apply_to_scale(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
+        let [weight] = siblings else { return Err(self.miscounted(1, siblings.len())) };
+        let wanted = bytes_of(&self.shape, self.float.size());
+        if wanted != Some(weight.len()) {
+            let (name, len) = (&self.name, weight.len());
+            return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes, {len} are given")));
+        }
+        let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
+            return Ok(PatchOutcome::default());
+        };
+        let lifted = Lifted::patched(tier, self.stored(Some(&old)), weight, &self.steps);
+        lifted.scales(self.float, scaling.float, &old).write(scaling.float, bytes);
+        Ok(PatchOutcome::default())
+    }
+
+    /// The scales beside the weight, from the siblings' bytes.
+    pub(crate) fn scales(&self, siblings: &[&[u8]]) -> Result<Option<Scales>> {
+        if siblings.len() != self.needs.len() {
+            return Err(self.miscounted(self.needs.len(), siblings.len()));
+        }
+        let Some((scaling, bytes)) = self.scaling.as_ref().zip(siblings.first()) else { return Ok(None) };
+        let scales = Scales::read(scaling, bytes);
+        scales.map(Some).map_err(|reason| Error::invalid(format!("tensor `{}`: its scale {reason}", self.name)))
+    }
+
+    fn miscounted(&self, needs: usize, given: usize) -> Error {
+        Error::invalid(format!("tensor `{}` needs {needs} others to be patched, {given} are given", self.name))
+    }
+}
+
+/// A scaled fp8 weight is `stored * scale`, one scale for each block of a grid over its rows and columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Scaling {
+    /// The scale's place in [`Layout::tensors`](crate::checkpoint::Layout::tensors).
+    pub(super) tensor: usize,
+    /// The scale's own type.
+    pub(super) float: Float,
+    /// Blocks in a column of the grid and in a row of it.
+    grid: [usize; 2],
+    /// Rows and columns of a block; those at the edges may be smaller.
+    block: [usize; 2],
+}
+
+/// Rows and columns of a block of `weight_scale_inv`.
+const BLOCK: usize = 128;
+
+impl Scaling {
+    /// The scale of `weight`, a matrix of `rows` by `cols`, where it is an fp8 weight and has one: `X.scale_weight`
+    /// (ComfyUI), `X.weight_scale` (one, or one for each row) or `X.weight_scale_inv` (one for each 128 by 128 block).
+    ///
+    /// # Errors
+    /// [`AdapterFault::BadDType`] or [`AdapterFault::Shape`] about the scale.
+    pub(super) fn of<'a>(
+        weight: &TensorInfo,
+        (rows, cols): (usize, usize),
+        find: impl Fn(&str) -> Option<(usize, &'a TensorInfo)>,
+    ) -> Result<Option<Scaling>, AdapterFault> {
+        let Some(module) = weight.name.strip_suffix(".weight") else { return Ok(None) };
+        if !Float::of(weight.dtype).is_some_and(Float::is_fp8) {
+            return Ok(None);
+        }
+        let named = |ending: &str| find(&format!("{module}.{ending}"));
+        let whole = named("scale_weight").or_else(|| named("weight_scale"));
+        let Some((tensor, scale)) = whole.or_else(|| named("weight_scale_inv")) else { return Ok(None) };
+        let Some(float) = Float::of(scale.dtype).filter(|f| !f.is_fp8()) else {
+            return Err(AdapterFault::BadDType { what: format!("the scale `{}`", scale.name), dtype: scale.dtype });
+        };
+        let blocks = [rows.div_ceil(BLOCK), cols.div_ceil(BLOCK)];
+        let (grid, block) = match scale.shape[..] {
+            [] | [1] | [1, 1] => ([1, 1], [usize::MAX; 2]),
+            [n] | [n, 1] if whole.is_some() && n == rows as u64 => ([rows, 1], [1, usize::MAX]),
+            [a, b] if whole.is_none() && [a, b] == blocks.map(|n| n as u64) => (blocks, [BLOCK; 2]),
+            _ => {
+                let wanted = if whole.is_some() { vec![1] } else { blocks.map(|n| n as u64).to_vec() };
+                let what = format!("the weight; `{}` has to be", scale.name);
+                return Err(AdapterFault::Shape { found: scale.shape.clone(), what, wanted });
+            }
+        };
+        Ok(Some(Scaling { tensor, float, grid, block }))
+    }
+
+    /// How many scales there are.
+    pub(super) fn count(&self) -> usize {
+        self.grid[0] * self.grid[1]
+    }
+}
 
 /// The scales of a weight, one for each block of a grid.
 pub(crate) struct Scales {

@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use crate::adapter::{TILE_COLS, TILE_ROWS};
+use super::steps::{TILE_COLS, TILE_ROWS};
 use crate::float::Float;
 use crate::rounding::Noise;
 

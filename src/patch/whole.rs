@@ -1,48 +1,50 @@
 //! Changes that see all of a weight at once, on an f32 copy of it.
 
+use std::sync::Arc;
+
 use rayon::prelude::*;
 
-use super::pieces::{self, Matrix, mixed};
+use super::pieces::{self, Stored, mixed};
 use super::scales::Scales;
+use super::steps::{Axis, Change, Delta, Dora, Reach, Step, matrix_of};
 use super::vector::Tier;
-use crate::adapter::{Axis, Change, Dora, Reach, Step, matrix_of};
 use crate::float::Float;
 
 /// Applies `steps` in order to the weight that `bytes` begins with; `bytes` is as long as the patched weight. Returns
 /// how many values were saturated.
-pub(crate) fn apply(tier: Tier, matrix: Matrix<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
-    Lifted::patched(tier, matrix, bytes, steps).store(matrix, bytes)
+pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
+    Lifted::patched(tier, weight, bytes, steps).store(weight, bytes)
 }
 
 impl Lifted {
     /// The weight that `bytes` begins with, once `steps` are applied in order.
-    pub(crate) fn patched(tier: Tier, matrix: Matrix<'_>, bytes: &[u8], steps: &[Step]) -> Lifted {
-        let size = matrix.float.size();
+    pub(super) fn patched(tier: Tier, weight: Stored<'_>, bytes: &[u8], steps: &[Step]) -> Lifted {
+        let size = weight.float.size();
         let mut lifted =
-            Lifted { tier, rows: matrix.rows, cols: matrix.cols, values: vec![0.0; matrix.rows * matrix.cols] };
-        let cols = 0..matrix.cols;
+            Lifted { tier, rows: weight.rows, cols: weight.cols, values: vec![0.0; weight.rows * weight.cols] };
+        let cols = 0..weight.cols;
         if !lifted.values.is_empty() {
-            let rows = lifted.values.par_chunks_mut(matrix.cols).zip(bytes.par_chunks(matrix.cols * size)).enumerate();
-            rows.for_each(|(row, (values, raw))| matrix.lift(tier, row, &cols, raw, values));
+            let rows = lifted.values.par_chunks_mut(weight.cols).zip(bytes.par_chunks(weight.cols * size)).enumerate();
+            rows.for_each(|(row, (values, raw))| weight.lift(tier, row, &cols, raw, values));
         }
         lifted.change(steps);
         lifted
     }
 
-    /// Rounds it into `bytes`, in the type and with the scales of `matrix`; returns how many values were saturated.
-    pub(crate) fn store(mut self, matrix: Matrix<'_>, bytes: &mut [u8]) -> u64 {
+    /// Rounds it into `bytes`, in the type and with the scales of `weight`; returns how many values were saturated.
+    pub(super) fn store(mut self, weight: Stored<'_>, bytes: &mut [u8]) -> u64 {
         if self.values.is_empty() {
             return 0;
         }
         let (tier, cols) = (self.tier, 0..self.cols);
-        let matrix = Matrix { rows: self.rows, cols: self.cols, ..matrix };
-        let raw = bytes.par_chunks_mut(self.cols * matrix.float.size());
+        let weight = Stored { rows: self.rows, cols: self.cols, ..weight };
+        let raw = bytes.par_chunks_mut(self.cols * weight.float.size());
         let rows = self.values.par_chunks_mut(self.cols).zip(raw).enumerate();
-        rows.map(|(row, (values, raw))| matrix.round(tier, row, &cols, values, raw)).sum()
+        rows.map(|(row, (values, raw))| weight.round(tier, row, &cols, values, raw)).sum()
     }
 
     /// The new scales of the weight.
-    pub(crate) fn scales(&self, weight: Float, stored: Float, old: &Scales) -> Scales {
+    pub(super) fn scales(&self, weight: Float, stored: Float, old: &Scales) -> Scales {
         old.anew(weight, stored, &self.values, self.cols)
     }
 
@@ -58,8 +60,8 @@ impl Lifted {
                     self.rotate(step, *size, turns, *strength);
                     later
                 }
-                Change::Decompose(dora) if step.change.reach() == Reach::Weight => {
-                    self.decompose(step, dora);
+                Change::Decompose { delta, dora } if step.change.reach() == Reach::Weight => {
+                    self.decompose(step, delta, dora);
                     later
                 }
                 _ => {
@@ -73,7 +75,7 @@ impl Lifted {
 }
 
 /// A weight in f32, as the steps so far leave it.
-pub(crate) struct Lifted {
+pub(super) struct Lifted {
     tier: Tier,
     rows: usize,
     cols: usize,
@@ -115,13 +117,13 @@ impl Lifted {
     }
 
     /// DoRA with norms over channels: `Wc = W + ratio D`, n over all rows and the channel's columns.
-    fn decompose(&mut self, step: &Step, dora: &Dora) {
+    fn decompose(&mut self, step: &Step, delta: &Arc<Delta>, dora: &Dora) {
         let Axis::Columns { inner } = dora.axis else { return };
         let (tier, cols) = (self.tier, self.cols);
         let weights = self.of_step(step);
         let mut changed = weights.to_vec();
         let rows = 0..step.rows.len();
-        let change = Change::Add { delta: dora.delta.clone(), scale: dora.ratio };
+        let change = Change::Add { delta: Arc::clone(delta), scale: dora.ratio };
         change_in_pieces(tier, &mut changed, cols, &[Step { rows, change }]);
         let normed = if dora.of_original { &*weights } else { &changed[..] };
         let factors: Vec<f32> = channel_norms(normed, cols, inner)
@@ -140,8 +142,8 @@ impl Lifted {
 
 fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {
     let rows = values.len().checked_div(cols).unwrap_or(0);
-    let matrix = Matrix { float: Float::F32, scales: None, noise: None, rows, cols };
-    pieces::apply(tier, matrix, bytemuck::cast_slice_mut(values), steps);
+    let weight = Stored { float: Float::F32, scales: None, noise: None, rows, cols };
+    pieces::apply(tier, weight, bytemuck::cast_slice_mut(values), steps);
 }
 
 /// `old` of shape `from` in the corner of `count` zeros of shape `to`.

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
-use super::families::{self, RowOrder, Rule};
-use super::targets::{Component, Cut, FUSED, Found, MODEL_PREFIXES, Share, Target};
+use super::families::{self, Rule};
+use super::rows::{Cut, RowOrder, Share};
+use super::{Component, FUSED, Found, MODEL_PREFIXES, Target};
 use crate::checkpoint::Layout;
 
 /// What checkpoints of whole pipelines put before the names of one of their models.

@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use super::pattern::Pattern;
+use super::rows::{Heads, RowOrder};
 
 const TABLES: &[&str] = &[
     include_str!("families/flux.txt"),
@@ -30,42 +31,6 @@ pub(crate) struct Rule {
     pub(crate) parts: Vec<(u32, Pattern)>,
     /// How a checkpoint in the left side's names orders its rows, compared with an adapter in the right side's.
     pub(crate) order: RowOrder,
-}
-
-/// How the rows of a weight are ordered in a checkpoint, compared with what an adapter was made for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) enum RowOrder {
-    #[default]
-    Same,
-    /// The two halves have changed places.
-    HalvesSwapped,
-    /// The partners of a rotary embedding, which the adapter has in two halves of each head, may stand side by side.
-    RotaryPaired(Heads),
-    /// The other way.
-    RotaryHalved(Heads),
-    /// Rows and columns have changed places.
-    Transposed,
-    /// The rows are the same, but the values may have one added, as some programs keep a norm: a change is the same, the
-    /// whole is not.
-    Shifted,
-}
-
-/// Which heads a weight's rows belong to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Heads {
-    Queries,
-    Keys,
-}
-
-impl RowOrder {
-    /// The same where adapter and checkpoint have changed places.
-    pub(crate) fn inverse(self) -> RowOrder {
-        match self {
-            RowOrder::RotaryPaired(heads) => RowOrder::RotaryHalved(heads),
-            RowOrder::RotaryHalved(heads) => RowOrder::RotaryPaired(heads),
-            same => same,
-        }
-    }
 }
 
 /// The lines of all tables.

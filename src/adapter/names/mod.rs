@@ -1,11 +1,24 @@
-//! The checkpoint's modules by every name that an adapter may call them.
+//! Names: which tensor of a checkpoint an adapter's key is for.
+//!
+//! | a new | goes into |
+//! |---|---|
+//! | ending of a key (`X.lora_up.weight`) | [`keys`] |
+//! | prefix, wrapper or fused weight | the tables of this file |
+//! | program's names for a family of models | a table in `families/` |
+//! | order of rows | [`rows`] |
+
+mod aliases;
+mod families;
+pub(super) mod keys;
+pub(super) mod pattern;
+pub(super) mod rows;
 
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
-use super::aliases::Aliases;
-use super::families::RowOrder;
 use crate::checkpoint::Layout;
+use aliases::Aliases;
+use rows::{Cut, RowOrder, Share};
 
 /// What an adapter's module patches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,64 +37,9 @@ pub(crate) struct Target<'a> {
     pub(crate) order: RowOrder,
 }
 
-/// Some rows of an adapter's change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
-    pub(crate) start: u64,
-    pub(crate) len: u64,
-    /// How many rows the change has.
-    pub(crate) of: u64,
-}
-
 impl<'a> Target<'a> {
     fn new(module: &'a str) -> Target<'a> {
         Target { module, weight: None, bias: None, share: None, cut: None, order: RowOrder::Same }
-    }
-}
-
-/// One of the projections that a fused weight stacks in rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Share {
-    Query,
-    Key,
-    Value,
-    /// The gate, before the up projection.
-    Gate,
-    Up,
-    /// `count` of the `of` equal parts of the rows, from part `first` on.
-    Parts {
-        first: u32,
-        count: u32,
-        of: u32,
-    },
-}
-
-impl Share {
-    /// The rows of a fused weight of `all` rows that belong to a projection of `rows` rows; none where such a
-    /// projection cannot be part of it. Keys and values have equal rows, queries a multiple of theirs.
-    pub(crate) fn rows(self, rows: usize, all: usize) -> Option<std::ops::Range<usize>> {
-        let pair = rows.checked_mul(2)?;
-        let start = match self {
-            Share::Query => {
-                let others = all.checked_sub(rows)?;
-                let fits = others > 0 && others % 2 == 0 && rows >= others / 2 && rows.is_multiple_of(others / 2);
-                return fits.then_some(0..rows);
-            }
-            Share::Parts { first, count, of } => {
-                let [first, count, of] = [first, count, of].map(|n| n as usize);
-                let each = all.checked_div(of).filter(|each| each * of == all && each.checked_mul(count) == Some(rows));
-                return each.filter(|each| *each > 0).map(|each| each * first..each * (first + count));
-            }
-            Share::Gate => 0,
-            Share::Up => rows,
-            Share::Key => all.checked_sub(pair)?,
-            Share::Value => all.checked_sub(rows)?,
-        };
-        let fits = match self {
-            Share::Gate | Share::Up => rows > 0 && pair == all,
-            _ => rows > 0 && all.checked_sub(pair).is_some_and(|query| query >= rows && query.is_multiple_of(rows)),
-        };
-        fits.then_some(start..start + rows)
     }
 }
 
@@ -89,7 +47,7 @@ impl Share {
 type Projections = &'static [(&'static str, Share)];
 
 /// Names of fused weights, with their projections' names when they are apart.
-pub(super) const FUSED: &[(&[&str], &[Projections])] = &[
+const FUSED: &[(&[&str], &[Projections])] = &[
     (
         &["qkv", "to_qkv", "qkv_proj", "Wqkv", "attn_qkv"],
         &[
@@ -143,7 +101,7 @@ impl Component {
 }
 
 /// What checkpoints put before all names of a model.
-pub(super) const MODEL_PREFIXES: &[&str] = &[
+const MODEL_PREFIXES: &[&str] = &[
     "model.diffusion_model.",
     "diffusion_model.",
     "model.",
@@ -369,16 +327,6 @@ mod tests {
         let Found::One(keys) = Targets::new(&model).find("lora_unet_blocks_0_attn_to_k") else { panic!("no target") };
         assert_eq!((keys[0].module, keys[0].share), ("blocks.0.attn.qkv", Some(Share::Key)));
         assert_eq!(found(&model, "diffusion_model.blocks.1.attn.q").as_deref(), Some("blocks.1.attn.q"));
-        assert_eq!(Share::Key.rows(2, 6), Some(2..4));
-        assert_eq!(Share::Query.rows(8, 12), Some(0..8));
-        assert_eq!(Share::Key.rows(2, 12), Some(8..10));
-        assert_eq!(Share::Value.rows(2, 12), Some(10..12));
-        assert_eq!(Share::Up.rows(6, 12), Some(6..12));
-        let last = Share::Parts { first: 3, count: 4, of: 7 };
-        assert_eq!((last.rows(8, 14), last.rows(7, 14), last.rows(0, 0)), (Some(6..14), None, None));
-        for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up] {
-            assert_eq!((share.rows(5, 12), share.rows(13, 12), share.rows(usize::MAX, 12)), (None, None, None));
-        }
     }
 
     #[test]
@@ -394,16 +342,6 @@ mod tests {
         fn finding_never_panics(names in proptest::collection::vec("[a-c._]{0,12}", 0..6), wanted in "[a-c._]{0,14}") {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             Targets::new(&layout(&names)).find(&wanted);
-        }
-
-        #[test]
-        fn shares_stay_inside(rows in 0usize..40, all in 0usize..80) {
-            let parts = Share::Parts { first: 1, count: 2, of: 4 };
-            for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up, parts] {
-                if let Some(range) = share.rows(rows, all) {
-                    prop_assert!(range.len() == rows && range.end <= all && rows > 0);
-                }
-            }
         }
     }
 }

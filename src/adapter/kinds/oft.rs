@@ -1,9 +1,9 @@
 //! OFT: blocks of output rows, each turned by an orthogonal matrix.
 
-use super::build::Building;
-use super::keys::Part;
-use super::step::Change;
+use super::Building;
+use crate::adapter::names::keys::Part;
 use crate::error::{AdapterFault, Result};
+use crate::patch::Step;
 
 impl Building<'_, '_> {
     /// From blocks B: `Q = B - B^T`, shrunk to a norm of alpha over all blocks where there is an alpha;
@@ -22,11 +22,11 @@ impl Building<'_, '_> {
         if self.parts.has(Part::DoraScale) {
             return unsupported("OFT with DoRA");
         }
-        self.parts.needs_rows_as_they_are(self.target, Part::OftBlocks, "OFT")?;
+        self.parts.needs_rows_as_they_are(Part::OftBlocks, "OFT")?;
         if size != width {
             return Err(self.parts.shape_fault(&blocks, "square blocks", &[count as u64, size as u64, size as u64]));
         }
-        let rows = self.parts.rows_of(self.target, &blocks, count * size, &self.weight, self.rows)?;
+        let rows = self.parts.rows_of(&blocks, count * size, &self.weight)?;
         let mut skew = blocks.values.clone();
         for (block, values) in skew.chunks_exact_mut(size * size).zip(blocks.values.chunks_exact(size * size)) {
             for (index, value) in block.iter_mut().enumerate() {
@@ -44,7 +44,7 @@ impl Building<'_, '_> {
             let fault = AdapterFault::NotFinite { index: index as u64, value: "not finite once inverted".to_owned() };
             return Err(self.parts.fault(Part::OftBlocks, fault));
         }
-        self.push("OFT", rows, |_| Change::Rotate { size, turns, strength });
+        self.push("OFT", Step::rotate(rows, size, turns, strength));
         Ok(())
     }
 }

@@ -44,6 +44,13 @@ pub(crate) enum Part {
     NewBias,
 }
 
+impl Part {
+    /// Whether it changes the bias and not the weight.
+    pub(crate) fn is_of_bias(self) -> bool {
+        matches!(self, Part::DiffBias | Part::NormDiffBias | Part::UpBias | Part::NewBias)
+    }
+}
+
 /// The reading of one tensor's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Key<'a> {

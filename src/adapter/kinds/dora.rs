@@ -1,0 +1,61 @@
+//! DoRA: the magnitudes beside the factors of another kind.
+
+use super::{Building, Pending};
+use crate::adapter::Factor;
+use crate::adapter::names::keys::Part;
+use crate::error::{AdapterFault, Result};
+use crate::patch::{Axis, Dora};
+
+impl Building<'_, '_> {
+    /// The decomposition that takes D in; none where there are no magnitudes for it.
+    pub(super) fn dora(&self, pending: &Pending) -> Result<Option<Dora>> {
+        match self.parts.read(Part::DoraScale)? {
+            Some(magnitude) => self.comfy_dora(magnitude, pending).map(Some),
+            None => self.peft_dora(pending),
+        }
+    }
+
+    /// `dora_scale`: norms of the original rows, or of the changed channels where it does not have one for each row.
+    fn comfy_dora(&self, magnitude: Factor, pending: &Pending) -> Result<Dora> {
+        self.parts.needs_rows_as_they_are(Part::DoraScale, "DoRA")?;
+        let rows = pending.rows.len();
+        let channels = self.weight.shape.get(1).map_or(0, |&channels| channels as usize);
+        let by_rows = magnitude.shape.first() == Some(&(rows as u64)) && magnitude.values.len() == rows;
+        if !by_rows && magnitude.values.len() != channels {
+            return Err(self.fits_not(&magnitude));
+        }
+        let axis = if by_rows { Axis::Rows } else { Axis::Columns { inner: self.weight.cols / channels.max(1) } };
+        Ok(self.decomposed(magnitude, axis, by_rows, f32::EPSILON, pending.ratio))
+    }
+
+    /// `lora_magnitude_vector`: norms of the changed rows (columns of a transposed weight).
+    fn peft_dora(&self, pending: &Pending) -> Result<Option<Dora>> {
+        let config = self.parts.adapter.config.as_ref();
+        let Some(magnitude) = self.parts.read(Part::Magnitude)? else {
+            if config.is_some_and(|config| config.dora) && pending.kind == "LoRA" {
+                let missing = format!("{}.lora_magnitude_vector", self.parts.module.name);
+                return Err(self.parts.fault(Part::Up, AdapterFault::Incomplete { missing }));
+            }
+            return Ok(None);
+        };
+        if config.is_some_and(|config| !config.dora) {
+            let reason = "use_dora is not set, yet there is a magnitude".to_owned();
+            return Err(self.parts.fault(Part::Magnitude, AdapterFault::Config { reason }));
+        }
+        let magnitude = self.parts.own_part(magnitude)?;
+        let (axis, count) = if pending.transposed {
+            (Axis::Columns { inner: 1 }, self.weight.cols)
+        } else {
+            (Axis::Rows, pending.rows.len())
+        };
+        if magnitude.values.len() != count {
+            return Err(self.fits_not(&magnitude));
+        }
+        Ok(Some(self.decomposed(magnitude, axis, false, 0.0, pending.ratio)))
+    }
+
+    fn decomposed(&self, magnitude: Factor, axis: Axis, of_original: bool, epsilon: f32, ratio: f64) -> Dora {
+        let (ratio, strength) = (ratio as f32, self.parts.adapter.strength);
+        Dora { ratio, magnitude: magnitude.values, axis, of_original, epsilon, strength }
+    }
+}

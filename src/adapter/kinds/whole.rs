@@ -1,0 +1,83 @@
+//! What is given whole, of a weight or of a bias: added to it, or put in its place.
+
+use super::{Building, Built, Parts, Weight};
+use crate::adapter::names::keys::Part;
+use crate::adapter::names::rows::RowOrder;
+use crate::adapter::report::SkipReason;
+use crate::error::{AdapterFault, Result};
+use crate::patch::{Delta, Step};
+
+impl Building<'_, '_> {
+    /// Of the weight: added (`W += s D`), or taken for it.
+    pub(super) fn replacements(&mut self) -> Result<()> {
+        let strength = self.parts.adapter.strength;
+        let all = [
+            (Part::NormDiff, "w_norm", Some(strength)),
+            (Part::Diff, "diff", Some(strength)),
+            (Part::SetWeight, "set_weight", None),
+            (Part::NewWeight, "replacement", None),
+        ];
+        for (part, kind, scale) in all {
+            let Some(factor) = self.parts.read(part)? else { continue };
+            let mut factor = self.parts.own_part(factor)?;
+            match self.parts.target.order {
+                RowOrder::Shifted if scale.is_none() => {
+                    let kind = format!("{kind} of `{}`, which may be kept with one added,", self.parts.target.module);
+                    return Err(self.parts.fault(part, AdapterFault::Unsupported { kind }));
+                }
+                // In the checkpoint's own name it is as the checkpoint has it.
+                RowOrder::Transposed
+                    if self.parts.module.name != self.parts.target.module && factor.shape.len() == 2 =>
+                {
+                    factor = factor.swapped();
+                }
+                _ => {}
+            }
+            let all_rows = if self.weight.shape.len() > 1 { factor.flat().rows } else { 1 };
+            let rows = self.parts.rows_of(&factor, all_rows, &self.weight)?;
+            if factor.values.len() != rows.len() * self.weight.cols
+                || factor.shape.get(1..) != self.weight.shape.get(1..)
+            {
+                return Err(self.fits_not(&factor));
+            }
+            let values = factor.values;
+            let step = match scale {
+                Some(scale) => Step::add(rows, Delta::Dense(values), scale),
+                None => Step::set(rows, values),
+            };
+            self.push(kind, step);
+        }
+        Ok(())
+    }
+}
+
+/// What changes the bias: steps of which each element is a row.
+pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(usize) -> Weight<'a>, built: &mut Built) -> Result<()> {
+    let all = [
+        (Part::DiffBias, "diff_b"),
+        (Part::NormDiffBias, "b_norm"),
+        (Part::UpBias, "lora_bias"),
+        (Part::NewBias, "replacement"),
+    ];
+    for (part, kind) in all {
+        let Some(factor) = parts.read(part)? else { continue };
+        let Some(bias) = parts.target.bias.map(weight_of).map(Weight::into_bias) else {
+            built.skipped.push((part, SkipReason::NoParameter));
+            continue;
+        };
+        let factor = parts.own_part(factor)?;
+        let rows = parts.rows_of(&factor, factor.values.len(), &bias)?;
+        let step = match part {
+            Part::NewBias => Step::set(rows, factor.values),
+            Part::UpBias => {
+                let ratio = parts.ratio(parts.peft_rank().unwrap_or(1))?;
+                Step::add(rows, Delta::Dense(factor.values), parts.finite_scale(ratio)?)
+            }
+            _ => Step::add(rows, Delta::Dense(factor.values), parts.adapter.strength),
+        };
+        let (_, steps) = built.bias.get_or_insert_with(|| (bias.shape.clone(), Vec::new()));
+        steps.push(step);
+        built.kinds.push(kind);
+    }
+    Ok(())
+}

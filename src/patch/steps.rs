@@ -1,0 +1,299 @@
+//! What is done to one tensor, in order: which rows change, and by which numbers, in f32.
+//!
+//! Whoever wants a tensor changed gives plain matrices. They are packed here for the arithmetic, by where in the weight
+//! their rows stand.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One change of some rows of a weight seen as a matrix: its first dimension by all others.
+#[derive(Debug)]
+pub(crate) struct Step {
+    pub(super) rows: Range<usize>,
+    pub(super) change: Change,
+}
+
+impl Step {
+    /// `W += scale D`.
+    pub(crate) fn add(rows: Range<usize>, delta: Delta<Product>, scale: f32) -> Step {
+        let delta = Arc::new(delta.packed(rows.start));
+        Step { rows, change: Change::Add { delta, scale } }
+    }
+
+    /// `W <- V`.
+    pub(crate) fn set(rows: Range<usize>, values: Vec<f32>) -> Step {
+        Step { rows, change: Change::Set(values) }
+    }
+
+    /// DoRA with the change D.
+    pub(crate) fn decompose(rows: Range<usize>, delta: Delta<Product>, dora: Dora) -> Step {
+        // Norms over columns see the rows of the step as a matrix of their own.
+        let first_row = if dora.axis == Axis::Rows { rows.start } else { 0 };
+        let delta = Arc::new(delta.packed(first_row));
+        Step { rows, change: Change::Decompose { delta, dora } }
+    }
+
+    /// OFT: for each block of `size` rows `W += strength M^T W`, where `turns` holds the blocks' M.
+    pub(crate) fn rotate(rows: Range<usize>, size: usize, turns: Vec<f32>, strength: f32) -> Step {
+        Step { rows, change: Change::Rotate { size, turns, strength } }
+    }
+
+    /// The weight, of shape `from`, comes to stand in the corner of zeros of the shape `to`.
+    pub(crate) fn pad(from: Vec<u64>, to: Vec<u64>) -> Step {
+        Step { rows: 0..0, change: Change::Pad { from, to } }
+    }
+
+    /// The rows that change.
+    pub(crate) fn rows(&self) -> &Range<usize> {
+        &self.rows
+    }
+}
+
+/// What is done to the rows of a [`Step`], whose constructors say what each does.
+#[derive(Debug)]
+pub(super) enum Change {
+    Add { delta: Arc<Delta>, scale: f32 },
+    Set(Vec<f32>),
+    Decompose { delta: Arc<Delta>, dora: Dora },
+    Rotate { size: usize, turns: Vec<f32>, strength: f32 },
+    Pad { from: Vec<u64>, to: Vec<u64> },
+}
+
+impl Change {
+    /// How many numbers its factors hold.
+    pub(super) fn values(&self) -> usize {
+        match self {
+            Change::Add { delta, .. } => delta.values(),
+            Change::Set(values) => values.len(),
+            Change::Decompose { delta, dora } => delta.values() + dora.magnitude.len(),
+            Change::Rotate { turns, .. } => turns.len(),
+            Change::Pad { .. } => 0,
+        }
+    }
+
+    /// What it has to see of the weight at once.
+    pub(super) fn reach(&self) -> Reach {
+        match self {
+            Change::Add { delta, .. } if matches!(**delta, Delta::Linear(_)) => Reach::Row,
+            Change::Add { .. } | Change::Set(_) => Reach::Element,
+            Change::Decompose { dora: Dora { axis: Axis::Rows, .. }, .. } => Reach::Row,
+            Change::Decompose { .. } | Change::Rotate { .. } | Change::Pad { .. } => Reach::Weight,
+        }
+    }
+}
+
+/// How much of a weight a change of one element depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Reach {
+    Element,
+    Row,
+    Weight,
+}
+
+/// A matrix D to add, as the factors that make it. `P` says how it holds those of a product: as given ([`Product`]), or
+/// [`Packed`].
+#[derive(Debug)]
+pub(crate) enum Delta<P = Packed> {
+    /// `up down`.
+    Product(P),
+    /// Given whole, row by row.
+    Dense(Vec<f32>),
+    /// LoHa: the two products multiplied element by element.
+    Hadamard(Box<[P; 2]>),
+    /// LoKr: the Kronecker product.
+    Kronecker(Matrix, Matrix),
+    /// GLoRA: [`Linear`].
+    Linear(Box<Linear<P>>),
+}
+
+impl Delta<Product> {
+    /// The same packed, for a change of the weight from `first_row` on.
+    fn packed(self, first_row: usize) -> Delta {
+        match self {
+            Delta::Product(product) => Delta::Product(product.packed(first_row)),
+            Delta::Dense(values) => Delta::Dense(values),
+            Delta::Hadamard(products) => Delta::Hadamard(Box::new(products.map(|product| product.packed(first_row)))),
+            Delta::Kronecker(left, right) => Delta::Kronecker(left, right),
+            Delta::Linear(linear) => {
+                let Linear { first, second, base, inner } = *linear;
+                Delta::Linear(Box::new(Linear { first, second, base: base.packed(first_row), inner }))
+            }
+        }
+    }
+}
+
+impl Delta {
+    fn values(&self) -> usize {
+        match self {
+            Delta::Product(product) => product.values(),
+            Delta::Dense(values) => values.len(),
+            Delta::Hadamard(products) => products.iter().map(Packed::values).sum(),
+            Delta::Kronecker(left, right) => left.values.len() + right.values.len(),
+            Delta::Linear(linear) => linear.first.values.len() + linear.second.values.len() + linear.base.values(),
+        }
+    }
+}
+
+/// `W first second + base`, where the first factor applies to a row's channels of `inner` elements each.
+#[derive(Debug)]
+pub(crate) struct Linear<P = Packed> {
+    /// [channels, rank].
+    pub(crate) first: Matrix,
+    /// [rank, channels].
+    pub(crate) second: Matrix,
+    pub(crate) base: P,
+    pub(crate) inner: usize,
+}
+
+/// `Wc = W + ratio D`, then `W += strength (Wc m / n - W)`, with a magnitude m and a norm n for each row or channel.
+#[derive(Debug)]
+pub(crate) struct Dora {
+    pub(crate) ratio: f32,
+    pub(crate) magnitude: Vec<f32>,
+    pub(crate) axis: Axis,
+    /// Whether n is the norm of W and not of Wc.
+    pub(crate) of_original: bool,
+    /// What is added to n.
+    pub(crate) epsilon: f32,
+    pub(crate) strength: f32,
+}
+
+/// What DoRA takes its norms over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Axis {
+    Rows,
+    /// Channels of `inner` columns each, over all rows.
+    Columns {
+        inner: usize,
+    },
+}
+
+/// A matrix, row by row.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Matrix {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) values: Vec<f32>,
+}
+
+impl Matrix {
+    pub(crate) fn row(&self, row: usize) -> &[f32] {
+        &self.values[row * self.cols..][..self.cols]
+    }
+
+    pub(crate) fn transposed(&self) -> Matrix {
+        let at = |index: usize| self.values[index % self.rows * self.cols + index / self.rows];
+        let values = (0..self.values.len()).map(at).collect();
+        Matrix { rows: self.cols, cols: self.rows, values }
+    }
+
+    /// `self other`, each element summed in order; `self.cols` is `other.rows`. Multiply and add are apart, since
+    /// this runs without choice of an instruction set, where a fused one may be a call.
+    pub(crate) fn times(&self, other: &Matrix) -> Matrix {
+        let mut values = vec![0.0f32; self.rows * other.cols];
+        if other.cols > 0 {
+            for (row, out) in values.chunks_exact_mut(other.cols).enumerate() {
+                for (k, &left) in self.row(row).iter().enumerate() {
+                    out.iter_mut().zip(other.row(k)).for_each(|(sum, &right)| *sum += left * right);
+                }
+            }
+        }
+        Matrix { rows: self.rows, cols: other.cols, values }
+    }
+}
+
+/// The rows and columns of a tensor seen as a matrix, its first dimension by all others; a vector is one row. None
+/// where they cannot be counted.
+pub(crate) fn matrix_of(shape: &[u64]) -> Option<(usize, usize)> {
+    let (rows, inner) = match shape {
+        [rows, inner @ ..] if !inner.is_empty() => (*rows, inner),
+        vector => (1, vector),
+    };
+    let cols = inner.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
+    rows.checked_mul(cols)?;
+    Some((usize::try_from(rows).ok()?, usize::try_from(cols).ok()?))
+}
+
+/// The factors of `up down`, as matrices of [rows, rank] and [rank, columns].
+#[derive(Debug)]
+pub(crate) struct Product {
+    pub(crate) up: Matrix,
+    pub(crate) down: Matrix,
+}
+
+/// Rows of a tile: what one pass of the innermost loop works on.
+pub(super) const TILE_ROWS: usize = 8;
+/// Columns of a tile.
+pub(super) const TILE_COLS: usize = 32;
+
+/// The factors of a [`Product`], packed by tile, so that the innermost loop reads both in order.
+///
+/// Rows and columns beyond the matrix are zero.
+#[derive(Debug)]
+pub(crate) struct Packed {
+    pub(super) rank: usize,
+    /// For each eight rows of the weight, rank by [`TILE_ROWS`].
+    up: Vec<f32>,
+    /// For each 32 columns, rank by [`TILE_COLS`].
+    down: Vec<f32>,
+    /// The tile of rows of the weight at which `up` begins.
+    first_tile: usize,
+}
+
+impl Product {
+    /// Packs the factors, whose product changes the weight from `first_row` on.
+    fn packed(&self, first_row: usize) -> Packed {
+        let Product { up, down } = self;
+        let rank = down.rows;
+        let lead = first_row % TILE_ROWS;
+        let mut packed_up = vec![0.0; (lead + up.rows).div_ceil(TILE_ROWS) * TILE_ROWS * rank];
+        for row in 0..up.rows {
+            let (tile, place) = ((lead + row) / TILE_ROWS, (lead + row) % TILE_ROWS);
+            for k in 0..rank {
+                packed_up[(tile * rank + k) * TILE_ROWS + place] = up.row(row)[k];
+            }
+        }
+        let tiles = down.cols.div_ceil(TILE_COLS);
+        let mut packed_down = vec![0.0; tiles * TILE_COLS * rank];
+        for k in 0..rank {
+            for (tile, values) in down.row(k).chunks(TILE_COLS).enumerate() {
+                packed_down[(tile * rank + k) * TILE_COLS..][..values.len()].copy_from_slice(values);
+            }
+        }
+        Packed { rank, up: packed_up, down: packed_down, first_tile: first_row / TILE_ROWS }
+    }
+}
+
+impl Packed {
+    /// The packed factor of the weight's tile of rows number `tile`.
+    pub(super) fn up(&self, tile: usize) -> &[f32] {
+        let length = self.rank * TILE_ROWS;
+        &self.up[(tile - self.first_tile) * length..][..length]
+    }
+
+    /// The packed factors from the tile of columns number `tile` on.
+    pub(super) fn down(&self, tile: usize) -> &[f32] {
+        &self.down[tile * self.rank * TILE_COLS..]
+    }
+
+    /// Both packed factors whole: of the rows that it changes, and of all columns.
+    pub(super) fn factors(&self) -> (&[f32], &[f32]) {
+        (&self.up, &self.down)
+    }
+
+    fn values(&self) -> usize {
+        self.up.len() + self.down.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_algebra() {
+        let a = Matrix { rows: 2, cols: 3, values: vec![1., 2., 3., 4., 5., 6.] };
+        assert_eq!(a.transposed().values, [1., 4., 2., 5., 3., 6.]);
+        assert_eq!(a.times(&a.transposed()).values, [14., 32., 32., 77.]);
+    }
+}
