@@ -168,9 +168,9 @@ impl Checkpoint {
 
     fn info(&self, tensor: usize) -> Result<&TensorInfo> {
         let tensors = &self.0.layout.tensors;
-        tensors.get(tensor).ok_or_else(|| {
-            Missing::TensorAt { index: tensor, count: tensors.len(), file: self.0.path.clone() }.into()
-        })
+        tensors
+            .get(tensor)
+            .ok_or_else(|| Missing::TensorAt { index: tensor, count: tensors.len(), file: self.0.path.clone() }.into())
     }
 }
 

@@ -47,9 +47,10 @@ impl FromStr for Bandwidth {
 
     fn from_str(text: &str) -> Result<Self> {
         let bytes = Decimal::parse(text.trim()).and_then(|n| n.scaled_floor(1_000_000_000));
-        bytes.filter(|&b| b > 0).map(Bandwidth).ok_or_else(|| {
-            Error::syntax(text, 0..text.len(), "a bandwidth in GB/s over 0, such as 27.2")
-        })
+        bytes
+            .filter(|&b| b > 0)
+            .map(Bandwidth)
+            .ok_or_else(|| Error::syntax(text, 0..text.len(), "a bandwidth in GB/s over 0, such as 27.2"))
     }
 }
 

@@ -95,9 +95,7 @@ impl AllocationError {
 
 impl fmt::Display for ErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use ErrorKind::{
-            Bug, Corrupted, InUse, Invalid, Mismatch, Missing, Plan, Unpatchable, Unreachable, WrongSize,
-        };
+        use ErrorKind::{Bug, Corrupted, InUse, Invalid, Mismatch, Missing, Plan, Unpatchable, Unreachable, WrongSize};
         let printed = match self {
             Plan | InUse | Corrupted | Unpatchable | Unreachable | Missing | WrongSize | Mismatch | Bug => &Invalid,
             other => other,

@@ -208,7 +208,9 @@ pub enum Contradiction {
         device: DeviceId,
     },
     /// The slots are not those that its streamed layers need.
-    #[error("its {layers} streamed layers need other slots: {needed} of {bytes} bytes at least, not {given} of {bytes_each}")]
+    #[error(
+        "its {layers} streamed layers need other slots: {needed} of {bytes} bytes at least, not {given} of {bytes_each}"
+    )]
     Slots {
         /// How many layers are streamed.
         layers: usize,

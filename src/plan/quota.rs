@@ -89,7 +89,8 @@ impl Quotas {
 
 /// The bytes of each entry of a ratio; they add up to `total`.
 fn shares(allocation: &Allocation, total: u64) -> Result<Vec<u64>> {
-    let weights = allocation.weights().ok_or_else(|| Error::bug("an allocation whose percentages have too many digits"))?;
+    let weights =
+        allocation.weights().ok_or_else(|| Error::bug("an allocation whose percentages have too many digits"))?;
     let sum: u128 = weights.iter().map(|&w| u128::from(w)).sum();
     let upto = |weight: u128| (u128::from(total) * weight / sum.max(1)) as u64;
     let mut before = 0u128;

@@ -192,11 +192,17 @@ mod tests {
         prop_oneof![
             (names(), why, devices()).prop_map(|(module, why, device)| Warning::NotKept { module, why, device }),
             any::<(u64, u64)>().prop_map(|(target, left)| Warning::LeavesLess { target, left }),
-            (devices(), any::<u64>(), any::<u64>())
-                .prop_map(|(device, bytes, quota)| Warning::OverQuota { device, bytes, quota }),
+            (devices(), any::<u64>(), any::<u64>()).prop_map(|(device, bytes, quota)| Warning::OverQuota {
+                device,
+                bytes,
+                quota
+            }),
             devices().prop_map(|device| Warning::NotUniform { device }),
-            (devices(), devices(), any::<u64>())
-                .prop_map(|(device, compute, bytes)| Warning::OneMemory { device, compute, bytes }),
+            (devices(), devices(), any::<u64>()).prop_map(|(device, compute, bytes)| Warning::OneMemory {
+                device,
+                compute,
+                bytes
+            }),
             names().prop_map(|pattern| Warning::IdlePattern { pattern }),
         ]
     }

@@ -334,7 +334,11 @@ impl Meter<'_> {
 
 fn right(arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
     let memory = arrived.host(DEADLINE)?.ok_or_else(lost)?;
-    if pattern::matches(&memory[..bytes], seed)? { Ok(()) } else { Err(Error::Corrupted { what: "wrong bytes arrived" }) }
+    if pattern::matches(&memory[..bytes], seed)? {
+        Ok(())
+    } else {
+        Err(Error::Corrupted { what: "wrong bytes arrived" })
+    }
 }
 
 fn unpinned() -> Error {
