@@ -63,7 +63,7 @@
 //!
 //! | stage | what it does | begin at |
 //! |---|---|---|
-//! | error, bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`] |
+//! | [`error`], bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`] |
 //! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`] |
 //! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
 //! | registry | the devices of a machine, opened at first use | [`Registry`] |

@@ -189,6 +189,8 @@ fn room_is_made_by_demotion_before_anything_is_dropped() {
         let frees = one - demoted.slots().bytes();
         // Kept models neither go nor move unless that is allowed.
         let refused = cache.make_room(&registry, GPU0, 1, Evict::Flagged).unwrap_err();
+        let cause = std::error::Error::source(&refused).and_then(|cause| cause.downcast_ref::<Error>());
+        assert_eq!(cause.map(Error::kind), Some(ErrorKind::NoRoom));
         assert_eq!((refused.error.kind(), *refused.report), (ErrorKind::NoRoom, UnloadReport::default()));
         // Used longest ago: b, since a is used now and c is in use.
         let user = cache.get("c").unwrap();

@@ -413,6 +413,23 @@ fn wrong_backends_get_errors_and_break_no_memory() {
     }
 }
 
+/// What only a wrong backend can do is told as a bug, with both sizes or both devices.
+#[test]
+fn memory_that_was_not_asked_for_is_told_as_a_bug() {
+    for (lie, found) in [
+        (Lie::ShortMemory, "cuda:0 was asked for 64 bytes and gave 32 on cuda:0"),
+        (Lie::MemoryElsewhere, "cuda:0 was asked for 64 bytes and gave 64 on cuda:1"),
+    ] {
+        let told = Arc::new(Told { on: AtomicBool::new(true), ..Told::default() });
+        let inner = Arc::new(Simulated::new(described(), Clock::Virtual));
+        let backend = LyingBackend { inner, lie, told };
+        let device = backend.open(GPU0).unwrap();
+        let _other = backend.open(DeviceId::cuda(1)).unwrap();
+        let error = device.alloc(64, MemoryKind::Arena).unwrap_err();
+        assert!(matches!(&error, Error::Bug { what } if what == found), "{lie:?}: {error}");
+    }
+}
+
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 #[test]
 fn cuda_wrong_wrappers_get_errors_and_break_no_memory() {

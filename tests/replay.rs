@@ -81,7 +81,7 @@ fn an_unfilled_model_takes_what_its_plan_says() {
     assert_eq!(streamer.report().bytes.values().sum::<u64>(), (2 * 30 + 1) << 30);
     let guard = streamer.layer(0).unwrap();
     let refused = guard.read("block.0.weight", &mut vec![0; 1 << 10]).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::Missing, "{refused}");
+    assert_eq!(refused.kind(), ErrorKind::WrongSize, "{refused}");
     drop((guard, streamer, model));
     assert!(devices.opened().iter().all(|device| device.ledger().charged() == 0));
     let other = Layout::blocks([1 << 30; 39]);

@@ -318,7 +318,7 @@ mod tests {
         write(&path, &tensors, &[b"12", b"34"]).unwrap();
         let old = fs::read(&path).unwrap();
         let cases: [(&[&[u8]; 2], &str); 2] =
-            [(&[b"12", b"3"], "`b` has 2 bytes, only 1"), (&[b"123", b"34"], "`a` has 2 bytes, more were written")];
+            [(&[b"12", b"3"], "`b` has 2 bytes, only 1"), (&[b"123", b"34"], "`a` has 2 bytes, 3 were written")];
         for (bytes, message) in cases {
             let error = write(&path, &tensors, bytes).unwrap_err();
             assert!(error.to_string().contains(message), "{error}");
@@ -328,8 +328,10 @@ mod tests {
             let _ = out.put(b"123");
             out.put(b"12")
         });
-        assert_eq!(kept.unwrap_err().to_string(), "tensor `a` has 2 bytes, more were written");
-        let failed = write_safetensors(&path, &tensors, &BTreeMap::new(), |_, _| Err(Error::bug("no more")));
+        assert_eq!(kept.unwrap_err().to_string(), "tensor `a` has 2 bytes, 3 were written");
+        let failed = write_safetensors(&path, &tensors, &BTreeMap::new(), |_, _| {
+            Err(Error::Invalid { reason: "no more".to_owned() })
+        });
         assert_eq!(failed.unwrap_err().to_string(), "no more");
         assert_eq!(fs::read(&path).unwrap(), old);
         assert_eq!(names_in(folder.path()), ["m.safetensors"]);

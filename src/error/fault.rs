@@ -228,6 +228,14 @@ pub enum AdapterFault {
         /// `NaN`, `inf` or `-inf`.
         value: String,
     },
+    /// A scale beside a tensor that is to be patched is zero, NaN or an infinity.
+    #[error("its scale holds {value} at {index}")]
+    BadScale {
+        /// Its place among the scales in row-major order.
+        index: u64,
+        /// What it is.
+        value: String,
+    },
     /// `adapter_config.json` is missing, no JSON, or lacks a field.
     #[error("adapter_config.json: {reason}")]
     Config {

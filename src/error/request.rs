@@ -146,7 +146,10 @@ impl Measured {
             Measured::Part { name, at } => {
                 write!(f, "tensor `{name}` has {given} bytes, the part from {at} on ends at {needed}")
             }
-            Measured::Written { name } => write!(f, "tensor `{name}` has {needed} bytes, {given} were written"),
+            Measured::Written { name } => {
+                let only = if given < needed { "only " } else { "" };
+                write!(f, "tensor `{name}` has {needed} bytes, {only}{given} were written")
+            }
             Measured::Split => write!(f, "a buffer of {given} bytes cannot be split at {needed}"),
             Measured::Source => write!(f, "the copy reads up to byte {needed} of a buffer of {given}"),
             Measured::Destination => write!(f, "the copy writes up to byte {needed} of a buffer of {given}"),

@@ -268,7 +268,7 @@ fn unknown_free_memory_counts_as_all() {
     let info = |id, total| tensor_offload::DeviceInfo::new(id, total).free(None);
     let machine = Machine::new([info(CPU, 64 * GIB), info(GPU0, 8 * GIB)], Topology::new());
     let short = shortfall(sequential(&blocks(10, GIB), &machine, "cuda:0,9gb"));
-    assert_eq!((short.term, short.limit_is), (Term::Slots, Limit::InAll));
+    assert_eq!((short.term, short.limit_is), (Term::Weights, Limit::InAll));
     assert!(short.to_string().contains(&format!("{} bytes in all, the plan needs {}", 8 * GIB, 10 * GIB)), "{short}");
 }
 
