@@ -66,8 +66,8 @@
 //! | [`error`], bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`] |
 //! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`] |
 //! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
-//! | registry | the devices of a machine, opened at first use | [`Registry`] |
-//! | [`transfer`] | where bytes come from: files, memory, mappings; how fast the links are | [`transfer::Source`], [`transfer::measure_links`] |
+//! | registry | the devices of a machine, opened at first use; how fast their links are | [`Registry`], [`measure_links`] |
+//! | [`transfer`] | where bytes come from: files, memory, mappings | [`transfer::Source`] |
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`] |
@@ -140,12 +140,14 @@ pub mod device;
 mod dtype;
 pub mod error;
 mod float;
+mod limits;
 mod load;
 pub mod patch;
 mod plan;
 mod registry;
 mod rounding;
 mod schedule;
+mod staging;
 mod stream;
 mod threads;
 pub mod transfer;
@@ -166,13 +168,14 @@ pub use dtype::{DType, UnknownDType};
 pub use error::{
     AdapterFault, AllocationError, Error, ErrorKind, FileFault, Holder, NoRoom, PlanFault, Result, Shortfall,
 };
+pub use limits::Limits;
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
 pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
 pub use plan::{
     Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, KeptFor, Order, Plan,
     Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
 };
-pub use registry::Registry;
+pub use registry::{LinkTiming, Registry, measure_links};
 pub use rounding::Rounding;
 pub use stream::{LaneReport, LayerGuard, StallCause, Stalls, StreamReport, Streamer, Via};
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 use support::{GPU0, Subject, llama, safetensors, without_hanging};
 use tensor_offload::backend::{
     Allocation, Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger,
-    MemoryKind, PatchFlight, Rejected, RejectedAll, Role, Route, SentPatch, Simulated, Stream, Transfer,
+    MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer,
 };
 use tensor_offload::transfer::{Source, Stamp};
 use tensor_offload::{
@@ -55,10 +55,6 @@ enum Lie {
     CopiesNothing,
     /// The destination of the copy before in place of this one's.
     SwapsDestinations,
-    /// Fewer flights than copies.
-    LosesFlights,
-    /// Flights in the wrong order.
-    ShufflesFlights,
     /// Nobody waits for anything.
     WaitsForNothing,
     /// The host waits for everything.
@@ -73,7 +69,7 @@ enum Lie {
     FailsEverySecond,
 }
 
-const LIES: [Lie; 20] = [
+const LIES: [Lie; 18] = [
     Lie::None,
     Lie::ShortMemory,
     Lie::MemoryElsewhere,
@@ -86,8 +82,6 @@ const LIES: [Lie; 20] = [
     Lie::OtherId,
     Lie::CopiesNothing,
     Lie::SwapsDestinations,
-    Lie::LosesFlights,
-    Lie::ShufflesFlights,
     Lie::WaitsForNothing,
     Lie::HostWaits,
     Lie::RecordsThePast,
@@ -292,23 +286,6 @@ impl Stream for LyingStream {
         kept.push_back(flight.chain());
         let other = if kept.len() > 1 { kept.pop_front() } else { kept.pop_back() };
         Ok(Flight::of(other.expect("one was just put there"), done))
-    }
-
-    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
-        let mut flights = Vec::new();
-        for transfer in transfers {
-            match self.copy(transfer) {
-                Ok(flight) => flights.push(flight),
-                Err(rejected) => return Err(Box::new(RejectedAll { error: rejected.error, dst: vec![rejected.dst] })),
-            }
-        }
-        if self.tells(Lie::LosesFlights) {
-            flights.pop();
-        }
-        if self.tells(Lie::ShufflesFlights) {
-            flights.reverse();
-        }
-        Ok(flights)
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {

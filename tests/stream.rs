@@ -200,7 +200,7 @@ fn case_28_what_cannot_be_reached_goes_through_the_host() {
     }
 }
 
-/// Host memory for staging stays four buffers of 32 MiB at most, however large layers are and however they grow.
+/// Host memory for staging stays four buffers of 16 MiB at most, however large layers are and however they grow.
 #[test]
 fn staging_does_not_pile_up() {
     let subject = Subject::plain(&blocks(&[10_000, 20_000, 30_000, 40_000, 50_000, 60_000]), 25);
@@ -235,7 +235,7 @@ fn a_layer_larger_than_its_staging_arrives_whole() {
         check_pass(&mut streamer, &subject).unwrap();
     }
     let peak = host.ledger().charged() - before;
-    assert_eq!(peak, 4 * (32 << 20), "what stays for the next pass");
+    assert_eq!(peak, 4 * (16 << 20), "what stays for the next pass");
 }
 
 /// A model small enough to be streamed many thousand times.

@@ -7,8 +7,8 @@ use super::kinds::{self, Built, Weight};
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule};
-use crate::checkpoint::{Checkpoint, Layout};
-use crate::error::{AdapterFault, Error, Result};
+use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+use crate::error::{AdapterFault, Error, Measured, Mismatch, Result, TensorShape};
 use crate::float::Float;
 use crate::patch::{Changes, Maker, Origin, PatchOutcome, ScalePolicy, TensorPatch};
 use crate::rounding::Rounding;
@@ -150,7 +150,8 @@ impl Patches {
         let (stored, room) = (bytes_of(tensor), dst.len());
         let pristine = dst.get_mut(..stored).ok_or_else(|| {
             let name = &self.layout().tensors[tensor].name;
-            Error::invalid(format!("tensor `{name}` has at least {stored} bytes, the room given is {room}"))
+            let what = Measured::Tensor { name: name.clone() };
+            Error::WrongSize { what, needed: stored as u64, given: room as u64 }
         })?;
         checkpoint.read(tensor, pristine)?;
         let siblings = patch.read_siblings(checkpoint)?;
@@ -161,25 +162,20 @@ impl Patches {
     fn check(&self, checkpoint: &Checkpoint, tensor: usize) -> Result<()> {
         let (Some(stored), Some(known)) = (checkpoint.layout().tensors.get(tensor), self.layout().tensors.get(tensor))
         else {
-            let counts = (self.layout().tensors.len(), checkpoint.layout().tensors.len());
-            let (path, (known, stored)) = (checkpoint.path().display(), counts);
-            let reason =
-                format!("there is no tensor {tensor}: the patches are for {known} tensors, {path} has {stored}");
-            return Err(Error::invalid(reason));
+            let (patched, stored) = (self.layout().tensors.len(), checkpoint.layout().tensors.len());
+            return Err(Mismatch::Checkpoint { patched, stored, file: checkpoint.path().to_owned() }.into());
         };
         let shape = self.tensor(tensor).map_or(&known.shape, TensorPatch::pristine_shape);
         if (&stored.name, stored.dtype, &stored.shape) == (&known.name, known.dtype, shape) {
             return Ok(());
         }
-        Err(Error::invalid(format!(
-            "the patches are of another checkpoint: tensor {tensor} is `{}` ({} {shape:?}) there and `{}` ({} {:?}) in {}",
-            known.name,
-            known.dtype,
-            stored.name,
-            stored.dtype,
-            stored.shape,
-            checkpoint.path().display()
-        )))
+        let tensor_shape = |info: &TensorInfo, shape: &[u64]| TensorShape {
+            name: info.name.clone(),
+            dtype: info.dtype,
+            shape: shape.to_vec(),
+        };
+        let (patched, stored) = (tensor_shape(known, shape), tensor_shape(stored, &stored.shape));
+        Err(Mismatch::Tensor { index: tensor, patched, stored, file: checkpoint.path().to_owned() }.into())
     }
 }
 
@@ -347,7 +343,7 @@ impl<'a> Resolving<'a> {
         let mut tensors = BTreeMap::new();
         for (tensor, changes) in changed {
             let info = &layout.tensors[tensor];
-            let fault = |fault| Error::invalid(format!("tensor `{}`: {fault}", info.name));
+            let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
             tensors.insert(tensor, TensorPatch::new(info, changes, find).map_err(fault)?);
         }
         Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins })

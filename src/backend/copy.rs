@@ -147,17 +147,6 @@ pub struct Rejected {
     pub dst: BufMut,
 }
 
-/// Copies of which not all were queued, with their destinations.
-#[derive(Debug, thiserror::Error)]
-#[error("{error}")]
-pub struct RejectedAll {
-    /// Why the first was refused.
-    #[source]
-    pub error: Error,
-    /// The destinations, in order; those of copies that were queued carry their events.
-    pub dst: Vec<BufMut>,
-}
-
 impl From<Box<Rejected>> for Error {
     fn from(rejected: Box<Rejected>) -> Error {
         rejected.error

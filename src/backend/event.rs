@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::watcher;
 
 use crate::error::{Error, Result};
+use crate::limits::LONGEST;
 
 /// What a backend's event can do.
 ///
@@ -119,9 +120,6 @@ impl Event {
         (&*self.0 as &dyn Any).downcast_ref()
     }
 }
-
-/// The longest wait, a century: what is added to the time has to stay within what the system's clock can tell.
-pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// When a wait that begins now is to end.
 pub(crate) fn until(deadline: Duration) -> Instant {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::{
     Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryKind,
-    PatchFlight, Rejected, RejectedAll, Role, Route, SentPatch, Stream, Transfer,
+    PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -224,17 +224,6 @@ impl Stream for FaultyStream {
         match self.count(Operation::Copy) {
             Ok(()) => self.inner.copy(transfer),
             Err(error) => Err(transfer.rejected(error)),
-        }
-    }
-
-    /// One operation for each copy, as if they were queued one after the other; none is when one of them is to fail.
-    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
-        match transfers.iter().try_for_each(|_| self.count(Operation::Copy)) {
-            Ok(()) => self.inner.copy_all(transfers),
-            Err(error) => {
-                let dst = transfers.into_iter().map(Transfer::into_dst).collect();
-                Err(Box::new(RejectedAll { error, dst }))
-            }
         }
     }
 

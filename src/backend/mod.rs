@@ -32,10 +32,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use buffer::{Buf, BufMut};
-pub use copy::{Flight, Piece, Rejected, RejectedAll, Transfer};
+pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
-pub(crate) use event::LONGEST;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
@@ -198,28 +197,6 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Rejected`] gives the destination back.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>>;
-
-    /// Queues several copies, such as those of one layer, as [`copy`](Stream::copy) would one after the other. A backend
-    /// may do so at once, with one event after them all.
-    ///
-    /// # Errors
-    /// [`RejectedAll`] gives all destinations back. Of the copies before the one that was refused some may be under way.
-    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
-        let mut transfers = transfers.into_iter();
-        let mut flights = Vec::with_capacity(transfers.len());
-        while let Some(transfer) = transfers.next() {
-            match self.copy(transfer) {
-                Ok(flight) => flights.push(flight),
-                Err(rejected) => {
-                    let Rejected { error, dst } = *rejected;
-                    let queued = flights.into_iter().map(Flight::chain);
-                    let dst = queued.chain([dst]).chain(transfers.map(Transfer::into_dst)).collect();
-                    return Err(Box::new(RejectedAll { error, dst }));
-                }
-            }
-        }
-        Ok(flights)
-    }
 
     /// Makes all later work of this stream wait for `event`.
     ///

@@ -72,9 +72,6 @@ struct Shared {
     ended: Condvar,
 }
 
-/// How long a caller waits for a load of another.
-const DEADLINE: Duration = Duration::from_secs(3600);
-
 impl ModelCache {
     /// The model `key`, made by `load` unless the cache has it already with this identity and its devices work. It is
     /// in use until what is returned is dropped. A hit leaves the entry's retention as it is.
@@ -105,7 +102,8 @@ impl ModelCache {
     /// [`Error::Failed`] with what `load` met, for all who waited for it. The old model stays then, if it was given to
     /// `load` and did not have to go for the new one, which the error says; else the key is free.
     /// [`Error::InUse`] where `load` asks, on its own thread, for the key that it is loading, or for one whose load waits
-    /// for it: nobody would ever end. [`Error::TimedOut`] after waiting an hour for another's load.
+    /// for it: nobody would ever end. [`Error::TimedOut`] after waiting for another's load for as long as the [limits](ModelCache::with_limits)
+    /// say.
     pub fn get_or_load(
         &self,
         key: &str,
@@ -113,7 +111,8 @@ impl ModelCache {
         retention: Retention,
         load: impl FnMut(Option<&Arc<Model>>) -> Result<Model>,
     ) -> Result<Arc<Model>> {
-        let until = Instant::now() + DEADLINE;
+        let deadline = self.limits.load;
+        let until = Instant::now() + deadline;
         loop {
             let shared = {
                 let mut loads = self.loads.all();
@@ -133,7 +132,7 @@ impl ModelCache {
                     }
                 }
             };
-            let outcome = shared.wait(key, until);
+            let outcome = shared.wait(key, until, deadline);
             self.loads.all().waiting.remove(&std::thread::current().id());
             let outcome = outcome?;
             if shared.identity == *identity {
@@ -247,7 +246,7 @@ impl Shared {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    fn wait(&self, key: &str, until: Instant) -> Result<Result<Arc<Model>, Arc<Error>>> {
+    fn wait(&self, key: &str, until: Instant, deadline: Duration) -> Result<Result<Arc<Model>, Arc<Error>>> {
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = &*outcome {
@@ -255,7 +254,7 @@ impl Shared {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::TimedOut { what: format!("the load of `{key}` by another"), after: DEADLINE });
+                return Err(Error::TimedOut { what: format!("the load of `{key}` by another"), after: deadline });
             }
             outcome = self.ended.wait_timeout(outcome, left).unwrap_or_else(PoisonError::into_inner).0;
         }

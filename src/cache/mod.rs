@@ -16,6 +16,7 @@ pub use report::{CleanupReport, EntryInfo, Unfinished, UnloadReport, Unloaded};
 pub use room::Evict;
 
 use crate::error::{Error, Missing, Result};
+use crate::limits::Limits;
 use crate::load::Model;
 
 /// What happens to a model at the next [`unload_all`](ModelCache::unload_all).
@@ -54,6 +55,7 @@ pub struct ModelCache {
     hooks: free::Hooks,
     loads: identity::Loads,
     pressure: Mutex<PressureState>,
+    limits: Limits,
 }
 
 #[derive(Debug, Default)]
@@ -108,6 +110,13 @@ impl ModelCache {
     /// An empty cache.
     pub fn new() -> ModelCache {
         ModelCache::default()
+    }
+
+    /// Sets how long it waits for loads that others run.
+    #[must_use]
+    pub fn with_limits(mut self, limits: Limits) -> ModelCache {
+        self.limits = limits;
+        self
     }
 
     /// Takes a model under a key. Returns the model that had the key before; it leaves when its last user is done.

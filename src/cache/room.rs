@@ -56,9 +56,6 @@ struct Reckoning<'a> {
     host: u64,
 }
 
-/// How long memory that is let go of may take to come back: devices free when the last work that used it is done.
-const DEADLINE: Duration = Duration::from_secs(5);
-
 impl ModelCache {
     /// Sees to it that `bytes` can be taken on a device. Where they cannot, lets go of flagged models that hold memory
     /// there and that nobody uses. Where these are not enough and `evict` allows it, kept models whose compute device it
@@ -111,7 +108,7 @@ impl ModelCache {
         let moved = demoted.iter().try_for_each(|demotion| self.demote(registry, demotion, report));
         report.log();
         moved?;
-        let until = Instant::now() + DEADLINE;
+        let until = Instant::now() + registry.limits().release;
         loop {
             available = self::available(&*device)?;
             if available >= bytes {

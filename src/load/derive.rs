@@ -148,9 +148,6 @@ pub(crate) struct Moved {
     slots: Option<Arc<SlotPool>>,
 }
 
-/// How long memory that the base gave up may take to come back.
-const DEADLINE: Duration = Duration::from_secs(5);
-
 impl Moved {
     /// The second half of a demotion: takes the place of the base, which nobody else may hold. That one is let go for the
     /// slots; if they cannot be had then, the model waits on the host. Whatever happens, even a panic, all weights are in
@@ -162,7 +159,7 @@ impl Moved {
         let beside = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
         let slots = beside.or_else(|_| {
             drop(base);
-            slots_when_free(&*device, plan.slots())
+            slots_when_free(&*device, plan.slots(), place.limits().release)
         });
         match (slots, Arc::get_mut(place)) {
             (Ok(slots), Some(model)) => model.give_slots(plan, slots),
@@ -186,8 +183,8 @@ fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
 }
 
 /// The same once memory that was just given up is back.
-fn slots_when_free(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
-    let until = Instant::now() + DEADLINE;
+fn slots_when_free(device: &dyn Device, shape: Slots, deadline: Duration) -> Result<Arc<SlotPool>> {
+    let until = Instant::now() + deadline;
     loop {
         match slots_on(device, shape) {
             Err(Error::OutOfMemory { .. }) if Instant::now() < until => {

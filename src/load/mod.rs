@@ -1,7 +1,7 @@
 //! Load, patch, distribute: from files to where the plan wants every module.
 //!
 //! A module that lives on the host is read straight into the memory it stays in and patched there. One that
-//! lives elsewhere is read piece by piece through a small ring of staging buffers, or, when an adapter changes
+//! lives elsewhere is read piece by piece through a few staging buffers, or, when an adapter changes
 //! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
 
 mod derive;
@@ -28,9 +28,9 @@ use reuse::Reuse;
 use worker::Inputs;
 
 use crate::adapter::Patches;
-use crate::backend::LONGEST;
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::error::{Mismatch, Result, TensorShape};
+use crate::limits::LONGEST;
 use crate::plan::Plan;
 use crate::registry::Registry;
 
@@ -57,10 +57,10 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// A loader with a worker per core (8 at most) that waits for a copy for five minutes.
+    /// A loader with a worker per core (8 at most) that waits for a copy as long as the [limits](Registry::limits) say.
     pub fn new(registry: &'a Registry) -> Loader<'a> {
         let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
-        Loader { registry, workers, deadline: Duration::from_secs(300), progress: None, cancel: Cancel::new() }
+        Loader { registry, workers, deadline: registry.limits().work, progress: None, cancel: Cancel::new() }
     }
 
     /// Sets how many threads read and patch, at least one.

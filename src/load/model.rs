@@ -17,6 +17,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorInfo};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Missing, Result};
+use crate::limits::Limits;
 use crate::plan::{Assignment, Plan, Use};
 use crate::registry::Registry;
 use crate::schedule::Groups;
@@ -37,6 +38,7 @@ pub struct Model {
     /// For each tensor what its bytes were made from; empty where nobody filled them.
     made: Vec<Made>,
     report: LoadReport,
+    limits: Limits,
 }
 
 /// What a model is put together from.
@@ -173,6 +175,7 @@ impl Model {
             downloads: Mutex::default(),
             made,
             report: LoadReport::default(),
+            limits: *registry.limits(),
         })
     }
 
@@ -195,6 +198,11 @@ impl Model {
     /// Where everything is.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// How long is waited for its devices.
+    pub(crate) fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// How its load went.
@@ -241,7 +249,7 @@ impl Model {
             let what = Measured::Tensor { name: view.info.name.clone() };
             return Err(Error::WrongSize { what, needed: view.place.len() as u64, given: dst.len() as u64 });
         }
-        if let Some(bytes) = view.buf.host(DEADLINE)? {
+        if let Some(bytes) = view.buf.host(self.limits.work)? {
             dst.copy_from_slice(&bytes[view.place.clone()]);
             return Ok(());
         }
@@ -249,8 +257,9 @@ impl Model {
         let staging = self.host.alloc_near(dst.len(), MemoryKind::Pinned, device.id())?;
         let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
         let flight = self.download_stream(device)?.send(Transfer::new(vec![piece], staging)?)?;
-        let landed = flight.landed(DEADLINE)?.freeze();
-        let bytes = landed.host(DEADLINE)?.ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
+        let landed = flight.landed(self.limits.work)?.freeze();
+        let bytes =
+            landed.host(self.limits.work)?.ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
         dst.copy_from_slice(bytes);
         Ok(())
     }
@@ -274,11 +283,11 @@ impl Model {
     /// Waits until no work that was queued uses the memory that is its alone, so that dropping the model frees it.
     pub(crate) fn wait_unused(&self) -> Result<()> {
         let own = self.all_homes().filter(|home| Arc::strong_count(home) == 1);
-        own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(DEADLINE))?;
+        own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
         let pool = &self.residency.slots;
         let slots = pool.idle();
         let own = slots.iter().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
-        own.into_iter().try_for_each(|buf| buf.wait_unused(DEADLINE))
+        own.into_iter().try_for_each(|buf| buf.wait_unused(self.limits.work))
     }
 
     /// The parts of its memory.
@@ -364,9 +373,6 @@ impl Model {
         &self.host
     }
 }
-
-/// How long reading a tensor back, and waiting for work that uses the model, may take.
-pub(super) const DEADLINE: Duration = Duration::from_secs(300);
 
 impl fmt::Debug for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::Model;
-use super::model::DEADLINE;
 use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -46,7 +45,7 @@ impl Model {
         let mut road = Road { model: self, staging: None, streams: BTreeMap::new() };
         for (home, place) in self.homes() {
             let (start, end) = (place.start, place.end.min(place.start.saturating_add(most)));
-            if let Some(bytes) = home.host(DEADLINE)? {
+            if let Some(bytes) = home.host(self.limits().work)? {
                 visit(&bytes[start..end]);
                 continue;
             }
@@ -89,7 +88,7 @@ impl Road<'_> {
             None => self.model.host().alloc_near(bytes, MemoryKind::Pinned, id)?,
         };
         let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
-        let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.landed(DEADLINE)?;
+        let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.landed(self.model.limits().work)?;
         let shown = landed.host_mut().ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
         visit(&shown[..bytes]);
         self.staging = Some(landed);

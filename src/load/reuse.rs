@@ -177,7 +177,7 @@ impl Job<'_> {
         Ok(memory)
     }
 
-    /// Copies a tensor to another device's memory, straight or through the ring.
+    /// Copies a tensor to another device's memory, straight or through the pool.
     pub(super) fn send_held(
         &self,
         held: &Held,
@@ -187,7 +187,7 @@ impl Job<'_> {
     ) -> Result<BufMut> {
         let from = held.buf.device();
         let through_host = self.ways.staged.contains(&(from, memory.device()));
-        let most = if through_host { self.ring.bytes_each().max(1) } else { place.len().max(1) };
+        let most = if through_host { self.pool.bytes_each().max(1) } else { place.len().max(1) };
         let mut at = 0;
         while at < place.len() {
             self.go_on()?;
@@ -196,7 +196,7 @@ impl Job<'_> {
             let mut piece = Piece { src: held.buf.clone(), from: begin..begin + bytes, at: place.start + at };
             if through_host {
                 piece.at = 0;
-                let (staging, lent) = self.ring.acquire(self.loader.deadline)?;
+                let (staging, lent) = self.pool.acquire(self.loader.deadline)?;
                 let staging = self.download(from)?.send(Transfer::new(vec![piece], staging)?)?.chain().freeze();
                 let onward = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
                 let flight = stream.send(Transfer::new(vec![onward], memory)?)?;

@@ -18,12 +18,10 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
+use crate::limits::STAGING_BYTES;
 use crate::patch::TensorPatch;
 use crate::plan::Plan;
-use crate::transfer::Ring;
-
-/// Bytes of one staging buffer. 4 to 16 MiB reach the speed of a link; larger ones only cost memory.
-const CHUNK: u64 = 16 << 20;
+use crate::staging::Pool;
 
 /// What one load's threads share.
 pub(super) struct Job<'a> {
@@ -38,7 +36,7 @@ pub(super) struct Job<'a> {
     host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
     there: OnDevice,
-    pub(super) ring: Ring,
+    pub(super) pool: Pool,
     pub(super) loader: &'a Loader<'a>,
     next: AtomicUsize,
     done: AtomicU64,
@@ -79,8 +77,8 @@ impl<'a> Job<'a> {
         let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.modules[a.index].tensors).map(|&t| layout.tensors[t].bytes).max();
-        let bytes_each = largest.unwrap_or(0).min(CHUNK) as usize;
-        let ring = Ring::new(Arc::clone(&host), plan.compute(), bytes_each, loader.workers.saturating_add(1));
+        let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
+        let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, loader.workers.saturating_add(1));
         Ok(Job {
             checkpoint,
             patches,
@@ -91,7 +89,7 @@ impl<'a> Job<'a> {
             there: OnDevice::new(reservation, &host, loader.deadline),
             host,
             streams,
-            ring,
+            pool,
             loader,
             next: AtomicUsize::new(0),
             done: AtomicU64::new(0),
@@ -241,7 +239,7 @@ impl<'a> Job<'a> {
         Ok(memory.freeze())
     }
 
-    /// An unpatched tensor, in pieces through the ring.
+    /// An unpatched tensor, in pieces through the pool.
     fn send_plain(
         &self,
         tensor: usize,
@@ -251,8 +249,8 @@ impl<'a> Job<'a> {
     ) -> Result<BufMut> {
         let mut at = 0;
         while at < place.len() {
-            let bytes = self.ring.bytes_each().min(place.len() - at);
-            let (mut staging, lent) = self.ring.acquire(self.loader.deadline)?;
+            let bytes = self.pool.bytes_each().min(place.len() - at);
+            let (mut staging, lent) = self.pool.acquire(self.loader.deadline)?;
             match staging.host_mut() {
                 Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes])?,
                 None => return Err(Error::bug("staging memory that the host cannot address")),
@@ -320,7 +318,7 @@ impl<'a> Job<'a> {
 
     fn read_plain(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
         let mut at = 0;
-        for part in dst.chunks_mut(CHUNK as usize) {
+        for part in dst.chunks_mut(STAGING_BYTES) {
             self.read_part(tensor, at, part)?;
             at += part.len() as u64;
         }

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, TensorInfo};
 use crate::dtype::DType;
-use crate::error::{AdapterFault, Error, Result};
+use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
 use crate::threads;
@@ -119,7 +119,7 @@ impl TensorPatch {
     /// whatever thread this is called on.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `bytes` or a sibling has another length, or a scale is zero or not finite;
+    /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite;
     /// [`Error::Io`] when the system gives no threads; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
@@ -231,8 +231,8 @@ impl TensorPatch {
     fn apply_with(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         let wanted = bytes_of(&self.patched_shape, self.float.size());
         if wanted != Some(bytes.len()) {
-            let (name, len) = (&self.name, bytes.len());
-            return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes once patched, the buffer {len}")));
+            let (what, given) = (Measured::Patched { name: self.name.clone() }, bytes.len() as u64);
+            return Err(Error::WrongSize { what, needed: wanted.map_or(u64::MAX, |bytes| bytes as u64), given });
         }
         if let Some(weight) = &self.scale_of {
             return weight.apply_to_scale(tier, bytes, siblings);

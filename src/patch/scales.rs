@@ -10,7 +10,7 @@ use super::whole::Lifted;
 use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
 use crate::checkpoint::TensorInfo;
-use crate::error::{AdapterFault, Error, Result};
+use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
 
@@ -58,8 +58,9 @@ impl TensorPatch {
         let [weight] = siblings else { return Err(self.miscounted(1, siblings.len())) };
         let wanted = bytes_of(&self.shape, self.float.size());
         if wanted != Some(weight.len()) {
-            let (name, len) = (&self.name, weight.len());
-            return Err(Error::invalid(format!("tensor `{name}` has {wanted:?} bytes, {len} are given")));
+            let (name, given) = (self.name.clone(), weight.len() as u64);
+            let needed = wanted.map_or(u64::MAX, |bytes| bytes as u64);
+            return Err(Error::WrongSize { what: Measured::Sibling { name }, needed, given });
         }
         let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
             return Ok(PatchOutcome::default());
@@ -75,12 +76,12 @@ impl TensorPatch {
             return Err(self.miscounted(self.needs.len(), siblings.len()));
         }
         let Some((scaling, bytes)) = self.scaling.as_ref().zip(siblings.first()) else { return Ok(None) };
-        let scales = Scales::read(scaling, bytes);
-        scales.map(Some).map_err(|reason| Error::invalid(format!("tensor `{}`: its scale {reason}", self.name)))
+        Scales::read(scaling, bytes, &self.name).map(Some)
     }
 
     fn miscounted(&self, needs: usize, given: usize) -> Error {
-        Error::invalid(format!("tensor `{}` needs {needs} others to be patched, {given} are given", self.name))
+        let what = Measured::Siblings { name: self.name.clone() };
+        Error::WrongSize { what, needed: needs as u64, given: given as u64 }
     }
 }
 
@@ -150,15 +151,22 @@ pub(crate) struct Scales {
 
 impl Scales {
     /// Lifts the scales of a weight; each has to be finite and not zero.
-    pub(crate) fn read(scaling: &Scaling, bytes: &[u8]) -> Result<Scales, String> {
+    ///
+    /// # Errors
+    /// [`Error::WrongSize`] and [`Error::Unpatchable`], naming the weight.
+    pub(crate) fn read(scaling: &Scaling, bytes: &[u8], weight: &str) -> Result<Scales> {
         let count = scaling.count();
-        if bytes.len() != count * scaling.float.size() {
-            return Err(format!("has {} bytes instead of {}", bytes.len(), count * scaling.float.size()));
+        let (needed, given) = (count as u64 * scaling.float.size() as u64, bytes.len() as u64);
+        if needed != given {
+            return Err(Error::WrongSize { what: Measured::Sibling { name: weight.to_owned() }, needed, given });
         }
         let mut values = vec![0.0; count];
         scaling.float.lift(bytes, &mut values);
         match values.iter().position(|scale| !scale.is_finite() || *scale == 0.0) {
-            Some(index) => Err(format!("holds {} at {index}", values[index])),
+            Some(index) => {
+                let fault = AdapterFault::BadScale { index: index as u64, value: values[index].to_string() };
+                Err(Error::Unpatchable { tensor: weight.to_owned(), fault: Box::new(fault) })
+            }
             None => Ok(Scales { values, block: scaling.block, grid_cols: scaling.grid[1] }),
         }
     }

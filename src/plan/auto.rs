@@ -17,7 +17,7 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::schedule::{HOST_BUFFERS, HOST_PIECE};
+use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 
 /// How often quotas are corrected until their plan fits.
 const ROUNDS: usize = 12;
@@ -266,7 +266,7 @@ impl<'a> Search<'a> {
         let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
         let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
-        let staging = largest.min(HOST_PIECE).saturating_mul(HOST_BUFFERS as u64).saturating_mul(staged);
+        let staging = largest.min(STAGING_BYTES as u64).saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
         }

@@ -6,7 +6,8 @@ use super::value::{Assignment, Plan};
 use crate::checkpoint::Layout;
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{PlanFault, Result};
-use crate::schedule::{Contents, HOST_BUFFERS, Part, Rotation, Schedule, Slice, chunks};
+use crate::limits::STAGING_BUFFERS;
+use crate::schedule::{Contents, Part, Schedule, Slice, chunks};
 
 /// What the network itself takes, layer by layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -146,8 +147,8 @@ struct Lane {
 #[derive(Default)]
 struct ThroughHost {
     download: Duration,
-    buffers: [Duration; HOST_BUFFERS],
-    rotation: Rotation,
+    buffers: [Duration; STAGING_BUFFERS],
+    next: usize,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -183,9 +184,7 @@ impl<'a> Simulation<'a> {
             let bytes = |slice: &Slice| slice.range.len() as u64;
             let mut chunks: Vec<Vec<u64>> = match straight {
                 true => vec![part.slices.iter().map(bytes).collect()],
-                false => {
-                    chunks([part]).iter().map(|chunk| chunk.iter().map(|(_, slice)| bytes(slice)).collect()).collect()
-                }
+                false => chunks(part).iter().map(|chunk| chunk.iter().map(bytes).collect()).collect(),
             };
             if many {
                 chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
@@ -267,7 +266,8 @@ impl<'a> Simulation<'a> {
                 match through_host {
                     None => chunk.iter().for_each(|bytes| at = copy(way, *bytes, at)),
                     Some(host) => {
-                        let buffer = &mut host.buffers[host.rotation.next()];
+                        let buffer = &mut host.buffers[host.next];
+                        host.next = (host.next + 1) % STAGING_BUFFERS;
                         let mut here = host.download.max(*now).max(*buffer);
                         chunk.iter().for_each(|bytes| here = copy(way, *bytes, here));
                         host.download = here;

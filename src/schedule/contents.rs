@@ -124,11 +124,6 @@ impl Part {
         }
     }
 
-    /// Where its last bytes end; after that there is nothing but room.
-    pub(crate) fn end(&self) -> usize {
-        self.slices.last().map_or(0, |slice| slice.at + slice.range.len())
-    }
-
     /// The bytes that are copied into it.
     pub(crate) fn copied(&self) -> u64 {
         self.slices.iter().map(|slice| slice.range.len() as u64).sum()

@@ -11,7 +11,7 @@ mod contents;
 mod groups;
 mod order;
 
-pub(crate) use chunks::{Chunk, HOST_BUFFERS, HOST_PIECE, Rotation, chunks};
+pub(crate) use chunks::{Chunk, chunks};
 pub(crate) use contents::{Contents, Part, Slice};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
@@ -227,7 +227,7 @@ mod tests {
                 Part { lane: 1, bytes: 768 + 700_160, slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)] },
             ]
         );
-        assert_eq!((content.parts[1].end(), content.parts[1].copied()), (700_768, 700_768));
+        assert_eq!(content.parts[1].copied(), 700_768);
         assert_eq!(content.find(2, &(512..768)), Some((1, 512..768)));
         assert_eq!(content.find(1, &(10..20)), Some((0, 10..20)));
         assert_eq!((content.find(1, &(0..301)), content.find(2, &(0..256))), (None, None));
@@ -235,22 +235,20 @@ mod tests {
 
     #[test]
     fn chunks_fill_their_buffers() {
-        let piece = HOST_PIECE as usize;
+        let (piece, half) = (crate::limits::STAGING_BYTES, crate::limits::STAGING_BYTES / 2);
         let slice = |module, bytes: usize, at| Slice { module, range: 0..bytes, at };
-        let part = |lane, slices: Vec<Slice>| Part { lane, bytes: 0, slices };
-        let parts = [part(0, vec![slice(0, piece / 2, 0), slice(1, piece, piece)]), part(0, vec![slice(2, piece, 0)])];
-        let chunks = chunks(&parts);
+        let slices = vec![slice(0, half, 0), slice(1, piece, piece), slice(2, piece, 2 * piece)];
+        let chunks = chunks(&Part { lane: 0, bytes: 3 * piece, slices });
         let sizes: Vec<Vec<(usize, usize, usize)>> =
-            chunks.iter().map(|chunk| chunk.iter().map(|(part, s)| (*part, s.at, s.range.len())).collect()).collect();
-        let half = piece / 2;
+            chunks.iter().map(|chunk| chunk.iter().map(|s| (s.module, s.at, s.range.len())).collect()).collect();
         assert_eq!(
             sizes,
-            [vec![(0, 0, half), (0, piece, half)], vec![(0, piece + half, half), (1, 0, half)], vec![(1, half, half)],]
+            [
+                vec![(0, 0, half), (1, piece, half)],
+                vec![(1, piece + half, half), (2, 2 * piece, half)],
+                vec![(2, 2 * piece + half, half)],
+            ]
         );
-        let mut rotation = Rotation::default();
-        assert_eq!((0..6).map(|_| rotation.next()).collect::<Vec<_>>(), [0, 1, 2, 3, 0, 1]);
-        rotation.limit(2);
-        assert_eq!((0..3).map(|_| rotation.next()).collect::<Vec<_>>(), [0, 1, 0]);
     }
 
     proptest! {

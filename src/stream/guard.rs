@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Streamed;
-use crate::backend::LONGEST;
 use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::Layer;
 use crate::error::{Error, Missing, Result};
+use crate::limits::LONGEST;
 use crate::load::{Model, TensorView};
 
 /// The tensors of one layer, on the compute device.

@@ -6,14 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::report::{LaneReport, Via};
-use super::slots::LaneParts;
 use super::through_host::ThroughHost;
-use crate::backend::{Buf, BufMut, Device, Flight, Piece, Rejected, RejectedAll, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Piece, Rejected, Role, Route, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
 use crate::schedule::{Contents, Part, Slice};
-use crate::transfer::{Engine, Order, StagedPart, StagingLane, Ticket};
+use crate::transfer::{Engine, Order, StagingLane, Ticket};
 
 /// What makes bytes go the same way.
 type LaneKey = (DeviceId, Via);
@@ -89,39 +88,34 @@ impl Lanes {
         matches!(self.lanes[lane].way, Way::Staged(_))
     }
 
-    /// Queues the copies of parts of one layer; their memory, as far as they came, and the first error.
-    pub(super) fn queue(&self, model: &Model, lane: usize, parts: LaneParts<'_>) -> (Vec<Buf>, Result<()>) {
-        let lane = &self.lanes[lane];
-        let sent = match &lane.way {
-            Way::Straight(stream) => send(&**stream, parts.into_iter().map(|(part, dst)| (pieces(model, part), dst))),
-            Way::ThroughHost(way) => way.send(model, parts, lane.largest),
+    /// Queues the copies of a part of a layer; its memory.
+    ///
+    /// # Errors
+    /// With the memory, of which some may be on its way.
+    pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+        let lane = &self.lanes[part.lane];
+        match &lane.way {
+            Way::Straight(stream) => Ok(stream.send(Transfer::new(pieces(model, part), dst)?)?.chain()),
+            Way::ThroughHost(way) => way.send(model, part, dst, lane.largest),
             Way::Staged(_) => {
-                let dst = parts.into_iter().map(|(_, dst)| dst).collect();
-                Err(Box::new(RejectedAll { error: Error::bug("a staged part is an order, not a copy"), dst }))
+                Err(Box::new(Rejected { error: Error::bug("a staged part is an order, not a copy"), dst }))
             }
-        };
-        let (dst, outcome) = match sent {
-            Ok(dst) => (dst, Ok(())),
-            Err(rejected) => (rejected.dst, Err(rejected.error)),
-        };
-        (dst.into_iter().map(BufMut::freeze).collect(), outcome)
+        }
     }
 
-    /// Gives parts of one layer to their staging lane.
+    /// Gives a part of a layer to its staging lane.
     pub(super) fn order(
         &self,
         model: &Model,
-        lane: usize,
-        parts: LaneParts<'_>,
+        part: &Part,
+        dst: BufMut,
         urgent: bool,
         deadline: Duration,
     ) -> Result<Ticket> {
-        let (Way::Staged(staging), Some((_, client))) = (&self.lanes[lane].way, &self.engine) else {
+        let (Way::Staged(staging), Some((_, client))) = (&self.lanes[part.lane].way, &self.engine) else {
             return Err(Error::bug("a part that needs no staging was given to a staging lane"));
         };
-        let part = |(part, dst): (&Part, BufMut)| StagedPart { dst, bytes: part.end(), pieces: pieces(model, part) };
-        let parts = parts.into_iter().map(part).collect();
-        Ok(staging.submit(Order { client: *client, parts, urgent, deadline }))
+        Ok(staging.submit(Order { client: *client, dst, pieces: pieces(model, part), urgent, deadline }))
     }
 
     /// For a report, with nothing sent yet.
@@ -139,39 +133,6 @@ impl Lanes {
         }
         let engine = self.engine.as_ref().map(|(engine, _)| engine);
         engine.ok_or_else(|| Error::bug("the engine was just made"))
-    }
-}
-
-/// Queues copies of these pieces into these destinations, in one go; the destinations.
-pub(super) fn send(
-    stream: &dyn Stream,
-    copies: impl Iterator<Item = (Vec<Piece>, BufMut)>,
-) -> Result<Vec<BufMut>, Box<RejectedAll>> {
-    let (mut transfers, mut refused) = (Vec::new(), None);
-    for (pieces, dst) in copies {
-        match Transfer::new(pieces, dst) {
-            Ok(transfer) => transfers.push(transfer),
-            Err(rejected) => {
-                let Rejected { error, dst } = *rejected;
-                refused.get_or_insert(error);
-                // Without pieces it is a copy that cannot be refused, and keeps the destination in its place.
-                transfers.extend(Transfer::new(Vec::new(), dst));
-            }
-        }
-    }
-    match refused {
-        None => {
-            let wanted: Vec<_> = transfers.iter().map(|transfer| transfer.dst().shape()).collect();
-            let sent: Vec<BufMut> = stream.copy_all(transfers)?.into_iter().map(Flight::chain).collect();
-            match wanted.into_iter().eq(sent.iter().map(BufMut::shape)) {
-                true => Ok(sent),
-                // Another crate's stream, perhaps: what it gave back is not what it was given.
-                false => Err(Box::new(RejectedAll { error: Error::bug("a stream mixed its copies up"), dst: sent })),
-            }
-        }
-        Some(error) => {
-            Err(Box::new(RejectedAll { error, dst: transfers.into_iter().map(Transfer::into_dst).collect() }))
-        }
     }
 }
 

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 pub use guard::LayerGuard;
 pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
-use crate::backend::LONGEST;
 use crate::backend::process::Process;
 use crate::backend::{Buf, BufMut, Event, Joined, Role, Stream};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
+use crate::limits::LONGEST;
 use crate::load::Model;
 use crate::schedule::{Contents, Schedule};
 use lanes::Lanes;
@@ -79,9 +79,6 @@ struct Streamed {
     /// For each the modules that it needs and that stay on the compute device.
     resident: Vec<Vec<usize>>,
 }
-
-/// The longest wait of the host unless told otherwise.
-const DEADLINE: Duration = Duration::from_secs(600);
 
 impl Streamer {
     /// A streamer with a compute stream of its own.
@@ -180,12 +177,13 @@ impl Streamer {
         let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
         let plan = model.plan();
         let schedule = Schedule::new(&streamed.contents, slots.count(), plan.depth(), plan.fixed_slots());
-        let (model, streamed) = (Arc::clone(model), Arc::new(streamed));
+        let (model, streamed, deadline) = (Arc::clone(model), Arc::new(streamed), model.limits().work);
         let process = Process::current();
-        Streamer { model, compute, lanes, streamed, schedule, slots, spare, deadline: DEADLINE, report, process }
+        Streamer { model, compute, lanes, streamed, schedule, slots, spare, deadline, report, process }
     }
 
-    /// Sets how long the host waits for anything at most; a century at most. Default: 600 s.
+    /// Sets how long the host waits for anything at most; a century at most. Default: what the
+    /// [limits](crate::Registry::limits) of the model's registry say.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Streamer {
         self.deadline = deadline.min(LONGEST);

@@ -1,6 +1,5 @@
 //! The memory of a streamer's slots: filling one, and having it back.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::lanes::Lanes;
@@ -17,8 +16,8 @@ pub(super) struct Slots(Vec<Slot>);
 struct Slot {
     /// Its memory, in parts; none for one that a lane has, or that was lost.
     parts: Vec<Option<Buf>>,
-    /// Parts that staging lanes have.
-    tickets: Vec<(Vec<usize>, Ticket)>,
+    /// Parts that staging lanes have, by place.
+    tickets: Vec<(usize, Ticket)>,
 }
 
 /// What filling a slot needs.
@@ -31,9 +30,6 @@ pub(super) struct Fill<'a> {
     pub(super) asked: bool,
     pub(super) deadline: Duration,
 }
-
-/// The parts of a slot that one lane fills.
-pub(super) type LaneParts<'a> = Vec<(&'a Part, BufMut)>;
 
 impl Slots {
     /// Slots with this memory, each in the parts into which it was cut last.
@@ -94,29 +90,23 @@ impl Slots {
     pub(super) fn fill(&mut self, fill: &Fill<'_>, slot: usize, memory: Vec<BufMut>) -> Result<()> {
         let (slot, parts) = (&mut self.0[slot], fill.parts);
         let memory = slot.cut(memory, parts)?;
-        let mut by_lane: BTreeMap<usize, (Vec<usize>, LaneParts<'_>)> = BTreeMap::new();
-        for (place, (part, dst)) in parts.iter().zip(memory).enumerate() {
-            slot.parts.push(None);
-            let (places, parts) = by_lane.entry(part.lane).or_default();
-            places.push(place);
-            parts.push((part, dst));
-        }
         let mut outcome = Ok(());
-        for (lane, (places, parts)) in by_lane {
-            if outcome.is_ok() && fill.lanes.is_staged(lane) {
-                let ticket = fill.lanes.order(fill.model, lane, parts, fill.asked, fill.deadline)?;
-                slot.tickets.push((places, ticket));
-                continue;
-            }
-            let memory = match outcome {
-                Ok(()) => {
-                    let (memory, queued) = fill.lanes.queue(fill.model, lane, parts);
-                    outcome = queued;
-                    memory
+        for (place, (part, dst)) in parts.iter().zip(memory).enumerate() {
+            let memory = match &outcome {
+                // What comes after a copy that was refused stays as it is.
+                Err(_) => dst,
+                Ok(()) if fill.lanes.is_staged(part.lane) => {
+                    let ticket = fill.lanes.order(fill.model, part, dst, fill.asked, fill.deadline)?;
+                    slot.tickets.push((place, ticket));
+                    slot.parts.push(None);
+                    continue;
                 }
-                Err(_) => parts.into_iter().map(|(_, dst)| dst.freeze()).collect(),
+                Ok(()) => fill.lanes.queue(fill.model, part, dst).unwrap_or_else(|rejected| {
+                    outcome = Err(rejected.error);
+                    rejected.dst
+                }),
             };
-            places.into_iter().zip(memory).for_each(|(place, memory)| slot.parts[place] = Some(memory));
+            slot.parts.push(Some(memory.freeze()));
         }
         outcome
     }
@@ -166,15 +156,13 @@ impl Slot {
     fn collect(&mut self, deadline: Duration) -> Result<()> {
         let until = Instant::now() + deadline;
         let mut outcome = Ok(());
-        while let Some((places, ticket)) = self.tickets.first() {
+        while let Some((place, ticket)) = self.tickets.first() {
             let ended = match ticket.wait(until.saturating_duration_since(Instant::now())) {
                 Ok(ended) => ended,
                 Err(Error::TimedOut { what, .. }) => return Err(Error::TimedOut { what, after: deadline }),
                 Err(error) => return Err(error),
             };
-            for (&place, memory) in places.iter().zip(ended.parts) {
-                self.parts[place] = memory;
-            }
+            self.parts[*place] = ended.memory;
             outcome = outcome.and(ended.outcome);
             self.tickets.remove(0);
         }

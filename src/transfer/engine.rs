@@ -7,16 +7,13 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::ring::Ring;
-use super::staging::StagingLane;
+use super::lane::StagingLane;
 use crate::backend::process::Process;
 use crate::backend::{Device, Role};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-
-/// Bytes of one pinned buffer, and how many there are: one is filled while others are on the link. 4 to 16 MiB reach
-/// the speed of a link.
-const RING: (usize, usize) = (8 << 20, 4);
+use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
+use crate::staging::Pool;
 
 /// The most threads that fill one pinned buffer. A few reach the speed of the host's memory.
 const THREADS: usize = 4;
@@ -33,7 +30,7 @@ pub(crate) struct Engine {
 /// What its lanes share.
 #[derive(Clone)]
 pub(super) struct Shared {
-    pub(super) ring: Arc<Ring>,
+    pub(super) pool: Arc<Pool>,
     pub(super) threads: Arc<ThreadPool>,
 }
 
@@ -61,10 +58,10 @@ impl Engine {
         let threads = ThreadPoolBuilder::new().num_threads(cores.min(THREADS));
         let threads = threads.thread_name(move |thread| format!("{id} staging {thread}")).build();
         let threads = threads.map_err(std::io::Error::other).map_err(Error::io("start threads for", id.to_string()))?;
-        let ring = Arc::new(Ring::new(Arc::clone(host), id, RING.0, RING.1));
+        let pool = Arc::new(Pool::new(Arc::clone(host), id, STAGING_BYTES, STAGING_BUFFERS));
         let engine = Arc::new(Engine {
             device: Arc::clone(device),
-            shared: Shared { ring, threads: Arc::new(threads) },
+            shared: Shared { pool, threads: Arc::new(threads) },
             lanes: Mutex::default(),
             clients: AtomicU64::new(0),
             process: Process::current(),

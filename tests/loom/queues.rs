@@ -5,7 +5,7 @@
 
 #[path = "../../src/transfer/arbiter.rs"]
 mod arbiter;
-#[path = "../../src/transfer/rota.rs"]
+#[path = "../../src/staging/rota.rs"]
 mod rota;
 
 /// What the library's queues are made of, here loom's.

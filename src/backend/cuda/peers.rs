@@ -1,7 +1,6 @@
 //! Copies straight from one device's memory to another's: enabled in the right direction, and tried out.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::calls::Code;
 use super::context::Context;
@@ -11,9 +10,7 @@ use super::memory::DeviceMemory;
 use super::stream::RawStream;
 use crate::backend::{Fence, FenceState, MemoryKind};
 use crate::error::Error;
-
-/// How long the trial may take before the way counts as broken.
-const DEADLINE: Duration = Duration::from_secs(5);
+use crate::limits::TRIAL;
 
 /// The sizes and offsets that are tried, in bytes: small, odd, and over several pages.
 const TRIALS: [(usize, usize); 4] = [(0, 1), (3, 255), (4096, 65_536), (1 << 20, (1 << 20) + 13)];
@@ -52,14 +49,14 @@ fn verify(to: &CudaDevice, from: &CudaDevice, kind: MemoryKind) -> Result<(), St
     let memory = |device: &CudaDevice| {
         let refused = |refusal| device.context().error(refusal).to_string();
         let (memory, ready) = device.memory_of(ROOM, kind).map_err(refused)?;
-        let ready = ready.map_or(FenceState::Done, |ready| ready.wait(DEADLINE));
+        let ready = ready.map_or(FenceState::Done, |ready| ready.wait(TRIAL));
         landed(&ready, there).map(|()| memory)
     };
     let (source, target) = (memory(from)?, memory(to)?);
     let stream = RawStream::create(here, 0).map_err(|refusal| here.error(refusal).to_string())?;
     let outcome = trials(here, there, &stream, &source, &target);
     let fence = CudaFence::new(here, Vec::new()).and_then(|fence| fence.record(&stream).map(|()| fence));
-    let ended = fence.is_ok_and(|fence| matches!(fence.wait(DEADLINE), FenceState::Done));
+    let ended = fence.is_ok_and(|fence| matches!(fence.wait(TRIAL), FenceState::Done));
     if !ended {
         // Nobody knows whether a copy still uses the memory.
         std::mem::forget((source, target));
@@ -99,7 +96,7 @@ fn trials(
         })
         .map_err(text)?;
         done.record(stream).map_err(|refusal| text(here.error(refusal)))?;
-        landed(&done.wait(DEADLINE), there)?;
+        landed(&done.wait(TRIAL), there)?;
         let mut arrived = vec![0; ROOM];
         // SAFETY: as above.
         here.call(|calls| unsafe { calls.copy_to_host_now(arrived.as_mut_ptr().cast(), dst, ROOM) }).map_err(text)?;
@@ -115,6 +112,6 @@ fn landed(state: &FenceState, from: &Context) -> Result<(), String> {
     match state {
         FenceState::Done => Ok(()),
         FenceState::Failed(error) | FenceState::Lost(error) => Err(error.to_string()),
-        FenceState::Pending => Err(format!("a copy from {} took over {DEADLINE:?}", from.id())),
+        FenceState::Pending => Err(format!("a copy from {} took over {TRIAL:?}", from.id())),
     }
 }

@@ -1,7 +1,6 @@
 //! Streams: copies between host, device and peers, in order.
 
 use std::any::Any;
-use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,14 +14,10 @@ use super::context::{Context, Entered, Refusal};
 use super::event::CudaFence;
 use super::memory::DeviceMemory;
 use super::reaper::{Memory, Reaper};
-use crate::backend::{
-    Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, RejectedAll, Role, Stream, Transfer,
-};
+use crate::backend::{Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-
-/// How long a copy waits on the host for an event that the device cannot wait for.
-const DEADLINE: Duration = Duration::from_secs(600);
+use crate::limits::WORK;
 
 /// The handle of the stream that every thread has its own of.
 pub(crate) const PER_THREAD: usize = 2;
@@ -171,7 +166,7 @@ impl CudaStream {
                         misleading.push(event.clone());
                     }
                 }
-                None => event.wait(DEADLINE)?,
+                None => event.wait(WORK)?,
             }
         }
         Ok(misleading)
@@ -179,7 +174,7 @@ impl CudaStream {
 
     fn wait_for(&self, event: &Event, fence: &CudaFence) -> Result<()> {
         // Waiting for what was never recorded would be no wait.
-        let Some(handle) = fence.handle() else { return event.wait(DEADLINE) };
+        let Some(handle) = fence.handle() else { return event.wait(WORK) };
         // SAFETY: the event is alive as long as the fence, the stream as long as `self`.
         self.context.call(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) })
     }
@@ -278,21 +273,9 @@ impl Stream for CudaStream {
 
     /// Waits on the host only for events of other backends' streams, such as a file's.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
-        match self.copy_in_order(&[&transfer]) {
+        match self.copy_in_order(&transfer) {
             Ok((done, in_order)) => Ok(launched(transfer, done, in_order)),
             Err((error, under_way)) => Err(refused(transfer, under_way).rejected(error)),
-        }
-    }
-
-    fn copy_all(&self, transfers: Vec<Transfer>) -> Result<Vec<Flight>, Box<RejectedAll>> {
-        match self.copy_in_order(&transfers.iter().collect::<Vec<_>>()) {
-            Ok((done, in_order)) => {
-                Ok(transfers.into_iter().map(|transfer| launched(transfer, done.clone(), in_order)).collect())
-            }
-            Err((error, under_way)) => {
-                let refused = |transfer| refused(transfer, under_way.clone()).into_dst();
-                Err(Box::new(RejectedAll { error, dst: transfers.into_iter().map(refused).collect() }))
-            }
         }
     }
 
@@ -367,32 +350,28 @@ fn refused(mut transfer: Transfer, under_way: Option<Event>) -> Transfer {
 }
 
 /// Both ends of copies, to be kept until they are done.
-fn memory_of(transfers: &[&Transfer]) -> Memory {
-    if let [transfer] = transfers
-        && let [piece] = transfer.pieces()
-    {
-        return Memory::Ends([piece.src.allocation(), transfer.dst().allocation()].map(Arc::clone));
+fn memory_of(transfer: &Transfer) -> Memory {
+    let dst = transfer.dst().allocation();
+    if let [piece] = transfer.pieces() {
+        return Memory::Ends([piece.src.allocation(), dst].map(Arc::clone));
     }
-    let mut all: Vec<Arc<Allocation>> = Vec::new();
-    let mut add = |allocation: &Arc<Allocation>| {
+    let mut all = vec![Arc::clone(dst)];
+    for Piece { src, .. } in transfer.pieces() {
         // Neighbours are held once.
-        if !all.last().is_some_and(|last| Arc::ptr_eq(last, allocation)) {
-            all.push(Arc::clone(allocation));
+        if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.allocation())) {
+            all.push(Arc::clone(src.allocation()));
         }
-    };
-    transfers.iter().for_each(|transfer| add(transfer.dst().allocation()));
-    transfers.iter().flat_map(|transfer| transfer.pieces()).for_each(|piece| add(piece.src.allocation()));
+    }
     Memory::All(all)
 }
 
-/// What a trace shows from when copies are queued until they were seen to be done.
-fn copy_span(transfers: &[&Transfer]) -> tracing::Span {
-    let pieces = || transfers.iter().flat_map(|transfer| transfer.pieces());
-    let to = || transfers.first().map_or(DeviceId::CPU, |transfer| transfer.dst().device());
-    let from = || pieces().next().map_or_else(to, |piece| piece.src.device());
-    let bytes = || pieces().map(|piece| piece.from.len()).sum::<usize>();
+/// What a trace shows from when a copy is queued until it was seen to be done.
+fn copy_span(transfer: &Transfer) -> tracing::Span {
+    let (pieces, to) = (transfer.pieces(), transfer.dst().device());
+    let from = || pieces.first().map_or(to, |piece| piece.src.device());
+    let bytes = || pieces.iter().map(|piece| piece.from.len()).sum::<usize>();
     // Of its own, since it outlives whatever the thread that queues it is at.
-    tracing::debug_span!(parent: None, "copy", from = %from(), to = %to(), bytes = bytes())
+    tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
 }
 
 impl fmt::Debug for CudaStream {
@@ -448,24 +427,16 @@ impl<'a> End<'a> {
 impl CudaStream {
     /// Queues copies, one event after them all; and whether it stands for all earlier uses of their destinations: it does
     /// not for another device's, of which nobody may ever know whether it is over.
-    fn copy_in_order(&self, transfers: &[&Transfer]) -> Result<(Event, bool), (Error, Option<Event>)> {
+    fn copy_in_order(&self, transfer: &Transfer) -> Result<(Event, bool), (Error, Option<Event>)> {
         let unqueued = |error| (error, None);
         let _entered = self.enter("a copy").map_err(unqueued)?;
         // Before the first call, since what comes between two of them must not fail.
-        let pieces = transfers.iter().flat_map(|transfer| {
-            let dst = transfer.dst().allocation();
-            transfer.pieces().iter().map(move |piece| (piece, dst))
-        });
-        let moves = pieces.map(|(piece, dst)| self.resolve(piece, dst)).collect::<Result<Vec<Move<'_>>>>();
+        let dst = transfer.dst().allocation();
+        let moves = transfer.pieces().iter().map(|piece| self.resolve(piece, dst)).collect::<Result<Vec<Move<'_>>>>();
         let moves = moves.map_err(unqueued)?;
-        let mut waits: Vec<Event> = transfers.iter().flat_map(|transfer| transfer.waits()).collect();
-        if transfers.len() > 1 {
-            let mut known = HashSet::new();
-            waits.retain(|event| known.insert(event.key()));
-        }
-        let others = self.join(&waits).map_err(unqueued)?;
+        let others = self.join(&transfer.waits()).map_err(unqueued)?;
         let in_order = others.is_empty();
-        let done = self.queue(others, memory_of(transfers), copy_span(transfers), || {
+        let done = self.queue(others, memory_of(transfer), copy_span(transfer), || {
             // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
             let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
             self.context.call(|calls| self.queue_batch(&moves).unwrap_or_else(|| copy(calls)))

@@ -19,9 +19,7 @@ use crate::backend::watcher::wake_all;
 use crate::backend::{Allocation, Buf, Event, Fence, FenceState, Flight, Joined, Piece, Rejected, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-
-/// How long a stream's thread waits for an event of another stream before it gives the work up.
-const DEADLINE: Duration = Duration::from_secs(600);
+use crate::limits::WORK;
 
 /// A queue of copies of one software device.
 pub(super) struct SoftwareStream {
@@ -217,7 +215,7 @@ impl Failure {
 fn wait_for(waits: &[Event], device: DeviceId) -> Result<(), Failure> {
     let pending = !waits.iter().all(Event::settled);
     let _span = pending.then(|| tracing::trace_span!("wait", %device, events = waits.len()).entered());
-    let outcomes: Vec<Result<()>> = waits.iter().map(|event| event.wait(DEADLINE)).collect();
+    let outcomes: Vec<Result<()>> = waits.iter().map(|event| event.wait(WORK)).collect();
     outcomes.into_iter().collect::<Result<()>>().map_err(|error| Failure::of(waits, Arc::new(error)))
 }
 
@@ -272,7 +270,7 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
         // An event of simulated time tells its outcome before that time has come.
         let outcome = match event.downcast::<Moment>() {
             Some(moment) => moment.failed.clone().map_or(Ok(()), Err),
-            None => event.wait(DEADLINE).map_err(|error| Failure::of(std::slice::from_ref(event), Arc::new(error))),
+            None => event.wait(WORK).map_err(|error| Failure::of(std::slice::from_ref(event), Arc::new(error))),
         };
         at = at.max(event.time().unwrap_or_default());
         failed = match (failed, outcome.err()) {

@@ -1,4 +1,4 @@
 //! What the queues between threads are made of. `tests/loom` puts loom's types in their place and tries every order in
 //! which threads can run.
 
-pub(super) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

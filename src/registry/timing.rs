@@ -7,9 +7,6 @@ use crate::bytes::ByteSize;
 use crate::device::Bandwidth;
 use crate::error::{Error, Result};
 
-/// How long any copy may take.
-pub(super) const DEADLINE: Duration = Duration::from_secs(120);
-
 /// How long a stream is held for its copies to be queued, in turn until they are queued in time.
 const HOLDS: [Duration; 3] = [Duration::from_millis(2), Duration::from_millis(8), Duration::from_millis(40)];
 
@@ -20,8 +17,7 @@ const SMALL: (usize, u32) = (4, 15);
 ///
 /// ```
 /// use tensor_offload::backend::Clock;
-/// use tensor_offload::transfer::{LinkTiming, measure_links};
-/// use tensor_offload::{ByteSize, Machine, Registry};
+/// use tensor_offload::{ByteSize, LinkTiming, Machine, Registry, measure_links};
 ///
 /// let machine = Machine::described(&["cuda:0=1gib,link=12.5".parse()?]);
 /// let devices = Registry::described(machine, Clock::Virtual);
@@ -176,14 +172,21 @@ impl<'a> Lane<'a> {
 pub(super) struct Watch {
     epoch: Instant,
     simulated: bool,
+    /// How long any copy may take.
+    deadline: Duration,
 }
 
 impl Watch {
-    /// The clock of the device whose stream this is.
-    pub(super) fn of(stream: &dyn Stream) -> Result<Watch> {
+    /// The clock of the device whose stream this is, and how long any copy may take.
+    pub(super) fn of(stream: &dyn Stream, deadline: Duration) -> Result<Watch> {
         let event = stream.record(&[])?;
-        event.wait(DEADLINE)?;
-        Ok(Watch { epoch: Instant::now(), simulated: event.time().is_some() })
+        event.wait(deadline)?;
+        Ok(Watch { epoch: Instant::now(), simulated: event.time().is_some(), deadline })
+    }
+
+    /// How long any copy may take.
+    pub(super) fn deadline(self) -> Duration {
+        self.deadline
     }
 
     /// Whether the devices are simulated.
@@ -205,7 +208,7 @@ impl Watch {
     ///
     /// The host asks again and again, because the library's own waits sleep in between, up to half a millisecond.
     pub(super) fn see(self, event: &Event) -> Result<Duration> {
-        let until = Instant::now() + DEADLINE;
+        let until = Instant::now() + self.deadline;
         while !self.simulated && !event.settled() && Instant::now() < until {
             std::thread::yield_now();
         }
@@ -215,7 +218,7 @@ impl Watch {
     /// The time of an event, waited for or about to be.
     fn seen(self, event: &Event) -> Result<Duration> {
         let now = self.epoch.elapsed();
-        event.wait(if self.simulated { DEADLINE } else { Duration::ZERO })?;
+        event.wait(if self.simulated { self.deadline } else { Duration::ZERO })?;
         Ok(event.time().filter(|_| self.simulated).unwrap_or(now))
     }
 }
@@ -282,7 +285,7 @@ fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec
     // Where copies are long, the processor is left to whoever else may need it; a fifth of a per cent is exact enough.
     let pause = (each / 500).min(Duration::from_micros(100));
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); lanes.len()];
-    let until = Instant::now() + DEADLINE;
+    let until = Instant::now() + watch.deadline;
     while times.iter().zip(lanes).any(|(times, events)| times.len() < events.len()) {
         for (times, events) in times.iter_mut().zip(lanes) {
             while let Some(event) = events.get(times.len()).filter(|event| event.settled()) {
@@ -290,7 +293,7 @@ fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec
             }
         }
         if Instant::now() > until {
-            return Err(Error::TimedOut { what: "a copy".to_owned(), after: DEADLINE });
+            return Err(Error::TimedOut { what: "a copy".to_owned(), after: watch.deadline });
         }
         if pause > Duration::from_micros(50) { std::thread::sleep(pause) } else { std::thread::yield_now() }
     }

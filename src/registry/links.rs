@@ -3,13 +3,13 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use super::Registry;
 use super::pattern;
 use super::relay::Relay;
-use super::timing::{DEADLINE, Lane, LinkTiming, Watch, median, speed};
+use super::timing::{Lane, LinkTiming, Watch, median, speed};
 use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Role, Route, Stream, Transfer};
 use crate::device::{DeviceId, DeviceKind, LeftOut, Link, LinkKind, LinkMatrix, Topology};
 use crate::error::{Error, Result};
-use crate::registry::Registry;
 
 /// Measures how fast bytes get from the host to each accelerator and back, and from each accelerator to each other
 /// one. Opens every accelerator.
@@ -32,16 +32,16 @@ pub fn measure_links(registry: &Registry, timing: &LinkTiming) -> Result<LinkMat
     for (kind, why) in registry.absent() {
         matrix.left_out.push(LeftOut { what: kind.to_string(), why: why.clone() });
     }
-    let mut ends = Vec::new();
+    let (mut ends, limit) = (Vec::new(), registry.limits().work);
     // Opened before the host gives memory: it is pinned for the devices that are open.
     for id in registry.machine().ids().filter(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk)) {
-        match registry.device(id).and_then(End::open) {
+        match registry.device(id).and_then(|device| End::open(device, limit)) {
             Ok(end) => ends.push(end),
             Err(error) => matrix.left_out.push(LeftOut { what: id.to_string(), why: error.to_string() }),
         }
     }
     let host = registry.staging_host()?;
-    let mut meter = Meter { bytes: fitting(&*host, timing.bytes.get(), 8)?, host, timing, seed: 0, matrix };
+    let mut meter = Meter { bytes: fitting(&*host, timing.bytes.get(), 8)?, host, timing, limit, seed: 0, matrix };
     if timing.all_ways {
         meter.note("cpu to cpu", Meter::memory);
     }
@@ -92,12 +92,12 @@ struct End {
 }
 
 impl End {
-    fn open(device: Arc<dyn Device>) -> Result<End> {
+    fn open(device: Arc<dyn Device>, limit: Duration) -> Result<End> {
         if let Health::Lost(why) = device.health() {
             return Err(Error::DeviceLost { device: device.id(), why });
         }
         let (up, down) = (device.stream(Role::Upload)?, device.stream(Role::Download)?);
-        let watch = Watch::of(&*up)?;
+        let watch = Watch::of(&*up, limit)?;
         Ok(End { device, up, down, watch })
     }
 
@@ -121,6 +121,8 @@ fn fitting(device: &dyn Device, bytes: u64, share: u64) -> Result<usize> {
 struct Meter<'a> {
     host: Arc<dyn Device>,
     timing: &'a LinkTiming,
+    /// How long any copy may take.
+    limit: Duration,
     bytes: usize,
     /// The number of the next pattern.
     seed: u64,
@@ -179,8 +181,8 @@ impl Meter<'_> {
         let dst = end.device.alloc(bytes, MemoryKind::Arena)?;
         let (times, fixed, dst) = match kind {
             LinkKind::Staged => {
-                let (mut relay, mut dst) = (self.relay(end)?, Some(dst));
-                let times = self.timing.one_by_one(|| relay.up(end.watch, &*end.up, &src, &mut dst))?;
+                let (relay, mut dst) = (self.relay(end)?, Some(dst));
+                let times = self.timing.one_by_one(|| relay.up(&*end.up, &src, &mut dst))?;
                 (times, None, dst.ok_or_else(lost)?)
             }
             _ => {
@@ -199,9 +201,9 @@ impl Meter<'_> {
         let dst = self.host_memory(end, kind, bytes)?;
         let (times, fixed, mut dst) = match kind {
             LinkKind::Staged => {
-                let (mut relay, mut dst) = (self.relay(end)?, dst);
+                let (relay, mut dst) = (self.relay(end)?, dst);
                 let memory = dst.host_mut().ok_or_else(lost)?;
-                let times = self.timing.one_by_one(|| relay.down(end.watch, &*end.down, &src, memory))?;
+                let times = self.timing.one_by_one(|| relay.down(&*end.down, &src, memory))?;
                 (times, None, dst)
             }
             _ => {
@@ -210,8 +212,8 @@ impl Meter<'_> {
                 (times, Some(fixed), lane.ends()?.1)
             }
         };
-        dst.settle(DEADLINE)?;
-        right(&dst.freeze(), bytes, seed)?;
+        dst.settle(self.limit)?;
+        self.right(&dst.freeze(), bytes, seed)?;
         self.found((end.id(), DeviceId::CPU), kind, bytes, times, fixed);
         Ok(())
     }
@@ -226,8 +228,8 @@ impl Meter<'_> {
         let [up, down] = lanes;
         self.check(end, &up.ends()?.1.freeze(), bytes, seed)?;
         let mut arrived = down.ends()?.1;
-        arrived.settle(DEADLINE)?;
-        right(&arrived.freeze(), bytes, other)?;
+        arrived.settle(self.limit)?;
+        self.right(&arrived.freeze(), bytes, other)?;
         let ways = [(DeviceId::CPU, end.id()), (end.id(), DeviceId::CPU)];
         for (way, times) in ways.into_iter().zip(times) {
             self.found(way, LinkKind::BothWays, bytes, times, None);
@@ -261,9 +263,9 @@ impl Meter<'_> {
         let bytes = fitting(&*from.device, self.bytes as u64, 4)?.min(fitting(&*to.device, self.bytes as u64, 4)?);
         let (src, seed) = self.filled(from, bytes)?;
         let mut dst = Some(to.device.alloc(bytes, MemoryKind::Arena)?);
-        let mut relay = self.relay(to)?;
+        let relay = self.relay(to)?;
         let streams = (&*from.down, &*to.up);
-        let times = self.timing.one_by_one(|| relay.across(to.watch, streams, (&src, bytes), &mut dst))?;
+        let times = self.timing.one_by_one(|| relay.across(streams, (&src, bytes), &mut dst))?;
         self.check(to, &dst.ok_or_else(lost)?.freeze(), bytes, seed)?;
         self.found((from.id(), to.id()), LinkKind::PeerStaged, bytes, times, None);
         Ok(())
@@ -271,14 +273,14 @@ impl Meter<'_> {
 
     /// Copies within the host's memory, by a stream of its own.
     fn memory(&mut self) -> Result<()> {
-        let end = End::open(Arc::clone(&self.host))?;
+        let end = End::open(Arc::clone(&self.host), self.limit)?;
         let (src, seed) = self.source(&end, LinkKind::Pageable, self.bytes)?;
         let dst = self.host.alloc(self.bytes, MemoryKind::Arena)?;
         let mut lane = Lane::new(&*end.up, src, dst, self.bytes);
         let (times, fixed) = self.along(end.watch, LinkKind::Memory, &mut lane)?;
         let mut dst = lane.ends()?.1;
-        dst.settle(DEADLINE)?;
-        right(&dst.freeze(), self.bytes, seed)?;
+        dst.settle(self.limit)?;
+        self.right(&dst.freeze(), self.bytes, seed)?;
         self.found((DeviceId::CPU, DeviceId::CPU), LinkKind::Memory, self.bytes, times, Some(fixed));
         Ok(())
     }
@@ -296,7 +298,7 @@ impl Meter<'_> {
     }
 
     fn relay(&self, end: &End) -> Result<Relay> {
-        let relay = Relay::new(&*self.host, end.id())?;
+        let relay = Relay::new(&self.host, end.id(), end.watch)?;
         if end.watch.simulated() || relay.pinned() { Ok(relay) } else { Err(unpinned()) }
     }
 
@@ -322,22 +324,21 @@ impl Meter<'_> {
     fn filled(&mut self, end: &End, bytes: usize) -> Result<(Buf, u64)> {
         let (src, seed) = self.source(end, LinkKind::Pageable, bytes)?;
         let transfer = Transfer::whole(&src, end.device.alloc(bytes, MemoryKind::Arena)?)?;
-        Ok((end.up.send(transfer)?.landed(DEADLINE)?.freeze(), seed))
+        Ok((end.up.send(transfer)?.landed(self.limit)?.freeze(), seed))
     }
 
     /// Looks at what arrived on a device.
     fn check(&self, end: &End, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
         let back = Transfer::whole(arrived, self.host.alloc(arrived.bytes(), MemoryKind::Arena)?)?;
-        right(&end.down.copy(back)?.landed(DEADLINE)?.freeze(), bytes, seed)
+        self.right(&end.down.copy(back)?.landed(self.limit)?.freeze(), bytes, seed)
     }
-}
 
-fn right(arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
-    let memory = arrived.host(DEADLINE)?.ok_or_else(lost)?;
-    if pattern::matches(&memory[..bytes], seed)? {
-        Ok(())
-    } else {
-        Err(Error::Corrupted { what: "wrong bytes arrived" })
+    fn right(&self, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
+        let memory = arrived.host(self.limit)?.ok_or_else(lost)?;
+        match pattern::matches(&memory[..bytes], seed)? {
+            true => Ok(()),
+            false => Err(Error::Corrupted { what: "wrong bytes arrived" }),
+        }
     }
 }
 

@@ -8,13 +8,13 @@ use super::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// The things that are not lent, and how many there are in all.
 #[derive(Debug)]
 pub(super) struct Rota<T> {
-    most: usize,
     state: Mutex<State<T>>,
     returned: Condvar,
 }
 
 #[derive(Debug)]
 struct State<T> {
+    most: usize,
     made: usize,
     waiting: VecDeque<T>,
 }
@@ -30,8 +30,8 @@ pub(super) enum Taken<T> {
 
 impl<T> Rota<T> {
     pub(super) fn new(most: usize) -> Rota<T> {
-        let state = Mutex::new(State { made: 0, waiting: VecDeque::new() });
-        Rota { most, state, returned: Condvar::new() }
+        let state = Mutex::new(State { most, made: 0, waiting: VecDeque::new() });
+        Rota { state, returned: Condvar::new() }
     }
 
     /// A thing, or leave to make one; none when nothing comes back within `deadline`.
@@ -39,7 +39,7 @@ impl<T> Rota<T> {
         let until = Instant::now() + deadline;
         let mut state = self.state();
         loop {
-            if state.made < self.most {
+            if state.made < state.most {
                 state.made += 1;
                 return Some(Taken::Another);
             }
@@ -64,6 +64,18 @@ impl<T> Rota<T> {
     pub(super) fn lost(&self) {
         self.state().made -= 1;
         self.returned.notify_one();
+    }
+
+    /// Another one that was to be made could not be: those that there are will do, and no more are made. Not so where there
+    /// are none: then it is as if nobody had tried.
+    pub(super) fn no_more(&self) -> bool {
+        let mut state = self.state();
+        if state.made <= 1 {
+            return false;
+        }
+        state.made -= 1;
+        state.most = state.made;
+        true
     }
 
     fn state(&self) -> MutexGuard<'_, State<T>> {

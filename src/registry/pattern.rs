@@ -32,15 +32,6 @@ pub(super) fn matches(bytes: &[u8], seed: u64) -> Result<bool> {
     })
 }
 
-/// Copies as many bytes as `dst` has, on all cores unless that is no more than one would take at a time.
-pub(super) fn copy(src: &[u8], dst: &mut [u8]) -> Result<()> {
-    if dst.len() <= PART {
-        dst.copy_from_slice(&src[..dst.len()]);
-        return Ok(());
-    }
-    threads::run(|| dst.par_chunks_mut(PART).zip(src.par_chunks(PART)).for_each(|(dst, src)| dst.copy_from_slice(src)))
-}
-
 fn word(seed: u64, index: usize) -> [u8; 8] {
     // Odd factors are one to one on 64 bits: places and patterns stay apart.
     let place = (index as u64).wrapping_add(seed.wrapping_mul(0xD1B5_4A32_D192_ED03));
@@ -58,7 +49,7 @@ mod tests {
             fill(&mut memory, 5).unwrap();
             assert!(matches(&memory, 5).unwrap(), "{bytes}");
             let mut copied = vec![0; bytes];
-            copy(&memory, &mut copied).unwrap();
+            crate::staging::copy(None, vec![(&memory, &mut copied)]).unwrap();
             assert_eq!(copied, memory);
             if let Some(last) = memory.last_mut() {
                 *last ^= 1;

@@ -1,11 +1,20 @@
-//! The devices of a machine, opened when they are first used.
+//! The devices of a machine, opened when they are first used, and how fast their links are.
+
+mod links;
+mod pattern;
+mod relay;
+mod timing;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub use links::measure_links;
+pub use timing::LinkTiming;
+
 use crate::backend::{Backend, Clock, Device, Found, Host, Simulated};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemorySnapshot, MemoryUsage, Topology};
 use crate::error::{Error, Result};
+use crate::limits::Limits;
 
 /// All devices that this process can use.
 ///
@@ -28,8 +37,9 @@ pub struct Registry {
     open: Mutex<BTreeMap<DeviceId, Arc<dyn Device>>>,
     /// Whether the devices are described, so that staging memory is none of theirs.
     described: bool,
+    limits: Limits,
     /// The links, once they were measured.
-    pub(crate) measured: Mutex<Option<Arc<LinkMatrix>>>,
+    measured: Mutex<Option<Arc<LinkMatrix>>>,
 }
 
 impl Registry {
@@ -46,6 +56,7 @@ impl Registry {
             absent,
             open: Mutex::default(),
             described: false,
+            limits: Limits::default(),
             measured: Mutex::default(),
         }
     }
@@ -66,6 +77,18 @@ impl Registry {
     pub fn described(machine: Machine, clock: Clock) -> Registry {
         let registry = Registry::new([Arc::new(Simulated::new(machine, clock)) as Arc<dyn Backend>]);
         Registry { described: true, ..registry }
+    }
+
+    /// Sets how long is waited for what its devices do.
+    #[must_use]
+    pub fn with_limits(mut self, limits: Limits) -> Registry {
+        self.limits = limits;
+        self
+    }
+
+    /// How long is waited for what its devices do.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
     }
 
     /// What was known of the devices when they were found, without opening any.
