@@ -100,6 +100,8 @@ fn errors_are_one_line_and_status_2() {
         ("offload", [&[path.as_str(), "--alloc", "cuda:7,1mb;cpu,*"], &device[..]].concat(), "UnknownDevice"),
         ("plan", [&[path.as_str(), "--alloc", "cuda:0,1mb;cpu,50%"], &device[..]].concat(), "MixedModes"),
         ("plan", vec![&path, "--alloc", "cuda:0,*", "--device", "cuda:0=1mb", "--device", "cpu=64mb"], "DoesNotFit"),
+        // A kind of its own in the library, which prints as it did before it was one.
+        ("plan", vec!["--blocks", "2x8000000tb", "--alloc", "cpu,*", "--device", "cpu=16000000tb"], "Invalid"),
         ("offload", vec!["--no-such-option"], "Usage"),
         ("merge", vec![], "Usage"),
         ("plan", vec!["--blocks", "3x1mb"], "Usage"),
