@@ -153,7 +153,7 @@ mod threads;
 pub mod transfer;
 
 pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows};
-pub use allocation::{Allocation, Mode};
+pub use allocation::{Allocation, AllocationBuilder, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{
     CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,

@@ -1,11 +1,14 @@
 //! Allocation strings: which device takes how much of a model.
 
+mod builder;
 mod parse;
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+
+pub use builder::AllocationBuilder;
 
 use crate::bytes::{ByteSize, Decimal};
 use crate::device::DeviceId;
@@ -32,7 +35,8 @@ use crate::error::{Error, Result};
 /// `auto`, alone or before a `#`, leaves it all to the planner: what makes a pass shortest on the machine at hand.
 /// `auto,reserve=2gb` keeps that much of the compute device free for activations.
 ///
-/// `Display` prints a string that parses back to an equal value.
+/// `Display` prints a string that parses back to an equal value. Code makes the same with a
+/// [builder](Allocation::builder).
 ///
 /// ```
 /// use tensor_offload::{Allocation, Mode};

@@ -33,28 +33,18 @@ pub(super) fn allocation(text: &str) -> Result<Allocation> {
     if entries.is_empty() && virtual_vram.is_none() {
         return Err(parser.syntax(whole, ENTRY));
     }
-    parser.check_devices(&entries)?;
-    let mode = match parser.common_mode(&entries)? {
-        _ if entries.is_empty() => Mode::Virtual,
-        mode => mode.unwrap_or(Mode::Bytes),
-    };
-    let (entries, sources): (Vec<Entry>, Vec<&str>) = entries.into_iter().map(|e| (e.entry, e.source)).unzip();
-    let allocation = Allocation { mode, entries, virtual_vram, reserve: None };
-    if mode == Mode::Ratio {
-        parser.check_weights(&allocation, &sources)?;
-    }
-    Ok(allocation)
+    parser.checked(entries, virtual_vram)
 }
 
 /// The text being read; errors point into it.
-struct Parser<'a> {
-    text: &'a str,
+pub(super) struct Parser<'a> {
+    pub(super) text: &'a str,
 }
 
 /// An entry and the text that it was read from.
-struct Sourced<'a> {
-    entry: Entry,
-    source: &'a str,
+pub(super) struct Sourced<'a> {
+    pub(super) entry: Entry,
+    pub(super) source: &'a str,
 }
 
 impl<'a> Parser<'a> {
@@ -193,6 +183,21 @@ impl<'a> Parser<'a> {
         }
         let donors = seen[1..].iter().map(|(device, _)| *device).collect();
         Ok(VirtualVram { compute, gib, donors })
+    }
+
+    /// The allocation of these entries, if they do not contradict each other.
+    pub(super) fn checked(&self, entries: Vec<Sourced<'_>>, virtual_vram: Option<VirtualVram>) -> Result<Allocation> {
+        self.check_devices(&entries)?;
+        let mode = match self.common_mode(&entries)? {
+            _ if entries.is_empty() => Mode::Virtual,
+            mode => mode.unwrap_or(Mode::Bytes),
+        };
+        let (entries, sources): (Vec<Entry>, Vec<&str>) = entries.into_iter().map(|e| (e.entry, e.source)).unzip();
+        let allocation = Allocation { mode, entries, virtual_vram, reserve: None };
+        if mode == Mode::Ratio {
+            self.check_weights(&allocation, &sources)?;
+        }
+        Ok(allocation)
     }
 
     /// No device twice, and not two with `*`.

@@ -272,14 +272,13 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The quotas as text would have them: the compute device, the donors, and last the one that takes the rest.
+    /// The quotas: the compute device, the donors, and last the one that takes the rest.
     fn allocation(&self, resident: u64, shares: &[u64], rest: usize) -> Result<Allocation> {
-        let quota = |device: DeviceId, bytes: u64| format!("{device},{}", ByteSize(bytes));
-        let mut entries = vec![quota(self.compute, resident)];
         let others = (0..shares.len()).filter(|&donor| donor != rest && shares[donor] > 0);
-        entries.extend(others.map(|donor| quota(self.donors[donor].device, shares[donor])));
-        entries.push(format!("{},*", self.donors[rest].device));
-        entries.join(";").parse()
+        let others = others.map(|donor| (self.donors[donor].device, shares[donor]));
+        let quotas = std::iter::once((self.compute, resident)).chain(others);
+        let quotas = quotas.fold(Allocation::builder(), |all, (device, bytes)| all.bytes(device, ByteSize(bytes)));
+        quotas.rest(self.donors[rest].device).build()
     }
 
     /// The time of a plan's pass: its forecast, or its floor where staging, which the forecast leaves out, makes that

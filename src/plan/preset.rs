@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::allocation::Allocation;
+use crate::bytes::ByteSize;
 use crate::checkpoint::Layout;
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, Machine};
 use crate::error::{Error, Result};
@@ -55,7 +56,7 @@ const MARGIN: u64 = (8 << 30) / 10 + ((if cfg!(windows) { 600 } else { 400 }) <<
 const SLOTS: u64 = 3;
 
 impl Preset {
-    /// The allocation for a model on a machine, as a string would have given it. The compute device is the machine's
+    /// The allocation for a model on a machine, as a string would give it. The compute device is the machine's
     /// first that is neither host nor disk, as it is for the [`Planner`](super::Planner).
     ///
     /// ```
@@ -69,7 +70,7 @@ impl Preset {
     /// ```
     ///
     /// # Errors
-    /// None that a machine or a layout can cause; the type is that of parsing.
+    /// None that a machine or a layout can cause; the type is that of [`AllocationBuilder::build`](crate::AllocationBuilder::build).
     pub fn allocation(self, layout: &Layout, machine: &Machine) -> Result<Allocation> {
         let accelerator = |device: &&DeviceInfo| !matches!(device.id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let Some(device) = machine.devices.iter().find(accelerator) else {
@@ -92,7 +93,7 @@ impl Preset {
             Preset::Shared if machine.device(DeviceId::DISK).is_ok() => DeviceId::DISK,
             _ => DeviceId::CPU,
         };
-        format!("{id},{weights}b;{rest},*").parse()
+        Allocation::builder().bytes(id, ByteSize(weights)).rest(rest).build()
     }
 }
 
