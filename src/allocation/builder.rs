@@ -4,7 +4,7 @@ use super::parse::{Parser, Sourced};
 use super::{Allocation, Entry, Mode, Quota};
 use crate::bytes::{ByteSize, Decimal};
 use crate::device::DeviceId;
-use crate::error::{AllocationError, Error, Result};
+use crate::error::{Error, Result};
 
 /// Makes an [`Allocation`] entry by entry, the same that its string would give.
 ///

@@ -223,6 +223,22 @@ pub enum Contradiction {
         /// The bytes of each.
         bytes_each: u64,
     },
+    /// What moves from a device in a pass is not what its modules make.
+    #[error(
+        "{device} streams {} bytes, {} of them staged, and pins {}, not {}, {} and {}",
+        needed[0], needed[1], needed[2], given[0], given[1], given[2]
+    )]
+    Traffic {
+        /// The device.
+        device: DeviceId,
+        /// The bytes that are streamed, staged and pinned by its modules.
+        needed: [u64; 3],
+        /// What the plan says.
+        given: [u64; 3],
+    },
+    /// The plan is not as it was written.
+    #[error("it was changed after it was written: its checksum is of other figures; plan anew")]
+    Changed,
     /// A warning that no plan has.
     #[error("`{text}` is no warning of a plan")]
     Warning {

@@ -7,6 +7,7 @@
 //! `split`) by the forecasts of what they would come to.
 
 mod auto;
+mod check;
 mod demote;
 mod estimate;
 mod explain;

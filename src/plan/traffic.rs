@@ -83,23 +83,35 @@ impl Placed<'_> {
         !self.compute.is_host() && (host_or_disk || !self.topology.reaches(self.compute, device))
     }
 
-    /// Sums up what moves, layer by layer; storage that several modules of a layer share moves once.
+    /// Sums up what moves.
     pub(super) fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
-        let layout = self.layout;
-        let mut slots = Slots::default();
-        for layer in &layout.layers {
-            let mut in_slot = 0u64;
-            for module in layout.needs_of(layer).into_iter().filter(|&module| usage[module] == Use::Streamed) {
-                let bytes = layout.modules[module].bytes;
-                in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
-                let bin = &mut bins[self.home[module]];
-                bin.streamed = bin.streamed.saturating_add(bytes);
-                bin.staged = bin.staged.saturating_add(if staged[module] { bytes } else { 0 });
-            }
-            slots.count += usize::from(layer.modules.iter().any(|&module| usage[module] == Use::Streamed));
-            slots.bytes_each = slots.bytes_each.max(in_slot);
-        }
-        slots.count = slots.count.min(self.depth.saturating_add(1));
-        slots
+        let streamed = |module: usize| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
+        slots_of(self.layout, self.depth, streamed, bins)
     }
+}
+
+/// Sums up what moves, layer by layer, where `streamed` tells for each module that does its bin and whether it is staged;
+/// storage that several modules of a layer share moves once.
+pub(super) fn slots_of(
+    layout: &Layout,
+    depth: usize,
+    streamed: impl Fn(usize) -> Option<(usize, bool)>,
+    bins: &mut [BinTraffic],
+) -> Slots {
+    let mut slots = Slots::default();
+    for layer in &layout.layers {
+        let mut in_slot = 0u64;
+        for module in layout.needs_of(layer) {
+            let Some((bin, staged)) = streamed(module) else { continue };
+            let bytes = layout.modules[module].bytes;
+            in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
+            let bin = &mut bins[bin];
+            bin.streamed = bin.streamed.saturating_add(bytes);
+            bin.staged = bin.staged.saturating_add(if staged { bytes } else { 0 });
+        }
+        slots.count += usize::from(layer.modules.iter().any(|&module| streamed(module).is_some()));
+        slots.bytes_each = slots.bytes_each.max(in_slot);
+    }
+    slots.count = slots.count.min(depth.saturating_add(1));
+    slots
 }

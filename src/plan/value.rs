@@ -1,17 +1,16 @@
-//! The plan as a value, and the one place where it is validated.
+//! The plan as a value.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 use super::explain::Explanation;
 use super::warning::Warning;
 use crate::allocation::Mode;
-use crate::checkpoint::{Layout, Module};
+use crate::checkpoint::Layout;
 use crate::device::{DeviceId, DeviceInfo};
-use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
+use crate::error::Result;
 use crate::schedule::{Groups, Origin};
 
 /// How the modules of a device are spread over the order of execution.
@@ -119,7 +118,8 @@ pub struct Slots {
 /// Where every module of a model lives and how it is used.
 ///
 /// A plan that exists places every module of its layout exactly once and its sums are right; one that is
-/// deserialised is checked for that. It prints as a table.
+/// deserialised is checked for that, and for being as it was written: a plan is made anew, not edited. It prints as a
+/// table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan(Parts);
 
@@ -239,29 +239,6 @@ impl Plan {
     pub fn explanation(&self) -> Option<&Explanation> {
         self.0.explanation.as_deref()
     }
-
-    /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model.
-    ///
-    /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) naming the first module that differs.
-    pub fn verify(&self, layout: &Layout) -> Result<()> {
-        let (planned, modules) = (&self.0.assignments, &layout.modules);
-        if planned.len() != modules.len() {
-            return Err(PlanFault::OtherModel { planned: planned.len(), modules: modules.len() }.into());
-        }
-        let differs =
-            |(a, m): &(&Assignment, &Module)| *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer;
-        let known = |name: &str, bytes, layer| PlannedModule { name: name.to_owned(), bytes, layer };
-        match planned.iter().zip(modules).find(differs) {
-            None => Ok(()),
-            Some((a, m)) => Err(PlanFault::OtherModule {
-                index: a.index,
-                planned: known(&a.module, a.bytes, a.layer),
-                module: known(&m.name, m.bytes, m.layer),
-            }
-            .into()),
-        }
-    }
 }
 
 impl DevicePlan {
@@ -298,73 +275,6 @@ impl Slots {
     /// The bytes of all slots.
     pub fn bytes(self) -> u64 {
         self.bytes_each.saturating_mul(self.count as u64)
-    }
-}
-
-impl Parts {
-    fn validate(&self) -> Result<(), Contradiction> {
-        let mut sums = BTreeMap::new();
-        for device in &self.devices {
-            if sums.insert(device.id, (0u64, 0usize)).is_some() {
-                return Err(Contradiction::DeviceTwice { device: device.id });
-            }
-        }
-        let (mut previous_layer, mut all) = (0, 0u64);
-        for (index, a) in self.assignments.iter().enumerate() {
-            if a.index != index || a.layer < previous_layer || a.layer > previous_layer + 1 {
-                return Err(Contradiction::OutOfOrder { module: a.module.to_string(), index });
-            }
-            previous_layer = a.layer;
-            if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
-                let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
-                return Err(Contradiction::Usage { module, usage, device });
-            }
-            let sum = sums.get_mut(&a.device).ok_or(Contradiction::NotListed { device: a.device })?;
-            all = all.checked_add(a.bytes).ok_or(Contradiction::Uncountable)?;
-            *sum = (sum.0 + a.bytes, sum.1 + 1);
-        }
-        for d in &self.devices {
-            let (bytes, modules) = sums[&d.id];
-            if (bytes, modules) != (d.bytes, d.modules) {
-                let (device, said_bytes, said_modules) = (d.id, d.bytes, d.modules);
-                return Err(Contradiction::Sums { device, bytes, modules, said_bytes, said_modules });
-            }
-            let parts_of_sums = d.staged <= d.streamed && d.pinned <= d.bytes;
-            let own_terms = d.id == self.compute || (d.slots, d.scratch, d.reserve) == (0, 0, 0);
-            if !parts_of_sums || !own_terms || (d.id == self.compute && d.slots != self.slots.bytes()) {
-                return Err(Contradiction::Terms { device: d.id });
-            }
-        }
-        self.validate_slots()
-    }
-
-    fn validate_slots(&self) -> Result<(), Contradiction> {
-        let (mut streamed_layers, mut largest) = (0usize, 0u64);
-        for layer in self.assignments.chunk_by(|a, b| a.layer == b.layer) {
-            let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
-            streamed_layers += usize::from(streamed.peek().is_some());
-            largest = largest.max(streamed.map(|a| a.bytes).sum());
-        }
-        let count = if self.own_slots { 0 } else { streamed_layers.min(self.depth.saturating_add(1)) };
-        if self.slots.count != count || self.slots.bytes_each < largest {
-            let Slots { count: given, bytes_each } = self.slots;
-            let (layers, needed, bytes) = (streamed_layers, count, largest);
-            return Err(Contradiction::Slots { layers, needed, bytes, given, bytes_each });
-        }
-        let listed = self.devices.iter().any(|d| d.id == self.compute);
-        if listed { Ok(()) } else { Err(Contradiction::NotListed { device: self.compute }) }
-    }
-}
-
-impl Serialize for Plan {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.0.serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for Plan {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Plan::new(Parts::deserialize(deserializer)?).map_err(serde::de::Error::custom)
     }
 }
 

@@ -1,0 +1,267 @@
+//! Whether a plan is right: in itself, wherever it comes from, as it was written, and for a layout.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use super::traffic::{BinTraffic, slots_of};
+use super::value::{Assignment, Parts, Plan, Slots, Use};
+use crate::checkpoint::{Layout, Module};
+use crate::device::DeviceId;
+use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
+
+impl Parts {
+    /// Whether the parts agree with each other, as far as they tell without the layout.
+    pub(super) fn validate(&self) -> Result<(), Contradiction> {
+        let mut sums = BTreeMap::new();
+        for device in &self.devices {
+            if sums.insert(device.id, (0u64, 0usize)).is_some() {
+                return Err(Contradiction::DeviceTwice { device: device.id });
+            }
+        }
+        let (mut previous_layer, mut all) = (0, 0u64);
+        for (index, a) in self.assignments.iter().enumerate() {
+            if a.index != index || a.layer < previous_layer || a.layer > previous_layer + 1 {
+                return Err(Contradiction::OutOfOrder { module: a.module.to_string(), index });
+            }
+            previous_layer = a.layer;
+            if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
+                let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
+                return Err(Contradiction::Usage { module, usage, device });
+            }
+            let sum = sums.get_mut(&a.device).ok_or(Contradiction::NotListed { device: a.device })?;
+            all = all.checked_add(a.bytes).ok_or(Contradiction::Uncountable)?;
+            *sum = (sum.0 + a.bytes, sum.1 + 1);
+        }
+        for d in &self.devices {
+            let (bytes, modules) = sums[&d.id];
+            if (bytes, modules) != (d.bytes, d.modules) {
+                let (device, said_bytes, said_modules) = (d.id, d.bytes, d.modules);
+                return Err(Contradiction::Sums { device, bytes, modules, said_bytes, said_modules });
+            }
+            let parts_of_sums = d.staged <= d.streamed && d.pinned <= d.bytes;
+            let own_terms = d.id == self.compute || (d.slots, d.scratch, d.reserve) == (0, 0, 0);
+            if !parts_of_sums || !own_terms || (d.id == self.compute && d.slots != self.slots.bytes()) {
+                return Err(Contradiction::Terms { device: d.id });
+            }
+        }
+        self.validate_slots()
+    }
+
+    fn validate_slots(&self) -> Result<(), Contradiction> {
+        let (mut streamed_layers, mut largest) = (0usize, 0u64);
+        for layer in self.assignments.chunk_by(|a, b| a.layer == b.layer) {
+            let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
+            streamed_layers += usize::from(streamed.peek().is_some());
+            largest = largest.max(streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add));
+        }
+        let count = if self.own_slots { 0 } else { streamed_layers.min(self.depth.saturating_add(1)) };
+        if self.slots.count != count || self.slots.bytes_each < largest {
+            let Slots { count: given, bytes_each } = self.slots;
+            let (layers, needed, bytes) = (streamed_layers, count, largest);
+            return Err(Contradiction::Slots { layers, needed, bytes, given, bytes_each });
+        }
+        let listed = self.devices.iter().any(|d| d.id == self.compute);
+        if listed { Ok(()) } else { Err(Contradiction::NotListed { device: self.compute }) }
+    }
+
+    /// A number that another plan, or this one with any figure changed, has only by a rare chance: FNV-1a of its JSON.
+    fn checksum(&self) -> Result<String, serde_json::Error> {
+        let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        let hash = serde_json::to_vec(self)?.iter().fold(0xcbf2_9ce4_8422_2325, step);
+        Ok(format!("{hash:016x}"))
+    }
+}
+
+impl Plan {
+    /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model. All that follows
+    /// from where the modules are is worked out again and compared.
+    ///
+    /// # Errors
+    /// [`Error::Plan`](crate::Error::Plan) naming the first module, device or figure that differs.
+    pub fn verify(&self, layout: &Layout) -> Result<()> {
+        let parts = self.parts();
+        let (planned, modules) = (&parts.assignments, &layout.modules);
+        if planned.len() != modules.len() {
+            return Err(PlanFault::OtherModel { planned: planned.len(), modules: modules.len() }.into());
+        }
+        let owner = |m: &Module| m.alias_of.map(|owner| &planned[owner]);
+        let apart = |a: &Assignment, m: &Module| owner(m).is_some_and(|owner| owner.device != a.device);
+        let differs = |(a, m): &(&Assignment, &Module)| {
+            *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer || apart(a, m)
+        };
+        let known = |name: &str, bytes, layer| PlannedModule { name: name.to_owned(), bytes, layer };
+        if let Some((a, m)) = planned.iter().zip(modules).find(differs) {
+            return Err(PlanFault::OtherModule {
+                index: a.index,
+                planned: known(&a.module, a.bytes, a.layer),
+                module: known(&m.name, m.bytes, m.layer),
+            }
+            .into());
+        }
+        Ok(self.verify_traffic(layout)?)
+    }
+
+    /// Whether the slots, and what moves, are those of `layout`, whose modules the plan has.
+    fn verify_traffic(&self, layout: &Layout) -> Result<(), Contradiction> {
+        let parts = self.parts();
+        let places: BTreeMap<DeviceId, usize> = parts.devices.iter().enumerate().map(|(i, d)| (d.id, i)).collect();
+        let mut moved = vec![BinTraffic::default(); parts.devices.len()];
+        let streamed = |module: usize| {
+            let a = &parts.assignments[module];
+            (a.usage == Use::Streamed).then(|| (places[&a.device], a.staged))
+        };
+        let slots = slots_of(layout, parts.depth, streamed, &mut moved);
+        let count = if parts.own_slots { 0 } else { slots.count };
+        if (count, slots.bytes_each) != (parts.slots.count, parts.slots.bytes_each) {
+            let Slots { count: given, bytes_each } = parts.slots;
+            let (layers, needed, bytes) = (self.streamed_layers(), count, slots.bytes_each);
+            return Err(Contradiction::Slots { layers, needed, bytes, given, bytes_each });
+        }
+        for a in parts.assignments.iter().filter(|a| a.usage == Use::Streamed && !a.staged && a.device.is_host()) {
+            moved[places[&a.device]].pinned += a.bytes;
+        }
+        let differs = |(device, moved): &(&super::DevicePlan, BinTraffic)| {
+            (device.streamed, device.staged, device.pinned) != (moved.streamed, moved.staged, moved.pinned)
+        };
+        match parts.devices.iter().zip(moved).find(differs) {
+            None => Ok(()),
+            Some((device, BinTraffic { streamed, staged, pinned })) => Err(Contradiction::Traffic {
+                device: device.id,
+                needed: [streamed, staged, pinned],
+                given: [device.streamed, device.staged, device.pinned],
+            }),
+        }
+    }
+}
+
+/// A plan as it is written.
+#[derive(Serialize, Deserialize)]
+struct Written<P> {
+    #[serde(flatten)]
+    parts: P,
+    /// None in plans that were written before there was one.
+    #[serde(default)]
+    checksum: Option<String>,
+}
+
+impl Serialize for Plan {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let checksum = self.parts().checksum().map_err(serde::ser::Error::custom)?;
+        Written { parts: self.parts(), checksum: Some(checksum) }.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Plan {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        use serde::de::Error;
+        let Written { parts, checksum }: Written<Parts> = Written::deserialize(deserializer)?;
+        let plan = Plan::new(parts).map_err(Error::custom)?;
+        match checksum {
+            Some(checksum) if plan.parts().checksum().map_err(Error::custom)? != checksum => {
+                Err(Error::custom(PlanFault::NotValid(Contradiction::Changed)))
+            }
+            _ => Ok(plan),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+    use crate::checkpoint::TensorInfo;
+    use crate::dtype::DType;
+    use crate::{ByteSize, Machine, Planner};
+
+    /// A tied embedding, norms that share memory, and weights on four devices, some of them staged.
+    fn subject() -> (Layout, Plan) {
+        let tensor = |name: &str, bytes: u64, at: u64| TensorInfo::new(name, DType::U8, &[bytes], 0, at).unwrap();
+        let mut tensors = vec![tensor("embed.weight", 100_000, 0), tensor("lm_head.weight", 100_000, 0)];
+        for layer in 0..6 {
+            let at = 100_000 + layer * 2_000_000;
+            tensors.push(tensor(&format!("layers.{layer}.a.weight"), 1_000_000, at));
+            tensors.push(tensor(&format!("layers.{layer}.norm.weight"), 500, at + 1_000_000));
+        }
+        let layout = Layout::new(tensors);
+        let devices = ["cuda:0=24mib", "cuda:1=24mib", "disk=24mib", "cpu=24mib"];
+        let machine = Machine::described(&devices.map(|device| device.parse().unwrap()));
+        let planner =
+            Planner::new(&layout, &machine).allocation("cuda:0,1mib;cuda:1,1mib;disk,1mib;cpu,*".parse().unwrap());
+        let planner = planner.scratch(700).reserve(ByteSize(900)).pinned_cap(Some(ByteSize(1_500_000)));
+        (layout.clone(), planner.plan().unwrap())
+    }
+
+    /// A plan with any figure, word or choice changed is not the one that was written.
+    #[test]
+    fn a_written_plan_with_anything_changed_is_refused() {
+        let (_, plan) = subject();
+        let written = serde_json::to_value(&plan).unwrap();
+        assert_eq!(serde_json::from_value::<Plan>(written.clone()).unwrap(), plan);
+        let mut paths = Vec::new();
+        leaves(&written, String::new(), &mut paths);
+        assert!(paths.len() > 150, "{} figures", paths.len());
+        for path in paths {
+            let mut changed = written.clone();
+            let value = changed.pointer_mut(&path).unwrap();
+            *value = match value.take() {
+                Value::Number(number) => (number.as_u64().unwrap() + 1).into(),
+                Value::Bool(yes) => (!yes).into(),
+                Value::String(text) => format!("{text}1").into(),
+                Value::Null => 1.into(),
+                other => panic!("{path}: {other}"),
+            };
+            assert!(serde_json::from_value::<Plan>(changed).is_err(), "{path} was changed");
+        }
+    }
+
+    fn leaves(value: &Value, path: String, paths: &mut Vec<String>) {
+        match value {
+            Value::Array(items) => {
+                items.iter().enumerate().for_each(|(index, item)| leaves(item, format!("{path}/{index}"), paths));
+            }
+            Value::Object(fields) => fields.iter().for_each(|(key, item)| leaves(item, format!("{path}/{key}"), paths)),
+            _ => paths.push(path),
+        }
+    }
+
+    /// Whoever writes a plan of their own, its checksum too: what follows from where the modules are has to follow.
+    #[test]
+    fn every_figure_that_follows_from_others_is_worked_out_again() {
+        let (layout, plan) = subject();
+        plan.verify(&layout).unwrap();
+        let refused = |what: &str, change: &dyn Fn(&mut Parts)| {
+            let mut parts = plan.parts().clone();
+            change(&mut parts);
+            assert_ne!(&parts, plan.parts(), "{what}");
+            assert!(Plan::new(parts).and_then(|plan| plan.verify(&layout)).is_err(), "{what}");
+        };
+        refused("a slot without its padding", &|parts| parts.slots.bytes_each -= 12);
+        refused("a larger slot", &|parts| parts.slots.bytes_each += 256);
+        refused("a slot more", &|parts| parts.slots.count += 1);
+        refused("another depth", &|parts| parts.depth = 1);
+        refused("slots of the caller's own", &|parts| parts.own_slots = true);
+        for device in 0..plan.devices().len() {
+            refused("weights", &|parts| parts.devices[device].bytes += 1);
+            refused("modules", &|parts| parts.devices[device].modules += 1);
+            refused("streamed", &|parts| parts.devices[device].streamed += 1);
+            refused("staged", &|parts| parts.devices[device].staged += 1);
+            refused("pinned", &|parts| parts.devices[device].pinned += 1);
+            refused("slots", &|parts| parts.devices[device].slots += 1);
+        }
+        for module in 0..plan.assignments().len() {
+            refused("a module's bytes", &|parts| parts.assignments[module].bytes += 1);
+            refused("a module's layer", &|parts| parts.assignments[module].layer += 1);
+            refused("a module's name", &|parts| parts.assignments[module].module = "other".into());
+            let streamed = plan.assignments()[module].usage == Use::Streamed;
+            // What has no bytes of its own has no way either.
+            if streamed && layout.modules[module].bytes > 0 {
+                refused("staging", &|parts| parts.assignments[module].staged ^= true);
+                refused("a use", &|parts| {
+                    (parts.assignments[module].usage, parts.assignments[module].staged) = (Use::InPlace, false);
+                });
+            }
+        }
+    }
+}
