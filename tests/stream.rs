@@ -14,7 +14,7 @@ use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role,
 use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::{
     DType, DeviceId, ErrorKind, LayerGuard, Loader, Machine, Model, Order, Patches, Plan, Planner, Registry, Result,
-    Streamer, Topology, Unit, Use,
+    Streamer, Topology, Unit, Use, Warning,
 };
 
 /// Homes of every kind: the compute device, its peer, one whose memory it cannot reach, the disk and the host.
@@ -503,6 +503,8 @@ fn fixed_slots_are_the_same_in_every_pass() {
         let plan = planner.plan().unwrap();
         let read: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
         assert_eq!((&read, read.fixed_slots()), (&plan, fixed));
+        let uneven = fixed.then_some(Warning::UnevenSlots { slots: 2, layers: 7 });
+        assert_eq!(plan.warnings(), Vec::from_iter(uneven));
         let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
         let known: Vec<Option<usize>> = (0..7).map(|layer| streamer.slot_of(layer)).collect();
         assert_eq!(known, (0..7).map(|layer| fixed.then_some(layer % 2)).collect::<Vec<_>>());

@@ -221,6 +221,7 @@ impl<'a> Planner<'a> {
         warnings.extend(self.idle_patterns());
         let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
         warnings.extend(self.copies_in_place(&devices, compute));
+        warnings.extend(self.uneven_slots(&assignments));
         Ok(Parts {
             mode: allocation.mode(),
             order,
@@ -346,6 +347,15 @@ impl<'a> Planner<'a> {
         let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
         let warning = move |d: &DevicePlan| Warning::OneMemory { device: d.id, compute, bytes: d.streamed };
         devices.iter().filter(here).map(warning)
+    }
+
+    /// A warning where layers cannot be dealt out to fixed slots evenly.
+    fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
+        let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);
+        let layers = by_layer.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count();
+        let slots = self.depth.saturating_add(1);
+        let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
+        uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
 
     /// The name of the layer that the slots are made for.

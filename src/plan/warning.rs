@@ -63,6 +63,14 @@ pub enum Warning {
         /// The bytes that are copied in each pass.
         bytes: u64,
     },
+    /// Fixed slots whose number does not divide that of the streamed layers: across the end of a pass fewer layers can be
+    /// fetched ahead.
+    UnevenSlots {
+        /// How many slots there are.
+        slots: usize,
+        /// How many layers are streamed.
+        layers: usize,
+    },
     /// A pattern names no module.
     IdlePattern {
         /// The pattern.
@@ -109,6 +117,13 @@ impl fmt::Display for Warning {
                 f,
                 "{device} and {compute} share one memory: {bytes} bytes are copied within it in each pass, which weights on {compute} would not need"
             ),
+            Warning::UnevenSlots { slots, layers } => {
+                let ahead = (layers % slots.max(&1)).saturating_sub(1);
+                write!(
+                    f,
+                    "{slots} fixed slots do not divide {layers} streamed layers: the last of a pass sees {ahead} fetched ahead"
+                )
+            }
             Warning::IdlePattern { pattern } => write!(f, "no module is named like `{pattern}`"),
         }
     }
@@ -150,6 +165,10 @@ fn read(text: &str) -> Option<Warning> {
         let ((device, compute), bytes) = (devices.split_once(" and ")?, rest.split_once(' ')?.0);
         let (device, compute, bytes) = (device.parse().ok()?, compute.parse().ok()?, bytes.parse().ok()?);
         return Some(Warning::OneMemory { device, compute, bytes });
+    }
+    if let Some((slots, rest)) = text.split_once(" fixed slots do not divide ") {
+        let (slots, layers) = (slots.parse().ok()?, rest.split_once(' ')?.0.parse().ok()?);
+        return Some(Warning::UnevenSlots { slots, layers });
     }
     let (target, left) = text.strip_suffix(" can")?.split_once(" bytes are to leave, but no more than ")?;
     Some(Warning::LeavesLess { target: target.parse().ok()?, left: left.parse().ok()? })
@@ -203,6 +222,7 @@ mod tests {
                 compute,
                 bytes
             }),
+            any::<(usize, usize)>().prop_map(|(slots, layers)| Warning::UnevenSlots { slots, layers }),
             names().prop_map(|pattern| Warning::IdlePattern { pattern }),
         ]
     }
