@@ -3,7 +3,7 @@
 //!
 //! Each measured turn queues copies as streaming does, each with buffers of its own, up to four at a time, and waits
 //! for the last; the driver's are queued and waited for in the same numbers. `staged` goes from ordinary host memory
-//! through pinned buffers, which all cores fill and empty. Without a card the host's memory and simulated devices are measured, up to 16 MiB.
+//! through pinned buffers, which all cores fill and empty. How near measured links come to described ones is told, too. Without a card the host's memory and simulated devices are measured, up to 16 MiB.
 
 #[cfg(feature = "cuda")]
 #[path = "support/raw.rs"]
@@ -18,7 +18,11 @@ use rayon::prelude::*;
 use tensor_offload::backend::{
     Backend, Buf, BufMut, Clock, Device, Host, MemoryKind, Piece, Role, Route, Stream, Transfer,
 };
-use tensor_offload::{Bandwidth, DeviceId, DeviceInfo, DeviceKind, Machine, Registry, Result, Topology};
+use tensor_offload::device::Link;
+use tensor_offload::{
+    Bandwidth, ByteSize, DeviceId, DeviceInfo, DeviceKind, LinkTiming, Machine, Registry, Result, Topology,
+    measure_links,
+};
 
 const SIZES: [usize; 5] = [64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30];
 
@@ -418,5 +422,32 @@ fn simulated(criterion: &mut Criterion) -> Result<()> {
     device(criterion, &Ends { host: &*host, card: &*card, most: SIZES[2] }, true)
 }
 
-criterion_group!(benches, transfer);
+/// What measuring a described card's links gives in real time, and how near that is to what was described; beside it the
+/// time that the copies take by what the links are, which no measurement can be under.
+fn accuracy(criterion: &mut Criterion) {
+    let (id, up, down) = (DeviceId::cuda(0), 2_000_000_000, 1_000_000_000);
+    let speed = Bandwidth::bytes_per_second;
+    let topology = Topology::new().directed_link(id, speed(down), speed(up));
+    let registry = Registry::described(Machine::new([DeviceInfo::new(id, 1 << 30)], topology), Clock::Wall);
+    let timing = LinkTiming::quick().bytes(ByteSize(if measuring() { 16 << 20 } else { 64 << 10 }));
+    let measure = || measure_links(&registry, &timing).expect("figures");
+    let matrix = measure();
+    let described = |link: &Link| if link.to == id { up } else { down };
+    for link in &matrix.links {
+        let ratio = link.bandwidth.get() as f64 / described(link) as f64;
+        println!(
+            "{} to {}, {}: {} GB/s, {ratio:.3} of what was described",
+            link.from, link.to, link.kind, link.bandwidth
+        );
+    }
+    let timed = |link: &Link| f64::from(link.median_of) * link.bytes as f64 / described(link) as f64;
+    let floor = Duration::from_secs_f64(matrix.links.iter().map(timed).sum());
+    let mut group = criterion.benchmark_group("links of a described card");
+    group.sample_size(10).measurement_time(Duration::from_secs(2));
+    group.bench_function("measured", |b| b.iter(measure));
+    group.bench_function("floor: the copies that are timed", |b| b.iter(|| std::thread::sleep(floor)));
+    group.finish();
+}
+
+criterion_group!(benches, transfer, accuracy);
 criterion_main!(benches);

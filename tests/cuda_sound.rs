@@ -373,8 +373,13 @@ fn cuda_memory_that_a_lost_device_may_write_is_not_handed_out() {
     let driver = &broken.0;
     let m = machine();
     let (down, there) = (m.card.stream(Role::Download).unwrap(), m.there(4 * MB, 7));
+    // Held until the device is lost.
+    let held = Fault::nth("cuMemcpyDtoHAsync_v2", 1, Effect::Hold);
+    let lost = Fault::nth("cuMemGetInfo_v2", 1, Effect::Sticky(700));
+    driver.fault(&FaultPlan { faults: vec![held, lost], ..FaultPlan::default() });
     let flight = down.copy(Transfer::whole(&there, m.pinned(4 * MB, 0)).unwrap()).unwrap();
-    lose(driver, &m);
+    assert_eq!(m.card.memory().unwrap_err().kind(), ErrorKind::DeviceLost);
+    driver.no_faults();
     let mut dst = flight.chain();
     assert_eq!(dst.settle(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
     assert!(dst.host_mut().is_none() && !dst.pending().is_empty());
@@ -529,6 +534,7 @@ fn cuda_a_context_that_another_library_resets_is_lost() {
     let m = machine();
     let up = m.card.stream(Role::Upload).unwrap();
     let src = m.pinned(4 * MB, 1).freeze();
+    driver.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
     let flight = up.copy(Transfer::whole(&src, m.card.alloc(4 * MB, MemoryKind::Arena).unwrap()).unwrap()).unwrap();
     let mut theirs = std::ptr::null_mut();
     // SAFETY: the device is there, and the pointer is to a living handle.

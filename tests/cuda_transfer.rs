@@ -40,35 +40,33 @@ fn measure(registry: &Registry) -> LinkMatrix {
     measure_links(registry, &LinkTiming::quick().bytes(ByteSize(8 << 20))).unwrap()
 }
 
-/// A way, and between which figures in GB/s it has to be.
-type Paced = (DeviceId, DeviceId, LinkKind, [f64; 2]);
+/// A way, and the pace in GB/s that the stand-in keeps on it.
+type Paced = (DeviceId, DeviceId, LinkKind, f64);
 
-/// A way on which the stand-in keeps a pace.
-fn at(from: DeviceId, to: DeviceId, kind: LinkKind, pace: f64) -> Paced {
-    (from, to, kind, [0.85 * pace, 1.15 * pace])
+/// Measures, and looks at what no machine can change however busy it is: all of these ways are there, and none is faster than
+/// its pace, but for the 20/17 that the host's clock lets pass, nor so slow that one copy took longer than everything did.
+/// How near a figure comes to its pace depends on who has the processors that move the bytes: `benches/transfer.rs` tells it.
+fn measured(measure: impl Fn() -> LinkMatrix, ways: &[Paced]) -> LinkMatrix {
+    let begin = Instant::now();
+    let matrix = measure();
+    let took = begin.elapsed().as_secs_f64();
+    for &(from, to, kind, pace) in ways {
+        let link = matrix.find(from, to, kind).unwrap_or_else(|| panic!("{from} to {to} {kind}\n{matrix}"));
+        let figure = link.bandwidth.get() as f64 / 1e9;
+        assert!(figure < pace * 20.0 / 17.0 * 1.001, "{from} to {to} {kind}: faster than the link\n{matrix}");
+        assert!(figure >= link.bytes as f64 / 1e9 / took, "{from} to {to} {kind}: {took} s for one copy\n{matrix}");
+    }
+    matrix
 }
 
-/// Measures until each figure has been what it has to be. None may ever be above that. Below it they fall while other
-/// programs have the processors that move the bytes, one in this attempt and another in the next.
-fn measured(measure: impl Fn() -> LinkMatrix, ways: &[Paced]) -> LinkMatrix {
-    let (mut left, until) = (ways.to_vec(), Instant::now() + 3 * DEADLINE);
-    loop {
-        let matrix = measure();
-        let figure = |&(from, to, kind, _): &Paced| {
-            let link = matrix.find(from, to, kind).unwrap_or_else(|| panic!("{from} to {to} {kind}\n{matrix}"));
-            link.bandwidth.get() as f64 / 1e9
-        };
-        assert!(ways.iter().all(|way| figure(way) < way.3[1]), "faster than the link\n{matrix}");
-        left.retain(|way| figure(way) < way.3[0]);
-        if left.is_empty() {
-            return matrix;
-        }
-        assert!(Instant::now() < until, "never at its pace: {left:?}\n{matrix}");
-    }
+/// The time that the links have been used for so far, in counted time, by their names in the stand-in's report.
+fn used(cuda: &Session, links: &[&str]) -> Vec<Duration> {
+    let counted = cuda.report().counted;
+    links.iter().map(|link| counted.busy(link)).collect()
 }
 
 #[test]
-fn cuda_links_are_measured_at_their_pace() {
+fn cuda_links_are_measured_and_no_faster_than_they_are() {
     let mut config = paced();
     let peer = |from, to, speed| Peer { link: Link::new(speed, 0), ..Peer::new(from, to) };
     config.peers = vec![peer(0, 1, 1_000_000_000), peer(1, 0, 750_000_000)];
@@ -76,15 +74,24 @@ fn cuda_links_are_measured_at_their_pace() {
     {
         let registry = Registry::system();
         let ways = [
-            at(HOST, A, LinkKind::Pinned, 0.5),
-            at(A, HOST, LinkKind::Pinned, 0.25),
-            at(HOST, B, LinkKind::Pinned, 0.5),
-            at(B, HOST, LinkKind::Pinned, 0.25),
-            at(A, B, LinkKind::Peer, 1.0),
-            at(B, A, LinkKind::Peer, 0.75),
+            (HOST, A, LinkKind::Pinned, 0.5),
+            (A, HOST, LinkKind::Pinned, 0.25),
+            (HOST, B, LinkKind::Pinned, 0.5),
+            (B, HOST, LinkKind::Pinned, 0.25),
+            (A, B, LinkKind::Peer, 1.0),
+            (B, A, LinkKind::Peer, 0.75),
         ];
         let matrix = measured(|| measure(&registry), &ways);
         assert!(matrix.left_out.is_empty(), "{matrix}");
+        let links = ["to device 0", "from device 0", "to device 1", "from device 1"];
+        let peers = ["device 0 to device 1", "device 1 to device 0"];
+        let used = used(&cuda, &[&links[..], &peers].concat());
+        for (&(from, to, kind, pace), used) in ways.iter().zip(used) {
+            // One copy to warm up at least, and those that were timed: over this link and no other.
+            let link = matrix.find(from, to, kind).unwrap();
+            let least = f64::from(link.median_of + 1) * link.bytes as f64 / 1e9 / pace;
+            assert!(used.as_secs_f64() > least - 1e-6, "{from} to {to} took {used:?}, not {least} s\n{matrix}");
+        }
         assert!(registry.measured_topology().unwrap().reaches(A, B));
     }
     assert_clean(&cuda);
@@ -96,10 +103,13 @@ fn cuda_peers_that_cannot_reach_each_other_are_measured_through_the_host() {
     {
         let registry = Registry::system();
         // Down at 0.25 GB/s and then up at 0.5, in one part or in several at one time.
-        let ways = [(A, B), (B, A)].map(|(from, to)| (from, to, LinkKind::PeerStaged, [0.125, 0.262]));
+        let ways = [(A, B), (B, A)].map(|(from, to)| (from, to, LinkKind::PeerStaged, 0.25));
         let matrix = measured(|| measure(&registry), &ways);
         for (from, to) in [(A, B), (B, A)] {
             assert!(matrix.find(from, to, LinkKind::Peer).is_none());
+            let staged = matrix.find(from, to, LinkKind::PeerStaged).unwrap();
+            // Each copy was timed by itself, so that no host's clock makes it faster than the slower half of its way.
+            assert!(staged.bandwidth.get() <= 250_100_000, "{matrix}");
             let why = format!("left out: {from} to {to}, straight: the driver says that {to} cannot reach");
             assert!(matrix.to_string().contains(&why), "{matrix}");
             assert!(!matrix.topology().reaches(to, from));
@@ -115,14 +125,12 @@ fn cuda_every_way_is_measured_and_what_arrives_is_looked_at() {
     let Some(cuda) = stand_in(&config) else { return };
     {
         let timing = LinkTiming::thorough().bytes(ByteSize(8 << 20)).budget(Duration::from_millis(60));
-        let ways = [at(HOST, A, LinkKind::BothWays, 0.5), at(A, HOST, LinkKind::BothWays, 0.25)];
+        let kinds = [LinkKind::Pageable, LinkKind::Pinned, LinkKind::Staged, LinkKind::BothWays];
+        let ways: Vec<Paced> =
+            kinds.into_iter().flat_map(|kind| [(HOST, A, kind, 0.5), (A, HOST, kind, 0.25)]).collect();
         let registry = Registry::system();
         let matrix = measured(|| measure_links(&registry, &timing).unwrap(), &ways);
-        for kind in [LinkKind::Pageable, LinkKind::Pinned, LinkKind::Staged, LinkKind::BothWays] {
-            let up = matrix.find(HOST, A, kind).unwrap_or_else(|| panic!("{matrix}"));
-            let down = matrix.find(A, HOST, kind).unwrap_or_else(|| panic!("{matrix}"));
-            assert!(up.bandwidth.get() < 575_000_000 && down.bandwidth.get() < 287_500_000, "{matrix}");
-        }
+        assert!(matrix.left_out.is_empty(), "{matrix}");
     }
     assert_clean(&cuda);
 }

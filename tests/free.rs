@@ -4,6 +4,7 @@ mod support;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
+use std::time::{Duration, Instant};
 
 use support::watched::Watched;
 use support::*;
@@ -282,20 +283,49 @@ fn strengths_tell_identities_apart() {
     }
 }
 
+/// How many threads say that they wait for the load of another one.
+#[derive(Clone, Default)]
+struct Waiting(Arc<AtomicUsize>);
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Waiting {
+    fn on_event(&self, event: &tracing::Event<'_>, _: tracing_subscriber::layer::Context<'_, S>) {
+        if event.metadata().target() == "tensor_offload::cache::identity" {
+            self.0.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+}
+
+impl Waiting {
+    /// Runs what may wait in this thread.
+    fn watch<T>(&self, run: impl FnOnce() -> T) -> T {
+        use tracing_subscriber::layer::SubscriberExt;
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(self.clone()), run)
+    }
+
+    /// Until so many wait.
+    fn reach(&self, count: usize) {
+        let until = Instant::now() + DEADLINE;
+        while self.0.load(Ordering::Acquire) < count {
+            assert!(Instant::now() < until, "{} of {count} threads wait", self.0.load(Ordering::Acquire));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 #[test]
 fn concurrent_loads_of_one_key_are_one() {
     let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(67));
     let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
     for fails in [true, false] {
-        let (cache, loads, start) = (ModelCache::new(), AtomicUsize::new(0), Barrier::new(8));
+        let (cache, loads, waiting) = (ModelCache::new(), AtomicUsize::new(0), Waiting::default());
         let results: Vec<Result<Arc<Model>>> = std::thread::scope(|scope| {
             let load = || {
-                start.wait();
-                cache.get_or_load("m", &identity, Retention::Keep, |_| {
+                let load = |_: Option<&Arc<Model>>| {
                     loads.fetch_add(1, Ordering::Relaxed);
-                    std::thread::sleep(std::time::Duration::from_millis(200));
+                    waiting.reach(7);
                     if fails { Err(Error::Invalid { reason: "on purpose".into() }) } else { case.load(&registry) }
-                })
+                };
+                waiting.watch(|| cache.get_or_load("m", &identity, Retention::Keep, load))
             };
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(load)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -392,17 +422,18 @@ fn loads_inside_of_others_in_one_order_are_never_refused() {
 fn a_load_that_panics_fails_those_who_wait() {
     let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(68));
     let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
-    let (cache, inside) = (ModelCache::new(), Barrier::new(2));
+    let (cache, inside, waiting) = (ModelCache::new(), Barrier::new(2), Waiting::default());
     std::thread::scope(|scope| {
         let panics = scope.spawn(|| {
             cache.get_or_load("m", &identity, Retention::Keep, |_| {
                 inside.wait();
-                std::thread::sleep(std::time::Duration::from_millis(100));
+                waiting.reach(1);
                 panic!("on purpose")
             })
         });
         inside.wait();
-        let waited = cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry));
+        let load = |_: Option<&Arc<Model>>| case.load(&registry);
+        let waited = waiting.watch(|| cache.get_or_load("m", &identity, Retention::Keep, load));
         assert!(waited.is_err() && panics.join().is_err());
     });
     cache.get_or_load("m", &identity, Retention::Keep, |_| case.load(&registry)).unwrap();

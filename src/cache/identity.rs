@@ -132,6 +132,7 @@ impl ModelCache {
                     }
                 }
             };
+            tracing::debug!(key, "waits for a load that is under way");
             let outcome = shared.wait(key, until, deadline);
             self.loads.all().waiting.remove(&std::thread::current().id());
             let outcome = outcome?;

@@ -112,7 +112,7 @@ impl LinkTiming {
             seen = Some(run);
         }
         if let Some(run) = seen {
-            return Ok(run.into_iter().map(|run| vec![run.mean; copies as usize]).collect());
+            return Ok(run.into_iter().map(|run| run.evened(copies)).collect());
         }
         let alone = |lane: &mut Lane<'_>| (0..copies).map(|_| lane.once(watch, lane.bytes)).collect();
         lanes.iter_mut().map(alone).collect()
@@ -250,6 +250,12 @@ fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold:
     if !in_time {
         return Ok(None);
     }
+    Ok(Some(runs(&times, begin, copies)))
+}
+
+/// What the times tell at which the host saw the ends of the copies of each lane: `copies` of them that began at `begin` or
+/// later, after the time at which it saw that they could.
+fn runs(times: &[Vec<Duration>], begin: Duration, copies: u32) -> Vec<Run> {
     let all_busy = times.iter().filter_map(|lane| lane.last()).min().copied().unwrap_or_default();
     let run = |lane: &Vec<Duration>| {
         let gaps = lane.windows(2).enumerate();
@@ -258,7 +264,7 @@ fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold:
         let whole = lane.last().copied().unwrap_or_default().saturating_sub(begin);
         Run { gaps, mean: whole / copies.max(1) }
     };
-    Ok(Some(times.iter().map(run).collect()))
+    times.iter().map(run).collect()
 }
 
 /// The copies of one lane.
@@ -274,6 +280,11 @@ impl Run {
     /// and their median tells of the host; the mean can only be too long.
     fn plausible(&self) -> bool {
         median(self.gaps.clone()) * 20 >= self.mean * 17
+    }
+
+    /// The times of its copies where those between the ends cannot be believed.
+    fn evened(&self, copies: u32) -> Vec<Duration> {
+        vec![self.mean; copies as usize]
     }
 }
 
@@ -349,7 +360,57 @@ mod tests {
         assert!(!Run { gaps: vec![ms(28), ms(1), ms(1)], mean: ms(10) }.plausible());
     }
 
+    /// The time that is told of copies that take `each`, one after the other from `BEGIN` on, when the host comes to see the
+    /// beginning and each end so much later.
+    fn told(each: Duration, late: &[Duration]) -> Duration {
+        let (mut seen, copies) = (Duration::ZERO, late.len() as u32 - 1);
+        let times = late.iter().zip(0u32..).map(|(late, nth)| {
+            seen = seen.max(BEGIN + each * nth + *late);
+            seen
+        });
+        let run = runs(&[times.collect()], BEGIN, copies).remove(0);
+        median(if run.plausible() { run.gaps } else { run.evened(copies) })
+    }
+
+    const BEGIN: Duration = Duration::from_millis(3);
+
+    #[test]
+    fn two_lanes_are_timed_while_both_are_busy() {
+        let ms = |times: &[u64]| times.iter().map(|n| Duration::from_millis(*n)).collect::<Vec<_>>();
+        // The first takes 10 ms a copy, and 4 once it has the link to itself.
+        let [long, short] = &runs(&[ms(&[3, 13, 23, 27, 31]), ms(&[3, 9, 15, 21, 27])], BEGIN, 4)[..] else { panic!() };
+        assert_eq!((&long.gaps, long.mean), (&ms(&[10, 10, 4]), Duration::from_millis(7)));
+        assert_eq!((&short.gaps, short.mean), (&ms(&[6, 6, 6, 6]), Duration::from_millis(6)));
+        assert!(long.plausible() && short.plausible());
+        assert_eq!(median(long.gaps.clone()), Duration::from_millis(10));
+    }
+
     proptest! {
+        /// However late the host sees the ends, a link is told to be faster than it is by 20/17 at most; and exactly as fast
+        /// as it is when it is as late each time.
+        #[test]
+        fn a_busy_host_makes_no_link_faster(
+            each in 1_000u64..50_000,
+            late in prop::collection::vec(0u64..60_000, 4..34),
+        ) {
+            let each = Duration::from_micros(each);
+            let late: Vec<Duration> = late.into_iter().map(Duration::from_micros).collect();
+            prop_assert!(told(each, &late) * 20 >= each * 17);
+            prop_assert_eq!(told(each, &vec![late[0].min(each / 20); late.len()]), each);
+        }
+
+        /// What a host that keeps up sees is right to a few per cent.
+        #[test]
+        fn a_host_that_keeps_up_is_believed(
+            each in 1_000u64..50_000,
+            late in prop::collection::vec(0u64..=40, 4..34),
+        ) {
+            let each = Duration::from_micros(each);
+            let late: Vec<Duration> = late.into_iter().map(|per_mille| each * per_mille as u32 / 1000).collect();
+            let told = told(each, &late);
+            prop_assert!(told * 100 >= each * 96 && told * 100 <= each * 104, "{told:?} of {each:?}");
+        }
+
         /// Speeds of five digits come back from times, whatever the size from a mebibyte on.
         #[test]
         fn a_speed_is_read_back_from_its_time(tens in 1u64..99_999, bytes in (1u64 << 20)..(1 << 30)) {

@@ -1,7 +1,7 @@
 //! A described machine whose operations are counted, whose copies are listed, and of which one can be made to fail.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tensor_offload::backend::{
@@ -61,6 +61,8 @@ struct Seen {
     losing: Option<(DeviceId, usize)>,
     /// How many operations to go until one panics.
     panic: Option<u64>,
+    /// What copies wait for that are to be held.
+    held: Option<Event>,
 }
 
 impl Copies {
@@ -96,6 +98,17 @@ impl Copies {
 
     fn is_lost(&self, device: DeviceId) -> bool {
         self.seen().losing == Some((device, 0))
+    }
+
+    /// Lets no copy begin from now on until [`let_go`](Copies::let_go), on a wall clock.
+    pub(crate) fn hold(&self) {
+        self.seen().held = Some(Event::new(Arc::new(Gate::default())));
+    }
+
+    /// Lets those begin that were held.
+    pub(crate) fn let_go(&self) {
+        let held = self.seen().held.take();
+        held.iter().filter_map(Event::downcast::<Gate>).for_each(Gate::open);
     }
 
     /// Makes compute streams unable to wait for events.
@@ -209,6 +222,10 @@ impl Stream for ListingStream {
             let spoilt = Spoilt::new(self.device(), transfer.waits());
             return Ok(transfer.launched(Event::new(Arc::new(spoilt))));
         }
+        let held = self.copies.seen().held.clone();
+        if let Some(error) = held.and_then(|gate| self.inner.wait(&gate).err()) {
+            return Err(transfer.rejected(error));
+        }
         self.inner.copy(transfer)
     }
 
@@ -263,6 +280,33 @@ unsafe impl Fence for Spoilt {
         for event in &self.waits {
             let _ = event.wait(until.saturating_duration_since(Instant::now()));
         }
+        self.state()
+    }
+}
+
+/// The event of something that the test decides about.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    fn open(&self) {
+        *self.open.lock().unwrap() = true;
+        self.opened.notify_all();
+    }
+}
+
+#[expect(unsafe_code, reason = "a fence's word is trusted")]
+// SAFETY: it stands for no work at all.
+unsafe impl Fence for Gate {
+    fn state(&self) -> FenceState {
+        if *self.open.lock().unwrap() { FenceState::Done } else { FenceState::Pending }
+    }
+
+    fn wait(&self, deadline: Duration) -> FenceState {
+        drop(self.opened.wait_timeout_while(self.open.lock().unwrap(), deadline, |open| !*open).unwrap());
         self.state()
     }
 }

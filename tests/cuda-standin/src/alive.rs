@@ -49,6 +49,7 @@ impl State {
             live_contexts: self.contexts.len() as u64,
             pending: self.lanes.iter().map(pending).sum(),
             peak_bytes: self.devices.iter().map(|device| device.peak).collect(),
+            counted: self.counting.told(),
             ..Report::default()
         }
     }

@@ -28,6 +28,8 @@ pub struct Config {
     pub refuse_ptx: bool,
     /// The longest pause that `seed` puts between two pieces.
     pub jitter_micros: u64,
+    /// How long each function of the program that a stream calls takes of counted time, whatever it does.
+    pub function_micros: u64,
     /// Fresh device memory is filled with rubbish up to this many bytes of each allocation.
     pub fill_fresh: u64,
 }
@@ -46,6 +48,7 @@ impl Default for Config {
             check_sources: true,
             refuse_ptx: false,
             jitter_micros: 50,
+            function_micros: 0,
             fill_fresh: 1 << 20,
         }
     }
@@ -220,6 +223,15 @@ impl Link {
 
     pub(crate) fn is_paced(self) -> bool {
         self.bytes_per_second > 0 || self.latency_nanos > 0
+    }
+
+    /// How long a copy takes it.
+    pub(crate) fn nanos(self, bytes: usize) -> u64 {
+        let mut nanos = u128::from(self.latency_nanos);
+        if self.bytes_per_second > 0 {
+            nanos += bytes as u128 * 1_000_000_000 / u128::from(self.bytes_per_second);
+        }
+        u64::try_from(nanos).unwrap_or(u64::MAX / 4)
     }
 }
 

@@ -42,7 +42,7 @@ impl Call<'_> {
         self.touch_host(&mut state, host, len, Access::Read, &turn);
         let route = Route::ToDevice(found.device);
         let work = Copy { src, dst, len: len as usize, route, check, lie: false };
-        self.submit(&state, turn, Work::Copy(work));
+        self.submit(&mut state, turn, Work::Copy(work));
         if wait { self.wait_for_lane(state, lane) } else { Ok(()) }
     }
 
@@ -66,7 +66,7 @@ impl Call<'_> {
         self.touch_host(&mut state, host, len, Access::Write, &turn);
         let route = Route::ToHost(found.device);
         let work = Copy { src, dst, len: len as usize, route, check: Check::Never, lie: false };
-        self.submit(&state, turn, Work::Copy(work));
+        self.submit(&mut state, turn, Work::Copy(work));
         if wait { self.wait_for_lane(state, lane) } else { Ok(()) }
     }
 
@@ -98,7 +98,7 @@ impl Call<'_> {
         let route = if from.device == to.device { Route::Within } else { Route::Between(from.device, to.device) };
         let lie = route != Route::Within && lock(&self.world.faults).plan.lying_peers;
         let work = Copy { src, dst, len: len as usize, route, check: Check::Never, lie };
-        self.submit(&state, turn, Work::Copy(work));
+        self.submit(&mut state, turn, Work::Copy(work));
         if wait { self.wait_for_lane(state, lane) } else { Ok(()) }
     }
 
@@ -112,7 +112,7 @@ impl Call<'_> {
         let dst = self.place(&state, &found)?;
         let turn = state.turn(lane, self.name);
         self.touch(&mut state, &found, Access::Write, &turn);
-        self.submit(&state, turn, Work::Fill { dst, len: len as usize, byte });
+        self.submit(&mut state, turn, Work::Fill { dst, len: len as usize, byte });
         Ok(())
     }
 

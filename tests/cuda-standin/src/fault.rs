@@ -92,6 +92,8 @@ pub enum Effect {
     Torn(u32),
     /// It succeeds; the work it enqueued stands still this long before it runs.
     StallMillis(u64),
+    /// It succeeds; the work it enqueued stands still until another plan takes the place of this one.
+    Hold,
 }
 
 /// What a call is to do about its fault, if it has one.
@@ -109,10 +111,13 @@ pub(crate) struct Spoil {
     /// Breaks it in the middle of a copy.
     pub(crate) tears: bool,
     pub(crate) stall_millis: u64,
+    /// The number of the plan that holds it.
+    pub(crate) held: Option<u64>,
 }
 
 impl Effect {
-    fn verdict(self) -> Verdict {
+    /// What to do as part of the plan of this number.
+    fn verdict(self, plan: u64) -> Verdict {
         match self {
             Effect::Fail(code) => Verdict::Fail(Code::from_number(code)),
             Effect::OutOfMemory => Verdict::Fail(Code::OUT_OF_MEMORY),
@@ -125,6 +130,7 @@ impl Effect {
                 Verdict::Later(Spoil { breaks: Some(Code::from_number(code)), tears: true, ..Spoil::default() })
             }
             Effect::StallMillis(millis) => Verdict::Later(Spoil { stall_millis: millis, ..Spoil::default() }),
+            Effect::Hold => Verdict::Later(Spoil { held: Some(plan), ..Spoil::default() }),
         }
     }
 }
@@ -133,13 +139,14 @@ impl Effect {
 #[derive(Debug, Default)]
 pub(crate) struct Faults {
     pub(crate) plan: FaultPlan,
+    number: u64,
     seen: Vec<u64>,
 }
 
 impl Faults {
-    pub(crate) fn new(plan: FaultPlan) -> Faults {
+    pub(crate) fn new(plan: FaultPlan, number: u64) -> Faults {
         let seen = vec![0; plan.faults.len()];
-        Faults { plan, seen }
+        Faults { plan, number, seen }
     }
 
     /// Counts a call and says what is to go wrong with it; the first fault that strikes wins.
@@ -152,7 +159,7 @@ impl Faults {
             *seen += 1;
             let strikes = *seen == fault.nth || fault.onwards && *seen > fault.nth;
             if strikes && verdict.is_none() {
-                verdict = Some(fault.effect.verdict());
+                verdict = Some(fault.effect.verdict(self.number));
             }
         }
         verdict
@@ -165,14 +172,14 @@ mod tests {
 
     #[test]
     fn a_fault_strikes_its_own_call_only() {
-        let mut faults = Faults::new(FaultPlan::one(Fault::nth("a", 2, Effect::OutOfMemory)));
+        let mut faults = Faults::new(FaultPlan::one(Fault::nth("a", 2, Effect::OutOfMemory)), 1);
         let struck: Vec<bool> = ["a", "b", "a", "a"].iter().map(|call| faults.count(call).is_some()).collect();
         assert_eq!(struck, [false, false, true, false]);
     }
 
     #[test]
     fn onwards_means_all_later_ones() {
-        let mut faults = Faults::new(FaultPlan::one(Fault::any(2, Effect::Sticky(700)).onwards()));
+        let mut faults = Faults::new(FaultPlan::one(Fault::any(2, Effect::Sticky(700)).onwards()), 1);
         assert_eq!(faults.count("a"), None);
         assert_eq!(faults.count("b"), Some(Verdict::Break(Code::ILLEGAL_ADDRESS)));
         assert_eq!(faults.count("c"), Some(Verdict::Break(Code::ILLEGAL_ADDRESS)));

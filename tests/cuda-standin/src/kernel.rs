@@ -169,7 +169,7 @@ impl Call<'_> {
         }
         let [across, down, _] = shape.threads;
         let launch = Launch { function, blocks: shape.blocks[0], threads: [across, down], params, windows };
-        self.submit(&state, turn, Work::Kernel(Box::new(launch)));
+        self.submit(&mut state, turn, Work::Kernel(Box::new(launch)));
         Ok(())
     }
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::backing::{Backing, RUBBISH};
@@ -62,9 +62,8 @@ unsafe impl Send for HostCall {}
 
 #[derive(Debug)]
 pub(crate) enum Work {
-    /// Only its place in the order matters.
+    /// Only its place in the order matters, as that of a recorded event.
     Nothing,
-    Record(Arc<Record>),
     Copy(Copy),
     Fill {
         dst: Place,
@@ -83,7 +82,7 @@ pub(crate) enum Work {
 
 impl Work {
     fn is_trivial(&self) -> bool {
-        matches!(self, Work::Nothing | Work::Record(_))
+        matches!(self, Work::Nothing)
     }
 }
 
@@ -92,6 +91,8 @@ impl Work {
 pub(crate) struct Ticket {
     pub(crate) lane: Arc<Lane>,
     pub(crate) epoch: u64,
+    /// When the work up to here ends in counted time.
+    pub(crate) counted: u64,
 }
 
 impl Ticket {
@@ -110,8 +111,6 @@ impl Ticket {
 pub(crate) struct Record {
     pub(crate) ticket: Ticket,
     pub(crate) clock: Clock,
-    /// When it ran.
-    pub(crate) time: OnceLock<Instant>,
 }
 
 #[derive(Debug)]
@@ -181,9 +180,6 @@ impl Lane {
         let ready = op.work.is_trivial() && op.spoil == Spoil::default() && op.after.iter().all(Ticket::is_done);
         let mut inner = lock(&self.inner);
         if ready && !inner.busy && inner.queue.is_empty() {
-            if let Work::Record(record) = &op.work {
-                let _ = record.time.set(op.enqueued.max(inner.time));
-            }
             self.done.store(op.epoch, Ordering::Release);
             drop(inner);
             self.progress.notify_all();

@@ -31,6 +31,7 @@ mod code;
 mod config;
 mod control;
 mod copy;
+mod counted;
 mod device;
 mod fault;
 mod ffi;
@@ -56,5 +57,6 @@ mod world;
 
 pub use client::{Driver, LoadError, Session, library_path, session};
 pub use config::{Config, DeviceConfig, Link, MemoryMode, Pcie, Peer};
+pub use counted::Counted;
 pub use fault::{Effect, Fault, FaultPlan};
 pub use report::{Report, Rule, Violation};

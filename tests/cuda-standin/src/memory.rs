@@ -205,7 +205,7 @@ impl Call<'_> {
             // Users on other streams must come after the allocation itself.
             let _ = allocation.history.access(0..len, Access::Write, turn.stamp, &order);
         }
-        self.submit(&state, turn, Work::Nothing);
+        self.submit(&mut state, turn, Work::Nothing);
         taken
     }
 
@@ -258,7 +258,7 @@ impl Call<'_> {
             MemoryMode::Quarantine => Work::Poison { backing: Arc::clone(&allocation.backing), ranges: written },
             MemoryMode::Reuse => Work::Nothing,
         };
-        self.submit(&state, turn, work);
+        self.submit(&mut state, turn, work);
         self.retire(&mut state, base, allocation, &Clock::default(), Some(stamp));
         Ok(())
     }

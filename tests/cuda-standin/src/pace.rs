@@ -1,6 +1,7 @@
 //! How long copies take: every direction of a link is an engine that runs one copy after the other.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -16,11 +17,22 @@ pub(crate) enum Route {
     Between(usize, usize),
 }
 
+/// What copies of one direction take turns on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Engine {
+pub(crate) enum Engine {
     Up(usize),
     Down(usize),
     Peer(usize, usize),
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Engine::Up(device) => write!(f, "to device {device}"),
+            Engine::Down(device) => write!(f, "from device {device}"),
+            Engine::Peer(from, to) => write!(f, "device {from} to device {to}"),
+        }
+    }
 }
 
 /// When each engine is free again.
@@ -48,18 +60,15 @@ impl Engines {
         if !link.is_paced() {
             return None;
         }
-        let mut nanos = u128::from(link.latency_nanos);
-        if link.bytes_per_second > 0 {
-            nanos += bytes as u128 * 1_000_000_000 / u128::from(link.bytes_per_second);
-        }
         let mut free_at = lock(&self.free_at);
         let start = free_at.get(&engine).map_or(ready, |&free| free.max(ready));
-        let end = start + Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX / 4));
+        let end = start + Duration::from_nanos(link.nanos(bytes));
         free_at.insert(engine, end);
         Some((start, end))
     }
 
-    fn engine(&self, config: &Config, route: Route) -> Option<(Engine, Link)> {
+    /// What a copy takes its turn on, and its pace there; none within a device.
+    pub(crate) fn engine(&self, config: &Config, route: Route) -> Option<(Engine, Link)> {
         let slowed = *lock(&self.slowed);
         match route {
             Route::Within => None,

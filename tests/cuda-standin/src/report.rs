@@ -5,6 +5,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::counted::Counted;
+
 /// A rule of the driver that a program can break.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -133,6 +135,8 @@ pub struct Report {
     pub calls: BTreeMap<String, u64>,
     /// How often the thread that asks for this report made each call: a count that no background thread changes.
     pub own_calls: BTreeMap<String, u64>,
+    /// Counted time, which no processor has a part in.
+    pub counted: Counted,
 }
 
 impl Report {

@@ -22,6 +22,8 @@ pub(crate) struct Shared {
     told: Mutex<Clock>,
     born: Instant,
     nudged: AtomicU64,
+    /// The number of the plan of what goes wrong.
+    pub(crate) plan: AtomicU64,
 }
 
 impl Shared {
@@ -33,6 +35,7 @@ impl Shared {
             told: Mutex::default(),
             born: Instant::now(),
             nudged: AtomicU64::new(0),
+            plan: AtomicU64::new(0),
             config,
         }
     }

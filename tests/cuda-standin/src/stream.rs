@@ -1,6 +1,6 @@
 //! Streams and events: what is enqueued in which order, and what waits for what.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::code::{Code, Outcome};
@@ -8,6 +8,7 @@ use crate::fault::Spoil;
 use crate::hazard::{Clock, Stamp};
 use crate::lane::{HostCall, Lane, Op, Record, Ticket, Work};
 use crate::report::Rule;
+use crate::shared::Shared;
 use crate::world::{Call, State, new_handle};
 
 const NON_BLOCKING: u32 = 1;
@@ -44,6 +45,8 @@ pub(crate) struct LaneState {
     pub(crate) lane: Arc<Lane>,
     pub(crate) clock: Clock,
     epoch: u64,
+    /// When what was enqueued ends in counted time.
+    counted: u64,
     /// It takes turns with the legacy default stream.
     blocking: bool,
 }
@@ -56,7 +59,7 @@ impl LaneState {
 
     /// All that was enqueued by now.
     pub(crate) fn ticket(&self) -> Ticket {
-        Ticket { lane: Arc::clone(&self.lane), epoch: self.epoch }
+        Ticket { lane: Arc::clone(&self.lane), epoch: self.epoch, counted: self.counted }
     }
 }
 
@@ -66,6 +69,8 @@ pub(crate) struct Turn {
     pub(crate) lane: usize,
     pub(crate) stamp: Stamp,
     after: Vec<Ticket>,
+    /// When it may begin in counted time.
+    ready: u64,
 }
 
 impl State {
@@ -74,12 +79,12 @@ impl State {
             // Its stamps go on counting, so that those of the stream that had it before keep their meaning.
             let epoch = self.lanes[index as usize].epoch;
             let lane = Lane::new(index, device, epoch);
-            self.lanes[index as usize] = LaneState { lane, clock: Clock::default(), epoch, blocking };
+            self.lanes[index as usize] = LaneState { lane, clock: Clock::default(), epoch, counted: 0, blocking };
             return index;
         }
         let index = self.lanes.len() as u32;
         let lane = Lane::new(index, device, 0);
-        self.lanes.push(LaneState { lane, clock: Clock::default(), epoch: 0, blocking });
+        self.lanes.push(LaneState { lane, clock: Clock::default(), epoch: 0, counted: 0, blocking });
         index
     }
 
@@ -113,13 +118,15 @@ impl State {
             Some(legacy) if blocking => follow(&self.lanes[legacy as usize]),
             _ => {}
         }
+        let before = after.iter().map(|ticket| ticket.counted).max().unwrap_or(0);
         after.retain(|ticket| !ticket.is_done());
+        let ready = self.counting.earliest().max(before);
         let state = &mut self.lanes[lane as usize];
         state.epoch += 1;
         state.clock.join(&clock);
         state.clock.set(lane, state.epoch);
         let stamp = Stamp { lane, epoch: state.epoch, call };
-        Turn { lane: lane as usize, stamp, after }
+        Turn { lane: lane as usize, stamp, after, ready: ready.max(state.counted) }
     }
 
     pub(crate) fn stamp_is_done(&self, stamp: &Stamp) -> bool {
@@ -127,16 +134,33 @@ impl State {
     }
 
     pub(crate) fn ticket_of(&self, stamp: &Stamp) -> Ticket {
-        Ticket { lane: Arc::clone(&self.lanes[stamp.lane as usize].lane), epoch: stamp.epoch }
+        let lane = &self.lanes[stamp.lane as usize];
+        Ticket { lane: Arc::clone(&lane.lane), epoch: stamp.epoch, counted: lane.counted }
+    }
+
+    /// Counts the time of work that takes its turn.
+    fn count(&mut self, shared: &Shared, turn: &Turn, work: &Work, spoil: Spoil) {
+        let ready = turn.ready.saturating_add(spoil.stall_millis.saturating_mul(1_000_000));
+        let end = match work {
+            Work::Copy(copy) => match shared.engines.engine(&shared.config, copy.route) {
+                Some((engine, link)) => self.counting.copy(engine, link, copy.len, ready),
+                None => ready,
+            },
+            Work::Host(..) => ready.saturating_add(shared.config.function_micros.saturating_mul(1000)),
+            _ => ready,
+        };
+        self.lanes[turn.lane].counted = end;
+        self.counting.ends(end);
     }
 }
 
 impl Call<'_> {
-    pub(crate) fn submit(&self, state: &State, turn: Turn, work: Work) {
+    pub(crate) fn submit(&self, state: &mut State, turn: Turn, work: Work) {
         self.submit_spoilt(state, turn, work, self.spoil);
     }
 
-    pub(crate) fn submit_spoilt(&self, state: &State, turn: Turn, work: Work, spoil: Spoil) {
+    pub(crate) fn submit_spoilt(&self, state: &mut State, turn: Turn, work: Work, spoil: Spoil) {
+        state.count(&self.world.shared, &turn, &work, spoil);
         let lane = &state.lanes[turn.lane].lane;
         let op =
             Op { epoch: turn.stamp.epoch, call: self.name, after: turn.after, work, spoil, enqueued: Instant::now() };
@@ -259,7 +283,7 @@ impl Call<'_> {
         let lane = self.lane(&mut state, stream)?;
         let turn = state.turn(lane, self.name);
         let clock = state.lanes[turn.lane].clock.clone();
-        self.submit(&state, turn, Work::Host(host, clock));
+        self.submit(&mut state, turn, Work::Host(host, clock));
         Ok(())
     }
 
@@ -306,12 +330,12 @@ impl Call<'_> {
         }
         let turn = state.turn(lane, self.name);
         let clock = state.lanes[turn.lane].clock.clone();
-        let ticket = state.ticket_of(&turn.stamp);
-        let record = Arc::new(Record { ticket, clock, time: OnceLock::new() });
+        let stamp = turn.stamp;
+        self.submit(&mut state, turn, Work::Nothing);
+        let record = Arc::new(Record { ticket: state.ticket_of(&stamp), clock });
         if let Some(event) = state.events.get_mut(&event) {
-            event.record = Some(Arc::clone(&record));
+            event.record = Some(record);
         }
-        self.submit(&state, turn, Work::Record(record));
         Ok(())
     }
 
@@ -324,9 +348,10 @@ impl Call<'_> {
         let mut turn = state.turn(lane, self.name);
         if let Some(record) = record {
             state.lanes[turn.lane].clock.join(&record.clock);
+            turn.ready = turn.ready.max(record.ticket.counted);
             turn.after.push(record.ticket.clone());
         }
-        self.submit(&state, turn, Work::Nothing);
+        self.submit(&mut state, turn, Work::Nothing);
         Ok(())
     }
 
@@ -350,17 +375,17 @@ impl Call<'_> {
         self.whole(record.ticket.lane.device)
     }
 
-    /// Milliseconds between two events that were recorded with timing.
+    /// Counted milliseconds between two events that were recorded with timing.
     pub(crate) fn elapsed(&self, start: u64, end: u64) -> Outcome<f32> {
         let state = self.state();
         let time = |event: u64| {
             let found = self.known_event(&state, event)?;
             let record = found.record.as_ref().filter(|_| found.flags & DISABLE_TIMING == 0);
             let record = record.ok_or(Code::INVALID_HANDLE)?;
-            record.time.get().copied().ok_or(Code::NOT_READY)
+            if record.ticket.is_done() { Ok(record.ticket.counted) } else { Err(Code::NOT_READY) }
         };
         let (start, end) = (time(start)?, time(end)?);
-        let nanos = if end >= start { (end - start).as_nanos() as f64 } else { -((start - end).as_nanos() as f64) };
-        Ok((nanos / 1e6) as f32)
+        state.counting.saw(start.max(end));
+        Ok(((end as f64 - start as f64) / 1e6) as f32)
     }
 }

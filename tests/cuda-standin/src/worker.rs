@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::backing::{checksum, copy};
@@ -37,6 +38,10 @@ pub(crate) fn run(lane: &Arc<Lane>, shared: &Arc<Shared>) {
             }
         }
         hold_back(lane, shared, &op);
+        while op.spoil.held == Some(shared.plan.load(Ordering::Acquire)) && !lane.is_stopped() {
+            lane.sleep_until(Instant::now() + HELD_BACK_POLL);
+            ready = Instant::now();
+        }
         let started = Instant::now();
         if op.spoil.stall_millis > 0 {
             lane.sleep_until(started + Duration::from_millis(op.spoil.stall_millis));
@@ -65,9 +70,6 @@ fn hold_back(lane: &Lane, shared: &Shared, op: &Op) {
 /// Runs one piece of work; returns when it ended on the paced time line.
 fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Chance) -> Instant {
     if lane.is_stopped() || shared.broken(lane.device).is_some() {
-        if let Work::Record(record) = &op.work {
-            let _ = record.time.set(Instant::now());
-        }
         return Instant::now();
     }
     if let Some(code) = op.spoil.breaks {
@@ -82,10 +84,6 @@ fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Ch
     }
     match op.work {
         Work::Nothing => return ready,
-        Work::Record(record) => {
-            let _ = record.time.set(ready);
-            return ready;
-        }
         Work::Copy(copy) => return transfer(lane, shared, op.call, &copy, ready, chance),
         Work::Fill { dst, len, byte } => dst.backing.fill(dst.offset..dst.offset + len, byte),
         Work::Poison { backing, ranges } => poison(&backing, &ranges),

@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::capture::Capture;
 use crate::code::{Code, Outcome};
 use crate::config::Config;
+use crate::counted::Counting;
 use crate::device::Device;
 use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
 use crate::hazard::Clock;
@@ -84,18 +85,20 @@ pub(crate) struct State {
     pub(crate) graphs: HashMap<u64, usize>,
     /// Handles that went when someone reset their primary context, which their owner cannot know.
     pub(crate) taken: HashSet<u64>,
+    pub(crate) counting: Counting,
 }
 
 impl World {
     fn new(config: Config) -> World {
+        let number = NEXT_HANDLE.fetch_add(1, Ordering::Relaxed);
         let devices = config.devices.iter().map(|device| Device::fresh(device.others_bytes)).collect();
-        let state = State { devices, ..State::default() };
+        let state = State { devices, counting: Counting::new(number), ..State::default() };
         World {
             shared: Arc::new(Shared::new(config)),
             state: Mutex::new(state),
             faults: Mutex::default(),
             calls: Mutex::default(),
-            number: NEXT_HANDLE.fetch_add(1, Ordering::Relaxed),
+            number,
         }
     }
 
@@ -126,7 +129,9 @@ impl World {
     pub(crate) fn plan(plan: FaultPlan) {
         let world = World::current();
         world.shared.engines.slow(plan.link);
-        *lock(&world.faults) = Faults::new(plan);
+        // First, so that nothing that the new plan holds is let go of at once.
+        let number = world.shared.plan.fetch_add(1, Ordering::AcqRel) + 1;
+        *lock(&world.faults) = Faults::new(plan, number);
     }
 
     /// What was seen; waits a moment for the work that is enqueued, so that its checks are made.
@@ -143,6 +148,11 @@ impl World {
         report.own_calls =
             OWN_CALLS.with_borrow(|(of, own)| if *of == world.number { named(own) } else { BTreeMap::new() });
         report
+    }
+
+    /// The end of the last piece of work in counted time, which no work of the next stretch begins before.
+    pub(crate) fn mark() -> u64 {
+        World::current().state().counting.mark()
     }
 
     /// What the driver says of its version.
@@ -319,6 +329,7 @@ impl<'w> Call<'w> {
         tickets.iter().for_each(Ticket::wait);
         let mut state = self.world.state();
         state.host.join(clock);
+        tickets.iter().for_each(|ticket| state.counting.saw(ticket.counted));
         state.release_cached();
     }
 
@@ -327,6 +338,7 @@ impl<'w> Call<'w> {
         let done = ticket.is_done();
         if done {
             state.host.join(clock);
+            state.counting.saw(ticket.counted);
         } else {
             self.world.shared.nudge();
         }

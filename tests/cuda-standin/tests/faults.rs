@@ -127,11 +127,15 @@ fn a_stalled_copy_and_a_slow_link() {
     standin.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::StallMillis(60))));
     let began = Instant::now();
     cuda.upload(device, source, LEN, stream);
+    cuda.synchronize(stream);
+    assert!(began.elapsed() >= Duration::from_millis(60));
+    standin.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
+    cuda.upload(device, source, LEN, stream);
     let event = cuda.record(stream);
     // SAFETY: the handle is alive.
     assert_eq!(unsafe { sys::cuEventQuery(event) }, CUresult::CUDA_ERROR_NOT_READY);
+    standin.no_faults();
     cuda.synchronize(stream);
-    assert!(began.elapsed() >= Duration::from_millis(60));
 
     standin.fault(&FaultPlan { link: Some(Link::new(20 * MIB, 0)), ..FaultPlan::default() });
     let began = Instant::now();

@@ -2,12 +2,12 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use common::{Cuda, MIB, pattern};
 use cuda_standin::{Config, Link, MemoryMode, session};
 use cudarc::driver::result;
-use cudarc::driver::sys::CUevent_flags_enum::CU_EVENT_DEFAULT;
+use cudarc::driver::sys::{self, CUresult};
 
 #[test]
 fn a_round_trip_through_pinned_memory_keeps_its_bytes() {
@@ -128,46 +128,31 @@ fn a_pool_hands_memory_out_again_in_the_order_of_the_stream() {
 }
 
 #[test]
-fn a_link_takes_its_time_and_events_measure_it() {
+fn a_link_takes_its_time_and_the_calls_do_not_wait_for_it() {
     let standin = session(&Config::with_devices(&[64 * MIB]).links(Link::new(64 << 20, 10_000)));
     let cuda = Cuda::open(0);
     let stream = cuda.stream();
     let source = cuda.pin(&pattern(4 * MIB as usize, 5));
     let device = cuda.alloc(4 * MIB as usize);
-    let start = result::event::create(CU_EVENT_DEFAULT).unwrap();
-    let end = result::event::create(CU_EVENT_DEFAULT).unwrap();
-    // What the calls and the copies took, in milliseconds. Other programs may have the processors for a while, so the best of
-    // as many as a minute has room for counts.
-    let (mut seen, until) = (Vec::new(), Instant::now() + Duration::from_secs(60));
-    loop {
-        let began = Instant::now();
-        // SAFETY: events and stream are alive.
-        unsafe { result::event::record(start, stream).unwrap() };
-        for _ in 0..2 {
-            cuda.upload(device, source, 4 * MIB as usize, stream);
-        }
-        // SAFETY: events and stream are alive.
-        unsafe { result::event::record(end, stream).unwrap() };
-        let calls = began.elapsed().as_millis();
-        cuda.synchronize(stream);
-        // 8 MiB at 64 MiB/s.
-        assert!(began.elapsed().as_millis() >= 125);
-        // SAFETY: events are alive.
-        let millis = unsafe { result::event::elapsed(start, end).unwrap() };
-        assert!(millis >= 125.0, "{millis}");
-        // The calls do not wait for the link.
-        if calls < 100 && millis < 150.0 {
-            break;
-        }
-        seen.push((calls, millis));
-        assert!(Instant::now() < until, "{seen:?}");
+    let began = Instant::now();
+    for _ in 0..2 {
+        cuda.upload(device, source, 4 * MIB as usize, stream);
     }
+    cuda.synchronize(stream);
+    // 8 MiB at 64 MiB/s. How much longer it took is the processors' affair; what events measure is in `counted.rs`.
+    assert!(began.elapsed().as_millis() >= 125);
     cuda.free(device);
     cuda.unpin(source);
-    cuda.forget(start);
-    cuda.forget(end);
     cuda.destroy(stream);
     standin.report().assert_clean();
+    // A byte a second: whoever waited for this copy would not come back for weeks.
+    standin.configure(&Config::with_devices(&[64 * MIB]).links(Link::new(1, 0)));
+    let cuda = Cuda::open(0);
+    let stream = cuda.stream();
+    cuda.upload(cuda.alloc(4 * MIB as usize), cuda.pin(&pattern(4 * MIB as usize, 5)), 4 * MIB as usize, stream);
+    let end = cuda.record(stream);
+    // SAFETY: the event is alive.
+    assert_eq!(unsafe { sys::cuEventQuery(end) }, CUresult::CUDA_ERROR_NOT_READY);
 }
 
 #[test]
