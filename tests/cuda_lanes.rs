@@ -289,7 +289,7 @@ fn cuda_a_lane_that_stalls_is_an_error_at_the_layer_and_passes() {
     let devices = registry();
     let model = load(&devices, &subject, "cpu,*", 1, 0);
     let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::from_millis(50));
-    // Seven buffers for each large layer, of which there are four, and the first does not come back.
+    // Six buffers for each large layer, of which there are four, and the first does not come back.
     cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
     let error = streamer.layer(0).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
@@ -310,6 +310,34 @@ fn cuda_a_lane_that_stalls_is_an_error_at_the_layer_and_passes() {
     drop(streamer);
     check_pass(&mut Streamer::new(&model).unwrap(), &subject).unwrap();
     drop(model);
+    comes_back(&devices);
+    drop(devices);
+    assert_clean(&cuda);
+}
+
+/// Pinned buffers are filled while a copy from one is on its way: here the first, which is held, and the other three are used.
+#[test]
+fn cuda_buffers_are_filled_while_others_are_on_their_way() {
+    let subject = Subject::plain(&blocks(&[50_000_000]), 114);
+    let Some(cuda) = stand_in(&Config { check_sources: false, ..Config::with_devices(&[256 << 20]) }) else { return };
+    let devices = registry();
+    let model = load(&devices, &subject, "cpu,*", 0, 0);
+    let mut streamer = Streamer::new(&model).unwrap();
+    let copies = || cuda.report().calls_of("cuMemcpyHtoDAsync_v2");
+    let before = copies();
+    cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
+    std::thread::scope(|scope| {
+        let layer = scope.spawn(|| check_layer(&streamer.layer(0).unwrap(), &subject).unwrap());
+        let until = Instant::now() + DEADLINE;
+        while copies() < before + 4 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let queued = copies() - before;
+        cuda.no_faults();
+        layer.join().unwrap();
+        assert_eq!((queued, copies() - before), (4, 6), "with one copy held, and in all");
+    });
+    drop((streamer, model));
     comes_back(&devices);
     drop(devices);
     assert_clean(&cuda);

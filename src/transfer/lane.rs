@@ -315,9 +315,60 @@ fn within<'a>(pieces: &'a [Piece], load: &'a Range<usize>) -> impl Iterator<Item
 #[cfg(test)]
 mod tests {
     use super::*;
-    const PART: usize = 1 << 20;
-    use crate::backend::{Backend, Host, MemoryKind};
+    use crate::backend::{Backend, Clock, Fence, FenceState, Host, MemoryKind};
+    use crate::device::Machine;
+    use crate::registry::Registry;
+    use crate::transfer::Engine;
     use proptest::prelude::*;
+
+    /// More than one thread copies at a time.
+    const PART: usize = 1 << 20;
+
+    /// The event of something that the test decides about.
+    struct Gate(AtomicBool);
+
+    #[expect(unsafe_code, reason = "a fence's word is trusted")]
+    // SAFETY: it stands for no work at all.
+    unsafe impl Fence for Gate {
+        fn state(&self) -> FenceState {
+            if self.0.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
+        }
+
+        fn wait(&self, _: Duration) -> FenceState {
+            self.state()
+        }
+    }
+
+    /// Who has one order for a lane does not wait for all those that another one gave it before.
+    #[test]
+    fn clients_of_a_lane_take_turns() {
+        let devices = ["cuda:0=256mb,link=1", "cpu=256mb"].map(|text| text.parse().unwrap());
+        let registry = Registry::described(Machine::described(&devices), Clock::Virtual);
+        let (card, host) = (registry.device(DeviceId::cuda(0)).unwrap(), registry.device(DeviceId::CPU).unwrap());
+        let engine = Engine::of(&card, &host).unwrap();
+        let (lane, bytes) = (engine.lane(&host).unwrap(), QUANTUM as usize);
+        let src = host.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
+        // No order can begin before all are there.
+        let gate = Arc::new(Gate(AtomicBool::new(false)));
+        let order = |client| {
+            let dst = card.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
+            dst.used_until(Event::new(Arc::clone(&gate) as Arc<dyn Fence>));
+            let pieces = vec![Piece { src: src.clone(), from: 0..bytes, at: 0 }];
+            let dst = dst.try_reclaim().unwrap();
+            lane.submit(Order { client, dst, pieces, urgent: false, deadline: Duration::from_secs(20) })
+        };
+        let (many, one) = (engine.client(), engine.client());
+        let many: Vec<Ticket> = (0..5).map(|_| order(many)).collect();
+        let one = order(one);
+        gate.0.store(true, Ordering::Release);
+        let there = |ticket: &Ticket| {
+            let ended = ticket.wait(Duration::from_secs(20)).unwrap();
+            ended.outcome.unwrap();
+            ended.memory.unwrap().filled_by().iter().filter_map(Event::time).max().unwrap()
+        };
+        let (many, one): (Vec<Duration>, Duration) = (many.iter().map(there).collect(), there(&one));
+        assert!(many.is_sorted() && one < many[2], "{one:?} among {many:?}");
+    }
 
     proptest! {
         /// Pieces of some buffers, small and large ones, with gaps between them, are where they belong and nothing else is.
