@@ -318,7 +318,7 @@ fn cuda_a_lane_that_stalls_is_an_error_at_the_layer_and_passes() {
 /// Pinned buffers are filled while a copy from one is on its way: here the first, which is held, and the other three are used.
 #[test]
 fn cuda_buffers_are_filled_while_others_are_on_their_way() {
-    let subject = Subject::plain(&blocks(&[50_000_000]), 114);
+    let subject = Subject::plain(&blocks(&[100_000_000]), 114);
     let Some(cuda) = stand_in(&Config { check_sources: false, ..Config::with_devices(&[256 << 20]) }) else { return };
     let devices = registry();
     let model = load(&devices, &subject, "cpu,*", 0, 0);
