@@ -40,7 +40,7 @@
 //!
 //! // Once through the network. A layer is on the card for work queued while its guard lives.
 //! let mut streamer = Streamer::new(&model)?;
-//! for layer in 0..model.layout().layers.len() {
+//! for layer in 0..model.layout().layers().len() {
 //!     let guard = streamer.layer(layer)?;
 //!     for tensor in guard.tensors() {
 //!         assert_eq!(tensor.device(), card);

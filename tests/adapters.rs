@@ -418,7 +418,7 @@ proptest! {
         let Ok(patches) = Patches::resolve(base.layout(), vec![adapter], Matching::AllowPartial) else { return Ok(()) };
         for (index, patch) in patches.iter() {
             let mut bytes = reference::bytes(&base, index);
-            bytes.resize(patches.layout().tensors[index].bytes as usize, 0);
+            bytes.resize(patches.layout().tensors()[index].bytes as usize, 0);
             let siblings: Vec<Vec<u8>> = patch.needs().iter().map(|&index| reference::bytes(&base, index)).collect();
             let _ = patch.apply(&mut bytes, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>());
         }

@@ -97,7 +97,7 @@ fn case_22_kept_models_survive_two_clean_ups() {
             let model = cache.get(key).expect("a kept model stays");
             case.subject.check(&model);
             let mut streamer = Streamer::new(&model).unwrap();
-            (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+            (0..model.layout().layers().len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         }
     }
 }
@@ -191,7 +191,7 @@ fn case_23_unloaded_memory_is_free() {
             let key = format!("model {seed}");
             cache.insert(&key, case.load(&registry), Retention::Unload);
             let mut streamer = Streamer::new(&cache.get(&key).unwrap()).unwrap();
-            for layer in 0..case.subject.layout().layers.len() {
+            for layer in 0..case.subject.layout().layers().len() {
                 let _guard = streamer.layer(layer).unwrap();
                 streamer.compute().occupy(Duration::from_millis(20)).unwrap();
             }

@@ -56,12 +56,12 @@ fn index(folder: &Path, entries: &[(&str, &str)]) {
 }
 
 fn names(model: &Checkpoint) -> Vec<&str> {
-    model.layout().tensors.iter().map(|t| t.name.as_str()).collect()
+    model.layout().tensors().iter().map(|t| t.name.as_str()).collect()
 }
 
 fn bytes_of(model: &Checkpoint, name: &str) -> Vec<u8> {
     let tensor = model.find(name).unwrap();
-    let mut bytes = vec![0; model.layout().tensors[tensor].bytes as usize];
+    let mut bytes = vec![0; model.layout().tensors()[tensor].bytes as usize];
     model.read(tensor, &mut bytes).unwrap();
     bytes
 }
@@ -74,9 +74,9 @@ fn case_20_odd_but_valid_files_load() {
         let bytes = fs::read(&path).unwrap();
         let wanted = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for model in [Checkpoint::open(&path).unwrap(), Checkpoint::from_bytes("in memory", bytes.clone()).unwrap()] {
-            assert_eq!(model.layout().tensors.len(), wanted.len(), "{}", path.display());
+            assert_eq!(model.layout().tensors().len(), wanted.len(), "{}", path.display());
             for (name, view) in wanted.iter() {
-                let info = &model.layout().tensors[model.find(name).unwrap()];
+                let info = &model.layout().tensors()[model.find(name).unwrap()];
                 assert_eq!(info.dtype.name(), view.dtype().to_string());
                 assert_eq!(info.shape, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>());
                 assert_eq!(bytes_of(&model, name), view.data(), "{}: {name}", path.display());
@@ -156,7 +156,7 @@ fn tensors_come_by_offset_and_files_by_name() {
         assert_eq!(&part, b"cc");
     }
     let unsorted = Checkpoint::open(data("safetensors_valid/unsorted.safetensors")).unwrap();
-    assert!(unsorted.layout().tensors.is_sorted_by_key(|t| t.offset));
+    assert!(unsorted.layout().tensors().is_sorted_by_key(|t| t.offset));
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn a_sharded_model_is_the_same_as_one_file() {
     let sharded = Checkpoint::open(data("peft/base_sharded")).unwrap();
     assert_eq!(sharded.sources().len(), 3);
     assert_eq!(whole.metadata().get("format").map(String::as_str), Some("pt"));
-    let layers = |m: &Checkpoint| m.layout().layers.iter().map(|l| (l.name.clone(), l.bytes)).collect::<Vec<_>>();
+    let layers = |m: &Checkpoint| m.layout().layers().iter().map(|l| (l.name.clone(), l.bytes)).collect::<Vec<_>>();
     assert_eq!(layers(&whole), layers(&sharded));
     for name in names(&whole) {
         assert_eq!(bytes_of(&whole, name), bytes_of(&sharded, name), "{name}");
@@ -178,7 +178,7 @@ fn the_configuration_tells_of_tied_embeddings() {
     shard(folder.path(), "m.safetensors", &["model.embed_tokens.weight", "model.layers.0.mlp.weight"]);
     let tied = |config: &str| {
         fs::write(folder.path().join("config.json"), config).unwrap();
-        Checkpoint::open(folder.path()).map(|m| m.layout().modules[0].both_ends)
+        Checkpoint::open(folder.path()).map(|m| m.layout().modules()[0].both_ends)
     };
     for config in [r#"{"tie_word_embeddings":true}"#, r#"{"text_config":{"tie_word_embeddings":true}}"#] {
         assert!(tied(config).unwrap(), "{config}");

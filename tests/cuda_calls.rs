@@ -41,7 +41,7 @@ fn streamer(model: &Arc<Model>, own_slots: bool) -> Streamer {
 fn calls(cuda: &Session, subject: &Subject, allocation: &str, own_slots: bool) -> BTreeMap<String, f64> {
     let model = model(subject, allocation, own_slots);
     let mut streamer = streamer(&model, own_slots);
-    let layers = model.layout().layers.len();
+    let layers = model.layout().layers().len();
     let pass = |streamer: &mut Streamer| {
         (0..layers).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
@@ -98,7 +98,7 @@ fn cuda_the_copies_of_a_layer_are_one_batch_where_there_are_batches() {
             }
             let model = model(&subject, "cpu,*", false);
             let mut streamer = Streamer::new(&model).unwrap();
-            for layer in (0..model.layout().layers.len()).chain(0..model.layout().layers.len()) {
+            for layer in (0..model.layout().layers().len()).chain(0..model.layout().layers().len()) {
                 let guard = streamer.layer(layer).unwrap();
                 for tensor in guard.tensors() {
                     let mut bytes = vec![0; tensor.info().bytes as usize];

@@ -40,7 +40,7 @@ fn cuda_a_callers_stream_sees_every_layer() {
         let stream = contexts[0].new_stream().unwrap();
         let compute = cuda::adopt_stream(model.residency().device(), &stream).unwrap();
         let mut streamer = Streamer::on(&model, compute).unwrap();
-        for layer in (0..model.layout().layers.len()).chain([1, 3]) {
+        for layer in (0..model.layout().layers().len()).chain([1, 3]) {
             let guard = streamer.layer(layer).unwrap();
             for tensor in guard.tensors() {
                 let seen = cuda::slice(&tensor, &stream).unwrap();

@@ -40,7 +40,7 @@ fn load_with(
 }
 
 fn layers(streamer: &Streamer) -> usize {
-    streamer.model().layout().layers.len()
+    streamer.model().layout().layers().len()
 }
 
 fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {

@@ -34,8 +34,8 @@ fn source() -> Source {
     let checkpoint = Checkpoint::open(MODEL).unwrap();
     let adapters = vec![Adapter::open(LORA, 0.8).unwrap()];
     let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
-    let merged = (0..patches.layout().tensors.len()).map(|tensor| {
-        let mut bytes = vec![0; patches.layout().tensors[tensor].bytes as usize];
+    let merged = (0..patches.layout().tensors().len()).map(|tensor| {
+        let mut bytes = vec![0; patches.layout().tensors()[tensor].bytes as usize];
         patches.read(&checkpoint, tensor, &mut bytes).unwrap();
         bytes
     });
@@ -51,7 +51,7 @@ fn load(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> 
 /// Streams every layer and compares it with what patching on the host gives.
 fn pass(streamer: &mut Streamer, source: &Source) -> Result<()> {
     let model = Arc::clone(streamer.model());
-    for layer in 0..model.layout().layers.len() {
+    for layer in 0..model.layout().layers().len() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let name = &view.info().name;
@@ -186,7 +186,7 @@ fn cuda_streaming_hides_behind_the_compute() {
     let devices = registry();
     let model = Arc::new(load(&devices, &source(), "cuda:0,60kb;cpu,*", 2).unwrap());
     let mut streamer = Streamer::new(&model).unwrap();
-    let layers = model.layout().layers.len();
+    let layers = model.layout().layers().len();
     let floor = Duration::from_millis(10) * layers as u32;
     // Not a measurement: copies and compute one after the other would take over 1.2 times the floor. Other programs may have
     // the processors, so the best of as many passes as a minute has room for counts.

@@ -205,7 +205,7 @@ fn cuda_threads_of_the_library_leave_captures_whole() {
             let model = Arc::new(load());
             let mut streamer = Streamer::new(&model).unwrap();
             // A pass, so that slots have uses pending.
-            (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+            (0..model.layout().layers().len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
             streamer.compute().occupy(Duration::from_millis(20)).unwrap();
             let busy = streamer.compute().record(&[]).unwrap();
             let mut fired = Box::pin(busy.fired());
@@ -445,7 +445,7 @@ fn cuda_layers_from_a_failing_donor_fail_and_are_never_stale() {
         let devices = registry();
         let model = donated(&devices, &subject);
         let mut streamer = Streamer::new(&model).unwrap();
-        let layers = model.layout().layers.len();
+        let layers = model.layout().layers().len();
         (0..layers).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         driver.fault(&FaultPlan::one(Fault::nth("cuMemcpyDtoHAsync_v2", nth, Effect::LateSticky(700))));
         let mut failed = 0;
@@ -678,7 +678,7 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         // The parent's are as they were.
         assert!(large.host(DEADLINE).unwrap().unwrap().iter().all(|&byte| byte == 6));
         copy(&*down, &there, host_dst);
-        (0..model.layout().layers.len()).for_each(|layer| streamer.layer(layer).unwrap().wait(DEADLINE).unwrap());
+        (0..model.layout().layers().len()).for_each(|layer| streamer.layer(layer).unwrap().wait(DEADLINE).unwrap());
         drop((writable, plain_copy));
     }
     driver.assert_clean();

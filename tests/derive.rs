@@ -76,7 +76,7 @@ impl File {
         for read in &reads {
             let holds =
                 |t: &&tensor_offload::checkpoint::TensorInfo| t.offset <= read.start && read.end <= t.offset + t.bytes;
-            let tensor = self.checkpoint.layout().tensors.iter().find(holds).expect("a part of a tensor");
+            let tensor = self.checkpoint.layout().tensors().iter().find(holds).expect("a part of a tensor");
             *of.entry(tensor.name.clone()).or_default() += read.end - read.start;
         }
         (of, reads.iter().map(|read| read.end - read.start).sum())
@@ -102,7 +102,7 @@ fn derive(registry: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan
 /// All layers of a model through its slots, as the bytes that a subject has.
 fn stream(model: &Arc<Model>, subject: &Subject) {
     let mut streamer = Streamer::new(model).unwrap();
-    for layer in 0..model.layout().layers.len() {
+    for layer in 0..model.layout().layers().len() {
         let guard = streamer.layer(layer).unwrap();
         for tensor in guard.tensors() {
             let mut bytes = vec![0; tensor.place().len()];
@@ -114,7 +114,7 @@ fn stream(model: &Arc<Model>, subject: &Subject) {
 
 /// The tensors that patches change, as their file has them.
 fn targeted(subject: &Subject) -> BTreeMap<String, u64> {
-    let stored = |(tensor, _)| &subject.checkpoint.layout().tensors[tensor];
+    let stored = |(tensor, _)| &subject.checkpoint.layout().tensors()[tensor];
     subject.patches.iter().map(stored).map(|t| (t.name.clone(), t.bytes)).collect()
 }
 

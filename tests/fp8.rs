@@ -96,11 +96,11 @@ fn rows_may_have_scales_of_their_own_and_grids_have_to_fit() {
 fn read(base: &Checkpoint, patches: &Patches, saturated: u64) -> Vec<Vec<u8>> {
     let mut sum = 0;
     let read = |index: usize| {
-        let mut bytes = vec![0; patches.layout().tensors[index].bytes as usize];
+        let mut bytes = vec![0; patches.layout().tensors()[index].bytes as usize];
         sum += patches.read(base, index, &mut bytes).unwrap().saturated;
         bytes
     };
-    let tensors = (0..base.layout().tensors.len()).map(read).collect();
+    let tensors = (0..base.layout().tensors().len()).map(read).collect();
     assert_eq!(sum, saturated);
     tensors
 }
@@ -193,7 +193,7 @@ fn a_model_loads_with_new_scales() {
     let registry = Registry::system();
     let plan = Planner::new(patches.layout(), registry.machine()).allocation("cpu,*".parse().unwrap()).plan().unwrap();
     let model = Loader::new(&registry).load(&base, &patches, &plan).unwrap();
-    for (info, wanted) in base.layout().tensors.iter().zip(read(&base, &patches, 0)) {
+    for (info, wanted) in base.layout().tensors().iter().zip(read(&base, &patches, 0)) {
         let mut got = vec![0; wanted.len()];
         model.read(&info.name, &mut got).unwrap();
         assert_eq!(got, wanted, "{}", info.name);

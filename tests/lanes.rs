@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
-use tensor_offload::{ErrorKind, LayerGuard, Loader, Machine, Model, Plan, Registry, Result, Streamer, Topology, Via};
+use tensor_offload::{ErrorKind, LayerGuard, Loader, Model, Plan, Registry, Result, Streamer, Topology, Via};
 
 fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
     Arc::new(Loader::new(registry).load(&subject.checkpoint, &subject.patches, plan).unwrap())
 }
 
 fn layers(streamer: &Streamer) -> usize {
-    streamer.model().layout().layers.len()
+    streamer.model().layout().layers().len()
 }
 
 fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
@@ -53,8 +53,8 @@ fn the_parts_of_a_layer_come_at_one_time() {
         .collect();
     let subject = Subject::plain(&tensors, 90);
     let gbps = |n: u64| tensor_offload::Bandwidth::bytes_per_second(n * 1_000_000_000);
-    let devices = described(&["cpu=64mb", "cuda:0=24mb", "cuda:1=24mb"]).devices;
-    let machine = Machine::new(devices, Topology::new().link(GPU0, gbps(1)).peer(GPU0, GPU1, gbps(1)));
+    let devices = described(&["cpu=64mb", "cuda:0=24mb", "cuda:1=24mb"]);
+    let machine = devices.with_topology(Topology::new().link(GPU0, gbps(1)).peer(GPU0, GPU1, gbps(1)));
     let plan = subject.planner(&machine, "cuda:1,50%;cpu,50%").depth(1).plan().unwrap();
     let first_pass = |clock| {
         let watched = Watched::new(machine.clone(), clock);
@@ -78,7 +78,7 @@ fn the_parts_of_a_layer_come_at_one_time() {
         assert_eq!(lanes.len(), 2);
         assert!(lanes.contains(&(CPU, Via::Straight)) && lanes.contains(&(GPU1, Via::Straight)), "{lanes:?}");
         assert_eq!(report.lanes.iter().map(|lane| lane.bytes).sum::<u64>(), report.bytes.values().sum::<u64>());
-        let segments = report.segments(&machine.topology);
+        let segments = report.segments(machine.topology());
         assert_eq!(
             segments,
             BTreeMap::from([("cuda:0 <- cuda:1", report.bytes[&GPU1]), ("cuda:0 in", report.bytes[&CPU])])

@@ -80,7 +80,7 @@ fn every_listed_key_finds_its_target() {
     let (mut failures, mut all) = (Vec::new(), 0);
     for list in &lists {
         let case = read(list);
-        let infos: BTreeMap<&str, &TensorInfo> = case.layout.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        let infos: BTreeMap<&str, &TensorInfo> = case.layout.tensors().iter().map(|t| (t.name.as_str(), t)).collect();
         // Keys that mean the same target cannot stand in one adapter, so they are dealt to several.
         let mut adapters: Vec<(Vec<Tensor>, Vec<usize>)> = Vec::new();
         let mut used: BTreeMap<String, usize> = BTreeMap::new();

@@ -91,7 +91,7 @@ fn an_unfilled_model_takes_what_its_plan_says() {
 /// A card and a host with a link of so many bytes a second.
 fn card_and_host(bandwidth: u64) -> Machine {
     let big = described(&["cpu=4tb", "cuda:0=4tb"]);
-    Machine::new(big.devices, Topology::new().link(GPU0, Bandwidth::bytes_per_second(bandwidth)))
+    big.with_topology(Topology::new().link(GPU0, Bandwidth::bytes_per_second(bandwidth)))
 }
 
 fn planned(machine: &Machine, layout: &Layout, kept: u64, order: Order, depth: usize) -> Plan {
@@ -132,7 +132,7 @@ proptest! {
         let machine = card_and_host(bandwidth);
         let plan = planned(&machine, &layout, layers * kept * bytes, Order::Interleaved, depth);
         let compute = Duration::from_micros(compute_us);
-        let floor = plan.estimate(&machine.topology, compute * passes).pass.max(Bandwidth::bytes_per_second(bandwidth).time(plan.streamed_bytes()) * passes);
+        let floor = plan.estimate(machine.topology(), compute * passes).pass.max(Bandwidth::bytes_per_second(bandwidth).time(plan.streamed_bytes()) * passes);
         let time = replay::step(&machine, &layout, &plan, compute * passes, passes).unwrap();
         let ratio = time.as_secs_f64() / floor.as_secs_f64();
         prop_assert!(ratio > 0.999_999, "{ratio}");

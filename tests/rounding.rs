@@ -28,7 +28,7 @@ fn adapter(delta: f32) -> Adapter {
 fn read(base: &Checkpoint, patches: &Patches, threads: usize) -> [Vec<u8>; 2] {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     [0, 1].map(|index| {
-        let mut bytes = vec![0; base.layout().tensors[index].bytes as usize];
+        let mut bytes = vec![0; base.layout().tensors()[index].bytes as usize];
         pool.install(|| patches.read(base, index, &mut bytes)).unwrap();
         bytes
     })

@@ -28,7 +28,7 @@ fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
 }
 
 fn layers(streamer: &Streamer) -> usize {
-    streamer.model().layout().layers.len()
+    streamer.model().layout().layers().len()
 }
 
 /// Waits and numbers of workers may be as large as they can be written.
@@ -57,7 +57,7 @@ fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
         assert!(bytes == subject.bytes_of(name), "wrong bytes of {name} on {}", view.device());
         seen += 1;
     }
-    let modules = &subject.layout().modules;
+    let modules = subject.layout().modules();
     assert_eq!(seen, guard.layer().modules.iter().map(|&m| modules[m].tensors.len()).sum::<usize>());
     Ok(())
 }
@@ -126,7 +126,7 @@ fn case_25_nothing_is_copied_back() {
 #[test]
 fn case_26_every_depth_gives_the_same_bytes() {
     let subject = Subject::patched(&mixed(3), 22);
-    let count = subject.layout().layers.len();
+    let count = subject.layout().layers().len();
     for depth in 0..=count + 2 {
         for (order, unit) in [(Order::Sequential, Unit::Module), (Order::Interleaved, Unit::Uniform)] {
             let clock = if depth % 2 == 0 { Clock::Virtual } else { Clock::Wall };
@@ -186,7 +186,7 @@ fn case_28_what_cannot_be_reached_goes_through_the_host() {
         (GPU1, Topology::new(), false),
         (DISK, Topology::new(), false),
     ] {
-        let machine = Machine::new(machine().devices, topology);
+        let machine = machine().with_topology(topology);
         let watched = Watched::new(machine.clone(), Clock::Virtual);
         let plan = subject.planner(&machine, &format!("{donor},*")).depth(1).plan().unwrap();
         let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
@@ -471,7 +471,7 @@ fn the_second_pass_fetches_ahead_in_the_order_of_the_first() {
     let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
     let layout = subject.layout();
     let of = |stack: &str| {
-        let layers = layout.layers.iter().enumerate().filter(|(_, layer)| layer.name.starts_with(stack));
+        let layers = layout.layers().iter().enumerate().filter(|(_, layer)| layer.name.starts_with(stack));
         layers.map(|(index, _)| index).collect::<Vec<_>>()
     };
     let order = [of("x_embedder"), of("transformer_blocks"), of("single_transformer_blocks")].concat();
@@ -506,7 +506,7 @@ fn fixed_slots_are_the_same_in_every_pass() {
         let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
         let known: Vec<Option<usize>> = (0..7).map(|layer| streamer.slot_of(layer)).collect();
         assert_eq!(known, (0..7).map(|layer| fixed.then_some(layer % 2)).collect::<Vec<_>>());
-        let places: Vec<_> = subject.layout().tensors.iter().map(|tensor| streamer.place(&tensor.name)).collect();
+        let places: Vec<_> = subject.layout().tensors().iter().map(|tensor| streamer.place(&tensor.name)).collect();
         for _ in 0..3 {
             for layer in 0..7 {
                 let guard = streamer.layer(layer).unwrap();
@@ -517,7 +517,7 @@ fn fixed_slots_are_the_same_in_every_pass() {
             }
         }
         assert_eq!((streamer.slot_of(99), streamer.place("no such tensor")), (None, None));
-        plan.forecast(subject.layout(), &machine.topology, &vec![compute; 7].into()).unwrap()
+        plan.forecast(subject.layout(), machine.topology(), &vec![compute; 7].into()).unwrap()
     };
     assert_eq!(pass(false), 7 * compute);
     assert_eq!(pass(true), 7 * compute + Duration::from_millis(1), "the copy of the first layer");
@@ -566,7 +566,7 @@ fn tied_weights_are_shared() {
         spec("lm_head.bias", DType::BF16, &[32]),
     ];
     let stored = Subject::plain(&tensors, 29);
-    let mut infos: Vec<TensorInfo> = stored.layout().tensors.clone();
+    let mut infos: Vec<TensorInfo> = stored.layout().tensors().to_vec();
     (infos[3].file, infos[3].offset) = (infos[0].file, infos[0].offset);
     let layout = Layout::new(infos);
     assert_eq!(layout.bytes(), stored.layout().bytes() - 1024);

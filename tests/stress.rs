@@ -128,7 +128,7 @@ impl<'a> Stress<'a> {
             Err(Error::Invalid { .. }) => return subject.check(model),
             Err(error) => panic!("{error}"),
         };
-        let layers = model.layout().layers.len();
+        let layers = model.layout().layers().len();
         for layer in (0..layers).chain([2, 0]) {
             let _guard = streamer.layer(layer).unwrap();
             streamer.compute().occupy(Duration::from_micros(50)).unwrap();

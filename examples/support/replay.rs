@@ -38,7 +38,7 @@ pub(crate) fn step(
 
 /// One step; the host waits for its end, as a caller does who looks at the result.
 pub(crate) fn run(streamer: &mut Streamer, compute: Duration, passes: u32) -> Result<()> {
-    let layers = streamer.model().layout().layers.len();
+    let layers = streamer.model().layout().layers().len();
     let turns = layers as u128 * u128::from(passes);
     // Where each turn ends, so that the turns add up to `compute` exactly.
     let until = |turn: u128| Duration::from_nanos((compute.as_nanos() * turn / turns.max(1)) as u64);

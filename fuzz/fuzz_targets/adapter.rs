@@ -153,7 +153,7 @@ impl Input<'_> {
 }
 
 fn read(base: &Checkpoint, patches: &Patches, tensor: usize) -> Option<Vec<u8>> {
-    let mut bytes = vec![0xee; patches.layout().tensors[tensor].bytes as usize];
+    let mut bytes = vec![0xee; patches.layout().tensors()[tensor].bytes as usize];
     patches.read(base, tensor, &mut bytes).ok().map(|_| bytes)
 }
 
@@ -196,8 +196,8 @@ fuzz_target!(|data: &[u8]| {
     if policy & 1 == 1 {
         patches = patches.clone().scales(ScalePolicy::Recompute).unwrap_or(patches);
     }
-    for tensor in 0..base.layout().tensors.len() {
-        let mut before = vec![0; base.layout().tensors[tensor].bytes as usize];
+    for tensor in 0..base.layout().tensors().len() {
+        let mut before = vec![0; base.layout().tensors()[tensor].bytes as usize];
         base.read(tensor, &mut before).expect("a tensor of an opened file");
         let after = read(&base, &patches, tensor);
         assert_eq!(after, read(&base, &patches, tensor));

@@ -183,7 +183,7 @@ impl Adapter {
         }
         let mut modules: Vec<AdapterModule> = Vec::new();
         let (mut place_of, mut unknown) = (HashMap::new(), Vec::new());
-        for (index, tensor) in checkpoint.layout().tensors.iter().enumerate() {
+        for (index, tensor) in checkpoint.layout().tensors().iter().enumerate() {
             let key = if config.is_some() { keys::parse_peft(&tensor.name) } else { keys::parse(&tensor.name) };
             let fault = |fault| Error::adapter(path, Some(&tensor.name), fault);
             let (name, part) = match key {
@@ -199,7 +199,7 @@ impl Adapter {
                 modules.len() - 1
             });
             if let Some(other) = modules[place].parts.insert(part, index) {
-                let other = checkpoint.layout().tensors[other].name.clone();
+                let other = checkpoint.layout().tensors()[other].name.clone();
                 return Err(fault(AdapterFault::Collision { other, role: name.to_owned() }));
             }
         }
@@ -225,12 +225,12 @@ impl Adapter {
 
     /// The key of tensor number `index`.
     fn key(&self, index: usize) -> &str {
-        &self.checkpoint.layout().tensors[index].name
+        &self.checkpoint.layout().tensors()[index].name
     }
 
     /// The bytes of tensor number `index`.
     fn bytes(&self, index: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.checkpoint.layout().tensors[index].bytes as usize];
+        let mut bytes = vec![0; self.checkpoint.layout().tensors()[index].bytes as usize];
         self.checkpoint.read(index, &mut bytes)?;
         Ok(bytes)
     }
@@ -241,7 +241,7 @@ impl Adapter {
     /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::NotFinite`] with
     /// the first such element, and what reading the file returns.
     fn factor(&self, index: usize) -> Result<Factor> {
-        let info = &self.checkpoint.layout().tensors[index];
+        let info = &self.checkpoint.layout().tensors()[index];
         let fault = |fault| Error::adapter(&self.path, Some(&info.name), fault);
         let bytes = self.bytes(index)?;
         if bytes.is_empty() {

@@ -83,7 +83,7 @@ impl Patches {
         let mut scales = Vec::new();
         for (&weight, patch) in &self.tensors {
             let Some(scale) = patch.scale() else { continue };
-            let info = &self.layout.tensors[scale];
+            let info = &self.layout.tensors()[scale];
             if self.tensors.contains_key(&scale) {
                 let reason =
                     format!("the scale `{}` is changed by an adapter, so it cannot be computed anew", info.name);
@@ -146,10 +146,10 @@ impl Patches {
             checkpoint.read(tensor, dst)?;
             return Ok(PatchOutcome::default());
         };
-        let bytes_of = |tensor: usize| checkpoint.layout().tensors.get(tensor).map_or(0, |t| t.bytes as usize);
+        let bytes_of = |tensor: usize| checkpoint.layout().tensors().get(tensor).map_or(0, |t| t.bytes as usize);
         let (stored, room) = (bytes_of(tensor), dst.len());
         let pristine = dst.get_mut(..stored).ok_or_else(|| {
-            let name = &self.layout().tensors[tensor].name;
+            let name = &self.layout().tensors()[tensor].name;
             let what = Measured::Tensor { name: name.clone() };
             Error::WrongSize { what, needed: stored as u64, given: room as u64 }
         })?;
@@ -160,9 +160,10 @@ impl Patches {
 
     /// Patches know tensors by their places, so another checkpoint's would get what is not meant for them.
     fn check(&self, checkpoint: &Checkpoint, tensor: usize) -> Result<()> {
-        let (Some(stored), Some(known)) = (checkpoint.layout().tensors.get(tensor), self.layout().tensors.get(tensor))
+        let (Some(stored), Some(known)) =
+            (checkpoint.layout().tensors().get(tensor), self.layout().tensors().get(tensor))
         else {
-            let (patched, stored) = (self.layout().tensors.len(), checkpoint.layout().tensors.len());
+            let (patched, stored) = (self.layout().tensors().len(), checkpoint.layout().tensors().len());
             return Err(Mismatch::Checkpoint { patched, stored, file: checkpoint.path().to_owned() }.into());
         };
         let shape = self.tensor(tensor).map_or(&known.shape, TensorPatch::pristine_shape);
@@ -191,7 +192,7 @@ struct Resolving<'a> {
 
 impl<'a> Resolving<'a> {
     fn new(layout: &'a Layout) -> Resolving<'a> {
-        let by_name = layout.tensors.iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
+        let by_name = layout.tensors().iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
         Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
     }
 
@@ -276,7 +277,7 @@ impl<'a> Resolving<'a> {
                     let part = steps.iter().find(|_| target.share.is_some());
                     rows.push(part.map(|step| step.rows().start as u64..step.rows().end as u64));
                     now.steps.extend(steps);
-                    changed.push(self.layout.tensors[tensor].name.clone());
+                    changed.push(self.layout.tensors()[tensor].name.clone());
                 }
             }
             skipped.extend(not_here);
@@ -301,7 +302,7 @@ impl<'a> Resolving<'a> {
     }
 
     fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: usize) -> Result<()> {
-        let info = &self.layout.tensors[tensor];
+        let info = &self.layout.tensors()[tensor];
         if Float::of(info.dtype).is_some() {
             return Ok(());
         }
@@ -311,7 +312,7 @@ impl<'a> Resolving<'a> {
 
     /// The tensor as the steps so far leave it.
     fn weight(&self, tensor: usize) -> Weight<'a> {
-        let info = &self.layout.tensors[tensor];
+        let info = &self.layout.tensors()[tensor];
         let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
         Weight::new(&info.name, shape.clone())
     }
@@ -339,10 +340,10 @@ impl<'a> Resolving<'a> {
         let Resolving { layout, by_name, changed, report, origins } = self;
         let shapes: Vec<(usize, Vec<u64>)> =
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
-        let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
+        let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors()[index]));
         let mut tensors = BTreeMap::new();
         for (tensor, changes) in changed {
-            let info = &layout.tensors[tensor];
+            let info = &layout.tensors()[tensor];
             let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
             tensors.insert(tensor, TensorPatch::new(info, changes, find).map_err(fault)?);
         }

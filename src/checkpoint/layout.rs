@@ -80,21 +80,24 @@ pub struct Layer {
 /// `model.layers.7`. Layers of one stack stand in order of their numbers, stacks in order of first
 /// appearance; modules outside any stack are layers of their own, embeddings first, then other inputs, the
 /// stacks, final norms, and heads last. Where names do not tell, [`Layout::in_order`] does.
+///
+/// Tensors, modules and layers name each other, so nothing of a layout can be changed in place:
+///
+/// ```compile_fail,E0616
+/// let mut layout = tensor_offload::checkpoint::Layout::blocks([1 << 30; 40]);
+/// layout.modules.pop();
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
 pub struct Layout {
-    /// All tensors, as given.
-    pub tensors: Vec<TensorInfo>,
-    /// All modules, in order of execution.
-    pub modules: Vec<Module>,
-    /// All layers, in order of execution.
-    pub layers: Vec<Layer>,
+    tensors: Vec<TensorInfo>,
+    modules: Vec<Module>,
+    layers: Vec<Layer>,
     /// How many classes of layers there are.
-    pub classes: usize,
+    classes: usize,
     /// For each tensor the first tensor that has the same bytes; itself where it is the first.
-    pub storage: Vec<usize>,
+    storage: Vec<usize>,
     /// For each tensor its module.
-    pub module_of: Vec<usize>,
+    module_of: Vec<usize>,
 }
 
 impl Layout {
@@ -214,6 +217,37 @@ impl Layout {
         Ok(layout)
     }
 
+    /// All tensors, as given.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// All modules, in order of execution.
+    pub fn modules(&self) -> &[Module] {
+        &self.modules
+    }
+
+    /// All layers, in order of execution.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// How many classes of layers there are; [`Layer::class`] is below it.
+    pub fn class_count(&self) -> usize {
+        self.classes
+    }
+
+    /// The first tensor that has the same bytes as `tensor`: itself where it is the first. None when there is no such
+    /// tensor.
+    pub fn storage_of(&self, tensor: usize) -> Option<usize> {
+        self.storage.get(tensor).copied()
+    }
+
+    /// The module of a tensor. None when there is no such tensor.
+    pub fn module_of(&self, tensor: usize) -> Option<usize> {
+        self.module_of.get(tensor).copied()
+    }
+
     /// The sum of all tensors' bytes, shared storage once.
     pub fn bytes(&self) -> u64 {
         self.modules.iter().map(|m| m.bytes).sum()
@@ -228,12 +262,27 @@ impl Layout {
     pub fn needs_of(&self, layer: &Layer) -> Vec<usize> {
         let mut needs = layer.modules.clone();
         for &tensor in layer.modules.iter().flat_map(|&module| &self.modules[module].tensors) {
-            let owner = self.module_of[self.storage[tensor]];
+            let owner = self.owner(tensor);
             if self.storage[tensor] != tensor && !needs.contains(&owner) {
                 needs.push(owner);
             }
         }
         needs
+    }
+
+    /// As [`storage_of`](Layout::storage_of), for a tensor of this layout.
+    pub(crate) fn storage(&self, tensor: usize) -> usize {
+        self.storage[tensor]
+    }
+
+    /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
+    pub(crate) fn owner(&self, tensor: usize) -> usize {
+        self.module_of[self.storage[tensor]]
+    }
+
+    /// The layer of a tensor.
+    pub(crate) fn layer_with(&self, tensor: usize) -> usize {
+        self.modules[self.module_of[tensor]].layer
     }
 
     /// The tensors of a module whose bytes lie in its own memory.

@@ -29,9 +29,9 @@ pub use write::{TensorSpec, TensorWriter, write_safetensors};
 /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 /// let model = Checkpoint::open(path)?;
 /// let norm = model.find("model.norm.weight").expect("every Llama has one");
-/// let mut bytes = vec![0; model.layout().tensors[norm].bytes as usize];
+/// let mut bytes = vec![0; model.layout().tensors()[norm].bytes as usize];
 /// model.read(norm, &mut bytes)?;
-/// assert_eq!(model.layout().layers[1].name, "model.layers.0");
+/// assert_eq!(model.layout().layers()[1].name, "model.layers.0");
 /// # Ok::<(), tensor_offload::Error>(())
 /// ```
 #[derive(Clone)]
@@ -126,7 +126,7 @@ impl Checkpoint {
     /// # Panics
     /// When there is no such tensor.
     pub fn file_of(&self, tensor: usize) -> &Path {
-        self.0.sources[self.0.layout.tensors[tensor].file].path()
+        self.0.sources[self.0.layout.tensors()[tensor].file].path()
     }
 
     /// The place of the tensor `name` in [`Layout::tensors`].
@@ -167,7 +167,7 @@ impl Checkpoint {
     }
 
     fn info(&self, tensor: usize) -> Result<&TensorInfo> {
-        let tensors = &self.0.layout.tensors;
+        let tensors = &self.0.layout.tensors();
         tensors
             .get(tensor)
             .ok_or_else(|| Missing::TensorAt { index: tensor, count: tensors.len(), file: self.0.path.clone() }.into())
@@ -177,7 +177,7 @@ impl Checkpoint {
 impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Checkpoint");
-        debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors.len()).finish_non_exhaustive()
+        debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors().len()).finish_non_exhaustive()
     }
 }
 

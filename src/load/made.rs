@@ -30,7 +30,7 @@ impl Made {
     pub(super) fn of(checkpoint: &Checkpoint, patches: &Patches) -> Vec<Made> {
         let files: Arc<[Stamp]> = checkpoint.sources().iter().map(|source| source.stamp()).collect();
         let patched = |index| patches.tensor(index).map(|p| Patched { files: Arc::clone(&files), recipe: p.recipe() });
-        let tensors = checkpoint.layout().tensors.iter().enumerate();
+        let tensors = checkpoint.layout().tensors().iter().enumerate();
         let made = tensors.map(|(index, tensor)| Made {
             file: files[tensor.file],
             at: tensor.offset,

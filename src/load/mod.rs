@@ -115,7 +115,7 @@ impl<'a> Loader<'a> {
 /// # Errors
 /// [`Mismatch`] naming the first tensor that differs.
 fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
-    let (stored, patched) = (&checkpoint.layout().tensors, &patches.layout().tensors);
+    let (stored, patched) = (checkpoint.layout().tensors(), patches.layout().tensors());
     if stored.len() != patched.len() {
         let file = checkpoint.path().to_owned();
         return Err(Mismatch::Checkpoint { patched: patched.len(), stored: stored.len(), file }.into());

@@ -101,7 +101,7 @@ impl Model {
     /// let plan = Planner::new(&layout, devices.machine()).allocation("cuda:0,20gib;cpu,*".parse()?).plan()?;
     /// let model = Arc::new(Model::unfilled(&devices, &layout, &plan)?);
     /// let mut streamer = Streamer::new(&model)?;
-    /// for layer in 0..layout.layers.len() {
+    /// for layer in 0..layout.layers().len() {
     ///     let _guard = streamer.layer(layer)?;
     ///     streamer.compute().occupy(Duration::from_millis(50))?;
     /// }
@@ -124,7 +124,7 @@ impl Model {
                 let buf = reservation.alloc(first.device, groups.bytes(group), kind)?.freeze();
                 Ok(Arc::new(Home { buf, kind }))
             };
-            layout.modules[first.index].alias_of.is_none().then_some(()).map(home).transpose()
+            layout.modules()[first.index].alias_of.is_none().then_some(()).map(home).transpose()
         };
         let homes = (0..groups.len()).map(home).collect::<Result<Vec<_>>>()?;
         let (layout, made, from) = (Arc::new(layout.clone()), Vec::new(), Vec::new());
@@ -165,7 +165,7 @@ impl Model {
         Ok(Model {
             places: places(&layout, &groups),
             groups,
-            by_name: layout.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect(),
+            by_name: layout.tensors().iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect(),
             layout,
             plan: plan.clone(),
             store: Arc::new(WeightStore { homes: away }),
@@ -230,7 +230,7 @@ impl Model {
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let tensor = *self.by_name.get(name)?;
         let buf = self.home(self.owner(tensor))?;
-        Some(TensorView { info: &self.layout.tensors[tensor], buf, place: self.place(tensor) })
+        Some(TensorView { info: &self.layout.tensors()[tensor], buf, place: self.place(tensor) })
     }
 
     /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
@@ -311,7 +311,7 @@ impl Model {
 
     /// The memory of all modules that have some at home, in order, and where in it they are.
     pub(super) fn homes(&self) -> impl Iterator<Item = (&Buf, Range<usize>)> {
-        (0..self.layout.modules.len()).filter_map(|module| Some((self.home(module)?, self.span(module))))
+        (0..self.layout.modules().len()).filter_map(|module| Some((self.home(module)?, self.span(module))))
     }
 
     /// The same, those of the compute device first.
@@ -352,12 +352,12 @@ impl Model {
 
     /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
     pub(crate) fn owner(&self, tensor: usize) -> usize {
-        self.layout.module_of[self.layout.storage[tensor]]
+        self.layout.owner(tensor)
     }
 
     /// Where a tensor's bytes lie in the memory where its owner lives.
     pub(crate) fn place(&self, tensor: usize) -> Range<usize> {
-        self.places[self.layout.storage[tensor]].clone()
+        self.places[self.layout.storage(tensor)].clone()
     }
 
     /// The place of the tensor `name` in the layout.
@@ -377,7 +377,7 @@ impl Model {
 impl fmt::Debug for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Model")
-            .field("modules", &self.layout.modules.len())
+            .field("modules", &self.layout.modules().len())
             .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
@@ -447,10 +447,10 @@ pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
 /// For each tensor where its bytes lie in the memory of its module's group. Of a module the tensors with the largest
 /// elements come first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
 pub(super) fn places(layout: &Layout, groups: &Groups) -> Vec<Range<usize>> {
-    let mut places = vec![0..0; layout.tensors.len()];
-    for index in 0..layout.modules.len() {
+    let mut places = vec![0..0; layout.tensors().len()];
+    for index in 0..layout.modules().len() {
         let mut own: Vec<usize> = layout.own_tensors(index).collect();
-        let tensor = |t: usize| &layout.tensors[t];
+        let tensor = |t: usize| &layout.tensors()[t];
         own.sort_by_key(|&t| std::cmp::Reverse((tensor(t).dtype.bits(), tensor(t).bytes)));
         let mut at = groups.place(index).start;
         for t in own {

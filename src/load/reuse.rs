@@ -45,7 +45,7 @@ impl Reuse {
     pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(usize, usize) -> bool) -> Reuse {
         let lost: BTreeSet<DeviceId> =
             base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
-        let held = layout.tensors.iter().enumerate().map(|(index, tensor)| {
+        let held = layout.tensors().iter().enumerate().map(|(index, tensor)| {
             let old = base.find(&tensor.name).filter(|&old| same(index, old))?;
             let home = base.home(base.owner(old)).filter(|home| !lost.contains(&home.device()))?;
             let place = base.place(old);
@@ -57,7 +57,7 @@ impl Reuse {
         let shared = (0..groups.len()).map(|group| {
             let members = groups.members(group);
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
-            let old = base.find(&layout.tensors[*own.peek()?].name)?;
+            let old = base.find(&layout.tensors()[*own.peek()?].name)?;
             let home = base.shared_home(base.owner(old))?;
             let first = &plan.assignments()[members[0]];
             let alike = home.buf.device() == first.device
@@ -102,7 +102,7 @@ impl Reuse {
 
     /// Whether no byte has to come from a file.
     pub(super) fn is_complete(&self, layout: &Layout) -> bool {
-        (0..layout.modules.len()).flat_map(|module| layout.own_tensors(module)).all(|t| self.held(t).is_some())
+        (0..layout.modules().len()).flat_map(|module| layout.own_tensors(module)).all(|t| self.held(t).is_some())
     }
 
     /// What the weights of a plan need beyond what is shared.

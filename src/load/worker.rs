@@ -76,7 +76,8 @@ impl<'a> Job<'a> {
         let layout = patches.layout();
         let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
-        let largest = largest.flat_map(|a| &layout.modules[a.index].tensors).map(|&t| layout.tensors[t].bytes).max();
+        let largest =
+            largest.flat_map(|a| &layout.modules()[a.index].tensors).map(|&t| layout.tensors()[t].bytes).max();
         let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
         let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, loader.workers.saturating_add(1));
         Ok(Job {
@@ -184,7 +185,7 @@ impl<'a> Job<'a> {
                 break;
             }
             let (first, bytes) = (self.reuse.groups.members(group)[0], self.reuse.groups.bytes(group));
-            if self.patches.layout().modules[first].alias_of.is_some() {
+            if self.patches.layout().modules()[first].alias_of.is_some() {
                 continue;
             }
             if let Some(home) = self.reuse.shared(group) {
@@ -283,7 +284,7 @@ impl<'a> Job<'a> {
             return self.send_patched(tensor, place, memory, stream, &mut scratch.patched);
         };
         let memory = self.send_plain(tensor, place.clone(), memory, stream)?;
-        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().tensors[tensor].bytes).sum();
+        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().tensors()[tensor].bytes).sum();
         self.read.fetch_add(beside, Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         planned.apply(&self.there, stream, sent, (memory, place.start), &mut scratch.factors)
@@ -339,7 +340,7 @@ impl<'a> Job<'a> {
         let checkpoint = self.files(tensor)?;
         let outcome = self.patches.read(checkpoint, tensor, dst)?;
         let beside = self.patches.tensor(tensor).map_or(&[][..], |patch| patch.needs());
-        let stored = |&tensor: &usize| checkpoint.layout().tensors[tensor].bytes;
+        let stored = |&tensor: &usize| checkpoint.layout().tensors()[tensor].bytes;
         self.read.fetch_add(beside.iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
@@ -350,7 +351,7 @@ impl<'a> Job<'a> {
     /// The files, to read a tensor that is in no memory.
     fn files(&self, tensor: usize) -> Result<&Checkpoint> {
         self.checkpoint.ok_or_else(|| {
-            let tensor = self.patches.layout().tensors[tensor].name.clone();
+            let tensor = self.patches.layout().tensors()[tensor].name.clone();
             Missing::Held { tensor }.into()
         })
     }

@@ -220,7 +220,7 @@ impl TensorPatch {
     /// Reads the bytes of the tensors that [`needs`](TensorPatch::needs) names.
     pub(crate) fn read_siblings(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<u8>>> {
         let read = |&sibling: &usize| {
-            let tensor = checkpoint.layout().tensors.get(sibling);
+            let tensor = checkpoint.layout().tensors().get(sibling);
             let mut bytes = vec![0; tensor.map_or(0, |tensor| tensor.bytes as usize)];
             checkpoint.read(sibling, &mut bytes).map(|()| bytes)
         };

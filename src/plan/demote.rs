@@ -63,7 +63,7 @@ impl Plan {
         let uses: Vec<Use> = assignments.iter().map(|a| a.usage).collect();
         let staged: Vec<bool> = assignments.iter().map(|a| a.staged).collect();
         let mut moved = vec![BinTraffic::default(); ids.len()];
-        let (topology, depth) = (&machine.topology, old.depth);
+        let (topology, depth) = (machine.topology(), old.depth);
         let placed = Placed { layout, topology, compute, devices: &ids, home: &home, depth, pinned_cap: 0 };
         let slots: Slots = placed.slots(&uses, &staged, &mut moved);
         for (device, moved) in devices.iter_mut().zip(moved) {
@@ -80,7 +80,7 @@ impl Plan {
 
     /// Its assignments with none on the compute device; those that were streamed are `usage` too.
     fn moved_away(&self, layout: &Layout, machine: &Machine, usage: Use) -> Vec<Assignment> {
-        let owns = |a: &&Assignment| layout.modules[a.index].alias_of.is_none();
+        let owns = |a: &&Assignment| layout.modules()[a.index].alias_of.is_none();
         let streamed =
             || self.assignments().iter().filter(owns).filter(|a| a.usage == Use::Streamed && a.device.is_host());
         let pinned: u64 = streamed().filter(|a| !a.staged).map(|a| a.bytes).sum();
@@ -97,7 +97,7 @@ impl Plan {
                 (a.usage, a.staged) = (Use::InPlace, false);
             }
         }
-        for (index, module) in layout.modules.iter().enumerate() {
+        for (index, module) in layout.modules().iter().enumerate() {
             if let Some(owner) = module.alias_of.filter(|_| moved[index].usage == Use::Streamed) {
                 moved[index].staged = moved[owner].staged && moved[owner].usage == Use::Streamed;
             }
@@ -112,7 +112,7 @@ impl Parts {
         let bytes = |module: &usize| {
             Some(&self.assignments[*module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
         };
-        let layers = layout.layers.iter().rev();
+        let layers = layout.layers().iter().rev();
         layers.max_by_key(|layer| layer.modules.iter().map(bytes).sum::<u64>()).map(|layer| layer.name.as_str())
     }
 }

@@ -45,7 +45,7 @@ impl ComputeTime {
     /// [`Error::Plan`](crate::Error::Plan) when times are given for another number of layers, or add up to more than a
     /// `Duration` holds.
     pub fn of_layers(&self, layout: &Layout) -> Result<Vec<Duration>> {
-        let layers = layout.layers.len();
+        let layers = layout.layers().len();
         match self {
             ComputeTime::Layers(times) if times.len() != layers => {
                 Err(PlanFault::ComputeTimes { given: times.len(), layers }.into())
@@ -57,8 +57,8 @@ impl ComputeTime {
             }
             ComputeTime::Pass(pass) => {
                 let needs =
-                    |layer| layout.needs_of(layer).into_iter().map(|m| u128::from(layout.modules[m].bytes)).sum();
-                let bytes: Vec<u128> = layout.layers.iter().map(needs).collect();
+                    |layer| layout.needs_of(layer).into_iter().map(|m| u128::from(layout.modules()[m].bytes)).sum();
+                let bytes: Vec<u128> = layout.layers().iter().map(needs).collect();
                 let all = bytes.iter().sum::<u128>().max(1);
                 // Where each layer ends, so that they add up to the pass.
                 let until = |bytes: u128| scaled(*pass, bytes, all);

@@ -26,7 +26,7 @@ pub(super) struct Placement<'a> {
 
 impl<'a> Placement<'a> {
     pub(super) fn new(layout: &'a Layout, quotas: &'a Quotas) -> Placement<'a> {
-        let (home, used) = (vec![None; layout.modules.len()], vec![0; quotas.bins.len()]);
+        let (home, used) = (vec![None; layout.modules().len()], vec![0; quotas.bins.len()]);
         Placement { layout, quotas, home, used, warnings: Vec::new() }
     }
 
@@ -36,8 +36,8 @@ impl<'a> Placement<'a> {
         let layout = self.layout;
         let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
         self.keep(wanted, Some(KeptFor::Wanted));
-        self.keep(|module| layout.modules[module].bytes == 0 || small(layout.modules[module].bytes), None);
-        self.keep(|module| layout.modules[module].both_ends, Some(KeptFor::BothEnds));
+        self.keep(|module| layout.modules()[module].bytes == 0 || small(layout.modules()[module].bytes), None);
+        self.keep(|module| layout.modules()[module].both_ends, Some(KeptFor::BothEnds));
     }
 
     /// With `why`, a module that the quota does not hold is worth a warning.
@@ -50,7 +50,7 @@ impl<'a> Placement<'a> {
             if self.holds(compute, self.bytes(module)) {
                 self.put(module, compute);
             } else if let Some(why) = why {
-                let (module, device) = (self.layout.modules[module].name.clone(), self.quotas.bins[compute].device);
+                let (module, device) = (self.layout.modules()[module].name.clone(), self.quotas.bins[compute].device);
                 self.warnings.push(Warning::NotKept { module, why, device });
             }
         }
@@ -116,7 +116,7 @@ impl<'a> Placement<'a> {
         Error::DoesNotFit(Box::new(Shortfall {
             device,
             term: Term::Weights,
-            module: Some(self.layout.modules[module].name.clone()),
+            module: Some(self.layout.modules()[module].name.clone()),
             needed,
             limit,
             limit_is: Limit::Free,
@@ -187,7 +187,7 @@ impl<'a> Placement<'a> {
                 self.warnings.push(Warning::OverQuota { device, bytes, quota });
             }
         }
-        let owner = |module: usize| self.layout.modules[module].alias_of.unwrap_or(module);
+        let owner = |module: usize| self.layout.modules()[module].alias_of.unwrap_or(module);
         let home = |module| self.home[owner(module)].unwrap_or(self.quotas.compute);
         ((0..self.home.len()).map(home).collect(), self.warnings)
     }
@@ -199,11 +199,11 @@ impl<'a> Placement<'a> {
 
     /// Whether the module still needs a home.
     pub(super) fn is_open(&self, module: usize) -> bool {
-        self.home[module].is_none() && self.layout.modules[module].alias_of.is_none()
+        self.home[module].is_none() && self.layout.modules()[module].alias_of.is_none()
     }
 
     pub(super) fn bytes(&self, module: usize) -> u64 {
-        self.layout.modules[module].bytes
+        self.layout.modules()[module].bytes
     }
 
     /// The bytes in the bin.

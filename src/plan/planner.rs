@@ -246,15 +246,15 @@ impl<'a> Planner<'a> {
     /// Module -> whether it is to be kept resident.
     fn kept(&self) -> Vec<bool> {
         let layout = self.layout;
-        let mut kept: Vec<bool> = layout.modules.iter().map(|module| any(&self.resident, &module.name)).collect();
+        let mut kept: Vec<bool> = layout.modules().iter().map(|module| any(&self.resident, &module.name)).collect();
         if let Some(most) = self.largest_slot {
-            layout.layers.iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
+            layout.layers().iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
         }
         kept
     }
 
     pub(super) fn total(&self) -> Result<u64> {
-        let bytes = self.layout.modules.iter().map(|module| u128::from(module.bytes)).sum();
+        let bytes = self.layout.modules().iter().map(|module| u128::from(module.bytes)).sum();
         let countable = u64::try_from(bytes).ok().filter(|&bytes| bytes <= MOST_BYTES);
         countable.ok_or_else(|| PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into())
     }
@@ -272,7 +272,7 @@ impl<'a> Planner<'a> {
         home: &[usize],
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
-        let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
+        let (layout, topology, depth) = (self.layout, self.machine.topology(), self.depth);
         let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
         let mut traffic = placed.traffic(|name| any(&self.in_place, name));
@@ -297,7 +297,7 @@ impl<'a> Planner<'a> {
                 bytes: module.bytes,
             }
         };
-        let assignments = layout.modules.iter().enumerate().map(assignment).collect();
+        let assignments = layout.modules().iter().enumerate().map(assignment).collect();
         let mut devices = Vec::with_capacity(ids.len());
         for (bin, moved) in quotas.bins.iter().zip(&traffic.bins).enumerate().map(|(i, (b, t))| ((i, b), t)) {
             let (index, bin) = bin;
@@ -329,9 +329,9 @@ impl<'a> Planner<'a> {
     /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
     /// pages are no less locked.
     fn pinnable(&self, devices: &[DeviceId], home: &[usize]) -> u64 {
-        let topology = &self.machine.topology;
+        let topology = self.machine.topology();
         let locked = |&bin: &usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
-        let modules = self.layout.modules.iter().zip(home).filter(|(_, bin)| locked(bin));
+        let modules = self.layout.modules().iter().zip(home).filter(|(_, bin)| locked(bin));
         let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
         modules.fold(cap, |cap, (module, _)| cap.saturating_sub(module.bytes))
     }
@@ -342,7 +342,7 @@ impl<'a> Planner<'a> {
         devices: &'b [DevicePlan],
         compute: DeviceId,
     ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
-        let topology = &self.machine.topology;
+        let topology = self.machine.topology();
         let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
         let warning = move |d: &DevicePlan| Warning::OneMemory { device: d.id, compute, bytes: d.streamed };
         devices.iter().filter(here).map(warning)
@@ -353,13 +353,13 @@ impl<'a> Planner<'a> {
         let bytes =
             |module: usize| Some(&assignments[module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes);
         let of = |modules: &[usize]| modules.iter().map(|&module| bytes(module)).sum::<u64>();
-        let layers = self.layout.layers.iter().rev();
+        let layers = self.layout.layers().iter().rev();
         layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
     }
 
     /// Warnings for patterns that name nothing.
     fn idle_patterns(&self) -> impl Iterator<Item = Warning> {
-        let idle = |pattern: &&String| !self.layout.modules.iter().any(|module| matches(pattern, &module.name));
+        let idle = |pattern: &&String| !self.layout.modules().iter().any(|module| matches(pattern, &module.name));
         let patterns = self.resident.iter().chain(&self.in_place);
         patterns.filter(idle).map(|pattern| Warning::IdlePattern { pattern: pattern.clone() })
     }
@@ -368,7 +368,7 @@ impl<'a> Planner<'a> {
 /// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
 /// that no longer fits beside those before it.
 pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator<Item = usize> {
-    let bytes = |module: &usize| Layout::slot_bytes(layout.modules[*module].bytes);
+    let bytes = |module: &usize| Layout::slot_bytes(layout.modules()[*module].bytes);
     let mut modules = if layout.slot_of(layer) > most { layer.modules.clone() } else { Vec::new() };
     modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
     let mut in_slot = 0u64;

@@ -40,7 +40,7 @@ pub(super) struct BinTraffic {
 
 impl Placed<'_> {
     pub(super) fn traffic(&self, in_place: impl Fn(&str) -> bool) -> Traffic {
-        let modules = self.layout.modules.iter().zip(self.home);
+        let modules = self.layout.modules().iter().zip(self.home);
         let usage = modules.map(|(module, &bin)| match self.devices[bin] == self.compute {
             true => Use::Resident,
             false if in_place(&module.name) => Use::InPlace,
@@ -58,7 +58,7 @@ impl Placed<'_> {
         let stages: Vec<bool> = self.devices.iter().map(|&device| self.stages(device)).collect();
         let mut pinned = 0u64;
         let mut staged: Vec<bool> = self.home.iter().map(|&bin| stages[bin]).collect();
-        for (index, module) in self.layout.modules.iter().enumerate() {
+        for (index, module) in self.layout.modules().iter().enumerate() {
             let bin = self.home[index];
             let pinnable = self.devices[bin].is_host() && !self.compute.is_host();
             if pinnable && usage[index] == Use::Streamed && module.alias_of.is_none() {
@@ -69,7 +69,7 @@ impl Placed<'_> {
                 }
             }
         }
-        for (index, module) in self.layout.modules.iter().enumerate() {
+        for (index, module) in self.layout.modules().iter().enumerate() {
             if let Some(owner) = module.alias_of {
                 staged[index] = staged[owner];
             }
@@ -87,10 +87,10 @@ impl Placed<'_> {
     pub(super) fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
         let layout = self.layout;
         let mut slots = Slots::default();
-        for layer in &layout.layers {
+        for layer in layout.layers() {
             let mut in_slot = 0u64;
             for module in layout.needs_of(layer).into_iter().filter(|&module| usage[module] == Use::Streamed) {
-                let bytes = layout.modules[module].bytes;
+                let bytes = layout.modules()[module].bytes;
                 in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
                 let bin = &mut bins[self.home[module]];
                 bin.streamed = bin.streamed.saturating_add(bytes);

@@ -245,7 +245,7 @@ impl Plan {
     /// # Errors
     /// [`Error::Plan`](crate::Error::Plan) naming the first module that differs.
     pub fn verify(&self, layout: &Layout) -> Result<()> {
-        let (planned, modules) = (&self.0.assignments, &layout.modules);
+        let (planned, modules) = (&self.0.assignments, layout.modules());
         if planned.len() != modules.len() {
             return Err(PlanFault::OtherModel { planned: planned.len(), modules: modules.len() }.into());
         }

@@ -52,7 +52,7 @@ impl Contents {
     /// A slot has a part for each lane. In it each module begins at a multiple of 256 bytes, and those of a group stand
     /// together as they do at home.
     pub(crate) fn new(layout: &Layout, groups: &Groups, lanes: &[Option<usize>]) -> Contents {
-        Contents(layout.layers.iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
+        Contents(layout.layers().iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
     }
 
     /// How many layers there are, streamed or not.
@@ -85,7 +85,7 @@ impl Content {
             let (range, at) = (groups.place(module), part.bytes);
             located.push(Located { module, range: range.clone(), part: lane, at });
             part.push(groups, Slice { module, range, at });
-            part.bytes += Layout::slot_bytes(layout.modules[module].bytes) as usize;
+            part.bytes += Layout::slot_bytes(layout.modules()[module].bytes) as usize;
         }
         let lanes: Vec<usize> = parts.keys().copied().collect();
         for located in &mut located {

@@ -42,17 +42,17 @@ impl Groups {
     pub(crate) fn new(layout: &Layout, origin: impl Fn(usize) -> Option<Origin>) -> Groups {
         let mut groups = Groups { members: Vec::new(), of: Vec::new() };
         let small = |module: usize| {
-            let bytes = layout.modules[module].bytes;
+            let bytes = layout.modules()[module].bytes;
             let is_small = (1..=SMALL).contains(&bytes) && bytes.is_multiple_of(ALIGNED);
-            is_small.then(|| Some((layout.modules[module].layer, origin(module)?))).flatten()
+            is_small.then(|| Some((layout.modules()[module].layer, origin(module)?))).flatten()
         };
         let mut counts: BTreeMap<(usize, Origin), usize> = BTreeMap::new();
-        for kind in (0..layout.modules.len()).filter_map(small) {
+        for kind in (0..layout.modules().len()).filter_map(small) {
             *counts.entry(kind).or_default() += 1;
         }
-        let is_vector = |tensor: usize| layout.tensors[tensor].shape.len() <= 1;
+        let is_vector = |tensor: usize| layout.tensors()[tensor].shape.len() <= 1;
         let mut open: BTreeMap<(usize, Origin), (usize, usize)> = BTreeMap::new();
-        for module in 0..layout.modules.len() {
+        for module in 0..layout.modules().len() {
             let many = |kind: &(usize, Origin)| counts.get(kind).is_some_and(|&count| count >= MANY);
             let joins = small(module).filter(|kind| many(kind) || layout.own_tensors(module).all(is_vector));
             let mut alone = || {
@@ -64,7 +64,7 @@ impl Groups {
                 None => &mut alone(),
             };
             groups.members[*group].push(module);
-            let end = *start + layout.modules[module].bytes as usize;
+            let end = *start + layout.modules()[module].bytes as usize;
             groups.of.push((*group, *start..end));
             *start = end;
         }

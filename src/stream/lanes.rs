@@ -50,12 +50,12 @@ impl Lanes {
 
     /// The lane of each module that is streamed and has bytes of its own, in order of the first that goes that way.
     pub(super) fn of_modules(&mut self, model: &Model) -> Result<Vec<Option<usize>>> {
-        (0..model.layout().modules.len()).map(|module| self.lane_of(model, module)).collect()
+        (0..model.layout().modules().len()).map(|module| self.lane_of(model, module)).collect()
     }
 
     /// The lane of a module, made if it is the first that goes this way.
     fn lane_of(&mut self, model: &Model, module: usize) -> Result<Option<usize>> {
-        let streamed = model.plan().origin(module).is_some() && model.layout().modules[module].bytes > 0;
+        let streamed = model.plan().origin(module).is_some() && model.layout().modules()[module].bytes > 0;
         let Some(home) = model.home(module).filter(|_| streamed) else { return Ok(None) };
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {

@@ -48,7 +48,7 @@ use slots::{Fill, Slots};
 ///     .plan()?;
 /// let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
 /// let mut streamer = Streamer::new(&model)?;
-/// for layer in 0..model.layout().layers.len() {
+/// for layer in 0..model.layout().layers().len() {
 ///     let guard = streamer.layer(layer)?;
 ///     for tensor in guard.tensors() {
 ///         assert_eq!(tensor.device(), "cuda:0".parse()?);
@@ -132,7 +132,7 @@ impl Streamer {
     /// let slots = (0..3).map(|_| device.alloc(bytes, MemoryKind::Whole)); // or your own memory
     /// let slots = slots.collect::<Result<_, _>>()?;
     /// let mut streamer = Streamer::with_slots(&model, device.stream(Role::Compute)?, slots)?;
-    /// for layer in 0..model.layout().layers.len() {
+    /// for layer in 0..model.layout().layers().len() {
     ///     let guard = streamer.layer(layer)?;
     ///     println!("{} is in slot {:?}", guard.layer().name, guard.slot());
     /// }
@@ -261,7 +261,7 @@ impl Streamer {
     pub fn place(&self, name: &str) -> Option<Range<usize>> {
         let layout = self.model.layout();
         let tensor = self.model.find(name)?;
-        let content = self.streamed.contents.of(layout.modules[layout.module_of[tensor]].layer);
+        let content = self.streamed.contents.of(layout.layer_with(tensor));
         let (part, range) = content.find(self.model.owner(tensor), &self.model.place(tensor))?;
         let before: usize = content.parts[..part].iter().map(|part| part.bytes).sum();
         Some(before + range.start..before + range.end)
@@ -367,7 +367,7 @@ impl Streamed {
         let compute = model.residency().device().id();
         let here = |module: &usize| model.home(*module).is_some_and(|home| home.device() == compute);
         let resident = |layer| model.layout().needs_of(layer).into_iter().filter(here).collect();
-        Ok(Streamed { contents, resident: model.layout().layers.iter().map(resident).collect() })
+        Ok(Streamed { contents, resident: model.layout().layers().iter().map(resident).collect() })
     }
 }
 

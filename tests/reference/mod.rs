@@ -35,19 +35,19 @@ pub(crate) fn file(name: &str, tensors: &[Tensor]) -> Checkpoint {
 
 /// All tensors of a checkpoint.
 pub(crate) fn tensors(checkpoint: &Checkpoint) -> Vec<Tensor> {
-    let infos = checkpoint.layout().tensors.iter().enumerate();
+    let infos = checkpoint.layout().tensors().iter().enumerate();
     infos.map(|(index, info)| (info.name.clone(), info.dtype, info.shape.clone(), bytes(checkpoint, index))).collect()
 }
 
 pub(crate) fn bytes(checkpoint: &Checkpoint, index: usize) -> Vec<u8> {
-    let mut bytes = vec![0; checkpoint.layout().tensors[index].bytes as usize];
+    let mut bytes = vec![0; checkpoint.layout().tensors()[index].bytes as usize];
     checkpoint.read(index, &mut bytes).unwrap();
     bytes
 }
 
 pub(crate) fn named(checkpoint: &Checkpoint, name: &str) -> Tensor {
     let index = checkpoint.find(name).unwrap_or_else(|| panic!("no tensor `{name}`"));
-    let info = &checkpoint.layout().tensors[index];
+    let info = &checkpoint.layout().tensors()[index];
     (name.to_owned(), info.dtype, info.shape.clone(), bytes(checkpoint, index))
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn merged(base: &Checkpoint, adapters: Vec<Adapter>, matching: Matchi
     let before = all.clone();
     for (index, patch) in patches.iter() {
         let needs: Vec<&[u8]> = patch.needs().iter().map(|&index| before[index].3.as_slice()).collect();
-        let info = &patches.layout().tensors[index];
+        let info = &patches.layout().tensors()[index];
         all[index].2 = info.shape.clone();
         all[index].3.resize(info.bytes as usize, 0xff);
         patch.apply(&mut all[index].3, &needs).unwrap();

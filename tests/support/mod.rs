@@ -188,11 +188,11 @@ pub(crate) struct Subject {
 impl Subject {
     pub(crate) fn new(checkpoint: Checkpoint, patches: Patches) -> Subject {
         let merge = |tensor: usize| {
-            let mut bytes = vec![0; patches.layout().tensors[tensor].bytes as usize];
+            let mut bytes = vec![0; patches.layout().tensors()[tensor].bytes as usize];
             patches.read(&checkpoint, tensor, &mut bytes).unwrap();
             bytes
         };
-        let merged = (0..patches.layout().tensors.len()).map(merge).collect();
+        let merged = (0..patches.layout().tensors().len()).map(merge).collect();
         Subject { checkpoint, patches, merged }
     }
 
@@ -226,13 +226,13 @@ impl Subject {
 
     /// A hash of all names and merged bytes, to compare with [`hash`].
     pub(crate) fn hash(&self) -> String {
-        let tensors = self.layout().tensors.iter().zip(&self.merged);
+        let tensors = self.layout().tensors().iter().zip(&self.merged);
         digest(tensors.map(|(tensor, bytes)| (tensor.name.as_str(), bytes.clone())))
     }
 
     /// Every tensor of the model, wherever it lives, is as merged on the host, and of its storage type.
     pub(crate) fn check(&self, model: &Model) {
-        for (tensor, want) in self.layout().tensors.iter().zip(&self.merged) {
+        for (tensor, want) in self.layout().tensors().iter().zip(&self.merged) {
             let (name, stored) = (&tensor.name, self.checkpoint.layout().tensor(&tensor.name).unwrap());
             let view = model.tensor(name).expect("a tensor of the model");
             assert_eq!(view.info().dtype, stored.dtype, "{name} changed its type");
@@ -256,7 +256,7 @@ pub(crate) fn read(model: &Model, name: &str) -> Result<Vec<u8>> {
 
 /// A hash of all tensors' names and bytes.
 pub(crate) fn hash(model: &Model) -> String {
-    digest(model.layout().tensors.iter().map(|t| (t.name.as_str(), read(model, &t.name).unwrap())))
+    digest(model.layout().tensors().iter().map(|t| (t.name.as_str(), read(model, &t.name).unwrap())))
 }
 
 fn digest<'a>(tensors: impl Iterator<Item = (&'a str, Vec<u8>)>) -> String {

@@ -85,7 +85,7 @@ impl Parts<'_> {
     /// A part that holds a shape.
     fn read_shape(&self, part: Part) -> Result<Option<Vec<u64>>> {
         let Some(&index) = self.module.parts.get(&part) else { return Ok(None) };
-        let info = &self.adapter.checkpoint.layout().tensors[index];
+        let info = &self.adapter.checkpoint.layout().tensors()[index];
         let bytes = self.adapter.bytes(index)?;
         let whole = |value: f32| (value >= 0.0 && value.fract() == 0.0 && value < 1e9).then_some(value as u64);
         let shape: Option<Vec<u64>> = match info.dtype {

@@ -231,7 +231,7 @@ pub(crate) enum Found<'a> {
 fn modules(layout: &Layout) -> Vec<Target<'_>> {
     let mut targets: Vec<Target<'_>> = Vec::new();
     let mut place_of = HashMap::new();
-    for (index, tensor) in layout.tensors.iter().enumerate() {
+    for (index, tensor) in layout.tensors().iter().enumerate() {
         let (module, is_bias) = match tensor.name.rsplit_once('.') {
             Some((module, "weight")) => (module, false),
             Some((module, "bias")) => (module, true),
