@@ -12,7 +12,7 @@ use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::{Checkpoint, Loader, Matching, Model, Patches, Planner, Result};
+use tensor_offload::{Checkpoint, Loader, Matching, Model, Patches, Planner, Result, TensorId};
 
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
@@ -93,7 +93,7 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
 
 /// Writes a tensor from the checkpoint's file, patched where an adapter changes it.
 fn patch(checkpoint: &Checkpoint, patches: &Patches, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
-    let bytes = patches.layout().tensors()[tensor].bytes as usize;
+    let (bytes, tensor) = (patches.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
     if patches.tensor(tensor).is_some() {
         let mut patched = vec![0; bytes];
         patches.read(checkpoint, tensor, &mut patched)?;

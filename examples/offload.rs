@@ -210,16 +210,16 @@ impl Args {
 
     /// Goes through the model, as a caller would that computes for a while in every layer.
     fn steps(&self, streamer: &mut Streamer, plan: &Plan, topology: &Topology) -> Result<Vec<Value>> {
-        let layers = streamer.model().layout().layers().len();
+        let layers = streamer.model().layout().layer_ids();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
-        let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
+        let per_layer = compute / u32::try_from(layers.len().max(1)).unwrap_or(u32::MAX);
         let estimate = plan.estimate(topology, compute);
         let floor = estimate.pass.as_secs_f64();
         self.say(|| format!("{estimate}"));
         let mut steps = Vec::new();
         for step in 1..=self.steps {
             let (begin, before) = (Instant::now(), streamed(streamer));
-            for layer in 0..layers {
+            for layer in layers.clone() {
                 let _guard = streamer.layer(layer)?;
                 streamer.compute().occupy(per_layer)?;
             }
@@ -261,7 +261,7 @@ fn streamed(streamer: &Streamer) -> u64 {
 fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -> Result<String> {
     let model = Arc::clone(streamer.model());
     let mut whole = Sha256::new();
-    for layer in 0..model.layout().layers().len() {
+    for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let (name, bytes) = (&view.info().name, view.info().bytes as usize);

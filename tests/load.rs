@@ -344,7 +344,7 @@ fn whole_life(registry: &Registry, subject: &Subject, plan: &Plan) -> tensor_off
 }
 
 fn stream(streamer: &mut Streamer, subject: &Subject) -> tensor_offload::Result<()> {
-    for layer in 0..streamer.model().layout().layers().len() {
+    for layer in streamer.model().layout().layer_ids() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let name = &view.info().name;

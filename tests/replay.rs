@@ -13,7 +13,7 @@ use tensor_offload::backend::{Backend, Clock, Contents, MemoryKind, Role, Simula
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::error::Missing;
 use tensor_offload::{
-    Bandwidth, Error, ErrorKind, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit,
+    Bandwidth, Error, ErrorKind, LayerId, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit,
 };
 
 fn sizes_only(devices: &[&str]) -> (Arc<Simulated>, Registry) {
@@ -79,7 +79,7 @@ fn an_unfilled_model_takes_what_its_plan_says() {
     }
     // The first pass brings what it uses; each sends for the beginning of the next.
     assert_eq!(streamer.report().bytes.values().sum::<u64>(), (2 * 30 + 1) << 30);
-    let guard = streamer.layer(0).unwrap();
+    let guard = streamer.layer(LayerId::new(0)).unwrap();
     let refused = guard.read("block.0.weight", &mut vec![0; 1 << 10]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::WrongSize, "{refused}");
     drop((guard, streamer, model));

@@ -9,7 +9,7 @@ fuzz_target!(|data: &[u8]| {
     let Ok(checkpoint) = Checkpoint::from_bytes("input", data.to_vec()) else { return };
     let layout = checkpoint.layout();
     let mut sum = 0u64;
-    for (index, tensor) in layout.tensors().iter().enumerate() {
+    for (index, tensor) in layout.tensor_ids().zip(layout.tensors()) {
         assert_eq!(tensor.dtype.bytes_of(&tensor.shape), Some(tensor.bytes));
         assert!(tensor.offset + tensor.bytes <= data.len() as u64);
         let mut bytes = vec![0; tensor.bytes as usize];

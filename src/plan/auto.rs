@@ -140,10 +140,10 @@ impl<'a> Search<'a> {
     fn slot_sizes(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
         let slots = self.planner.depth.saturating_add(1).min(layout.layers().len()) as u64;
-        let largest = layout.layers().iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
         let fits = |most: u64| {
             let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
-            let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.modules()[module].bytes));
+            let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.at(module).bytes));
             kept.saturating_add(most.saturating_mul(slots)) <= self.room
         };
         let mut useful: Vec<u64> =
@@ -265,7 +265,7 @@ impl<'a> Search<'a> {
         let topology = self.planner.machine.topology();
         let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
-        let largest = layout.layers().iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
         let staging = largest.min(STAGING_BYTES as u64).saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
@@ -310,7 +310,7 @@ impl<'a> Search<'a> {
         let layout = self.planner.layout;
         let most = best.arrangement.largest_slot.unwrap_or(u64::MAX);
         let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
-        let kept = kept.map(|module| layout.modules()[module].name.clone()).collect();
+        let kept = kept.map(|module| layout.at(module).name.clone()).collect();
         let plan = self.planner_of(best.arrangement).allocation(best.allocation.clone());
         let plan = plan.placed().and_then(|parts| plan.checked(parts))?;
         let found = (best.allocation.clone(), best.pass);

@@ -81,7 +81,7 @@ impl Preset {
         if whole {
             return Ok(Allocation::all_on(id));
         }
-        let largest = layout.layers().iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
         let beside_slots = room.saturating_sub(largest.saturating_mul(SLOTS));
         let weights = match self {
             Preset::NoVram => 0,

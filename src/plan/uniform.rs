@@ -3,14 +3,14 @@
 use super::place::Placement;
 use super::spread::Dealer;
 use super::warning::Warning;
+use crate::checkpoint::Layer;
 
 impl Placement<'_> {
     /// Fills the compute device's share with roles, the largest first, each in all layers of its class, then
     /// with whole layers, evenly spaced; the rest is spread over the other bins module by module.
     pub(super) fn uniform(&mut self) {
         let compute = self.quotas.compute;
-        let total =
-            self.layout.modules().iter().enumerate().filter(|(m, _)| self.is_open(*m)).map(|(_, m)| m.bytes).sum();
+        let total = self.layout.modules().iter().filter(|m| self.is_open(m.id)).map(|m| m.bytes).sum();
         let share = self.shares(total, 1, &|_| true)[compute];
         let left = share - self.place_roles(share);
         self.place_layers(left);
@@ -63,11 +63,11 @@ impl Placement<'_> {
     /// Deals the layers' open parts between the compute device, up to `left` bytes, and all others.
     fn place_layers(&mut self, left: u64) {
         let layout = self.layout;
-        let open = |this: &Self, layer: usize| -> u64 {
-            layout.layers()[layer].modules.iter().filter(|m| this.is_open(**m)).map(|&m| this.bytes(m)).sum()
+        let open = |this: &Self, layer: &Layer| -> u64 {
+            layer.modules.iter().filter(|m| this.is_open(**m)).map(|&m| this.bytes(m)).sum()
         };
-        let rests: Vec<(usize, u64)> =
-            (0..layout.layers().len()).map(|l| (l, open(self, l))).filter(|rest| rest.1 > 0).collect();
+        let rests: Vec<(&Layer, u64)> =
+            layout.layers().iter().map(|l| (l, open(self, l))).filter(|rest| rest.1 > 0).collect();
         let largest = rests.iter().map(|rest| rest.1).max().unwrap_or(0);
         let smallest = rests.iter().map(|rest| rest.1).min().unwrap_or(0);
         let total: u64 = rests.iter().map(|rest| rest.1).sum();
@@ -85,7 +85,7 @@ impl Placement<'_> {
         for (layer, bytes) in rests {
             match dealer.deal(bytes) {
                 Some(0) => {
-                    for &module in &layout.layers()[layer].modules {
+                    for &module in &layer.modules {
                         if self.is_open(module) {
                             self.put(module, self.quotas.compute);
                         }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::explain::Explanation;
 use super::warning::Warning;
 use crate::allocation::Mode;
-use crate::checkpoint::{Layout, Module};
+use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
 use crate::device::{DeviceId, DeviceInfo};
 use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
 use crate::schedule::{Groups, Origin};
@@ -58,10 +58,10 @@ pub enum Use {
 pub struct Assignment {
     /// Its name.
     pub module: Arc<str>,
-    /// Its place in [`Layout::modules`].
-    pub index: usize,
-    /// Its layer's place in [`Layout::layers`].
-    pub layer: usize,
+    /// Its place among the layout's modules.
+    pub index: ModuleId,
+    /// Its layer.
+    pub layer: LayerId,
     /// Where its bytes live.
     pub device: DeviceId,
     /// How they are used.
@@ -192,6 +192,16 @@ impl Plan {
         &self.0.assignments
     }
 
+    /// What becomes of a module; none when the plan has no such module.
+    pub fn assignment(&self, module: ModuleId) -> Option<&Assignment> {
+        self.0.assignments.get(module.index())
+    }
+
+    /// The same for a module of the layout that the plan is of.
+    pub(crate) fn at(&self, module: ModuleId) -> &Assignment {
+        &self.0.assignments[module.index()]
+    }
+
     /// The compute device, the allocation's devices and where else something lives, in order of id.
     pub fn devices(&self) -> &[DevicePlan] {
         &self.0.devices
@@ -214,8 +224,8 @@ impl Plan {
     }
 
     /// Where a module's bytes come from, if it is streamed.
-    pub(crate) fn origin(&self, module: usize) -> Option<Origin> {
-        let assignment = &self.0.assignments[module];
+    pub(crate) fn origin(&self, module: ModuleId) -> Option<Origin> {
+        let assignment = self.at(module);
         let origin = Origin { device: assignment.device, staged: assignment.staged };
         (assignment.usage == Use::Streamed).then_some(origin)
     }
@@ -251,11 +261,12 @@ impl Plan {
         }
         let differs =
             |(a, m): &(&Assignment, &Module)| *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer;
-        let known = |name: &str, bytes, layer| PlannedModule { name: name.to_owned(), bytes, layer };
+        let known =
+            |name: &str, bytes, layer: LayerId| PlannedModule { name: name.to_owned(), bytes, layer: layer.index() };
         match planned.iter().zip(modules).find(differs) {
             None => Ok(()),
             Some((a, m)) => Err(PlanFault::OtherModule {
-                index: a.index,
+                index: a.index.index(),
                 planned: known(&a.module, a.bytes, a.layer),
                 module: known(&m.name, m.bytes, m.layer),
             }
@@ -311,10 +322,11 @@ impl Parts {
         }
         let (mut previous_layer, mut all) = (0, 0u64);
         for (index, a) in self.assignments.iter().enumerate() {
-            if a.index != index || a.layer < previous_layer || a.layer > previous_layer + 1 {
+            let layer = a.layer.index();
+            if a.index.index() != index || layer < previous_layer || layer > previous_layer + 1 {
                 return Err(Contradiction::OutOfOrder { module: a.module.to_string(), index });
             }
-            previous_layer = a.layer;
+            previous_layer = layer;
             if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
                 let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
                 return Err(Contradiction::Usage { module, usage, device });

@@ -52,7 +52,7 @@ fn bytes(plan: &Plan, device: DeviceId) -> u64 {
 }
 
 fn on(plan: &Plan, device: DeviceId) -> Vec<usize> {
-    plan.assignments().iter().filter(|a| a.device == device).map(|a| a.index).collect()
+    plan.assignments().iter().filter(|a| a.device == device).map(|a| a.index.index()).collect()
 }
 
 fn assignment<'a>(plan: &'a Plan, module: &str) -> &'a Assignment {
@@ -195,7 +195,7 @@ fn case_12_smaller_blocks_fill_behind_a_large_one() {
     let layout = Layout::blocks([GIB, 5 * GIB, GIB, GIB, GIB]);
     let plan = sequential(&layout, &usual(), "cuda:0,4gb;cpu,*").unwrap();
     assert_eq!((on(&plan, GPU0), on(&plan, CPU)), (vec![0, 2, 3, 4], vec![1]));
-    assert_eq!(plan.assignments().iter().map(|a| a.index).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+    assert_eq!(plan.assignments().iter().map(|a| a.index.index()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
 }
 
 // Memory.
@@ -393,7 +393,8 @@ fn a_role_is_resident_in_all_layers_of_a_class_or_in_none() {
 fn check_uniform(layout: &Layout, plan: &Plan) {
     let mut seen: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
     for layer in layout.layers() {
-        let resident: Vec<bool> = layer.modules.iter().map(|&m| plan.assignments()[m].usage == Use::Resident).collect();
+        let resident: Vec<bool> =
+            layer.modules.iter().map(|&m| plan.assignment(m).unwrap().usage == Use::Resident).collect();
         if !resident.iter().all(|r| *r) {
             assert_eq!(seen.entry(layer.class).or_insert_with(|| resident.clone()), &resident, "{}", layer.name);
         }

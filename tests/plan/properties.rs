@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{DeviceId, Machine, Order, Plan, Planner, Unit};
+use tensor_offload::{DeviceId, Machine, ModuleId, Order, Plan, Planner, Unit};
 
 use super::{CPU, GIB, GPU0, GPU1, MIB, bytes, check_uniform, machine, named, on};
 
@@ -65,7 +65,7 @@ proptest! {
             prop_assert_eq!((device, before.bytes, tensor_offload::Use::Streamed), (after.device, after.bytes, after.usage));
         }
         let whole = |layer: &tensor_offload::checkpoint::Layer| {
-            layer.modules.iter().map(|&module| Layout::slot_bytes(layout.modules()[module].bytes)).sum::<u64>()
+            layout.modules_in(layer.id).map(|module| Layout::slot_bytes(module.bytes)).sum::<u64>()
         };
         let slots = demoted.slots();
         prop_assert_eq!(slots.bytes_each, layout.layers().iter().map(whole).max().unwrap_or(0));
@@ -79,8 +79,8 @@ proptest! {
     fn every_module_is_placed_once_within_hard_quotas(layout in layouts(), caps in caps(), (order, unit) in arrangements()) {
         let allocation = format!("cuda:0,{}mib;cuda:1,{}mib;cuda:2,{}mib;cpu,*", caps[0], caps[1], caps[2]);
         let plan = plan_of(&layout, &allocation, order, unit);
-        let places: Vec<usize> = plan.assignments().iter().map(|a| a.index).collect();
-        prop_assert_eq!(places, (0..layout.modules().len()).collect::<Vec<_>>());
+        let places: Vec<ModuleId> = plan.assignments().iter().map(|a| a.index).collect();
+        prop_assert_eq!(places, layout.module_ids().collect::<Vec<_>>());
         prop_assert_eq!(plan.assignments().iter().map(|a| a.bytes).sum::<u64>(), layout.bytes());
         for (device, cap) in [GPU0, GPU1, DeviceId::cuda(2)].into_iter().zip(&caps) {
             prop_assert!(bytes(&plan, device) <= cap * MIB);

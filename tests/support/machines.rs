@@ -52,7 +52,7 @@ pub(crate) fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &
     let model = Arc::new(Model::unfilled(&devices, layout, plan)?);
     let mut streamer = Streamer::new(&model)?;
     let mut pass = || {
-        for (layer, &time) in layers.iter().enumerate() {
+        for (layer, &time) in layout.layer_ids().zip(layers) {
             let _guard = streamer.layer(layer)?;
             streamer.compute().occupy(time)?;
         }
