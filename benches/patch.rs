@@ -14,7 +14,7 @@ use half::bf16;
 use rayon::prelude::*;
 use tensor_offload::adapter::{Adapter, Matching, Patches};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{Checkpoint, DType};
+use tensor_offload::{Checkpoint, DType, TensorId};
 
 const SIZE: usize = 4096;
 
@@ -72,7 +72,7 @@ fn works(weight: &[u8]) -> Vec<Work<'_>> {
     let merge = |adapters: &[(usize, u32)]| {
         let patches = patches(adapters);
         move |bytes: &mut [u8]| {
-            patches.tensor(0).expect("the weight is patched").apply(bytes, &[]).expect("it applies");
+            patches.tensor(TensorId::new(0)).expect("the weight is patched").apply(bytes, &[]).expect("it applies");
         }
     };
     let passes = |rank: usize| {

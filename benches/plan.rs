@@ -55,7 +55,7 @@ fn plan(c: &mut Criterion) {
         // The least that any plan costs: one owned name for each module.
         group.bench_function(BenchmarkId::new("floor: names", modules), |b| {
             b.iter(|| {
-                let names = layout.modules.iter().map(|m| (Arc::<str>::from(m.name.as_str()), m.layer, m.bytes));
+                let names = layout.modules().iter().map(|m| (Arc::<str>::from(m.name.as_str()), m.layer, m.bytes));
                 black_box(names.collect::<Vec<_>>())
             });
         });

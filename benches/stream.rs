@@ -75,7 +75,7 @@ fn wall_clock(c: &mut Criterion) {
     let (layout, compute) = (Layout::blocks([8_000_000; 12]), Duration::from_millis(96));
     let devices = Registry::described(machine.clone(), Clock::Wall);
     let plan = plan(&layout, &machine, "cpu,*");
-    let Estimate { pass: floor, .. } = plan.estimate(&machine.topology, compute);
+    let Estimate { pass: floor, .. } = plan.estimate(machine.topology(), compute);
     let model = Arc::new(Model::unfilled(&devices, &layout, &plan).expect("a model"));
     let mut streamer = Streamer::new(&model).expect("a streamer");
     let mut step = || {

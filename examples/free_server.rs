@@ -132,7 +132,7 @@ impl Job {
         let load = |base: Option<&_>| Loader::new(devices).derive(base, model, patches, plan);
         let model = cache.get_or_load(key, &identity, retention, load)?;
         let mut streamer = Streamer::new(&model)?;
-        (0..model.layout().layers.len()).try_for_each(|layer| streamer.layer(layer).map(drop))
+        model.layout().layer_ids().try_for_each(|layer| streamer.layer(layer).map(drop))
     }
 }
 

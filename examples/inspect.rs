@@ -12,7 +12,7 @@ use clap::Parser;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tensor_offload::checkpoint::{Checkpoint, Layer, Layout};
-use tensor_offload::{ByteSize, Result};
+use tensor_offload::{ByteSize, Result, TensorId};
 
 /// Show a checkpoint's tensors, modules and layers.
 #[derive(Parser)]
@@ -42,8 +42,9 @@ impl support::Example for Inspect {
     fn run(self) -> Result<Value> {
         let checkpoint = Checkpoint::open(&self.model)?;
         let layout = checkpoint.layout();
-        let hashes: Vec<Option<String>> = (0..layout.tensors.len())
-            .map(|tensor| self.hash.then(|| sha256(&checkpoint, tensor)).transpose())
+        let tensors = layout.tensor_ids().zip(layout.tensors());
+        let hashes: Vec<Option<String>> = tensors
+            .map(|(id, tensor)| self.hash.then(|| sha256(&checkpoint, id, tensor.bytes)).transpose())
             .collect::<Result<_>>()?;
         if !self.json {
             print_layers(&checkpoint);
@@ -56,9 +57,8 @@ impl support::Example for Inspect {
 }
 
 /// A tensor's hash, read in pieces.
-fn sha256(checkpoint: &Checkpoint, tensor: usize) -> Result<String> {
+fn sha256(checkpoint: &Checkpoint, tensor: TensorId, bytes: u64) -> Result<String> {
     const PIECE: u64 = 4 << 20;
-    let bytes = checkpoint.layout().tensors[tensor].bytes;
     let mut buffer = vec![0; bytes.min(PIECE) as usize];
     let mut hash = Sha256::new();
     for at in (0..bytes).step_by(PIECE as usize) {
@@ -70,24 +70,21 @@ fn sha256(checkpoint: &Checkpoint, tensor: usize) -> Result<String> {
 }
 
 fn report(layout: &Layout, hashes: &[Option<String>]) -> Value {
-    let mut modules = vec![0; layout.tensors.len()];
-    for (index, module) in layout.modules.iter().enumerate() {
-        module.tensors.iter().for_each(|&tensor| modules[tensor] = index);
-    }
-    let tensors = layout.tensors.iter().zip(hashes).zip(modules).map(|((tensor, hash), module)| {
-        let module = &layout.modules[module];
+    let tensors = layout.tensor_ids().zip(layout.tensors()).zip(hashes).map(|((id, tensor), hash)| {
+        let module = layout.module_of(id).and_then(|module| layout.module(module));
+        let layer = module.and_then(|module| layout.layer(module.layer));
         json!({
             "name": tensor.name,
             "dtype": tensor.dtype,
             "shape": tensor.shape,
             "bytes": tensor.bytes,
-            "module": module.name,
-            "layer": layout.layers[module.layer].name,
+            "module": module.map(|module| &module.name),
+            "layer": layer.map(|layer| &layer.name),
             "sha256": hash,
         })
     });
-    let layers = layout.layers.iter().map(|layer| {
-        let modules: Vec<&str> = layer.modules.iter().map(|&m| layout.modules[m].name.as_str()).collect();
+    let layers = layout.layers().iter().map(|layer| {
+        let modules: Vec<&str> = layout.modules_in(layer.id).map(|module| module.name.as_str()).collect();
         json!({ "name": layer.name, "modules": modules, "bytes": layer.bytes, "class": layer.class })
     });
     json!({
@@ -102,13 +99,13 @@ fn print_layers(checkpoint: &Checkpoint) {
     let layout = checkpoint.layout();
     println!("{}", checkpoint.path().display());
     let same_class = |a: &Layer, b: &Layer| a.class == b.class && stack(a) == stack(b);
-    let rows: Vec<[String; 4]> = layout.layers.chunk_by(same_class).map(|run| row(layout, run)).collect();
+    let rows: Vec<[String; 4]> = layout.layers().chunk_by(same_class).map(|run| row(layout, run)).collect();
     let widths = [0, 1, 2].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
     for [layers, count, each, kinds] in &rows {
         let [name, number, size] = widths;
         println!("  {layers:<name$}  {count:>number$} x {each:>size$}  {kinds}");
     }
-    let (tensors, layers) = (count(layout.tensors.len(), "tensor"), count(layout.layers.len(), "layer"));
+    let (tensors, layers) = (count(layout.tensors().len(), "tensor"), count(layout.layers().len(), "layer"));
     let (total, files) = (ByteSize(layout.bytes()).human(), count(checkpoint.sources().len(), "file"));
     println!("{total} in {tensors}, {layers}, {files}");
 }
@@ -120,11 +117,11 @@ fn row(layout: &Layout, run: &[Layer]) -> [String; 4] {
         1 => first.name.clone(),
         _ => format!("{} … {}", first.name, last.name),
     };
-    let tensors = || first.modules.iter().flat_map(|&m| &layout.modules[m].tensors).map(|&t| &layout.tensors[t]);
+    let tensors = || layout.modules_in(first.id).flat_map(|module| layout.tensors_in(module.id));
     let mut dtypes: Vec<&str> = tensors().map(|t| t.dtype.name()).collect();
     dtypes.sort_unstable();
     dtypes.dedup();
-    let tied = match first.modules.iter().any(|&m| layout.modules[m].both_ends) {
+    let tied = match layout.modules_in(first.id).any(|module| module.both_ends) {
         true => ", used at both ends",
         false => "",
     };
@@ -142,8 +139,8 @@ fn stack(layer: &Layer) -> &str {
 }
 
 fn print_tensors(layout: &Layout, hashes: &[Option<String>]) {
-    let width = layout.tensors.iter().map(|t| t.name.chars().count()).max().unwrap_or(0);
-    for (tensor, hash) in layout.tensors.iter().zip(hashes) {
+    let width = layout.tensors().iter().map(|t| t.name.chars().count()).max().unwrap_or(0);
+    for (tensor, hash) in layout.tensors().iter().zip(hashes) {
         let (size, shape) = (ByteSize(tensor.bytes).human(), format!("{:?}", tensor.shape));
         let hash = hash.as_deref().unwrap_or("");
         let line = format!("  {:<width$}  {:<11} {shape:<16} {size:>11}  {hash}", tensor.name, tensor.dtype);

@@ -12,7 +12,7 @@ use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::{Checkpoint, Loader, Matching, Model, Patches, Planner, Result};
+use tensor_offload::{Checkpoint, Loader, Matching, Model, Patches, Planner, Result, TensorId};
 
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
@@ -53,7 +53,7 @@ impl support::Example for Args {
         let checkpoint = Checkpoint::open(&self.base)?;
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
         let patches = Patches::resolve(checkpoint.layout(), self.adapters.open()?, matching)?;
-        let tensors = &patches.layout().tensors;
+        let tensors = patches.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
         let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &checkpoint, &patches)).transpose()?;
         write_safetensors(&self.out, &specs, checkpoint.metadata(), |tensor, out| match &placed {
@@ -85,7 +85,7 @@ impl Args {
 
 /// Writes a tensor from where it was placed.
 fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
-    let info = &model.layout().tensors[tensor];
+    let info = &model.layout().tensors()[tensor];
     let mut bytes = vec![0; info.bytes as usize];
     model.read(&info.name, &mut bytes)?;
     out.put(&bytes)
@@ -93,7 +93,7 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
 
 /// Writes a tensor from the checkpoint's file, patched where an adapter changes it.
 fn patch(checkpoint: &Checkpoint, patches: &Patches, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
-    let bytes = patches.layout().tensors[tensor].bytes as usize;
+    let (bytes, tensor) = (patches.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
     if patches.tensor(tensor).is_some() {
         let mut patched = vec![0; bytes];
         patches.read(checkpoint, tensor, &mut patched)?;

@@ -162,14 +162,14 @@ impl Args {
     fn machine(&self, devices: &Registry) -> Result<Machine> {
         let machine = devices.machine().clone();
         let auto = self.allocation()?.is_some_and(|allocation| allocation.mode() == Mode::Auto);
-        if !auto || !self.devices.devices.is_empty() || !machine.topology.is_estimate() {
+        if !auto || !self.devices.devices.is_empty() || !machine.topology().is_estimate() {
             return Ok(machine);
         }
-        Ok(Machine::new(machine.devices, devices.measured_topology()?))
+        Ok(machine.with_topology(devices.measured_topology()?))
     }
 
     fn plan(&self, patches: &Patches, machine: &Machine, allocation: Option<Allocation>) -> Result<Plan> {
-        let layers = patches.layout().layers.len();
+        let layers = patches.layout().layers().len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
         let planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
@@ -210,16 +210,16 @@ impl Args {
 
     /// Goes through the model, as a caller would that computes for a while in every layer.
     fn steps(&self, streamer: &mut Streamer, plan: &Plan, topology: &Topology) -> Result<Vec<Value>> {
-        let layers = streamer.model().layout().layers.len();
+        let layers = streamer.model().layout().layer_ids();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
-        let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
+        let per_layer = compute / u32::try_from(layers.len().max(1)).unwrap_or(u32::MAX);
         let estimate = plan.estimate(topology, compute);
         let floor = estimate.pass.as_secs_f64();
         self.say(|| format!("{estimate}"));
         let mut steps = Vec::new();
         for step in 1..=self.steps {
             let (begin, before) = (Instant::now(), streamed(streamer));
-            for layer in 0..layers {
+            for layer in layers.clone() {
                 let _guard = streamer.layer(layer)?;
                 streamer.compute().occupy(per_layer)?;
             }
@@ -238,7 +238,7 @@ impl Args {
     /// The links. Nobody described those of real devices, at best they are estimated; they are measured.
     fn topology(&self, plan: &Plan, devices: &Registry) -> Result<Topology> {
         let real = self.devices.devices.is_empty() && !plan.compute().is_host();
-        let described = &devices.machine().topology;
+        let described = devices.machine().topology();
         match real && described.is_estimate() {
             true => devices.measured_topology(),
             false => Ok(described.clone()),
@@ -261,7 +261,7 @@ fn streamed(streamer: &Streamer) -> u64 {
 fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -> Result<String> {
     let model = Arc::clone(streamer.model());
     let mut whole = Sha256::new();
-    for layer in 0..model.layout().layers.len() {
+    for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let (name, bytes) = (&view.info().name, view.info().bytes as usize);
@@ -283,7 +283,7 @@ fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -
 fn describe(checkpoint: &Checkpoint) -> String {
     let layout = checkpoint.layout();
     let name = checkpoint.path().file_name().map_or(Path::new("model"), Path::new).display();
-    let (layers, tensors) = (layout.layers.len(), layout.tensors.len());
+    let (layers, tensors) = (layout.layers().len(), layout.tensors().len());
     format!("{name}: {} in {tensors} tensors, {layers} layers", ByteSize(layout.bytes()).human())
 }
 

@@ -15,6 +15,7 @@ use support::replay::step;
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::{
     Allocation, Bandwidth, ByteSize, DeviceId, DeviceInfo, Estimate, Machine, Mode, Plan, Planner, Registry, Result,
+    Topology,
 };
 
 /// Shows what a second card, a faster link, more pinned memory, another order or another depth would bring: for each the
@@ -86,14 +87,14 @@ impl support::Example for Args {
 
 impl Args {
     fn outcome(&self, layout: &Layout, case: &Case) -> Result<Outcome> {
-        let (compute, layers) = (self.compute_ms.0, layout.layers.len());
+        let (compute, layers) = (self.compute_ms.0, layout.layers().len());
         let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
         let planner = case.depth.into_iter().fold(planner, Planner::depth);
         let planner = case.order.into_iter().fold(planner, |planner, order| order.apply(planner));
         // As it is replayed.
         let planner = planner.compute_time(vec![compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX); layers]);
         let plan = if case.pins_all { planner.pinned_cap(None).plan()? } else { planner.plan()? };
-        let estimate = plan.estimate(&case.machine.topology, compute);
+        let estimate = plan.estimate(case.machine.topology(), compute);
         let replayed = step(&case.machine, layout, &plan, compute, 1)?;
         Ok(Outcome { plan, estimate, replayed })
     }
@@ -103,19 +104,19 @@ impl Args {
         let (card, mut cases) = (plan.compute(), Vec::new());
         let named = |name: String| Case { name, ..base.clone() };
         let into = format!("{card} in");
-        let link = base.machine.topology.segments().iter().rev().find(|segment| segment.name == into);
+        let link = base.machine.topology().segments().iter().rev().find(|segment| segment.name == into);
         let link = link.map(|segment| segment.bandwidth);
         if let Some(link) = link {
-            let mut case = named(format!("a slot twice as fast for {card}"));
             let twice = Bandwidth::bytes_per_second(link.get().saturating_mul(2));
-            case.machine.topology = case.machine.topology.link(card, twice);
-            cases.push(case);
+            let machine = relinked(&base.machine, |topology| topology.link(card, twice));
+            cases.push(Case { machine, ..named(format!("a slot twice as fast for {card}")) });
         }
         if plan.streamed_bytes() > 0 && !card.is_host() {
             let second = second(base, plan, link)?;
             let nvlink: Bandwidth = self.nvlink.parse()?;
-            let mut linked = Case { name: format!("the same, linked at {nvlink} GB/s"), ..second.1.clone() };
-            linked.machine.topology = linked.machine.topology.peer(card, second.0, nvlink);
+            let name = format!("the same, linked at {nvlink} GB/s");
+            let machine = relinked(&second.1.machine, |topology| topology.peer(card, second.0, nvlink));
+            let linked = Case { name, machine, ..second.1.clone() };
             cases.extend([second.1, linked]);
         }
         cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
@@ -130,16 +131,20 @@ impl Args {
     }
 }
 
+/// The same devices with other links.
+fn relinked(machine: &Machine, change: impl FnOnce(Topology) -> Topology) -> Machine {
+    machine.clone().with_topology(change(machine.topology().clone()))
+}
+
 /// A second card like the first, which takes what it can of what is streamed; its name and the case.
 fn second(base: &Case, plan: &Plan, link: Option<Bandwidth>) -> Result<(DeviceId, Case)> {
     let card = base.machine.device(plan.compute())?;
     let free = |n: usize| format!("{}:{n}", card.id.kind()).parse::<DeviceId>();
     let taken = |id: &Result<DeviceId>| id.as_ref().is_ok_and(|&id| base.machine.device(id).is_ok());
     let id = (0..).map(free).find(|id| !taken(id)).unwrap_or(Ok(card.id))?;
-    let mut machine = base.machine.clone();
     let info = DeviceInfo::new(id, card.total).name(card.name.clone()).free(card.free);
-    let topology = link.into_iter().fold(machine.topology.clone(), |topology, link| topology.link(id, link));
-    machine = Machine::new(machine.devices.into_iter().chain([info]), topology);
+    let topology = link.into_iter().fold(base.machine.topology().clone(), |topology, link| topology.link(id, link));
+    let machine = Machine::new(base.machine.devices().iter().cloned().chain([info]), topology);
     let name = format!("a second card, {id}");
     if base.allocation.mode() == Mode::Auto {
         return Ok((id, Case { name, machine, ..base.clone() }));

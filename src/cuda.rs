@@ -11,7 +11,7 @@
 //! let stream = CudaContext::new(0)?.new_stream()?;
 //! let compute = cuda::adopt_stream(model.residency().device(), &stream)?;
 //! let mut streamer = Streamer::on(model, compute)?;
-//! for layer in 0..model.layout().layers.len() {
+//! for layer in model.layout().layer_ids() {
 //!     let guard = streamer.layer(layer)?; // `stream` now waits for the layer
 //!     for tensor in guard.tensors() {
 //!         let weights = cuda::slice(&tensor, &stream)?;

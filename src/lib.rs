@@ -40,7 +40,7 @@
 //!
 //! // Once through the network. A layer is on the card for work queued while its guard lives.
 //! let mut streamer = Streamer::new(&model)?;
-//! for layer in 0..model.layout().layers.len() {
+//! for layer in model.layout().layer_ids() {
 //!     let guard = streamer.layer(layer)?;
 //!     for tensor in guard.tensors() {
 //!         assert_eq!(tensor.device(), card);
@@ -159,7 +159,7 @@ pub use cache::{
     CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,
     PressureState, Retention, Unfinished, UnloadReport, Unloaded,
 };
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, LayerId, ModuleId, TensorId};
 pub use device::{
     Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemoryDrift, MemorySeries,
     MemorySnapshot, MemoryUsage, Topology,

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use reference::{Tensor, difference, f32s, file, floats, merged, named, stored, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Patches, SkipReason};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{AdapterFault, Checkpoint, DType, Error};
+use tensor_offload::{AdapterFault, Checkpoint, DType, Error, TensorId};
 
 const FLOATS: [(DType, &str); 3] =
     [(DType::F32, "expected.f32"), (DType::BF16, "expected.bf16"), (DType::F16, "expected.f16")];
@@ -139,7 +139,7 @@ fn nothing_and_some_matching_are_errors_that_show_both_sides() {
     );
     assert_eq!(report.unmatched[0].keys.len(), 2);
     assert!(report.to_string().contains("without a target: unet.mid.proj"));
-    assert!(allowed.tensor(1).is_none() && allowed.tensor(0).is_some());
+    assert!(allowed.tensor(TensorId::new(1)).is_none() && allowed.tensor(TensorId::new(0)).is_some());
     assert!(matches!(fault(resolve(base.layout(), &[], Matching::Strict)).1, AdapterFault::NothingMatches { .. }));
 }
 
@@ -236,7 +236,7 @@ fn adapters_follow_each_other_on_one_weight() {
     assert_eq!(difference(DType::F32, &twice[0].3, &once[0].3), None);
     let (zero, patches) = merged(&base, vec![open(0.0)], Matching::Strict);
     assert_eq!(zero, reference::tensors(&base));
-    assert!(patches.tensor(0).is_none());
+    assert!(patches.tensor(TensorId::new(0)).is_none());
     assert!(patches.report().skipped.iter().all(|s| s.why == SkipReason::ZeroStrength));
     assert_eq!(patches.report().skipped.len(), 2);
 }
@@ -418,7 +418,7 @@ proptest! {
         let Ok(patches) = Patches::resolve(base.layout(), vec![adapter], Matching::AllowPartial) else { return Ok(()) };
         for (index, patch) in patches.iter() {
             let mut bytes = reference::bytes(&base, index);
-            bytes.resize(patches.layout().tensors[index].bytes as usize, 0);
+            bytes.resize(patches.layout().tensor(index).unwrap().bytes as usize, 0);
             let siblings: Vec<Vec<u8>> = patch.needs().iter().map(|&index| reference::bytes(&base, index)).collect();
             let _ = patch.apply(&mut bytes, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>());
         }

@@ -70,7 +70,7 @@ proptest! {
         let plan = planner.allocation(quotas.join(";").parse().unwrap()).plan().unwrap();
         let times: Vec<Duration> = compute[..sizes.len()].iter().map(|&micros| Duration::from_micros(micros)).collect();
         let clock = clocked(&machine, &layout, &plan, &times).unwrap();
-        let forecast = plan.forecast(&layout, &machine.topology, &ComputeTime::Layers(times)).unwrap();
+        let forecast = plan.forecast(&layout, machine.topology(), &ComputeTime::Layers(times)).unwrap();
         prop_assert_eq!(forecast, clock, "{}", plan);
     }
 }
@@ -178,7 +178,7 @@ fn by_hand(machine: &Machine, donors: &[DeviceId], total: u64, quota: u64) -> [S
 /// The times of the best plans by hand, each with a word for it.
 fn rivals(case: &GridMachine, machine: &Machine, layout: &Layout, times: &[Duration]) -> Vec<(String, Duration)> {
     let (mut found, donors) = (Vec::new(), case.donors());
-    let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap();
+    let largest = layout.layers().iter().map(|layer| layout.slot_of(layer.id).unwrap()).max().unwrap();
     let room = machine.device(GPU0).unwrap().usable() - case.reserve().get();
     let beside_slots = room.saturating_sub(largest * (case.depth.unwrap_or(2) as u64 + 1));
     for (name, order, unit) in ORDERS {

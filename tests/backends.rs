@@ -28,7 +28,7 @@ fn simulated_devices_conform_on_both_clocks() {
     for clock in [Clock::Virtual, Clock::Wall] {
         let simulated = Simulated::new(machine(), clock);
         let cpu = simulated.open(DeviceId::CPU).unwrap();
-        for info in machine().devices {
+        for info in machine().devices() {
             conformance::check(&*simulated.open(info.id).unwrap(), &*cpu);
         }
     }
@@ -91,9 +91,8 @@ fn every_failing_operation_gives_everything_back() {
 fn virtual_time_is_that_of_the_links() {
     let link = |gbps: u64| Bandwidth::bytes_per_second(gbps * 1_000_000_000);
     let card = DeviceId::cuda(0);
-    let devices = machine().devices;
     let topology = Topology::new().link(DeviceId::CPU, link(20)).link(card, link(10));
-    let simulated = Simulated::new(Machine::new(devices, topology), Clock::Virtual);
+    let simulated = Simulated::new(machine().with_topology(topology), Clock::Virtual);
     let (cpu, card) = (simulated.open(DeviceId::CPU).unwrap(), simulated.open(card).unwrap());
     let source = cpu.alloc(5_000_000, MemoryKind::Pinned).unwrap().freeze();
     let (up, compute) = (card.stream(Role::Upload).unwrap(), card.stream(Role::Compute).unwrap());

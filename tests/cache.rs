@@ -11,7 +11,7 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Operation};
 use tensor_offload::{
-    ErrorKind, Loader, Machine, Model, ModelCache, Plan, Registry, Retention, Streamer, UnloadReport, Unloaded,
+    ErrorKind, LayerId, Loader, Machine, Model, ModelCache, Plan, Registry, Retention, Streamer, UnloadReport, Unloaded,
 };
 
 /// A model over the host and a card, and everything to load it again.
@@ -97,7 +97,7 @@ fn case_22_kept_models_survive_two_clean_ups() {
             let model = cache.get(key).expect("a kept model stays");
             case.subject.check(&model);
             let mut streamer = Streamer::new(&model).unwrap();
-            (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+            model.layout().layer_ids().for_each(|layer| drop(streamer.layer(layer).unwrap()));
         }
     }
 }
@@ -144,7 +144,7 @@ fn a_model_in_use_goes_with_its_last_user() {
     let level = levels(&watched.registry);
     let user = cache.get("a").unwrap();
     let mut streamer = Streamer::new(&user).unwrap();
-    let guard = streamer.layer(1).unwrap();
+    let guard = streamer.layer(LayerId::new(1)).unwrap();
     let report = cache.unload_all();
     assert_eq!((keys(&report.unloaded), keys(&report.deferred)), (vec!["b"], vec!["a"]));
     assert!(report.to_string().contains("still in use: a"), "{report}");
@@ -191,7 +191,7 @@ fn case_23_unloaded_memory_is_free() {
             let key = format!("model {seed}");
             cache.insert(&key, case.load(&registry), Retention::Unload);
             let mut streamer = Streamer::new(&cache.get(&key).unwrap()).unwrap();
-            for layer in 0..case.subject.layout().layers.len() {
+            for layer in case.subject.layout().layer_ids() {
                 let _guard = streamer.layer(layer).unwrap();
                 streamer.compute().occupy(Duration::from_millis(20)).unwrap();
             }

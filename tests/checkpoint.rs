@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use serde_json::json;
 use tensor_offload::checkpoint::{Checkpoint, TensorSpec, write_safetensors};
 use tensor_offload::error::{Measured, Missing};
-use tensor_offload::{DType, Error, ErrorKind, FileFault};
+use tensor_offload::{DType, Error, ErrorKind, FileFault, Machine, Patches, Planner, TensorId};
 
 /// A safetensors file of this header and so many bytes.
 fn file(header: &str, bytes: usize) -> Vec<u8> {
@@ -56,12 +57,12 @@ fn index(folder: &Path, entries: &[(&str, &str)]) {
 }
 
 fn names(model: &Checkpoint) -> Vec<&str> {
-    model.layout().tensors.iter().map(|t| t.name.as_str()).collect()
+    model.layout().tensors().iter().map(|t| t.name.as_str()).collect()
 }
 
 fn bytes_of(model: &Checkpoint, name: &str) -> Vec<u8> {
     let tensor = model.find(name).unwrap();
-    let mut bytes = vec![0; model.layout().tensors[tensor].bytes as usize];
+    let mut bytes = vec![0; model.layout().tensor(tensor).unwrap().bytes as usize];
     model.read(tensor, &mut bytes).unwrap();
     bytes
 }
@@ -74,9 +75,9 @@ fn case_20_odd_but_valid_files_load() {
         let bytes = fs::read(&path).unwrap();
         let wanted = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for model in [Checkpoint::open(&path).unwrap(), Checkpoint::from_bytes("in memory", bytes.clone()).unwrap()] {
-            assert_eq!(model.layout().tensors.len(), wanted.len(), "{}", path.display());
+            assert_eq!(model.layout().tensors().len(), wanted.len(), "{}", path.display());
             for (name, view) in wanted.iter() {
-                let info = &model.layout().tensors[model.find(name).unwrap()];
+                let info = model.layout().tensor(model.find(name).unwrap()).unwrap();
                 assert_eq!(info.dtype.name(), view.dtype().to_string());
                 assert_eq!(info.shape, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>());
                 assert_eq!(bytes_of(&model, name), view.data(), "{}: {name}", path.display());
@@ -149,14 +150,14 @@ fn tensors_come_by_offset_and_files_by_name() {
         let model = Checkpoint::open(&path).unwrap();
         assert_eq!((names(&model), model.path()), (vec!["a", "b", "c"], path.as_path()));
         assert_eq!(bytes_of(&model, "b"), b"bbbb");
-        assert!(model.file_of(2).ends_with("2.safetensors"));
+        assert!(model.file_of(TensorId::new(2)).unwrap().ends_with("2.safetensors"));
         assert_eq!(model.sources().len(), 2);
         let mut part = [0; 2];
-        model.read_at(2, 2, &mut part).unwrap();
+        model.read_at(TensorId::new(2), 2, &mut part).unwrap();
         assert_eq!(&part, b"cc");
     }
     let unsorted = Checkpoint::open(data("safetensors_valid/unsorted.safetensors")).unwrap();
-    assert!(unsorted.layout().tensors.is_sorted_by_key(|t| t.offset));
+    assert!(unsorted.layout().tensors().is_sorted_by_key(|t| t.offset));
 }
 
 #[test]
@@ -165,7 +166,7 @@ fn a_sharded_model_is_the_same_as_one_file() {
     let sharded = Checkpoint::open(data("peft/base_sharded")).unwrap();
     assert_eq!(sharded.sources().len(), 3);
     assert_eq!(whole.metadata().get("format").map(String::as_str), Some("pt"));
-    let layers = |m: &Checkpoint| m.layout().layers.iter().map(|l| (l.name.clone(), l.bytes)).collect::<Vec<_>>();
+    let layers = |m: &Checkpoint| m.layout().layers().iter().map(|l| (l.name.clone(), l.bytes)).collect::<Vec<_>>();
     assert_eq!(layers(&whole), layers(&sharded));
     for name in names(&whole) {
         assert_eq!(bytes_of(&whole, name), bytes_of(&sharded, name), "{name}");
@@ -178,7 +179,7 @@ fn the_configuration_tells_of_tied_embeddings() {
     shard(folder.path(), "m.safetensors", &["model.embed_tokens.weight", "model.layers.0.mlp.weight"]);
     let tied = |config: &str| {
         fs::write(folder.path().join("config.json"), config).unwrap();
-        Checkpoint::open(folder.path()).map(|m| m.layout().modules[0].both_ends)
+        Checkpoint::open(folder.path()).map(|m| m.layout().modules()[0].both_ends)
     };
     for config in [r#"{"tie_word_embeddings":true}"#, r#"{"text_config":{"tie_word_embeddings":true}}"#] {
         assert!(tied(config).unwrap(), "{config}");
@@ -197,16 +198,81 @@ fn reads_are_checked() {
     let tensor = || Measured::Tensor { name: "a".to_owned() };
     let part = |at| Measured::Part { name: "a".to_owned(), at };
     for (wrong, measured, sizes) in [
-        (model.read(0, &mut [0; 3]), tensor(), (4, 3)),
-        (model.read_at(0, 1, &mut [0; 4]), part(1), (5, 4)),
-        (model.read_at(0, u64::MAX, &mut [0; 4]), part(u64::MAX), (u64::MAX, 4)),
+        (model.read(TensorId::new(0), &mut [0; 3]), tensor(), (4, 3)),
+        (model.read_at(TensorId::new(0), 1, &mut [0; 4]), part(1), (5, 4)),
+        (model.read_at(TensorId::new(0), u64::MAX, &mut [0; 4]), part(u64::MAX), (u64::MAX, 4)),
     ] {
         let Err(Error::WrongSize { what, needed, given }) = wrong else { panic!("{wrong:?}") };
         assert_eq!((what, (needed, given)), (measured, sizes));
     }
-    let none = model.read(1, &mut [0; 4]).unwrap_err();
+    let none = model.read(TensorId::new(1), &mut [0; 4]).unwrap_err();
     assert!(matches!(&none, Error::Missing(Missing::TensorAt { index: 1, count: 1, .. })), "{none}");
-    model.read_at(0, 4, &mut []).unwrap();
+    model.read_at(TensorId::new(0), 4, &mut []).unwrap();
+}
+
+#[test]
+fn ids_of_another_layout_are_refused() {
+    let names = |count: usize| (0..count).map(|n| format!("layers.{n}.w.weight")).collect::<Vec<_>>();
+    let opened = |names: Vec<String>| {
+        let entry = |(n, name): (usize, &String)| {
+            format!(r#""{name}":{{"dtype":"U8","shape":[4],"data_offsets":[{},{}]}}"#, 4 * n, 4 * n + 4)
+        };
+        let header = names.iter().enumerate().map(entry).collect::<Vec<_>>().join(",");
+        Checkpoint::from_bytes("m", file(&format!("{{{header}}}"), 4 * names.len())).unwrap()
+    };
+    let (two, three) = (opened(names(2)), opened(names(3)));
+    let (layout, other) = (two.layout(), three.layout());
+    let (tensor, module, layer) =
+        (other.tensor_ids().last().unwrap(), other.module_ids().last().unwrap(), other.layer_ids().last().unwrap());
+    assert_eq!(
+        (other.layers()[2].id, other.modules()[2].id, other.find("layers.2.w.weight")),
+        (layer, module, Some(tensor))
+    );
+
+    assert_eq!((layout.tensor(tensor), layout.module(module), layout.layer(layer)), (None, None, None));
+    assert_eq!((layout.storage_of(tensor), layout.module_of(tensor)), (None, None));
+    assert_eq!((layout.needs_of(layer), layout.slot_of(layer)), (None, None));
+    assert_eq!((layout.modules_in(layer).count(), layout.tensors_in(module).count()), (0, 0));
+    assert_eq!(two.file_of(tensor), None);
+    let missing = |error: Error| matches!(error, Error::Missing(Missing::TensorAt { index: 2, count: 2, .. }));
+    assert!(missing(two.read(tensor, &mut [0; 4]).unwrap_err()));
+    assert!(missing(two.read_at(tensor, 0, &mut []).unwrap_err()));
+
+    let patches = Patches::none(layout);
+    assert!(patches.tensor(tensor).is_none());
+    assert!(missing(patches.read(&two, tensor, &mut [0; 4]).unwrap_err()));
+    // The patches' own checkpoint is another one, which the caller has to know.
+    assert_eq!(patches.read(&three, tensor, &mut [0; 4]).unwrap_err().kind(), ErrorKind::Mismatch);
+    assert_eq!(Patches::none(other).read(&two, tensor, &mut [0; 4]).unwrap_err().kind(), ErrorKind::Mismatch);
+    let machine = Machine::described(&["cpu=1mb".parse().unwrap()]);
+    let plan = Planner::new(layout, &machine).plan().unwrap();
+    assert_eq!((plan.assignment(module), plan.assignment(layout.modules()[1].id).unwrap().bytes), (None, 4));
+}
+
+/// The form that the examples' output is made of.
+#[test]
+fn a_layout_serialises_as_lists_that_name_each_other_by_place() {
+    let header = r#"{"a.0.w.weight":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+    let model = Checkpoint::from_bytes("m", file(header, 4)).unwrap();
+    let first = model.layout().tensors()[0].offset;
+    let wanted = json!({
+        "tensors": [{"name": "a.0.w.weight", "dtype": "U8", "shape": [4], "bytes": 4, "file": 0, "offset": first}],
+        "modules": [
+            {"name": "a.0.w", "layer": 0, "role": "w", "tensors": [0], "bytes": 4, "alias_of": null, "both_ends": false},
+        ],
+        "layers": [{"name": "a.0", "modules": [0], "bytes": 4, "class": 0}],
+        "classes": 1,
+        "storage": [0],
+        "module_of": [0],
+    });
+    assert_eq!(serde_json::to_value(model.layout()).unwrap(), wanted);
+    let machine = Machine::described(&["cpu=1mb".parse().unwrap()]);
+    let plan = Planner::new(model.layout(), &machine).plan().unwrap();
+    let assignment = serde_json::to_value(&plan).unwrap()["assignments"][0].clone();
+    assert_eq!(
+        (&assignment["index"], &assignment["layer"], &assignment["module"]),
+        (&json!(0), &json!(0), &json!("a.0.w"))
+    );
 }
 
 #[test]
@@ -217,7 +283,7 @@ fn a_file_that_changes_while_open_is_named_with_its_tensor() {
     let model = Checkpoint::open(&path).unwrap();
     let len = fs::metadata(&path).unwrap().len();
     fs::File::options().write(true).open(&path).unwrap().set_len(len - 1).unwrap();
-    let (tensor, fault) = parts(model.read(1, &mut [0; 4]).unwrap_err(), "m.safetensors");
+    let (tensor, fault) = parts(model.read(TensorId::new(1), &mut [0; 4]).unwrap_err(), "m.safetensors");
     assert_eq!((tensor.as_deref(), fault), (Some("b"), FileFault::Changed));
 }
 
@@ -410,7 +476,7 @@ fn an_index_decides_which_tensors_belong_to_the_model() {
     index(folder.path(), &[("a", "1.safetensors"), ("b", "sub/2.safetensors")]);
     let model = Checkpoint::open(folder.path()).unwrap();
     assert_eq!(names(&model), ["a", "b"]);
-    assert!(model.file_of(1).ends_with("sub/2.safetensors"));
+    assert!(model.file_of(TensorId::new(1)).unwrap().ends_with("sub/2.safetensors"));
 }
 
 #[test]

@@ -56,14 +56,14 @@ fn filled(devices: &Registry, names: &str, flagged: &str) -> ModelCache {
 
 /// Every tensor of the model is as in its file, and its layers can be streamed.
 fn check(model: &Arc<Model>) {
-    for (index, tensor) in checkpoint().layout().tensors.iter().enumerate() {
+    for (index, tensor) in checkpoint().layout().tensor_ids().zip(checkpoint().layout().tensors()) {
         let (mut stored, mut read) = (vec![0; tensor.bytes as usize], vec![0; tensor.bytes as usize]);
         checkpoint().read(index, &mut stored).unwrap();
         model.read(&tensor.name, &mut read).unwrap();
         assert!(stored == read, "{}", tensor.name);
     }
     let mut streamer = Streamer::new(model).unwrap();
-    (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+    model.layout().layer_ids().for_each(|layer| drop(streamer.layer(layer).unwrap()));
 }
 
 fn held(cache: &ModelCache) -> String {

@@ -41,9 +41,8 @@ fn streamer(model: &Arc<Model>, own_slots: bool) -> Streamer {
 fn calls(cuda: &Session, subject: &Subject, allocation: &str, own_slots: bool) -> BTreeMap<String, f64> {
     let model = model(subject, allocation, own_slots);
     let mut streamer = streamer(&model, own_slots);
-    let layers = model.layout().layers.len();
     let pass = |streamer: &mut Streamer| {
-        (0..layers).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        model.layout().layer_ids().for_each(|layer| drop(streamer.layer(layer).unwrap()));
         streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
     };
     (0..2).for_each(|_| pass(&mut streamer));
@@ -52,7 +51,7 @@ fn calls(cuda: &Session, subject: &Subject, allocation: &str, own_slots: bool) -
     let after = cuda.report().calls;
     let each = |(call, count): (String, u64)| {
         let new = count - before.get(&call).copied().unwrap_or(0);
-        (new > 0).then(|| (call, new as f64 / (layers * PASSES) as f64))
+        (new > 0).then(|| (call, new as f64 / (model.layout().layers().len() * PASSES) as f64))
     };
     after.into_iter().filter_map(each).collect()
 }
@@ -98,7 +97,7 @@ fn cuda_the_copies_of_a_layer_are_one_batch_where_there_are_batches() {
             }
             let model = model(&subject, "cpu,*", false);
             let mut streamer = Streamer::new(&model).unwrap();
-            for layer in (0..model.layout().layers.len()).chain(0..model.layout().layers.len()) {
+            for layer in model.layout().layer_ids().chain(model.layout().layer_ids()) {
                 let guard = streamer.layer(layer).unwrap();
                 for tensor in guard.tensors() {
                     let mut bytes = vec![0; tensor.info().bytes as usize];

@@ -162,7 +162,7 @@ fn cuda_links_are_told_and_estimated_until_they_are_measured() {
     let gpu = registry.machine().device(A).unwrap().gpu.clone().unwrap();
     assert_eq!(gpu.pcie, Some(PcieLink { max_generation: 5, max_width: 16, generation: 1, width: 16 }));
     assert_eq!(gpu.to_string(), "PCIe 5 x16 (now 1 x16), 12 NVLinks");
-    let topology = &registry.machine().topology;
+    let topology = registry.machine().topology();
     let speed = |from, to| {
         let route = topology.route(from, to);
         let segments = route.iter().map(|&segment| &topology.segments()[segment]);
@@ -231,7 +231,7 @@ fn cuda_peers_that_the_caller_forbids_are_asked_nothing() {
     let Some(cuda) = stand_in(&two()) else { return };
     {
         let registry = registry(managed().peers(false));
-        assert!(!registry.machine().topology.reaches(A, B) && !registry.machine().topology.reaches(B, A));
+        assert!(!registry.machine().topology().reaches(A, B) && !registry.machine().topology().reaches(B, A));
         let (a, b) = (registry.device(A).unwrap(), registry.device(B).unwrap());
         for (to, from) in [(&a, &b), (&b, &a)] {
             assert_eq!(to.route_from(&**from), Route::Staged("the caller forbids it".to_owned()));
@@ -266,8 +266,8 @@ fn cuda_an_integrated_device_shares_the_hosts_memory() {
     let registry = registry(managed());
     let machine = registry.machine();
     assert_eq!(machine.device(A).unwrap().domain, DeviceId::CPU);
-    assert_eq!(machine.topology.memory_of(A), DeviceId::CPU);
-    assert!(machine.topology.segments().is_empty(), "its link is none to the host's memory");
+    assert_eq!(machine.topology().memory_of(A), DeviceId::CPU);
+    assert!(machine.topology().segments().is_empty(), "its link is none to the host's memory");
     let free = machine.device(DeviceId::CPU).unwrap().usable();
     let short = shortfall(machine, &[free / 2 + 1, free / 2 + 1], &format!("cuda:0,{}b;cpu,*", free / 2 + 1));
     assert_eq!(short.limit, free, "{short}");

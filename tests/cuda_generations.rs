@@ -60,7 +60,7 @@ fn derive(devices: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan)
 
 fn stream(model: &Arc<Model>, subject: &Subject) {
     let mut streamer = Streamer::new(model).unwrap();
-    for layer in 0..model.layout().layers.len() {
+    for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer).unwrap();
         for tensor in guard.tensors() {
             let mut bytes = vec![0; tensor.place().len()];

@@ -10,7 +10,7 @@ use card::{DEADLINE, Driver, driver, has_calls, has_devices};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use tensor_offload::backend::{Backend, BufMut, Cuda, Host, MemoryKind, Role, Transfer};
-use tensor_offload::{Checkpoint, DeviceId, ErrorKind, Loader, Patches, Planner, Registry, Streamer, cuda};
+use tensor_offload::{Checkpoint, DeviceId, ErrorKind, LayerId, Loader, Patches, Planner, Registry, Streamer, cuda};
 
 /// What captures take, beyond what the library calls itself.
 const CAPTURES: [&str; 4] = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphDestroy"];
@@ -41,7 +41,7 @@ fn cuda_a_callers_stream_sees_every_layer() {
         let stream = contexts[0].new_stream().unwrap();
         let compute = cuda::adopt_stream(model.residency().device(), &stream).unwrap();
         let mut streamer = Streamer::on(&model, compute).unwrap();
-        for layer in (0..model.layout().layers.len()).chain([1, 3]) {
+        for layer in model.layout().layer_ids().chain([1, 3].map(LayerId::new)) {
             let guard = streamer.layer(layer).unwrap();
             for tensor in guard.tensors() {
                 let seen = cuda::slice(&tensor, &stream).unwrap();
@@ -55,7 +55,7 @@ fn cuda_a_callers_stream_sees_every_layer() {
         let elsewhere = contexts[1].new_stream().unwrap();
         let wrong = cuda::adopt_stream(model.residency().device(), &elsewhere).unwrap_err();
         assert_eq!(wrong.kind(), ErrorKind::Mismatch);
-        let guard = streamer.layer(1).unwrap();
+        let guard = streamer.layer(LayerId::new(1)).unwrap();
         let tensor = guard.tensors().next().unwrap();
         assert!(cuda::slice(&tensor, &elsewhere).unwrap_err().to_string().contains("cuda:1"));
     }

@@ -90,7 +90,7 @@ impl Subject {
         let adapters = adapters.iter().filter(|tensors| !tensors.is_empty()).zip(strengths).map(open).collect();
         let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
         let mut saturated = 0;
-        let wanted = patches.layout().tensors.iter().enumerate().map(|(tensor, info)| {
+        let wanted = patches.layout().tensor_ids().zip(patches.layout().tensors()).map(|(tensor, info)| {
             let mut bytes = vec![0; info.bytes as usize];
             saturated += patches.read(&checkpoint, tensor, &mut bytes).unwrap().saturated;
             bytes
@@ -110,7 +110,7 @@ impl Subject {
 
     /// Every tensor has the bytes of the host, and as many values were saturated.
     fn check(&self, model: &Model) -> Result<()> {
-        for (info, wanted) in self.patches.layout().tensors.iter().zip(&self.wanted) {
+        for (info, wanted) in self.patches.layout().tensors().iter().zip(&self.wanted) {
             let mut bytes = vec![0; wanted.len()];
             model.read(&info.name, &mut bytes)?;
             let size = info.dtype.bits() as usize / 8;

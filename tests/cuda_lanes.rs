@@ -15,7 +15,9 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama, norms};
 use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
-use tensor_offload::{ByteSize, ErrorKind, LayerGuard, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda};
+use tensor_offload::{
+    ByteSize, ErrorKind, LayerGuard, LayerId, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda,
+};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -39,8 +41,8 @@ fn load_with(
     Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap())
 }
 
-fn layers(streamer: &Streamer) -> usize {
-    streamer.model().layout().layers.len()
+fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
+    streamer.model().layout().layer_ids()
 }
 
 fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
@@ -53,11 +55,11 @@ fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
 }
 
 fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
-    (0..layers(streamer)).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
+    layers(streamer).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
 }
 
 fn pass(streamer: &mut Streamer, compute: Duration) -> Event {
-    for layer in 0..layers(streamer) {
+    for layer in layers(streamer) {
         let _guard = streamer.layer(layer).unwrap();
         streamer.compute().occupy(compute).unwrap();
     }
@@ -88,7 +90,7 @@ fn cuda_pageable_memory_and_files_pass_pinned_buffers() {
             check_pass(&mut streamer, &subject).unwrap();
             let mut random = Random::new(depth as u64);
             for _ in 0..40 {
-                let layer = random.next() as usize % layers(&streamer);
+                let layer = LayerId::new(random.next() as usize % layers(&streamer).len());
                 check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
             }
             let (straight, staged) = (bytes_via(&streamer, Via::Straight), bytes_via(&streamer, Via::Staging));
@@ -137,7 +139,7 @@ fn cuda_a_plan_pins_what_the_backend_pins() {
         assert_eq!((host.pinned, host.streamed, host.staged), (80_000, 160_000, 80_000));
         assert_eq!(devices.device(CPU).unwrap().info().pinned_cap(), 100_000);
         let mut streamer = Streamer::new(&model).unwrap();
-        (0..layers(&streamer)).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         let lanes: Vec<(Via, bool)> =
             streamer.report().lanes.iter().map(|lane| (lane.via, lane.bytes >= 80_000)).collect();
         assert_eq!(lanes, [(Via::Straight, true), (Via::Staging, true)]);
@@ -176,7 +178,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
             let compute = cuda::adopt_stream(&device, &stream).unwrap();
             let mut streamer = Streamer::with_slots(&model, compute, slots).unwrap();
             let mut seen = 0;
-            for layer in (0..layers(&streamer)).chain([2, 5, 1, 1, 0, 4]) {
+            for layer in layers(&streamer).chain([2, 5, 1, 1, 0, 4].map(LayerId::new)) {
                 let guard = streamer.layer(layer).unwrap();
                 for tensor in guard.tensors() {
                     let Some(place) = streamer.place(&tensor.info().name) else { continue };
@@ -268,7 +270,7 @@ fn cuda_a_link_that_stalls_is_an_error_that_passes() {
         let model = load(&devices, &subject, "cpu,*", 1, pinned);
         let mut streamer = Streamer::new(&model).unwrap();
         cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
-        let guard = streamer.layer(0).unwrap();
+        let guard = streamer.layer(LayerId::new(0)).unwrap();
         assert_eq!(guard.wait(Duration::from_millis(1)).unwrap_err().kind(), ErrorKind::TimedOut);
         cuda.no_faults();
         guard.wait(DEADLINE).unwrap();
@@ -291,12 +293,12 @@ fn cuda_a_lane_that_stalls_is_an_error_at_the_layer_and_passes() {
     let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::from_millis(50));
     // Six buffers for each large layer, of which there are four, and the first does not come back.
     cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
-    let error = streamer.layer(0).unwrap_err();
+    let error = streamer.layer(LayerId::new(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
     cuda.no_faults();
     let (mut errors, until) = (0, Instant::now() + DEADLINE);
     let mut streamer = streamer.deadline(DEADLINE);
-    while let Err(error) = streamer.layer(0) {
+    while let Err(error) = streamer.layer(LayerId::new(0)) {
         assert!(error.kind() == ErrorKind::TimedOut && Instant::now() < until, "{error}");
         errors += 1;
     }
@@ -306,7 +308,7 @@ fn cuda_a_lane_that_stalls_is_an_error_at_the_layer_and_passes() {
         streamer.report().stalls.values().any(|stalls| stalls.count > 0 && stalls.time >= Duration::from_millis(50))
     );
     // Dropped half way through a layer that a lane is at.
-    drop(streamer.layer(2).unwrap());
+    drop(streamer.layer(LayerId::new(2)).unwrap());
     drop(streamer);
     check_pass(&mut Streamer::new(&model).unwrap(), &subject).unwrap();
     drop(model);
@@ -327,7 +329,7 @@ fn cuda_buffers_are_filled_while_others_are_on_their_way() {
     let before = copies();
     cuda.fault(&FaultPlan::one(Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
     std::thread::scope(|scope| {
-        let layer = scope.spawn(|| check_layer(&streamer.layer(0).unwrap(), &subject).unwrap());
+        let layer = scope.spawn(|| check_layer(&streamer.layer(LayerId::new(0)).unwrap(), &subject).unwrap());
         let until = Instant::now() + DEADLINE;
         while copies() < before + 4 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
@@ -356,7 +358,7 @@ fn cuda_callers_that_leave_in_the_middle_spoil_nothing() {
             let mut streamer = Streamer::new(&model).unwrap();
             let panicked = catch_unwind(AssertUnwindSafe(|| {
                 for layer in 0..7 {
-                    let guard = streamer.layer(layer).unwrap();
+                    let guard = streamer.layer(LayerId::new(layer)).unwrap();
                     streamer.compute().occupy(Duration::from_micros(200)).unwrap();
                     if layer == stop {
                         // A panic without its message.
@@ -370,7 +372,7 @@ fn cuda_callers_that_leave_in_the_middle_spoil_nothing() {
                 check_pass(&mut streamer, &subject).unwrap();
             }
             // Sent for ahead, and never asked for.
-            drop(streamer.layer(stop).unwrap());
+            drop(streamer.layer(LayerId::new(stop)).unwrap());
         }
         check_pass(&mut Streamer::new(&model).unwrap(), &subject).unwrap();
         drop(model);
@@ -389,7 +391,7 @@ fn cuda_a_guard_that_is_not_dropped_costs_its_slot() {
     for pinned in [u64::MAX, 0] {
         let model = load(&devices, &subject, "cpu,*", 1, pinned);
         let mut streamer = Streamer::new(&model).unwrap();
-        let kept = streamer.layer(3).unwrap();
+        let kept = streamer.layer(LayerId::new(3)).unwrap();
         for _ in 0..2 {
             check_pass(&mut streamer, &subject).unwrap();
             check_layer(&kept, &subject).unwrap();
@@ -442,10 +444,10 @@ fn cuda_a_thousand_passes_are_right() {
     let mut random = Random::new(9);
     for pass in 0..1000 {
         let mut layer = 0;
-        while layer < layers(&streamer) {
-            let guard = streamer.layer(layer).unwrap();
+        while layer < layers(&streamer).len() {
+            let guard = streamer.layer(LayerId::new(layer)).unwrap();
             // Reading back takes its time, so one layer of each pass is looked at.
-            if layer == pass % layers(&streamer) {
+            if layer == pass % layers(&streamer).len() {
                 check_layer(&guard, &subject).unwrap();
             }
             layer = match random.next() % 10 {
@@ -531,7 +533,7 @@ fn cuda_copies_are_spans_until_they_are_done() {
     let seen = Seen::default();
     tracing::subscriber::with_default(tracing_subscriber::registry().with(seen.clone()), || {
         let mut streamer = Streamer::new(&model).unwrap();
-        (0..3).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        (0..3).for_each(|layer| drop(streamer.layer(LayerId::new(layer)).unwrap()));
         pass(&mut streamer, Duration::from_millis(1)).wait(DEADLINE).unwrap();
     });
     drop(model);
@@ -562,7 +564,7 @@ fn cuda_arrival_can_be_awaited() {
     let mut streamer = Streamer::new(&load(&devices, &subject, "cpu,*", 1, u64::MAX)).unwrap();
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     for layer in 0..3 {
-        let guard = streamer.layer(layer).unwrap();
+        let guard = streamer.layer(LayerId::new(layer)).unwrap();
         {
             let (mut future, mut asked) = (std::pin::pin!(guard.arrived()), 1);
             while future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {

@@ -34,8 +34,8 @@ fn source() -> Source {
     let checkpoint = Checkpoint::open(MODEL).unwrap();
     let adapters = vec![Adapter::open(LORA, 0.8).unwrap()];
     let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
-    let merged = (0..patches.layout().tensors.len()).map(|tensor| {
-        let mut bytes = vec![0; patches.layout().tensors[tensor].bytes as usize];
+    let merged = patches.layout().tensor_ids().map(|tensor| {
+        let mut bytes = vec![0; patches.layout().tensor(tensor).unwrap().bytes as usize];
         patches.read(&checkpoint, tensor, &mut bytes).unwrap();
         bytes
     });
@@ -51,14 +51,14 @@ fn load(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> 
 /// Streams every layer and compares it with what patching on the host gives.
 fn pass(streamer: &mut Streamer, source: &Source) -> Result<()> {
     let model = Arc::clone(streamer.model());
-    for layer in 0..model.layout().layers.len() {
+    for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let name = &view.info().name;
             let tensor = source.checkpoint.find(name).unwrap();
             let mut bytes = vec![0; view.info().bytes as usize];
             guard.read(name, &mut bytes)?;
-            assert!(bytes == source.merged[tensor], "layer {layer}: `{name}` arrived wrong");
+            assert!(bytes == source.merged[tensor.index()], "{layer:?}: `{name}` arrived wrong");
         }
     }
     Ok(())

@@ -197,7 +197,7 @@ fn cuda_models_are_near_the_device_that_computes() {
         let model = load(format!("{donor},12mb;cpu,*"), 0);
         touched().clear();
         let mut streamer = Streamer::new(&model).unwrap();
-        (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        model.layout().layer_ids().for_each(|layer| drop(streamer.layer(layer).unwrap()));
         assert!([Via::Staging, Via::Host].iter().all(|&via| bytes_via(&streamer, via) > 1 << 20));
         assert!(touched().iter().any(|touched| touched.bytes != 16 << 20), "both sorts of buffers: {:?}", touched());
         all_near("streamed", &[16 << 20]);

@@ -20,7 +20,7 @@ use support::{GPU0, Subject, llama};
 use tensor_offload::backend::{
     Backend, Buf, BufMut, Charge, Cuda, Device, Health, Host, MemoryKind, Role, Route, Storage, Stream, Transfer,
 };
-use tensor_offload::{ByteSize, DeviceId, ErrorKind, Loader, Model, Registry, Streamer, cuda};
+use tensor_offload::{ByteSize, DeviceId, ErrorKind, LayerId, Loader, Model, Registry, Streamer, cuda};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const MB: usize = 1 << 20;
@@ -205,13 +205,13 @@ fn cuda_threads_of_the_library_leave_captures_whole() {
             let model = Arc::new(load());
             let mut streamer = Streamer::new(&model).unwrap();
             // A pass, so that slots have uses pending.
-            (0..model.layout().layers.len()).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+            model.layout().layer_ids().for_each(|layer| drop(streamer.layer(layer).unwrap()));
             streamer.compute().occupy(Duration::from_millis(20)).unwrap();
             let busy = streamer.compute().record(&[]).unwrap();
             let mut fired = Box::pin(busy.fired());
             let poll = fired.as_mut().poll(&mut Context::from_waker(Waker::noop()));
             assert!(matches!(poll, Poll::Pending) || busy.settled());
-            let guard = streamer.layer(1).unwrap();
+            let guard = streamer.layer(LayerId::new(1)).unwrap();
             theirs.begin_capture(GLOBAL).unwrap();
             // This thread calls nothing of the library meanwhile; others do.
             std::thread::scope(|scope| {
@@ -450,11 +450,11 @@ fn cuda_layers_from_a_failing_donor_fail_and_are_never_stale() {
         let devices = registry();
         let model = donated(&devices, &subject);
         let mut streamer = Streamer::new(&model).unwrap();
-        let layers = model.layout().layers.len();
-        (0..layers).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        let layers = model.layout().layer_ids();
+        layers.clone().for_each(|layer| drop(streamer.layer(layer).unwrap()));
         driver.fault(&FaultPlan::one(Fault::nth("cuMemcpyDtoHAsync_v2", nth, Effect::LateSticky(700))));
         let mut failed = 0;
-        for layer in 0..layers {
+        for layer in layers {
             let Ok(guard) = streamer.layer(layer) else {
                 failed += 1;
                 continue;
@@ -508,7 +508,7 @@ fn cuda_the_per_thread_default_stream_belongs_to_one_thread() {
         // SAFETY: the handle is the driver's own, and works as long as the context, which is held.
         let compute = unsafe { cuda::adopt_raw_stream(device, own.cu_stream(), Arc::clone(&context) as _) }.unwrap();
         let mut streamer = Streamer::on(&model, Arc::clone(&compute)).unwrap();
-        let guard = streamer.layer(1).unwrap();
+        let guard = streamer.layer(LayerId::new(1)).unwrap();
         let slot = guard.slot();
         std::thread::spawn(move || {
             assert_eq!(compute.record(&[]).unwrap_err().kind(), ErrorKind::Invalid);
@@ -517,7 +517,7 @@ fn cuda_the_per_thread_default_stream_belongs_to_one_thread() {
         .join()
         .unwrap();
         for layer in [2, 3, 2, 3] {
-            let guard = streamer.layer(layer).unwrap();
+            let guard = streamer.layer(LayerId::new(layer)).unwrap();
             assert_ne!(guard.slot(), slot, "a slot is filled again, whose last use nobody could mark");
         }
     }
@@ -662,8 +662,8 @@ fn cuda_a_fork_of_the_process_gets_errors() {
                 kinds.push(up.record(&[]).err().map(|error| error.kind()));
                 kinds.push(down.copy(transfer(host_dst)).err().map(|rejected| rejected.error.kind()));
                 kinds.push(cpu_stream.copy(plain_copy).err().map(|rejected| rejected.error.kind()));
-                kinds.push(streamer.layer(1).err().map(|error| error.kind()));
-                kinds.push(staged.layer(1).err().map(|error| error.kind()));
+                kinds.push(streamer.layer(LayerId::new(1)).err().map(|error| error.kind()));
+                kinds.push(staged.layer(LayerId::new(1)).err().map(|error| error.kind()));
                 kinds.push(m.cpu.alloc(8, MemoryKind::Arena).err().map(|error| error.kind()));
                 kinds.push(slept.wait(DEADLINE).err().map(|error| error.kind()));
                 let right = kinds.iter().all(|kind| *kind == Some(ErrorKind::Forked)) && writable.host_mut().is_none();
@@ -684,7 +684,7 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         // The parent's are as they were.
         assert!(large.host(DEADLINE).unwrap().unwrap().iter().all(|&byte| byte == 6));
         copy(&*down, &there, host_dst);
-        (0..model.layout().layers.len()).for_each(|layer| streamer.layer(layer).unwrap().wait(DEADLINE).unwrap());
+        model.layout().layer_ids().for_each(|layer| streamer.layer(layer).unwrap().wait(DEADLINE).unwrap());
         drop((writable, plain_copy));
     }
     driver.assert_clean();

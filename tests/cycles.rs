@@ -30,7 +30,7 @@ fn cycles_leave_nothing_behind() {
         let retention = if cycle % 3 == 0 { Retention::Keep } else { Retention::Unload };
         cache.insert(format!("model {}", cycle % 2), Arc::clone(&model), retention);
         let mut streamer = Streamer::new(&model).unwrap();
-        for layer in 0..model.layout().layers.len() {
+        for layer in model.layout().layer_ids() {
             drop(streamer.layer(layer).unwrap());
         }
         drop((streamer, model));

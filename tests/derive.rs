@@ -13,8 +13,8 @@ use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::transfer::{FileSource, Source, Stamp};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, Error, ErrorKind, Loader, Matching, Model, Patches, Plan, Registry, Result, Rounding,
-    Streamer,
+    Adapter, Checkpoint, DType, Error, ErrorKind, LayerId, Loader, Matching, Model, Patches, Plan, Registry, Result,
+    Rounding, Streamer,
 };
 
 /// A file that lists what is read of it.
@@ -76,7 +76,7 @@ impl File {
         for read in &reads {
             let holds =
                 |t: &&tensor_offload::checkpoint::TensorInfo| t.offset <= read.start && read.end <= t.offset + t.bytes;
-            let tensor = self.checkpoint.layout().tensors.iter().find(holds).expect("a part of a tensor");
+            let tensor = self.checkpoint.layout().tensors().iter().find(holds).expect("a part of a tensor");
             *of.entry(tensor.name.clone()).or_default() += read.end - read.start;
         }
         (of, reads.iter().map(|read| read.end - read.start).sum())
@@ -102,7 +102,7 @@ fn derive(registry: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan
 /// All layers of a model through its slots, as the bytes that a subject has.
 fn stream(model: &Arc<Model>, subject: &Subject) {
     let mut streamer = Streamer::new(model).unwrap();
-    for layer in 0..model.layout().layers.len() {
+    for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer).unwrap();
         for tensor in guard.tensors() {
             let mut bytes = vec![0; tensor.place().len()];
@@ -114,7 +114,7 @@ fn stream(model: &Arc<Model>, subject: &Subject) {
 
 /// The tensors that patches change, as their file has them.
 fn targeted(subject: &Subject) -> BTreeMap<String, u64> {
-    let stored = |(tensor, _)| &subject.checkpoint.layout().tensors[tensor];
+    let stored = |(tensor, _)| subject.checkpoint.layout().tensor(tensor).unwrap();
     subject.patches.iter().map(stored).map(|t| (t.name.clone(), t.bytes)).collect()
 }
 
@@ -332,7 +332,7 @@ fn generations_share_their_slots() {
     let plan = plain.planner(&machine(), "cuda:0,10kb;cpu,*").depth(1).plan().unwrap();
     let base = load(&registry, &plain, &plan);
     let mut streamer = Streamer::new(&base).unwrap();
-    let guard = streamer.layer(2).unwrap();
+    let guard = streamer.layer(LayerId::new(2)).unwrap();
     let model = derive(&registry, &base, &patched, &plan).unwrap();
     let busy = Streamer::new(&model).unwrap_err();
     assert!(busy.to_string().contains("slots"), "{busy}");
@@ -341,12 +341,12 @@ fn generations_share_their_slots() {
     let mut bytes = vec![0; plain.bytes_of(name).len()];
     guard.read(name, &mut bytes).unwrap();
     assert!(bytes == plain.bytes_of(name));
-    drop(streamer.layer(3).unwrap());
+    drop(streamer.layer(LayerId::new(3)).unwrap());
     drop(streamer);
     // With one of two slots held by a guard, one is left.
     let mut streamer = Streamer::new(&model).unwrap();
     for layer in 0..4 {
-        let guard = streamer.layer(layer).unwrap();
+        let guard = streamer.layer(LayerId::new(layer)).unwrap();
         for tensor in guard.tensors() {
             let mut bytes = vec![0; tensor.place().len()];
             guard.read(&tensor.info().name, &mut bytes).unwrap();

@@ -57,7 +57,7 @@ impl Case {
         let (layout, machine) = (Layout::blocks(vec![GB; self.blocks]), self.machine.machine());
         let plan = self.plan(&layout);
         let compute = Duration::from_secs_f64(self.compute);
-        let estimate = plan.estimate(&machine.topology, compute);
+        let estimate = plan.estimate(machine.topology(), compute);
         let found: BTreeMap<String, (u64, f64)> =
             estimate.segments.iter().map(|s| (s.name.clone(), (s.bytes / GB, s.time.as_secs_f64()))).collect();
         assert_eq!(found, self.segments, "{name}");
@@ -67,7 +67,7 @@ impl Case {
         let clock = clocked(&machine, &layout, &plan, &times).unwrap();
         let off = clock.as_secs_f64() / self.clock - 1.0;
         assert!(off.abs() < 0.01, "{name}: {clock:?} on the clock\n{plan}");
-        assert_eq!(plan.forecast(&layout, &machine.topology, &times.into()).unwrap(), clock, "{name}");
+        assert_eq!(plan.forecast(&layout, machine.topology(), &times.into()).unwrap(), clock, "{name}");
     }
 }
 

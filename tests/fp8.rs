@@ -4,7 +4,7 @@ mod reference;
 
 use reference::{Tensor, f32s, file, merged, named, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Patches};
-use tensor_offload::{Checkpoint, DType, Error, Rounding, ScalePolicy};
+use tensor_offload::{Checkpoint, DType, Error, Rounding, ScalePolicy, TensorId};
 
 fn open(name: &str) -> Checkpoint {
     Checkpoint::open(format!("{}/tests/data/fp8/{name}.safetensors", env!("CARGO_MANIFEST_DIR"))).unwrap()
@@ -68,7 +68,7 @@ fn saturation_is_counted_and_never_gives_nan() {
     let (got, patches) = merged(&base, vec![adding(1e6, 4)], Matching::Strict);
     assert_eq!(got[0].3, [LARGEST, LARGEST, LARGEST, 0x7f]);
     let mut codes = vec![SIXTEEN, LARGEST, LARGEST | 0x80, 0x7f];
-    let patch = patches.tensor(0).unwrap();
+    let patch = patches.tensor(TensorId::new(0)).unwrap();
     assert_eq!(patch.apply(&mut codes, &[&0.5f32.to_le_bytes()]).unwrap().saturated, 3);
     let mut untouched = vec![SIXTEEN; 4];
     for scale in [0.0f32, f32::NAN, f32::INFINITY] {
@@ -95,12 +95,12 @@ fn rows_may_have_scales_of_their_own_and_grids_have_to_fit() {
 /// The tensors as [`Patches::read`] gives them, of which so many values are saturated.
 fn read(base: &Checkpoint, patches: &Patches, saturated: u64) -> Vec<Vec<u8>> {
     let mut sum = 0;
-    let read = |index: usize| {
-        let mut bytes = vec![0; patches.layout().tensors[index].bytes as usize];
+    let read = |index: TensorId| {
+        let mut bytes = vec![0; patches.layout().tensor(index).unwrap().bytes as usize];
         sum += patches.read(base, index, &mut bytes).unwrap().saturated;
         bytes
     };
-    let tensors = (0..base.layout().tensors.len()).map(read).collect();
+    let tensors = base.layout().tensor_ids().map(read).collect();
     assert_eq!(sum, saturated);
     tensors
 }
@@ -117,9 +117,10 @@ fn a_scale_can_be_computed_anew() {
     let base = model(&[SIXTEEN, LARGEST, 0, SIXTEEN | 0x80], f32s("a.weight_scale", &[], &[0.5]));
     let resolve = || Patches::resolve(base.layout(), vec![adding(672.0, 4)], Matching::Strict).unwrap();
     let patches = resolve().scales(ScalePolicy::Recompute).unwrap();
+    let (weight, scale) = (TensorId::new(0), TensorId::new(1));
     assert_eq!(
         patches.iter().map(|(index, patch)| (index, patch.needs().to_vec())).collect::<Vec<_>>(),
-        [(0, vec![1]), (1, vec![0])]
+        [(weight, vec![scale]), (scale, vec![weight])]
     );
     // 8, 224, 0 and -8, each with 672 more: the largest is 896, twice the type's largest value.
     let got = read(&base, &patches, 0);
@@ -193,7 +194,7 @@ fn a_model_loads_with_new_scales() {
     let registry = Registry::system();
     let plan = Planner::new(patches.layout(), registry.machine()).allocation("cpu,*".parse().unwrap()).plan().unwrap();
     let model = Loader::new(&registry).load(&base, &patches, &plan).unwrap();
-    for (info, wanted) in base.layout().tensors.iter().zip(read(&base, &patches, 0)) {
+    for (info, wanted) in base.layout().tensors().iter().zip(read(&base, &patches, 0)) {
         let mut got = vec![0; wanted.len()];
         model.read(&info.name, &mut got).unwrap();
         assert_eq!(got, wanted, "{}", info.name);

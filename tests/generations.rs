@@ -49,7 +49,7 @@ fn get(cache: &ModelCache, registry: &Registry, subject: &Subject, plan: &Plan) 
 
 fn stream(model: &Arc<Model>, subject: &Subject) {
     let mut streamer = Streamer::new(model).unwrap();
-    for layer in 0..model.layout().layers.len() {
+    for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer).unwrap();
         for tensor in guard.tensors() {
             let mut bytes = vec![0; tensor.place().len()];
@@ -70,7 +70,7 @@ fn a_key_with_another_strength_or_plan_derives_from_its_entry() {
     let first = get(&cache, &registry, &weak, &split).unwrap();
     assert_eq!((first.report().read, first.report().shared), (split.bytes(), 0));
     let second = get(&cache, &registry, &full, &split).unwrap();
-    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensors[tensor].bytes).sum();
+    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensor(tensor).unwrap().bytes).sum();
     assert_eq!((second.report().read, second.report().shared), (targets, split.bytes() - targets));
     assert!(second.report().to_string().contains("shared with another model"), "{}", second.report());
     // The entry is the new one, and its own bytes are what the old one has not.
@@ -278,7 +278,7 @@ fn shared_memory_counts_once() {
     let (weak, full) = (case.at(0.9), case.at(1.0));
     let resident = plan(&weak, "cuda:0,*");
     let one = resident.device(GPU0).unwrap().needed();
-    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensors[tensor].bytes).sum();
+    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensor(tensor).unwrap().bytes).sum();
     let registry = tight(&resident, targets);
     let cache = ModelCache::new();
     let first = get(&cache, &registry, &weak, &resident).unwrap();

@@ -49,8 +49,8 @@ fn compare(file: Vec<u8>) -> Result<(), TestCaseError> {
     let ours = Checkpoint::from_bytes("m", file.clone());
     match (SafeTensors::deserialize(&file), ours) {
         (Ok(theirs), Ok(ours)) => {
-            prop_assert_eq!(theirs.len(), ours.layout().tensors.len());
-            for (index, info) in ours.layout().tensors.iter().enumerate() {
+            prop_assert_eq!(theirs.len(), ours.layout().tensors().len());
+            for (index, info) in ours.layout().tensor_ids().zip(ours.layout().tensors()) {
                 let view = theirs.tensor(&info.name).unwrap();
                 prop_assert_eq!(view.dtype().to_string(), info.dtype.name());
                 prop_assert!(view.shape().iter().map(|&d| d as u64).eq(info.shape.iter().copied()));

@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
-use tensor_offload::{ErrorKind, LayerGuard, Loader, Machine, Model, Plan, Registry, Result, Streamer, Topology, Via};
+use tensor_offload::{ErrorKind, LayerGuard, LayerId, Loader, Model, Plan, Registry, Result, Streamer, Topology, Via};
 
 fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
     Arc::new(Loader::new(registry).load(&subject.checkpoint, &subject.patches, plan).unwrap())
 }
 
-fn layers(streamer: &Streamer) -> usize {
-    streamer.model().layout().layers.len()
+fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
+    streamer.model().layout().layer_ids()
 }
 
 fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
@@ -33,12 +33,12 @@ fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
 }
 
 fn check_pass(streamer: &mut Streamer, subject: &Subject) {
-    (0..layers(streamer)).for_each(|layer| check_layer(&streamer.layer(layer).unwrap(), subject).unwrap());
+    layers(streamer).for_each(|layer| check_layer(&streamer.layer(layer).unwrap(), subject).unwrap());
 }
 
 /// Once through the network with so much compute in each layer; when the compute ended.
 fn pass(streamer: &mut Streamer, compute: Duration) -> tensor_offload::backend::Event {
-    for layer in 0..layers(streamer) {
+    for layer in layers(streamer) {
         let _guard = streamer.layer(layer).unwrap();
         streamer.compute().occupy(compute).unwrap();
     }
@@ -53,8 +53,8 @@ fn the_parts_of_a_layer_come_at_one_time() {
         .collect();
     let subject = Subject::plain(&tensors, 90);
     let gbps = |n: u64| tensor_offload::Bandwidth::bytes_per_second(n * 1_000_000_000);
-    let devices = described(&["cpu=64mb", "cuda:0=24mb", "cuda:1=24mb"]).devices;
-    let machine = Machine::new(devices, Topology::new().link(GPU0, gbps(1)).peer(GPU0, GPU1, gbps(1)));
+    let devices = described(&["cpu=64mb", "cuda:0=24mb", "cuda:1=24mb"]);
+    let machine = devices.with_topology(Topology::new().link(GPU0, gbps(1)).peer(GPU0, GPU1, gbps(1)));
     let plan = subject.planner(&machine, "cuda:1,50%;cpu,50%").depth(1).plan().unwrap();
     let first_pass = |clock| {
         let watched = Watched::new(machine.clone(), clock);
@@ -74,7 +74,7 @@ fn the_parts_of_a_layer_come_at_one_time() {
         assert_eq!(lanes.len(), 2);
         assert!(lanes.contains(&(CPU, Via::Straight)) && lanes.contains(&(GPU1, Via::Straight)), "{lanes:?}");
         assert_eq!(report.lanes.iter().map(|lane| lane.bytes).sum::<u64>(), report.bytes.values().sum::<u64>());
-        let segments = report.segments(&machine.topology);
+        let segments = report.segments(machine.topology());
         assert_eq!(
             segments,
             BTreeMap::from([("cuda:0 <- cuda:1", report.bytes[&GPU1]), ("cuda:0 in", report.bytes[&CPU])])
@@ -107,7 +107,7 @@ fn two_models_on_one_device_are_at_their_joint_floor() {
     for pass in 1..=6 {
         for layer in 0..LAYERS as usize {
             for streamer in &mut both {
-                let _guard = streamer.layer(layer).unwrap();
+                let _guard = streamer.layer(LayerId::new(layer)).unwrap();
                 streamer.compute().occupy(busy).unwrap();
             }
         }
@@ -174,7 +174,8 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         let mut streamer = Streamer::with_slots(&model, compute(&model), slots).unwrap();
         let (mut random, mut streamed) = (Random::new(7), 0);
         for step in 0..60 {
-            let layer = if step < 16 { step % layers(&streamer) } else { random.next() as usize % layers(&streamer) };
+            let turn = if step < 16 { step } else { random.next() as usize };
+            let layer = LayerId::new(turn % layers(&streamer).len());
             let guard = streamer.layer(layer).unwrap();
             check_layer(&guard, &subject).unwrap();
             let mut places = Vec::new();
@@ -192,7 +193,7 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         assert!(streamed > 100, "{streamed} tensors were in slots");
         assert!(streamer.report().late < 60, "{}", streamer.report());
         assert_eq!(card.ledger().charged(), taken, "streaming takes no memory on the device");
-        let guard = streamer.layer(1).unwrap();
+        let guard = streamer.layer(LayerId::new(1)).unwrap();
         let held = guard.slot().is_some();
         let streamer = match streamer.into_slots() {
             Err(streamer) if held => streamer,
@@ -268,7 +269,7 @@ fn arrival_can_be_awaited() {
         let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
         for layer in 0..4 {
             let begin = watched.simulated.now();
-            let guard = streamer.layer(layer).unwrap();
+            let guard = streamer.layer(LayerId::new(layer)).unwrap();
             let (arrived, asked) = block_on(guard.arrived());
             arrived.unwrap();
             assert!(asked <= 4, "asked {asked} times for one event");
@@ -278,7 +279,7 @@ fn arrival_can_be_awaited() {
         }
         // A copy that fails ends the wait with its cause; this backend's event tells nobody, so that a thread looks.
         watched.copies.spoil_nth(1);
-        let guard = streamer.layer(1).unwrap();
+        let guard = streamer.layer(LayerId::new(1)).unwrap();
         assert_eq!(block_on(guard.arrived()).0.unwrap_err().kind(), ErrorKind::DeviceLost);
     }
 }
@@ -292,7 +293,7 @@ fn an_await_can_be_given_up() {
     let plan = subject.planner(&machine, "cpu,*").depth(1).plan().unwrap();
     let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
     watched.copies.hold();
-    let guard = streamer.layer(0).unwrap();
+    let guard = streamer.layer(LayerId::new(0)).unwrap();
     {
         let mut future = pin!(guard.arrived());
         assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
@@ -315,9 +316,9 @@ fn a_thousand_passes_are_right() {
         let (mut random, mut kept) = (Random::new(11), None);
         for pass in 0..passes {
             let mut layer = 0;
-            while layer < layers(&streamer) {
-                let guard = streamer.layer(layer).unwrap();
-                if layer == pass % layers(&streamer) {
+            while layer < layers(&streamer).len() {
+                let guard = streamer.layer(LayerId::new(layer)).unwrap();
+                if layer == pass % layers(&streamer).len() {
                     check_layer(&guard, &subject).unwrap();
                 }
                 let (skip, keep) = (random.next() % 10, random.next() % 8 == 0);
@@ -350,7 +351,7 @@ fn a_caller_that_panics_in_a_layer_spoils_nothing() {
     let plan = subject.planner(&machine, "xpu:0,40%;cpu,60%").depth(1).plan().unwrap();
     let model = load(&registry, &subject, &plan);
     let mut streamer = Streamer::new(&model).unwrap();
-    for layer in 0..layers(&streamer) {
+    for layer in layers(&streamer) {
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let _guard = streamer.layer(layer).unwrap();
             streamer.compute().occupy(Duration::from_millis(1)).unwrap();
@@ -376,7 +377,7 @@ fn a_link_that_stands_still_is_an_error_that_passes() {
     let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
     streamer = streamer.deadline(Duration::from_millis(1));
     watched.copies.hold();
-    assert_eq!(streamer.layer(0).unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(streamer.layer(LayerId::new(0)).unwrap_err().kind(), ErrorKind::TimedOut);
     let stalls = streamer.report().stalls.clone();
     assert!(stalls.values().any(|stalls| stalls.count == 1 && stalls.time >= Duration::from_millis(1)), "{stalls:?}");
     watched.copies.let_go();

@@ -83,8 +83,8 @@ fn case_13_a_large_tensor_arrives_in_pieces() {
 #[test]
 fn case_23_a_load_takes_what_is_planned_and_gives_it_back() {
     let subject = Subject::patched(&mixed(4), 3);
-    let largest_tensor = subject.layout().tensors.iter().map(|t| t.bytes).max().unwrap();
-    let largest_module = subject.layout().modules.iter().map(|m| m.bytes).max().unwrap();
+    let largest_tensor = subject.layout().tensors().iter().map(|t| t.bytes).max().unwrap();
+    let largest_module = subject.layout().modules().iter().map(|m| m.bytes).max().unwrap();
     for (name, plan) in placements(&subject, &machine()) {
         for workers in [1, 4] {
             let watched = Watched::new(machine(), Clock::Virtual);
@@ -344,7 +344,7 @@ fn whole_life(registry: &Registry, subject: &Subject, plan: &Plan) -> tensor_off
 }
 
 fn stream(streamer: &mut Streamer, subject: &Subject) -> tensor_offload::Result<()> {
-    for layer in 0..streamer.model().layout().layers.len() {
+    for layer in streamer.model().layout().layer_ids() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let name = &view.info().name;

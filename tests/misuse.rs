@@ -23,8 +23,8 @@ use tensor_offload::backend::{
 };
 use tensor_offload::transfer::{Source, Stamp};
 use tensor_offload::{
-    Cancel, Checkpoint, DeviceId, DeviceInfo, Error, Loader, Machine, MemoryUsage, ModelCache, Progress, Registry,
-    Result, Retention, Streamer, Topology,
+    Cancel, Checkpoint, DeviceId, DeviceInfo, Error, LayerId, Loader, Machine, MemoryUsage, ModelCache, Progress,
+    Registry, Result, Retention, Streamer, Topology,
 };
 
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -333,7 +333,7 @@ fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &s
         told.on.store(true, Ordering::Relaxed);
         if let Ok(streamer) = Streamer::new(&model) {
             let mut streamer = streamer.deadline(DEADLINE);
-            for layer in (0..model.layout().layers.len()).chain([2, 0, 1]) {
+            for layer in model.layout().layer_ids().chain([2, 0, 1].map(LayerId::new)) {
                 let Ok(guard) = streamer.layer(layer) else { continue };
                 let _ = guard.wait(DEADLINE);
                 for tensor in guard.tensors() {
@@ -342,7 +342,7 @@ fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &s
                 }
             }
         }
-        for tensor in &model.layout().tensors {
+        for tensor in model.layout().tensors() {
             let _ = model.read(&tensor.name, &mut vec![0; tensor.bytes as usize]);
         }
         let _ = loader.derive(&model, &subject.checkpoint, &subject.patches, &plan).map(drop);

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use reference::{Tensor, f32s, file, floats, merged};
 use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{AdapterFault, Checkpoint, DType, Error};
+use tensor_offload::{AdapterFault, Checkpoint, DType, Error, TensorId};
 
 /// A tensor, and which of its rows where that is said.
 type Wanted = (String, Option<Range<u64>>);
@@ -80,7 +80,7 @@ fn every_listed_key_finds_its_target() {
     let (mut failures, mut all) = (Vec::new(), 0);
     for list in &lists {
         let case = read(list);
-        let infos: BTreeMap<&str, &TensorInfo> = case.layout.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+        let infos: BTreeMap<&str, &TensorInfo> = case.layout.tensors().iter().map(|t| (t.name.as_str(), t)).collect();
         // Keys that mean the same target cannot stand in one adapter, so they are dealt to several.
         let mut adapters: Vec<(Vec<Tensor>, Vec<usize>)> = Vec::new();
         let mut used: BTreeMap<String, usize> = BTreeMap::new();
@@ -261,14 +261,14 @@ fn patches_are_for_their_own_checkpoint() {
     let base = zeros(&[("a.0.q.weight", [2, 2]), ("a.1.q.weight", [2, 2])]);
     let patches =
         Patches::resolve(base.layout(), vec![adapter(&rows("a.0.q", &[1.0, 2.0], 2))], Matching::Strict).unwrap();
-    patches.read(&base, 0, &mut [0; 16]).unwrap();
+    patches.read(&base, TensorId::new(0), &mut [0; 16]).unwrap();
     let larger = zeros(&[("a.0.q.weight", [2, 4]), ("a.1.q.weight", [2, 2])]);
     let renamed = zeros(&[("a.0.q.weight", [2, 2]), ("a.7.q.weight", [2, 2])]);
     for (other, tensor, name) in [(&larger, 0, "[2, 4]"), (&renamed, 1, "a.7.q.weight")] {
-        let error = patches.read(other, tensor, &mut [0; 32]).unwrap_err();
-        assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(name), "{error}");
+        let error = patches.read(other, TensorId::new(tensor), &mut [0; 32]).unwrap_err();
+        assert!(matches!(error, Error::Mismatch(_)) && error.to_string().contains(name), "{error}");
     }
-    let error = patches.read(&zeros(&[("a.0.q.weight", [2, 2])]), 1, &mut [0; 16]).unwrap_err();
+    let error = patches.read(&zeros(&[("a.0.q.weight", [2, 2])]), TensorId::new(1), &mut [0; 16]).unwrap_err();
     assert!(error.to_string().contains("has 1"), "{error}");
 }
 

@@ -31,7 +31,7 @@ fn folders_give_what_peft_merges() {
         for (base, dtype) in [(base_f32(), DType::F32), (base(), DType::BF16)] {
             let adapter = Adapter::open(data(&format!("adapter_{variant}")), 1.0).unwrap();
             let (got, patches) = merged(&base, vec![adapter], Matching::Strict);
-            assert_eq!(patches.iter().count(), changed.layout().tensors.len(), "{variant}");
+            assert_eq!(patches.iter().count(), changed.layout().tensors().len(), "{variant}");
             for (got, was) in got.iter().zip(reference::tensors(&base)) {
                 let Some(index) = changed.find(&got.0) else {
                     assert_eq!(*got, was, "{variant}");

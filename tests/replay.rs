@@ -13,7 +13,7 @@ use tensor_offload::backend::{Backend, Clock, Contents, MemoryKind, Role, Simula
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::error::Missing;
 use tensor_offload::{
-    Bandwidth, Error, ErrorKind, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit,
+    Bandwidth, Error, ErrorKind, LayerId, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit,
 };
 
 fn sizes_only(devices: &[&str]) -> (Arc<Simulated>, Registry) {
@@ -79,7 +79,7 @@ fn an_unfilled_model_takes_what_its_plan_says() {
     }
     // The first pass brings what it uses; each sends for the beginning of the next.
     assert_eq!(streamer.report().bytes.values().sum::<u64>(), (2 * 30 + 1) << 30);
-    let guard = streamer.layer(0).unwrap();
+    let guard = streamer.layer(LayerId::new(0)).unwrap();
     let refused = guard.read("block.0.weight", &mut vec![0; 1 << 10]).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::WrongSize, "{refused}");
     drop((guard, streamer, model));
@@ -91,7 +91,7 @@ fn an_unfilled_model_takes_what_its_plan_says() {
 /// A card and a host with a link of so many bytes a second.
 fn card_and_host(bandwidth: u64) -> Machine {
     let big = described(&["cpu=4tb", "cuda:0=4tb"]);
-    Machine::new(big.devices, Topology::new().link(GPU0, Bandwidth::bytes_per_second(bandwidth)))
+    big.with_topology(Topology::new().link(GPU0, Bandwidth::bytes_per_second(bandwidth)))
 }
 
 fn planned(machine: &Machine, layout: &Layout, kept: u64, order: Order, depth: usize) -> Plan {
@@ -132,7 +132,7 @@ proptest! {
         let machine = card_and_host(bandwidth);
         let plan = planned(&machine, &layout, layers * kept * bytes, Order::Interleaved, depth);
         let compute = Duration::from_micros(compute_us);
-        let floor = plan.estimate(&machine.topology, compute * passes).pass.max(Bandwidth::bytes_per_second(bandwidth).time(plan.streamed_bytes()) * passes);
+        let floor = plan.estimate(machine.topology(), compute * passes).pass.max(Bandwidth::bytes_per_second(bandwidth).time(plan.streamed_bytes()) * passes);
         let time = replay::step(&machine, &layout, &plan, compute * passes, passes).unwrap();
         let ratio = time.as_secs_f64() / floor.as_secs_f64();
         prop_assert!(ratio > 0.999_999, "{ratio}");

@@ -4,7 +4,7 @@ mod reference;
 
 use reference::{Tensor, f32s, file, floats, merged, stored, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Patches};
-use tensor_offload::{Checkpoint, DType, Rounding};
+use tensor_offload::{Checkpoint, DType, Rounding, TensorId};
 
 const COLUMNS: usize = 1 << 14;
 
@@ -28,8 +28,8 @@ fn adapter(delta: f32) -> Adapter {
 fn read(base: &Checkpoint, patches: &Patches, threads: usize) -> [Vec<u8>; 2] {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     [0, 1].map(|index| {
-        let mut bytes = vec![0; base.layout().tensors[index].bytes as usize];
-        pool.install(|| patches.read(base, index, &mut bytes)).unwrap();
+        let mut bytes = vec![0; base.layout().tensor(TensorId::new(index)).unwrap().bytes as usize];
+        pool.install(|| patches.read(base, TensorId::new(index), &mut bytes)).unwrap();
         bytes
     })
 }

@@ -68,7 +68,7 @@ impl Soak<'_> {
         };
         // Another thread may be streaming what this one shares the slots of.
         if let Ok(mut streamer) = Streamer::new(&model) {
-            (0..model.layout().layers.len()).try_for_each(|layer| streamer.layer(layer).map(drop))?;
+            model.layout().layer_ids().try_for_each(|layer| streamer.layer(layer).map(drop))?;
         }
         drop(model);
         match cycle % 8 {

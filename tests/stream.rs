@@ -13,8 +13,8 @@ use support::*;
 use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role, Transfer};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::{
-    DType, DeviceId, ErrorKind, LayerGuard, Loader, Machine, Model, Order, Patches, Plan, Planner, Registry, Result,
-    Streamer, Topology, Unit, Use, Warning,
+    DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Model, Order, Patches, Plan, Planner, Registry,
+    Result, Streamer, Topology, Unit, Use, Warning,
 };
 
 /// Homes of every kind: the compute device, its peer, one whose memory it cannot reach, the disk and the host.
@@ -27,8 +27,8 @@ fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
     Arc::new(Loader::new(registry).load(&subject.checkpoint, &subject.patches, plan).unwrap())
 }
 
-fn layers(streamer: &Streamer) -> usize {
-    streamer.model().layout().layers.len()
+fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
+    streamer.model().layout().layer_ids()
 }
 
 /// Waits and numbers of workers may be as large as they can be written.
@@ -40,7 +40,7 @@ fn limits_without_limit() {
     let loader = Loader::new(&registry).workers(usize::MAX).deadline(Duration::MAX);
     let model = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap());
     let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::MAX);
-    for layer in 0..layers(&streamer) {
+    for layer in layers(&streamer) {
         let guard = streamer.layer(layer).unwrap();
         guard.wait(Duration::MAX).unwrap();
         check_layer(&guard, &subject).unwrap();
@@ -57,17 +57,17 @@ fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
         assert!(bytes == subject.bytes_of(name), "wrong bytes of {name} on {}", view.device());
         seen += 1;
     }
-    let modules = &subject.layout().modules;
-    assert_eq!(seen, guard.layer().modules.iter().map(|&m| modules[m].tensors.len()).sum::<usize>());
+    let modules = subject.layout().modules_in(guard.layer().id);
+    assert_eq!(seen, modules.map(|module| module.tensors.len()).sum::<usize>());
     Ok(())
 }
 
 fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
-    (0..layers(streamer)).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
+    layers(streamer).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
 }
 
 /// Compute that is busy for a while before it reads the layer, all of it queued: the reads, to be looked at later.
-fn read_late(streamer: &mut Streamer, layer: usize, busy: Duration) -> Result<Vec<(String, Flight)>> {
+fn read_late(streamer: &mut Streamer, layer: LayerId, busy: Duration) -> Result<Vec<(String, Flight)>> {
     let guard = streamer.layer(layer)?;
     let compute = Arc::clone(streamer.compute());
     compute.occupy(busy)?;
@@ -98,7 +98,7 @@ fn case_25_nothing_is_copied_back() {
     watched.copies.take();
     let mut streamer = Streamer::new(&model).unwrap();
     for _ in 0..2 {
-        (0..layers(&streamer)).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
     }
     let (mut uploaded, mut staged) = (0, 0);
     for copied in watched.copies.take() {
@@ -126,7 +126,7 @@ fn case_25_nothing_is_copied_back() {
 #[test]
 fn case_26_every_depth_gives_the_same_bytes() {
     let subject = Subject::patched(&mixed(3), 22);
-    let count = subject.layout().layers.len();
+    let count = subject.layout().layers().len();
     for depth in 0..=count + 2 {
         for (order, unit) in [(Order::Sequential, Unit::Module), (Order::Interleaved, Unit::Uniform)] {
             let clock = if depth % 2 == 0 { Clock::Virtual } else { Clock::Wall };
@@ -141,7 +141,8 @@ fn case_26_every_depth_gives_the_same_bytes() {
             let streamed = plan.streamed_layers() as u64;
             assert!(streamed > 3, "{plan}");
             // A first layer that is resident sends for the first streamed one.
-            let first_streamed = plan.assignments().iter().any(|a| a.layer == 0 && a.usage == Use::Streamed);
+            let first_streamed =
+                plan.assignments().iter().any(|a| a.layer == LayerId::new(0) && a.usage == Use::Streamed);
             let late = if depth == 0 { 2 * streamed } else { u64::from(first_streamed) };
             assert_eq!((report.late, report.prefetched), (late, 2 * streamed - late), "depth {depth}");
         }
@@ -164,7 +165,7 @@ fn case_26_nothing_is_refilled_before_its_reader_is_done() {
                 let plan = subject.planner(&machine, allocation).depth(depth).plan().unwrap();
                 let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
                 let mut reads = Vec::new();
-                for layer in (0..layers(&streamer)).chain([3, 3, 1]) {
+                for layer in layers(&streamer).chain([3, 3, 1].map(LayerId::new)) {
                     reads.extend(read_late(&mut streamer, layer, Duration::from_millis(busy)).unwrap());
                 }
                 drop(streamer);
@@ -186,12 +187,12 @@ fn case_28_what_cannot_be_reached_goes_through_the_host() {
         (GPU1, Topology::new(), false),
         (DISK, Topology::new(), false),
     ] {
-        let machine = Machine::new(machine().devices, topology);
+        let machine = machine().with_topology(topology);
         let watched = Watched::new(machine.clone(), Clock::Virtual);
         let plan = subject.planner(&machine, &format!("{donor},*")).depth(1).plan().unwrap();
         let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
         watched.copies.take();
-        (0..layers(&streamer)).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         let direct: Vec<DeviceId> =
             watched.copies.take().iter().filter(|c| c.role == Role::Upload).map(|c| c.from).collect();
         let from = if staged { CPU } else { donor };
@@ -212,7 +213,7 @@ fn staging_does_not_pile_up() {
     let before = host.ledger().charged();
     let mut streamer = Streamer::new(&model).unwrap();
     let mut most = 0;
-    for layer in 0..layers(&streamer) {
+    for layer in layers(&streamer) {
         drop(streamer.layer(layer).unwrap());
         most = most.max(host.ledger().charged() - before);
     }
@@ -263,7 +264,7 @@ proptest! {
             held.iter_mut().for_each(|(left, _)| *left -= 1);
             held.retain(|(left, _)| *left > 0);
             held.truncate(slots.saturating_sub(1));
-            let guard = streamer.layer(layer % layers(&streamer)).unwrap();
+            let guard = streamer.layer(LayerId::new(layer % layers(&streamer).len())).unwrap();
             check_layer(&guard, &subject).unwrap();
             if keep > 0 {
                 held.push((keep, guard));
@@ -281,16 +282,16 @@ fn case_27_a_guard_that_is_kept_leaves_the_other_slots_to_all_layers() {
     let registry = Registry::described(machine.clone(), Clock::Virtual);
     let plan = subject.planner(&machine, "cpu,*").depth(2).plan().unwrap();
     let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
-    let kept = streamer.layer(0).unwrap();
+    let kept = streamer.layer(LayerId::new(0)).unwrap();
     // Brings 3 and sends for 4 ahead; layer 2 comes after that, with both wanted soon.
     for layer in [1, 3, 2, 4, 3, 1, 2, 5, 6, 1] {
-        check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+        check_layer(&streamer.layer(LayerId::new(layer)).unwrap(), &subject).unwrap();
     }
     check_layer(&kept, &subject).unwrap();
     // In order, with one slot fewer, each layer is still sent for before it is asked for.
     let late = streamer.report().late;
     for layer in [2, 3, 4, 5, 6] {
-        check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+        check_layer(&streamer.layer(LayerId::new(layer)).unwrap(), &subject).unwrap();
     }
     assert_eq!(streamer.report().late, late);
 }
@@ -301,17 +302,21 @@ fn more_guards_than_slots_is_an_error_that_passes() {
     let registry = Registry::described(machine.clone(), Clock::Wall);
     let plan = subject.planner(&machine, "cpu,*").depth(1).plan().unwrap();
     let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
-    let held = [streamer.layer(1).unwrap(), streamer.layer(4).unwrap()];
-    let error = streamer.layer(2).unwrap_err();
+    let held = [streamer.layer(LayerId::new(1)).unwrap(), streamer.layer(LayerId::new(4)).unwrap()];
+    let error = streamer.layer(LayerId::new(2)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InUse);
     assert!(error.to_string().contains("2 slots are held by guards"), "{error}");
     for (guard, layer) in held.iter().zip([1, 4]) {
         check_layer(guard, &subject).unwrap();
-        check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+        check_layer(&streamer.layer(LayerId::new(layer)).unwrap(), &subject).unwrap();
     }
     drop(held);
     check_pass(&mut streamer, &subject).unwrap();
-    assert_eq!(streamer.layer(99).unwrap_err().kind(), ErrorKind::Missing);
+    let other = tensor_offload::checkpoint::Layout::blocks([1; 100]).layer_ids().last().unwrap();
+    for foreign in [other, LayerId::new(subject.layout().layers().len()), LayerId::new(usize::MAX)] {
+        assert_eq!(streamer.layer(foreign).unwrap_err().kind(), ErrorKind::Missing);
+        assert_eq!(streamer.slot_of(foreign), None);
+    }
     check_pass(&mut streamer, &subject).unwrap();
 }
 
@@ -323,9 +328,9 @@ fn a_forgotten_guard_costs_its_slot_and_no_byte() {
         let plan = subject.planner(&machine, "cpu,*").depth(depth).plan().unwrap();
         let model = load(&registry, &subject, &plan);
         let mut streamer = Streamer::new(&model).unwrap();
-        std::mem::forget(streamer.layer(2).unwrap());
+        std::mem::forget(streamer.layer(LayerId::new(2)).unwrap());
         for layer in [0, 1, 2, 3, 6, 5, 4, 3, 2, 1, 0, 3, 1, 5] {
-            check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
+            check_layer(&streamer.layer(LayerId::new(layer)).unwrap(), &subject).unwrap();
         }
         drop(streamer);
         let mut streamer = Streamer::new(&model).unwrap();
@@ -343,17 +348,17 @@ fn a_slot_whose_use_cannot_be_marked_is_not_filled_again() {
     let plan = subject.planner(&machine, "cpu,*").depth(1).plan().unwrap();
     let model = load(&watched.registry, &subject, &plan);
     let mut streamer = Streamer::new(&model).unwrap();
-    let guard = streamer.layer(2).unwrap();
+    let guard = streamer.layer(LayerId::new(2)).unwrap();
     let memory = |guard: &LayerGuard| Arc::as_ptr(guard.tensors().next().unwrap().buf().allocation());
     let lost = memory(&guard);
     watched.countdown.fail_nth(1);
     drop(guard);
     for layer in [3, 0, 1, 0, 5, 4, 3, 1, 0] {
-        let guard = streamer.layer(layer).unwrap();
+        let guard = streamer.layer(LayerId::new(layer)).unwrap();
         assert_ne!(memory(&guard), lost, "compute may still read it");
         check_layer(&guard, &subject).unwrap();
     }
-    check_layer(&streamer.layer(2).unwrap(), &subject).unwrap();
+    check_layer(&streamer.layer(LayerId::new(2)).unwrap(), &subject).unwrap();
     drop((streamer, model));
     comes_back(&watched.registry);
 }
@@ -370,10 +375,10 @@ fn a_streamer_that_stops_half_way_leaves_the_model_to_the_next() {
         let mut streamer = Streamer::new(&model).unwrap();
         let error = Streamer::new(&model).unwrap_err();
         assert!(error.kind() == ErrorKind::InUse && error.to_string().contains("streamed already"), "{error}");
-        for layer in 0..stop {
+        for layer in layers(&streamer).take(stop) {
             reads.extend(read_late(&mut streamer, layer, Duration::from_millis(2)).unwrap());
         }
-        let guard = streamer.layer(stop).unwrap();
+        let guard = streamer.layer(LayerId::new(stop)).unwrap();
         drop(streamer);
         check_layer(&guard, &subject).unwrap();
     }
@@ -416,7 +421,7 @@ fn a_failed_copy_is_an_error_and_the_next_pass_is_right() {
                 let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
                 watched.copies.spoil_nth(nth);
                 let mut errors = 0;
-                for layer in 0..layers(&streamer) {
+                for layer in layers(&streamer) {
                     let outcome = streamer.layer(layer).and_then(|guard| check_layer(&guard, &subject));
                     if let Err(error) = outcome {
                         assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
@@ -440,7 +445,7 @@ fn a_refused_copy_is_an_error_and_the_next_pass_is_right() {
     let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
     for nth in 1..60 {
         watched.countdown.fail_nth(nth);
-        for layer in 0..layers(&streamer) {
+        for layer in layers(&streamer) {
             if let Err(error) = streamer.layer(layer).and_then(|guard| check_layer(&guard, &subject)) {
                 assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
             }
@@ -471,11 +476,11 @@ fn the_second_pass_fetches_ahead_in_the_order_of_the_first() {
     let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
     let layout = subject.layout();
     let of = |stack: &str| {
-        let layers = layout.layers.iter().enumerate().filter(|(_, layer)| layer.name.starts_with(stack));
-        layers.map(|(index, _)| index).collect::<Vec<_>>()
+        let layers = layout.layers().iter().filter(|layer| layer.name.starts_with(stack));
+        layers.map(|layer| layer.id).collect::<Vec<_>>()
     };
     let order = [of("x_embedder"), of("transformer_blocks"), of("single_transformer_blocks")].concat();
-    assert_ne!(order, (0..13).collect::<Vec<_>>(), "the file is in another order");
+    assert_ne!(order, layout.layer_ids().collect::<Vec<_>>(), "the file is in another order");
     let mut passes = Vec::new();
     for _ in 0..4 {
         let before = streamer.report().clone();
@@ -506,11 +511,11 @@ fn fixed_slots_are_the_same_in_every_pass() {
         let uneven = fixed.then_some(Warning::UnevenSlots { slots: 2, layers: 7 });
         assert_eq!(plan.warnings(), Vec::from_iter(uneven));
         let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
-        let known: Vec<Option<usize>> = (0..7).map(|layer| streamer.slot_of(layer)).collect();
+        let known: Vec<Option<usize>> = layers(&streamer).map(|layer| streamer.slot_of(layer)).collect();
         assert_eq!(known, (0..7).map(|layer| fixed.then_some(layer % 2)).collect::<Vec<_>>());
-        let places: Vec<_> = subject.layout().tensors.iter().map(|tensor| streamer.place(&tensor.name)).collect();
+        let places: Vec<_> = subject.layout().tensors().iter().map(|tensor| streamer.place(&tensor.name)).collect();
         for _ in 0..3 {
-            for (layer, known) in known.iter().enumerate() {
+            for (layer, known) in layers(&streamer).zip(&known) {
                 let guard = streamer.layer(layer).unwrap();
                 assert!(!fixed || guard.slot() == *known);
                 assert!(places.contains(&Some(guard.tensors().next().unwrap().place())));
@@ -518,22 +523,22 @@ fn fixed_slots_are_the_same_in_every_pass() {
                 streamer.compute().occupy(compute).unwrap();
             }
         }
-        assert_eq!((streamer.slot_of(99), streamer.place("no such tensor")), (None, None));
-        plan.forecast(subject.layout(), &machine.topology, &vec![compute; 7].into()).unwrap()
+        assert_eq!((streamer.slot_of(LayerId::new(99)), streamer.place("no such tensor")), (None, None));
+        plan.forecast(subject.layout(), machine.topology(), &vec![compute; 7].into()).unwrap()
     };
     assert_eq!(pass(false), 7 * compute);
     assert_eq!(pass(true), 7 * compute + Duration::from_millis(1), "the copy of the first layer");
 }
 
 /// Layers of equal size, a link of 1 GB/s, compute of equal time in every layer.
-fn time_of_a_pass(layers: u32, bytes: u64, depth: usize, compute: Duration) -> Duration {
-    let subject = Subject::plain(&blocks(&vec![bytes; layers as usize]), 28);
+fn time_of_a_pass(count: u32, bytes: u64, depth: usize, compute: Duration) -> Duration {
+    let subject = Subject::plain(&blocks(&vec![bytes; count as usize]), 28);
     let machine = described(&["cpu=64mb", "cuda:0=24mb,link=1"]);
     let watched = Watched::new(machine.clone(), Clock::Virtual);
     let plan = subject.planner(&machine, "cpu,*").depth(depth).plan().unwrap();
     let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
     let before = watched.simulated.now();
-    for layer in 0..layers as usize {
+    for layer in layers(&streamer) {
         let _guard = streamer.layer(layer).unwrap();
         streamer.compute().occupy(compute).unwrap();
     }
@@ -568,7 +573,7 @@ fn tied_weights_are_shared() {
         spec("lm_head.bias", DType::BF16, &[32]),
     ];
     let stored = Subject::plain(&tensors, 29);
-    let mut infos: Vec<TensorInfo> = stored.layout().tensors.clone();
+    let mut infos: Vec<TensorInfo> = stored.layout().tensors().to_vec();
     (infos[3].file, infos[3].offset) = (infos[0].file, infos[0].offset);
     let layout = Layout::new(infos);
     assert_eq!(layout.bytes(), stored.layout().bytes() - 1024);
@@ -600,7 +605,7 @@ fn where_the_compute_stream_cannot_wait_the_host_does() {
     watched.copies.let_the_host_wait();
     let plan = subject.planner(&machine, "cpu,*").depth(1).plan().unwrap();
     let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
-    for layer in 0..layers(&streamer) {
+    for layer in layers(&streamer) {
         let guard = streamer.layer(layer).unwrap();
         assert!(guard.tensors().all(|view| view.buf().ready().next().is_none()), "handed out before it was there");
     }
@@ -615,7 +620,7 @@ fn a_resident_model_is_streamed_without_a_copy() {
     let model = load(&watched.registry, &subject, &plan);
     watched.copies.take();
     let mut streamer = Streamer::new(&model).unwrap();
-    for layer in 0..layers(&streamer) {
+    for layer in layers(&streamer) {
         assert!(streamer.layer(layer).unwrap().tensors().all(|view| view.device() == GPU0));
     }
     assert!(watched.copies.take().is_empty());
@@ -629,7 +634,7 @@ fn modules_used_in_place_stay_where_they_are() {
     let registry = Registry::described(machine.clone(), Clock::Wall);
     let plan = subject.planner(&machine, "cpu,50%;xpu:0,50%").in_place("*.mlp.*").plan().unwrap();
     let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
-    let guard = streamer.layer(2).unwrap();
+    let guard = streamer.layer(LayerId::new(2)).unwrap();
     for view in guard.tensors() {
         assert_eq!(view.device() == GPU0, !view.info().name.contains("mlp"), "{}", view.info().name);
     }

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host};
 use tensor_offload::{
-    Adapter, ByteSize, DType, DeviceId, Error, Evict, Loader, Matching, Model, ModelCache, Patches, Plan, Registry,
-    Result, Retention, Streamer,
+    Adapter, ByteSize, DType, DeviceId, Error, Evict, LayerId, Loader, Matching, Model, ModelCache, Patches, Plan,
+    Registry, Result, Retention, Streamer,
 };
 
 const THREADS: usize = 4;
@@ -125,15 +125,15 @@ impl<'a> Stress<'a> {
         let mut streamer = match Streamer::new(model) {
             Ok(streamer) => streamer,
             // Another thread streams a model that this one shares its slots with.
-            Err(Error::Invalid { .. }) => return subject.check(model),
+            Err(Error::InUse(_)) => return subject.check(model),
             Err(error) => panic!("{error}"),
         };
-        let layers = model.layout().layers.len();
-        for layer in (0..layers).chain([2, 0]) {
+        let layers = model.layout().layer_ids();
+        for layer in layers.clone().chain([2, 0].map(LayerId::new)) {
             let _guard = streamer.layer(layer).unwrap();
             streamer.compute().occupy(Duration::from_micros(50)).unwrap();
         }
-        for layer in 0..layers {
+        for layer in layers.clone() {
             let guard = streamer.layer(layer).unwrap();
             for tensor in guard.tensors() {
                 let (name, mut bytes) = (&tensor.info().name, vec![0; tensor.place().len()]);
@@ -141,7 +141,7 @@ impl<'a> Stress<'a> {
                 assert!(bytes == subject.bytes_of(name), "{name} on {}", tensor.device());
             }
         }
-        count(&self.done.layers, 2 * layers + 2);
+        count(&self.done.layers, 2 * layers.len() + 2);
     }
 
     /// Asks for a little more than there is on a device, so that a model has to leave it.

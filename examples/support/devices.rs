@@ -6,7 +6,7 @@ use tensor_offload::{ByteSize, DeviceInfo, DeviceKind, Machine};
 /// A line for each device of the machine that is neither the host's memory nor its disk.
 pub(crate) fn lines(machine: &Machine) -> String {
     let accelerators =
-        machine.devices.iter().filter(|info| !matches!(info.id.kind(), DeviceKind::Cpu | DeviceKind::Disk));
+        machine.devices().iter().filter(|info| !matches!(info.id.kind(), DeviceKind::Cpu | DeviceKind::Disk));
     accelerators.map(|info| line(info) + "\n").collect()
 }
 

@@ -38,12 +38,12 @@ pub(crate) fn step(
 
 /// One step; the host waits for its end, as a caller does who looks at the result.
 pub(crate) fn run(streamer: &mut Streamer, compute: Duration, passes: u32) -> Result<()> {
-    let layers = streamer.model().layout().layers.len();
-    let turns = layers as u128 * u128::from(passes);
+    let layers = streamer.model().layout().layer_ids();
+    let turns = layers.len() as u128 * u128::from(passes);
     // Where each turn ends, so that the turns add up to `compute` exactly.
     let until = |turn: u128| Duration::from_nanos((compute.as_nanos() * turn / turns.max(1)) as u64);
-    for turn in 0..turns {
-        let _guard = streamer.layer((turn % layers as u128) as usize)?;
+    for (turn, layer) in (0..turns).zip(layers.cycle()) {
+        let _guard = streamer.layer(layer)?;
         streamer.compute().occupy(until(turn + 1) - until(turn))?;
     }
     streamer.compute().record(&[])?.wait(Duration::from_secs(600))

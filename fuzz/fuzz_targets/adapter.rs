@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
 use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows};
-use tensor_offload::{Checkpoint, DType, Rounding, ScalePolicy};
+use tensor_offload::{Checkpoint, DType, Rounding, ScalePolicy, TensorId};
 
 /// Beginnings, middles and ends of names; the input puts them together, or writes names of its own.
 const ROOTS: &[&str] = &[
@@ -152,8 +152,8 @@ impl Input<'_> {
     }
 }
 
-fn read(base: &Checkpoint, patches: &Patches, tensor: usize) -> Option<Vec<u8>> {
-    let mut bytes = vec![0xee; patches.layout().tensors[tensor].bytes as usize];
+fn read(base: &Checkpoint, patches: &Patches, tensor: TensorId) -> Option<Vec<u8>> {
+    let mut bytes = vec![0xee; patches.layout().tensors()[tensor.index()].bytes as usize];
     patches.read(base, tensor, &mut bytes).ok().map(|_| bytes)
 }
 
@@ -196,8 +196,8 @@ fuzz_target!(|data: &[u8]| {
     if policy & 1 == 1 {
         patches = patches.clone().scales(ScalePolicy::Recompute).unwrap_or(patches);
     }
-    for tensor in 0..base.layout().tensors.len() {
-        let mut before = vec![0; base.layout().tensors[tensor].bytes as usize];
+    for (tensor, info) in base.layout().tensor_ids().zip(base.layout().tensors()) {
+        let mut before = vec![0; info.bytes as usize];
         base.read(tensor, &mut before).expect("a tensor of an opened file");
         let after = read(&base, &patches, tensor);
         assert_eq!(after, read(&base, &patches, tensor));

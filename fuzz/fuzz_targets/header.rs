@@ -9,7 +9,7 @@ fuzz_target!(|data: &[u8]| {
     let Ok(checkpoint) = Checkpoint::from_bytes("input", data.to_vec()) else { return };
     let layout = checkpoint.layout();
     let mut sum = 0u64;
-    for (index, tensor) in layout.tensors.iter().enumerate() {
+    for (index, tensor) in layout.tensor_ids().zip(layout.tensors()) {
         assert_eq!(tensor.dtype.bytes_of(&tensor.shape), Some(tensor.bytes));
         assert!(tensor.offset + tensor.bytes <= data.len() as u64);
         let mut bytes = vec![0; tensor.bytes as usize];
@@ -19,6 +19,6 @@ fuzz_target!(|data: &[u8]| {
         sum += tensor.bytes;
     }
     assert!(sum < data.len() as u64);
-    assert_eq!(layout.modules.iter().map(|module| module.tensors.len()).sum::<usize>(), layout.tensors.len());
-    assert_eq!(layout.layers.iter().map(|layer| layer.modules.len()).sum::<usize>(), layout.modules.len());
+    assert_eq!(layout.modules().iter().map(|module| module.tensors.len()).sum::<usize>(), layout.tensors().len());
+    assert_eq!(layout.layers().iter().map(|layer| layer.modules.len()).sum::<usize>(), layout.modules().len());
 });

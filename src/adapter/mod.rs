@@ -16,7 +16,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, TensorId};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -38,7 +38,7 @@ pub struct Adapter {
     config: Option<Arc<PeftConfig>>,
     modules: Vec<AdapterModule>,
     /// Tensors of no known kind.
-    unknown: Vec<usize>,
+    unknown: Vec<TensorId>,
     /// Only keys that begin so are wanted.
     component: Option<String>,
     /// What the caller calls modules of the checkpoint by, in place of the adapter's names.
@@ -51,8 +51,8 @@ pub struct Adapter {
 struct AdapterModule {
     /// The adapter's name of the module.
     name: String,
-    /// Places in the adapter's own list of tensors.
-    parts: BTreeMap<Part, usize>,
+    /// Tensors of the adapter's own file.
+    parts: BTreeMap<Part, TensorId>,
 }
 
 const CONFIG_FILE: &str = "adapter_config.json";
@@ -183,14 +183,14 @@ impl Adapter {
         }
         let mut modules: Vec<AdapterModule> = Vec::new();
         let (mut place_of, mut unknown) = (HashMap::new(), Vec::new());
-        for (index, tensor) in checkpoint.layout().tensors.iter().enumerate() {
+        for (id, tensor) in checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors()) {
             let key = if config.is_some() { keys::parse_peft(&tensor.name) } else { keys::parse(&tensor.name) };
             let fault = |fault| Error::adapter(path, Some(&tensor.name), fault);
             let (name, part) = match key {
                 Key::Part(name, part) => (name, part),
                 Key::Unsupported(kind) => return Err(fault(AdapterFault::Unsupported { kind: kind.to_owned() })),
                 Key::Unknown => {
-                    unknown.push(index);
+                    unknown.push(id);
                     continue;
                 }
             };
@@ -198,8 +198,8 @@ impl Adapter {
                 modules.push(AdapterModule { name: name.to_owned(), parts: BTreeMap::new() });
                 modules.len() - 1
             });
-            if let Some(other) = modules[place].parts.insert(part, index) {
-                let other = checkpoint.layout().tensors[other].name.clone();
+            if let Some(other) = modules[place].parts.insert(part, id) {
+                let other = checkpoint.layout().at(other).name.clone();
                 return Err(fault(AdapterFault::Collision { other, role: name.to_owned() }));
             }
         }
@@ -223,27 +223,27 @@ impl Adapter {
         renamed.map_or(Cow::Borrowed(module), Cow::Owned)
     }
 
-    /// The key of tensor number `index`.
-    fn key(&self, index: usize) -> &str {
-        &self.checkpoint.layout().tensors[index].name
+    /// The key of a tensor.
+    fn key(&self, tensor: TensorId) -> &str {
+        &self.checkpoint.layout().at(tensor).name
     }
 
-    /// The bytes of tensor number `index`.
-    fn bytes(&self, index: usize) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.checkpoint.layout().tensors[index].bytes as usize];
-        self.checkpoint.read(index, &mut bytes)?;
+    /// The bytes of a tensor.
+    fn bytes(&self, tensor: TensorId) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.checkpoint.layout().at(tensor).bytes as usize];
+        self.checkpoint.read(tensor, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Tensor number `index`, as a factor.
+    /// A tensor, as a factor.
     ///
     /// # Errors
     /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::NotFinite`] with
     /// the first such element, and what reading the file returns.
-    fn factor(&self, index: usize) -> Result<Factor> {
-        let info = &self.checkpoint.layout().tensors[index];
+    fn factor(&self, tensor: TensorId) -> Result<Factor> {
+        let info = self.checkpoint.layout().at(tensor);
         let fault = |fault| Error::adapter(&self.path, Some(&info.name), fault);
-        let bytes = self.bytes(index)?;
+        let bytes = self.bytes(tensor)?;
         if bytes.is_empty() {
             let what = "a factor, which has elements,".to_owned();
             return Err(fault(AdapterFault::Shape { found: info.shape.clone(), what, wanted: vec![] }));

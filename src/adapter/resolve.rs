@@ -7,7 +7,7 @@ use super::kinds::{self, Built, Weight};
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule};
-use crate::checkpoint::{Checkpoint, Layout, TensorInfo};
+use crate::checkpoint::{Checkpoint, Layout, TensorId, TensorInfo};
 use crate::error::{AdapterFault, Error, Measured, Mismatch, Result, TensorShape};
 use crate::float::Float;
 use crate::patch::{Changes, Maker, Origin, PatchOutcome, ScalePolicy, TensorPatch};
@@ -28,7 +28,7 @@ pub enum Matching {
 /// Adapters resolved against one checkpoint: for every tensor that they change, the steps in order.
 #[derive(Clone, Debug, Default)]
 pub struct Patches {
-    tensors: BTreeMap<usize, TensorPatch>,
+    tensors: BTreeMap<TensorId, TensorPatch>,
     layout: Layout,
     report: MatchReport,
     origins: Vec<Arc<Origin>>,
@@ -83,7 +83,7 @@ impl Patches {
         let mut scales = Vec::new();
         for (&weight, patch) in &self.tensors {
             let Some(scale) = patch.scale() else { continue };
-            let info = &self.layout.tensors[scale];
+            let info = self.layout.at(scale);
             if self.tensors.contains_key(&scale) {
                 let reason =
                     format!("the scale `{}` is changed by an adapter, so it cannot be computed anew", info.name);
@@ -113,14 +113,14 @@ impl Patches {
         &self.report
     }
 
-    /// The patch of a tensor, by its place in [`Layout::tensors`]; none where no adapter changes it.
-    pub fn tensor(&self, index: usize) -> Option<&TensorPatch> {
-        self.tensors.get(&index)
+    /// The patch of a tensor; none where no adapter changes it.
+    pub fn tensor(&self, tensor: TensorId) -> Option<&TensorPatch> {
+        self.tensors.get(&tensor)
     }
 
     /// The tensors that change, in order of their place, with their patches.
-    pub fn iter(&self) -> impl Iterator<Item = (usize, &TensorPatch)> {
-        self.tensors.iter().map(|(&index, patch)| (index, patch))
+    pub fn iter(&self) -> impl Iterator<Item = (TensorId, &TensorPatch)> {
+        self.tensors.iter().map(|(&tensor, patch)| (tensor, patch))
     }
 
     /// The layout with the patched tensors' sizes. A patched tensor has bytes of its own, even if it shared them.
@@ -137,20 +137,19 @@ impl Patches {
     /// it. `dst` has to be as long as the patched tensor.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when there is no such tensor, when it is another than the one of that place that the patches
-    /// were resolved against, or when `dst` is of another length; what reading meets; as
-    /// [`TensorPatch::apply`](crate::TensorPatch::apply).
-    pub fn read(&self, checkpoint: &Checkpoint, tensor: usize, dst: &mut [u8]) -> Result<PatchOutcome> {
+    /// [`Error::Missing`] when there is no such tensor; [`Error::Mismatch`] when it is another than the one of that place
+    /// that the patches were resolved against; [`Error::WrongSize`] when `dst` is of another length; what reading meets;
+    /// as [`TensorPatch::apply`](crate::TensorPatch::apply).
+    pub fn read(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
         self.check(checkpoint, tensor)?;
         let Some(patch) = self.tensor(tensor) else {
             checkpoint.read(tensor, dst)?;
             return Ok(PatchOutcome::default());
         };
-        let bytes_of = |tensor: usize| checkpoint.layout().tensors.get(tensor).map_or(0, |t| t.bytes as usize);
-        let (stored, room) = (bytes_of(tensor), dst.len());
+        let info = checkpoint.info(tensor)?;
+        let (stored, room) = (info.bytes as usize, dst.len());
         let pristine = dst.get_mut(..stored).ok_or_else(|| {
-            let name = &self.layout().tensors[tensor].name;
-            let what = Measured::Tensor { name: name.clone() };
+            let what = Measured::Tensor { name: info.name.clone() };
             Error::WrongSize { what, needed: stored as u64, given: room as u64 }
         })?;
         checkpoint.read(tensor, pristine)?;
@@ -159,11 +158,14 @@ impl Patches {
     }
 
     /// Patches know tensors by their places, so another checkpoint's would get what is not meant for them.
-    fn check(&self, checkpoint: &Checkpoint, tensor: usize) -> Result<()> {
-        let (Some(stored), Some(known)) = (checkpoint.layout().tensors.get(tensor), self.layout().tensors.get(tensor))
-        else {
-            let (patched, stored) = (self.layout().tensors.len(), checkpoint.layout().tensors.len());
-            return Err(Mismatch::Checkpoint { patched, stored, file: checkpoint.path().to_owned() }.into());
+    fn check(&self, checkpoint: &Checkpoint, tensor: TensorId) -> Result<()> {
+        let (stored, known) = match (checkpoint.layout().tensor(tensor), self.layout.tensor(tensor)) {
+            (Some(stored), Some(known)) => (stored, known),
+            (None, None) => return checkpoint.info(tensor).map(drop),
+            _ => {
+                let (patched, stored) = (self.layout.tensors().len(), checkpoint.layout().tensors().len());
+                return Err(Mismatch::Checkpoint { patched, stored, file: checkpoint.path().to_owned() }.into());
+            }
         };
         let shape = self.tensor(tensor).map_or(&known.shape, TensorPatch::pristine_shape);
         if (&stored.name, stored.dtype, &stored.shape) == (&known.name, known.dtype, shape) {
@@ -175,15 +177,15 @@ impl Patches {
             shape: shape.to_vec(),
         };
         let (patched, stored) = (tensor_shape(known, shape), tensor_shape(stored, &stored.shape));
-        Err(Mismatch::Tensor { index: tensor, patched, stored, file: checkpoint.path().to_owned() }.into())
+        Err(Mismatch::Tensor { index: tensor.index(), patched, stored, file: checkpoint.path().to_owned() }.into())
     }
 }
 
 /// The state of [`Patches::resolve`]: shapes as the steps so far leave them.
 struct Resolving<'a> {
     layout: &'a Layout,
-    by_name: HashMap<&'a str, usize>,
-    changed: BTreeMap<usize, Changes>,
+    by_name: HashMap<&'a str, TensorId>,
+    changed: BTreeMap<TensorId, Changes>,
     report: MatchReport,
     /// Of the adapters so far, the last being the one at hand.
     origins: Vec<Arc<Origin>>,
@@ -191,7 +193,7 @@ struct Resolving<'a> {
 
 impl<'a> Resolving<'a> {
     fn new(layout: &'a Layout) -> Resolving<'a> {
-        let by_name = layout.tensors.iter().enumerate().map(|(index, t)| (t.name.as_str(), index)).collect();
+        let by_name = layout.tensor_ids().map(|tensor| (layout.at(tensor).name.as_str(), tensor)).collect();
         Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
     }
 
@@ -217,10 +219,10 @@ impl<'a> Resolving<'a> {
                 }),
             }
         }
-        for index in &adapter.unknown {
-            let other = !wanted(adapter.key(*index));
+        for tensor in &adapter.unknown {
+            let other = !wanted(adapter.key(*tensor));
             let why = if other { SkipReason::OtherComponent } else { SkipReason::NotUnderstood };
-            self.skip(adapter, [index], why);
+            self.skip(adapter, [tensor], why);
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         check_distinct(adapter, &matched)?;
@@ -243,8 +245,11 @@ impl<'a> Resolving<'a> {
             self.report.unmatched[first_unmatched..].iter().map(|u| u.module.clone()).collect();
         let keys = matched.len() + unmatched.len();
         let fault = if matched.is_empty() {
-            let named =
-                if keys > 0 { unmatched } else { adapter.unknown.iter().map(|&i| adapter.key(i).into()).collect() };
+            let named = if keys > 0 {
+                unmatched
+            } else {
+                adapter.unknown.iter().map(|&tensor| adapter.key(tensor).into()).collect()
+            };
             let adapter_sample = named.into_iter().take(8).collect();
             AdapterFault::NothingMatches { keys, adapter_sample, checkpoint_sample: targets.sample() }
         } else if matching == Matching::Strict && !unmatched.is_empty() {
@@ -276,7 +281,7 @@ impl<'a> Resolving<'a> {
                     let part = steps.iter().find(|_| target.share.is_some());
                     rows.push(part.map(|step| step.rows().start as u64..step.rows().end as u64));
                     now.steps.extend(steps);
-                    changed.push(self.layout.tensors[tensor].name.clone());
+                    changed.push(self.layout.at(tensor).name.clone());
                 }
             }
             skipped.extend(not_here);
@@ -292,7 +297,7 @@ impl<'a> Resolving<'a> {
                 strength: adapter.strength,
                 module: module.name.clone(),
                 kind: all_kinds.join(" + "),
-                keys: keys(adapter, used.map(|(_, index)| index)),
+                keys: keys(adapter, used.map(|(_, tensor)| tensor)),
                 targets: changed,
                 rows,
             });
@@ -300,8 +305,8 @@ impl<'a> Resolving<'a> {
         Ok(())
     }
 
-    fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: usize) -> Result<()> {
-        let info = &self.layout.tensors[tensor];
+    fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: TensorId) -> Result<()> {
+        let info = self.layout.at(tensor);
         if Float::of(info.dtype).is_some() {
             return Ok(());
         }
@@ -310,14 +315,14 @@ impl<'a> Resolving<'a> {
     }
 
     /// The tensor as the steps so far leave it.
-    fn weight(&self, tensor: usize) -> Weight<'a> {
-        let info = &self.layout.tensors[tensor];
+    fn weight(&self, tensor: TensorId) -> Weight<'a> {
+        let info = self.layout.at(tensor);
         let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
         Weight::new(&info.name, shape.clone())
     }
 
-    fn skip<'i>(&mut self, adapter: &Adapter, indices: impl IntoIterator<Item = &'i usize>, why: SkipReason) {
-        let skipped = keys(adapter, indices).into_iter().map(|key| Skipped { adapter: adapter.path.clone(), key, why });
+    fn skip<'i>(&mut self, adapter: &Adapter, tensors: impl IntoIterator<Item = &'i TensorId>, why: SkipReason) {
+        let skipped = keys(adapter, tensors).into_iter().map(|key| Skipped { adapter: adapter.path.clone(), key, why });
         self.report.skipped.extend(skipped);
     }
 
@@ -337,12 +342,12 @@ impl<'a> Resolving<'a> {
 
     fn finish(self) -> Result<Patches> {
         let Resolving { layout, by_name, changed, report, origins } = self;
-        let shapes: Vec<(usize, Vec<u64>)> =
+        let shapes: Vec<(TensorId, Vec<u64>)> =
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
-        let find = |name: &str| by_name.get(name).map(|&index| (index, &layout.tensors[index]));
+        let find = |name: &str| by_name.get(name).map(|&tensor| (tensor, layout.at(tensor)));
         let mut tensors = BTreeMap::new();
         for (tensor, changes) in changed {
-            let info = &layout.tensors[tensor];
+            let info = layout.at(tensor);
             let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
             tensors.insert(tensor, TensorPatch::new(info, changes, find).map_err(fault)?);
         }
@@ -362,6 +367,6 @@ fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>
     Ok(())
 }
 
-fn keys<'i>(adapter: &Adapter, indices: impl IntoIterator<Item = &'i usize>) -> Vec<String> {
-    indices.into_iter().map(|&index| adapter.key(index).to_owned()).collect()
+fn keys<'i>(adapter: &Adapter, tensors: impl IntoIterator<Item = &'i TensorId>) -> Vec<String> {
+    tensors.into_iter().map(|&tensor| adapter.key(tensor).to_owned()).collect()
 }

@@ -50,7 +50,7 @@ pub struct Simulated {
 impl Simulated {
     /// The machine described, with nothing allocated and its clock at zero.
     pub fn new(machine: Machine, clock: Clock) -> Simulated {
-        let timeline = Arc::new(Timeline::new(clock, machine.topology.clone()));
+        let timeline = Arc::new(Timeline::new(clock, machine.topology().clone()));
         Simulated { machine, timeline, contents: Contents::Stored }
     }
 
@@ -69,7 +69,7 @@ impl Simulated {
 
 impl Backend for Simulated {
     fn discover(&self) -> Vec<Found> {
-        self.machine.devices.iter().cloned().map(Found::Here).collect()
+        self.machine.devices().iter().cloned().map(Found::Here).collect()
     }
 
     fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
@@ -87,7 +87,7 @@ impl Backend for Simulated {
     }
 
     fn topology(&self) -> Topology {
-        self.machine.topology.clone()
+        self.machine.topology().clone()
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 
 use serde::Serialize;
 
+use super::id::{Id, LayerId, ModuleId, Per, TensorId, ids};
 use crate::dtype::DType;
 use crate::error::{Error, Missing, Result};
 
@@ -44,18 +45,21 @@ impl TensorInfo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Module {
+    /// Its place among the modules.
+    #[serde(skip)]
+    pub id: ModuleId,
     /// What its tensors' names begin with.
     pub name: String,
     /// The layer that it runs in.
-    pub layer: usize,
+    pub layer: LayerId,
     /// Its name inside the layer; empty when the layer is this module.
     pub role: String,
-    /// Its tensors, by place in [`Layout::tensors`].
-    pub tensors: Vec<usize>,
+    /// Its tensors.
+    pub tensors: Vec<TensorId>,
     /// The bytes of its tensors, without those that alias another module's.
     pub bytes: u64,
     /// The module whose storage all of its tensors alias (tied weights); its own bytes are then 0.
-    pub alias_of: Option<usize>,
+    pub alias_of: Option<ModuleId>,
     /// Whether it is an embedding that the model uses at both ends.
     pub both_ends: bool,
 }
@@ -64,10 +68,13 @@ pub struct Module {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Layer {
+    /// Its place among the layers.
+    #[serde(skip)]
+    pub id: LayerId,
     /// The numbered prefix (`model.layers.7`), or the name of its only module.
     pub name: String,
-    /// Its modules, by place in [`Layout::modules`].
-    pub modules: Vec<usize>,
+    /// Its modules.
+    pub modules: Vec<ModuleId>,
     /// The bytes of its modules.
     pub bytes: u64,
     /// Layers of one class have the same roles, element types and sizes.
@@ -80,21 +87,24 @@ pub struct Layer {
 /// `model.layers.7`. Layers of one stack stand in order of their numbers, stacks in order of first
 /// appearance; modules outside any stack are layers of their own, embeddings first, then other inputs, the
 /// stacks, final norms, and heads last. Where names do not tell, [`Layout::in_order`] does.
+///
+/// Tensors, modules and layers name each other, so nothing of a layout can be changed in place:
+///
+/// ```compile_fail,E0616
+/// let mut layout = tensor_offload::checkpoint::Layout::blocks([1 << 30; 40]);
+/// layout.modules.pop();
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
 pub struct Layout {
-    /// All tensors, as given.
-    pub tensors: Vec<TensorInfo>,
-    /// All modules, in order of execution.
-    pub modules: Vec<Module>,
-    /// All layers, in order of execution.
-    pub layers: Vec<Layer>,
+    tensors: Vec<TensorInfo>,
+    modules: Vec<Module>,
+    layers: Vec<Layer>,
     /// How many classes of layers there are.
-    pub classes: usize,
+    classes: usize,
     /// For each tensor the first tensor that has the same bytes; itself where it is the first.
-    pub storage: Vec<usize>,
+    storage: Vec<TensorId>,
     /// For each tensor its module.
-    pub module_of: Vec<usize>,
+    module_of: Vec<ModuleId>,
 }
 
 impl Layout {
@@ -104,12 +114,12 @@ impl Layout {
         let mut modules: Vec<Module> = Vec::new();
         let mut layers: Vec<(Place, Layer)> = Vec::new();
         let (mut module_of, mut layer_of, mut stacks) = (HashMap::new(), HashMap::new(), HashMap::new());
-        for (index, tensor) in tensors.iter().enumerate() {
-            let name = module_name(&tensor.name);
-            let module = *module_of.entry(name).or_insert_with(|| {
+        for (tensor, info) in ids(tensors.len()).zip(&tensors) {
+            let name = module_name(&info.name);
+            let module: ModuleId = *module_of.entry(name).or_insert_with(|| {
                 let numbered = numbered_prefix(name);
                 let layer_name = numbered.map_or(name, |(_, _, prefix)| prefix);
-                let layer = *layer_of.entry(layer_name).or_insert_with(|| {
+                let layer: LayerId = *layer_of.entry(layer_name).or_insert_with(|| {
                     let place = match numbered {
                         Some((stack, number, _)) => {
                             let next = stacks.len();
@@ -117,17 +127,20 @@ impl Layout {
                         }
                         None => Place { rank: Rank::of(name), stack: 0, number: layers.len() as u64 },
                     };
-                    layers.push((place, Layer { name: layer_name.to_owned(), modules: vec![], bytes: 0, class: 0 }));
-                    layers.len() - 1
+                    let id = LayerId::new(layers.len());
+                    let name = layer_name.to_owned();
+                    layers.push((place, Layer { id, name, modules: vec![], bytes: 0, class: 0 }));
+                    id
                 });
                 let role = name[layer_name.len()..].trim_start_matches('.').to_owned();
-                let (tensors, name) = (Vec::new(), name.to_owned());
-                modules.push(Module { name, layer, role, tensors, bytes: 0, alias_of: None, both_ends: false });
-                modules.len() - 1
+                let (id, name, tensors) = (ModuleId::new(modules.len()), name.to_owned(), Vec::new());
+                modules.push(Module { id, name, layer, role, tensors, bytes: 0, alias_of: None, both_ends: false });
+                id
             });
-            modules[module].tensors.push(index);
+            modules[module.index()].tensors.push(tensor);
         }
-        let module_of = vec![0; tensors.len()];
+        // All of these are given their modules below.
+        let module_of = vec![ModuleId::new(0); tensors.len()];
         let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage, module_of };
         layout.arrange(layers);
         layout
@@ -165,8 +178,8 @@ impl Layout {
     /// # Errors
     /// [`Error::Missing`] naming a layer that does not exist, [`Error::Invalid`] one that stands twice.
     pub fn in_order(self, names: &[&str]) -> Result<Layout> {
-        let mut places: Vec<Option<usize>> = vec![None; self.layers.len()];
-        let by_name: HashMap<&str, usize> = self.layers.iter().enumerate().map(|(i, l)| (l.name.as_str(), i)).collect();
+        let mut places: Per<LayerId, Option<usize>> = Per::all(self.layers.len(), None);
+        let by_name: HashMap<&str, LayerId> = self.layers.iter().map(|layer| (layer.name.as_str(), layer.id)).collect();
         for (place, name) in names.iter().enumerate() {
             let layer = by_name.get(name).ok_or_else(|| Missing::Layer { name: (*name).to_owned() })?;
             if places[*layer].replace(place).is_some() {
@@ -174,9 +187,8 @@ impl Layout {
             }
         }
         let mut layout = self;
-        let layers = std::mem::take(&mut layout.layers).into_iter().enumerate();
-        let placed = layers.map(|(old, layer)| {
-            let number = places[old].unwrap_or(names.len() + old) as u64;
+        let placed = std::mem::take(&mut layout.layers).into_iter().map(|layer| {
+            let number = places[layer.id].unwrap_or(names.len() + layer.id.index()) as u64;
             (Place { rank: Rank::Stack, stack: 0, number }, layer)
         });
         let placed = placed.collect();
@@ -184,34 +196,111 @@ impl Layout {
         Ok(layout)
     }
 
-    /// The same layout once some tensors, given by place with their new shapes, have been changed.
+    /// The same layout once some tensors, given with their new shapes, have been changed.
     ///
     /// A changed tensor has bytes of its own: what aliased it does so no longer. Its `offset` still says where its
     /// bytes were.
     ///
     /// # Errors
     /// As [`TensorInfo::new`] for a shape.
-    pub(crate) fn patched(&self, changed: &[(usize, Vec<u64>)]) -> Result<Layout> {
+    pub(crate) fn patched(&self, changed: &[(TensorId, Vec<u64>)]) -> Result<Layout> {
         let mut layout = self.clone();
-        for (index, shape) in changed {
-            let tensor = layout.tensors.get_mut(*index);
-            let tensor = tensor.ok_or_else(|| Error::bug(format!("there is no tensor at {index}")))?;
-            *tensor = TensorInfo::new(tensor.name.clone(), tensor.dtype, shape, tensor.file, tensor.offset)?;
+        for (tensor, shape) in changed {
+            let info = layout.tensors.get_mut(tensor.index());
+            let info = info.ok_or_else(|| Error::bug(format!("there is no tensor at {}", tensor.index())))?;
+            *info = TensorInfo::new(info.name.clone(), info.dtype, shape, info.file, info.offset)?;
         }
-        let own: HashSet<usize> = changed.iter().map(|(index, _)| *index).collect();
+        let own: HashSet<TensorId> = changed.iter().map(|(tensor, _)| *tensor).collect();
         let mut first = HashMap::new();
-        for index in 0..layout.tensors.len() {
-            let old = self.storage[index];
-            layout.storage[index] = if own.contains(&index) { index } else { *first.entry(old).or_insert(index) };
-        }
+        let stored = |tensor: TensorId| match own.contains(&tensor) {
+            true => tensor,
+            false => *first.entry(self.storage(tensor)).or_insert(tensor),
+        };
+        layout.storage = self.tensor_ids().map(stored).collect();
         for module in self.modules.iter().filter_map(|m| m.alias_of) {
-            layout.modules[module].both_ends = false;
+            layout.modules[module.index()].both_ends = false;
         }
-        let layers = std::mem::take(&mut layout.layers).into_iter().enumerate();
-        let placed = layers.map(|(place, layer)| (Place { rank: Rank::Stack, stack: 0, number: place as u64 }, layer));
+        let place = |layer: &Layer| Place { rank: Rank::Stack, stack: 0, number: layer.id.index() as u64 };
+        let placed = std::mem::take(&mut layout.layers).into_iter().map(|layer| (place(&layer), layer));
         let placed = placed.collect();
         layout.arrange(placed);
         Ok(layout)
+    }
+
+    /// All tensors, as given. That of an id is [`tensor`](Layout::tensor).
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// All modules, in order of execution.
+    pub fn modules(&self) -> &[Module] {
+        &self.modules
+    }
+
+    /// All layers, in order of execution.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The ids of all tensors, in their order.
+    pub fn tensor_ids(&self) -> impl DoubleEndedIterator<Item = TensorId> + ExactSizeIterator + Clone + use<> {
+        ids(self.tensors.len())
+    }
+
+    /// The ids of all modules, in order of execution.
+    pub fn module_ids(&self) -> impl DoubleEndedIterator<Item = ModuleId> + ExactSizeIterator + Clone + use<> {
+        ids(self.modules.len())
+    }
+
+    /// The ids of all layers, in order of execution. They borrow nothing, so a [`Streamer`](crate::Streamer) can be asked
+    /// for each in turn.
+    pub fn layer_ids(&self) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + Clone + use<> {
+        ids(self.layers.len())
+    }
+
+    /// The tensor `name`.
+    pub fn find(&self, name: &str) -> Option<TensorId> {
+        self.tensors.iter().position(|t| t.name == name).map(TensorId::new)
+    }
+
+    /// A tensor. None when there is no such tensor, as for the other lookups by id.
+    pub fn tensor(&self, tensor: TensorId) -> Option<&TensorInfo> {
+        self.tensors.get(tensor.index())
+    }
+
+    /// A module.
+    pub fn module(&self, module: ModuleId) -> Option<&Module> {
+        self.modules.get(module.index())
+    }
+
+    /// A layer.
+    pub fn layer(&self, layer: LayerId) -> Option<&Layer> {
+        self.layers.get(layer.index())
+    }
+
+    /// The modules of a layer; of none for an id of another layout's.
+    pub fn modules_in(&self, layer: LayerId) -> impl Iterator<Item = &Module> {
+        self.layer(layer).into_iter().flat_map(|layer| &layer.modules).map(|&module| self.at(module))
+    }
+
+    /// The tensors of a module; of none for an id of another layout's.
+    pub fn tensors_in(&self, module: ModuleId) -> impl Iterator<Item = &TensorInfo> {
+        self.module(module).into_iter().flat_map(|module| &module.tensors).map(|&tensor| self.at(tensor))
+    }
+
+    /// How many classes of layers there are; [`Layer::class`] is below it.
+    pub fn class_count(&self) -> usize {
+        self.classes
+    }
+
+    /// The first tensor that has the same bytes as `tensor`: itself where it is the first.
+    pub fn storage_of(&self, tensor: TensorId) -> Option<TensorId> {
+        self.storage.get(tensor.index()).copied()
+    }
+
+    /// The module of a tensor.
+    pub fn module_of(&self, tensor: TensorId) -> Option<ModuleId> {
+        self.module_of.get(tensor.index()).copied()
     }
 
     /// The sum of all tensors' bytes, shared storage once.
@@ -219,26 +308,9 @@ impl Layout {
         self.modules.iter().map(|m| m.bytes).sum()
     }
 
-    /// The tensor `name`.
-    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.iter().find(|t| t.name == name)
-    }
-
     /// The modules that a layer's tensors lie in, each once: its own, and those whose storage its tensors share.
-    pub fn needs_of(&self, layer: &Layer) -> Vec<usize> {
-        let mut needs = layer.modules.clone();
-        for &tensor in layer.modules.iter().flat_map(|&module| &self.modules[module].tensors) {
-            let owner = self.module_of[self.storage[tensor]];
-            if self.storage[tensor] != tensor && !needs.contains(&owner) {
-                needs.push(owner);
-            }
-        }
-        needs
-    }
-
-    /// The tensors of a module whose bytes lie in its own memory.
-    pub(crate) fn own_tensors(&self, module: usize) -> impl Iterator<Item = usize> {
-        self.modules[module].tensors.iter().copied().filter(|&tensor| self.storage[tensor] == tensor)
+    pub fn needs_of(&self, layer: LayerId) -> Option<Vec<ModuleId>> {
+        self.layer(layer).map(|layer| self.needs(layer))
     }
 
     /// The bytes that a module of `bytes` takes in a slot: each begins at a multiple of 256, as kernels want it.
@@ -246,52 +318,93 @@ impl Layout {
         bytes.div_ceil(256).saturating_mul(256)
     }
 
-    /// The bytes of a slot for `layer`, all of it streamed.
-    pub fn slot_of(&self, layer: &Layer) -> u64 {
-        let slot = |module: usize| Layout::slot_bytes(self.modules[module].bytes);
-        self.needs_of(layer).into_iter().map(slot).fold(0, u64::saturating_add)
+    /// The bytes of a slot for a layer, all of it streamed.
+    pub fn slot_of(&self, layer: LayerId) -> Option<u64> {
+        self.layer(layer).map(|layer| self.slot(layer))
+    }
+
+    /// What has an id of this very layout.
+    pub(crate) fn at<I: OfLayout>(&self, id: I) -> &I::What {
+        &I::all(self)[id.place()]
+    }
+
+    /// As [`storage_of`](Layout::storage_of), for a tensor of this very layout.
+    pub(crate) fn storage(&self, tensor: TensorId) -> TensorId {
+        self.storage[tensor.index()]
+    }
+
+    /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
+    pub(crate) fn owner(&self, tensor: TensorId) -> ModuleId {
+        self.module_of[self.storage(tensor).index()]
+    }
+
+    /// The layer of a tensor.
+    pub(crate) fn layer_with(&self, tensor: TensorId) -> LayerId {
+        self.at(self.module_of[tensor.index()]).layer
+    }
+
+    /// The tensors of a module whose bytes lie in its own memory.
+    pub(crate) fn own_tensors(&self, module: ModuleId) -> impl Iterator<Item = TensorId> {
+        self.at(module).tensors.iter().copied().filter(|&tensor| self.storage(tensor) == tensor)
+    }
+
+    /// As [`needs_of`](Layout::needs_of), for a layer of this very layout.
+    pub(crate) fn needs(&self, layer: &Layer) -> Vec<ModuleId> {
+        let mut needs = layer.modules.clone();
+        for &tensor in layer.modules.iter().flat_map(|&module| &self.at(module).tensors) {
+            let owner = self.owner(tensor);
+            if self.storage(tensor) != tensor && !needs.contains(&owner) {
+                needs.push(owner);
+            }
+        }
+        needs
+    }
+
+    /// As [`slot_of`](Layout::slot_of), for a layer of this very layout.
+    pub(crate) fn slot(&self, layer: &Layer) -> u64 {
+        let slot = |module: ModuleId| Layout::slot_bytes(self.at(module).bytes);
+        self.needs(layer).into_iter().map(slot).fold(0, u64::saturating_add)
     }
 
     /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.
     fn arrange(&mut self, mut layers: Vec<(Place, Layer)>) {
-        let mut old_to_new = vec![0; layers.len()];
-        let mut order: Vec<usize> = (0..layers.len()).collect();
-        order.sort_by_key(|&old| layers[old].0);
-        for (new, &old) in order.iter().enumerate() {
-            old_to_new[old] = new;
-        }
         layers.sort_by_key(|(place, _)| *place);
-        self.layers = layers.into_iter().map(|(_, layer)| Layer { modules: vec![], bytes: 0, ..layer }).collect();
+        let mut new: Per<LayerId, LayerId> = ids(layers.len()).collect();
+        for (place, (_, layer)) in ids(layers.len()).zip(&layers) {
+            new[layer.id] = place;
+        }
+        let emptied = |(_, layer): (Place, Layer)| Layer { id: new[layer.id], modules: vec![], bytes: 0, ..layer };
+        self.layers = layers.into_iter().map(emptied).collect();
         for module in &mut self.modules {
-            module.layer = old_to_new[module.layer];
+            module.layer = new[module.layer];
         }
         self.modules.sort_by(|a, b| a.layer.cmp(&b.layer).then_with(|| natural(&a.role, &b.role)));
 
-        for (index, module) in self.modules.iter().enumerate() {
-            module.tensors.iter().for_each(|&t| self.module_of[t] = index);
+        for (id, module) in ids(self.modules.len()).zip(&mut self.modules) {
+            module.id = id;
+            module.tensors.iter().for_each(|t| self.module_of[t.index()] = id);
         }
-        for index in 0..self.modules.len() {
-            let owns = |t: usize| self.storage[t] == t || self.tensors[t].bytes == 0;
-            let module = &self.modules[index];
-            let bytes = module.tensors.iter().filter(|&&t| owns(t)).map(|&t| self.tensors[t].bytes).sum();
-            let aliased =
-                module.tensors.iter().all(|&t| !owns(t)).then(|| self.module_of[self.storage[module.tensors[0]]]);
-            let alias_of = aliased.filter(|&other| other != index);
-            self.modules[index].bytes = bytes;
-            self.modules[index].alias_of = alias_of;
-            if let Some(other) = alias_of {
-                self.modules[other].both_ends = true;
-            }
-            let layer = &mut self.layers[self.modules[index].layer];
-            layer.modules.push(index);
+        for id in self.module_ids() {
+            let owns = |t: TensorId| self.storage(t) == t || self.at(t).bytes == 0;
+            let module = self.at(id);
+            let bytes = module.tensors.iter().filter(|&&t| owns(t)).map(|&t| self.at(t).bytes).sum();
+            let aliased = module.tensors.iter().all(|&t| !owns(t)).then(|| self.owner(module.tensors[0]));
+            let (alias_of, layer) = (aliased.filter(|&other| other != id), module.layer);
+            let layer = &mut self.layers[layer.index()];
+            layer.modules.push(id);
             layer.bytes += bytes;
+            let module = &mut self.modules[id.index()];
+            (module.bytes, module.alias_of) = (bytes, alias_of);
+            if let Some(other) = alias_of {
+                self.modules[other.index()].both_ends = true;
+            }
         }
         let mut classes = HashMap::new();
         for layer in &mut self.layers {
-            let signature = |&m: &usize| {
-                let module = &self.modules[m];
-                let kinds: Vec<_> =
-                    module.tensors.iter().map(|&t| (self.tensors[t].dtype, self.tensors[t].bytes)).collect();
+            let signature = |m: &ModuleId| {
+                let module = &self.modules[m.index()];
+                let info = |t: &TensorId| &self.tensors[t.index()];
+                let kinds: Vec<_> = module.tensors.iter().map(|t| (info(t).dtype, info(t).bytes)).collect();
                 (module.role.clone(), kinds)
             };
             let next = classes.len();
@@ -299,6 +412,39 @@ impl Layout {
             layer.class = *classes.entry(key).or_insert(next);
         }
         self.classes = classes.len();
+    }
+}
+
+/// What an id is of.
+pub(crate) trait OfLayout: Id {
+    /// A tensor, module or layer.
+    type What;
+
+    /// All of them.
+    fn all(layout: &Layout) -> &[Self::What];
+}
+
+impl OfLayout for TensorId {
+    type What = TensorInfo;
+
+    fn all(layout: &Layout) -> &[TensorInfo] {
+        &layout.tensors
+    }
+}
+
+impl OfLayout for ModuleId {
+    type What = Module;
+
+    fn all(layout: &Layout) -> &[Module] {
+        &layout.modules
+    }
+}
+
+impl OfLayout for LayerId {
+    type What = Layer;
+
+    fn all(layout: &Layout) -> &[Layer] {
+        &layout.layers
     }
 }
 
@@ -372,13 +518,13 @@ fn numbered_prefix(name: &str) -> Option<(&str, u64, &str)> {
 }
 
 /// For each tensor the first one that has the same bytes of the same file.
-fn first_with_same_bytes(tensors: &[TensorInfo]) -> Vec<usize> {
+fn first_with_same_bytes(tensors: &[TensorInfo]) -> Vec<TensorId> {
     let mut first = HashMap::new();
-    let same = |(index, t): (usize, &TensorInfo)| match t.bytes {
-        0 => index,
-        bytes => *first.entry((t.file, t.offset, bytes)).or_insert(index),
+    let same = |(id, t): (TensorId, &TensorInfo)| match t.bytes {
+        0 => id,
+        bytes => *first.entry((t.file, t.offset, bytes)).or_insert(id),
     };
-    tensors.iter().enumerate().map(same).collect()
+    ids(tensors.len()).zip(tensors).map(same).collect()
 }
 
 /// Order of names with runs of digits compared as numbers.
@@ -481,10 +627,12 @@ mod tests {
         let tied = [at("model.embed_tokens.weight", 0), at("model.layers.0.w.weight", 16), at("lm_head.weight", 0)];
         let tied = Layout::new(tied.to_vec());
         assert_eq!(tied.patched(&[]).unwrap(), tied);
-        let grown = tied.patched(&[(0, vec![6])]).unwrap();
-        assert_eq!((grown.bytes(), grown.tensors[0].bytes, grown.storage.as_slice()), (56, 24, &[0, 1, 2][..]));
+        let grown = tied.patched(&[(TensorId::new(0), vec![6])]).unwrap();
+        let own: Vec<TensorId> = tied.tensor_ids().collect();
+        assert_eq!((grown.bytes(), grown.tensors[0].bytes, &grown.storage), (56, 24, &own));
         assert!(!grown.modules[0].both_ends && grown.modules.iter().all(|m| m.alias_of.is_none()));
-        assert!(tied.patched(&[(3, vec![6])]).is_err() && tied.patched(&[(0, vec![u64::MAX])]).is_err());
+        let at = |index, size| tied.patched(&[(TensorId::new(index), vec![size])]);
+        assert!(at(3, 6).is_err() && at(0, u64::MAX).is_err());
     }
 
     #[test]
@@ -497,7 +645,7 @@ mod tests {
         ]);
         assert_eq!(tied.bytes(), 32);
         let head = tied.modules.last().unwrap();
-        assert_eq!((head.name.as_str(), head.bytes, head.alias_of), ("lm_head", 0, Some(0)));
+        assert_eq!((head.name.as_str(), head.bytes, head.alias_of), ("lm_head", 0, Some(ModuleId::new(0))));
         assert!(tied.modules[0].both_ends);
     }
 }

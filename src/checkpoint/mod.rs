@@ -2,6 +2,7 @@
 
 mod files;
 mod header;
+mod id;
 mod json;
 mod layout;
 mod write;
@@ -16,6 +17,8 @@ use crate::transfer::{FileSource, MemorySource, Source};
 use files::FileSet;
 use header::Header;
 
+pub(crate) use id::Per;
+pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
@@ -29,9 +32,10 @@ pub use write::{TensorSpec, TensorWriter, write_safetensors};
 /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 /// let model = Checkpoint::open(path)?;
 /// let norm = model.find("model.norm.weight").expect("every Llama has one");
-/// let mut bytes = vec![0; model.layout().tensors[norm].bytes as usize];
+/// let info = model.layout().tensor(norm).expect("it was just found");
+/// let mut bytes = vec![0; info.bytes as usize];
 /// model.read(norm, &mut bytes)?;
-/// assert_eq!(model.layout().layers[1].name, "model.layers.0");
+/// assert_eq!(model.layout().layers()[1].name, "model.layers.0");
 /// # Ok::<(), tensor_offload::Error>(())
 /// ```
 #[derive(Clone)]
@@ -42,7 +46,7 @@ struct Inner {
     sources: Vec<Arc<dyn Source>>,
     layout: Layout,
     metadata: BTreeMap<String, String>,
-    by_name: HashMap<String, usize>,
+    by_name: HashMap<String, TensorId>,
 }
 
 impl Checkpoint {
@@ -95,8 +99,8 @@ impl Checkpoint {
             metadata.get_or_insert(header.metadata);
             tensors.extend(header.tensors);
         }
-        let by_name = tensors.iter().enumerate().map(|(index, t)| (t.name.clone(), index)).collect();
         let layout = Layout::new(tensors);
+        let by_name = layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect();
         let layout = if tied { layout.tie_embeddings() } else { layout };
         Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name }))
     }
@@ -121,16 +125,13 @@ impl Checkpoint {
         &self.0.sources
     }
 
-    /// The file that holds a tensor of [`Layout::tensors`].
-    ///
-    /// # Panics
-    /// When there is no such tensor.
-    pub fn file_of(&self, tensor: usize) -> &Path {
-        self.0.sources[self.0.layout.tensors[tensor].file].path()
+    /// The file that holds a tensor; none when there is no such tensor.
+    pub fn file_of(&self, tensor: TensorId) -> Option<&Path> {
+        self.0.layout.tensor(tensor).map(|info| self.0.sources[info.file].path())
     }
 
-    /// The place of the tensor `name` in [`Layout::tensors`].
-    pub fn find(&self, name: &str) -> Option<usize> {
+    /// The tensor `name`.
+    pub fn find(&self, name: &str) -> Option<TensorId> {
         self.0.by_name.get(name).copied()
     }
 
@@ -141,7 +142,7 @@ impl Checkpoint {
     /// [`Error::File`] with
     /// [`FileFault::Changed`](crate::FileFault::Changed) when the file is no longer what was opened;
     /// [`Error::Io`] when the system refuses.
-    pub fn read(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
+    pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;
         if info.bytes != dst.len() as u64 {
             let what = Measured::Tensor { name: info.name.clone() };
@@ -154,7 +155,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`read`](Checkpoint::read); [`Error::WrongSize`] too when the range leaves the tensor.
-    pub fn read_at(&self, tensor: usize, at: u64, dst: &mut [u8]) -> Result<()> {
+    pub fn read_at(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;
         // No tensor ends at the largest number, since it has a place in a file.
         let end = at.saturating_add(dst.len() as u64);
@@ -166,18 +167,21 @@ impl Checkpoint {
         source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
     }
 
-    fn info(&self, tensor: usize) -> Result<&TensorInfo> {
-        let tensors = &self.0.layout.tensors;
-        tensors
-            .get(tensor)
-            .ok_or_else(|| Missing::TensorAt { index: tensor, count: tensors.len(), file: self.0.path.clone() }.into())
+    /// A tensor.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when there is no such tensor.
+    pub(crate) fn info(&self, tensor: TensorId) -> Result<&TensorInfo> {
+        let (index, count) = (tensor.index(), self.0.layout.tensors().len());
+        let missing = || Missing::TensorAt { index, count, file: self.0.path.clone() }.into();
+        self.0.layout.tensor(tensor).ok_or_else(missing)
     }
 }
 
 impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Checkpoint");
-        debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors.len()).finish_non_exhaustive()
+        debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors().len()).finish_non_exhaustive()
     }
 }
 

@@ -1,5 +1,6 @@
 //! What is known of a device without opening it, and a whole machine of them.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
@@ -138,22 +139,76 @@ impl MemoryUsage {
 }
 
 /// A set of devices and the links between them: what a plan is made for.
+///
+/// Its devices stand in order of id, each once, and they and the topology agree on which of them share a memory. So it is
+/// of one that is deserialised, whatever the order of its devices; one that names a device twice is an error.
+///
+/// ```
+/// use tensor_offload::{Machine, Topology};
+/// let machine = Machine::described(&["cuda:0=24gib,link=27.2".parse()?, "cpu=64gib".parse()?]);
+/// let unlinked = machine.with_topology(Topology::new());
+/// assert_eq!(unlinked.devices()[0].total, 64 << 30);
+/// assert!(unlinked.topology().segments().is_empty());
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+///
+/// What has been checked stays so, since nothing of it can be changed in place:
+///
+/// ```compile_fail,E0616
+/// let mut machine = tensor_offload::Machine::described(&["cpu=64gib".parse().unwrap()]);
+/// machine.devices().clear();
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
+#[serde(try_from = "Parts")]
 pub struct Machine {
-    /// The devices, ordered by id, each once.
-    pub devices: Vec<DeviceInfo>,
-    /// Their links, where known.
-    pub topology: Topology,
+    devices: Vec<DeviceInfo>,
+    topology: Topology,
+}
+
+/// What a machine is deserialised from.
+#[derive(Deserialize)]
+#[serde(rename = "Machine")]
+struct Parts {
+    devices: Vec<DeviceInfo>,
+    topology: Topology,
+}
+
+impl TryFrom<Parts> for Machine {
+    type Error = Error;
+
+    fn try_from(Parts { devices, topology }: Parts) -> Result<Machine> {
+        let mut known = BTreeSet::new();
+        match devices.iter().find(|device| !known.insert(device.id)) {
+            Some(device) => Err(Error::invalid(format!("the machine has {} twice", device.id))),
+            None => Ok(Machine::new(devices, topology)),
+        }
+    }
 }
 
 impl Machine {
     /// A machine of these devices. Of two with one id the later stands. Devices of one memory are entered in the
-    /// topology as such.
+    /// topology as such, and devices that the topology has within another's memory get that as their domain.
     pub fn new(devices: impl IntoIterator<Item = DeviceInfo>, topology: Topology) -> Machine {
-        let by_id: std::collections::BTreeMap<_, _> = devices.into_iter().map(|d| (d.id, d)).collect();
+        let mut by_id: BTreeMap<_, _> = devices.into_iter().map(|d| (d.id, d)).collect();
         let topology = by_id.values().fold(topology, |topology, d| topology.within(d.id, d.domain));
+        by_id.values_mut().for_each(|device| device.domain = topology.memory_of(device.id));
         Machine { devices: by_id.into_values().collect(), topology }
+    }
+
+    /// The same devices with these links between them. Devices that shared a memory still do.
+    #[must_use]
+    pub fn with_topology(self, topology: Topology) -> Machine {
+        Machine::new(self.devices, topology)
+    }
+
+    /// The devices, in order of id, each once.
+    pub fn devices(&self) -> &[DeviceInfo] {
+        &self.devices
+    }
+
+    /// Their links, where known.
+    pub fn topology(&self) -> &Topology {
+        &self.topology
     }
 
     /// The machine that these descriptions describe.
@@ -316,5 +371,45 @@ mod tests {
         let machine = Machine::described(&["cuda:0=1gb".parse().unwrap(), "cpu=1gb".parse().unwrap()]);
         let error = machine.device(DeviceId::cuda(3)).unwrap_err();
         assert_eq!(error.to_string(), "there is no cuda:3 here; there are cpu, cuda:0");
+    }
+
+    #[test]
+    fn a_machine_from_a_file_is_in_order_and_has_each_device_once() {
+        let described = ["cuda:0=2gb,link=27.2", "cuda:1=1gb,domain=cpu", "cpu=8gb"].map(|text| text.parse().unwrap());
+        let machine = Machine::described(&described);
+        let mut json = serde_json::to_value(&machine).unwrap();
+        assert_eq!(json.as_object().unwrap().keys().collect::<Vec<_>>(), ["devices", "topology"]);
+        json["devices"].as_array_mut().unwrap().reverse();
+        // What the topology says of memory that is shared follows from the devices, and the other way round.
+        let mut unshared = json.clone();
+        unshared["topology"]["within"].as_object_mut().unwrap().clear();
+        let mut apart = json.clone();
+        apart["devices"][0]["domain"] = "cuda:1".into();
+        for json in [&json, &unshared, &apart] {
+            assert_eq!(serde_json::from_value::<Machine>(json.clone()).unwrap(), machine);
+        }
+        let devices = json["devices"].as_array_mut().unwrap();
+        devices.push(devices[0].clone());
+        let error = serde_json::from_value::<Machine>(json).unwrap_err();
+        assert!(error.to_string().contains("the machine has cuda:1 twice"), "{error}");
+    }
+
+    #[test]
+    fn devices_and_topology_agree_on_memory_that_is_shared() {
+        let (a, b) = (DeviceId::cuda(0), DeviceId::cuda(1));
+        let devices = |a_in, b_in| [DeviceInfo::new(a, 1).domain(a_in), DeviceInfo::new(b, 1).domain(b_in)];
+        let domains = |machine: &Machine| {
+            let agree = |d: &DeviceInfo| d.domain == machine.topology().memory_of(d.id);
+            assert!(machine.devices().iter().all(agree), "{machine:?}");
+            machine.devices().iter().map(|d| d.domain).collect::<Vec<_>>()
+        };
+        let host = DeviceId::CPU;
+        // What the topology alone knows; a memory within a memory; two, each of which is said to be within the other.
+        assert_eq!(domains(&Machine::new(devices(a, b), Topology::new().within(a, host))), [host, b]);
+        assert_eq!(domains(&Machine::new(devices(b, host), Topology::new())), [host, host]);
+        assert_eq!(domains(&Machine::new(devices(host, a), Topology::new())), [host, host]);
+        assert_eq!(domains(&Machine::new(devices(b, a), Topology::new())), [a, a]);
+        let shared = Machine::new(devices(host, b), Topology::new()).with_topology(Topology::new());
+        assert_eq!(domains(&shared), [host, b]);
     }
 }

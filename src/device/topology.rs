@@ -11,9 +11,10 @@ use super::DeviceId;
 use crate::bytes::Decimal;
 use crate::error::{Error, Result};
 
-/// The speed of a link, in bytes a second. Parses and prints decimal GB/s (`27.2` is 27.2e9 bytes a second).
+/// The speed of a link, in bytes a second. Parses and prints decimal GB/s (`27.2` is 27.2e9 bytes a second);
+/// serialises as bytes a second, of which there is at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
+#[serde(try_from = "u64")]
 pub struct Bandwidth(u64);
 
 impl Bandwidth {
@@ -54,6 +55,17 @@ impl FromStr for Bandwidth {
     }
 }
 
+impl TryFrom<u64> for Bandwidth {
+    type Error = Error;
+
+    fn try_from(bytes: u64) -> Result<Bandwidth> {
+        match bytes {
+            0 => Err(Error::invalid("a bandwidth of no bytes a second")),
+            bytes => Ok(Bandwidth(bytes)),
+        }
+    }
+}
+
 /// A part of the machine that transfers share: everything that passes it shares its bandwidth.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -72,7 +84,10 @@ pub struct Segment {
 /// A device's link to the host is two segments, one each way. A peer link is a segment of its own for each
 /// direction and passes neither. A shared segment (a PCIe switch, host memory) is passed by every route that
 /// starts or ends at one of its members and is no peer link.
+///
+/// One that is deserialised has each link's segment, and no memory that is said to be within memory within another.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Parts")]
 pub struct Topology {
     segments: Vec<Segment>,
     /// Device -> its segments (out, in).
@@ -83,9 +98,41 @@ pub struct Topology {
     shared: BTreeMap<usize, BTreeSet<DeviceId>>,
     /// Pairs of devices that cannot reach each other's memory.
     unreachable: BTreeSet<(DeviceId, DeviceId)>,
-    /// Device -> the device whose memory it shares.
+    /// Device -> the device whose memory it shares, which has a memory of its own.
+    within: BTreeMap<DeviceId, DeviceId>,
+}
+
+/// What a topology is deserialised from.
+#[derive(Deserialize)]
+#[serde(rename = "Topology")]
+struct Parts {
+    segments: Vec<Segment>,
+    links: BTreeMap<DeviceId, (usize, usize)>,
+    peers: BTreeMap<DeviceId, BTreeMap<DeviceId, usize>>,
+    shared: BTreeMap<usize, BTreeSet<DeviceId>>,
+    unreachable: BTreeSet<(DeviceId, DeviceId)>,
     #[serde(default)]
     within: BTreeMap<DeviceId, DeviceId>,
+}
+
+impl TryFrom<Parts> for Topology {
+    type Error = Error;
+
+    fn try_from(parts: Parts) -> Result<Topology> {
+        let Parts { segments, links, peers, shared, unreachable, within } = parts;
+        let of_links = links.values().flat_map(|&(out, into)| [out, into]);
+        let mut named = of_links.chain(peers.values().flat_map(BTreeMap::values).chain(shared.keys()).copied());
+        if let Some(segment) = named.find(|&segment| segment >= segments.len()) {
+            let count = segments.len();
+            return Err(Error::invalid(format!("the topology has {count} segments, and names one at {segment}")));
+        }
+        if let Some((device, memory)) = within.iter().find(|(_, memory)| within.contains_key(memory)) {
+            return Err(Error::invalid(format!(
+                "the memory of {device} is that of {memory}, which has none of its own"
+            )));
+        }
+        Ok(Topology { segments, links, peers, shared, unreachable, within })
+    }
 }
 
 impl Topology {
@@ -138,9 +185,18 @@ impl Topology {
 
     /// Says that `device` has no memory but that of `memory`. What is copied within one memory passes no link of a
     /// device, only that memory's own segment where one was given.
+    ///
+    /// A memory that is within another itself stands for that one, and what was within `device` is within it from now on.
+    /// If that one was `device`, it was within the other way round before, and what is said last stands.
     #[must_use]
     pub fn within(mut self, device: DeviceId, memory: DeviceId) -> Topology {
         if device != memory {
+            let memory = match self.memory_of(memory) {
+                around if around == device => memory,
+                own => own,
+            };
+            self.within.remove(&memory);
+            self.within.values_mut().filter(|own| **own == device).for_each(|own| *own = memory);
             self.within.insert(device, memory);
         }
         self
@@ -305,6 +361,37 @@ mod tests {
         assert!(!topology.is_estimate());
         assert_eq!(topology.segments()[topology.route(host, a)[0]].name, "cpu out");
         assert!(topology.reaches(a, host) && topology.memory_of(a) == host);
+    }
+
+    #[test]
+    fn memory_is_within_memory_that_is_nowhere_else() {
+        let [a, b, c, d] = [0, 1, 2, 3].map(DeviceId::cuda);
+        let memories = |topology: &Topology| [a, b, c, d].map(|device| topology.memory_of(device));
+        let chain = Topology::new().within(a, b).within(b, c);
+        assert_eq!(memories(&chain), [c, c, c, d]);
+        assert_eq!(memories(&Topology::new().within(b, c).within(a, b)), [c, c, c, d]);
+        assert_eq!(memories(&chain.clone().within(c, d)), [d, d, d, d]);
+        assert_eq!(memories(&chain.within(c, a)), [a, a, a, d]);
+    }
+
+    #[test]
+    fn what_does_not_hold_together_is_not_read() {
+        let (a, b) = (DeviceId::cuda(0), DeviceId::cuda(1));
+        let whole = Topology::new().link(a, gbps(26)).peer(a, b, gbps(50)).shared("switch", gbps(30), [a, b]);
+        let whole = serde_json::to_value(whole.within(b, DeviceId::CPU)).unwrap();
+        let reads = |change: &dyn Fn(&mut serde_json::Value)| {
+            let mut json = whole.clone();
+            change(&mut json);
+            serde_json::from_value::<Topology>(json).map_err(|error| error.to_string())
+        };
+        assert_eq!(serde_json::to_value(reads(&|_| {}).unwrap()).unwrap(), whole);
+        let fault = reads(&|json| drop(json["segments"].as_array_mut().unwrap().pop())).unwrap_err();
+        assert!(fault.contains("has 4 segments, and names one at 4"), "{fault}");
+        assert!(reads(&|json| json["links"]["cuda:0"][1] = 7.into()).is_err());
+        assert!(reads(&|json| json["peers"]["cuda:0"]["cuda:1"] = 7.into()).is_err());
+        assert!(reads(&|json| json["within"]["cpu"] = "disk".into()).is_err());
+        let fault = reads(&|json| json["segments"][0]["bandwidth"] = 0.into()).unwrap_err();
+        assert!(fault.contains("no bytes a second"), "{fault}");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::worker::{Inputs, Job};
 use super::{LoadReport, Loader, Model, Reservation, check_tensors};
 use crate::adapter::Patches;
 use crate::backend::{Device, MemoryKind};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Mismatch, Result};
 use crate::plan::{Plan, Slots};
@@ -63,7 +63,7 @@ impl Loader<'_> {
         check_tensors(checkpoint, patches)?;
         self.check_base(base)?;
         let made = Made::of(checkpoint, patches);
-        let same = |tensor: usize, old: usize| base.made().get(old) == Some(&made[tensor]);
+        let same = |tensor: TensorId, old: TensorId| base.made().get(old) == Some(&made[tensor]);
         let reuse = Reuse::of(base, patches.layout(), plan, same);
         let inputs = Inputs { checkpoint: Some(checkpoint), patches, plan, base: Some(base), reuse: &reuse };
         self.place(inputs, made)
@@ -83,7 +83,7 @@ impl Loader<'_> {
         }
         let patches = Patches::none(base.layout());
         let inputs = Inputs { checkpoint: None, patches: &patches, plan, base: Some(base), reuse: &reuse };
-        self.place(inputs, base.made().to_vec())
+        self.place(inputs, base.made().clone())
     }
 
     /// The first half of a demotion: all that `base` has on its compute device is on the host, too, in a model that can
@@ -94,7 +94,7 @@ impl Loader<'_> {
         let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
         let inputs = Inputs { checkpoint: None, patches: &patches, plan: &plan, base: Some(base), reuse: &reuse };
         let (homes, reservation, report) = self.fill(inputs, &reuse.needed(&plan), start)?;
-        let (layout, made, from) = (Arc::new(base.layout().clone()), base.made().to_vec(), reuse.from(base));
+        let (layout, made, from) = (Arc::new(base.layout().clone()), base.made().clone(), reuse.from(base));
         let slots = Some(Arc::new(SlotPool::new(parked.slots(), Vec::new())));
         let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, made, slots, from };
         let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
@@ -102,7 +102,7 @@ impl Loader<'_> {
     }
 
     /// Reserves, fills and puts together.
-    pub(super) fn place(&self, inputs: Inputs<'_>, made: Vec<Made>) -> Result<Model> {
+    pub(super) fn place(&self, inputs: Inputs<'_>, made: Per<TensorId, Made>) -> Result<Model> {
         let (plan, start) = (inputs.plan, Instant::now());
         let mut needed = inputs.reuse.needed(plan);
         if inputs.reuse.slots.is_none() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::adapter::Patches;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Per, TensorId};
 use crate::patch::Recipe;
 use crate::transfer::Stamp;
 
@@ -27,15 +27,15 @@ struct Patched {
 
 impl Made {
     /// For each tensor of a checkpoint what these patches make it from.
-    pub(super) fn of(checkpoint: &Checkpoint, patches: &Patches) -> Vec<Made> {
+    pub(super) fn of(checkpoint: &Checkpoint, patches: &Patches) -> Per<TensorId, Made> {
         let files: Arc<[Stamp]> = checkpoint.sources().iter().map(|source| source.stamp()).collect();
-        let patched = |index| patches.tensor(index).map(|p| Patched { files: Arc::clone(&files), recipe: p.recipe() });
-        let tensors = checkpoint.layout().tensors.iter().enumerate();
-        let made = tensors.map(|(index, tensor)| Made {
+        let patched = |id| patches.tensor(id).map(|p| Patched { files: Arc::clone(&files), recipe: p.recipe() });
+        let tensors = checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors());
+        let made = tensors.map(|(id, tensor)| Made {
             file: files[tensor.file],
             at: tensor.offset,
             bytes: tensor.bytes,
-            patch: patched(index),
+            patch: patched(id),
         });
         made.collect()
     }

@@ -28,7 +28,7 @@ use reuse::Reuse;
 use worker::Inputs;
 
 use crate::adapter::Patches;
-use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, TensorId, TensorInfo};
 use crate::error::{Mismatch, Result, TensorShape};
 use crate::limits::LONGEST;
 use crate::plan::Plan;
@@ -115,21 +115,21 @@ impl<'a> Loader<'a> {
 /// # Errors
 /// [`Mismatch`] naming the first tensor that differs.
 fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
-    let (stored, patched) = (&checkpoint.layout().tensors, &patches.layout().tensors);
+    let (stored, patched) = (checkpoint.layout().tensors(), patches.layout().tensors());
     if stored.len() != patched.len() {
         let file = checkpoint.path().to_owned();
         return Err(Mismatch::Checkpoint { patched: patched.len(), stored: stored.len(), file }.into());
     }
-    let same = |(index, (stored, patched)): &(usize, (&TensorInfo, &TensorInfo))| {
-        let sized = stored.bytes == patched.bytes || patches.tensor(*index).is_some();
+    let same = |(id, (stored, patched)): &(TensorId, (&TensorInfo, &TensorInfo))| {
+        let sized = stored.bytes == patched.bytes || patches.tensor(*id).is_some();
         stored.name == patched.name && stored.dtype == patched.dtype && sized
     };
-    match stored.iter().zip(patched).enumerate().find(|pair| !same(pair)) {
+    match checkpoint.layout().tensor_ids().zip(stored.iter().zip(patched)).find(|pair| !same(pair)) {
         None => Ok(()),
-        Some((index, (stored, patched))) => {
+        Some((id, (stored, patched))) => {
             let known = |t: &TensorInfo| TensorShape { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone() };
             let (patched, stored, file) = (known(patched), known(stored), checkpoint.path().to_owned());
-            Err(Mismatch::Tensor { index, patched, stored, file }.into())
+            Err(Mismatch::Tensor { index: id.index(), patched, stored, file }.into())
         }
     }
 }

@@ -14,7 +14,7 @@ use super::probe::lost;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
 use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, TensorInfo};
+use crate::checkpoint::{Layout, ModuleId, Per, TensorId, TensorInfo};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Missing, Result};
 use crate::limits::Limits;
@@ -33,10 +33,10 @@ pub struct Model {
     downloads: Mutex<BTreeMap<DeviceId, Arc<dyn Stream>>>,
     groups: Groups,
     /// For each tensor where its bytes lie in its group's memory.
-    places: Vec<Range<usize>>,
-    by_name: HashMap<String, usize>,
+    places: Per<TensorId, Range<usize>>,
+    by_name: HashMap<String, TensorId>,
     /// For each tensor what its bytes were made from; empty where nobody filled them.
-    made: Vec<Made>,
+    made: Per<TensorId, Made>,
     report: LoadReport,
     limits: Limits,
 }
@@ -48,7 +48,7 @@ pub(super) struct Parts<'a> {
     pub(super) groups: Groups,
     /// For each group its memory, none where another module owns its storage.
     pub(super) homes: Vec<Option<Arc<Home>>>,
-    pub(super) made: Vec<Made>,
+    pub(super) made: Per<TensorId, Made>,
     /// The slots of another model, where they are shared.
     pub(super) slots: Option<Arc<SlotPool>>,
     /// The devices of another model that its bytes come from.
@@ -101,7 +101,7 @@ impl Model {
     /// let plan = Planner::new(&layout, devices.machine()).allocation("cuda:0,20gib;cpu,*".parse()?).plan()?;
     /// let model = Arc::new(Model::unfilled(&devices, &layout, &plan)?);
     /// let mut streamer = Streamer::new(&model)?;
-    /// for layer in 0..layout.layers.len() {
+    /// for layer in layout.layer_ids() {
     ///     let _guard = streamer.layer(layer)?;
     ///     streamer.compute().occupy(Duration::from_millis(50))?;
     /// }
@@ -118,16 +118,16 @@ impl Model {
         let mut reservation = Reservation::take(registry, plan)?;
         let groups = plan.groups(layout);
         let home = |group: usize| {
-            let first = &plan.assignments()[groups.members(group)[0]];
+            let first = plan.at(groups.members(group)[0]);
             let home = |()| {
                 let kind = home_kind(first);
                 let buf = reservation.alloc(first.device, groups.bytes(group), kind)?.freeze();
                 Ok(Arc::new(Home { buf, kind }))
             };
-            layout.modules[first.index].alias_of.is_none().then_some(()).map(home).transpose()
+            layout.at(first.index).alias_of.is_none().then_some(()).map(home).transpose()
         };
         let homes = (0..groups.len()).map(home).collect::<Result<Vec<_>>>()?;
-        let (layout, made, from) = (Arc::new(layout.clone()), Vec::new(), Vec::new());
+        let (layout, made, from) = (Arc::new(layout.clone()), Per::default(), Vec::new());
         Model::assemble(Parts { layout, plan, groups, homes, made, slots: None, from }, reservation, registry)
     }
 
@@ -165,7 +165,7 @@ impl Model {
         Ok(Model {
             places: places(&layout, &groups),
             groups,
-            by_name: layout.tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect(),
+            by_name: layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect(),
             layout,
             plan: plan.clone(),
             store: Arc::new(WeightStore { homes: away }),
@@ -230,7 +230,7 @@ impl Model {
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let tensor = *self.by_name.get(name)?;
         let buf = self.home(self.owner(tensor))?;
-        Some(TensorView { info: &self.layout.tensors[tensor], buf, place: self.place(tensor) })
+        Some(TensorView { info: self.layout.at(tensor), buf, place: self.place(tensor) })
     }
 
     /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
@@ -311,7 +311,7 @@ impl Model {
 
     /// The memory of all modules that have some at home, in order, and where in it they are.
     pub(super) fn homes(&self) -> impl Iterator<Item = (&Buf, Range<usize>)> {
-        (0..self.layout.modules.len()).filter_map(|module| Some((self.home(module)?, self.span(module))))
+        self.layout.module_ids().filter_map(|module| Some((self.home(module)?, self.span(module))))
     }
 
     /// The same, those of the compute device first.
@@ -320,7 +320,7 @@ impl Model {
     }
 
     /// What the bytes of a tensor were made from, where the model was filled.
-    pub(super) fn made(&self) -> &[Made] {
+    pub(super) fn made(&self) -> &Per<TensorId, Made> {
         &self.made
     }
 
@@ -330,18 +330,18 @@ impl Model {
     }
 
     /// The memory where a module lives, none when another module owns its storage.
-    pub(crate) fn home(&self, module: usize) -> Option<&Buf> {
+    pub(crate) fn home(&self, module: ModuleId) -> Option<&Buf> {
         self.shared_home(module).map(|home| &home.buf)
     }
 
     /// The same, to be another model's too.
-    pub(super) fn shared_home(&self, module: usize) -> Option<&Arc<Home>> {
+    pub(super) fn shared_home(&self, module: ModuleId) -> Option<&Arc<Home>> {
         let group = self.groups.of(module);
         self.residency.homes[group].as_ref().or(self.store.homes[group].as_ref())
     }
 
     /// Where a module's bytes lie in the memory where it lives.
-    pub(crate) fn span(&self, module: usize) -> Range<usize> {
+    pub(crate) fn span(&self, module: ModuleId) -> Range<usize> {
         self.groups.place(module)
     }
 
@@ -351,17 +351,17 @@ impl Model {
     }
 
     /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
-    pub(crate) fn owner(&self, tensor: usize) -> usize {
-        self.layout.module_of[self.layout.storage[tensor]]
+    pub(crate) fn owner(&self, tensor: TensorId) -> ModuleId {
+        self.layout.owner(tensor)
     }
 
     /// Where a tensor's bytes lie in the memory where its owner lives.
-    pub(crate) fn place(&self, tensor: usize) -> Range<usize> {
-        self.places[self.layout.storage[tensor]].clone()
+    pub(crate) fn place(&self, tensor: TensorId) -> Range<usize> {
+        self.places[self.layout.storage(tensor)].clone()
     }
 
-    /// The place of the tensor `name` in the layout.
-    pub(crate) fn find(&self, name: &str) -> Option<usize> {
+    /// The tensor `name`.
+    pub(crate) fn find(&self, name: &str) -> Option<TensorId> {
         self.by_name.get(name).copied()
     }
 
@@ -377,7 +377,7 @@ impl Model {
 impl fmt::Debug for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Model")
-            .field("modules", &self.layout.modules.len())
+            .field("modules", &self.layout.modules().len())
             .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
@@ -446,16 +446,16 @@ pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
 
 /// For each tensor where its bytes lie in the memory of its module's group. Of a module the tensors with the largest
 /// elements come first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
-pub(super) fn places(layout: &Layout, groups: &Groups) -> Vec<Range<usize>> {
-    let mut places = vec![0..0; layout.tensors.len()];
-    for index in 0..layout.modules.len() {
-        let mut own: Vec<usize> = layout.own_tensors(index).collect();
-        let tensor = |t: usize| &layout.tensors[t];
-        own.sort_by_key(|&t| std::cmp::Reverse((tensor(t).dtype.bits(), tensor(t).bytes)));
-        let mut at = groups.place(index).start;
-        for t in own {
-            let end = at + tensor(t).bytes as usize;
-            places[t] = at..end;
+pub(super) fn places(layout: &Layout, groups: &Groups) -> Per<TensorId, Range<usize>> {
+    let mut places = Per::all(layout.tensors().len(), 0..0);
+    for module in layout.module_ids() {
+        let mut own: Vec<TensorId> = layout.own_tensors(module).collect();
+        let largest_first = |info: &TensorInfo| std::cmp::Reverse((info.dtype.bits(), info.bytes));
+        own.sort_by_key(|&tensor| largest_first(layout.at(tensor)));
+        let mut at = groups.place(module).start;
+        for tensor in own {
+            let end = at + layout.at(tensor).bytes as usize;
+            places[tensor] = at..end;
             at = end;
         }
     }

@@ -9,7 +9,7 @@ use super::model::{Model, home_kind, places};
 use super::store::{Home, SlotPool};
 use super::worker::Job;
 use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Transfer};
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::plan::Plan;
@@ -30,40 +30,40 @@ pub(super) struct Reuse {
     /// For each group the memory that is taken over as it is.
     shared: Vec<Option<Arc<Home>>>,
     /// For each tensor where its bytes are, if they are.
-    held: Vec<Option<Held>>,
+    held: Per<TensorId, Option<Held>>,
     pub(super) slots: Option<Arc<SlotPool>>,
 }
 
 impl Reuse {
     /// For a model that is made out of none.
     pub(super) fn nothing(layout: &Layout, plan: &Plan) -> Reuse {
-        Reuse { groups: plan.groups(layout), shared: Vec::new(), held: Vec::new(), slots: None }
+        Reuse { groups: plan.groups(layout), shared: Vec::new(), held: Per::default(), slots: None }
     }
 
     /// What `base` has for a model of `layout` as `plan` places it. `same` says whether tensors, of the new model and of
     /// the base, have the same bytes. Nothing is taken from a device that is lost.
-    pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(usize, usize) -> bool) -> Reuse {
+    pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(TensorId, TensorId) -> bool) -> Reuse {
         let lost: BTreeSet<DeviceId> =
             base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
-        let held = layout.tensors.iter().enumerate().map(|(index, tensor)| {
-            let old = base.find(&tensor.name).filter(|&old| same(index, old))?;
+        let held = layout.tensor_ids().zip(layout.tensors()).map(|(id, tensor)| {
+            let old = base.find(&tensor.name).filter(|&old| same(id, old))?;
             let home = base.home(base.owner(old)).filter(|home| !lost.contains(&home.device()))?;
             let place = base.place(old);
             (place.len() as u64 == tensor.bytes).then(|| Held { buf: home.clone(), place })
         });
-        let held: Vec<Option<Held>> = held.collect();
+        let held: Per<TensorId, Option<Held>> = held.collect();
         let groups = plan.groups(layout);
         let places = places(layout, &groups);
         let shared = (0..groups.len()).map(|group| {
             let members = groups.members(group);
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
-            let old = base.find(&layout.tensors[*own.peek()?].name)?;
+            let old = base.find(&layout.at(*own.peek()?).name)?;
             let home = base.shared_home(base.owner(old))?;
-            let first = &plan.assignments()[members[0]];
+            let first = plan.at(members[0]);
             let alike = home.buf.device() == first.device
                 && home.buf.bytes() as u64 == groups.bytes(group)
                 && home.kind == home_kind(first);
-            let here = |tensor: usize| {
+            let here = |tensor: TensorId| {
                 let held = held[tensor].as_ref();
                 held.is_some_and(|held| held.buf.is_same(&home.buf) && held.place == places[tensor])
             };
@@ -84,31 +84,31 @@ impl Reuse {
     }
 
     /// The modules that get memory, with their group's.
-    fn placed(&self) -> impl Iterator<Item = usize> {
+    fn placed(&self) -> impl Iterator<Item = ModuleId> {
         let anew = (0..self.groups.len()).filter(|&group| self.shared(group).is_none());
         anew.flat_map(|group| self.groups.members(group)).copied()
     }
 
     /// Where the bytes of a tensor are.
-    pub(super) fn held(&self, tensor: usize) -> Option<&Held> {
+    pub(super) fn held(&self, tensor: TensorId) -> Option<&Held> {
         self.held.get(tensor)?.as_ref()
     }
 
     /// The devices of `base` whose memory bytes are taken from.
     pub(super) fn from(&self, base: &Model) -> Vec<Arc<dyn Device>> {
-        let from: BTreeSet<DeviceId> = self.held.iter().flatten().map(|held| held.buf.device()).collect();
+        let from: BTreeSet<DeviceId> = self.held.values().flatten().map(|held| held.buf.device()).collect();
         base.devices().filter(|device| from.contains(&device.id())).cloned().collect()
     }
 
     /// Whether no byte has to come from a file.
     pub(super) fn is_complete(&self, layout: &Layout) -> bool {
-        (0..layout.modules.len()).flat_map(|module| layout.own_tensors(module)).all(|t| self.held(t).is_some())
+        layout.module_ids().flat_map(|module| layout.own_tensors(module)).all(|t| self.held(t).is_some())
     }
 
     /// What the weights of a plan need beyond what is shared.
     pub(super) fn needed(&self, plan: &Plan) -> BTreeMap<DeviceId, u64> {
         let mut needed = BTreeMap::new();
-        for assignment in self.placed().map(|module| &plan.assignments()[module]) {
+        for assignment in self.placed().map(|module| plan.at(module)) {
             *needed.entry(assignment.device).or_default() += assignment.bytes;
         }
         needed
@@ -127,7 +127,7 @@ pub(super) struct Ways {
 impl Ways {
     pub(super) fn of(reuse: &Reuse, layout: &Layout, plan: &Plan, to: &Reservation, base: &Model) -> Result<Ways> {
         let mut ways = Ways::default();
-        let placed = reuse.placed().map(|module| &plan.assignments()[module]);
+        let placed = reuse.placed().map(|module| plan.at(module));
         let pairs: BTreeSet<(DeviceId, DeviceId)> = placed
             .flat_map(|a| layout.own_tensors(a.index).filter_map(|t| Some((reuse.held(t)?.buf.device(), a.device))))
             .collect();

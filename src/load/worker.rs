@@ -15,7 +15,7 @@ use super::{Loader, Reservation};
 use crate::adapter::Patches;
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
@@ -32,7 +32,7 @@ pub(super) struct Job<'a> {
     pub(super) reuse: &'a Reuse,
     pub(super) ways: Ways,
     /// For each tensor where its bytes lie in its group's buffer.
-    places: Vec<Range<usize>>,
+    places: Per<TensorId, Range<usize>>,
     host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
     there: OnDevice,
@@ -76,7 +76,7 @@ impl<'a> Job<'a> {
         let layout = patches.layout();
         let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
-        let largest = largest.flat_map(|a| &layout.modules[a.index].tensors).map(|&t| layout.tensors[t].bytes).max();
+        let largest = largest.flat_map(|a| &layout.at(a.index).tensors).map(|&t| layout.at(t).bytes).max();
         let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
         let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, loader.workers.saturating_add(1));
         Ok(Job {
@@ -184,7 +184,7 @@ impl<'a> Job<'a> {
                 break;
             }
             let (first, bytes) = (self.reuse.groups.members(group)[0], self.reuse.groups.bytes(group));
-            if self.patches.layout().modules[first].alias_of.is_some() {
+            if self.patches.layout().at(first).alias_of.is_some() {
                 continue;
             }
             if let Some(home) = self.reuse.shared(group) {
@@ -193,7 +193,7 @@ impl<'a> Job<'a> {
                 self.advance(bytes);
                 continue;
             }
-            let assignment = &self.plan.assignments()[first];
+            let assignment = self.plan.at(first);
             let kind = home_kind(assignment);
             let memory = lock(reservation).alloc(assignment.device, bytes, kind)?;
             let buf = match self.streams.get(&assignment.device) {
@@ -208,8 +208,8 @@ impl<'a> Job<'a> {
     }
 
     /// The tensors that a group's modules bring to its memory, with their places in it.
-    pub(super) fn own_tensors(&self, group: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let tensors = |&module: &usize| self.patches.layout().own_tensors(module);
+    pub(super) fn own_tensors(&self, group: usize) -> impl Iterator<Item = (TensorId, Range<usize>)> {
+        let tensors = |&module: &ModuleId| self.patches.layout().own_tensors(module);
         self.reuse.groups.members(group).iter().flat_map(tensors).map(|t| (t, self.places[t].clone()))
     }
 
@@ -242,7 +242,7 @@ impl<'a> Job<'a> {
     /// An unpatched tensor, in pieces through the pool.
     fn send_plain(
         &self,
-        tensor: usize,
+        tensor: TensorId,
         place: Range<usize>,
         mut memory: BufMut,
         stream: &dyn Stream,
@@ -269,7 +269,7 @@ impl<'a> Job<'a> {
     fn send_changed(
         &self,
         patch: &TensorPatch,
-        tensor: usize,
+        tensor: TensorId,
         place: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
@@ -283,7 +283,7 @@ impl<'a> Job<'a> {
             return self.send_patched(tensor, place, memory, stream, &mut scratch.patched);
         };
         let memory = self.send_plain(tensor, place.clone(), memory, stream)?;
-        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().tensors[tensor].bytes).sum();
+        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().at(tensor).bytes).sum();
         self.read.fetch_add(beside, Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         planned.apply(&self.there, stream, sent, (memory, place.start), &mut scratch.factors)
@@ -292,7 +292,7 @@ impl<'a> Job<'a> {
     /// A patched tensor, whole, from the worker's own buffer, which it uses again for the next one.
     fn send_patched(
         &self,
-        tensor: usize,
+        tensor: TensorId,
         place: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
@@ -316,7 +316,7 @@ impl<'a> Job<'a> {
         Ok(flight.chain())
     }
 
-    fn read_plain(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
+    fn read_plain(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         let mut at = 0;
         for part in dst.chunks_mut(STAGING_BYTES) {
             self.read_part(tensor, at, part)?;
@@ -325,7 +325,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    fn read_part(&self, tensor: usize, at: u64, dst: &mut [u8]) -> Result<()> {
+    fn read_part(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
         self.files(tensor)?.read_at(tensor, at, dst)?;
         self.read.fetch_add(dst.len() as u64, Ordering::Relaxed);
@@ -334,12 +334,12 @@ impl<'a> Job<'a> {
     }
 
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
-    fn read_patched(&self, tensor: usize, dst: &mut [u8]) -> Result<()> {
+    fn read_patched(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
         let checkpoint = self.files(tensor)?;
         let outcome = self.patches.read(checkpoint, tensor, dst)?;
         let beside = self.patches.tensor(tensor).map_or(&[][..], |patch| patch.needs());
-        let stored = |&tensor: &usize| checkpoint.layout().tensors[tensor].bytes;
+        let stored = |&tensor: &TensorId| checkpoint.layout().at(tensor).bytes;
         self.read.fetch_add(beside.iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
@@ -348,9 +348,9 @@ impl<'a> Job<'a> {
     }
 
     /// The files, to read a tensor that is in no memory.
-    fn files(&self, tensor: usize) -> Result<&Checkpoint> {
+    fn files(&self, tensor: TensorId) -> Result<&Checkpoint> {
         self.checkpoint.ok_or_else(|| {
-            let tensor = self.patches.layout().tensors[tensor].name.clone();
+            let tensor = self.patches.layout().at(tensor).name.clone();
             Missing::Held { tensor }.into()
         })
     }

@@ -20,7 +20,7 @@ mod whole;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorInfo};
+use crate::checkpoint::{Checkpoint, TensorId, TensorInfo};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
@@ -49,7 +49,7 @@ pub struct TensorPatch {
     /// Its shape afterwards.
     patched_shape: Vec<u64>,
     scaling: Option<Scaling>,
-    needs: Vec<usize>,
+    needs: Vec<TensorId>,
     steps: Arc<Vec<Step>>,
     /// Whether it is a bias, each element of which is a row.
     is_bias: bool,
@@ -125,10 +125,9 @@ impl TensorPatch {
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
-    /// The tensors whose bytes [`apply`](TensorPatch::apply) wants beside the weight's, by place in
-    /// [`Layout::tensors`](crate::checkpoint::Layout::tensors): the scale of an fp8 weight, or the weight of a scale that
-    /// is computed anew.
-    pub fn needs(&self) -> &[usize] {
+    /// The tensors whose bytes [`apply`](TensorPatch::apply) wants beside the weight's: the scale of an fp8
+    /// weight, or the weight of a scale that is computed anew.
+    pub fn needs(&self) -> &[TensorId] {
         &self.needs
     }
 
@@ -142,14 +141,14 @@ impl TensorPatch {
         self.steps.iter().map(|step| step.change.values() as u64 * 4).sum()
     }
 
-    /// The patch that makes `changes` to a tensor; `find` gives the checkpoint's tensors by name, with their places.
+    /// The patch that makes `changes` to a tensor; `find` gives the checkpoint's tensors by name.
     ///
     /// # Errors
     /// [`AdapterFault::BadDType`] for a tensor that is not of floats, and what is wrong with the scale beside it.
     pub(crate) fn new<'a>(
         tensor: &TensorInfo,
         changes: Changes,
-        find: impl Fn(&str) -> Option<(usize, &'a TensorInfo)>,
+        find: impl Fn(&str) -> Option<(TensorId, &'a TensorInfo)>,
     ) -> Result<TensorPatch, AdapterFault> {
         let bad_type = || AdapterFault::BadDType { what: "it".to_owned(), dtype: tensor.dtype };
         let float = Float::of(tensor.dtype).ok_or_else(bad_type)?;
@@ -219,9 +218,8 @@ impl TensorPatch {
 
     /// Reads the bytes of the tensors that [`needs`](TensorPatch::needs) names.
     pub(crate) fn read_siblings(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<u8>>> {
-        let read = |&sibling: &usize| {
-            let tensor = checkpoint.layout().tensors.get(sibling);
-            let mut bytes = vec![0; tensor.map_or(0, |tensor| tensor.bytes as usize)];
+        let read = |&sibling: &TensorId| {
+            let mut bytes = vec![0; checkpoint.info(sibling)?.bytes as usize];
             checkpoint.read(sibling, &mut bytes).map(|()| bytes)
         };
         self.needs.iter().map(read).collect()

@@ -9,7 +9,7 @@ use super::vector::Tier;
 use super::whole::Lifted;
 use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
-use crate::checkpoint::TensorInfo;
+use crate::checkpoint::{TensorId, TensorInfo};
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
@@ -28,14 +28,14 @@ pub enum ScalePolicy {
 }
 
 impl TensorPatch {
-    /// The scale beside the weight, by its place in [`Layout::tensors`](crate::checkpoint::Layout::tensors).
-    pub(crate) fn scale(&self) -> Option<usize> {
+    /// The scale beside the weight.
+    pub(crate) fn scale(&self) -> Option<TensorId> {
         self.scaling.as_ref().map(|scaling| scaling.tensor)
     }
 
     /// The patch that computes `scale`, the scale beside this weight, anew; none where the weight has none. `weight` is
-    /// the weight's own place.
-    pub(crate) fn of_scale(&self, weight: usize, scale: &TensorInfo) -> Option<TensorPatch> {
+    /// the weight.
+    pub(crate) fn of_scale(&self, weight: TensorId, scale: &TensorInfo) -> Option<TensorPatch> {
         let scaling = self.scaling.as_ref()?;
         Some(TensorPatch {
             name: scale.name.clone(),
@@ -88,8 +88,8 @@ impl TensorPatch {
 /// A scaled fp8 weight is `stored * scale`, one scale for each block of a grid over its rows and columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Scaling {
-    /// The scale's place in [`Layout::tensors`](crate::checkpoint::Layout::tensors).
-    pub(super) tensor: usize,
+    /// The scale.
+    pub(super) tensor: TensorId,
     /// The scale's own type.
     pub(super) float: Float,
     /// Blocks in a column of the grid and in a row of it.
@@ -110,7 +110,7 @@ impl Scaling {
     pub(super) fn of<'a>(
         weight: &TensorInfo,
         (rows, cols): (usize, usize),
-        find: impl Fn(&str) -> Option<(usize, &'a TensorInfo)>,
+        find: impl Fn(&str) -> Option<(TensorId, &'a TensorInfo)>,
     ) -> Result<Option<Scaling>, AdapterFault> {
         let Some(module) = weight.name.strip_suffix(".weight") else { return Ok(None) };
         if !Float::of(weight.dtype).is_some_and(Float::is_fp8) {

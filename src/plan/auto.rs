@@ -101,7 +101,7 @@ impl<'a> Search<'a> {
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
             donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
-            unit: planner.layout.modules.iter().map(|module| module.bytes).max().unwrap_or(0),
+            unit: planner.layout.modules().iter().map(|module| module.bytes).max().unwrap_or(0),
             found: Vec::new(),
             tried: 0,
             refused: None,
@@ -139,11 +139,11 @@ impl<'a> Search<'a> {
     /// the compute device has the room for, which lets most bytes stay; a few above it.
     fn slot_sizes(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
-        let slots = self.planner.depth.saturating_add(1).min(layout.layers.len()) as u64;
-        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let slots = self.planner.depth.saturating_add(1).min(layout.layers().len()) as u64;
+        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
         let fits = |most: u64| {
-            let kept = layout.layers.iter().flat_map(|layer| excess(layout, layer, most));
-            let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.modules[module].bytes));
+            let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
+            let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.at(module).bytes));
             kept.saturating_add(most.saturating_mul(slots)) <= self.room
         };
         let mut useful: Vec<u64> =
@@ -223,7 +223,7 @@ impl<'a> Search<'a> {
         let mut donors = self.donors.clone();
         self.leave_room_for_staging(&mut donors);
         for _ in 0..ROUNDS {
-            let (streamed, topology) = (self.total - quota.next, &self.planner.machine.topology);
+            let (streamed, topology) = (self.total - quota.next, self.planner.machine.topology());
             let dealt = || split.shares(&donors, streamed, topology, self.time);
             let Some(shares) = shares.map(<[u64]>::to_vec).or_else(dealt) else { break };
             let Some(rest) = takes_rest(&donors, &shares, self.unit) else { break };
@@ -262,10 +262,10 @@ impl<'a> Search<'a> {
 
     /// Bytes of devices that the compute device cannot reach pass buffers on the host, for each of these devices a few.
     fn leave_room_for_staging(&self, donors: &mut [Donor]) {
-        let topology = &self.planner.machine.topology;
+        let topology = self.planner.machine.topology();
         let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
-        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
         let staging = largest.min(STAGING_BYTES as u64).saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
@@ -284,7 +284,7 @@ impl<'a> Search<'a> {
     /// The time of a plan's pass: its forecast, or its floor where staging, which the forecast leaves out, makes that
     /// longer.
     fn pass(&self, plan: &Plan) -> Duration {
-        let topology = &self.planner.machine.topology;
+        let topology = self.planner.machine.topology();
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
         let stays_in_slots = plan.streamed_layers() <= plan.depth().saturating_add(1);
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
@@ -308,8 +308,8 @@ impl<'a> Search<'a> {
         let others = others.into_iter().flatten().filter(|other| (other.order, other.unit) != chosen).collect();
         let layout = self.planner.layout;
         let most = best.arrangement.largest_slot.unwrap_or(u64::MAX);
-        let kept = layout.layers.iter().flat_map(|layer| excess(layout, layer, most));
-        let kept = kept.map(|module| layout.modules[module].name.clone()).collect();
+        let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
+        let kept = kept.map(|module| layout.at(module).name.clone()).collect();
         let plan = self.planner_of(best.arrangement).allocation(best.allocation.clone());
         let plan = plan.placed().and_then(|parts| plan.checked(parts))?;
         let found = (best.allocation.clone(), best.pass);

@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::traffic::{BinTraffic, slots_of};
 use super::value::{Assignment, Parts, Plan, Slots, Use};
-use crate::checkpoint::{Layout, Module};
+use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
 use crate::device::DeviceId;
 use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
 
@@ -21,10 +21,11 @@ impl Parts {
         }
         let (mut previous_layer, mut all) = (0, 0u64);
         for (index, a) in self.assignments.iter().enumerate() {
-            if a.index != index || a.layer < previous_layer || a.layer > previous_layer + 1 {
+            let layer = a.layer.index();
+            if a.index.index() != index || layer < previous_layer || layer > previous_layer + 1 {
                 return Err(Contradiction::OutOfOrder { module: a.module.to_string(), index });
             }
-            previous_layer = a.layer;
+            previous_layer = layer;
             if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
                 let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
                 return Err(Contradiction::Usage { module, usage, device });
@@ -81,19 +82,20 @@ impl Plan {
     /// [`Error::Plan`](crate::Error::Plan) naming the first module, device or figure that differs.
     pub fn verify(&self, layout: &Layout) -> Result<()> {
         let parts = self.parts();
-        let (planned, modules) = (&parts.assignments, &layout.modules);
+        let (planned, modules) = (&parts.assignments, layout.modules());
         if planned.len() != modules.len() {
             return Err(PlanFault::OtherModel { planned: planned.len(), modules: modules.len() }.into());
         }
-        let owner = |m: &Module| m.alias_of.map(|owner| &planned[owner]);
+        let owner = |m: &Module| m.alias_of.map(|owner| &planned[owner.index()]);
         let apart = |a: &Assignment, m: &Module| owner(m).is_some_and(|owner| owner.device != a.device);
         let differs = |(a, m): &(&Assignment, &Module)| {
             *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer || apart(a, m)
         };
-        let known = |name: &str, bytes, layer| PlannedModule { name: name.to_owned(), bytes, layer };
+        let known =
+            |name: &str, bytes, layer: LayerId| PlannedModule { name: name.to_owned(), bytes, layer: layer.index() };
         if let Some((a, m)) = planned.iter().zip(modules).find(differs) {
             return Err(PlanFault::OtherModule {
-                index: a.index,
+                index: a.index.index(),
                 planned: known(&a.module, a.bytes, a.layer),
                 module: known(&m.name, m.bytes, m.layer),
             }
@@ -107,8 +109,8 @@ impl Plan {
         let parts = self.parts();
         let places: BTreeMap<DeviceId, usize> = parts.devices.iter().enumerate().map(|(i, d)| (d.id, i)).collect();
         let mut moved = vec![BinTraffic::default(); parts.devices.len()];
-        let streamed = |module: usize| {
-            let a = &parts.assignments[module];
+        let streamed = |module: ModuleId| {
+            let a = &parts.assignments[module.index()];
             (a.usage == Use::Streamed).then(|| (places[&a.device], a.staged))
         };
         let slots = slots_of(layout, parts.depth, streamed, &mut moved);
@@ -252,11 +254,14 @@ mod tests {
         }
         for module in 0..plan.assignments().len() {
             refused("a module's bytes", &|parts| parts.assignments[module].bytes += 1);
-            refused("a module's layer", &|parts| parts.assignments[module].layer += 1);
+            refused("a module's layer", &|parts| {
+                let layer = &mut parts.assignments[module].layer;
+                *layer = LayerId::new(layer.index() + 1);
+            });
             refused("a module's name", &|parts| parts.assignments[module].module = "other".into());
             let streamed = plan.assignments()[module].usage == Use::Streamed;
             // What has no bytes of its own has no way either.
-            if streamed && layout.modules[module].bytes > 0 {
+            if streamed && layout.modules()[module].bytes > 0 {
                 refused("staging", &|parts| parts.assignments[module].staged ^= true);
                 refused("a use", &|parts| {
                     (parts.assignments[module].usage, parts.assignments[module].staged) = (Use::InPlace, false);

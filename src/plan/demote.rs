@@ -5,7 +5,7 @@ use super::planner::default_pinned_cap;
 use super::traffic::{BinTraffic, Placed};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
 use crate::bytes::ByteSize;
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, ModuleId, Per};
 use crate::device::{DeviceId, Machine};
 use crate::error::{PlanFault, Result};
 
@@ -59,11 +59,11 @@ impl Plan {
         let assignments = self.moved_away(layout, machine, usage);
         let ids: Vec<DeviceId> = devices.iter().map(|device| device.id).collect();
         let place = |a: &Assignment| ids.iter().position(|&id| id == a.device).unwrap_or(0);
-        let home: Vec<usize> = assignments.iter().map(place).collect();
-        let uses: Vec<Use> = assignments.iter().map(|a| a.usage).collect();
-        let staged: Vec<bool> = assignments.iter().map(|a| a.staged).collect();
+        let home: Per<ModuleId, usize> = assignments.iter().map(place).collect();
+        let uses: Per<ModuleId, Use> = assignments.iter().map(|a| a.usage).collect();
+        let staged: Per<ModuleId, bool> = assignments.iter().map(|a| a.staged).collect();
         let mut moved = vec![BinTraffic::default(); ids.len()];
-        let (topology, depth) = (&machine.topology, old.depth);
+        let (topology, depth) = (machine.topology(), old.depth);
         let placed = Placed { layout, topology, compute, devices: &ids, home: &home, depth, pinned_cap: 0 };
         let slots: Slots = placed.slots(&uses, &staged, &mut moved);
         for (device, moved) in devices.iter_mut().zip(moved) {
@@ -80,7 +80,7 @@ impl Plan {
 
     /// Its assignments with none on the compute device; those that were streamed are `usage` too.
     fn moved_away(&self, layout: &Layout, machine: &Machine, usage: Use) -> Vec<Assignment> {
-        let owns = |a: &&Assignment| layout.modules[a.index].alias_of.is_none();
+        let owns = |a: &&Assignment| layout.at(a.index).alias_of.is_none();
         let streamed =
             || self.assignments().iter().filter(owns).filter(|a| a.usage == Use::Streamed && a.device.is_host());
         let pinned: u64 = streamed().filter(|a| !a.staged).map(|a| a.bytes).sum();
@@ -97,9 +97,10 @@ impl Plan {
                 (a.usage, a.staged) = (Use::InPlace, false);
             }
         }
-        for (index, module) in layout.modules.iter().enumerate() {
-            if let Some(owner) = module.alias_of.filter(|_| moved[index].usage == Use::Streamed) {
-                moved[index].staged = moved[owner].staged && moved[owner].usage == Use::Streamed;
+        for module in layout.modules() {
+            if let Some(owner) = module.alias_of.filter(|_| moved[module.id.index()].usage == Use::Streamed) {
+                let owner = &moved[owner.index()];
+                moved[module.id.index()].staged = owner.staged && owner.usage == Use::Streamed;
             }
         }
         moved
@@ -109,10 +110,10 @@ impl Plan {
 impl Parts {
     /// The name of the layer that the slots are made for.
     fn largest_streamed<'l>(&self, layout: &'l Layout) -> Option<&'l str> {
-        let bytes = |module: &usize| {
-            Some(&self.assignments[*module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
+        let bytes = |module: &ModuleId| {
+            Some(&self.assignments[module.index()]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
         };
-        let layers = layout.layers.iter().rev();
+        let layers = layout.layers().iter().rev();
         layers.max_by_key(|layer| layer.modules.iter().map(bytes).sum::<u64>()).map(|layer| layer.name.as_str())
     }
 }

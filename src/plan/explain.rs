@@ -110,7 +110,7 @@ fn donates(plan: &Plan, machine: &Machine, donor: &Donor, bytes: u64) -> String 
     }
     let share = plan.device(donor.device);
     let streamed = share.map_or(0, |d| d.streamed);
-    let alone = donor.alone(0, streamed, &machine.topology);
+    let alone = donor.alone(0, streamed, machine.topology());
     let speed = match alone.is_zero() {
         true => "over a link of unknown speed".to_owned(),
         false => format!("{:.3} s on the way", alone.as_secs_f64()),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::value::{Assignment, Plan};
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{PlanFault, Result};
 use crate::limits::STAGING_BUFFERS;
@@ -45,7 +45,7 @@ impl ComputeTime {
     /// [`Error::Plan`](crate::Error::Plan) when times are given for another number of layers, or add up to more than a
     /// `Duration` holds.
     pub fn of_layers(&self, layout: &Layout) -> Result<Vec<Duration>> {
-        let layers = layout.layers.len();
+        let layers = layout.layers().len();
         match self {
             ComputeTime::Layers(times) if times.len() != layers => {
                 Err(PlanFault::ComputeTimes { given: times.len(), layers }.into())
@@ -57,8 +57,8 @@ impl ComputeTime {
             }
             ComputeTime::Pass(pass) => {
                 let needs =
-                    |layer| layout.needs_of(layer).into_iter().map(|m| u128::from(layout.modules[m].bytes)).sum();
-                let bytes: Vec<u128> = layout.layers.iter().map(needs).collect();
+                    |layer: &Layer| layout.needs(layer).into_iter().map(|m| u128::from(layout.at(m).bytes)).sum();
+                let bytes: Vec<u128> = layout.layers().iter().map(needs).collect();
                 let all = bytes.iter().sum::<u128>().max(1);
                 // Where each layer ends, so that they add up to the pass.
                 let until = |bytes: u128| scaled(*pass, bytes, all);
@@ -117,7 +117,7 @@ struct Simulation<'a> {
     topology: &'a Topology,
     schedule: Schedule,
     /// What each layer fetches by each lane.
-    fetches: Vec<Vec<LaneFetch>>,
+    fetches: Per<LayerId, Vec<LaneFetch>>,
     lanes: Vec<Lane>,
     /// From the host to the compute device.
     from_host: Vec<usize>,
@@ -170,7 +170,7 @@ impl<'a> Simulation<'a> {
                 devices.len() - 1
             }))
         };
-        let of_modules: Vec<Option<usize>> = plan.assignments().iter().map(lane_of).collect();
+        let of_modules: Per<ModuleId, Option<usize>> = plan.assignments().iter().map(lane_of).collect();
         let contents = Contents::new(layout, &plan.groups(layout), &of_modules);
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
@@ -178,7 +178,7 @@ impl<'a> Simulation<'a> {
             Lane { way, upload: Duration::ZERO, through_host: (!straight).then(ThroughHost::default) }
         };
         let lanes: Vec<Lane> = devices.into_iter().map(lane).collect();
-        let many = of_modules.iter().flatten().count() > MOST_PIECES;
+        let many = of_modules.values().flatten().count() > MOST_PIECES;
         let fetch = |part: &Part| {
             let straight = lanes[part.lane].through_host.is_none();
             let bytes = |slice: &Slice| slice.range.len() as u64;
@@ -209,7 +209,7 @@ impl<'a> Simulation<'a> {
 
     /// The time of a pass, on average over a few.
     fn pass(mut self, compute: &[Duration]) -> Duration {
-        if self.slots.len() >= self.fetches.iter().filter(|fetch| !fetch.is_empty()).count() {
+        if self.slots.len() >= self.fetches.values().filter(|fetch| !fetch.is_empty()).count() {
             // Everything stays in the slots.
             return compute.iter().fold(Duration::ZERO, |sum, &time| sum.saturating_add(time));
         }
@@ -218,7 +218,7 @@ impl<'a> Simulation<'a> {
             if pass == BEFORE {
                 begin = self.now;
             }
-            for (layer, &time) in compute.iter().enumerate() {
+            for (layer, &time) in self.fetches.ids().zip(compute) {
                 self.turn(layer, time);
             }
             self.now = self.now.max(self.compute);
@@ -227,7 +227,7 @@ impl<'a> Simulation<'a> {
     }
 
     /// A layer is asked for, the ones after it are fetched ahead, and it computes.
-    fn turn(&mut self, layer: usize, time: Duration) {
+    fn turn(&mut self, layer: LayerId, time: Duration) {
         self.schedule.turn(layer);
         if !self.fetches[layer].is_empty() && self.schedule.slot_of(layer).is_none() {
             self.fetch(layer);
@@ -243,14 +243,14 @@ impl<'a> Simulation<'a> {
     }
 
     /// Fetches a layer into the best slot there is for it, if any.
-    fn fetch(&mut self, layer: usize) {
+    fn fetch(&mut self, layer: LayerId) {
         if let Some(&slot) = self.schedule.candidates(layer).first() {
             self.schedule.hold(slot, layer);
             self.copy(layer, slot);
         }
     }
 
-    fn copy(&mut self, layer: usize, slot: usize) {
+    fn copy(&mut self, layer: LayerId, slot: usize) {
         let Simulation { topology, bookings, lanes, fetches, from_host, now, .. } = self;
         let slot = &mut self.slots[slot];
         let mut copy = |way: &[usize], bytes: u64, ready: Duration| {

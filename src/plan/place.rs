@@ -3,7 +3,7 @@
 use super::quota::Quotas;
 use super::spread::Dealer;
 use super::warning::{KeptFor, Warning};
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, ModuleId, Per};
 use crate::device::Machine;
 use crate::error::{Error, Limit, Result, Shortfall, Term};
 
@@ -17,8 +17,8 @@ const SMALL_PART: u128 = 10_000;
 pub(super) struct Placement<'a> {
     pub(super) layout: &'a Layout,
     pub(super) quotas: &'a Quotas,
-    /// Module -> bin.
-    home: Vec<Option<usize>>,
+    /// The bin of each.
+    home: Per<ModuleId, Option<usize>>,
     /// Bytes in each bin.
     used: Vec<u64>,
     pub(super) warnings: Vec<Warning>,
@@ -26,31 +26,31 @@ pub(super) struct Placement<'a> {
 
 impl<'a> Placement<'a> {
     pub(super) fn new(layout: &'a Layout, quotas: &'a Quotas) -> Placement<'a> {
-        let (home, used) = (vec![None; layout.modules.len()], vec![0; quotas.bins.len()]);
+        let (home, used) = (Per::all(layout.modules().len(), None), vec![0; quotas.bins.len()]);
         Placement { layout, quotas, home, used, warnings: Vec::new() }
     }
 
     /// Puts what should always be at hand on the compute device, as far as its quota goes: the modules
     /// that are `wanted`, small ones, and embeddings used at both ends.
-    pub(super) fn keep_first(&mut self, wanted: impl Fn(usize) -> bool, total: u64) {
+    pub(super) fn keep_first(&mut self, wanted: impl Fn(ModuleId) -> bool, total: u64) {
         let layout = self.layout;
         let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
         self.keep(wanted, Some(KeptFor::Wanted));
-        self.keep(|module| layout.modules[module].bytes == 0 || small(layout.modules[module].bytes), None);
-        self.keep(|module| layout.modules[module].both_ends, Some(KeptFor::BothEnds));
+        self.keep(|module| layout.at(module).bytes == 0 || small(layout.at(module).bytes), None);
+        self.keep(|module| layout.at(module).both_ends, Some(KeptFor::BothEnds));
     }
 
     /// With `why`, a module that the quota does not hold is worth a warning.
-    fn keep(&mut self, kept: impl Fn(usize) -> bool, why: Option<KeptFor>) {
+    fn keep(&mut self, kept: impl Fn(ModuleId) -> bool, why: Option<KeptFor>) {
         let compute = self.quotas.compute;
-        for module in 0..self.home.len() {
+        for module in self.home.ids() {
             if !self.is_open(module) || !kept(module) {
                 continue;
             }
             if self.holds(compute, self.bytes(module)) {
                 self.put(module, compute);
             } else if let Some(why) = why {
-                let (module, device) = (self.layout.modules[module].name.clone(), self.quotas.bins[compute].device);
+                let (module, device) = (self.layout.at(module).name.clone(), self.quotas.bins[compute].device);
                 self.warnings.push(Warning::NotKept { module, why, device });
             }
         }
@@ -58,7 +58,7 @@ impl<'a> Placement<'a> {
 
     /// Each module to the first bin that holds it, else to the remainder.
     pub(super) fn sequential(&mut self) {
-        for module in 0..self.home.len() {
+        for module in self.home.ids() {
             if self.is_open(module) {
                 let bytes = self.bytes(module);
                 let first = (0..self.used.len()).find(|&bin| self.room(bin) >= bytes);
@@ -79,7 +79,7 @@ impl<'a> Placement<'a> {
     /// [`Error::DoesNotFit`] when the donors cannot take that much.
     pub(super) fn virtual_vram(&mut self, target: u64, machine: &Machine) -> Result<()> {
         let (mut left, mut stuck) = (0u64, None);
-        for module in (0..self.home.len()).rev() {
+        for module in self.home.ids().rev() {
             if left >= target {
                 break;
             }
@@ -99,7 +99,7 @@ impl<'a> Placement<'a> {
         if left < target {
             self.warnings.push(Warning::LeavesLess { target, left });
         }
-        for module in 0..self.home.len() {
+        for module in self.home.ids() {
             if self.is_open(module) {
                 self.put(module, self.quotas.compute);
             }
@@ -108,7 +108,7 @@ impl<'a> Placement<'a> {
     }
 
     /// `module` found room with no donor, and `missing` bytes still have to leave.
-    fn donors_short(&self, module: usize, missing: u64, machine: &Machine) -> Error {
+    fn donors_short(&self, module: ModuleId, missing: u64, machine: &Machine) -> Error {
         let last = self.used.len() - 1;
         let (device, limit) = (self.quotas.bins[last].device, self.quotas.bins[last].cap);
         let needed = self.used[last].saturating_add(missing.max(self.bytes(module)));
@@ -116,7 +116,7 @@ impl<'a> Placement<'a> {
         Error::DoesNotFit(Box::new(Shortfall {
             device,
             term: Term::Weights,
-            module: Some(self.layout.modules[module].name.clone()),
+            module: Some(self.layout.at(module).name.clone()),
             needed,
             limit,
             limit_is: Limit::Free,
@@ -128,7 +128,7 @@ impl<'a> Placement<'a> {
     /// Spreads all open modules over the bins that `usable` admits; what these cannot hold goes to the
     /// remainder.
     pub(super) fn deal_modules(&mut self, usable: impl Fn(usize) -> bool) {
-        let open: Vec<usize> = (0..self.home.len()).filter(|&module| self.is_open(module)).collect();
+        let open: Vec<ModuleId> = self.home.ids().filter(|&module| self.is_open(module)).collect();
         let largest = open.iter().map(|&module| self.bytes(module)).max().unwrap_or(0);
         let smallest = open.iter().map(|&module| self.bytes(module)).min().unwrap_or(0);
         // Of modules of one size a bin can only take whole ones, so its share is what it can fill.
@@ -176,10 +176,8 @@ impl<'a> Placement<'a> {
         }
     }
 
-    /// Gives modules without storage of their own the home of their owner.
-    ///
-    /// -> module -> bin.
-    pub(super) fn finish(mut self) -> (Vec<usize>, Vec<Warning>) {
+    /// Gives modules without storage of their own the home of their owner; the bin of each.
+    pub(super) fn finish(mut self) -> (Per<ModuleId, usize>, Vec<Warning>) {
         if let Some(rest) = self.quotas.rest.filter(|_| self.quotas.hard) {
             let bin = &self.quotas.bins[rest];
             if bin.quoted && self.used[rest] > bin.cap {
@@ -187,23 +185,23 @@ impl<'a> Placement<'a> {
                 self.warnings.push(Warning::OverQuota { device, bytes, quota });
             }
         }
-        let owner = |module: usize| self.layout.modules[module].alias_of.unwrap_or(module);
+        let owner = |module: ModuleId| self.layout.at(module).alias_of.unwrap_or(module);
         let home = |module| self.home[owner(module)].unwrap_or(self.quotas.compute);
-        ((0..self.home.len()).map(home).collect(), self.warnings)
+        (self.home.ids().map(home).collect(), self.warnings)
     }
 
-    pub(super) fn put(&mut self, module: usize, bin: usize) {
+    pub(super) fn put(&mut self, module: ModuleId, bin: usize) {
         self.home[module] = Some(bin);
         self.used[bin] += self.bytes(module);
     }
 
     /// Whether the module still needs a home.
-    pub(super) fn is_open(&self, module: usize) -> bool {
-        self.home[module].is_none() && self.layout.modules[module].alias_of.is_none()
+    pub(super) fn is_open(&self, module: ModuleId) -> bool {
+        self.home[module].is_none() && self.layout.at(module).alias_of.is_none()
     }
 
-    pub(super) fn bytes(&self, module: usize) -> u64 {
-        self.layout.modules[module].bytes
+    pub(super) fn bytes(&self, module: ModuleId) -> u64 {
+        self.layout.at(module).bytes
     }
 
     /// The bytes in the bin.

@@ -13,7 +13,7 @@ use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Slots, Unit, Use}
 use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layer, Layout};
+use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{PlanFault, Result};
 
@@ -244,18 +244,19 @@ impl<'a> Planner<'a> {
         Plan::new(parts)
     }
 
-    /// Module -> whether it is to be kept resident.
-    fn kept(&self) -> Vec<bool> {
+    /// Which modules are to be kept resident.
+    fn kept(&self) -> Per<ModuleId, bool> {
         let layout = self.layout;
-        let mut kept: Vec<bool> = layout.modules.iter().map(|module| any(&self.resident, &module.name)).collect();
+        let mut kept: Per<ModuleId, bool> =
+            layout.modules().iter().map(|module| any(&self.resident, &module.name)).collect();
         if let Some(most) = self.largest_slot {
-            layout.layers.iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
+            layout.layers().iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
         }
         kept
     }
 
     pub(super) fn total(&self) -> Result<u64> {
-        let bytes = self.layout.modules.iter().map(|module| u128::from(module.bytes)).sum();
+        let bytes = self.layout.modules().iter().map(|module| u128::from(module.bytes)).sum();
         let countable = u64::try_from(bytes).ok().filter(|&bytes| bytes <= MOST_BYTES);
         countable.ok_or_else(|| PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into())
     }
@@ -270,10 +271,10 @@ impl<'a> Planner<'a> {
         &self,
         quotas: &Quotas,
         compute: DeviceId,
-        home: &[usize],
+        home: &Per<ModuleId, usize>,
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
-        let (layout, topology, depth) = (self.layout, &self.machine.topology, self.depth);
+        let (layout, topology, depth) = (self.layout, self.machine.topology(), self.depth);
         let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
         let mut traffic = placed.traffic(|name| any(&self.in_place, name));
@@ -281,16 +282,16 @@ impl<'a> Planner<'a> {
             traffic.slots.count = 0;
         }
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
-        let assignment = |(index, module): (usize, &crate::checkpoint::Module)| {
-            let bin = home[index];
+        let assignment = |module: &Module| {
+            let bin = home[module.id];
             bytes[bin] += module.bytes;
             modules[bin] += 1;
-            let usage = traffic.usage[index];
-            let staged = usage == Use::Streamed && traffic.staged[index];
+            let usage = traffic.usage[module.id];
+            let staged = usage == Use::Streamed && traffic.staged[module.id];
             let name = Arc::from(module.name.as_str());
             Assignment {
                 module: name,
-                index,
+                index: module.id,
                 layer: module.layer,
                 device: ids[bin],
                 usage,
@@ -298,7 +299,7 @@ impl<'a> Planner<'a> {
                 bytes: module.bytes,
             }
         };
-        let assignments = layout.modules.iter().enumerate().map(assignment).collect();
+        let assignments = layout.modules().iter().map(assignment).collect();
         let mut devices = Vec::with_capacity(ids.len());
         for (bin, moved) in quotas.bins.iter().zip(&traffic.bins).enumerate().map(|(i, (b, t))| ((i, b), t)) {
             let (index, bin) = bin;
@@ -329,12 +330,12 @@ impl<'a> Planner<'a> {
 
     /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
     /// pages are no less locked.
-    fn pinnable(&self, devices: &[DeviceId], home: &[usize]) -> u64 {
-        let topology = &self.machine.topology;
-        let locked = |&bin: &usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
-        let modules = self.layout.modules.iter().zip(home).filter(|(_, bin)| locked(bin));
+    fn pinnable(&self, devices: &[DeviceId], home: &Per<ModuleId, usize>) -> u64 {
+        let topology = self.machine.topology();
+        let locked = |bin: usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
+        let modules = self.layout.modules().iter().filter(|module| locked(home[module.id]));
         let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
-        modules.fold(cap, |cap, (module, _)| cap.saturating_sub(module.bytes))
+        modules.fold(cap, |cap, module| cap.saturating_sub(module.bytes))
     }
 
     /// Warnings for what is streamed from one place of a memory to another.
@@ -343,7 +344,7 @@ impl<'a> Planner<'a> {
         devices: &'b [DevicePlan],
         compute: DeviceId,
     ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
-        let topology = &self.machine.topology;
+        let topology = self.machine.topology();
         let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
         let warning = move |d: &DevicePlan| Warning::OneMemory { device: d.id, compute, bytes: d.streamed };
         devices.iter().filter(here).map(warning)
@@ -360,16 +361,17 @@ impl<'a> Planner<'a> {
 
     /// The name of the layer that the slots are made for.
     fn largest_streamed(&self, assignments: &[Assignment]) -> Option<&str> {
-        let bytes =
-            |module: usize| Some(&assignments[module]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes);
-        let of = |modules: &[usize]| modules.iter().map(|&module| bytes(module)).sum::<u64>();
-        let layers = self.layout.layers.iter().rev();
+        let bytes = |module: ModuleId| {
+            Some(&assignments[module.index()]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
+        };
+        let of = |modules: &[ModuleId]| modules.iter().map(|&module| bytes(module)).sum::<u64>();
+        let layers = self.layout.layers().iter().rev();
         layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
     }
 
     /// Warnings for patterns that name nothing.
     fn idle_patterns(&self) -> impl Iterator<Item = Warning> {
-        let idle = |pattern: &&String| !self.layout.modules.iter().any(|module| matches(pattern, &module.name));
+        let idle = |pattern: &&String| !self.layout.modules().iter().any(|module| matches(pattern, &module.name));
         let patterns = self.resident.iter().chain(&self.in_place);
         patterns.filter(idle).map(|pattern| Warning::IdlePattern { pattern: pattern.clone() })
     }
@@ -377,9 +379,9 @@ impl<'a> Planner<'a> {
 
 /// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
 /// that no longer fits beside those before it.
-pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator<Item = usize> {
-    let bytes = |module: &usize| Layout::slot_bytes(layout.modules[*module].bytes);
-    let mut modules = if layout.slot_of(layer) > most { layer.modules.clone() } else { Vec::new() };
+pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator<Item = ModuleId> {
+    let bytes = |module: &ModuleId| Layout::slot_bytes(layout.at(*module).bytes);
+    let mut modules = if layout.slot(layer) > most { layer.modules.clone() } else { Vec::new() };
     modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
     let mut in_slot = 0u64;
     modules.retain(|module| {

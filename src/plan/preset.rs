@@ -73,7 +73,7 @@ impl Preset {
     /// None that a machine or a layout can cause; the type is that of [`AllocationBuilder::build`](crate::AllocationBuilder::build).
     pub fn allocation(self, layout: &Layout, machine: &Machine) -> Result<Allocation> {
         let accelerator = |device: &&DeviceInfo| !matches!(device.id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
-        let Some(device) = machine.devices.iter().find(accelerator) else {
+        let Some(device) = machine.devices().iter().find(accelerator) else {
             return Ok(Allocation::all_on(DeviceId::CPU));
         };
         let (id, total) = (device.id, layout.bytes());
@@ -82,7 +82,7 @@ impl Preset {
         if whole {
             return Ok(Allocation::all_on(id));
         }
-        let largest = layout.layers.iter().map(|layer| layout.slot_of(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
         let beside_slots = room.saturating_sub(largest.saturating_mul(SLOTS));
         let weights = match self {
             Preset::NoVram => 0,
@@ -127,7 +127,10 @@ mod tests {
     fn text(preset: Preset, layout: &Layout, machine: &Machine) -> String {
         let allocation = preset.allocation(layout, machine).unwrap();
         let plan = Planner::new(layout, machine).allocation(allocation.clone()).plan();
-        assert_eq!(plan.is_ok(), preset != Preset::High || layout.bytes() <= machine.devices.last().unwrap().usable());
+        assert_eq!(
+            plan.is_ok(),
+            preset != Preset::High || layout.bytes() <= machine.devices().last().unwrap().usable()
+        );
         allocation.to_string()
     }
 

@@ -41,7 +41,7 @@ impl Donor {
     /// compute device can read, those that it cannot, the disk. Of devices that share one memory, the first; those that
     /// share the compute device's are none.
     pub(super) fn all(machine: &Machine, compute: DeviceId, pinned_cap: u64) -> Vec<Donor> {
-        let topology = &machine.topology;
+        let topology = machine.topology();
         let domain = |device: DeviceId| machine.device(device).map_or(device, |info| info.domain);
         let rank = |device: &DeviceId| match device.kind() {
             DeviceKind::Cpu => 0,

@@ -1,7 +1,7 @@
 //! What a placement makes move in every pass, and the memory that this takes.
 
 use super::value::{Slots, Use};
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
 
 /// The inputs: where every module lives and what decides its use.
@@ -11,8 +11,8 @@ pub(super) struct Placed<'a> {
     pub(super) compute: DeviceId,
     /// Bin -> device.
     pub(super) devices: &'a [DeviceId],
-    /// Module -> bin.
-    pub(super) home: &'a [usize],
+    /// The bin of each module.
+    pub(super) home: &'a Per<ModuleId, usize>,
     pub(super) depth: usize,
     /// The most that may be pinned on the host, in bytes.
     pub(super) pinned_cap: u64,
@@ -21,10 +21,10 @@ pub(super) struct Placed<'a> {
 /// What moves.
 #[derive(Debug)]
 pub(super) struct Traffic {
-    /// Module -> use.
-    pub(super) usage: Vec<Use>,
-    /// Module -> whether it passes the staging buffers, if it is streamed.
-    pub(super) staged: Vec<bool>,
+    /// The use of each module.
+    pub(super) usage: Per<ModuleId, Use>,
+    /// Whether each module passes the staging buffers, if it is streamed.
+    pub(super) staged: Per<ModuleId, bool>,
     /// For each bin.
     pub(super) bins: Vec<BinTraffic>,
     pub(super) slots: Slots,
@@ -40,38 +40,38 @@ pub(super) struct BinTraffic {
 
 impl Placed<'_> {
     pub(super) fn traffic(&self, in_place: impl Fn(&str) -> bool) -> Traffic {
-        let modules = self.layout.modules.iter().zip(self.home);
-        let usage = modules.map(|(module, &bin)| match self.devices[bin] == self.compute {
-            true => Use::Resident,
-            false if in_place(&module.name) => Use::InPlace,
-            false => Use::Streamed,
-        });
-        let usage: Vec<Use> = usage.collect();
+        let usage =
+            self.layout.modules().iter().map(|module| match self.devices[self.home[module.id]] == self.compute {
+                true => Use::Resident,
+                false if in_place(&module.name) => Use::InPlace,
+                false => Use::Streamed,
+            });
+        let usage: Per<ModuleId, Use> = usage.collect();
         let mut bins = vec![BinTraffic::default(); self.devices.len()];
         let staged = self.staged(&usage, &mut bins);
         let slots = self.slots(&usage, &staged, &mut bins);
         Traffic { usage, staged, bins, slots }
     }
 
-    /// Pins what is streamed from the host, in order, up to the cap. -> module -> whether it is staged.
-    fn staged(&self, usage: &[Use], bins: &mut [BinTraffic]) -> Vec<bool> {
+    /// Pins what is streamed from the host, in order, up to the cap. The rest is staged: whether each module is.
+    fn staged(&self, usage: &Per<ModuleId, Use>, bins: &mut [BinTraffic]) -> Per<ModuleId, bool> {
         let stages: Vec<bool> = self.devices.iter().map(|&device| self.stages(device)).collect();
         let mut pinned = 0u64;
-        let mut staged: Vec<bool> = self.home.iter().map(|&bin| stages[bin]).collect();
-        for (index, module) in self.layout.modules.iter().enumerate() {
-            let bin = self.home[index];
+        let mut staged: Per<ModuleId, bool> = self.home.values().map(|&bin| stages[bin]).collect();
+        for module in self.layout.modules() {
+            let bin = self.home[module.id];
             let pinnable = self.devices[bin].is_host() && !self.compute.is_host();
-            if pinnable && usage[index] == Use::Streamed && module.alias_of.is_none() {
-                staged[index] = module.bytes > self.pinned_cap.saturating_sub(pinned);
-                if !staged[index] {
+            if pinnable && usage[module.id] == Use::Streamed && module.alias_of.is_none() {
+                staged[module.id] = module.bytes > self.pinned_cap.saturating_sub(pinned);
+                if !staged[module.id] {
                     pinned += module.bytes;
                     bins[bin].pinned += module.bytes;
                 }
             }
         }
-        for (index, module) in self.layout.modules.iter().enumerate() {
+        for module in self.layout.modules() {
             if let Some(owner) = module.alias_of {
-                staged[index] = staged[owner];
+                staged[module.id] = staged[owner];
             }
         }
         staged
@@ -84,8 +84,13 @@ impl Placed<'_> {
     }
 
     /// Sums up what moves.
-    pub(super) fn slots(&self, usage: &[Use], staged: &[bool], bins: &mut [BinTraffic]) -> Slots {
-        let streamed = |module: usize| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
+    pub(super) fn slots(
+        &self,
+        usage: &Per<ModuleId, Use>,
+        staged: &Per<ModuleId, bool>,
+        bins: &mut [BinTraffic],
+    ) -> Slots {
+        let streamed = |module| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
         slots_of(self.layout, self.depth, streamed, bins)
     }
 }
@@ -95,15 +100,15 @@ impl Placed<'_> {
 pub(super) fn slots_of(
     layout: &Layout,
     depth: usize,
-    streamed: impl Fn(usize) -> Option<(usize, bool)>,
+    streamed: impl Fn(ModuleId) -> Option<(usize, bool)>,
     bins: &mut [BinTraffic],
 ) -> Slots {
     let mut slots = Slots::default();
-    for layer in &layout.layers {
+    for layer in layout.layers() {
         let mut in_slot = 0u64;
-        for module in layout.needs_of(layer) {
+        for module in layout.needs(layer) {
             let Some((bin, staged)) = streamed(module) else { continue };
-            let bytes = layout.modules[module].bytes;
+            let bytes = layout.at(module).bytes;
             in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
             let bin = &mut bins[bin];
             bin.streamed = bin.streamed.saturating_add(bytes);

@@ -3,14 +3,14 @@
 use super::place::Placement;
 use super::spread::Dealer;
 use super::warning::Warning;
+use crate::checkpoint::Layer;
 
 impl Placement<'_> {
     /// Fills the compute device's share with roles, the largest first, each in all layers of its class, then
     /// with whole layers, evenly spaced; the rest is spread over the other bins module by module.
     pub(super) fn uniform(&mut self) {
         let compute = self.quotas.compute;
-        let total =
-            self.layout.modules.iter().enumerate().filter(|(m, _)| self.is_open(*m)).map(|(_, m)| m.bytes).sum();
+        let total = self.layout.modules().iter().filter(|m| self.is_open(m.id)).map(|m| m.bytes).sum();
         let share = self.shares(total, 1, &|_| true)[compute];
         let left = share - self.place_roles(share);
         self.place_layers(left);
@@ -25,9 +25,9 @@ impl Placement<'_> {
     /// -> the bytes placed.
     fn place_roles(&mut self, share: u64) -> u64 {
         let layout = self.layout;
-        let mut layers_of = vec![0usize; layout.classes];
-        let mut roles_of = vec![0usize; layout.classes];
-        for layer in &layout.layers {
+        let mut layers_of = vec![0usize; layout.class_count()];
+        let mut roles_of = vec![0usize; layout.class_count()];
+        for layer in layout.layers() {
             layers_of[layer.class] += 1;
             roles_of[layer.class] = layer.modules.len();
         }
@@ -36,7 +36,7 @@ impl Placement<'_> {
             roles_of.iter().scan(0, |next, roles| Some(std::mem::replace(next, *next + roles))).collect();
         let group = |class: usize, place: usize| first[class] + place;
         let mut bytes = vec![0u64; roles_of.iter().sum()];
-        for layer in layout.layers.iter().filter(|layer| layers_of[layer.class] > 1) {
+        for layer in layout.layers().iter().filter(|layer| layers_of[layer.class] > 1) {
             for (place, &module) in layer.modules.iter().enumerate().filter(|(_, m)| self.is_open(**m)) {
                 bytes[group(layer.class, place)] += self.bytes(module);
             }
@@ -50,7 +50,7 @@ impl Placement<'_> {
                 chosen[g] = true;
             }
         }
-        for layer in &layout.layers {
+        for layer in layout.layers() {
             for (place, &module) in layer.modules.iter().enumerate() {
                 if chosen[group(layer.class, place)] && self.is_open(module) {
                     self.put(module, self.quotas.compute);
@@ -63,11 +63,11 @@ impl Placement<'_> {
     /// Deals the layers' open parts between the compute device, up to `left` bytes, and all others.
     fn place_layers(&mut self, left: u64) {
         let layout = self.layout;
-        let open = |this: &Self, layer: usize| -> u64 {
-            layout.layers[layer].modules.iter().filter(|m| this.is_open(**m)).map(|&m| this.bytes(m)).sum()
+        let open = |this: &Self, layer: &Layer| -> u64 {
+            layer.modules.iter().filter(|m| this.is_open(**m)).map(|&m| this.bytes(m)).sum()
         };
-        let rests: Vec<(usize, u64)> =
-            (0..layout.layers.len()).map(|l| (l, open(self, l))).filter(|rest| rest.1 > 0).collect();
+        let rests: Vec<(&Layer, u64)> =
+            layout.layers().iter().map(|l| (l, open(self, l))).filter(|rest| rest.1 > 0).collect();
         let largest = rests.iter().map(|rest| rest.1).max().unwrap_or(0);
         let smallest = rests.iter().map(|rest| rest.1).min().unwrap_or(0);
         let total: u64 = rests.iter().map(|rest| rest.1).sum();
@@ -85,7 +85,7 @@ impl Placement<'_> {
         for (layer, bytes) in rests {
             match dealer.deal(bytes) {
                 Some(0) => {
-                    for &module in &layout.layers[layer].modules {
+                    for &module in &layer.modules {
                         if self.is_open(module) {
                             self.put(module, self.quotas.compute);
                         }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::explain::Explanation;
 use super::warning::Warning;
 use crate::allocation::Mode;
-use crate::checkpoint::Layout;
+use crate::checkpoint::{LayerId, Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo};
 use crate::error::Result;
 use crate::schedule::{Groups, Origin};
@@ -57,10 +57,10 @@ pub enum Use {
 pub struct Assignment {
     /// Its name.
     pub module: Arc<str>,
-    /// Its place in [`Layout::modules`].
-    pub index: usize,
-    /// Its layer's place in [`Layout::layers`].
-    pub layer: usize,
+    /// Its place among the layout's modules.
+    pub index: ModuleId,
+    /// Its layer.
+    pub layer: LayerId,
     /// Where its bytes live.
     pub device: DeviceId,
     /// How they are used.
@@ -192,6 +192,16 @@ impl Plan {
         &self.0.assignments
     }
 
+    /// What becomes of a module; none when the plan has no such module.
+    pub fn assignment(&self, module: ModuleId) -> Option<&Assignment> {
+        self.0.assignments.get(module.index())
+    }
+
+    /// The same for a module of the layout that the plan is of.
+    pub(crate) fn at(&self, module: ModuleId) -> &Assignment {
+        &self.0.assignments[module.index()]
+    }
+
     /// The compute device, the allocation's devices and where else something lives, in order of id.
     pub fn devices(&self) -> &[DevicePlan] {
         &self.0.devices
@@ -214,8 +224,8 @@ impl Plan {
     }
 
     /// Where a module's bytes come from, if it is streamed.
-    pub(crate) fn origin(&self, module: usize) -> Option<Origin> {
-        let assignment = &self.0.assignments[module];
+    pub(crate) fn origin(&self, module: ModuleId) -> Option<Origin> {
+        let assignment = self.at(module);
         let origin = Origin { device: assignment.device, staged: assignment.staged };
         (assignment.usage == Use::Streamed).then_some(origin)
     }

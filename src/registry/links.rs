@@ -398,7 +398,7 @@ mod tests {
         for (from, to) in [(host, a), (a, host), (host, b), (b, host), (a, b)] {
             let speeds =
                 |t: &Topology| t.route(from, to).iter().map(|&s| t.segments()[s].bandwidth).collect::<Vec<_>>();
-            assert_eq!(speeds(&measured), speeds(&described.topology), "{from} to {to}");
+            assert_eq!(speeds(&measured), speeds(described.topology()), "{from} to {to}");
         }
         assert!(Arc::ptr_eq(&matrix, &registry.links().unwrap()), "measured once");
     }

@@ -107,7 +107,7 @@ impl Registry {
             Some(memory) => info.free(Some(memory.available())).opening(0),
             None => info,
         });
-        Machine::new(now, self.machine.topology.clone())
+        Machine::new(now, self.machine.topology().clone())
     }
 
     /// The kinds of device that are not here, and why.
@@ -153,7 +153,7 @@ impl Registry {
             let found = MemoryUsage::new(info.total, info.usable(), 0, 0);
             (info.id, now.unwrap_or(found))
         };
-        MemorySnapshot::new(tag, self.machine.devices.iter().map(memory))
+        MemorySnapshot::new(tag, self.machine.devices().iter().map(memory))
     }
 
     /// Empties the allocator caches of all open devices; the bytes that each gave back.
@@ -232,7 +232,7 @@ mod tests {
         let held = card.alloc(1 << 28, crate::backend::MemoryKind::Arena).unwrap();
         assert_eq!(registry.snapshot("held").to_string(), "tag=held|cuda:0=0.50/1.00");
         let now = registry.machine_now();
-        assert_eq!((now.devices[0].free, registry.machine().devices[0].free), (Some(512 << 20), Some(768 << 20)));
+        assert_eq!((now.devices()[0].free, registry.machine().devices()[0].free), (Some(512 << 20), Some(768 << 20)));
         drop(held);
         assert_eq!(registry.snapshot("freed").to_string(), "tag=freed|cuda:0=0.25/1.00");
     }

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::groups::Groups;
-use crate::checkpoint::{Layer, Layout};
+use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 
 /// What all layers of a model fetch.
 #[derive(Clone, Debug)]
-pub(crate) struct Contents(Vec<Content>);
+pub(crate) struct Contents(Per<LayerId, Content>);
 
 /// What one layer fetches.
 #[derive(Clone, Debug)]
@@ -32,27 +32,27 @@ pub(crate) struct Part {
 /// A byte range of the memory that a module lives in, its own or its group's, and where it begins in its part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slice {
-    pub(crate) module: usize,
+    pub(crate) module: ModuleId,
     pub(crate) range: Range<usize>,
     pub(crate) at: usize,
 }
 
 #[derive(Clone, Debug)]
 struct Located {
-    module: usize,
+    module: ModuleId,
     range: Range<usize>,
     part: usize,
     at: usize,
 }
 
 impl Contents {
-    /// What the layers of `layout` fetch by these lanes: for each module the number of its lane, none where it is not
+    /// What the layers of `layout` fetch by these lanes: of each module the number of its lane, none where it is not
     /// streamed or has no bytes.
     ///
     /// A slot has a part for each lane. In it each module begins at a multiple of 256 bytes, and those of a group stand
     /// together as they do at home.
-    pub(crate) fn new(layout: &Layout, groups: &Groups, lanes: &[Option<usize>]) -> Contents {
-        Contents(layout.layers.iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
+    pub(crate) fn new(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>) -> Contents {
+        Contents(layout.layers().iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
     }
 
     /// How many layers there are, streamed or not.
@@ -60,14 +60,19 @@ impl Contents {
         self.0.len()
     }
 
-    /// What a layer fetches.
-    pub(crate) fn of(&self, layer: usize) -> &Content {
+    /// What a layer fetches; none for one of another layout.
+    pub(crate) fn get(&self, layer: LayerId) -> Option<&Content> {
+        self.0.get(layer)
+    }
+
+    /// What a layer of this very layout fetches.
+    pub(crate) fn of(&self, layer: LayerId) -> &Content {
         &self.0[layer]
     }
 
     /// What all layers fetch, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Content> {
-        self.0.iter()
+        self.0.values()
     }
 
     /// How many layers fetch anything.
@@ -77,15 +82,15 @@ impl Contents {
 }
 
 impl Content {
-    fn new(layout: &Layout, groups: &Groups, lanes: &[Option<usize>], layer: &Layer) -> Content {
+    fn new(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>, layer: &Layer) -> Content {
         let (mut parts, mut located) = (BTreeMap::<usize, Part>::new(), Vec::new());
-        for module in groups.in_slot(layout.needs_of(layer)) {
+        for module in groups.in_slot(layout.needs(layer)) {
             let Some(lane) = lanes[module] else { continue };
             let part = parts.entry(lane).or_insert_with(|| Part { lane, bytes: 0, slices: Vec::new() });
             let (range, at) = (groups.place(module), part.bytes);
             located.push(Located { module, range: range.clone(), part: lane, at });
             part.push(groups, Slice { module, range, at });
-            part.bytes += Layout::slot_bytes(layout.modules[module].bytes) as usize;
+            part.bytes += Layout::slot_bytes(layout.at(module).bytes) as usize;
         }
         let lanes: Vec<usize> = parts.keys().copied().collect();
         for located in &mut located {
@@ -101,7 +106,7 @@ impl Content {
     }
 
     /// Where bytes of a module are in the slot: the part, and the range in it. None where they are not fetched.
-    pub(crate) fn find(&self, module: usize, range: &Range<usize>) -> Option<(usize, Range<usize>)> {
+    pub(crate) fn find(&self, module: ModuleId, range: &Range<usize>) -> Option<(usize, Range<usize>)> {
         let after = self.located.partition_point(|l| (l.module, l.range.start) <= (module, range.start));
         let found = &self.located[after.checked_sub(1)?];
         let at = found.at + range.start.checked_sub(found.range.start)?;

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::checkpoint::Layout;
+use crate::checkpoint::{LayerId, Layout, Module, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
 
 /// The bytes up to which a module is small. At 25 GB/s they take 10 us, about twice what a copy costs whatever its size,
@@ -31,44 +31,44 @@ pub(crate) struct Origin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
     /// The modules of each group, in order; groups in order of their first modules.
-    members: Vec<Vec<usize>>,
+    members: Vec<Vec<ModuleId>>,
     /// For each module its group, and its place in the group's memory.
-    of: Vec<(usize, Range<usize>)>,
+    of: Per<ModuleId, (usize, Range<usize>)>,
 }
 
 impl Groups {
     /// Which modules share memory, `origin` telling where each comes from, if it is streamed: those of one layer that come
     /// from one device the same way, small, and vectors or many.
-    pub(crate) fn new(layout: &Layout, origin: impl Fn(usize) -> Option<Origin>) -> Groups {
-        let mut groups = Groups { members: Vec::new(), of: Vec::new() };
-        let small = |module: usize| {
-            let bytes = layout.modules[module].bytes;
-            let is_small = (1..=SMALL).contains(&bytes) && bytes.is_multiple_of(ALIGNED);
-            is_small.then(|| Some((layout.modules[module].layer, origin(module)?))).flatten()
+    pub(crate) fn new(layout: &Layout, origin: impl Fn(ModuleId) -> Option<Origin>) -> Groups {
+        let small = |module: &Module| {
+            let is_small = (1..=SMALL).contains(&module.bytes) && module.bytes.is_multiple_of(ALIGNED);
+            is_small.then(|| Some((module.layer, origin(module.id)?))).flatten()
         };
-        let mut counts: BTreeMap<(usize, Origin), usize> = BTreeMap::new();
-        for kind in (0..layout.modules.len()).filter_map(small) {
+        let mut counts: BTreeMap<(LayerId, Origin), usize> = BTreeMap::new();
+        for kind in layout.modules().iter().filter_map(small) {
             *counts.entry(kind).or_default() += 1;
         }
-        let is_vector = |tensor: usize| layout.tensors[tensor].shape.len() <= 1;
-        let mut open: BTreeMap<(usize, Origin), (usize, usize)> = BTreeMap::new();
-        for module in 0..layout.modules.len() {
-            let many = |kind: &(usize, Origin)| counts.get(kind).is_some_and(|&count| count >= MANY);
-            let joins = small(module).filter(|kind| many(kind) || layout.own_tensors(module).all(is_vector));
+        let is_vector = |tensor: TensorId| layout.at(tensor).shape.len() <= 1;
+        let mut members: Vec<Vec<ModuleId>> = Vec::new();
+        let mut open: BTreeMap<(LayerId, Origin), (usize, usize)> = BTreeMap::new();
+        let place = |module: &Module| {
+            let many = |kind: &(LayerId, Origin)| counts.get(kind).is_some_and(|&count| count >= MANY);
+            let joins = small(module).filter(|kind| many(kind) || layout.own_tensors(module.id).all(is_vector));
             let mut alone = || {
-                groups.members.push(Vec::new());
-                (groups.members.len() - 1, 0)
+                members.push(Vec::new());
+                (members.len() - 1, 0)
             };
             let (group, start) = match joins {
                 Some(kind) => open.entry(kind).or_insert_with(alone),
                 None => &mut alone(),
             };
-            groups.members[*group].push(module);
-            let end = *start + layout.modules[module].bytes as usize;
-            groups.of.push((*group, *start..end));
+            members[*group].push(module.id);
+            let (group, begin, end) = (*group, *start, *start + module.bytes as usize);
             *start = end;
-        }
-        groups
+            (group, begin..end)
+        };
+        let of = layout.modules().iter().map(place).collect();
+        Groups { members, of }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -76,17 +76,17 @@ impl Groups {
     }
 
     /// The modules of a group: at least one.
-    pub(crate) fn members(&self, group: usize) -> &[usize] {
+    pub(crate) fn members(&self, group: usize) -> &[ModuleId] {
         &self.members[group]
     }
 
     /// The group of a module.
-    pub(crate) fn of(&self, module: usize) -> usize {
+    pub(crate) fn of(&self, module: ModuleId) -> usize {
         self.of[module].0
     }
 
     /// Where a module's bytes lie in the memory of its group.
-    pub(crate) fn place(&self, module: usize) -> Range<usize> {
+    pub(crate) fn place(&self, module: ModuleId) -> Range<usize> {
         self.of[module].1.clone()
     }
 
@@ -96,7 +96,7 @@ impl Groups {
     }
 
     /// Modules in the order in which a slot has them: those of a group together.
-    pub(crate) fn in_slot(&self, mut modules: Vec<usize>) -> Vec<usize> {
+    pub(crate) fn in_slot(&self, mut modules: Vec<ModuleId>) -> Vec<ModuleId> {
         modules.sort_by_key(|&module| (self.of(module), module));
         modules
     }
@@ -143,13 +143,15 @@ mod tests {
         });
         let layout = Layout::new(placed.to_vec());
         let groups = Groups::new(&layout, |_| Some(HOST));
-        let members: Vec<&[usize]> = (0..groups.len()).map(|group| groups.members(group)).collect();
+        let indices = |modules: &[ModuleId]| modules.iter().map(|module| module.index()).collect::<Vec<_>>();
+        let members: Vec<Vec<usize>> = (0..groups.len()).map(|group| indices(groups.members(group))).collect();
         assert_eq!(members, [&[0, 2, 5][..], &[1], &[3], &[4], &[6]]);
-        assert_eq!((groups.bytes(0), groups.place(5)), (SMALL + 768, SMALL as usize + 256..SMALL as usize + 768));
-        assert_eq!(groups.in_slot((0..7).collect()), [0, 2, 5, 1, 3, 4, 6]);
+        let last = groups.members(0)[2];
+        assert_eq!((groups.bytes(0), groups.place(last)), (SMALL + 768, SMALL as usize + 256..SMALL as usize + 768));
+        assert_eq!(indices(&groups.in_slot(layout.module_ids().collect())), [0, 2, 5, 1, 3, 4, 6]);
         let resident = Groups::new(&layout, |_| None);
         assert_eq!(resident.len(), 7, "what stays where it is has memory of its own");
-        let halves = Groups::new(&layout, |module| Some(Origin { staged: module < 2, ..HOST }));
-        assert_eq!(halves.members(0), [0], "what comes another way is apart");
+        let halves = Groups::new(&layout, |module| Some(Origin { staged: module.index() < 2, ..HOST }));
+        assert_eq!(indices(halves.members(0)), [0], "what comes another way is apart");
     }
 }

@@ -12,9 +12,12 @@ mod groups;
 mod order;
 
 pub(crate) use chunks::{Chunk, chunks};
+use contents::Content;
 pub(crate) use contents::{Contents, Part, Slice};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
+
+use crate::checkpoint::{LayerId, Per};
 
 /// Which layer is in which slot, and which come next.
 #[derive(Clone, Debug)]
@@ -24,17 +27,17 @@ pub(crate) struct Schedule {
     /// Whether each layer has a slot of its own choice: the k-th that is streamed number k mod n.
     fixed: bool,
     /// For each slot the layer that it holds, or will.
-    layers: Vec<Option<usize>>,
+    layers: Vec<Option<LayerId>>,
     /// For each layer the slot that holds it, or will.
-    slots: Vec<Option<usize>>,
+    slots: Per<LayerId, Option<usize>>,
 }
 
 impl Schedule {
     /// Nothing in `slots` slots, and all layers of `contents` to come in their order; those that stream are fetched up to
     /// `depth` ahead.
     pub(crate) fn new(contents: &Contents, slots: usize, depth: usize, fixed: bool) -> Schedule {
-        let order = Order::new((0..contents.len()).map(|layer| contents.of(layer).is_streamed()));
-        Schedule { order, depth, fixed, layers: vec![None; slots], slots: vec![None; contents.len()] }
+        let order = Order::new(&contents.iter().map(Content::is_streamed).collect());
+        Schedule { order, depth, fixed, layers: vec![None; slots], slots: Per::all(contents.len(), None) }
     }
 
     /// How many slots there are.
@@ -43,29 +46,29 @@ impl Schedule {
     }
 
     /// `layer` has its turn.
-    pub(crate) fn turn(&mut self, layer: usize) {
+    pub(crate) fn turn(&mut self, layer: LayerId) {
         self.order.turn(layer);
     }
 
     /// The slot that holds `layer`, or will.
-    pub(crate) fn slot_of(&self, layer: usize) -> Option<usize> {
+    pub(crate) fn slot_of(&self, layer: LayerId) -> Option<usize> {
         self.slots[layer]
     }
 
     /// The slot that `layer` always goes into, where slots are fixed.
-    pub(crate) fn fixed_slot_of(&self, layer: usize) -> Option<usize> {
+    pub(crate) fn fixed_slot_of(&self, layer: LayerId) -> Option<usize> {
         let number = self.order.number(layer).filter(|_| self.fixed && self.slots() > 0);
         number.map(|number| number % self.slots())
     }
 
     /// The layers to fetch ahead, in order: those after the one that has its turn that no slot holds.
-    pub(crate) fn ahead(&self) -> Vec<usize> {
+    pub(crate) fn ahead(&self) -> Vec<LayerId> {
         self.order.ahead(self.depth).filter(|&layer| self.slots[layer].is_none()).collect()
     }
 
     /// The slots that `layer` may be fetched into, best first: those whose layers are needed later than it is, the one
     /// that is needed last in front.
-    pub(crate) fn candidates(&self, layer: usize) -> Vec<usize> {
+    pub(crate) fn candidates(&self, layer: LayerId) -> Vec<usize> {
         let own = self.order.distance(layer);
         let needed = |slot: usize| self.layers[slot].map_or(usize::MAX, |other| self.order.distance(other));
         let fixed = self.fixed_slot_of(layer);
@@ -76,7 +79,7 @@ impl Schedule {
     }
 
     /// `layer` is fetched into `slot`.
-    pub(crate) fn hold(&mut self, slot: usize, layer: usize) {
+    pub(crate) fn hold(&mut self, slot: usize, layer: LayerId) {
         self.empty(slot);
         if let Some(other) = self.slots[layer].replace(slot) {
             self.layers[other] = None;
@@ -95,14 +98,14 @@ impl Schedule {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::{Layout, TensorInfo};
+    use crate::checkpoint::{Layout, ModuleId, TensorInfo};
     use crate::dtype::DType;
     use proptest::prelude::*;
 
     /// Contents of layers of which some are streamed.
     fn contents(streamed: &[bool]) -> Contents {
         let layout = Layout::blocks(vec![1 << 20; streamed.len()]);
-        let lanes: Vec<Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
+        let lanes: Per<ModuleId, Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
         Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes)
     }
 
@@ -110,12 +113,13 @@ mod tests {
     /// whether it had been fetched ahead; and how many fetches there were.
     fn run(schedule: &mut Schedule, contents: &Contents, asked: &[usize]) -> (Vec<bool>, usize) {
         let mut fetches = 0;
-        let mut fetch = |schedule: &mut Schedule, layer: usize| {
+        let mut fetch = |schedule: &mut Schedule, layer: LayerId| {
             let Some(&slot) = schedule.candidates(layer).first() else { return };
             schedule.hold(slot, layer);
             fetches += 1;
         };
         let mut turn = |&layer: &usize| {
+            let layer = LayerId::new(layer);
             schedule.turn(layer);
             let ahead = schedule.slot_of(layer).is_some();
             if contents.of(layer).is_streamed() && !ahead {
@@ -188,15 +192,15 @@ mod tests {
         let streamed = [true, true, false, true, true, true];
         let contents = contents(&streamed);
         let mut schedule = Schedule::new(&contents, 2, 1, true);
-        let slots: Vec<Option<usize>> = (0..6).map(|layer| schedule.fixed_slot_of(layer)).collect();
-        assert_eq!(slots, [Some(0), Some(1), None, Some(0), Some(1), Some(0)]);
+        let slots: Per<LayerId, Option<usize>> = (0..6).map(|at| schedule.fixed_slot_of(LayerId::new(at))).collect();
+        assert_eq!(slots, [Some(0), Some(1), None, Some(0), Some(1), Some(0)].into_iter().collect());
         for pass in 0..3 {
             let (ahead, fetches) = run(&mut schedule, &contents, &[0, 1, 2, 3, 4, 5]);
             // The last layer and the first have one slot, so the first cannot be fetched ahead.
             assert_eq!(ahead, [false, true, false, true, true, true], "pass {pass}");
             assert_eq!(fetches, 5);
         }
-        for (layer, slot) in slots.iter().enumerate() {
+        for (layer, slot) in slots.iter() {
             schedule.turn(layer);
             assert!(schedule.slot_of(layer).is_none_or(|held| Some(held) == *slot));
         }
@@ -211,14 +215,14 @@ mod tests {
             tensor("layers.0.c.weight", 256, 812),
             tensor("layers.0.d.weight", 700_000, 1_068),
         ]);
-        let lanes = [Some(1), Some(0), Some(1), Some(1)];
-        let origin = |module: usize| {
+        let lanes: Per<ModuleId, Option<usize>> = [Some(1), Some(0), Some(1), Some(1)].into_iter().collect();
+        let origin = |module: ModuleId| {
             lanes[module].map(|lane| Origin { device: crate::DeviceId::cuda(lane as u32), staged: false })
         };
         let groups = Groups::new(&layout, origin);
         let contents = Contents::new(&layout, &groups, &lanes);
-        let content = contents.of(0);
-        let slice = |module, range, at| Slice { module, range, at };
+        let content = contents.of(LayerId::new(0));
+        let slice = |module, range, at| Slice { module: ModuleId::new(module), range, at };
         assert_eq!(
             content.parts,
             [
@@ -228,19 +232,22 @@ mod tests {
             ]
         );
         assert_eq!(content.parts[1].copied(), 700_768);
-        assert_eq!(content.find(2, &(512..768)), Some((1, 512..768)));
-        assert_eq!(content.find(1, &(10..20)), Some((0, 10..20)));
-        assert_eq!((content.find(1, &(0..301)), content.find(2, &(0..256))), (None, None));
+        let find = |module, range| content.find(ModuleId::new(module), &range);
+        assert_eq!(find(2, 512..768), Some((1, 512..768)));
+        assert_eq!(find(1, 10..20), Some((0, 10..20)));
+        assert_eq!((find(1, 0..301), find(2, 0..256)), (None, None));
     }
 
     #[test]
     fn chunks_fill_their_buffers() {
         let (piece, half) = (crate::limits::STAGING_BYTES, crate::limits::STAGING_BYTES / 2);
-        let slice = |module, bytes: usize, at| Slice { module, range: 0..bytes, at };
+        let slice = |module, bytes: usize, at| Slice { module: ModuleId::new(module), range: 0..bytes, at };
         let slices = vec![slice(0, half, 0), slice(1, piece, piece), slice(2, piece, 2 * piece)];
         let chunks = chunks(&Part { lane: 0, bytes: 3 * piece, slices });
-        let sizes: Vec<Vec<(usize, usize, usize)>> =
-            chunks.iter().map(|chunk| chunk.iter().map(|s| (s.module, s.at, s.range.len())).collect()).collect();
+        let sizes: Vec<Vec<(usize, usize, usize)>> = chunks
+            .iter()
+            .map(|chunk| chunk.iter().map(|s| (s.module.index(), s.at, s.range.len())).collect())
+            .collect();
         assert_eq!(
             sizes,
             [
@@ -265,10 +272,10 @@ mod tests {
             let contents = contents(&streamed);
             let mut schedule = Schedule::new(&contents, slots, depth, fixed);
             for (layer, held) in steps {
-                let layer = layer.index(streamed.len());
+                let layer = LayerId::new(layer.index(streamed.len()));
                 schedule.turn(layer);
                 let free = |slot: &usize| !held.get(*slot).copied().unwrap_or(false);
-                if streamed[layer] && schedule.slot_of(layer).is_none() {
+                if streamed[layer.index()] && schedule.slot_of(layer).is_none() {
                     let candidates = schedule.candidates(layer);
                     let most = if fixed { 1 } else { slots };
                     prop_assert_eq!(candidates.len(), most, "any slot may be taken for the layer that has its turn");
@@ -277,7 +284,7 @@ mod tests {
                 let ahead = schedule.ahead();
                 prop_assert!(ahead.len() <= depth && !ahead.contains(&layer));
                 for next in ahead {
-                    prop_assert!(streamed[next]);
+                    prop_assert!(streamed[next.index()]);
                     let before = schedule.clone();
                     if let Some(slot) = schedule.candidates(next).into_iter().find(free) {
                         prop_assert!(before.slot_of(layer) != Some(slot), "the layer in use keeps its slot");
@@ -285,11 +292,11 @@ mod tests {
                         prop_assert!(!fixed || schedule.fixed_slot_of(next) == Some(slot));
                     }
                 }
-                for (layer, slot) in schedule.slots.iter().enumerate() {
+                for (layer, slot) in schedule.slots.iter() {
                     prop_assert!(slot.is_none_or(|slot| schedule.layers[slot] == Some(layer)));
                 }
                 let held = schedule.layers.iter().flatten().count();
-                prop_assert_eq!(held, schedule.slots.iter().flatten().count());
+                prop_assert_eq!(held, schedule.slots.values().flatten().count());
             }
         }
     }

@@ -2,30 +2,32 @@
 
 use std::collections::HashSet;
 
+use crate::checkpoint::{LayerId, Per};
+
 /// What comes next, and how soon. Only streamed layers count.
 #[derive(Clone, Debug)]
 pub(super) struct Order {
     model: Cycle,
     /// For each layer how many streamed ones come before it in the model.
-    before: Vec<usize>,
+    before: Per<LayerId, usize>,
     /// The layers of a pass as they were asked for, once it was whole, for as long as they are asked for in that order.
     learned: Option<Cycle>,
     /// How many turns have to be as learned until another one that is not is borne with.
     strict: usize,
     /// The layers asked for since nothing is known, each once where it was asked for several times in a row.
-    seen: Vec<usize>,
+    seen: Vec<LayerId>,
     /// The place of what comes next in the cycle that is followed.
     next: usize,
     /// The layer that has its turn, if it is streamed.
-    current: Option<usize>,
+    current: Option<LayerId>,
 }
 
 /// Layers that follow each other, around the end to the beginning.
 #[derive(Clone, Debug, Default)]
 struct Cycle {
-    layers: Vec<usize>,
+    layers: Vec<LayerId>,
     /// Each layer with each of its places, sorted.
-    places: Vec<(usize, usize)>,
+    places: Vec<(LayerId, usize)>,
     /// Whether any layer stands there twice.
     repeats: bool,
 }
@@ -34,18 +36,20 @@ struct Cycle {
 const LONGEST: usize = 4;
 
 impl Order {
-    /// For each layer of the model, in order of execution, whether it is streamed.
-    pub(super) fn new(streamed: impl Iterator<Item = bool>) -> Order {
-        let (mut layers, mut before) = (Vec::new(), Vec::new());
-        for (layer, streamed) in streamed.enumerate() {
-            before.push(layers.len());
+    /// The order of a model of which these layers are streamed.
+    pub(super) fn new(streamed: &Per<LayerId, bool>) -> Order {
+        let mut layers = Vec::new();
+        let passed = |(layer, &streamed): (LayerId, &bool)| {
+            let before = layers.len();
             layers.extend(streamed.then_some(layer));
-        }
+            before
+        };
+        let before = streamed.iter().map(passed).collect();
         Order { model: Cycle::new(layers), before, learned: None, strict: 0, seen: Vec::new(), next: 0, current: None }
     }
 
     /// `layer` is asked for.
-    pub(super) fn turn(&mut self, layer: usize) {
+    pub(super) fn turn(&mut self, layer: LayerId) {
         let number = self.number(layer);
         if number.is_some() && self.current == Some(layer) {
             return;
@@ -65,7 +69,10 @@ impl Order {
                 (self.next, self.strict) = (cycle.place_of(layer).map_or(0, |place| place + 1), 2 * cycle.layers.len());
             }
             Some(_) => {
-                tracing::debug!(layer, "layers are asked for in another order than before, which is forgotten");
+                tracing::debug!(
+                    layer = layer.index(),
+                    "layers are asked for in another order than before, which is forgotten"
+                );
                 self.start_over(layer);
             }
             None => self.learn(layer),
@@ -73,7 +80,7 @@ impl Order {
     }
 
     /// Follows the model, and takes down what is asked for until the first of it comes again.
-    fn learn(&mut self, layer: usize) {
+    fn learn(&mut self, layer: LayerId) {
         if self.seen.first() == Some(&layer) {
             self.learned = Some(Cycle::new(std::mem::take(&mut self.seen)));
             self.next = 1;
@@ -85,30 +92,30 @@ impl Order {
         }
     }
 
-    fn start_over(&mut self, layer: usize) {
+    fn start_over(&mut self, layer: LayerId) {
         (self.learned, self.strict) = (None, 0);
         self.seen.clear();
         self.learn(layer);
     }
 
     /// Which of the streamed layers of the model this one is, from 0.
-    pub(super) fn number(&self, layer: usize) -> Option<usize> {
+    pub(super) fn number(&self, layer: LayerId) -> Option<usize> {
         let number = self.before[layer];
         (self.model.layers.get(number) == Some(&layer)).then_some(number)
     }
 
     /// What the next `count` turns after this one are of, each layer once and without the one that has its turn.
-    pub(super) fn ahead(&self, count: usize) -> impl Iterator<Item = usize> + use<'_> {
+    pub(super) fn ahead(&self, count: usize) -> impl Iterator<Item = LayerId> + use<'_> {
         let (cycle, next) = (self.cycle(), self.next);
         let at = move |ahead| cycle.layers[(next + ahead) % cycle.layers.len()];
         let mut known = HashSet::new();
-        let new = move |layer: &usize| self.current != Some(*layer) && (!cycle.repeats || known.insert(*layer));
+        let new = move |layer: &LayerId| self.current != Some(*layer) && (!cycle.repeats || known.insert(*layer));
         (0..cycle.layers.len().min(count)).map(at).filter(new)
     }
 
     /// How many turns of streamed layers it takes until `layer` has its own: 0 for the one that has it, and almost for ever
     /// for one that nobody asks for.
-    pub(super) fn distance(&self, layer: usize) -> usize {
+    pub(super) fn distance(&self, layer: LayerId) -> usize {
         match self.current == Some(layer) {
             true => 0,
             false => self.cycle().turns_until(layer, self.next).map_or(usize::MAX - 1, |turns| turns + 1),
@@ -121,7 +128,7 @@ impl Order {
 }
 
 impl Cycle {
-    fn new(layers: Vec<usize>) -> Cycle {
+    fn new(layers: Vec<LayerId>) -> Cycle {
         let mut places: Vec<_> = layers.iter().copied().enumerate().map(|(place, layer)| (layer, place)).collect();
         places.sort_unstable();
         let repeats = places.windows(2).any(|pair| pair[0].0 == pair[1].0);
@@ -129,13 +136,13 @@ impl Cycle {
     }
 
     /// The first place of `layer`.
-    fn place_of(&self, layer: usize) -> Option<usize> {
+    fn place_of(&self, layer: LayerId) -> Option<usize> {
         let first = self.places.get(self.places.partition_point(|&(other, _)| other < layer));
         first.filter(|(other, _)| *other == layer).map(|(_, place)| *place)
     }
 
     /// How many layers come before `layer` from the place `next` on.
-    fn turns_until(&self, layer: usize, next: usize) -> Option<usize> {
+    fn turns_until(&self, layer: LayerId, next: usize) -> Option<usize> {
         let next = if next >= self.layers.len() { 0 } else { next };
         let later = self.places.get(self.places.partition_point(|&place| place < (layer, next)));
         match later.filter(|(other, _)| *other == layer) {

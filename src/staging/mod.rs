@@ -169,7 +169,10 @@ pub(crate) fn copy(threads: Option<&ThreadPool>, pairs: Vec<(&[u8], &mut [u8])>)
     let parts: Vec<(&[u8], &mut [u8])> = parts.collect();
     let work = || parts.into_par_iter().for_each(|(from, to)| to.copy_from_slice(from));
     match threads {
-        Some(threads) => Ok(threads.install(work)),
+        Some(threads) => {
+            threads.install(work);
+            Ok(())
+        }
         None => threads::run(work),
     }
 }

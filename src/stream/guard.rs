@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::Streamed;
 use crate::backend::{Buf, Event, Stream};
-use crate::checkpoint::Layer;
+use crate::checkpoint::{Layer, LayerId, TensorId};
 use crate::error::{Error, Missing, Result};
 use crate::limits::LONGEST;
 use crate::load::{Model, TensorView};
@@ -20,7 +20,7 @@ pub struct LayerGuard {
     pub(super) model: Arc<Model>,
     pub(super) compute: Arc<dyn Stream>,
     pub(super) streamed: Arc<Streamed>,
-    pub(super) layer: usize,
+    pub(super) layer: LayerId,
     /// The number of its slot, and the parts of it.
     pub(super) slot: Option<(usize, Vec<Buf>)>,
 }
@@ -28,7 +28,7 @@ pub struct LayerGuard {
 impl LayerGuard {
     /// The layer.
     pub fn layer(&self) -> &Layer {
-        &self.model.layout().layers[self.layer]
+        self.model.layout().at(self.layer)
     }
 
     /// The number of the slot that it is in, from 0: of those of the model, or of the caller's own. In each slot a tensor
@@ -39,7 +39,7 @@ impl LayerGuard {
 
     /// Its tensors, module after module.
     pub fn tensors(&self) -> impl Iterator<Item = TensorView<'_>> {
-        let modules = self.layer().modules.iter().map(|&m| &self.model.layout().modules[m]);
+        let modules = self.layer().modules.iter().map(|&module| self.model.layout().at(module));
         modules.flat_map(|module| module.tensors.iter().filter_map(|&tensor| self.view(tensor)))
     }
 
@@ -47,7 +47,7 @@ impl LayerGuard {
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let tensor = self.model.find(name)?;
         let layout = self.model.layout();
-        (layout.modules[layout.module_of[tensor]].layer == self.layer).then(|| self.view(tensor)).flatten()
+        (layout.layer_with(tensor) == self.layer).then(|| self.view(tensor)).flatten()
     }
 
     /// Waits, on the host, until the layer has arrived, for a century at most.
@@ -94,9 +94,9 @@ impl LayerGuard {
     }
 
     /// A tensor in the slot, or where it is resident.
-    fn view(&self, tensor: usize) -> Option<TensorView<'_>> {
+    fn view(&self, tensor: TensorId) -> Option<TensorView<'_>> {
         let owner = self.model.owner(tensor);
-        let info = &self.model.layout().tensors[tensor];
+        let info = self.model.layout().at(tensor);
         let place: Range<usize> = self.model.place(tensor);
         let brought = self.streamed.contents.of(self.layer).find(owner, &place);
         if let (Some((_, parts)), Some((part, place))) = (&self.slot, brought) {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::report::{LaneReport, Via};
 use super::through_host::ThroughHost;
 use crate::backend::{Buf, BufMut, Device, Piece, Rejected, Role, Route, Stream, Transfer};
+use crate::checkpoint::{ModuleId, Per};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
@@ -49,13 +50,13 @@ impl Lanes {
     }
 
     /// The lane of each module that is streamed and has bytes of its own, in order of the first that goes that way.
-    pub(super) fn of_modules(&mut self, model: &Model) -> Result<Vec<Option<usize>>> {
-        (0..model.layout().modules.len()).map(|module| self.lane_of(model, module)).collect()
+    pub(super) fn of_modules(&mut self, model: &Model) -> Result<Per<ModuleId, Option<usize>>> {
+        model.layout().module_ids().map(|module| self.lane_of(model, module)).collect()
     }
 
     /// The lane of a module, made if it is the first that goes this way.
-    fn lane_of(&mut self, model: &Model, module: usize) -> Result<Option<usize>> {
-        let streamed = model.plan().origin(module).is_some() && model.layout().modules[module].bytes > 0;
+    fn lane_of(&mut self, model: &Model, module: ModuleId) -> Result<Option<usize>> {
+        let streamed = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
         let Some(home) = model.home(module).filter(|_| streamed) else { return Ok(None) };
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {

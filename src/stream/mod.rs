@@ -17,6 +17,7 @@ pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::process::Process;
 use crate::backend::{Buf, BufMut, Event, Joined, Role, Stream};
+use crate::checkpoint::{LayerId, ModuleId, Per};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::limits::LONGEST;
 use crate::load::Model;
@@ -48,7 +49,7 @@ use slots::{Fill, Slots};
 ///     .plan()?;
 /// let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
 /// let mut streamer = Streamer::new(&model)?;
-/// for layer in 0..model.layout().layers.len() {
+/// for layer in model.layout().layer_ids() {
 ///     let guard = streamer.layer(layer)?;
 ///     for tensor in guard.tensors() {
 ///         assert_eq!(tensor.device(), "cuda:0".parse()?);
@@ -77,7 +78,7 @@ struct Streamed {
     /// What each fetches.
     contents: Contents,
     /// For each the modules that it needs and that stay on the compute device.
-    resident: Vec<Vec<usize>>,
+    resident: Per<LayerId, Vec<ModuleId>>,
 }
 
 impl Streamer {
@@ -132,7 +133,7 @@ impl Streamer {
     /// let slots = (0..3).map(|_| device.alloc(bytes, MemoryKind::Whole)); // or your own memory
     /// let slots = slots.collect::<Result<_, _>>()?;
     /// let mut streamer = Streamer::with_slots(&model, device.stream(Role::Compute)?, slots)?;
-    /// for layer in 0..model.layout().layers.len() {
+    /// for layer in model.layout().layer_ids() {
     ///     let guard = streamer.layer(layer)?;
     ///     println!("{} is in slot {:?}", guard.layer().name, guard.slot());
     /// }
@@ -190,13 +191,13 @@ impl Streamer {
         self
     }
 
-    /// The layer at this place in [`Layout::layers`](crate::checkpoint::Layout::layers), on the compute device.
+    /// A layer of the model's [layout](Model::layout), on the compute device.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such layer; [`Error::InUse`] when guards hold all slots (one more layer needs a
     /// greater depth); [`Error::TimedOut`] when the host waited for longer than the deadline; whatever the copies meet.
     /// The streamer stays usable.
-    pub fn layer(&mut self, layer: usize) -> Result<LayerGuard> {
+    pub fn layer(&mut self, layer: LayerId) -> Result<LayerGuard> {
         self.process.check()?;
         let device = Arc::clone(self.model.residency().device());
         let mut guard = None;
@@ -204,13 +205,11 @@ impl Streamer {
         guard.unwrap_or_else(|| Err(Error::bug(format!("{} did not do what it was asked for", device.id()))))
     }
 
-    fn turn(&mut self, layer: usize) -> Result<LayerGuard> {
-        let layers = self.streamed.contents.len();
-        if layer >= layers {
-            return Err(Missing::LayerAt { index: layer, count: layers }.into());
-        }
+    fn turn(&mut self, layer: LayerId) -> Result<LayerGuard> {
+        let missing = || Missing::LayerAt { index: layer.index(), count: self.streamed.contents.len() };
+        let is_streamed = self.streamed.contents.get(layer).ok_or_else(missing)?.is_streamed();
         self.schedule.turn(layer);
-        let slot = match self.streamed.contents.of(layer).is_streamed() {
+        let slot = match is_streamed {
             true => Some(self.fetched(layer)?),
             false => None,
         };
@@ -250,10 +249,10 @@ impl Streamer {
 
     /// The number of the slot that holds a layer or is being filled with it; with
     /// [fixed slots](crate::Planner::fixed_slots) that of the slot that it always uses. None when nothing of it is streamed,
-    /// or no slot holds it now.
-    pub fn slot_of(&self, layer: usize) -> Option<usize> {
-        let known = layer < self.streamed.contents.len();
-        known.then(|| self.schedule.fixed_slot_of(layer).or(self.schedule.slot_of(layer)))?
+    /// no slot holds it now, or there is no such layer.
+    pub fn slot_of(&self, layer: LayerId) -> Option<usize> {
+        self.streamed.contents.get(layer)?;
+        self.schedule.fixed_slot_of(layer).or(self.schedule.slot_of(layer))
     }
 
     /// Where the tensor `name` lies in a slot that holds its layer, in bytes from the slot's beginning: a multiple of 256
@@ -261,7 +260,7 @@ impl Streamer {
     pub fn place(&self, name: &str) -> Option<Range<usize>> {
         let layout = self.model.layout();
         let tensor = self.model.find(name)?;
-        let content = self.streamed.contents.of(layout.modules[layout.module_of[tensor]].layer);
+        let content = self.streamed.contents.of(layout.layer_with(tensor));
         let (part, range) = content.find(self.model.owner(tensor), &self.model.place(tensor))?;
         let before: usize = content.parts[..part].iter().map(|part| part.bytes).sum();
         Some(before + range.start..before + range.end)
@@ -281,7 +280,7 @@ impl Streamer {
     }
 
     /// The slot that a layer is in, its number and its parts, all of them there or on a stream of the device.
-    fn fetched(&mut self, layer: usize) -> Result<(usize, Vec<Buf>)> {
+    fn fetched(&mut self, layer: LayerId) -> Result<(usize, Vec<Buf>)> {
         if let Some(slot) = self.schedule.slot_of(layer).filter(|&slot| !self.slots.is_sound(slot)) {
             self.schedule.empty(slot);
         }
@@ -299,7 +298,7 @@ impl Streamer {
         let waits = self.slots.is_with_a_lane(slot);
         let begin = Instant::now();
         let parts = {
-            let _span = waits.then(|| tracing::debug_span!("stall", layer, what = "staging").entered());
+            let _span = waits.then(|| tracing::debug_span!("stall", layer = layer.index(), what = "staging").entered());
             self.slots.collect(slot, self.deadline)
         };
         if waits {
@@ -316,7 +315,7 @@ impl Streamer {
         for layer in self.schedule.ahead() {
             // What fails here is tried again, and reported, when the layer is asked for.
             if let Err(error) = self.fetch(layer, false) {
-                tracing::debug!(layer, %error, "not fetched ahead");
+                tracing::debug!(layer = layer.index(), %error, "not fetched ahead");
                 break;
             }
         }
@@ -324,7 +323,7 @@ impl Streamer {
 
     /// Fetches a layer into the best slot that can be had; none when there is none. For one that was `asked` for it waits
     /// for lanes that have a slot.
-    fn fetch(&mut self, layer: usize, asked: bool) -> Result<Option<usize>> {
+    fn fetch(&mut self, layer: LayerId, asked: bool) -> Result<Option<usize>> {
         let candidates = self.schedule.candidates(layer);
         let mut taken = self.take_first(&candidates, Duration::ZERO);
         if taken.is_none() && asked {
@@ -365,9 +364,9 @@ impl Streamed {
         let contents = Contents::new(model.layout(), model.groups(), &lanes.of_modules(model)?);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
-        let here = |module: &usize| model.home(*module).is_some_and(|home| home.device() == compute);
-        let resident = |layer| model.layout().needs_of(layer).into_iter().filter(here).collect();
-        Ok(Streamed { contents, resident: model.layout().layers.iter().map(resident).collect() })
+        let here = |module: &ModuleId| model.home(*module).is_some_and(|home| home.device() == compute);
+        let resident = |layer| model.layout().needs(layer).into_iter().filter(here).collect();
+        Ok(Streamed { contents, resident: model.layout().layers().iter().map(resident).collect() })
     }
 }
 

@@ -52,7 +52,7 @@ fn bytes(plan: &Plan, device: DeviceId) -> u64 {
 }
 
 fn on(plan: &Plan, device: DeviceId) -> Vec<usize> {
-    plan.assignments().iter().filter(|a| a.device == device).map(|a| a.index).collect()
+    plan.assignments().iter().filter(|a| a.device == device).map(|a| a.index.index()).collect()
 }
 
 fn assignment<'a>(plan: &'a Plan, module: &str) -> &'a Assignment {
@@ -195,7 +195,7 @@ fn case_12_smaller_blocks_fill_behind_a_large_one() {
     let layout = Layout::blocks([GIB, 5 * GIB, GIB, GIB, GIB]);
     let plan = sequential(&layout, &usual(), "cuda:0,4gb;cpu,*").unwrap();
     assert_eq!((on(&plan, GPU0), on(&plan, CPU)), (vec![0, 2, 3, 4], vec![1]));
-    assert_eq!(plan.assignments().iter().map(|a| a.index).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+    assert_eq!(plan.assignments().iter().map(|a| a.index.index()).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
 }
 
 // Memory.
@@ -236,9 +236,9 @@ fn devices_of_one_memory_pin_and_copy_within_it() {
     let host = plan.device(CPU).unwrap();
     assert_eq!((host.streamed, host.pinned, host.staged), (4 * GIB, 2 * GIB, 2 * GIB));
     assert_eq!(plan.warnings(), [Warning::OneMemory { device: CPU, compute: GPU0, bytes: 4 * GIB }], "{plan}");
-    let estimate = plan.estimate(&unified.topology, Duration::ZERO);
+    let estimate = plan.estimate(unified.topology(), Duration::ZERO);
     assert!(estimate.segments.is_empty(), "{estimate}");
-    let memory = unified.topology.clone().link(CPU, "40".parse().unwrap());
+    let memory = unified.topology().clone().link(CPU, "40".parse().unwrap());
     assert_eq!(plan.estimate(&memory, Duration::ZERO).bound().unwrap().name, "cpu out");
 }
 
@@ -307,7 +307,7 @@ fn a_streamed_alias_needs_its_owners_bytes() {
     assert_eq!((head.device, head.bytes, head.usage), (CPU, 0, Use::Streamed));
     let host = plan.device(CPU).unwrap();
     assert_eq!((host.bytes, host.streamed), (25 * MIB, 30 * MIB));
-    let ends = Layout::new(tied().tensors.into_iter().filter(|t| !t.name.contains("layers")).collect());
+    let ends = Layout::new(tied().tensors().iter().filter(|t| !t.name.contains("layers")).cloned().collect());
     assert_eq!(sequential(&ends, &usual(), "cpu,*").unwrap().slots().bytes_each, 5 * MIB);
 }
 
@@ -361,15 +361,15 @@ fn host_weights_are_pinned_up_to_the_cap() {
 
 #[test]
 fn the_disk_and_unreachable_peers_go_through_staging() {
-    let mut machine = machine(&["cuda:0=24gib", "cuda:1=24gib", "xpu:0=24gib", "disk=1tib", "cpu=64gib"]);
+    let machine = machine(&["cuda:0=24gib", "cuda:1=24gib", "xpu:0=24gib", "disk=1tib", "cpu=64gib"]);
     let layout = blocks(8, GIB);
     let staged = |machine: &Machine| {
         let plan = sequential(&layout, machine, "cuda:0,2gb;cuda:1,2gb;xpu:0,2gb;disk,*").unwrap();
         plan.assignments().iter().map(|a| a.staged).collect::<Vec<_>>()
     };
     assert_eq!(staged(&machine), [false, false, false, false, true, true, true, true]);
-    machine.topology = Topology::new().no_peer_access(GPU0, GPU1);
-    assert_eq!(staged(&machine), [false, false, true, true, true, true, true, true]);
+    let apart = machine.with_topology(Topology::new().no_peer_access(GPU0, GPU1));
+    assert_eq!(staged(&apart), [false, false, true, true, true, true, true, true]);
 }
 
 #[test]
@@ -394,8 +394,9 @@ fn a_role_is_resident_in_all_layers_of_a_class_or_in_none() {
 /// Apart from layers that are wholly resident, layers of a class agree in what is.
 fn check_uniform(layout: &Layout, plan: &Plan) {
     let mut seen: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
-    for layer in &layout.layers {
-        let resident: Vec<bool> = layer.modules.iter().map(|&m| plan.assignments()[m].usage == Use::Resident).collect();
+    for layer in layout.layers() {
+        let resident: Vec<bool> =
+            layer.modules.iter().map(|&m| plan.assignment(m).unwrap().usage == Use::Resident).collect();
         if !resident.iter().all(|r| *r) {
             assert_eq!(seen.entry(layer.class).or_insert_with(|| resident.clone()), &resident, "{}", layer.name);
         }

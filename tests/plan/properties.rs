@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{DeviceId, Machine, Order, Plan, Planner, Unit};
+use tensor_offload::{DeviceId, Machine, ModuleId, Order, Plan, Planner, Unit};
 
 use super::{CPU, GIB, GPU0, GPU1, MIB, bytes, check_uniform, machine, named, on};
 
@@ -65,11 +65,11 @@ proptest! {
             prop_assert_eq!((device, before.bytes, tensor_offload::Use::Streamed), (after.device, after.bytes, after.usage));
         }
         let whole = |layer: &tensor_offload::checkpoint::Layer| {
-            layer.modules.iter().map(|&module| Layout::slot_bytes(layout.modules[module].bytes)).sum::<u64>()
+            layout.modules_in(layer.id).map(|module| Layout::slot_bytes(module.bytes)).sum::<u64>()
         };
         let slots = demoted.slots();
-        prop_assert_eq!(slots.bytes_each, layout.layers.iter().map(whole).max().unwrap_or(0));
-        prop_assert_eq!(slots.count, layout.layers.len().min(demoted.depth() + 1));
+        prop_assert_eq!(slots.bytes_each, layout.layers().iter().map(whole).max().unwrap_or(0));
+        prop_assert_eq!(slots.count, layout.layers().len().min(demoted.depth() + 1));
         let host = demoted.device(CPU).unwrap();
         prop_assert_eq!((host.pinned, host.streamed, host.staged), (host.bytes, host.bytes, 0));
         prop_assert_eq!(demoted.demoted(&layout, &vast()).unwrap(), demoted);
@@ -79,8 +79,8 @@ proptest! {
     fn every_module_is_placed_once_within_hard_quotas(layout in layouts(), caps in caps(), (order, unit) in arrangements()) {
         let allocation = format!("cuda:0,{}mib;cuda:1,{}mib;cuda:2,{}mib;cpu,*", caps[0], caps[1], caps[2]);
         let plan = plan_of(&layout, &allocation, order, unit);
-        let places: Vec<usize> = plan.assignments().iter().map(|a| a.index).collect();
-        prop_assert_eq!(places, (0..layout.modules.len()).collect::<Vec<_>>());
+        let places: Vec<ModuleId> = plan.assignments().iter().map(|a| a.index).collect();
+        prop_assert_eq!(places, layout.module_ids().collect::<Vec<_>>());
         prop_assert_eq!(plan.assignments().iter().map(|a| a.bytes).sum::<u64>(), layout.bytes());
         for (device, cap) in [GPU0, GPU1, DeviceId::cuda(2)].into_iter().zip(&caps) {
             prop_assert!(bytes(&plan, device) <= cap * MIB);
@@ -89,7 +89,7 @@ proptest! {
         let text = serde_json::to_string(&plan).unwrap();
         prop_assert_eq!(&serde_json::from_str::<Plan>(&text).unwrap(), &plan);
         if unit == Unit::Uniform {
-            let small = layout.modules.iter().any(|m| m.bytes < 64 << 10);
+            let small = layout.modules().iter().any(|m| m.bytes < 64 << 10);
             // Small modules may be resident in some layers only, where the quota ends among them.
             if !small { check_uniform(&layout, &plan) }
         }
@@ -115,7 +115,7 @@ proptest! {
         prop_assume!(weights.iter().sum::<u64>() > 0);
         let allocation = format!("cuda:0,{}%;cuda:1,{}%;cuda:2,{}%;cpu,{}%", weights[0], weights[1], weights[2], weights[3]);
         let plan = plan_of(&layout, &allocation, order, Unit::Module);
-        let largest = layout.modules.iter().map(|m| m.bytes).max().unwrap();
+        let largest = layout.modules().iter().map(|m| m.bytes).max().unwrap();
         let (total, sum) = (layout.bytes() as f64, weights.iter().sum::<u64>() as f64);
         for (device, weight) in [GPU0, GPU1, DeviceId::cuda(2), CPU].into_iter().zip(&weights) {
             let (held, share) = (bytes(&plan, device), total * *weight as f64 / sum);
@@ -175,7 +175,7 @@ proptest! {
         let gib = format!("0.{:06}", mib * 1_000_000 / 1024);
         let plan = plan_of(&layout, &format!("#cuda:0;{gib};cuda:1,cpu"), Order::Sequential, Unit::Module);
         let (left, target) = (bytes(&plan, GPU1) + bytes(&plan, CPU), mib * 1_000_000 / 1024 * GIB / 1_000_000);
-        let last = on(&plan, GPU1).first().map_or(0, |&m| layout.modules[m].bytes);
+        let last = on(&plan, GPU1).first().map_or(0, |&m| layout.modules()[m].bytes);
         prop_assert!(left >= target || !plan.warnings().is_empty());
         prop_assert!(left == 0 || left - last < target);
     }

@@ -4,7 +4,7 @@
 
 use half::{bf16, f16};
 use tensor_offload::adapter::{Adapter, Matching, Patches};
-use tensor_offload::{Checkpoint, DType};
+use tensor_offload::{Checkpoint, DType, TensorId};
 
 /// A tensor: name, type, shape, bytes.
 pub(crate) type Tensor = (String, DType, Vec<u64>, Vec<u8>);
@@ -35,19 +35,19 @@ pub(crate) fn file(name: &str, tensors: &[Tensor]) -> Checkpoint {
 
 /// All tensors of a checkpoint.
 pub(crate) fn tensors(checkpoint: &Checkpoint) -> Vec<Tensor> {
-    let infos = checkpoint.layout().tensors.iter().enumerate();
+    let infos = checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors());
     infos.map(|(index, info)| (info.name.clone(), info.dtype, info.shape.clone(), bytes(checkpoint, index))).collect()
 }
 
-pub(crate) fn bytes(checkpoint: &Checkpoint, index: usize) -> Vec<u8> {
-    let mut bytes = vec![0; checkpoint.layout().tensors[index].bytes as usize];
+pub(crate) fn bytes(checkpoint: &Checkpoint, index: TensorId) -> Vec<u8> {
+    let mut bytes = vec![0; checkpoint.layout().tensor(index).unwrap().bytes as usize];
     checkpoint.read(index, &mut bytes).unwrap();
     bytes
 }
 
 pub(crate) fn named(checkpoint: &Checkpoint, name: &str) -> Tensor {
     let index = checkpoint.find(name).unwrap_or_else(|| panic!("no tensor `{name}`"));
-    let info = &checkpoint.layout().tensors[index];
+    let info = checkpoint.layout().tensor(index).unwrap();
     (name.to_owned(), info.dtype, info.shape.clone(), bytes(checkpoint, index))
 }
 
@@ -77,11 +77,12 @@ pub(crate) fn merged(base: &Checkpoint, adapters: Vec<Adapter>, matching: Matchi
     let mut all = tensors(base);
     let before = all.clone();
     for (index, patch) in patches.iter() {
-        let needs: Vec<&[u8]> = patch.needs().iter().map(|&index| before[index].3.as_slice()).collect();
-        let info = &patches.layout().tensors[index];
-        all[index].2 = info.shape.clone();
-        all[index].3.resize(info.bytes as usize, 0xff);
-        patch.apply(&mut all[index].3, &needs).unwrap();
+        let needs: Vec<&[u8]> = patch.needs().iter().map(|&index| before[index.index()].3.as_slice()).collect();
+        let info = patches.layout().tensor(index).unwrap();
+        let (_, _, shape, bytes) = &mut all[index.index()];
+        shape.clone_from(&info.shape);
+        bytes.resize(info.bytes as usize, 0xff);
+        patch.apply(bytes, &needs).unwrap();
     }
     (all, patches)
 }

@@ -28,8 +28,8 @@ pub(crate) struct MachineData {
 
 impl MachineData {
     pub(crate) fn machine(&self) -> Machine {
-        let mut machine = described(&self.devices.iter().map(String::as_str).collect::<Vec<_>>());
-        let mut topology = machine.topology;
+        let machine = described(&self.devices.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut topology = machine.topology().clone();
         for (a, b, speed) in &self.peers {
             topology = topology.peer(*a, *b, speed.parse().unwrap());
         }
@@ -39,8 +39,7 @@ impl MachineData {
         for (a, b) in &self.unreached {
             topology = topology.no_peer_access(*a, *b);
         }
-        machine.topology = topology;
-        machine
+        machine.with_topology(topology)
     }
 }
 
@@ -53,7 +52,7 @@ pub(crate) fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &
     let model = Arc::new(Model::unfilled(&devices, layout, plan)?);
     let mut streamer = Streamer::new(&model)?;
     let mut pass = || {
-        for (layer, &time) in layers.iter().enumerate() {
+        for (layer, &time) in layout.layer_ids().zip(layers) {
             let _guard = streamer.layer(layer)?;
             streamer.compute().occupy(time)?;
         }

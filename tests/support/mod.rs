@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use half::{bf16, f16};
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
-use tensor_offload::checkpoint::{Layout, TensorSpec};
+use tensor_offload::checkpoint::{Layout, TensorInfo, TensorSpec};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Machine, Matching, Model, Patches, Planner, Registry, Result,
+    Adapter, Checkpoint, DType, DeviceId, Machine, Matching, Model, Patches, Planner, Registry, Result, TensorId,
 };
 
 pub(crate) const CPU: DeviceId = DeviceId::CPU;
@@ -187,12 +187,12 @@ pub(crate) struct Subject {
 
 impl Subject {
     pub(crate) fn new(checkpoint: Checkpoint, patches: Patches) -> Subject {
-        let merge = |tensor: usize| {
-            let mut bytes = vec![0; patches.layout().tensors[tensor].bytes as usize];
+        let merge = |tensor: TensorId| {
+            let mut bytes = vec![0; patches.layout().tensor(tensor).unwrap().bytes as usize];
             patches.read(&checkpoint, tensor, &mut bytes).unwrap();
             bytes
         };
-        let merged = (0..patches.layout().tensors.len()).map(merge).collect();
+        let merged = patches.layout().tensor_ids().map(merge).collect();
         Subject { checkpoint, patches, merged }
     }
 
@@ -221,19 +221,19 @@ impl Subject {
 
     /// The bytes that the tensor of this name has to have.
     pub(crate) fn bytes_of(&self, name: &str) -> &[u8] {
-        &self.merged[self.checkpoint.find(name).expect("a tensor of the model")]
+        &self.merged[self.checkpoint.find(name).expect("a tensor of the model").index()]
     }
 
     /// A hash of all names and merged bytes, to compare with [`hash`].
     pub(crate) fn hash(&self) -> String {
-        let tensors = self.layout().tensors.iter().zip(&self.merged);
+        let tensors = self.layout().tensors().iter().zip(&self.merged);
         digest(tensors.map(|(tensor, bytes)| (tensor.name.as_str(), bytes.clone())))
     }
 
     /// Every tensor of the model, wherever it lives, is as merged on the host, and of its storage type.
     pub(crate) fn check(&self, model: &Model) {
-        for (tensor, want) in self.layout().tensors.iter().zip(&self.merged) {
-            let (name, stored) = (&tensor.name, self.checkpoint.layout().tensor(&tensor.name).unwrap());
+        for (tensor, want) in self.layout().tensors().iter().zip(&self.merged) {
+            let (name, stored) = (&tensor.name, info(self.checkpoint.layout(), &tensor.name));
             let view = model.tensor(name).expect("a tensor of the model");
             assert_eq!(view.info().dtype, stored.dtype, "{name} changed its type");
             assert!(read(model, name).unwrap() == *want, "{name} on {} is not as merged", view.device());
@@ -248,15 +248,20 @@ pub(crate) fn two_loras(tensors: &[TensorSpec], seed: u64) -> Vec<Adapter> {
     ]
 }
 
+/// What is known of the tensor of this name.
+fn info<'a>(layout: &'a Layout, name: &str) -> &'a TensorInfo {
+    layout.find(name).and_then(|tensor| layout.tensor(tensor)).expect("a tensor of the model")
+}
+
 /// A tensor of a model, wherever it lives.
 pub(crate) fn read(model: &Model, name: &str) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; model.layout().tensor(name).expect("a tensor of the model").bytes as usize];
+    let mut bytes = vec![0; info(model.layout(), name).bytes as usize];
     model.read(name, &mut bytes).map(|()| bytes)
 }
 
 /// A hash of all tensors' names and bytes.
 pub(crate) fn hash(model: &Model) -> String {
-    digest(model.layout().tensors.iter().map(|t| (t.name.as_str(), read(model, &t.name).unwrap())))
+    digest(model.layout().tensors().iter().map(|t| (t.name.as_str(), read(model, &t.name).unwrap())))
 }
 
 fn digest<'a>(tensors: impl Iterator<Item = (&'a str, Vec<u8>)>) -> String {

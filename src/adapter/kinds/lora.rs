@@ -84,14 +84,14 @@ impl Building<'_, '_> {
 impl Parts<'_> {
     /// A part that holds a shape.
     fn read_shape(&self, part: Part) -> Result<Option<Vec<u64>>> {
-        let Some(&index) = self.module.parts.get(&part) else { return Ok(None) };
-        let info = &self.adapter.checkpoint.layout().tensors[index];
-        let bytes = self.adapter.bytes(index)?;
+        let Some(&tensor) = self.module.parts.get(&part) else { return Ok(None) };
+        let info = self.adapter.checkpoint.layout().at(tensor);
+        let bytes = self.adapter.bytes(tensor)?;
         let whole = |value: f32| (value >= 0.0 && value.fract() == 0.0 && value < 1e9).then_some(value as u64);
         let shape: Option<Vec<u64>> = match info.dtype {
             DType::I64 => bytes.as_chunks().0.iter().map(|raw| u64::try_from(i64::from_le_bytes(*raw)).ok()).collect(),
             DType::I32 => bytes.as_chunks().0.iter().map(|raw| u64::try_from(i32::from_le_bytes(*raw)).ok()).collect(),
-            _ => self.adapter.factor(index)?.values.into_iter().map(whole).collect(),
+            _ => self.adapter.factor(tensor)?.values.into_iter().map(whole).collect(),
         };
         let fault = || {
             let fault =

@@ -21,6 +21,7 @@ use super::names::Target;
 use super::names::keys::{self, Part};
 use super::report::SkipReason;
 use super::{Adapter, AdapterModule, Factor};
+use crate::checkpoint::TensorId;
 use crate::error::{AdapterFault, Error, Result};
 use crate::patch::{Delta, Matrix, Product, Step, matrix_of};
 
@@ -59,7 +60,7 @@ pub(super) fn steps<'a>(
     adapter: &Adapter,
     module: &AdapterModule,
     target: &Target<'_>,
-    weight_of: &dyn Fn(usize) -> Weight<'a>,
+    weight_of: &dyn Fn(TensorId) -> Weight<'a>,
 ) -> Result<Built> {
     let mut built = Built::default();
     let parts = Parts { adapter, module, target };
@@ -162,7 +163,7 @@ impl Parts<'_> {
     }
 
     fn read(&self, part: Part) -> Result<Option<Factor>> {
-        self.module.parts.get(&part).map(|&index| self.adapter.factor(index)).transpose()
+        self.module.parts.get(&part).map(|&tensor| self.adapter.factor(tensor)).transpose()
     }
 
     /// The part, which goes with `beside`.
@@ -174,7 +175,7 @@ impl Parts<'_> {
     }
 
     fn key(&self, part: Part) -> &str {
-        self.module.parts.get(&part).map_or(&self.module.name, |&index| self.adapter.key(index))
+        self.module.parts.get(&part).map_or(&self.module.name, |&tensor| self.adapter.key(tensor))
     }
 
     fn fault(&self, part: Part, fault: AdapterFault) -> Error {

@@ -4,6 +4,7 @@ use super::{Building, Built, Parts, Weight};
 use crate::adapter::names::keys::Part;
 use crate::adapter::names::rows::RowOrder;
 use crate::adapter::report::SkipReason;
+use crate::checkpoint::TensorId;
 use crate::error::{AdapterFault, Result};
 use crate::patch::{Delta, Step};
 
@@ -52,7 +53,7 @@ impl Building<'_, '_> {
 }
 
 /// What changes the bias: steps of which each element is a row.
-pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(usize) -> Weight<'a>, built: &mut Built) -> Result<()> {
+pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight<'a>, built: &mut Built) -> Result<()> {
     let all = [
         (Part::DiffBias, "diff_b"),
         (Part::NormDiffBias, "b_norm"),

@@ -146,7 +146,7 @@ impl<'a> Apart<'a, '_> {
         let layout = self.layout;
         let rows = |target: &Target<'_>| {
             let tensor = target.weight.or(target.bias)?;
-            layout.tensors[tensor].shape.first().copied()
+            layout.at(tensor).shape.first().copied()
         };
         let mut complete = Vec::new();
         for ((_, component, name), targets) in self.found {

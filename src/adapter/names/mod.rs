@@ -16,7 +16,7 @@ pub(super) mod rows;
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, TensorId};
 use aliases::Aliases;
 use rows::{Cut, RowOrder, Share};
 
@@ -25,10 +25,10 @@ use rows::{Cut, RowOrder, Share};
 pub(crate) struct Target<'a> {
     /// The module's name in the checkpoint.
     pub(crate) module: &'a str,
-    /// Its weight, by place in [`Layout::tensors`].
-    pub(crate) weight: Option<usize>,
+    /// Its weight.
+    pub(crate) weight: Option<TensorId>,
     /// Its bias.
-    pub(crate) bias: Option<usize>,
+    pub(crate) bias: Option<TensorId>,
     /// The rows of the weight, when the checkpoint holds several projections as one weight.
     pub(crate) share: Option<Share>,
     /// The rows of the adapter's change, when the adapter has one for several of the checkpoint's weights.
@@ -231,7 +231,7 @@ pub(crate) enum Found<'a> {
 fn modules(layout: &Layout) -> Vec<Target<'_>> {
     let mut targets: Vec<Target<'_>> = Vec::new();
     let mut place_of = HashMap::new();
-    for (index, tensor) in layout.tensors.iter().enumerate() {
+    for (id, tensor) in layout.tensor_ids().zip(layout.tensors()) {
         let (module, is_bias) = match tensor.name.rsplit_once('.') {
             Some((module, "weight")) => (module, false),
             Some((module, "bias")) => (module, true),
@@ -243,7 +243,7 @@ fn modules(layout: &Layout) -> Vec<Target<'_>> {
             targets.len() - 1
         });
         let slot = if is_bias { &mut targets[place].bias } else { &mut targets[place].weight };
-        slot.get_or_insert(index);
+        slot.get_or_insert(id);
     }
     targets
 }
