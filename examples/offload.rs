@@ -147,7 +147,7 @@ impl Args {
         let plan = self.plan(patches, &room, allocation)?;
         let needed = plan.device(card).map_or(0, |share| share.needed()).next_multiple_of(4096);
         // A link that brings the streamed weights in three quarters of the compute, 27.2 GB/s (PCIe 4 x16) at most.
-        let streamed = plan.bytes().saturating_sub(plan.device(card).map_or(0, |share| share.bytes));
+        let streamed = plan.bytes().saturating_sub(plan.device(card).map_or(0, |share| share.weights.bytes));
         let pace = link(self.compute_ms.max(1.0) / 1000.0 * 0.75, streamed.max(1));
         let topology = Topology::new().link(card, pace.min(Bandwidth::bytes_per_second(27_200_000_000)));
         let card = DeviceInfo::new(card, needed).name("described device");

@@ -150,11 +150,12 @@ fn second(base: &Case, plan: &Plan, link: Option<Bandwidth>) -> Result<(DeviceId
         return Ok((id, Case { name, machine, ..base.clone() }));
     }
     // What streams most now takes what the second card does not hold.
-    let rest = plan.devices().iter().filter(|share| share.id != card.id).max_by_key(|share| share.streamed);
+    let rest = plan.devices().iter().filter(|share| share.id != card.id).max_by_key(|share| share.weights.streamed);
     let rest = rest.map_or(DeviceId::CPU, |share| share.id);
-    let own = plan.device(card.id).map_or(0, |share| share.bytes);
+    let own = plan.device(card.id).map_or(0, |share| share.weights.bytes);
     let kept = plan.devices().iter().filter(|share| share.id != card.id && share.id != rest);
-    let entries = [(card.id, own), (id, card.usable())].into_iter().chain(kept.map(|share| (share.id, share.bytes)));
+    let entries =
+        [(card.id, own), (id, card.usable())].into_iter().chain(kept.map(|share| (share.id, share.weights.bytes)));
     let entries = entries.filter(|(_, bytes)| *bytes > 0).map(|(id, bytes)| format!("{id},{bytes}b;"));
     let allocation = format!("{}{rest},*", entries.collect::<String>()).parse()?;
     Ok((id, Case { name, machine, allocation, ..base.clone() }))
@@ -175,7 +176,7 @@ fn print(rows: &[(String, Result<Outcome>)]) {
             }
         };
         let Outcome { plan, estimate, replayed } = outcome;
-        let staged = plan.devices().iter().map(|share| share.staged).sum();
+        let staged = plan.devices().iter().map(|share| share.weights.staged).sum();
         let needed = plan.device(plan.compute()).map_or(0, |share| share.needed());
         support::print_line(&format!(
             "{name:34} {:>9.3} {:>9.3}  {:20} {:>11} {:>11} {:>11}",

@@ -172,8 +172,8 @@ pub use limits::Limits;
 pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
 pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
 pub use plan::{
-    Alternative, Assignment, ComputeTime, DevicePlan, DeviceReason, Estimate, Explanation, KeptFor, Order, Plan,
-    Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
+    Alternative, Assignment, ComputeTime, DeviceBeside, DevicePlan, DeviceReason, DeviceRoom, DeviceWeights, Estimate,
+    Explanation, KeptFor, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
 };
 pub use registry::{LinkTiming, Registry, measure_links};
 pub use rounding::Rounding;

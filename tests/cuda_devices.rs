@@ -201,7 +201,7 @@ fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
         let layout = Layout::blocks([1 << 30]);
         let plan =
             Planner::new(&layout, registry.machine()).allocation("cuda:0,*;cuda:1,0b".parse().unwrap()).plan().unwrap();
-        let charged = |id| plan.device(id).map_or(0, |device| device.opening);
+        let charged = |id| plan.device(id).map_or(0, |device| device.beside.opening);
         assert_eq!((charged(A), charged(B)), (CONTEXT, 0));
         assert!(plan.to_string().contains("cuda:0 is not open yet: opening it takes about 409.60 MiB"), "{plan}");
         // Once it is open, what is free is without its context.
@@ -253,7 +253,7 @@ fn cuda_peers_that_cannot_reach_each_other_are_staged_in_the_plan() {
     let planner = Planner::new(&layout, registry.machine()).compute(A);
     let plan = planner.allocation("cuda:0,1mib;cuda:1,*".parse().unwrap()).plan().unwrap();
     let donor = plan.device(B).unwrap();
-    assert!(donor.streamed > 0 && donor.staged == donor.streamed, "{plan}");
+    assert!(donor.weights.streamed > 0 && donor.weights.staged == donor.weights.streamed, "{plan}");
     opened_nothing(&cuda);
 }
 

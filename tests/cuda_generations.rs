@@ -135,7 +135,7 @@ fn cuda_two_cards_stream_one_host_copy() {
     let (devices, case) = (registry(), Case::new());
     let plans = [(GPU0, "cuda:0,10kb;cpu,*"), (GPU1, "cuda:1,10kb;cpu,*")].map(|(id, a)| case.plan(&devices, id, a));
     let first = load(&devices, &case.patched, &plans[0]).unwrap();
-    let host = plans[0].device(CPU).unwrap().bytes;
+    let host = plans[0].device(CPU).unwrap().weights.bytes;
     let second = derive(&devices, &first, &case.patched, &plans[1]).unwrap();
     assert_eq!((second.report().read, second.report().shared), (0, host));
     comes_to(&devices, CPU, host, "one copy");
@@ -203,7 +203,8 @@ fn cuda_models_of_a_lost_card_are_placed_elsewhere() {
     };
     let lost_plan = case.plan(&devices, GPU0, "cuda:0,30kb;cpu,*");
     let base = get(&case.patched, &lost_plan).unwrap();
-    let (on_card, on_host) = (lost_plan.device(GPU0).unwrap().bytes, lost_plan.device(CPU).unwrap().bytes);
+    let (on_card, on_host) =
+        (lost_plan.device(GPU0).unwrap().weights.bytes, lost_plan.device(CPU).unwrap().weights.bytes);
     let all_away = load(&devices, &case.patched, &case.plan(&devices, GPU0, "cpu,*")).unwrap();
     drop(base);
     // A call that the load makes and no thread beside it.

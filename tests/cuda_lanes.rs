@@ -136,7 +136,7 @@ fn cuda_a_plan_pins_what_the_backend_pins() {
         }
         let model = load_with(&devices, &subject, "cpu,*", |planner| planner.depth(1));
         let host = model.plan().device(CPU).unwrap();
-        assert_eq!((host.pinned, host.streamed, host.staged), (80_000, 160_000, 80_000));
+        assert_eq!((host.weights.pinned, host.weights.streamed, host.weights.staged), (80_000, 160_000, 80_000));
         assert_eq!(devices.device(CPU).unwrap().info().pinned_cap(), 100_000);
         let mut streamer = Streamer::new(&model).unwrap();
         layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
@@ -190,7 +190,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
             }
             assert!(seen > 20, "{seen} tensors were in slots");
             // What patching on the device took may take a moment to come back.
-            let (kept, until) = (model.plan().device(GPU0).unwrap().bytes, Instant::now() + DEADLINE);
+            let (kept, until) = (model.plan().device(GPU0).unwrap().weights.bytes, Instant::now() + DEADLINE);
             while device.ledger().charged() != kept {
                 assert!(Instant::now() < until, "more than what is resident is taken on the device");
                 std::thread::sleep(Duration::from_millis(1));

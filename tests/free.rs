@@ -45,7 +45,7 @@ impl Case {
 
     fn bytes_on(&self, id: DeviceId) -> u64 {
         let share = self.plan.device(id).unwrap();
-        share.bytes + share.slots
+        share.weights.bytes + share.beside.slots
     }
 }
 

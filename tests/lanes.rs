@@ -159,12 +159,12 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         let registry = Registry::described(machine(), clock);
         let machine = machine();
         let plan = subject.planner(&machine, allocation).depth(2).own_slots(true).plan().unwrap();
-        assert_eq!((plan.slots().count, plan.device(GPU0).unwrap().slots), (0, 0));
+        assert_eq!((plan.slots().count, plan.device(GPU0).unwrap().beside.slots), (0, 0));
         let read: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
         assert_eq!(read, plan);
         let model = load(&registry, &subject, &plan);
         let card = registry.device(GPU0).unwrap();
-        assert_eq!(card.ledger().charged(), plan.device(GPU0).unwrap().bytes, "no slot is taken");
+        assert_eq!(card.ledger().charged(), plan.device(GPU0).unwrap().weights.bytes, "no slot is taken");
         let error = Streamer::new(&model).unwrap_err();
         assert!(error.to_string().contains("leaves the slots to the caller"), "{error}");
         let slots = own_slots(&model, 3);

@@ -41,7 +41,7 @@ fn case_13_every_placement_gives_the_same_bytes() {
     let subject = Subject::patched(&mixed(4), 1);
     assert!(subject.patches.iter().count() >= 16, "every matrix is patched");
     let plans = placements(&subject, &machine());
-    let everywhere = |plan: &Plan| plan.devices().iter().filter(|share| share.bytes > 1000).count() == 5;
+    let everywhere = |plan: &Plan| plan.devices().iter().filter(|share| share.weights.bytes > 1000).count() == 5;
     assert!(plans.iter().filter(|(_, plan)| everywhere(plan)).count() >= 5);
     for (index, (name, plan)) in plans.into_iter().enumerate() {
         let clock = if index % 4 == 3 { Clock::Wall } else { Clock::Virtual };
@@ -93,7 +93,7 @@ fn case_23_a_load_takes_what_is_planned_and_gives_it_back() {
             let model = loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap();
             assert_eq!(model.bytes(), levels(&watched.registry).into_iter().filter(|l| l.1 > 0).collect(), "{name}");
             for id in machine().ids() {
-                let planned = plan.device(id).map_or(0, |share| share.bytes + share.slots);
+                let planned = plan.device(id).map_or(0, |share| share.weights.bytes + share.beside.slots);
                 let staging = (workers as u64 + 1) * largest_tensor + workers as u64 * largest_module;
                 let most = planned + if id == CPU { staging } else { 0 };
                 assert!(watched.peak(id) <= most, "{name}: {id} had {} of {most} taken", watched.peak(id));
@@ -131,8 +131,8 @@ fn untouched_tensors_never_pass_the_compute_device() {
             assert_eq!(copied.from, CPU, "{name}: bytes came back from a device");
             *arrived.entry(copied.to).or_default() += copied.bytes;
         }
-        let away = plan.devices().iter().filter(|share| share.id != CPU && share.bytes > 0);
-        assert_eq!(arrived, away.map(|share| (share.id, share.bytes)).collect(), "{name}");
+        let away = plan.devices().iter().filter(|share| share.id != CPU && share.weights.bytes > 0);
+        assert_eq!(arrived, away.map(|share| (share.id, share.weights.bytes)).collect(), "{name}");
         drop(model);
     }
 }
@@ -274,7 +274,7 @@ fn a_reservation_takes_all_or_nothing() {
     drop(taken);
     let reservation = Reservation::take(&registry, &plan).unwrap();
     for share in plan.devices() {
-        assert_eq!(reservation.left(share.id), share.bytes + share.slots);
+        assert_eq!(reservation.left(share.id), share.weights.bytes + share.beside.slots);
     }
     drop(reservation);
     comes_back(&registry);
@@ -284,7 +284,7 @@ fn a_reservation_takes_all_or_nothing() {
 fn a_device_that_is_full_now_is_told_before_a_byte_is_read() {
     let subject = Subject::patched(&llama(3, 64), 12);
     let plan = subject.planner(&machine(), SPLIT).plan().unwrap();
-    for full in plan.devices().iter().filter(|share| share.bytes > 0).map(|share| share.id) {
+    for full in plan.devices().iter().filter(|share| share.weights.bytes > 0).map(|share| share.id) {
         let watched = Watched::new(machine(), Clock::Virtual);
         let device = watched.registry.device(full).unwrap();
         let taken = device.alloc(device.ledger().limit() as usize - 5000, MemoryKind::Arena).unwrap();
@@ -365,7 +365,7 @@ fn whatever_operation_fails_nothing_is_wrong_or_kept() {
     let subject = std::sync::Arc::new(Subject::patched(&llama(3, 32), 13));
     let plan =
         subject.planner(&machine(), "cuda:0,8kb;cuda:1,16kb;xpu:0,24kb;disk,16kb;cpu,*").depth(1).plan().unwrap();
-    assert!(plan.devices().iter().all(|share| share.bytes > 0), "{plan}");
+    assert!(plan.devices().iter().all(|share| share.weights.bytes > 0), "{plan}");
     for clock in [Clock::Virtual, Clock::Wall] {
         let countdown = Countdown::new();
         whole_life(&faulty(clock, &countdown), &subject, &plan).unwrap();

@@ -69,7 +69,12 @@ fn an_unfilled_model_takes_what_its_plan_says() {
     let plan = planner.depth(1).plan().unwrap();
     let model = Arc::new(Model::unfilled(&devices, &layout, &plan).unwrap());
     for share in plan.devices() {
-        assert_eq!(devices.device(share.id).unwrap().ledger().charged(), share.bytes + share.slots, "{}", share.id);
+        assert_eq!(
+            devices.device(share.id).unwrap().ledger().charged(),
+            share.weights.bytes + share.beside.slots,
+            "{}",
+            share.id
+        );
     }
     let again = Model::unfilled(&devices, &layout, &plan).unwrap_err();
     assert_eq!(again.kind(), ErrorKind::OutOfMemory, "{again}");

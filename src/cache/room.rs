@@ -262,7 +262,7 @@ impl Reckoning<'_> {
         let plan = model.plan().demoted(model.layout(), self.machine).ok()?;
         let own = model.parts().filter(|part| part.device == self.id && part.holders == 1).map(|part| part.bytes);
         let frees = own.sum::<u64>().checked_sub(plan.slots().bytes()).filter(|&frees| frees > 0)?;
-        let takes = model.plan().device(self.id)?.bytes;
+        let takes = model.plan().device(self.id)?.weights.bytes;
         Some(Demotion { key: key.to_owned(), plan, frees, takes })
     }
 }

@@ -5,6 +5,7 @@ mod header;
 mod id;
 mod json;
 mod layout;
+mod names;
 mod write;
 
 use std::collections::{BTreeMap, HashMap};

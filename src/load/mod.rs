@@ -10,16 +10,16 @@ mod model;
 mod on_device;
 mod probe;
 mod progress;
-mod reservation;
 mod reuse;
 mod store;
 mod worker;
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use model::{LoadReport, Model, TensorView};
 pub use progress::{Cancel, Progress};
-pub use reservation::Reservation;
 pub(crate) use store::Part;
 pub use store::{Residency, WeightStore};
 
@@ -28,8 +28,10 @@ use reuse::Reuse;
 use worker::Inputs;
 
 use crate::adapter::Patches;
+use crate::backend::{BufMut, Charge, Device, MemoryKind};
 use crate::checkpoint::{Checkpoint, TensorId, TensorInfo};
-use crate::error::{Mismatch, Result, TensorShape};
+use crate::device::DeviceId;
+use crate::error::{Error, Mismatch, Missing, Result, TensorShape};
 use crate::limits::LONGEST;
 use crate::plan::Plan;
 use crate::registry::Registry;
@@ -131,5 +133,74 @@ fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
             let (patched, stored, file) = (known(patched), known(stored), checkpoint.path().to_owned());
             Err(Mismatch::Tensor { index: id.index(), patched, stored, file }.into())
         }
+    }
+}
+
+/// The memory of a plan, taken on every device that it uses: weights, and slots on the compute device.
+///
+/// The plan's reserve is not taken, for it is the caller's; nor is scratch beyond the slots.
+#[derive(Debug)]
+pub struct Reservation {
+    devices: BTreeMap<DeviceId, Arc<dyn Device>>,
+    charges: BTreeMap<DeviceId, Charge>,
+    compute: DeviceId,
+}
+
+impl Reservation {
+    /// Opens the plan's devices and reserves what it puts on each. Devices that get nothing are not opened,
+    /// but for the compute device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] naming the device that has too little right now; nothing is taken then.
+    pub fn take(registry: &Registry, plan: &Plan) -> Result<Reservation> {
+        let all = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes.saturating_add(share.beside.slots));
+        Reservation::of(registry, plan, &plan.devices().iter().map(all).collect())
+    }
+
+    /// Opens the plan's devices and reserves what is `needed` on each: less than the plan's where some of it is there.
+    pub(super) fn of(registry: &Registry, plan: &Plan, needed: &BTreeMap<DeviceId, u64>) -> Result<Reservation> {
+        let (devices, charges) = (BTreeMap::new(), BTreeMap::new());
+        let mut reservation = Reservation { devices, charges, compute: plan.compute() };
+        for share in plan.devices() {
+            if share.weights.bytes.saturating_add(share.beside.slots) == 0 && share.id != plan.compute() {
+                continue;
+            }
+            let device = registry.device(share.id)?;
+            let bytes = needed.get(&share.id).copied().unwrap_or(0);
+            let available = device.memory()?.available();
+            if bytes > available {
+                let (device, limit) = (share.id, device.ledger().limit());
+                return Err(Error::OutOfMemory { device, requested: bytes, available, limit });
+            }
+            reservation.charges.insert(share.id, device.ledger().charge(bytes)?);
+            reservation.devices.insert(share.id, device);
+        }
+        Ok(reservation)
+    }
+
+    /// The devices of the plan, open.
+    pub fn devices(&self) -> impl Iterator<Item = &Arc<dyn Device>> {
+        self.devices.values()
+    }
+
+    /// The device `id`, where the plan uses it.
+    pub fn device(&self, id: DeviceId) -> Option<&Arc<dyn Device>> {
+        self.devices.get(&id)
+    }
+
+    /// What is reserved on `id` and not allocated yet.
+    pub fn left(&self, id: DeviceId) -> u64 {
+        self.charges.get(&id).map_or(0, Charge::bytes)
+    }
+
+    /// Allocates a part of what is reserved on `id`, near the compute device, which reads it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when less is left, or when the device refuses.
+    pub fn alloc(&mut self, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
+        let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
+            return Err(Missing::Reserved { device: id, reserved: self.charges.keys().copied().collect() }.into());
+        };
+        device.back(charge.split(bytes)?, kind, Some(self.compute))
     }
 }

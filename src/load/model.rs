@@ -222,7 +222,7 @@ impl Model {
 
     /// The bytes that it holds on each device, slots included.
     pub fn bytes(&self) -> BTreeMap<DeviceId, u64> {
-        let share = |share: &crate::plan::DevicePlan| (share.id, share.bytes + share.slots);
+        let share = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes + share.beside.slots);
         self.plan.devices().iter().map(share).filter(|(_, bytes)| *bytes > 0).collect()
     }
 

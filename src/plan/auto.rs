@@ -232,7 +232,7 @@ impl<'a> Search<'a> {
             let parts = planner.placed()?;
             self.tried += 1;
             let own = parts.devices.iter().find(|device| device.id == self.compute);
-            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.bytes, own.bytes));
+            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.bytes, own.weights.bytes));
             let beside = self.room.saturating_sub(beside);
             let goes_on = match planner.checked(parts) {
                 Ok(plan) => {

@@ -1,14 +1,14 @@
-//! Whether a plan is right: in itself, wherever it comes from, as it was written, and for a layout.
+//! Whether a plan is right: for its machine, in itself, wherever it comes from, as it was written, and for a layout.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::traffic::{BinTraffic, slots_of};
-use super::value::{Assignment, Parts, Plan, Slots, Use};
+use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
 use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
-use crate::device::DeviceId;
-use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
+use crate::device::{DeviceId, DeviceInfo, Machine};
+use crate::error::{Contradiction, Error, Limit, PlanFault, PlannedModule, Result, Shortfall, Term};
 
 impl Parts {
     /// Whether the parts agree with each other, as far as they tell without the layout.
@@ -36,13 +36,13 @@ impl Parts {
         }
         for d in &self.devices {
             let (bytes, modules) = sums[&d.id];
-            if (bytes, modules) != (d.bytes, d.modules) {
-                let (device, said_bytes, said_modules) = (d.id, d.bytes, d.modules);
+            if (bytes, modules) != (d.weights.bytes, d.weights.modules) {
+                let (device, said_bytes, said_modules) = (d.id, d.weights.bytes, d.weights.modules);
                 return Err(Contradiction::Sums { device, bytes, modules, said_bytes, said_modules });
             }
-            let parts_of_sums = d.staged <= d.streamed && d.pinned <= d.bytes;
-            let own_terms = d.id == self.compute || (d.slots, d.scratch, d.reserve) == (0, 0, 0);
-            if !parts_of_sums || !own_terms || (d.id == self.compute && d.slots != self.slots.bytes()) {
+            let parts_of_sums = d.weights.staged <= d.weights.streamed && d.weights.pinned <= d.weights.bytes;
+            let own_terms = d.id == self.compute || (d.beside.slots, d.beside.scratch, d.beside.reserve) == (0, 0, 0);
+            if !parts_of_sums || !own_terms || (d.id == self.compute && d.beside.slots != self.slots.bytes()) {
                 return Err(Contradiction::Terms { device: d.id });
             }
         }
@@ -123,18 +123,81 @@ impl Plan {
         for a in parts.assignments.iter().filter(|a| a.usage == Use::Streamed && !a.staged && a.device.is_host()) {
             moved[places[&a.device]].pinned += a.bytes;
         }
-        let differs = |(device, moved): &(&super::DevicePlan, BinTraffic)| {
-            (device.streamed, device.staged, device.pinned) != (moved.streamed, moved.staged, moved.pinned)
+        let differs = |(device, moved): &(&DevicePlan, BinTraffic)| {
+            (device.weights.streamed, device.weights.staged, device.weights.pinned)
+                != (moved.streamed, moved.staged, moved.pinned)
         };
         match parts.devices.iter().zip(moved).find(differs) {
             None => Ok(()),
             Some((device, BinTraffic { streamed, staged, pinned })) => Err(Contradiction::Traffic {
                 device: device.id,
                 needed: [streamed, staged, pinned],
-                given: [device.streamed, device.staged, device.pinned],
+                given: [device.weights.streamed, device.weights.staged, device.weights.pinned],
             }),
         }
     }
+}
+
+/// Checks every device, and every memory that several of them share, against what is free, or against the
+/// total where that is unknown. `largest` is the name of the largest streamed layer.
+///
+/// # Errors
+/// [`Error::DoesNotFit`] with all that the plan needs of the device and the first term that passes its memory.
+pub(super) fn fits(
+    machine: &Machine,
+    devices: &[DevicePlan],
+    assignments: &[Assignment],
+    largest: Option<&str>,
+) -> Result<()> {
+    let mut shared: BTreeMap<DeviceId, u64> = BTreeMap::new();
+    // A device that gets nothing is not opened, and what it knows of a memory that it shares does not matter.
+    for plan in devices.iter().filter(|plan| plan.needed() > 0) {
+        let info = machine.device(plan.id)?;
+        let before = shared.entry(info.domain).or_default();
+        // The devices of one memory may know different things of it; the least holds.
+        let memory = machine.device(info.domain).ok().filter(|memory| memory.usable() < info.usable()).unwrap_or(info);
+        let needed = before.saturating_add(plan.needed());
+        if needed > memory.usable() {
+            return Err(short(plan, assignments, *before, memory, largest));
+        }
+        *before = needed;
+    }
+    Ok(())
+}
+
+fn short(
+    plan: &DevicePlan,
+    assignments: &[Assignment],
+    before: u64,
+    memory: &DeviceInfo,
+    largest: Option<&str>,
+) -> Error {
+    let limit = memory.usable();
+    let needed = before.saturating_add(plan.needed());
+    let mut sum = before;
+    let mut passes = |bytes: u64| {
+        sum = sum.saturating_add(bytes);
+        sum > limit
+    };
+    let opening = passes(plan.beside.opening);
+    let culprit = assignments.iter().filter(|a| a.device == plan.id).find(|a| passes(a.bytes));
+    let (term, module) = match culprit {
+        _ if opening => (Term::Opening, None),
+        Some(assignment) => (Term::Weights, Some(assignment.module.to_string())),
+        None if passes(plan.beside.slots) => (Term::Slots, largest.map(str::to_owned)),
+        None if passes(plan.beside.scratch.saturating_sub(plan.beside.slots)) => (Term::Scratch, None),
+        None => (Term::Reserve, None),
+    };
+    Error::DoesNotFit(Box::new(Shortfall {
+        device: plan.id,
+        term,
+        module,
+        needed,
+        limit,
+        limit_is: if limit < memory.total || memory.free.is_some() { Limit::Free } else { Limit::InAll },
+        total: memory.total,
+        short: needed.saturating_sub(limit),
+    }))
 }
 
 /// A plan as it is written.
@@ -156,12 +219,12 @@ impl Serialize for Plan {
 
 impl<'de> Deserialize<'de> for Plan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        use serde::de::Error;
+        use serde::de::Error as _;
         let Written { parts, checksum }: Written<Parts> = Written::deserialize(deserializer)?;
-        let plan = Plan::new(parts).map_err(Error::custom)?;
+        let plan = Plan::new(parts).map_err(D::Error::custom)?;
         match checksum {
-            Some(checksum) if plan.parts().checksum().map_err(Error::custom)? != checksum => {
-                Err(Error::custom(PlanFault::NotValid(Contradiction::Changed)))
+            Some(checksum) if plan.parts().checksum().map_err(D::Error::custom)? != checksum => {
+                Err(D::Error::custom(PlanFault::NotValid(Contradiction::Changed)))
             }
             _ => Ok(plan),
         }
@@ -245,12 +308,12 @@ mod tests {
         refused("another depth", &|parts| parts.depth = 1);
         refused("slots of the caller's own", &|parts| parts.own_slots = true);
         for device in 0..plan.devices().len() {
-            refused("weights", &|parts| parts.devices[device].bytes += 1);
-            refused("modules", &|parts| parts.devices[device].modules += 1);
-            refused("streamed", &|parts| parts.devices[device].streamed += 1);
-            refused("staged", &|parts| parts.devices[device].staged += 1);
-            refused("pinned", &|parts| parts.devices[device].pinned += 1);
-            refused("slots", &|parts| parts.devices[device].slots += 1);
+            refused("weights", &|parts| parts.devices[device].weights.bytes += 1);
+            refused("modules", &|parts| parts.devices[device].weights.modules += 1);
+            refused("streamed", &|parts| parts.devices[device].weights.streamed += 1);
+            refused("staged", &|parts| parts.devices[device].weights.staged += 1);
+            refused("pinned", &|parts| parts.devices[device].weights.pinned += 1);
+            refused("slots", &|parts| parts.devices[device].beside.slots += 1);
         }
         for module in 0..plan.assignments().len() {
             refused("a module's bytes", &|parts| parts.assignments[module].bytes += 1);

@@ -1,6 +1,6 @@
 //! A plan without resident modules, to make room on its compute device.
 
-use super::fit;
+use super::check;
 use super::planner::default_pinned_cap;
 use super::traffic::{BinTraffic, Placed};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
@@ -34,7 +34,7 @@ impl Plan {
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
         let mut plan = self.away(layout, machine, Use::Streamed)?;
         let largest = plan.largest_streamed(layout);
-        fit::check(machine, &plan.devices, &plan.assignments, largest)?;
+        check::fits(machine, &plan.devices, &plan.assignments, largest)?;
         plan.warnings.clone_from(&self.parts().warnings);
         Plan::new(plan)
     }
@@ -69,11 +69,11 @@ impl Plan {
         for (device, moved) in devices.iter_mut().zip(moved) {
             let here = || assignments.iter().filter(|a| a.device == device.id);
             let pinned = here().filter(|a| a.usage == Use::Streamed && !a.staged && device.id.is_host());
-            (device.streamed, device.staged) = (moved.streamed, moved.staged);
-            device.pinned = pinned.map(|a| a.bytes).sum();
-            device.bytes = here().map(|a| a.bytes).sum();
-            device.modules = here().count();
-            device.slots = if device.id == compute { slots.bytes() } else { 0 };
+            (device.weights.streamed, device.weights.staged) = (moved.streamed, moved.staged);
+            device.weights.pinned = pinned.map(|a| a.bytes).sum();
+            device.weights.bytes = here().map(|a| a.bytes).sum();
+            device.weights.modules = here().count();
+            device.beside.slots = if device.id == compute { slots.bytes() } else { 0 };
         }
         Ok(Parts { slots, devices, assignments, warnings: Vec::new(), explanation: None, ..old.clone() })
     }

@@ -51,8 +51,8 @@ impl Plan {
         for device in self.devices() {
             let direct = topology.way(device.id, self.compute());
             let staged = topology.staged_way(device.id, self.compute());
-            let passes = direct.into_iter().map(|segment| (segment, device.streamed - device.staged));
-            for (segment, passing) in passes.chain(staged.into_iter().map(|segment| (segment, device.staged))) {
+            let passes = direct.into_iter().map(|segment| (segment, device.weights.streamed - device.weights.staged));
+            for (segment, passing) in passes.chain(staged.into_iter().map(|segment| (segment, device.weights.staged))) {
                 bytes[segment] = bytes[segment].saturating_add(passing);
             }
         }
@@ -72,7 +72,7 @@ impl Plan {
 
     /// The bytes that move to the compute device in each pass.
     pub fn streamed_bytes(&self) -> u64 {
-        self.devices().iter().fold(0, |sum, d| sum.saturating_add(d.streamed))
+        self.devices().iter().fold(0, |sum, d| sum.saturating_add(d.weights.streamed))
     }
 
     /// How many layers have a part that is streamed.

@@ -69,10 +69,10 @@ impl Explanation {
     pub(super) fn whole(plan: &Plan, allocation: Allocation, compute: Duration) -> Explanation {
         let reason = |device: &super::DevicePlan| DeviceReason {
             device: device.id,
-            bytes: device.bytes,
+            bytes: device.weights.bytes,
             why: "holds the whole model".to_owned(),
         };
-        let devices = plan.devices().iter().filter(|device| device.bytes > 0).map(reason).collect();
+        let devices = plan.devices().iter().filter(|device| device.weights.bytes > 0).map(reason).collect();
         Explanation { allocation, kept: Vec::new(), compute, pass: compute, devices, others: Vec::new(), tried: 1 }
     }
 
@@ -87,7 +87,7 @@ impl Explanation {
         others: Vec<Alternative>,
         tried: usize,
     ) -> Explanation {
-        let bytes = |device| plan.device(device).map_or(0, |d| d.bytes);
+        let bytes = |device| plan.device(device).map_or(0, |d| d.weights.bytes);
         let own = DeviceReason { device: plan.compute(), bytes: bytes(plan.compute()), why: computes(plan) };
         let donor = |donor: &Donor| {
             let bytes = bytes(donor.device);
@@ -99,7 +99,7 @@ impl Explanation {
 }
 
 fn computes(plan: &Plan) -> String {
-    let (slots, reserve) = (plan.slots(), plan.device(plan.compute()).map_or(0, |d| d.reserve));
+    let (slots, reserve) = (plan.slots(), plan.device(plan.compute()).map_or(0, |d| d.beside.reserve));
     let reserve = if reserve > 0 { format!(" and {} in reserve", ByteSize(reserve).human()) } else { String::new() };
     format!("computes: what fits beside {} slots of {}{reserve}", slots.count, ByteSize(slots.bytes_each).human())
 }
@@ -109,13 +109,13 @@ fn donates(plan: &Plan, machine: &Machine, donor: &Donor, bytes: u64) -> String 
         return "the others hold it all, no slower".to_owned();
     }
     let share = plan.device(donor.device);
-    let streamed = share.map_or(0, |d| d.streamed);
+    let streamed = share.map_or(0, |d| d.weights.streamed);
     let alone = donor.alone(0, streamed, machine.topology());
     let speed = match alone.is_zero() {
         true => "over a link of unknown speed".to_owned(),
         false => format!("{:.3} s on the way", alone.as_secs_f64()),
     };
-    let staged = share.map_or(0, |d| d.staged);
+    let staged = share.map_or(0, |d| d.weights.staged);
     let staged = if staged > 0 { format!(", {} of them staged", ByteSize(staged).human()) } else { String::new() };
     let full = if bytes >= donor.room - donor.room / 50 { ", full" } else { "" };
     format!("streams {} a pass: {speed}{staged}{full}", ByteSize(streamed).human())

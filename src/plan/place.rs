@@ -1,16 +1,120 @@
-//! Choosing a bin for every module.
+//! The allocation's quotas as bytes on the devices of one machine, and a device for every module.
 
-use super::quota::Quotas;
-use super::spread::Dealer;
-use super::warning::{KeptFor, Warning};
+use crate::allocation::{Allocation, Entry, Mode, Quota};
 use crate::checkpoint::{Layout, ModuleId, Per};
-use crate::device::Machine;
-use crate::error::{Error, Limit, Result, Shortfall, Term};
+use crate::device::{DeviceId, Machine};
+use crate::error::{AllocationError, Error, Limit, Result, Shortfall, Term};
+
+use super::warning::{KeptFor, Warning};
 
 /// Modules below this many bytes are small, if they are also below [`SMALL_PART`] of the model.
 const SMALL_BYTES: u64 = 64 << 10;
 /// A small module is under one such part of all bytes.
 const SMALL_PART: u128 = 10_000;
+
+/// The devices that modules can go to, in the order of the allocation.
+#[derive(Debug)]
+pub(super) struct Quotas {
+    pub(super) bins: Vec<Bin>,
+    /// The compute device's bin.
+    pub(super) compute: usize,
+    /// The remainder device's bin; a ratio may be without one.
+    pub(super) rest: Option<usize>,
+    /// Whether caps are hard. Those of a ratio are shares, which a device may miss by less than a module.
+    pub(super) hard: bool,
+}
+
+/// One device and what it may take.
+#[derive(Debug)]
+pub(super) struct Bin {
+    pub(super) device: DeviceId,
+    /// The bytes that it takes of its own right; 0 for a bare `*`.
+    pub(super) cap: u64,
+    /// Whether it was given an amount, so that `cap` is its quota.
+    pub(super) quoted: bool,
+}
+
+impl Quotas {
+    /// # Errors
+    /// [`Error::UnknownDevice`] for a device that `machine` lacks, [`AllocationError::DuplicateDevice`] when a fraction
+    /// without a device and an entry of its own both name the compute device.
+    pub(super) fn new(allocation: &Allocation, machine: &Machine, compute: DeviceId, total: u64) -> Result<Quotas> {
+        machine.device(compute)?;
+        if let (Mode::Virtual, Some(virtual_vram)) = (allocation.mode(), allocation.virtual_vram()) {
+            let mut bins = vec![Bin { device: compute, cap: 0, quoted: false }];
+            for &device in &virtual_vram.donors {
+                bins.push(Bin { device, cap: machine.device(device)?.usable_open(), quoted: false });
+            }
+            return Ok(Quotas { bins, compute: 0, rest: Some(0), hard: true });
+        }
+        let ratio = allocation.mode() == Mode::Ratio;
+        let shares = if ratio { shares(allocation, total)? } else { Vec::new() };
+        let mut quotas = Quotas { bins: Vec::new(), compute: 0, rest: None, hard: !ratio };
+        for (index, entry) in allocation.entries().iter().enumerate() {
+            let device = entry.device.unwrap_or(compute);
+            let whole = machine.device(device)?.total;
+            if quotas.find(device).is_some() {
+                return Err(twice(device, allocation.entries(), compute));
+            }
+            let (cap, quoted) = match &entry.quota {
+                Quota::Bytes(bytes) | Quota::BytesAndRest(bytes) => (bytes.get(), true),
+                Quota::Fraction(fraction) => (fraction.scaled_floor(whole).unwrap_or(whole), true),
+                Quota::Percent(_) => (shares[index], true),
+                Quota::Rest => (shares.get(index).copied().unwrap_or(0), ratio),
+            };
+            if entry.quota.takes_rest() {
+                quotas.rest = Some(index);
+            }
+            quotas.bins.push(Bin { device, cap, quoted });
+        }
+        quotas.rest = quotas.rest.or_else(|| quotas.find(DeviceId::CPU));
+        quotas.compute = quotas.find_or_add(compute, true);
+        if quotas.hard && quotas.rest.is_none() {
+            // Where it is also the compute device, it takes everything.
+            let rest = quotas.find_or_add(DeviceId::CPU, false);
+            quotas.bins[rest].quoted = false;
+            quotas.rest = Some(rest);
+        }
+        Ok(quotas)
+    }
+
+    /// Whether the bin takes whatever comes.
+    pub(super) fn takes_rest(&self, bin: usize) -> bool {
+        self.hard && self.rest == Some(bin)
+    }
+
+    fn find(&self, device: DeviceId) -> Option<usize> {
+        self.bins.iter().position(|bin| bin.device == device)
+    }
+
+    fn find_or_add(&mut self, device: DeviceId, quoted: bool) -> usize {
+        self.find(device).unwrap_or_else(|| {
+            self.bins.push(Bin { device, cap: 0, quoted });
+            self.bins.len() - 1
+        })
+    }
+}
+
+/// The bytes of each entry of a ratio; they add up to `total`.
+fn shares(allocation: &Allocation, total: u64) -> Result<Vec<u64>> {
+    let weights =
+        allocation.weights().ok_or_else(|| Error::bug("an allocation whose percentages have too many digits"))?;
+    let sum: u128 = weights.iter().map(|&w| u128::from(w)).sum();
+    let upto = |weight: u128| (u128::from(total) * weight / sum.max(1)) as u64;
+    let mut before = 0u128;
+    let share = |&weight: &u64| {
+        let start = upto(before);
+        before += u128::from(weight);
+        upto(before) - start
+    };
+    Ok(weights.iter().map(share).collect())
+}
+
+fn twice(device: DeviceId, entries: &[Entry], compute: DeviceId) -> Error {
+    let mut named = entries.iter().filter(|e| e.device.unwrap_or(compute) == device).map(ToString::to_string);
+    let (first, second) = (named.next().unwrap_or_default(), named.next().unwrap_or_default());
+    AllocationError::DuplicateDevice { device, first, second }.into()
+}
 
 /// Which bin every module lives in, as far as that is decided.
 #[derive(Debug)]
@@ -216,5 +320,97 @@ impl<'a> Placement<'a> {
 
     fn holds(&self, bin: usize, bytes: u64) -> bool {
         self.quotas.takes_rest(bin) || self.room(bin) >= bytes
+    }
+}
+
+/// Deals units, given one by one in order, to bins with shares.
+///
+/// With `ideal(i)` = share `i` over all shares x the bytes dealt so far, the unit goes to a bin that is
+/// behind its ideal after this unit, and of those to the one that would be first to fall a whole (largest)
+/// unit behind. Without caps every running total is then within one unit of its ideal, above because only
+/// bins that are behind take a unit, below by the usual argument for earliest deadline first on one
+/// processor (units of time are bytes): if a bin missed its deadline, then since the last unit that went to
+/// a bin with a later deadline only bins with earlier deadlines were served, all of them not behind at that
+/// unit's end, and together they cannot have been due more bytes than went by. The rule for equal units is
+/// that of P-fair scheduling (Baruah, Cohen, Plaxton, Varvel, 1996).
+#[derive(Debug)]
+pub(super) struct Dealer {
+    shares: Vec<u64>,
+    /// What each bin may take at most.
+    caps: Vec<u64>,
+    taken: Vec<u64>,
+    all_shares: u128,
+    dealt: u64,
+    largest: u64,
+}
+
+impl Dealer {
+    /// Bins with these shares and caps, for units of at most `largest` bytes. Shares and units add up to at
+    /// most 2^63 each, so that no product below passes `u128`.
+    pub(super) fn new(shares: Vec<u64>, caps: Vec<u64>, largest: u64) -> Dealer {
+        let all_shares = shares.iter().map(|&share| u128::from(share)).sum();
+        let taken = vec![0; shares.len()];
+        Dealer { shares, caps, taken, all_shares, dealt: 0, largest }
+    }
+
+    /// The bin for the next unit: none where caps keep it from all that are behind. Then the caller
+    /// chooses and tells [`Dealer::give`].
+    pub(super) fn deal(&mut self, bytes: u64) -> Option<usize> {
+        let after = u128::from(self.dealt + bytes);
+        let behind = |&bin: &usize| {
+            let ideal = u128::from(self.shares[bin]) * after;
+            u128::from(self.taken[bin]) * self.all_shares < ideal
+        };
+        let holds = |&bin: &usize| self.caps[bin] - self.taken[bin].min(self.caps[bin]) >= bytes;
+        // The deadline of a bin is where its ideal reaches `taken + largest`.
+        let due = |bin: usize| u128::from(self.taken[bin]) + u128::from(self.largest);
+        let earlier = |&a: &usize, &b: &usize| {
+            let (a_due, b_due) = (due(a) * u128::from(self.shares[b]), due(b) * u128::from(self.shares[a]));
+            a_due.cmp(&b_due)
+        };
+        let bin = (0..self.shares.len()).filter(|bin| behind(bin) && holds(bin)).min_by(earlier)?;
+        self.give(bin, bytes);
+        Some(bin)
+    }
+
+    /// Books a unit that the caller has put into `bin`.
+    pub(super) fn give(&mut self, bin: usize, bytes: u64) {
+        self.taken[bin] += bytes;
+        self.dealt += bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Any shares that add up to the units.
+    fn shares_and_units() -> impl Strategy<Value = (Vec<u64>, Vec<u64>)> {
+        let units = prop::collection::vec(1u64..1000, 1..200);
+        (units, prop::collection::vec(0u64..100, 1..7)).prop_map(|(units, weights)| {
+            let (total, sum) = (units.iter().sum::<u64>(), weights.iter().sum::<u64>());
+            let mut shares: Vec<u64> = weights.iter().map(|w| total * w / sum.max(1)).collect();
+            shares[0] += total - shares.iter().sum::<u64>();
+            (shares, units)
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn running_totals_stay_within_one_unit((shares, units) in shares_and_units()) {
+            let (largest, total) = (*units.iter().max().unwrap(), units.iter().sum::<u64>());
+            let mut dealer = Dealer::new(shares.clone(), vec![u64::MAX; shares.len()], largest);
+            let mut dealt = 0;
+            for unit in units {
+                dealer.deal(unit).expect("a bin that is behind");
+                dealt += unit;
+                for (taken, share) in dealer.taken.iter().zip(&shares) {
+                    let off = (i128::from(*taken) * i128::from(total) - i128::from(*share) * i128::from(dealt)).abs();
+                    prop_assert!(off < i128::from(largest) * i128::from(total));
+                }
+            }
+            prop_assert_eq!(dealer.taken.iter().sum::<u64>(), total);
+        }
     }
 }

@@ -1,19 +1,15 @@
 //! The planner: inputs in, a checked plan out.
 
-use std::sync::Arc;
-
 use super::auto;
-use super::fit;
+use super::check;
 use super::forecast::ComputeTime;
 use super::pattern::matches;
-use super::place::Placement;
-use super::quota::Quotas;
-use super::traffic::Placed;
-use super::value::{Assignment, DevicePlan, Order, Parts, Plan, Slots, Unit, Use};
+use super::place::{Placement, Quotas};
+use super::value::{Assignment, Order, Parts, Plan, Unit, Use};
 use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
+use crate::checkpoint::{Layer, Layout, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{PlanFault, Result};
 
@@ -43,13 +39,13 @@ pub struct Planner<'a> {
     order: Order,
     unit: Unit,
     pub(super) depth: usize,
-    reserve: u64,
-    scratch: u64,
+    pub(super) reserve: u64,
+    pub(super) scratch: u64,
     pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
-    in_place: Vec<String>,
-    own_slots: bool,
-    fixed_slots: bool,
+    pub(super) in_place: Vec<String>,
+    pub(super) own_slots: bool,
+    pub(super) fixed_slots: bool,
     pub(super) compute_time: ComputeTime,
     /// What of a layer would make a slot larger than this is kept resident.
     largest_slot: Option<u64>,
@@ -240,7 +236,7 @@ impl<'a> Planner<'a> {
 
     /// The plan of these parts, if the devices hold them.
     pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
-        fit::check(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
+        check::fits(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
         Plan::new(parts)
     }
 
@@ -265,98 +261,6 @@ impl<'a> Planner<'a> {
         let accelerator = |id: &DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let named = self.allocation.as_ref().and_then(Allocation::compute).or(self.compute);
         named.or_else(|| self.machine.ids().find(accelerator)).unwrap_or(DeviceId::CPU)
-    }
-
-    fn assemble(
-        &self,
-        quotas: &Quotas,
-        compute: DeviceId,
-        home: &Per<ModuleId, usize>,
-    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
-        let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
-        let (layout, topology, depth) = (self.layout, self.machine.topology(), self.depth);
-        let pinned_cap = self.pinnable(&ids, home);
-        let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
-        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
-        if self.own_slots {
-            traffic.slots.count = 0;
-        }
-        let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
-        let assignment = |module: &Module| {
-            let bin = home[module.id];
-            bytes[bin] += module.bytes;
-            modules[bin] += 1;
-            let usage = traffic.usage[module.id];
-            let staged = usage == Use::Streamed && traffic.staged[module.id];
-            let name = Arc::from(module.name.as_str());
-            Assignment {
-                module: name,
-                index: module.id,
-                layer: module.layer,
-                device: ids[bin],
-                usage,
-                staged,
-                bytes: module.bytes,
-            }
-        };
-        let assignments = layout.modules().iter().map(assignment).collect();
-        let mut devices = Vec::with_capacity(ids.len());
-        for (bin, moved) in quotas.bins.iter().zip(&traffic.bins).enumerate().map(|(i, (b, t))| ((i, b), t)) {
-            let (index, bin) = bin;
-            let computes = bin.device == compute;
-            let info = match self.machine.device(bin.device) {
-                Ok(info) => info,
-                // The host that nobody named and nothing goes to.
-                Err(_) if modules[index] == 0 => continue,
-                Err(unknown) => return Err(unknown),
-            };
-            devices.push(DevicePlan {
-                bytes: bytes[index],
-                modules: modules[index],
-                streamed: moved.streamed,
-                staged: moved.staged,
-                pinned: moved.pinned,
-                slots: if computes { traffic.slots.bytes() } else { 0 },
-                scratch: if computes { self.scratch } else { 0 },
-                reserve: if computes { self.reserve } else { 0 },
-                // Devices that get nothing are not opened, but for the compute device.
-                opening: if computes || bytes[index] > 0 { info.opening } else { 0 },
-                ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
-            });
-        }
-        devices.sort_by_key(|device| device.id);
-        Ok((devices, assignments, traffic.slots))
-    }
-
-    /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
-    /// pages are no less locked.
-    fn pinnable(&self, devices: &[DeviceId], home: &Per<ModuleId, usize>) -> u64 {
-        let topology = self.machine.topology();
-        let locked = |bin: usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
-        let modules = self.layout.modules().iter().filter(|module| locked(home[module.id]));
-        let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
-        modules.fold(cap, |cap, module| cap.saturating_sub(module.bytes))
-    }
-
-    /// Warnings for what is streamed from one place of a memory to another.
-    fn copies_in_place<'b>(
-        &'b self,
-        devices: &'b [DevicePlan],
-        compute: DeviceId,
-    ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
-        let topology = self.machine.topology();
-        let here = move |d: &&DevicePlan| d.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
-        let warning = move |d: &DevicePlan| Warning::OneMemory { device: d.id, compute, bytes: d.streamed };
-        devices.iter().filter(here).map(warning)
-    }
-
-    /// A warning where layers cannot be dealt out to fixed slots evenly.
-    fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
-        let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);
-        let layers = by_layer.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count();
-        let slots = self.depth.saturating_add(1);
-        let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
-        uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
 
     /// The name of the layer that the slots are made for.
@@ -392,7 +296,7 @@ pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator
     modules.into_iter()
 }
 
-fn any(patterns: &[String], name: &str) -> bool {
+pub(super) fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 

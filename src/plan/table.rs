@@ -25,8 +25,13 @@ impl fmt::Display for Plan {
             write_row(f, &row.each_ref().map(String::as_str), &widths)?;
         }
         self.write_streaming(f)?;
-        for device in self.devices().iter().filter(|device| device.opening > 0) {
-            write!(f, "\n{} is not open yet: opening it takes about {}", device.id, ByteSize(device.opening).human())?;
+        for device in self.devices().iter().filter(|device| device.beside.opening > 0) {
+            write!(
+                f,
+                "\n{} is not open yet: opening it takes about {}",
+                device.id,
+                ByteSize(device.beside.opening).human()
+            )?;
         }
         if let Some(explanation) = self.explanation() {
             write!(f, "\n{explanation}")?;
@@ -43,20 +48,20 @@ impl Plan {
         let human = |bytes: u64| ByteSize(bytes).human().to_string();
         let or_dash = |bytes: Option<u64>| bytes.map_or("-".to_owned(), human);
         let (slots, here) = (self.slots(), device.id == self.compute());
-        let slots = match device.scratch > device.slots {
-            true => format!("{} for patching", human(device.scratch)),
+        let slots = match device.beside.scratch > device.beside.slots {
+            true => format!("{} for patching", human(device.beside.scratch)),
             false if here && slots.count > 0 => format!("{} x {}", slots.count, human(slots.bytes_each)),
             false => "-".to_owned(),
         };
         [
             device.id.to_string(),
             or_dash(device.quota),
-            human(device.bytes),
-            device.modules.to_string(),
+            human(device.weights.bytes),
+            device.weights.modules.to_string(),
             slots,
-            if here { human(device.reserve) } else { "-".to_owned() },
-            human(device.total),
-            or_dash(device.free),
+            if here { human(device.beside.reserve) } else { "-".to_owned() },
+            human(device.memory.total),
+            or_dash(device.memory.free),
         ]
     }
 
@@ -66,8 +71,8 @@ impl Plan {
         if layers == 0 {
             write!(f, "nothing is streamed")?;
         } else {
-            let pinned = self.devices().iter().map(|d| d.pinned).sum();
-            let staged = self.devices().iter().fold(0u64, |sum, d| sum.saturating_add(d.staged));
+            let pinned = self.devices().iter().map(|d| d.weights.pinned).sum();
+            let staged = self.devices().iter().fold(0u64, |sum, d| sum.saturating_add(d.weights.staged));
             let layers = format!("{layers} layer{}", if layers == 1 { "" } else { "s" });
             write!(f, "{layers} streamed, {} a pass: ", human(bytes))?;
             write!(f, "{} pinned, {} through staging", human(pinned), human(staged))?;

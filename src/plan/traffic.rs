@@ -1,8 +1,15 @@
 //! What a placement makes move in every pass, and the memory that this takes.
 
-use super::value::{Slots, Use};
-use crate::checkpoint::{Layout, ModuleId, Per};
+use std::sync::Arc;
+
+use super::place::Quotas;
+use super::planner::{Planner, any};
+use super::value::{Assignment, DeviceBeside, DevicePlan, DeviceWeights, Slots, Use};
+use super::warning::Warning;
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
+use crate::error::Result;
 
 /// The inputs: where every module lives and what decides its use.
 pub(super) struct Placed<'a> {
@@ -31,7 +38,7 @@ pub(super) struct Traffic {
 }
 
 /// The bytes of one bin that move, pass the staging buffers, and are pinned.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct BinTraffic {
     pub(super) streamed: u64,
     pub(super) staged: u64,
@@ -92,6 +99,102 @@ impl Placed<'_> {
     ) -> Slots {
         let streamed = |module| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
         slots_of(self.layout, self.depth, streamed, bins)
+    }
+}
+
+impl<'a> Planner<'a> {
+    /// What the plan puts on each device, and how each module is used there.
+    pub(super) fn assemble(
+        &self,
+        quotas: &Quotas,
+        compute: DeviceId,
+        home: &Per<ModuleId, usize>,
+    ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
+        let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
+        let (layout, topology, depth) = (self.layout, self.machine.topology(), self.depth);
+        let pinned_cap = self.pinnable(&ids, home);
+        let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
+        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
+        if self.own_slots {
+            traffic.slots.count = 0;
+        }
+        let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
+        let assignment = |module: &Module| {
+            let bin = home[module.id];
+            bytes[bin] += module.bytes;
+            modules[bin] += 1;
+            let usage = traffic.usage[module.id];
+            let staged = usage == Use::Streamed && traffic.staged[module.id];
+            let name = Arc::from(module.name.as_str());
+            Assignment {
+                module: name,
+                index: module.id,
+                layer: module.layer,
+                device: ids[bin],
+                usage,
+                staged,
+                bytes: module.bytes,
+            }
+        };
+        let assignments = layout.modules().iter().map(assignment).collect();
+        let mut devices = Vec::with_capacity(ids.len());
+        for (index, (bin, moved)) in quotas.bins.iter().zip(&traffic.bins).enumerate() {
+            let computes = bin.device == compute;
+            let info = match self.machine.device(bin.device) {
+                Ok(info) => info,
+                // The host that nobody named and nothing goes to.
+                Err(_) if modules[index] == 0 => continue,
+                Err(unknown) => return Err(unknown),
+            };
+            let (bytes, modules) = (bytes[index], modules[index]);
+            let BinTraffic { streamed, staged, pinned } = *moved;
+            let of_compute = |bytes: u64| if computes { bytes } else { 0 };
+            devices.push(DevicePlan {
+                weights: DeviceWeights { bytes, modules, streamed, staged, pinned },
+                beside: DeviceBeside {
+                    slots: of_compute(traffic.slots.bytes()),
+                    scratch: of_compute(self.scratch),
+                    reserve: of_compute(self.reserve),
+                    // Devices that get nothing are not opened, but for the compute device.
+                    opening: if computes || bytes > 0 { info.opening } else { 0 },
+                },
+                ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
+            });
+        }
+        devices.sort_by_key(|device| device.id);
+        Ok((devices, assignments, traffic.slots))
+    }
+
+    /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
+    /// pages are no less locked.
+    fn pinnable(&self, devices: &[DeviceId], home: &Per<ModuleId, usize>) -> u64 {
+        let topology = self.machine.topology();
+        let locked = |bin: usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
+        let modules = self.layout.modules().iter().filter(|module| locked(home[module.id]));
+        let cap = self.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        modules.fold(cap, |cap, module| cap.saturating_sub(module.bytes))
+    }
+
+    /// Warnings for what is streamed from one place of a memory to another.
+    pub(super) fn copies_in_place<'b>(
+        &'b self,
+        devices: &'b [DevicePlan],
+        compute: DeviceId,
+    ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
+        let topology = self.machine.topology();
+        let here =
+            move |d: &&DevicePlan| d.weights.streamed > 0 && topology.memory_of(d.id) == topology.memory_of(compute);
+        let warning = move |d: &DevicePlan| Warning::OneMemory { device: d.id, compute, bytes: d.weights.streamed };
+        devices.iter().filter(here).map(warning)
+    }
+
+    /// A warning where layers cannot be dealt out to fixed slots evenly.
+    pub(super) fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
+        let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);
+        let layers = by_layer.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count();
+        let slots = self.depth.saturating_add(1);
+        let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
+        uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Interleaving by roles and whole layers, so that the streamed layers of a class look alike.
 
+use super::place::Dealer;
 use super::place::Placement;
-use super::spread::Dealer;
 use super::warning::Warning;
 use crate::checkpoint::Layer;
 

@@ -81,6 +81,21 @@ pub struct DevicePlan {
     /// What the allocation allows it (a cap, or its share of a ratio); none where it takes what is left.
     pub quota: Option<u64>,
     /// The weights homed here.
+    #[serde(flatten)]
+    pub weights: DeviceWeights,
+    /// What is needed beside them.
+    #[serde(flatten)]
+    pub beside: DeviceBeside,
+    /// What was known of its memory when the plan was made.
+    #[serde(flatten)]
+    pub memory: DeviceRoom,
+}
+
+/// The weights that a plan homes on a device, in bytes, and what of them moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DeviceWeights {
+    /// All of them.
     pub bytes: u64,
     /// How many modules these are.
     pub modules: usize,
@@ -90,7 +105,13 @@ pub struct DevicePlan {
     pub staged: u64,
     /// The part of `bytes` that is kept in pinned host memory.
     pub pinned: u64,
-    /// The slots of streamed layers; 0 but on the compute device, as are the next two.
+}
+
+/// What a plan needs of a device beside weights, in bytes; the first three of the compute device only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DeviceBeside {
+    /// The slots of streamed layers.
     pub slots: u64,
     /// What patching needs, which may use the memory of the slots.
     pub scratch: u64,
@@ -99,7 +120,13 @@ pub struct DevicePlan {
     /// What opening the device takes, where it was not open yet and something is put on it.
     #[serde(default)]
     pub opening: u64,
-    /// All memory of the device.
+}
+
+/// The memory of a device as it was known when a plan was made, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct DeviceRoom {
+    /// All of it.
     pub total: u64,
     /// What of it was free, where known.
     pub free: Option<u64>,
@@ -237,7 +264,7 @@ impl Plan {
 
     /// The bytes of all weights, shared storage once.
     pub fn bytes(&self) -> u64 {
-        self.0.devices.iter().map(|d| d.bytes).sum()
+        self.0.devices.iter().map(|d| d.weights.bytes).sum()
     }
 
     /// What a reader should know: quotas that could not be kept, patterns without effect.
@@ -254,30 +281,17 @@ impl Plan {
 impl DevicePlan {
     /// Nothing on a device.
     pub(super) fn of(info: &DeviceInfo, quota: Option<u64>) -> DevicePlan {
-        let (bytes, modules, total, free) = (0, 0, info.total, info.free);
-        let (streamed, staged, pinned, slots, scratch, reserve, opening) = Default::default();
-        DevicePlan {
-            id: info.id,
-            quota,
-            bytes,
-            modules,
-            streamed,
-            staged,
-            pinned,
-            slots,
-            scratch,
-            reserve,
-            opening,
-            total,
-            free,
-        }
+        let memory = DeviceRoom { total: info.total, free: info.free };
+        let (weights, beside) = Default::default();
+        DevicePlan { id: info.id, quota, weights, beside, memory }
     }
 
     /// What the plan needs of the device: what opening takes, weights, the larger of slots and scratch, and the
     /// reserve.
     pub fn needed(&self) -> u64 {
-        let kept = self.bytes.saturating_add(self.slots.max(self.scratch)).saturating_add(self.reserve);
-        kept.saturating_add(self.opening)
+        let DeviceBeside { slots, scratch, reserve, opening } = self.beside;
+        let kept = self.weights.bytes.saturating_add(slots.max(scratch)).saturating_add(reserve);
+        kept.saturating_add(opening)
     }
 }
 

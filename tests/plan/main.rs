@@ -132,7 +132,7 @@ fn case_6_the_host_takes_the_rest_or_says_how_short_it_is() {
 fn case_7_quotas_over_the_model_leave_nothing_over() {
     let plan = sequential(&blocks(10, GIB), &usual(), "cuda:0,20gb;cuda:1,3gb").unwrap();
     assert_eq!([GPU0, GPU1, CPU].map(|d| on(&plan, d).len()), [10, 0, 0]);
-    assert!(plan.device(CPU).is_none_or(|d| d.bytes == 0));
+    assert!(plan.device(CPU).is_none_or(|d| d.weights.bytes == 0));
     assert_eq!(plan.slots().bytes(), 0);
 }
 
@@ -183,7 +183,7 @@ fn case_11_small_modules_stay_on_the_compute_device() {
         assert_eq!(bytes(&plan, GPU0), 4 * 8192);
         assert!(plan.assignments().iter().all(|a| a.module.ends_with("norm") == (a.device == GPU0)));
         let idle = plan.device(GPU1).unwrap();
-        assert_eq!((idle.modules, idle.needed()), (0, 0));
+        assert_eq!((idle.weights.modules, idle.needed()), (0, 0));
     }
     // Never beyond the quota.
     let plan = sequential(&layout, &usual(), "cuda:0,20kib;cpu,*").unwrap();
@@ -234,7 +234,7 @@ fn devices_of_one_memory_pin_and_copy_within_it() {
     let planner = Planner::new(&layout, &unified).allocation("cuda:0,6gb;cpu,*".parse().unwrap()).depth(0);
     let plan = planner.clone().pinned_cap(Some(ByteSize(8 * GIB))).plan().unwrap();
     let host = plan.device(CPU).unwrap();
-    assert_eq!((host.streamed, host.pinned, host.staged), (4 * GIB, 2 * GIB, 2 * GIB));
+    assert_eq!((host.weights.streamed, host.weights.pinned, host.weights.staged), (4 * GIB, 2 * GIB, 2 * GIB));
     assert_eq!(plan.warnings(), [Warning::OneMemory { device: CPU, compute: GPU0, bytes: 4 * GIB }], "{plan}");
     let estimate = plan.estimate(unified.topology(), Duration::ZERO);
     assert!(estimate.segments.is_empty(), "{estimate}");
@@ -262,7 +262,7 @@ fn opening_a_device_counts_where_it_is_used() {
         device.as_object_mut().unwrap().remove("opening");
     }
     kept.as_object_mut().unwrap().remove("checksum");
-    assert_eq!(serde_json::from_value::<Plan>(kept).unwrap().device(GPU0).unwrap().opening, 0);
+    assert_eq!(serde_json::from_value::<Plan>(kept).unwrap().device(GPU0).unwrap().beside.opening, 0);
 }
 
 #[test]
@@ -306,7 +306,7 @@ fn a_streamed_alias_needs_its_owners_bytes() {
     let head = assignment(&plan, "lm_head");
     assert_eq!((head.device, head.bytes, head.usage), (CPU, 0, Use::Streamed));
     let host = plan.device(CPU).unwrap();
-    assert_eq!((host.bytes, host.streamed), (25 * MIB, 30 * MIB));
+    assert_eq!((host.weights.bytes, host.weights.streamed), (25 * MIB, 30 * MIB));
     let ends = Layout::new(tied().tensors().iter().filter(|t| !t.name.contains("layers")).cloned().collect());
     assert_eq!(sequential(&ends, &usual(), "cpu,*").unwrap().slots().bytes_each, 5 * MIB);
 }
@@ -340,7 +340,7 @@ fn modules_used_in_place_take_no_slot_and_no_link() {
     let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap());
     let plan = planner.in_place("*.experts.*").plan().unwrap();
     assert_eq!(assignment(&plan, "layers.0.experts.1").usage, Use::InPlace);
-    assert_eq!((plan.slots().bytes_each, plan.device(CPU).unwrap().streamed), (4 * MIB, 4 * MIB));
+    assert_eq!((plan.slots().bytes_each, plan.device(CPU).unwrap().weights.streamed), (4 * MIB, 4 * MIB));
     assert!(plan.to_string().contains("2 modules used in place, 8.00 MiB"), "{plan}");
 }
 
@@ -352,11 +352,11 @@ fn host_weights_are_pinned_up_to_the_cap() {
     let planner = Planner::new(&layout, &machine).allocation("cuda:0,4gb;cpu,*".parse().unwrap());
     let capped = planner.clone().pinned_cap(Some(ByteSize(5 * GIB / 2))).plan().unwrap();
     let host = capped.device(CPU).unwrap();
-    assert_eq!((host.pinned, host.staged, host.streamed), (2 * GIB, 4 * GIB, 6 * GIB));
+    assert_eq!((host.weights.pinned, host.weights.staged, host.weights.streamed), (2 * GIB, 4 * GIB, 6 * GIB));
     let staged = capped.assignments().iter().filter(|a| a.staged);
     assert!(staged.clone().all(|a| a.usage == Use::Streamed && a.device == CPU));
     assert_eq!(staged.count(), 4);
-    assert_eq!(planner.plan().unwrap().device(CPU).unwrap().pinned, 6 * GIB);
+    assert_eq!(planner.plan().unwrap().device(CPU).unwrap().weights.pinned, 6 * GIB);
 }
 
 #[test]
@@ -527,7 +527,9 @@ fn what_a_demoted_plan_pins_stays_within_the_cap() {
     let small = machine(&["cuda:0=24gib", "cpu=10gib"]);
     let plan = Planner::new(&layout, &small).allocation("cuda:0,5gib;cpu,*".parse().unwrap());
     let demoted = plan.plan().unwrap().demoted(&layout, &small).unwrap();
-    let pinned = |plan: &Plan| plan.device(CPU).map(|host| (host.pinned / GIB, host.staged / GIB, host.bytes / GIB));
+    let pinned = |plan: &Plan| {
+        plan.device(CPU).map(|host| (host.weights.pinned / GIB, host.weights.staged / GIB, host.weights.bytes / GIB))
+    };
     assert_eq!(pinned(&demoted), Some((6, 4, 10)));
     // Where the cap is reached already, nothing more is pinned.
     let capped = plan.clone().pinned_cap(Some(tensor_offload::ByteSize(2 * GIB))).plan().unwrap();

@@ -71,7 +71,7 @@ proptest! {
         prop_assert_eq!(slots.bytes_each, layout.layers().iter().map(whole).max().unwrap_or(0));
         prop_assert_eq!(slots.count, layout.layers().len().min(demoted.depth() + 1));
         let host = demoted.device(CPU).unwrap();
-        prop_assert_eq!((host.pinned, host.streamed, host.staged), (host.bytes, host.bytes, 0));
+        prop_assert_eq!((host.weights.pinned, host.weights.streamed, host.weights.staged), (host.weights.bytes, host.weights.bytes, 0));
         prop_assert_eq!(demoted.demoted(&layout, &vast()).unwrap(), demoted);
     }
 
@@ -99,7 +99,7 @@ proptest! {
     fn in_sequence_the_host_gets_only_what_no_card_holds(layout in layouts(), caps in caps()) {
         let allocation = format!("cuda:0,{}mib;cuda:1,{}mib;cpu,*", caps[0], caps[1]);
         let plan = plan_of(&layout, &allocation, Order::Sequential, Unit::Module);
-        let rooms = [GPU0, GPU1].map(|d| plan.device(d).map_or(0, |p| p.quota.unwrap() - p.bytes));
+        let rooms = [GPU0, GPU1].map(|d| plan.device(d).map_or(0, |p| p.quota.unwrap() - p.weights.bytes));
         let on_the_host = plan.assignments().iter().filter(|a| a.device == CPU && a.bytes > 0);
         for a in on_the_host {
             prop_assert!(rooms.iter().all(|room| a.bytes > *room));

@@ -1,0 +1,95 @@
+//! What names tell: which module a tensor belongs to, which layer and stack that is in, and where it stands in the order of
+//! execution.
+
+use std::cmp::Ordering;
+
+/// Where a layer stands in the order of execution.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub(super) rank: Rank,
+    pub(super) stack: usize,
+    pub(super) number: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Rank {
+    Embedding,
+    Input,
+    Stack,
+    FinalNorm,
+    Head,
+}
+
+impl Rank {
+    /// The rank of a module outside any stack, by the words that models use for such modules.
+    pub(super) fn of(name: &str) -> Rank {
+        let name = name.to_ascii_lowercase();
+        let has = |words: &[&str]| words.iter().any(|w| name.contains(w));
+        let is = |words: &[&str]| name.split('.').any(|part| words.contains(&part));
+        if has(&["embed_out", "lm_head", "proj_out", "logit", "classifier"]) || is(&["head", "output", "score", "out"])
+        {
+            Rank::Head
+        } else if has(&["embed", "embd"]) || is(&["wte", "wpe", "shared"]) {
+            Rank::Embedding
+        } else if has(&["final"]) && !has(&["norm"]) {
+            Rank::Head
+        } else if (has(&["norm"]) && !has(&["pre_layrnorm", "pre_layernorm", "pre_norm"])) || is(&["ln_f", "ln_final"])
+        {
+            Rank::FinalNorm
+        } else {
+            Rank::Input
+        }
+    }
+}
+
+/// The module that a tensor belongs to: its name without the parameter's own word.
+pub(super) fn module_name(tensor: &str) -> &str {
+    let Some((module, parameter)) = tensor.rsplit_once('.') else { return tensor };
+    let parameter_word = ["weight", "bias", "scale"].iter().any(|w| parameter.contains(w))
+        || ["gamma", "beta", "qzeros", "g_idx"].contains(&parameter);
+    // `blocks.0.modulation` is a parameter of the layer itself, so a module of its own.
+    if !parameter_word && numbered_prefix(module).is_some_and(|(_, _, prefix)| prefix == module) {
+        return tensor;
+    }
+    match module.rsplit_once('.') {
+        // Factors kept beside their weight.
+        Some((base, "lora_A" | "lora_B" | "lora_up" | "lora_down" | "lora_mid")) => base,
+        _ => module,
+    }
+}
+
+/// The outermost number of a name: the stack before it, the number, and both together.
+pub(super) fn numbered_prefix(name: &str) -> Option<(&str, u64, &str)> {
+    let mut start = 0;
+    for part in name.split('.') {
+        let end = start + part.len();
+        if !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()) {
+            let number = part.parse().ok()?;
+            return Some((name[..start].trim_end_matches('.'), number, &name[..end]));
+        }
+        start = end + 1;
+    }
+    None
+}
+
+/// Order of names with runs of digits compared as numbers.
+pub(super) fn natural(a: &str, b: &str) -> Ordering {
+    let (mut a_rest, mut b_rest) = (a, b);
+    while let (Some(x), Some(y)) = (a_rest.chars().next(), b_rest.chars().next()) {
+        if x.is_ascii_digit() && y.is_ascii_digit() {
+            let split = |s: &str| s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len());
+            let (n, m) = (&a_rest[..split(a_rest)], &b_rest[..split(b_rest)]);
+            let (n_value, m_value) = (n.trim_start_matches('0'), m.trim_start_matches('0'));
+            let order = n_value.len().cmp(&m_value.len()).then_with(|| n_value.cmp(m_value));
+            if order != Ordering::Equal {
+                return order;
+            }
+            (a_rest, b_rest) = (&a_rest[n.len()..], &b_rest[m.len()..]);
+        } else if x != y {
+            return x.cmp(&y);
+        } else {
+            (a_rest, b_rest) = (&a_rest[x.len_utf8()..], &b_rest[y.len_utf8()..]);
+        }
+    }
+    a_rest.len().cmp(&b_rest.len()).then_with(|| a.cmp(b))
+}
