@@ -5,11 +5,14 @@
 //! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
 
 mod derive;
+mod index;
 mod made;
 mod model;
 mod on_device;
 mod probe;
 mod progress;
+mod read_back;
+mod report;
 mod reuse;
 mod store;
 mod worker;
@@ -18,8 +21,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use model::{LoadReport, Model, TensorView};
+pub use model::Model;
 pub use progress::{Cancel, Progress};
+pub use read_back::TensorView;
+pub use report::LoadReport;
 pub(crate) use store::Part;
 pub use store::{Residency, WeightStore};
 

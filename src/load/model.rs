@@ -1,22 +1,21 @@
 //! A model in memory: every module where its plan wants it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
-
-use serde::Serialize;
+use std::sync::Arc;
 
 use super::Reservation;
+use super::index::TensorIndex;
 use super::made::Made;
 use super::probe::lost;
+use super::read_back::{ReadBack, TensorView};
+use super::report::LoadReport;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
-use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Stream, Transfer};
-use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, ModuleId, Per, TensorId, TensorInfo};
+use crate::backend::{Buf, Device, MemoryKind};
+use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
-use crate::error::{Error, Measured, Missing, Result};
+use crate::error::{Error, Missing, Result};
 use crate::limits::Limits;
 use crate::plan::{Assignment, Plan, Use};
 use crate::registry::Registry;
@@ -24,17 +23,13 @@ use crate::schedule::Groups;
 
 /// A loaded model. Its memory is given back when the last owner drops it.
 pub struct Model {
-    layout: Arc<Layout>,
+    /// Which tensors it has, and where in its memory they lie.
+    index: TensorIndex,
     plan: Plan,
     store: Arc<WeightStore>,
     residency: Residency,
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
-    host: Arc<dyn Device>,
-    downloads: Mutex<BTreeMap<DeviceId, Arc<dyn Stream>>>,
-    groups: Groups,
-    /// For each tensor where its bytes lie in its group's memory.
-    places: Per<TensorId, Range<usize>>,
-    by_name: HashMap<String, TensorId>,
+    read_back: ReadBack,
     /// For each tensor what its bytes were made from; empty where nobody filled them.
     made: Per<TensorId, Made>,
     report: LoadReport,
@@ -53,33 +48,6 @@ pub(super) struct Parts<'a> {
     pub(super) slots: Option<Arc<SlotPool>>,
     /// The devices of another model that its bytes come from.
     pub(super) from: Vec<Arc<dyn Device>>,
-}
-
-/// How a load went.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct LoadReport {
-    /// Bytes placed.
-    pub bytes: u64,
-    /// Bytes read from the checkpoint's files. Those of a tensor that an adapter changes count as the file has them, with
-    /// what its patch needs beside them.
-    pub read: u64,
-    /// Bytes of memory that is another model's, too: of a model made [out of it](crate::Loader::derive).
-    pub shared: u64,
-    /// Bytes copied from the memory of such a model.
-    pub copied: u64,
-    /// Modules placed.
-    pub modules: usize,
-    /// Tensors that adapters changed.
-    pub patched: usize,
-    /// Those of them that the device they are for patched, by its kernels; the host patched the others, to the same bytes.
-    pub patched_on_device: usize,
-    /// For each device whose kernels were to patch and could not the first reason.
-    pub host_instead: Vec<String>,
-    /// Values that the storage type could not hold and that were set to its largest.
-    pub saturated: u64,
-    /// The time that it took.
-    pub time: Duration,
 }
 
 impl Model {
@@ -163,16 +131,12 @@ impl Model {
             })
             .unzip();
         Ok(Model {
-            places: places(&layout, &groups),
-            groups,
-            by_name: layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect(),
-            layout,
+            index: TensorIndex::new(layout, groups),
             plan: plan.clone(),
             store: Arc::new(WeightStore { homes: away }),
             residency: Residency { device, homes: resident, slots },
             devices,
-            host,
-            downloads: Mutex::default(),
+            read_back: ReadBack::new(host, registry.limits().work),
             made,
             report: LoadReport::default(),
             limits: *registry.limits(),
@@ -192,7 +156,12 @@ impl Model {
 
     /// Its tensors, modules and layers, after patching.
     pub fn layout(&self) -> &Layout {
-        &self.layout
+        self.index.layout()
+    }
+
+    /// Where in its memory tensors lie.
+    pub(crate) fn index(&self) -> &TensorIndex {
+        &self.index
     }
 
     /// Where everything is.
@@ -228,9 +197,9 @@ impl Model {
 
     /// The tensor `name` where it lives.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let tensor = *self.by_name.get(name)?;
-        let buf = self.home(self.owner(tensor))?;
-        Some(TensorView { info: self.layout.at(tensor), buf, place: self.place(tensor) })
+        let tensor = self.index.find(name)?;
+        let buf = self.home(self.index.owner(tensor))?;
+        Some(TensorView::new(self.layout().at(tensor), buf, self.index.place(tensor)))
     }
 
     /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
@@ -245,34 +214,7 @@ impl Model {
 
     /// Copies what a view shows to host memory.
     pub(crate) fn download(&self, view: &TensorView<'_>, dst: &mut [u8]) -> Result<()> {
-        if dst.len() != view.place.len() {
-            let what = Measured::Tensor { name: view.info.name.clone() };
-            return Err(Error::WrongSize { what, needed: view.place.len() as u64, given: dst.len() as u64 });
-        }
-        if let Some(bytes) = view.buf.host(self.limits.work)? {
-            dst.copy_from_slice(&bytes[view.place.clone()]);
-            return Ok(());
-        }
-        let device = self.device(view.buf.device())?;
-        let staging = self.host.alloc_near(dst.len(), MemoryKind::Pinned, device.id())?;
-        let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
-        let flight = self.download_stream(device)?.send(Transfer::new(vec![piece], staging)?)?;
-        let landed = flight.landed(self.limits.work)?.freeze();
-        let bytes =
-            landed.host(self.limits.work)?.ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
-        dst.copy_from_slice(bytes);
-        Ok(())
-    }
-
-    /// The stream that reads back from a device, made when it is first needed.
-    fn download_stream(&self, device: &Arc<dyn Device>) -> Result<Arc<dyn Stream>> {
-        let mut downloads = self.downloads.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stream) = downloads.get(&device.id()) {
-            return Ok(Arc::clone(stream));
-        }
-        let stream = device.stream(Role::Download)?;
-        downloads.insert(device.id(), Arc::clone(&stream));
-        Ok(stream)
+        self.read_back.read(self.device(view.buf().device())?, view, dst)
     }
 
     /// Whether someone beside the one owner that asks holds the model, or what it keeps away from the compute device.
@@ -311,7 +253,7 @@ impl Model {
 
     /// The memory of all modules that have some at home, in order, and where in it they are.
     pub(super) fn homes(&self) -> impl Iterator<Item = (&Buf, Range<usize>)> {
-        self.layout.module_ids().filter_map(|module| Some((self.home(module)?, self.span(module))))
+        self.layout().module_ids().filter_map(|module| Some((self.home(module)?, self.index.span(module))))
     }
 
     /// The same, those of the compute device first.
@@ -336,33 +278,8 @@ impl Model {
 
     /// The same, to be another model's too.
     pub(super) fn shared_home(&self, module: ModuleId) -> Option<&Arc<Home>> {
-        let group = self.groups.of(module);
+        let group = self.index.groups().of(module);
         self.residency.homes[group].as_ref().or(self.store.homes[group].as_ref())
-    }
-
-    /// Where a module's bytes lie in the memory where it lives.
-    pub(crate) fn span(&self, module: ModuleId) -> Range<usize> {
-        self.groups.place(module)
-    }
-
-    /// Which modules share memory.
-    pub(crate) fn groups(&self) -> &Groups {
-        &self.groups
-    }
-
-    /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
-    pub(crate) fn owner(&self, tensor: TensorId) -> ModuleId {
-        self.layout.owner(tensor)
-    }
-
-    /// Where a tensor's bytes lie in the memory where its owner lives.
-    pub(crate) fn place(&self, tensor: TensorId) -> Range<usize> {
-        self.places[self.layout.storage(tensor)].clone()
-    }
-
-    /// The tensor `name`.
-    pub(crate) fn find(&self, name: &str) -> Option<TensorId> {
-        self.by_name.get(name).copied()
     }
 
     pub(crate) fn device(&self, id: DeviceId) -> Result<&Arc<dyn Device>> {
@@ -370,71 +287,16 @@ impl Model {
     }
 
     pub(crate) fn host(&self) -> &Arc<dyn Device> {
-        &self.host
+        self.read_back.host()
     }
 }
 
 impl fmt::Debug for Model {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Model")
-            .field("modules", &self.layout.modules().len())
+            .field("modules", &self.layout().modules().len())
             .field("bytes", &self.bytes())
             .finish_non_exhaustive()
-    }
-}
-
-/// A tensor in some device's memory.
-#[derive(Clone, Debug)]
-pub struct TensorView<'a> {
-    info: &'a TensorInfo,
-    buf: &'a Buf,
-    place: Range<usize>,
-}
-
-impl<'a> TensorView<'a> {
-    pub(crate) fn new(info: &'a TensorInfo, buf: &'a Buf, place: Range<usize>) -> TensorView<'a> {
-        TensorView { info, buf, place }
-    }
-
-    /// Its name, element type and shape.
-    pub fn info(&self) -> &'a TensorInfo {
-        self.info
-    }
-
-    /// The device that holds it.
-    pub fn device(&self) -> DeviceId {
-        self.buf.device()
-    }
-
-    /// The buffer that holds it, beside others of its module or layer.
-    pub fn buf(&self) -> &'a Buf {
-        self.buf
-    }
-
-    /// Its bytes in that buffer. They begin at a multiple of its element's size, the first tensor of a module
-    /// at a multiple of 64.
-    pub fn place(&self) -> Range<usize> {
-        self.place.clone()
-    }
-}
-
-impl fmt::Display for LoadReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seconds = self.time.as_secs_f64();
-        write!(f, "{} in {} modules, {} tensors patched, ", ByteSize(self.bytes).human(), self.modules, self.patched)?;
-        write!(f, "{seconds:.3} s ({:.2} GB/s)", self.bytes as f64 / seconds.max(1e-9) / 1e9)?;
-        for (bytes, how) in [(self.shared, "shared with"), (self.copied, "copied from")] {
-            if bytes > 0 {
-                write!(f, ", {} {how} another model", ByteSize(bytes).human())?;
-            }
-        }
-        if self.saturated > 0 {
-            write!(f, ", {} values saturated", self.saturated)?;
-        }
-        if self.patched_on_device > 0 {
-            write!(f, ", {} patched where they are", self.patched_on_device)?;
-        }
-        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host in place of {why}"))
     }
 }
 
@@ -442,22 +304,4 @@ impl fmt::Display for LoadReport {
 pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
     let straight = assignment.usage == Use::Streamed && !assignment.staged;
     if assignment.device.is_host() && straight { MemoryKind::Pinned } else { MemoryKind::Arena }
-}
-
-/// For each tensor where its bytes lie in the memory of its module's group. Of a module the tensors with the largest
-/// elements come first, so that each begins at a multiple of its element's size without a gap; among equals the largest.
-pub(super) fn places(layout: &Layout, groups: &Groups) -> Per<TensorId, Range<usize>> {
-    let mut places = Per::all(layout.tensors().len(), 0..0);
-    for module in layout.module_ids() {
-        let mut own: Vec<TensorId> = layout.own_tensors(module).collect();
-        let largest_first = |info: &TensorInfo| std::cmp::Reverse((info.dtype.bits(), info.bytes));
-        own.sort_by_key(|&tensor| largest_first(layout.at(tensor)));
-        let mut at = groups.place(module).start;
-        for tensor in own {
-            let end = at + layout.at(tensor).bytes as usize;
-            places[tensor] = at..end;
-            at = end;
-        }
-    }
-    places
 }

@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Reservation;
-use super::model::{Model, home_kind, places};
+use super::index::places;
+use super::model::{Model, home_kind};
 use super::store::{Home, SlotPool};
 use super::worker::Job;
 use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Transfer};
@@ -46,9 +47,9 @@ impl Reuse {
         let lost: BTreeSet<DeviceId> =
             base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
         let held = layout.tensor_ids().zip(layout.tensors()).map(|(id, tensor)| {
-            let old = base.find(&tensor.name).filter(|&old| same(id, old))?;
-            let home = base.home(base.owner(old)).filter(|home| !lost.contains(&home.device()))?;
-            let place = base.place(old);
+            let old = base.index().find(&tensor.name).filter(|&old| same(id, old))?;
+            let home = base.home(base.index().owner(old)).filter(|home| !lost.contains(&home.device()))?;
+            let place = base.index().place(old);
             (place.len() as u64 == tensor.bytes).then(|| Held { buf: home.clone(), place })
         });
         let held: Per<TensorId, Option<Held>> = held.collect();
@@ -57,8 +58,8 @@ impl Reuse {
         let shared = (0..groups.len()).map(|group| {
             let members = groups.members(group);
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
-            let old = base.find(&layout.at(*own.peek()?).name)?;
-            let home = base.shared_home(base.owner(old))?;
+            let old = base.index().find(&layout.at(*own.peek()?).name)?;
+            let home = base.shared_home(base.index().owner(old))?;
             let first = plan.at(members[0]);
             let alike = home.buf.device() == first.device
                 && home.buf.bytes() as u64 == groups.bytes(group)

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::model::{LoadReport, Model, home_kind, places};
+use super::index::places;
+use super::model::{Model, home_kind};
 use super::on_device::{Factors, OnDevice};
+use super::report::LoadReport;
 use super::reuse::{Reuse, Ways};
 use super::store::Home;
 use super::{Loader, Reservation};

@@ -45,7 +45,7 @@ impl LayerGuard {
 
     /// Its tensor `name`; none when the layer has no such tensor.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let tensor = self.model.find(name)?;
+        let tensor = self.model.index().find(name)?;
         let layout = self.model.layout();
         (layout.layer_with(tensor) == self.layer).then(|| self.view(tensor)).flatten()
     }
@@ -95,9 +95,9 @@ impl LayerGuard {
 
     /// A tensor in the slot, or where it is resident.
     fn view(&self, tensor: TensorId) -> Option<TensorView<'_>> {
-        let owner = self.model.owner(tensor);
+        let owner = self.model.index().owner(tensor);
         let info = self.model.layout().at(tensor);
-        let place: Range<usize> = self.model.place(tensor);
+        let place: Range<usize> = self.model.index().place(tensor);
         let brought = self.streamed.contents.of(self.layer).find(owner, &place);
         if let (Some((_, parts)), Some((part, place))) = (&self.slot, brought) {
             return Some(TensorView::new(info, &parts[part], place));

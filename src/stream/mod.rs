@@ -259,9 +259,9 @@ impl Streamer {
     /// for the first of each module. None when it is not streamed, or there is no such tensor.
     pub fn place(&self, name: &str) -> Option<Range<usize>> {
         let layout = self.model.layout();
-        let tensor = self.model.find(name)?;
+        let tensor = self.model.index().find(name)?;
         let content = self.streamed.contents.of(layout.layer_with(tensor));
-        let (part, range) = content.find(self.model.owner(tensor), &self.model.place(tensor))?;
+        let (part, range) = content.find(self.model.index().owner(tensor), &self.model.index().place(tensor))?;
         let before: usize = content.parts[..part].iter().map(|part| part.bytes).sum();
         Some(before + range.start..before + range.end)
     }
@@ -361,7 +361,7 @@ impl Streamer {
 impl Streamed {
     /// What the layers of `model` fetch, by lanes that are made for it.
     fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
-        let contents = Contents::new(model.layout(), model.groups(), &lanes.of_modules(model)?);
+        let contents = Contents::new(model.layout(), model.index().groups(), &lanes.of_modules(model)?);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
         let here = |module: &ModuleId| model.home(*module).is_some_and(|home| home.device() == compute);
