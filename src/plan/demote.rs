@@ -22,7 +22,7 @@ impl Plan {
     /// let machine = Machine::described(&["cuda:0=24gib".parse()?, "cpu=64gib".parse()?]);
     /// let plan = Planner::new(&layout, &machine).allocation("cuda:0,8gib;cpu,*".parse()?).depth(1).plan()?;
     /// let demoted = plan.demoted(&layout, &machine)?;
-    /// let on_card = |plan: &tensor_offload::Plan| plan.device(card).map(|share| (share.bytes >> 30, share.slots >> 30));
+    /// let on_card = |plan: &tensor_offload::Plan| plan.device(card).map(|share| (share.weights.bytes >> 30, share.beside.slots >> 30));
     /// assert_eq!((on_card(&plan), on_card(&demoted)), (Some((8, 2)), Some((0, 2))));
     /// # Ok::<(), tensor_offload::Error>(())
     /// ```

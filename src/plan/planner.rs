@@ -24,7 +24,7 @@ const MOST_BYTES: u64 = 1 << 63;
 /// let layout = Layout::blocks([1 << 30; 10]);
 /// let machine = Machine::described(&["cuda:0=24gib".parse()?, "cpu=64gib".parse()?]);
 /// let plan = Planner::new(&layout, &machine).allocation("cuda:0,50%;cpu,*".parse()?).order(Order::Sequential).plan()?;
-/// assert_eq!(plan.device(DeviceId::cuda(0)).unwrap().modules, 5);
+/// assert_eq!(plan.device(DeviceId::cuda(0)).unwrap().weights.modules, 5);
 /// assert_eq!(plan.slots().count, 3);
 /// println!("{plan}");
 /// # Ok::<(), tensor_offload::Error>(())

@@ -72,10 +72,11 @@ impl Schedule {
         let own = self.order.distance(layer);
         let needed = |slot: usize| self.layers[slot].map_or(usize::MAX, |other| self.order.distance(other));
         let fixed = self.fixed_slot_of(layer);
-        let usable = |slot: &usize| fixed.is_none_or(|fixed| fixed == *slot) && needed(*slot) > own;
-        let mut candidates: Vec<usize> = (0..self.slots()).filter(usable).collect();
-        candidates.sort_by_key(|&slot| std::cmp::Reverse(needed(slot)));
-        candidates
+        let usable = |slot: &usize| fixed.is_none_or(|fixed| fixed == *slot);
+        let slots = (0..self.slots()).filter(usable).map(|slot| (needed(slot), slot));
+        let mut candidates: Vec<(usize, usize)> = slots.filter(|(needed, _)| *needed > own).collect();
+        candidates.sort_by_key(|(needed, _)| std::cmp::Reverse(*needed));
+        candidates.into_iter().map(|(_, slot)| slot).collect()
     }
 
     /// `layer` is fetched into `slot`.

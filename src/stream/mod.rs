@@ -29,10 +29,11 @@ use slots::{Fill, Slots};
 ///
 /// Asking for a layer makes the compute stream wait until the layer's tensors are there, and fetches the `depth` layers
 /// that come after it ahead: in the first pass by the order of the model (around the end to the beginning, for the next
-/// pass), then by what followed what in the pass before, until layers are asked for in another order. The host waits for nothing but, where
-/// the device cannot wait for the bytes (pageable host memory, files), for a thread that queues their copies.
+/// pass), then by what followed what in the pass before, until layers are asked for in another order. The host waits for
+/// nothing but, where the device cannot wait for the bytes (pageable host memory, files), for a thread that queues their
+/// copies.
 /// A slot is filled again only after the compute that was queued while its [`LayerGuard`] lived: queue your
-/// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same with nothing sent for ahead.
+/// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same with nothing fetched ahead.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -85,8 +86,8 @@ impl Streamer {
     /// A streamer with a compute stream of its own.
     ///
     /// # Errors
-    /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the caller;
-    /// whatever making streams meets.
+    /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the
+    /// caller; whatever making streams meets.
     pub fn new(model: &Arc<Model>) -> Result<Streamer> {
         let compute = model.residency().device().stream(Role::Compute)?;
         Streamer::on(model, compute)
