@@ -79,7 +79,7 @@ impl Plan {
     /// from where the modules are is worked out again and compared.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) naming the first module, device or figure that differs.
+    /// [`Error::Plan`] naming the first module, device or figure that differs.
     pub fn verify(&self, layout: &Layout) -> Result<()> {
         let parts = self.parts();
         let (planned, modules) = (&parts.assignments, layout.modules());
