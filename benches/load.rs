@@ -9,7 +9,7 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use rayon::prelude::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
-use tensor_offload::{Checkpoint, DType, Loader, Machine, Patches, Planner, Registry};
+use tensor_offload::{Checkpoint, DType, Loader, Machine, Planner, Registry, Weights};
 
 /// Layers of two weights of 8 MiB and two norms.
 const LAYERS: usize = 16;
@@ -48,7 +48,7 @@ fn load(c: &mut Criterion) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = checkpoint(folder.path());
     let checkpoint = Checkpoint::open(&path).expect("the checkpoint that was written");
-    let patches = Patches::none(checkpoint.layout());
+    let weights = Weights::new(checkpoint.clone());
     let bytes = std::fs::metadata(&path).expect("the file that was written").len();
     let mut group = c.benchmark_group("load");
     group.sample_size(10).throughput(Throughput::BytesDecimal(bytes));
@@ -61,10 +61,10 @@ fn load(c: &mut Criterion) {
     for allocation in ["cpu,*", "cuda:0,100%", "cuda:0,50%;cpu,50%"] {
         let devices = Registry::described(Machine::described(&described), Clock::Virtual);
         let planner =
-            Planner::new(patches.layout(), devices.machine()).allocation(allocation.parse().expect("an allocation"));
+            Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse().expect("an allocation"));
         let plan = planner.compute("cuda:0".parse().expect("a device")).plan().expect("a plan that fits");
         group.bench_function(BenchmarkId::new("load", allocation), |b| {
-            b.iter(|| Loader::new(&devices).load(&checkpoint, &patches, &plan).expect("a load"));
+            b.iter(|| Loader::new(&devices).load(&weights, &plan).expect("a load"));
         });
     }
     group.finish();

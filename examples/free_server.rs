@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::{
-    Checkpoint, Error, FreeRequest, Identity, Loader, ModelCache, Patches, Plan, Planner, Registry, Result, Retention,
-    Streamer,
+    Checkpoint, Error, FreeRequest, Identity, Loader, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer,
+    Weights,
 };
 
 /// The model that comes with the crate.
@@ -74,9 +74,8 @@ impl support::Example for Args {
         let address = listener.local_addr().map_err(|source| self.io("ask for the address of", source))?;
         let cache = Arc::new(ModelCache::new());
         let devices = self.devices.registry(Clock::Wall)?;
-        let model = Checkpoint::open(self.model.as_deref().unwrap_or(TINY_LLAMA.as_ref()))?;
-        let patches = Patches::none(model.layout());
-        let plan = self.plan.apply(Planner::new(patches.layout(), devices.machine()))?.plan()?;
+        let weights = Weights::new(Checkpoint::open(self.model.as_deref().unwrap_or(TINY_LLAMA.as_ref()))?);
+        let plan = self.plan.apply(Planner::new(weights.layout(), devices.machine()))?.plan()?;
         let served = Arc::clone(&cache);
         std::thread::spawn(move || serve(&listener, &served));
         let line = format!("listening on {address}");
@@ -85,14 +84,13 @@ impl support::Example for Args {
         } else {
             support::print_line(&line);
         }
-        self.work(&cache, &devices, &Job { model, patches, plan })
+        self.work(&cache, &devices, &Job { weights, plan })
     }
 }
 
 /// What a job needs.
 struct Job {
-    model: Checkpoint,
-    patches: Patches,
+    weights: Weights,
     plan: Plan,
 }
 
@@ -127,9 +125,9 @@ impl Args {
 impl Job {
     /// Goes through the model once, loading it if the cache does not have it.
     fn run(&self, cache: &ModelCache, devices: &Registry, key: &str, retention: Retention) -> Result<()> {
-        let Job { model, patches, plan } = self;
-        let identity = Identity::of(model, patches, plan);
-        let load = |base: Option<&_>| Loader::new(devices).derive(base, model, patches, plan);
+        let Job { weights, plan } = self;
+        let identity = Identity::of(weights, plan);
+        let load = |base: Option<&_>| Loader::new(devices).derive(base, weights, plan);
         let model = cache.get_or_load(key, &identity, retention, load)?;
         let mut streamer = Streamer::new(&model)?;
         model.layout().layer_ids().try_for_each(|layer| streamer.layer(layer).map(drop))

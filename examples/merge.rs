@@ -12,7 +12,7 @@ use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::{Checkpoint, Loader, Matching, Model, Patches, Planner, Result, TensorId};
+use tensor_offload::{Checkpoint, Loader, Matching, Model, Planner, Result, TensorId, Weights};
 
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
@@ -52,15 +52,15 @@ impl support::Example for Args {
     fn run(self) -> Result<Value> {
         let checkpoint = Checkpoint::open(&self.base)?;
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
-        let patches = Patches::resolve(checkpoint.layout(), self.adapters.open()?, matching)?;
-        let tensors = patches.layout().tensors();
+        let weights = Weights::patched(checkpoint, self.adapters.open()?, matching)?;
+        let tensors = weights.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
-        let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &checkpoint, &patches)).transpose()?;
-        write_safetensors(&self.out, &specs, checkpoint.metadata(), |tensor, out| match &placed {
+        let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &weights)).transpose()?;
+        write_safetensors(&self.out, &specs, weights.checkpoint().metadata(), |tensor, out| match &placed {
             Some(model) => read_back(model, tensor, out),
-            None => patch(&checkpoint, &patches, tensor, out),
+            None => patch(&weights, tensor, out),
         })?;
-        let report = patches.report();
+        let report = weights.report();
         if !self.json {
             print!("{report}");
             println!("{} tensors written to {}", specs.len(), self.out.display());
@@ -71,15 +71,15 @@ impl support::Example for Args {
 
 impl Args {
     /// The model as the allocation places it.
-    fn place(&self, alloc: &str, checkpoint: &Checkpoint, patches: &Patches) -> Result<Model> {
+    fn place(&self, alloc: &str, weights: &Weights) -> Result<Model> {
         // Nobody waits for the links of described devices here.
         let devices = self.devices.registry(Clock::Virtual)?;
-        let planner = Planner::new(patches.layout(), devices.machine()).allocation(alloc.parse()?);
+        let planner = Planner::new(weights.layout(), devices.machine()).allocation(alloc.parse()?);
         let plan = self.plan.apply(planner)?.plan()?;
         if !self.json {
             println!("{plan}");
         }
-        Loader::new(&devices).load(checkpoint, patches, &plan)
+        Loader::new(&devices).load(weights, &plan)
     }
 }
 
@@ -92,17 +92,17 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
 }
 
 /// Writes a tensor from the checkpoint's file, patched where an adapter changes it.
-fn patch(checkpoint: &Checkpoint, patches: &Patches, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
-    let (bytes, tensor) = (patches.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
-    if patches.tensor(tensor).is_some() {
+fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
+    let (bytes, tensor) = (weights.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
+    if weights.patches().tensor(tensor).is_some() {
         let mut patched = vec![0; bytes];
-        patches.read(checkpoint, tensor, &mut patched)?;
+        weights.read(tensor, &mut patched)?;
         return out.put(&patched);
     }
     let mut chunk = vec![0; bytes.min(CHUNK)];
     for at in (0..bytes).step_by(CHUNK) {
         let part = &mut chunk[..CHUNK.min(bytes - at)];
-        checkpoint.read_at(tensor, at as u64, part)?;
+        weights.checkpoint().read_at(tensor, at as u64, part)?;
         out.put(part)?;
     }
     Ok(())

@@ -19,7 +19,7 @@ use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::{
     Adapter, Allocation, Bandwidth, ByteSize, Checkpoint, DeviceId, DeviceInfo, DeviceKind, Error, Loader, Machine,
-    Matching, Mode, Model, ModelCache, Patches, Plan, Planner, Registry, Result, Retention, Streamer, Topology,
+    Matching, Mode, Model, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer, Topology, Weights,
 };
 
 /// The model and the adapter that come with the crate.
@@ -75,14 +75,14 @@ impl support::Example for Args {
         // Writes the rest of the trace when it is dropped.
         let _trace = self.trace.as_deref().map(support::trace::to_file).transpose()?;
         let (checkpoint, adapters) = self.open()?;
-        let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict)?;
-        let devices = self.registry(&patches)?;
+        let weights = Weights::patched(checkpoint, adapters, Matching::Strict)?;
+        let devices = self.registry(&weights)?;
         let start = devices.snapshot("start");
-        let plan = self.plan(&patches, &self.machine(&devices)?, self.allocation()?)?;
+        let plan = self.plan(&weights, &self.machine(&devices)?, self.allocation()?)?;
         let machine = support::devices::lines(devices.machine());
-        self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(&checkpoint), patches.report()));
+        self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(weights.checkpoint()), weights.report()));
 
-        let model = Arc::new(self.load(&devices, &checkpoint, &patches, &plan)?);
+        let model = Arc::new(self.load(&devices, &weights, &plan)?);
         let loaded = devices.snapshot("loaded");
         self.say(|| format!("loaded {}\n{loaded}\n", model.report()));
 
@@ -94,7 +94,7 @@ impl support::Example for Args {
         let segments = streamer.report().segments(&topology);
         let carried = |(name, bytes): (&&str, &u64)| format!("; {name} carried {}", ByteSize(*bytes).human());
         self.say(|| format!("streamed {}{}", streamer.report(), segments.iter().map(carried).collect::<String>()));
-        let hash = verify(&mut streamer, &checkpoint, &patches)?;
+        let hash = verify(&mut streamer, &weights)?;
         self.say(|| format!("every tensor arrived with the bytes of a merge on the host: sha256 {hash}\n"));
         let stream = streamer.report().clone();
         let load = model.report().clone();
@@ -125,7 +125,7 @@ impl Args {
     }
 
     /// The devices given, else this machine's where it has an accelerator, else one that the model does not fit.
-    fn registry(&self, patches: &Patches) -> Result<Registry> {
+    fn registry(&self, weights: &Weights) -> Result<Registry> {
         let computes = |id: DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let system = self.devices.registry(Clock::Wall)?;
         let named: Vec<DeviceId> = self.plan.compute.iter().map(|id| id.parse()).collect::<Result<_>>()?;
@@ -144,7 +144,7 @@ impl Args {
         let room = Machine::new([cpu.clone(), disk.clone(), DeviceInfo::new(card, u64::MAX / 4)], Topology::new());
         // On a card without limits mode auto would have nothing to do.
         let allocation = self.allocation()?.filter(|allocation| allocation.mode() != Mode::Auto);
-        let plan = self.plan(patches, &room, allocation)?;
+        let plan = self.plan(weights, &room, allocation)?;
         let needed = plan.device(card).map_or(0, |share| share.needed()).next_multiple_of(4096);
         // A link that brings the streamed weights in three quarters of the compute, 27.2 GB/s (PCIe 4 x16) at most.
         let streamed = plan.bytes().saturating_sub(plan.device(card).map_or(0, |share| share.weights.bytes));
@@ -168,11 +168,11 @@ impl Args {
         Ok(machine.with_topology(devices.measured_topology()?))
     }
 
-    fn plan(&self, patches: &Patches, machine: &Machine, allocation: Option<Allocation>) -> Result<Plan> {
-        let layers = patches.layout().layers().len();
+    fn plan(&self, weights: &Weights, machine: &Machine, allocation: Option<Allocation>) -> Result<Plan> {
+        let layers = weights.layout().layers().len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
-        let planner = self.plan.apply(Planner::new(patches.layout(), machine))?;
+        let planner = self.plan.apply(Planner::new(weights.layout(), machine))?;
         let mut planner = planner.compute_time(vec![per_layer; layers]);
         if self.model.is_none() && self.plan.depth.is_none() {
             // Three slots would hold all of the small model's three blocks, and there would be nothing to see.
@@ -183,7 +183,7 @@ impl Args {
             None => {
                 let first = machine.ids().find(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk));
                 let compute = self.plan.compute.as_ref().map(|id| id.parse()).transpose()?.or(first);
-                let quarter = ByteSize(patches.layout().bytes() / 4);
+                let quarter = ByteSize(weights.layout().bytes() / 4);
                 match compute {
                     Some(compute) if compute != DeviceId::CPU => format!("{compute},{quarter};cpu,*").parse()?,
                     _ => "cpu,*".parse()?,
@@ -193,7 +193,7 @@ impl Args {
         planner.allocation(allocation).plan()
     }
 
-    fn load(&self, devices: &Registry, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
+    fn load(&self, devices: &Registry, weights: &Weights, plan: &Plan) -> Result<Model> {
         let bar = ProgressBar::new(plan.bytes());
         if self.json {
             bar.set_draw_target(ProgressDrawTarget::hidden());
@@ -203,7 +203,7 @@ impl Args {
             bar.set_style(style);
         }
         let progress = |done: u64, _: u64| bar.set_position(done);
-        let model = Loader::new(devices).progress(&progress).load(checkpoint, patches, plan);
+        let model = Loader::new(devices).progress(&progress).load(weights, plan);
         bar.finish_and_clear();
         model
     }
@@ -258,7 +258,7 @@ fn streamed(streamer: &Streamer) -> u64 {
 }
 
 /// Streams the model once more and compares every tensor with what patching on the host alone gives.
-fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -> Result<String> {
+fn verify(streamer: &mut Streamer, weights: &Weights) -> Result<String> {
     let model = Arc::clone(streamer.model());
     let mut whole = Sha256::new();
     for layer in model.layout().layer_ids() {
@@ -267,9 +267,9 @@ fn verify(streamer: &mut Streamer, checkpoint: &Checkpoint, patches: &Patches) -
             let (name, bytes) = (&view.info().name, view.info().bytes as usize);
             let (mut streamed, mut merged) = (vec![0; bytes], vec![0; bytes]);
             guard.read(name, &mut streamed)?;
-            let tensor =
-                checkpoint.find(name).ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
-            patches.read(checkpoint, tensor, &mut merged)?;
+            let tensor = weights.checkpoint().find(name);
+            let tensor = tensor.ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
+            weights.read(tensor, &mut merged)?;
             if streamed != merged {
                 return Err(invalid(format!("tensor `{name}` did not arrive as it was patched")));
             }

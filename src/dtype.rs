@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
 /// The element type of a tensor, named as the safetensors format names it.
@@ -121,9 +122,53 @@ impl TryFrom<String> for DType {
     }
 }
 
+/// A type of Rust's, or of the crate `half`, that elements of a tensor are read as. 8-bit floats have none; their bytes are
+/// read with [`TensorView::bytes`](crate::TensorView::bytes).
+pub trait Element: bytemuck::Pod + sealed::Sealed {
+    /// The element type of tensors that hold it.
+    const DTYPE: DType;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! elements {
+    ($($rust:ty => $dtype:ident),* $(,)?) => {$(
+        impl sealed::Sealed for $rust {}
+        impl Element for $rust {
+            const DTYPE: DType = DType::$dtype;
+        }
+    )*};
+}
+
+elements! {
+    u8 => U8, i8 => I8, u16 => U16, i16 => I16, u32 => U32, i32 => I32, u64 => U64, i64 => I64,
+    f16 => F16, bf16 => BF16, f32 => F32, f64 => F64,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn elements_are_as_large_as_their_types() {
+        fn check<T: Element>() {
+            assert_eq!(size_of::<T>() as u64 * 8, T::DTYPE.bits(), "{}", T::DTYPE);
+        }
+        check::<u8>();
+        check::<i8>();
+        check::<u16>();
+        check::<i16>();
+        check::<u32>();
+        check::<i32>();
+        check::<u64>();
+        check::<i64>();
+        check::<f16>();
+        check::<bf16>();
+        check::<f32>();
+        check::<f64>();
+    }
 
     #[test]
     fn the_table_is_in_the_order_of_the_enum() {

@@ -14,8 +14,8 @@
 //! use std::sync::Arc;
 //! use tensor_offload::backend::Clock;
 //! use tensor_offload::{
-//!     Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, ModelCache, Patches, Planner, Registry, Retention,
-//!     Streamer,
+//!     Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, ModelCache, Planner, Registry, Retention, Streamer,
+//!     Weights,
 //! };
 //!
 //! let card = DeviceId::cuda(0);
@@ -25,18 +25,18 @@
 //! // What the files hold, and what the adapter makes of it. No weight is read yet.
 //! let checkpoint = Checkpoint::open("examples/data/tiny-llama")?;
 //! let adapter = Adapter::open("examples/data/tiny-llama-lora", 1.0)?;
-//! let patches = Patches::resolve(checkpoint.layout(), vec![adapter], Matching::Strict)?;
-//! assert!(patches.layout().bytes() > 256 << 10);
+//! let weights = Weights::patched(checkpoint, vec![adapter], Matching::Strict)?;
+//! assert!(weights.layout().bytes() > 256 << 10);
 //!
 //! // Where every module is to live. No memory is taken yet.
-//! let plan = Planner::new(patches.layout(), devices.machine())
+//! let plan = Planner::new(weights.layout(), devices.machine())
 //!     .allocation("cuda:0,40kb;cpu,*".parse()?)
 //!     .depth(1)
 //!     .plan()?;
 //! println!("{plan}");
 //!
 //! // Load, patch, distribute.
-//! let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
+//! let model = Arc::new(Loader::new(&devices).load(&weights, &plan)?);
 //!
 //! // Once through the network. A layer is on the card for work queued while its guard lives.
 //! let mut streamer = Streamer::new(&model)?;
@@ -71,7 +71,7 @@
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`] |
-//! | [`adapter`] | adapters against a checkpoint's names | [`Adapter`], [`Patches`] |
+//! | [`adapter`] | adapters against a checkpoint's names | [`Adapter`], [`Weights`] |
 //! | schedule | which layer is fetched when, into which slot | |
 //! | plan | where every module lives, and how long a pass takes at least | [`Planner`], [`Plan`] |
 //! | load | load, patch, distribute | [`Loader`], [`Model`] |
@@ -144,6 +144,7 @@ mod limits;
 mod load;
 pub mod patch;
 mod plan;
+pub mod prelude;
 mod registry;
 mod rounding;
 mod schedule;
@@ -152,7 +153,7 @@ mod stream;
 mod threads;
 pub mod transfer;
 
-pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows};
+pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows, Weights};
 pub use allocation::{Allocation, AllocationBuilder, Mode};
 pub use bytes::{ByteSize, Human};
 pub use cache::{
@@ -164,12 +165,14 @@ pub use device::{
     Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemoryDrift, MemorySeries,
     MemorySnapshot, MemoryUsage, Topology,
 };
-pub use dtype::{DType, UnknownDType};
+pub use dtype::{DType, Element, UnknownDType};
 pub use error::{
     AdapterFault, AllocationError, Error, ErrorKind, FileFault, Holder, NoRoom, PlanFault, Result, Shortfall,
 };
 pub use limits::Limits;
-pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residency, TensorView, WeightStore};
+pub use load::{
+    Cancel, LoadReport, Loader, Model, ModelBuilder, Progress, Reservation, Residency, TensorView, WeightStore,
+};
 pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
 pub use plan::{
     Alternative, Assignment, ComputeTime, DeviceBeside, DevicePlan, DeviceReason, DeviceRoom, DeviceWeights, Estimate,
@@ -177,7 +180,7 @@ pub use plan::{
 };
 pub use registry::{LinkTiming, Registry, measure_links};
 pub use rounding::Rounding;
-pub use stream::{LaneReport, LayerGuard, StallCause, Stalls, StreamReport, Streamer, Via};
+pub use stream::{LaneReport, LayerGuard, Pass, StallCause, Stalls, StreamReport, Streamer, Via};
 
 /// The examples of the README, compiled and run with the other documentation tests.
 #[cfg(doctest)]

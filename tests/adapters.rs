@@ -4,7 +4,7 @@ mod reference;
 
 use proptest::prelude::*;
 use reference::{Tensor, difference, f32s, file, floats, merged, named, stored, tensor};
-use tensor_offload::adapter::{Adapter, Matching, Patches, SkipReason};
+use tensor_offload::adapter::{Adapter, Matching, Patches, SkipReason, Weights};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::{AdapterFault, Checkpoint, DType, Error, TensorId};
 
@@ -37,11 +37,11 @@ fn every_kind_gives_the_values_of_its_own_program() {
             let weight = stored(dtype, &floats(DType::F32, &base));
             let model = file("base", &[tensor("blocks.0.attn.proj.weight", dtype, &shape, weight), norm.clone()]);
             let adapter = Adapter::from_checkpoint(file("adapter", &adapter), strength).unwrap();
-            let (got, patches) = merged(&model, vec![adapter], Matching::Strict);
+            let (got, weights) = merged(&model, vec![adapter], Matching::Strict);
             let (_, _, wanted_shape, wanted) = named(&reference, expected);
             assert_eq!((got[0].1, &got[0].2), (dtype, &wanted_shape), "{name}");
             assert_eq!(got[1], norm);
-            assert!(patches.report().skipped.is_empty() && patches.factor_bytes() > 0);
+            assert!(weights.report().skipped.is_empty() && weights.patches().factor_bytes() > 0);
             failures.extend(difference(dtype, &got[0].3, &wanted).map(|why| format!("{name} {dtype}: {why}")));
         }
     }
@@ -90,9 +90,9 @@ fn six_spellings_of_one_module_are_one_target() {
     ];
     let results = spellings.map(|(up, down)| {
         let adapter = Adapter::from_checkpoint(file("adapter", &pair(up, down)), 1.0).unwrap();
-        let (tensors, patches) = merged(&base, vec![adapter], Matching::Strict);
-        assert_eq!(patches.report().applied[0].targets, ["blocks.0.attn.q.weight"], "{up}");
-        assert_eq!(patches.report().applied[0].keys.len(), 2);
+        let (tensors, weights) = merged(&base, vec![adapter], Matching::Strict);
+        assert_eq!(weights.report().applied[0].targets, ["blocks.0.attn.q.weight"], "{up}");
+        assert_eq!(weights.report().applied[0].keys.len(), 2);
         tensors
     });
     assert!(results.iter().all(|result| *result == results[0]));
@@ -219,11 +219,11 @@ fn replacements_biases_and_norms_change_their_own_tensors() {
         f32s("diffusion_model.modulation.diff", &[1, 2], &[1.0, -1.0]),
     ];
     let adapter = Adapter::from_checkpoint(file("adapter", &adapter), 0.5).unwrap();
-    let (got, patches) = merged(&base, vec![adapter], Matching::Strict);
+    let (got, weights) = merged(&base, vec![adapter], Matching::Strict);
     let values: Vec<Vec<f32>> = got.iter().map(|t| floats(t.1, &t.3)).collect();
     let wanted: [&[f32]; 6] = [&[1.5, 2.0, 3.0, 4.5], &[2.0, 0.0], &[1.0, 1.5], &[1.5, 2.0], &[7.0, 8.0], &[1.5, 0.5]];
     assert_eq!(values, wanted);
-    assert_eq!(patches.report().applied.len(), 4);
+    assert_eq!(weights.report().applied.len(), 4);
 }
 
 #[test]
@@ -234,11 +234,11 @@ fn adapters_follow_each_other_on_one_weight() {
     let (twice, _) = merged(&base, vec![open(0.5), open(-0.25)], Matching::Strict);
     let (once, _) = merged(&base, vec![open(0.25)], Matching::Strict);
     assert_eq!(difference(DType::F32, &twice[0].3, &once[0].3), None);
-    let (zero, patches) = merged(&base, vec![open(0.0)], Matching::Strict);
+    let (zero, weights) = merged(&base, vec![open(0.0)], Matching::Strict);
     assert_eq!(zero, reference::tensors(&base));
-    assert!(patches.tensor(TensorId::new(0)).is_none());
-    assert!(patches.report().skipped.iter().all(|s| s.why == SkipReason::ZeroStrength));
-    assert_eq!(patches.report().skipped.len(), 2);
+    assert!(weights.patches().tensor(TensorId::new(0)).is_none());
+    assert!(weights.report().skipped.iter().all(|s| s.why == SkipReason::ZeroStrength));
+    assert_eq!(weights.report().skipped.len(), 2);
 }
 
 #[test]
@@ -264,9 +264,9 @@ fn one_component_of_a_file_can_be_asked_for() {
     adapter.extend(pair("text_encoder.blocks.0.q.lora_B", "text_encoder.blocks.0.q.lora_A"));
     assert!(matches!(fault(resolve(base.layout(), &adapter, Matching::Strict)).1, AdapterFault::Collision { .. }));
     let unet = Adapter::from_checkpoint(file("adapter", &adapter), 1.0).unwrap().only("unet.");
-    let patches = Patches::resolve(base.layout(), vec![unet], Matching::Strict).unwrap();
-    assert_eq!(patches.report().skipped.len(), 2);
-    assert!(patches.report().skipped.iter().all(|s| s.why == SkipReason::OtherComponent));
+    let weights = Weights::patched(base.clone(), vec![unet], Matching::Strict).unwrap();
+    assert_eq!(weights.report().skipped.len(), 2);
+    assert!(weights.report().skipped.iter().all(|s| s.why == SkipReason::OtherComponent));
 }
 
 #[test]
@@ -276,8 +276,8 @@ fn a_padded_weight_grows_in_the_layout_too() {
     let shape = tensor("x.reshape_weight", DType::I64, &[2], [5i64, 4].iter().flat_map(|v| v.to_le_bytes()).collect());
     let grown = [f32s("x.lora_B", &[5, 1], &[1.0; 5]), f32s("x.lora_A", &[1, 4], &[1.0; 4]), shape];
     let second = Adapter::from_checkpoint(file("second", &grown), 1.0).unwrap();
-    let (got, patches) = merged(&base, vec![first, second], Matching::Strict);
-    assert_eq!((&got[0].2[..], patches.layout().bytes(), base.layout().bytes()), (&[5, 4][..], 144, 128));
+    let (got, weights) = merged(&base, vec![first, second], Matching::Strict);
+    assert_eq!((&got[0].2[..], weights.layout().bytes(), base.layout().bytes()), (&[5, 4][..], 144, 128));
     assert_eq!(floats(DType::F32, &got[0].3)[12..], [2.75, 3.5, -1.0, 8.0, 1.0, 1.0, 1.0, 1.0]);
     let small = tensor("x.reshape_weight", DType::I64, &[2], [3i64, 4].iter().flat_map(|v| v.to_le_bytes()).collect());
     let mut shrunk = pair("x.lora_B", "x.lora_A");
@@ -415,10 +415,10 @@ proptest! {
         let config = r#"{"peft_type": "LORA", "r": 2, "lora_alpha": 4}"#;
         let adapter = if peft { Adapter::from_peft(factors, config, 0.5) } else { Adapter::from_checkpoint(factors, 0.5) };
         let Ok(adapter) = adapter else { return Ok(()) };
-        let Ok(patches) = Patches::resolve(base.layout(), vec![adapter], Matching::AllowPartial) else { return Ok(()) };
-        for (index, patch) in patches.iter() {
+        let Ok(weights) = Weights::patched(base.clone(), vec![adapter], Matching::AllowPartial) else { return Ok(()) };
+        for (index, patch) in weights.patches().iter() {
             let mut bytes = reference::bytes(&base, index);
-            bytes.resize(patches.layout().tensor(index).unwrap().bytes as usize, 0);
+            bytes.resize(weights.layout().tensor(index).unwrap().bytes as usize, 0);
             let siblings: Vec<Vec<u8>> = patch.needs().iter().map(|&index| reference::bytes(&base, index)).collect();
             let _ = patch.apply(&mut bytes, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>());
         }

@@ -29,7 +29,7 @@ impl Case {
 
     fn load(&self, registry: &Registry) -> Arc<Model> {
         let loader = Loader::new(registry).workers(1);
-        Arc::new(loader.load(&self.subject.checkpoint, &self.subject.patches, &self.plan).unwrap())
+        Arc::new(loader.load(&self.subject.weights, &self.plan).unwrap())
     }
 }
 

@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use tensor_offload::checkpoint::{Checkpoint, TensorSpec, write_safetensors};
+use tensor_offload::checkpoint::{Checkpoint, Layout, TensorInfo, TensorSpec, write_safetensors};
 use tensor_offload::error::{Measured, Missing};
-use tensor_offload::{DType, Error, ErrorKind, FileFault, Machine, Patches, Planner, TensorId};
+use tensor_offload::{DType, Error, ErrorKind, FileFault, Machine, Planner, TensorId, Weights};
 
 /// A safetensors file of this header and so many bytes.
 fn file(header: &str, bytes: usize) -> Vec<u8> {
@@ -238,12 +238,9 @@ fn ids_of_another_layout_are_refused() {
     assert!(missing(two.read(tensor, &mut [0; 4]).unwrap_err()));
     assert!(missing(two.read_at(tensor, 0, &mut []).unwrap_err()));
 
-    let patches = Patches::none(layout);
-    assert!(patches.tensor(tensor).is_none());
-    assert!(missing(patches.read(&two, tensor, &mut [0; 4]).unwrap_err()));
-    // The patches' own checkpoint is another one, which the caller has to know.
-    assert_eq!(patches.read(&three, tensor, &mut [0; 4]).unwrap_err().kind(), ErrorKind::Mismatch);
-    assert_eq!(Patches::none(other).read(&two, tensor, &mut [0; 4]).unwrap_err().kind(), ErrorKind::Mismatch);
+    let weights = Weights::new(two.clone());
+    assert!(weights.patches().tensor(tensor).is_none());
+    assert!(missing(weights.read(tensor, &mut [0; 4]).unwrap_err()));
     let machine = Machine::described(&["cpu=1mb".parse().unwrap()]);
     let plan = Planner::new(layout, &machine).plan().unwrap();
     assert_eq!((plan.assignment(module), plan.assignment(layout.modules()[1].id).unwrap().bytes), (None, 4));
@@ -510,4 +507,24 @@ fn what_is_not_there_is_named() {
     let error = Checkpoint::open("/no/such/model.safetensors").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Io);
     assert!(error.to_string().contains("/no/such/model.safetensors"));
+}
+
+#[test]
+fn another_layout_has_to_lie_in_the_same_files() {
+    let header = r#"{"a.0.w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a.1.w":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}"#;
+    let stored = Checkpoint::from_bytes("m", file(header, 8)).unwrap();
+    let turned = stored.with_layout(stored.layout().clone().in_order(&["a.1"]).unwrap()).unwrap();
+    assert_eq!(turned.layout().layers()[0].name, "a.1");
+    let (first, second) = (stored.layout().tensors()[0].clone(), stored.layout().tensors()[1].clone());
+    let renamed = TensorInfo::new("head", DType::U8, &[4], 0, first.offset).unwrap();
+    let shared = stored.with_layout(Layout::new(vec![first, renamed])).unwrap();
+    assert_eq!((shared.find("a.1.w"), shared.layout().bytes()), (None, 4));
+    assert!(shared.find("head").is_some());
+
+    let longer = TensorInfo::new("a.1.w", DType::U8, &[5], 0, second.offset).unwrap();
+    let error = stored.with_layout(Layout::new(vec![longer])).unwrap_err();
+    assert!(matches!(error, Error::WrongSize { needed, given, .. } if needed == given + 1), "{error}");
+    let elsewhere = TensorInfo::new("a.1.w", DType::U8, &[4], 1, 0).unwrap();
+    let error = stored.with_layout(Layout::new(vec![elsewhere])).unwrap_err();
+    assert!(matches!(error, Error::Missing(Missing::File { index: 1, count: 1, .. })), "{error}");
 }

@@ -11,8 +11,8 @@ use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, s
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
-    ByteSize, Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Patches, Planner, Registry,
-    Result, Retention, Streamer,
+    ByteSize, Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Planner, Registry, Result,
+    Retention, Streamer, Weights,
 };
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
@@ -34,10 +34,10 @@ fn checkpoint() -> &'static Checkpoint {
 }
 
 fn load_as(devices: &Registry, allocation: &str) -> Result<Arc<Model>> {
-    let patches = Patches::none(checkpoint().layout());
-    let planner = Planner::new(patches.layout(), devices.machine()).allocation(allocation.parse()?).depth(1);
+    let weights = Weights::new(checkpoint().clone());
+    let planner = Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse()?).depth(1);
     let plan = planner.compute(if allocation == "cpu,*" { DeviceId::CPU } else { CARD }).plan()?;
-    Loader::new(devices).workers(1).deadline(DEADLINE).load(checkpoint(), &patches, &plan).map(Arc::new)
+    Loader::new(devices).workers(1).deadline(DEADLINE).load(&weights, &plan).map(Arc::new)
 }
 
 fn load(devices: &Registry) -> Result<Arc<Model>> {

@@ -23,7 +23,7 @@ fn model(subject: &Subject, allocation: &str, own_slots: bool) -> Arc<Model> {
     let devices = Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())]);
     let planner = subject.planner(devices.machine(), allocation).depth(1).own_slots(own_slots);
     let plan = planner.plan().unwrap();
-    Arc::new(Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap())
+    Arc::new(Loader::new(&devices).load(&subject.weights, &plan).unwrap())
 }
 
 fn streamer(model: &Arc<Model>, own_slots: bool) -> Streamer {

@@ -13,8 +13,8 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan};
 use support::{CPU, GPU0, GPU1, Subject, hash, llama, lora, safetensors};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Patches,
-    Plan, Planner, Registry, Result, Retention, Streamer,
+    Adapter, Checkpoint, DType, DeviceId, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Plan,
+    Planner, Registry, Result, Retention, Streamer, Weights,
 };
 
 fn registry() -> Registry {
@@ -34,8 +34,8 @@ impl Case {
         let layer: Vec<_> = tensors.into_iter().filter(|tensor| tensor.name.contains("layers.1.")).collect();
         let adapter = Adapter::from_checkpoint(lora(&layer, DType::F32, 3, 131), 0.75).unwrap();
         let of = |adapters| {
-            let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
-            Subject::new(checkpoint.clone(), patches)
+            let weights = Weights::patched(checkpoint.clone(), adapters, Matching::Strict).unwrap();
+            Subject::new(weights)
         };
         Case { plain: of(vec![]), patched: of(vec![adapter]) }
     }
@@ -51,11 +51,11 @@ fn loader(devices: &Registry) -> Loader<'_> {
 }
 
 fn load(devices: &Registry, subject: &Subject, plan: &Plan) -> Result<Arc<Model>> {
-    loader(devices).load(&subject.checkpoint, &subject.patches, plan).map(Arc::new)
+    loader(devices).load(&subject.weights, plan).map(Arc::new)
 }
 
 fn derive(devices: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan) -> Result<Arc<Model>> {
-    loader(devices).derive(base, &subject.checkpoint, &subject.patches, plan).map(Arc::new)
+    loader(devices).derive(base, &subject.weights, plan).map(Arc::new)
 }
 
 fn stream(model: &Arc<Model>, subject: &Subject) {
@@ -93,7 +93,7 @@ fn cuda_generations_share_what_does_not_change() {
         let patched = derive(&devices, &plain, &case.patched, &plan).unwrap();
         let report = patched.report();
         assert_eq!((report.read + report.shared, report.copied), (plan.bytes(), 0), "{allocation}");
-        assert_eq!(report.patched, case.patched.patches.iter().count());
+        assert_eq!(report.patched, case.patched.weights.patches().iter().count());
         stream(&plain, &case.plain);
         stream(&patched, &case.patched);
         let removed = derive(&devices, &patched, &case.plain, &plan).unwrap();
@@ -196,10 +196,8 @@ fn cuda_models_of_a_lost_card_are_placed_elsewhere() {
     let (devices, case) = (registry(), Case::new());
     let cache = ModelCache::new();
     let get = |subject: &Subject, plan: &Plan| {
-        let identity = Identity::of(&subject.checkpoint, &subject.patches, plan);
-        cache.get_or_load("m", &identity, Retention::Keep, |base| {
-            loader(&devices).derive(base, &subject.checkpoint, &subject.patches, plan)
-        })
+        let identity = Identity::of(&subject.weights, plan);
+        cache.get_or_load("m", &identity, Retention::Keep, |base| loader(&devices).derive(base, &subject.weights, plan))
     };
     let lost_plan = case.plan(&devices, GPU0, "cuda:0,30kb;cpu,*");
     let base = get(&case.patched, &lost_plan).unwrap();

@@ -10,7 +10,7 @@ use card::{DEADLINE, Driver, driver, has_calls, has_devices};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use tensor_offload::backend::{Backend, BufMut, Cuda, Host, MemoryKind, Role, Transfer};
-use tensor_offload::{Checkpoint, DeviceId, ErrorKind, LayerId, Loader, Patches, Planner, Registry, Streamer, cuda};
+use tensor_offload::{Checkpoint, DeviceId, ErrorKind, LayerId, Loader, Planner, Registry, Streamer, Weights, cuda};
 
 /// What captures take, beyond what the library calls itself.
 const CAPTURES: [&str; 4] = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphDestroy"];
@@ -33,11 +33,11 @@ fn cuda_a_callers_stream_sees_every_layer() {
         let contexts = [0, 1].map(|ordinal| CudaContext::new(ordinal).unwrap());
         let devices = Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())]);
         let checkpoint = Checkpoint::open(MODEL).unwrap();
-        let patches = Patches::none(checkpoint.layout());
+        let weights = Weights::new(checkpoint.clone());
         let planner =
-            Planner::new(patches.layout(), devices.machine()).allocation("cuda:0,60kb;cpu,*".parse().unwrap());
+            Planner::new(weights.layout(), devices.machine()).allocation("cuda:0,60kb;cpu,*".parse().unwrap());
         let plan = planner.compute(DeviceId::cuda(0)).depth(1).plan().unwrap();
-        let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan).unwrap());
+        let model = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
         let stream = contexts[0].new_stream().unwrap();
         let compute = cuda::adopt_stream(model.residency().device(), &stream).unwrap();
         let mut streamer = Streamer::on(&model, compute).unwrap();

@@ -13,9 +13,7 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule};
 use half::{bf16, f16};
 use reference::{Tensor, f32s, file, tensor};
 use tensor_offload::backend::{Backend, Countdown, Cuda, Faulty, Host, Operation};
-use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Error, Loader, Matching, Model, Patches, Planner, Registry, Result,
-};
+use tensor_offload::{Adapter, DType, DeviceId, Error, Loader, Matching, Model, Planner, Registry, Result, Weights};
 
 const TYPES: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2];
 const ON_DEVICE: &str = "cuda:0,100%";
@@ -74,43 +72,41 @@ impl Random {
 
 /// A checkpoint, adapters for it, and what the host makes of both.
 struct Subject {
-    checkpoint: Checkpoint,
-    patches: Patches,
+    weights: Weights,
     wanted: Vec<Vec<u8>>,
     saturated: u64,
 }
 
 impl Subject {
     fn new(tensors: &[Tensor], adapters: &[Vec<Tensor>]) -> Subject {
-        let checkpoint = file("model", tensors);
         let strengths = [0.7, -1.3, 2.0];
         let open = |(tensors, strength): (&Vec<Tensor>, f32)| {
             Adapter::from_checkpoint(file("adapter", tensors), strength).unwrap()
         };
         let adapters = adapters.iter().filter(|tensors| !tensors.is_empty()).zip(strengths).map(open).collect();
-        let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
+        let weights = Weights::patched(file("model", tensors), adapters, Matching::Strict).unwrap();
         let mut saturated = 0;
-        let wanted = patches.layout().tensor_ids().zip(patches.layout().tensors()).map(|(tensor, info)| {
+        let wanted = weights.layout().tensor_ids().zip(weights.layout().tensors()).map(|(tensor, info)| {
             let mut bytes = vec![0; info.bytes as usize];
-            saturated += patches.read(&checkpoint, tensor, &mut bytes).unwrap().saturated;
+            saturated += weights.read(tensor, &mut bytes).unwrap().saturated;
             bytes
         });
-        Subject { wanted: wanted.collect(), saturated, patches, checkpoint }
+        Subject { wanted: wanted.collect(), saturated, weights }
     }
 
     fn patched(&self) -> usize {
-        self.patches.iter().count()
+        self.weights.patches().iter().count()
     }
 
     fn load(&self, devices: &Registry, allocation: &str) -> Result<Model> {
-        let planner = Planner::new(self.patches.layout(), devices.machine()).allocation(allocation.parse()?);
+        let planner = Planner::new(self.weights.layout(), devices.machine()).allocation(allocation.parse()?);
         let plan = planner.compute(DeviceId::cuda(0)).plan()?;
-        Loader::new(devices).workers(2).deadline(DEADLINE).load(&self.checkpoint, &self.patches, &plan)
+        Loader::new(devices).workers(2).deadline(DEADLINE).load(&self.weights, &plan)
     }
 
     /// Every tensor has the bytes of the host, and as many values were saturated.
     fn check(&self, model: &Model) -> Result<()> {
-        for (info, wanted) in self.patches.layout().tensors().iter().zip(&self.wanted) {
+        for (info, wanted) in self.weights.layout().tensors().iter().zip(&self.wanted) {
             let mut bytes = vec![0; wanted.len()];
             model.read(&info.name, &mut bytes)?;
             let size = info.dtype.bits() as usize / 8;

@@ -38,7 +38,7 @@ fn load_with(
 ) -> Arc<Model> {
     let plan = options(subject.planner(devices.machine(), allocation)).plan().unwrap();
     let loader = Loader::new(devices).workers(2).deadline(DEADLINE);
-    Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap())
+    Arc::new(loader.load(&subject.weights, &plan).unwrap())
 }
 
 fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {

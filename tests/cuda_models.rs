@@ -10,8 +10,8 @@ use card::{DEADLINE, assert_clean, assert_given_back, devices, driver, named, st
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule};
 use tensor_offload::backend::{Backend, Cuda, Host};
 use tensor_offload::{
-    Adapter, ByteSize, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Patches, Planner, Registry,
-    Result, Retention, Streamer,
+    Adapter, ByteSize, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Planner, Registry, Result,
+    Retention, Streamer, Weights,
 };
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
@@ -24,28 +24,26 @@ fn registry() -> Registry {
 }
 
 struct Source {
-    checkpoint: Checkpoint,
-    patches: Patches,
+    weights: Weights,
     /// For each tensor its bytes as patching on the host gives them.
     merged: Vec<Vec<u8>>,
 }
 
 fn source() -> Source {
-    let checkpoint = Checkpoint::open(MODEL).unwrap();
     let adapters = vec![Adapter::open(LORA, 0.8).unwrap()];
-    let patches = Patches::resolve(checkpoint.layout(), adapters, Matching::Strict).unwrap();
-    let merged = patches.layout().tensor_ids().map(|tensor| {
-        let mut bytes = vec![0; patches.layout().tensor(tensor).unwrap().bytes as usize];
-        patches.read(&checkpoint, tensor, &mut bytes).unwrap();
+    let weights = Weights::patched(Checkpoint::open(MODEL).unwrap(), adapters, Matching::Strict).unwrap();
+    let merged = weights.layout().tensor_ids().map(|tensor| {
+        let mut bytes = vec![0; weights.layout().tensor(tensor).unwrap().bytes as usize];
+        weights.read(tensor, &mut bytes).unwrap();
         bytes
     });
-    Source { merged: merged.collect(), patches, checkpoint }
+    Source { merged: merged.collect(), weights }
 }
 
 fn load(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> Result<Model> {
-    let planner = Planner::new(source.patches.layout(), devices.machine()).allocation(allocation.parse()?);
+    let planner = Planner::new(source.weights.layout(), devices.machine()).allocation(allocation.parse()?);
     let plan = planner.compute("cuda:0".parse()?).order(Order::Interleaved).depth(depth).plan()?;
-    Loader::new(devices).workers(2).deadline(DEADLINE).load(&source.checkpoint, &source.patches, &plan)
+    Loader::new(devices).workers(2).deadline(DEADLINE).load(&source.weights, &plan)
 }
 
 /// Streams every layer and compares it with what patching on the host gives.
@@ -55,7 +53,7 @@ fn pass(streamer: &mut Streamer, source: &Source) -> Result<()> {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
             let name = &view.info().name;
-            let tensor = source.checkpoint.find(name).unwrap();
+            let tensor = source.weights.checkpoint().find(name).unwrap();
             let mut bytes = vec![0; view.info().bytes as usize];
             guard.read(name, &mut bytes)?;
             assert!(bytes == source.merged[tensor.index()], "{layer:?}: `{name}` arrived wrong");

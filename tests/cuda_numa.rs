@@ -177,7 +177,7 @@ fn cuda_models_are_near_the_device_that_computes() {
             let planner = subject.planner(devices.machine(), &allocation).compute(compute);
             let plan = planner.pinned_cap(Some(ByteSize(pinned))).plan().unwrap();
             let loader = Loader::new(&devices).workers(2);
-            Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap())
+            Arc::new(loader.load(&subject.weights, &plan).unwrap())
         };
         let all_near = |what: &str, sizes: &[u64]| {
             let touched = std::mem::take(&mut *touched());

@@ -201,7 +201,7 @@ fn cuda_threads_of_the_library_leave_captures_whole() {
             let devices = registry();
             let planner = subject.planner(devices.machine(), "cpu,*").depth(1).pinned_cap(Some(ByteSize(pinned)));
             let plan = planner.plan().unwrap();
-            let load = || Loader::new(&devices).workers(2).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+            let load = || Loader::new(&devices).workers(2).load(&subject.weights, &plan).unwrap();
             let model = Arc::new(load());
             let mut streamer = Streamer::new(&model).unwrap();
             // A pass, so that slots have uses pending.
@@ -437,7 +437,7 @@ fn cuda_a_copy_of_what_a_failing_device_was_to_write_fails() {
 
 fn donated(devices: &Registry, subject: &Subject) -> Arc<Model> {
     let plan = subject.planner(devices.machine(), "cuda:1,*").depth(1).plan().unwrap();
-    Arc::new(Loader::new(devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap())
+    Arc::new(Loader::new(devices).load(&subject.weights, &plan).unwrap())
 }
 
 /// The same for a model that is streamed from the donor: no layer has wrong bytes without an error, whichever copy fails.
@@ -501,7 +501,7 @@ fn cuda_the_per_thread_default_stream_belongs_to_one_thread() {
         let context = CudaContext::new(0).unwrap();
         let devices = registry();
         let plan = subject.planner(devices.machine(), "cpu,*").depth(1).plan().unwrap();
-        let model = Arc::new(Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap());
+        let model = Arc::new(Loader::new(&devices).load(&subject.weights, &plan).unwrap());
         let device = model.residency().device();
         let own = context.per_thread_stream();
         assert_eq!(cuda::adopt_stream(device, &own).unwrap_err().kind(), ErrorKind::Invalid);
@@ -638,10 +638,10 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         assert!(!large.allocation().pinned() || stays_out_of_forks(large.host(DEADLINE).unwrap().unwrap()));
         let devices = registry();
         let plan = subject.planner(devices.machine(), "cpu,*").depth(1).plan().unwrap();
-        let model = Arc::new(Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &plan).unwrap());
+        let model = Arc::new(Loader::new(&devices).load(&subject.weights, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap();
         let planner = subject.planner(devices.machine(), "cpu,*").depth(1).pinned_cap(Some(ByteSize(0)));
-        let loaded = Loader::new(&devices).load(&subject.checkpoint, &subject.patches, &planner.plan().unwrap());
+        let loaded = Loader::new(&devices).load(&subject.weights, &planner.plan().unwrap());
         let mut staged = Streamer::new(&Arc::new(loaded.unwrap())).unwrap();
         cpu_stream.occupy(Duration::from_millis(500)).unwrap();
         let slept = cpu_stream.record(&[]).unwrap();

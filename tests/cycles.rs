@@ -26,7 +26,7 @@ fn cycles_leave_nothing_behind() {
     let mut warm = None;
     for cycle in 0..WARM_UP + 300 {
         let loader = Loader::new(&registry).workers(2);
-        let model = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap());
+        let model = Arc::new(loader.load(&subject.weights, &plan).unwrap());
         let retention = if cycle % 3 == 0 { Retention::Keep } else { Retention::Unload };
         cache.insert(format!("model {}", cycle % 2), Arc::clone(&model), retention);
         let mut streamer = Streamer::new(&model).unwrap();

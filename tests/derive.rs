@@ -13,8 +13,8 @@ use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::transfer::{FileSource, Source, Stamp};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, Error, ErrorKind, LayerId, Loader, Matching, Model, Patches, Plan, Registry, Result,
-    Rounding, Streamer,
+    Adapter, Checkpoint, DType, Error, ErrorKind, LayerId, Loader, Matching, Model, Plan, Registry, Result, Rounding,
+    Streamer, Weights,
 };
 
 /// A file that lists what is read of it.
@@ -63,8 +63,8 @@ impl File {
     }
 
     fn subject(&self, adapters: Vec<Adapter>) -> Subject {
-        let patches = Patches::resolve(self.checkpoint.layout(), adapters, Matching::Strict).unwrap();
-        let subject = Subject::new(self.checkpoint.clone(), patches);
+        let weights = Weights::patched(self.checkpoint.clone(), adapters, Matching::Strict).unwrap();
+        let subject = Subject::new(weights);
         self.reads.lock().unwrap().clear();
         subject
     }
@@ -91,12 +91,12 @@ fn at(strength: f32, factors: &Checkpoint) -> Adapter {
 
 fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
     let loader = Loader::new(registry).workers(2);
-    Arc::new(loader.load(&subject.checkpoint, &subject.patches, plan).unwrap())
+    Arc::new(loader.load(&subject.weights, plan).unwrap())
 }
 
 fn derive(registry: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan) -> Result<Arc<Model>> {
     let loader = Loader::new(registry).workers(2);
-    loader.derive(base, &subject.checkpoint, &subject.patches, plan).map(Arc::new)
+    loader.derive(base, &subject.weights, plan).map(Arc::new)
 }
 
 /// All layers of a model through its slots, as the bytes that a subject has.
@@ -114,8 +114,8 @@ fn stream(model: &Arc<Model>, subject: &Subject) {
 
 /// The tensors that patches change, as their file has them.
 fn targeted(subject: &Subject) -> BTreeMap<String, u64> {
-    let stored = |(tensor, _)| subject.checkpoint.layout().tensor(tensor).unwrap();
-    subject.patches.iter().map(stored).map(|t| (t.name.clone(), t.bytes)).collect()
+    let stored = |(tensor, _)| subject.checkpoint().layout().tensor(tensor).unwrap();
+    subject.weights.patches().iter().map(stored).map(|t| (t.name.clone(), t.bytes)).collect()
 }
 
 /// A LoRA for some modules of a model.
@@ -191,8 +191,8 @@ fn case_17_a_changed_strength_is_the_result_of_that_strength() {
     drop(base);
     stream(&again, &full);
     // Rounding is a part of what bytes are made from, too.
-    let rounded = full.patches.clone().rounding(Rounding::Stochastic { seed: 3 });
-    let rounded = Subject::new(full.checkpoint.clone(), rounded);
+    let rounded = full.weights.clone().rounding(Rounding::Stochastic { seed: 3 });
+    let rounded = Subject::new(rounded);
     let noisy = derive(&watched.registry, &again, &rounded, &plan).unwrap();
     assert_eq!(noisy.report().read, targeted(&full).values().sum::<u64>());
     rounded.check(&noisy);
@@ -230,9 +230,9 @@ fn scales_are_of_the_bytes_of_their_weights() {
     let factors = some_lora(&tensors, "down_proj.weight", 99);
     let plain = file.subject(vec![]);
     let anew = |strength: f32| {
-        let patches = Patches::resolve(file.checkpoint.layout(), vec![at(strength, &factors)], Matching::AllowPartial);
-        let patches = patches.unwrap().scales(tensor_offload::ScalePolicy::Recompute).unwrap();
-        let subject = Subject::new(file.checkpoint.clone(), patches);
+        let weights = Weights::patched(file.checkpoint.clone(), vec![at(strength, &factors)], Matching::AllowPartial);
+        let weights = weights.unwrap().scales(tensor_offload::ScalePolicy::Recompute).unwrap();
+        let subject = Subject::new(weights);
         file.read();
         subject
     };
@@ -398,8 +398,8 @@ fn every_failing_operation_leaves_the_base_as_it_was() {
 fn fail_every_operation(tensors: &[tensor_offload::checkpoint::TensorSpec]) {
     let plain = Subject::plain(tensors, 106);
     let factors = some_lora(tensors, "layers.0.", 107);
-    let patches = Patches::resolve(plain.layout(), vec![at(1.0, &factors)], Matching::Strict).unwrap();
-    let patched = Subject::new(plain.checkpoint.clone(), patches);
+    let weights = Weights::patched(plain.checkpoint().clone(), vec![at(1.0, &factors)], Matching::Strict).unwrap();
+    let patched = Subject::new(weights);
     let plan = |allocation: &str| plain.planner(&machine(), allocation).depth(1).plan().unwrap();
     let (from, to) = (plan(SPLIT), plan("cuda:0,10kb;xpu:0,30kb;disk,20kb;cpu,*"));
     let attempt = |watched: &Watched, base: &Arc<Model>| -> Result<()> {

@@ -3,7 +3,7 @@
 mod reference;
 
 use reference::{Tensor, f32s, file, merged, named, tensor};
-use tensor_offload::adapter::{Adapter, Matching, Patches};
+use tensor_offload::adapter::{Adapter, Matching, Weights};
 use tensor_offload::{Checkpoint, DType, Error, Rounding, ScalePolicy, TensorId};
 
 fn open(name: &str) -> Checkpoint {
@@ -16,7 +16,7 @@ fn stored_codes_are_those_of_the_reference() {
         let (base, factors) = (open(&format!("{case}.base")), open(&format!("{case}.adapter")));
         let strength = factors.metadata()["strength"].parse().unwrap();
         let adapter = Adapter::from_checkpoint(factors, strength).unwrap();
-        let (got, patches) = merged(&base, vec![adapter], Matching::Strict);
+        let (got, weights) = merged(&base, vec![adapter], Matching::Strict);
         let wanted = named(&open(&format!("{case}.expected")), "blocks.0.proj.weight");
         for (got, was) in got.iter().zip(reference::tensors(&base)) {
             if got.0 == wanted.0 {
@@ -27,7 +27,7 @@ fn stored_codes_are_those_of_the_reference() {
                 assert_eq!(*got, was, "{case}: a scale or marker changed");
             }
         }
-        assert_eq!(patches.iter().next().unwrap().1.needs().len(), usize::from(!case.contains("plain")));
+        assert_eq!(weights.patches().iter().next().unwrap().1.needs().len(), usize::from(!case.contains("plain")));
     }
 }
 
@@ -65,10 +65,10 @@ fn a_scaled_weight_is_patched_in_its_real_value() {
 #[test]
 fn saturation_is_counted_and_never_gives_nan() {
     let base = model(&[SIXTEEN, LARGEST, LARGEST | 0x80, 0x7f], f32s("a.weight_scale", &[], &[0.5]));
-    let (got, patches) = merged(&base, vec![adding(1e6, 4)], Matching::Strict);
+    let (got, weights) = merged(&base, vec![adding(1e6, 4)], Matching::Strict);
     assert_eq!(got[0].3, [LARGEST, LARGEST, LARGEST, 0x7f]);
     let mut codes = vec![SIXTEEN, LARGEST, LARGEST | 0x80, 0x7f];
-    let patch = patches.tensor(TensorId::new(0)).unwrap();
+    let patch = weights.patches().tensor(TensorId::new(0)).unwrap();
     assert_eq!(patch.apply(&mut codes, &[&0.5f32.to_le_bytes()]).unwrap().saturated, 3);
     let mut untouched = vec![SIXTEEN; 4];
     for scale in [0.0f32, f32::NAN, f32::INFINITY] {
@@ -87,20 +87,20 @@ fn rows_may_have_scales_of_their_own_and_grids_have_to_fit() {
     assert_eq!(merged(&rows, adapter(), Matching::Strict).0[0].3, [TWENTY; 2]);
     for scale in [f32s("a.weight_scale_inv", &[2, 2], &[1.0; 4]), tensor("a.weight_scale", DType::U8, &[1], vec![1])] {
         let odd = file("model", &[weight.clone(), scale]);
-        let error = Patches::resolve(odd.layout(), adapter(), Matching::Strict).unwrap_err().to_string();
+        let error = Weights::patched(odd.clone(), adapter(), Matching::Strict).unwrap_err().to_string();
         assert!(error.contains("a.weight_scale"), "{error}");
     }
 }
 
-/// The tensors as [`Patches::read`] gives them, of which so many values are saturated.
-fn read(base: &Checkpoint, patches: &Patches, saturated: u64) -> Vec<Vec<u8>> {
+/// The tensors as [`Weights::read`] gives them, of which so many values are saturated.
+fn read(weights: &Weights, saturated: u64) -> Vec<Vec<u8>> {
     let mut sum = 0;
     let read = |index: TensorId| {
-        let mut bytes = vec![0; patches.layout().tensor(index).unwrap().bytes as usize];
-        sum += patches.read(base, index, &mut bytes).unwrap().saturated;
+        let mut bytes = vec![0; weights.layout().tensor(index).unwrap().bytes as usize];
+        sum += weights.read(index, &mut bytes).unwrap().saturated;
         bytes
     };
-    let tensors = base.layout().tensor_ids().map(read).collect();
+    let tensors = weights.layout().tensor_ids().map(read).collect();
     assert_eq!(sum, saturated);
     tensors
 }
@@ -115,19 +115,19 @@ fn lifted(code: u8) -> f32 {
 #[test]
 fn a_scale_can_be_computed_anew() {
     let base = model(&[SIXTEEN, LARGEST, 0, SIXTEEN | 0x80], f32s("a.weight_scale", &[], &[0.5]));
-    let resolve = || Patches::resolve(base.layout(), vec![adding(672.0, 4)], Matching::Strict).unwrap();
-    let patches = resolve().scales(ScalePolicy::Recompute).unwrap();
+    let resolve = || Weights::patched(base.clone(), vec![adding(672.0, 4)], Matching::Strict).unwrap();
+    let weights = resolve().scales(ScalePolicy::Recompute).unwrap();
     let (weight, scale) = (TensorId::new(0), TensorId::new(1));
     assert_eq!(
-        patches.iter().map(|(index, patch)| (index, patch.needs().to_vec())).collect::<Vec<_>>(),
+        weights.patches().iter().map(|(index, patch)| (index, patch.needs().to_vec())).collect::<Vec<_>>(),
         [(weight, vec![scale]), (scale, vec![weight])]
     );
     // 8, 224, 0 and -8, each with 672 more: the largest is 896, twice the type's largest value.
-    let got = read(&base, &patches, 0);
+    let got = read(&weights, 0);
     assert_eq!(got[1], 2f32.to_le_bytes());
     assert_eq!(got[0].iter().map(|code| lifted(*code)).collect::<Vec<_>>(), [352.0, 448.0, 320.0, 320.0]);
-    let kept = patches.scales(ScalePolicy::Keep).unwrap().rounding(Rounding::NearestEven);
-    let kept = read(&base, &kept, 4);
+    let kept = weights.scales(ScalePolicy::Keep).unwrap().rounding(Rounding::NearestEven);
+    let kept = read(&kept, 4);
     assert_eq!((kept[0][1], &kept[1]), (LARGEST, &0.5f32.to_le_bytes().to_vec()));
 }
 
@@ -143,8 +143,8 @@ fn every_unit_of_a_grid_has_its_own_new_scale() {
         let up: Vec<f32> = (0..rows).map(|row| (row as f32 - 60.0) * 0.03).collect();
         let factors = [f32s("a.lora_B", &[rows as u64, 1], &up), f32s("a.lora_A", &[1, cols as u64], &vec![1.0; cols])];
         let adapter = Adapter::from_checkpoint(file("adapter", &factors), 1.0).unwrap();
-        let patches = Patches::resolve(base.layout(), vec![adapter], Matching::Strict).unwrap();
-        let got = read(&base, &patches.scales(ScalePolicy::Recompute).unwrap(), 0);
+        let weights = Weights::patched(base.clone(), vec![adapter], Matching::Strict).unwrap();
+        let got = read(&weights.scales(ScalePolicy::Recompute).unwrap(), 0);
         let old: Vec<f32> = scale.3.as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect();
         let new: Vec<f32> = got[1].as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect();
         let unit = |index: usize| {
@@ -170,8 +170,8 @@ fn every_unit_of_a_grid_has_its_own_new_scale() {
 #[test]
 fn what_gives_no_new_scale_keeps_the_old_one() {
     let base = model(&[SIXTEEN, SIXTEEN], f32s("a.weight_scale", &[], &[0.25]));
-    let zero = Patches::resolve(base.layout(), vec![adding(-4.0, 2)], Matching::Strict).unwrap();
-    let got = read(&base, &zero.scales(ScalePolicy::Recompute).unwrap(), 0);
+    let zero = Weights::patched(base.clone(), vec![adding(-4.0, 2)], Matching::Strict).unwrap();
+    let got = read(&zero.scales(ScalePolicy::Recompute).unwrap(), 0);
     assert_eq!((&got[0], &got[1]), (&vec![0, 0], &0.25f32.to_le_bytes().to_vec()));
     // An adapter that replaces the scale itself.
     let base = model(&[SIXTEEN], f32s("a.weight_scale", &[1, 1], &[0.25]));
@@ -181,20 +181,20 @@ fn what_gives_no_new_scale_keeps_the_old_one() {
         f32s("a.weight_scale.diff", &[1, 1], &[1.0]),
     ];
     let adapter = Adapter::from_checkpoint(file("adapter", &both), 1.0).unwrap();
-    let patches = Patches::resolve(base.layout(), vec![adapter], Matching::Strict).unwrap();
-    assert!(matches!(patches.scales(ScalePolicy::Recompute), Err(Error::Invalid { .. })));
+    let weights = Weights::patched(base.clone(), vec![adapter], Matching::Strict).unwrap();
+    assert!(matches!(weights.scales(ScalePolicy::Recompute), Err(Error::Invalid { .. })));
 }
 
 #[test]
 fn a_model_loads_with_new_scales() {
     use tensor_offload::{Loader, Planner, Registry};
     let base = model(&[SIXTEEN; 64], f32s("a.weight_scale", &[], &[0.5]));
-    let patches = Patches::resolve(base.layout(), vec![adding(672.0, 64)], Matching::Strict).unwrap();
-    let patches = patches.scales(ScalePolicy::Recompute).unwrap();
+    let weights = Weights::patched(base.clone(), vec![adding(672.0, 64)], Matching::Strict).unwrap();
+    let weights = weights.scales(ScalePolicy::Recompute).unwrap();
     let registry = Registry::system();
-    let plan = Planner::new(patches.layout(), registry.machine()).allocation("cpu,*".parse().unwrap()).plan().unwrap();
-    let model = Loader::new(&registry).load(&base, &patches, &plan).unwrap();
-    for (info, wanted) in base.layout().tensors().iter().zip(read(&base, &patches, 0)) {
+    let plan = Planner::new(weights.layout(), registry.machine()).allocation("cpu,*".parse().unwrap()).plan().unwrap();
+    let model = Loader::new(&registry).load(&weights, &plan).unwrap();
+    for (info, wanted) in base.layout().tensors().iter().zip(read(&weights, 0)) {
         let mut got = vec![0; wanted.len()];
         model.read(&info.name, &mut got).unwrap();
         assert_eq!(got, wanted, "{}", info.name);

@@ -11,7 +11,7 @@ use support::*;
 use tensor_offload::backend::{Clock, Operation};
 use tensor_offload::{
     ByteSize, Checkpoint, DeviceId, Error, ErrorKind, Evict, FreeRequest, Identity, Loader, Matching, Model,
-    ModelCache, NoRoom, Patches, Plan, Pressure, Registry, Result, Retention, Streamer, Unloaded,
+    ModelCache, NoRoom, Plan, Pressure, Registry, Result, Retention, Streamer, Unloaded, Weights,
 };
 
 const UNLOAD: FreeRequest = FreeRequest { unload_models: true, free_memory: false };
@@ -30,7 +30,7 @@ impl Case {
     }
 
     fn load(&self, registry: &Registry) -> Result<Model> {
-        Loader::new(registry).workers(1).load(&self.subject.checkpoint, &self.subject.patches, &self.plan)
+        Loader::new(registry).workers(1).load(&self.subject.weights, &self.plan)
     }
 
     /// A cache of models `a`, `b`, …, those in `flagged` to go.
@@ -206,7 +206,7 @@ fn others_on_a_device_are_flagged() {
     let elsewhere = case.subject.planner(&machine(), "cpu,*").compute(CPU).plan();
     let elsewhere = elsewhere.or_else(|_| case.subject.planner(&machine(), "cuda:1,*").compute(GPU1).plan()).unwrap();
     let loader = Loader::new(&registry).workers(1);
-    let model = loader.load(&case.subject.checkpoint, &case.subject.patches, &elsewhere).unwrap();
+    let model = loader.load(&case.subject.weights, &elsewhere).unwrap();
     cache.insert("d", Arc::new(model), Retention::Keep);
     assert_eq!(cache.eject_others("a", xpu()).unwrap(), ["b", "c"]);
     assert_eq!(cache.eject_others("nobody", xpu()).unwrap_err().kind(), ErrorKind::Missing);
@@ -230,15 +230,15 @@ fn the_same_request_is_a_hit_and_another_is_not() {
             std::fs::write(path("lora.safetensors"), lora_bytes(&tensors)).unwrap();
             tensor_offload::Adapter::open(path("lora.safetensors"), strength).unwrap()
         });
-        let patches =
-            Patches::resolve(checkpoint.layout(), adapters.into_iter().collect(), Matching::AllowPartial).unwrap();
-        let subject = Subject::new(checkpoint, patches);
+        let weights =
+            Weights::patched(checkpoint.clone(), adapters.into_iter().collect(), Matching::AllowPartial).unwrap();
+        let subject = Subject::new(weights);
         let plan = subject.planner(&machine(), allocation).plan().unwrap();
-        let identity = Identity::of(&subject.checkpoint, &subject.patches, &plan);
+        let identity = Identity::of(&subject.weights, &plan);
         let before = loads.load(Ordering::Relaxed);
         let model = cache.get_or_load(key, &identity, Retention::Keep, |base| {
             loads.fetch_add(1, Ordering::Relaxed);
-            Loader::new(&registry).workers(1).derive(base, &subject.checkpoint, &subject.patches, &plan)
+            Loader::new(&registry).workers(1).derive(base, &subject.weights, &plan)
         });
         subject.check(&model.unwrap());
         loads.load(Ordering::Relaxed) - before
@@ -269,8 +269,8 @@ fn strengths_tell_identities_apart() {
     let adapters = two_loras(&llama(1, 32), 65);
     let plan = plain.planner(&machine(), "cuda:0,8kb;cpu,*").plan().unwrap();
     let identity = |adapters: &[tensor_offload::Adapter]| {
-        let patches = Patches::resolve(plain.checkpoint.layout(), adapters.to_vec(), Matching::Strict).unwrap();
-        Identity::of(&plain.checkpoint, &patches, &plan)
+        let weights = Weights::patched(plain.checkpoint().clone(), adapters.to_vec(), Matching::Strict).unwrap();
+        Identity::of(&weights, &plan)
     };
     let other = tensor_offload::Adapter::from_checkpoint(lora(&llama(1, 32), tensor_offload::DType::F32, 3, 66), 0.75);
     assert_eq!(identity(&adapters), identity(&adapters));
@@ -315,7 +315,7 @@ impl Waiting {
 #[test]
 fn concurrent_loads_of_one_key_are_one() {
     let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(67));
-    let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+    let identity = Identity::of(&case.subject.weights, &case.plan);
     for fails in [true, false] {
         let (cache, loads, waiting) = (ModelCache::new(), AtomicUsize::new(0), Waiting::default());
         let results: Vec<Result<Arc<Model>>> = std::thread::scope(|scope| {
@@ -351,7 +351,7 @@ fn concurrent_loads_of_one_key_are_one() {
 fn a_load_that_waits_for_itself_is_refused_at_once() {
     without_hanging("a load inside of its own".into(), || {
         let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(69));
-        let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+        let identity = Identity::of(&case.subject.weights, &case.plan);
         let cache = ModelCache::new();
         let get = |key: &str, inside: &dyn Fn() -> Result<()>| {
             cache
@@ -394,7 +394,7 @@ fn a_load_that_waits_for_itself_is_refused_at_once() {
 #[test]
 fn loads_inside_of_others_in_one_order_are_never_refused() {
     let (registry, case) = (Registry::described(machine(), Clock::Virtual), Case::new(70));
-    let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+    let identity = Identity::of(&case.subject.weights, &case.plan);
     let cache = ModelCache::new();
     let get = |key: &str, inside: &dyn Fn() -> Result<()>| {
         cache.get_or_load(key, &identity, Retention::Keep, |_| inside().and_then(|()| case.load(&registry))).map(drop)
@@ -421,7 +421,7 @@ fn loads_inside_of_others_in_one_order_are_never_refused() {
 #[test]
 fn a_load_that_panics_fails_those_who_wait() {
     let (registry, case) = (Registry::described(machine(), Clock::Wall), Case::new(68));
-    let identity = Identity::of(&case.subject.checkpoint, &case.subject.patches, &case.plan);
+    let identity = Identity::of(&case.subject.weights, &case.plan);
     let (cache, inside, waiting) = (ModelCache::new(), Barrier::new(2), Waiting::default());
     std::thread::scope(|scope| {
         let panics = scope.spawn(|| {

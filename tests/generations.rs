@@ -9,8 +9,8 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache,
-    Patches, Plan, Registry, Result, Retention, Streamer, UnloadReport, Unloaded, Use,
+    Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Plan,
+    Registry, Result, Retention, Streamer, UnloadReport, Unloaded, Use, Weights,
 };
 
 /// A checkpoint, and an adapter for one of its layers.
@@ -31,8 +31,8 @@ impl Case {
     fn at(&self, strength: f32) -> Subject {
         let adapter = Adapter::from_checkpoint(self.factors.clone(), strength).unwrap();
         let adapters = if strength == 0.0 { vec![] } else { vec![adapter] };
-        let patches = Patches::resolve(self.checkpoint.layout(), adapters, Matching::Strict).unwrap();
-        Subject::new(self.checkpoint.clone(), patches)
+        let weights = Weights::patched(self.checkpoint.clone(), adapters, Matching::Strict).unwrap();
+        Subject::new(weights)
     }
 }
 
@@ -41,9 +41,9 @@ fn plan(subject: &Subject, allocation: &str) -> Plan {
 }
 
 fn get(cache: &ModelCache, registry: &Registry, subject: &Subject, plan: &Plan) -> Result<Arc<Model>> {
-    let identity = Identity::of(&subject.checkpoint, &subject.patches, plan);
+    let identity = Identity::of(&subject.weights, plan);
     cache.get_or_load("m", &identity, Retention::Keep, |base| {
-        Loader::new(registry).workers(1).derive(base, &subject.checkpoint, &subject.patches, plan)
+        Loader::new(registry).workers(1).derive(base, &subject.weights, plan)
     })
 }
 
@@ -70,7 +70,8 @@ fn a_key_with_another_strength_or_plan_derives_from_its_entry() {
     let first = get(&cache, &registry, &weak, &split).unwrap();
     assert_eq!((first.report().read, first.report().shared), (split.bytes(), 0));
     let second = get(&cache, &registry, &full, &split).unwrap();
-    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensor(tensor).unwrap().bytes).sum();
+    let targets: u64 =
+        full.weights.patches().iter().map(|(tensor, _)| full.layout().tensor(tensor).unwrap().bytes).sum();
     assert_eq!((second.report().read, second.report().shared), (targets, split.bytes() - targets));
     assert!(second.report().to_string().contains("shared with another model"), "{}", second.report());
     // The entry is the new one, and its own bytes are what the old one has not.
@@ -116,12 +117,12 @@ fn what_does_not_fit_beside_its_predecessor_takes_its_place_when_nobody_uses_it(
     full.check(&model);
     drop(model);
     // It went, and then the load failed: the error says so, and the key is free.
-    let identity = Identity::of(&weak.checkpoint, &weak.patches, &resident);
+    let identity = Identity::of(&weak.weights, &resident);
     let mut calls = 0;
     let error = cache.get_or_load("m", &identity, Retention::Keep, |base| {
         calls += 1;
         match base {
-            Some(base) => Loader::new(&registry).derive(base, &weak.checkpoint, &weak.patches, &resident),
+            Some(base) => Loader::new(&registry).derive(base, &weak.weights, &resident),
             None => Err(Error::Invalid { reason: "on purpose".into() }),
         }
     });
@@ -160,9 +161,9 @@ fn a_failed_derivation_leaves_the_entry_as_it_was() {
 /// A cache of these keys, all kept and none used, with an identity each.
 fn filled(registry: &Registry, subject: &Subject, plan: &Plan, keys: &str) -> ModelCache {
     let cache = ModelCache::new();
-    let identity = Identity::of(&subject.checkpoint, &subject.patches, plan);
+    let identity = Identity::of(&subject.weights, plan);
     for key in keys.chars() {
-        let load = |_: Option<&_>| Loader::new(registry).workers(1).load(&subject.checkpoint, &subject.patches, plan);
+        let load = |_: Option<&_>| Loader::new(registry).workers(1).load(&subject.weights, plan);
         cache.get_or_load(&key.to_string(), &identity, Retention::Keep, load).unwrap();
     }
     cache
@@ -219,9 +220,9 @@ fn room_is_made_by_demotion_before_anything_is_dropped() {
         drop(user);
         // A request with the former plan has it on the card again, from the host's memory.
         let before = cache.get("a").unwrap().plan().clone();
-        let identity = Identity::of(&subject.checkpoint, &subject.patches, &resident);
+        let identity = Identity::of(&subject.weights, &resident);
         let again = cache.get_or_load("a", &identity, Retention::Keep, |base| {
-            Loader::new(&registry).derive(base, &subject.checkpoint, &subject.patches, &resident)
+            Loader::new(&registry).derive(base, &subject.weights, &resident)
         });
         let again = again.unwrap();
         assert_eq!((again.report().read, again.report().copied), (0, resident.bytes()));
@@ -278,11 +279,12 @@ fn shared_memory_counts_once() {
     let (weak, full) = (case.at(0.9), case.at(1.0));
     let resident = plan(&weak, "cuda:0,*");
     let one = resident.device(GPU0).unwrap().needed();
-    let targets: u64 = full.patches.iter().map(|(tensor, _)| full.layout().tensor(tensor).unwrap().bytes).sum();
+    let targets: u64 =
+        full.weights.patches().iter().map(|(tensor, _)| full.layout().tensor(tensor).unwrap().bytes).sum();
     let registry = tight(&resident, targets);
     let cache = ModelCache::new();
     let first = get(&cache, &registry, &weak, &resident).unwrap();
-    let second = Loader::new(&registry).derive(&first, &full.checkpoint, &full.patches, &resident).unwrap();
+    let second = Loader::new(&registry).derive(&first, &full.weights, &resident).unwrap();
     drop(first);
     cache.insert("n", Arc::new(second), Retention::Unload);
     cache.flag("m", Retention::Unload).unwrap();
@@ -329,8 +331,7 @@ fn a_kept_model_outlives_every_failure_of_its_demotion() {
         }
         if waits {
             // The next request derives from it, as from any other.
-            let (registry, Subject { checkpoint, patches, .. }) = (&watched.registry, &subject);
-            let again = Loader::new(registry).derive(&model, checkpoint, patches, &resident).unwrap();
+            let again = Loader::new(&watched.registry).derive(&model, &subject.weights, &resident).unwrap();
             assert_eq!(again.report().read, 0);
         }
         drop(model);
@@ -369,9 +370,9 @@ fn a_kept_model_outlives_every_panic_of_its_demotion() {
         }
         drop(model);
         // It can be had as it was before, whatever it is now.
-        let identity = Identity::of(&subject.checkpoint, &subject.patches, &resident);
+        let identity = Identity::of(&subject.weights, &resident);
         let again = cache.get_or_load("a", &identity, Retention::Keep, |base| {
-            Loader::new(&watched.registry).derive(base, &subject.checkpoint, &subject.patches, &resident)
+            Loader::new(&watched.registry).derive(base, &subject.weights, &resident)
         });
         (outcome.is_err(), moved, again.is_ok_and(|model| model.plan() == &resident))
     };
@@ -440,14 +441,14 @@ fn two_compute_devices_stream_one_host_copy() {
         };
         let (first_plan, second_plan) = (on(GPU0, "cuda:0,10kb;cpu,*"), on(GPU1, "cuda:1,10kb;cpu,*"));
         let loader = Loader::new(&registry).workers(2);
-        let first = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &first_plan).unwrap());
+        let first = Arc::new(loader.load(&subject.weights, &first_plan).unwrap());
         let host = charged(&registry, CPU);
-        let second = Arc::new(loader.derive(&first, &subject.checkpoint, &subject.patches, &second_plan).unwrap());
+        let second = Arc::new(loader.derive(&first, &subject.weights, &second_plan).unwrap());
         assert_eq!(charged(&registry, CPU), host, "one copy");
         assert_eq!((second.report().read, second.report().shared), (0, host));
         assert_eq!(charged(&registry, GPU1), second.bytes()[&GPU1]);
         // Another generation on the second device leaves the first one's bytes alone.
-        let changed = Arc::new(loader.derive(&second, &other.checkpoint, &other.patches, &second_plan).unwrap());
+        let changed = Arc::new(loader.derive(&second, &other.weights, &second_plan).unwrap());
         std::thread::scope(|scope| {
             for (model, of) in [(&first, &subject), (&changed, &other)] {
                 scope.spawn(move || (0..10).for_each(|_| stream(model, of)));

@@ -16,7 +16,7 @@ use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
 use tensor_offload::{ErrorKind, LayerGuard, LayerId, Loader, Model, Plan, Registry, Result, Streamer, Topology, Via};
 
 fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
-    Arc::new(Loader::new(registry).load(&subject.checkpoint, &subject.patches, plan).unwrap())
+    Arc::new(Loader::new(registry).load(&subject.weights, plan).unwrap())
 }
 
 fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {

@@ -11,8 +11,8 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Countdown, Faulty, MemoryKind, Operation, Simulated};
 use tensor_offload::{
-    Cancel, Checkpoint, DType, DeviceId, Error, ErrorKind, FileFault, Loader, Machine, ModelCache, Order, Patches,
-    Plan, Registry, Reservation, Retention, Streamer, Unit,
+    Cancel, Checkpoint, DType, DeviceId, Error, ErrorKind, FileFault, Loader, Machine, ModelCache, Order, Plan,
+    Registry, Reservation, Retention, Streamer, Unit, Weights,
 };
 
 const SPLIT: &str = "cuda:0,20kb;cuda:1,20kb;xpu:0,15kb;disk,15kb;cpu,*";
@@ -39,7 +39,7 @@ fn placements(subject: &Subject, machine: &Machine) -> Vec<(String, Plan)> {
 #[test]
 fn case_13_every_placement_gives_the_same_bytes() {
     let subject = Subject::patched(&mixed(4), 1);
-    assert!(subject.patches.iter().count() >= 16, "every matrix is patched");
+    assert!(subject.weights.patches().iter().count() >= 16, "every matrix is patched");
     let plans = placements(&subject, &machine());
     let everywhere = |plan: &Plan| plan.devices().iter().filter(|share| share.weights.bytes > 1000).count() == 5;
     assert!(plans.iter().filter(|(_, plan)| everywhere(plan)).count() >= 5);
@@ -47,12 +47,12 @@ fn case_13_every_placement_gives_the_same_bytes() {
         let clock = if index % 4 == 3 { Clock::Wall } else { Clock::Virtual };
         let watched = Watched::new(machine(), clock);
         let workers = 1 + index % 8;
-        let model = Loader::new(&watched.registry).workers(workers).load(&subject.checkpoint, &subject.patches, &plan);
+        let model = Loader::new(&watched.registry).workers(workers).load(&subject.weights, &plan);
         let model = model.unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(hash(&model), subject.hash(), "{name}, {workers} workers");
         subject.check(&model);
         assert_eq!(model.report().bytes, subject.layout().bytes());
-        assert_eq!(model.report().patched, subject.patches.iter().count());
+        assert_eq!(model.report().patched, subject.weights.patches().iter().count());
     }
 }
 
@@ -62,7 +62,7 @@ fn case_13_any_number_of_workers_gives_the_same_bytes() {
     let plan = subject.planner(&machine(), SPLIT).plan().unwrap();
     let registry = Registry::described(machine(), Clock::Wall);
     for workers in 1..=8 {
-        let model = Loader::new(&registry).workers(workers).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+        let model = Loader::new(&registry).workers(workers).load(&subject.weights, &plan).unwrap();
         assert_eq!(hash(&model), subject.hash(), "{workers} workers");
     }
 }
@@ -75,7 +75,7 @@ fn case_13_a_large_tensor_arrives_in_pieces() {
     for allocation in ["cuda:0,*", "xpu:0,*", "disk,*", "cpu,*"] {
         let registry = Registry::described(machine.clone(), Clock::Wall);
         let plan = subject.planner(&machine, allocation).depth(0).plan().unwrap();
-        let model = Loader::new(&registry).workers(2).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+        let model = Loader::new(&registry).workers(2).load(&subject.weights, &plan).unwrap();
         subject.check(&model);
     }
 }
@@ -90,7 +90,7 @@ fn case_23_a_load_takes_what_is_planned_and_gives_it_back() {
             let watched = Watched::new(machine(), Clock::Virtual);
             open_all(&watched.registry);
             let loader = Loader::new(&watched.registry).workers(workers);
-            let model = loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+            let model = loader.load(&subject.weights, &plan).unwrap();
             assert_eq!(model.bytes(), levels(&watched.registry).into_iter().filter(|l| l.1 > 0).collect(), "{name}");
             for id in machine().ids() {
                 let planned = plan.device(id).map_or(0, |share| share.weights.bytes + share.beside.slots);
@@ -114,7 +114,7 @@ fn case_23_staging_of_patched_weights_does_not_pile_up() {
     let machine = described(&["cpu=64mb", "cuda:0=24mb,link=0.01"]);
     let plan = subject.planner(&machine, "cuda:0,*").plan().unwrap();
     let watched = Watched::new(machine, Clock::Wall);
-    let model = Loader::new(&watched.registry).workers(1).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+    let model = Loader::new(&watched.registry).workers(1).load(&subject.weights, &plan).unwrap();
     let largest = 12 * 16 * 64 * 4;
     assert!(watched.peak(CPU) <= largest, "{} bytes of staging for weights of {largest} at most", watched.peak(CPU));
     subject.check(&model);
@@ -125,7 +125,7 @@ fn untouched_tensors_never_pass_the_compute_device() {
     let subject = Subject::patched(&mixed(4), 5);
     for (name, plan) in placements(&subject, &machine()) {
         let watched = Watched::new(machine(), Clock::Virtual);
-        let model = Loader::new(&watched.registry).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+        let model = Loader::new(&watched.registry).load(&subject.weights, &plan).unwrap();
         let mut arrived: BTreeMap<DeviceId, u64> = BTreeMap::new();
         for copied in watched.copies.take() {
             assert_eq!(copied.from, CPU, "{name}: bytes came back from a device");
@@ -142,7 +142,7 @@ fn a_device_that_gets_nothing_is_not_opened() {
     let subject = Subject::plain(&llama(2, 32), 6);
     let registry = Registry::described(machine(), Clock::Virtual);
     let plan = subject.planner(&machine(), "cuda:0,100%;cuda:1,0%;cpu,0%").plan().unwrap();
-    let _model = Loader::new(&registry).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+    let _model = Loader::new(&registry).load(&subject.weights, &plan).unwrap();
     assert_eq!(registry.opened().iter().map(|d| d.id()).collect::<Vec<_>>(), [GPU0]);
 }
 
@@ -157,11 +157,11 @@ fn progress_counts_every_byte_once() {
         assert!(done <= of && seen.lock().unwrap().insert(done), "{done} of {of} twice");
         most.fetch_max(done, Ordering::Relaxed);
     };
-    Loader::new(&registry).workers(4).progress(&progress).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+    Loader::new(&registry).workers(4).progress(&progress).load(&subject.weights, &plan).unwrap();
     assert_eq!(most.into_inner(), plan.bytes());
     let seen = Mutex::new(Vec::new());
     let progress = |done: u64, _: u64| seen.lock().unwrap().push(done);
-    Loader::new(&registry).workers(1).progress(&progress).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+    Loader::new(&registry).workers(1).progress(&progress).load(&subject.weights, &plan).unwrap();
     assert!(seen.into_inner().unwrap().is_sorted(), "one worker goes forward");
 }
 
@@ -191,7 +191,7 @@ fn a_cancelled_load_gives_everything_back() {
             cancel.cancel();
         }
         let loader = Loader::new(&watched.registry).workers(workers).progress(&progress).cancel(&cancel);
-        match loader.load(&subject.checkpoint, &subject.patches, &plan) {
+        match loader.load(&subject.weights, &plan) {
             Err(Error::Cancelled { done, of }) => {
                 assert!(done.get() >= at.min(done.get()) && of.get() == total && (at > 0 || done.get() == 0));
             }
@@ -210,7 +210,7 @@ fn a_load_that_fails_returns_when_its_copies_have_landed() {
     let (watched, cancel) = (Watched::new(machine, Clock::Wall), Cancel::new());
     let progress = |_: u64, _: u64| cancel.cancel();
     let loader = Loader::new(&watched.registry).progress(&progress).cancel(&cancel);
-    let error = loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap_err();
+    let error = loader.load(&subject.weights, &plan).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Cancelled);
     assert_eq!((watched.copies.take().len(), levels(&watched.registry)), (1, vec![(CPU, 0), (GPU0, 0)]));
 }
@@ -220,18 +220,8 @@ fn what_does_not_belong_together_is_refused() {
     let (subject, other) = (Subject::plain(&llama(2, 32), 9), Subject::plain(&llama(3, 32), 9));
     let registry = Registry::described(machine(), Clock::Virtual);
     let plan = other.planner(&machine(), "cpu,*").plan().unwrap();
-    let error = Loader::new(&registry).load(&subject.checkpoint, &subject.patches, &plan).unwrap_err();
+    let error = Loader::new(&registry).load(&subject.weights, &plan).unwrap_err();
     assert!(error.to_string().contains("the plan is of another model"), "{error}");
-    let error = Loader::new(&registry).load(&subject.checkpoint, &other.patches, &plan).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-    // The same names and sizes, in another order in the file: each tensor would get another one's bytes.
-    let mut tensors = blocks(&[1000; 3]);
-    let straight = Subject::plain(&tensors, 9);
-    tensors.reverse();
-    let reversed = Subject::plain(&tensors, 9);
-    let plan = straight.planner(&machine(), "cpu,*").plan().unwrap();
-    let error = Loader::new(&registry).load(&reversed.checkpoint, &straight.patches, &plan).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
     assert!(registry.opened().is_empty(), "refused before a device is opened");
 }
 
@@ -244,16 +234,16 @@ fn a_file_that_changes_after_opening_is_noticed() {
     for (what, length) in [("truncated", bytes.len() as u64 / 2), ("longer", bytes.len() as u64 + 1)] {
         fs::write(&path, &bytes).unwrap();
         let checkpoint = Checkpoint::open(&path).unwrap();
-        let patches = Patches::resolve(checkpoint.layout(), two_loras(&tensors, 10), Default::default()).unwrap();
+        let weights = Weights::patched(checkpoint.clone(), two_loras(&tensors, 10), Default::default()).unwrap();
         fs::File::options().write(true).open(&path).unwrap().set_len(length).unwrap();
         for workers in [1, 4] {
             let watched = Watched::new(machine(), Clock::Wall);
-            let plan = tensor_offload::Planner::new(patches.layout(), watched.machine())
+            let plan = tensor_offload::Planner::new(weights.layout(), watched.machine())
                 .compute(GPU0)
                 .allocation(SPLIT.parse().unwrap())
                 .plan()
                 .unwrap();
-            let error = Loader::new(&watched.registry).workers(workers).load(&checkpoint, &patches, &plan).unwrap_err();
+            let error = Loader::new(&watched.registry).workers(workers).load(&weights, &plan).unwrap_err();
             let changed = matches!(&error, Error::File { fault, .. } if **fault == FileFault::Changed);
             assert!(changed, "{what}: {error}");
             assert!(levels(&watched.registry).iter().all(|level| level.1 == 0), "{:?}", levels(&watched.registry));
@@ -290,12 +280,12 @@ fn a_device_that_is_full_now_is_told_before_a_byte_is_read() {
         let taken = device.alloc(device.ledger().limit() as usize - 5000, MemoryKind::Arena).unwrap();
         let progress = |_: u64, _: u64| panic!("a byte was read");
         let loader = Loader::new(&watched.registry).progress(&progress);
-        let error = loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap_err();
+        let error = loader.load(&subject.weights, &plan).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { device, available: 5000, .. } if device == full), "{error}");
         assert!(watched.copies.take().is_empty());
         drop(taken);
         comes_back(&watched.registry);
-        Loader::new(&watched.registry).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+        Loader::new(&watched.registry).load(&subject.weights, &plan).unwrap();
     }
 }
 
@@ -322,8 +312,7 @@ fn memory_can_be_looked_at_while_others_take_it() {
 /// Load, read, stream, unload. An error is passed on; a wrong byte is a panic.
 fn whole_life(registry: &Registry, subject: &Subject, plan: &Plan) -> tensor_offload::Result<()> {
     let cache = ModelCache::new();
-    let model =
-        Loader::new(registry).workers(2).deadline(DEADLINE).load(&subject.checkpoint, &subject.patches, plan)?;
+    let model = Loader::new(registry).workers(2).deadline(DEADLINE).load(&subject.weights, plan)?;
     let model = std::sync::Arc::new(model);
     cache.insert("model", std::sync::Arc::clone(&model), Retention::Unload);
     let name = "model.layers.1.mlp.up_proj.weight";

@@ -329,7 +329,7 @@ fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &s
     drop(card.stream(Role::Compute)?.record(&[])?);
     for on in [false, true] {
         told.on.store(on, Ordering::Relaxed);
-        let model = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan)?);
+        let model = Arc::new(loader.load(&subject.weights, &plan)?);
         told.on.store(true, Ordering::Relaxed);
         if let Ok(streamer) = Streamer::new(&model) {
             let mut streamer = streamer.deadline(DEADLINE);
@@ -345,7 +345,7 @@ fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &s
         for tensor in model.layout().tensors() {
             let _ = model.read(&tensor.name, &mut vec![0; tensor.bytes as usize]);
         }
-        let _ = loader.derive(&model, &subject.checkpoint, &subject.patches, &plan).map(drop);
+        let _ = loader.derive(&model, &subject.weights, &plan).map(drop);
         let elsewhere = subject.planner(devices.machine(), "cpu,*").depth(1).plan()?;
         let _ = loader.relocate(&model, &elsewhere).map(drop);
         let cache = ModelCache::new();
@@ -501,10 +501,10 @@ fn wrong_sources_get_errors() {
         let opened = Checkpoint::open_with(&path, |_| Ok(Arc::clone(&source) as Arc<dyn Source>));
         let Ok(checkpoint) = opened else { continue };
         let devices = Registry::described(described(), Clock::Virtual);
-        let patches = tensor_offload::Patches::none(checkpoint.layout());
-        let planner = tensor_offload::Planner::new(patches.layout(), devices.machine()).compute(GPU0);
+        let weights = tensor_offload::Weights::new(checkpoint);
+        let planner = tensor_offload::Planner::new(weights.layout(), devices.machine()).compute(GPU0);
         let plan = planner.allocation("cuda:0,8kb;cpu,*".parse().unwrap()).plan().unwrap();
-        let loaded = Loader::new(&devices).load(&checkpoint, &patches, &plan);
+        let loaded = Loader::new(&devices).load(&weights, &plan);
         assert!(loaded.is_ok() || devices.opened().iter().all(|device| device.ledger().charged() == 0));
     }
 }
@@ -537,7 +537,7 @@ fn progress_that_panics_or_cancels_leaves_nothing() {
             let progress = Interrupts { at, panics, cancel: cancel.clone(), told: AtomicUsize::new(0) };
             let load = || {
                 let loader = Loader::new(&devices).workers(2).deadline(DEADLINE).progress(&progress).cancel(&cancel);
-                loader.load(&subject.checkpoint, &subject.patches, &plan).map(drop)
+                loader.load(&subject.weights, &plan).map(drop)
             };
             let outcome = catch_unwind(AssertUnwindSafe(load));
             assert!(outcome.is_err() == panics || outcome.is_ok_and(|outcome| outcome.is_err()));

@@ -5,7 +5,7 @@ mod reference;
 use std::path::{Path, PathBuf};
 
 use reference::{Tensor, difference, f32s, file, floats, merged, named, stored, tensor};
-use tensor_offload::adapter::{Adapter, Matching, Patches};
+use tensor_offload::adapter::{Adapter, Matching, Weights};
 use tensor_offload::{AdapterFault, Checkpoint, DType, Error};
 
 fn data(path: &str) -> PathBuf {
@@ -30,8 +30,8 @@ fn folders_give_what_peft_merges() {
         let changed = Checkpoint::open(data(&format!("changed_{variant}.safetensors"))).unwrap();
         for (base, dtype) in [(base_f32(), DType::F32), (base(), DType::BF16)] {
             let adapter = Adapter::open(data(&format!("adapter_{variant}")), 1.0).unwrap();
-            let (got, patches) = merged(&base, vec![adapter], Matching::Strict);
-            assert_eq!(patches.iter().count(), changed.layout().tensors().len(), "{variant}");
+            let (got, weights) = merged(&base, vec![adapter], Matching::Strict);
+            assert_eq!(weights.patches().iter().count(), changed.layout().tensors().len(), "{variant}");
             for (got, was) in got.iter().zip(reference::tensors(&base)) {
                 let Some(index) = changed.find(&got.0) else {
                     assert_eq!(*got, was, "{variant}");
@@ -105,7 +105,7 @@ fn fan_in_fan_out_transposes_lora_and_dora() {
         changed(input, output) * f64::from(m[output]) / norm
     });
     assert!(
-        Patches::resolve(base.layout(), vec![peft(&factors, r#", "use_dora": true"#).unwrap()], Matching::Strict)
+        Weights::patched(base.clone(), vec![peft(&factors, r#", "use_dora": true"#).unwrap()], Matching::Strict)
             .is_err()
     );
 }
@@ -147,7 +147,7 @@ fn settings_and_factors_have_to_agree() {
             f32s("base_model.model.c.lora_B.weight", &[3, rank as u64], &b),
         ]
     };
-    let fault = |adapter: Adapter| match Patches::resolve(base.layout(), vec![adapter], Matching::Strict) {
+    let fault = |adapter: Adapter| match Weights::patched(base.clone(), vec![adapter], Matching::Strict) {
         Err(Error::Adapter { fault, .. }) => *fault,
         other => panic!("{other:?}"),
     };

@@ -3,7 +3,7 @@
 mod reference;
 
 use reference::{Tensor, f32s, file, floats, merged, stored, tensor};
-use tensor_offload::adapter::{Adapter, Matching, Patches};
+use tensor_offload::adapter::{Adapter, Matching, Weights};
 use tensor_offload::{Checkpoint, DType, Rounding, TensorId};
 
 const COLUMNS: usize = 1 << 14;
@@ -25,11 +25,11 @@ fn adapter(delta: f32) -> Adapter {
     Adapter::from_checkpoint(file("adapter", &[pair("a"), pair("b")].concat()), 1.0).unwrap()
 }
 
-fn read(base: &Checkpoint, patches: &Patches, threads: usize) -> [Vec<u8>; 2] {
+fn read(weights: &Weights, threads: usize) -> [Vec<u8>; 2] {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     [0, 1].map(|index| {
-        let mut bytes = vec![0; base.layout().tensor(TensorId::new(index)).unwrap().bytes as usize];
-        pool.install(|| patches.read(base, TensorId::new(index), &mut bytes)).unwrap();
+        let mut bytes = vec![0; weights.layout().tensor(TensorId::new(index)).unwrap().bytes as usize];
+        pool.install(|| weights.read(TensorId::new(index), &mut bytes)).unwrap();
         bytes
     })
 }
@@ -39,10 +39,10 @@ fn changes_smaller_than_a_step_are_not_lost_on_average() {
     let base = model();
     // An eighth of bf16's step at 1.
     let delta = 1.0 / 1024.0;
-    let (nearest, patches) = merged(&base, vec![adapter(delta)], Matching::Strict);
+    let (nearest, weights) = merged(&base, vec![adapter(delta)], Matching::Strict);
     assert_eq!(nearest, reference::tensors(&base));
-    let patches = patches.rounding(Rounding::Stochastic { seed: 11 });
-    for bytes in read(&base, &patches, 1) {
+    let weights = weights.rounding(Rounding::Stochastic { seed: 11 });
+    for bytes in read(&weights, 1) {
         let values = floats(DType::BF16, &bytes);
         assert!(values.iter().all(|&value| value == 1.0 || value == 1.0078125));
         let mean = values.iter().map(|&value| f64::from(value)).sum::<f64>() / values.len() as f64;
@@ -55,14 +55,14 @@ fn changes_smaller_than_a_step_are_not_lost_on_average() {
 #[test]
 fn a_seed_and_a_name_decide() {
     let base = model();
-    let patches = Patches::resolve(base.layout(), vec![adapter(0.001)], Matching::Strict).unwrap();
-    let seeded = |seed| patches.clone().rounding(Rounding::Stochastic { seed });
-    let [a, b] = read(&base, &seeded(1), 1);
+    let weights = Weights::patched(base.clone(), vec![adapter(0.001)], Matching::Strict).unwrap();
+    let seeded = |seed| weights.clone().rounding(Rounding::Stochastic { seed });
+    let [a, b] = read(&seeded(1), 1);
     assert_ne!(a, b);
     for threads in [1, 2, 3] {
-        assert_eq!(read(&base, &seeded(1), threads), [a.clone(), b.clone()]);
+        assert_eq!(read(&seeded(1), threads), [a.clone(), b.clone()]);
     }
-    assert_ne!(read(&base, &seeded(2), 1)[0], a);
+    assert_ne!(read(&seeded(2), 1)[0], a);
     let nearest = seeded(1).rounding(Rounding::NearestEven);
-    assert_eq!(read(&base, &nearest, 1), read(&base, &patches, 1));
+    assert_eq!(read(&nearest, 1), read(&weights, 1));
 }

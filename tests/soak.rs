@@ -13,8 +13,8 @@ use std::time::Instant;
 use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::{
-    Adapter, ByteSize, Error, Evict, FreeRequest, Identity, Loader, Matching, MemorySeries, ModelCache, Patches, Plan,
-    Registry, Result, Retention, Streamer,
+    Adapter, ByteSize, Error, Evict, FreeRequest, Identity, Loader, Matching, MemorySeries, ModelCache, Plan, Registry,
+    Result, Retention, Streamer, Weights,
 };
 
 const THREADS: usize = 8;
@@ -53,17 +53,17 @@ impl Soak<'_> {
         // Threads replace each other's models.
         let key = format!("model {}", (thread + cycle) % (THREADS / 2));
         let subject = &subjects[cycle / 3 % 2];
-        let Subject { checkpoint, patches, .. } = subject;
+        let Subject { weights, .. } = subject;
         let loader = Loader::new(registry).workers(1);
         let model = match cycle % 2 {
             0 => {
-                let model = Arc::new(loader.load(checkpoint, patches, plan)?);
+                let model = Arc::new(loader.load(weights, plan)?);
                 cache.insert(&key, Arc::clone(&model), retention);
                 model
             }
             _ => {
-                let identity = Identity::of(checkpoint, patches, plan);
-                cache.get_or_load(&key, &identity, retention, |base| loader.derive(base, checkpoint, patches, plan))?
+                let identity = Identity::of(weights, plan);
+                cache.get_or_load(&key, &identity, retention, |base| loader.derive(base, weights, plan))?
             }
         };
         // Another thread may be streaming what this one shares the slots of.
@@ -122,8 +122,8 @@ fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver
     let tensors = llama(2, 32);
     let plain = Subject::plain(&tensors, 80);
     let adapter = Adapter::from_checkpoint(lora(&tensors[..4], tensor_offload::DType::F32, 2, 81), 1.0).unwrap();
-    let patches = Patches::resolve(plain.layout(), vec![adapter], Matching::Strict).unwrap();
-    let patched = Subject::new(plain.checkpoint.clone(), patches);
+    let weights = Weights::patched(plain.checkpoint().clone(), vec![adapter], Matching::Strict).unwrap();
+    let patched = Subject::new(weights);
     let compute = if allocation == "cpu,*" { CPU } else { GPU0 };
     let plan = plain.planner(registry.machine(), allocation).compute(compute).depth(1).plan().unwrap();
     let subjects = [plain, patched];

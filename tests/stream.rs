@@ -13,8 +13,8 @@ use support::*;
 use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role, Transfer};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::{
-    DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Model, Order, Patches, Plan, Planner, Registry,
-    Result, Streamer, Topology, Unit, Use, Warning,
+    DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Model, Order, Plan, Planner, Registry, Result,
+    Streamer, Topology, Unit, Use, Warning,
 };
 
 /// Homes of every kind: the compute device, its peer, one whose memory it cannot reach, the disk and the host.
@@ -24,7 +24,7 @@ const SPLIT: &str = "cuda:0,15%;cuda:1,20%;xpu:0,25%;disk,20%;cpu,20%";
 const SPLIT_MIXED: &str = "cuda:0,8kb;cuda:1,15kb;xpu:0,15kb;disk,15kb;cpu,*";
 
 fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
-    Arc::new(Loader::new(registry).load(&subject.checkpoint, &subject.patches, plan).unwrap())
+    Arc::new(Loader::new(registry).load(&subject.weights, plan).unwrap())
 }
 
 fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
@@ -38,7 +38,7 @@ fn limits_without_limit() {
     let (registry, machine) = (Registry::described(machine(), Clock::Wall), machine());
     let plan = subject.planner(&machine, SPLIT).depth(1).plan().unwrap();
     let loader = Loader::new(&registry).workers(usize::MAX).deadline(Duration::MAX);
-    let model = Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap());
+    let model = Arc::new(loader.load(&subject.weights, &plan).unwrap());
     let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::MAX);
     for layer in layers(&streamer) {
         let guard = streamer.layer(layer).unwrap();
@@ -577,7 +577,7 @@ fn tied_weights_are_shared() {
     (infos[3].file, infos[3].offset) = (infos[0].file, infos[0].offset);
     let layout = Layout::new(infos);
     assert_eq!(layout.bytes(), stored.layout().bytes() - 1024);
-    let mut tied = Subject::new(stored.checkpoint.clone(), Patches::none(&layout));
+    let mut tied = Subject::new(stored.checkpoint().with_layout(layout.clone()).unwrap().into());
     tied.merged[3] = tied.merged[0].clone();
     for (allocation, depth) in [("cpu,*", 0), ("cpu,*", 1), ("xpu:0,*", 1), ("cuda:0,1kb;cpu,*", 1), ("cuda:0,*", 1)] {
         let watched = Watched::new(machine(), Clock::Wall);

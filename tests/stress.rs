@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host};
 use tensor_offload::{
-    Adapter, ByteSize, DType, DeviceId, Error, Evict, LayerId, Loader, Matching, Model, ModelCache, Patches, Plan,
-    Registry, Result, Retention, Streamer,
+    Adapter, ByteSize, DType, DeviceId, Error, Evict, LayerId, Loader, Matching, Model, ModelCache, Plan, Registry,
+    Result, Retention, Streamer, Weights,
 };
 
 const THREADS: usize = 4;
@@ -84,8 +84,8 @@ impl<'a> Stress<'a> {
         let subject = |strength| {
             let plain = Subject::plain(&tensors, 90);
             let adapter = Adapter::from_checkpoint(lora(&tensors, DType::F32, 2, 91), strength).unwrap();
-            let patches = Patches::resolve(plain.layout(), vec![adapter], Matching::Strict).unwrap();
-            Subject::new(plain.checkpoint, patches)
+            let weights = Weights::patched(plain.checkpoint().clone(), vec![adapter], Matching::Strict).unwrap();
+            Subject::new(weights)
         };
         let subjects = [subject(0.5), subject(1.0)];
         Stress {
@@ -109,8 +109,8 @@ impl<'a> Stress<'a> {
     /// A model from its file, from one of the other strength, or from one of the same with another plan.
     fn make(&self, subject: &Subject, plan: &Plan, key: &str, other: &str, round: usize) -> Model {
         let loader = Loader::new(self.registry).workers(2);
-        let load = || loader.load(&subject.checkpoint, &subject.patches, plan);
-        let derive = |base| loader.derive(base, &subject.checkpoint, &subject.patches, plan);
+        let load = || loader.load(&subject.weights, plan);
+        let derive = |base| loader.derive(base, &subject.weights, plan);
         let (model, counter) = match (round % 3, self.cache.get(key), self.cache.get(other)) {
             (1, _, Some(base)) => (derive(&base), &self.done.derived),
             (2, Some(base), _) => (loader.relocate(&base, plan), &self.done.relocated),
@@ -186,7 +186,7 @@ impl<'a> Stress<'a> {
         let (subject, compute) = (&self.subjects[0], self.computes[0]);
         let planner = subject.planner(self.registry.machine(), &format!("{compute},20kb;cpu,*"));
         let plan = planner.compute(compute).depth(1).plan().unwrap();
-        let model = Loader::new(self.registry).workers(2).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+        let model = Loader::new(self.registry).workers(2).load(&subject.weights, &plan).unwrap();
         self.cache.insert("alone", Arc::new(model), Retention::Keep);
         assert_eq!(self.demote(compute).unwrap(), 1);
         self.stream(&self.cache.get("alone").unwrap(), subject);

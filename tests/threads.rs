@@ -20,7 +20,7 @@ fn load(subject: &Subject) {
     let registry = Registry::described(machine(), Clock::Wall);
     let machine = machine();
     let plan = subject.planner(&machine, "cuda:0,400kb;xpu:0,400kb;cpu,*").depth(1).plan().unwrap();
-    let model = Loader::new(&registry).load(&subject.checkpoint, &subject.patches, &plan).unwrap();
+    let model = Loader::new(&registry).load(&subject.weights, &plan).unwrap();
     assert!(model.report().patched > 0);
     subject.check(&model);
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use libfuzzer_sys::fuzz_target;
-use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows};
+use tensor_offload::adapter::{Adapter, Matching, RotaryRows, Weights};
 use tensor_offload::{Checkpoint, DType, Rounding, ScalePolicy, TensorId};
 
 /// Beginnings, middles and ends of names; the input puts them together, or writes names of its own.
@@ -152,9 +152,9 @@ impl Input<'_> {
     }
 }
 
-fn read(base: &Checkpoint, patches: &Patches, tensor: TensorId) -> Option<Vec<u8>> {
-    let mut bytes = vec![0xee; patches.layout().tensors()[tensor.index()].bytes as usize];
-    patches.read(base, tensor, &mut bytes).ok().map(|_| bytes)
+fn read(weights: &Weights, tensor: TensorId) -> Option<Vec<u8>> {
+    let mut bytes = vec![0xee; weights.layout().tensors()[tensor.index()].bytes as usize];
+    weights.read(tensor, &mut bytes).ok().map(|_| bytes)
 }
 
 fn adapter(input: &mut Input<'_>) -> Option<Adapter> {
@@ -189,19 +189,19 @@ fuzz_target!(|data: &[u8]| {
     let matching = if input.byte() & 1 == 0 { Matching::AllowPartial } else { Matching::Strict };
     let (rounding, policy) = (input.byte(), input.byte());
     let adapters: Vec<Adapter> = (0..1 + input.byte() % 2).filter_map(|_| adapter(&mut input)).collect();
-    let Ok(mut patches) = Patches::resolve(base.layout(), adapters, matching) else { return };
+    let Ok(mut weights) = Weights::patched(base.clone(), adapters, matching) else { return };
     if rounding & 1 == 1 {
-        patches = patches.rounding(Rounding::Stochastic { seed: u64::from(rounding) });
+        weights = weights.rounding(Rounding::Stochastic { seed: u64::from(rounding) });
     }
     if policy & 1 == 1 {
-        patches = patches.clone().scales(ScalePolicy::Recompute).unwrap_or(patches);
+        weights = weights.clone().scales(ScalePolicy::Recompute).unwrap_or(weights);
     }
     for (tensor, info) in base.layout().tensor_ids().zip(base.layout().tensors()) {
         let mut before = vec![0; info.bytes as usize];
         base.read(tensor, &mut before).expect("a tensor of an opened file");
-        let after = read(&base, &patches, tensor);
-        assert_eq!(after, read(&base, &patches, tensor));
-        if patches.tensor(tensor).is_none() {
+        let after = read(&weights, tensor);
+        assert_eq!(after, read(&weights, tensor));
+        if weights.patches().tensor(tensor).is_none() {
             assert_eq!(after.as_deref(), Some(&before[..]));
         }
     }

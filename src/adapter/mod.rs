@@ -9,6 +9,7 @@ mod names;
 mod peft;
 mod report;
 mod resolve;
+mod weights;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -28,6 +29,7 @@ use peft::PeftConfig;
 pub use names::rows::RotaryRows;
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
+pub use weights::Weights;
 
 /// An adapter, opened: its names and shapes are known, its factors still in the file.
 #[derive(Clone, Debug)]

@@ -7,10 +7,10 @@ use super::kinds::{self, Built, Weight};
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule};
-use crate::checkpoint::{Checkpoint, Layout, TensorId, TensorInfo};
-use crate::error::{AdapterFault, Error, Measured, Mismatch, Result, TensorShape};
+use crate::checkpoint::{Layout, TensorId};
+use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
-use crate::patch::{Changes, Maker, Origin, PatchOutcome, ScalePolicy, TensorPatch};
+use crate::patch::{Changes, Maker, Origin, ScalePolicy, TensorPatch};
 use crate::rounding::Rounding;
 
 /// Whether all of an adapter has to find its place.
@@ -25,7 +25,9 @@ pub enum Matching {
     AllowPartial,
 }
 
-/// Adapters resolved against one checkpoint: for every tensor that they change, the steps in order.
+/// Adapters resolved against the names and shapes of one checkpoint: for every tensor that they change, the steps in order.
+///
+/// [`Weights`](crate::Weights) has them together with the checkpoint, to read and to load.
 #[derive(Clone, Debug, Default)]
 pub struct Patches {
     tensors: BTreeMap<TensorId, TensorPatch>,
@@ -131,53 +133,6 @@ impl Patches {
     /// The bytes of all factors as they are held, in f32.
     pub fn factor_bytes(&self) -> u64 {
         self.tensors.values().map(TensorPatch::factor_bytes).sum()
-    }
-
-    /// Reads a tensor of the checkpoint that these patches were resolved against, patched where an adapter changes
-    /// it. `dst` has to be as long as the patched tensor.
-    ///
-    /// # Errors
-    /// [`Error::Missing`] when there is no such tensor; [`Error::Mismatch`] when it is another than the one of that place
-    /// that the patches were resolved against; [`Error::WrongSize`] when `dst` is of another length; what reading meets;
-    /// as [`TensorPatch::apply`](crate::TensorPatch::apply).
-    pub fn read(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
-        self.check(checkpoint, tensor)?;
-        let Some(patch) = self.tensor(tensor) else {
-            checkpoint.read(tensor, dst)?;
-            return Ok(PatchOutcome::default());
-        };
-        let info = checkpoint.info(tensor)?;
-        let (stored, room) = (info.bytes as usize, dst.len());
-        let pristine = dst.get_mut(..stored).ok_or_else(|| {
-            let what = Measured::Tensor { name: info.name.clone() };
-            Error::WrongSize { what, needed: stored as u64, given: room as u64 }
-        })?;
-        checkpoint.read(tensor, pristine)?;
-        let siblings = patch.read_siblings(checkpoint)?;
-        patch.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
-    }
-
-    /// Patches know tensors by their places, so another checkpoint's would get what is not meant for them.
-    fn check(&self, checkpoint: &Checkpoint, tensor: TensorId) -> Result<()> {
-        let (stored, known) = match (checkpoint.layout().tensor(tensor), self.layout.tensor(tensor)) {
-            (Some(stored), Some(known)) => (stored, known),
-            (None, None) => return checkpoint.info(tensor).map(drop),
-            _ => {
-                let (patched, stored) = (self.layout.tensors().len(), checkpoint.layout().tensors().len());
-                return Err(Mismatch::Checkpoint { patched, stored, file: checkpoint.path().to_owned() }.into());
-            }
-        };
-        let shape = self.tensor(tensor).map_or(&known.shape, TensorPatch::pristine_shape);
-        if (&stored.name, stored.dtype, &stored.shape) == (&known.name, known.dtype, shape) {
-            return Ok(());
-        }
-        let tensor_shape = |info: &TensorInfo, shape: &[u64]| TensorShape {
-            name: info.name.clone(),
-            dtype: info.dtype,
-            shape: shape.to_vec(),
-        };
-        let (patched, stored) = (tensor_shape(known, shape), tensor_shape(stored, &stored.shape));
-        Err(Mismatch::Tensor { index: tensor.index(), patched, stored, file: checkpoint.path().to_owned() }.into())
     }
 }
 

@@ -216,6 +216,15 @@ impl FromStr for Allocation {
     }
 }
 
+impl TryFrom<&str> for Allocation {
+    type Error = Error;
+
+    /// As [`from_str`](Allocation::from_str).
+    fn try_from(text: &str) -> Result<Self> {
+        text.parse()
+    }
+}
+
 impl fmt::Display for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.mode == Mode::Auto {

@@ -7,8 +7,7 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use super::{Entry, ModelCache, Retention, let_go};
-use crate::adapter::Patches;
-use crate::checkpoint::Checkpoint;
+use crate::adapter::Weights;
 use crate::error::{Error, InUse, Result};
 use crate::load::Model;
 use crate::patch::{Origin, ScalePolicy};
@@ -34,7 +33,8 @@ struct Parts {
 
 impl Identity {
     /// The identity of what these make.
-    pub fn of(checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Identity {
+    pub fn of(weights: &Weights, plan: &Plan) -> Identity {
+        let (checkpoint, patches) = (weights.checkpoint(), weights.patches());
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
         let (checkpoint, adapters, plan) = (checkpoint.path().to_owned(), patches.origins().to_vec(), plan.clone());
         Identity(Arc::new(Parts { checkpoint, files, adapters, policy: patches.policy(), plan }))
@@ -84,15 +84,15 @@ impl ModelCache {
     /// be had.
     ///
     /// ```
-    /// use tensor_offload::{Checkpoint, Identity, Loader, ModelCache, Patches, Planner, Registry, Retention};
+    /// use tensor_offload::{Checkpoint, Identity, Loader, ModelCache, Planner, Registry, Retention, Weights};
     /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
     /// # let devices = Registry::system();
     /// # let checkpoint = Checkpoint::open(path)?;
-    /// # let patches = Patches::none(checkpoint.layout());
-    /// # let plan = Planner::new(patches.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+    /// # let weights = Weights::new(checkpoint);
+    /// # let plan = Planner::new(weights.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
     /// let (cache, loader) = (ModelCache::new(), Loader::new(&devices));
-    /// let identity = Identity::of(&checkpoint, &patches, &plan);
-    /// let load = |base: Option<&_>| loader.derive(base, &checkpoint, &patches, &plan);
+    /// let identity = Identity::of(&weights, &plan);
+    /// let load = |base: Option<&_>| loader.derive(base, &weights, &plan);
     /// let model = cache.get_or_load("text encoder", &identity, Retention::Keep, load)?;
     /// assert_eq!(model.report().read, plan.bytes());
     /// # Ok::<(), tensor_offload::Error>(())

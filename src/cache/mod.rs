@@ -32,13 +32,13 @@ pub enum Retention {
 ///
 /// ```
 /// use std::sync::Arc;
-/// use tensor_offload::{Checkpoint, Loader, ModelCache, Patches, Planner, Registry, Retention};
+/// use tensor_offload::{Checkpoint, Loader, ModelCache, Planner, Registry, Retention, Weights};
 /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 /// # let devices = Registry::system();
 /// # let checkpoint = Checkpoint::open(path)?;
-/// # let patches = Patches::none(checkpoint.layout());
-/// # let plan = Planner::new(patches.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
-/// # let load = || Loader::new(&devices).load(&checkpoint, &patches, &plan).map(Arc::new);
+/// # let weights = Weights::new(checkpoint);
+/// # let plan = Planner::new(weights.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+/// # let load = || Loader::new(&devices).load(&weights, &plan).map(Arc::new);
 /// let cache = ModelCache::new();
 /// cache.insert("text encoder", load()?, Retention::Unload);
 /// cache.insert("transformer", load()?, Retention::Keep);

@@ -263,6 +263,11 @@ impl Layout {
         self.tensors.iter().position(|t| t.name == name).map(TensorId::new)
     }
 
+    /// The layer `name`: `model.layers.7`.
+    pub fn find_layer(&self, name: &str) -> Option<LayerId> {
+        self.layers.iter().find(|layer| layer.name == name).map(|layer| layer.id)
+    }
+
     /// A tensor. None when there is no such tensor, as for the other lookups by id.
     pub fn tensor(&self, tensor: TensorId) -> Option<&TensorInfo> {
         self.tensors.get(tensor.index())

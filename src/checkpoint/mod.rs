@@ -42,6 +42,7 @@ pub use write::{TensorSpec, TensorWriter, write_safetensors};
 #[derive(Clone)]
 pub struct Checkpoint(Arc<Inner>);
 
+#[derive(Clone)]
 struct Inner {
     path: PathBuf,
     sources: Vec<Arc<dyn Source>>,
@@ -101,9 +102,30 @@ impl Checkpoint {
             tensors.extend(header.tensors);
         }
         let layout = Layout::new(tensors);
-        let by_name = layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect();
+        let by_name = by_name(&layout);
         let layout = if tied { layout.tie_embeddings() } else { layout };
         Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name }))
+    }
+
+    /// The same files with another layout: layers in [another order](Layout::in_order), an embedding that is [used at both
+    /// ends](Layout::tie_embeddings), tensors that share their bytes.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
+    /// would end behind the end of its file.
+    pub fn with_layout(&self, layout: Layout) -> Result<Checkpoint> {
+        let count = self.0.sources.len();
+        for info in layout.tensors() {
+            let source = self.0.sources.get(info.file);
+            let source = source.ok_or_else(|| Missing::File { tensor: info.name.clone(), index: info.file, count })?;
+            let (end, len) = (info.offset.saturating_add(info.bytes), source.stamp().len());
+            if end > len {
+                let what = Measured::File { path: source.path().to_owned(), tensor: info.name.clone() };
+                return Err(Error::WrongSize { what, needed: end, given: len });
+            }
+        }
+        let by_name = by_name(&layout);
+        Ok(Checkpoint(Arc::new(Inner { layout, by_name, ..(*self.0).clone() })))
     }
 
     /// Its tensors in order of their place in the files, as modules and layers in order of execution.
@@ -184,6 +206,10 @@ impl fmt::Debug for Checkpoint {
         let mut debug = f.debug_struct("Checkpoint");
         debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors().len()).finish_non_exhaustive()
     }
+}
+
+fn by_name(layout: &Layout) -> HashMap<String, TensorId> {
+    layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect()
 }
 
 /// The same error, with the tensor that was being read.

@@ -11,6 +11,7 @@ mod plan;
 mod request;
 mod room;
 
+use std::convert::Infallible;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ pub use allocation::AllocationError;
 pub use fault::{AdapterFault, FileFault};
 pub use kind::ErrorKind;
 pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Shortfall, Term};
-pub use request::{Measured, Mismatch, Missing, TensorShape};
+pub use request::{Measured, Mismatch, Missing};
 pub use room::{Holder, InUse, NoRoom};
 
 use crate::bytes::ByteSize;
@@ -242,6 +243,13 @@ impl Error {
 impl From<AllocationError> for Error {
     fn from(fault: AllocationError) -> Error {
         Error::Allocation(Box::new(fault))
+    }
+}
+
+/// For conversions that cannot fail, where others may.
+impl From<Infallible> for Error {
+    fn from(never: Infallible) -> Error {
+        match never {}
     }
 }
 

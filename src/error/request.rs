@@ -29,6 +29,16 @@ pub enum Missing {
         /// The checkpoint.
         file: PathBuf,
     },
+    /// A checkpoint has fewer files.
+    #[error("tensor `{tensor}` is in file {index} of {count}")]
+    File {
+        /// The tensor.
+        tensor: String,
+        /// The place of its file among the checkpoint's.
+        index: usize,
+        /// How many files there are.
+        count: usize,
+    },
     /// No layer has this name.
     #[error("there is no layer `{name}`")]
     Layer {
@@ -107,6 +117,13 @@ pub enum Measured {
         /// Its name.
         name: String,
     },
+    /// A file, by where a tensor ends in it.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+    },
     /// A buffer that is split at the size needed.
     Split,
     /// The source of a copy.
@@ -136,6 +153,9 @@ impl Measured {
     pub(super) fn write(&self, f: &mut fmt::Formatter<'_>, needed: u64, given: u64) -> fmt::Result {
         match self {
             Measured::Tensor { name } => write!(f, "tensor `{name}` has {needed} bytes, the buffer for it {given}"),
+            Measured::File { path, tensor } => {
+                write!(f, "tensor `{tensor}` ends at byte {needed} of {}, which has {given}", path.display())
+            }
             Measured::Patched { name } => {
                 write!(f, "tensor `{name}` has {needed} bytes once patched, the buffer for it {given}")
             }
@@ -169,28 +189,6 @@ impl Measured {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Mismatch {
-    /// Patches for another number of tensors than the checkpoint has.
-    #[error("the patches are for {patched} tensors, {} has {stored}", file.display())]
-    Checkpoint {
-        /// How many tensors the patches know.
-        patched: usize,
-        /// How many the checkpoint has.
-        stored: usize,
-        /// The checkpoint.
-        file: PathBuf,
-    },
-    /// Patches that know another tensor in a place than the checkpoint has there.
-    #[error("the patches are of another checkpoint: tensor {index} is {patched} there and {stored} in {}", file.display())]
-    Tensor {
-        /// The place.
-        index: usize,
-        /// The tensor that the patches know.
-        patched: TensorShape,
-        /// The one that the checkpoint has.
-        stored: TensorShape,
-        /// The checkpoint.
-        file: PathBuf,
-    },
     /// A model on a device that another registry has opened.
     #[error("the model to derive from is on {device} of another registry")]
     Registry {
@@ -221,6 +219,16 @@ pub enum Mismatch {
         /// Where it has to be.
         device: DeviceId,
     },
+    /// A tensor that is to be read as elements of another type.
+    #[error("tensor `{tensor}` holds {dtype}, not {asked}")]
+    Element {
+        /// The tensor's name.
+        tensor: String,
+        /// Its element type.
+        dtype: DType,
+        /// The one that was asked for.
+        asked: DType,
+    },
     /// Memory of one device behind the charge of another.
     #[error("memory of {device} for a charge of {charge}")]
     Charge {
@@ -235,21 +243,4 @@ pub enum Mismatch {
         /// The device that is to patch.
         device: DeviceId,
     },
-}
-
-/// A tensor as patches and a checkpoint know it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TensorShape {
-    /// Its name.
-    pub name: String,
-    /// Its element type.
-    pub dtype: DType,
-    /// Its shape.
-    pub shape: Vec<u64>,
-}
-
-impl fmt::Display for TensorShape {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "`{}` ({} {:?})", self.name, self.dtype, self.shape)
-    }
 }

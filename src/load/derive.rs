@@ -9,10 +9,10 @@ use super::model::Parts;
 use super::reuse::Reuse;
 use super::store::{Home, SlotPool};
 use super::worker::{Inputs, Job};
-use super::{LoadReport, Loader, Model, Reservation, check_tensors};
-use crate::adapter::Patches;
+use super::{LoadReport, Loader, Model, Reservation};
+use crate::adapter::Weights;
 use crate::backend::{Device, MemoryKind};
-use crate::checkpoint::{Checkpoint, Per, TensorId};
+use crate::checkpoint::{Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Mismatch, Result};
 use crate::plan::{Plan, Slots};
@@ -33,16 +33,16 @@ impl Loader<'_> {
     ///
     /// ```
     /// use std::sync::Arc;
-    /// use tensor_offload::{Adapter, Checkpoint, Loader, Matching, Patches, Planner, Registry};
+    /// use tensor_offload::{Adapter, Checkpoint, Loader, Matching, Planner, Registry, Weights};
     /// # let (path, lora) = ("examples/data/tiny-llama", "examples/data/tiny-llama-lora");
     /// let devices = Registry::system();
     /// let checkpoint = Checkpoint::open(path)?;
-    /// let at = |strength| Patches::resolve(checkpoint.layout(), vec![Adapter::open(lora, strength)?], Matching::Strict);
+    /// let at = |strength| Weights::patched(checkpoint.clone(), vec![Adapter::open(lora, strength)?], Matching::Strict);
     /// let (weak, strong) = (at(0.5)?, at(1.0)?);
     /// let plan = Planner::new(weak.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
     /// let loader = Loader::new(&devices);
-    /// let first = Arc::new(loader.load(&checkpoint, &weak, &plan)?);
-    /// let second = loader.derive(&first, &checkpoint, &strong, &plan)?;
+    /// let first = Arc::new(loader.load(&weak, &plan)?);
+    /// let second = loader.derive(&first, &strong, &plan)?;
     /// let report = second.report();
     /// assert!(report.read < plan.bytes() && report.read + report.shared + report.copied == plan.bytes());
     /// # Ok::<(), tensor_offload::Error>(())
@@ -51,21 +51,15 @@ impl Loader<'_> {
     /// # Errors
     /// As [`load`](Loader::load); [`Error::Mismatch`] too when the base is on devices of another registry. Whatever the
     /// error, all memory is given back first, and the base is as it was.
-    pub fn derive<'b>(
-        &self,
-        base: impl Into<Option<&'b Arc<Model>>>,
-        checkpoint: &Checkpoint,
-        patches: &Patches,
-        plan: &Plan,
-    ) -> Result<Model> {
-        let Some(base) = base.into() else { return self.load(checkpoint, patches, plan) };
-        plan.verify(patches.layout())?;
-        check_tensors(checkpoint, patches)?;
+    pub fn derive<'b>(&self, base: impl Into<Option<&'b Arc<Model>>>, weights: &Weights, plan: &Plan) -> Result<Model> {
+        let Some(base) = base.into() else { return self.load(weights, plan) };
+        let layout = weights.layout();
+        plan.verify(layout)?;
         self.check_base(base)?;
-        let made = Made::of(checkpoint, patches);
+        let made = Made::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.made().get(old) == Some(&made[tensor]);
-        let reuse = Reuse::of(base, patches.layout(), plan, same);
-        let inputs = Inputs { checkpoint: Some(checkpoint), patches, plan, base: Some(base), reuse: &reuse };
+        let reuse = Reuse::of(base, layout, plan, same);
+        let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(base), reuse: &reuse };
         self.place(inputs, made)
     }
 
@@ -81,8 +75,7 @@ impl Loader<'_> {
         if let Some(lost) = base.lost().filter(|_| !reuse.is_complete(base.layout())) {
             return Err(lost);
         }
-        let patches = Patches::none(base.layout());
-        let inputs = Inputs { checkpoint: None, patches: &patches, plan, base: Some(base), reuse: &reuse };
+        let inputs = Inputs { weights: None, layout: base.layout(), plan, base: Some(base), reuse: &reuse };
         self.place(inputs, base.made().clone())
     }
 
@@ -90,9 +83,9 @@ impl Loader<'_> {
     /// be used as `parked` says. The slots that `plan` wants are not taken yet, since there may be no room for them while
     /// the base lives.
     pub(crate) fn move_away(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<Moved> {
-        let (patches, start) = (Patches::none(base.layout()), Instant::now());
+        let start = Instant::now();
         let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
-        let inputs = Inputs { checkpoint: None, patches: &patches, plan: &plan, base: Some(base), reuse: &reuse };
+        let inputs = Inputs { weights: None, layout: base.layout(), plan: &plan, base: Some(base), reuse: &reuse };
         let (homes, reservation, report) = self.fill(inputs, &reuse.needed(&plan), start)?;
         let (layout, made, from) = (Arc::new(base.layout().clone()), base.made().clone(), reuse.from(base));
         let slots = Some(Arc::new(SlotPool::new(parked.slots(), Vec::new())));
@@ -110,7 +103,7 @@ impl Loader<'_> {
             *slots = slots.saturating_add(plan.slots().bytes());
         }
         let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
-        let layout = Arc::new(inputs.patches.layout().clone());
+        let layout = Arc::new(inputs.layout.clone());
         let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
         let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
         let parts = Parts { layout, plan, groups, homes, made, slots, from };

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::adapter::Patches;
-use crate::checkpoint::{Checkpoint, Per, TensorId};
+use crate::adapter::Weights;
+use crate::checkpoint::{Per, TensorId};
 use crate::patch::Recipe;
 use crate::transfer::Stamp;
 
@@ -26,8 +26,9 @@ struct Patched {
 }
 
 impl Made {
-    /// For each tensor of a checkpoint what these patches make it from.
-    pub(super) fn of(checkpoint: &Checkpoint, patches: &Patches) -> Per<TensorId, Made> {
+    /// For each tensor what it is made from.
+    pub(super) fn of(weights: &Weights) -> Per<TensorId, Made> {
+        let (checkpoint, patches) = (weights.checkpoint(), weights.patches());
         let files: Arc<[Stamp]> = checkpoint.sources().iter().map(|source| source.stamp()).collect();
         let patched = |id| patches.tensor(id).map(|p| Patched { files: Arc::clone(&files), recipe: p.recipe() });
         let tensors = checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors());

@@ -4,6 +4,7 @@
 //! lives elsewhere is read piece by piece through a few staging buffers, or, when an adapter changes
 //! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
 
+mod builder;
 mod derive;
 mod index;
 mod made;
@@ -21,6 +22,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use builder::ModelBuilder;
 pub use model::Model;
 pub use progress::{Cancel, Progress};
 pub use read_back::TensorView;
@@ -32,26 +34,24 @@ use made::Made;
 use reuse::Reuse;
 use worker::Inputs;
 
-use crate::adapter::Patches;
+use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
-use crate::checkpoint::{Checkpoint, TensorId, TensorInfo};
 use crate::device::DeviceId;
-use crate::error::{Error, Mismatch, Missing, Result, TensorShape};
+use crate::error::{Error, Missing, Result};
 use crate::limits::LONGEST;
 use crate::plan::Plan;
 use crate::registry::Registry;
 
-/// Brings checkpoints to where plans want them.
+/// Loads weights to where a plan wants them.
 ///
 /// ```
-/// use tensor_offload::{Checkpoint, Loader, Patches, Planner, Registry};
+/// use tensor_offload::{Checkpoint, Loader, Planner, Registry, Weights};
 /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 /// let devices = Registry::system();
-/// let checkpoint = Checkpoint::open(path)?;
-/// let patches = Patches::none(checkpoint.layout());
-/// let plan = Planner::new(patches.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
-/// let model = Loader::new(&devices).load(&checkpoint, &patches, &plan)?;
-/// assert_eq!(model.report().bytes, patches.layout().bytes());
+/// let weights = Weights::new(Checkpoint::open(path)?);
+/// let plan = Planner::new(weights.layout(), devices.machine()).compute("cpu".parse()?).plan()?;
+/// let model = Loader::new(&devices).load(&weights, &plan)?;
+/// assert_eq!(model.report().bytes, weights.layout().bytes());
 /// # Ok::<(), tensor_offload::Error>(())
 /// ```
 #[derive(Debug)]
@@ -98,46 +98,20 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Reads `checkpoint`, applies `patches`, and places every module as `plan` says.
+    /// Reads `weights`, merges their adapters, and places every module as `plan` says.
     ///
     /// All memory is reserved before the first byte is read. The bytes are the same whatever the plan.
     ///
     /// # Errors
-    /// What reading, patching and allocating meet; [`Plan`](crate::Error::Plan) or
-    /// [`Mismatch`](crate::Error::Mismatch) when the plan or the patches are of another model;
+    /// What reading, patching and allocating meet; [`Plan`](crate::Error::Plan) when the plan is of another model;
     /// [`Cancelled`](crate::Error::Cancelled), even if all bytes are read by then.
     /// Whatever the error, all memory is given back first.
-    pub fn load(&self, checkpoint: &Checkpoint, patches: &Patches, plan: &Plan) -> Result<Model> {
-        plan.verify(patches.layout())?;
-        check_tensors(checkpoint, patches)?;
-        let (made, reuse) = (Made::of(checkpoint, patches), Reuse::nothing(patches.layout(), plan));
-        let inputs = Inputs { checkpoint: Some(checkpoint), patches, plan, base: None, reuse: &reuse };
+    pub fn load(&self, weights: &Weights, plan: &Plan) -> Result<Model> {
+        let layout = weights.layout();
+        plan.verify(layout)?;
+        let (made, reuse) = (Made::of(weights), Reuse::nothing(layout, plan));
+        let inputs = Inputs { weights: Some(weights), layout, plan, base: None, reuse: &reuse };
         self.place(inputs, made)
-    }
-}
-
-/// Patches and plans know tensors by their places: those of another checkpoint, even one of the same names in another
-/// order, would give each tensor the bytes of another.
-///
-/// # Errors
-/// [`Mismatch`] naming the first tensor that differs.
-fn check_tensors(checkpoint: &Checkpoint, patches: &Patches) -> Result<()> {
-    let (stored, patched) = (checkpoint.layout().tensors(), patches.layout().tensors());
-    if stored.len() != patched.len() {
-        let file = checkpoint.path().to_owned();
-        return Err(Mismatch::Checkpoint { patched: patched.len(), stored: stored.len(), file }.into());
-    }
-    let same = |(id, (stored, patched)): &(TensorId, (&TensorInfo, &TensorInfo))| {
-        let sized = stored.bytes == patched.bytes || patches.tensor(*id).is_some();
-        stored.name == patched.name && stored.dtype == patched.dtype && sized
-    };
-    match checkpoint.layout().tensor_ids().zip(stored.iter().zip(patched)).find(|pair| !same(pair)) {
-        None => Ok(()),
-        Some((id, (stored, patched))) => {
-            let known = |t: &TensorInfo| TensorShape { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone() };
-            let (patched, stored, file) = (known(patched), known(stored), checkpoint.path().to_owned());
-            Err(Mismatch::Tensor { index: id.index(), patched, stored, file }.into())
-        }
     }
 }
 

@@ -15,6 +15,7 @@ use super::store::{Home, Part, Residency, SlotPool, WeightStore};
 use crate::backend::{Buf, Device, MemoryKind};
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
+use crate::dtype::Element;
 use crate::error::{Error, Missing, Result};
 use crate::limits::Limits;
 use crate::plan::{Assignment, Plan, Use};
@@ -199,7 +200,7 @@ impl Model {
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let tensor = self.index.find(name)?;
         let buf = self.home(self.index.owner(tensor))?;
-        Some(TensorView::new(self.layout().at(tensor), buf, self.index.place(tensor)))
+        Some(TensorView::new(self.layout().at(tensor), buf, self.index.place(tensor), self.limits.work))
     }
 
     /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
@@ -210,6 +211,24 @@ impl Model {
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
         let view = self.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
         self.download(&view, dst)
+    }
+
+    /// The elements of the tensor `name`, copied to host memory from wherever it lives.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when there is no such tensor; [`Error::Mismatch`] when its elements are of another type than `T`;
+    /// whatever the copy meets.
+    pub fn to_vec<T: Element>(&self, name: &str) -> Result<Vec<T>> {
+        let view = self.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
+        self.elements(&view)
+    }
+
+    /// The elements that a view shows, copied to host memory.
+    pub(crate) fn elements<T: Element>(&self, view: &TensorView<'_>) -> Result<Vec<T>> {
+        view.check_element::<T>()?;
+        let mut elements = vec![T::zeroed(); view.size() / size_of::<T>()];
+        self.download(view, bytemuck::cast_slice_mut(&mut elements))?;
+        Ok(elements)
     }
 
     /// Copies what a view shows to host memory.

@@ -8,7 +8,8 @@ use std::time::Duration;
 use crate::backend::{Buf, Device, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::checkpoint::TensorInfo;
 use crate::device::DeviceId;
-use crate::error::{Error, Measured, Result};
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Measured, Mismatch, Result};
 
 /// A tensor in some device's memory.
 #[derive(Clone, Debug)]
@@ -16,14 +17,36 @@ pub struct TensorView<'a> {
     info: &'a TensorInfo,
     buf: &'a Buf,
     place: Range<usize>,
+    /// How long is waited for its bytes on the host.
+    deadline: Duration,
 }
 
 impl<'a> TensorView<'a> {
-    pub(crate) fn new(info: &'a TensorInfo, buf: &'a Buf, place: Range<usize>) -> TensorView<'a> {
-        TensorView { info, buf, place }
+    pub(crate) fn new(info: &'a TensorInfo, buf: &'a Buf, place: Range<usize>, deadline: Duration) -> TensorView<'a> {
+        TensorView { info, buf, place, deadline }
     }
 
-    /// Its name, element type and shape.
+    /// Its name.
+    pub fn name(&self) -> &'a str {
+        &self.info.name
+    }
+
+    /// Its element type.
+    pub fn dtype(&self) -> DType {
+        self.info.dtype
+    }
+
+    /// Its dimensions, outermost first; empty for a scalar.
+    pub fn shape(&self) -> &'a [u64] {
+        &self.info.shape
+    }
+
+    /// How many bytes it takes.
+    pub fn size(&self) -> usize {
+        self.place.len()
+    }
+
+    /// What else is known of it: its file and its place there.
     pub fn info(&self) -> &'a TensorInfo {
         self.info
     }
@@ -42,6 +65,49 @@ impl<'a> TensorView<'a> {
     /// at a multiple of 64.
     pub fn place(&self) -> Range<usize> {
         self.place.clone()
+    }
+
+    /// Its bytes in host memory, without a copy: `None` if the host cannot address them. Waits until they are there.
+    /// [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy them from anywhere.
+    ///
+    /// # Errors
+    /// [`Error::TimedOut`] when they are not there in time; [`Error::Failed`] when the copy that was to bring them failed.
+    pub fn bytes(&self) -> Result<Option<&'a [u8]>> {
+        Ok(self.buf.host(self.deadline)?.map(|bytes| &bytes[self.place.clone()]))
+    }
+
+    /// Its elements in host memory, without a copy, in the order of the file: the last dimension changes fastest.
+    ///
+    /// ```
+    /// # use tensor_offload::{DeviceId, Model, Registry};
+    /// let model = Model::open("examples/data/tiny-llama")?.compute(DeviceId::CPU).load(&Registry::system())?;
+    /// let norm = model.tensor("model.norm.weight").expect("every Llama has one");
+    /// let scales: &[half::bf16] = norm.as_slice()?;
+    /// assert_eq!(norm.shape(), [scales.len() as u64]);
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`bytes`](TensorView::bytes); [`Error::Mismatch`] when its elements are of another type than `T`, or the host
+    /// cannot address its memory.
+    pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
+        self.check_element::<T>()?;
+        let not_here = || Mismatch::Memory {
+            what: format!("tensor `{}`", self.info.name),
+            memory: self.device(),
+            device: DeviceId::CPU,
+        };
+        let bytes = self.bytes()?.ok_or_else(not_here)?;
+        bytemuck::try_cast_slice(bytes).map_err(|why| Error::bug(format!("tensor `{}`: {why}", self.info.name)))
+    }
+
+    /// Whether its elements are of type `T`.
+    pub(crate) fn check_element<T: Element>(&self) -> Result<()> {
+        if self.info.dtype == T::DTYPE {
+            return Ok(());
+        }
+        let (tensor, dtype, asked) = (self.info.name.clone(), self.info.dtype, T::DTYPE);
+        Err(Mismatch::Element { tensor, dtype, asked }.into())
     }
 }
 

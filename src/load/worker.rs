@@ -14,10 +14,10 @@ use super::report::LoadReport;
 use super::reuse::{Reuse, Ways};
 use super::store::Home;
 use super::{Loader, Reservation};
-use crate::adapter::Patches;
+use crate::adapter::Weights;
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, ModuleId, Per, TensorId};
+use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
@@ -28,8 +28,8 @@ use crate::staging::Pool;
 /// What one load's threads share.
 pub(super) struct Job<'a> {
     /// None where all bytes are in memory already.
-    checkpoint: Option<&'a Checkpoint>,
-    patches: &'a Patches,
+    weights: Option<&'a Weights>,
+    layout: &'a Layout,
     plan: &'a Plan,
     pub(super) reuse: &'a Reuse,
     pub(super) ways: Ways,
@@ -61,8 +61,10 @@ struct Scratch {
 /// What a load is made of.
 #[derive(Clone, Copy)]
 pub(super) struct Inputs<'a> {
-    pub(super) checkpoint: Option<&'a Checkpoint>,
-    pub(super) patches: &'a Patches,
+    /// None where all bytes are in the base.
+    pub(super) weights: Option<&'a Weights>,
+    /// Of the model that is made.
+    pub(super) layout: &'a Layout,
     pub(super) plan: &'a Plan,
     pub(super) base: Option<&'a Model>,
     pub(super) reuse: &'a Reuse,
@@ -70,20 +72,19 @@ pub(super) struct Inputs<'a> {
 
 impl<'a> Job<'a> {
     pub(super) fn new(loader: &'a Loader<'a>, inputs: Inputs<'a>, reservation: &Reservation) -> Result<Job<'a>> {
-        let Inputs { checkpoint, patches, plan, base, reuse } = inputs;
+        let Inputs { weights, layout, plan, base, reuse } = inputs;
         let host = loader.registry.staging_host()?;
         let away = |device: &&Arc<dyn Device>| !device.id().is_host();
         let upload = |device: &Arc<dyn Device>| Ok((device.id(), device.stream(Role::Upload)?));
         let streams = reservation.devices().filter(away).map(upload).collect::<Result<_>>()?;
-        let layout = patches.layout();
         let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.at(a.index).tensors).map(|&t| layout.at(t).bytes).max();
         let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
         let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, loader.workers.saturating_add(1));
         Ok(Job {
-            checkpoint,
-            patches,
+            weights,
+            layout,
             plan,
             reuse,
             ways,
@@ -186,7 +187,7 @@ impl<'a> Job<'a> {
                 break;
             }
             let (first, bytes) = (self.reuse.groups.members(group)[0], self.reuse.groups.bytes(group));
-            if self.patches.layout().at(first).alias_of.is_some() {
+            if self.layout.at(first).alias_of.is_some() {
                 continue;
             }
             if let Some(home) = self.reuse.shared(group) {
@@ -211,7 +212,7 @@ impl<'a> Job<'a> {
 
     /// The tensors that a group's modules bring to its memory, with their places in it.
     pub(super) fn own_tensors(&self, group: usize) -> impl Iterator<Item = (TensorId, Range<usize>)> {
-        let tensors = |&module: &ModuleId| self.patches.layout().own_tensors(module);
+        let tensors = |&module: &ModuleId| self.layout.own_tensors(module);
         self.reuse.groups.members(group).iter().flat_map(tensors).map(|t| (t, self.places[t].clone()))
     }
 
@@ -220,7 +221,7 @@ impl<'a> Job<'a> {
         let bytes = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
         for (tensor, place) in self.own_tensors(group) {
             let dst = &mut bytes[place];
-            match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
+            match (self.reuse.held(tensor), self.patch(tensor)) {
                 (Some(held), _) => self.copy_here(held, dst)?,
                 (None, Some(_)) => self.read_patched(tensor, dst)?,
                 (None, None) => self.read_plain(tensor, dst)?,
@@ -232,7 +233,7 @@ impl<'a> Job<'a> {
     /// Reads a group through staging buffers into the memory of another device.
     fn fill_there(&self, group: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
         for (tensor, place) in self.own_tensors(group) {
-            memory = match (self.reuse.held(tensor), self.patches.tensor(tensor)) {
+            memory = match (self.reuse.held(tensor), self.patch(tensor)) {
                 (Some(held), _) => self.send_held(held, place, memory, stream)?,
                 (None, Some(patch)) => self.send_changed(patch, tensor, place, memory, stream, scratch)?,
                 (None, None) => self.send_plain(tensor, place, memory, stream)?,
@@ -277,7 +278,7 @@ impl<'a> Job<'a> {
         stream: &dyn Stream,
         scratch: &mut Scratch,
     ) -> Result<BufMut> {
-        let checkpoint = self.files(tensor)?;
+        let checkpoint = self.files(tensor)?.checkpoint();
         let planned = self.there.plan(stream.device(), patch, place.start, checkpoint)?;
         let sent =
             planned.as_ref().map(|planned| planned.send(&self.there, stream, &mut scratch.factors)).transpose()?;
@@ -329,7 +330,7 @@ impl<'a> Job<'a> {
 
     fn read_part(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
-        self.files(tensor)?.read_at(tensor, at, dst)?;
+        self.files(tensor)?.checkpoint().read_at(tensor, at, dst)?;
         self.read.fetch_add(dst.len() as u64, Ordering::Relaxed);
         self.advance(dst.len() as u64);
         Ok(())
@@ -338,10 +339,10 @@ impl<'a> Job<'a> {
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
     fn read_patched(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         self.go_on()?;
-        let checkpoint = self.files(tensor)?;
-        let outcome = self.patches.read(checkpoint, tensor, dst)?;
-        let beside = self.patches.tensor(tensor).map_or(&[][..], |patch| patch.needs());
-        let stored = |&tensor: &TensorId| checkpoint.layout().at(tensor).bytes;
+        let weights = self.files(tensor)?;
+        let outcome = weights.read(tensor, dst)?;
+        let beside = self.patch(tensor).map_or(&[][..], |patch| patch.needs());
+        let stored = |&tensor: &TensorId| weights.checkpoint().layout().at(tensor).bytes;
         self.read.fetch_add(beside.iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
@@ -350,11 +351,16 @@ impl<'a> Job<'a> {
     }
 
     /// The files, to read a tensor that is in no memory.
-    fn files(&self, tensor: TensorId) -> Result<&Checkpoint> {
-        self.checkpoint.ok_or_else(|| {
-            let tensor = self.patches.layout().at(tensor).name.clone();
+    fn files(&self, tensor: TensorId) -> Result<&'a Weights> {
+        self.weights.ok_or_else(|| {
+            let tensor = self.layout.at(tensor).name.clone();
             Missing::Held { tensor }.into()
         })
+    }
+
+    /// What adapters do to a tensor.
+    fn patch(&self, tensor: TensorId) -> Option<&'a TensorPatch> {
+        self.weights?.patches().tensor(tensor)
     }
 
     /// Says that bytes of another model are on their way.

@@ -189,11 +189,6 @@ impl TensorPatch {
         (self.rounding, self.scale_policy)
     }
 
-    /// The tensor's shape in the checkpoint.
-    pub(crate) fn pristine_shape(&self) -> &Vec<u64> {
-        &self.shape
-    }
-
     /// The size of an element as it is stored.
     pub(crate) fn element_bytes(&self) -> usize {
         self.float.size()

@@ -73,6 +73,23 @@ impl Registry {
         Registry::new(backends)
     }
 
+    /// Devices that are only described, as in `cuda:0=24gib,link=27.2` ([`DeviceInfo`]): simulated in host memory, with real
+    /// bytes, and in real time as slow as their links. For programs that are tried without a card.
+    ///
+    /// ```
+    /// use tensor_offload::{DeviceId, Registry};
+    /// let devices = Registry::simulated(["cuda:0=24gib,link=27.2", "cpu=64gib"])?;
+    /// assert_eq!(devices.machine().device(DeviceId::cuda(0))?.total, 24 << 30);
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Allocation`] for a description that is not of the form, with the place.
+    pub fn simulated<'a>(devices: impl IntoIterator<Item = &'a str>) -> Result<Registry> {
+        let devices: Vec<_> = devices.into_iter().map(str::parse).collect::<Result<_>>()?;
+        Ok(Registry::described(Machine::described(&devices), Clock::Wall))
+    }
+
     /// The devices of a described machine, simulated; no others.
     pub fn described(machine: Machine, clock: Clock) -> Registry {
         let registry = Registry::new([Arc::new(Simulated::new(machine, clock)) as Arc<dyn Backend>]);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::Streamed;
 use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::{Layer, LayerId, TensorId};
+use crate::dtype::Element;
 use crate::error::{Error, Missing, Result};
 use crate::limits::LONGEST;
 use crate::load::{Model, TensorView};
@@ -31,6 +32,11 @@ impl LayerGuard {
         self.model.layout().at(self.layer)
     }
 
+    /// The layer's name: `model.layers.7`.
+    pub fn name(&self) -> &str {
+        &self.layer().name
+    }
+
     /// The number of the slot that it is in, from 0: of those of the model, or of the caller's own. In each slot a tensor
     /// of the layer has one address. None when nothing of it is streamed.
     pub fn slot(&self) -> Option<usize> {
@@ -43,11 +49,13 @@ impl LayerGuard {
         modules.flat_map(|module| module.tensors.iter().filter_map(|&tensor| self.view(tensor)))
     }
 
-    /// Its tensor `name`; none when the layer has no such tensor.
+    /// Its tensor `name`, by the whole name (`model.layers.7.mlp.up_proj.weight`) or the name in the layer
+    /// (`mlp.up_proj.weight`). `None` if the layer has no such tensor.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let tensor = self.model.index().find(name)?;
-        let layout = self.model.layout();
-        (layout.layer_with(tensor) == self.layer).then(|| self.view(tensor)).flatten()
+        let (layout, index) = (self.model.layout(), self.model.index());
+        let here = |tensor: &TensorId| layout.layer_with(*tensor) == self.layer;
+        let in_layer = || index.find(&format!("{}.{name}", self.name())).filter(here);
+        index.find(name).filter(here).or_else(in_layer).and_then(|tensor| self.view(tensor))
     }
 
     /// Waits, on the host, until the layer has arrived, for a century at most.
@@ -85,8 +93,21 @@ impl LayerGuard {
     /// [`Error::Missing`] when the layer has no such tensor; [`Error::WrongSize`] when `dst` is of another length; whatever
     /// the copy meets.
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
-        let missing = || Missing::Tensor { name: name.to_owned(), layer: Some(self.layer().name.clone()) };
-        self.model.download(&self.tensor(name).ok_or_else(missing)?, dst)
+        self.model.download(&self.known(name)?, dst)
+    }
+
+    /// The elements of the tensor `name`, copied back to host memory.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when the layer has no such tensor; [`Error::Mismatch`] when its elements are of another type than
+    /// `T`; whatever the copy meets.
+    pub fn to_vec<T: Element>(&self, name: &str) -> Result<Vec<T>> {
+        self.model.elements(&self.known(name)?)
+    }
+
+    fn known(&self, name: &str) -> Result<TensorView<'_>> {
+        let missing = || Missing::Tensor { name: name.to_owned(), layer: Some(self.name().to_owned()) };
+        Ok(self.tensor(name).ok_or_else(missing)?)
     }
 
     fn parts(&self) -> impl Iterator<Item = &Buf> {
@@ -98,11 +119,12 @@ impl LayerGuard {
         let owner = self.model.index().owner(tensor);
         let info = self.model.layout().at(tensor);
         let place: Range<usize> = self.model.index().place(tensor);
+        let deadline = self.model.limits().work;
         let brought = self.streamed.contents.of(self.layer).find(owner, &place);
         if let (Some((_, parts)), Some((part, place))) = (&self.slot, brought) {
-            return Some(TensorView::new(info, &parts[part], place));
+            return Some(TensorView::new(info, &parts[part], place, deadline));
         }
-        self.model.home(owner).map(|home| TensorView::new(info, home, place))
+        self.model.home(owner).map(|home| TensorView::new(info, home, place, deadline))
     }
 }
 

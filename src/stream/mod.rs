@@ -2,6 +2,7 @@
 
 mod guard;
 mod lanes;
+mod pass;
 mod report;
 mod slots;
 mod through_host;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use guard::LayerGuard;
+pub use pass::Pass;
 pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::process::Process;
@@ -37,18 +39,17 @@ use slots::{Fill, Slots};
 ///
 /// ```
 /// use std::sync::Arc;
-/// use tensor_offload::{Checkpoint, Loader, Patches, Planner, Registry, Streamer, backend::Clock, Machine};
+/// use tensor_offload::{Checkpoint, Loader, Machine, Planner, Registry, Streamer, Weights, backend::Clock};
 /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 /// let machine = Machine::described(&["cuda:0=256kb".parse()?, "cpu=64mb".parse()?]);
 /// let devices = Registry::described(machine, Clock::Wall);
-/// let checkpoint = Checkpoint::open(path)?;
-/// let patches = Patches::none(checkpoint.layout());
-/// let plan = Planner::new(patches.layout(), devices.machine())
+/// let weights = Weights::new(Checkpoint::open(path)?);
+/// let plan = Planner::new(weights.layout(), devices.machine())
 ///     .allocation("cuda:0,20kb;cpu,*".parse()?)
 ///     .compute("cuda:0".parse()?)
 ///     .depth(1)
 ///     .plan()?;
-/// let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
+/// let model = Arc::new(Loader::new(&devices).load(&weights, &plan)?);
 /// let mut streamer = Streamer::new(&model)?;
 /// for layer in model.layout().layer_ids() {
 ///     let guard = streamer.layer(layer)?;
@@ -121,14 +122,13 @@ impl Streamer {
     /// ```
     /// # use std::sync::Arc;
     /// # use tensor_offload::backend::{Clock, MemoryKind, Role};
-    /// # use tensor_offload::{Checkpoint, Loader, Machine, Patches, Planner, Registry, Streamer};
+    /// # use tensor_offload::{Checkpoint, Loader, Machine, Planner, Registry, Streamer, Weights};
     /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
     /// # let machine = Machine::described(&["cuda:0=1mb".parse()?, "cpu=64mb".parse()?]);
     /// # let devices = Registry::described(machine, Clock::Wall);
-    /// # let checkpoint = Checkpoint::open(path)?;
-    /// # let patches = Patches::none(checkpoint.layout());
-    /// let plan = Planner::new(patches.layout(), devices.machine()).allocation("cpu,*".parse()?).own_slots(true).plan()?;
-    /// let model = Arc::new(Loader::new(&devices).load(&checkpoint, &patches, &plan)?);
+    /// # let weights = Weights::new(Checkpoint::open(path)?);
+    /// let plan = Planner::new(weights.layout(), devices.machine()).allocation("cpu,*".parse()?).own_slots(true).plan()?;
+    /// let model = Arc::new(Loader::new(&devices).load(&weights, &plan)?);
     /// let device = model.residency().device();
     /// let bytes = plan.slots().bytes_each as usize;
     /// let slots = (0..3).map(|_| device.alloc(bytes, MemoryKind::Whole)); // or your own memory

@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 use half::{bf16, f16};
-use tensor_offload::adapter::{Adapter, Matching, Patches};
+use tensor_offload::adapter::{Adapter, Matching, Weights};
 use tensor_offload::{Checkpoint, DType, TensorId};
 
 /// A tensor: name, type, shape, bytes.
@@ -72,19 +72,19 @@ pub(crate) fn stored(dtype: DType, values: &[f32]) -> Vec<u8> {
 }
 
 /// The checkpoint once the adapters are applied.
-pub(crate) fn merged(base: &Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> (Vec<Tensor>, Patches) {
-    let patches = Patches::resolve(base.layout(), adapters, matching).unwrap_or_else(|error| panic!("{error}"));
+pub(crate) fn merged(base: &Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> (Vec<Tensor>, Weights) {
+    let weights = Weights::patched(base.clone(), adapters, matching).unwrap_or_else(|error| panic!("{error}"));
     let mut all = tensors(base);
     let before = all.clone();
-    for (index, patch) in patches.iter() {
+    for (index, patch) in weights.patches().iter() {
         let needs: Vec<&[u8]> = patch.needs().iter().map(|&index| before[index.index()].3.as_slice()).collect();
-        let info = patches.layout().tensor(index).unwrap();
+        let info = weights.layout().tensor(index).unwrap();
         let (_, _, shape, bytes) = &mut all[index.index()];
         shape.clone_from(&info.shape);
         bytes.resize(info.bytes as usize, 0xff);
         patch.apply(bytes, &needs).unwrap();
     }
-    (all, patches)
+    (all, weights)
 }
 
 /// Why `got` is not `wanted` within what right orders of summation differ by: 1e-5 of the largest magnitude for F32,

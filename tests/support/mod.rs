@@ -13,7 +13,7 @@ use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
 use tensor_offload::checkpoint::{Layout, TensorInfo, TensorSpec};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Machine, Matching, Model, Patches, Planner, Registry, Result, TensorId,
+    Adapter, Checkpoint, DType, DeviceId, Machine, Matching, Model, Planner, Registry, Result, TensorId, Weights,
 };
 
 pub(crate) const CPU: DeviceId = DeviceId::CPU;
@@ -180,38 +180,40 @@ pub(crate) fn lora(tensors: &[TensorSpec], dtype: DType, rank: u64, seed: u64) -
 
 /// A checkpoint, the adapters on it, and what each of its tensors is once merged on the host.
 pub(crate) struct Subject {
-    pub(crate) checkpoint: Checkpoint,
-    pub(crate) patches: Patches,
+    pub(crate) weights: Weights,
     pub(crate) merged: Vec<Vec<u8>>,
 }
 
 impl Subject {
-    pub(crate) fn new(checkpoint: Checkpoint, patches: Patches) -> Subject {
+    pub(crate) fn new(weights: Weights) -> Subject {
         let merge = |tensor: TensorId| {
-            let mut bytes = vec![0; patches.layout().tensor(tensor).unwrap().bytes as usize];
-            patches.read(&checkpoint, tensor, &mut bytes).unwrap();
+            let mut bytes = vec![0; weights.layout().tensor(tensor).unwrap().bytes as usize];
+            weights.read(tensor, &mut bytes).unwrap();
             bytes
         };
-        let merged = patches.layout().tensor_ids().map(merge).collect();
-        Subject { checkpoint, patches, merged }
+        let merged = weights.layout().tensor_ids().map(merge).collect();
+        Subject { weights, merged }
+    }
+
+    pub(crate) fn checkpoint(&self) -> &Checkpoint {
+        self.weights.checkpoint()
     }
 
     /// The tensors as they are.
     pub(crate) fn plain(tensors: &[TensorSpec], seed: u64) -> Subject {
         let checkpoint = Checkpoint::from_bytes(format!("model-{seed}"), safetensors(tensors, seed)).unwrap();
-        let patches = Patches::none(checkpoint.layout());
-        Subject::new(checkpoint, patches)
+        Subject::new(checkpoint.into())
     }
 
     /// The tensors with two LoRAs, of different types, ranks and strengths.
     pub(crate) fn patched(tensors: &[TensorSpec], seed: u64) -> Subject {
         let plain = Subject::plain(tensors, seed);
-        let patches = Patches::resolve(plain.checkpoint.layout(), two_loras(tensors, seed), Matching::Strict).unwrap();
-        Subject::new(plain.checkpoint, patches)
+        let weights = Weights::patched(plain.checkpoint().clone(), two_loras(tensors, seed), Matching::Strict).unwrap();
+        Subject::new(weights)
     }
 
     pub(crate) fn layout(&self) -> &Layout {
-        self.patches.layout()
+        self.weights.layout()
     }
 
     /// A planner of this model with cuda:0 as its compute device.
@@ -221,7 +223,7 @@ impl Subject {
 
     /// The bytes that the tensor of this name has to have.
     pub(crate) fn bytes_of(&self, name: &str) -> &[u8] {
-        &self.merged[self.checkpoint.find(name).expect("a tensor of the model").index()]
+        &self.merged[self.checkpoint().find(name).expect("a tensor of the model").index()]
     }
 
     /// A hash of all names and merged bytes, to compare with [`hash`].
@@ -233,7 +235,7 @@ impl Subject {
     /// Every tensor of the model, wherever it lives, is as merged on the host, and of its storage type.
     pub(crate) fn check(&self, model: &Model) {
         for (tensor, want) in self.layout().tensors().iter().zip(&self.merged) {
-            let (name, stored) = (&tensor.name, info(self.checkpoint.layout(), &tensor.name));
+            let (name, stored) = (&tensor.name, info(self.checkpoint().layout(), &tensor.name));
             let view = model.tensor(name).expect("a tensor of the model");
             assert_eq!(view.info().dtype, stored.dtype, "{name} changed its type");
             assert!(read(model, name).unwrap() == *want, "{name} on {} is not as merged", view.device());

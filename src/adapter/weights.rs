@@ -1,0 +1,113 @@
+//! A checkpoint and what adapters do to it, as one value.
+
+use super::Adapter;
+use super::report::MatchReport;
+use super::resolve::{Matching, Patches};
+use crate::checkpoint::{Checkpoint, Layout, TensorId};
+use crate::error::{Error, Measured, Result};
+use crate::patch::{PatchOutcome, ScalePolicy};
+use crate::rounding::Rounding;
+
+/// The weights of a model that is to be loaded: a checkpoint, and the adapters that are merged into it.
+///
+/// Only headers and the adapters' factors have been read. [`read`](Weights::read) gives one tensor, merged;
+/// [`Loader::load`](crate::Loader::load) puts all of them where a plan wants them.
+///
+/// ```
+/// use tensor_offload::{Adapter, Checkpoint, Matching, Weights};
+/// let checkpoint = Checkpoint::open("examples/data/tiny-llama")?;
+/// let adapter = Adapter::open("examples/data/tiny-llama-lora", 0.5)?;
+/// let weights = Weights::patched(checkpoint, vec![adapter], Matching::Strict)?;
+/// println!("{}", weights.report()); // 9 modules applied to 9 tensors …
+///
+/// let name = "model.layers.0.mlp.down_proj.weight";
+/// let tensor = weights.checkpoint().find(name).expect("every Llama has one");
+/// let mut merged = vec![0; weights.layout().tensor(tensor).expect("it was just found").bytes as usize];
+/// weights.read(tensor, &mut merged)?;
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Weights {
+    checkpoint: Checkpoint,
+    patches: Patches,
+}
+
+impl Weights {
+    /// A checkpoint as it is.
+    pub fn new(checkpoint: Checkpoint) -> Weights {
+        let patches = Patches::none(checkpoint.layout());
+        Weights { checkpoint, patches }
+    }
+
+    /// A checkpoint with `adapters` merged into it, in this order.
+    ///
+    /// # Errors
+    /// As [`Patches::resolve`].
+    pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
+        let patches = Patches::resolve(checkpoint.layout(), adapters, matching)?;
+        Ok(Weights { checkpoint, patches })
+    }
+
+    /// The same, with all patched tensors rounded in this way.
+    #[must_use]
+    pub fn rounding(mut self, rounding: Rounding) -> Weights {
+        self.patches = self.patches.rounding(rounding);
+        self
+    }
+
+    /// The same, with the scales of patched fp8 weights kept or recomputed; see [`Patches::scales`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when an adapter changes a scale by itself.
+    pub fn scales(mut self, policy: ScalePolicy) -> Result<Weights> {
+        self.patches = self.patches.scales(policy)?;
+        Ok(self)
+    }
+
+    /// The checkpoint, as it is in its files.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// What the adapters do to which tensor.
+    pub fn patches(&self) -> &Patches {
+        &self.patches
+    }
+
+    /// The tensors as the adapters leave them: what is planned and loaded.
+    pub fn layout(&self) -> &Layout {
+        self.patches.layout()
+    }
+
+    /// What became of every tensor of the adapters.
+    pub fn report(&self) -> &MatchReport {
+        self.patches.report()
+    }
+
+    /// Reads one tensor, merged where an adapter changes it. `dst` has to be as long as the merged tensor.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is of another length; what reading
+    /// meets; as [`TensorPatch::apply`](crate::patch::TensorPatch::apply).
+    pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        let Some(patch) = self.patches.tensor(tensor) else {
+            self.checkpoint.read(tensor, dst)?;
+            return Ok(PatchOutcome::default());
+        };
+        let info = self.checkpoint.info(tensor)?;
+        let (stored, room) = (info.bytes as usize, dst.len());
+        let pristine = dst.get_mut(..stored).ok_or_else(|| {
+            let what = Measured::Tensor { name: info.name.clone() };
+            Error::WrongSize { what, needed: stored as u64, given: room as u64 }
+        })?;
+        self.checkpoint.read(tensor, pristine)?;
+        let siblings = patch.read_siblings(&self.checkpoint)?;
+        patch.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    }
+}
+
+impl From<Checkpoint> for Weights {
+    fn from(checkpoint: Checkpoint) -> Weights {
+        Weights::new(checkpoint)
+    }
+}

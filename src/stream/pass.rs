@@ -1,0 +1,77 @@
+//! Once through the network, layer by layer.
+
+use std::iter::FusedIterator;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{LayerGuard, Streamer};
+use crate::checkpoint::LayerId;
+use crate::error::{Missing, Result};
+use crate::load::Model;
+
+impl Model {
+    /// A [`Streamer`] with a compute stream of its own: what [`Streamer::new`] gives.
+    ///
+    /// ```
+    /// use tensor_offload::{DeviceId, Model, Registry};
+    /// let model = Model::open("examples/data/tiny-llama")?.compute(DeviceId::CPU).load(&Registry::system())?;
+    /// for layer in model.stream()?.pass() {
+    ///     println!("{}", layer?.name());
+    /// }
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Streamer::new`].
+    pub fn stream(self: &Arc<Self>) -> Result<Streamer> {
+        Streamer::new(self)
+    }
+}
+
+impl Streamer {
+    /// A forward pass: every layer in order of execution, each brought to the compute device as [`layer`](Streamer::layer)
+    /// does. Drop a layer's guard before the next one is asked for, as a `for` loop does, or plan with a greater depth.
+    ///
+    /// The pass ends after the first error.
+    pub fn pass(&mut self) -> Pass<'_> {
+        Pass { left: 0..self.model().layout().layers().len(), streamer: self }
+    }
+
+    /// The layer of this name (`model.layers.7`), on the compute device.
+    ///
+    /// # Errors
+    /// [`Error::Missing`](crate::Error::Missing) when there is no such layer; as [`layer`](Streamer::layer).
+    pub fn layer_named(&mut self, name: &str) -> Result<LayerGuard> {
+        let missing = || Missing::Layer { name: name.to_owned() };
+        let layer = self.model().layout().find_layer(name).ok_or_else(missing)?;
+        self.layer(layer)
+    }
+}
+
+/// The layers of a model, one after the other; see [`Streamer::pass`].
+#[derive(Debug)]
+#[must_use = "a pass brings no layer until it is gone through"]
+pub struct Pass<'s> {
+    /// The layers that are still to come.
+    left: Range<usize>,
+    streamer: &'s mut Streamer,
+}
+
+impl Iterator for Pass<'_> {
+    type Item = Result<LayerGuard>;
+
+    fn next(&mut self) -> Option<Result<LayerGuard>> {
+        let layer = self.streamer.layer(LayerId::new(self.left.next()?));
+        if layer.is_err() {
+            self.left = 0..0;
+        }
+        Some(layer)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.left.size_hint()
+    }
+}
+
+impl ExactSizeIterator for Pass<'_> {}
+impl FusedIterator for Pass<'_> {}
