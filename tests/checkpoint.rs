@@ -524,6 +524,10 @@ fn another_layout_has_to_lie_in_the_same_files() {
     let longer = TensorInfo::new("a.1.w", DType::U8, &[5], 0, second.offset).unwrap();
     let error = stored.with_layout(Layout::new(vec![longer])).unwrap_err();
     assert!(matches!(error, Error::WrongSize { needed, given, .. } if needed == given + 1), "{error}");
+    let mut contradiction = stored.layout().tensors()[1].clone();
+    contradiction.bytes = 3;
+    let error = stored.with_layout(Layout::new(vec![contradiction])).unwrap_err();
+    assert!(matches!(error, Error::WrongSize { needed: 4, given: 3, .. }), "{error}");
     let elsewhere = TensorInfo::new("a.1.w", DType::U8, &[4], 1, 0).unwrap();
     let error = stored.with_layout(Layout::new(vec![elsewhere])).unwrap_err();
     assert!(matches!(error, Error::Missing(Missing::File { index: 1, count: 1, .. })), "{error}");

@@ -336,7 +336,7 @@ fn cuda_kernels_keep_nothing_whatever_call_fails() {
     let calls: u64 = {
         let Some(cuda) = stand_in(&one_card()) else { return };
         whole_path(&registry(), &subject).unwrap();
-        wait_until_closed(&cuda, Duration::from_millis(500));
+        wait_until_closed(&cuda, DEADLINE);
         cuda.report().calls.values().sum()
     };
     for effect in [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)] {
@@ -350,8 +350,7 @@ fn cuda_kernels_keep_nothing_whatever_call_fails() {
             }
             assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
             drop(devices);
-            let lost = matches!(effect, Effect::Sticky(_));
-            wait_until_closed(&cuda, Duration::from_millis(if lost { 50 } else { 2000 }));
+            wait_until_closed(&cuda, DEADLINE);
             // The call that failed may be the one that gives a thing back; that thing, and no other, stays.
             let report = cuda.report();
             let all: u64 = report.violations.iter().map(|violation| violation.count).sum();
@@ -392,7 +391,7 @@ fn cuda_kernels_calls_that_fail_are_told() {
         }
         assert_given_back(&devices, &cuda, call);
         drop(devices);
-        wait_until_closed(&cuda, Duration::from_millis(500));
+        wait_until_closed(&cuda, DEADLINE);
     }
 }
 

@@ -147,8 +147,7 @@ fn cuda_every_failing_call_gives_an_error_or_a_right_result() {
             }
             assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
             drop(devices);
-            let lost = matches!(effect, Effect::Sticky(_));
-            wait_until_closed(&cuda, Duration::from_millis(if lost { 50 } else { 2000 }));
+            wait_until_closed(&cuda, DEADLINE);
             // The call that failed may be the one that gives a thing back; that thing, and no other, stays. Memory
             // is missed twice then, by its pool and by its context.
             let report = cuda.report();

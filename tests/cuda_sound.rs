@@ -70,7 +70,7 @@ struct Broken(Session);
 
 impl Drop for Broken {
     fn drop(&mut self) {
-        wait_until_closed(&self.0, Duration::from_millis(300));
+        wait_until_closed(&self.0, DEADLINE);
     }
 }
 

@@ -131,6 +131,27 @@ fn a_scale_can_be_computed_anew() {
     assert_eq!((kept[0][1], &kept[1]), (LARGEST, &0.5f32.to_le_bytes().to_vec()));
 }
 
+/// A derived model would patch a scale again if the order made another recipe of it.
+#[test]
+fn rounding_and_scales_are_set_in_any_order() {
+    use tensor_offload::{Loader, Planner, Registry};
+    let base = model(&[SIXTEEN, LARGEST, 0, SIXTEEN | 0x80], f32s("a.weight_scale", &[], &[0.5]));
+    let resolved = Weights::patched(base, vec![adding(672.0, 4)], Matching::Strict).unwrap();
+    let (rounding, scales) = (Rounding::Stochastic { seed: 7 }, ScalePolicy::Recompute);
+    let before = resolved.clone().rounding(rounding).scales(scales).unwrap();
+    let after = resolved.scales(scales).unwrap().rounding(rounding);
+    assert_eq!(read(&before, 0), read(&after, 0));
+
+    let registry = Registry::system();
+    let plan = Planner::new(before.layout(), registry.machine()).allocation("cpu,*".parse().unwrap()).plan().unwrap();
+    let loader = Loader::new(&registry);
+    let first = std::sync::Arc::new(loader.load(&before, &plan).unwrap());
+    assert_eq!(loader.derive(&first, &after, &plan).unwrap().report().read, 0);
+    let other = after.rounding(Rounding::Stochastic { seed: 8 });
+    // Each of the two is patched with the bytes of the other beside its own.
+    assert_eq!(loader.derive(&first, &other, &plan).unwrap().report().read, 2 * plan.bytes());
+}
+
 #[test]
 fn every_unit_of_a_grid_has_its_own_new_scale() {
     let (rows, cols) = (130usize, 200usize);

@@ -435,7 +435,7 @@ fn cuda_wrong_wrappers_get_errors_and_break_no_memory() {
             let cuda = || Cuda::new().context_size(tensor_offload::ByteSize(0));
             lie_to(|| Arc::new(Both(cuda(), Host::new())), lie)
         });
-        card::wait_until_closed(&driver, Duration::from_millis(500));
+        card::wait_until_closed(&driver, card::DEADLINE);
         // A stream that waits for nothing has devices race for their own memory, and a mark of long ago has them do so later: the
         // bytes are wrong, which is what such a stream is for. What is left is the memory itself.
         let memory = |rule: Rule| {

@@ -107,7 +107,7 @@ impl Patches {
 
     /// How what they change is stored; the same for all tensors, none where nothing changes.
     pub(crate) fn policy(&self) -> Option<(Rounding, ScalePolicy)> {
-        self.tensors.values().next().map(TensorPatch::policy)
+        self.tensors.values().find(|patch| !patch.is_of_scale()).map(TensorPatch::policy)
     }
 
     /// What became of every tensor of the adapters.

@@ -112,12 +112,16 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
-    /// would end behind the end of its file.
+    /// would end behind the end of its file, or are not as many as its shape has.
     pub fn with_layout(&self, layout: Layout) -> Result<Checkpoint> {
         let count = self.0.sources.len();
         for info in layout.tensors() {
             let source = self.0.sources.get(info.file);
             let source = source.ok_or_else(|| Missing::File { tensor: info.name.clone(), index: info.file, count })?;
+            if let Some(needed) = info.dtype.bytes_of(&info.shape).filter(|&bytes| bytes != info.bytes) {
+                let what = Measured::Tensor { name: info.name.clone() };
+                return Err(Error::WrongSize { what, needed, given: info.bytes });
+            }
             let (end, len) = (info.offset.saturating_add(info.bytes), source.stamp().len());
             if end > len {
                 let what = Measured::File { path: source.path().to_owned(), tensor: info.name.clone() };

@@ -176,7 +176,11 @@ impl TensorPatch {
 
     /// Has it rounded in this way.
     pub(crate) fn set_rounding(&mut self, rounding: Rounding) {
-        self.rounding = rounding;
+        match &mut self.scale_of {
+            // A scale is always rounded to the nearest, however its weight is.
+            Some(weight) => Arc::make_mut(weight).set_rounding(rounding),
+            None => self.rounding = rounding,
+        }
     }
 
     /// Has this done to the scale beside the weight.
