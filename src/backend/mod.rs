@@ -46,7 +46,7 @@ pub use software::Clock;
 pub use storage::{Allocation, Storage};
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 
 /// Finds devices and opens them.
 pub trait Backend: Send + Sync + fmt::Debug {
@@ -211,11 +211,15 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// When the stream takes no more work; the buffers then carry no new event.
     fn record(&self, uses: &[Buf]) -> Result<Event>;
 
-    /// Keeps the stream busy for a time, in place of a caller's compute: for examples, replays and benchmarks.
+    /// Keeps the stream busy for a time, in place of a caller's compute: for replays, examples and measurements. A backend
+    /// need not have it.
     ///
     /// # Errors
-    /// When the stream takes no more work.
-    fn occupy(&self, time: Duration) -> Result<()>;
+    /// [`Missing::Occupy`] where it has not; else when the stream takes no more work.
+    fn occupy(&self, time: Duration) -> Result<()> {
+        let _ = time;
+        Err(Missing::Occupy { device: self.device() }.into())
+    }
 }
 
 impl dyn Stream + '_ {
