@@ -67,6 +67,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
 /// A device, or why there is none.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Found {
     /// A device that can be opened.
     Here(DeviceInfo),
@@ -240,6 +241,7 @@ impl dyn Stream + '_ {
 
 /// What memory is for. To the host, the disk and simulated devices all kinds are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum MemoryKind {
     /// Part of what the library keeps and reuses.
     Arena,
@@ -251,6 +253,7 @@ pub enum MemoryKind {
 
 /// What a stream is for; a backend may give each its own priority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Role {
     /// Copies to the device.
     Upload,
@@ -262,6 +265,7 @@ pub enum Role {
 
 /// How bytes get from one device's memory to another's.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Route {
     /// One copy.
     Direct,
@@ -280,6 +284,7 @@ pub enum Joined {
 
 /// Whether a device still works.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Health {
     /// It does.
     Good,

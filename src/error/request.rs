@@ -245,6 +245,7 @@ pub enum Mismatch {
 
 /// A tensor as patches and a checkpoint know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TensorShape {
     /// Its name.
     pub name: String,
