@@ -6,6 +6,7 @@
 //! are medians of alternating turns.
 
 use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
@@ -73,7 +74,9 @@ fn run(id: DeviceId, size: usize) -> Outcome<()> {
     let kernels = device.kernels().ok_or("the device has no kernels")?;
     kernels.ready()?;
     let raw = CudaContext::new(id.index() as usize)?.new_stream()?;
-    let stream = cuda::adopt_stream(&device, &raw)?;
+    // SAFETY: cudarc's context is the primary one, and the `Arc` holds the stream.
+    #[expect(unsafe_code, reason = "a raw handle crosses the border")]
+    let stream = unsafe { cuda::adopt_raw_stream(&device, raw.cu_stream().cast(), Arc::clone(&raw) as _) }?;
     let (device, host, stream) = (&*device, &*host, &*stream);
     let weight: Vec<u8> = noise(size * size, 1).iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
     let source = sent(device, host, stream, &weight)?.freeze();

@@ -144,7 +144,7 @@ impl Args {
         let room = Machine::new([cpu.clone(), disk.clone(), DeviceInfo::new(card, u64::MAX / 4)], Topology::new());
         // On a card without limits mode auto would have nothing to do.
         let allocation = self.allocation()?.filter(|allocation| allocation.mode() != Mode::Auto);
-        let plan = self.plan(weights, &room, allocation)?;
+        let plan = self.plan(weights, &room, allocation).map_err(|error| without(card, error))?;
         let needed = plan.device(card).map_or(0, |share| share.needed()).next_multiple_of(4096);
         // A link that brings the streamed weights in three quarters of the compute, 27.2 GB/s (PCIe 4 x16) at most.
         let streamed = plan.bytes().saturating_sub(plan.device(card).map_or(0, |share| share.weights.bytes));
@@ -289,6 +289,14 @@ fn describe(checkpoint: &Checkpoint) -> String {
 
 fn peak_line((id, peak, limit): &(DeviceId, u64, u64)) -> String {
     format!("{id}: at most {} of {} was taken\n", ByteSize(*peak).human(), ByteSize(*limit).human())
+}
+
+/// An error that names the devices there are, without the one that this example made up: a user cannot know of it.
+fn without(made_up: DeviceId, mut error: Error) -> Error {
+    if let Error::UnknownDevice { known, .. } = &mut error {
+        known.retain(|&device| device != made_up);
+    }
+    error
 }
 
 fn invalid(reason: String) -> Error {

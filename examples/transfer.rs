@@ -45,7 +45,7 @@ impl support::Example for Args {
         if !registry.machine().ids().any(computes) {
             let (what, why) =
                 ("host to device, device to host, device to device", "there is no device but cpu and disk");
-            matrix.left_out.push(LeftOut { what: what.to_owned(), why: why.to_owned() });
+            matrix.left_out.push(LeftOut::new(what, why));
         }
         if !self.json {
             let clock = if self.devices.devices.is_empty() { "the host's clock" } else { "the simulation's clock" };

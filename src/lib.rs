@@ -121,9 +121,13 @@
 //!
 //! # Features
 //!
-//! `cuda` (default) is the backend of NVIDIA devices; it needs one CUDA version beside it, `cuda-12000` by default, the
-//! same in all crates of a build. Nothing of CUDA has to be installed to build, and without a driver the library runs
-//! and says why there is no device. Without `cuda`, `cuda:0` still parses and plans against a described machine.
+//! `cuda` (default) is the backend of NVIDIA devices. Nothing of CUDA has to be installed to build, no version is named, and
+//! without a driver the library runs and says why there is no device. Without `cuda`, `cuda:0` still parses and plans against
+//! a described machine.
+//!
+//! `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
+//! build: the one that another crate takes, or one of `cuda-11040` to `cuda-13040`, or `cuda-version-from-build-system`, each
+//! of which turns `cudarc` on.
 //!
 //! What does not exist yet, and the commands to try all of this, are in the repository's README; why it is built this
 //! way is in `docs/design.md`.

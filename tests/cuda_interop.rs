@@ -1,4 +1,5 @@
-//! The caller's own streams and memory, through cudarc, over the stand-in driver.
+//! The caller's own streams and memory, over the stand-in driver: cudarc's here, by handle and address, and with the feature
+//! `cudarc` as its types.
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 mod card;
@@ -6,11 +7,16 @@ mod card;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, Driver, driver, has_calls, has_devices};
+#[cfg(feature = "cudarc")]
+use card::has_devices;
+use card::{DEADLINE, Driver, adopted, driver, has_calls};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
-use cudarc::driver::{CudaContext, DevicePtr};
-use tensor_offload::backend::{Backend, BufMut, Cuda, Host, MemoryKind, Role, Transfer};
-use tensor_offload::{Checkpoint, DeviceId, ErrorKind, LayerId, Loader, Planner, Registry, Streamer, Weights, cuda};
+use cudarc::driver::{CudaContext, CudaStream, DevicePtr, result};
+use tensor_offload::backend::{Backend, BufMut, Cuda, Device, Host, MemoryKind, Role, Stream, Transfer};
+use tensor_offload::{
+    Checkpoint, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Planner, Registry, Streamer, TensorView, Weights,
+    cuda,
+};
 
 /// What captures take, beyond what the library calls itself.
 const CAPTURES: [&str; 4] = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphDestroy"];
@@ -21,41 +27,76 @@ fn machine() -> Config {
     Config::with_devices(&[64 << 20, 64 << 20]).memory(MemoryMode::Reuse).late_micros(10_000_000)
 }
 
-/// A caller with a context and a stream of cudarc's reads every streamed tensor there, as cudarc's type.
+/// Streams a model on a stream of cudarc's that is adopted in some way, and compares every tensor as it is seen there.
+fn streamed(
+    stream: &Arc<CudaStream>,
+    adopt: impl FnOnce(&Arc<dyn Device>) -> Arc<dyn Stream>,
+    bytes_of: impl Fn(&TensorView<'_>) -> Vec<u8>,
+) -> (Streamer, LayerGuard) {
+    let devices = Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())]);
+    let checkpoint = Checkpoint::open(MODEL).unwrap();
+    let weights = Weights::new(checkpoint.clone());
+    let planner = Planner::new(weights.layout(), devices.machine()).allocation("cuda:0,60kb;cpu,*".parse().unwrap());
+    let plan = planner.compute(DeviceId::cuda(0)).depth(1).plan().unwrap();
+    let model = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
+    let compute = adopt(model.residency().device());
+    assert_eq!(cuda::stream_handle(&*compute), Some(stream.cu_stream().cast()));
+    let mut streamer = Streamer::on(&model, compute).unwrap();
+    for layer in model.layout().layer_ids().chain([1, 3].map(LayerId::new)) {
+        let guard = streamer.layer(layer).unwrap();
+        for tensor in guard.tensors() {
+            let mut want = vec![0; tensor.info().bytes as usize];
+            checkpoint.read(checkpoint.find(&tensor.info().name).unwrap(), &mut want).unwrap();
+            assert!(bytes_of(&tensor) == want, "{}", tensor.info().name);
+        }
+    }
+    let guard = streamer.layer(LayerId::new(1)).unwrap();
+    (streamer, guard)
+}
+
+/// A caller with a context and a stream of their own reads every streamed tensor there, at its address.
 #[test]
 fn cuda_a_callers_stream_sees_every_layer() {
+    #![expect(unsafe_code, reason = "an address of the library's")]
+    let driver = driver(&machine());
+    {
+        // cudarc leaves its context current in this thread, so it has to outlive all that calls the driver here.
+        let context = CudaContext::new(0).unwrap();
+        let stream = context.new_stream().unwrap();
+        let bytes_of = |tensor: &TensorView<'_>| {
+            let mut bytes = vec![0_u8; tensor.info().bytes as usize];
+            let address = cuda::address(tensor).unwrap();
+            // SAFETY: the tensor has this many bytes there while its guard lives, which is longer than the copy.
+            unsafe { result::memcpy_dtoh_async(&mut bytes, address, stream.cu_stream()) }.unwrap();
+            stream.synchronize().unwrap();
+            bytes
+        };
+        streamed(&stream, |device| adopted(device, &stream), bytes_of);
+    }
+    driver.assert_clean();
+}
+
+/// The same with cudarc's types, and without a raw handle or address.
+#[cfg(feature = "cudarc")]
+#[test]
+fn cuda_a_callers_stream_sees_every_layer_as_cudarcs_type() {
     let driver = driver(&machine());
     if !has_devices(2) {
         return;
     }
     {
-        // cudarc leaves its context current in this thread, so it has to outlive all that calls the driver here.
         let contexts = [0, 1].map(|ordinal| CudaContext::new(ordinal).unwrap());
-        let devices = Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())]);
-        let checkpoint = Checkpoint::open(MODEL).unwrap();
-        let weights = Weights::new(checkpoint.clone());
-        let planner =
-            Planner::new(weights.layout(), devices.machine()).allocation("cuda:0,60kb;cpu,*".parse().unwrap());
-        let plan = planner.compute(DeviceId::cuda(0)).depth(1).plan().unwrap();
-        let model = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
-        let stream = contexts[0].new_stream().unwrap();
-        let compute = cuda::adopt_stream(model.residency().device(), &stream).unwrap();
-        let mut streamer = Streamer::on(&model, compute).unwrap();
-        for layer in model.layout().layer_ids().chain([1, 3].map(LayerId::new)) {
-            let guard = streamer.layer(layer).unwrap();
-            for tensor in guard.tensors() {
-                let seen = cuda::slice(&tensor, &stream).unwrap();
-                assert_eq!(Some(seen.device_ptr(&stream).0), cuda::address(&tensor));
-                let bytes = stream.clone_dtoh(&*seen).unwrap();
-                let mut want = vec![0; tensor.info().bytes as usize];
-                checkpoint.read(checkpoint.find(&tensor.info().name).unwrap(), &mut want).unwrap();
-                assert!(bytes == want, "{}", tensor.info().name);
-            }
-        }
-        let elsewhere = contexts[1].new_stream().unwrap();
-        let wrong = cuda::adopt_stream(model.residency().device(), &elsewhere).unwrap_err();
-        assert_eq!(wrong.kind(), ErrorKind::Mismatch);
-        let guard = streamer.layer(LayerId::new(1)).unwrap();
+        let [stream, elsewhere] = [0, 1].map(|ordinal: usize| contexts[ordinal].new_stream().unwrap());
+        let adopt = |device: &Arc<dyn Device>| {
+            assert_eq!(cuda::adopt_stream(device, &elsewhere).unwrap_err().kind(), ErrorKind::Mismatch);
+            cuda::adopt_stream(device, &stream).unwrap()
+        };
+        let bytes_of = |tensor: &TensorView<'_>| {
+            let seen = cuda::slice(tensor, &stream).unwrap();
+            assert_eq!(Some(seen.device_ptr(&stream).0), cuda::address(tensor));
+            stream.clone_dtoh(&*seen).unwrap()
+        };
+        let (_streamer, guard) = streamed(&stream, adopt, bytes_of);
         let tensor = guard.tensors().next().unwrap();
         assert!(cuda::slice(&tensor, &elsewhere).unwrap_err().to_string().contains("cuda:1"));
     }
@@ -103,7 +144,7 @@ fn cuda_work_on_a_stream_that_is_captured_is_refused() {
         let backend = Cuda::new();
         let (cpu, card) = (backend.open(DeviceId::CPU).unwrap(), backend.open(DeviceId::cuda(0)).unwrap());
         let theirs = context.new_stream().unwrap();
-        let stream = cuda::adopt_stream(&card, &theirs).unwrap();
+        let stream = adopted(&card, &theirs);
         let upload = card.stream(Role::Upload).unwrap();
         let source = cpu.alloc(5000, MemoryKind::Pinned).unwrap().freeze();
         let dst = card.alloc(5000, MemoryKind::Arena).unwrap();

@@ -6,7 +6,6 @@ mod card;
 mod reference;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use card::{DEADLINE, Driver, assert_clean, assert_given_back, driver, named, stand_in, wait_until_closed};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule};

@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{assert_clean, assert_given_back, driver, stand_in};
+use card::{adopted, assert_clean, assert_given_back, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
 use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama, norms};
@@ -175,7 +175,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
             let slots: Vec<BufMut> = (0..2).map(|_| buffer(bytes)).collect();
             let addresses: Vec<u64> = slots.iter().map(|slot| slot.address().unwrap()).collect();
             stream.synchronize().unwrap();
-            let compute = cuda::adopt_stream(&device, &stream).unwrap();
+            let compute = adopted(&device, &stream);
             let mut streamer = Streamer::with_slots(&model, compute, slots).unwrap();
             let mut seen = 0;
             for layer in layers(&streamer).chain([2, 5, 1, 1, 0, 4].map(LayerId::new)) {

@@ -4,7 +4,6 @@
 mod card;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use card::{DEADLINE, assert_clean, assert_given_back, devices, driver, named, stand_in, wait_until_closed};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule};

@@ -504,9 +504,11 @@ fn cuda_the_per_thread_default_stream_belongs_to_one_thread() {
         let model = Arc::new(Loader::new(&devices).load(&subject.weights, &plan).unwrap());
         let device = model.residency().device();
         let own = context.per_thread_stream();
+        #[cfg(feature = "cudarc")]
         assert_eq!(cuda::adopt_stream(device, &own).unwrap_err().kind(), ErrorKind::Invalid);
         // SAFETY: the handle is the driver's own, and works as long as the context, which is held.
-        let compute = unsafe { cuda::adopt_raw_stream(device, own.cu_stream(), Arc::clone(&context) as _) }.unwrap();
+        let compute =
+            unsafe { cuda::adopt_raw_stream(device, own.cu_stream().cast(), Arc::clone(&context) as _) }.unwrap();
         let mut streamer = Streamer::on(&model, Arc::clone(&compute)).unwrap();
         let guard = streamer.layer(LayerId::new(1)).unwrap();
         let slot = guard.slot();

@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 use tempfile::TempDir;
+use tensor_offload::{Error, Registry};
 
 /// Where the examples lie: beside the folder of this test. `cargo test` builds them, `cargo test --test examples` does
 /// not.
@@ -112,6 +113,16 @@ fn errors_are_one_line_and_status_2() {
         assert_eq!(found, kind, "{example} {args:?}: {message}");
     }
     assert!(fails("offload", &[&missing]).1.contains(&missing));
+}
+
+/// `offload --alloc "mps,..."` said that there is a cuda:0: the card that the example describes where there is none.
+#[test]
+fn errors_name_the_devices_of_this_machine_and_no_card_that_was_made_up() {
+    let here =
+        Error::UnknownDevice { device: "mps".parse().unwrap(), known: Registry::system().machine().ids().collect() };
+    for args in [["--alloc", "mps,60kb;cpu,*"], ["--compute", "mps"]] {
+        assert_eq!(fails("offload", &args), ("UnknownDevice".to_owned(), here.to_string()), "{args:?}");
+    }
 }
 
 #[test]

@@ -19,12 +19,13 @@ use std::time::Duration;
 use support::{GPU0, Subject, llama, safetensors, without_hanging};
 use tensor_offload::backend::{
     Allocation, Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger,
-    MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer,
+    MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer, conformance,
 };
+use tensor_offload::error::Missing;
 use tensor_offload::transfer::{Source, Stamp};
 use tensor_offload::{
-    Cancel, Checkpoint, DeviceId, DeviceInfo, Error, LayerId, Loader, Machine, MemoryUsage, ModelCache, Progress,
-    Registry, Result, Retention, Streamer, Topology,
+    Cancel, Checkpoint, DeviceId, DeviceInfo, Error, LayerId, LinkTiming, Loader, Machine, MemoryUsage, ModelCache,
+    Progress, Registry, Result, Retention, Streamer, Topology, measure_links,
 };
 
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -308,10 +309,6 @@ impl Stream for LyingStream {
         let long_ago = past.get_or_insert_with(|| event.clone()).clone();
         Ok(if self.tells(Lie::RecordsThePast) { long_ago } else { event })
     }
-
-    fn occupy(&self, time: Duration) -> Result<()> {
-        self.inner.occupy(time)
-    }
 }
 
 impl fmt::Debug for LyingStream {
@@ -405,6 +402,20 @@ fn memory_that_was_not_asked_for_is_told_as_a_bug() {
         let error = device.alloc(64, MemoryKind::Arena).unwrap_err();
         assert!(matches!(&error, Error::Bug { what } if what == found), "{lie:?}: {error}");
     }
+}
+
+/// A backend of another crate may have only what streams must have: it conforms, and its links can be measured.
+#[test]
+fn streams_that_cannot_be_kept_busy_conform() {
+    let inner = Arc::new(Simulated::new(described(), Clock::Wall));
+    let backend = Arc::new(LyingBackend { inner, lie: Lie::None, told: Arc::default() });
+    let (cpu, card) = (backend.open(DeviceId::CPU).unwrap(), backend.open(GPU0).unwrap());
+    let error = card.stream(Role::Compute).unwrap().occupy(DEADLINE).unwrap_err();
+    assert!(matches!(&error, Error::Missing(Missing::Occupy { device: GPU0 })), "{error}");
+    conformance::check(&*card, &*cpu);
+    drop((cpu, card));
+    let links = measure_links(&Registry::new([backend as Arc<dyn Backend>]), &LinkTiming::quick()).unwrap().links;
+    assert!(links.iter().any(|link| link.to == GPU0), "{links:?}");
 }
 
 #[cfg(all(feature = "cuda", target_os = "linux"))]

@@ -112,7 +112,7 @@ fn case_25_nothing_is_copied_back() {
                 assert_eq!((copied.from, copied.to), (xpu(), CPU));
                 staged += copied.bytes;
             }
-            Role::Compute => panic!("the streamer computes nothing"),
+            role => panic!("the streamer queues nothing for {role:?}"),
         }
         assert_ne!(copied.from, GPU0, "bytes came back from the compute device");
     }

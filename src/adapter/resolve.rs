@@ -15,6 +15,7 @@ use crate::rounding::Rounding;
 
 /// Whether all of an adapter has to find its place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Matching {
     /// Every tensor has to be applied; the default.
     #[default]

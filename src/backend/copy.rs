@@ -139,6 +139,7 @@ impl Transfer {
 /// A copy that was not queued, with its destination.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
+#[non_exhaustive]
 pub struct Rejected {
     /// Why not.
     #[source]

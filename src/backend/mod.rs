@@ -46,7 +46,7 @@ pub use software::Clock;
 pub use storage::{Allocation, Storage};
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 
 /// Finds devices and opens them.
 pub trait Backend: Send + Sync + fmt::Debug {
@@ -67,6 +67,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
 /// A device, or why there is none.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Found {
     /// A device that can be opened.
     Here(DeviceInfo),
@@ -211,11 +212,15 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// When the stream takes no more work; the buffers then carry no new event.
     fn record(&self, uses: &[Buf]) -> Result<Event>;
 
-    /// Keeps the stream busy for a time, in place of a caller's compute: for examples, replays and benchmarks.
+    /// Keeps the stream busy for a time, in place of a caller's compute: for replays, examples and measurements. A backend
+    /// need not have it.
     ///
     /// # Errors
-    /// When the stream takes no more work.
-    fn occupy(&self, time: Duration) -> Result<()>;
+    /// [`Missing::Occupy`] where it has not; else when the stream takes no more work.
+    fn occupy(&self, time: Duration) -> Result<()> {
+        let _ = time;
+        Err(Missing::Occupy { device: self.device() }.into())
+    }
 }
 
 impl dyn Stream + '_ {
@@ -236,6 +241,7 @@ impl dyn Stream + '_ {
 
 /// What memory is for. To the host, the disk and simulated devices all kinds are alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum MemoryKind {
     /// Part of what the library keeps and reuses.
     Arena,
@@ -247,6 +253,7 @@ pub enum MemoryKind {
 
 /// What a stream is for; a backend may give each its own priority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Role {
     /// Copies to the device.
     Upload,
@@ -258,6 +265,7 @@ pub enum Role {
 
 /// How bytes get from one device's memory to another's.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Route {
     /// One copy.
     Direct,
@@ -276,6 +284,7 @@ pub enum Joined {
 
 /// Whether a device still works.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Health {
     /// It does.
     Good,

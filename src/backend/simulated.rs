@@ -12,6 +12,7 @@ use crate::error::Result;
 
 /// What the memory of simulated devices holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Contents {
     /// Its bytes, in host memory or, for `disk`, in files.
     #[default]

@@ -21,6 +21,7 @@ use crate::load::Model;
 
 /// What happens to a model at the next [`unload_all`](ModelCache::unload_all).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Retention {
     /// It stays.
     Keep,

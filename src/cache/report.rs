@@ -70,6 +70,7 @@ impl UnloadReport {
 /// An operation on the cache that failed half way: what it did until then, and why it went no further.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
+#[non_exhaustive]
 pub struct Unfinished<R: fmt::Debug> {
     /// What was done.
     pub report: Box<R>,

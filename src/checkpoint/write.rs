@@ -15,6 +15,7 @@ use crate::error::{Error, FileFault, Measured, Result};
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TensorSpec {
     /// Its name.
     pub name: String,

@@ -8,6 +8,7 @@ use super::Bandwidth;
 
 /// What a driver tells of a GPU beside its memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct GpuDetails {
     /// Major and minor.
     pub compute_capability: (u32, u32),
@@ -32,6 +33,7 @@ pub struct GpuDetails {
 
 /// A PCIe link: what it can be, and what it is now. An idle GPU may have gone back to a slow generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct PcieLink {
     /// The generation that the device and its slot agree on at most.
     pub max_generation: u32,
@@ -45,6 +47,7 @@ pub struct PcieLink {
 
 /// What one NVLink leads to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct NvLink {
     /// What kind of device that is.
     pub end: NvLinkEnd,
@@ -70,6 +73,11 @@ pub enum NvLinkEnd {
 const NVLINK_ATTAINS: u64 = 23_000_000_000;
 
 impl PcieLink {
+    /// A link of this generation and width, now and at most.
+    pub fn new(generation: u32, width: u32) -> PcieLink {
+        PcieLink { max_generation: generation, max_width: width, generation, width }
+    }
+
     /// What copies of pinned memory attain on such a link each way, by its highest generation and the lanes it has now.
     ///
     /// Sixteen lanes of generations 3, 4 and 5 gave 12.1, 26 and 57 GB/s where nvbandwidth measured them; the others
@@ -99,7 +107,28 @@ impl fmt::Display for PcieLink {
     }
 }
 
+impl NvLink {
+    /// A link to this kind of device, at this place.
+    pub fn new(end: NvLinkEnd, pci_bus_id: impl Into<String>) -> NvLink {
+        NvLink { end, pci_bus_id: pci_bus_id.into() }
+    }
+}
+
 impl GpuDetails {
+    /// A GPU of this compute capability at this place, of which nothing else is known.
+    pub fn new(compute_capability: (u32, u32), pci_bus_id: impl Into<String>) -> GpuDetails {
+        GpuDetails {
+            compute_capability,
+            pci_bus_id: pci_bus_id.into(),
+            uuid: None,
+            copy_engines: 0,
+            integrated: false,
+            pcie: None,
+            nvlinks: Vec::new(),
+            numa_node: None,
+        }
+    }
+
     /// What copies from this GPU's memory to that of `other` attain over the NVLinks that the two have in common,
     /// straight or by switches; none where they have none. An estimate, for links of 25 GB/s.
     pub fn attainable_over_nvlink(&self, other: &GpuDetails) -> Option<Bandwidth> {
@@ -132,16 +161,13 @@ mod tests {
     use super::*;
 
     fn gpu(pci_bus_id: &str, nvlinks: &[(NvLinkEnd, &str)]) -> GpuDetails {
-        let link = |&(end, id): &(NvLinkEnd, &str)| NvLink { end, pci_bus_id: id.to_owned() };
+        let link = |&(end, id): &(NvLinkEnd, &str)| NvLink::new(end, id);
         GpuDetails {
-            compute_capability: (8, 0),
-            pci_bus_id: pci_bus_id.to_owned(),
-            uuid: None,
             copy_engines: 2,
-            integrated: false,
             pcie: Some(PcieLink { max_generation: 4, max_width: 16, generation: 1, width: 8 }),
             nvlinks: nvlinks.iter().map(link).collect(),
             numa_node: Some(1),
+            ..GpuDetails::new((8, 0), pci_bus_id)
         }
     }
 

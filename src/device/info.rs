@@ -254,6 +254,7 @@ impl Machine {
 /// # Ok::<(), tensor_offload::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Described {
     /// Its name in allocation strings.
     pub id: DeviceId,

@@ -80,11 +80,19 @@ impl Link {
 
 /// Something that was not measured.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct LeftOut {
     /// What: a kind of device, a device, or a way between two.
     pub what: String,
     /// Why not.
     pub why: String,
+}
+
+impl LeftOut {
+    /// What was not measured, and why not.
+    pub fn new(what: impl Into<String>, why: impl Into<String>) -> LeftOut {
+        LeftOut { what: what.into(), why: why.into() }
+    }
 }
 
 /// The links of a machine as measured, each way and direction by itself, and what was left out.

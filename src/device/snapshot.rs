@@ -10,6 +10,7 @@ use super::{DeviceId, MemoryUsage};
 ///
 /// Prints as `tag=after load|cpu=3.25/62.70|cuda:0=1.50/2.00`, used over total in GiB.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct MemorySnapshot {
     /// What had just happened.
     pub tag: String,

@@ -133,6 +133,7 @@ pub enum PlanFault {
 
 /// A module as a plan and a model know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PlannedModule {
     /// Its name.
     pub name: String,

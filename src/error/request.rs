@@ -73,6 +73,12 @@ pub enum Missing {
         /// The tensor.
         tensor: String,
     },
+    /// The streams of a device cannot be kept busy for a time.
+    #[error("streams of {device} cannot be kept busy for a time, only with work")]
+    Occupy {
+        /// The device.
+        device: DeviceId,
+    },
     /// The memory of a described device has a size and no bytes.
     #[error("the memory of {device} has only sizes, no bytes that could be copied elsewhere")]
     Bytes {

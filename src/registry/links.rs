@@ -30,14 +30,14 @@ pub fn measure_links(registry: &Registry, timing: &LinkTiming) -> Result<LinkMat
     }
     let mut matrix = LinkMatrix::default();
     for (kind, why) in registry.absent() {
-        matrix.left_out.push(LeftOut { what: kind.to_string(), why: why.clone() });
+        matrix.left_out.push(LeftOut::new(kind.to_string(), why.as_str()));
     }
     let (mut ends, limit) = (Vec::new(), registry.limits().work);
     // Opened before the host gives memory: it is pinned for the devices that are open.
     for id in registry.machine().ids().filter(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk)) {
         match registry.device(id).and_then(|device| End::open(device, limit)) {
             Ok(end) => ends.push(end),
-            Err(error) => matrix.left_out.push(LeftOut { what: id.to_string(), why: error.to_string() }),
+            Err(error) => matrix.left_out.push(LeftOut::new(id.to_string(), error.to_string())),
         }
     }
     let host = registry.staging_host()?;
@@ -138,7 +138,7 @@ impl Meter<'_> {
     }
 
     fn leave_out(&mut self, what: impl Into<String>, why: impl Into<String>) {
-        self.matrix.left_out.push(LeftOut { what: what.into(), why: why.into() });
+        self.matrix.left_out.push(LeftOut::new(what, why));
     }
 
     fn found(

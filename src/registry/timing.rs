@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{Buf, BufMut, Event, Joined, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::device::Bandwidth;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 
 /// How long a stream is held for its copies to be queued, in turn until they are queued in time.
 const HOLDS: [Duration; 3] = [Duration::from_millis(2), Duration::from_millis(8), Duration::from_millis(40)];
@@ -224,13 +224,15 @@ impl Watch {
 }
 
 /// Holds the streams of `lanes` while `copies` are queued on each, lets them go, and sees each end. None when the
-/// copies were not queued in time, so that the times would tell how fast they were queued.
-///
+/// copies were not queued in time, so that the times would tell how fast they were queued, and where streams cannot be held.
 fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold: Duration) -> Result<Option<Vec<Run>>> {
     let Some(lead) = lanes.first() else { return Ok(Some(Vec::new())) };
     // The copies begin no earlier, whenever the host comes to see that they began.
     let begin = watch.epoch.elapsed() + hold;
-    lead.stream.occupy(hold)?;
+    match lead.stream.occupy(hold) {
+        Err(Error::Missing(Missing::Occupy { .. })) => return Ok(None),
+        held => held?,
+    }
     let released = lead.stream.record(&[])?;
     let mut ends: Vec<Vec<Event>> = Vec::new();
     for (place, lane) in lanes.iter().enumerate() {

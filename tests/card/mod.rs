@@ -2,12 +2,13 @@
 //! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cuda_standin::{Config, Session, session};
-use tensor_offload::backend::{Backend, Cuda, Found, Health};
-use tensor_offload::{DeviceId, DeviceKind, Registry};
+use cudarc::driver::CudaStream;
+use tensor_offload::backend::{Backend, Cuda, Device, Found, Health, Stream};
+use tensor_offload::{DeviceId, DeviceKind, Registry, cuda};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -40,6 +41,13 @@ pub(crate) fn stand_in(config: &Config) -> Option<Session> {
         return None;
     }
     Some(session(config))
+}
+
+/// A stream of cudarc's, of the primary context of the device, as one of the library's.
+#[expect(unsafe_code, reason = "a raw handle crosses the border")]
+pub(crate) fn adopted(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Arc<dyn Stream> {
+    // SAFETY: cudarc's contexts are primary ones, and the `Arc` holds the stream.
+    unsafe { cuda::adopt_raw_stream(device, stream.cu_stream().cast(), Arc::clone(stream) as _) }.unwrap()
 }
 
 /// Whether there are so many devices; with a word where the driver that is named has fewer.

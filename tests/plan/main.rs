@@ -493,8 +493,9 @@ fn a_plan_knows_its_model() {
     let error = plan.verify(&Layout::blocks([GIB, GIB, GIB, GIB, GIB, 2 * GIB])).unwrap_err();
     assert!(error.to_string().contains("block.5"), "{error}");
     let Error::Plan(fault) = error else { panic!("{error}") };
-    let module = |bytes| PlannedModule { name: "block.5".to_owned(), bytes, layer: 5 };
-    assert_eq!(*fault, PlanFault::OtherModule { index: 5, planned: module(GIB), module: module(2 * GIB) });
+    let PlanFault::OtherModule { index: 5, planned, module } = *fault else { panic!("{fault:?}") };
+    let known = |module: &PlannedModule| (module.name.clone(), module.bytes, module.layer);
+    assert_eq!([known(&planned), known(&module)], [GIB, 2 * GIB].map(|bytes| ("block.5".to_owned(), bytes, 5)));
     let Err(Error::Plan(fault)) = plan.verify(&blocks(7, GIB)) else { panic!("a plan of another model") };
     assert_eq!(*fault, PlanFault::OtherModel { planned: 6, modules: 7 });
 }

@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::Opened;
-use super::calls::{Code, ContextHandle, StreamHandle};
+use super::calls::{Code, StreamHandle};
 use super::context::{Context, Refusal};
 use super::driver::Driver;
 use super::event::CudaFence;
@@ -60,7 +60,8 @@ impl CudaDevice {
     }
 
     /// The primary context.
-    pub(crate) fn raw_context(&self) -> ContextHandle {
+    #[cfg(feature = "cudarc")]
+    pub(crate) fn raw_context(&self) -> super::calls::ContextHandle {
         self.context.handle()
     }
 

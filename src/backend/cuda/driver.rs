@@ -256,15 +256,12 @@ impl Driver {
         let number_of = |which| attribute(which).unsigned_abs();
         let pci = [Attribute::PciDomain, Attribute::PciBus, Attribute::PciDevice].map(attribute);
         let integrated = attribute(Attribute::Integrated) != 0;
+        let capability = (number_of(Attribute::ComputeMajor), number_of(Attribute::ComputeMinor));
         let details = crate::device::GpuDetails {
-            compute_capability: (number_of(Attribute::ComputeMajor), number_of(Attribute::ComputeMinor)),
-            pci_bus_id: format!("{:08x}:{:02x}:{:02x}.0", pci[0], pci[1], pci[2]),
             uuid: self.uuid(device),
             copy_engines: number_of(Attribute::CopyEngines),
             integrated,
-            pcie: None,
-            nvlinks: Vec::new(),
-            numa_node: None,
+            ..crate::device::GpuDetails::new(capability, format!("{:08x}:{:02x}:{:02x}.0", pci[0], pci[1], pci[2]))
         };
         // What of it is free the driver tells once it is open.
         let id = DeviceId::cuda(number.unsigned_abs());

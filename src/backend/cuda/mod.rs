@@ -35,7 +35,9 @@ use driver::Driver;
 pub(crate) use memory::DeviceMemory;
 use nvml::Nvml;
 use pinned::{Nodes, PinningHost, Pins};
-pub(crate) use stream::{CudaStream, PER_THREAD};
+pub(crate) use stream::CudaStream;
+#[cfg(feature = "cudarc")]
+pub(crate) use stream::PER_THREAD;
 use sysfs::Sysfs;
 
 /// The backend of NVIDIA devices, and of `cpu` with memory that they copy from at full speed.

@@ -97,7 +97,7 @@ impl Nvml {
                 _ => NvLinkEnd::Other,
             };
             let pci: PciInfo = self.get_of_link(device, link, "nvmlDeviceGetNvLinkRemotePciInfo_v2")?;
-            Some(NvLink { end, pci_bus_id: format!("{:08x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device) })
+            Some(NvLink::new(end, format!("{:08x}:{:02x}:{:02x}.0", pci.domain, pci.bus, pci.device)))
         };
         states.filter(|&(_, up)| up).filter_map(|(link, _)| end(link)).collect()
     }

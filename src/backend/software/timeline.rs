@@ -7,6 +7,7 @@ use crate::device::{Bookings, DeviceId, Topology};
 
 /// Which time simulated devices run in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Clock {
     /// Simulated time: every copy is carried out at once and its event gets the time at which the links would
     /// have let it end. Exact and, for one queueing thread, deterministic.

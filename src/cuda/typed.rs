@@ -1,0 +1,104 @@
+//! The same with the types of the crate cudarc, whose owners keep what is adopted.
+
+use std::any::Any;
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream};
+
+#[cfg(doc)]
+use super::adopt_raw_stream;
+use super::{cuda_device, placed};
+use crate::backend::{self, Device, Stream};
+use crate::device::DeviceId;
+use crate::error::{Error, Mismatch, Result};
+use crate::load::TensorView;
+
+/// A stream of the caller's, for [`Streamer::on`](crate::Streamer::on) and for copies that are to come in its order.
+/// It stays open as long as what is returned lives.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use tensor_offload::cuda::cudarc::driver::CudaContext;
+/// use tensor_offload::{Streamer, cuda};
+/// # fn example(model: &Arc<tensor_offload::Model>) -> Result<(), Box<dyn std::error::Error>> {
+/// let stream = CudaContext::new(0)?.new_stream()?;
+/// let compute = cuda::adopt_stream(model.residency().device(), &stream)?;
+/// let mut streamer = Streamer::on(model, compute)?;
+/// for layer in model.layout().layer_ids() {
+///     let guard = streamer.layer(layer)?; // `stream` now waits for the layer
+///     for tensor in guard.tensors() {
+///         let weights = cuda::slice(&tensor, &stream)?;
+///         // Launch kernels that read `weights` on `stream`.
+/// #       let _ = &*weights;
+///     }
+/// } // dropping the guard marks the end of the layer's use on `stream`
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::Mismatch`] when the stream is not of the device's primary context; [`Error::Invalid`] when `device` is no CUDA
+/// device, and for the stream that every thread has its own of (`CudaContext::per_thread_stream`): work that is queued and
+/// waited for in several threads would be on several streams. [`adopt_raw_stream`] takes that one, for one thread.
+pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Result<Arc<dyn Stream>> {
+    let ours = cuda_device(device)?;
+    if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
+        return Err(Mismatch::Context { device: device.id() }.into());
+    }
+    if stream.cu_stream().addr() == backend::cuda::PER_THREAD {
+        return Err(Error::invalid(
+            "the per-thread default stream is another one in every thread; adopt a stream of its own",
+        ));
+    }
+    // SAFETY: the context was compared, and the stream is held open by its `Arc`.
+    Ok(Arc::new(unsafe { ours.adopt(stream.cu_stream().cast(), Arc::clone(stream) as Arc<dyn Any + Send + Sync>) }))
+}
+
+/// A tensor as cudarc's own type, to be read on `stream`: the one that the layer's streamer works on.
+///
+/// # Errors
+/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device, [`Error::Invalid`] when it has no bytes.
+pub fn slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a>> {
+    let (what, memory) = (format!("tensor `{}`", tensor.info().name), tensor.device());
+    if tensor.place().is_empty() {
+        return Err(Error::invalid(format!("{what} has no bytes")));
+    }
+    let here = placed(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());
+    let device = DeviceId::cuda(stream.context().ordinal() as u32);
+    let (_, address) = here.ok_or(Mismatch::Memory { what, memory, device })?;
+    // SAFETY: the memory holds this many bytes for as long as `'a`, which the result does not outlive; the result
+    // never frees it and gives no way to write it.
+    let slice = unsafe { stream.upgrade_device_ptr::<u8>(address, tensor.place().len()) };
+    Ok(TensorSlice { slice: ManuallyDrop::new(slice), tensor: PhantomData })
+}
+
+/// The bytes of a tensor as a [`CudaSlice`] that does not own them.
+pub struct TensorSlice<'a> {
+    slice: ManuallyDrop<CudaSlice<u8>>,
+    tensor: PhantomData<&'a ()>,
+}
+
+impl Deref for TensorSlice<'_> {
+    type Target = CudaSlice<u8>;
+
+    fn deref(&self) -> &CudaSlice<u8> {
+        &self.slice
+    }
+}
+
+impl Drop for TensorSlice<'_> {
+    fn drop(&mut self) {
+        // SAFETY: taken once, here; `leak` lets go of all but the memory, which is not the slice's.
+        let _ = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
+    }
+}
+
+impl fmt::Debug for TensorSlice<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TensorSlice({} bytes)", self.slice.len())
+    }
+}
