@@ -53,7 +53,7 @@ use std::sync::Arc;
 #[cfg(feature = "cudarc")]
 pub use cudarc;
 #[cfg(feature = "cudarc")]
-pub use typed::{TensorSlice, adopt_stream, slice};
+pub use typed::{TensorSlice, adopt_stream, byte_slice, slice};
 
 use crate::backend::{self, BufMut, Device, Stream};
 use crate::device::DeviceId;

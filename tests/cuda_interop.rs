@@ -92,13 +92,18 @@ fn cuda_a_callers_stream_sees_every_layer_as_cudarcs_type() {
             cuda::adopt_stream(device, &stream).unwrap()
         };
         let bytes_of = |tensor: &TensorView<'_>| {
-            let seen = cuda::slice(tensor, &stream).unwrap();
+            let seen = cuda::byte_slice(tensor, &stream).unwrap();
             assert_eq!(Some(seen.device_ptr(&stream).0), cuda::address(tensor));
-            stream.clone_dtoh(&*seen).unwrap()
+            let bytes = stream.clone_dtoh(&*seen).unwrap();
+            let typed = cuda::slice::<half::bf16>(tensor, &stream).unwrap();
+            assert_eq!(bytemuck::cast_slice::<_, u8>(&stream.clone_dtoh(&*typed).unwrap()), bytes);
+            let wrong = cuda::slice::<f32>(tensor, &stream).unwrap_err().to_string();
+            assert!(wrong.contains("holds BF16, not F32"), "{wrong}");
+            bytes
         };
         let (_streamer, guard) = streamed(&stream, adopt, bytes_of);
         let tensor = guard.tensors().next().unwrap();
-        assert!(cuda::slice(&tensor, &elsewhere).unwrap_err().to_string().contains("cuda:1"));
+        assert!(cuda::byte_slice(&tensor, &elsewhere).unwrap_err().to_string().contains("cuda:1"));
     }
     driver.assert_clean();
 }

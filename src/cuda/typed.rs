@@ -14,6 +14,7 @@ use super::adopt_raw_stream;
 use super::{cuda_device, placed};
 use crate::backend::{self, Device, Stream};
 use crate::device::DeviceId;
+use crate::dtype::Element;
 use crate::error::{Error, Mismatch, Result};
 use crate::load::TensorView;
 
@@ -31,8 +32,8 @@ use crate::load::TensorView;
 /// for layer in model.layout().layer_ids() {
 ///     let guard = streamer.layer(layer)?; // `stream` now waits for the layer
 ///     for tensor in guard.tensors() {
-///         let weights = cuda::slice(&tensor, &stream)?;
-///         // Launch kernels that read `weights` on `stream`.
+///         let weights = cuda::slice::<half::bf16>(&tensor, &stream)?;
+///         // Launch kernels that read `weights`, a `CudaSlice<bf16>`, on `stream`.
 /// #       let _ = &*weights;
 ///     }
 /// } // dropping the guard marks the end of the layer's use on `stream`
@@ -61,8 +62,23 @@ pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Resul
 /// A tensor as cudarc's own type, to be read on `stream`: the one that the layer's streamer works on.
 ///
 /// # Errors
-/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device, [`Error::Invalid`] when it has no bytes.
-pub fn slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a>> {
+/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device, or its elements are of another type than
+/// `T`; [`Error::Invalid`] when it has no bytes.
+pub fn slice<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a, T>> {
+    tensor.check_element::<T>()?;
+    view(tensor, stream)
+}
+
+/// The bytes of a tensor of any type, as [`slice`] gives its elements: for fp8 weights, say.
+///
+/// # Errors
+/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device; [`Error::Invalid`] when it has no bytes.
+pub fn byte_slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a, u8>> {
+    view(tensor, stream)
+}
+
+/// A tensor as so many values of a type without invalid ones.
+fn view<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a, T>> {
     let (what, memory) = (format!("tensor `{}`", tensor.info().name), tensor.device());
     if tensor.place().is_empty() {
         return Err(Error::invalid(format!("{what} has no bytes")));
@@ -71,34 +87,35 @@ pub fn slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<Te
     let device = DeviceId::cuda(stream.context().ordinal() as u32);
     let (_, address) = here.ok_or(Mismatch::Memory { what, memory, device })?;
     // SAFETY: the memory holds this many bytes for as long as `'a`, which the result does not outlive; the result
-    // never frees it and gives no way to write it.
-    let slice = unsafe { stream.upgrade_device_ptr::<u8>(address, tensor.place().len()) };
+    // never frees it and gives no way to write it. A tensor begins at a multiple of its element's size, and any bits are
+    // values of an `Element`.
+    let slice = unsafe { stream.upgrade_device_ptr::<T>(address, tensor.size() / size_of::<T>()) };
     Ok(TensorSlice { slice: ManuallyDrop::new(slice), tensor: PhantomData })
 }
 
-/// The bytes of a tensor as a [`CudaSlice`] that does not own them.
-pub struct TensorSlice<'a> {
-    slice: ManuallyDrop<CudaSlice<u8>>,
+/// A tensor as a [`CudaSlice`] that does not own its memory.
+pub struct TensorSlice<'a, T> {
+    slice: ManuallyDrop<CudaSlice<T>>,
     tensor: PhantomData<&'a ()>,
 }
 
-impl Deref for TensorSlice<'_> {
-    type Target = CudaSlice<u8>;
+impl<T> Deref for TensorSlice<'_, T> {
+    type Target = CudaSlice<T>;
 
-    fn deref(&self) -> &CudaSlice<u8> {
+    fn deref(&self) -> &CudaSlice<T> {
         &self.slice
     }
 }
 
-impl Drop for TensorSlice<'_> {
+impl<T> Drop for TensorSlice<'_, T> {
     fn drop(&mut self) {
         // SAFETY: taken once, here; `leak` lets go of all but the memory, which is not the slice's.
         let _ = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
     }
 }
 
-impl fmt::Debug for TensorSlice<'_> {
+impl<T> fmt::Debug for TensorSlice<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "TensorSlice({} bytes)", self.slice.len())
+        write!(f, "TensorSlice({} x {})", self.slice.len(), std::any::type_name::<T>())
     }
 }
