@@ -118,7 +118,8 @@
 //! | add a kind of device, and test it | [`backend::Backend`], [`backend::conformance`], [`backend::Faulty`] |
 //! | set how long is waited for anything | [`Limits`] |
 //!
-//! Operations give all memory back when they fail. Every variant of [`Error`] is one way to react; every wait has a deadline.
+//! Operations give all memory back when they fail. Every variant of [`Error`] is one way to react. Every wait has a
+//! deadline.
 //!
 //! # Features
 //!
