@@ -1,69 +1,70 @@
 //! Run models larger than one device.
 //!
-//! This library reads a checkpoint, decides by an allocation string which weights live on which device, applies
-//! adapters to them at full precision, puts every weight where it belongs, and brings the layers that live elsewhere
-//! to the compute device while it computes. It does not run the network: your kernels do, between asking for a
-//! layer and dropping its guard.
+//! This library reads a checkpoint, decides by an allocation string which weights live on which device, merges adapters
+//! into them at full precision, puts every weight where it belongs, and brings the layers that live elsewhere to the
+//! compute device while it computes. It does not run the network: your kernels do, between asking for a layer and
+//! dropping its guard.
 //!
 //! # A working example
 //!
-//! A small Llama and a LoRA come with the crate. The card here is a described one, smaller than the model; with
-//! [`Registry::system`] the same code runs on this machine's devices.
+//! ```
+//! use tensor_offload::prelude::*;
+//!
+//! // A simulated card, smaller than the model. `Registry::system()` has this machine's devices.
+//! let devices = Registry::simulated(["cuda:0=256kb,link=10", "cpu=64mb"])?;
+//! let model = Model::open("examples/data/tiny-llama")?
+//!     .adapter("examples/data/tiny-llama-lora", 0.8)?
+//!     .allocation("cuda:0,25%;cpu,*")?
+//!     .depth(1)
+//!     .load(&devices)?;
+//! for layer in model.stream()?.pass() {
+//!     let layer = layer?; // on the card for the kernels that you queue until it is dropped
+//!     let bytes: usize = layer.tensors().map(|tensor| tensor.size()).sum();
+//!     println!("{}: {bytes} bytes", layer.name());
+//! }
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! # The stages behind it
+//!
+//! The builder stands for stages that can be called one by one: to look at a plan before memory is taken, to use one
+//! checkpoint for several models, to ask for layers in an order of your own.
 //!
 //! ```
 //! use std::sync::Arc;
-//! use tensor_offload::backend::Clock;
-//! use tensor_offload::{
-//!     Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, ModelCache, Planner, Registry, Retention, Streamer,
-//!     Weights,
-//! };
+//! use tensor_offload::prelude::*;
+//! # let devices = Registry::simulated(["cuda:0=256kb,link=10", "cpu=64mb"])?;
 //!
-//! let card = DeviceId::cuda(0);
-//! let machine = Machine::described(&["cuda:0=256kb,link=1".parse()?, "cpu=64mb".parse()?]);
-//! let devices = Registry::described(machine, Clock::Virtual);
-//!
-//! // What the files hold, and what the adapter makes of it. No weight is read yet.
+//! // Headers and the adapter's factors are read; no weight is.
 //! let checkpoint = Checkpoint::open("examples/data/tiny-llama")?;
-//! let adapter = Adapter::open("examples/data/tiny-llama-lora", 1.0)?;
+//! let adapter = Adapter::open("examples/data/tiny-llama-lora", 0.8)?;
 //! let weights = Weights::patched(checkpoint, vec![adapter], Matching::Strict)?;
-//! assert!(weights.layout().bytes() > 256 << 10);
 //!
-//! // Where every module is to live. No memory is taken yet.
-//! let plan = Planner::new(weights.layout(), devices.machine())
-//!     .allocation("cuda:0,40kb;cpu,*".parse()?)
-//!     .depth(1)
-//!     .plan()?;
+//! // Where every module is to live. No memory is taken.
+//! let planner = Planner::new(weights.layout(), devices.machine()).allocation("cuda:0,25%;cpu,*".parse()?);
+//! let plan = planner.depth(1).plan()?;
 //! println!("{plan}");
 //!
-//! // Load, patch, distribute.
+//! // Everything is read, merged and put where the plan wants it.
 //! let model = Arc::new(Loader::new(&devices).load(&weights, &plan)?);
 //!
-//! // Once through the network. A layer is on the card for work queued while its guard lives.
 //! let mut streamer = Streamer::new(&model)?;
-//! for layer in model.layout().layer_ids() {
+//! for layer in model.layout().layer_ids().rev() {
 //!     let guard = streamer.layer(layer)?;
-//!     for tensor in guard.tensors() {
-//!         assert_eq!(tensor.device(), card);
-//!     }
 //!     // Queue this layer's kernels on `streamer.compute()` here.
+//!     drop(guard); // marks the end of its use
 //! }
-//! drop(streamer);
-//!
-//! // Keep it for later, or let it go.
-//! let cache = ModelCache::new();
-//! cache.insert("llama", model, Retention::Unload);
-//! assert_eq!(cache.unload_all().unloaded[0].key, "llama");
-//! # Ok::<(), tensor_offload::Error>(())
+//! # Ok::<(), Error>(())
 //! ```
 //!
 //! # The path of a tensor
 //!
 //! The modules of the library are the stages of that path, and each uses only those above it. The types of the
-//! everyday path are re-exported here; the linked modules hold the rest.
+//! everyday path are re-exported here, those that most programs name in [`prelude`]; the linked modules hold the rest.
 //!
 //! | stage | what it does | begin at |
 //! |---|---|---|
-//! | [`error`], bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`] |
+//! | [`error`], bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`], [`Element`] |
 //! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`] |
 //! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
 //! | registry | the devices of a machine, opened at first use; how fast their links are | [`Registry`], [`measure_links`] |
@@ -71,13 +72,13 @@
 //! | allocation | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
 //! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`] |
-//! | [`adapter`] | adapters against a checkpoint's names | [`Adapter`], [`Weights`] |
+//! | [`adapter`] | adapters against a checkpoint's names; a checkpoint with its adapters | [`Adapter`], [`Weights`] |
 //! | schedule | which layer is fetched when, into which slot | |
 //! | plan | where every module lives, and how long a pass takes at least | [`Planner`], [`Plan`] |
-//! | load | load, patch, distribute | [`Loader`], [`Model`] |
-//! | stream | layers on the compute device, one after the other | [`Streamer`], [`LayerGuard`] |
+//! | load | load, patch, distribute; all stages up to here in one expression | [`Loader`], [`Model`], [`ModelBuilder`] |
+//! | stream | layers on the compute device, one after the other | [`Streamer`], [`Pass`], [`LayerGuard`] |
 //! | cache | models that stay, and leave when told to | [`ModelCache`] |
-//! | `cuda` | your own CUDA streams and memory; tensors as cudarc's types | `cuda::adopt_stream` |
+//! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::adopt_raw_stream` |
 //!
 //! Adapters stand before the plan because they can change a weight's size and its sharing. Their arithmetic is done by
 //! the load, after it, because only then is there memory for the result.
@@ -87,6 +88,7 @@
 //! - A **tensor** is what a file stores under one name. A **module** is the tensors of one operation (`X.weight`,
 //!   `X.bias`, `X.weight_scale`). A **layer** is the modules that run together (`model.layers.7`); it is what is
 //!   streamed. Layers whose roles, types and sizes agree are of one **class**.
+//! - The **weights** of a model are a checkpoint and the adapters that are merged into it.
 //! - The **compute device** runs the network. The **remainder device**, the one marked `*` or else `cpu`, takes what
 //!   no quota holds.
 //! - A module's **home** is the device that keeps it. It is **resident** when that is the compute device, **streamed**
@@ -96,41 +98,40 @@
 //! - To **derive** is to make a model with what another one has in memory. To **demote** is to move resident modules to
 //!   the host. To **unload** is to drop a model from the cache. To **trim** is to empty a driver's allocator cache.
 //!
-//! # What it does
+//! # Where to find what
 //!
-//! - Allocation strings in bytes, ratios, fractions of a device, and bytes that leave the compute device
-//!   ([`Allocation`]). Sizes are exact; errors point at the place in the text.
-//! - Plans that are values: they print as a table, serialise, compare, and tell the floor of a pass's time
-//!   ([`Plan::estimate`]). A plan that does not fit is an error that names the device, the term and the bytes short.
-//! - safetensors: one file, sharded with an index, a folder, or in memory; read strictly and by position
-//!   ([`Checkpoint`]), written tensor by tensor ([`checkpoint::write_safetensors`]).
-//! - LoRA for linear and convolution weights, in the spellings of the common trainers and as PEFT folders; f32, bf16,
-//!   f16 and fp8 weights, scaled fp8 too. One rounding, and the same bytes whatever the plan, the number of threads
-//!   and the instruction set ([`patch`]), and on the CUDA device that a weight is for ([`backend::Kernels`]).
-//! - Loading with progress and cancellation that gives all memory back when it fails ([`Loader`]).
-//! - Other strengths, adapters, plans and compute devices for a model that is loaded: only what changes is read again and
-//!   patched, from pristine bytes; the rest is shared or copied ([`Loader::derive`]).
-//! - Streaming in any order of layers, from all their devices at one time, for several models on one device, into slots of
-//!   the library's or the caller's own ([`Streamer`]). Arrivals can be awaited ([`LayerGuard::arrived`]).
-//! - A cache that owns its models and unloads exactly the flagged ones, when it is told to, asked to between two jobs,
-//!   or short of memory ([`ModelCache`], [`FreeRequest`], [`Pressure`]), and demotes kept ones to make room ([`Evict`]).
-//! - Memory as this process counts it beside what drivers report, and where the two part ([`MemorySeries`]).
-//! - Devices by description, on a virtual or a wall clock, for plans, tests and examples ([`backend::Simulated`]); a
-//!   suite that every backend has to pass ([`backend::conformance`]); a backend that fails on purpose
-//!   ([`backend::Faulty`]).
+//! | you want to | |
+//! |---|---|
+//! | write an allocation in code, or have one chosen | [`Allocation::builder`], [`Preset`], [`Allocation::auto`] |
+//! | know how long a pass takes | [`Plan::estimate`], [`Plan::forecast`], [`Registry::measured_topology`] |
+//! | show progress, cancel a load | [`Loader::progress`], [`Loader::cancel`], [`ModelBuilder::load_with`] |
+//! | read a tensor | [`TensorView::as_slice`], [`LayerGuard::to_vec`], [`Model::to_vec`], [`Weights::read`] |
+//! | wait until a layer has arrived | [`LayerGuard::wait`], [`LayerGuard::arrived`] |
+//! | have layers in memory of your own | [`Streamer::with_slots`], [`Planner::own_slots`], [`Planner::fixed_slots`] |
+//! | change strengths, adapters, plan or device of a loaded model | [`Loader::derive`], [`Loader::relocate`] |
+//! | load a model once for all who ask | [`ModelCache::get_or_load`], [`Identity`] |
+//! | free memory between two jobs, or under pressure | [`FreeRequest`], [`Pressure`], [`ModelCache::make_room`], [`Evict`] |
+//! | compare what this process counts with what drivers say | [`MemorySeries`] |
+//! | write a checkpoint | [`checkpoint::write_safetensors`] |
+//! | patch matrices of your own on a card | [`backend::Kernels`] |
+//! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |
+//! | add a kind of device, and test it | [`backend::Backend`], [`backend::conformance`], [`backend::Faulty`] |
+//! | set how long is waited for anything | [`Limits`] |
+//!
+//! Operations give all memory back when they fail. Every variant of [`Error`] is one way to react. Every wait has a
+//! deadline.
 //!
 //! # Features
 //!
-//! `cuda` (default) is the backend of NVIDIA devices. Nothing of CUDA has to be installed to build, no version is named, and
-//! without a driver the library runs and says why there is no device. Without `cuda`, `cuda:0` still parses and plans against
-//! a described machine.
+//! - `cuda` (default) is the backend of NVIDIA devices. Nothing of CUDA has to be installed to build, and no version is
+//!   named. Without a driver the library runs and says why there is no device. Without the feature, `cuda:0` still parses
+//!   and plans against a described machine.
+//! - `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
+//!   build: the one that another crate takes, or one of `cuda-11040` to `cuda-13040`, or `cuda-version-from-build-system`,
+//!   each of which turns `cudarc` on.
 //!
-//! `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
-//! build: the one that another crate takes, or one of `cuda-11040` to `cuda-13040`, or `cuda-version-from-build-system`, each
-//! of which turns `cudarc` on.
-//!
-//! What does not exist yet, and the commands to try all of this, are in the repository's README; why it is built this
-//! way is in `docs/design.md`.
+//! Guides are in the package's folder `docs/guide`: allocations, adapters, streaming, CUDA code of your own, the cache,
+//! devices. Why the library is built this way is in `docs/design.md`.
 
 pub mod adapter;
 mod allocation;
@@ -186,7 +187,27 @@ pub use registry::{LinkTiming, Registry, measure_links};
 pub use rounding::Rounding;
 pub use stream::{LaneReport, LayerGuard, Pass, StallCause, Stalls, StreamReport, Streamer, Via};
 
-/// The examples of the README, compiled and run with the other documentation tests.
+/// The examples of the README and of the guides, compiled and run with the other documentation tests.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;
+mod guides {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../docs/guide/adapters.md")]
+    struct Adapters;
+    #[doc = include_str!("../docs/guide/allocation.md")]
+    struct Allocations;
+    #[doc = include_str!("../docs/guide/cache.md")]
+    struct Cache;
+    #[doc = include_str!("../docs/guide/streaming.md")]
+    struct Streaming;
+
+    #[cfg(feature = "cuda")]
+    #[doc = include_str!("../docs/guide/devices.md")]
+    struct Devices;
+
+    mod cuda {
+        #[cfg(feature = "cudarc")]
+        #[doc = include_str!("../docs/guide/cudarc.md")]
+        struct Types;
+    }
+}
