@@ -422,16 +422,28 @@ fn bytes_between_tensors_are_refused() {
 
 #[test]
 fn other_formats_are_recognised() {
-    for (start, word) in [
-        (&b"PK\x03\x04\0\0\x08\x08"[..], "zip"),
-        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "pickle"),
-        (b"\x80\x04\x95", "pickle"),
-        (b"GGUF\x03\0\0\0{\0\0\0", "GGUF"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+    // For each as it stands at the beginning of a real file, with what to do about it.
+    for (start, word, advised) in [
+        (&b"PK\x03\x04\0\0\x08\x08"[..], "zip", "convert"),
+        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "pickle", "convert"),
+        (b"\x80\x03}q\0(X\x06\0\0\0weight", "pickle", "convert"),
+        (b"\x80\x04\x95", "pickle", "convert"),
+        (b"\x80\x05\x95\x0b\0\0\0\0\0\0\0", "pickle", "convert"),
+        (b"GGUF\x03\0\0\0{\0\0\0", "GGUF", "convert"),
+        (b"\x89HDF\r\n\x1a\n\0\0\0\0\0\x08\x08\0", "HDF5", "convert"),
+        (b"\x93NUMPY\x01\0v\0{'descr': '<f4'", "NumPy", "convert"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", "git lfs pull"),
     ] {
         let (tensor, fault) = refused(start.to_vec());
-        let FileFault::OtherFormat { format, .. } = fault else { panic!("{fault:?}") };
-        assert!(tensor.is_none() && format.contains(word), "{format}");
+        let FileFault::OtherFormat { format, advice } = fault else { panic!("{word}: {fault:?}") };
+        assert!(tensor.is_none() && format.contains(word) && advice.contains(advised), "{format}: {advice}");
+    }
+    // What only begins like one of them is not one of them.
+    for start in
+        [&b"\x80\x01\x8a\x0al\xfc\x9cF\xf9"[..], b"PK\x05\x06\0\0\0\0\0", b"GGML\x03\0\0\0{", b"\x93NUMPX\x01\0v"]
+    {
+        let (_, fault) = refused(start.to_vec());
+        assert!(!matches!(fault, FileFault::OtherFormat { .. }), "{start:?}: {fault:?}");
     }
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("pytorch_model.bin"), b"PK\x03\x04 and so on").unwrap();
