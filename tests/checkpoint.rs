@@ -68,6 +68,32 @@ fn bytes_of(model: &Checkpoint, name: &str) -> Vec<u8> {
 }
 
 #[test]
+fn case_19_a_set_keeps_unit_dimensions_and_its_tied_head() {
+    let folder = tempfile::tempdir().unwrap();
+    let shapes: [(&str, &str, &[u64]); 4] = [
+        ("model.layers.0.row.weight", "1.safetensors", &[1, 6]),
+        ("model.layers.0.column.weight", "1.safetensors", &[6, 1]),
+        ("model.embed_tokens.weight", "2.safetensors", &[1, 1, 3]),
+        ("model.layers.0.scale", "2.safetensors", &[1]),
+    ];
+    for file in ["1.safetensors", "2.safetensors"] {
+        let specs: Vec<_> =
+            shapes.iter().filter(|t| t.1 == file).map(|t| TensorSpec::new(t.0, DType::U8, t.2)).collect();
+        let path = folder.path().join(file);
+        write_safetensors(path, &specs, &Default::default(), |_, out| out.put(&vec![7; out.left() as usize])).unwrap();
+    }
+    index(folder.path(), &shapes.map(|(name, file, _)| (name, file)));
+    fs::write(folder.path().join("config.json"), r#"{"tie_word_embeddings":true}"#).unwrap();
+    let model = Checkpoint::open(folder.path()).unwrap();
+    for (name, _, shape) in shapes {
+        assert_eq!(model.layout().tensor(model.find(name).unwrap()).unwrap().shape, shape, "{name}");
+    }
+    // The embedding is in another file than the first layer, and there is no head in any.
+    let both: Vec<_> = model.layout().modules().iter().filter(|m| m.both_ends).map(|m| m.name.as_str()).collect();
+    assert_eq!(both, ["model.embed_tokens"]);
+}
+
+#[test]
 fn case_20_odd_but_valid_files_load() {
     let mut count = 0;
     for entry in fs::read_dir(data("safetensors_valid")).unwrap() {

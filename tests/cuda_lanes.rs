@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 use card::{assert_clean, assert_given_back, driver, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
-use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama, norms};
+use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, levels, llama, norms, safetensors};
 use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
+use tensor_offload::transfer::{MappedSource, Source};
 use tensor_offload::{
-    ByteSize, ErrorKind, LayerGuard, LayerId, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda,
+    ByteSize, Checkpoint, ErrorKind, LayerGuard, LayerId, Loader, Model, Patches, Planner, Registry, Result, Streamer,
+    Via, cuda,
 };
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -103,6 +105,42 @@ fn cuda_pageable_memory_and_files_pass_pinned_buffers() {
             cuda.assert_clean();
         }
     }
+}
+
+/// The bytes of a mapped file are read into memory of the library's own, which is what is pinned: the file can be let go of
+/// and cut short while the model streams.
+#[test]
+#[expect(unsafe_code, reason = "maps a file")]
+fn cuda_case_24_a_mapped_file_is_never_pinned() {
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20])) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let tensors = [llama(3, 32), blocks(&[3_000_000])].concat();
+    std::fs::write(&path, safetensors(&tensors, 120)).unwrap();
+    let map = |file: &std::path::Path| {
+        // SAFETY: the file is written above, and cut short below when the mapping is gone.
+        let source = unsafe { MappedSource::assume_immutable(file) }?;
+        Ok(Arc::new(source) as Arc<dyn Source>)
+    };
+    let checkpoint = Checkpoint::open_with(&path, map).unwrap();
+    let patches = Patches::none(checkpoint.layout());
+    let (subject, devices) = (Subject::new(checkpoint, patches), registry());
+    let model = load(&devices, &subject, "cpu,*", 1, u64::MAX);
+    assert_eq!(cuda.report().live_pinned_bytes, levels(&devices)[0].1, "all that the host holds is pinned");
+    let Subject { checkpoint, patches, merged } = subject;
+    drop(checkpoint);
+    let opened = Checkpoint::from_bytes("as it was", std::fs::read(&path).unwrap()).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+    let subject = Subject { checkpoint: opened, patches, merged };
+    let mut streamer = Streamer::new(&model).unwrap();
+    for _ in 0..2 {
+        check_pass(&mut streamer, &subject).unwrap();
+    }
+    drop((streamer, model));
+    comes_back(&devices);
+    drop(devices);
+    // Clean of memory that was unmapped while it was registered, too.
+    assert_clean(&cuda);
 }
 
 /// Ten small vectors of a layer are one copy, beside those of its matrix and of a vector of an odd size.
