@@ -10,22 +10,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{assert_clean, assert_given_back, driver, stand_in};
+use card::{DEADLINE, assert_clean, assert_given_back, driver, registry, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
-use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, levels, llama, norms, safetensors};
-use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
+use support::{
+    CPU, DISK, GPU0, Random, Subject, blocks, check_layer, check_pass, comes_back, layers, levels, llama, norms, pass,
+    safetensors,
+};
+use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Faulty, Host};
 use tensor_offload::transfer::{MappedSource, Source};
 use tensor_offload::{
-    ByteSize, Checkpoint, ErrorKind, LayerGuard, LayerId, Loader, Model, Patches, Planner, Registry, Result, Streamer,
-    Via, cuda,
+    ByteSize, Checkpoint, ErrorKind, LayerId, Loader, Model, Patches, Planner, Registry, Streamer, Via, cuda,
 };
-
-const DEADLINE: Duration = Duration::from_secs(20);
-
-fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
-}
 
 /// The model with at most `pinned` bytes of it pinned; what is over that needs staging.
 fn load(devices: &Registry, subject: &Subject, allocation: &str, depth: usize, pinned: u64) -> Arc<Model> {
@@ -41,31 +37,6 @@ fn load_with(
     let plan = options(subject.planner(devices.machine(), allocation)).plan().unwrap();
     let loader = Loader::new(devices).workers(2).deadline(DEADLINE);
     Arc::new(loader.load(&subject.checkpoint, &subject.patches, &plan).unwrap())
-}
-
-fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
-    streamer.model().layout().layer_ids()
-}
-
-fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
-    for view in guard.tensors() {
-        let mut bytes = vec![0; view.info().bytes as usize];
-        guard.read(&view.info().name, &mut bytes)?;
-        assert!(bytes == subject.bytes_of(&view.info().name), "wrong bytes of {}", view.info().name);
-    }
-    Ok(())
-}
-
-fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
-    layers(streamer).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
-}
-
-fn pass(streamer: &mut Streamer, compute: Duration) -> Event {
-    for layer in layers(streamer) {
-        let _guard = streamer.layer(layer).unwrap();
-        streamer.compute().occupy(compute).unwrap();
-    }
-    streamer.compute().record(&[]).unwrap()
 }
 
 fn bytes_via(streamer: &Streamer, via: Via) -> u64 {

@@ -2,11 +2,11 @@
 //! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cuda_standin::{Config, Session, session};
-use tensor_offload::backend::{Backend, Cuda, Found, Health};
+use cuda_standin::{Config, Effect, Rule, Session, session};
+use tensor_offload::backend::{Backend, Cuda, Found, Health, Host};
 use tensor_offload::{DeviceId, DeviceKind, Registry};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
@@ -67,6 +67,20 @@ pub(crate) fn has_calls(calls: &[&str]) -> bool {
         eprintln!("skipped {}: the driver has no {call}", thread.name().unwrap_or("a test"));
     }
     missing.is_none()
+}
+
+/// The driver's devices and this host.
+pub(crate) fn registry() -> Registry {
+    registry_of(Cuda::new())
+}
+
+pub(crate) fn registry_of(cuda: Cuda) -> Registry {
+    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
+}
+
+/// The numbers of calls to fail: each of the first, where each call is another, then about forty spread over the rest.
+pub(crate) fn spread(first: u64, calls: u64) -> impl Iterator<Item = u64> {
+    (1..=first).chain((first + 1..=calls).step_by(usize::try_from(calls / 40).unwrap().max(1)))
 }
 
 /// The CUDA devices that there are.
@@ -136,6 +150,19 @@ pub(crate) fn assert_clean(cuda: &Session) {
     }
     wait_until_closed(cuda, Duration::from_millis(500));
     cuda.report().assert_clean();
+}
+
+/// After a call that failed, which may be the one that gives a thing back: that thing, and no other, stays. Memory is missed
+/// twice then, by its pool and by its context.
+pub(crate) fn assert_at_most_one_leak(cuda: &Session, effect: Effect, what: &str) {
+    let lost = matches!(effect, Effect::Sticky(_));
+    wait_until_closed(cuda, Duration::from_millis(if lost { 50 } else { 2000 }));
+    let report = cuda.report();
+    let of = |leaks: bool| {
+        let violations = report.violations.iter().filter(move |violation| (violation.rule == Rule::Leak) == leaks);
+        violations.map(|violation| violation.count).sum::<u64>()
+    };
+    assert!(of(false) == 0 && of(true) <= 2, "{what}: {:?}", report.violations);
 }
 
 /// The last handle of a context goes a moment after the devices, and must not go in the session after this one. What is
