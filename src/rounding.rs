@@ -187,22 +187,52 @@ mod tests {
         }
     }
 
+    /// The magnitudes that the type has beside this one: the largest that is no larger, and the next.
+    fn beside(float: Float, magnitude: f32) -> (f64, f64) {
+        let codes: Vec<u8> = (0..=u16::MAX).flat_map(|code| code.to_le_bytes()[..float.size()].to_vec()).collect();
+        let mut values = vec![0.0; 1 << 16];
+        float.lift(&codes, &mut values);
+        let below = values.iter().copied().filter(|&v| v <= magnitude).fold(0.0, f32::max);
+        let above = values.iter().copied().filter(|&v| v > below).fold(f32::INFINITY, f32::min);
+        (below.into(), above.into())
+    }
+
+    /// The larger of the two neighbours where the value's place between them and the number drawn come to one or more.
     #[test]
     fn others_become_one_of_their_two_neighbours_and_are_right_on_average() {
         const COUNT: usize = 1 << 18;
-        for float in ALL {
+        const ONE: f64 = 4_294_967_296.0;
+        // With each type's smallest normal value.
+        let two_to = |exponent: i32| f32::powi(2.0, exponent);
+        let types = [
+            (Float::BF16, f32::MIN_POSITIVE),
+            (Float::F16, two_to(-14)),
+            (Float::E4M3, two_to(-6)),
+            (Float::E5M2, two_to(-14)),
+        ];
+        for (float, normal) in types {
             for value in [1.0 + 1.0 / 4096.0, -0.3, 0.001, 3e-5, 5e-6, 100.7, -1.0e-9, 0.93] {
+                let (low, high) = beside(float, f32::abs(value));
+                let at = (f64::from(f32::abs(value)) - low) / (high - low) * ONE;
+                // The place of a subnormal value is exact within 2^-20 of the distance.
+                let room = if f32::abs(value) < normal { ONE / f64::from(1 << 20) } else { 0.0 };
                 let rounded = round(float, noise(7), 0, &vec![value; COUNT]);
-                let least = rounded.iter().copied().fold(f32::INFINITY, f32::min);
-                let most = rounded.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                assert!(least <= value && value <= most || least == most, "{float:?} {value}: {least} {most}");
-                assert!(rounded.iter().all(|&r| r == least || r == most), "{float:?} {value}");
-                let gap = f64::from(most) - f64::from(least);
+                let keys = noise(7).keys(0);
+                let mut close = 0;
+                for (place, &got) in rounded.iter().enumerate() {
+                    let sum = at + f64::from(drawn(place as u32, keys));
+                    let wanted = if sum >= ONE { high } else { low };
+                    let got = f64::from(got) * f64::from(value.signum());
+                    let undecided = (sum - ONE).abs() < room && (got == low || got == high);
+                    close += usize::from(got != wanted);
+                    assert!(got == wanted || undecided, "{float:?} {value} at {place}: {got} between {low} and {high}");
+                }
+                assert!(close <= 2, "{float:?} {value}: {close} of {COUNT} went the other way");
                 let mean = rounded.iter().map(|&r| f64::from(r)).sum::<f64>() / COUNT as f64;
                 // Five standard deviations of the mean of so many choices between the two; 2^-20 for subnormals.
-                let room = gap * (2.5 / (COUNT as f64).sqrt()) + gap.max(5e-10) / f64::from(1 << 20);
+                let room = (high - low) * (2.5 / (COUNT as f64).sqrt() + 1.0 / f64::from(1 << 20));
                 let off = (mean - f64::from(value)).abs();
-                assert!(off <= room || (gap == 0.0 && off < 2e-9), "{float:?} {value}: off by {off}, room for {room}");
+                assert!(off <= room, "{float:?} {value}: off by {off}, room for {room}");
             }
         }
     }

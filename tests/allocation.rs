@@ -72,6 +72,7 @@ fn case_2_errors_point_at_the_place() {
     for (text, part) in [
         ("", ""),
         (" ; # ", ""),
+        ("#", ""),
         ("{}", "{}"),
         ("cuda:0;cpu", "cuda:0"),
         ("cuda:0,", ""),

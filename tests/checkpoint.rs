@@ -68,6 +68,32 @@ fn bytes_of(model: &Checkpoint, name: &str) -> Vec<u8> {
 }
 
 #[test]
+fn case_19_a_set_keeps_unit_dimensions_and_its_tied_head() {
+    let folder = tempfile::tempdir().unwrap();
+    let shapes: [(&str, &str, &[u64]); 4] = [
+        ("model.layers.0.row.weight", "1.safetensors", &[1, 6]),
+        ("model.layers.0.column.weight", "1.safetensors", &[6, 1]),
+        ("model.embed_tokens.weight", "2.safetensors", &[1, 1, 3]),
+        ("model.layers.0.scale", "2.safetensors", &[1]),
+    ];
+    for file in ["1.safetensors", "2.safetensors"] {
+        let specs: Vec<_> =
+            shapes.iter().filter(|t| t.1 == file).map(|t| TensorSpec::new(t.0, DType::U8, t.2)).collect();
+        let path = folder.path().join(file);
+        write_safetensors(path, &specs, &Default::default(), |_, out| out.put(&vec![7; out.left() as usize])).unwrap();
+    }
+    index(folder.path(), &shapes.map(|(name, file, _)| (name, file)));
+    fs::write(folder.path().join("config.json"), r#"{"tie_word_embeddings":true}"#).unwrap();
+    let model = Checkpoint::open(folder.path()).unwrap();
+    for (name, _, shape) in shapes {
+        assert_eq!(model.layout().tensor(model.find(name).unwrap()).unwrap().shape, shape, "{name}");
+    }
+    // The embedding is in another file than the first layer, and there is no head in any.
+    let both: Vec<_> = model.layout().modules().iter().filter(|m| m.both_ends).map(|m| m.name.as_str()).collect();
+    assert_eq!(both, ["model.embed_tokens"]);
+}
+
+#[test]
 fn case_20_odd_but_valid_files_load() {
     let mut count = 0;
     for entry in fs::read_dir(data("safetensors_valid")).unwrap() {
@@ -419,16 +445,28 @@ fn bytes_between_tensors_are_refused() {
 
 #[test]
 fn other_formats_are_recognised() {
-    for (start, word) in [
-        (&b"PK\x03\x04\0\0\x08\x08"[..], "zip"),
-        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "pickle"),
-        (b"\x80\x04\x95", "pickle"),
-        (b"GGUF\x03\0\0\0{\0\0\0", "GGUF"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+    // For each as it stands at the beginning of a real file, with what to do about it.
+    for (start, word, advised) in [
+        (&b"PK\x03\x04\0\0\x08\x08"[..], "zip", "convert"),
+        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "pickle", "convert"),
+        (b"\x80\x03}q\0(X\x06\0\0\0weight", "pickle", "convert"),
+        (b"\x80\x04\x95", "pickle", "convert"),
+        (b"\x80\x05\x95\x0b\0\0\0\0\0\0\0", "pickle", "convert"),
+        (b"GGUF\x03\0\0\0{\0\0\0", "GGUF", "convert"),
+        (b"\x89HDF\r\n\x1a\n\0\0\0\0\0\x08\x08\0", "HDF5", "convert"),
+        (b"\x93NUMPY\x01\0v\0{'descr': '<f4'", "NumPy", "convert"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", "git lfs pull"),
     ] {
         let (tensor, fault) = refused(start.to_vec());
-        let FileFault::OtherFormat { format, .. } = fault else { panic!("{fault:?}") };
-        assert!(tensor.is_none() && format.contains(word), "{format}");
+        let FileFault::OtherFormat { format, advice } = fault else { panic!("{word}: {fault:?}") };
+        assert!(tensor.is_none() && format.contains(word) && advice.contains(advised), "{format}: {advice}");
+    }
+    // What only begins like one of them is not one of them.
+    for start in
+        [&b"\x80\x01\x8a\x0al\xfc\x9cF\xf9"[..], b"PK\x05\x06\0\0\0\0\0", b"GGML\x03\0\0\0{", b"\x93NUMPX\x01\0v"]
+    {
+        let (_, fault) = refused(start.to_vec());
+        assert!(!matches!(fault, FileFault::OtherFormat { .. }), "{start:?}: {fault:?}");
     }
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("pytorch_model.bin"), b"PK\x03\x04 and so on").unwrap();

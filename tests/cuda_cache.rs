@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, stand_in};
+use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, registry_of, spread, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
-use tensor_offload::backend::{Backend, Cuda, Host};
+use tensor_offload::backend::Cuda;
 use tensor_offload::{
     ByteSize, Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Planner, Registry, Result,
     Retention, Streamer, Weights,
@@ -20,8 +20,7 @@ const CARD: DeviceId = DeviceId::cuda(0);
 
 fn registry() -> Registry {
     // The stand-in's contexts take nothing of its small cards.
-    let cuda = Cuda::new().context_size(ByteSize(0));
-    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
+    registry_of(Cuda::new().context_size(ByteSize(0)))
 }
 
 fn one_card() -> Config {
@@ -236,8 +235,7 @@ fn cuda_every_failing_call_leaves_kept_models_usable() {
     let Some((calls, false)) = session(None) else { return };
     let mut failures = 0;
     for effect in [Effect::Fail(304), Effect::OutOfMemory] {
-        let spread = (1..=40).chain((41..=calls).step_by(usize::try_from(calls / 40).unwrap().max(1)));
-        for nth in spread {
+        for nth in spread(40, calls) {
             failures += session(Some((nth, effect))).map_or(0, |(_, failed)| usize::from(failed));
         }
     }

@@ -3,15 +3,13 @@
 
 mod card;
 
-use std::sync::Arc;
-
-use card::{Driver, assert_clean, driver, stand_in};
+use card::{Driver, assert_clean, driver, registry_of, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Pcie, Session, library_path};
-use tensor_offload::backend::{Backend, Cuda, Found, Host, MemoryKind, Route};
+use tensor_offload::backend::{Backend, Cuda, Found, MemoryKind, Route};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::device::{DeviceInfo, PcieLink};
 use tensor_offload::error::Term;
-use tensor_offload::{ByteSize, DeviceId, Error, Machine, Planner, Registry, Shortfall};
+use tensor_offload::{ByteSize, DeviceId, Error, Machine, Planner, Shortfall};
 
 const MIB: u64 = 1 << 20;
 const A: DeviceId = DeviceId::cuda(0);
@@ -31,10 +29,6 @@ fn two() -> Config {
 /// The backend with the stand-in as the management library, too.
 fn managed() -> Cuda {
     Cuda::new().nvml(library_path().unwrap())
-}
-
-fn registry(backend: Cuda) -> Registry {
-    Registry::new([Arc::new(backend) as Arc<dyn Backend>, Arc::new(Host::new())])
 }
 
 fn found(backend: &Cuda, id: DeviceId) -> DeviceInfo {
@@ -158,7 +152,7 @@ fn cuda_links_are_told_and_estimated_until_they_are_measured() {
     config.devices[1].pcie = Pcie { max_generation: 3, max_width: 16, generation: 3, width: 8 };
     config.devices.iter_mut().for_each(|device| device.nvlinks = vec![9; 12]);
     let Some(cuda) = stand_in(&config) else { return };
-    let registry = registry(managed());
+    let registry = registry_of(managed());
     let gpu = registry.machine().device(A).unwrap().gpu.clone().unwrap();
     let mut idle = PcieLink::new(5, 16);
     idle.generation = 1;
@@ -195,7 +189,7 @@ fn shortfall(machine: &Machine, blocks: &[u64], alloc: &str) -> Shortfall {
 fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
     let Some(cuda) = stand_in(&two()) else { return };
     {
-        let registry = registry(managed());
+        let registry = registry_of(managed());
         let whole = [6 << 30];
         let short = shortfall(registry.machine(), &whole, "cuda:0,*");
         assert_eq!((short.device, short.term, short.limit, short.short), (A, Term::Weights, 6 << 30, CONTEXT));
@@ -220,9 +214,9 @@ fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
     let mut full = two();
     full.devices[0].others_bytes = (8 << 30) - 300 * MIB;
     cuda.configure(&full);
-    let short = shortfall(registry(managed()).machine(), &[1], "cuda:0,*");
+    let short = shortfall(registry_of(managed()).machine(), &[1], "cuda:0,*");
     assert_eq!((short.term, &short.module), (Term::Opening, &None), "{short}");
-    let told = registry(managed().context_size(ByteSize(200 * MIB)));
+    let told = registry_of(managed().context_size(ByteSize(200 * MIB)));
     assert_eq!(told.machine().device(A).unwrap().opening, 200 * MIB);
     let layout = Layout::blocks([MIB]);
     assert!(Planner::new(&layout, told.machine()).allocation("cuda:0,*".parse().unwrap()).plan().is_ok());
@@ -232,7 +226,7 @@ fn cuda_a_plan_counts_the_context_of_a_device_that_is_not_open() {
 fn cuda_peers_that_the_caller_forbids_are_asked_nothing() {
     let Some(cuda) = stand_in(&two()) else { return };
     {
-        let registry = registry(managed().peers(false));
+        let registry = registry_of(managed().peers(false));
         assert!(!registry.machine().topology().reaches(A, B) && !registry.machine().topology().reaches(B, A));
         let (a, b) = (registry.device(A).unwrap(), registry.device(B).unwrap());
         for (to, from) in [(&a, &b), (&b, &a)] {
@@ -250,7 +244,7 @@ fn cuda_peers_that_the_caller_forbids_are_asked_nothing() {
 #[test]
 fn cuda_peers_that_cannot_reach_each_other_are_staged_in_the_plan() {
     let Some(cuda) = stand_in(&Config { peers: Vec::new(), ..two() }) else { return };
-    let registry = registry(managed());
+    let registry = registry_of(managed());
     let layout = Layout::blocks([MIB; 4]);
     let planner = Planner::new(&layout, registry.machine()).compute(A);
     let plan = planner.allocation("cuda:0,1mib;cuda:1,*".parse().unwrap()).plan().unwrap();
@@ -265,7 +259,7 @@ fn cuda_an_integrated_device_shares_the_hosts_memory() {
     let mut config = Config::with_devices(&[64 << 40]);
     config.devices[0].integrated = true;
     let Some(_cuda) = stand_in(&config) else { return };
-    let registry = registry(managed());
+    let registry = registry_of(managed());
     let machine = registry.machine();
     assert_eq!(machine.device(A).unwrap().domain, DeviceId::CPU);
     assert_eq!(machine.topology().memory_of(A), DeviceId::CPU);

@@ -6,20 +6,16 @@ mod card;
 mod support;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, has_devices, stand_in};
+use card::{
+    DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, has_devices, registry, spread, stand_in,
+};
 use cuda_standin::{Config, Effect, Fault, FaultPlan};
-use support::{CPU, GPU0, GPU1, Subject, hash, llama, lora, safetensors};
-use tensor_offload::backend::{Backend, Cuda, Host};
+use support::{CPU, GPU0, GPU1, Subject, check_streamed, hash, llama, lora, safetensors};
 use tensor_offload::{
     Adapter, Checkpoint, DType, DeviceId, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Plan,
-    Planner, Registry, Result, Retention, Streamer, Weights,
+    Planner, Registry, Result, Retention, Weights,
 };
-
-fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
-}
 
 /// A model, and the same with an adapter on one of its layers.
 struct Case {
@@ -58,28 +54,6 @@ fn derive(devices: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan)
     loader(devices).derive(base, &subject.weights, plan).map(Arc::new)
 }
 
-fn stream(model: &Arc<Model>, subject: &Subject) {
-    let mut streamer = Streamer::new(model).unwrap();
-    for layer in model.layout().layer_ids() {
-        let guard = streamer.layer(layer).unwrap();
-        for tensor in guard.tensors() {
-            let mut bytes = vec![0; tensor.place().len()];
-            guard.read(&tensor.info().name, &mut bytes).unwrap();
-            assert!(bytes == subject.bytes_of(&tensor.info().name), "{}", tensor.info().name);
-        }
-    }
-}
-
-/// Waits until this much is taken of a device: memory comes back when the last event of its use has been seen.
-fn comes_to(devices: &Registry, id: DeviceId, bytes: u64, what: &str) {
-    let until = Instant::now() + DEADLINE;
-    let device = devices.device(id).unwrap();
-    while device.ledger().charged() != bytes {
-        assert!(Instant::now() < until, "{what}: {} bytes of {id} are taken, not {bytes}", device.ledger().charged());
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 #[test]
 fn cuda_generations_share_what_does_not_change() {
     let cuda = driver(&Config::with_devices(&[64 << 20, 64 << 20]).all_peers().late_micros(500));
@@ -94,8 +68,8 @@ fn cuda_generations_share_what_does_not_change() {
         let report = patched.report();
         assert_eq!((report.read + report.shared, report.copied), (plan.bytes(), 0), "{allocation}");
         assert_eq!(report.patched, case.patched.weights.patches().iter().count());
-        stream(&plain, &case.plain);
-        stream(&patched, &case.patched);
+        check_streamed(&plain, &case.plain);
+        check_streamed(&patched, &case.patched);
         let removed = derive(&devices, &patched, &case.plain, &plan).unwrap();
         assert_eq!(hash(&removed), hash(&plain));
         // Every way: to the host, between the cards, from the host.
@@ -103,10 +77,10 @@ fn cuda_generations_share_what_does_not_change() {
             let other = case.plan(&devices, GPU0, other);
             let moved = derive(&devices, &patched, &case.patched, &other).unwrap();
             assert_eq!(moved.report().read, 0);
-            stream(&moved, &case.patched);
+            check_streamed(&moved, &case.patched);
         }
     }
-    [CPU, GPU0, GPU1].iter().for_each(|&id| comes_to(&devices, id, 0, "at the end"));
+    [CPU, GPU0, GPU1].iter().for_each(|&id| assert_comes_to(&devices, None, id, 0, "at the end"));
     drop(devices);
     cuda.assert_clean();
 }
@@ -120,7 +94,7 @@ fn cuda_without_peer_access_bytes_go_through_the_host() {
     for to in ["cuda:1,*", "cuda:0,*"] {
         let moved = loader(&devices).relocate(&base, &case.plan(&devices, GPU0, to)).map(Arc::new).unwrap();
         assert_eq!(moved.report().read, 0);
-        stream(&moved, &case.patched);
+        check_streamed(&moved, &case.patched);
     }
     drop((base, devices));
     assert_clean(&cuda);
@@ -138,14 +112,14 @@ fn cuda_two_cards_stream_one_host_copy() {
     let host = plans[0].device(CPU).unwrap().weights.bytes;
     let second = derive(&devices, &first, &case.patched, &plans[1]).unwrap();
     assert_eq!((second.report().read, second.report().shared), (0, host));
-    comes_to(&devices, CPU, host, "one copy");
+    assert_comes_to(&devices, None, CPU, host, "one copy");
     std::thread::scope(|scope| {
         for model in [&first, &second] {
-            scope.spawn(|| (0..5).for_each(|_| stream(model, &case.patched)));
+            scope.spawn(|| (0..5).for_each(|_| check_streamed(model, &case.patched)));
         }
     });
     drop(first);
-    stream(&second, &case.patched);
+    check_streamed(&second, &case.patched);
     drop((second, devices));
     cuda.assert_clean();
 }
@@ -158,10 +132,10 @@ fn cuda_a_model_moves_to_disk_and_back() {
     let [on_card, on_disk] = ["cuda:0,*", "disk,*"].map(|allocation| case.plan(&devices, GPU0, allocation));
     let base = load(&devices, &case.patched, &on_card).unwrap();
     let moved = Arc::new(loader(&devices).relocate(&base, &on_disk).unwrap());
-    stream(&moved, &case.patched);
+    check_streamed(&moved, &case.patched);
     let back = Arc::new(loader(&devices).relocate(&moved, &on_card).unwrap());
     drop((base, moved));
-    stream(&back, &case.patched);
+    check_streamed(&back, &case.patched);
     drop((back, devices));
     cuda.assert_clean();
 }
@@ -180,10 +154,10 @@ fn cuda_room_is_made_by_demotion() {
     let report = cache.make_room(&devices, GPU0, all + 1, Evict::Demote);
     let report = report.unwrap_or_else(|unfinished| *unfinished.report);
     assert_eq!(report.demoted.len(), 1, "{report}");
-    comes_to(&devices, GPU0, slots, "demoted");
+    assert_comes_to(&devices, None, GPU0, slots, "demoted");
     assert!(slots < one);
     let model = cache.get("a").unwrap();
-    stream(&model, &case.plain);
+    check_streamed(&model, &case.plain);
     drop((model, cache, card, devices));
     cuda.assert_clean();
 }
@@ -219,14 +193,14 @@ fn cuda_models_of_a_lost_card_are_placed_elsewhere() {
     let model = get(&case.patched, &elsewhere).unwrap();
     let report = model.report();
     assert_eq!((report.read, report.shared + report.copied), (on_card, on_host), "{report}");
-    stream(&model, &case.patched);
+    check_streamed(&model, &case.patched);
     assert!(cache.list()[0].lost.is_none());
     cache.full_cleanup(&devices).unwrap_err();
     assert_eq!(cache.list().len(), 1, "the rest goes on");
     // One that has nothing but slots on the lost card needs no file.
     let moved = loader(&devices).relocate(&all_away, &case.plan(&devices, GPU1, "cpu,*")).map(Arc::new).unwrap();
     assert_eq!((moved.report().read, moved.report().shared), (0, lost_plan.bytes()));
-    stream(&moved, &case.patched);
+    check_streamed(&moved, &case.patched);
     drop((all_away, moved, model, cache));
     assert_given_back(&devices, &cuda, "a lost card's memory is counted no more");
 }
@@ -293,7 +267,7 @@ fn cuda_every_failing_call_leaves_the_base_usable() {
         for (id, bytes) in base.bytes() {
             assert_comes_to(&devices, &cuda, id, bytes, &what);
         }
-        stream(&base, &case.plain);
+        check_streamed(&base, &case.plain);
         drop(base);
         assert_given_back(&devices, &cuda, &what);
         Some((calls, outcome.is_err()))
@@ -301,8 +275,7 @@ fn cuda_every_failing_call_leaves_the_base_usable() {
     let Some((calls, false)) = session(None) else { return };
     let mut failures = 0;
     for effect in [Effect::Fail(304), Effect::OutOfMemory] {
-        let spread = (1..=30).chain((31..=calls).step_by(usize::try_from(calls / 30).unwrap().max(1)));
-        for nth in spread {
+        for nth in spread(30, calls) {
             failures += session(Some((nth, effect))).map_or(0, |(_, failed)| usize::from(failed));
         }
     }

@@ -10,20 +10,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use card::{adopted, assert_clean, assert_given_back, driver, stand_in};
+use card::{DEADLINE, adopted, assert_clean, assert_given_back, driver, registry, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use cudarc::driver::{CudaContext, DevicePtr};
-use support::{CPU, DISK, GPU0, Random, Subject, blocks, comes_back, llama, norms};
-use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Event, Faulty, Host};
-use tensor_offload::{
-    ByteSize, ErrorKind, LayerGuard, LayerId, Loader, Model, Planner, Registry, Result, Streamer, Via, cuda,
+use support::{
+    CPU, DISK, GPU0, Random, Subject, blocks, check_layer, check_pass, comes_back, layers, levels, llama, norms, pass,
+    safetensors,
 };
-
-const DEADLINE: Duration = Duration::from_secs(20);
-
-fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
-}
+use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Faulty, Host};
+use tensor_offload::transfer::{MappedSource, Source};
+use tensor_offload::{ByteSize, Checkpoint, ErrorKind, LayerId, Loader, Model, Planner, Registry, Streamer, Via, cuda};
 
 /// The model with at most `pinned` bytes of it pinned; what is over that needs staging.
 fn load(devices: &Registry, subject: &Subject, allocation: &str, depth: usize, pinned: u64) -> Arc<Model> {
@@ -39,31 +35,6 @@ fn load_with(
     let plan = options(subject.planner(devices.machine(), allocation)).plan().unwrap();
     let loader = Loader::new(devices).workers(2).deadline(DEADLINE);
     Arc::new(loader.load(&subject.weights, &plan).unwrap())
-}
-
-fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
-    streamer.model().layout().layer_ids()
-}
-
-fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
-    for view in guard.tensors() {
-        let mut bytes = vec![0; view.info().bytes as usize];
-        guard.read(&view.info().name, &mut bytes)?;
-        assert!(bytes == subject.bytes_of(&view.info().name), "wrong bytes of {}", view.info().name);
-    }
-    Ok(())
-}
-
-fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
-    layers(streamer).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
-}
-
-fn pass(streamer: &mut Streamer, compute: Duration) -> Event {
-    for layer in layers(streamer) {
-        let _guard = streamer.layer(layer).unwrap();
-        streamer.compute().occupy(compute).unwrap();
-    }
-    streamer.compute().record(&[]).unwrap()
 }
 
 fn bytes_via(streamer: &Streamer, via: Via) -> u64 {
@@ -103,6 +74,39 @@ fn cuda_pageable_memory_and_files_pass_pinned_buffers() {
             cuda.assert_clean();
         }
     }
+}
+
+/// The bytes of a mapped file are read into memory of the library's own, which is what is pinned: the file can be let go of
+/// and cut short while the model streams.
+#[test]
+#[expect(unsafe_code, reason = "maps a file")]
+fn cuda_case_24_a_mapped_file_is_never_pinned() {
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20])) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let tensors = [llama(3, 32), blocks(&[3_000_000])].concat();
+    std::fs::write(&path, safetensors(&tensors, 120)).unwrap();
+    let map = |file: &std::path::Path| {
+        // SAFETY: the file is written above, and cut short below when the mapping is gone.
+        let source = unsafe { MappedSource::assume_immutable(file) }?;
+        Ok(Arc::new(source) as Arc<dyn Source>)
+    };
+    let checkpoint = Checkpoint::open_with(&path, map).unwrap();
+    let (subject, devices) = (Subject::new(checkpoint.into()), registry());
+    let model = load(&devices, &subject, "cpu,*", 1, u64::MAX);
+    assert_eq!(cuda.report().live_pinned_bytes, levels(&devices)[0].1, "all that the host holds is pinned");
+    drop(subject);
+    let subject = Subject::new(Checkpoint::from_bytes("as it was", std::fs::read(&path).unwrap()).unwrap().into());
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+    let mut streamer = Streamer::new(&model).unwrap();
+    for _ in 0..2 {
+        check_pass(&mut streamer, &subject).unwrap();
+    }
+    drop((streamer, model));
+    comes_back(&devices);
+    drop(devices);
+    // Clean of memory that was unmapped while it was registered, too.
+    assert_clean(&cuda);
 }
 
 /// Ten small vectors of a layer are one copy, beside those of its matrix and of a vector of an odd size.

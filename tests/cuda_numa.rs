@@ -6,11 +6,11 @@ mod support;
 
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
-use card::{DEADLINE, assert_clean, stand_in};
+use card::{DEADLINE, assert_clean, registry_of, stand_in};
 use cuda_standin::Config;
 use support::{CPU, GPU0, GPU1, Subject, comes_back, llama, open_all};
 use tempfile::TempDir;
-use tensor_offload::backend::{Backend, Countdown, Cuda, Device, Faulty, Host, MemoryKind, Operation, Role, Transfer};
+use tensor_offload::backend::{Backend, Countdown, Cuda, Device, Faulty, MemoryKind, Operation, Role, Transfer};
 use tensor_offload::{ByteSize, Loader, Registry, Streamer, Via};
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -82,8 +82,7 @@ fn host(count: usize, cards: [i32; 2]) -> TempDir {
 }
 
 fn registry(root: &TempDir) -> Registry {
-    let cuda = Cuda::new().sysfs(root.path());
-    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
+    registry_of(Cuda::new().sysfs(root.path()))
 }
 
 fn two() -> Config {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use card::{assert_clean, driver, has_calls, stand_in, wait_until_closed};
+use card::{assert_clean, driver, has_calls, registry, stand_in, wait_until_closed};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, Session};
 use cudarc::driver::{CudaContext, CudaStream, sys};
 use support::{GPU0, Subject, llama};
@@ -40,10 +40,6 @@ struct Machine {
 fn machine() -> Machine {
     let backend = Cuda::new();
     Machine { cpu: backend.open(DeviceId::CPU).unwrap(), card: backend.open(GPU0).unwrap(), backend }
-}
-
-fn registry() -> Registry {
-    Registry::new([Arc::new(Cuda::new()) as Arc<dyn Backend>, Arc::new(Host::new())])
 }
 
 impl Machine {

@@ -89,27 +89,9 @@ fn at(strength: f32, factors: &Checkpoint) -> Adapter {
     Adapter::from_checkpoint(factors.clone(), strength).unwrap()
 }
 
-fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
-    let loader = Loader::new(registry).workers(2);
-    Arc::new(loader.load(&subject.weights, plan).unwrap())
-}
-
 fn derive(registry: &Registry, base: &Arc<Model>, subject: &Subject, plan: &Plan) -> Result<Arc<Model>> {
     let loader = Loader::new(registry).workers(2);
     loader.derive(base, &subject.weights, plan).map(Arc::new)
-}
-
-/// All layers of a model through its slots, as the bytes that a subject has.
-fn stream(model: &Arc<Model>, subject: &Subject) {
-    let mut streamer = Streamer::new(model).unwrap();
-    for layer in model.layout().layer_ids() {
-        let guard = streamer.layer(layer).unwrap();
-        for tensor in guard.tensors() {
-            let mut bytes = vec![0; tensor.place().len()];
-            guard.read(&tensor.info().name, &mut bytes).unwrap();
-            assert!(bytes == subject.bytes_of(&tensor.info().name), "{}", tensor.info().name);
-        }
-    }
 }
 
 /// The tensors that patches change, as their file has them.
@@ -154,7 +136,9 @@ fn case_17_adapters_are_swapped_and_removed_by_reading_their_targets_again() {
             // Each generation keeps its own bytes.
             with_a.check(&first);
             with_b.check(&second);
-            [(&first, &with_a), (&second, &with_b), (&third, &plain)].iter().for_each(|(model, of)| stream(model, of));
+            [(&first, &with_a), (&second, &with_b), (&third, &plain)]
+                .iter()
+                .for_each(|(model, of)| check_streamed(model, of));
             drop((second, first));
             plain.check(&third);
             drop(third);
@@ -189,7 +173,7 @@ fn case_17_a_changed_strength_is_the_result_of_that_strength() {
     assert_eq!((file.read().1, again.report().read, again.report().shared), (plan.bytes(), 0, plan.bytes()));
     assert_eq!(taken(&levels(&watched.registry)) - taken(&level), new);
     drop(base);
-    stream(&again, &full);
+    check_streamed(&again, &full);
     // Rounding is a part of what bytes are made from, too.
     let rounded = full.weights.clone().rounding(Rounding::Stochastic { seed: 3 });
     let rounded = Subject::new(rounded);
@@ -218,7 +202,7 @@ fn single_tensors_of_a_module_are_read_again() {
         assert_eq!(model.report().copied, biases, "{allocation}: {}", model.report());
         patched.check(&model);
         plain.check(&base);
-        stream(&model, &patched);
+        check_streamed(&model, &patched);
     }
 }
 
@@ -282,7 +266,7 @@ fn another_plan_takes_what_is_in_memory() {
             assert_eq!((report.bytes, report.copied == 0), (next.bytes(), from == to), "{from} -> {to}");
             drop(base);
             subject.check(&model);
-            stream(&model, subject);
+            check_streamed(&model, subject);
             let derived = derive(&registry, &model, subject, &plan(from)).unwrap();
             assert_eq!(derived.report().read, 0);
             subject.check(&derived);
@@ -313,10 +297,10 @@ fn a_group_of_small_modules_is_shared_or_made_anew() {
     assert_eq!((report.read, report.copied, report.shared), (256, 9 * 256, plan.bytes() - 10 * 256));
     assert_eq!(on_host(), plan.bytes() + 10 * 256);
     patched.check(&model);
-    stream(&base, &plain);
+    check_streamed(&base, &plain);
     drop(base);
     assert_eq!(on_host(), plan.bytes(), "the group of the base went with it");
-    stream(&model, &patched);
+    check_streamed(&model, &patched);
     drop(model);
     comes_back(&registry);
 }
@@ -357,11 +341,11 @@ fn generations_share_their_slots() {
     guard.read(name, &mut bytes).unwrap();
     assert!(bytes == plain.bytes_of(name), "a guard keeps its generation");
     drop(guard);
-    stream(&model, &patched);
+    check_streamed(&model, &patched);
     // Another number of slots is another plan, with slots of its own.
     let deeper = plain.planner(&machine(), "cuda:0,10kb;cpu,*").depth(2).plan().unwrap();
     let (streamer, own) = (Streamer::new(&model).unwrap(), derive(&registry, &model, &patched, &deeper).unwrap());
-    stream(&own, &patched);
+    check_streamed(&own, &patched);
     drop((streamer, model, own));
     comes_back(&registry);
 }
@@ -420,7 +404,7 @@ fn fail_every_operation(tensors: &[tensor_offload::checkpoint::TensorSpec]) {
         watched.countdown.fail_nth(1 << 60);
         assert_eq!(levels(&watched.registry), level, "operation {nth:?}");
         plain.check(&base);
-        stream(&base, &plain);
+        check_streamed(&base, &plain);
         drop(base);
         comes_back(&watched.registry);
         (calls, outcome.is_ok())

@@ -176,6 +176,30 @@ fn room_is_made_by_the_flagged_then_by_the_least_recently_used() {
 }
 
 #[test]
+fn case_23_a_second_model_that_fits_evicts_nothing() {
+    let (first, second) = (Case::new(66), Case::new(67));
+    let registry = tight(&first, 2);
+    open_all(&registry);
+    let before = levels(&registry);
+    // Even one that is to go at the next clean-up stays until then.
+    let cache = first.fill(&registry, "a", "a");
+    let (kept, alone) = (Arc::downgrade(&cache.get("a").unwrap()), levels(&registry));
+    let needed = second.bytes_on(GPU0);
+    let report = cache.make_room(&registry, GPU0, needed, Evict::Kept).unwrap();
+    assert!(report.unloaded.is_empty() && report.demoted.is_empty() && levels(&registry) == alone, "{report}");
+    cache.insert("b", Arc::new(second.load(&registry).unwrap()), Retention::Unload);
+    assert_eq!((held(&cache).as_str(), registry.device(GPU0).unwrap().ledger().charged()), ("ab", 2 * needed));
+    let again = cache.get("a").unwrap();
+    assert!(std::ptr::eq(kept.as_ptr(), Arc::as_ptr(&again)), "the same model as before");
+    first.subject.check(&again);
+    second.subject.check(&cache.get("b").unwrap());
+    drop(again);
+    assert_eq!(keys(&cache.unload_all().unloaded), "ab");
+    comes_back(&registry);
+    assert_eq!(levels(&registry), before);
+}
+
+#[test]
 fn nothing_goes_where_that_would_not_be_enough() {
     let case = Case::new(63);
     let one = case.bytes_on(GPU0);

@@ -10,7 +10,7 @@ use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::{
     Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Plan,
-    Registry, Result, Retention, Streamer, UnloadReport, Unloaded, Use, Weights,
+    Registry, Result, Retention, UnloadReport, Unloaded, Use, Weights,
 };
 
 /// A checkpoint, and an adapter for one of its layers.
@@ -47,18 +47,6 @@ fn get(cache: &ModelCache, registry: &Registry, subject: &Subject, plan: &Plan) 
     })
 }
 
-fn stream(model: &Arc<Model>, subject: &Subject) {
-    let mut streamer = Streamer::new(model).unwrap();
-    for layer in model.layout().layer_ids() {
-        let guard = streamer.layer(layer).unwrap();
-        for tensor in guard.tensors() {
-            let mut bytes = vec![0; tensor.place().len()];
-            guard.read(&tensor.info().name, &mut bytes).unwrap();
-            assert!(bytes == subject.bytes_of(&tensor.info().name), "{}", tensor.info().name);
-        }
-    }
-}
-
 const SPLIT: &str = "cuda:0,30kb;xpu:0,10kb;cpu,*";
 
 #[test]
@@ -87,7 +75,7 @@ fn a_key_with_another_strength_or_plan_derives_from_its_entry() {
     assert_eq!(third.report().read, 0, "another plan");
     assert!(third.report().copied > 0 && third.report().shared > 0);
     drop(second);
-    stream(&third, &full);
+    check_streamed(&third, &full);
     drop(third);
     cache.unload_everything();
     comes_back(&registry);
@@ -203,7 +191,7 @@ fn room_is_made_by_demotion_before_anything_is_dropped() {
         assert_eq!((charged(&registry, GPU0), charged(&registry, CPU)), (3 * one - frees, resident.bytes()));
         let model = cache.get("b").unwrap();
         assert_eq!(model.plan(), &demoted);
-        stream(&model, &subject);
+        check_streamed(&model, &subject);
         drop(model);
         // A demoted model cannot be demoted again, and a used one not at all.
         drop(cache.get("a"));
@@ -227,7 +215,7 @@ fn room_is_made_by_demotion_before_anything_is_dropped() {
         let again = again.unwrap();
         assert_eq!((again.report().read, again.report().copied), (0, resident.bytes()));
         assert!(again.plan() == &resident && before == demoted);
-        stream(&again, &subject);
+        check_streamed(&again, &subject);
         drop(again);
         cache.full_cleanup(&registry).unwrap();
         cache.unload_everything();
@@ -247,7 +235,7 @@ fn a_demoted_model_holds_what_it_held() {
     let model = cache.get("a").unwrap();
     let norm = |index: u64| model.tensor(&format!("model.layers.1.norm_{index}.weight")).unwrap();
     assert!(norm(0).device() == CPU && norm(0).buf().is_same(norm(9).buf()));
-    stream(&model, &subject);
+    check_streamed(&model, &subject);
     drop(model);
     cache.full_cleanup(&registry).unwrap();
     cache.unload_everything();
@@ -320,7 +308,7 @@ fn a_kept_model_outlives_every_failure_of_its_demotion() {
         let model = cache.get("a").expect("a kept model stays");
         subject.check(&model);
         if outcome.is_err() && Arc::as_ptr(&model) == handle {
-            stream(&model, &subject);
+            check_streamed(&model, &subject);
         }
         let waits = model.plan().assignments().iter().all(|a| a.usage == Use::InPlace);
         failures += u64::from(outcome.is_err());
@@ -451,13 +439,13 @@ fn two_compute_devices_stream_one_host_copy() {
         let changed = Arc::new(loader.derive(&second, &other.weights, &second_plan).unwrap());
         std::thread::scope(|scope| {
             for (model, of) in [(&first, &subject), (&changed, &other)] {
-                scope.spawn(move || (0..10).for_each(|_| stream(model, of)));
+                scope.spawn(move || (0..10).for_each(|_| check_streamed(model, of)));
             }
         });
         assert_eq!((hash(&first), hash(&second), hash(&changed)), (subject.hash(), subject.hash(), other.hash()));
         // The copy goes with the last of them.
         drop((first, changed));
-        stream(&second, &subject);
+        check_streamed(&second, &subject);
         assert_eq!(charged(&registry, CPU), host);
         drop(second);
         comes_back(&registry);

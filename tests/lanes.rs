@@ -13,37 +13,7 @@ use std::time::{Duration, Instant};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
-use tensor_offload::{ErrorKind, LayerGuard, LayerId, Loader, Model, Plan, Registry, Result, Streamer, Topology, Via};
-
-fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
-    Arc::new(Loader::new(registry).load(&subject.weights, plan).unwrap())
-}
-
-fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
-    streamer.model().layout().layer_ids()
-}
-
-fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
-    for view in guard.tensors() {
-        let mut bytes = vec![0; view.info().bytes as usize];
-        guard.read(&view.info().name, &mut bytes)?;
-        assert!(bytes == subject.bytes_of(&view.info().name), "wrong bytes of {}", view.info().name);
-    }
-    Ok(())
-}
-
-fn check_pass(streamer: &mut Streamer, subject: &Subject) {
-    layers(streamer).for_each(|layer| check_layer(&streamer.layer(layer).unwrap(), subject).unwrap());
-}
-
-/// Once through the network with so much compute in each layer; when the compute ended.
-fn pass(streamer: &mut Streamer, compute: Duration) -> tensor_offload::backend::Event {
-    for layer in layers(streamer) {
-        let _guard = streamer.layer(layer).unwrap();
-        streamer.compute().occupy(compute).unwrap();
-    }
-    streamer.compute().record(&[]).unwrap()
-}
+use tensor_offload::{ErrorKind, LayerId, Model, Plan, Registry, Streamer, Topology, Via};
 
 /// Layers whose bytes come from two devices, each behind a link of its own: they come at one time.
 #[test]
@@ -80,7 +50,7 @@ fn the_parts_of_a_layer_come_at_one_time() {
             BTreeMap::from([("cuda:0 <- cuda:1", report.bytes[&GPU1]), ("cuda:0 in", report.bytes[&CPU])])
         );
         assert!(report.stalls.is_empty(), "{report}");
-        check_pass(&mut streamer, &subject);
+        check_pass(&mut streamer, &subject).unwrap();
     }
 }
 
@@ -126,7 +96,7 @@ fn two_models_on_one_device_are_at_their_joint_floor() {
         for (mut streamer, subject) in both.into_iter().zip(&subjects) {
             scope.spawn(move || {
                 pass(&mut streamer, busy).wait(DEADLINE).unwrap();
-                check_pass(&mut streamer, subject);
+                check_pass(&mut streamer, subject).unwrap();
                 let fetched = streamer.report().bytes[&CPU];
                 assert!((32_000_000..=36_000_000).contains(&fetched), "two passes and two layers ahead: {fetched}");
             });
@@ -202,7 +172,7 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         };
         drop(guard);
         let again = streamer.into_slots().unwrap();
-        check_pass(&mut Streamer::with_slots(&model, compute(&model), again).unwrap(), &subject);
+        check_pass(&mut Streamer::with_slots(&model, compute(&model), again).unwrap(), &subject).unwrap();
         drop((model, card));
         comes_back(&registry);
     }
@@ -234,7 +204,7 @@ fn slots_that_do_not_fit_are_refused_by_name() {
     assert!(refused(&|slots| slots.clear()).contains("0 slots were given"));
     let other_stream = other.stream(Role::Compute).unwrap();
     assert!(Streamer::with_slots(&model, other_stream, own_slots(&model, 1)).is_err());
-    check_pass(&mut Streamer::with_slots(&model, compute(&model), own_slots(&model, 1)).unwrap(), &subject);
+    check_pass(&mut Streamer::with_slots(&model, compute(&model), own_slots(&model, 1)).unwrap(), &subject).unwrap();
 }
 
 /// Wakes the thread that waits, as the smallest executor does.
@@ -361,7 +331,7 @@ fn a_caller_that_panics_in_a_layer_spoils_nothing() {
         assert!(panicked.is_err());
         check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
     }
-    check_pass(&mut streamer, &subject);
+    check_pass(&mut streamer, &subject).unwrap();
     drop((streamer, model));
     comes_back(&registry);
 }
@@ -382,7 +352,7 @@ fn a_link_that_stands_still_is_an_error_that_passes() {
     assert!(stalls.values().any(|stalls| stalls.count == 1 && stalls.time >= Duration::from_millis(1)), "{stalls:?}");
     watched.copies.let_go();
     streamer = streamer.deadline(DEADLINE);
-    check_pass(&mut streamer, &subject);
+    check_pass(&mut streamer, &subject).unwrap();
     drop(streamer);
     comes_back(&watched.registry);
 }

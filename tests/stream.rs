@@ -13,8 +13,8 @@ use support::*;
 use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role, Transfer};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::{
-    DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Model, Order, Plan, Planner, Registry, Result,
-    Streamer, Topology, Unit, Use, Warning,
+    DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Order, Plan, Planner, Registry, Result, Streamer,
+    Topology, Unit, Use, Warning,
 };
 
 /// Homes of every kind: the compute device, its peer, one whose memory it cannot reach, the disk and the host.
@@ -22,14 +22,6 @@ const SPLIT: &str = "cuda:0,15%;cuda:1,20%;xpu:0,25%;disk,20%;cpu,20%";
 
 /// The same for [`mixed`] models, of which one tensor is larger than all others.
 const SPLIT_MIXED: &str = "cuda:0,8kb;cuda:1,15kb;xpu:0,15kb;disk,15kb;cpu,*";
-
-fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
-    Arc::new(Loader::new(registry).load(&subject.weights, plan).unwrap())
-}
-
-fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
-    streamer.model().layout().layer_ids()
-}
 
 /// Waits and numbers of workers may be as large as they can be written.
 #[test]
@@ -45,25 +37,6 @@ fn limits_without_limit() {
         guard.wait(Duration::MAX).unwrap();
         check_layer(&guard, &subject).unwrap();
     }
-}
-
-/// Every tensor of a layer is on the device it computes on, or where it is used, with the merged bytes.
-fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
-    let mut seen = 0;
-    for view in guard.tensors() {
-        let name = &view.info().name;
-        let mut bytes = vec![0; view.info().bytes as usize];
-        guard.read(name, &mut bytes)?;
-        assert!(bytes == subject.bytes_of(name), "wrong bytes of {name} on {}", view.device());
-        seen += 1;
-    }
-    let modules = subject.layout().modules_in(guard.layer().id);
-    assert_eq!(seen, modules.map(|module| module.tensors.len()).sum::<usize>());
-    Ok(())
-}
-
-fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
-    layers(streamer).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
 }
 
 /// Compute that is busy for a while before it reads the layer, all of it queued: the reads, to be looked at later.

@@ -134,12 +134,7 @@ impl<'a> Stress<'a> {
             streamer.compute().occupy(Duration::from_micros(50)).unwrap();
         }
         for layer in layers.clone() {
-            let guard = streamer.layer(layer).unwrap();
-            for tensor in guard.tensors() {
-                let (name, mut bytes) = (&tensor.info().name, vec![0; tensor.place().len()]);
-                guard.read(name, &mut bytes).unwrap();
-                assert!(bytes == subject.bytes_of(name), "{name} on {}", tensor.device());
-            }
+            check_layer(&streamer.layer(layer).unwrap(), subject).unwrap();
         }
         count(&self.done.layers, 2 * layers.len() + 2);
     }

@@ -528,12 +528,36 @@ mod tests {
 
     #[test]
     fn classes_agree_in_roles_types_and_sizes() {
-        let mut sizes = vec![5u64; 3];
-        sizes.push(6);
-        let blocks = Layout::blocks(sizes);
-        assert_eq!(blocks.classes, 2);
-        assert_eq!(blocks.layers[0].class, blocks.layers[2].class);
-        assert_ne!(blocks.layers[0].class, blocks.layers[3].class);
+        // Layers of one module each, that differ in one thing from the first.
+        let layers: [(&str, DType, &[u64]); 8] = [
+            ("mlp.up.weight", DType::F16, &[2, 6]),
+            ("mlp.down.weight", DType::F16, &[2, 6]),
+            ("mlp.up.weight", DType::BF16, &[2, 6]),
+            ("mlp.up.weight", DType::F16, &[2, 7]),
+            ("mlp.up.weight", DType::F16, &[2, 6]),
+            // Another shape and another name inside the module make no other slot.
+            ("mlp.up.weight", DType::F16, &[12]),
+            ("mlp.up.kernel", DType::F16, &[2, 6]),
+            // As many bytes, of elements twice the size.
+            ("mlp.up.weight", DType::F32, &[2, 3]),
+        ];
+        let mut offset = 0;
+        let tensor = |(layer, (role, dtype, shape)): (usize, &(&str, DType, &[u64]))| {
+            let info = TensorInfo::new(format!("layers.{layer}.{role}"), *dtype, shape, 0, offset).unwrap();
+            offset += info.bytes;
+            info
+        };
+        let mut tensors: Vec<_> = layers.iter().enumerate().map(tensor).collect();
+        // A module more, and a tensor more in the one module.
+        let more =
+            ["layers.8.mlp.up.weight", "layers.8.mlp.down.weight", "layers.9.mlp.up.weight", "layers.9.mlp.up.bias"];
+        tensors.extend(more.map(|name| {
+            offset += 24;
+            TensorInfo::new(name, DType::F16, &[2, 6], 0, offset - 24).unwrap()
+        }));
+        let layout = Layout::new(tensors);
+        let classes: Vec<usize> = layout.layers.iter().map(|layer| layer.class).collect();
+        assert_eq!((classes, layout.classes), (vec![0, 1, 2, 3, 0, 0, 0, 4, 5, 6], 7));
     }
 
     #[test]

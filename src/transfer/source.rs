@@ -477,6 +477,21 @@ mod tests {
         let stamp = |path: &Path| FileSource::open(path).unwrap().stamp();
         assert_eq!(stamp(&a), stamp(&a));
         assert_ne!(stamp(&a), stamp(&b));
+        #[cfg(unix)]
+        {
+            // Of one length and one time of modification. No program can set the change time, so `a`'s stands in for `b`'s.
+            put(&a, 1);
+            put(&b, 1);
+            let times = |stamp: Stamp| match stamp.origin {
+                Origin::File(times) => times,
+                Origin::Unique(number) => panic!("the stamp of a file is number {number}"),
+            };
+            let (one, other) = (stamp(&a), stamp(&b));
+            assert_eq!((one.len, times(one).modified), (other.len, times(other).modified));
+            let at_once = FileTimes { changed: times(one).changed, ..times(other) };
+            assert_ne!(Stamp { origin: Origin::File(at_once), ..other }, one);
+            assert!(!one.but_for_change(&other));
+        }
         let memory = || MemorySource::new("m", vec![1; 4]);
         assert_ne!(memory().stamp(), memory().stamp());
     }

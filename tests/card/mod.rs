@@ -5,9 +5,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cuda_standin::{Config, Session, session};
+use cuda_standin::{Config, Rule, Session, session};
 use cudarc::driver::CudaStream;
-use tensor_offload::backend::{Backend, Cuda, Device, Found, Health, Stream};
+use tensor_offload::backend::{Backend, Cuda, Device, Found, Health, Host, Stream};
 use tensor_offload::{DeviceId, DeviceKind, Registry, cuda};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
@@ -77,6 +77,20 @@ pub(crate) fn has_calls(calls: &[&str]) -> bool {
     missing.is_none()
 }
 
+/// The driver's devices and this host.
+pub(crate) fn registry() -> Registry {
+    registry_of(Cuda::new())
+}
+
+pub(crate) fn registry_of(cuda: Cuda) -> Registry {
+    Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())])
+}
+
+/// The numbers of calls to fail: each of the first, where each call is another, then about forty spread over the rest.
+pub(crate) fn spread(first: u64, calls: u64) -> impl Iterator<Item = u64> {
+    (1..=first).chain((first + 1..=calls).step_by(usize::try_from(calls / 40).unwrap().max(1)))
+}
+
 /// The CUDA devices that there are.
 pub(crate) fn devices() -> Vec<DeviceId> {
     let found = Cuda::new().discover().into_iter();
@@ -144,6 +158,18 @@ pub(crate) fn assert_clean(cuda: &Session) {
     }
     wait_until_closed(cuda, Duration::from_millis(500));
     cuda.report().assert_clean();
+}
+
+/// After a call that failed, which may be the one that gives a thing back: that thing, and no other, stays. Memory is missed
+/// twice then, by its pool and by its context.
+pub(crate) fn assert_at_most_one_leak(cuda: &Session, what: &str) {
+    wait_until_closed(cuda, DEADLINE);
+    let report = cuda.report();
+    let of = |leaks: bool| {
+        let violations = report.violations.iter().filter(move |violation| (violation.rule == Rule::Leak) == leaks);
+        violations.map(|violation| violation.count).sum::<u64>()
+    };
+    assert!(of(false) == 0 && of(true) <= 2, "{what}: {:?}", report.violations);
 }
 
 /// The last handle of a context goes a moment after the devices, and must not go in the session after this one. A context

@@ -1,4 +1,4 @@
-//! The cases of `data/plans.json` over the library.
+//! The plans of `data/plans.json` over the library. What users met is in `data/cases.json`, and in tests of its own.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use tensor_offload::{Assignment, ByteSize, DeviceId, Order, Plan, Planner, Resul
 
 use super::{GPU0, bytes, machine};
 
-/// One case: the inputs, and what must come out, as far as it says.
+/// The inputs of a plan, and what must come out, as far as it says.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Case {
@@ -102,9 +102,9 @@ impl Case {
 }
 
 #[test]
-fn the_cases_of_the_data_file_hold() {
+fn the_plans_of_the_data_file_hold() {
     let cases: Vec<Case> = serde_json::from_str(include_str!("../data/plans.json")).unwrap();
-    assert!(cases.len() > 80);
+    assert!(cases.len() > 50);
     let judged =
         cases.iter().filter_map(|case| case.judge(case.plan()).err().map(|why| format!("{}: {why}", case.name)));
     let failures: Vec<String> = judged.collect();

@@ -1,4 +1,5 @@
-//! Plans, behaviour by behaviour; the cases of `data/plans.json`; and what holds of every plan.
+//! Plans, behaviour by behaviour, with the cases of `data/cases.json` first; those of `data/plans.json`; and what holds of
+//! every plan.
 
 mod cases;
 mod properties;
@@ -66,12 +67,13 @@ fn shortfall(result: Result<Plan>) -> tensor_offload::Shortfall {
     }
 }
 
-// What users of such tools hit, by number.
+// What users of such tools met, by its number in `data/cases.json`.
 
 #[test]
 fn case_1_a_star_completes_a_ratio() {
     let plan = sequential(&blocks(10, GIB), &usual(), "cuda:0,50%;cpu,*").unwrap();
     assert_eq!((on(&plan, GPU0), on(&plan, CPU)), (vec![0, 1, 2, 3, 4], vec![5, 6, 7, 8, 9]));
+    assert_eq!(plan.mode().name(), "ratio");
 }
 
 #[test]
@@ -91,6 +93,8 @@ fn case_3_old_strings_place_what_they_said() {
     let plan = |text: &str| sequential(&layout, &usual(), text).unwrap();
     assert_eq!(bytes(&plan("{cuda:0,0.15;cpu,0.5}"), GPU0), 3 * GIB);
     assert_eq!(bytes(&plan("cuda:0,.1;cpu,0.7"), GPU0), 2 * GIB);
+    let pairs = plan("cuda:0,0.25,cpu,0.5");
+    assert_eq!((bytes(&pairs, GPU0), bytes(&pairs, CPU), pairs.mode().name()), (6 * GIB, 4 * GIB, "fraction"));
     assert_eq!(on(&plan("#cuda:0;1.1;cpu"), CPU), [8, 9]);
     assert_eq!(bytes(&plan("cuda:0,50%;cpu,50%#cuda:0;4.0;cpu"), CPU), 5 * GIB);
     let other = plan("#cuda:1;2.0;cpu");
@@ -140,6 +144,15 @@ fn case_7_quotas_over_the_model_leave_nothing_over() {
 fn case_8_entries_fill_in_the_order_of_the_string() {
     let plan = sequential(&blocks(10, GIB), &usual(), "cpu,4gb;cuda:1,3gb;cuda:0,*").unwrap();
     assert_eq!((on(&plan, CPU), on(&plan, GPU1), on(&plan, GPU0)), (vec![0, 1, 2, 3], vec![4, 5, 6], vec![7, 8, 9]));
+    // As text, 10 stands before 2; and so does the order of the string here, but not below.
+    let many = machine(&["cuda:0=24gib", "cuda:2=24gib", "cuda:10=24gib", "cpu=64gib"]);
+    let [two, ten] = [2, 10].map(DeviceId::cuda);
+    for (allocation, first, second) in
+        [("cuda:10,2gb;cuda:2,2gb;cpu,*", ten, two), ("cuda:2,2gb;cuda:10,2gb;cpu,*", two, ten)]
+    {
+        let plan = sequential(&blocks(6, GIB), &many, allocation).unwrap();
+        assert_eq!((on(&plan, first), on(&plan, second), on(&plan, CPU)), (vec![0, 1], vec![2, 3], vec![4, 5]));
+    }
 }
 
 #[test]

@@ -6,14 +6,17 @@
 pub(crate) mod machines;
 pub(crate) mod watched;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
+use tensor_offload::backend::Event;
 use tensor_offload::checkpoint::{Layout, TensorInfo, TensorSpec};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Machine, Matching, Model, Planner, Registry, Result, TensorId, Weights,
+    Adapter, Checkpoint, DType, DeviceId, LayerGuard, LayerId, Loader, Machine, Matching, Model, Plan, Planner,
+    Registry, Result, Streamer, TensorId, Weights,
 };
 
 pub(crate) const CPU: DeviceId = DeviceId::CPU;
@@ -273,6 +276,50 @@ fn digest<'a>(tensors: impl Iterator<Item = (&'a str, Vec<u8>)>) -> String {
         sha.update(&bytes);
     }
     sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The subject's model as a plan places it.
+pub(crate) fn load(registry: &Registry, subject: &Subject, plan: &Plan) -> Arc<Model> {
+    Arc::new(Loader::new(registry).load(&subject.weights, plan).unwrap())
+}
+
+/// The layers of a streamer's model, which they do not borrow.
+pub(crate) fn layers(streamer: &Streamer) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + use<> {
+    streamer.model().layout().layer_ids()
+}
+
+/// Every tensor of a layer is on the device it computes on, or where it is used, with the merged bytes.
+pub(crate) fn check_layer(guard: &LayerGuard, subject: &Subject) -> Result<()> {
+    let mut seen = 0;
+    for view in guard.tensors() {
+        let name = &view.info().name;
+        let mut bytes = vec![0; view.info().bytes as usize];
+        guard.read(name, &mut bytes)?;
+        assert!(bytes == subject.bytes_of(name), "wrong bytes of {name} on {}", view.device());
+        seen += 1;
+    }
+    let modules = subject.layout().modules_in(guard.layer().id);
+    assert_eq!(seen, modules.map(|module| module.tensors.len()).sum::<usize>());
+    Ok(())
+}
+
+/// Once through the network, looking at every byte.
+pub(crate) fn check_pass(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
+    layers(streamer).try_for_each(|layer| check_layer(&streamer.layer(layer)?, subject))
+}
+
+/// The same with a streamer of its own.
+pub(crate) fn check_streamed(model: &Arc<Model>, subject: &Subject) {
+    check_pass(&mut Streamer::new(model).unwrap(), subject).unwrap();
+}
+
+/// Once through the network with so much compute in each layer; when the compute ended.
+pub(crate) fn pass(streamer: &mut Streamer, compute: Duration) -> Event {
+    for layer in layers(streamer) {
+        let _guard = streamer.layer(layer).unwrap();
+        streamer.compute().occupy(compute).unwrap();
+    }
+    streamer.compute().record(&[]).unwrap()
 }
 
 /// What is taken of every device.
