@@ -71,10 +71,15 @@ impl CudaFence {
         lock(&self.unrecorded).is_none().then_some(self.event)
     }
 
+    /// Whether it is of another device than `context`.
+    pub(super) fn is_of_another(&self, context: &Context) -> bool {
+        self.context.handle() != context.handle()
+    }
+
     /// Whether it can come true, for a stream of `context` that waits for it on the device, and yet have failed.
     pub(super) fn can_mislead(&self, context: &Context) -> bool {
         let failed = || matches!(self.ended.get(), Some(Err(_)));
-        self.context.handle() != context.handle() || !lock(&self.others).is_empty() || failed()
+        self.is_of_another(context) || !lock(&self.others).is_empty() || failed()
     }
 
     /// Asks the driver.

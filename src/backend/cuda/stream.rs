@@ -176,7 +176,14 @@ impl CudaStream {
         // Waiting for what was never recorded would be no wait.
         let Some(handle) = fence.handle() else { return event.wait(WORK) };
         // SAFETY: the event is alive as long as the fence, the stream as long as `self`.
-        self.context.call(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) })
+        let told = self.context.raw(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) });
+        told.map_err(|refusal| match event.state() {
+            // The code may be that of the event's device, which failed meanwhile: this one has not, as far as is known.
+            FenceState::Failed(cause) | FenceState::Lost(cause) if fence.is_of_another(&self.context) => {
+                Error::Failed { operation: "a copy", cause }
+            }
+            _ => self.context.error(refusal),
+        })
     }
 
     /// Those of other devices that [`wait`](Stream::wait) was called for and that are not done. One that failed is for the
