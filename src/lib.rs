@@ -173,7 +173,7 @@ pub use load::{Cancel, LoadReport, Loader, Model, Progress, Reservation, Residen
 pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
 pub use plan::{
     Alternative, Assignment, ComputeTime, DeviceBeside, DevicePlan, DeviceReason, DeviceRoom, DeviceWeights, Estimate,
-    Explanation, KeptFor, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
+    Explanation, KeptFor, Order, Outlier, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
 };
 pub use registry::{LinkTiming, Registry, measure_links};
 pub use rounding::Rounding;

@@ -8,7 +8,7 @@ use crate::device::DeviceId;
 
 /// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short{}", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default(), Remedies(remedies))]
 #[non_exhaustive]
 pub struct Shortfall {
     /// The device that would be overfull.
@@ -27,6 +27,53 @@ pub struct Shortfall {
     pub total: u64,
     /// `needed - limit`.
     pub short: u64,
+    /// What would make the plan fit, each by itself; empty where nothing of the kind does.
+    pub remedies: Vec<Remedy>,
+}
+
+/// What makes a plan fit that was refused. It was tried. Prints as what to write.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Remedy {
+    /// These modules, which make slots large, [kept resident](crate::Planner::keep_resident).
+    KeepResident {
+        /// Their names.
+        modules: Vec<String>,
+    },
+    /// These modules, which make slots large, used [in place](crate::Planner::in_place).
+    InPlace {
+        /// Their names.
+        modules: Vec<String>,
+    },
+    /// The allocation `auto`.
+    Auto,
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (call, modules) = match self {
+            Remedy::KeepResident { modules } => ("keep_resident", modules),
+            Remedy::InPlace { modules } => ("in_place", modules),
+            Remedy::Auto => return f.write_str("the allocation `auto`"),
+        };
+        for (index, module) in modules.iter().enumerate() {
+            let and = if index > 0 { " and " } else { "" };
+            write!(f, "{and}{call}(\"{module}\")")?;
+        }
+        Ok(())
+    }
+}
+
+struct Remedies<'a>(&'a [Remedy]);
+
+impl fmt::Display for Remedies<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, remedy) in self.0.iter().enumerate() {
+            write!(f, "{}{remedy}", if index == 0 { "; it fits with " } else { ", or with " })?;
+        }
+        Ok(())
+    }
 }
 
 /// A part of what a plan needs of a device.

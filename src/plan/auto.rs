@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use super::explain::{Alternative, Explanation};
-use super::planner::{Planner, excess};
+use super::planner::Planner;
 use super::split::{Donor, Split};
 use super::value::{Order, Parts, Plan, Unit};
 use crate::allocation::{Allocation, Mode};
@@ -41,11 +41,20 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     if let Some(plan) = search.whole()? {
         return Ok(plan);
     }
-    search.arrangements()?;
+    search.arrangements(|_| true)?;
     search.splits()?;
     search.other_quotas()?;
     search.moves()?;
     search.finish()
+}
+
+/// Whether any candidate fits.
+pub(super) fn fits(planner: &Planner<'_>, compute: DeviceId) -> bool {
+    let any = || -> Result<bool> {
+        let mut search = Search::new(planner, compute)?;
+        Ok(search.whole()?.is_some() || search.arrangements(|search| search.found.is_empty())?)
+    };
+    any().unwrap_or(false)
 }
 
 struct Search<'a> {
@@ -126,13 +135,17 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn arrangements(&mut self) -> Result<()> {
+    /// Tries all arrangements while `goes_on`; whether any fits.
+    fn arrangements(&mut self, goes_on: impl Fn(&Self) -> bool) -> Result<bool> {
         for largest_slot in self.slot_sizes() {
             for (order, unit) in ORDERS {
+                if !goes_on(self) {
+                    return Ok(true);
+                }
                 self.try_split(Arrangement { order, unit, largest_slot }, Split::Hidden)?;
             }
         }
-        Ok(())
+        Ok(!self.found.is_empty())
     }
 
     /// The sizes that slots are held to by keeping resident what of a layer is too much: as it comes; the smallest that
@@ -140,9 +153,9 @@ impl<'a> Search<'a> {
     fn slot_sizes(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
         let slots = self.planner.depth.saturating_add(1).min(layout.layers().len()) as u64;
-        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0);
         let fits = |most: u64| {
-            let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
+            let kept = layout.layers().iter().flat_map(|layer| self.planner.excess(layer, most));
             let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.at(module).bytes));
             kept.saturating_add(most.saturating_mul(slots)) <= self.room
         };
@@ -265,7 +278,7 @@ impl<'a> Search<'a> {
         let topology = self.planner.machine.topology();
         let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
-        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0);
         let staging = largest.min(STAGING_BYTES as u64).saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
@@ -308,7 +321,7 @@ impl<'a> Search<'a> {
         let others = others.into_iter().flatten().filter(|other| (other.order, other.unit) != chosen).collect();
         let layout = self.planner.layout;
         let most = best.arrangement.largest_slot.unwrap_or(u64::MAX);
-        let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
+        let kept = layout.layers().iter().flat_map(|layer| self.planner.excess(layer, most));
         let kept = kept.map(|module| layout.at(module).name.clone()).collect();
         let plan = self.planner_of(best.arrangement).allocation(best.allocation.clone());
         let plan = plan.placed().and_then(|parts| plan.checked(parts))?;

@@ -197,6 +197,7 @@ fn short(
         limit_is: if limit < memory.total || memory.free.is_some() { Limit::Free } else { Limit::InAll },
         total: memory.total,
         short: needed.saturating_sub(limit),
+        remedies: Vec::new(),
     }))
 }
 

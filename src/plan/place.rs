@@ -144,6 +144,11 @@ impl<'a> Placement<'a> {
         self.keep(|module| layout.at(module).both_ends, Some(KeptFor::BothEnds));
     }
 
+    /// Puts the modules that would make slots large on the compute device, as far as its quota goes.
+    pub(super) fn keep_outliers(&mut self, outliers: &[ModuleId]) {
+        self.keep(|module| outliers.contains(&module), None);
+    }
+
     /// With `why`, a module that the quota does not hold is worth a warning.
     fn keep(&mut self, kept: impl Fn(ModuleId) -> bool, why: Option<KeptFor>) {
         let compute = self.quotas.compute;
@@ -226,6 +231,7 @@ impl<'a> Placement<'a> {
             limit_is: Limit::Free,
             total,
             short: needed.saturating_sub(limit),
+            remedies: Vec::new(),
         }))
     }
 

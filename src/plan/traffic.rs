@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::place::Quotas;
-use super::planner::{Planner, any};
+use super::planner::Planner;
 use super::value::{Assignment, DeviceBeside, DevicePlan, DeviceWeights, Slots, Use};
 use super::warning::Warning;
 use crate::bytes::ByteSize;
@@ -46,11 +46,11 @@ pub(super) struct BinTraffic {
 }
 
 impl Placed<'_> {
-    pub(super) fn traffic(&self, in_place: impl Fn(&str) -> bool) -> Traffic {
+    pub(super) fn traffic(&self, in_place: impl Fn(&Module) -> bool) -> Traffic {
         let usage =
             self.layout.modules().iter().map(|module| match self.devices[self.home[module.id]] == self.compute {
                 true => Use::Resident,
-                false if in_place(&module.name) => Use::InPlace,
+                false if in_place(module) => Use::InPlace,
                 false => Use::Streamed,
             });
         let usage: Per<ModuleId, Use> = usage.collect();
@@ -114,7 +114,7 @@ impl<'a> Planner<'a> {
         let (layout, topology, depth) = (self.layout, self.machine.topology(), self.depth);
         let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
-        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
+        let mut traffic = placed.traffic(|module| self.is_in_place(module));
         if self.own_slots {
             traffic.slots.count = 0;
         }
