@@ -256,7 +256,8 @@ pub enum Contradiction {
     },
     /// The slots are not those that its streamed layers need.
     #[error(
-        "its {layers} streamed layers need other slots: {needed} of {bytes} bytes at least, not {given} of {bytes_each}"
+        "its {layers} streamed layers need other slots: {needed} of {bytes} bytes{} at least, not {given} of {bytes_each}{}",
+        Large(*needed_large), Large(*given_large)
     )]
     Slots {
         /// How many layers are streamed.
@@ -265,10 +266,14 @@ pub enum Contradiction {
         needed: usize,
         /// The bytes of the largest of them.
         bytes: u64,
+        /// How many large slots they need beside these, and the bytes of each.
+        needed_large: (usize, u64),
         /// How many slots the plan has.
         given: usize,
         /// The bytes of each.
         bytes_each: u64,
+        /// How many large ones it has, and the bytes of each.
+        given_large: (usize, u64),
     },
     /// What moves from a device in a pass is not what its modules make.
     #[error(
@@ -292,4 +297,16 @@ pub enum Contradiction {
         /// The warning.
         text: String,
     },
+}
+
+/// Large slots, if any.
+struct Large((usize, u64));
+
+impl fmt::Display for Large {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            (0, 0) => Ok(()),
+            (count, bytes) => write!(f, " and {count} of {bytes}"),
+        }
+    }
 }

@@ -108,9 +108,8 @@ impl Model {
         let slots = match slots {
             Some(slots) => slots,
             None => {
-                let slot =
-                    |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(|m| vec![m.freeze()]);
-                Arc::new(SlotPool::new(shape, (0..shape.count).map(slot).collect::<Result<_>>()?))
+                let slot = |bytes| reservation.alloc(compute, bytes, MemoryKind::Arena).map(|m| vec![m.freeze()]);
+                Arc::new(SlotPool::new(shape, shape.sizes().map(slot).collect::<Result<_>>()?))
             }
         };
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();

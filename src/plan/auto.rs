@@ -299,7 +299,8 @@ impl<'a> Search<'a> {
     fn pass(&self, plan: &Plan) -> Duration {
         let topology = self.planner.machine.topology();
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
-        let stays_in_slots = plan.streamed_layers() <= plan.depth().saturating_add(1);
+        let slots = plan.slots().sizes().count().max(plan.depth().saturating_add(1));
+        let stays_in_slots = plan.streamed_layers() <= slots;
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::slots::Slots;
 use super::value::{Assignment, Plan};
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 use crate::device::{Bookings, DeviceId, Topology};
@@ -193,15 +194,18 @@ impl<'a> Simulation<'a> {
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
         // Where the plan counts none, they are the caller's.
-        let slots = contents.streamed().min(plan.depth().saturating_add(1));
+        let slots: Vec<u64> = match plan.slots().sizes().next() {
+            Some(_) => plan.slots().sizes().collect(),
+            None => Slots::of(&contents.bytes(), plan.depth(), plan.fixed_slots()).sizes().collect(),
+        };
         Simulation {
             topology,
+            slots: vec![Slot::default(); slots.len()],
             schedule: Schedule::new(&contents, slots, plan.depth(), plan.fixed_slots()),
             fetches,
             from_host: topology.way(DeviceId::CPU, compute),
             lanes,
             bookings: Bookings::of(topology),
-            slots: vec![Slot::default(); slots],
             now: Duration::ZERO,
             compute: Duration::ZERO,
         }

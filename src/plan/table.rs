@@ -58,7 +58,7 @@ impl Plan {
         let (slots, here) = (self.slots(), device.id == self.compute());
         let slots = match device.beside.scratch > device.beside.slots {
             true => format!("{} for patching", human(device.beside.scratch)),
-            false if here && slots.count > 0 => format!("{} x {}", slots.count, human(slots.bytes_each)),
+            false if here && slots.count > 0 => slots.to_string(),
             false => "-".to_owned(),
         };
         [

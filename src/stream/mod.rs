@@ -101,7 +101,7 @@ impl Streamer {
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
-        if streamed.contents.streamed() > 0 && model.plan().slots().count == 0 {
+        if streamed.contents.streamed() > 0 && model.plan().slots().sizes().next().is_none() {
             return Err(PlanFault::SlotsLeftToCaller.into());
         }
         let slots = Slots::new(model.residency().take_slots().ok_or(InUse::Streamed)?);
@@ -109,7 +109,8 @@ impl Streamer {
     }
 
     /// A streamer that fills memory of the caller's: some slots, each one buffer of at least [`Slots::bytes_each`]
-    /// (`model.plan().slots()`), for all layers. A framework's tensors can be views of them, and are filled in place; on CUDA
+    /// (`model.plan().slots()`), for all layers; where the plan has [`Slots::large_bytes`], at least one has as many, and
+    /// only such slots hold the layers that are larger than the others. A framework's tensors can be views of them, and are filled in place; on CUDA
     /// devices [`BufMut::foreign`](crate::backend::BufMut) makes a buffer of a framework's memory. Nothing is allocated on
     /// the device.
     ///
@@ -142,14 +143,16 @@ impl Streamer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::WrongSize`] naming the first slot that is too small, or when there is none; [`Error::Mismatch`] for one on
-    /// another device; as [`on`](Streamer::on). The slots are dropped then.
+    /// [`Error::WrongSize`] naming the first slot that is too small, or the largest where none is large enough, or when
+    /// there is none; [`Error::Mismatch`] for one on another device; as [`on`](Streamer::on). The slots are dropped then.
     ///
     /// [`Slots::bytes_each`]: crate::Slots::bytes_each
+    /// [`Slots::large_bytes`]: crate::Slots::large_bytes
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
-        let (device, need) = (compute.device(), model.plan().slots().bytes_each);
+        let (device, shape) = (compute.device(), model.plan().slots());
+        let most = slots.iter().map(BufMut::bytes).max();
         if slots.is_empty() && streamed.contents.streamed() > 0 {
             return Err(Error::WrongSize { what: Measured::Slots, needed: 1, given: 0 });
         }
@@ -158,9 +161,10 @@ impl Streamer {
                 let (what, memory) = (format!("slot {number}"), slot.device());
                 return Err(Mismatch::Memory { what, memory, device }.into());
             }
-            if (slot.bytes() as u64) < need {
-                let (what, given) = (Measured::Slot { number }, slot.bytes() as u64);
-                return Err(Error::WrongSize { what, needed: need, given });
+            let (what, given) = (Measured::Slot { number }, slot.bytes() as u64);
+            let needed = if most == Some(slot.bytes()) { shape.largest() } else { shape.bytes_each };
+            if given < needed {
+                return Err(Error::WrongSize { what, needed, given });
             }
         }
         let spare = model.residency().take_slots().ok_or(InUse::Streamed)?;
@@ -178,7 +182,7 @@ impl Streamer {
     ) -> Streamer {
         let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
         let plan = model.plan();
-        let schedule = Schedule::new(&streamed.contents, slots.count(), plan.depth(), plan.fixed_slots());
+        let schedule = Schedule::new(&streamed.contents, slots.sizes(), plan.depth(), plan.fixed_slots());
         let (model, streamed, deadline) = (Arc::clone(model), Arc::new(streamed), model.limits().work);
         let process = Process::current();
         Streamer { model, compute, lanes, streamed, schedule, slots, spare, deadline, report, process }
@@ -293,7 +297,7 @@ impl Streamer {
             None => {
                 let slot = self.fetch(layer, true)?;
                 self.report.late += 1;
-                slot.ok_or(InUse::Slots { count: self.slots.count() })?
+                slot.ok_or(InUse::Slots { count: self.schedule.slots_for(layer) })?
             }
         };
         let waits = self.slots.is_with_a_lane(slot);
