@@ -20,7 +20,7 @@ pub use allocation::AllocationError;
 pub use fault::{AdapterFault, FileFault};
 pub use kind::ErrorKind;
 pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Remedy, Shortfall, Term};
-pub use request::{Measured, Mismatch, Missing, TensorShape};
+pub use request::{Measured, Mismatch, Missing, NoRows, TensorShape};
 pub use room::{Holder, InUse, NoRoom};
 
 use crate::bytes::ByteSize;

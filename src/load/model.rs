@@ -216,6 +216,11 @@ impl Model {
         self.read_back.read(self.device(view.buf().device())?, view, dst)
     }
 
+    /// Copies byte ranges of a view's buffer to host memory.
+    pub(crate) fn gather(&self, view: &TensorView<'_>, ranges: &[Range<usize>], dst: &mut [u8]) -> Result<()> {
+        self.read_back.gather(self.device(view.buf().device())?, view.buf(), ranges, dst)
+    }
+
     /// Whether someone beside the one owner that asks holds the model, or what it keeps away from the compute device.
     pub(crate) fn is_shared(self: &Arc<Model>) -> bool {
         Arc::strong_count(self) > 1 || Arc::strong_count(&self.store) > 1

@@ -301,7 +301,8 @@ impl<'a> Search<'a> {
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
         let slots = plan.slots().sizes().count().max(plan.depth().saturating_add(1));
         let stays_in_slots = plan.streamed_layers() <= slots;
-        if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
+        let staged = plan.devices().iter().any(|device| device.weights.staged > 0);
+        if stays_in_slots || !staged { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 
     /// The first of the candidates that none after it is worth to replace.

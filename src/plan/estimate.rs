@@ -45,7 +45,8 @@ impl Plan {
     ///
     /// Bytes that are staged go through the host's memory, so they pass the segments of both ways
     /// ([`Topology::staged_way`]); so does a disk's. Where no link is known, transfers take no time. Where the slots
-    /// hold all streamed layers at once, this is the first pass: later ones bring nothing.
+    /// hold all streamed layers at once, this is the first pass: later ones bring nothing. So is it where large slots hold all
+    /// layers that need them: later passes do not bring these.
     pub fn estimate(&self, topology: &Topology, compute: Duration) -> Estimate {
         let mut bytes = vec![0u64; topology.segments().len()];
         for device in self.devices() {

@@ -10,7 +10,7 @@ use super::value::{Assignment, Order, Parts, Plan, Unit, Use};
 use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
+use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{PlanFault, Result};
 
@@ -45,6 +45,8 @@ pub struct Planner<'a> {
     pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
     in_place: Vec<String>,
+    /// Whether the caller gathers rows of tables that are looked up.
+    gather: bool,
     pub(super) own_slots: bool,
     pub(super) fixed_slots: bool,
     pub(super) compute_time: ComputeTime,
@@ -68,6 +70,7 @@ impl<'a> Planner<'a> {
             pinned_cap: default_pinned_cap(machine),
             resident: Vec::new(),
             in_place: Vec::new(),
+            gather: false,
             own_slots: false,
             fixed_slots: false,
             compute_time: ComputeTime::default(),
@@ -131,6 +134,16 @@ impl<'a> Planner<'a> {
     /// runs on the host. `*` stands for any run of characters; may be called several times.
     pub fn in_place(mut self, pattern: impl Into<String>) -> Self {
         self.in_place.push(pattern.into());
+        self
+    }
+
+    /// Whether the caller gathers what the network looks up of embeddings, instead of having the tables on the compute device:
+    /// with [`Model::read_rows`](crate::Model::read_rows) or [`Streamer::send_rows`](crate::Streamer::send_rows). Then
+    /// tables of tokens and positions, as models name them, that the compute device's quota does not hold are used in
+    /// place; one that would make slots large lives on the host, if a quota allows it there and the order is interleaved.
+    /// An embedding that is the head too is needed whole, and no such table. Default: no.
+    pub fn gather_embeddings(mut self, gather: bool) -> Self {
+        self.gather = gather;
         self
     }
 
@@ -202,7 +215,10 @@ impl<'a> Planner<'a> {
         placement.keep_first(|module| kept[module], total);
         let order = if allocation.mode() == Mode::Virtual { Order::Sequential } else { self.order };
         if order == Order::Interleaved {
-            placement.keep_outliers(&outliers_of(self.layout));
+            let outliers = outliers_of(self.layout).into_iter();
+            let (tables, others): (Vec<_>, Vec<_>) =
+                outliers.partition(|&module| self.is_gathered(self.layout.at(module)));
+            placement.keep_outliers(&others, &tables);
         }
         match (allocation.virtual_vram(), order) {
             (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
@@ -294,7 +310,17 @@ impl<'a> Planner<'a> {
 
     /// Whether a module is to be used where it lives, if that is not the compute device.
     pub(super) fn is_in_place(&self, module: &Module) -> bool {
-        any(&self.in_place, &module.name)
+        any(&self.in_place, &module.name) || self.is_gathered(module)
+    }
+
+    /// Whether it is a table of which the caller gathers rows.
+    fn is_gathered(&self, module: &Module) -> bool {
+        let of_rows = |&tensor: &TensorId| {
+            let TensorInfo { dtype, shape, .. } = self.layout.at(tensor);
+            shape.len() == 2 && dtype.bytes_of(&shape[1..]).is_some()
+        };
+        let looked_up = self.gather && !module.both_ends && module.alias_of.is_none() && is_table(&module.name);
+        looked_up && matches!(&module.tensors[..], [tensor] if of_rows(tensor))
     }
 
     pub(super) fn compute_device(&self) -> DeviceId {

@@ -245,7 +245,9 @@ mod tests {
             );
             run(&mut schedule, &contents, &[0, 1, 2, 3, 4, 5]);
             let (ahead, fetches) = run(&mut schedule, &contents, &[0, 1, 2, 3, 4, 5]);
-            assert_eq!((ahead.iter().filter(|ahead| !**ahead).count(), fetches), (late, 6), "{slots:?}");
+            assert_eq!(ahead.iter().filter(|ahead| !**ahead).count(), late, "{slots:?}");
+            // What has a slot to itself stays in it.
+            assert_eq!(fetches, if late == 0 { 2 } else { 4 }, "{slots:?}");
             for (slot, held) in schedule.layers.iter().enumerate() {
                 assert!(held.is_none_or(|layer| (sizes[layer.index()] > MIB) == (slot > 2)), "{schedule:?}");
             }

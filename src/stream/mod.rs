@@ -3,6 +3,7 @@
 mod guard;
 mod lanes;
 mod report;
+mod rows;
 mod slots;
 mod through_host;
 
@@ -22,6 +23,7 @@ use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result}
 use crate::limits::LONGEST;
 use crate::load::Model;
 use crate::schedule::{Contents, Schedule};
+use crate::staging::Pool;
 use lanes::Lanes;
 use slots::{Fill, Slots};
 
@@ -68,6 +70,8 @@ pub struct Streamer {
     slots: Slots,
     /// Slots of the plan's that stay unused, since the caller brought others.
     spare: Option<Vec<Vec<Buf>>>,
+    /// Staging buffers for rows, once some were sent.
+    rows: Option<Pool>,
     deadline: Duration,
     report: StreamReport,
     /// The one that has its lanes' threads.
@@ -185,7 +189,7 @@ impl Streamer {
         let schedule = Schedule::new(&streamed.contents, slots.sizes(), plan.depth(), plan.fixed_slots());
         let (model, streamed, deadline) = (Arc::clone(model), Arc::new(streamed), model.limits().work);
         let process = Process::current();
-        Streamer { model, compute, lanes, streamed, schedule, slots, spare, deadline, report, process }
+        Streamer { model, compute, lanes, streamed, schedule, slots, spare, rows: None, deadline, report, process }
     }
 
     /// Sets how long the host waits for anything at most; a century at most. Default: what the
