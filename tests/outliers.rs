@@ -13,8 +13,8 @@ use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Role, Transfer};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::error::{Measured, Missing, NoRows, Remedy, Term};
 use tensor_offload::{
-    ComputeTime, DType, Error, ErrorKind, LayerGuard, LayerId, Loader, Model, Order, Plan, Planner, Registry, Result,
-    Shortfall, Streamer, Unit, Use,
+    ByteSize, ComputeTime, DType, Error, ErrorKind, LayerGuard, LayerId, Loader, Model, Order, Plan, Planner, Registry,
+    Result, Shortfall, Streamer, Unit, Use,
 };
 
 const MIB: u64 = 1 << 20;
@@ -199,11 +199,16 @@ fn a_table_larger_than_the_card_is_looked_up_where_it_lives() {
             ["cuda:0,500kb;cpu,*", "cuda:0,100kb;disk,400kb;cpu,*", "auto,reserve=64kb", "cuda:0,50kb;cuda:1,*"]
         {
             let registry = Registry::described(machine.clone(), clock);
-            let plan = subject.planner(&machine, allocation).gather_embeddings(true).plan().unwrap();
+            let plan = subject
+                .planner(&machine, allocation)
+                .gather_embeddings(true)
+                .reserve(ByteSize(64 << 10))
+                .plan()
+                .unwrap();
             assert_eq!(usage(&plan, WORDS), Use::InPlace, "{plan}");
             assert!(plan.device(GPU0).unwrap().needed() < 2_048_000, "{plan}");
             let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
-            for rows in [&[0, 7_999, 17, 18, 19, 17][..], &[], &(0..2_000).map(|n| n * 4).collect::<Vec<_>>()] {
+            for rows in [&[0, 7_999, 17, 18, 19, 17][..], &[], &(0..200).map(|n| n * 39).collect::<Vec<_>>()] {
                 check_rows(&mut streamer, &subject, &table, rows);
                 check_pass(&mut streamer, &subject);
             }
@@ -226,6 +231,9 @@ fn rows_come_from_wherever_a_tensor_lives() {
         for table in ["embeddings.word_embeddings.weight", "encoder.layer.3.output.dense.bias"] {
             check_rows(&mut streamer, &subject, table, &[9, 8, 63, 8]);
         }
+        // More than a staging buffer holds.
+        let many: Vec<u64> = (0..70_000).map(|n| n * 7 % 8_000).collect();
+        check_rows(&mut streamer, &subject, "embeddings.word_embeddings.weight", &many);
     }
 }
 

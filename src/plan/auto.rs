@@ -10,11 +10,13 @@
 use std::time::Duration;
 
 use super::explain::{Alternative, Explanation};
+use super::outlier::outliers_of;
 use super::planner::Planner;
 use super::split::{Donor, Split};
 use super::value::{Order, Parts, Plan, Unit};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
+use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
@@ -27,6 +29,9 @@ const WORTH: u32 = 1000;
 
 /// Parts of the compute device's quota, in hundredths, that are tried in its place.
 const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
+
+/// Quotas above are tried in so many steps up to all there is.
+const LARGER: u64 = 16;
 
 /// Sizes of slots are looked for among so many parts of the largest layer, and the smallest few of them tried.
 const SLOT_SIZES: u64 = 32;
@@ -67,7 +72,7 @@ struct Search<'a> {
     /// What the compute device can hold of weights, slots and reserve.
     room: u64,
     donors: Vec<Donor>,
-    /// The largest module.
+    /// The largest module but for outliers, which are best kept off donors.
     unit: u64,
     found: Vec<Found>,
     tried: usize,
@@ -110,7 +115,7 @@ impl<'a> Search<'a> {
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
             donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
-            unit: planner.layout.modules().iter().map(|module| module.bytes).max().unwrap_or(0),
+            unit: largest_but_outliers(planner.layout),
             found: Vec::new(),
             tried: 0,
             refused: None,
@@ -192,8 +197,8 @@ impl<'a> Search<'a> {
     fn other_quotas(&mut self) -> Result<()> {
         let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
-        let above = self.room.min(self.total).saturating_sub(resident) / 8;
-        let larger = (1..8).map(|parts| resident + above * parts);
+        let above = self.room.min(self.total).saturating_sub(resident) / LARGER;
+        let larger = (1..LARGER).map(|parts| resident + above * parts);
         for quota in larger.chain(SMALLER.map(|hundredths| resident / 100 * hundredths)) {
             self.attempt(arrangement, split, Quota::at_most(quota), None)?;
         }
@@ -301,8 +306,7 @@ impl<'a> Search<'a> {
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
         let slots = plan.slots().sizes().count().max(plan.depth().saturating_add(1));
         let stays_in_slots = plan.streamed_layers() <= slots;
-        let staged = plan.devices().iter().any(|device| device.weights.staged > 0);
-        if stays_in_slots || !staged { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
+        if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 
     /// The first of the candidates that none after it is worth to replace.
@@ -387,6 +391,12 @@ impl Quota {
     fn gains(&self) -> bool {
         self.low.is_none_or(|low| self.next > low + low / u64::from(WORTH))
     }
+}
+
+fn largest_but_outliers(layout: &Layout) -> u64 {
+    let outliers = outliers_of(layout);
+    let others = layout.modules().iter().filter(|module| !outliers.contains(&module.id));
+    others.map(|module| module.bytes).max().unwrap_or(0)
 }
 
 /// The donor whose share is whatever is left: whole modules seldom fill a quota, so one that has room, of those that get
