@@ -49,6 +49,7 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     search.arrangements(|_| true)?;
     search.splits()?;
     search.other_quotas()?;
+    search.other_quotas()?;
     search.moves()?;
     search.finish()
 }
@@ -193,7 +194,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries quotas of the compute device around the best candidate's.
+    /// Tries quotas of the compute device around the best candidate's; a second time, around the best of these.
     fn other_quotas(&mut self) -> Result<()> {
         let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);

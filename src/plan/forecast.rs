@@ -104,8 +104,9 @@ impl Plan {
     }
 }
 
-/// Passes before the first that counts: the first finds the slots empty.
-const BEFORE: u32 = 1;
+/// Passes before the first that counts: the first finds the slots empty, and brings layers that stay; while it waited for
+/// these, more was fetched ahead for the second than will be again.
+const BEFORE: u32 = 2;
 /// Passes that count.
 const COUNTED: u32 = 2;
 
