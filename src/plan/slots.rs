@@ -34,7 +34,6 @@ const LARGER: u64 = 2;
 /// So many first sizes are tried.
 const MOST_SIZES: usize = 64;
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "what serde calls it with")]
 fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
     *number == N::default()
 }

@@ -132,9 +132,13 @@ mod tests {
 
     #[test]
     fn parts_are_full_but_for_the_last() {
-        let cut = parts(&[0..10, 40..45, 3..4], 8);
-        assert_eq!(cut, [vec![0..8], vec![8..10, 40..45, 3..4]]);
-        assert_eq!(parts(&[0..10, 40..45], 8), [vec![0..8], vec![8..10, 40..45]]);
-        assert_eq!(parts(&[7..7], 8), Vec::<Vec<std::ops::Range<usize>>>::new());
+        let cut = |ranges: &[(usize, usize)]| {
+            let ranges: Vec<_> = ranges.iter().map(|&(begin, end)| begin..end).collect();
+            let bounds =
+                |part: Vec<std::ops::Range<usize>>| part.iter().map(|range| (range.start, range.end)).collect();
+            parts(&ranges, 8).into_iter().map(bounds).collect::<Vec<Vec<_>>>()
+        };
+        assert_eq!(cut(&[(0, 10), (40, 45), (3, 5)]), [vec![(0, 8)], vec![(8, 10), (40, 45), (3, 4)], vec![(4, 5)]]);
+        assert_eq!(cut(&[(7, 7)]), [[]; 0]);
     }
 }
