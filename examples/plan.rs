@@ -60,6 +60,8 @@ fn report(plan: &Plan) -> Value {
         "devices": plan.devices().iter().map(device).collect::<Vec<_>>(),
         "assignments": plan.assignments().iter().map(assignment).collect::<Vec<_>>(),
         "warnings": plan.warnings(),
+        "outliers": plan.outliers(),
+        "slots": plan.slots(),
         "explanation": plan.explanation(),
     })
 }

@@ -181,7 +181,7 @@ pub use load::{
 pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
 pub use plan::{
     Alternative, Assignment, ComputeTime, DeviceBeside, DevicePlan, DeviceReason, DeviceRoom, DeviceWeights, Estimate,
-    Explanation, KeptFor, Order, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
+    Explanation, KeptFor, Order, Outlier, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
 };
 pub use registry::{LinkTiming, Registry, measure_links};
 pub use rounding::Rounding;

@@ -61,8 +61,15 @@ proptest! {
         ]),
         depth in 0usize..5,
         fixed in any::<bool>(),
+        far_larger in prop::collection::vec(any::<prop::sample::Index>(), 0..3),
     ) {
         prop_assume!(shares.iter().sum::<u64>() > 0);
+        let mut sizes = sizes;
+        // A few that have slots of their own.
+        for layer in far_larger {
+            let layer = layer.index(sizes.len());
+            sizes[layer].push(6_000_000_000);
+        }
         let (layout, machine) = (layers(&sizes), mixed_machine(&speeds));
         let devices = ["cuda:0", "cuda:1", "cuda:2", "cpu", "disk", "xpu:0"];
         let quotas: Vec<String> = devices.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();

@@ -45,6 +45,15 @@ pub(crate) struct PlanOptions {
     /// How many layers are brought ahead of the one in use [default: 2]
     #[arg(long, value_name = "N")]
     pub(crate) depth: Option<usize>,
+    /// Place the modules of this name first, on the compute device, within its quota; `*` stands for any run of characters
+    #[arg(long, value_name = "PATTERN")]
+    keep: Vec<String>,
+    /// Use the modules of this name where they live, instead of streaming them; `*` stands for any run of characters
+    #[arg(long, value_name = "PATTERN")]
+    in_place: Vec<String>,
+    /// Use embeddings where they live, where the compute device's quota does not hold them: their rows are gathered
+    #[arg(long)]
+    gather_embeddings: bool,
     /// Memory to leave free on the compute device for activations, such as 1.5gib
     #[arg(long, value_name = "SIZE", default_value = "0b")]
     reserve: String,
@@ -110,6 +119,8 @@ impl PlanOptions {
     /// The planner with these options set.
     pub(crate) fn apply<'a>(&self, planner: Planner<'a>) -> Result<Planner<'a>> {
         let planner = self.order.apply(planner).reserve(self.reserve.parse::<ByteSize>()?);
+        let planner = self.keep.iter().fold(planner, Planner::keep_resident).gather_embeddings(self.gather_embeddings);
+        let planner = self.in_place.iter().fold(planner, Planner::in_place);
         let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));
         match &self.compute {
             Some(compute) => Ok(planner.compute(compute.parse::<DeviceId>()?)),

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use serde::Serialize;
 
 use super::id::{Id, LayerId, ModuleId, Per, TensorId, ids};
-use super::names::{Place, Rank, module_name, natural, numbered_prefix};
+use super::names::{Place, Rank, TOKEN_TABLES, module_name, natural, numbered_prefix};
 use crate::dtype::DType;
 use crate::error::{Error, Missing, Result};
 
@@ -163,9 +163,7 @@ impl Layout {
     pub fn tie_embeddings(mut self) -> Layout {
         let is_token_embedding = |m: &&mut Module| {
             let name = m.name.to_ascii_lowercase();
-            ["embed_tokens", "token_embd", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared"]
-                .iter()
-                .any(|word| name.split('.').any(|part| part == *word))
+            TOKEN_TABLES.iter().any(|word| name.split('.').any(|part| part == *word))
         };
         if let Some(module) = self.modules.iter_mut().find(is_token_embedding) {
             module.both_ends = true;

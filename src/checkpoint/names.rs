@@ -72,6 +72,39 @@ pub(super) fn numbered_prefix(name: &str) -> Option<(&str, u64, &str)> {
     None
 }
 
+/// Whether a module of this name runs in a numbered layer.
+pub(crate) fn is_in_stack(name: &str) -> bool {
+    numbered_prefix(name).is_some()
+}
+
+/// What models call the embeddings of their tokens.
+pub(super) const TOKEN_TABLES: [&str; 7] =
+    ["embed_tokens", "token_embd", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared"];
+
+/// What they call other tables that are looked up: positions, kinds of tokens, what each layer adds for a token.
+const OTHER_TABLES: [&str; 14] = [
+    "token_embedding",
+    "embed_tokens_per_layer",
+    "per_layer_token_embd",
+    "position_embeddings",
+    "position_embedding",
+    "positional_embedding",
+    "embed_positions",
+    "position_embd",
+    "wpe",
+    "token_type_embeddings",
+    "token_types",
+    "type_embeddings",
+    "segment_embeddings",
+    "embed_type",
+];
+
+/// Whether a module of this name is a table of which a network looks up rows.
+pub(crate) fn is_table(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name).to_ascii_lowercase();
+    TOKEN_TABLES.iter().chain(&OTHER_TABLES).any(|table| *table == last)
+}
+
 /// Order of names with runs of digits compared as numbers.
 pub(super) fn natural(a: &str, b: &str) -> Ordering {
     let (mut a_rest, mut b_rest) = (a, b);

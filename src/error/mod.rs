@@ -20,8 +20,8 @@ use std::time::Duration;
 pub use allocation::AllocationError;
 pub use fault::{AdapterFault, FileFault};
 pub use kind::ErrorKind;
-pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Shortfall, Term};
-pub use request::{Measured, Mismatch, Missing};
+pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Remedy, Shortfall, Term};
+pub use request::{Measured, Mismatch, Missing, NoRows, TensorShape};
 pub use room::{Holder, InUse, NoRoom};
 
 use crate::bytes::ByteSize;

@@ -8,7 +8,7 @@ use crate::device::DeviceId;
 
 /// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default())]
+#[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short{}", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default(), Remedies(remedies))]
 #[non_exhaustive]
 pub struct Shortfall {
     /// The device that would be overfull.
@@ -27,6 +27,53 @@ pub struct Shortfall {
     pub total: u64,
     /// `needed - limit`.
     pub short: u64,
+    /// What would make the plan fit, each by itself; empty where nothing of the kind does.
+    pub remedies: Vec<Remedy>,
+}
+
+/// What makes a plan fit that was refused. It was tried. Prints as what to write.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Remedy {
+    /// These modules, which make slots large, [kept resident](crate::Planner::keep_resident).
+    KeepResident {
+        /// Their names.
+        modules: Vec<String>,
+    },
+    /// These modules, which make slots large, used [in place](crate::Planner::in_place).
+    InPlace {
+        /// Their names.
+        modules: Vec<String>,
+    },
+    /// The allocation `auto`.
+    Auto,
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (call, modules) = match self {
+            Remedy::KeepResident { modules } => ("keep_resident", modules),
+            Remedy::InPlace { modules } => ("in_place", modules),
+            Remedy::Auto => return f.write_str("the allocation `auto`"),
+        };
+        for (index, module) in modules.iter().enumerate() {
+            let and = if index > 0 { " and " } else { "" };
+            write!(f, "{and}{call}(\"{module}\")")?;
+        }
+        Ok(())
+    }
+}
+
+struct Remedies<'a>(&'a [Remedy]);
+
+impl fmt::Display for Remedies<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, remedy) in self.0.iter().enumerate() {
+            write!(f, "{}{remedy}", if index == 0 { "; it fits with " } else { ", or with " })?;
+        }
+        Ok(())
+    }
 }
 
 /// A part of what a plan needs of a device.
@@ -210,7 +257,8 @@ pub enum Contradiction {
     },
     /// The slots are not those that its streamed layers need.
     #[error(
-        "its {layers} streamed layers need other slots: {needed} of {bytes} bytes at least, not {given} of {bytes_each}"
+        "its {layers} streamed layers need other slots: {needed} of {bytes} bytes{} at least, not {given} of {bytes_each}{}",
+        Large(*needed_large), Large(*given_large)
     )]
     Slots {
         /// How many layers are streamed.
@@ -219,10 +267,14 @@ pub enum Contradiction {
         needed: usize,
         /// The bytes of the largest of them.
         bytes: u64,
+        /// How many large slots they need beside these, and the bytes of each.
+        needed_large: (usize, u64),
         /// How many slots the plan has.
         given: usize,
         /// The bytes of each.
         bytes_each: u64,
+        /// How many large ones it has, and the bytes of each.
+        given_large: (usize, u64),
     },
     /// What moves from a device in a pass is not what its modules make.
     #[error(
@@ -246,4 +298,16 @@ pub enum Contradiction {
         /// The warning.
         text: String,
     },
+}
+
+/// Large slots, if any.
+struct Large((usize, u64));
+
+impl fmt::Display for Large {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            (0, 0) => Ok(()),
+            (count, bytes) => write!(f, " and {count} of {bytes}"),
+        }
+    }
 }

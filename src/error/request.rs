@@ -67,6 +67,24 @@ pub enum Missing {
         /// Those that it puts something on.
         reserved: Vec<DeviceId>,
     },
+    /// A tensor has fewer rows.
+    #[error("tensor `{tensor}` has {count} rows, so none at {row}")]
+    Row {
+        /// The tensor.
+        tensor: String,
+        /// The place that was asked for.
+        row: u64,
+        /// How many rows there are.
+        count: u64,
+    },
+    /// A tensor has no rows of bytes.
+    #[error("tensor {tensor} has no rows that can be copied: {why}")]
+    Rows {
+        /// The tensor.
+        tensor: TensorShape,
+        /// Why not.
+        why: NoRows,
+    },
     /// The bytes of a tensor are in no memory any more, and there is no file to read them from.
     #[error("the memory that held tensor `{tensor}` is gone, and there is no file to read it from")]
     Held {
@@ -87,6 +105,25 @@ pub enum Missing {
     },
 }
 
+/// Why a tensor has no rows of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NoRows {
+    /// It has no dimension.
+    Scalar,
+    /// Its elements are so small that a row is no whole number of bytes.
+    PartOfAByte,
+}
+
+impl fmt::Display for NoRows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            NoRows::Scalar => "it is a scalar",
+            NoRows::PartOfAByte => "a row is no whole number of bytes",
+        })
+    }
+}
+
 /// What has another size than it needs. Sizes are in bytes where nothing else is said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -95,6 +132,13 @@ pub enum Measured {
     Tensor {
         /// Its name.
         name: String,
+    },
+    /// The room for rows of a tensor.
+    Rows {
+        /// The tensor's name.
+        name: String,
+        /// How many rows these are.
+        rows: usize,
     },
     /// The room for a tensor as adapters leave it.
     Patched {
@@ -164,6 +208,9 @@ impl Measured {
             }
             Measured::Patched { name } => {
                 write!(f, "tensor `{name}` has {needed} bytes once patched, the buffer for it {given}")
+            }
+            Measured::Rows { name, rows } => {
+                write!(f, "{rows} rows of tensor `{name}` have {needed} bytes, the buffer for them {given}")
             }
             Measured::Sibling { name } => write!(f, "tensor `{name}` has {needed} bytes, {given} are given"),
             Measured::Siblings { name } => {
@@ -249,4 +296,22 @@ pub enum Mismatch {
         /// The device that is to patch.
         device: DeviceId,
     },
+}
+
+/// A tensor as an error names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TensorShape {
+    /// Its name.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its shape.
+    pub shape: Vec<u64>,
+}
+
+impl fmt::Display for TensorShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` ({} {:?})", self.name, self.dtype, self.shape)
+    }
 }

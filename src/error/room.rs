@@ -58,7 +58,7 @@ impl fmt::Display for Holders<'_> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InUse {
-    /// Guards hold all slots of a streamer.
+    /// Guards hold all slots of a streamer that are large enough for the layer that is asked for.
     #[error(
         "all {count} slots are held by guards; drop one before asking for another layer, or plan with a greater depth"
     )]

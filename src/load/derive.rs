@@ -169,9 +169,8 @@ fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
         return Err(Error::OutOfMemory { device: device.id(), requested, available, limit: device.ledger().limit() });
     }
     let mut charge = device.ledger().charge(requested)?;
-    let mut slot =
-        |_| device.back(charge.split(shape.bytes_each)?, MemoryKind::Arena, None).map(|slot| vec![slot.freeze()]);
-    let slots = (0..shape.count).map(&mut slot).collect::<Result<_>>()?;
+    let mut slot = |bytes| device.back(charge.split(bytes)?, MemoryKind::Arena, None).map(|slot| vec![slot.freeze()]);
+    let slots = shape.sizes().map(&mut slot).collect::<Result<_>>()?;
     Ok(Arc::new(SlotPool::new(shape, slots)))
 }
 

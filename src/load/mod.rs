@@ -15,6 +15,7 @@ mod progress;
 mod read_back;
 mod report;
 mod reuse;
+mod rows;
 mod store;
 mod worker;
 

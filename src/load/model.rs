@@ -109,9 +109,8 @@ impl Model {
         let slots = match slots {
             Some(slots) => slots,
             None => {
-                let slot =
-                    |_| reservation.alloc(compute, shape.bytes_each, MemoryKind::Arena).map(|m| vec![m.freeze()]);
-                Arc::new(SlotPool::new(shape, (0..shape.count).map(slot).collect::<Result<_>>()?))
+                let slot = |bytes| reservation.alloc(compute, bytes, MemoryKind::Arena).map(|m| vec![m.freeze()]);
+                Arc::new(SlotPool::new(shape, shape.sizes().map(slot).collect::<Result<_>>()?))
             }
         };
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
@@ -234,6 +233,11 @@ impl Model {
     /// Copies what a view shows to host memory.
     pub(crate) fn download(&self, view: &TensorView<'_>, dst: &mut [u8]) -> Result<()> {
         self.read_back.read(self.device(view.buf().device())?, view, dst)
+    }
+
+    /// Copies byte ranges of a view's buffer to host memory.
+    pub(crate) fn gather(&self, view: &TensorView<'_>, ranges: &[Range<usize>], dst: &mut [u8]) -> Result<()> {
+        self.read_back.gather(self.device(view.buf().device())?, view.buf(), ranges, dst)
     }
 
     /// Whether someone beside the one owner that asks holds the model, or what it keeps away from the compute device.

@@ -134,13 +134,33 @@ impl ReadBack {
             let what = Measured::Tensor { name: view.info.name.clone() };
             return Err(Error::WrongSize { what, needed: view.place.len() as u64, given: dst.len() as u64 });
         }
-        if let Some(bytes) = view.buf.host(self.deadline)? {
-            dst.copy_from_slice(&bytes[view.place.clone()]);
+        self.gather(device, view.buf, std::slice::from_ref(&view.place), dst)
+    }
+
+    /// Copies byte ranges of a buffer on `device` to `dst`, one after the other; together they are as long.
+    pub(super) fn gather(
+        &self,
+        device: &Arc<dyn Device>,
+        buf: &Buf,
+        ranges: &[Range<usize>],
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let mut at = 0;
+        let mut next = |range: &Range<usize>| {
+            at += range.len();
+            at - range.len()
+        };
+        if let Some(bytes) = buf.host(self.deadline)? {
+            for range in ranges {
+                let at = next(range);
+                dst[at..at + range.len()].copy_from_slice(&bytes[range.clone()]);
+            }
             return Ok(());
         }
         let staging = self.host.alloc_near(dst.len(), MemoryKind::Pinned, device.id())?;
-        let piece = Piece { src: view.buf.clone(), from: view.place.clone(), at: 0 };
-        let flight = self.stream(device)?.send(Transfer::new(vec![piece], staging)?)?;
+        let piece = |range: &Range<usize>| Piece { src: buf.clone(), from: range.clone(), at: next(range) };
+        let pieces = ranges.iter().map(piece).collect();
+        let flight = self.stream(device)?.send(Transfer::new(pieces, staging)?)?;
         let landed = flight.landed(self.deadline)?.freeze();
         let bytes = landed.host(self.deadline)?;
         dst.copy_from_slice(bytes.ok_or_else(|| Error::bug("staging memory the host cannot address"))?);

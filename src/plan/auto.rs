@@ -10,11 +10,13 @@
 use std::time::Duration;
 
 use super::explain::{Alternative, Explanation};
-use super::planner::{Planner, excess};
+use super::outlier::outliers_of;
+use super::planner::Planner;
 use super::split::{Donor, Split};
 use super::value::{Order, Parts, Plan, Unit};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
+use crate::checkpoint::Layout;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
@@ -27,6 +29,9 @@ const WORTH: u32 = 1000;
 
 /// Parts of the compute device's quota, in hundredths, that are tried in its place.
 const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
+
+/// Quotas above are tried in so many steps up to all there is.
+const LARGER: u64 = 16;
 
 /// Sizes of slots are looked for among so many parts of the largest layer, and the smallest few of them tried.
 const SLOT_SIZES: u64 = 32;
@@ -41,11 +46,21 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     if let Some(plan) = search.whole()? {
         return Ok(plan);
     }
-    search.arrangements()?;
+    search.arrangements(|_| true)?;
     search.splits()?;
+    search.other_quotas()?;
     search.other_quotas()?;
     search.moves()?;
     search.finish()
+}
+
+/// Whether any candidate fits.
+pub(super) fn fits(planner: &Planner<'_>, compute: DeviceId) -> bool {
+    let any = || -> Result<bool> {
+        let mut search = Search::new(planner, compute)?;
+        Ok(search.whole()?.is_some() || search.arrangements(|search| search.found.is_empty())?)
+    };
+    any().unwrap_or(false)
 }
 
 struct Search<'a> {
@@ -58,7 +73,7 @@ struct Search<'a> {
     /// What the compute device can hold of weights, slots and reserve.
     room: u64,
     donors: Vec<Donor>,
-    /// The largest module.
+    /// The largest module but for outliers, which are best kept off donors.
     unit: u64,
     found: Vec<Found>,
     tried: usize,
@@ -101,7 +116,7 @@ impl<'a> Search<'a> {
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
             donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
-            unit: planner.layout.modules().iter().map(|module| module.bytes).max().unwrap_or(0),
+            unit: largest_but_outliers(planner.layout),
             found: Vec::new(),
             tried: 0,
             refused: None,
@@ -126,13 +141,17 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn arrangements(&mut self) -> Result<()> {
+    /// Tries all arrangements while `goes_on`; whether any fits.
+    fn arrangements(&mut self, goes_on: impl Fn(&Self) -> bool) -> Result<bool> {
         for largest_slot in self.slot_sizes() {
             for (order, unit) in ORDERS {
+                if !goes_on(self) {
+                    return Ok(true);
+                }
                 self.try_split(Arrangement { order, unit, largest_slot }, Split::Hidden)?;
             }
         }
-        Ok(())
+        Ok(!self.found.is_empty())
     }
 
     /// The sizes that slots are held to by keeping resident what of a layer is too much: as it comes; the smallest that
@@ -140,9 +159,9 @@ impl<'a> Search<'a> {
     fn slot_sizes(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
         let slots = self.planner.depth.saturating_add(1).min(layout.layers().len()) as u64;
-        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0);
         let fits = |most: u64| {
-            let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
+            let kept = layout.layers().iter().flat_map(|layer| self.planner.excess(layer, most));
             let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.at(module).bytes));
             kept.saturating_add(most.saturating_mul(slots)) <= self.room
         };
@@ -175,12 +194,12 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries quotas of the compute device around the best candidate's.
+    /// Tries quotas of the compute device around the best candidate's; a second time, around the best of these.
     fn other_quotas(&mut self) -> Result<()> {
         let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
-        let above = self.room.min(self.total).saturating_sub(resident) / 8;
-        let larger = (1..8).map(|parts| resident + above * parts);
+        let above = self.room.min(self.total).saturating_sub(resident) / LARGER;
+        let larger = (1..LARGER).map(|parts| resident + above * parts);
         for quota in larger.chain(SMALLER.map(|hundredths| resident / 100 * hundredths)) {
             self.attempt(arrangement, split, Quota::at_most(quota), None)?;
         }
@@ -265,7 +284,7 @@ impl<'a> Search<'a> {
         let topology = self.planner.machine.topology();
         let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
         let layout = self.planner.layout;
-        let largest = layout.layers().iter().map(|layer| layout.slot(layer)).max().unwrap_or(0);
+        let largest = layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0);
         let staging = largest.min(STAGING_BYTES as u64).saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
         for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
             donor.room = donor.room.saturating_sub(staging);
@@ -286,7 +305,8 @@ impl<'a> Search<'a> {
     fn pass(&self, plan: &Plan) -> Duration {
         let topology = self.planner.machine.topology();
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
-        let stays_in_slots = plan.streamed_layers() <= plan.depth().saturating_add(1);
+        let slots = plan.slots().sizes().count().max(plan.depth().saturating_add(1));
+        let stays_in_slots = plan.streamed_layers() <= slots;
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 
@@ -308,7 +328,7 @@ impl<'a> Search<'a> {
         let others = others.into_iter().flatten().filter(|other| (other.order, other.unit) != chosen).collect();
         let layout = self.planner.layout;
         let most = best.arrangement.largest_slot.unwrap_or(u64::MAX);
-        let kept = layout.layers().iter().flat_map(|layer| excess(layout, layer, most));
+        let kept = layout.layers().iter().flat_map(|layer| self.planner.excess(layer, most));
         let kept = kept.map(|module| layout.at(module).name.clone()).collect();
         let plan = self.planner_of(best.arrangement).allocation(best.allocation.clone());
         let plan = plan.placed().and_then(|parts| plan.checked(parts))?;
@@ -372,6 +392,12 @@ impl Quota {
     fn gains(&self) -> bool {
         self.low.is_none_or(|low| self.next > low + low / u64::from(WORTH))
     }
+}
+
+fn largest_but_outliers(layout: &Layout) -> u64 {
+    let outliers = outliers_of(layout);
+    let others = layout.modules().iter().filter(|module| !outliers.contains(&module.id));
+    others.map(|module| module.bytes).max().unwrap_or(0)
 }
 
 /// The donor whose share is whatever is left: whole modules seldom fill a quota, so one that has room, of those that get

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::slots::Slots;
 use super::traffic::{BinTraffic, slots_of};
-use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
+use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
 use crate::device::{DeviceId, DeviceInfo, Machine};
 use crate::error::{Contradiction, Error, Limit, PlanFault, PlannedModule, Result, Shortfall, Term};
@@ -56,11 +57,19 @@ impl Parts {
             streamed_layers += usize::from(streamed.peek().is_some());
             largest = largest.max(streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add));
         }
-        let count = if self.own_slots { 0 } else { streamed_layers.min(self.depth.saturating_add(1)) };
-        if self.slots.count != count || self.slots.bytes_each < largest {
-            let Slots { count: given, bytes_each } = self.slots;
-            let (layers, needed, bytes) = (streamed_layers, count, largest);
-            return Err(Contradiction::Slots { layers, needed, bytes, given, bytes_each });
+        // Where there are two sizes, how many it takes of each follows from the layout, for which it is worked out again.
+        let window = streamed_layers.min(self.depth.saturating_add(1));
+        let Slots { count, bytes_each, large, large_bytes } = self.slots;
+        let counts = match (self.own_slots, large_bytes > 0) {
+            (true, _) => (count, large) == (0, 0),
+            (false, false) => (count, large) == (window, 0),
+            (false, true) => count <= window && (1..=window).contains(&large),
+        };
+        let two_sizes = large_bytes == 0 || (large_bytes > bytes_each && !self.fixed_slots);
+        if !counts || !two_sizes || self.slots.largest() < largest {
+            let needed =
+                Slots { count: if self.own_slots { 0 } else { window }, bytes_each: largest, ..Slots::default() };
+            return Err(other_slots(streamed_layers, needed, self.slots));
         }
         let listed = self.devices.iter().any(|d| d.id == self.compute);
         if listed { Ok(()) } else { Err(Contradiction::NotListed { device: self.compute }) }
@@ -113,12 +122,10 @@ impl Plan {
             let a = &parts.assignments[module.index()];
             (a.usage == Use::Streamed).then(|| (places[&a.device], a.staged))
         };
-        let slots = slots_of(layout, parts.depth, streamed, &mut moved);
-        let count = if parts.own_slots { 0 } else { slots.count };
-        if (count, slots.bytes_each) != (parts.slots.count, parts.slots.bytes_each) {
-            let Slots { count: given, bytes_each } = parts.slots;
-            let (layers, needed, bytes) = (self.streamed_layers(), count, slots.bytes_each);
-            return Err(Contradiction::Slots { layers, needed, bytes, given, bytes_each });
+        let slots = slots_of(layout, (parts.depth, parts.fixed_slots), streamed, &mut moved);
+        let slots = if parts.own_slots { slots.left_to_caller() } else { slots };
+        if slots != parts.slots {
+            return Err(other_slots(self.streamed_layers(), slots, parts.slots));
         }
         for a in parts.assignments.iter().filter(|a| a.usage == Use::Streamed && !a.staged && a.device.is_host()) {
             moved[places[&a.device]].pinned += a.bytes;
@@ -136,6 +143,13 @@ impl Plan {
             }),
         }
     }
+}
+
+/// The slots are not those that so many streamed layers need.
+fn other_slots(layers: usize, needed: Slots, given: Slots) -> Contradiction {
+    let [(needed, bytes, needed_large), (given, bytes_each, given_large)] =
+        [needed, given].map(|slots| (slots.count, slots.bytes_each, (slots.large, slots.large_bytes)));
+    Contradiction::Slots { layers, needed, bytes, needed_large, given, bytes_each, given_large }
 }
 
 /// Checks every device, and every memory that several of them share, against what is free, or against the
@@ -197,6 +211,7 @@ fn short(
         limit_is: if limit < memory.total || memory.free.is_some() { Limit::Free } else { Limit::InAll },
         total: memory.total,
         short: needed.saturating_sub(limit),
+        remedies: Vec::new(),
     }))
 }
 
@@ -288,6 +303,51 @@ mod tests {
             }
             Value::Object(fields) => fields.iter().for_each(|(key, item)| leaves(item, format!("{path}/{key}"), paths)),
             _ => paths.push(path),
+        }
+    }
+
+    /// Slots of two sizes are written only where there are such, and each of their figures is worked out again.
+    #[test]
+    fn slots_of_two_sizes_follow_from_the_layers() {
+        let tensor = |name: &str, bytes: u64, at: u64| TensorInfo::new(name, DType::U8, &[bytes], 0, at).unwrap();
+        let mut tensors = vec![tensor("embed.weight", 9_000_000, 0)];
+        tensors.extend((0..6).map(|n| tensor(&format!("layers.{n}.a.weight"), 1_000_000, 9_000_000 + n * 1_000_000)));
+        let layout = Layout::new(tensors);
+        let machine = Machine::described(&["cuda:0=24mib", "cpu=24mib"].map(|device| device.parse().unwrap()));
+        let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap());
+        let plan = planner.clone().plan().unwrap();
+        let slots = |count, large| Slots { count, bytes_each: 1_000_192, large, large_bytes: 9_000_192 };
+        assert_eq!((plan.slots(), plan.slots().bytes()), (slots(3, 1), 3 * 1_000_192 + 9_000_192));
+        assert!(plan.to_string().contains("3 x 976.75 KiB + 1 x 8.58 MiB"), "{plan}");
+        let written = serde_json::to_value(&plan).unwrap();
+        assert_eq!(serde_json::from_value::<Plan>(written.clone()).unwrap(), plan);
+        assert_eq!((&written["slots"]["large"], &written["slots"]["large_bytes"]), (&1.into(), &9_000_192.into()));
+        let written = serde_json::to_value(planner.clone().fixed_slots(true).depth(0).plan().unwrap()).unwrap();
+        assert!(written["slots"]["large"].is_null() && written["slots"]["large_bytes"].is_null(), "{written}");
+        let own = planner.own_slots(true).plan().unwrap();
+        assert_eq!(own.slots(), slots(0, 0));
+        for (plan, devices) in [(&plan, true), (&own, false)] {
+            plan.verify(&layout).unwrap();
+            let refused = |what: &str, change: &dyn Fn(&mut Parts)| {
+                let mut parts = plan.parts().clone();
+                change(&mut parts);
+                if devices {
+                    let bytes = parts.slots.bytes();
+                    parts.devices.iter_mut().filter(|d| d.id == parts.compute).for_each(|d| d.beside.slots = bytes);
+                }
+                assert_ne!(&parts, plan.parts(), "{what}");
+                assert!(Plan::new(parts).and_then(|plan| plan.verify(&layout)).is_err(), "{what}");
+            };
+            refused("an ordinary slot more", &|parts| parts.slots.count += 1);
+            refused("larger ones", &|parts| parts.slots.bytes_each += 256);
+            refused("smaller ones", &|parts| parts.slots.bytes_each -= 256);
+            refused("a large slot more", &|parts| parts.slots.large += 1);
+            refused("a larger one", &|parts| parts.slots.large_bytes += 256);
+            refused("a smaller one", &|parts| parts.slots.large_bytes -= 256);
+            refused("fixed ones", &|parts| parts.fixed_slots = true);
+            refused("one size", &|parts| {
+                parts.slots = Slots { count: parts.slots.count, bytes_each: 9_000_192, ..Slots::default() };
+            });
         }
     }
 

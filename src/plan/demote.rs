@@ -3,7 +3,7 @@
 use super::check;
 use super::planner::default_pinned_cap;
 use super::traffic::{BinTraffic, Placed};
-use super::value::{Assignment, DevicePlan, Parts, Plan, Slots, Use};
+use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, ModuleId, Per};
 use crate::device::{DeviceId, Machine};
@@ -63,9 +63,9 @@ impl Plan {
         let uses: Per<ModuleId, Use> = assignments.iter().map(|a| a.usage).collect();
         let staged: Per<ModuleId, bool> = assignments.iter().map(|a| a.staged).collect();
         let mut moved = vec![BinTraffic::default(); ids.len()];
-        let (topology, depth) = (machine.topology(), old.depth);
-        let placed = Placed { layout, topology, compute, devices: &ids, home: &home, depth, pinned_cap: 0 };
-        let slots: Slots = placed.slots(&uses, &staged, &mut moved);
+        let (topology, depth, fixed) = (machine.topology(), old.depth, old.fixed_slots);
+        let placed = Placed { layout, topology, compute, devices: &ids, home: &home, depth, fixed, pinned_cap: 0 };
+        let slots = placed.slots(&uses, &staged, &mut moved);
         for (device, moved) in devices.iter_mut().zip(moved) {
             let here = || assignments.iter().filter(|a| a.device == device.id);
             let pinned = here().filter(|a| a.usage == Use::Streamed && !a.staged && device.id.is_host());

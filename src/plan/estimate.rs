@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::value::{Plan, Use};
+use super::value::{Assignment, DeviceWeights, Plan, Use};
+use crate::checkpoint::Layout;
 use crate::device::{Bandwidth, Topology};
 
 /// The time of one pass through the network when transfers and compute overlap fully: the largest of the
@@ -45,14 +46,21 @@ impl Plan {
     ///
     /// Bytes that are staged go through the host's memory, so they pass the segments of both ways
     /// ([`Topology::staged_way`]); so does a disk's. Where no link is known, transfers take no time. Where the slots
-    /// hold all streamed layers at once, this is the first pass: later ones bring nothing.
+    /// hold all streamed layers at once, this is the first pass: later ones bring nothing. Layers
+    /// for which there are as many large slots stay in these, and do not count.
     pub fn estimate(&self, topology: &Topology, compute: Duration) -> Estimate {
         let mut bytes = vec![0u64; topology.segments().len()];
+        let stays = self.stays_in_slots();
         for device in self.devices() {
             let direct = topology.way(device.id, self.compute());
             let staged = topology.staged_way(device.id, self.compute());
-            let passes = direct.into_iter().map(|segment| (segment, device.weights.streamed - device.weights.staged));
-            for (segment, passing) in passes.chain(staged.into_iter().map(|segment| (segment, device.weights.staged))) {
+            let stays = |staged: bool| stays.iter().filter(move |a| a.device == device.id && a.staged == staged);
+            let [stays_staged, stays_direct] = [true, false].map(|staged| stays(staged).map(|a| a.bytes).sum::<u64>());
+            let DeviceWeights { streamed, staged: all_staged, .. } = device.weights;
+            let passes =
+                direct.into_iter().map(|segment| (segment, (streamed - all_staged).saturating_sub(stays_direct)));
+            let staged = staged.into_iter().map(|segment| (segment, all_staged.saturating_sub(stays_staged)));
+            for (segment, passing) in passes.chain(staged) {
                 bytes[segment] = bytes[segment].saturating_add(passing);
             }
         }
@@ -70,7 +78,22 @@ impl Plan {
         Estimate { pass, compute, segments }
     }
 
-    /// The bytes that move to the compute device in each pass.
+    /// What is streamed of the layers that have large slots to themselves.
+    fn stays_in_slots(&self) -> Vec<&Assignment> {
+        let slots = self.slots();
+        let streamed = |layer: &'_ [Assignment]| {
+            let streamed = layer.iter().filter(|a| a.usage == Use::Streamed);
+            streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add)
+        };
+        let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
+        let large: Vec<&[Assignment]> = layers.filter(|layer| streamed(layer) > slots.bytes_each).collect();
+        let stay = slots.large > 0 && large.len() <= slots.large;
+        let large = if stay { large } else { Vec::new() };
+        large.into_iter().flatten().filter(|a| a.usage == Use::Streamed).collect()
+    }
+
+    /// The bytes that move to the compute device in each pass; large layers that stay in their slots, in
+    /// the first.
     pub fn streamed_bytes(&self) -> u64 {
         self.devices().iter().fold(0, |sum, d| sum.saturating_add(d.weights.streamed))
     }

@@ -101,7 +101,15 @@ impl Explanation {
 fn computes(plan: &Plan) -> String {
     let (slots, reserve) = (plan.slots(), plan.device(plan.compute()).map_or(0, |d| d.beside.reserve));
     let reserve = if reserve > 0 { format!(" and {} in reserve", ByteSize(reserve).human()) } else { String::new() };
-    format!("computes: what fits beside {} slots of {}{reserve}", slots.count, ByteSize(slots.bytes_each).human())
+    let large = match slots.large {
+        0 => String::new(),
+        large => format!(" and {large} of {}", ByteSize(slots.large_bytes).human()),
+    };
+    format!(
+        "computes: what fits beside {} slots of {}{large}{reserve}",
+        slots.count,
+        ByteSize(slots.bytes_each).human()
+    )
 }
 
 fn donates(plan: &Plan, machine: &Machine, donor: &Donor, bytes: u64) -> String {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::slots::Slots;
 use super::value::{Assignment, Plan};
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 use crate::device::{Bookings, DeviceId, Topology};
@@ -103,8 +104,9 @@ impl Plan {
     }
 }
 
-/// Passes before the first that counts: the first finds the slots empty.
-const BEFORE: u32 = 1;
+/// Passes before the first that counts: the first finds the slots empty, and brings layers that stay; while it waited for
+/// these, more was fetched ahead for the second than will be again.
+const BEFORE: u32 = 2;
 /// Passes that count.
 const COUNTED: u32 = 2;
 
@@ -193,15 +195,18 @@ impl<'a> Simulation<'a> {
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
         // Where the plan counts none, they are the caller's.
-        let slots = contents.streamed().min(plan.depth().saturating_add(1));
+        let slots: Vec<u64> = match plan.slots().sizes().next() {
+            Some(_) => plan.slots().sizes().collect(),
+            None => Slots::of(&contents.bytes(), plan.depth(), plan.fixed_slots()).sizes().collect(),
+        };
         Simulation {
             topology,
+            slots: vec![Slot::default(); slots.len()],
             schedule: Schedule::new(&contents, slots, plan.depth(), plan.fixed_slots()),
             fetches,
             from_host: topology.way(DeviceId::CPU, compute),
             lanes,
             bookings: Bookings::of(topology),
-            slots: vec![Slot::default(); slots],
             now: Duration::ZERO,
             compute: Duration::ZERO,
         }

@@ -144,6 +144,19 @@ impl<'a> Placement<'a> {
         self.keep(|module| layout.at(module).both_ends, Some(KeptFor::BothEnds));
     }
 
+    /// Puts the modules that would make slots large on the compute device, as far as its quota goes: `tables` last, of which
+    /// the caller gathers rows, so that the host is the next best place for them.
+    pub(super) fn keep_outliers(&mut self, others: &[ModuleId], tables: &[ModuleId]) {
+        self.keep(|module| others.contains(&module), None);
+        self.keep(|module| tables.contains(&module), None);
+        let host = self.quotas.find(DeviceId::CPU);
+        for &table in tables {
+            if let Some(host) = host.filter(|&host| self.is_open(table) && self.holds(host, self.bytes(table))) {
+                self.put(table, host);
+            }
+        }
+    }
+
     /// With `why`, a module that the quota does not hold is worth a warning.
     fn keep(&mut self, kept: impl Fn(ModuleId) -> bool, why: Option<KeptFor>) {
         let compute = self.quotas.compute;
@@ -226,6 +239,7 @@ impl<'a> Placement<'a> {
             limit_is: Limit::Free,
             total,
             short: needed.saturating_sub(limit),
+            remedies: Vec::new(),
         }))
     }
 

@@ -3,13 +3,14 @@
 use super::auto;
 use super::check;
 use super::forecast::ComputeTime;
+use super::outlier::outliers_of;
 use super::pattern::matches;
 use super::place::{Placement, Quotas};
 use super::value::{Assignment, Order, Parts, Plan, Unit, Use};
 use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layer, Layout, ModuleId, Per};
+use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{PlanFault, Result};
 
@@ -43,7 +44,9 @@ pub struct Planner<'a> {
     pub(super) scratch: u64,
     pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
-    pub(super) in_place: Vec<String>,
+    in_place: Vec<String>,
+    /// Whether the caller gathers rows of tables that are looked up.
+    gather: bool,
     pub(super) own_slots: bool,
     pub(super) fixed_slots: bool,
     pub(super) compute_time: ComputeTime,
@@ -67,6 +70,7 @@ impl<'a> Planner<'a> {
             pinned_cap: default_pinned_cap(machine),
             resident: Vec::new(),
             in_place: Vec::new(),
+            gather: false,
             own_slots: false,
             fixed_slots: false,
             compute_time: ComputeTime::default(),
@@ -133,6 +137,16 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// Whether the caller gathers what the network looks up of embeddings, instead of having the tables on the compute device:
+    /// with [`Model::read_rows`](crate::Model::read_rows) or [`Streamer::send_rows`](crate::Streamer::send_rows). Then
+    /// tables of tokens and positions, as models name them, that the compute device's quota does not hold are used in
+    /// place; one that would make slots large lives on the host, if a quota allows it there and the order is interleaved.
+    /// An embedding that is the head too is needed whole, and no such table. Default: no.
+    pub fn gather_embeddings(mut self, gather: bool) -> Self {
+        self.gather = gather;
+        self
+    }
+
     /// Whether the caller has memory for streamed layers, so that the plan counts none: for
     /// [`Streamer::with_slots`](crate::Streamer::with_slots). Default: no.
     pub fn own_slots(mut self, own: bool) -> Self {
@@ -176,22 +190,17 @@ impl<'a> Planner<'a> {
     ///
     /// # Errors
     /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) for a device that the machine lacks;
-    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term and the bytes short;
+    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term, the bytes short, and what would make it
+    /// fit: these remedies are planned to see whether they do;
     /// [`AllocationError::DuplicateDevice`](crate::AllocationError::DuplicateDevice) when the allocation names the compute
     /// device by name and without; [`Error::Plan`](crate::Error::Plan) for more than 2^63 bytes;
     /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers.
     pub fn plan(&self) -> Result<Plan> {
-        match &self.allocation {
-            Some(allocation) if allocation.mode() == Mode::Auto => {
-                let reserve = allocation.reserve().unwrap_or(ByteSize(self.reserve));
-                let compute = self.compute_device();
-                auto::plan(
-                    &Planner { allocation: None, compute: Some(compute), ..self.clone() }.reserve(reserve),
-                    compute,
-                )
-            }
-            _ => self.checked(self.placed()?),
-        }
+        let plan = match self.is_auto() {
+            true => auto::plan(&self.for_auto(), self.compute_device()),
+            false => self.placed().and_then(|parts| self.checked(parts)),
+        };
+        plan.map_err(|error| self.advised(error))
     }
 
     /// Places every module, whether the devices hold the result or not.
@@ -205,6 +214,12 @@ impl<'a> Planner<'a> {
         let kept = self.kept();
         placement.keep_first(|module| kept[module], total);
         let order = if allocation.mode() == Mode::Virtual { Order::Sequential } else { self.order };
+        if order == Order::Interleaved {
+            let outliers = outliers_of(self.layout).into_iter();
+            let (tables, others): (Vec<_>, Vec<_>) =
+                outliers.partition(|&module| self.is_gathered(self.layout.at(module)));
+            placement.keep_outliers(&others, &tables);
+        }
         match (allocation.virtual_vram(), order) {
             (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
                 placement.virtual_vram(virtual_vram.bytes().unwrap_or(u64::MAX), self.machine)?;
@@ -246,9 +261,33 @@ impl<'a> Planner<'a> {
         let mut kept: Per<ModuleId, bool> =
             layout.modules().iter().map(|module| any(&self.resident, &module.name)).collect();
         if let Some(most) = self.largest_slot {
-            layout.layers().iter().for_each(|layer| excess(layout, layer, most).for_each(|module| kept[module] = true));
+            layout.layers().iter().for_each(|layer| self.excess(layer, most).for_each(|module| kept[module] = true));
         }
         kept
+    }
+
+    /// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
+    /// that no longer fits beside those before it.
+    pub(super) fn excess(&self, layer: &Layer, most: u64) -> impl Iterator<Item = ModuleId> + use<'a> {
+        let layout = self.layout;
+        let bytes = |module: &ModuleId| Layout::slot_bytes(layout.at(*module).bytes);
+        let mut modules = if self.slot(layer) > most { layer.modules.clone() } else { Vec::new() };
+        modules.retain(|&module| !self.is_in_place(layout.at(module)));
+        modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
+        let mut in_slot = 0u64;
+        modules.retain(|module| {
+            let fits = in_slot.saturating_add(bytes(module)) <= most;
+            in_slot += if fits { bytes(module) } else { 0 };
+            !fits
+        });
+        modules.into_iter()
+    }
+
+    /// The bytes of a slot for `layer`, all of it streamed but for what is used in place.
+    pub(super) fn slot(&self, layer: &Layer) -> u64 {
+        let moves = self.layout.needs(layer).into_iter().map(|module| self.layout.at(module));
+        let moves = moves.filter(|module| !self.is_in_place(module));
+        moves.map(|module| Layout::slot_bytes(module.bytes)).fold(0, u64::saturating_add)
     }
 
     pub(super) fn total(&self) -> Result<u64> {
@@ -257,7 +296,34 @@ impl<'a> Planner<'a> {
         countable.ok_or_else(|| PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into())
     }
 
-    fn compute_device(&self) -> DeviceId {
+    /// Whether mode auto is to find the quotas.
+    pub(super) fn is_auto(&self) -> bool {
+        self.allocation.as_ref().is_some_and(|allocation| allocation.mode() == Mode::Auto)
+    }
+
+    /// The planner that mode auto begins with.
+    pub(super) fn for_auto(&self) -> Planner<'a> {
+        let reserve = self.allocation.as_ref().and_then(Allocation::reserve);
+        let reserve = reserve.unwrap_or(ByteSize(self.reserve));
+        Planner { allocation: None, compute: Some(self.compute_device()), ..self.clone() }.reserve(reserve)
+    }
+
+    /// Whether a module is to be used where it lives, if that is not the compute device.
+    pub(super) fn is_in_place(&self, module: &Module) -> bool {
+        any(&self.in_place, &module.name) || self.is_gathered(module)
+    }
+
+    /// Whether it is a table of which the caller gathers rows.
+    fn is_gathered(&self, module: &Module) -> bool {
+        let of_rows = |&tensor: &TensorId| {
+            let TensorInfo { dtype, shape, .. } = self.layout.at(tensor);
+            shape.len() == 2 && dtype.bytes_of(&shape[1..]).is_some()
+        };
+        let looked_up = self.gather && !module.both_ends && module.alias_of.is_none() && is_table(&module.name);
+        looked_up && matches!(&module.tensors[..], [tensor] if of_rows(tensor))
+    }
+
+    pub(super) fn compute_device(&self) -> DeviceId {
         let accelerator = |id: &DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let named = self.allocation.as_ref().and_then(Allocation::compute).or(self.compute);
         named.or_else(|| self.machine.ids().find(accelerator)).unwrap_or(DeviceId::CPU)
@@ -281,22 +347,7 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
-/// that no longer fits beside those before it.
-pub(super) fn excess(layout: &Layout, layer: &Layer, most: u64) -> impl Iterator<Item = ModuleId> {
-    let bytes = |module: &ModuleId| Layout::slot_bytes(layout.at(*module).bytes);
-    let mut modules = if layout.slot(layer) > most { layer.modules.clone() } else { Vec::new() };
-    modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
-    let mut in_slot = 0u64;
-    modules.retain(|module| {
-        let fits = in_slot.saturating_add(bytes(module)) <= most;
-        in_slot += if fits { bytes(module) } else { 0 };
-        !fits
-    });
-    modules.into_iter()
-}
-
-pub(super) fn any(patterns: &[String], name: &str) -> bool {
+fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 

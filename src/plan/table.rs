@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::outlier::Outlier;
 use super::value::{DevicePlan, Order, Plan, Unit, Use};
 use crate::bytes::ByteSize;
 
@@ -25,6 +26,13 @@ impl fmt::Display for Plan {
             write_row(f, &row.each_ref().map(String::as_str), &widths)?;
         }
         self.write_streaming(f)?;
+        let streams = self.streamed_layers() > 0;
+        let told =
+            |outlier: &Outlier| self.explanation().is_some_and(|e| e.kept.iter().any(|k| **k == *outlier.module));
+        let worth_a_word = |outlier: &&Outlier| (streams || outlier.usage != Use::Resident) && !told(outlier);
+        for outlier in self.outliers().iter().filter(worth_a_word) {
+            write!(f, "\n{outlier}")?;
+        }
         for device in self.devices().iter().filter(|device| device.beside.opening > 0) {
             write!(
                 f,
@@ -50,7 +58,7 @@ impl Plan {
         let (slots, here) = (self.slots(), device.id == self.compute());
         let slots = match device.beside.scratch > device.beside.slots {
             true => format!("{} for patching", human(device.beside.scratch)),
-            false if here && slots.count > 0 => format!("{} x {}", slots.count, human(slots.bytes_each)),
+            false if here && slots.count > 0 => slots.to_string(),
             false => "-".to_owned(),
         };
         [

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::place::Quotas;
-use super::planner::{Planner, any};
-use super::value::{Assignment, DeviceBeside, DevicePlan, DeviceWeights, Slots, Use};
+use super::planner::Planner;
+use super::slots::Slots;
+use super::value::{Assignment, DeviceBeside, DevicePlan, DeviceWeights, Use};
 use super::warning::Warning;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, Module, ModuleId, Per};
@@ -21,6 +22,8 @@ pub(super) struct Placed<'a> {
     /// The bin of each module.
     pub(super) home: &'a Per<ModuleId, usize>,
     pub(super) depth: usize,
+    /// Whether each layer always uses the same slot.
+    pub(super) fixed: bool,
     /// The most that may be pinned on the host, in bytes.
     pub(super) pinned_cap: u64,
 }
@@ -46,11 +49,11 @@ pub(super) struct BinTraffic {
 }
 
 impl Placed<'_> {
-    pub(super) fn traffic(&self, in_place: impl Fn(&str) -> bool) -> Traffic {
+    pub(super) fn traffic(&self, in_place: impl Fn(&Module) -> bool) -> Traffic {
         let usage =
             self.layout.modules().iter().map(|module| match self.devices[self.home[module.id]] == self.compute {
                 true => Use::Resident,
-                false if in_place(&module.name) => Use::InPlace,
+                false if in_place(module) => Use::InPlace,
                 false => Use::Streamed,
             });
         let usage: Per<ModuleId, Use> = usage.collect();
@@ -98,7 +101,7 @@ impl Placed<'_> {
         bins: &mut [BinTraffic],
     ) -> Slots {
         let streamed = |module| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
-        slots_of(self.layout, self.depth, streamed, bins)
+        slots_of(self.layout, (self.depth, self.fixed), streamed, bins)
     }
 }
 
@@ -111,12 +114,13 @@ impl<'a> Planner<'a> {
         home: &Per<ModuleId, usize>,
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
-        let (layout, topology, depth) = (self.layout, self.machine.topology(), self.depth);
+        let (layout, topology) = (self.layout, self.machine.topology());
+        let (depth, fixed) = (self.depth, self.fixed_slots);
         let pinned_cap = self.pinnable(&ids, home);
-        let placed = Placed { layout, topology, compute, devices: &ids, home, depth, pinned_cap };
-        let mut traffic = placed.traffic(|name| any(&self.in_place, name));
+        let placed = Placed { layout, topology, compute, devices: &ids, home, depth, fixed, pinned_cap };
+        let mut traffic = placed.traffic(|module| self.is_in_place(module));
         if self.own_slots {
-            traffic.slots.count = 0;
+            traffic.slots = traffic.slots.left_to_caller();
         }
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
         let assignment = |module: &Module| {
@@ -198,15 +202,15 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// Sums up what moves, layer by layer, where `streamed` tells for each module that does its bin and whether it is staged;
+/// Sums up what moves, layer by layer, to so many layers ahead and fixed slots or not, where `streamed` tells for each module that does its bin and whether it is staged;
 /// storage that several modules of a layer share moves once.
 pub(super) fn slots_of(
     layout: &Layout,
-    depth: usize,
+    (depth, fixed): (usize, bool),
     streamed: impl Fn(ModuleId) -> Option<(usize, bool)>,
     bins: &mut [BinTraffic],
 ) -> Slots {
-    let mut slots = Slots::default();
+    let mut layers = Vec::new();
     for layer in layout.layers() {
         let mut in_slot = 0u64;
         for module in layout.needs(layer) {
@@ -217,9 +221,9 @@ pub(super) fn slots_of(
             bin.streamed = bin.streamed.saturating_add(bytes);
             bin.staged = bin.staged.saturating_add(if staged { bytes } else { 0 });
         }
-        slots.count += usize::from(layer.modules.iter().any(|&module| streamed(module).is_some()));
-        slots.bytes_each = slots.bytes_each.max(in_slot);
+        if layer.modules.iter().any(|&module| streamed(module).is_some()) {
+            layers.push(in_slot);
+        }
     }
-    slots.count = slots.count.min(depth.saturating_add(1));
-    slots
+    Slots::of(&layers, depth, fixed)
 }

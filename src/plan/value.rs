@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::explain::Explanation;
+use super::slots::Slots;
 use super::warning::Warning;
 use crate::allocation::Mode;
 use crate::checkpoint::{LayerId, Layout, ModuleId};
@@ -130,16 +131,6 @@ pub struct DeviceRoom {
     pub total: u64,
     /// What of it was free, where known.
     pub free: Option<u64>,
-}
-
-/// Memory on the compute device for streamed layers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct Slots {
-    /// `min(depth + 1, streamed layers)`; 0 where the caller has memory of its own for them.
-    pub count: usize,
-    /// The bytes of the largest streamed layer, as far as it is streamed; each of its modules takes a multiple of 256.
-    pub bytes_each: u64,
 }
 
 /// Where every module of a model lives and how it is used.
@@ -292,13 +283,6 @@ impl DevicePlan {
         let DeviceBeside { slots, scratch, reserve, opening } = self.beside;
         let kept = self.weights.bytes.saturating_add(slots.max(scratch)).saturating_add(reserve);
         kept.saturating_add(opening)
-    }
-}
-
-impl Slots {
-    /// The bytes of all slots.
-    pub fn bytes(self) -> u64 {
-        self.bytes_each.saturating_mul(self.count as u64)
     }
 }
 

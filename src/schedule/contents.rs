@@ -79,6 +79,11 @@ impl Contents {
     pub(crate) fn streamed(&self) -> usize {
         self.iter().filter(|content| content.is_streamed()).count()
     }
+
+    /// The bytes of a slot for each layer that fetches anything, in order.
+    pub(crate) fn bytes(&self) -> Vec<u64> {
+        self.iter().filter(|content| content.is_streamed()).map(Content::bytes).collect()
+    }
 }
 
 impl Content {
@@ -98,6 +103,11 @@ impl Content {
         }
         located.sort_by_key(|located| (located.module, located.range.start));
         Content { parts: parts.into_values().collect(), located }
+    }
+
+    /// The bytes of a slot for it.
+    pub(super) fn bytes(&self) -> u64 {
+        self.parts.iter().map(|part| part.bytes as u64).sum()
     }
 
     /// Whether it fetches anything.

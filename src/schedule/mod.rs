@@ -26,6 +26,11 @@ pub(crate) struct Schedule {
     depth: usize,
     /// Whether each layer has a slot of its own choice: the k-th that is streamed number k mod n.
     fixed: bool,
+    /// For each layer the bytes of a slot for it, and the most of them.
+    needs: Per<LayerId, u64>,
+    largest: u64,
+    /// The bytes of each slot.
+    sizes: Vec<u64>,
     /// For each slot the layer that it holds, or will.
     layers: Vec<Option<LayerId>>,
     /// For each layer the slot that holds it, or will.
@@ -33,16 +38,24 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    /// Nothing in `slots` slots, and all layers of `contents` to come in their order; those that stream are fetched up to
-    /// `depth` ahead.
-    pub(crate) fn new(contents: &Contents, slots: usize, depth: usize, fixed: bool) -> Schedule {
+    /// Nothing in slots of these `sizes`, and all layers of `contents` to come in their order; those that stream are
+    /// fetched up to `depth` ahead. Fixed slots hold any layer.
+    pub(crate) fn new(contents: &Contents, sizes: Vec<u64>, depth: usize, fixed: bool) -> Schedule {
         let order = Order::new(&contents.iter().map(Content::is_streamed).collect());
-        Schedule { order, depth, fixed, layers: vec![None; slots], slots: Per::all(contents.len(), None) }
+        let needs: Per<LayerId, u64> = contents.iter().map(Content::bytes).collect();
+        let largest = needs.values().copied().max().unwrap_or(0);
+        let (layers, slots) = (vec![None; sizes.len()], Per::all(contents.len(), None));
+        Schedule { order, depth, fixed, needs, largest, sizes, layers, slots }
     }
 
     /// How many slots there are.
     pub(crate) fn slots(&self) -> usize {
         self.layers.len()
+    }
+
+    /// How many slots are large enough for `layer`.
+    pub(crate) fn slots_for(&self, layer: LayerId) -> usize {
+        self.sizes.iter().filter(|&&bytes| bytes >= self.needs[layer]).count()
     }
 
     /// `layer` has its turn.
@@ -66,16 +79,17 @@ impl Schedule {
         self.order.ahead(self.depth).filter(|&layer| self.slots[layer].is_none()).collect()
     }
 
-    /// The slots that `layer` may be fetched into, best first: those whose layers are needed later than it is, the one
-    /// that is needed last in front.
+    /// The slots that `layer` may be fetched into, best first: those that are large enough and whose layers are needed later
+    /// than it is, the one that is needed last in front. Slots that hold any layer are left to those that need them, as long
+    /// as there are others.
     pub(crate) fn candidates(&self, layer: LayerId) -> Vec<usize> {
         let own = self.order.distance(layer);
         let needed = |slot: usize| self.layers[slot].map_or(usize::MAX, |other| self.order.distance(other));
         let fixed = self.fixed_slot_of(layer);
-        let usable = |slot: &usize| fixed.is_none_or(|fixed| fixed == *slot);
+        let usable = |slot: &usize| fixed.map_or(self.sizes[*slot] >= self.needs[layer], |fixed| fixed == *slot);
         let slots = (0..self.slots()).filter(usable).map(|slot| (needed(slot), slot));
         let mut candidates: Vec<(usize, usize)> = slots.filter(|(needed, _)| *needed > own).collect();
-        candidates.sort_by_key(|(needed, _)| std::cmp::Reverse(*needed));
+        candidates.sort_by_key(|&(needed, slot)| (self.sizes[slot] >= self.largest, std::cmp::Reverse(needed)));
         candidates.into_iter().map(|(_, slot)| slot).collect()
     }
 
@@ -103,9 +117,15 @@ mod tests {
     use crate::dtype::DType;
     use proptest::prelude::*;
 
-    /// Contents of layers of which some are streamed.
+    const MIB: u64 = 1 << 20;
+
+    /// Contents of layers of a MiB of which some are streamed.
     fn contents(streamed: &[bool]) -> Contents {
-        let layout = Layout::blocks(vec![1 << 20; streamed.len()]);
+        contents_of(streamed, &vec![MIB; streamed.len()])
+    }
+
+    fn contents_of(streamed: &[bool], sizes: &[u64]) -> Contents {
+        let layout = Layout::blocks(sizes.iter().copied());
         let lanes: Per<ModuleId, Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
         Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes)
     }
@@ -139,7 +159,7 @@ mod tests {
         let contents = contents(&[true; 12]);
         // By name: two inputs, five single blocks, four double ones, the end.
         let pass = [0, 1, 7, 8, 9, 10, 2, 3, 4, 5, 6, 11];
-        let mut schedule = Schedule::new(&contents, 3, 2, false);
+        let mut schedule = Schedule::new(&contents, vec![MIB; 3], 2, false);
         let (first, _) = run(&mut schedule, &contents, &pass);
         assert_eq!(
             first.iter().filter(|ahead| !**ahead).count(),
@@ -159,7 +179,7 @@ mod tests {
     #[test]
     fn another_order_starts_over() {
         let contents = contents(&[true; 6]);
-        let mut schedule = Schedule::new(&contents, 2, 1, false);
+        let mut schedule = Schedule::new(&contents, vec![MIB; 2], 1, false);
         let (odd, even) = ([0, 2, 4, 1, 3, 5], [0, 1, 2, 3, 4, 5]);
         (0..3).for_each(|_| drop(run(&mut schedule, &contents, &odd)));
         assert_eq!(run(&mut schedule, &contents, &odd).0, [true; 6]);
@@ -181,7 +201,7 @@ mod tests {
     #[test]
     fn a_layer_may_come_twice_in_a_pass() {
         let contents = contents(&[true; 5]);
-        let mut schedule = Schedule::new(&contents, 2, 1, false);
+        let mut schedule = Schedule::new(&contents, vec![MIB; 2], 1, false);
         let pass = [0, 1, 1, 4, 2, 1, 3];
         (0..2).for_each(|_| drop(run(&mut schedule, &contents, &pass)));
         assert_eq!(run(&mut schedule, &contents, &pass).0, [true; 7]);
@@ -192,7 +212,7 @@ mod tests {
         // Layer 2 is resident, so the streamed ones are 0, 1, 3, 4, 5.
         let streamed = [true, true, false, true, true, true];
         let contents = contents(&streamed);
-        let mut schedule = Schedule::new(&contents, 2, 1, true);
+        let mut schedule = Schedule::new(&contents, vec![MIB; 2], 1, true);
         let slots: Per<LayerId, Option<usize>> = (0..6).map(|at| schedule.fixed_slot_of(LayerId::new(at))).collect();
         assert_eq!(slots, [Some(0), Some(1), None, Some(0), Some(1), Some(0)].into_iter().collect());
         for pass in 0..3 {
@@ -205,6 +225,38 @@ mod tests {
             schedule.turn(layer);
             assert!(schedule.slot_of(layer).is_none_or(|held| Some(held) == *slot));
         }
+    }
+
+    /// An embedding and a head, that follow each other around the end, and one large slot more than one of them needs.
+    #[test]
+    fn large_layers_have_large_slots_and_leave_the_others_to_all() {
+        let sizes = [9 * MIB, MIB, MIB, MIB, MIB, 8 * MIB];
+        let contents = contents_of(&[true; 6], &sizes);
+        assert_eq!(contents.bytes(), sizes);
+        for (slots, late) in [(vec![MIB, MIB, MIB, 9 * MIB, 9 * MIB], 0), (vec![MIB, MIB, MIB, 9 * MIB], 1)] {
+            let mut schedule = Schedule::new(&contents, slots.clone(), 2, false);
+            let layers = [0, 1, 2, 3, 4, 5].map(LayerId::new);
+            assert_eq!(
+                layers.map(|layer| schedule.slots_for(layer)),
+                [1, 5, 5, 5, 5, 1].map(|n| match n {
+                    1 => slots.len() - 3,
+                    _ => slots.len(),
+                })
+            );
+            run(&mut schedule, &contents, &[0, 1, 2, 3, 4, 5]);
+            let (ahead, fetches) = run(&mut schedule, &contents, &[0, 1, 2, 3, 4, 5]);
+            assert_eq!(ahead.iter().filter(|ahead| !**ahead).count(), late, "{slots:?}");
+            // What has a slot to itself stays in it.
+            assert_eq!(fetches, if late == 0 { 2 } else { 4 }, "{slots:?}");
+            for (slot, held) in schedule.layers.iter().enumerate() {
+                assert!(held.is_none_or(|layer| (sizes[layer.index()] > MIB) == (slot > 2)), "{schedule:?}");
+            }
+        }
+        // A guard of the caller's keeps an ordinary slot: a large one will do, if its layer is not needed sooner.
+        let mut schedule = Schedule::new(&contents, vec![MIB, 9 * MIB], 0, false);
+        schedule.turn(LayerId::new(2));
+        assert_eq!(schedule.candidates(LayerId::new(2)), [0, 1]);
+        assert_eq!(schedule.candidates(LayerId::new(5)), [1]);
     }
 
     #[test]
@@ -264,21 +316,27 @@ mod tests {
         /// no layer is in two, and nothing is fetched ahead over what is needed sooner.
         #[test]
         fn any_order_keeps_slots_and_layers_apart(
-            streamed in prop::collection::vec(any::<bool>(), 1..12),
-            slots in 1usize..6,
+            layers in prop::collection::vec(any::<(bool, bool)>(), 1..12),
+            large in prop::collection::vec(any::<bool>(), 0..6),
             depth in 0usize..8,
             fixed in any::<bool>(),
             steps in prop::collection::vec((any::<prop::sample::Index>(), prop::collection::vec(any::<bool>(), 5)), 1..80),
         ) {
-            let contents = contents(&streamed);
-            let mut schedule = Schedule::new(&contents, slots, depth, fixed);
+            let (streamed, far_larger): (Vec<bool>, Vec<bool>) = layers.into_iter().unzip();
+            let sizes: Vec<u64> = far_larger.iter().map(|&far| if far { 5 * MIB } else { MIB }).collect();
+            let contents = contents_of(&streamed, &sizes);
+            // One at least holds any layer, and fixed ones all do.
+            let large: Vec<bool> = large.into_iter().map(|large| large || fixed).chain([true]).collect();
+            let slots: Vec<u64> = large.iter().map(|&large| if large { 5 * MIB } else { MIB }).collect();
+            let mut schedule = Schedule::new(&contents, slots.clone(), depth, fixed);
             for (layer, held) in steps {
                 let layer = LayerId::new(layer.index(streamed.len()));
                 schedule.turn(layer);
                 let free = |slot: &usize| !held.get(*slot).copied().unwrap_or(false);
                 if streamed[layer.index()] && schedule.slot_of(layer).is_none() {
                     let candidates = schedule.candidates(layer);
-                    let most = if fixed { 1 } else { slots };
+                    let most = if fixed { 1 } else { schedule.slots_for(layer) };
+                    prop_assert!(most >= 1 && (sizes[layer.index()] > MIB || fixed || most == slots.len()));
                     prop_assert_eq!(candidates.len(), most, "any slot may be taken for the layer that has its turn");
                     candidates.into_iter().find(free).into_iter().for_each(|slot| schedule.hold(slot, layer));
                 }
@@ -295,6 +353,7 @@ mod tests {
                 }
                 for (layer, slot) in schedule.slots.iter() {
                     prop_assert!(slot.is_none_or(|slot| schedule.layers[slot] == Some(layer)));
+                    prop_assert!(slot.is_none_or(|slot| slots[slot] >= sizes[layer.index()]), "a layer fits its slot");
                 }
                 let held = schedule.layers.iter().flatten().count();
                 prop_assert_eq!(held, schedule.slots.values().flatten().count());

@@ -4,6 +4,7 @@ mod guard;
 mod lanes;
 mod pass;
 mod report;
+mod rows;
 mod slots;
 mod through_host;
 
@@ -24,6 +25,7 @@ use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result}
 use crate::limits::LONGEST;
 use crate::load::Model;
 use crate::schedule::{Contents, Schedule};
+use crate::staging::Pool;
 use lanes::Lanes;
 use slots::{Fill, Slots};
 
@@ -69,6 +71,8 @@ pub struct Streamer {
     slots: Slots,
     /// Slots of the plan's that stay unused, since the caller brought others.
     spare: Option<Vec<Vec<Buf>>>,
+    /// Staging buffers for rows, once some were sent.
+    rows: Option<Pool>,
     deadline: Duration,
     report: StreamReport,
     /// The one that has its lanes' threads.
@@ -102,7 +106,7 @@ impl Streamer {
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
-        if streamed.contents.streamed() > 0 && model.plan().slots().count == 0 {
+        if streamed.contents.streamed() > 0 && model.plan().slots().sizes().next().is_none() {
             return Err(PlanFault::SlotsLeftToCaller.into());
         }
         let slots = Slots::new(model.residency().take_slots().ok_or(InUse::Streamed)?);
@@ -110,7 +114,8 @@ impl Streamer {
     }
 
     /// A streamer that fills memory of the caller's: some slots, each one buffer of at least [`Slots::bytes_each`]
-    /// (`model.plan().slots()`), for all layers. A framework's tensors can be views of them, and are filled in place; on CUDA
+    /// (`model.plan().slots()`), for all layers; where the plan has [`Slots::large_bytes`], at least one has as many, and
+    /// only such slots hold the layers that are larger than the others. A framework's tensors can be views of them, and are filled in place; on CUDA
     /// devices [`BufMut::foreign`](crate::backend::BufMut) makes a buffer of a framework's memory. Nothing is allocated on
     /// the device.
     ///
@@ -142,14 +147,16 @@ impl Streamer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::WrongSize`] naming the first slot that is too small, or when there is none; [`Error::Mismatch`] for one on
-    /// another device; as [`on`](Streamer::on). The slots are dropped then.
+    /// [`Error::WrongSize`] naming the first slot that is too small, or the largest where none is large enough, or when
+    /// there is none; [`Error::Mismatch`] for one on another device; as [`on`](Streamer::on). The slots are dropped then.
     ///
     /// [`Slots::bytes_each`]: crate::Slots::bytes_each
+    /// [`Slots::large_bytes`]: crate::Slots::large_bytes
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
-        let (device, need) = (compute.device(), model.plan().slots().bytes_each);
+        let (device, shape) = (compute.device(), model.plan().slots());
+        let most = slots.iter().map(BufMut::bytes).max();
         if slots.is_empty() && streamed.contents.streamed() > 0 {
             return Err(Error::WrongSize { what: Measured::Slots, needed: 1, given: 0 });
         }
@@ -158,9 +165,10 @@ impl Streamer {
                 let (what, memory) = (format!("slot {number}"), slot.device());
                 return Err(Mismatch::Memory { what, memory, device }.into());
             }
-            if (slot.bytes() as u64) < need {
-                let (what, given) = (Measured::Slot { number }, slot.bytes() as u64);
-                return Err(Error::WrongSize { what, needed: need, given });
+            let (what, given) = (Measured::Slot { number }, slot.bytes() as u64);
+            let needed = if most == Some(slot.bytes()) { shape.largest() } else { shape.bytes_each };
+            if given < needed {
+                return Err(Error::WrongSize { what, needed, given });
             }
         }
         let spare = model.residency().take_slots().ok_or(InUse::Streamed)?;
@@ -178,10 +186,10 @@ impl Streamer {
     ) -> Streamer {
         let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
         let plan = model.plan();
-        let schedule = Schedule::new(&streamed.contents, slots.count(), plan.depth(), plan.fixed_slots());
+        let schedule = Schedule::new(&streamed.contents, slots.sizes(), plan.depth(), plan.fixed_slots());
         let (model, streamed, deadline) = (Arc::clone(model), Arc::new(streamed), model.limits().work);
         let process = Process::current();
-        Streamer { model, compute, lanes, streamed, schedule, slots, spare, deadline, report, process }
+        Streamer { model, compute, lanes, streamed, schedule, slots, spare, rows: None, deadline, report, process }
     }
 
     /// Sets how long the host waits for anything at most; a century at most. Default: what the
@@ -293,7 +301,7 @@ impl Streamer {
             None => {
                 let slot = self.fetch(layer, true)?;
                 self.report.late += 1;
-                slot.ok_or(InUse::Slots { count: self.slots.count() })?
+                slot.ok_or(InUse::Slots { count: self.schedule.slots_for(layer) })?
             }
         };
         let waits = self.slots.is_with_a_lane(slot);

@@ -42,6 +42,12 @@ impl Slots {
         self.0.len()
     }
 
+    /// The bytes of each.
+    pub(super) fn sizes(&self) -> Vec<u64> {
+        let parts = self.0.iter().map(|slot| slot.parts.iter().flatten());
+        parts.map(|parts| parts.map(|part| part.bytes() as u64).sum()).collect()
+    }
+
     /// Whether no copy into the slot failed.
     pub(super) fn is_sound(&self, slot: usize) -> bool {
         let failed = |memory: &Buf| {

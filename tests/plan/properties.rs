@@ -68,8 +68,23 @@ proptest! {
             layout.modules_in(layer.id).map(|module| Layout::slot_bytes(module.bytes)).sum::<u64>()
         };
         let slots = demoted.slots();
-        prop_assert_eq!(slots.bytes_each, layout.layers().iter().map(whole).max().unwrap_or(0));
-        prop_assert_eq!(slots.count, layout.layers().len().min(demoted.depth() + 1));
+        let wholes: Vec<u64> = layout.layers().iter().map(whole).collect();
+        let (largest, window) = (wholes.iter().copied().max().unwrap_or(0), wholes.len().min(demoted.depth() + 1));
+        prop_assert_eq!(slots.largest(), largest);
+        match slots.large {
+            0 => prop_assert_eq!((slots.count, slots.large_bytes), (window, 0)),
+            large => {
+                prop_assert!(slots.bytes() < largest * window as u64 && slots.bytes_each * 2 < largest);
+                // Whichever layers follow each other, there is a slot for each.
+                for begin in 0..wholes.len() {
+                    let at_once = (begin..begin + window).map(|at| wholes[at % wholes.len()]);
+                    let of_large = at_once.filter(|bytes| *bytes > slots.bytes_each).count();
+                    prop_assert!(of_large <= large && window - of_large <= slots.count);
+                }
+            }
+        }
+        prop_assert_eq!(demoted.device(GPU0).unwrap().beside.slots, slots.bytes());
+        demoted.verify(&layout).unwrap();
         let host = demoted.device(CPU).unwrap();
         prop_assert_eq!((host.weights.pinned, host.weights.streamed, host.weights.staged), (host.weights.bytes, host.weights.bytes, 0));
         prop_assert_eq!(demoted.demoted(&layout, &vast()).unwrap(), demoted);

@@ -1,0 +1,158 @@
+//! The memory of streamed layers on the compute device: how many slots, and how large.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::bytes::ByteSize;
+
+/// Memory on the compute device for streamed layers: slots of one size, or of two where a few layers are far larger than
+/// the others and that takes less memory.
+///
+/// Either way as many layers as the depth says are fetched ahead of any layer, in the order of the model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Slots {
+    /// How many there are, large ones aside: `min(depth + 1, streamed layers)` where all are of one size; 0 where the
+    /// caller has memory of their own for them.
+    pub count: usize,
+    /// The bytes of each of these: those of the largest streamed layer that goes into them, as far as it is streamed; each
+    /// of its modules takes a multiple of 256.
+    pub bytes_each: u64,
+    /// How many large slots there are beside them; 0 where the caller has memory of their own.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub large: usize,
+    /// The bytes of each large slot: those of the largest streamed layer. 0 where all slots are of one size.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub large_bytes: u64,
+}
+
+/// A second size has to be more than so many times the first: less is gained by a smaller difference than it is worth.
+const LARGER: u64 = 2;
+
+/// So many first sizes are tried.
+const MOST_SIZES: usize = 64;
+
+fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
+    *number == N::default()
+}
+
+impl Slots {
+    /// The slots for streamed layers that need these bytes, in order of execution. With `fixed` ones, which are dealt out
+    /// by number, all are of one size.
+    pub(crate) fn of(layers: &[u64], depth: usize, fixed: bool) -> Slots {
+        // So many layers are on the device at one time: the one in use, and those fetched ahead.
+        let window = layers.len().min(depth.saturating_add(1));
+        let largest = layers.iter().copied().max().unwrap_or(0);
+        let alike = Slots { count: window, bytes_each: largest, large: 0, large_bytes: 0 };
+        if fixed || window < 2 {
+            return alike;
+        }
+        let sizes: BTreeSet<u64> =
+            layers.iter().copied().filter(|&bytes| bytes.saturating_mul(LARGER) < largest).collect();
+        let step = sizes.len().div_ceil(MOST_SIZES).max(1);
+        let split = |&most: &u64| {
+            let count = most_at_once(layers, window, |bytes| bytes <= most);
+            let large = most_at_once(layers, window, |bytes| bytes > most);
+            Slots { count, bytes_each: most, large, large_bytes: largest }
+        };
+        let best = sizes.iter().rev().step_by(step).map(split).min_by_key(|slots| slots.bytes());
+        best.filter(|slots| slots.bytes() < alike.bytes()).unwrap_or(alike)
+    }
+
+    /// The same without memory of the library's: the caller has it.
+    pub(super) fn left_to_caller(self) -> Slots {
+        Slots { count: 0, large: 0, ..self }
+    }
+
+    /// The bytes of all slots.
+    pub fn bytes(self) -> u64 {
+        let large = self.large_bytes.saturating_mul(self.large as u64);
+        self.bytes_each.saturating_mul(self.count as u64).saturating_add(large)
+    }
+
+    /// The bytes of each slot, the large ones last.
+    pub fn sizes(self) -> impl Iterator<Item = u64> {
+        let large = std::iter::repeat_n(self.large_bytes, self.large);
+        std::iter::repeat_n(self.bytes_each, self.count).chain(large)
+    }
+
+    /// The bytes of a slot that holds any streamed layer.
+    pub fn largest(self) -> u64 {
+        self.bytes_each.max(self.large_bytes)
+    }
+}
+
+/// The most layers of a kind among any `window` that follow each other, around the end to the beginning.
+fn most_at_once(layers: &[u64], window: usize, is_of: impl Fn(u64) -> bool) -> usize {
+    let of = |at: usize| usize::from(is_of(layers[at % layers.len()]));
+    let first: usize = (0..window).map(of).sum();
+    let slide = |held: &mut usize, begin: usize| {
+        *held = *held + of(begin + window) - of(begin);
+        Some(*held)
+    };
+    (0..layers.len()).scan(first, slide).max().unwrap_or(0).max(first)
+}
+
+impl fmt::Display for Slots {
+    /// How many of which size.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {}", self.count, ByteSize(self.bytes_each).human())?;
+        match self.large {
+            0 => Ok(()),
+            large => write!(f, " + {large} x {}", ByteSize(self.large_bytes).human()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_few_large_layers_have_slots_of_their_own() {
+        let of = |layers: &[u64], depth| {
+            let Slots { count, bytes_each, large, large_bytes } = Slots::of(layers, depth, false);
+            (count, bytes_each, large, large_bytes)
+        };
+        assert_eq!(of(&[], 2), (0, 0, 0, 0));
+        assert_eq!(of(&[5; 7], 2), (3, 5, 0, 0));
+        assert_eq!(of(&[50, 7, 7, 7, 7], 2), (3, 7, 1, 50));
+        // An embedding and a head follow each other.
+        assert_eq!(of(&[50, 7, 7, 7, 7, 40], 2), (3, 7, 2, 50));
+        assert_eq!(of(&[50, 20, 20, 20, 20, 40], 2), (3, 50, 0, 0));
+        // Not worth it, and not more than twice as large.
+        assert_eq!(of(&[50, 7, 7], 0), (1, 50, 0, 0));
+        assert_eq!(of(&[14, 7, 7, 7, 7], 2), (3, 14, 0, 0));
+        // All of them at once.
+        assert_eq!(of(&[50, 7, 6, 3], usize::MAX), (3, 7, 1, 50));
+        assert_eq!(Slots::of(&[50, 7, 7, 7], 2, true), Slots { count: 3, bytes_each: 50, large: 0, large_bytes: 0 });
+        assert_eq!(Slots::of(&[50 << 20, 7 << 20, 7 << 20, 1], 2, false).to_string(), "3 x 7.00 MiB + 1 x 50.00 MiB");
+    }
+
+    proptest! {
+        /// Never more memory than of one size, and never fewer slots for any layers that follow each other.
+        #[test]
+        fn two_sizes_take_less_and_hold_as_many(
+            layers in prop::collection::vec(prop_oneof![3 => 1u64..20, 1 => 20u64..1000], 1..30),
+            depth in 0usize..8,
+            fixed in any::<bool>(),
+        ) {
+            let slots = Slots::of(&layers, depth, fixed);
+            let (window, largest) = (layers.len().min(depth + 1), *layers.iter().max().unwrap());
+            let alike = window as u64 * largest;
+            prop_assert!(slots.bytes() <= alike && slots.largest() == largest);
+            prop_assert_eq!(slots.sizes().sum::<u64>(), slots.bytes());
+            prop_assert_eq!(slots.large == 0, slots.large_bytes == 0);
+            prop_assert!(slots.large == 0 || (!fixed && slots.bytes() < alike && slots.large_bytes > 2 * slots.bytes_each));
+            for begin in 0..layers.len() {
+                let at_once = (begin..begin + window).map(|at| layers[at % layers.len()]);
+                let (ordinary, large): (Vec<u64>, Vec<u64>) = at_once.partition(|bytes| *bytes <= slots.bytes_each);
+                prop_assert!(ordinary.len() <= slots.count && large.len() <= slots.large);
+            }
+        }
+    }
+}

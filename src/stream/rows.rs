@@ -1,0 +1,143 @@
+//! Rows of a table, gathered where it lives and sent to the compute device: what a network looks up of an embedding that is
+//! used in place.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::Streamer;
+use crate::backend::{Buf, BufMut, MemoryKind, Piece, Transfer};
+use crate::error::{Missing, Result};
+use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
+use crate::load::{Model, TensorView};
+use crate::staging::Pool;
+
+/// The bytes of the smallest staging buffers.
+const SMALLEST: usize = 64 << 10;
+
+impl Streamer {
+    /// Rows of the tensor `name` on the compute device, wherever it lives: of its first dimension those at `rows`, in this
+    /// order, any of them more than once. They are there for work queued on [`compute`](Streamer::compute) from here on.
+    ///
+    /// What is not on the compute device is gathered on the host, in pinned buffers of the streamer's that take turns
+    /// (four, of 16 MiB at most), and sent on the compute stream. The memory of the result is not part of the plan; leave
+    /// some in its [reserve](crate::Planner::reserve). It is freed after the copies once it is dropped: tell the stream of
+    /// your own work with it by [`record`](crate::backend::Stream::record) before.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use tensor_offload::backend::Clock;
+    /// # use tensor_offload::{Checkpoint, Loader, Machine, Planner, Registry, Streamer, Weights};
+    /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+    /// # let machine = Machine::described(&["cuda:0=256kb".parse()?, "cpu=64mb".parse()?]);
+    /// # let devices = Registry::described(machine, Clock::Virtual);
+    /// # let weights = Weights::new(Checkpoint::open(path)?);
+    /// let planner = Planner::new(weights.layout(), devices.machine()).allocation("cpu,*".parse()?).depth(0);
+    /// let plan = planner.gather_embeddings(true).plan()?;
+    /// let model = Arc::new(Loader::new(&devices).load(&weights, &plan)?);
+    /// let mut streamer = Streamer::new(&model)?;
+    /// let hidden = streamer.send_rows("model.embed_tokens.weight", &[3, 1, 4, 1])?;
+    /// // Queue work that reads `hidden` on `streamer.compute()` here.
+    /// streamer.compute().record(&[hidden])?;
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Missing`](crate::Error::Missing) when there is no such tensor, when it has fewer rows, and as
+    /// [`TensorView::row_bytes`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) when the rows, or the buffers, do not
+    /// fit; [`Error::TimedOut`](crate::Error::TimedOut) when no buffer comes back before the deadline; whatever the copies
+    /// meet.
+    pub fn send_rows(&mut self, name: &str, rows: &[u64]) -> Result<Buf> {
+        self.process.check()?;
+        let model = Arc::clone(&self.model);
+        let view = model.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
+        let ranges = view.rows(rows)?;
+        let device = model.residency().device();
+        let bytes = ranges.iter().fold(0usize, |sum, range| sum.saturating_add(range.len()));
+        let dst = device.alloc(bytes, MemoryKind::Arena)?;
+        if bytes == 0 {
+            return Ok(dst.freeze());
+        }
+        if view.device() != device.id() {
+            return self.gather(&model, &view, &ranges, dst);
+        }
+        let mut at = 0;
+        let piece = |from: Range<usize>| {
+            at += from.len();
+            Piece { src: view.buf().clone(), at: at - from.len(), from }
+        };
+        let pieces = ranges.into_iter().map(piece).collect();
+        Ok(self.compute.send(Transfer::new(pieces, dst)?)?.chain().freeze())
+    }
+
+    /// Gathers byte ranges of what a view shows in staging buffers, and sends them to `dst`.
+    fn gather(
+        &mut self,
+        model: &Model,
+        view: &TensorView<'_>,
+        ranges: &[Range<usize>],
+        mut dst: BufMut,
+    ) -> Result<Buf> {
+        let compute = Arc::clone(&self.compute);
+        let (deadline, pool) = (self.deadline, self.rows_pool(dst.bytes()));
+        let mut at = 0;
+        for part in parts(ranges, pool.bytes_each()) {
+            let bytes = part.iter().map(Range::len).sum::<usize>();
+            let (mut buffer, lent) = pool.acquire(deadline)?;
+            // Nobody uses a buffer that was just acquired.
+            if let Some(staging) = buffer.host_mut() {
+                model.gather(view, &part, &mut staging[..bytes])?;
+            }
+            let filled = buffer.freeze();
+            let piece = Piece { src: filled.clone(), from: 0..bytes, at };
+            let flight = compute.send(Transfer::new(vec![piece], dst)?)?;
+            lent.give_back(flight.done().clone(), filled);
+            (dst, at) = (flight.chain(), at + bytes);
+        }
+        Ok(dst.freeze())
+    }
+
+    /// The buffers that rows of so many bytes pass, made anew for more than before.
+    fn rows_pool(&mut self, bytes: usize) -> &Pool {
+        let each = bytes.min(STAGING_BYTES).next_power_of_two().clamp(SMALLEST, STAGING_BYTES);
+        let pool = self.rows.take().filter(|pool| pool.bytes_each() >= each);
+        let make = || Pool::new(Arc::clone(self.model.host()), self.compute.device(), each, STAGING_BUFFERS);
+        self.rows.insert(pool.unwrap_or_else(make))
+    }
+}
+
+/// Cuts ranges into parts of at most `most` bytes together.
+fn parts(ranges: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
+    let (mut parts, mut room) = (Vec::<Vec<Range<usize>>>::new(), 0);
+    for range in ranges {
+        let mut begin = range.start;
+        while begin < range.end {
+            if room == 0 {
+                parts.push(Vec::new());
+                room = most;
+            }
+            let end = range.end.min(begin + room);
+            if let Some(part) = parts.last_mut() {
+                part.push(begin..end);
+            }
+            (room, begin) = (room - (end - begin), end);
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parts;
+
+    #[test]
+    fn parts_are_full_but_for_the_last() {
+        let cut = |ranges: &[(usize, usize)]| {
+            let ranges: Vec<_> = ranges.iter().map(|&(begin, end)| begin..end).collect();
+            let bounds =
+                |part: Vec<std::ops::Range<usize>>| part.iter().map(|range| (range.start, range.end)).collect();
+            parts(&ranges, 8).into_iter().map(bounds).collect::<Vec<Vec<_>>>()
+        };
+        assert_eq!(cut(&[(0, 10), (40, 45), (3, 5)]), [vec![(0, 8)], vec![(8, 10), (40, 45), (3, 4)], vec![(4, 5)]]);
+        assert_eq!(cut(&[(7, 7)]), [[]; 0]);
+    }
+}
