@@ -15,7 +15,8 @@ use half::bf16;
 use tensor_offload::backend::{
     Backend, Buf, BufMut, Cuda, Device, Flight, Found, MatrixPatch, MemoryKind, PackedProduct, Stream, Transfer,
 };
-use tensor_offload::{DType, DeviceId, DeviceKind, cuda};
+use tensor_offload::device::DeviceKind;
+use tensor_offload::{DType, DeviceId, cuda};
 
 const RANKS: [usize; 2] = [16, 64];
 /// How long the stream is held while a turn is queued.

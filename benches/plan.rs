@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{Allocation, DType, Described, Machine, Order, Planner, Unit};
+use tensor_offload::device::Described;
+use tensor_offload::plan::Unit;
+use tensor_offload::{Allocation, DType, Machine, Order, Planner};
 
 /// Modules of one layer.
 const LAYER: usize = 100;

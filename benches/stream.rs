@@ -15,10 +15,9 @@ use tensor_offload::backend::{
     Simulated, Stream,
 };
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{
-    DType, Described, DeviceId, DeviceInfo, Estimate, Machine, MemoryUsage, Model, Plan, Planner, Registry, Result,
-    Streamer, Topology,
-};
+use tensor_offload::device::{Described, DeviceInfo, MemoryUsage, Topology};
+use tensor_offload::plan::Estimate;
+use tensor_offload::{DType, DeviceId, Machine, Model, Plan, Planner, Registry, Result, Streamer};
 
 /// Layers of one model.
 const LAYERS: usize = 60;

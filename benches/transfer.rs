@@ -19,10 +19,9 @@ use tensor_offload::backend::{
     Backend, Buf, BufMut, Clock, Device, Host, MemoryKind, Piece, Role, Route, Stream, Transfer,
 };
 use tensor_offload::device::Link;
-use tensor_offload::{
-    Bandwidth, ByteSize, DeviceId, DeviceInfo, DeviceKind, LinkTiming, Machine, Registry, Result, Topology,
-    measure_links,
-};
+use tensor_offload::device::{Bandwidth, DeviceInfo, DeviceKind, Topology};
+use tensor_offload::registry::{LinkTiming, measure_links};
+use tensor_offload::{ByteSize, DeviceId, Machine, Registry, Result};
 
 const SIZES: [usize; 5] = [64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30];
 

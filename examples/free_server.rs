@@ -16,9 +16,9 @@ use clap::Parser;
 use serde_json::{Value, json};
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
+use tensor_offload::cache::{FreeRequest, Identity};
 use tensor_offload::{
-    Checkpoint, Error, FreeRequest, Identity, Loader, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer,
-    Weights,
+    Checkpoint, Error, Loader, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer, Weights,
 };
 
 /// The model that comes with the crate.

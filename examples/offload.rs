@@ -16,10 +16,12 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
+use tensor_offload::allocation::Mode;
 use tensor_offload::backend::Clock;
+use tensor_offload::device::{Bandwidth, DeviceInfo, DeviceKind, Topology};
 use tensor_offload::{
-    Adapter, Allocation, Bandwidth, ByteSize, Checkpoint, DeviceId, DeviceInfo, DeviceKind, Error, Loader, Machine,
-    Matching, Mode, Model, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer, Topology, Weights,
+    Adapter, Allocation, ByteSize, Checkpoint, DeviceId, Error, Loader, Machine, Matching, Model, ModelCache, Plan,
+    Planner, Registry, Result, Retention, Streamer, Weights,
 };
 
 /// The model and the adapter that come with the crate.

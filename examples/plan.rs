@@ -51,8 +51,8 @@ impl support::Example for Args {
 }
 
 fn report(plan: &Plan) -> Value {
-    let device = |d: &tensor_offload::DevicePlan| json!({ "id": d.id, "bytes": d.weights.bytes, "quota": d.quota, "modules": d.weights.modules });
-    let assignment = |a: &tensor_offload::Assignment| json!({ "module": a.module, "device": a.device, "use": a.usage, "bytes": a.bytes });
+    let device = |d: &tensor_offload::plan::DevicePlan| json!({ "id": d.id, "bytes": d.weights.bytes, "quota": d.quota, "modules": d.weights.modules });
+    let assignment = |a: &tensor_offload::plan::Assignment| json!({ "module": a.module, "device": a.device, "use": a.usage, "bytes": a.bytes });
     json!({
         "mode": plan.mode(),
         "order": plan.order(),

@@ -13,7 +13,8 @@ use support::options::OrderOption;
 use support::replay::step;
 use support::table::{Link, Row, Table};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{DType, DeviceId, DeviceInfo, Error, Machine, Order, Plan, Planner, Result, Topology};
+use tensor_offload::device::{DeviceInfo, Topology};
+use tensor_offload::{DType, DeviceId, Error, Machine, Order, Plan, Planner, Result};
 
 /// The card that computes.
 const CARD: DeviceId = DeviceId::cuda(0);

@@ -12,9 +12,10 @@ use clap::Parser;
 use serde_json::{Value, json};
 use support::options::DeviceOptions;
 use tensor_offload::backend::{Backend, Clock, Host};
+use tensor_offload::device::DeviceKind;
 use tensor_offload::device::{LeftOut, Link, LinkMatrix};
-use tensor_offload::{ByteSize, DeviceId, DeviceKind, Registry, Result};
-use tensor_offload::{LinkTiming, measure_links};
+use tensor_offload::registry::{LinkTiming, measure_links};
+use tensor_offload::{ByteSize, DeviceId, Registry, Result};
 
 /// Measures how fast bytes get from the host to each device, back, and from device to device: with ordinary and with
 /// pinned memory, through staging buffers, both ways at once, and between peers. Each figure is the bytes of a copy

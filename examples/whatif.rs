@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 use support::model::ModelOptions;
 use support::options::{DeviceOptions, Milliseconds, OrderOption, PlanOptions};
 use support::replay::step;
+use tensor_offload::allocation::Mode;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{
-    Allocation, Bandwidth, ByteSize, DeviceId, DeviceInfo, Estimate, Machine, Mode, Plan, Planner, Registry, Result,
-    Topology,
-};
+use tensor_offload::device::{Bandwidth, DeviceInfo, Topology};
+use tensor_offload::plan::Estimate;
+use tensor_offload::{Allocation, ByteSize, DeviceId, Machine, Plan, Planner, Registry, Result};
 
 /// Shows what a second card, a faster link, more pinned memory, another order or another depth would bring: for each the
 /// floor of a pass, and the time of one that is replayed on a virtual clock.

@@ -49,7 +49,7 @@ impl ByteSize {
     }
 
     /// The size rounded for people: `2.50 GiB`, `13 B`.
-    pub fn human(self) -> Human {
+    pub fn human(self) -> impl fmt::Display + use<> {
         Human(self.0)
     }
 }
@@ -105,7 +105,7 @@ pub(crate) fn unit_size(word: &str) -> Option<u64> {
 
 /// A size rounded to two decimals of the unit that suits it.
 #[derive(Clone, Copy, Debug)]
-pub struct Human(u64);
+struct Human(u64);
 
 impl fmt::Display for Human {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

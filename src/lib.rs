@@ -65,19 +65,19 @@
 //! | stage | what it does | begin at |
 //! |---|---|---|
 //! | [`error`], bytes, dtype | what can go wrong; sizes; element types | [`Error`], [`ByteSize`], [`DType`], [`Element`] |
-//! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`] |
+//! | [`device`] | devices as values: names, sizes, links | [`DeviceId`], [`Machine`], [`Topology`](device::Topology) |
 //! | [`backend`] | memory, streams and events; host, disk, CUDA and simulated devices | [`backend::Backend`], [`backend::Buf`] |
-//! | registry | the devices of a machine, opened at first use; how fast their links are | [`Registry`], [`measure_links`] |
+//! | [`registry`] | the devices of a machine, opened at first use; how fast their links are | [`Registry`], [`measure_links`](registry::measure_links) |
 //! | [`transfer`] | where bytes come from: files, memory, mappings | [`transfer::Source`] |
-//! | allocation | the strings that say which device takes how much | [`Allocation`] |
+//! | [`allocation`] | the strings that say which device takes how much | [`Allocation`] |
 //! | [`checkpoint`] | files to tensors, modules and layers; writing files | [`Checkpoint`], [`checkpoint::Layout`] |
-//! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`] |
+//! | [`patch`] | what is done to a tensor's numbers, and the arithmetic | [`TensorPatch`](patch::TensorPatch) |
 //! | [`adapter`] | adapters against a checkpoint's names; a checkpoint with its adapters | [`Adapter`], [`Weights`] |
 //! | schedule | which layer is fetched when, into which slot | |
-//! | plan | where every module lives, and how long a pass takes at least | [`Planner`], [`Plan`] |
-//! | load | load, patch, distribute; all stages up to here in one expression | [`Loader`], [`Model`], [`ModelBuilder`] |
-//! | stream | layers on the compute device, one after the other | [`Streamer`], [`Pass`], [`LayerGuard`] |
-//! | cache | models that stay, and leave when told to | [`ModelCache`] |
+//! | [`plan`] | where every module lives, and how long a pass takes at least | [`Planner`], [`Plan`] |
+//! | [`load`] | load, patch, distribute; all stages up to here in one expression | [`Loader`], [`Model`], [`ModelBuilder`] |
+//! | [`stream`] | layers on the compute device, one after the other | [`Streamer`], [`Pass`](stream::Pass), [`LayerGuard`] |
+//! | [`cache`] | models that stay, and leave when told to | [`ModelCache`] |
 //! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::adopt_raw_stream` |
 //!
 //! Adapters stand before the plan because they can change a weight's size and its sharing. Their arithmetic is done by
@@ -102,16 +102,16 @@
 //!
 //! | you want to | |
 //! |---|---|
-//! | write an allocation in code, or have one chosen | [`Allocation::builder`], [`Preset`], [`Allocation::auto`] |
+//! | write an allocation in code, or have one chosen | [`Allocation::builder`], [`Preset`](plan::Preset), [`Allocation::auto`] |
 //! | know how long a pass takes | [`Plan::estimate`], [`Plan::forecast`], [`Registry::measured_topology`] |
 //! | show progress, cancel a load | [`Loader::progress`], [`Loader::cancel`], [`ModelBuilder::load_with`] |
 //! | read a tensor | [`TensorView::as_slice`], [`LayerGuard::to_vec`], [`Model::to_vec`], [`Weights::read`] |
 //! | wait until a layer has arrived | [`LayerGuard::wait`], [`LayerGuard::arrived`] |
 //! | have layers in memory of your own | [`Streamer::with_slots`], [`Planner::own_slots`], [`Planner::fixed_slots`] |
 //! | change strengths, adapters, plan or device of a loaded model | [`Loader::derive`], [`Loader::relocate`] |
-//! | load a model once for all who ask | [`ModelCache::get_or_load`], [`Identity`] |
-//! | free memory between two jobs, or under pressure | [`FreeRequest`], [`Pressure`], [`ModelCache::make_room`], [`Evict`] |
-//! | compare what this process counts with what drivers say | [`MemorySeries`] |
+//! | load a model once for all who ask | [`ModelCache::get_or_load`], [`Identity`](cache::Identity) |
+//! | free memory between two jobs, or under pressure | [`FreeRequest`](cache::FreeRequest), [`Pressure`](cache::Pressure), [`ModelCache::make_room`], [`Evict`](cache::Evict) |
+//! | compare what this process counts with what drivers say | [`MemorySeries`](device::MemorySeries) |
 //! | write a checkpoint | [`checkpoint::write_safetensors`] |
 //! | patch matrices of your own on a card | [`backend::Kernels`] |
 //! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |
@@ -134,10 +134,10 @@
 //! devices. Why the library is built this way is in `docs/design.md`.
 
 pub mod adapter;
-mod allocation;
+pub mod allocation;
 pub mod backend;
 mod bytes;
-mod cache;
+pub mod cache;
 pub mod checkpoint;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -146,46 +146,33 @@ mod dtype;
 pub mod error;
 mod float;
 mod limits;
-mod load;
+pub mod load;
 pub mod patch;
-mod plan;
+pub mod plan;
 pub mod prelude;
-mod registry;
+pub mod registry;
 mod rounding;
 mod schedule;
 mod staging;
-mod stream;
+pub mod stream;
 mod threads;
 pub mod transfer;
 
-pub use adapter::{Adapter, MatchReport, Matching, Patches, RotaryRows, Weights};
-pub use allocation::{Allocation, AllocationBuilder, Mode};
-pub use bytes::{ByteSize, Human};
-pub use cache::{
-    CleanupReport, EntryInfo, Evict, FreeRequest, Identity, ModelCache, Pressure, PressureReadings, PressureReport,
-    PressureState, Retention, Unfinished, UnloadReport, Unloaded,
-};
+pub use adapter::{Adapter, Matching, Weights};
+pub use allocation::Allocation;
+pub use bytes::ByteSize;
+pub use cache::{ModelCache, Retention};
 pub use checkpoint::{Checkpoint, LayerId, ModuleId, TensorId};
-pub use device::{
-    Bandwidth, Described, DeviceId, DeviceInfo, DeviceKind, LinkMatrix, Machine, MemoryDrift, MemorySeries,
-    MemorySnapshot, MemoryUsage, Topology,
-};
+pub use device::{DeviceId, Machine};
 pub use dtype::{DType, Element, UnknownDType};
-pub use error::{
-    AdapterFault, AllocationError, Error, ErrorKind, FileFault, Holder, NoRoom, PlanFault, Result, Shortfall,
-};
+pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
-pub use load::{
-    Cancel, LoadReport, Loader, Model, ModelBuilder, Progress, Reservation, Residency, TensorView, WeightStore,
-};
-pub use patch::{PatchOutcome, ScalePolicy, TensorPatch};
-pub use plan::{
-    Alternative, Assignment, ComputeTime, DeviceBeside, DevicePlan, DeviceReason, DeviceRoom, DeviceWeights, Estimate,
-    Explanation, KeptFor, Order, Outlier, Plan, Planner, Preset, SegmentTime, Slots, Unit, Use, Warning,
-};
-pub use registry::{LinkTiming, Registry, measure_links};
+pub use load::{Cancel, Loader, Model, ModelBuilder, TensorView};
+pub use patch::ScalePolicy;
+pub use plan::{Order, Plan, Planner, Use};
+pub use registry::Registry;
 pub use rounding::Rounding;
-pub use stream::{LaneReport, LayerGuard, Pass, StallCause, Stalls, StreamReport, Streamer, Via};
+pub use stream::{LayerGuard, Streamer};
 
 /// The examples of the README and of the guides, compiled and run with the other documentation tests.
 #[cfg(doctest)]

@@ -6,7 +6,8 @@ use proptest::prelude::*;
 use reference::{Tensor, difference, f32s, file, floats, merged, named, stored, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Patches, SkipReason, Weights};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{AdapterFault, Checkpoint, DType, Error, TensorId};
+use tensor_offload::error::AdapterFault;
+use tensor_offload::{Checkpoint, DType, Error, TensorId};
 
 const FLOATS: [(DType, &str); 3] =
     [(DType::F32, "expected.f32"), (DType::BF16, "expected.bf16"), (DType::F16, "expected.f16")];

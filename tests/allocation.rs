@@ -1,7 +1,9 @@
 //! Allocation strings: what is read, what is refused and where, and that printing loses nothing.
 
 use proptest::prelude::*;
-use tensor_offload::{Allocation, AllocationError, ByteSize, DeviceId, Error, ErrorKind, Mode};
+use tensor_offload::allocation::Mode;
+use tensor_offload::error::AllocationError;
+use tensor_offload::{Allocation, ByteSize, DeviceId, Error, ErrorKind};
 
 fn parse(text: &str) -> Allocation {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))

@@ -10,9 +10,9 @@ use serde::Deserialize;
 use support::machines::{MachineData, clocked};
 use support::*;
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{
-    Bandwidth, ByteSize, ComputeTime, DType, Described, DeviceId, DeviceInfo, Machine, Order, Planner, Topology, Unit,
-};
+use tensor_offload::device::{Bandwidth, Described, DeviceInfo, Topology};
+use tensor_offload::plan::{ComputeTime, Unit};
+use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Planner};
 
 /// Layers of modules of these bytes, one after the other in one file.
 fn layers(sizes: &[Vec<u64>]) -> Layout {

@@ -7,7 +7,8 @@ use tensor_offload::backend::{
     Backend, Buf, Clock, Countdown, Device, Faulty, Host, MemoryKind, Operation, Piece, Role, Route, Simulated,
     Transfer, conformance,
 };
-use tensor_offload::{Bandwidth, DeviceId, ErrorKind, Machine, Topology};
+use tensor_offload::device::{Bandwidth, Topology};
+use tensor_offload::{DeviceId, ErrorKind, Machine};
 
 fn machine() -> Machine {
     let described =

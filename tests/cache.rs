@@ -10,9 +10,8 @@ use std::time::Duration;
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Operation};
-use tensor_offload::{
-    ErrorKind, LayerId, Loader, Machine, Model, ModelCache, Plan, Registry, Retention, Streamer, UnloadReport, Unloaded,
-};
+use tensor_offload::cache::{UnloadReport, Unloaded};
+use tensor_offload::{ErrorKind, LayerId, Loader, Machine, Model, ModelCache, Plan, Registry, Retention, Streamer};
 
 /// A model over the host and a card, and everything to load it again.
 struct Case {

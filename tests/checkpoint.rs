@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::json;
 use tensor_offload::checkpoint::{Checkpoint, Layout, TensorInfo, TensorSpec, write_safetensors};
+use tensor_offload::error::FileFault;
 use tensor_offload::error::{Measured, Missing};
-use tensor_offload::{DType, Error, ErrorKind, FileFault, Machine, Planner, TensorId, Weights};
+use tensor_offload::{DType, Error, ErrorKind, Machine, Planner, TensorId, Weights};
 
 /// A safetensors file of this header and so many bytes.
 fn file(header: &str, bytes: usize) -> Vec<u8> {

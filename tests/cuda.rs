@@ -11,7 +11,8 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, MemoryMode};
 use tensor_offload::backend::{
     Backend, Buf, Cuda, Device, Found, Health, MemoryKind, Piece, Role, Route, Transfer, conformance,
 };
-use tensor_offload::{ByteSize, DeviceId, DeviceKind, Error, ErrorKind};
+use tensor_offload::device::DeviceKind;
+use tensor_offload::{ByteSize, DeviceId, Error, ErrorKind};
 
 const MIB: usize = 1 << 20;
 

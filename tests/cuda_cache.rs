@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, registry_of, spread, stand_in};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
 use tensor_offload::backend::Cuda;
+use tensor_offload::cache::{Evict, FreeRequest};
 use tensor_offload::{
-    ByteSize, Checkpoint, DeviceId, Error, Evict, FreeRequest, Loader, Model, ModelCache, Planner, Registry, Result,
-    Retention, Streamer, Weights,
+    ByteSize, Checkpoint, DeviceId, Error, Loader, Model, ModelCache, Planner, Registry, Result, Retention, Streamer,
+    Weights,
 };
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");

@@ -8,8 +8,9 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan, Pcie, Session, library_path
 use tensor_offload::backend::{Backend, Cuda, Found, MemoryKind, Route};
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::device::{DeviceInfo, PcieLink};
+use tensor_offload::error::Shortfall;
 use tensor_offload::error::Term;
-use tensor_offload::{ByteSize, DeviceId, Error, Machine, Planner, Shortfall};
+use tensor_offload::{ByteSize, DeviceId, Error, Machine, Planner};
 
 const MIB: u64 = 1 << 20;
 const A: DeviceId = DeviceId::cuda(0);

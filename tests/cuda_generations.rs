@@ -12,9 +12,10 @@ use card::{
 };
 use cuda_standin::{Config, Effect, Fault, FaultPlan};
 use support::{CPU, GPU0, GPU1, Subject, check_streamed, hash, llama, lora, safetensors};
+use tensor_offload::cache::{Evict, Identity};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Plan,
-    Planner, Registry, Result, Retention, Weights,
+    Adapter, Checkpoint, DType, DeviceId, ErrorKind, Loader, Matching, Model, ModelCache, Plan, Planner, Registry,
+    Result, Retention, Weights,
 };
 
 /// A model, and the same with an adapter on one of its layers.

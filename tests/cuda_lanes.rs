@@ -18,8 +18,9 @@ use support::{
     safetensors,
 };
 use tensor_offload::backend::{Backend, BufMut, Countdown, Cuda, Faulty, Host};
+use tensor_offload::stream::Via;
 use tensor_offload::transfer::{MappedSource, Source};
-use tensor_offload::{ByteSize, Checkpoint, ErrorKind, LayerId, Loader, Model, Planner, Registry, Streamer, Via, cuda};
+use tensor_offload::{ByteSize, Checkpoint, ErrorKind, LayerId, Loader, Model, Planner, Registry, Streamer, cuda};
 
 /// The model with at most `pinned` bytes of it pinned; what is over that needs staging.
 fn load(devices: &Registry, subject: &Subject, allocation: &str, depth: usize, pinned: u64) -> Arc<Model> {

@@ -11,7 +11,8 @@ use cuda_standin::Config;
 use support::{CPU, GPU0, GPU1, Subject, comes_back, llama, open_all};
 use tempfile::TempDir;
 use tensor_offload::backend::{Backend, Countdown, Cuda, Device, Faulty, MemoryKind, Operation, Role, Transfer};
-use tensor_offload::{ByteSize, Loader, Registry, Streamer, Via};
+use tensor_offload::stream::Via;
+use tensor_offload::{ByteSize, Loader, Registry, Streamer};
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 

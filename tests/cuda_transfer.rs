@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use card::stand_in;
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, Peer, Session};
 use tensor_offload::device::{LinkKind, LinkMatrix};
+use tensor_offload::registry::{LinkTiming, measure_links};
 use tensor_offload::{ByteSize, DeviceId, Registry};
-use tensor_offload::{LinkTiming, measure_links};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const HOST: DeviceId = DeviceId::CPU;

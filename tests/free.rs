@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Operation};
+use tensor_offload::cache::{Evict, FreeRequest, Identity, Pressure, Unloaded};
+use tensor_offload::error::NoRoom;
 use tensor_offload::{
-    ByteSize, Checkpoint, DeviceId, Error, ErrorKind, Evict, FreeRequest, Identity, Loader, Matching, Model,
-    ModelCache, NoRoom, Plan, Pressure, Registry, Result, Retention, Streamer, Unloaded, Weights,
+    ByteSize, Checkpoint, DeviceId, Error, ErrorKind, Loader, Matching, Model, ModelCache, Plan, Registry, Result,
+    Retention, Streamer, Weights,
 };
 
 const UNLOAD: FreeRequest = FreeRequest { unload_models: true, free_memory: false };
@@ -298,7 +300,7 @@ fn strengths_tell_identities_apart() {
     };
     let other = tensor_offload::Adapter::from_checkpoint(lora(&llama(1, 32), tensor_offload::DType::F32, 3, 66), 0.75);
     assert_eq!(identity(&adapters), identity(&adapters));
-    let rotary = adapters[0].clone().rotary_rows(tensor_offload::RotaryRows::Same);
+    let rotary = adapters[0].clone().rotary_rows(tensor_offload::adapter::RotaryRows::Same);
     assert_ne!(identity(&[rotary]), identity(&adapters[..1]), "rows in another order");
     for different in
         [vec![], vec![adapters[0].clone()], vec![adapters[1].clone(), adapters[0].clone()], vec![other.unwrap()]]

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::Clock;
+use tensor_offload::cache::{Evict, Identity, UnloadReport, Unloaded};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Evict, Identity, Loader, Matching, Model, ModelCache, Plan,
-    Registry, Result, Retention, UnloadReport, Unloaded, Use, Weights,
+    Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Loader, Matching, Model, ModelCache, Plan, Registry,
+    Result, Retention, Use, Weights,
 };
 
 /// A checkpoint, and an adapter for one of its layers.

@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{BufMut, Clock, MemoryKind, Role, Transfer};
-use tensor_offload::{ErrorKind, LayerId, Model, Plan, Registry, Streamer, Topology, Via};
+use tensor_offload::device::Topology;
+use tensor_offload::stream::Via;
+use tensor_offload::{ErrorKind, LayerId, Model, Plan, Registry, Streamer};
 
 /// Layers whose bytes come from two devices, each behind a link of its own: they come at one time.
 #[test]
@@ -22,7 +24,7 @@ fn the_parts_of_a_layer_come_at_one_time() {
         .flat_map(|layer| ["a", "b"].map(|name| spec(format!("layers.{layer}.{name}.weight"), DTYPE, &[1_000_000])))
         .collect();
     let subject = Subject::plain(&tensors, 90);
-    let gbps = |n: u64| tensor_offload::Bandwidth::bytes_per_second(n * 1_000_000_000);
+    let gbps = |n: u64| tensor_offload::device::Bandwidth::bytes_per_second(n * 1_000_000_000);
     let devices = described(&["cpu=64mb", "cuda:0=24mb", "cuda:1=24mb"]);
     let machine = devices.with_topology(Topology::new().link(GPU0, gbps(1)).peer(GPU0, GPU1, gbps(1)));
     let plan = subject.planner(&machine, "cuda:1,50%;cpu,50%").depth(1).plan().unwrap();

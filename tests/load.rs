@@ -10,9 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Countdown, Faulty, MemoryKind, Operation, Simulated};
+use tensor_offload::error::FileFault;
+use tensor_offload::load::Reservation;
+use tensor_offload::plan::Unit;
 use tensor_offload::{
-    Cancel, Checkpoint, DType, DeviceId, Error, ErrorKind, FileFault, Loader, Machine, ModelCache, Order, Plan,
-    Registry, Reservation, Retention, Streamer, Unit, Weights,
+    Cancel, Checkpoint, DType, DeviceId, Error, ErrorKind, Loader, Machine, ModelCache, Order, Plan, Registry,
+    Retention, Streamer, Weights,
 };
 
 const SPLIT: &str = "cuda:0,20kb;cuda:1,20kb;xpu:0,15kb;disk,15kb;cpu,*";

@@ -21,11 +21,13 @@ use tensor_offload::backend::{
     Allocation, Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger,
     MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer, conformance,
 };
+use tensor_offload::device::{DeviceInfo, MemoryUsage, Topology};
 use tensor_offload::error::Missing;
+use tensor_offload::load::Progress;
+use tensor_offload::registry::{LinkTiming, measure_links};
 use tensor_offload::transfer::{Source, Stamp};
 use tensor_offload::{
-    Cancel, Checkpoint, DeviceId, DeviceInfo, Error, LayerId, LinkTiming, Loader, Machine, MemoryUsage, ModelCache,
-    Progress, Registry, Result, Retention, Streamer, Topology, measure_links,
+    Cancel, Checkpoint, DeviceId, Error, LayerId, Loader, Machine, ModelCache, Registry, Result, Retention, Streamer,
 };
 
 const DEADLINE: Duration = Duration::from_secs(5);

@@ -13,7 +13,8 @@ use proptest::prelude::*;
 use reference::{Tensor, f32s, file, floats, merged};
 use tensor_offload::adapter::{Adapter, Matching, Patches, RotaryRows};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
-use tensor_offload::{AdapterFault, Checkpoint, DType, Error};
+use tensor_offload::error::AdapterFault;
+use tensor_offload::{Checkpoint, DType, Error};
 
 /// A tensor, and which of its rows where that is said.
 type Wanted = (String, Option<Range<u64>>);

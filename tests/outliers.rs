@@ -11,10 +11,12 @@ use support::outliers::{bert, layout, many_tokens, mini_lm};
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Role, Transfer};
 use tensor_offload::checkpoint::Layout;
+use tensor_offload::error::Shortfall;
 use tensor_offload::error::{Measured, Missing, NoRows, Remedy, Term};
+use tensor_offload::plan::{ComputeTime, Unit};
 use tensor_offload::{
-    ByteSize, ComputeTime, DType, Error, ErrorKind, LayerGuard, LayerId, Loader, Model, Order, Plan, Planner, Registry,
-    Result, Shortfall, Streamer, Unit, Use,
+    ByteSize, DType, Error, ErrorKind, LayerGuard, LayerId, Loader, Model, Order, Plan, Planner, Registry, Result,
+    Streamer, Use,
 };
 
 const MIB: u64 = 1 << 20;

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use reference::{Tensor, difference, f32s, file, floats, merged, named, stored, tensor};
 use tensor_offload::adapter::{Adapter, Matching, Weights};
-use tensor_offload::{AdapterFault, Checkpoint, DType, Error};
+use tensor_offload::error::AdapterFault;
+use tensor_offload::{Checkpoint, DType, Error};
 
 fn data(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peft").join(path)

@@ -11,10 +11,10 @@ use proptest::prelude::*;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Contents, MemoryKind, Role, Simulated, Transfer};
 use tensor_offload::checkpoint::Layout;
+use tensor_offload::device::{Bandwidth, Topology};
 use tensor_offload::error::Missing;
-use tensor_offload::{
-    Bandwidth, Error, ErrorKind, LayerId, Machine, Model, Order, Plan, Planner, Registry, Streamer, Topology, Unit,
-};
+use tensor_offload::plan::Unit;
+use tensor_offload::{Error, ErrorKind, LayerId, Machine, Model, Order, Plan, Planner, Registry, Streamer};
 
 fn sizes_only(devices: &[&str]) -> (Arc<Simulated>, Registry) {
     let simulated = Arc::new(Simulated::new(described(devices), Clock::Virtual).contents(Contents::SizesOnly));

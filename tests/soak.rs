@@ -12,9 +12,10 @@ use std::time::Instant;
 
 use support::*;
 use tensor_offload::backend::Clock;
+use tensor_offload::cache::{Evict, FreeRequest, Identity};
+use tensor_offload::device::MemorySeries;
 use tensor_offload::{
-    Adapter, ByteSize, Error, Evict, FreeRequest, Identity, Loader, Matching, MemorySeries, ModelCache, Plan, Registry,
-    Result, Retention, Streamer, Weights,
+    Adapter, ByteSize, Error, Loader, Matching, ModelCache, Plan, Registry, Result, Retention, Streamer, Weights,
 };
 
 const THREADS: usize = 8;

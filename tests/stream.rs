@@ -12,9 +12,11 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role, Transfer};
 use tensor_offload::checkpoint::{Layout, TensorInfo};
+use tensor_offload::device::Topology;
+use tensor_offload::plan::{Unit, Warning};
 use tensor_offload::{
     DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Order, Plan, Planner, Registry, Result, Streamer,
-    Topology, Unit, Use, Warning,
+    Use,
 };
 
 /// Homes of every kind: the compute device, its peer, one whose memory it cannot reach, the disk and the host.

@@ -15,9 +15,10 @@ use std::time::{Duration, Instant};
 
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host};
+use tensor_offload::cache::Evict;
 use tensor_offload::{
-    Adapter, ByteSize, DType, DeviceId, Error, Evict, LayerId, Loader, Matching, Model, ModelCache, Plan, Registry,
-    Result, Retention, Streamer, Weights,
+    Adapter, ByteSize, DType, DeviceId, Error, LayerId, Loader, Matching, Model, ModelCache, Plan, Registry, Result,
+    Retention, Streamer, Weights,
 };
 
 const THREADS: usize = 4;

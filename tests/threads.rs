@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 
 use support::*;
 use tensor_offload::backend::Clock;
-use tensor_offload::{LinkTiming, measure_links};
+use tensor_offload::registry::{LinkTiming, measure_links};
 use tensor_offload::{Loader, Registry};
 
 /// A model with adapters, whose larger weights several threads patch together.

@@ -1,7 +1,8 @@
 //! What is known of devices, in a line and as JSON.
 
 use serde_json::{Value, json};
-use tensor_offload::{ByteSize, DeviceInfo, DeviceKind, Machine};
+use tensor_offload::device::{DeviceInfo, DeviceKind};
+use tensor_offload::{ByteSize, Machine};
 
 /// A line for each device of the machine that is neither the host's memory nor its disk.
 pub(crate) fn lines(machine: &Machine) -> String {

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use tensor_offload::backend::Clock;
-use tensor_offload::{ByteSize, Described, DeviceId, Machine, Order, Plan, Planner, Registry, Result, Unit};
+use tensor_offload::device::Described;
+use tensor_offload::plan::Unit;
+use tensor_offload::{ByteSize, DeviceId, Machine, Order, Plan, Planner, Registry, Result};
 
 /// Which devices there are.
 #[derive(Args, Clone, Debug)]

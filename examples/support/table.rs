@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use tensor_offload::{Bandwidth, Error, Result};
+use tensor_offload::device::Bandwidth;
+use tensor_offload::{Error, Result};
 
 /// The columns before those of the links.
 const COLUMNS: [&str; 5] = ["model", "model_gb", "offloaded_gb", "compute_s", "passes"];

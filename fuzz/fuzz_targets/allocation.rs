@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{Allocation, AllocationError, Described, Error, Machine, Order, Planner, Unit};
+use tensor_offload::{Allocation, Error, Machine, Order, Planner};
+use tensor_offload::device::Described;
+use tensor_offload::error::AllocationError;
+use tensor_offload::plan::Unit;
 
 const DEVICES: [&str; 5] =
     ["cuda:0=9kb,link=1", "cuda:1=5kb,free=4kb,link=0.5", "xpu:0=2kb", "cpu=12kb,link=3", "disk=1mb,link=0.1"];

@@ -39,7 +39,8 @@ use crate::error::{Error, Result};
 /// [builder](Allocation::builder).
 ///
 /// ```
-/// use tensor_offload::{Allocation, Mode};
+/// use tensor_offload::Allocation;
+/// use tensor_offload::allocation::Mode;
 /// let allocation: Allocation = "{ CUDA:0 , 2.5 GB ; cpu , * ; }".parse()?;
 /// assert_eq!(allocation.mode(), Mode::Bytes);
 /// assert_eq!(allocation.to_string(), "cuda:0,2.5gb;cpu,*");

@@ -84,7 +84,8 @@ impl ModelCache {
     /// be had.
     ///
     /// ```
-    /// use tensor_offload::{Checkpoint, Identity, Loader, ModelCache, Planner, Registry, Retention, Weights};
+    /// use tensor_offload::{Checkpoint, Loader, ModelCache, Planner, Registry, Retention, Weights};
+    /// use tensor_offload::cache::Identity;
     /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
     /// # let devices = Registry::system();
     /// # let checkpoint = Checkpoint::open(path)?;

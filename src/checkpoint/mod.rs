@@ -168,7 +168,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is not as long as it is;
     /// [`Error::File`] with
-    /// [`FileFault::Changed`](crate::FileFault::Changed) when the file is no longer what was opened;
+    /// [`FileFault::Changed`](crate::error::FileFault::Changed) when the file is no longer what was opened;
     /// [`Error::Io`] when the system refuses.
     pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;

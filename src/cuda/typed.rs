@@ -69,7 +69,7 @@ pub fn slice<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) 
     view(tensor, stream)
 }
 
-/// The bytes of a tensor of any type, as [`slice`] gives its elements: for fp8 weights, say.
+/// The bytes of a tensor of any type, as [`slice()`] gives its elements: for fp8 weights, say.
 ///
 /// # Errors
 /// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device; [`Error::Invalid`] when it has no bytes.

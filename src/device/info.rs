@@ -144,7 +144,8 @@ impl MemoryUsage {
 /// of one that is deserialised, whatever the order of its devices; one that names a device twice is an error.
 ///
 /// ```
-/// use tensor_offload::{Machine, Topology};
+/// use tensor_offload::Machine;
+/// use tensor_offload::device::Topology;
 /// let machine = Machine::described(&["cuda:0=24gib,link=27.2".parse()?, "cpu=64gib".parse()?]);
 /// let unlinked = machine.with_topology(Topology::new());
 /// assert_eq!(unlinked.devices()[0].total, 64 << 30);
@@ -248,7 +249,8 @@ impl Machine {
 /// the domain that of the device whose memory it shares, and the most of the host's memory that may be pinned.
 ///
 /// ```
-/// use tensor_offload::{ByteSize, Described};
+/// use tensor_offload::ByteSize;
+/// use tensor_offload::device::Described;
 /// let device: Described = "cuda:0=24gib,free=20gib,link=27.2".parse()?;
 /// assert_eq!(device.free, Some(ByteSize(20 << 30)));
 /// # Ok::<(), tensor_offload::Error>(())

@@ -19,7 +19,8 @@ use crate::bytes::ByteSize;
 ///
 /// ```
 /// use tensor_offload::backend::{Clock, MemoryKind};
-/// use tensor_offload::{DeviceId, Machine, MemorySeries, Registry};
+/// use tensor_offload::{DeviceId, Machine, Registry};
+/// use tensor_offload::device::MemorySeries;
 /// let devices = Registry::described(Machine::described(&["cuda:0=1gib".parse()?]), Clock::Virtual);
 /// let mut series = MemorySeries::new();
 /// series.push(devices.snapshot("start"));

@@ -1,7 +1,7 @@
 //! Patches: what is done to a tensor's numbers, and doing it. Lift to f32, change, round once to the storage type.
 //!
 //! A [`TensorPatch`] is a list of steps, each of which changes some rows of one tensor by numbers. Reading the numbers and
-//! finding the tensor is for whoever makes it ([`Patches`](crate::Patches)); what it holds of their origin is compared,
+//! finding the tensor is for whoever makes it ([`Patches`](crate::adapter::Patches)); what it holds of their origin is compared,
 //! and no more.
 //!
 //! A weight is worked on in small pieces, in place, so no f32 copy of it exists where its steps allow that. Every

@@ -167,7 +167,7 @@ impl<'a> Planner<'a> {
     }
 
     /// The most host memory that streamed weights may pin; none for no limit, though a backend pins no more than its own.
-    /// Default: what the machine says of its host ([`DeviceInfo::pinned_cap`](crate::DeviceInfo::pinned_cap)).
+    /// Default: what the machine says of its host ([`DeviceInfo::pinned_cap`](crate::device::DeviceInfo::pinned_cap)).
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
         self.pinned_cap = cap;
         self
@@ -192,7 +192,7 @@ impl<'a> Planner<'a> {
     /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) for a device that the machine lacks;
     /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term, the bytes short, and what would make it
     /// fit: these remedies are planned to see whether they do;
-    /// [`AllocationError::DuplicateDevice`](crate::AllocationError::DuplicateDevice) when the allocation names the compute
+    /// [`AllocationError::DuplicateDevice`](crate::error::AllocationError::DuplicateDevice) when the allocation names the compute
     /// device by name and without; [`Error::Plan`](crate::Error::Plan) for more than 2^63 bytes;
     /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers.
     pub fn plan(&self) -> Result<Plan> {

@@ -61,7 +61,8 @@ impl Preset {
     ///
     /// ```
     /// use tensor_offload::checkpoint::Layout;
-    /// use tensor_offload::{Machine, Preset};
+    /// use tensor_offload::Machine;
+    /// use tensor_offload::plan::Preset;
     /// let layout = Layout::blocks([1 << 30; 10]);
     /// let machine = Machine::described(&["cuda:0=8gib".parse()?, "cpu=64gib".parse()?]);
     /// assert_eq!(Preset::NoVram.allocation(&layout, &machine)?.to_string(), "cuda:0,0b;cpu,*");
@@ -70,7 +71,7 @@ impl Preset {
     /// ```
     ///
     /// # Errors
-    /// None that a machine or a layout can cause; the type is that of [`AllocationBuilder::build`](crate::AllocationBuilder::build).
+    /// None that a machine or a layout can cause; the type is that of [`AllocationBuilder::build`](crate::allocation::AllocationBuilder::build).
     pub fn allocation(self, layout: &Layout, machine: &Machine) -> Result<Allocation> {
         let accelerator = |device: &&DeviceInfo| !matches!(device.id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let Some(device) = machine.devices().iter().find(accelerator) else {

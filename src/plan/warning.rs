@@ -13,7 +13,9 @@ use crate::error::{Contradiction, Error, Result};
 /// It prints and serialises as a sentence, which is read back to an equal value.
 ///
 /// ```
-/// use tensor_offload::{Warning, checkpoint::Layout, Machine, Planner};
+/// use tensor_offload::{Machine, Planner};
+/// use tensor_offload::checkpoint::Layout;
+/// use tensor_offload::plan::Warning;
 /// let (layout, machine) = (Layout::blocks([1 << 30; 4]), Machine::described(&["cpu=64gib".parse()?]));
 /// let plan = Planner::new(&layout, &machine).keep_resident("head").plan()?;
 /// assert_eq!(plan.warnings(), [Warning::IdlePattern { pattern: "head".to_owned() }]);

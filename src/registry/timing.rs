@@ -17,7 +17,8 @@ const SMALL: (usize, u32) = (4, 15);
 ///
 /// ```
 /// use tensor_offload::backend::Clock;
-/// use tensor_offload::{ByteSize, LinkTiming, Machine, Registry, measure_links};
+/// use tensor_offload::{ByteSize, Machine, Registry};
+/// use tensor_offload::registry::{LinkTiming, measure_links};
 ///
 /// let machine = Machine::described(&["cuda:0=1gib,link=12.5".parse()?]);
 /// let devices = Registry::described(machine, Clock::Virtual);

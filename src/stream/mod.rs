@@ -150,8 +150,8 @@ impl Streamer {
     /// [`Error::WrongSize`] naming the first slot that is too small, or the largest where none is large enough, or when
     /// there is none; [`Error::Mismatch`] for one on another device; as [`on`](Streamer::on). The slots are dropped then.
     ///
-    /// [`Slots::bytes_each`]: crate::Slots::bytes_each
-    /// [`Slots::large_bytes`]: crate::Slots::large_bytes
+    /// [`Slots::bytes_each`]: crate::plan::Slots::bytes_each
+    /// [`Slots::large_bytes`]: crate::plan::Slots::large_bytes
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use cuda_standin::{Config, Rule, Session, session};
 use cudarc::driver::CudaStream;
 use tensor_offload::backend::{Backend, Cuda, Device, Found, Health, Host, Stream};
-use tensor_offload::{DeviceId, DeviceKind, Registry, cuda};
+use tensor_offload::device::DeviceKind;
+use tensor_offload::{DeviceId, Registry, cuda};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{Assignment, ByteSize, DeviceId, Order, Plan, Planner, Result, Unit};
+use tensor_offload::plan::{Assignment, Unit};
+use tensor_offload::{ByteSize, DeviceId, Order, Plan, Planner, Result};
 
 use super::{GPU0, bytes, machine};
 

@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tensor_offload::checkpoint::{Layout, TensorInfo};
+use tensor_offload::device::{Bandwidth, Described, Topology};
+use tensor_offload::error::PlanFault;
 use tensor_offload::error::{Limit, PlannedModule, Term};
-use tensor_offload::{
-    Assignment, Bandwidth, ByteSize, DType, Described, DeviceId, Error, ErrorKind, KeptFor, Machine, Order, Plan,
-    PlanFault, Planner, Result, Topology, Unit, Use, Warning,
-};
+use tensor_offload::plan::{Assignment, KeptFor, Unit, Warning};
+use tensor_offload::{ByteSize, DType, DeviceId, Error, ErrorKind, Machine, Order, Plan, Planner, Result, Use};
 
 const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
@@ -60,7 +60,7 @@ fn assignment<'a>(plan: &'a Plan, module: &str) -> &'a Assignment {
     plan.assignments().iter().find(|a| &*a.module == module).expect("a module of this name")
 }
 
-fn shortfall(result: Result<Plan>) -> tensor_offload::Shortfall {
+fn shortfall(result: Result<Plan>) -> tensor_offload::error::Shortfall {
     match result {
         Err(Error::DoesNotFit(shortfall)) => *shortfall,
         other => panic!("{other:?}"),
@@ -230,8 +230,8 @@ fn slots_are_for_the_streamed_part_of_the_largest_layer() {
 
 #[test]
 fn devices_of_one_memory_share_it() {
-    let shared = |info: tensor_offload::DeviceInfo| info.domain(CPU);
-    let info = |id| shared(tensor_offload::DeviceInfo::new(id, 16 * GIB));
+    let shared = |info: tensor_offload::device::DeviceInfo| info.domain(CPU);
+    let info = |id| shared(tensor_offload::device::DeviceInfo::new(id, 16 * GIB));
     let unified = Machine::new([info(CPU), info(GPU0)], Topology::new());
     assert!(sequential(&blocks(10, GIB), &unified, "cuda:0,8gb").is_ok());
     let short = shortfall(sequential(&blocks(14, GIB), &unified, "cuda:0,8gb"));
@@ -258,7 +258,7 @@ fn devices_of_one_memory_pin_and_copy_within_it() {
 /// An unopened device is charged what opening takes: before the weights, if the plan puts anything on it.
 #[test]
 fn opening_a_device_counts_where_it_is_used() {
-    let info = |id, opening| tensor_offload::DeviceInfo::new(id, 10 * GIB).opening(opening);
+    let info = |id, opening| tensor_offload::device::DeviceInfo::new(id, 10 * GIB).opening(opening);
     let machine = Machine::new([info(CPU, 0), info(GPU0, GIB), info(GPU1, 11 * GIB)], Topology::new());
     let plan = sequential(&blocks(9, GIB), &machine, "cuda:0,9gb;cuda:1,0b").unwrap();
     assert_eq!((plan.device(GPU0).unwrap().needed(), plan.device(GPU1).unwrap().needed()), (10 * GIB, 0));
@@ -280,7 +280,7 @@ fn opening_a_device_counts_where_it_is_used() {
 
 #[test]
 fn unknown_free_memory_counts_as_all() {
-    let info = |id, total| tensor_offload::DeviceInfo::new(id, total).free(None);
+    let info = |id, total| tensor_offload::device::DeviceInfo::new(id, total).free(None);
     let machine = Machine::new([info(CPU, 64 * GIB), info(GPU0, 8 * GIB)], Topology::new());
     let short = shortfall(sequential(&blocks(10, GIB), &machine, "cuda:0,9gb"));
     assert_eq!((short.term, short.limit_is), (Term::Weights, Limit::InAll));
@@ -433,7 +433,7 @@ fn an_estimate_is_the_largest_of_compute_and_segments() {
     assert_eq!((estimate.pass, estimate.bound().unwrap().bytes), (Duration::from_millis(240), 6_000_000_000));
     assert_eq!(estimate.to_string(), "a pass takes 0.240 s, bound by cuda:0 in (6.00 GB at 25 GB/s; compute 0.100 s)");
     let json = serde_json::to_string(&estimate).unwrap();
-    assert_eq!(serde_json::from_str::<tensor_offload::Estimate>(&json).unwrap(), estimate);
+    assert_eq!(serde_json::from_str::<tensor_offload::plan::Estimate>(&json).unwrap(), estimate);
     let slow = plan.estimate(&topology, Duration::from_secs(1));
     assert_eq!((slow.bound(), slow.pass), (None, Duration::from_secs(1)));
     assert_eq!(plan.estimate(&Topology::new(), Duration::ZERO).pass, Duration::ZERO);

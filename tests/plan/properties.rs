@@ -2,7 +2,8 @@
 
 use proptest::prelude::*;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{DeviceId, Machine, ModuleId, Order, Plan, Planner, Unit};
+use tensor_offload::plan::Unit;
+use tensor_offload::{DeviceId, Machine, ModuleId, Order, Plan, Planner};
 
 use super::{CPU, GIB, GPU0, GPU1, MIB, bytes, check_uniform, machine, named, on};
 

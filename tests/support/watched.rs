@@ -8,7 +8,8 @@ use tensor_offload::backend::{
     Backend, Buf, BufMut, Charge, Clock, Countdown, Device, Event, Faulty, Fence, FenceState, Flight, Found, Health,
     Joined, Ledger, MemoryKind, Rejected, Role, Route, Simulated, Stream, Transfer,
 };
-use tensor_offload::{DeviceId, DeviceInfo, Error, Machine, MemoryUsage, Registry, Result, Topology};
+use tensor_offload::device::{DeviceInfo, MemoryUsage, Topology};
+use tensor_offload::{DeviceId, Error, Machine, Registry, Result};
 
 /// A registry over a described machine whose host memory is described too, so that staging is counted there.
 pub(crate) struct Watched {
