@@ -264,6 +264,32 @@ fn whatif_by_hand() {
 }
 
 #[test]
+fn plan_and_offload_take_patterns() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model").into_os_string().into_string().unwrap();
+    works("generate", &[&path, "--size", "1mb", "--layers", "3", "--hidden", "64"]);
+    let path = path.as_str();
+    let device = ["--device", "cuda:0=8mb", "--device", "cpu=64mb", "--alloc", "cuda:0,40kb;cpu,*", "--depth", "1"];
+    let options = ["--keep", "model.layers.1.mlp.down_proj", "--in-place", "*.0.mlp.*", "--gather-embeddings"];
+    let args = [&[path], &device[..], &options].concat();
+    let uses = |plan: &Value| -> Vec<(String, String)> {
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        plan["assignments"].as_array().unwrap().iter().map(|a| (text(&a["module"]), text(&a["use"]))).collect()
+    };
+    let planned = uses(&json_of("plan", &args));
+    for (module, usage) in [
+        ("model.embed_tokens", "in_place"),
+        ("model.layers.0.mlp.up_proj", "in_place"),
+        ("model.layers.1.mlp.down_proj", "resident"),
+        ("model.layers.2.mlp.down_proj", "streamed"),
+    ] {
+        assert!(planned.contains(&(module.to_owned(), usage.to_owned())), "{module}: {planned:?}");
+    }
+    let offloaded = json_of("offload", &[&args[..], &["--steps", "1", "--compute-ms", "1"]].concat());
+    assert_eq!(uses(&offloaded["plan"]), planned);
+}
+
+#[test]
 fn plan_and_offload_take_auto() {
     let devices = ["--device", "cuda:0=8gib,link=20", "--device", "cpu=64gib", "--device", "disk=1tib,link=2"];
     let model = ["--blocks", "20x1gib", "--alloc", "AUTO, reserve=1gib", "--compute-ms", "900"];

@@ -134,7 +134,12 @@ fn a_card_that_holds_less_than_the_embedding_is_refused_with_the_way_out() {
     let auto = Planner::new(&minilm, &machine).allocation("auto".parse().unwrap());
     assert_eq!(refused(auto.plan()).remedies, short.remedies);
     for planner in [planner, auto] {
-        let plan = planner.in_place(WORDS).plan().unwrap();
+        let (plan, gathered) = (planner.clone().in_place(WORDS).plan(), planner.gather_embeddings(true).plan());
+        let (plan, gathered) = (plan.unwrap(), gathered.unwrap());
+        assert_eq!(
+            (usage(&gathered, WORDS), gathered.device(GPU0).unwrap().needed() <= 40 * MIB),
+            (Use::InPlace, true)
+        );
         assert_eq!(usage(&plan, WORDS), Use::InPlace);
         let line = "embeddings.word_embeddings (44.71 MiB, layers up to 6.77 MiB) is used in place";
         assert!(plan.to_string().contains(line), "{plan}");
