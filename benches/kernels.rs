@@ -46,7 +46,7 @@ fn sent(device: &dyn Device, host: &dyn Device, stream: &dyn Stream, bytes: &[u8
     let mut pinned = host.alloc(bytes.len(), MemoryKind::Pinned)?;
     pinned.host_mut().ok_or("fresh host memory is in use")?.copy_from_slice(bytes);
     let there = device.alloc(bytes.len(), MemoryKind::Arena)?;
-    Ok(copy(stream, &pinned.freeze(), there)?.landed(DEADLINE)?)
+    Ok(copy(stream, &pinned.freeze(), there)?.wait(DEADLINE)?)
 }
 
 /// Milliseconds that a piece of work on a buffer takes, of several behind each other.
@@ -64,7 +64,7 @@ fn time(
     }
     let end = raw.record_event(Some(CU_EVENT_DEFAULT))?;
     let spent = f64::from(start.elapsed_ms(&end)?) / LAUNCHES as f64;
-    memory.settle(DEADLINE)?;
+    memory.wait_unused(DEADLINE)?;
     *buffer = Some(memory);
     Ok(spent)
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use tensor_offload::backend::{
-    Allocation, Backend, BufMut, Charge, Clock, Contents, Device, Found, Health, Ledger, MemoryKind, Role, Route,
+    Backend, BufMut, Charge, Clock, Contents, Device, Found, Health, Ledger, MemoryBlock, MemoryKind, Role, Route,
     Simulated, Stream,
 };
 use tensor_offload::checkpoint::{Layout, TensorInfo};
@@ -181,7 +181,7 @@ impl Device for PageableDevice {
         self.0.route_from(source)
     }
 
-    fn copies_hold_up(&self, source: &Allocation) -> bool {
+    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
         source.device().is_host()
     }
 

@@ -74,7 +74,7 @@ impl Lane {
         for _ in 0..depth(size) {
             let (mut src, mut dst) = (from.0.alloc(size, from.1)?, to.0.alloc(size, to.1)?);
             for end in [&mut src, &mut dst] {
-                end.settle(DEADLINE)?;
+                end.wait_unused(DEADLINE)?;
                 if let Some(bytes) = end.host_mut() {
                     bytes.fill(1);
                 }
@@ -104,7 +104,7 @@ fn copies(lanes: &mut [Lane], count: u64) -> Result<()> {
         }
         for event in last {
             // As the driver's own wait does; the library's sleeps now and then.
-            while !event.settled() {
+            while !event.is_complete() {
                 std::thread::yield_now();
             }
             event.wait(Duration::ZERO)?;
@@ -140,14 +140,14 @@ impl Staged {
         for (part, bytes) in bytes.chunks(self.part).enumerate() {
             let place = part % DEPTH;
             let mut buffer = self.ring[place].take().expect("given back below");
-            buffer.settle(DEADLINE)?;
+            buffer.wait_unused(DEADLINE)?;
             copy(bytes, &mut buffer.host_mut().expect("settled")[..bytes.len()]);
             let buffer = buffer.freeze();
             let piece = Piece { src: buffer.clone(), from: 0..bytes.len(), at: part * self.part };
             to = self.stream.copy(Transfer::new(vec![piece], to)?)?.chain();
             self.ring[place] = buffer.try_reclaim().ok();
         }
-        to.settle(DEADLINE)?;
+        to.wait_unused(DEADLINE)?;
         self.card = Some(to);
         Ok(())
     }
@@ -166,7 +166,7 @@ impl Staged {
                 under_way.push_back((part, to, self.stream.copy(Transfer::new(vec![piece], buffer)?)?));
             }
             let Some((part, to, flight)) = under_way.pop_front() else { break };
-            let mut buffer = flight.landed(DEADLINE)?;
+            let mut buffer = flight.wait(DEADLINE)?;
             copy(&buffer.host_mut().expect("landed")[..to.len()], to);
             self.ring[part % DEPTH] = Some(buffer);
         }

@@ -121,7 +121,7 @@ fn row(layout: &Layout, run: &[Layer]) -> [String; 4] {
     let mut dtypes: Vec<&str> = tensors().map(|t| t.dtype.name()).collect();
     dtypes.sort_unstable();
     dtypes.dedup();
-    let tied = match layout.modules_in(first.id).any(|module| module.both_ends) {
+    let tied = match layout.modules_in(first.id).any(|module| module.tied) {
         true => ", used at both ends",
         false => "",
     };

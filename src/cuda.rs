@@ -94,8 +94,8 @@ pub fn address(tensor: &TensorView<'_>) -> Option<u64> {
 
 /// The device whose memory a tensor is in, and its address there.
 fn placed(tensor: &TensorView<'_>) -> Option<(DeviceId, u64)> {
-    let (buf, place) = (tensor.buf(), tensor.place());
-    let memory = buf.allocation().downcast::<backend::cuda::DeviceMemory>()?;
+    let (buf, place) = (tensor.buf(), tensor.byte_range());
+    let memory = buf.block().downcast::<backend::cuda::DeviceMemory>()?;
     let inside = !place.is_empty() && place.end <= buf.bytes();
     buf.address().filter(|_| inside).map(|start| (memory.device(), start + place.start as u64))
 }
@@ -110,7 +110,7 @@ impl BufMut {
     ///
     /// # Errors
     /// [`Error::Invalid`] when `device` is no CUDA device.
-    pub unsafe fn foreign(
+    pub unsafe fn from_raw(
         device: &Arc<dyn Device>,
         address: u64,
         bytes: usize,

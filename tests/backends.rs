@@ -56,7 +56,7 @@ fn round_trip(backend: &dyn Backend, opened: &mut Vec<Arc<dyn Device>>) -> tenso
         .order(&*compute, Duration::from_secs(5))?;
     compute.record(std::slice::from_ref(&on_card))?;
     let down = card.stream(Role::Download)?;
-    down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.landed(deadline)?;
+    down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.wait(deadline)?;
     card.trim()?;
     card.memory()?;
     Ok(())
@@ -115,7 +115,7 @@ fn wall_time_is_at_least_that_of_the_links() {
     let stream = card.stream(Role::Upload).unwrap();
     let slot = card.alloc(source.bytes(), MemoryKind::Arena).unwrap();
     let start = std::time::Instant::now();
-    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().landed(Duration::from_secs(5)).unwrap();
+    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().wait(Duration::from_secs(5)).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(1), "10 MB at 10 GB/s took {:?}", start.elapsed());
 }
 
@@ -146,7 +146,7 @@ fn copies_between_parts_of_allocations_end() {
         };
         let ((a, mut a_end), (b, mut b_end)) = (cut(), cut());
         let flight = streams[0].copy(Transfer::whole(&a, a_end).unwrap()).unwrap();
-        a_end = flight.landed(deadline).expect("one part to another of one allocation");
+        a_end = flight.wait(deadline).expect("one part to another of one allocation");
         for _ in 0..20 {
             let pieces = |src: &Buf| {
                 let piece = |i: usize| Piece { src: src.clone(), from: i << 14..(i + 1) << 14, at: i << 14 };
@@ -156,8 +156,8 @@ fn copies_between_parts_of_allocations_end() {
             streams.iter().for_each(|stream| stream.occupy(Duration::from_millis(1)).unwrap());
             let one = streams[0].copy(Transfer::new(pieces(&a), b_end).unwrap()).unwrap();
             let other = streams[1].copy(Transfer::new(pieces(&b), a_end).unwrap()).unwrap();
-            b_end = one.landed(deadline).expect("crosswise");
-            a_end = other.landed(deadline).expect("crosswise");
+            b_end = one.wait(deadline).expect("crosswise");
+            a_end = other.wait(deadline).expect("crosswise");
         }
     }
 }

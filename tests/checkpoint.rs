@@ -90,7 +90,7 @@ fn case_19_a_set_keeps_unit_dimensions_and_its_tied_head() {
         assert_eq!(model.layout().tensor(model.find(name).unwrap()).unwrap().shape, shape, "{name}");
     }
     // The embedding is in another file than the first layer, and there is no head in any.
-    let both: Vec<_> = model.layout().modules().iter().filter(|m| m.both_ends).map(|m| m.name.as_str()).collect();
+    let both: Vec<_> = model.layout().modules().iter().filter(|m| m.tied).map(|m| m.name.as_str()).collect();
     assert_eq!(both, ["model.embed_tokens"]);
 }
 
@@ -206,7 +206,7 @@ fn the_configuration_tells_of_tied_embeddings() {
     shard(folder.path(), "m.safetensors", &["model.embed_tokens.weight", "model.layers.0.mlp.weight"]);
     let tied = |config: &str| {
         fs::write(folder.path().join("config.json"), config).unwrap();
-        Checkpoint::open(folder.path()).map(|m| m.layout().modules()[0].both_ends)
+        Checkpoint::open(folder.path()).map(|m| m.layout().modules()[0].tied)
     };
     for config in [r#"{"tie_word_embeddings":true}"#, r#"{"text_config":{"tie_word_embeddings":true}}"#] {
         assert!(tied(config).unwrap(), "{config}");

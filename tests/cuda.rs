@@ -36,7 +36,7 @@ fn send(device: &dyn Device, src: &Buf) -> Buf {
 fn fetch(device: &dyn Device, host: &dyn Device, src: &Buf) -> Vec<u8> {
     let stream = device.stream(Role::Download).unwrap();
     let dst = host.alloc(src.bytes(), MemoryKind::Pinned).unwrap();
-    let landed = stream.copy(Transfer::whole(src, dst).unwrap()).unwrap().landed(DEADLINE).unwrap().freeze();
+    let landed = stream.copy(Transfer::whole(src, dst).unwrap()).unwrap().wait(DEADLINE).unwrap().freeze();
     landed.host(DEADLINE).unwrap().unwrap().to_vec()
 }
 
@@ -286,12 +286,12 @@ fn cuda_copies_run_beside_compute() {
         let source = filled(&*cpu, 1, 10 * MIB);
         let (up, compute) = (card.stream(Role::Upload).unwrap(), card.stream(Role::Compute).unwrap());
         let mut slot = card.alloc(10 * MIB, MemoryKind::Arena).unwrap();
-        slot.settle(DEADLINE).unwrap();
+        slot.wait_unused(DEADLINE).unwrap();
         let begin = cuda.mark();
         compute.occupy(Duration::from_millis(1)).unwrap();
         let piece = Piece { src: source.clone(), from: 0..10 * MIB, at: 0 };
         let flight = up.copy(Transfer::new(vec![piece], slot).unwrap()).unwrap();
-        flight.landed(DEADLINE).unwrap();
+        flight.wait(DEADLINE).unwrap();
         // In counted time: a copy of 5 ms waits for no compute of 100 ms.
         assert_eq!(cuda.mark() - begin, Duration::from_millis(100));
         compute.record(&[]).unwrap().wait(DEADLINE).unwrap();
@@ -313,7 +313,7 @@ fn cuda_events_are_used_again() {
                 let slot = card.alloc(3000, MemoryKind::Arena).unwrap();
                 slots.push(stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap());
             }
-            slots.into_iter().for_each(|slot| drop(slot.landed(DEADLINE).unwrap()));
+            slots.into_iter().for_each(|slot| drop(slot.wait(DEADLINE).unwrap()));
             source.wait_unused(DEADLINE).unwrap();
             // The reaper lets go of the last of them a moment later.
             let until = Instant::now() + DEADLINE;

@@ -21,7 +21,7 @@ const PASSES: usize = 10;
 fn model(subject: &Subject, allocation: &str, own_slots: bool) -> Arc<Model> {
     let cuda = Cuda::new().context_size(ByteSize(0));
     let devices = Registry::new([Arc::new(cuda) as Arc<dyn Backend>, Arc::new(Host::new())]);
-    let planner = subject.planner(devices.machine(), allocation).depth(1).own_slots(own_slots);
+    let planner = subject.planner(devices.machine(), allocation).depth(1).external_slots(own_slots);
     let plan = planner.plan().unwrap();
     Arc::new(Loader::new(&devices).load(&subject.weights, &plan).unwrap())
 }

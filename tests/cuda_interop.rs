@@ -122,13 +122,13 @@ fn cuda_memory_of_the_caller_is_filled_in_place() {
         stream.synchronize().unwrap();
         let address = theirs.device_ptr(&stream).0;
         // SAFETY: the slice has 5000 bytes at this address as long as the `Arc` lives, and is not used meanwhile.
-        let slot = unsafe { BufMut::foreign(&card, address, 5000, Arc::clone(&theirs) as _) }.unwrap();
+        let slot = unsafe { BufMut::from_raw(&card, address, 5000, Arc::clone(&theirs) as _) }.unwrap();
         assert_eq!(card.ledger().charged(), 0);
         let mut source = cpu.alloc(5000, MemoryKind::Pinned).unwrap();
         source.host_mut().unwrap().fill(7);
         let upload = card.stream(Role::Upload).unwrap();
         let flight = upload.copy(Transfer::whole(&source.freeze(), slot).unwrap()).unwrap();
-        flight.landed(DEADLINE).unwrap();
+        flight.wait(DEADLINE).unwrap();
         assert!(stream.clone_dtoh(&*theirs).unwrap().iter().all(|&byte| byte == 7));
     }
     driver.assert_clean();
@@ -184,7 +184,7 @@ fn cuda_work_on_a_stream_that_is_captured_is_refused() {
             unsafe { sys::cuGraphDestroy(graph) }.result().unwrap();
             assert_eq!(nodes, 0, "nothing of the library's was captured");
             let flight = stream.copy(Transfer::whole(&source, rejected.dst).unwrap()).unwrap();
-            flight.landed(DEADLINE).unwrap();
+            flight.wait(DEADLINE).unwrap();
         }
         stream.record(&[landed]).unwrap().wait(DEADLINE).unwrap();
     }

@@ -163,7 +163,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
             let context = CudaContext::new(0).unwrap();
             let devices = registry();
             let model = load_with(&devices, &subject, "cuda:0,10kb;cpu,*", |planner| {
-                planner.depth(1).own_slots(true).pinned_cap(Some(ByteSize(pinned)))
+                planner.depth(1).external_slots(true).pinned_cap(Some(ByteSize(pinned)))
             });
             let (device, stream) = (Arc::clone(model.residency().device()), context.new_stream().unwrap());
             let buffer = |bytes: u64| {
@@ -172,7 +172,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
                 // SAFETY: the slice holds the memory for as long as the buffer keeps it, and nobody else uses it.
                 #[expect(unsafe_code, reason = "the test's own memory becomes a buffer")]
                 unsafe {
-                    BufMut::foreign(&device, address, bytes as usize, Arc::new(slice) as Arc<dyn Any + Send + Sync>)
+                    BufMut::from_raw(&device, address, bytes as usize, Arc::new(slice) as Arc<dyn Any + Send + Sync>)
                 }
                 .unwrap()
             };
@@ -186,7 +186,7 @@ fn cuda_slots_of_the_callers_own_are_refilled_in_place() {
             for layer in layers(&streamer).chain([2, 5, 1, 1, 0, 4].map(LayerId::new)) {
                 let guard = streamer.layer(layer).unwrap();
                 for tensor in guard.tensors() {
-                    let Some(place) = streamer.place(&tensor.info().name) else { continue };
+                    let Some(place) = streamer.range_in_slot(&tensor.info().name) else { continue };
                     let slot = addresses[guard.slot().unwrap()];
                     assert_eq!(cuda::address(&tensor), Some(slot + place.start as u64));
                     seen += 1;
@@ -262,7 +262,7 @@ fn cuda_streaming_hides_behind_the_compute() {
         end.wait(DEADLINE).unwrap();
     }
     let (time, copies) = (cuda.mark() - begin, busy() - before);
-    assert_eq!(streamer.report().late, 1, "{}", streamer.report());
+    assert_eq!(streamer.report().misses, 1, "{}", streamer.report());
     // Two layers are sent for ahead when it ends. Nothing can be hidden of the first copy, and all of the others.
     assert_eq!((copies, time), (copy * (passes * layers + 2), copy + compute * passes * layers));
     drop((streamer, model));
@@ -470,7 +470,7 @@ fn cuda_a_thousand_passes_are_right() {
         }
     }
     let report = streamer.report();
-    assert!(report.prefetched > report.late, "{report}");
+    assert!(report.hits > report.misses, "{report}");
     drop((streamer, model));
     comes_back(&devices);
     drop(devices);

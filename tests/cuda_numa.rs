@@ -106,7 +106,7 @@ fn cuda_memory_is_pinned_on_the_node_of_the_device() {
         bytes.fill(3);
         let stream = card.stream(Role::Upload).unwrap();
         let there = card.alloc(5 * MIB, MemoryKind::Arena).unwrap();
-        stream.copy(Transfer::whole(&pinned.freeze(), there).unwrap()).unwrap().landed(DEADLINE).unwrap();
+        stream.copy(Transfer::whole(&pinned.freeze(), there).unwrap()).unwrap().wait(DEADLINE).unwrap();
         drop(stream);
         card::assert_pinned_comes_to(&cuda, 0);
     }
@@ -120,7 +120,7 @@ fn near_each(cpu: &dyn Device) -> [Option<u64>; 4] {
             Some(near) => cpu.alloc_near(MIB, MemoryKind::Pinned, near),
             None => cpu.alloc(MIB, MemoryKind::Pinned),
         };
-        assert!(memory.unwrap().allocation().device() == CPU);
+        assert!(memory.unwrap().block().device() == CPU);
         let nodes = nodes();
         assert!(nodes.len() <= 1, "{nodes:?}");
         nodes.first().copied()

@@ -35,7 +35,7 @@ fn check_rows(devices: &Registry, streamer: &mut Streamer, subject: &Subject, ta
     let each = sent.bytes() / rows.len();
     let host = devices.device(CPU).unwrap().alloc(sent.bytes(), MemoryKind::Pinned).unwrap();
     let flight = streamer.compute().copy(Transfer::whole(&sent, host).unwrap()).unwrap();
-    let landed = flight.landed(DEADLINE).unwrap().freeze();
+    let landed = flight.wait(DEADLINE).unwrap().freeze();
     let bytes = landed.host(DEADLINE).unwrap().unwrap();
     for (bytes, &row) in bytes.chunks_exact(each).zip(rows) {
         assert!(*bytes == subject.bytes_of(table)[row as usize * each..][..each], "row {row} of {table}");

@@ -57,7 +57,7 @@ impl Machine {
 }
 
 fn copy(stream: &dyn Stream, src: &Buf, dst: BufMut) -> BufMut {
-    stream.copy(Transfer::whole(src, dst).unwrap()).unwrap().landed(DEADLINE).unwrap()
+    stream.copy(Transfer::whole(src, dst).unwrap()).unwrap().wait(DEADLINE).unwrap()
 }
 
 /// A session in which a device breaks. What still works is closed a moment after the last handle, and must not be in the
@@ -94,10 +94,10 @@ fn cuda_an_event_of_the_callers_erases_no_pending_use() {
         let flight = down.copy(Transfer::whole(&there, m.pinned(4 * MB, 0)).unwrap()).unwrap();
         let real = flight.done().clone();
         let flight = Transfer::whole(&there, flight.chain()).unwrap().launched(over);
-        let mut dst = flight.landed(Duration::ZERO).unwrap();
+        let mut dst = flight.wait(Duration::ZERO).unwrap();
         let seen = dst.host_mut().is_some();
-        assert!(!seen || real.settled(), "bytes that a device writes are a slice of the host's");
-        dst.settle(DEADLINE).unwrap();
+        assert!(!seen || real.is_complete(), "bytes that a device writes are a slice of the host's");
+        dst.wait_unused(DEADLINE).unwrap();
         assert!(dst.host_mut().unwrap().iter().all(|&byte| byte == 7));
     }
     driver.assert_clean();
@@ -176,7 +176,7 @@ fn cuda_memory_is_let_go_during_a_capture_and_the_capture_goes_on() {
         thread.join().unwrap();
         eventually("the driver has the memory still", || driver.report().live_pinned_bytes == 0);
         let more = m.pinned(2 * MB, 1);
-        assert!(more.allocation().pinned(), "memory can be pinned meanwhile");
+        assert!(more.block().pinned(), "memory can be pinned meanwhile");
         assert_eq!(end_of_capture(&theirs), sys::CUresult::CUDA_SUCCESS);
     }
     assert_clean(&driver);
@@ -204,9 +204,9 @@ fn cuda_threads_of_the_library_leave_captures_whole() {
             model.layout().layer_ids().for_each(|layer| drop(streamer.layer(layer).unwrap()));
             streamer.compute().occupy(Duration::from_millis(20)).unwrap();
             let busy = streamer.compute().record(&[]).unwrap();
-            let mut fired = Box::pin(busy.fired());
+            let mut fired = Box::pin(busy.completed());
             let poll = fired.as_mut().poll(&mut Context::from_waker(Waker::noop()));
-            assert!(matches!(poll, Poll::Pending) || busy.settled());
+            assert!(matches!(poll, Poll::Pending) || busy.is_complete());
             let guard = streamer.layer(LayerId::new(1)).unwrap();
             theirs.begin_capture(GLOBAL).unwrap();
             // This thread calls nothing of the library meanwhile; others do.
@@ -214,7 +214,7 @@ fn cuda_threads_of_the_library_leave_captures_whole() {
                 scope.spawn(|| load().tensor("lm_head.weight").is_some());
                 scope.spawn(|| guard.wait(DEADLINE).unwrap());
             });
-            eventually("the future's event", || busy.settled());
+            eventually("the future's event", || busy.is_complete());
             assert_eq!(end_of_capture(&theirs), sys::CUresult::CUDA_SUCCESS, "with {pinned} bytes pinned");
             drop(guard);
         }
@@ -335,7 +335,7 @@ fn cuda_a_refused_mark_takes_nothing_for_over() {
         let other = m.card.stream(Role::Compute).unwrap();
         assert_eq!(other.record(&[]).unwrap_err().kind(), ErrorKind::Driver);
         assert_eq!(m.card.health(), Health::Good);
-        let mut dst = flight.landed(DEADLINE).unwrap();
+        let mut dst = flight.wait(DEADLINE).unwrap();
         assert!(dst.host_mut().unwrap().iter().all(|&byte| byte == 7));
 
         // A copy that runs and whose mark is refused: its memory is in use until it is over, and nobody sees it sooner.
@@ -345,8 +345,8 @@ fn cuda_a_refused_mark_takes_nothing_for_over() {
         let mut dst = rejected.dst;
         let pending = dst.pending();
         let seen = dst.host_mut().is_some();
-        assert!(!seen || pending.iter().all(|event| event.settled()), "the copy is under way");
-        dst.settle(DEADLINE).unwrap();
+        assert!(!seen || pending.iter().all(|event| event.is_complete()), "the copy is under way");
+        dst.wait_unused(DEADLINE).unwrap();
         assert!(dst.host_mut().unwrap().iter().all(|&byte| byte == 7));
         drop((dst, rejected.error));
 
@@ -377,14 +377,14 @@ fn cuda_memory_that_a_lost_device_may_write_is_not_handed_out() {
     assert_eq!(m.card.memory().unwrap_err().kind(), ErrorKind::DeviceLost);
     driver.no_faults();
     let mut dst = flight.chain();
-    assert_eq!(dst.settle(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
+    assert_eq!(dst.wait_unused(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
     assert!(dst.host_mut().is_none() && !dst.pending().is_empty());
     let buf = dst.freeze();
     assert_eq!(buf.host(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
     let mut dst = buf.try_reclaim().unwrap();
     assert!(dst.host_mut().is_none(), "freezing it does not make it safe");
     let rejected = m.cpu.stream(Role::Upload).unwrap().copy(Transfer::whole(&m.pinned(8, 1).freeze(), dst).unwrap());
-    let copied = rejected.map_err(|rejected| rejected.error).and_then(|flight| flight.landed(DEADLINE));
+    let copied = rejected.map_err(|rejected| rejected.error).and_then(|flight| flight.wait(DEADLINE));
     assert_eq!(copied.unwrap_err().kind(), ErrorKind::DeviceLost);
     // It stays where it is, and taken.
     eventually("the rest comes back", || m.cpu.ledger().charged() >= 4 * MB as u64);
@@ -540,7 +540,7 @@ fn cuda_a_context_that_another_library_resets_is_lost() {
         assert_eq!(sys::cuDevicePrimaryCtxReset_v2(0), sys::CUresult::CUDA_SUCCESS);
         assert_eq!(sys::cuDevicePrimaryCtxRetain(&raw mut theirs, 0), sys::CUresult::CUDA_SUCCESS);
     }
-    assert_eq!(flight.landed(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
+    assert_eq!(flight.wait(DEADLINE).unwrap_err().kind(), ErrorKind::DeviceLost);
     assert!(matches!(m.card.health(), Health::Lost(_)));
     let asked = || driver.report().calls_of("cuEventQuery");
     let mut before = asked();
@@ -563,11 +563,11 @@ fn cuda_what_a_driver_refuses_has_another_way() {
         for code in [2, 801, 999] {
             driver.fault(&FaultPlan::one(Fault::nth("cuMemHostRegister_v2", 1, Effect::Fail(code))));
             let pinned = m.cpu.alloc(2 * MB, MemoryKind::Pinned).unwrap();
-            assert!(pinned.allocation().pinned(), "{code}: the driver has pinned memory of its own");
+            assert!(pinned.block().pinned(), "{code}: the driver has pinned memory of its own");
             let faults = ["cuMemHostRegister_v2", "cuMemHostAlloc"].map(|call| Fault::nth(call, 1, Effect::Fail(code)));
             driver.fault(&FaultPlan { faults: faults.into(), ..FaultPlan::default() });
             let plain = m.cpu.alloc(2 * MB, MemoryKind::Pinned).unwrap();
-            assert!(!plain.allocation().pinned());
+            assert!(!plain.block().pinned());
             driver.no_faults();
             assert_eq!(m.card.health(), Health::Good, "{code}");
             m.card.alloc(4096, MemoryKind::Arena).unwrap();
@@ -633,7 +633,7 @@ fn cuda_a_fork_of_the_process_gets_errors() {
         let (up, cpu_stream) = (m.card.stream(Role::Upload).unwrap(), m.cpu.stream(Role::Upload).unwrap());
         let (large, mut writable) = (m.pinned(4 * MB, 6).freeze(), m.pinned(4096, 1));
         let there = m.there(4096, 2);
-        assert!(!large.allocation().pinned() || stays_out_of_forks(large.host(DEADLINE).unwrap().unwrap()));
+        assert!(!large.block().pinned() || stays_out_of_forks(large.host(DEADLINE).unwrap().unwrap()));
         let devices = registry();
         let plan = subject.planner(devices.machine(), "cpu,*").depth(1).plan().unwrap();
         let model = Arc::new(Loader::new(&devices).load(&subject.weights, &plan).unwrap());

@@ -289,7 +289,7 @@ fn a_group_of_small_modules_is_shared_or_made_anew() {
     let base = load(&registry, &plain, &plan);
     let norm = |index: u64| base.tensor(&format!("model.layers.1.norm_{index}.weight")).unwrap();
     assert!((0..10).all(|index| norm(index).buf().is_same(norm(0).buf())));
-    assert!((0..10).all(|index| norm(index).place().start as u64 == index * 256));
+    assert!((0..10).all(|index| norm(index).byte_range().start as u64 == index * 256));
     let on_host = || levels(&registry).iter().find(|(id, _)| *id == CPU).unwrap().1;
     assert_eq!(on_host(), plan.bytes());
     let model = derive(&registry, &base, &patched, &plan).unwrap();
@@ -332,7 +332,7 @@ fn generations_share_their_slots() {
     for layer in 0..4 {
         let guard = streamer.layer(LayerId::new(layer)).unwrap();
         for tensor in guard.tensors() {
-            let mut bytes = vec![0; tensor.place().len()];
+            let mut bytes = vec![0; tensor.byte_range().len()];
             guard.read(&tensor.info().name, &mut bytes).unwrap();
             assert!(bytes == patched.bytes_of(&tensor.info().name));
         }

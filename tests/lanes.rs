@@ -130,7 +130,7 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         let subject = Subject::patched(&tensors, 93);
         let registry = Registry::described(machine(), clock);
         let machine = machine();
-        let plan = subject.planner(&machine, allocation).depth(2).own_slots(true).plan().unwrap();
+        let plan = subject.planner(&machine, allocation).depth(2).external_slots(true).plan().unwrap();
         assert_eq!((plan.slots().count, plan.device(GPU0).unwrap().beside.slots), (0, 0));
         let read: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
         assert_eq!(read, plan);
@@ -141,7 +141,7 @@ fn slots_of_the_callers_own_are_filled_in_place() {
         assert!(error.to_string().contains("leaves the slots to the caller"), "{error}");
         let slots = own_slots(&model, 3);
         let bytes = plan.slots().bytes_each as usize;
-        let known: Vec<usize> = slots.iter().map(|slot| Arc::as_ptr(slot.allocation()) as usize).collect();
+        let known: Vec<usize> = slots.iter().map(|slot| Arc::as_ptr(slot.block()) as usize).collect();
         let taken = card.ledger().charged();
         let mut streamer = Streamer::with_slots(&model, compute(&model), slots).unwrap();
         let (mut random, mut streamed) = (Random::new(7), 0);
@@ -152,10 +152,10 @@ fn slots_of_the_callers_own_are_filled_in_place() {
             check_layer(&guard, &subject).unwrap();
             let mut places = Vec::new();
             for tensor in guard.tensors() {
-                let Some(place) = streamer.place(&tensor.info().name) else { continue };
+                let Some(place) = streamer.range_in_slot(&tensor.info().name) else { continue };
                 let slot = guard.slot().expect("a layer with streamed tensors is in a slot");
-                assert_eq!(Arc::as_ptr(tensor.buf().allocation()) as usize, known[slot], "{:?} moved", tensor.info());
-                assert_eq!((tensor.place().len(), place.end <= bytes), (place.len(), true));
+                assert_eq!(Arc::as_ptr(tensor.buf().block()) as usize, known[slot], "{:?} moved", tensor.info());
+                assert_eq!((tensor.byte_range().len(), place.end <= bytes), (place.len(), true));
                 places.push(place);
             }
             places.sort_by_key(|place| place.start);
@@ -163,7 +163,7 @@ fn slots_of_the_callers_own_are_filled_in_place() {
             streamed += places.len();
         }
         assert!(streamed > 100, "{streamed} tensors were in slots");
-        assert!(streamer.report().late < 60, "{}", streamer.report());
+        assert!(streamer.report().misses < 60, "{}", streamer.report());
         assert_eq!(card.ledger().charged(), taken, "streaming takes no memory on the device");
         let guard = streamer.layer(LayerId::new(1)).unwrap();
         let held = guard.slot().is_some();
@@ -184,7 +184,7 @@ fn slots_of_the_callers_own_are_filled_in_place() {
 fn slots_that_do_not_fit_are_refused_by_name() {
     let (subject, machine) = (Subject::plain(&llama(3, 16), 94), machine());
     let registry = Registry::described(machine.clone(), Clock::Virtual);
-    let plan = subject.planner(&machine, "cpu,*").own_slots(true).plan().unwrap();
+    let plan = subject.planner(&machine, "cpu,*").external_slots(true).plan().unwrap();
     let model = load(&registry, &subject, &plan);
     let refused = |change: &dyn Fn(&mut Vec<BufMut>)| {
         let mut slots = own_slots(&model, 2);
@@ -308,7 +308,7 @@ fn a_thousand_passes_are_right() {
             }
         }
         let report = streamer.report();
-        assert!(report.prefetched > report.late, "{report}");
+        assert!(report.hits > report.misses, "{report}");
         drop((kept, streamer));
         comes_back(&registry);
     }

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use support::{GPU0, Subject, llama, safetensors, without_hanging};
 use tensor_offload::backend::{
-    Allocation, Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger,
+    Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryBlock,
     MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer, conformance,
 };
 use tensor_offload::device::{DeviceInfo, MemoryUsage, Topology};
@@ -202,7 +202,7 @@ impl Device for LyingDevice {
         if self.tells(Lie::RoutesEverywhere) { Route::Direct } else { self.inner.route_from(source) }
     }
 
-    fn copies_hold_up(&self, source: &Allocation) -> bool {
+    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
         !self.tells(Lie::HoldsNobodyUp) && self.inner.copies_hold_up(source)
     }
 
@@ -210,9 +210,9 @@ impl Device for LyingDevice {
         if self.lie == Lie::PatchesNothing { Some(self) } else { None }
     }
 
-    fn in_one_go(&self, work: &mut dyn FnMut()) {
+    fn batched(&self, work: &mut dyn FnMut()) {
         if !self.tells(Lie::NotInOneGo) {
-            self.inner.in_one_go(work);
+            self.inner.batched(work);
         }
         if self.tells(Lie::TwiceInOneGo) {
             work();

@@ -188,7 +188,7 @@ fn check_rows(streamer: &mut Streamer, subject: &Subject, table: &str, rows: &[u
     assert_eq!((sent.device(), sent.bytes()), (GPU0, want.len()));
     let host = Host::new().open(CPU).unwrap();
     let (compute, bytes) = (streamer.compute(), host.alloc(want.len(), MemoryKind::Pinned).unwrap());
-    let landed = compute.copy(Transfer::whole(&sent, bytes).unwrap()).unwrap().landed(DEADLINE).unwrap().freeze();
+    let landed = compute.copy(Transfer::whole(&sent, bytes).unwrap()).unwrap().wait(DEADLINE).unwrap().freeze();
     assert!(landed.host(DEADLINE).unwrap().unwrap() == want, "wrong rows of {table}");
     let mut read = vec![0; want.len()];
     streamer.model().read_rows(table, rows, &mut read).unwrap();
@@ -300,7 +300,7 @@ fn layers_of_two_sizes_arrive_in_slots_of_two_sizes() {
             check_pass(&mut streamer, &subject);
             check_pass(&mut streamer, &subject);
             // All but the first layer were there before they were asked for.
-            assert_eq!(streamer.report().late, 1, "{}", streamer.report());
+            assert_eq!(streamer.report().misses, 1, "{}", streamer.report());
             let count = subject.layout().layers().len();
             let (mut random, mut held) = (Random::new(3), Vec::new());
             for _ in 0..120 {
@@ -331,7 +331,7 @@ fn layers_of_two_sizes_arrive_in_slots_of_two_sizes() {
 fn own_slots_are_of_the_sizes_that_the_plan_asks_for() {
     let (subject, machine) = (small_bert(), described(&["cpu=64mb", "cuda:0=24mb"]));
     let registry = Registry::described(machine.clone(), Clock::Virtual);
-    let plan = subject.planner(&machine, "cpu,*").own_slots(true).plan().unwrap();
+    let plan = subject.planner(&machine, "cpu,*").external_slots(true).plan().unwrap();
     let shape = plan.slots();
     assert_eq!((shape.count, shape.large, shape.bytes(), shape.large_bytes), (0, 0, 0, 2_048_000));
     let model = load(&registry, &subject, &plan);

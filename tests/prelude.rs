@@ -70,7 +70,7 @@ fn layers_are_found_by_name_and_tensors_by_the_name_in_their_layer() -> Result<(
     let layer = stream.layer_named("model.layers.1")?;
     let short = layer.tensor("mlp.up_proj.weight").expect("a Llama's layer has it");
     let long = layer.tensor("model.layers.1.mlp.up_proj.weight").expect("by its whole name, too");
-    assert_eq!((short.name(), short.place()), (long.name(), long.place()));
+    assert_eq!((short.name(), short.byte_range()), (long.name(), long.byte_range()));
     assert_eq!((short.dtype(), short.shape(), short.size()), (DType::BF16, &[160, 64][..], 160 * 64 * 2));
     assert!(layer.tensor("model.layers.0.mlp.up_proj.weight").is_none(), "of another layer");
 

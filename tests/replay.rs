@@ -34,7 +34,7 @@ fn sizes_only_count_and_take_time() {
     assert_eq!(cpu.alloc(500_000_000_000, MemoryKind::Arena).unwrap_err().kind(), ErrorKind::OutOfMemory);
     let slot = card.alloc(500_000_000_000, MemoryKind::Arena).unwrap();
     let stream = card.stream(Role::Upload).unwrap();
-    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().landed(DEADLINE).unwrap();
+    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().wait(DEADLINE).unwrap();
     assert_eq!(simulated.now(), Duration::from_secs(500));
     let on_disk = disk.alloc(500_000_000_000, MemoryKind::Arena).unwrap();
     drop((source, on_disk));
@@ -57,7 +57,7 @@ fn sizes_only_are_not_copied_to_memory_with_bytes() {
     assert_eq!(cause.map(Error::kind), Some(ErrorKind::Missing));
     let source = host.alloc(1000, MemoryKind::Pinned).unwrap().freeze();
     let there = card.alloc(1000, MemoryKind::Arena).unwrap();
-    stream.copy(Transfer::whole(&source, there).unwrap()).unwrap().landed(DEADLINE).unwrap();
+    stream.copy(Transfer::whole(&source, there).unwrap()).unwrap().wait(DEADLINE).unwrap();
 }
 
 #[test]

@@ -49,8 +49,8 @@ fn read_late(streamer: &mut Streamer, layer: LayerId, busy: Duration) -> Result<
     let host = tensor_offload::backend::Host::new();
     let host = tensor_offload::backend::Backend::open(&host, CPU)?;
     let read = |view: tensor_offload::TensorView<'_>| {
-        let dst = host.alloc(view.place().len(), MemoryKind::Pinned)?;
-        let piece = Piece { src: view.buf().clone(), from: view.place(), at: 0 };
+        let dst = host.alloc(view.byte_range().len(), MemoryKind::Pinned)?;
+        let piece = Piece { src: view.buf().clone(), from: view.byte_range(), at: 0 };
         Ok((view.info().name.clone(), compute.copy(Transfer::new(vec![piece], dst)?)?))
     };
     guard.tensors().filter(|view| view.device() == GPU0).map(read).collect()
@@ -58,7 +58,7 @@ fn read_late(streamer: &mut Streamer, layer: LayerId, busy: Duration) -> Result<
 
 fn check_reads(reads: Vec<(String, Flight)>, subject: &Subject) {
     for (name, flight) in reads {
-        let landed = flight.landed(DEADLINE).unwrap().freeze();
+        let landed = flight.wait(DEADLINE).unwrap().freeze();
         let bytes = landed.host(DEADLINE).unwrap().expect("host memory");
         assert!(*bytes == *subject.bytes_of(&name), "{name} was overwritten before it was read");
     }
@@ -123,7 +123,7 @@ fn case_26_every_depth_gives_the_same_bytes() {
             let first_streamed =
                 plan.assignments().iter().any(|a| a.layer == LayerId::new(0) && a.usage == Use::Streamed);
             let late = if depth == 0 { 2 * streamed } else { u64::from(first_streamed) };
-            assert_eq!((report.late, report.prefetched), (late, 2 * streamed - late), "depth {depth}");
+            assert_eq!((report.misses, report.hits), (late, 2 * streamed - late), "depth {depth}");
         }
     }
 }
@@ -268,11 +268,11 @@ fn case_27_a_guard_that_is_kept_leaves_the_other_slots_to_all_layers() {
     }
     check_layer(&kept, &subject).unwrap();
     // In order, with one slot fewer, each layer is still sent for before it is asked for.
-    let late = streamer.report().late;
+    let late = streamer.report().misses;
     for layer in [2, 3, 4, 5, 6] {
         check_layer(&streamer.layer(LayerId::new(layer)).unwrap(), &subject).unwrap();
     }
-    assert_eq!(streamer.report().late, late);
+    assert_eq!(streamer.report().misses, late);
 }
 
 #[test]
@@ -328,7 +328,7 @@ fn a_slot_whose_use_cannot_be_marked_is_not_filled_again() {
     let model = load(&watched.registry, &subject, &plan);
     let mut streamer = Streamer::new(&model).unwrap();
     let guard = streamer.layer(LayerId::new(2)).unwrap();
-    let memory = |guard: &LayerGuard| Arc::as_ptr(guard.tensors().next().unwrap().buf().allocation());
+    let memory = |guard: &LayerGuard| Arc::as_ptr(guard.tensors().next().unwrap().buf().block());
     let lost = memory(&guard);
     watched.countdown.fail_nth(1);
     drop(guard);
@@ -467,7 +467,7 @@ fn the_second_pass_fetches_ahead_in_the_order_of_the_first() {
             check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
         }
         let after = streamer.report();
-        passes.push((after.late - before.late, after.bytes[&CPU] - before.bytes.get(&CPU).copied().unwrap_or(0)));
+        passes.push((after.misses - before.misses, after.bytes[&CPU] - before.bytes.get(&CPU).copied().unwrap_or(0)));
     }
     let whole = plan.streamed_bytes();
     assert!(passes[0].1 > whole, "the first pass fetches some layers in vain: {passes:?}");
@@ -492,17 +492,18 @@ fn fixed_slots_are_the_same_in_every_pass() {
         let mut streamer = Streamer::new(&load(&registry, &subject, &plan)).unwrap();
         let known: Vec<Option<usize>> = layers(&streamer).map(|layer| streamer.slot_of(layer)).collect();
         assert_eq!(known, (0..7).map(|layer| fixed.then_some(layer % 2)).collect::<Vec<_>>());
-        let places: Vec<_> = subject.layout().tensors().iter().map(|tensor| streamer.place(&tensor.name)).collect();
+        let places: Vec<_> =
+            subject.layout().tensors().iter().map(|tensor| streamer.range_in_slot(&tensor.name)).collect();
         for _ in 0..3 {
             for (layer, known) in layers(&streamer).zip(&known) {
                 let guard = streamer.layer(layer).unwrap();
                 assert!(!fixed || guard.slot() == *known);
-                assert!(places.contains(&Some(guard.tensors().next().unwrap().place())));
+                assert!(places.contains(&Some(guard.tensors().next().unwrap().byte_range())));
                 check_layer(&guard, &subject).unwrap();
                 streamer.compute().occupy(compute).unwrap();
             }
         }
-        assert_eq!((streamer.slot_of(LayerId::new(99)), streamer.place("no such tensor")), (None, None));
+        assert_eq!((streamer.slot_of(LayerId::new(99)), streamer.range_in_slot("no such tensor")), (None, None));
         plan.forecast(subject.layout(), machine.topology(), &vec![compute; 7].into()).unwrap()
     };
     assert_eq!(pass(false), 7 * compute);

@@ -40,7 +40,7 @@ fuzz_target!(|data: &[u8]| {
     plan.verify(&layout).expect("a plan of this model");
     assert_eq!(plan.bytes(), layout.bytes());
     for device in plan.devices() {
-        assert!(device.needed() <= device.free.unwrap_or(device.total));
+        assert!(device.needed() <= device.memory.free.unwrap_or(device.memory.total));
     }
     let kept: tensor_offload::Plan = serde_json::from_str(&serde_json::to_string(&plan).expect("JSON")).expect("a plan");
     assert_eq!(kept, plan);

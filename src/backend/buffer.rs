@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::event::until;
-use super::{Allocation, Charge, Event, FenceState, Storage};
+use super::{Charge, Event, FenceState, MemoryBlock, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Result};
 
@@ -21,7 +21,7 @@ const MANY_USES: usize = 8;
 /// One buffer: its memory, and the events that have to fire before it is written or read by the host again.
 #[derive(Debug)]
 struct Handle {
-    allocation: Arc<Allocation>,
+    allocation: Arc<MemoryBlock>,
     /// Its bytes of the allocation: all, or those of a part.
     place: Range<usize>,
     uses: Mutex<Vec<Event>>,
@@ -55,7 +55,7 @@ impl BufMut {
     /// # Errors
     /// [`Error::Bug`] when there are fewer bytes than are charged.
     pub fn new(storage: Box<dyn Storage>, charge: Charge) -> Result<BufMut> {
-        let allocation = Arc::new(Allocation::new(storage, charge)?);
+        let allocation = Arc::new(MemoryBlock::new(storage, charge)?);
         let (place, uses) = (0..allocation.bytes(), Mutex::default());
         Ok(BufMut(Arc::new(Handle { allocation, place, uses })))
     }
@@ -117,7 +117,7 @@ impl BufMut {
     }
 
     /// The memory itself, for a stream to hold on to.
-    pub fn allocation(&self) -> &Arc<Allocation> {
+    pub fn block(&self) -> &Arc<MemoryBlock> {
         &self.0.allocation
     }
 
@@ -152,7 +152,7 @@ impl BufMut {
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a device that uses it was lost: it may be written still,
     /// and stays as it is. Another failed use is over: it left unspecified bytes.
-    pub fn settle(&mut self, deadline: Duration) -> Result<()> {
+    pub fn wait_unused(&mut self, deadline: Duration) -> Result<()> {
         let until = until(deadline);
         for event in self.0.open_uses() {
             let outcome = event.wait(until.saturating_duration_since(Instant::now()));
@@ -211,7 +211,7 @@ impl Buf {
     }
 
     /// The memory itself, for a stream to hold on to.
-    pub fn allocation(&self) -> &Arc<Allocation> {
+    pub fn block(&self) -> &Arc<MemoryBlock> {
         &self.handle.allocation
     }
 

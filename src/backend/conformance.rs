@@ -95,7 +95,7 @@ fn download(device: &dyn Device, host: &dyn Device, src: &Buf) -> Vec<u8> {
     let dst = host.alloc_near(src.bytes(), MemoryKind::Pinned, device.id()).expect("host memory");
     let stream = device.stream(Role::Download).expect("a stream");
     let flight = stream.copy(Transfer::whole(src, dst).expect("a copy of equal sizes")).expect("a queued copy");
-    let landed = flight.landed(DEADLINE).expect("the copy lands").freeze();
+    let landed = flight.wait(DEADLINE).expect("the copy lands").freeze();
     landed.host(DEADLINE).expect("landed").expect("host memory").to_vec()
 }
 
@@ -119,7 +119,7 @@ fn bytes_come_back(device: &dyn Device, host: &dyn Device) {
         let stream = device.stream(Role::Upload).expect("a stream");
         let src = filled(host, 1);
         let flight = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued");
-        let dst = flight.landed(DEADLINE).expect("lands").freeze();
+        let dst = flight.wait(DEADLINE).expect("lands").freeze();
         assert_eq!(download(device, host, &dst), pattern(1, BYTES));
     }
 }
@@ -194,12 +194,12 @@ fn a_copy_waits_for_the_readers_of_its_destination(device: &dyn Device, host: &d
     down.wait(&used).expect("a wait");
     let read = down.copy(read).expect("queued");
     let slot = slot.try_reclaim().expect("the last clone");
-    assert!(!slot.pending().is_empty() || used.settled(), "the uses travel with the buffer");
+    assert!(!slot.pending().is_empty() || used.is_complete(), "the uses travel with the buffer");
     let stream = device.stream(Role::Upload).expect("a stream");
     let refill = filled(host, 10);
     let slot = stream.copy(Transfer::whole(&refill, slot).expect("fits")).expect("queued").chain().freeze();
     assert_eq!(download(device, host, &slot), pattern(10, BYTES));
-    let old = read.landed(DEADLINE).expect("lands").freeze();
+    let old = read.wait(DEADLINE).expect("lands").freeze();
     assert_eq!(*old.host(DEADLINE).expect("landed").expect("host memory"), *pattern(9, BYTES), "refilled too early");
 }
 
@@ -210,7 +210,7 @@ fn streams_wait_for_events(device: &dyn Device, host: &dyn Device) {
     b.wait(&first).expect("a wait");
     let second = b.record(&[]).expect("an event");
     second.wait(DEADLINE).expect("it fires");
-    assert!(first.settled(), "the later event fired before the one it waits for");
+    assert!(first.is_complete(), "the later event fired before the one it waits for");
 }
 
 fn dropped_flights_finish(device: &dyn Device, host: &dyn Device) {
@@ -237,7 +237,7 @@ fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
     // A driver may finish a copy before its call returns; what is still on its way after the look was so before.
     let seen = dst.host_mut().is_some();
     assert!(!seen || dst.pending().is_empty(), "bytes that are being written are not to be seen");
-    dst.settle(DEADLINE).expect("lands");
+    dst.wait_unused(DEADLINE).expect("lands");
     assert_eq!(*dst.host_mut().expect("settled"), *pattern(5, BYTES));
 }
 

@@ -183,7 +183,7 @@ impl Flight {
     ///
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy failed.
-    pub fn landed(self, deadline: Duration) -> Result<BufMut> {
+    pub fn wait(self, deadline: Duration) -> Result<BufMut> {
         self.done.wait(deadline)?;
         Ok(self.dst)
     }

@@ -65,7 +65,7 @@ impl Event {
     }
 
     /// Whether nothing is to be waited for any more: done, failed, or lost.
-    pub fn settled(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         !matches!(self.0.state(), FenceState::Pending)
     }
 
@@ -106,8 +106,8 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::Failed`] with the cause when the work failed.
-    pub fn fired(&self) -> impl Future<Output = Result<()>> + Send + 'static {
-        Fired { event: self.clone(), asked: None }
+    pub fn completed(&self) -> impl Future<Output = Result<()>> + Send + 'static {
+        EventFuture { event: self.clone(), asked: None }
     }
 
     /// When the work was or will be done, on the clock of simulated devices; none on others.
@@ -127,25 +127,25 @@ pub(crate) fn until(deadline: Duration) -> Instant {
 }
 
 /// The future of an event's end.
-struct Fired {
+struct EventFuture {
     event: Event,
     /// Who is to be woken, if anyone was named.
     asked: Option<Waker>,
 }
 
-impl Future for Fired {
+impl Future for EventFuture {
     type Output = Result<()>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
         let waker = context.waker();
-        if !self.event.settled() && !self.asked.as_ref().is_some_and(|asked| asked.will_wake(waker)) {
+        if !self.event.is_complete() && !self.asked.as_ref().is_some_and(|asked| asked.will_wake(waker)) {
             if !self.event.0.wake(waker) {
                 watcher::watch(self.event.clone(), waker.clone());
             }
             self.asked = Some(waker.clone());
         }
         // Asked for after the waker was left, so that no end goes by unnoticed.
-        match self.event.settled() {
+        match self.event.is_complete() {
             true => Poll::Ready(self.event.wait(Duration::ZERO)),
             false => Poll::Pending,
         }

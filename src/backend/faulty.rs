@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Allocation, Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryKind,
+    Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryBlock, MemoryKind,
     PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
 };
 use crate::backend::Buf;
@@ -160,12 +160,12 @@ impl Device for FaultyDevice {
         self.inner.kernels().map(|_| self as &dyn Kernels)
     }
 
-    fn copies_hold_up(&self, source: &Allocation) -> bool {
+    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
         self.inner.copies_hold_up(source)
     }
 
-    fn in_one_go(&self, work: &mut dyn FnMut()) {
-        self.inner.in_one_go(work);
+    fn batched(&self, work: &mut dyn FnMut()) {
+        self.inner.batched(work);
     }
 
     fn trim(&self) -> Result<u64> {

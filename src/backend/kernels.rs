@@ -222,7 +222,7 @@ impl<'a> MatrixPatch<'a> {
         memory: BufMut,
         counted: bool,
     ) -> Result<(SentPatch<'a>, Event, Buf)> {
-        staging.allocation().process().check()?;
+        staging.block().process().check()?;
         let (bytes, device) = (staging.bytes(), staging.device());
         match (staging.pending().is_empty(), staging.host_mut()) {
             (_, Some(staging)) => self.write(staging)?,

@@ -43,7 +43,7 @@ pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight,
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
-pub use storage::{Allocation, Storage};
+pub use storage::{MemoryBlock, Storage};
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
 use crate::error::{Error, Missing, Result};
@@ -127,14 +127,14 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// Whether a copy from `source` to this device makes the thread that queues it wait, since the device's streams
     /// cannot wait for those bytes. They are then better brought through pinned memory, by a thread that may wait.
-    fn copies_hold_up(&self, source: &Allocation) -> bool {
+    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
         let _ = source;
         false
     }
 
     /// Runs `work`, in which this device is asked for several things in a row: a backend whose calls need preparing can do
     /// that once for all of them.
-    fn in_one_go(&self, work: &mut dyn FnMut()) {
+    fn batched(&self, work: &mut dyn FnMut()) {
         work();
     }
 

@@ -38,7 +38,7 @@ pub enum Contents {
 /// let (cpu, card) = (simulated.open(DeviceId::CPU)?, simulated.open(DeviceId::cuda(0))?);
 /// let source = cpu.alloc(1_000_000, MemoryKind::Pinned)?.freeze();
 /// let transfer = Transfer::whole(&source, card.alloc(1_000_000, MemoryKind::Arena)?)?;
-/// card.stream(Role::Upload)?.copy(transfer)?.landed(Duration::from_secs(1))?;
+/// card.stream(Role::Upload)?.copy(transfer)?.wait(Duration::from_secs(1))?;
 /// assert_eq!(simulated.now(), Duration::from_millis(1)); // a megabyte at 1 GB/s
 /// # Ok::<(), tensor_offload::Error>(())
 /// ```

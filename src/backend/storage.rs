@@ -54,7 +54,7 @@ pub unsafe trait Storage: Any + Send + Sync {
 }
 
 /// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
-pub struct Allocation {
+pub struct MemoryBlock {
     /// Taken out when it is freed, and not before.
     held: Option<(Box<dyn Storage>, Charge)>,
     host: Option<HostAddress>,
@@ -74,12 +74,12 @@ unsafe impl Send for HostAddress {}
 // SAFETY: as above.
 unsafe impl Sync for HostAddress {}
 
-impl Allocation {
+impl MemoryBlock {
     /// Puts `storage` behind `charge`.
     ///
     /// # Errors
     /// [`Error::Bug`] when it has fewer bytes than are charged; it is freed then.
-    pub(super) fn new(storage: Box<dyn Storage>, mut charge: Charge) -> Result<Allocation> {
+    pub(super) fn new(storage: Box<dyn Storage>, mut charge: Charge) -> Result<MemoryBlock> {
         let (bytes, have) = (charge.bytes() as usize, storage.bytes());
         if have < bytes {
             storage.free(charge);
@@ -88,7 +88,7 @@ impl Allocation {
         charge.back();
         let (host, address, device) = (storage.host().map(HostAddress), storage.address(), charge.device());
         let (process, abandoned) = (Process::current(), AtomicBool::new(false));
-        Ok(Allocation { held: Some((storage, charge)), host, address, bytes, device, process, abandoned })
+        Ok(MemoryBlock { held: Some((storage, charge)), host, address, bytes, device, process, abandoned })
     }
 
     /// The backend's own part as its own type.
@@ -162,7 +162,7 @@ impl Allocation {
     }
 }
 
-impl Drop for Allocation {
+impl Drop for MemoryBlock {
     fn drop(&mut self) {
         let Some((storage, charge)) = self.held.take() else { return };
         let forked = !self.process.is_current();
@@ -177,7 +177,7 @@ impl Drop for Allocation {
     }
 }
 
-impl fmt::Debug for Allocation {
+impl fmt::Debug for MemoryBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes of {}", self.bytes, self.device)
     }

@@ -48,7 +48,7 @@ pub(super) fn wake_all(wakers: impl IntoIterator<Item = Waker>) {
 
 /// Whether to look no longer. An event that panics when it is asked is for those who wait for it.
 fn is_over(event: &Event) -> bool {
-    catch_unwind(AssertUnwindSafe(|| event.settled())).unwrap_or(true)
+    catch_unwind(AssertUnwindSafe(|| event.is_complete())).unwrap_or(true)
 }
 
 fn run() {

@@ -61,7 +61,8 @@ pub struct Module {
     /// The module whose storage all of its tensors alias (tied weights); its own bytes are then 0.
     pub alias_of: Option<ModuleId>,
     /// Whether it is an embedding that the model uses at both ends.
-    pub both_ends: bool,
+    #[serde(rename = "both_ends")]
+    pub tied: bool,
 }
 
 /// Modules that run together; the unit of streaming.
@@ -134,7 +135,7 @@ impl Layout {
                 });
                 let role = name[layer_name.len()..].trim_start_matches('.').to_owned();
                 let (id, name, tensors) = (ModuleId::new(modules.len()), name.to_owned(), Vec::new());
-                modules.push(Module { id, name, layer, role, tensors, bytes: 0, alias_of: None, both_ends: false });
+                modules.push(Module { id, name, layer, role, tensors, bytes: 0, alias_of: None, tied: false });
                 id
             });
             modules[module.index()].tensors.push(tensor);
@@ -166,7 +167,7 @@ impl Layout {
             TOKEN_TABLES.iter().any(|word| name.split('.').any(|part| part == *word))
         };
         if let Some(module) = self.modules.iter_mut().find(is_token_embedding) {
-            module.both_ends = true;
+            module.tied = true;
         }
         self
     }
@@ -216,7 +217,7 @@ impl Layout {
         };
         layout.storage = self.tensor_ids().map(stored).collect();
         for module in self.modules.iter().filter_map(|m| m.alias_of) {
-            layout.modules[module.index()].both_ends = false;
+            layout.modules[module.index()].tied = false;
         }
         let place = |layer: &Layer| Place { rank: Rank::Stack, stack: 0, number: layer.id.index() as u64 };
         let placed = std::mem::take(&mut layout.layers).into_iter().map(|layer| (place(&layer), layer));
@@ -400,7 +401,7 @@ impl Layout {
             let module = &mut self.modules[id.index()];
             (module.bytes, module.alias_of) = (bytes, alias_of);
             if let Some(other) = alias_of {
-                self.modules[other.index()].both_ends = true;
+                self.modules[other.index()].tied = true;
             }
         }
         let mut classes = HashMap::new();
@@ -567,7 +568,7 @@ mod tests {
         let grown = tied.patched(&[(TensorId::new(0), vec![6])]).unwrap();
         let own: Vec<TensorId> = tied.tensor_ids().collect();
         assert_eq!((grown.bytes(), grown.tensors[0].bytes, &grown.storage), (56, 24, &own));
-        assert!(!grown.modules[0].both_ends && grown.modules.iter().all(|m| m.alias_of.is_none()));
+        assert!(!grown.modules[0].tied && grown.modules.iter().all(|m| m.alias_of.is_none()));
         let at = |index, size| tied.patched(&[(TensorId::new(index), vec![size])]);
         assert!(at(3, 6).is_err() && at(0, u64::MAX).is_err());
     }
@@ -583,6 +584,6 @@ mod tests {
         assert_eq!(tied.bytes(), 32);
         let head = tied.modules.last().unwrap();
         assert_eq!((head.name.as_str(), head.bytes, head.alias_of), ("lm_head", 0, Some(ModuleId::new(0))));
-        assert!(tied.modules[0].both_ends);
+        assert!(tied.modules[0].tied);
     }
 }

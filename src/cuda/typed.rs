@@ -80,7 +80,7 @@ pub fn byte_slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Resu
 /// A tensor as so many values of a type without invalid ones.
 fn view<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a, T>> {
     let (what, memory) = (format!("tensor `{}`", tensor.info().name), tensor.device());
-    if tensor.place().is_empty() {
+    if tensor.byte_range().is_empty() {
         return Err(Error::invalid(format!("{what} has no bytes")));
     }
     let here = placed(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());

@@ -90,25 +90,25 @@ impl ModelBuilder {
     /// Merges an adapter that is open after those before it.
     pub fn with_adapter(mut self, adapter: Adapter) -> ModelBuilder {
         self.adapters.push(adapter);
-        self.anew()
+        self.unresolved()
     }
 
     /// Whether all of each adapter has to match the checkpoint. Default: [`Matching::Strict`].
     pub fn matching(mut self, matching: Matching) -> ModelBuilder {
         self.matching = matching;
-        self.anew()
+        self.unresolved()
     }
 
     /// How merged weights are rounded. Default: [`Rounding::NearestEven`].
     pub fn rounding(mut self, rounding: Rounding) -> ModelBuilder {
         self.rounding = rounding;
-        self.anew()
+        self.unresolved()
     }
 
     /// Whether the scales of merged fp8 weights are kept. Default: [`ScalePolicy::Keep`].
     pub fn scales(mut self, policy: ScalePolicy) -> ModelBuilder {
         self.scales = policy;
-        self.anew()
+        self.unresolved()
     }
 
     /// Which device takes how much: an [`Allocation`], or its text (`cuda:0,50%;cpu,*`). Default: everything on the compute
@@ -205,7 +205,7 @@ impl ModelBuilder {
     }
 
     /// Forgets what the adapters were resolved to.
-    fn anew(mut self) -> ModelBuilder {
+    fn unresolved(mut self) -> ModelBuilder {
         self.weights = OnceLock::new();
         self
     }

@@ -96,7 +96,7 @@ impl OnDevice {
     fn saturated(&self, work: BufMut, stream: &dyn Stream) -> Result<u64> {
         let counted = self.host.alloc(MatrixPatch::SATURATED.len(), MemoryKind::Pinned)?;
         let piece = Piece { src: work.freeze(), from: MatrixPatch::SATURATED, at: 0 };
-        let landed = stream.send(Transfer::new(vec![piece], counted)?)?.landed(self.deadline)?.freeze();
+        let landed = stream.send(Transfer::new(vec![piece], counted)?)?.wait(self.deadline)?.freeze();
         let bytes = landed.host(self.deadline)?;
         let count = bytes.and_then(|bytes| bytes.try_into().ok());
         count.map(u64::from_le_bytes).ok_or_else(|| Error::bug("staging memory that the host cannot address"))

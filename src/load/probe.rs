@@ -88,7 +88,7 @@ impl Road<'_> {
             None => self.model.host().alloc_near(bytes, MemoryKind::Pinned, id)?,
         };
         let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
-        let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.landed(self.model.limits().work)?;
+        let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.wait(self.model.limits().work)?;
         let shown = landed.host_mut().ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
         visit(&shown[..bytes]);
         self.staging = Some(landed);

@@ -63,7 +63,7 @@ impl<'a> TensorView<'a> {
 
     /// Its bytes in that buffer. They begin at a multiple of its element's size, the first tensor of a module
     /// at a multiple of 64.
-    pub fn place(&self) -> Range<usize> {
+    pub fn byte_range(&self) -> Range<usize> {
         self.place.clone()
     }
 
@@ -161,7 +161,7 @@ impl ReadBack {
         let piece = |range: &Range<usize>| Piece { src: buf.clone(), from: range.clone(), at: next(range) };
         let pieces = ranges.iter().map(piece).collect();
         let flight = self.stream(device)?.send(Transfer::new(pieces, staging)?)?;
-        let landed = flight.landed(self.deadline)?.freeze();
+        let landed = flight.wait(self.deadline)?.freeze();
         let bytes = landed.host(self.deadline)?;
         dst.copy_from_slice(bytes.ok_or_else(|| Error::bug("staging memory the host cannot address"))?);
         Ok(())

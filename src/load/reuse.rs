@@ -153,7 +153,7 @@ impl Job<'_> {
     /// Copies what host memory holds. What another device holds comes later: [`bring_here`](Job::bring_here).
     pub(super) fn copy_here(&self, held: &Held, dst: &mut [u8]) -> Result<()> {
         if held.buf.device().is_host() {
-            self.go_on()?;
+            self.check_cancelled()?;
             let bytes = held.buf.host(self.loader.deadline)?;
             let bytes = bytes.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
             dst.copy_from_slice(&bytes[held.place.clone()]);
@@ -172,7 +172,7 @@ impl Job<'_> {
             self.copied(place.len());
         }
         for (from, pieces) in pieces {
-            self.go_on()?;
+            self.check_cancelled()?;
             memory = self.download(from)?.send(Transfer::new(pieces, memory)?)?.chain();
         }
         Ok(memory)
@@ -191,7 +191,7 @@ impl Job<'_> {
         let most = if through_host { self.pool.bytes_each().max(1) } else { place.len().max(1) };
         let mut at = 0;
         while at < place.len() {
-            self.go_on()?;
+            self.check_cancelled()?;
             let bytes = most.min(place.len() - at);
             let begin = held.place.start + at;
             let mut piece = Piece { src: held.buf.clone(), from: begin..begin + bytes, at: place.start + at };

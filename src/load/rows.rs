@@ -30,7 +30,7 @@ impl TensorView<'_> {
             if row >= count {
                 return Err(Missing::Row { tensor: info.name.clone(), row, count }.into());
             }
-            let begin = self.place().start + row as usize * bytes;
+            let begin = self.byte_range().start + row as usize * bytes;
             match ranges.last_mut() {
                 Some(last) if last.end == begin => last.end += bytes,
                 _ => ranges.push(begin..begin + bytes),

@@ -106,7 +106,7 @@ impl Drop for SlotPool {
         for (stream, uses) in self.withdrawn.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
             if let Err(error) = stream.record(&uses) {
                 tracing::error!(%error, "memory is never freed: the end of its last use could not be marked");
-                uses.iter().for_each(|buf| buf.allocation().abandon());
+                uses.iter().for_each(|buf| buf.block().abandon());
             }
         }
     }

@@ -137,7 +137,7 @@ impl<'a> Job<'a> {
         let outcome = failure.unwrap_or_else(|| {
             let landed = homes.iter().flatten().try_for_each(|home: &Arc<Home>| home.buf.wait(self.loader.deadline));
             // What came by way of the host landed in its home whether its own device brought it or failed.
-            Ok(landed.and_then(|()| self.settle()).and_then(|()| self.go_on()))
+            Ok(landed.and_then(|()| self.settle()).and_then(|()| self.check_cancelled()))
         });
         match outcome {
             Ok(Ok(())) => Ok(homes),
@@ -181,7 +181,7 @@ impl<'a> Job<'a> {
     fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
-            self.go_on()?;
+            self.check_cancelled()?;
             let group = self.next.fetch_add(1, Ordering::Relaxed);
             if group >= self.reuse.groups.len() {
                 break;
@@ -329,7 +329,7 @@ impl<'a> Job<'a> {
     }
 
     fn read_part(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
-        self.go_on()?;
+        self.check_cancelled()?;
         self.files(tensor)?.checkpoint().read_at(tensor, at, dst)?;
         self.read.fetch_add(dst.len() as u64, Ordering::Relaxed);
         self.advance(dst.len() as u64);
@@ -338,7 +338,7 @@ impl<'a> Job<'a> {
 
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
     fn read_patched(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
-        self.go_on()?;
+        self.check_cancelled()?;
         let weights = self.files(tensor)?;
         let outcome = weights.read(tensor, dst)?;
         let beside = self.patch(tensor).map_or(&[][..], |patch| patch.needs());
@@ -370,7 +370,7 @@ impl<'a> Job<'a> {
     }
 
     /// Whether there is any use in going on.
-    pub(super) fn go_on(&self) -> Result<()> {
+    pub(super) fn check_cancelled(&self) -> Result<()> {
         if self.loader.cancel.is_cancelled() {
             let (done, of) = (ByteSize(self.done.load(Ordering::Relaxed)), ByteSize(self.plan.bytes()));
             return Err(Error::Cancelled { done, of });

@@ -60,7 +60,7 @@ impl Parts {
         // Where there are two sizes, how many it takes of each follows from the layout, for which it is worked out again.
         let window = streamed_layers.min(self.depth.saturating_add(1));
         let Slots { count, bytes_each, large, large_bytes } = self.slots;
-        let counts = match (self.own_slots, large_bytes > 0) {
+        let counts = match (self.external_slots, large_bytes > 0) {
             (true, _) => (count, large) == (0, 0),
             (false, false) => (count, large) == (window, 0),
             (false, true) => count <= window && (1..=window).contains(&large),
@@ -68,7 +68,7 @@ impl Parts {
         let two_sizes = large_bytes == 0 || (large_bytes > bytes_each && !self.fixed_slots);
         if !counts || !two_sizes || self.slots.largest() < largest {
             let needed =
-                Slots { count: if self.own_slots { 0 } else { window }, bytes_each: largest, ..Slots::default() };
+                Slots { count: if self.external_slots { 0 } else { window }, bytes_each: largest, ..Slots::default() };
             return Err(other_slots(streamed_layers, needed, self.slots));
         }
         let listed = self.devices.iter().any(|d| d.id == self.compute);
@@ -123,7 +123,7 @@ impl Plan {
             (a.usage == Use::Streamed).then(|| (places[&a.device], a.staged))
         };
         let slots = slots_of(layout, (parts.depth, parts.fixed_slots), streamed, &mut moved);
-        let slots = if parts.own_slots { slots.left_to_caller() } else { slots };
+        let slots = if parts.external_slots { slots.left_to_caller() } else { slots };
         if slots != parts.slots {
             return Err(other_slots(self.streamed_layers(), slots, parts.slots));
         }
@@ -324,7 +324,7 @@ mod tests {
         assert_eq!((&written["slots"]["large"], &written["slots"]["large_bytes"]), (&1.into(), &9_000_192.into()));
         let written = serde_json::to_value(planner.clone().fixed_slots(true).depth(0).plan().unwrap()).unwrap();
         assert!(written["slots"]["large"].is_null() && written["slots"]["large_bytes"].is_null(), "{written}");
-        let own = planner.own_slots(true).plan().unwrap();
+        let own = planner.external_slots(true).plan().unwrap();
         assert_eq!(own.slots(), slots(0, 0));
         for (plan, devices) in [(&plan, true), (&own, false)] {
             plan.verify(&layout).unwrap();
@@ -366,7 +366,7 @@ mod tests {
         refused("a larger slot", &|parts| parts.slots.bytes_each += 256);
         refused("a slot more", &|parts| parts.slots.count += 1);
         refused("another depth", &|parts| parts.depth = 1);
-        refused("slots of the caller's own", &|parts| parts.own_slots = true);
+        refused("slots of the caller's own", &|parts| parts.external_slots = true);
         for device in 0..plan.devices().len() {
             refused("weights", &|parts| parts.devices[device].weights.bytes += 1);
             refused("modules", &|parts| parts.devices[device].weights.modules += 1);

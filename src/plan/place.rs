@@ -141,7 +141,7 @@ impl<'a> Placement<'a> {
         let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
         self.keep(wanted, Some(KeptFor::Wanted));
         self.keep(|module| layout.at(module).bytes == 0 || small(layout.at(module).bytes), None);
-        self.keep(|module| layout.at(module).both_ends, Some(KeptFor::BothEnds));
+        self.keep(|module| layout.at(module).tied, Some(KeptFor::BothEnds));
     }
 
     /// Puts the modules that would make slots large on the compute device, as far as its quota goes: `tables` last, of which

@@ -47,7 +47,7 @@ pub struct Planner<'a> {
     in_place: Vec<String>,
     /// Whether the caller gathers rows of tables that are looked up.
     gather: bool,
-    pub(super) own_slots: bool,
+    pub(super) external_slots: bool,
     pub(super) fixed_slots: bool,
     pub(super) compute_time: ComputeTime,
     /// What of a layer would make a slot larger than this is kept resident.
@@ -71,7 +71,7 @@ impl<'a> Planner<'a> {
             resident: Vec::new(),
             in_place: Vec::new(),
             gather: false,
-            own_slots: false,
+            external_slots: false,
             fixed_slots: false,
             compute_time: ComputeTime::default(),
             largest_slot: None,
@@ -149,8 +149,8 @@ impl<'a> Planner<'a> {
 
     /// Whether the caller has memory for streamed layers, so that the plan counts none: for
     /// [`Streamer::with_slots`](crate::Streamer::with_slots). Default: no.
-    pub fn own_slots(mut self, own: bool) -> Self {
-        self.own_slots = own;
+    pub fn external_slots(mut self, own: bool) -> Self {
+        self.external_slots = own;
         self
     }
 
@@ -239,7 +239,7 @@ impl<'a> Planner<'a> {
             unit: self.unit,
             compute,
             depth: self.depth,
-            own_slots: self.own_slots,
+            external_slots: self.external_slots,
             fixed_slots: self.fixed_slots,
             slots,
             devices,
@@ -319,7 +319,7 @@ impl<'a> Planner<'a> {
             let TensorInfo { dtype, shape, .. } = self.layout.at(tensor);
             shape.len() == 2 && dtype.bytes_of(&shape[1..]).is_some()
         };
-        let looked_up = self.gather && !module.both_ends && module.alias_of.is_none() && is_table(&module.name);
+        let looked_up = self.gather && !module.tied && module.alias_of.is_none() && is_table(&module.name);
         looked_up && matches!(&module.tensors[..], [tensor] if of_rows(tensor))
     }
 

@@ -119,7 +119,7 @@ impl<'a> Planner<'a> {
         let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, depth, fixed, pinned_cap };
         let mut traffic = placed.traffic(|module| self.is_in_place(module));
-        if self.own_slots {
+        if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
         }
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);

@@ -151,7 +151,8 @@ pub(super) struct Parts {
     pub(super) depth: usize,
     /// Whether the caller has the slots.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(super) own_slots: bool,
+    #[serde(rename = "own_slots")]
+    pub(super) external_slots: bool,
     /// Whether each layer always uses the same slot.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) fixed_slots: bool,

@@ -212,7 +212,7 @@ impl Meter<'_> {
                 (times, Some(fixed), lane.ends()?.1)
             }
         };
-        dst.settle(self.limit)?;
+        dst.wait_unused(self.limit)?;
         self.right(&dst.freeze(), bytes, seed)?;
         self.found((end.id(), DeviceId::CPU), kind, bytes, times, fixed);
         Ok(())
@@ -228,7 +228,7 @@ impl Meter<'_> {
         let [up, down] = lanes;
         self.check(end, &up.ends()?.1.freeze(), bytes, seed)?;
         let mut arrived = down.ends()?.1;
-        arrived.settle(self.limit)?;
+        arrived.wait_unused(self.limit)?;
         self.right(&arrived.freeze(), bytes, other)?;
         let ways = [(DeviceId::CPU, end.id()), (end.id(), DeviceId::CPU)];
         for (way, times) in ways.into_iter().zip(times) {
@@ -279,7 +279,7 @@ impl Meter<'_> {
         let mut lane = Lane::new(&*end.up, src, dst, self.bytes);
         let (times, fixed) = self.along(end.watch, LinkKind::Memory, &mut lane)?;
         let mut dst = lane.ends()?.1;
-        dst.settle(self.limit)?;
+        dst.wait_unused(self.limit)?;
         self.right(&dst.freeze(), self.bytes, seed)?;
         self.found((DeviceId::CPU, DeviceId::CPU), LinkKind::Memory, self.bytes, times, Some(fixed));
         Ok(())
@@ -308,7 +308,7 @@ impl Meter<'_> {
             return self.host.alloc(bytes, MemoryKind::Arena);
         }
         let memory = self.host.alloc_near(bytes, MemoryKind::Pinned, end.id())?;
-        let pinned = end.watch.simulated() || memory.allocation().pinned();
+        let pinned = end.watch.simulated() || memory.block().pinned();
         if pinned { Ok(memory) } else { Err(unpinned()) }
     }
 
@@ -324,13 +324,13 @@ impl Meter<'_> {
     fn filled(&mut self, end: &End, bytes: usize) -> Result<(Buf, u64)> {
         let (src, seed) = self.source(end, LinkKind::Pageable, bytes)?;
         let transfer = Transfer::whole(&src, end.device.alloc(bytes, MemoryKind::Arena)?)?;
-        Ok((end.up.send(transfer)?.landed(self.limit)?.freeze(), seed))
+        Ok((end.up.send(transfer)?.wait(self.limit)?.freeze(), seed))
     }
 
     /// Looks at what arrived on a device.
     fn check(&self, end: &End, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
         let back = Transfer::whole(arrived, self.host.alloc(arrived.bytes(), MemoryKind::Arena)?)?;
-        self.right(&end.down.copy(back)?.landed(self.limit)?.freeze(), bytes, seed)
+        self.right(&end.down.copy(back)?.wait(self.limit)?.freeze(), bytes, seed)
     }
 
     fn right(&self, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {

@@ -210,7 +210,7 @@ impl Watch {
     /// The host asks again and again, because the library's own waits sleep in between, up to half a millisecond.
     pub(super) fn see(self, event: &Event) -> Result<Duration> {
         let until = Instant::now() + self.deadline;
-        while !self.simulated && !event.settled() && Instant::now() < until {
+        while !self.simulated && !event.is_complete() && Instant::now() < until {
             std::thread::yield_now();
         }
         self.seen(event)
@@ -248,7 +248,7 @@ fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold:
             ends.push(lane.queue(lane.bytes)?);
         }
     }
-    let in_time = watch.simulated || !released.settled();
+    let in_time = watch.simulated || !released.is_complete();
     let times = observe(watch, &ends, each)?;
     if !in_time {
         return Ok(None);
@@ -302,7 +302,7 @@ fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec
     let until = Instant::now() + watch.deadline;
     while times.iter().zip(lanes).any(|(times, events)| times.len() < events.len()) {
         for (times, events) in times.iter_mut().zip(lanes) {
-            while let Some(event) = events.get(times.len()).filter(|event| event.settled()) {
+            while let Some(event) = events.get(times.len()).filter(|event| event.is_complete()) {
                 times.push(watch.seen(event)?);
             }
         }

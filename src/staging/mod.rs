@@ -88,7 +88,7 @@ impl Pool {
             }
             // Where someone kept a clone beyond the copy, that memory is theirs now.
             let Ok(mut buffer) = buffer.try_reclaim() else { continue };
-            match buffer.settle(left()) {
+            match buffer.wait_unused(left()) {
                 Ok(()) => return Ok((buffer, lent)),
                 Err(error @ Error::TimedOut { .. }) => {
                     lent.give_back(None, buffer.freeze());
@@ -126,7 +126,7 @@ impl Pool {
             let lent = Lent(Some(self));
             all.push((self.host.alloc_near(self.bytes_each, MemoryKind::Pinned, self.near)?, lent));
         }
-        let pinned = all.iter().all(|(buffer, _)| buffer.allocation().pinned());
+        let pinned = all.iter().all(|(buffer, _)| buffer.block().pinned());
         all.into_iter().for_each(|(buffer, lent)| lent.give_back(None, buffer.freeze()));
         Ok(pinned)
     }

@@ -82,7 +82,7 @@ impl LayerGuard {
     /// [`Error::Failed`] when a copy failed.
     pub async fn arrived(&self) -> Result<()> {
         for event in self.arriving() {
-            event.fired().await?;
+            event.completed().await?;
         }
         Ok(())
     }

@@ -116,12 +116,12 @@ impl Streamer {
     /// A streamer that fills memory of the caller's: some slots, each one buffer of at least [`Slots::bytes_each`]
     /// (`model.plan().slots()`), for all layers; where the plan has [`Slots::large_bytes`], at least one has as many, and
     /// only such slots hold the layers that are larger than the others. A framework's tensors can be views of them, and are filled in place; on CUDA
-    /// devices [`BufMut::foreign`](crate::backend::BufMut) makes a buffer of a framework's memory. Nothing is allocated on
+    /// devices [`BufMut::from_raw`](crate::backend::BufMut) makes a buffer of a framework's memory. Nothing is allocated on
     /// the device.
     ///
-    /// In each slot a tensor has one [place](Streamer::place), and [`LayerGuard::slot`] tells the slot. Two slots or more
+    /// In each slot a tensor has one [place](Streamer::range_in_slot), and [`LayerGuard::slot`] tells the slot. Two slots or more
     /// let layers be fetched ahead: as far as the plan's depth and the slots allow. Plan with
-    /// [`Planner::own_slots`](crate::Planner::own_slots), so that the model takes no memory for slots, and with
+    /// [`Planner::external_slots`](crate::Planner::external_slots), so that the model takes no memory for slots, and with
     /// [`Planner::fixed_slots`](crate::Planner::fixed_slots) if each layer is to use the same slot in every pass.
     ///
     /// ```
@@ -132,7 +132,7 @@ impl Streamer {
     /// # let machine = Machine::described(&["cuda:0=1mb".parse()?, "cpu=64mb".parse()?]);
     /// # let devices = Registry::described(machine, Clock::Wall);
     /// # let weights = Weights::new(Checkpoint::open(path)?);
-    /// let plan = Planner::new(weights.layout(), devices.machine()).allocation("cpu,*".parse()?).own_slots(true).plan()?;
+    /// let plan = Planner::new(weights.layout(), devices.machine()).allocation("cpu,*".parse()?).external_slots(true).plan()?;
     /// let model = Arc::new(Loader::new(&devices).load(&weights, &plan)?);
     /// let device = model.residency().device();
     /// let bytes = plan.slots().bytes_each as usize;
@@ -210,7 +210,7 @@ impl Streamer {
         self.process.check()?;
         let device = Arc::clone(self.model.residency().device());
         let mut guard = None;
-        device.in_one_go(&mut || guard = Some(self.turn(layer)));
+        device.batched(&mut || guard = Some(self.turn(layer)));
         guard.unwrap_or_else(|| Err(Error::bug(format!("{} did not do what it was asked for", device.id()))))
     }
 
@@ -266,7 +266,7 @@ impl Streamer {
 
     /// Where the tensor `name` lies in a slot that holds its layer, in bytes from the slot's beginning: a multiple of 256
     /// for the first of each module. None when it is not streamed, or there is no such tensor.
-    pub fn place(&self, name: &str) -> Option<Range<usize>> {
+    pub fn range_in_slot(&self, name: &str) -> Option<Range<usize>> {
         let layout = self.model.layout();
         let tensor = self.model.index().find(name)?;
         let content = self.streamed.contents.of(layout.layer_with(tensor));
@@ -295,12 +295,12 @@ impl Streamer {
         }
         let slot = match self.schedule.slot_of(layer) {
             Some(slot) => {
-                self.report.prefetched += 1;
+                self.report.hits += 1;
                 slot
             }
             None => {
                 let slot = self.fetch(layer, true)?;
-                self.report.late += 1;
+                self.report.misses += 1;
                 slot.ok_or(InUse::Slots { count: self.schedule.slots_for(layer) })?
             }
         };

@@ -15,10 +15,12 @@ use crate::device::{DeviceId, Topology};
 pub struct StreamReport {
     /// Layers handed out. Those with nothing to bring, all resident, are in neither of the next two.
     pub layers: u64,
-    /// Those of them that were there or on their way when they were asked for.
-    pub prefetched: u64,
-    /// Those that had to be sent for when they were asked for.
-    pub late: u64,
+    /// Those of them that had been fetched, or were on their way, when they were asked for.
+    #[serde(rename = "prefetched")]
+    pub hits: u64,
+    /// Those whose fetch began when they were asked for.
+    #[serde(rename = "late")]
+    pub misses: u64,
     /// Bytes sent for from each device.
     pub bytes: BTreeMap<DeviceId, u64>,
     /// The same by the way that they took.
@@ -135,8 +137,8 @@ impl Serialize for StallCause {
 
 impl fmt::Display for StreamReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StreamReport { layers, prefetched, late, lanes, stalls, .. } = self;
-        write!(f, "{layers} layers, {prefetched} sent for ahead, {late} when asked for")?;
+        let StreamReport { layers, hits, misses, lanes, stalls, .. } = self;
+        write!(f, "{layers} layers, {hits} prefetched, {misses} fetched on demand")?;
         for LaneReport { from, via, bytes, .. } in lanes.iter().filter(|lane| lane.bytes > 0) {
             write!(f, ", {} from {from}{}", ByteSize(*bytes).human(), via.words())?;
         }

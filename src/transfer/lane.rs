@@ -152,7 +152,7 @@ impl Job {
     /// Whether it can begin: a lane must not hold pinned buffers while it waits for a destination.
     fn can_begin(&self) -> bool {
         match &*self.state() {
-            State::Waiting(dst, _) => dst.pending().iter().all(Event::settled),
+            State::Waiting(dst, _) => dst.pending().iter().all(Event::is_complete),
             _ => true,
         }
     }
@@ -212,7 +212,7 @@ impl Worker {
 
     fn serve(&self, job: &Job, mut dst: BufMut, pieces: &[Piece]) -> Ended {
         // What failed before on this destination is over; its bytes are replaced.
-        drop(dst.settle(Duration::ZERO));
+        drop(dst.wait_unused(Duration::ZERO));
         let until = Instant::now() + job.deadline;
         let end = pieces.last().map_or(0, |piece| piece.at + piece.from.len());
         for at in (0..end).step_by(self.shared.pool.bytes_each()) {
@@ -280,7 +280,7 @@ impl Worker {
             return Ok(buffer.freeze());
         }
         let flight = self.down.send(Transfer::new(elsewhere, buffer)?)?;
-        flight.landed(left()).map(BufMut::freeze)
+        flight.wait(left()).map(BufMut::freeze)
     }
 }
 

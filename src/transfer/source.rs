@@ -83,7 +83,7 @@ impl Stamp {
 
     /// What is told of an open file once the system's clock has passed the time of its last change: what is written from
     /// now on has a later one.
-    pub(super) fn settled(file: &File) -> io::Result<Metadata> {
+    pub(super) fn is_complete(file: &File) -> io::Result<Metadata> {
         let mut metadata = file.metadata()?;
         // One that is written all the while is told apart when it is read.
         for _ in 0..TICKS {
@@ -204,7 +204,7 @@ impl FileSource {
             return Err(Error::io("open", &path)(not_regular));
         }
         let file = File::open(&path).map_err(Error::io("open", &path))?;
-        let settled = Stamp::settled(&file).map_err(Error::io("open", &path))?;
+        let settled = Stamp::is_complete(&file).map_err(Error::io("open", &path))?;
         let (stamp, links) = (Stamp::of_file(&settled), links(&settled));
         let last = Mutex::new(Last { stamp, links });
         Ok(FileSource { path, file: PositionalFile::new(file), stamp, last })

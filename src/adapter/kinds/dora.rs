@@ -22,7 +22,7 @@ impl Building<'_, '_> {
         let channels = self.weight.shape.get(1).map_or(0, |&channels| channels as usize);
         let by_rows = magnitude.shape.first() == Some(&(rows as u64)) && magnitude.values.len() == rows;
         if !by_rows && magnitude.values.len() != channels {
-            return Err(self.fits_not(&magnitude));
+            return Err(self.shape_mismatch(&magnitude));
         }
         let axis = if by_rows { Axis::Rows } else { Axis::Columns { inner: self.weight.cols / channels.max(1) } };
         Ok(self.decomposed(magnitude, axis, by_rows, f32::EPSILON, pending.ratio))
@@ -49,7 +49,7 @@ impl Building<'_, '_> {
             (Axis::Rows, pending.rows.len())
         };
         if magnitude.values.len() != count {
-            return Err(self.fits_not(&magnitude));
+            return Err(self.shape_mismatch(&magnitude));
         }
         Ok(Some(self.decomposed(magnitude, axis, false, 0.0, pending.ratio)))
     }

@@ -34,7 +34,7 @@ impl Building<'_, '_> {
         let rows = self.parts.rows_of(out, left.rows, &self.weight)?;
         let channels = self.weight.cols / inner;
         if [first.rows, second.cols, right.cols / inner] != [channels; 3] || right.cols != self.weight.cols {
-            return Err(self.fits_not(&a1));
+            return Err(self.shape_mismatch(&a1));
         }
         let ratio = self.parts.ratio(second.rows)?;
         let base = Product { up: left, down: right };

@@ -37,7 +37,7 @@ impl Building<'_, '_> {
             return Err(self.parts.shape_fault(a, format!("`{}`", b.key), &b.shape));
         }
         if right.cols != self.weight.cols {
-            return Err(self.fits_not(b));
+            return Err(self.shape_mismatch(b));
         }
         let left = self.parts.own_rows(a, left)?;
         self.parts.rows_of(a, left.rows, &self.weight)?;
@@ -53,7 +53,7 @@ impl Building<'_, '_> {
         }
         let (count, inner) = (left.rows, t.values.len() / left.rows);
         if left.cols > self.weight.rows || right.cols.saturating_mul(inner / right.rows) > self.weight.cols {
-            return Err(self.fits_not(b));
+            return Err(self.shape_mismatch(b));
         }
         let across = right.transposed();
         let each = t.values.chunks_exact(inner).map(|values| {

@@ -39,7 +39,7 @@ impl Building<'_, '_> {
         let rows = w1.rows.saturating_mul(w2.rows);
         let rows = self.parts.rows_of(&w1_factor, rows, &self.weight)?;
         if w1.cols.checked_mul(w2.cols) != Some(self.weight.cols) {
-            return Err(self.fits_not(&w2_factor));
+            return Err(self.shape_mismatch(&w2_factor));
         }
         let delta = Delta::Kronecker(w1, w2);
         let ratio = rank.map_or(Ok(1.0), |rank| self.parts.ratio(rank as usize))?;
@@ -52,7 +52,7 @@ impl Building<'_, '_> {
             return Err(self.parts.shape_fault(a, format!("`{}`", b.key), &b.shape));
         }
         if left.rows > self.weight.rows || right.cols > self.weight.cols {
-            return Err(self.fits_not(a));
+            return Err(self.shape_mismatch(a));
         }
         Ok(left.times(&right))
     }

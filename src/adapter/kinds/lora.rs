@@ -36,7 +36,7 @@ impl Building<'_, '_> {
         let left = self.parts.own_rows(up, left)?;
         let rows = self.parts.rows_of(up, left.rows, &self.weight)?;
         if right.cols != self.weight.cols {
-            return Err(self.fits_not(down));
+            return Err(self.shape_mismatch(down));
         }
         if is_embedding && self.parts.has(Part::Magnitude) {
             let kind = "DoRA of an embedding".to_owned();

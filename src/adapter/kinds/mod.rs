@@ -144,7 +144,7 @@ impl Building<'_, '_> {
         self.kinds.push(kind);
     }
 
-    fn fits_not(&self, factor: &Factor) -> Error {
+    fn shape_mismatch(&self, factor: &Factor) -> Error {
         self.parts.shape_fault(factor, format!("the target `{}`", self.weight.name), &self.weight.shape)
     }
 }

@@ -17,7 +17,7 @@ impl Building<'_, '_> {
         let [count, size, width] = match blocks.shape[..] {
             [count, size, width] => [count, size, width].map(|n| n as usize),
             [_, _, _, _] => return unsupported("BOFT"),
-            _ => return Err(self.fits_not(&blocks)),
+            _ => return Err(self.shape_mismatch(&blocks)),
         };
         if self.parts.has(Part::DoraScale) {
             return unsupported("OFT with DoRA");

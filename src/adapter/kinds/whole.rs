@@ -39,7 +39,7 @@ impl Building<'_, '_> {
             if factor.values.len() != rows.len() * self.weight.cols
                 || factor.shape.get(1..) != self.weight.shape.get(1..)
             {
-                return Err(self.fits_not(&factor));
+                return Err(self.shape_mismatch(&factor));
             }
             let values = factor.values;
             let step = match scale {

@@ -15,7 +15,7 @@ use super::peers;
 use super::reaper::Reaper;
 use super::stream::CudaStream;
 use crate::backend::{
-    Allocation, BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryKind, Role, Route, Stream,
+    BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream,
 };
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
@@ -188,12 +188,12 @@ impl Device for CudaDevice {
         Some(self)
     }
 
-    fn copies_hold_up(&self, source: &Allocation) -> bool {
+    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
         let straight = source.downcast::<DeviceMemory>().is_some() || source.pinned();
         !straight
     }
 
-    fn in_one_go(&self, work: &mut dyn FnMut()) {
+    fn batched(&self, work: &mut dyn FnMut()) {
         // Where it cannot be entered, what is asked for says so.
         let _entered = self.context.enter();
         work();

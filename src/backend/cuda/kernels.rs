@@ -87,7 +87,7 @@ impl CudaDevice {
     /// The address of `bytes` bytes of this device's memory from `at` on, a multiple of `align`.
     fn address(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
         let id = self.context().id();
-        let memory = buffer.allocation().downcast::<DeviceMemory>();
+        let memory = buffer.block().downcast::<DeviceMemory>();
         let own = memory.is_some_and(|memory| memory.context().id() == id);
         let Some(start) = buffer.address().filter(|_| own) else {
             let (what, memory) = ("what is to be patched".to_owned(), buffer.device());
@@ -151,7 +151,7 @@ impl Kernels for CudaDevice {
         let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;
         let (blocks, mut numbers) = numbers(&patch)?;
         let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
-        let memory = vec![Arc::clone(weight.allocation()), Arc::clone(work.allocation())];
+        let memory = vec![Arc::clone(weight.block()), Arc::clone(work.block())];
         let done = stream.run(&waits, memory, |handle| {
             let pointers = [&raw mut weight_at, &raw mut work_at].map(|at| at.cast::<c_void>());
             let mut arguments = [std::ptr::null_mut(); 9];

@@ -19,7 +19,7 @@ pub(super) struct Pool {
     handle: PoolHandle,
     stream: Arc<RawStream>,
     context: Arc<Context>,
-    /// Allocation and the event after it belong together.
+    /// MemoryBlock and the event after it belong together.
     order: Mutex<()>,
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use super::context::Context;
-use crate::backend::{Allocation, Event, FenceState};
+use crate::backend::{Event, FenceState, MemoryBlock};
 use crate::error::{Error, Result};
 
 /// The shortest and the longest pause between two looks at the events.
@@ -23,8 +23,8 @@ struct Kept {
 
 /// Memory that queued work uses: of a plain copy its two ends, which are kept without a list.
 pub(super) enum Memory {
-    Ends([Arc<Allocation>; 2]),
-    All(Vec<Arc<Allocation>>),
+    Ends([Arc<MemoryBlock>; 2]),
+    All(Vec<Arc<MemoryBlock>>),
 }
 
 impl Memory {

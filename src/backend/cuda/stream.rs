@@ -14,7 +14,7 @@ use super::context::{Context, Entered, Refusal};
 use super::event::CudaFence;
 use super::memory::DeviceMemory;
 use super::reaper::{Memory, Reaper};
-use crate::backend::{Allocation, Buf, Event, FenceState, Flight, Joined, Piece, Rejected, Role, Stream, Transfer};
+use crate::backend::{Buf, Event, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
@@ -192,7 +192,7 @@ impl CudaStream {
         let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
         after.retain(|event| !matches!(event.state(), FenceState::Done));
         let now = after.clone();
-        after.retain(|event| !event.settled());
+        after.retain(|event| !event.is_complete());
         now
     }
 
@@ -200,7 +200,7 @@ impl CudaStream {
     pub(super) fn run(
         &self,
         waits: &[Event],
-        memory: Vec<Arc<Allocation>>,
+        memory: Vec<Arc<MemoryBlock>>,
         queue: impl FnOnce(StreamHandle) -> Result<()>,
     ) -> Result<Event> {
         let _entered = self.enter("patching")?;
@@ -310,7 +310,7 @@ impl Stream for CudaStream {
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
         let _entered = self.enter("the mark after a use")?;
-        let memory = Memory::All(uses.iter().map(|buf| Arc::clone(buf.allocation())).collect());
+        let memory = Memory::All(uses.iter().map(|buf| Arc::clone(buf.block())).collect());
         let (event, refused) = match self.queue(self.after(), memory, tracing::Span::none(), || Ok(())) {
             Ok(event) => (Some(event), None),
             Err((error, under_way)) => (under_way, Some(error)),
@@ -358,15 +358,15 @@ fn refused(mut transfer: Transfer, under_way: Option<Event>) -> Transfer {
 
 /// Both ends of copies, to be kept until they are done.
 fn memory_of(transfer: &Transfer) -> Memory {
-    let dst = transfer.dst().allocation();
+    let dst = transfer.dst().block();
     if let [piece] = transfer.pieces() {
-        return Memory::Ends([piece.src.allocation(), dst].map(Arc::clone));
+        return Memory::Ends([piece.src.block(), dst].map(Arc::clone));
     }
     let mut all = vec![Arc::clone(dst)];
     for Piece { src, .. } in transfer.pieces() {
         // Neighbours are held once.
-        if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.allocation())) {
-            all.push(Arc::clone(src.allocation()));
+        if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.block())) {
+            all.push(Arc::clone(src.block()));
         }
     }
     Memory::All(all)
@@ -423,7 +423,7 @@ enum End<'a> {
 
 impl<'a> End<'a> {
     /// None for memory that no CUDA stream reaches.
-    fn of(allocation: &'a Allocation, at: usize) -> Option<End<'a>> {
+    fn of(allocation: &'a MemoryBlock, at: usize) -> Option<End<'a>> {
         if let Some(memory) = allocation.downcast::<DeviceMemory>() {
             return Some(End::Device(memory.context(), memory.device_address() + at as u64));
         }
@@ -438,7 +438,7 @@ impl CudaStream {
         let unqueued = |error| (error, None);
         let _entered = self.enter("a copy").map_err(unqueued)?;
         // Before the first call, since what comes between two of them must not fail.
-        let dst = transfer.dst().allocation();
+        let dst = transfer.dst().block();
         let moves = transfer.pieces().iter().map(|piece| self.resolve(piece, dst)).collect::<Result<Vec<Move<'_>>>>();
         let moves = moves.map_err(unqueued)?;
         let others = self.join(&transfer.waits()).map_err(unqueued)?;
@@ -471,22 +471,22 @@ impl CudaStream {
     }
 
     /// What one piece of a transfer asks of the driver.
-    fn resolve<'a>(&self, piece: &'a Piece, dst: &'a Allocation) -> Result<Move<'a>> {
+    fn resolve<'a>(&self, piece: &'a Piece, dst: &'a MemoryBlock) -> Result<Move<'a>> {
         let stream = self.context.id();
         self.reached(piece, dst).ok_or(Error::Unreachable { stream, from: piece.src.device(), to: dst.device() })
     }
 
     /// The same, none where the stream does not copy: from host to host, between other devices, where one of two devices
     /// does not reach the other's memory.
-    fn reached<'a>(&self, piece: &'a Piece, dst: &'a Allocation) -> Option<Move<'a>> {
+    fn reached<'a>(&self, piece: &'a Piece, dst: &'a MemoryBlock) -> Option<Move<'a>> {
         let bytes = piece.from.len();
         if bytes == 0 {
             return Some(Move::Nothing);
         }
         let here = |context: &Context| context.handle() == self.context.handle();
-        match (End::of(piece.src.allocation(), piece.from.start)?, End::of(dst, piece.at)?) {
+        match (End::of(piece.src.block(), piece.from.start)?, End::of(dst, piece.at)?) {
             (End::Host(src), End::Device(to, dst)) if here(to) => {
-                let pinned = piece.src.allocation().pinned();
+                let pinned = piece.src.block().pinned();
                 Some(Move::Up { src: src.cast_const(), pinned, dst, bytes })
             }
             (End::Device(from, src), End::Host(dst)) if here(from) => Some(Move::Down { src, dst, bytes }),

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapRaw};
 
-use crate::backend::{Allocation, Storage};
+use crate::backend::{MemoryBlock, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 
@@ -207,7 +207,7 @@ enum Reach<'a> {
 
 impl<'a> Reach<'a> {
     /// How `allocation` is reached; none where it is not.
-    fn of(allocation: &'a Allocation) -> Option<Reach<'a>> {
+    fn of(allocation: &'a MemoryBlock) -> Option<Reach<'a>> {
         if let Some(ram) = allocation.downcast::<RamMemory>() {
             Some(Reach::Ram(ram.memory.address()))
         } else if let Some(file) = allocation.downcast::<FileMemory>() {
@@ -225,7 +225,7 @@ impl<'a> Reach<'a> {
 /// # Safety
 /// Both ranges are inside their allocations, and they share no byte. Nobody writes the one, and nobody reads or writes the
 /// other, until this returns.
-pub(super) unsafe fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation, at: usize) -> Result<()> {
+pub(super) unsafe fn copy(src: &MemoryBlock, from: Range<usize>, dst: &MemoryBlock, at: usize) -> Result<()> {
     let bytes = from.len();
     let written = |start: NonNull<u8>| {
         // SAFETY: inside the allocation, and nobody else's until this returns.
@@ -263,7 +263,7 @@ pub(super) unsafe fn copy(src: &Allocation, from: Range<usize>, dst: &Allocation
 
 /// Whether a stream of software of the device `stream` can copy from the one to the other: it reaches both, and no bytes
 /// are asked of memory that has none.
-pub(super) fn copyable(stream: DeviceId, src: &Allocation, dst: &Allocation) -> Result<()> {
+pub(super) fn copyable(stream: DeviceId, src: &MemoryBlock, dst: &MemoryBlock) -> Result<()> {
     match (Reach::of(src), Reach::of(dst)) {
         (Some(Reach::SizeOnly), Some(Reach::Ram(_) | Reach::File(_))) => Err(no_bytes(src)),
         (Some(_), Some(_)) => Ok(()),
@@ -271,7 +271,7 @@ pub(super) fn copyable(stream: DeviceId, src: &Allocation, dst: &Allocation) -> 
     }
 }
 
-fn no_bytes(src: &Allocation) -> Error {
+fn no_bytes(src: &MemoryBlock) -> Error {
     Missing::Bytes { device: src.device() }.into()
 }
 

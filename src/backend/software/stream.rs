@@ -16,7 +16,7 @@ use super::timeline::{Clock, Timeline};
 use crate::backend::event::until;
 use crate::backend::process::Process;
 use crate::backend::watcher::wake_all;
-use crate::backend::{Allocation, Buf, Event, Fence, FenceState, Flight, Joined, Piece, Rejected, Stream, Transfer};
+use crate::backend::{Buf, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
@@ -43,7 +43,7 @@ struct Job {
     waits: Vec<Event>,
     work: Work,
     /// The memory that has to stay until the job is done.
-    keep: Vec<Arc<Allocation>>,
+    keep: Vec<Arc<MemoryBlock>>,
     done: Promise,
     /// When it was queued, on a paced stream.
     queued: Duration,
@@ -65,8 +65,8 @@ impl Drop for Promise {
 enum Work {
     /// Pieces (memory, bytes of it, place in the destination) and the destination.
     Copy {
-        pieces: Vec<(Arc<Allocation>, Range<usize>, usize)>,
-        dst: Arc<Allocation>,
+        pieces: Vec<(Arc<MemoryBlock>, Range<usize>, usize)>,
+        dst: Arc<MemoryBlock>,
     },
     Occupy(Duration),
     Nothing,
@@ -90,11 +90,11 @@ impl SoftwareStream {
     }
 
     /// Queues work behind all earlier work and the events `waits`; the event after it.
-    fn enqueue(&self, mut waits: Vec<Event>, work: Work, keep: Vec<Arc<Allocation>>) -> Result<Event> {
+    fn enqueue(&self, mut waits: Vec<Event>, work: Work, keep: Vec<Arc<MemoryBlock>>) -> Result<Event> {
         self.process.check()?;
         {
             let mut after = lock(&self.after);
-            after.retain(|event| !event.settled());
+            after.retain(|event| !event.is_complete());
             waits.extend(after.iter().cloned());
         }
         match (&self.queue, &self.timeline) {
@@ -118,15 +118,15 @@ impl Stream for SoftwareStream {
     }
 
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
-        let dst = transfer.dst().allocation();
-        let mut ends = transfer.pieces().iter().map(|piece| piece.src.allocation());
+        let dst = transfer.dst().block();
+        let mut ends = transfer.pieces().iter().map(|piece| piece.src.block());
         let copyable = |src| memory::copyable(self.device, src, dst);
         if let Err(error) = copyable(dst).and_then(|()| ends.try_for_each(|src| copyable(src))) {
             return Err(transfer.rejected(error));
         }
-        let piece = |Piece { src, from, at }: &Piece| (Arc::clone(src.allocation()), from.clone(), *at);
+        let piece = |Piece { src, from, at }: &Piece| (Arc::clone(src.block()), from.clone(), *at);
         let pieces = transfer.pieces().iter().map(piece).collect();
-        let dst = Arc::clone(transfer.dst().allocation());
+        let dst = Arc::clone(transfer.dst().block());
         match self.enqueue(transfer.waits(), Work::Copy { pieces, dst }, Vec::new()) {
             Ok(done) => Ok(transfer.launched_in_order(done)),
             Err(error) => Err(transfer.rejected(error)),
@@ -148,7 +148,7 @@ impl Stream for SoftwareStream {
     }
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
-        let keep = uses.iter().map(|buf| Arc::clone(buf.allocation())).collect();
+        let keep = uses.iter().map(|buf| Arc::clone(buf.block())).collect();
         let event = self.enqueue(Vec::new(), Work::Nothing, keep)?;
         uses.iter().for_each(|buf| buf.used_until(event.clone()));
         Ok(event)
@@ -213,7 +213,7 @@ impl Failure {
 /// Waits, on a stream's thread, for what its next work needs. One that failed does not make it go on before the others
 /// are over: work that fails must not free its destination for the next writer while it is read.
 fn wait_for(waits: &[Event], device: DeviceId) -> Result<(), Failure> {
-    let pending = !waits.iter().all(Event::settled);
+    let pending = !waits.iter().all(Event::is_complete);
     let _span = pending.then(|| tracing::trace_span!("wait", %device, events = waits.len()).entered());
     let outcomes: Vec<Result<()>> = waits.iter().map(|event| event.wait(WORK)).collect();
     outcomes.into_iter().collect::<Result<()>>().map_err(|error| Failure::of(waits, Arc::new(error)))
