@@ -53,6 +53,7 @@ use sysfs::Sysfs;
 ///     match found {
 ///         Found::Here(device) => println!("{}: {}, {} bytes", device.id, device.name, device.total),
 ///         Found::Absent { kind, why } => println!("no {kind} device: {why}"),
+///         _ => {}
 ///     }
 /// }
 /// ```
