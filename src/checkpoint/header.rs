@@ -2,6 +2,10 @@
 //!
 //! A file is the header's length (8 bytes, little endian), the header (a JSON object), and the tensors' bytes without
 //! a gap. See <https://github.com/huggingface/safetensors#format>.
+//!
+//! The parser refuses duplicate names, ranges that overlap or leave holes, bytes after the last tensor, sizes that do not
+//! match the shape, and headers over the format's limit; the error names the tensor. It accepts what real files contain:
+//! empty tensors, scalars, unsorted headers, padding, unaligned offsets.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,4 +1,9 @@
 //! The threads of a load.
+//!
+//! Workers take groups of modules in the plan's order. The pool of staging buffers has one buffer more than there are
+//! workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the host: these
+//! buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of factors
+//! for a device, and all factors of the adapters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

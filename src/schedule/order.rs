@@ -1,4 +1,7 @@
 //! The order in which layers are asked for: at first that of the model, from the second pass on that of the pass before.
+//!
+//! One layer out of order in two passes is tolerated (a pass that was not finished, a layer that was left out). At a second
+//! one the order is forgotten and learned again.
 
 use std::collections::HashSet;
 
