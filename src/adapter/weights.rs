@@ -4,7 +4,9 @@ use super::Adapter;
 use super::report::MatchReport;
 use super::resolve::{Matching, Patches};
 use crate::checkpoint::{Checkpoint, Layout, TensorId};
-use crate::error::{Error, Measured, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::patch::{PatchOutcome, ScalePolicy};
 use crate::rounding::Rounding;
 
@@ -90,19 +92,10 @@ impl Weights {
     /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is of another length; what reading
     /// meets; as [`TensorPatch::apply`](crate::patch::TensorPatch::apply).
     pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
-        let Some(patch) = self.patches.tensor(tensor) else {
-            self.checkpoint.read(tensor, dst)?;
-            return Ok(PatchOutcome::default());
-        };
-        let info = self.checkpoint.info(tensor)?;
-        let (stored, room) = (info.bytes as usize, dst.len());
-        let pristine = dst.get_mut(..stored).ok_or_else(|| {
-            let what = Measured::Tensor { name: info.name.clone() };
-            Error::WrongSize { what, needed: stored as u64, given: room as u64 }
-        })?;
-        self.checkpoint.read(tensor, pristine)?;
-        let siblings = patch.read_siblings(&self.checkpoint)?;
-        patch.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
+        match self.patches.tensor(tensor) {
+            Some(patch) => patch.read(&self.checkpoint, tensor, dst),
+            None => self.checkpoint.read(tensor, dst).map(|()| PatchOutcome::default()),
+        }
     }
 }
 

@@ -1,19 +1,17 @@
 //! Models made out of models: another generation of the weights, another place for them, or both.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::made::Made;
 use super::model::Parts;
 use super::reuse::Reuse;
-use super::store::{Home, SlotPool};
-use super::worker::{Inputs, Job};
-use super::{LoadReport, Loader, Model, Reservation};
+use super::store::SlotPool;
+use super::worker::Inputs;
+use super::{Loader, Model};
 use crate::adapter::Weights;
 use crate::backend::{Device, MemoryKind};
-use crate::checkpoint::{Per, TensorId};
-use crate::device::DeviceId;
+use crate::checkpoint::TensorId;
 use crate::error::{Error, Mismatch, Result};
 use crate::plan::{Plan, Slots};
 
@@ -94,30 +92,6 @@ impl Loader<'_> {
         Ok(Moved { model: Arc::new(model), plan, slots: reuse.slots })
     }
 
-    /// Reserves, fills and puts together.
-    pub(super) fn place(&self, inputs: Inputs<'_>, made: Per<TensorId, Made>) -> Result<Model> {
-        let (plan, start) = (inputs.plan, Instant::now());
-        let mut needed = inputs.reuse.needed(plan);
-        if inputs.reuse.slots.is_none() {
-            let slots = needed.entry(plan.compute()).or_default();
-            *slots = slots.saturating_add(plan.slots().bytes());
-        }
-        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
-        let layout = Arc::new(inputs.layout.clone());
-        let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
-        let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
-        let parts = Parts { layout, plan, groups, homes, made, slots, from };
-        Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
-    }
-
-    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<Filled> {
-        let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
-        let job = Job::new(self, inputs, &reservation)?;
-        let homes = job.run(self.workers, &mut reservation)?;
-        let report = job.report(start.elapsed());
-        Ok((homes, reservation, report))
-    }
-
     /// Memory of devices that another registry opened is counted elsewhere.
     fn check_base(&self, base: &Model) -> Result<()> {
         for device in base.devices() {
@@ -128,9 +102,6 @@ impl Loader<'_> {
         Ok(())
     }
 }
-
-/// Homes, what is left of their reservation, and how it went.
-type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
 
 /// A model whose weights have left its compute device: it has all of them on the host, and no slots yet.
 pub(crate) struct Moved {

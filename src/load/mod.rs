@@ -21,7 +21,7 @@ mod worker;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use builder::ModelBuilder;
 pub use model::Model;
@@ -32,11 +32,14 @@ pub(crate) use store::Part;
 pub use store::{Residency, WeightStore};
 
 use made::Made;
+use model::Parts;
 use reuse::Reuse;
-use worker::Inputs;
+use store::Home;
+use worker::{Inputs, Job};
 
 use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
+use crate::checkpoint::{Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 use crate::limits::LONGEST;
@@ -114,7 +117,34 @@ impl<'a> Loader<'a> {
         let inputs = Inputs { weights: Some(weights), layout, plan, base: None, reuse: &reuse };
         self.place(inputs, made)
     }
+
+    /// Reserves, fills and puts together.
+    fn place(&self, inputs: Inputs<'_>, made: Per<TensorId, Made>) -> Result<Model> {
+        let (plan, start) = (inputs.plan, Instant::now());
+        let mut needed = inputs.reuse.needed(plan);
+        if inputs.reuse.slots.is_none() {
+            let slots = needed.entry(plan.compute()).or_default();
+            *slots = slots.saturating_add(plan.slots().bytes());
+        }
+        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
+        let layout = Arc::new(inputs.layout.clone());
+        let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
+        let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
+        let parts = Parts { layout, plan, groups, homes, made, slots, from };
+        Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
+    }
+
+    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<Filled> {
+        let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
+        let job = Job::new(self, inputs, &reservation)?;
+        let homes = job.run(self.workers, &mut reservation)?;
+        let report = job.report(start.elapsed());
+        Ok((homes, reservation, report))
+    }
 }
+
+/// Homes, what is left of their reservation, and how it went.
+type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
 
 /// The memory of a plan, taken on every device that it uses: weights, and slots on the compute device.
 ///

@@ -228,7 +228,7 @@ impl<'a> Job<'a> {
             let dst = &mut bytes[place];
             match (self.reuse.held(tensor), self.patch(tensor)) {
                 (Some(held), _) => self.copy_here(held, dst)?,
-                (None, Some(_)) => self.read_patched(tensor, dst)?,
+                (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
                 (None, None) => self.read_plain(tensor, dst)?,
             }
         }
@@ -288,7 +288,7 @@ impl<'a> Job<'a> {
         let sent =
             planned.as_ref().map(|planned| planned.send(&self.there, stream, &mut scratch.factors)).transpose()?;
         let Some((planned, sent)) = planned.as_ref().zip(sent.flatten()) else {
-            return self.send_patched(tensor, place, memory, stream, &mut scratch.patched);
+            return self.send_patched(patch, tensor, place, memory, stream, &mut scratch.patched);
         };
         let memory = self.send_plain(tensor, place.clone(), memory, stream)?;
         let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().at(tensor).bytes).sum();
@@ -300,6 +300,7 @@ impl<'a> Job<'a> {
     /// A patched tensor, whole, from the worker's own buffer, which it uses again for the next one.
     fn send_patched(
         &self,
+        patch: &TensorPatch,
         tensor: TensorId,
         place: Range<usize>,
         memory: BufMut,
@@ -314,7 +315,7 @@ impl<'a> Job<'a> {
             None => self.host.alloc_near(place.len(), MemoryKind::Pinned, stream.device())?,
         };
         match staging.host_mut() {
-            Some(dst) => self.read_patched(tensor, &mut dst[..place.len()])?,
+            Some(dst) => self.read_patched(patch, tensor, &mut dst[..place.len()])?,
             None => return Err(Error::bug("staging memory that the host cannot address")),
         }
         let staging = staging.freeze();
@@ -342,13 +343,12 @@ impl<'a> Job<'a> {
     }
 
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
-    fn read_patched(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
+    fn read_patched(&self, patch: &TensorPatch, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         self.check_cancelled()?;
-        let weights = self.files(tensor)?;
-        let outcome = weights.read(tensor, dst)?;
-        let beside = self.patch(tensor).map_or(&[][..], |patch| patch.needs());
-        let stored = |&tensor: &TensorId| weights.checkpoint().layout().at(tensor).bytes;
-        self.read.fetch_add(beside.iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
+        let checkpoint = self.files(tensor)?.checkpoint();
+        let outcome = patch.read(checkpoint, tensor, dst)?;
+        let stored = |&tensor: &TensorId| checkpoint.layout().at(tensor).bytes;
+        self.read.fetch_add(patch.needs().iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
         self.advance(dst.len() as u64);

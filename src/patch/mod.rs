@@ -215,6 +215,19 @@ impl TensorPatch {
         }
     }
 
+    /// Reads its tensor, number `tensor` of the checkpoint, and patches it. `dst` has to be as long as the patched tensor.
+    pub(crate) fn read(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        let info = checkpoint.info(tensor)?;
+        let (stored, room) = (info.bytes as usize, dst.len());
+        let pristine = dst.get_mut(..stored).ok_or_else(|| {
+            let what = Measured::Tensor { name: info.name.clone() };
+            Error::WrongSize { what, needed: stored as u64, given: room as u64 }
+        })?;
+        checkpoint.read(tensor, pristine)?;
+        let siblings = self.read_siblings(checkpoint)?;
+        self.apply(dst, &siblings.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    }
+
     /// Reads the bytes of the tensors that [`needs`](TensorPatch::needs) names.
     pub(crate) fn read_siblings(&self, checkpoint: &Checkpoint) -> Result<Vec<Vec<u8>>> {
         let read = |&sibling: &TensorId| {
