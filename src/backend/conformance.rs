@@ -1,4 +1,4 @@
-//! What every backend has to do, as checks that panic where one does not.
+//! The contract of every backend, as checks that panic on a violation.
 //!
 //! Run them in a test of your own backend, for each pair of a device and a host:
 //!
@@ -18,13 +18,13 @@ use std::time::{Duration, Instant};
 use super::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::error::{Error, ErrorKind, Missing};
 
-/// How long a check waits for anything.
+/// The longest time that a check waits for anything.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Bytes that a check moves: no multiple of any power of two, over a page.
+/// The bytes that a check moves: an odd number, more than a page.
 const BYTES: usize = 10_007;
 
-/// A check, and its name.
+/// A check with its name.
 type Check = (&'static str, fn(&dyn Device, &dyn Device));
 
 const CHECKS: [Check; 12] = [
@@ -42,14 +42,14 @@ const CHECKS: [Check; 12] = [
     ("empty buffers work", empty_buffers_work),
 ];
 
-/// Runs every check on `device`, with `host` at the other end of its copies. Nobody else may use the two meanwhile, and
-/// nothing that was let go of before may still be on its way back to their ledgers.
+/// Runs every check on `device`, with `host` at the other end of its copies. Nobody else may use the two devices meanwhile,
+/// and memory that was dropped before must already be back in their ledgers.
 ///
-/// A backend may give memory back a moment after its last use, on a thread of its own. So each check begins once both
-/// ledgers are where they were before the first.
+/// A backend may free memory a moment after its last use, on its own thread. So each check begins once both ledgers are at
+/// their initial levels again.
 ///
 /// # Panics
-/// Where the device does not do what the traits promise.
+/// When the device breaks a promise of the traits.
 pub fn check(device: &dyn Device, host: &dyn Device) {
     let levels = || [device, host].map(|device| device.ledger().charged_and_reserved());
     let before = levels();
@@ -61,7 +61,7 @@ pub fn check(device: &dyn Device, host: &dyn Device) {
     }
 }
 
-/// Waits until what is taken is what it was.
+/// Waits until the level is back at `before`.
 fn comes_back<T: PartialEq + Debug>(what: &str, before: T, now: impl Fn() -> T) {
     let until = Instant::now() + DEADLINE;
     loop {
@@ -74,7 +74,7 @@ fn comes_back<T: PartialEq + Debug>(what: &str, before: T, now: impl Fn() -> T) 
     }
 }
 
-/// Bytes that differ from place to place and from seed to seed.
+/// Bytes that differ between positions and between seeds.
 fn pattern(seed: u8, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8) ^ seed).collect()
 }
@@ -99,7 +99,7 @@ fn download(device: &dyn Device, host: &dyn Device, src: &Buf) -> Vec<u8> {
     landed.host(DEADLINE).expect("landed").expect("host memory").to_vec()
 }
 
-/// Keeps a stream busy: for so many milliseconds where it can be told to, else with copies of `src`.
+/// Keeps a stream busy: for `millis` milliseconds if it supports [`occupy`](Stream::occupy), else with copies of `src`.
 fn busy(stream: &dyn Stream, millis: u64, src: &Buf, to: &dyn Device) {
     match stream.occupy(Duration::from_millis(millis)) {
         Err(Error::Missing(Missing::Occupy { .. })) => {
@@ -108,7 +108,7 @@ fn busy(stream: &dyn Stream, millis: u64, src: &Buf, to: &dyn Device) {
                 dst = stream.copy(Transfer::whole(src, dst).expect("fits")).expect("queued").chain();
             }
         }
-        told => told.expect("work"),
+        queued => queued.expect("work"),
     }
 }
 
