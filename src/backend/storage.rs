@@ -1,6 +1,6 @@
-//! The memory of a backend, the charge that it stands for, and whether it may ever be freed.
+//! The memory of a backend, its charge, and whether it may ever be freed.
 
-#![expect(unsafe_code, reason = "the address of memory that the host can reach goes from thread to thread")]
+#![expect(unsafe_code, reason = "the address of host-accessible memory is shared between threads")]
 
 use std::any::Any;
 use std::fmt;
@@ -13,49 +13,50 @@ use super::process::Process;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
-/// What a backend keeps for one allocation.
+/// A backend's part of one allocation.
 ///
-/// Streams and the host read and write where it says, without asking again. In return nobody does so but in the order of
-/// the events of the buffers that are made of it, and [`free`](Storage::free) is called when all of those have fired.
+/// Streams and the host read and write at the addresses that it returns, without further checks. In return all accesses
+/// follow the order of the events of the buffers made from it, and [`free`](Storage::free) is called once all of those are
+/// complete.
 ///
 /// # Safety
-/// From when it is handed to [`BufMut::new`](super::BufMut::new) until it is freed:
-/// - every method gives the same answer each time;
+/// From the call of [`BufMut::new`](super::BufMut::new) until it is freed:
+/// - every method always returns the same value;
 /// - [`host`](Storage::host) is the address of [`bytes`](Storage::bytes) initialised bytes, which every thread may read and
 ///   write, and which nothing else reads or writes;
-/// - [`address`](Storage::address) is that of as many bytes of the device's memory, which nothing else uses.
+/// - [`address`](Storage::address) is the address of as many bytes of the device's memory, which nothing else uses.
 pub unsafe trait Storage: Any + Send + Sync {
-    /// How many bytes there are.
+    /// The size in bytes.
     fn bytes(&self) -> usize;
 
-    /// The address of the first byte, where the host can reach it.
+    /// The host address of the first byte. `None` if the host cannot access the memory.
     fn host(&self) -> Option<NonNull<u8>> {
         None
     }
 
-    /// The address on the device, where it has one.
+    /// The device address of the first byte. `None` if the device has no addresses.
     fn address(&self) -> Option<u64> {
         None
     }
 
-    /// Whether this is host memory that is pinned for a device's copies. What was asked for as
-    /// [`Pinned`](super::MemoryKind::Pinned) and could not be pinned is not, nor is that of software devices, which
-    /// have no need of it.
+    /// Whether this is host memory that is pinned for a device's copies. False for memory requested as
+    /// [`Pinned`](super::MemoryKind::Pinned) that could not be pinned, and for memory of software devices, which do not need
+    /// pinning.
     fn pinned(&self) -> bool {
         false
     }
 
-    /// Frees the memory, which nothing uses any more, and gives its charge back. Memory that cannot be freed now keeps its
-    /// charge: whoever holds that holds the memory.
+    /// Frees the memory, which nothing uses any more, and releases its charge. A backend that cannot free the memory now must
+    /// keep the charge with it.
     fn free(self: Box<Self>, charge: Charge) {
         drop(self);
         drop(charge);
     }
 }
 
-/// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
+/// An allocation of a device with its charge. Streams keep it alive while they work.
 pub struct MemoryBlock {
-    /// Taken out when it is freed, and not before.
+    /// `None` only once it is freed.
     held: Option<(Box<dyn Storage>, Charge)>,
     host: Option<HostAddress>,
     address: Option<u64>,
@@ -65,7 +66,7 @@ pub struct MemoryBlock {
     abandoned: AtomicBool,
 }
 
-/// The address of host memory that its [`Storage`] keeps in place.
+/// The address of host memory that its [`Storage`] does not move.
 #[derive(Clone, Copy)]
 struct HostAddress(NonNull<u8>);
 
