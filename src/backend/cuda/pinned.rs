@@ -77,7 +77,7 @@ pub(super) struct PinningHost {
 pub(super) struct Nodes {
     /// That of the caller's choice; without one, that of the device that the memory is for, or of all open devices where
     /// they have the same.
-    pub(super) told: Option<u32>,
+    pub(super) chosen: Option<u32>,
     pub(super) sysfs: Sysfs,
 }
 
@@ -87,7 +87,7 @@ impl Nodes {
         let node = |device: &Arc<CudaDevice>| device.info().gpu.as_ref().and_then(|gpu| gpu.numa_node);
         let own = || devices.iter().find(|device| Some(device.info().id) == near).and_then(node);
         let common = || devices.first().and_then(node).filter(|&first| devices.iter().all(|d| node(d) == Some(first)));
-        Node::find(&self.sysfs, self.told.or_else(own).or_else(common)?)
+        Node::find(&self.sysfs, self.chosen.or_else(own).or_else(common)?)
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::Opened;
 use super::calls::{Address, CAPTURE_NONE, Calls, Code, Outcome, STREAM_NON_BLOCKING, StreamHandle};
-use super::context::{Context, Entered, Refusal};
+use super::context::{Context, ContextGuard, Refusal};
 use super::event::CudaFence;
 use super::memory::DeviceMemory;
 use super::reaper::{Memory, Reaper};
@@ -127,7 +127,7 @@ impl CudaStream {
     /// Makes the context current for all calls of one piece of work, and makes sure that the stream takes it: it is this
     /// thread's, and the caller does not capture it. Nothing has been asked of the stream then that would spoil a capture;
     /// what was recorded outside of it, as all events of the library are, it could not wait for.
-    fn enter(&self, operation: &'static str) -> Result<Entered<'_>> {
+    fn enter(&self, operation: &'static str) -> Result<ContextGuard<'_>> {
         if !self.stream.is_of_this_thread() {
             let device = self.context.id();
             return Err(Error::invalid(format!(
