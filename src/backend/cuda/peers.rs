@@ -1,4 +1,4 @@
-//! Copies straight from one device's memory to another's: enabled in the right direction, and tried out.
+//! Peer access: direct copies from one device's memory to another's, enabled in the right direction and verified.
 
 use std::sync::Arc;
 
@@ -12,16 +12,16 @@ use crate::backend::{Fence, FenceState, MemoryKind};
 use crate::error::Error;
 use crate::limits::TRIAL;
 
-/// The sizes and offsets that are tried, in bytes: small, odd, and over several pages.
+/// The offsets and sizes of the trial copies, in bytes: small, odd, and over several pages.
 const TRIALS: [(usize, usize); 4] = [(0, 1), (3, 255), (4096, 65_536), (1 << 20, (1 << 20) + 13)];
 
-/// The bytes of the memory that the trials use.
+/// The size of the memory that the trials use, in bytes.
 const ROOM: usize = (2 << 20) + 64;
 
-/// Lets `to` reach the memory of `from`.
+/// Enables access of `to` to the memory of `from`, and verifies it.
 ///
 /// # Errors
-/// Why not: the driver says so, or what arrives is not what was sent.
+/// The reason why there is none: the driver denies it, or the wrong bytes arrive.
 pub(super) fn connect(to: &CudaDevice, from: &CudaDevice) -> Result<(), String> {
     let (there, here) = (from.context(), to.context());
     let mut can = 0;
@@ -39,11 +39,11 @@ pub(super) fn connect(to: &CudaDevice, from: &CudaDevice) -> Result<(), String> 
     if let Some(pool) = from.pool() {
         pool.grant(here.id().index()).map_err(|error| error.to_string())?;
     }
-    // Access to the memory of pools is one thing, to that of the driver's own another: both are used.
+    // Access to pool memory and to the driver's own allocations are separate, and both are used.
     [MemoryKind::Arena, MemoryKind::Whole].into_iter().try_for_each(|kind| verify(to, from, kind))
 }
 
-/// Sends patterns over poisoned memory of this kind and looks at what arrived, from the receiving side.
+/// Copies patterns over poisoned memory of this kind and checks, on the receiving side, what arrived.
 fn verify(to: &CudaDevice, from: &CudaDevice, kind: MemoryKind) -> Result<(), String> {
     let (there, here) = (from.context(), to.context());
     let memory = |device: &CudaDevice| {
@@ -58,7 +58,7 @@ fn verify(to: &CudaDevice, from: &CudaDevice, kind: MemoryKind) -> Result<(), St
     let fence = CudaFence::new(here, Vec::new()).and_then(|fence| fence.record(&stream).map(|()| fence));
     let ended = fence.is_ok_and(|fence| matches!(fence.wait(TRIAL), FenceState::Done));
     if !ended {
-        // Nobody knows whether a copy still uses the memory.
+        // It is unknown whether a copy still uses the memory.
         std::mem::forget((source, target));
     }
     outcome
@@ -75,7 +75,7 @@ fn trials(
     let sent: Vec<u8> = (0..ROOM).map(|i| (i as u8).wrapping_mul(29) ^ (i >> 9) as u8).collect();
     let poison: Vec<u8> = sent.iter().map(|byte| !byte).collect();
     let (src, dst) = (source.device_address(), target.device_address());
-    // The copies run on a stream that does not wait for the one that these bytes come by.
+    // The trial copies run on a stream that does not wait for the stream that these bytes are copied on.
     let put = |context: &Context, dst, bytes: &[u8]| {
         context.call(|calls| {
             // SAFETY: memory of ROOM bytes on either side; null is the stream of such calls.
