@@ -170,7 +170,7 @@ fn parts_are_filled_by_streams_of_their_own(device: &dyn Device, host: &dyn Devi
 }
 
 fn copies_follow_each_other(device: &dyn Device, host: &dyn Device) {
-    // Two streams into one buffer: the second copy waits for the first by itself.
+    // Two streams into one buffer: the second copy waits for the first automatically.
     for round in 0..20 {
         let first = upload(device, &filled(host, round));
         let stream = device.stream(Role::Upload).expect("a stream");
@@ -184,7 +184,7 @@ fn a_copy_waits_for_the_readers_of_its_destination(device: &dyn Device, host: &d
     let compute = device.stream(Role::Compute).expect("a stream");
     let down = device.stream(Role::Download).expect("a stream");
     let slot = upload(device, &filled(host, 9)).freeze();
-    // A reader that is still busy when the buffer is given back.
+    // A reader that is still busy when the buffer is reclaimed.
     for event in slot.ready() {
         compute.wait(event).expect("a wait");
     }
@@ -223,7 +223,7 @@ fn dropped_flights_finish(device: &dyn Device, host: &dyn Device) {
         drop(stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued"));
     }
     stream.record(&[]).expect("an event").wait(DEADLINE).expect("the copies finish");
-    // While the stream lives on.
+    // The stream is still alive.
     comes_back("dropped memory", before, || device.ledger().charged());
 }
 
@@ -234,7 +234,7 @@ fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
     let dst = host.alloc(BYTES, MemoryKind::Pinned).expect("memory");
     busy(&*stream, 20, &src, host);
     let mut dst = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued").chain();
-    // A driver may finish a copy before its call returns; what is still on its way after the look was so before.
+    // A driver may finish a copy before its call returns. A copy still pending after the check was pending before it.
     let seen = dst.host_mut().is_some();
     assert!(!seen || dst.pending().is_empty(), "bytes that are being written are not to be seen");
     dst.wait_unused(DEADLINE).expect("lands");

@@ -161,7 +161,7 @@ impl<'a> Lane<'a> {
     /// Returns the source and destination of its copies.
     ///
     /// # Errors
-    /// When a copy was rejected and the destination is lost.
+    /// When an earlier copy was rejected, which lost the destination.
     pub(super) fn ends(self) -> Result<(Buf, BufMut)> {
         let dst = self.dst.ok_or_else(|| Error::bug("a copy was refused before"))?;
         Ok((self.src, dst))

@@ -15,7 +15,7 @@ use crate::load::{Model, TensorView};
 
 /// The tensors of one layer, on the compute device.
 ///
-/// They are resident for work queued on the streamer's compute stream. Dropping the guard marks the end of the work
+/// They are available to work queued on the streamer's compute stream. Dropping the guard marks the end of the work
 /// queued so far as their last use.
 pub struct LayerGuard {
     pub(super) model: Arc<Model>,
