@@ -1,7 +1,8 @@
-//! The caller's own CUDA code: streams and memory of theirs here, tensors of ours there, without a copy.
+//! Interoperation with the caller's CUDA code: the library can use the caller's streams and memory, and the caller can use
+//! the library's tensors, without a copy.
 //!
-//! The library works in each device's primary context, the one that frameworks and the runtime API use too, so handles
-//! and addresses go both ways. Its settings are never touched.
+//! The library works in each device's primary context, which frameworks and the runtime API use too, so both sides can use
+//! the same handles and addresses. The library never changes the settings of the context.
 //!
 //! ```no_run
 //! use std::any::Any;
@@ -28,20 +29,19 @@
 //! ```
 //!
 //! With the feature `cudarc`, `adopt_stream` and `slice` do the same with cudarc's types, and without `unsafe`. The module
-//! `cuda::cudarc` is that crate, in the version that they are of.
+//! `cuda::cudarc` re-exports that crate, in the version of these types.
 //!
-//! **Graphs.** Work of the library's cannot be part of a graph: it waits for copies that are queued outside of it. While
-//! a stream that was adopted is being captured, all such work on it is refused by
-//! [`Error::Capturing`] before anything is queued, and the capture goes on. So ask for a layer
-//! before the capture of its kernels begins and drop its guard after the capture has ended: a guard dropped meanwhile
-//! cannot mark its use, and its slot is withdrawn. Later, launch the graph between the two. Resident weights, and the
-//! slots of streamed layers, stay at their addresses for as long as the model lives, but which slot a layer gets is
-//! decided each time, so a graph over streamed layers has to fit the addresses that the guard gives, or copy the weights
-//! to memory of its own first. Capture with the thread-local or relaxed mode where threads of yours use the library
-//! meanwhile: the global mode forbids them what it needs (allocating, asking for events); the library's own threads stay
-//! out of captures.
+//! **Graphs.** The library's work cannot be part of a graph, since it waits for copies that are queued outside the graph.
+//! While an adopted stream is being captured, the library refuses work on it with [`Error::Capturing`] before anything is
+//! queued, and the capture continues. So ask for a layer before the capture of its kernels begins, and drop its guard after
+//! the capture has ended: a guard dropped during the capture cannot mark the end of its use, and its slot is withdrawn.
+//! Later, launch the graph while you hold the layer's guard. Resident weights and the slots of streamed layers stay at
+//! their addresses for as long as the model lives. But the slot of a layer is chosen each time, so a graph over streamed
+//! layers must fit the addresses that the guard returns, or first copy the weights to its own memory. Capture in
+//! thread-local or relaxed mode if other threads of yours use the library meanwhile: the global mode forbids them calls that
+//! the library needs (allocation, event queries). The library's own threads stay out of captures.
 
-#![expect(unsafe_code, reason = "raw handles and addresses cross the border here")]
+#![expect(unsafe_code, reason = "raw handles and addresses are exchanged with the caller")]
 
 #[cfg(feature = "cudarc")]
 mod typed;
@@ -60,16 +60,16 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::TensorView;
 
-/// A stream of the caller's by its handle (`CUstream`, `cudaStream_t`), for [`Streamer::on`](crate::Streamer::on) and for
-/// copies that are to come in its order. It may be one of the driver's own (0, 1, 2). With handle 2, the stream that every
-/// thread has its own of, what is returned belongs to the calling thread: in others its work is refused, and a guard that is
+/// Adopts a stream of the caller by its handle (`CUstream`, `cudaStream_t`), for [`Streamer::on`](crate::Streamer::on) and
+/// for copies in the stream's order. The driver's fixed handles (0, 1, 2) are allowed. Handle 2 is the per-thread default
+/// stream, so the returned stream belongs to the calling thread: its work is refused in other threads, and a guard that is
 /// dropped there cannot mark the end of its use.
 ///
 /// # Safety
 /// `stream` is a stream of the primary context of `device` for as long as `keep` lives.
 ///
 /// # Errors
-/// [`Error::Invalid`] when `device` is no CUDA device.
+/// [`Error::Invalid`] when `device` is not a CUDA device.
 pub unsafe fn adopt_raw_stream(
     device: &Arc<dyn Device>,
     stream: *mut c_void,
@@ -79,37 +79,36 @@ pub unsafe fn adopt_raw_stream(
     Ok(Arc::new(unsafe { cuda_device(device)?.adopt(stream.cast(), keep) }))
 }
 
-/// The driver's handle of a stream of this library's (`CUstream`); none when it is no CUDA stream.
+/// The driver's handle (`CUstream`) of a stream of this library. `None` if it is not a CUDA stream.
 pub fn stream_handle(stream: &dyn Stream) -> Option<*mut c_void> {
     (stream as &dyn Any).downcast_ref::<backend::cuda::CudaStream>().map(|stream| stream.handle().cast())
 }
 
-/// Where a tensor begins in device memory (`CUdeviceptr`); none when it is not in a CUDA device's memory, or has no bytes.
+/// The device address (`CUdeviceptr`) of a tensor. `None` if it is not in a CUDA device's memory, or has no bytes.
 ///
-/// The bytes are there for work that is queued, while the layer's guard lives, on the stream that its streamer works
-/// on.
+/// The bytes are available to work that is queued on the streamer's compute stream while the layer's guard lives.
 pub fn address(tensor: &TensorView<'_>) -> Option<u64> {
-    placed(tensor).map(|(_, address)| address)
+    location(tensor).map(|(_, address)| address)
 }
 
 /// The device whose memory a tensor is in, and its address there.
-fn placed(tensor: &TensorView<'_>) -> Option<(DeviceId, u64)> {
-    let (buf, place) = (tensor.buf(), tensor.byte_range());
+fn location(tensor: &TensorView<'_>) -> Option<(DeviceId, u64)> {
+    let (buf, range) = (tensor.buf(), tensor.byte_range());
     let memory = buf.block().downcast::<backend::cuda::DeviceMemory>()?;
-    let inside = !place.is_empty() && place.end <= buf.bytes();
-    buf.address().filter(|_| inside).map(|start| (memory.device(), start + place.start as u64))
+    let inside = !range.is_empty() && range.end <= buf.bytes();
+    buf.address().filter(|_| inside).map(|start| (memory.device(), start + range.start as u64))
 }
 
 impl BufMut {
-    /// Device memory of the caller's, by its `CUdeviceptr`, as a buffer, to be the destination of copies. It counts on no ledger, and is
-    /// freed by whoever `keep` holds, after all copies that use it are over.
+    /// Creates a buffer from device memory of the caller, by its `CUdeviceptr`, for use as the destination of copies. It is not
+    /// counted in any ledger. `keep` is dropped, and can free the memory, after all copies that use it are complete.
     ///
     /// # Safety
-    /// `address` is that of `bytes` bytes of memory of `device` for as long as `keep` lives, and nobody else uses
-    /// them but in the order of this buffer's events.
+    /// `address` is the address of `bytes` bytes of memory of `device` for as long as `keep` lives, and all other uses of
+    /// them follow the order of this buffer's events.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `device` is no CUDA device.
+    /// [`Error::Invalid`] when `device` is not a CUDA device.
     pub unsafe fn from_raw(
         device: &Arc<dyn Device>,
         address: u64,

@@ -1,9 +1,9 @@
-//! How long the library waits, and how much of the host's memory bytes pass through on their way.
+//! The longest waits of the library, and the sizes of its staging buffers.
 
 use std::time::Duration;
 
-/// How long the library waits for what should come. A [`Registry`](crate::Registry) has them for all that is loaded and
-/// streamed on its devices, a [`ModelCache`](crate::ModelCache) for its own waits.
+/// The longest waits of the library. Those of a [`Registry`](crate::Registry) apply to all loading and streaming on its
+/// devices, those of a [`ModelCache`](crate::ModelCache) to the cache's waits.
 ///
 /// ```
 /// use std::time::Duration;
@@ -18,8 +18,8 @@ pub struct Limits {
     pub work: Duration,
     /// The longest wait for a load by another thread. Default: an hour.
     pub load: Duration,
-    /// How long memory that was let go of may take to come back before it counts as taken: devices free it when the
-    /// last work that used it is done. Default: 5 s.
+    /// The longest wait for released memory to become free before it counts as taken: devices free memory once the last work
+    /// that uses it is done. Default: 5 s.
     pub release: Duration,
 }
 
@@ -30,21 +30,21 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Sets the longest wait for one piece of a device's work; a century at most.
+    /// Sets the longest wait for one piece of a device's work, capped at a century.
     #[must_use]
     pub fn work(mut self, longest: Duration) -> Limits {
         self.work = longest.min(LONGEST);
         self
     }
 
-    /// Sets the longest wait for a load by another thread; a century at most.
+    /// Sets the longest wait for a load by another thread, capped at a century.
     #[must_use]
     pub fn load(mut self, longest: Duration) -> Limits {
         self.load = longest.min(LONGEST);
         self
     }
 
-    /// Sets how long memory that was let go of may take to come back; a century at most.
+    /// Sets the longest wait for released memory to become free, capped at a century.
     #[must_use]
     pub fn release(mut self, longest: Duration) -> Limits {
         self.release = longest.min(LONGEST);
@@ -52,21 +52,20 @@ impl Limits {
     }
 }
 
-/// The longest wait, a century: what is added to the time has to stay within what the system's clock can tell.
+/// The longest wait, a century: the current time plus a wait must stay within the range of the system's clock.
 pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
-/// The longest wait for a piece of work, where nobody said otherwise. A stream that is told to wait for an event of
-/// another backend's, which its device cannot wait for, has no registry to ask.
+/// The default longest wait for a piece of work. A stream that must wait for another backend's event on the host, because its
+/// device cannot, uses it directly, since it has no registry.
 pub(crate) const WORK: Duration = Duration::from_secs(600);
 
-/// How long a copy between two devices may take that only shows whether they reach each other.
+/// The longest time of the trial copy that checks whether two devices can reach each other.
 #[cfg(feature = "cuda")]
 pub(crate) const TRIAL: Duration = Duration::from_secs(5);
 
-/// The bytes of one staging buffer on the host. 4 to 16 MiB reach the speed of a link; smaller ones would save host memory,
-/// larger ones copies. Plans count on it, so it is the same everywhere.
+/// The size of one staging buffer on the host, in bytes. 4 to 16 MiB reach the speed of a link; smaller buffers would save
+/// host memory, larger ones copies. Plans depend on it, so it is the same everywhere.
 pub(crate) const STAGING_BYTES: usize = 16 << 20;
 
-/// How many staging buffers take turns where the ways of bytes do not ask for more: one is filled while others are on
-/// the link.
+/// The default number of staging buffers used in turn: one is filled while others are on the link.
 pub(crate) const STAGING_BUFFERS: usize = 4;

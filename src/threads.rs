@@ -1,8 +1,8 @@
-//! The threads that share out work on the host's memory: patching, and copies of many bytes.
+//! The library's own thread pool, for parallel work on host memory: patching, and large copies.
 //!
-//! They are the library's own. In a pool of the caller's this work would wait for threads that may all be waiting for it:
-//! a load called from each of them, for example. What runs here waits for nothing but the rest of the same work, and takes
-//! no lock.
+//! The pool is separate from the caller's. In the caller's pool this work could wait for threads that are all waiting for
+//! it, for example if each of them called a load. Work in this pool waits only for other parts of itself, and takes no
+//! lock.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,10 +10,10 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
 
-/// The pool, made at its first use, and the process that made it: in a fork's child its threads are gone.
+/// The pool, created at first use, and the process that created it: in a forked child its threads do not exist.
 static POOL: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 
-/// Runs `work` on these threads, which its parallel iterators share, and waits for it.
+/// Runs `work`, with its parallel iterators, on the pool and waits for it.
 ///
 /// # Errors
 /// When the system gives no threads.
@@ -22,8 +22,8 @@ pub(crate) fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
     if rayon::current_thread_index().is_none() || pool.current_thread_index().is_some() {
         return Ok(pool.install(work));
     }
-    // A thread of another pool would take up other work of that pool until this is done: work that may want a lock, or a
-    // turn, of whoever waits here. A thread of no pool just waits.
+    // A waiting thread of another rayon pool would run other work of that pool meanwhile. That work may need a lock, or a
+    // turn, that the waiting caller holds. A thread outside any pool simply waits.
     std::thread::scope(|scope| {
         let waits = std::thread::Builder::new().name("tensor-offload waits".to_owned());
         let waits = waits.spawn_scoped(scope, || pool.install(work)).map_err(no_threads)?;
@@ -32,16 +32,16 @@ pub(crate) fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
 }
 
 fn pool() -> Result<Arc<ThreadPool>> {
-    let mut made = POOL.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut created = POOL.lock().unwrap_or_else(PoisonError::into_inner);
     let process = std::process::id();
-    if let Some((_, pool)) = made.as_ref().filter(|(by, _)| *by == process) {
+    if let Some((_, pool)) = created.as_ref().filter(|(by, _)| *by == process) {
         return Ok(Arc::clone(pool));
     }
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     let threads = ThreadPoolBuilder::new().num_threads(cores).thread_name(|thread| format!("tensor-offload {thread}"));
     let pool = Arc::new(threads.build().map_err(std::io::Error::other).map_err(no_threads)?);
-    // Nobody can tell threads that are gone to end.
-    std::mem::forget(made.replace((process, Arc::clone(&pool))));
+    // Dropping a pool stops its threads, and those of the parent process do not exist here.
+    std::mem::forget(created.replace((process, Arc::clone(&pool))));
     Ok(pool)
 }
 
@@ -77,7 +77,7 @@ mod tests {
         assert_eq!(run(|| 5).unwrap(), 5, "the threads live on");
     }
 
-    /// A thread of the caller's pool that waits here takes up no other task of that pool.
+    /// A thread of the caller's pool that waits here runs no other task of that pool.
     #[test]
     fn a_waiting_thread_takes_no_other_work() {
         thread_local!(static WAITS: Cell<bool> = const { Cell::new(false) });

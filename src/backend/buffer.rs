@@ -1,4 +1,4 @@
-//! Memory with its owners and the events of its last uses.
+//! Buffers: memory with its owners and the events of its last uses.
 
 #![expect(
     unsafe_code,
@@ -15,29 +15,29 @@ use super::{Charge, Event, FenceState, MemoryBlock, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Result};
 
-/// From how many uses of a buffer on it is worth asking which of them are over.
+/// The number of a buffer's uses from which it is worth checking which of them are complete.
 const MANY_USES: usize = 8;
 
-/// One buffer: its memory, and the events that have to fire before it is written or read by the host again.
+/// The shared state of a buffer: its memory, and the events that must complete before it is written, or read by the host.
 #[derive(Debug)]
 struct Handle {
     allocation: Arc<MemoryBlock>,
-    /// Its bytes of the allocation: all, or those of a part.
-    place: Range<usize>,
+    /// The buffer's byte range in the allocation: all of it, or a part.
+    range: Range<usize>,
     uses: Mutex<Vec<Event>>,
 }
 
 impl Handle {
-    /// The address of its first byte, where the device has one.
+    /// The address of the first byte. `None` if the device has no addresses.
     fn address(&self) -> Option<u64> {
-        self.allocation.address().map(|start| start + self.place.start as u64)
+        self.allocation.address().map(|start| start + self.range.start as u64)
     }
 
     fn uses(&self) -> MutexGuard<'_, Vec<Event>> {
         self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The events that have not come true: pending ones, and failed ones, whose bytes are not there.
+    /// The events that are not [`Done`](FenceState::Done): pending events, and failed ones, whose bytes did not arrive.
     fn open_uses(&self) -> Vec<Event> {
         let mut uses = self.uses();
         uses.retain(|event| !matches!(event.state(), FenceState::Done));
@@ -45,113 +45,113 @@ impl Handle {
     }
 }
 
-/// Memory that one owner can write. It carries the events of its last uses: the next copy into it waits for
-/// them in its stream, and the host sees its bytes only when they have fired.
+/// Memory that one owner can write. It carries the events of its last uses: the next copy into it waits for them in its
+/// stream, and the host can access its bytes only once they are complete.
 pub struct BufMut(Arc<Handle>);
 
 impl BufMut {
-    /// What a backend's [`allocate`](super::Device::allocate) returns: `storage` stands behind `charge`.
+    /// Creates a buffer for a backend's [`allocate`](super::Device::allocate): `storage` holds the bytes of `charge`.
     ///
     /// # Errors
-    /// [`Error::Bug`] when there are fewer bytes than are charged.
+    /// [`Error::Bug`] when `storage` has fewer bytes than are charged.
     pub fn new(storage: Box<dyn Storage>, charge: Charge) -> Result<BufMut> {
         let allocation = Arc::new(MemoryBlock::new(storage, charge)?);
-        let (place, uses) = (0..allocation.bytes(), Mutex::default());
-        Ok(BufMut(Arc::new(Handle { allocation, place, uses })))
+        let (range, uses) = (0..allocation.bytes(), Mutex::default());
+        Ok(BufMut(Arc::new(Handle { allocation, range, uses })))
     }
 
-    /// How many bytes.
+    /// The size in bytes.
     pub fn bytes(&self) -> usize {
-        self.0.place.len()
+        self.0.range.len()
     }
 
-    /// What tells it from buffers that cannot take its place: its size, its device and where it begins.
+    /// The properties that a substitute buffer must share: size, device and start.
     pub(crate) fn shape(&self) -> (usize, DeviceId, usize) {
         (self.bytes(), self.device(), self.start())
     }
 
-    /// The address of its first byte, where the device has one.
+    /// The address of the first byte. `None` if the device has no addresses.
     pub fn address(&self) -> Option<u64> {
         self.0.address()
     }
 
-    /// Keeps the first `at` bytes and gives the others as a buffer of their own, with events of its own from now on:
-    /// several copies can then fill the parts of one allocation at one time. The allocation lives as long as any part.
+    /// Keeps the first `at` bytes and returns the others as a separate buffer. From then on each part has its own events, so
+    /// several copies can fill the parts of one allocation concurrently. The allocation lives as long as any part.
     ///
     /// # Errors
-    /// [`Error::WrongSize`] when it has fewer bytes; it stays whole.
+    /// [`Error::WrongSize`] when the buffer has fewer bytes; it then stays whole.
     pub fn split_off(&mut self, at: usize) -> Result<BufMut> {
         if at > self.bytes() {
             return Err(Error::WrongSize { what: Measured::Split, needed: at as u64, given: self.bytes() as u64 });
         }
-        let (Range { start, end }, uses) = (self.0.place.clone(), self.0.open_uses());
-        let part = |place: Range<usize>| {
+        let (Range { start, end }, uses) = (self.0.range.clone(), self.0.open_uses());
+        let part = |range: Range<usize>| {
             let (allocation, uses) = (Arc::clone(&self.0.allocation), Mutex::new(uses.clone()));
-            BufMut(Arc::new(Handle { allocation, place, uses }))
+            BufMut(Arc::new(Handle { allocation, range, uses }))
         };
         let (first, rest) = (part(start..start + at), part(start + at..end));
         *self = first;
         Ok(rest)
     }
 
-    /// Takes back the part that begins where this one ends; it carries the events of both.
+    /// Joins the part that begins where this one ends. The joined buffer carries the events of both.
     ///
     /// # Errors
-    /// `next`, when it is no such part.
+    /// Returns `next` if it is not that part.
     pub fn unsplit(&mut self, next: BufMut) -> Result<(), BufMut> {
-        let follows = self.0.place.end == next.0.place.start;
+        let follows = self.0.range.end == next.0.range.start;
         if !follows || !Arc::ptr_eq(&self.0.allocation, &next.0.allocation) {
             return Err(next);
         }
-        let (allocation, place) = (Arc::clone(&self.0.allocation), self.0.place.start..next.0.place.end);
+        let (allocation, range) = (Arc::clone(&self.0.allocation), self.0.range.start..next.0.range.end);
         let mut uses = self.0.open_uses();
         let others = next.0.open_uses().into_iter();
         uses.extend(others.filter(|event| !uses.iter().any(|known| known.is_same(event))).collect::<Vec<_>>());
-        self.0 = Arc::new(Handle { allocation, place, uses: Mutex::new(uses) });
+        self.0 = Arc::new(Handle { allocation, range, uses: Mutex::new(uses) });
         Ok(())
     }
 
-    /// The device they are of.
+    /// The device that the memory belongs to.
     pub fn device(&self) -> DeviceId {
         self.0.allocation.device()
     }
 
-    /// The memory itself, for a stream to hold on to.
+    /// The underlying allocation, for a stream to keep alive.
     pub fn block(&self) -> &Arc<MemoryBlock> {
         &self.0.allocation
     }
 
-    /// The events of its uses that have not fired yet, or failed: what is copied on top of a failed copy fails too.
+    /// The events of the buffer's uses that are pending or failed: a copy into it after a failed copy fails too.
     pub fn pending(&self) -> Vec<Event> {
         self.0.open_uses()
     }
 
-    /// The events of its uses, those that may have fired among them: nobody is asked.
+    /// The events of the buffer's uses, complete ones included. Queries no backend.
     pub(super) fn uses(&self) -> Vec<Event> {
         self.0.uses().clone()
     }
 
-    /// Adds an event that the next use has to wait for: where memory comes in a stream's order, that of its coming.
+    /// Adds an event that the next use must wait for. An example is stream-ordered memory: it becomes available at an event.
     pub fn after(&mut self, event: Event) {
         self.0.uses().push(event);
     }
 
-    /// Says that a copy fills it until `event`, which comes after those of all earlier uses and fails with them: it
-    /// stands for them all from now on.
+    /// Marks the buffer as written by a copy until `event`, which completes after the events of all earlier uses and fails
+    /// if they fail. It replaces them.
     pub(super) fn written_until(&mut self, event: Event) {
         *self.0.uses() = vec![event];
     }
 
-    /// Where it begins in its allocation.
+    /// The buffer's offset in its allocation.
     pub(super) fn start(&self) -> usize {
-        self.0.place.start
+        self.0.range.start
     }
 
     /// Waits until no use is pending.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a device that uses it was lost: it may be written still,
-    /// and stays as it is. Another failed use is over: it left unspecified bytes.
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a device that uses the buffer was lost: that device may
+    /// still write to it, and the buffer stays as it is. Any other failed use counts as complete; it left unspecified bytes.
     pub fn wait_unused(&mut self, deadline: Duration) -> Result<()> {
         let until = until(deadline);
         for event in self.0.open_uses() {
@@ -162,18 +162,18 @@ impl BufMut {
         Ok(())
     }
 
-    /// The bytes, to write: none when the host cannot address them, a use is pending or failed, or this process is a fork
+    /// The bytes, for writing. `None` if the host cannot address them, a use is pending or failed, or this process is a fork
     /// of the one that allocated them.
     pub fn host_mut(&mut self) -> Option<&mut [u8]> {
         if !self.0.open_uses().is_empty() || !self.0.allocation.process().is_current() {
             return None;
         }
-        // SAFETY: the place is this buffer's alone, and the buffer is borrowed for as long as the slice. What was queued to
-        // read or write it is over, and queueing more takes the buffer.
-        unsafe { self.0.allocation.slice_mut(self.0.place.clone()) }
+        // SAFETY: the range belongs to this buffer alone, and the buffer is borrowed for as long as the slice. All queued
+        // reads and writes of it are complete, and queueing more takes the buffer.
+        unsafe { self.0.allocation.slice_mut(self.0.range.clone()) }
     }
 
-    /// Ends the writing: from now on many can read. The contents are there once what is pending now is done.
+    /// Ends writing: from now on many can read. The contents are available once the events pending now are complete.
     pub fn freeze(self) -> Buf {
         let ready = self.0.open_uses().into();
         Buf { handle: self.0, ready }
@@ -190,75 +190,75 @@ impl fmt::Debug for BufMut {
 #[derive(Clone)]
 pub struct Buf {
     handle: Arc<Handle>,
-    /// The events after which its contents are there.
+    /// The events after which the contents are available.
     ready: Arc<[Event]>,
 }
 
 impl Buf {
-    /// How many bytes.
+    /// The size in bytes.
     pub fn bytes(&self) -> usize {
-        self.handle.place.len()
+        self.handle.range.len()
     }
 
-    /// The address of its first byte, where the device has one.
+    /// The address of the first byte. `None` if the device has no addresses.
     pub fn address(&self) -> Option<u64> {
         self.handle.address()
     }
 
-    /// The device they are of.
+    /// The device that the memory belongs to.
     pub fn device(&self) -> DeviceId {
         self.handle.allocation.device()
     }
 
-    /// The memory itself, for a stream to hold on to.
+    /// The underlying allocation, for a stream to keep alive.
     pub fn block(&self) -> &Arc<MemoryBlock> {
         &self.handle.allocation
     }
 
-    /// Where it begins in its allocation.
+    /// The buffer's offset in its allocation.
     pub(super) fn start(&self) -> usize {
-        self.handle.place.start
+        self.handle.range.start
     }
 
-    /// The events after which its contents are there, those that have fired among them: nobody is asked.
+    /// The events after which the contents are available, complete ones included. Queries no backend.
     pub(crate) fn filled_by(&self) -> &[Event] {
         &self.ready
     }
 
-    /// The events after which its contents are there, those that have not fired, or failed.
+    /// The events after which the contents are available, as far as they are pending or failed.
     pub fn ready(&self) -> impl Iterator<Item = &Event> {
         self.ready.iter().filter(|event| !matches!(event.state(), FenceState::Done))
     }
 
-    /// Waits until its contents are there.
+    /// Waits until the contents are available.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy that was to fill it failed.
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy that fills the buffer failed.
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         let until = until(deadline);
         self.ready.iter().try_for_each(|event| event.wait(until.saturating_duration_since(Instant::now())))
     }
 
-    /// The bytes: none when the host cannot address them.
+    /// Waits for the contents and returns the bytes. `None` if the host cannot address them.
     ///
     /// # Errors
     /// As [`wait`](Buf::wait); [`Error::Forked`] in a fork of the process that allocated them.
     pub fn host(&self, deadline: Duration) -> Result<Option<&[u8]>> {
         self.handle.allocation.process().check()?;
         self.wait(deadline)?;
-        // SAFETY: what fills the place is over. Nobody writes it again before this buffer, which is borrowed for as long as
-        // the slice, and all its clones are gone.
-        Ok(unsafe { self.handle.allocation.slice(self.handle.place.clone()) })
+        // SAFETY: the copy that fills the range is complete. The range is not written again before this buffer, which is
+        // borrowed for as long as the slice, and all its clones are dropped.
+        Ok(unsafe { self.handle.allocation.slice(self.handle.range.clone()) })
     }
 
-    /// Says that a stream reads it until `event`; whoever writes it next waits for that.
+    /// Marks the buffer as read by a stream until `event`. The next write waits for that event.
     pub fn used_until(&self, event: Event) {
         let mut uses = self.handle.uses();
         if uses.len() >= MANY_USES {
-            // The oldest are over first; of those that are not, one is asked for and no more.
+            // The oldest events complete first, so the scan stops at the first that is not over.
             let over = uses.iter().take_while(|event| event.is_over()).count();
             uses.drain(..over);
-            // Behind one that stays, as a lost device's does, all are asked for now and then.
+            // An event that stays, such as a lost device's, blocks that scan, so all events are checked now and then.
             if over == 0 && uses.len().is_power_of_two() {
                 uses.retain(|event| !event.is_over());
             }
@@ -266,7 +266,7 @@ impl Buf {
         uses.push(event);
     }
 
-    /// Waits until no work that was queued uses it, as far as that can be waited for: a lost device's cannot.
+    /// Waits until no queued work uses the buffer. Work of a lost device is not waited for.
     ///
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`.
@@ -279,27 +279,27 @@ impl Buf {
         self.handle.open_uses().into_iter().try_for_each(wait)
     }
 
-    /// Whether this is a clone of `other`, or it of this one.
+    /// Whether this and `other` are clones of the same buffer.
     pub fn is_same(&self, other: &Buf) -> bool {
         Arc::ptr_eq(&self.handle, &other.handle)
     }
 
-    /// Whether it has other clones, so that it cannot be reclaimed.
+    /// Whether other clones exist, so that the buffer cannot be reclaimed.
     pub fn is_shared(&self) -> bool {
         Arc::strong_count(&self.handle) > 1
     }
 
-    /// The buffer to write again, when this is its last clone; it carries what is still pending, and what a lost device may
-    /// still do.
+    /// Makes the buffer writable again, if this is its last clone. It carries the events that are still pending, and those of
+    /// a lost device.
     ///
     /// # Errors
-    /// The same buffer when others read it.
+    /// Returns the same buffer while other clones exist.
     pub fn try_reclaim(mut self) -> Result<BufMut, Buf> {
-        // Not a look at the count alone: what other owners read before they let go has to be before what is written now.
+        // The reference count alone is not enough: the reads of other owners must happen before the writes that follow.
         if Arc::get_mut(&mut self.handle).is_none() {
             return Err(self);
         }
-        // A use that failed is over; the contents that it spoilt are given up.
+        // A failed use is complete; the contents that it spoilt are discarded.
         self.handle.uses().retain(|event| !event.is_over());
         Ok(BufMut(self.handle))
     }

@@ -1,4 +1,4 @@
-//! What every backend has to do, as checks that panic where one does not.
+//! The contract of every backend, as checks that panic on a violation.
 //!
 //! Run them in a test of your own backend, for each pair of a device and a host:
 //!
@@ -18,13 +18,13 @@ use std::time::{Duration, Instant};
 use super::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::error::{Error, ErrorKind, Missing};
 
-/// How long a check waits for anything.
+/// The longest time that a check waits for anything.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Bytes that a check moves: no multiple of any power of two, over a page.
+/// The bytes that a check moves: an odd number, more than a page.
 const BYTES: usize = 10_007;
 
-/// A check, and its name.
+/// A check with its name.
 type Check = (&'static str, fn(&dyn Device, &dyn Device));
 
 const CHECKS: [Check; 12] = [
@@ -42,14 +42,14 @@ const CHECKS: [Check; 12] = [
     ("empty buffers work", empty_buffers_work),
 ];
 
-/// Runs every check on `device`, with `host` at the other end of its copies. Nobody else may use the two meanwhile, and
-/// nothing that was let go of before may still be on its way back to their ledgers.
+/// Runs every check on `device`, with `host` at the other end of its copies. Nobody else may use the two devices meanwhile,
+/// and memory that was dropped before must already be back in their ledgers.
 ///
-/// A backend may give memory back a moment after its last use, on a thread of its own. So each check begins once both
-/// ledgers are where they were before the first.
+/// A backend may free memory a moment after its last use, on its own thread. So each check begins once both ledgers are at
+/// their initial levels again.
 ///
 /// # Panics
-/// Where the device does not do what the traits promise.
+/// When the device breaks a promise of the traits.
 pub fn check(device: &dyn Device, host: &dyn Device) {
     let levels = || [device, host].map(|device| device.ledger().charged_and_reserved());
     let before = levels();
@@ -61,7 +61,7 @@ pub fn check(device: &dyn Device, host: &dyn Device) {
     }
 }
 
-/// Waits until what is taken is what it was.
+/// Waits until the level is back at `before`.
 fn comes_back<T: PartialEq + Debug>(what: &str, before: T, now: impl Fn() -> T) {
     let until = Instant::now() + DEADLINE;
     loop {
@@ -74,7 +74,7 @@ fn comes_back<T: PartialEq + Debug>(what: &str, before: T, now: impl Fn() -> T) 
     }
 }
 
-/// Bytes that differ from place to place and from seed to seed.
+/// Bytes that differ between positions and between seeds.
 fn pattern(seed: u8, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8) ^ seed).collect()
 }
@@ -99,7 +99,7 @@ fn download(device: &dyn Device, host: &dyn Device, src: &Buf) -> Vec<u8> {
     landed.host(DEADLINE).expect("landed").expect("host memory").to_vec()
 }
 
-/// Keeps a stream busy: for so many milliseconds where it can be told to, else with copies of `src`.
+/// Keeps a stream busy: for `millis` milliseconds if it supports [`occupy`](Stream::occupy), else with copies of `src`.
 fn busy(stream: &dyn Stream, millis: u64, src: &Buf, to: &dyn Device) {
     match stream.occupy(Duration::from_millis(millis)) {
         Err(Error::Missing(Missing::Occupy { .. })) => {
@@ -108,7 +108,7 @@ fn busy(stream: &dyn Stream, millis: u64, src: &Buf, to: &dyn Device) {
                 dst = stream.copy(Transfer::whole(src, dst).expect("fits")).expect("queued").chain();
             }
         }
-        told => told.expect("work"),
+        queued => queued.expect("work"),
     }
 }
 
@@ -170,7 +170,7 @@ fn parts_are_filled_by_streams_of_their_own(device: &dyn Device, host: &dyn Devi
 }
 
 fn copies_follow_each_other(device: &dyn Device, host: &dyn Device) {
-    // Two streams into one buffer: the second copy waits for the first by itself.
+    // Two streams into one buffer: the second copy waits for the first automatically.
     for round in 0..20 {
         let first = upload(device, &filled(host, round));
         let stream = device.stream(Role::Upload).expect("a stream");
@@ -184,7 +184,7 @@ fn a_copy_waits_for_the_readers_of_its_destination(device: &dyn Device, host: &d
     let compute = device.stream(Role::Compute).expect("a stream");
     let down = device.stream(Role::Download).expect("a stream");
     let slot = upload(device, &filled(host, 9)).freeze();
-    // A reader that is still busy when the buffer is given back.
+    // A reader that is still busy when the buffer is reclaimed.
     for event in slot.ready() {
         compute.wait(event).expect("a wait");
     }
@@ -223,7 +223,7 @@ fn dropped_flights_finish(device: &dyn Device, host: &dyn Device) {
         drop(stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued"));
     }
     stream.record(&[]).expect("an event").wait(DEADLINE).expect("the copies finish");
-    // While the stream lives on.
+    // The stream is still alive.
     comes_back("dropped memory", before, || device.ledger().charged());
 }
 
@@ -234,7 +234,7 @@ fn pending_memory_is_not_seen(device: &dyn Device, host: &dyn Device) {
     let dst = host.alloc(BYTES, MemoryKind::Pinned).expect("memory");
     busy(&*stream, 20, &src, host);
     let mut dst = stream.copy(Transfer::whole(&src, dst).expect("fits")).expect("queued").chain();
-    // A driver may finish a copy before its call returns; what is still on its way after the look was so before.
+    // A driver may finish a copy before its call returns. A copy still pending after the check was pending before it.
     let seen = dst.host_mut().is_some();
     assert!(!seen || dst.pending().is_empty(), "bytes that are being written are not to be seen");
     dst.wait_unused(DEADLINE).expect("lands");

@@ -1,4 +1,4 @@
-//! Copies: what they move, and how their destination comes back.
+//! Copies: the pieces that they move, and how their destination is returned.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -8,19 +8,19 @@ use super::{Buf, BufMut, Event, Joined, Stream};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Result};
 
-/// Bytes of one source that go to one place of a copy's destination.
+/// A byte range of a source and its position in the copy's destination.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// Where they come from.
+    /// The source.
     pub src: Buf,
-    /// Which bytes of it.
+    /// The byte range in the source.
     pub from: Range<usize>,
-    /// Where they begin in the destination.
+    /// The offset in the destination.
     pub at: usize,
 }
 
 impl Piece {
-    /// Whether it is inside of its source, and of a destination of `room` bytes.
+    /// Checks that the piece is within its source, and within a destination of `room` bytes.
     fn check(&self, room: usize) -> Result<()> {
         let Range { start, end } = self.from;
         let bytes = end.checked_sub(start).ok_or_else(|| Error::invalid(format!("bytes {start}..{end} of a copy")))?;
@@ -29,7 +29,7 @@ impl Piece {
             false => Err(Error::WrongSize { what, needed: needed as u64, given: given as u64 }),
         };
         fits(Measured::Source, end, self.src.bytes())?;
-        // No buffer ends at the largest number.
+        // No buffer is as large as the largest number, so saturating is enough.
         fits(Measured::Destination, self.at.saturating_add(bytes), room)
     }
 }
@@ -45,8 +45,8 @@ impl Transfer {
     /// A copy of `pieces` into `dst`.
     ///
     /// # Errors
-    /// [`Rejected`] with [`Error::WrongSize`] when a piece passes the end of its source or of `dst`, and with
-    /// [`Error::Invalid`] when it ends before it begins.
+    /// [`Rejected`] with [`Error::WrongSize`] when a piece exceeds its source or `dst`, and with [`Error::Invalid`] when a
+    /// piece ends before it begins.
     pub fn new(mut pieces: Vec<Piece>, dst: BufMut) -> Result<Transfer, Box<Rejected>> {
         if let Err(error) = pieces.iter().try_for_each(|piece| piece.check(dst.bytes())) {
             return Err(Box::new(Rejected { error, dst }));
@@ -67,29 +67,29 @@ impl Transfer {
         Transfer::new(vec![piece], dst)
     }
 
-    /// Its pieces, for a stream: their ranges and places count from the beginning of the allocations of both ends, of
-    /// which the buffers may be parts.
+    /// The pieces, for a stream. Their ranges and offsets are relative to the allocations of both ends, of which the buffers
+    /// may be parts.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
 
-    /// Where they go.
+    /// The destination.
     pub fn dst(&self) -> &BufMut {
         &self.dst
     }
 
-    /// The destination alone: the copy is given up.
+    /// Abandons the copy and returns the destination.
     pub fn into_dst(self) -> BufMut {
         self.dst
     }
 
-    /// Where they go, to add an event to.
+    /// The destination, for adding an event to it.
     pub fn dst_mut(&mut self) -> &mut BufMut {
         &mut self.dst
     }
 
-    /// The events that the copy has to wait for: those of the sources' contents and of the destination's last uses, each once.
-    /// Some may have fired already.
+    /// The events that the copy must wait for: those of the sources' contents and of the destination's last uses, each once.
+    /// Some may already be complete.
     pub fn waits(&self) -> Vec<Event> {
         let mut waits = self.dst.uses();
         let mut known: HashSet<usize> = waits.iter().map(Event::key).collect();
@@ -103,16 +103,16 @@ impl Transfer {
         waits
     }
 
-    /// The flight of this copy once it is queued and `done` comes after it: both ends carry the event from now on, beside
-    /// those that they had.
+    /// Turns the transfer into a flight, once the copy is queued and `done` completes after it. Both ends carry this event
+    /// from now on, in addition to the events that they had.
     pub fn launched(mut self, done: Event) -> Flight {
         self.sources_used_until(&done);
         self.dst.after(done.clone());
         Flight { done, dst: self.dst }
     }
 
-    /// As [`launched`](Transfer::launched), by a stream whose event comes after all that the transfer
-    /// [waits](Transfer::waits) for, and fails with it: of the destination's events only this one is left.
+    /// As [`launched`](Transfer::launched), for a stream whose event completes after all events that the transfer
+    /// [waits](Transfer::waits) for, and fails if they fail: it replaces the destination's other events.
     pub(super) fn launched_in_order(mut self, done: Event) -> Flight {
         self.sources_used_until(&done);
         self.dst.written_until(done.clone());
@@ -122,7 +122,7 @@ impl Transfer {
     fn sources_used_until(&self, done: &Event) {
         let mut last: Option<&Buf> = None;
         for piece in &self.pieces {
-            // Neighbouring pieces of one source are one use.
+            // Adjacent pieces of one source count as one use.
             if !last.is_some_and(|last| last.is_same(&piece.src)) {
                 piece.src.used_until(done.clone());
             }
@@ -130,7 +130,7 @@ impl Transfer {
         }
     }
 
-    /// The rejection of this copy: it was not queued.
+    /// Turns the transfer into a rejection, if the copy was not queued.
     pub fn rejected(self, error: Error) -> Box<Rejected> {
         Box::new(Rejected { error, dst: self.dst })
     }
@@ -141,10 +141,10 @@ impl Transfer {
 #[error("{error}")]
 #[non_exhaustive]
 pub struct Rejected {
-    /// Why not.
+    /// The reason.
     #[source]
     pub error: Error,
-    /// The destination, as it was.
+    /// The destination, unchanged.
     pub dst: BufMut,
 }
 
@@ -154,7 +154,7 @@ impl From<Box<Rejected>> for Error {
     }
 }
 
-/// A copy on its way. Dropping it gives up the destination, not the copy.
+/// A copy in flight. Dropping it drops the destination, but does not cancel the copy.
 #[derive(Debug)]
 #[must_use = "the destination comes back through the flight"]
 pub struct Flight {
@@ -163,23 +163,23 @@ pub struct Flight {
 }
 
 impl Flight {
-    /// The flight of a buffer that work other than a copy, which is queued, writes until `done`.
+    /// The flight of a buffer that queued work other than a copy writes until `done`.
     pub fn of(mut buffer: BufMut, done: Event) -> Flight {
         buffer.after(done.clone());
         Flight { done, dst: buffer }
     }
 
-    /// That of the destination.
+    /// The shape of the destination; see `BufMut::shape`.
     pub(crate) fn shape(&self) -> (usize, DeviceId, usize) {
         self.dst.shape()
     }
 
-    /// The event of its landing.
+    /// The event of the copy's completion.
     pub fn done(&self) -> &Event {
         &self.done
     }
 
-    /// Waits for the copy; the destination, filled.
+    /// Waits for the copy and returns the filled destination.
     ///
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when the copy failed.
@@ -188,11 +188,11 @@ impl Flight {
         Ok(self.dst)
     }
 
-    /// Makes later work of `stream` wait for the copy; the destination, to be read there. Where the stream cannot
+    /// Makes later work of `stream` wait for the copy, and returns the destination for reading there. If the stream cannot
     /// wait for the copy's event, the caller waits, at most for `deadline`.
     ///
     /// # Errors
-    /// When `stream` takes no more work; as [`Event::wait`].
+    /// When `stream` accepts no more work; as [`Event::wait`].
     pub fn order(self, stream: &dyn Stream, deadline: Duration) -> Result<Buf> {
         if stream.wait(&self.done)? == Joined::HostMustWait {
             self.done.wait(deadline)?;
@@ -200,7 +200,7 @@ impl Flight {
         Ok(self.dst.freeze())
     }
 
-    /// The destination at once, for another copy into it; that one comes after this one.
+    /// Returns the destination immediately, for another copy into it. That copy runs after this one.
     pub fn chain(self) -> BufMut {
         self.dst
     }

@@ -1,6 +1,6 @@
-//! Points in a stream's work.
+//! Events: points in a stream's work.
 
-#![expect(unsafe_code, reason = "a fence whose word cannot be trusted breaks memory, so its trait is unsafe")]
+#![expect(unsafe_code, reason = "a fence that reports wrongly breaks memory safety, so its trait is unsafe")]
 
 use std::any::Any;
 use std::fmt;
@@ -15,42 +15,44 @@ use super::watcher;
 use crate::error::{Error, Result};
 use crate::limits::LONGEST;
 
-/// What a backend's event can do.
+/// The backend side of an [`Event`].
 ///
 /// # Safety
-/// Memory is read, written and freed on its word: once it has said [`Done`](FenceState::Done) or
-/// [`Failed`](FenceState::Failed), the work before it touches no memory any more, and so it says from then on.
+/// Memory is read, written and freed according to the state that a fence reports. Once it has reported
+/// [`Done`](FenceState::Done) or [`Failed`](FenceState::Failed), the work before it no longer accesses any memory, and the
+/// fence must keep reporting that state.
 pub unsafe trait Fence: Any + Send + Sync {
-    /// Whether the work before it is done. Never blocks.
+    /// The state of the work before the fence. Never blocks.
     fn state(&self) -> FenceState;
 
-    /// Blocks until the work is no longer pending, at most for `deadline`; the state then.
+    /// Blocks until the work is no longer pending, at most for `deadline`. Returns the state then.
     fn wait(&self, deadline: Duration) -> FenceState;
 
-    /// Lets `waker` be woken once the work is no longer pending; at once where it is not now. False, and nothing, where
-    /// the backend is not told of that: then a thread asks for the [`state`](Fence::state) again and again.
+    /// Registers `waker` to be woken once the work is no longer pending, or immediately if it is not pending now. Returns
+    /// false and does nothing if the backend is not notified of completion: a thread then polls the
+    /// [`state`](Fence::state).
     fn wake(&self, waker: &Waker) -> bool {
         let _ = waker;
         false
     }
 
-    /// When the work was or will be done, on the clock of simulated devices.
+    /// The time at which the work was or will be done, on the clock of simulated devices. `None` on others.
     fn time(&self) -> Option<Duration> {
         None
     }
 }
 
-/// How far the work before an event is.
+/// The state of the work before an event.
 #[derive(Clone, Debug)]
 pub enum FenceState {
     /// Not done yet.
     Pending,
     /// Done.
     Done,
-    /// It failed and is over; so fails whatever waits for it.
+    /// Failed and complete. Work that waits for it fails too.
     Failed(Arc<Error>),
-    /// Its device failed, and nobody can tell whether the work is over. What waits for it fails, and the memory that it
-    /// uses is never handed out again.
+    /// The device failed, and it is unknown whether the work is complete. Work that waits for it fails, and the memory that
+    /// it uses is never handed out again.
     Lost(Arc<Error>),
 }
 
@@ -59,32 +61,32 @@ pub enum FenceState {
 pub struct Event(Arc<dyn Fence>);
 
 impl Event {
-    /// The event of a backend's fence.
+    /// Creates an event from a backend's fence.
     pub fn new(fence: Arc<dyn Fence>) -> Event {
         Event(fence)
     }
 
-    /// Whether nothing is to be waited for any more: done, failed, or lost.
+    /// Whether there is nothing left to wait for: the work is done, failed, or lost.
     pub fn is_complete(&self) -> bool {
         !matches!(self.0.state(), FenceState::Pending)
     }
 
-    /// Whether the work is known to touch no memory any more: done, or failed.
+    /// Whether the work is known to no longer access any memory: it is done or failed.
     pub fn is_over(&self) -> bool {
         matches!(self.0.state(), FenceState::Done | FenceState::Failed(_))
     }
 
-    /// Whether this is a clone of `other`, or it of this one.
+    /// Whether this and `other` are clones of the same event.
     pub fn is_same(&self, other: &Event) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Tells it from all other events that live.
+    /// A key that is unique among live events.
     pub(crate) fn key(&self) -> usize {
         Arc::as_ptr(&self.0).addr()
     }
 
-    /// How far the work is. Never blocks.
+    /// The state of the work. Never blocks.
     pub fn state(&self) -> FenceState {
         self.0.state()
     }
@@ -101,36 +103,36 @@ impl Event {
         }
     }
 
-    /// As [`wait`](Event::wait), for asynchronous code: a future that any executor can run. It does not end before the
-    /// work does; a deadline is the executor's to give.
+    /// As [`wait`](Event::wait), for asynchronous code: a future that any executor can run. It completes only when the work
+    /// does; use the executor's timeout for a deadline.
     ///
     /// # Errors
     /// [`Error::Failed`] with the cause when the work failed.
     pub fn completed(&self) -> impl Future<Output = Result<()>> + Send + 'static {
-        EventFuture { event: self.clone(), asked: None }
+        EventFuture { event: self.clone(), registered: None }
     }
 
-    /// When the work was or will be done, on the clock of simulated devices; none on others.
+    /// The time at which the work was or will be done, on the clock of simulated devices. `None` on others.
     pub fn time(&self) -> Option<Duration> {
         self.0.time()
     }
 
-    /// The fence as its backend's own type, to be waited for on the device.
+    /// The fence as its backend's type, for waiting on the device.
     pub fn downcast<T: Fence>(&self) -> Option<&T> {
         (&*self.0 as &dyn Any).downcast_ref()
     }
 }
 
-/// When a wait that begins now is to end.
+/// The instant at which a wait that begins now ends.
 pub(crate) fn until(deadline: Duration) -> Instant {
     Instant::now() + deadline.min(LONGEST)
 }
 
-/// The future of an event's end.
+/// The future of an event's completion.
 struct EventFuture {
     event: Event,
-    /// Who is to be woken, if anyone was named.
-    asked: Option<Waker>,
+    /// The waker that was registered last.
+    registered: Option<Waker>,
 }
 
 impl Future for EventFuture {
@@ -138,13 +140,14 @@ impl Future for EventFuture {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
         let waker = context.waker();
-        if !self.event.is_complete() && !self.asked.as_ref().is_some_and(|asked| asked.will_wake(waker)) {
+        if !self.event.is_complete() && !self.registered.as_ref().is_some_and(|registered| registered.will_wake(waker))
+        {
             if !self.event.0.wake(waker) {
                 watcher::watch(self.event.clone(), waker.clone());
             }
-            self.asked = Some(waker.clone());
+            self.registered = Some(waker.clone());
         }
-        // Asked for after the waker was left, so that no end goes by unnoticed.
+        // Checked after the waker was registered, so that no completion is missed.
         match self.event.is_complete() {
             true => Poll::Ready(self.event.wait(Duration::ZERO)),
             false => Poll::Pending,

@@ -1,4 +1,4 @@
-//! A backend that fails one operation on purpose, to show that whatever fails, nothing leaks.
+//! A backend that fails one operation on purpose, to test that no failure leaks anything.
 
 use std::any::{Any, TypeId};
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
 use crate::error::{Error, Result};
 
-/// An operation that a [`Countdown`] counts.
+/// A kind of operation that a [`Countdown`] counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each is the method of that name")]
@@ -43,23 +43,23 @@ struct State {
 }
 
 impl Countdown {
-    /// Counts and fails nothing.
+    /// A countdown that counts, but fails nothing.
     pub fn new() -> Countdown {
         Countdown::default()
     }
 
-    /// Fails the n-th operation from now on, the first being 1.
+    /// Makes the n-th operation from now on fail, counted from 1.
     pub fn fail_nth(&self, n: u64) {
         let mut state = self.state();
         state.fail_at = Some(state.calls + n);
     }
 
-    /// How many operations there were.
+    /// The number of operations so far.
     pub fn calls(&self) -> u64 {
         self.state().calls
     }
 
-    /// How many operations of one sort there were.
+    /// The number of operations of one kind so far.
     pub fn calls_of(&self, operation: Operation) -> u64 {
         self.state().by_operation.get(&operation).copied().unwrap_or(0)
     }
@@ -88,7 +88,7 @@ pub struct Faulty<B> {
 }
 
 impl<B: Backend> Faulty<B> {
-    /// `inner`, counted.
+    /// Wraps `inner`, whose operations `countdown` counts.
     pub fn new(inner: B, countdown: Countdown) -> Faulty<B> {
         Faulty { inner, countdown }
     }
@@ -179,7 +179,7 @@ impl Device for FaultyDevice {
 }
 
 impl Kernels for FaultyDevice {
-    /// As the device itself has them; only patches are counted.
+    /// Forwards to the device. Only patches are counted.
     fn ready(&self) -> Result<(), String> {
         self.inner.kernels().map_or_else(|| Err("the device has no kernels".to_owned()), Kernels::ready)
     }
@@ -198,7 +198,7 @@ impl Kernels for FaultyDevice {
     }
 }
 
-/// The type of the stream that does what this one is asked for.
+/// The type of the innermost stream, which does the work.
 pub(super) fn type_of(stream: &dyn Stream) -> TypeId {
     let stream = stream as &dyn Any;
     stream.downcast_ref::<FaultyStream>().map_or_else(|| stream.type_id(), |stream| type_of(&*stream.inner))

@@ -10,11 +10,10 @@ use super::{Backend, Device, Found, Ledger};
 use crate::device::{DeviceId, DeviceInfo};
 use crate::error::{Error, Result};
 
-/// The backend of `cpu` and `disk`: real memory and files, with copies on threads of their own.
+/// The backend of `cpu` and `disk`: real memory and files. Each stream has its own thread.
 ///
-/// The memory of `cpu` is what the system has, lowered to the limits of control groups (versions 1 and 2).
-/// `disk` keeps weights in unnamed files, which the system removes when they are closed, in whatever way the
-/// process ends.
+/// The memory of `cpu` is the system's, lowered to the limits of control groups (versions 1 and 2). `disk` keeps weights in
+/// unnamed files, which the system removes when they are closed, however the process ends.
 #[derive(Clone, Debug)]
 pub struct Host {
     folder: PathBuf,
@@ -27,20 +26,19 @@ impl Default for Host {
 }
 
 impl Host {
-    /// The host, its disk tier in the system's folder for temporary files.
+    /// The host, with its disk tier in the system's folder for temporary files.
     pub fn new() -> Host {
         Host { folder: std::env::temp_dir() }
     }
 
-    /// Puts the disk tier into this folder. Where the folder for temporary files is memory (tmpfs), one on a
-    /// real disk is what you want.
+    /// Sets the folder of the disk tier. Use a folder on a real disk if the folder for temporary files is in memory (tmpfs).
     #[must_use]
     pub fn disk_folder(mut self, folder: impl Into<PathBuf>) -> Host {
         self.folder = folder.into();
         self
     }
 
-    /// What is known of the host's memory now.
+    /// The current state of the host's memory.
     pub(super) fn cpu(&self) -> DeviceInfo {
         let memory = HostMemory::read();
         DeviceInfo::new(DeviceId::CPU, memory.total).name("host memory").free(Some(memory.available))
@@ -70,7 +68,7 @@ impl Backend for Host {
     }
 }
 
-/// Total and free bytes of the file system that holds `folder`, as far as they can be told.
+/// The total and free bytes of the file system that holds `folder`, as far as they are known.
 #[cfg(unix)]
 fn disk_space(folder: &std::path::Path) -> (u64, Option<u64>) {
     match rustix::fs::statvfs(folder) {

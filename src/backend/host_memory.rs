@@ -1,5 +1,5 @@
-//! How much host memory there is, and how much of it can still be had: the system's figures, lowered to the
-//! limits of the control groups that the process runs in.
+//! The total and available host memory: the system's figures, lowered to the limits of the control groups that the process
+//! runs in.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,20 +7,20 @@ use std::path::{Path, PathBuf};
 /// Host memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HostMemory {
-    /// All that this process may ever use.
+    /// The most that this process may ever use.
     pub(crate) total: u64,
-    /// What it can still take.
+    /// The memory that the process can still take.
     pub(crate) available: u64,
 }
 
 impl HostMemory {
-    /// Reads the figures now. Where the system has no `/proc/meminfo`, both are the largest size that a plan
-    /// can hold, so that nothing is refused for want of a figure.
+    /// Reads the current figures. If the system has no `/proc/meminfo`, both are the largest size that a plan can hold, so
+    /// that nothing is refused for lack of a figure.
     pub(crate) fn read() -> HostMemory {
         HostMemory::below(Path::new("/"))
     }
 
-    /// The figures that the file system under `root` tells.
+    /// Reads the figures from the file system under `root`.
     fn below(root: &Path) -> HostMemory {
         let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
         let figure = |key: &str| {
@@ -41,7 +41,7 @@ impl HostMemory {
     }
 }
 
-/// Has the process's allocator give the memory that it keeps for reuse back to the system, where it can be asked.
+/// Makes the process's allocator return the memory that it caches for reuse to the system, where it supports that.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[expect(unsafe_code, reason = "the C library's function is not in any of the crates used here")]
 pub(crate) fn trim_allocator() {
@@ -52,11 +52,11 @@ pub(crate) fn trim_allocator() {
     unsafe { malloc_trim(0) };
 }
 
-/// Has the process's allocator give the memory that it keeps for reuse back to the system, where it can be asked.
+/// Makes the process's allocator return the memory that it caches for reuse to the system, where it supports that.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub(crate) fn trim_allocator() {}
 
-/// A limit of one control group and what its members use, without the page cache that can be dropped.
+/// The limit of one control group and the memory that its members use, without page cache that can be dropped.
 struct Limit {
     bytes: u64,
     used: u64,

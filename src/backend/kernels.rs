@@ -1,6 +1,6 @@
-//! What a device computes by itself: products of low rank added to a matrix where it lies.
+//! Computation on a device: adding low-rank products to a matrix in place.
 //!
-//! The operations and their order are those of the host (`src/patch`), so the bytes are the same wherever a matrix is
+//! The operations and their order are the same as on the host (`src/patch`), so the bytes are the same wherever a matrix is
 //! patched. Nothing here knows of models or adapters.
 
 use std::any::TypeId;
@@ -12,22 +12,22 @@ use crate::device::DeviceId;
 use crate::dtype::DType;
 use crate::error::{Error, InUse, Measured, Mismatch, Result};
 
-/// The arithmetic that a device offers.
+/// The patch kernels of a device.
 pub trait Kernels: Send + Sync {
-    /// Makes it ready at the first call; later ones answer the same.
+    /// Prepares the kernels at the first call. Later calls return the same result.
     ///
     /// # Errors
-    /// Why the device cannot do it, for the user.
+    /// The reason why the device has no usable kernels, for the user.
     fn ready(&self) -> Result<(), String>;
 
-    /// Queues a patch that was [sent](MatrixPatch::send) to this device, on a stream of it, for the matrix that begins at
-    /// `at` in `weight`, after the pending events of both buffers. The device adds to the number at the
-    /// [`SATURATED`](MatrixPatch::SATURATED) bytes of the patch's memory how many values it saturated.
+    /// Queues a patch that was [sent](MatrixPatch::send) to this device on `stream`, a stream of this device. It applies to
+    /// the matrix at offset `at` in `weight`, and runs after the pending events of both buffers. The device adds the number
+    /// of values that it saturated to the counter in the [`SATURATED`](MatrixPatch::SATURATED) bytes of the patch's memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it is not [`ready`](Kernels::ready), and for a matrix that is not aligned to its element;
-    /// [`Error::Mismatch`] for a patch that was sent by another kind of stream, and for a buffer of another device;
-    /// [`Error::WrongSize`] for one that is too small; when the stream takes no more work.
+    /// [`Error::Invalid`] when the kernels are not [`ready`](Kernels::ready), and for a matrix that is not aligned to its
+    /// element; [`Error::Mismatch`] for a patch that was sent by another kind of stream, and for a buffer of another device;
+    /// [`Error::WrongSize`] for a buffer that is too small; when the stream accepts no more work.
     fn patch<'a>(
         &self,
         stream: &dyn Stream,
@@ -37,22 +37,22 @@ pub trait Kernels: Send + Sync {
     ) -> Result<PatchFlight<'a>>;
 }
 
-/// A patch on its way, with the matrix's buffer.
+/// A patch in flight, with the matrix's buffer.
 #[derive(Debug)]
 pub struct PatchFlight<'a> {
     /// The matrix's buffer.
     pub weight: Flight,
-    /// The patch, to be queued again or taken apart; its memory carries the event.
+    /// The patch, for queueing again or for taking its memory, which carries the event.
     pub patch: SentPatch<'a>,
 }
 
-/// A patch whose factors are in a device's memory, or on their way there. Nobody else can write that memory: what the device
-/// finds in it tells it where to read.
+/// A patch whose factors are in a device's memory, or in flight to it. Nobody else can write that memory: it contains the
+/// offsets at which the device reads.
 #[derive(Debug)]
 pub struct SentPatch<'a> {
     pub(super) patch: MatrixPatch<'a>,
     pub(super) memory: BufMut,
-    /// The type of the stream that sent it: only a backend's own does surely what it was asked for.
+    /// The type of the stream that sent it. A backend trusts only its own streams.
     pub(super) sent_by: TypeId,
 }
 
@@ -62,45 +62,45 @@ impl<'a> SentPatch<'a> {
         &self.patch
     }
 
-    /// Whether it was sent by a stream of this type. A backend takes only what its own streams sent: what another crate's
-    /// did with it nobody knows.
+    /// Whether the patch was sent by a stream of this type. A backend accepts only patches that its own streams sent, since
+    /// it cannot know what another crate's stream copied.
     pub fn was_sent_by<S: Stream>(&self) -> bool {
         self.sent_by == TypeId::of::<S>()
     }
 
-    /// The memory that its factors are in.
+    /// Returns the memory that holds the factors.
     pub fn into_memory(self) -> BufMut {
         self.memory
     }
 }
 
-/// A factorised matrix to add, `scale (up down)`, packed by tile; what lies beyond the matrix is zero.
+/// A factorised matrix to add, `scale (up down)`, packed by tile. Values beyond the matrix are zero.
 #[derive(Clone, Debug)]
 pub struct PackedProduct<'a> {
-    /// For each eight rows of the matrix, from those that hold the first of `rows` on: rank by eight.
+    /// For every eight rows of the matrix, beginning with the eight that contain the first of `rows`: rank by eight.
     pub up: &'a [f32],
-    /// For each 32 columns: rank by 32.
+    /// For every 32 columns: rank by 32.
     pub down: &'a [f32],
     /// The rank.
     pub rank: usize,
-    /// The rows of the matrix that it is added to.
+    /// The rows of the matrix that the product is added to.
     pub rows: Range<usize>,
-    /// What the sum over the rank is multiplied by.
+    /// The factor of the sum over the rank.
     pub scale: f32,
 }
 
-/// The scales beside an fp8 matrix, one for each block of a grid: its values are the stored ones times their scale.
+/// The scales of an fp8 matrix, one for each block of a grid. A value is the stored number times its block's scale.
 #[derive(Clone, Debug)]
 pub struct BlockScales<'a> {
-    /// Row by row of the grid; each finite and not zero.
+    /// The scales, row by row of the grid. Each is finite and not zero.
     pub values: &'a [f32],
-    /// Rows and columns of a block, at least one; the last ones may be smaller.
+    /// The rows and columns of a block, each at least 1. The last blocks may be smaller.
     pub block: [usize; 2],
-    /// Blocks in a row of the grid.
+    /// The number of blocks in a row of the grid.
     pub grid_cols: usize,
 }
 
-/// A matrix in a float type, and the products to add to it in turn before it is rounded once, to the nearest.
+/// A matrix of a float type, and the products that are added to it in turn before it is rounded once, to nearest.
 #[derive(Clone, Debug)]
 pub struct MatrixPatch<'a> {
     dtype: DType,
@@ -111,21 +111,20 @@ pub struct MatrixPatch<'a> {
 }
 
 impl<'a> MatrixPatch<'a> {
-    /// Rows and columns of a tile.
+    /// The rows and columns of a tile.
     pub const TILE: [usize; 2] = [8, 32];
 
-    /// Where the number of saturated values stands in the work memory: 64 bits, little-endian.
+    /// The byte range of the counter of saturated values in the work memory: 64 bits, little-endian.
     pub const SATURATED: Range<usize> = 0..8;
 
     /// The most rows, and the most columns.
     pub const MOST: usize = 1 << 30;
 
-    /// A patch of a matrix of `rows` by `cols`.
+    /// Creates a patch of a matrix of `rows` by `cols`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a type that is not f32, f16, bf16 or one of the two fp8, scales beside another type than
-    /// these last, sides of zero or over [`MOST`](MatrixPatch::MOST), and factors or scales of another size than the
-    /// matrix needs.
+    /// [`Error::Invalid`] for a type other than f32, f16, bf16 and the two fp8 types, for scales with a type other than fp8,
+    /// for sides of zero or over [`MOST`](MatrixPatch::MOST), and for factors or scales whose size does not fit the matrix.
     pub fn new(
         dtype: DType,
         (rows, cols): (usize, usize),
@@ -162,59 +161,59 @@ impl<'a> MatrixPatch<'a> {
         Ok(MatrixPatch { dtype, rows, cols, products, scales })
     }
 
-    /// The type of the matrix.
+    /// The element type of the matrix.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Its rows.
+    /// The number of rows.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Its columns.
+    /// The number of columns.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// How many products are added.
+    /// The number of products.
     pub fn products(&self) -> usize {
         self.products.len()
     }
 
-    /// Its scales.
+    /// The scales, if the matrix has any.
     pub fn scales(&self) -> Option<&BlockScales<'a>> {
         self.scales.as_ref()
     }
 
-    /// The bytes of the matrix.
+    /// The size of the matrix, in bytes.
     pub fn matrix_bytes(&self) -> usize {
         self.rows.saturating_mul(self.cols).saturating_mul(self.dtype.bits() as usize / 8)
     }
 
-    /// The bytes of work memory beside the matrix.
+    /// The size of the work memory, in bytes. The matrix is not part of it.
     pub fn work_bytes(&self) -> usize {
         self.products.iter().fold(self.products_at(), |at, p| at + (p.up.len() + p.down.len()) * 4)
     }
 
-    /// Where the scales begin in the work memory.
+    /// The offset of the scales in the work memory.
     pub fn scales_at(&self) -> usize {
         LINE * (1 + self.products.len())
     }
 
-    /// Where the first factor begins.
+    /// The offset of the first factor in the work memory.
     fn products_at(&self) -> usize {
         let scales = self.scales.as_ref().map_or(0, |scales| scales.values.len() * 4);
         self.scales_at() + scales.next_multiple_of(LINE)
     }
 
-    /// Writes what a device needs to `staging` on the host, and queues the copy of it to `memory` on the device of `stream`.
-    /// With `counted`, the number of [`SATURATED`](MatrixPatch::SATURATED) values there stays as it is, for patches that are
-    /// counted together. Gives the patch, and `staging` with the event until which it is read.
+    /// Writes the work memory to `staging` on the host, and queues its copy to `memory` on the device of `stream`. With
+    /// `counted`, the counter of [`SATURATED`](MatrixPatch::SATURATED) values in `memory` keeps its value, for patches that are
+    /// counted together. Returns the patch, the event until which `staging` is read, and `staging`.
     ///
     /// # Errors
     /// [`Error::InUse`] when copies use `staging`, [`Error::Mismatch`] when it is not on the host; [`Error::WrongSize`] when
-    /// one of the two has fewer than [`work_bytes`](MatrixPatch::work_bytes); when the stream takes no more work.
+    /// either buffer has fewer than [`work_bytes`](MatrixPatch::work_bytes); when the stream accepts no more work.
     pub fn send(
         self,
         stream: &dyn Stream,
@@ -240,10 +239,9 @@ impl<'a> MatrixPatch<'a> {
         Ok((SentPatch { patch: self, memory: flight.chain(), sent_by }, done, staging))
     }
 
-    /// Writes what the device reads, all little-endian: a line of 32 bytes with zeros, where saturated values will be
-    /// counted; a line for each product (where its `up` and its `down` begin, in bytes from the beginning, as u64; its
-    /// rank, first row and end row as u32; its scale); the scales, to whole lines; the factors. All numbers but those
-    /// of the lines are f32.
+    /// Writes the work memory, all little-endian: a line of 32 zero bytes, where saturated values are counted; a line for
+    /// each product (the offsets of its `up` and its `down` in the work memory, in bytes, as u64; its rank, first row and end
+    /// row as u32; its scale); the scales, padded to whole lines; the factors. Scales and factors are f32.
     ///
     /// # Errors
     /// [`Error::WrongSize`] when `dst` has fewer than [`work_bytes`](MatrixPatch::work_bytes).
@@ -259,8 +257,8 @@ impl<'a> MatrixPatch<'a> {
             let down_at = at + product.up.len() as u64 * 4;
             line[..8].copy_from_slice(&at.to_le_bytes());
             line[8..16].copy_from_slice(&down_at.to_le_bytes());
-            for (number, place) in [product.rank, product.rows.start, product.rows.end].into_iter().zip([16, 20, 24]) {
-                line[place..place + 4].copy_from_slice(&(number as u32).to_le_bytes());
+            for (number, at) in [product.rank, product.rows.start, product.rows.end].into_iter().zip([16, 20, 24]) {
+                line[at..at + 4].copy_from_slice(&(number as u32).to_le_bytes());
             }
             line[28..].copy_from_slice(&product.scale.to_le_bytes());
             at = down_at + product.down.len() as u64 * 4;
@@ -278,7 +276,7 @@ impl<'a> MatrixPatch<'a> {
     }
 }
 
-/// What begins in the work memory begins at a multiple of this.
+/// The alignment of the parts of the work memory, in bytes.
 const LINE: usize = 32;
 
 fn write_values(values: &[f32], bytes: &mut [u8]) {

@@ -1,11 +1,11 @@
-//! What this process has taken of a device's memory.
+//! Accounting of the device memory that this process has taken.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::DeviceId;
 use crate::error::{Error, Mismatch, Result};
 
-/// Counts what is taken of one device, and refuses what would pass its limit.
+/// Counts the memory taken from one device, and refuses charges beyond its limit.
 #[derive(Debug)]
 pub struct Ledger {
     device: DeviceId,
@@ -21,12 +21,12 @@ struct Counts {
 }
 
 impl Ledger {
-    /// A ledger of which at most `limit` bytes can be taken.
+    /// A ledger with a limit of `limit` bytes.
     pub fn new(device: DeviceId, limit: u64) -> Arc<Ledger> {
         Arc::new(Ledger { device, limit, counts: Mutex::default() })
     }
 
-    /// Takes `bytes`, to be backed with memory later.
+    /// Takes `bytes`, which are allocated later.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when less is left; nothing is taken then.
@@ -43,39 +43,39 @@ impl Ledger {
         Ok(Charge { ledger: Arc::clone(self), bytes, backed: false })
     }
 
-    /// Bytes taken: reserved and allocated.
+    /// The bytes taken, both reserved and allocated.
     pub fn charged(&self) -> u64 {
         self.counts().charged
     }
 
-    /// Bytes taken and not backed with memory yet.
+    /// The bytes taken but not allocated yet.
     pub fn reserved(&self) -> u64 {
         self.counts().reserved
     }
 
-    /// Bytes taken, and the part of them that is not backed with memory yet, at one moment.
+    /// The bytes taken, and the part of them that is not allocated yet, at one moment.
     pub fn charged_and_reserved(&self) -> (u64, u64) {
         let counts = self.counts();
         (counts.charged, counts.reserved)
     }
 
-    /// The most that was ever taken at one time.
+    /// The most bytes ever taken at one time.
     pub fn peak(&self) -> u64 {
         self.counts().peak
     }
 
-    /// The most that can be taken.
+    /// The most bytes that can be taken.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
     fn counts(&self) -> MutexGuard<'_, Counts> {
-        // Every update is a few additions that cannot panic, so a poisoned lock still guards true counts.
+        // Every update is a few additions that cannot panic, so a poisoned lock still guards correct counts.
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A number of bytes taken from a ledger; dropping it gives them back.
+/// A number of bytes taken from a ledger. Dropping it releases them.
 #[derive(Debug)]
 pub struct Charge {
     ledger: Arc<Ledger>,
@@ -84,30 +84,30 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// How many bytes.
+    /// The number of bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// A charge for memory that someone else has taken and accounts for.
+    /// A charge for memory that someone else has taken and accounted for.
     pub fn uncounted(device: DeviceId, bytes: u64) -> Charge {
         let ledger = Ledger::new(device, bytes);
         *ledger.counts() = Counts { charged: bytes, reserved: bytes, peak: bytes };
         Charge { ledger, bytes, backed: false }
     }
 
-    /// The device they are of.
+    /// The device that the bytes belong to.
     pub fn device(&self) -> DeviceId {
         self.ledger.device
     }
 
-    /// Makes sure that it is of the device `id`.
+    /// Checks that the charge belongs to the device `id`.
     pub(super) fn check(&self, id: DeviceId) -> Result<()> {
         let charge = self.device();
         if charge == id { Ok(()) } else { Err(Mismatch::Charge { device: id, charge }.into()) }
     }
 
-    /// Takes a part out of this charge, so that reserved memory is used without being counted twice.
+    /// Splits off a part of this charge, so that reserved memory is used without being counted twice.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when the charge holds less.
@@ -120,7 +120,7 @@ impl Charge {
         Ok(Charge { ledger: Arc::clone(&self.ledger), bytes, backed: self.backed })
     }
 
-    /// Says that memory now stands behind it.
+    /// Marks the charge as allocated.
     pub(super) fn back(&mut self) {
         if !std::mem::replace(&mut self.backed, true) {
             self.ledger.counts().reserved -= self.bytes;

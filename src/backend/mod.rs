@@ -1,13 +1,13 @@
 //! Backends move bytes between devices. They know nothing of models.
 //!
-//! A [`Backend`] finds and opens devices. A [`Device`] gives memory and streams. A [`Stream`] is a queue of
-//! copies that runs beside the caller; an [`Event`] is a point in it. A [`BufMut`] is memory that one owner can
-//! write, a [`Buf`] is memory that many can read; both carry the events of their last uses, so a copy into or
-//! out of them waits for exactly those, on the device wherever the backend can.
+//! A [`Backend`] finds and opens devices. A [`Device`] provides memory and streams. A [`Stream`] is a queue of copies that
+//! runs asynchronously to the caller; an [`Event`] is a point in it. A [`BufMut`] is memory that one owner can write, a
+//! [`Buf`] is memory that many can read. Both carry the events of their last uses, so a copy into or out of them waits for
+//! exactly those events, on the device where the backend can.
 //!
-//! Ownership travels with a copy: [`Stream::copy`] takes the destination and gives a [`Flight`], which gives it
-//! back when the bytes have landed. Whatever is dropped early, the stream keeps both ends' memory until it is
-//! done with them.
+//! Ownership travels with a copy: [`Stream::copy`] takes the destination and returns a [`Flight`], which returns the
+//! destination once the bytes have arrived. If a value is dropped early, the stream still keeps the memory of both ends
+//! until it is done with it.
 
 mod buffer;
 pub mod conformance;
@@ -50,22 +50,22 @@ use crate::error::{Error, Missing, Result};
 
 /// Finds devices and opens them.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// The devices there are, and the kinds that are not there with the reason. Opens none.
+    /// Lists the available devices, and the kinds of device that are unavailable with the reason. Opens none.
     fn discover(&self) -> Vec<Found>;
 
     /// Opens a device that [`discover`](Backend::discover) found.
     ///
     /// # Errors
-    /// [`UnknownDevice`](crate::Error::UnknownDevice) for one that it did not find.
+    /// [`UnknownDevice`](crate::Error::UnknownDevice) for a device that it did not find.
     fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>>;
 
-    /// The links of its devices, where known.
+    /// The links of the backend's devices, as far as they are known.
     fn topology(&self) -> Topology {
         Topology::new()
     }
 }
 
-/// A device, or why there is none.
+/// A device that was found, or the reason why a kind of device is unavailable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Found {
@@ -75,34 +75,35 @@ pub enum Found {
     Absent {
         /// The kind.
         kind: DeviceKind,
-        /// Why not, for the user.
+        /// The reason, for the user.
         why: String,
     },
 }
 
 /// An open device.
 pub trait Device: Any + Send + Sync + fmt::Debug {
-    /// What was known of it when it was found.
+    /// The facts about the device that were known when it was found.
     fn info(&self) -> &DeviceInfo;
 
-    /// What this process has taken of its memory.
+    /// The ledger of the device memory that this process has taken.
     fn ledger(&self) -> &Arc<Ledger>;
 
-    /// Its memory now.
+    /// The current memory usage of the device.
     ///
     /// # Errors
-    /// When the driver does not answer.
+    /// When the driver does not respond.
     fn memory(&self) -> Result<MemoryUsage>;
 
-    /// Backs a charge on this device's ledger with memory of that many bytes, aligned to at least 64. Fresh
-    /// memory holds unspecified bytes.
+    /// Allocates the bytes of a charge on this device's ledger, aligned to at least 64 bytes. Fresh memory holds
+    /// unspecified bytes.
     ///
     /// # Errors
-    /// [`OutOfMemory`](crate::Error::OutOfMemory), and the charge is given back.
+    /// [`OutOfMemory`](crate::Error::OutOfMemory); the charge is then released.
     fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut>;
 
-    /// The same for memory that the device `near` will copy from and to most. A host of several NUMA nodes can take
-    /// [`Pinned`](MemoryKind::Pinned) memory from the node of that device; elsewhere it changes nothing.
+    /// As [`allocate`](Device::allocate), for memory that is mostly copied from and to by the device `near`. A host with
+    /// several NUMA nodes can take [`Pinned`](MemoryKind::Pinned) memory from that device's node. The default ignores
+    /// `near`.
     ///
     /// # Errors
     /// As [`allocate`](Device::allocate).
@@ -111,45 +112,45 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
         self.allocate(charge, kind)
     }
 
-    /// A new queue for copies.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// When the driver has none to give.
+    /// When the driver cannot create one.
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>>;
 
-    /// How a stream of this device can copy from memory of `source`.
+    /// The route by which a stream of this device can copy from memory of `source`.
     fn route_from(&self, source: &dyn Device) -> Route;
 
-    /// The arithmetic that it offers, if any; the software devices offer none.
+    /// The patch kernels of the device. `None` if it has none, as software devices do.
     fn kernels(&self) -> Option<&dyn Kernels> {
         None
     }
 
-    /// Whether a copy from `source` to this device makes the thread that queues it wait, since the device's streams
-    /// cannot wait for those bytes. They are then better brought through pinned memory, by a thread that may wait.
+    /// Whether queueing a copy from `source` to this device blocks the calling thread, since the device's streams cannot
+    /// wait for those bytes. They are then better copied through pinned memory, by a thread that may block.
     fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
         let _ = source;
         false
     }
 
-    /// Runs `work`, in which this device is asked for several things in a row: a backend whose calls need preparing can do
-    /// that once for all of them.
+    /// Runs `work`, which makes several calls to this device in a row. A backend whose calls need preparation can prepare
+    /// once for all of them.
     fn batched(&self, work: &mut dyn FnMut()) {
         work();
     }
 
-    /// Gives memory that the allocator holds for reuse back to the system; the bytes given back.
+    /// Returns memory that the allocator caches for reuse to the system. Returns the number of bytes released.
     ///
     /// # Errors
     /// When the driver refuses.
     fn trim(&self) -> Result<u64>;
 
-    /// Whether the device still works.
+    /// The health of the device.
     fn health(&self) -> Health;
 }
 
 impl dyn Device + '_ {
-    /// Its name in allocation strings.
+    /// The device's id: its name in allocation strings.
     pub fn id(&self) -> DeviceId {
         self.info().id
     }
@@ -162,7 +163,7 @@ impl dyn Device + '_ {
         self.back(self.ledger().charge(bytes as u64)?, kind, None)
     }
 
-    /// Charges the ledger and allocates memory that the device `near` will copy from and to most.
+    /// Charges the ledger and allocates memory that is mostly copied from and to by the device `near`.
     ///
     /// # Errors
     /// [`OutOfMemory`](crate::Error::OutOfMemory).
@@ -170,7 +171,7 @@ impl dyn Device + '_ {
         self.back(self.ledger().charge(bytes as u64)?, kind, Some(near))
     }
 
-    /// Backs a charge with memory, and makes sure that it is as much and where it was asked for.
+    /// Allocates the bytes of a charge, and checks the size and device of what the backend returns.
     pub(crate) fn back(&self, charge: Charge, kind: MemoryKind, near: Option<DeviceId>) -> Result<BufMut> {
         let (bytes, id) = (charge.bytes() as usize, self.id());
         let memory = match near {
@@ -180,43 +181,43 @@ impl dyn Device + '_ {
         if (memory.bytes(), memory.device()) == (bytes, id) {
             return Ok(memory);
         }
-        let (have, there) = (memory.bytes(), memory.device());
-        Err(Error::bug(format!("{id} was asked for {bytes} bytes and gave {have} on {there}")))
+        let (given, device) = (memory.bytes(), memory.device());
+        Err(Error::bug(format!("{id} was asked for {bytes} bytes and gave {given} on {device}")))
     }
 }
 
-/// A queue of copies that run in order, beside the caller.
+/// A queue of copies that run in order, asynchronously to the caller.
 ///
-/// Whatever a stream is given it keeps alive until it is done with it.
+/// A stream keeps everything that it is given alive until it is done with it.
 pub trait Stream: Any + Send + Sync + fmt::Debug {
-    /// The device that it belongs to.
+    /// The device that the stream belongs to.
     fn device(&self) -> DeviceId;
 
     /// Queues a copy. It runs after all earlier work of this stream and after the pending events of both ends. Its event
-    /// comes after these also when the copy fails.
+    /// completes after these even if the copy fails.
     ///
     /// # Errors
-    /// [`Rejected`] gives the destination back.
+    /// [`Rejected`], which returns the destination.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>>;
 
     /// Makes all later work of this stream wait for `event`.
     ///
     /// # Errors
-    /// When the stream takes no more work.
+    /// When the stream accepts no more work.
     fn wait(&self, event: &Event) -> Result<Joined>;
 
-    /// An event after all earlier work of this stream. `uses` are the buffers that this work reads: none of
-    /// them is written or freed before the event.
+    /// Records an event after all earlier work of this stream. `uses` are the buffers that this work reads: none of them is
+    /// written or freed before the event completes.
     ///
     /// # Errors
-    /// When the stream takes no more work; the buffers then carry no new event.
+    /// When the stream accepts no more work; the buffers then carry no new event.
     fn record(&self, uses: &[Buf]) -> Result<Event>;
 
-    /// Keeps the stream busy for a time, in place of a caller's compute: for replays, examples and measurements. A backend
-    /// need not have it.
+    /// Keeps the stream busy for a time, in place of a caller's compute: for replays, examples and measurements. Backends may
+    /// leave it out.
     ///
     /// # Errors
-    /// [`Missing::Occupy`] where it has not; else when the stream takes no more work.
+    /// [`Missing::Occupy`] if the backend does not support it; otherwise when the stream accepts no more work.
     fn occupy(&self, time: Duration) -> Result<()> {
         let _ = time;
         Err(Missing::Occupy { device: self.device() }.into())
@@ -224,10 +225,10 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
 }
 
 impl dyn Stream + '_ {
-    /// Queues a copy, and makes sure that the flight is that of its destination: a stream may be another crate's.
+    /// Queues a copy, and checks that the flight returns its destination: the stream may be another crate's.
     ///
     /// # Errors
-    /// As [`copy`](Stream::copy); [`Error::Bug`] with what came back in the destination's place.
+    /// As [`copy`](Stream::copy); [`Error::Bug`] with the buffer that came back in place of the destination.
     pub(crate) fn send(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         let wanted = transfer.dst().shape();
         let flight = self.copy(transfer)?;
@@ -239,19 +240,19 @@ impl dyn Stream + '_ {
     }
 }
 
-/// What memory is for. To the host, the disk and simulated devices all kinds are alike.
+/// The purpose of an allocation. The host, the disk and simulated devices treat all kinds alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {
-    /// Part of what the library keeps and reuses.
+    /// Memory that the library keeps and reuses.
     Arena,
-    /// An allocation of its own, which can be handed over whole.
+    /// A separate allocation, which can be handed over as a whole.
     Whole,
     /// Host memory that devices copy from and to at full speed.
     Pinned,
 }
 
-/// What a stream is for; a backend may give each its own priority.
+/// The purpose of a stream. A backend may give each role its own priority.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Role {
@@ -263,31 +264,31 @@ pub enum Role {
     Compute,
 }
 
-/// How bytes get from one device's memory to another's.
+/// The route of bytes from one device's memory to another's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Route {
     /// One copy.
     Direct,
-    /// Through host memory, in two copies; the reason.
+    /// Two copies, through host memory; with the reason.
     Staged(String),
 }
 
-/// Who waits for an event that a stream was told to wait for.
+/// Who must wait for an event after [`Stream::wait`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Joined {
-    /// The stream, on its device; the host goes on.
+    /// The stream waits, on its device. The host continues.
     OnDevice,
-    /// The stream cannot; the caller has to wait for the event before queueing more.
+    /// The stream cannot wait. The caller must wait for the event before queueing more work.
     HostMustWait,
 }
 
-/// Whether a device still works.
+/// The health of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Health {
-    /// It does.
+    /// The device works.
     Good,
-    /// It failed and stays failed; the first reason seen.
+    /// The device has failed for good; with the first reason seen.
     Lost(String),
 }

@@ -1,5 +1,5 @@
-//! The process that something belongs to. A fork has a copy of it, and none of the threads, none of the driver's state and
-//! none of the pinned memory behind it.
+//! The process that owns an object. A fork has a copy of the object, but none of the threads, driver state or pinned memory
+//! behind it.
 
 use crate::error::{Error, Result};
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 pub(crate) struct Process(u32);
 
 impl Process {
-    /// The calling one.
+    /// The calling process.
     pub(crate) fn current() -> Process {
         Process(std::process::id())
     }
@@ -18,10 +18,10 @@ impl Process {
         self == Process::current()
     }
 
-    /// Makes sure of that.
+    /// Checks that this is the calling process.
     ///
     /// # Errors
-    /// [`Error::Forked`] in a fork of it.
+    /// [`Error::Forked`] in a fork of this process.
     pub(crate) fn check(self) -> Result<()> {
         let Process(child) = Process::current();
         if child == self.0 { Ok(()) } else { Err(Error::Forked { parent: self.0, child }) }

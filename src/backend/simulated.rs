@@ -1,4 +1,4 @@
-//! Devices by description: any kinds, sizes and links, on a machine that has none of them.
+//! Simulated devices: any kinds, sizes and links, on a machine that has none of them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,23 +10,23 @@ use super::{Backend, Device, Found, Ledger};
 use crate::device::{DeviceId, DeviceKind, Machine, Topology};
 use crate::error::Result;
 
-/// What the memory of simulated devices holds.
+/// The contents of the memory of simulated devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Contents {
-    /// Its bytes, in host memory or, for `disk`, in files.
+    /// Real bytes, in host memory or, for `disk`, in files.
     #[default]
     Stored,
-    /// Nothing. Memory is counted and refused as always and copies take their time, but no byte is kept or moved, so
-    /// a machine of any size costs no memory. Copies out of it to memory that has bytes are refused.
+    /// No bytes. Memory is counted and refused as usual and copies take their time, but no byte is kept or moved, so a
+    /// machine of any size costs no memory. Copies from it to memory with bytes are refused.
     SizesOnly,
 }
 
-/// A described machine with the capacities of its devices and the bandwidths of its links. It really stores and
-/// moves bytes, unless told to keep [sizes only](Contents::SizesOnly).
+/// A described machine with the capacities of its devices and the bandwidths of its links. It stores and moves real bytes,
+/// unless it is set to keep [sizes only](Contents::SizesOnly).
 ///
-/// On [`Clock::Wall`] a copy takes as long as its links say. On [`Clock::Virtual`] it is carried out at once
-/// and the time it would have taken is [`now`](Simulated::now) after waiting for its event.
+/// On [`Clock::Wall`] a copy takes as long as its links need. On [`Clock::Virtual`] it is executed immediately, and after
+/// waiting for its event [`now`](Simulated::now) has advanced to the time at which the links would have completed it.
 ///
 /// ```
 /// use tensor_offload::backend::{Backend, Clock, MemoryKind, Role, Simulated, Transfer};
@@ -49,20 +49,20 @@ pub struct Simulated {
 }
 
 impl Simulated {
-    /// The machine described, with nothing allocated and its clock at zero.
+    /// Simulates a described machine, with nothing allocated and its clock at zero.
     pub fn new(machine: Machine, clock: Clock) -> Simulated {
         let timeline = Arc::new(Timeline::new(clock, machine.topology().clone()));
         Simulated { machine, timeline, contents: Contents::Stored }
     }
 
-    /// Sets whether memory has bytes or sizes only. Default: [`Contents::Stored`].
+    /// Sets whether memory holds bytes or sizes only. Default: [`Contents::Stored`].
     #[must_use]
     pub fn contents(mut self, contents: Contents) -> Simulated {
         self.contents = contents;
         self
     }
 
-    /// The time since the beginning: on a virtual clock that of the latest event that was waited for.
+    /// The time since the start. On a virtual clock it is the time of the latest event that was waited for.
     pub fn now(&self) -> Duration {
         self.timeline.now()
     }
@@ -81,7 +81,7 @@ impl Backend for Simulated {
             DeviceKind::Disk => Medium::Files(std::env::temp_dir()),
             _ => Medium::Hidden,
         };
-        // What others have taken of a described device stays taken.
+        // Memory that the description has as taken stays taken.
         let ledger = Ledger::new(id, info.usable());
         let (timeline, process) = (Some(Arc::clone(&self.timeline)), Process::current());
         Ok(Arc::new(SoftwareDevice { info, ledger, medium, timeline, process, free: None }))

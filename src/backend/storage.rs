@@ -1,6 +1,6 @@
-//! The memory of a backend, the charge that it stands for, and whether it may ever be freed.
+//! The memory of a backend, its charge, and whether it may ever be freed.
 
-#![expect(unsafe_code, reason = "the address of memory that the host can reach goes from thread to thread")]
+#![expect(unsafe_code, reason = "the address of host-accessible memory is shared between threads")]
 
 use std::any::Any;
 use std::fmt;
@@ -13,49 +13,50 @@ use super::process::Process;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
-/// What a backend keeps for one allocation.
+/// A backend's part of one allocation.
 ///
-/// Streams and the host read and write where it says, without asking again. In return nobody does so but in the order of
-/// the events of the buffers that are made of it, and [`free`](Storage::free) is called when all of those have fired.
+/// Streams and the host read and write at the addresses that it returns, without further checks. In return all accesses
+/// follow the order of the events of the buffers made from it, and [`free`](Storage::free) is called once all of those are
+/// complete.
 ///
 /// # Safety
-/// From when it is handed to [`BufMut::new`](super::BufMut::new) until it is freed:
-/// - every method gives the same answer each time;
+/// From the call of [`BufMut::new`](super::BufMut::new) until it is freed:
+/// - every method always returns the same value;
 /// - [`host`](Storage::host) is the address of [`bytes`](Storage::bytes) initialised bytes, which every thread may read and
 ///   write, and which nothing else reads or writes;
-/// - [`address`](Storage::address) is that of as many bytes of the device's memory, which nothing else uses.
+/// - [`address`](Storage::address) is the address of as many bytes of the device's memory, which nothing else uses.
 pub unsafe trait Storage: Any + Send + Sync {
-    /// How many bytes there are.
+    /// The size in bytes.
     fn bytes(&self) -> usize;
 
-    /// The address of the first byte, where the host can reach it.
+    /// The host address of the first byte. `None` if the host cannot access the memory.
     fn host(&self) -> Option<NonNull<u8>> {
         None
     }
 
-    /// The address on the device, where it has one.
+    /// The device address of the first byte. `None` if the device has no addresses.
     fn address(&self) -> Option<u64> {
         None
     }
 
-    /// Whether it is host memory that is pinned for a device's copies. What was asked for as
-    /// [`Pinned`](super::MemoryKind::Pinned) and could not be pinned is not, nor is that of software devices, which
-    /// have no need of it.
+    /// Whether this is host memory that is pinned for a device's copies. False for memory requested as
+    /// [`Pinned`](super::MemoryKind::Pinned) that could not be pinned, and for memory of software devices, which do not need
+    /// pinning.
     fn pinned(&self) -> bool {
         false
     }
 
-    /// Frees the memory, which nothing uses any more, and gives its charge back. Memory that cannot be freed now keeps its
-    /// charge: whoever holds that holds the memory.
+    /// Frees the memory, which nothing uses any more, and releases its charge. A backend that cannot free the memory now must
+    /// keep the charge with it.
     fn free(self: Box<Self>, charge: Charge) {
         drop(self);
         drop(charge);
     }
 }
 
-/// Memory of a device and the charge that it stands for: what a stream holds on to while it works.
+/// An allocation of a device with its charge. Streams keep it alive while they work.
 pub struct MemoryBlock {
-    /// Taken out when it is freed, and not before.
+    /// `None` only once it is freed.
     held: Option<(Box<dyn Storage>, Charge)>,
     host: Option<HostAddress>,
     address: Option<u64>,
@@ -65,7 +66,7 @@ pub struct MemoryBlock {
     abandoned: AtomicBool,
 }
 
-/// The address of host memory that its [`Storage`] keeps in place.
+/// The address of host memory that its [`Storage`] does not move.
 #[derive(Clone, Copy)]
 struct HostAddress(NonNull<u8>);
 
@@ -75,10 +76,10 @@ unsafe impl Send for HostAddress {}
 unsafe impl Sync for HostAddress {}
 
 impl MemoryBlock {
-    /// Puts `storage` behind `charge`.
+    /// Creates an allocation from `storage` for `charge`.
     ///
     /// # Errors
-    /// [`Error::Bug`] when it has fewer bytes than are charged; it is freed then.
+    /// [`Error::Bug`] when `storage` has fewer bytes than are charged; it is then freed.
     pub(super) fn new(storage: Box<dyn Storage>, mut charge: Charge) -> Result<MemoryBlock> {
         let (bytes, have) = (charge.bytes() as usize, storage.bytes());
         if have < bytes {
@@ -91,74 +92,74 @@ impl MemoryBlock {
         Ok(MemoryBlock { held: Some((storage, charge)), host, address, bytes, device, process, abandoned })
     }
 
-    /// The backend's own part as its own type.
+    /// The storage as its backend's type.
     pub fn downcast<T: Storage>(&self) -> Option<&T> {
         let (storage, _) = self.held.as_ref()?;
         (&**storage as &dyn Any).downcast_ref()
     }
 
-    /// How many bytes.
+    /// The size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The device they are of.
+    /// The device that the memory belongs to.
     pub fn device(&self) -> DeviceId {
         self.device
     }
 
-    /// The address of its first byte, where the host can reach it. It is for streams: they read and write there after the
-    /// events that a [`Transfer`](super::Transfer) waits for and before the one that they give it.
+    /// The host address of the first byte. `None` if the host cannot access the memory. It is for streams: they read and
+    /// write there after the events that a [`Transfer`](super::Transfer) waits for and before the event that they give it.
     pub fn host(&self) -> Option<NonNull<u8>> {
         self.host.map(|HostAddress(address)| address)
     }
 
-    /// The address of its first byte on the device, where it has one.
+    /// The device address of the first byte. `None` if the device has no addresses.
     pub fn address(&self) -> Option<u64> {
         self.address
     }
 
-    /// Whether it is host memory that is pinned for a device's copies.
+    /// Whether this is host memory that is pinned for a device's copies.
     pub fn pinned(&self) -> bool {
         self.held.as_ref().is_some_and(|(storage, _)| storage.pinned())
     }
 
-    /// The process that allocated it.
+    /// The process that allocated the memory.
     pub(super) fn process(&self) -> Process {
         self.process
     }
 
-    /// Says that the memory must never be freed, because a device that failed may still use it. The charge of a device's
-    /// memory is given back all the same: it can be had no more, but nobody holds it. Host memory stays charged.
+    /// Marks the memory as never to be freed, because a failed device may still use it. The charge for device memory is
+    /// released nevertheless: that memory is gone, but nobody holds it. Host memory stays charged.
     pub fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// The bytes of `place`, to read.
+    /// The bytes of `range`, for reading.
     ///
     /// # Safety
-    /// Nobody writes them for as long as `'a`, for which the allocation lives.
-    pub(super) unsafe fn slice<'a>(&self, place: Range<usize>) -> Option<&'a [u8]> {
-        let address = self.host_at(&place)?;
+    /// The allocation outlives `'a`, and nobody writes the bytes during `'a`.
+    pub(super) unsafe fn slice<'a>(&self, range: Range<usize>) -> Option<&'a [u8]> {
+        let address = self.host_at(&range)?;
         // SAFETY: the range is inside the memory, which is initialised; the rest is the caller's promise.
-        Some(unsafe { std::slice::from_raw_parts(address, place.len()) })
+        Some(unsafe { std::slice::from_raw_parts(address, range.len()) })
     }
 
-    /// The bytes of `place`, to write.
+    /// The bytes of `range`, for writing.
     ///
     /// # Safety
-    /// Nobody else reads or writes them for as long as `'a`, for which the allocation lives.
-    pub(super) unsafe fn slice_mut<'a>(&self, place: Range<usize>) -> Option<&'a mut [u8]> {
-        let address = self.host_at(&place)?;
+    /// The allocation outlives `'a`, and nobody else reads or writes the bytes during `'a`.
+    pub(super) unsafe fn slice_mut<'a>(&self, range: Range<usize>) -> Option<&'a mut [u8]> {
+        let address = self.host_at(&range)?;
         // SAFETY: as in `slice`.
-        Some(unsafe { std::slice::from_raw_parts_mut(address, place.len()) })
+        Some(unsafe { std::slice::from_raw_parts_mut(address, range.len()) })
     }
 
-    /// Where `place` begins, when it is inside of what the host can reach.
-    pub(super) fn host_at(&self, place: &Range<usize>) -> Option<*mut u8> {
-        let inside = place.start <= place.end && place.end <= self.bytes;
-        // The offset is inside the memory, or one past its end for an empty place there.
-        self.host().filter(|_| inside).map(|start| start.as_ptr().wrapping_add(place.start))
+    /// The host address of `range`. `None` if the range is outside the memory or the host cannot access it.
+    pub(super) fn host_at(&self, range: &Range<usize>) -> Option<*mut u8> {
+        let inside = range.start <= range.end && range.end <= self.bytes;
+        // The offset is inside the memory, or one past its end for an empty range there.
+        self.host().filter(|_| inside).map(|start| start.as_ptr().wrapping_add(range.start))
     }
 }
 
@@ -169,7 +170,7 @@ impl Drop for MemoryBlock {
         if !forked && !*self.abandoned.get_mut() {
             return storage.free(charge);
         }
-        // In a fork it is the parent's, and the lock of its ledger may be held by a thread that is not here.
+        // In a fork the memory is the parent's, and a thread that does not exist here may hold the lock of its ledger.
         if forked || self.host.is_some() {
             std::mem::forget(charge);
         }

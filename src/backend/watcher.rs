@@ -1,5 +1,5 @@
-//! A thread that looks at the events of backends that tell nobody of their end, for those who sleep until then. It runs
-//! while there are any.
+//! A thread that polls the events of backends without completion notifications, and wakes the tasks that wait for them. It
+//! runs while there are such events.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
@@ -9,35 +9,35 @@ use std::time::Duration;
 use super::Event;
 use super::process::Process;
 
-/// The shortest and the longest pause between two looks at the events.
+/// The shortest and the longest polling interval.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(1));
 
-static WATCHED: Mutex<Watched> = Mutex::new(Watched { sleepers: Vec::new(), running: None });
+static WATCHED: Mutex<Watched> = Mutex::new(Watched { waiting: Vec::new(), running: None });
 
 struct Watched {
-    sleepers: Vec<(Event, Waker)>,
-    /// The process in which a thread looks at them, if one does: a fork has the list and not the thread.
+    waiting: Vec<(Event, Waker)>,
+    /// The process in which a thread polls them, if any: a fork has the list but not the thread.
     running: Option<Process>,
 }
 
-/// Wakes `waker` soon after `event` has fired or failed.
+/// Wakes `waker` soon after `event` is complete or lost.
 pub(super) fn watch(event: Event, waker: Waker) {
     let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
-    watched.sleepers.push((event, waker));
+    watched.waiting.push((event, waker));
     if !watched.running.is_some_and(Process::is_current) {
         let thread = std::thread::Builder::new().name("event watcher".to_owned());
         watched.running = thread.spawn(run).ok().map(|_| Process::current());
     }
     if watched.running.is_none() {
-        // Without a thread the sleepers ask by themselves.
-        let sleepers = std::mem::take(&mut watched.sleepers);
+        // Without a thread the tasks poll by themselves.
+        let waiting = std::mem::take(&mut watched.waiting);
         drop(watched);
-        wake_all(sleepers.into_iter().map(|(_, waker)| waker));
+        wake_all(waiting.into_iter().map(|(_, waker)| waker));
     }
 }
 
-/// Wakes all of these, whatever one of them does: a waker is the executor's, and a panic of it must keep nobody else from
-/// being woken. Nothing may be locked meanwhile, since a waker may poll at once.
+/// Wakes all of these, even if one panics: a waker is the executor's, and its panic must not keep the others from being
+/// woken. The caller must not hold a lock, since a waker may poll immediately.
 pub(super) fn wake_all(wakers: impl IntoIterator<Item = Waker>) {
     for waker in wakers {
         if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
@@ -46,7 +46,7 @@ pub(super) fn wake_all(wakers: impl IntoIterator<Item = Waker>) {
     }
 }
 
-/// Whether to look no longer. An event that panics when it is asked is for those who wait for it.
+/// Whether to stop polling an event. A panic of the event counts as completion: its waiters then see the panic.
 fn is_over(event: &Event) -> bool {
     catch_unwind(AssertUnwindSafe(|| event.is_complete())).unwrap_or(true)
 }
@@ -56,8 +56,8 @@ fn run() {
     loop {
         std::thread::sleep(pause);
         let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
-        let over: Vec<_> = watched.sleepers.extract_if(.., |(event, _)| is_over(event)).collect();
-        let more = !watched.sleepers.is_empty();
+        let over: Vec<_> = watched.waiting.extract_if(.., |(event, _)| is_over(event)).collect();
+        let more = !watched.waiting.is_empty();
         watched.running = watched.running.filter(|_| more);
         drop(watched);
         pause = if over.is_empty() { (pause * 2).min(PAUSE.1) } else { PAUSE.0 };
@@ -80,19 +80,19 @@ mod tests {
     use super::*;
     use crate::backend::{Fence, FenceState};
 
-    /// An event that fires when it is told to, and may panic when it is asked.
+    /// A fence that the test completes, and that may panic when it is queried.
     #[derive(Default)]
-    struct Told {
-        fired: AtomicBool,
+    struct ManualFence {
+        done: AtomicBool,
         panics: bool,
     }
 
     #[expect(unsafe_code, reason = "a fence's word is trusted")]
-    // SAFETY: it stands for no work.
-    unsafe impl Fence for Told {
+    // SAFETY: no work stands behind it.
+    unsafe impl Fence for ManualFence {
         fn state(&self) -> FenceState {
             assert!(!self.panics, "an event on purpose");
-            if self.fired.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
+            if self.done.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
         }
 
         fn wait(&self, _deadline: Duration) -> FenceState {
@@ -100,7 +100,7 @@ mod tests {
         }
     }
 
-    /// Counts how often it is woken, and may panic then.
+    /// A waker that counts its calls, and may panic.
     #[derive(Default)]
     struct Count {
         woken: AtomicUsize,
@@ -125,27 +125,27 @@ mod tests {
     #[test]
     fn a_panic_of_one_keeps_nobody_from_being_woken() {
         for (bad_event, bad_waker) in [(false, true), (true, false), (true, true)] {
-            let [now, later] = [false, false].map(|panics| Arc::new(Told { panics, ..Told::default() }));
-            let bad = Arc::new(Told { fired: AtomicBool::new(true), panics: bad_event });
+            let [now, later] = [false, false].map(|panics| Arc::new(ManualFence { panics, ..ManualFence::default() }));
+            let bad = Arc::new(ManualFence { done: AtomicBool::new(true), panics: bad_event });
             let counts = [bad_waker, false, false].map(|panics| Arc::new(Count { panics, ..Count::default() }));
-            for (told, count) in [&bad, &now, &later].into_iter().zip(&counts) {
-                watch(Event::new(Arc::clone(told) as Arc<dyn Fence>), Waker::from(Arc::clone(count)));
+            for (fence, count) in [&bad, &now, &later].into_iter().zip(&counts) {
+                watch(Event::new(Arc::clone(fence) as Arc<dyn Fence>), Waker::from(Arc::clone(count)));
             }
-            now.fired.store(true, Ordering::Release);
+            now.done.store(true, Ordering::Release);
             assert_eq!([woken(&counts[0]), woken(&counts[1])], [1, 1], "with the bad one");
-            later.fired.store(true, Ordering::Release);
+            later.done.store(true, Ordering::Release);
             assert_eq!(woken(&counts[2]), 1, "after the bad one");
         }
     }
 
-    /// A waker that polls at once and goes to sleep again.
+    /// A waker that polls immediately and registers again.
     struct Again(AtomicUsize);
 
     impl Wake for Again {
         fn wake(self: Arc<Self>) {
             if self.0.fetch_add(1, Ordering::AcqRel) < 3 {
-                let told = Told { fired: AtomicBool::new(true), panics: false };
-                watch(Event::new(Arc::new(told)), Waker::from(Arc::clone(&self)));
+                let fence = ManualFence { done: AtomicBool::new(true), panics: false };
+                watch(Event::new(Arc::new(fence)), Waker::from(Arc::clone(&self)));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The same with the types of the crate cudarc, whose owners keep what is adopted.
+//! Interoperation with the types of the crate cudarc, whose owners keep adopted objects alive.
 
 use std::any::Any;
 use std::fmt;
@@ -11,15 +11,15 @@ use cudarc::driver::{CudaSlice, CudaStream};
 
 #[cfg(doc)]
 use super::adopt_raw_stream;
-use super::{cuda_device, placed};
+use super::{cuda_device, location};
 use crate::backend::{self, Device, Stream};
 use crate::device::DeviceId;
 use crate::dtype::Element;
 use crate::error::{Error, Mismatch, Result};
 use crate::load::TensorView;
 
-/// A stream of the caller's, for [`Streamer::on`](crate::Streamer::on) and for copies that are to come in its order.
-/// It stays open as long as what is returned lives.
+/// Adopts a stream of the caller, for [`Streamer::on`](crate::Streamer::on) and for copies in the stream's order. It stays
+/// open as long as the returned stream lives.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -42,9 +42,9 @@ use crate::load::TensorView;
 /// ```
 ///
 /// # Errors
-/// [`Error::Mismatch`] when the stream is not of the device's primary context; [`Error::Invalid`] when `device` is no CUDA
-/// device, and for the stream that every thread has its own of (`CudaContext::per_thread_stream`): work that is queued and
-/// waited for in several threads would be on several streams. [`adopt_raw_stream`] takes that one, for one thread.
+/// [`Error::Mismatch`] when the stream does not belong to the device's primary context; [`Error::Invalid`] when `device` is
+/// not a CUDA device, and for the per-thread default stream (`CudaContext::per_thread_stream`): work queued and waited for in
+/// several threads would be on several streams. [`adopt_raw_stream`] accepts that stream, for one thread.
 pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Result<Arc<dyn Stream>> {
     let ours = cuda_device(device)?;
     if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
@@ -59,17 +59,17 @@ pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Resul
     Ok(Arc::new(unsafe { ours.adopt(stream.cu_stream().cast(), Arc::clone(stream) as Arc<dyn Any + Send + Sync>) }))
 }
 
-/// A tensor as cudarc's own type, to be read on `stream`: the one that the layer's streamer works on.
+/// A view of a tensor as cudarc's slice type, for reading on `stream`, the streamer's compute stream.
 ///
 /// # Errors
-/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device, or its elements are of another type than
+/// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device, or its elements have another type than
 /// `T`; [`Error::Invalid`] when it has no bytes.
 pub fn slice<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a, T>> {
     tensor.check_element::<T>()?;
     view(tensor, stream)
 }
 
-/// The bytes of a tensor of any type, as [`slice()`] gives its elements: for fp8 weights, say.
+/// A view of the bytes of a tensor of any type, for example of fp8 weights; see [`slice()`].
 ///
 /// # Errors
 /// [`Error::Mismatch`] when the tensor is not in the memory of the stream's device; [`Error::Invalid`] when it has no bytes.
@@ -77,17 +77,17 @@ pub fn byte_slice<'a>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Resu
     view(tensor, stream)
 }
 
-/// A tensor as so many values of a type without invalid ones.
+/// A view of a tensor as values of a type for which all bits are valid.
 fn view<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Result<TensorSlice<'a, T>> {
     let (what, memory) = (format!("tensor `{}`", tensor.info().name), tensor.device());
     if tensor.byte_range().is_empty() {
         return Err(Error::invalid(format!("{what} has no bytes")));
     }
-    let here = placed(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());
+    let found = location(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());
     let device = DeviceId::cuda(stream.context().ordinal() as u32);
-    let (_, address) = here.ok_or(Mismatch::Memory { what, memory, device })?;
-    // SAFETY: the memory holds this many bytes for as long as `'a`, which the result does not outlive; the result
-    // never frees it and gives no way to write it. A tensor begins at a multiple of its element's size, and any bits are
+    let (_, address) = found.ok_or(Mismatch::Memory { what, memory, device })?;
+    // SAFETY: the memory holds this many bytes during `'a`, which the result does not outlive; the result never frees the
+    // memory and cannot be used to write it. A tensor begins at a multiple of its element's size, and any bits are valid
     // values of an `Element`.
     let slice = unsafe { stream.upgrade_device_ptr::<T>(address, tensor.size() / size_of::<T>()) };
     Ok(TensorSlice { slice: ManuallyDrop::new(slice), tensor: PhantomData })
@@ -109,7 +109,7 @@ impl<T> Deref for TensorSlice<'_, T> {
 
 impl<T> Drop for TensorSlice<'_, T> {
     fn drop(&mut self) {
-        // SAFETY: taken once, here; `leak` lets go of all but the memory, which is not the slice's.
+        // SAFETY: taken once, here; `leak` releases everything but the memory, which the slice does not own.
         let _ = unsafe { ManuallyDrop::take(&mut self.slice) }.leak();
     }
 }

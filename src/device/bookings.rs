@@ -1,37 +1,38 @@
-//! When the segments of a topology are busy.
+//! The busy times of a topology's segments.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::Topology;
 
-/// When each segment of a topology is busy. Transfers are booked one after the other, first come, first served; one that
-/// may leave early fills the gaps before others that were booked far ahead.
+/// The busy times of each segment of a topology. Transfers are booked first come, first served. A transfer that may start
+/// early fills the gaps before others that were booked far ahead.
 #[derive(Debug)]
 pub(crate) struct Bookings(Vec<Busy>);
 
 impl Bookings {
-    /// Nothing booked.
+    /// Empty bookings for the segments of `topology`.
     pub(crate) fn of(topology: &Topology) -> Bookings {
         Bookings(topology.segments().iter().map(|_| Busy::default()).collect())
     }
 
-    /// When `bytes` that may leave at `ready` have passed the segments of `way`. It begins no earlier than each of them
-    /// is first free, and then takes its time out of each segment's gaps, at that segment's own speed.
-    pub(crate) fn transfer(&mut self, topology: &Topology, way: &[usize], bytes: u64, ready: Duration) -> Duration {
-        let start = way.iter().map(|&s| self.0[s].first_free(ready)).fold(ready, Duration::max);
+    /// Books a transfer of `bytes` that may start at `ready` across the segments of `route`. Returns the time of its
+    /// completion. The transfer starts once every segment has a free moment, and then fills each segment's gaps at that
+    /// segment's speed.
+    pub(crate) fn transfer(&mut self, topology: &Topology, route: &[usize], bytes: u64, ready: Duration) -> Duration {
+        let start = route.iter().map(|&s| self.0[s].first_free(ready)).fold(ready, Duration::max);
         let take = |&s: &usize| self.0[s].take(start, topology.segments()[s].bandwidth.time(bytes));
-        way.iter().map(take).fold(start, Duration::max)
+        route.iter().map(take).fold(start, Duration::max)
     }
 
-    /// Forgets what ended by `past` on `way`, where no transfer begins any more.
-    pub(crate) fn forget(&mut self, way: &[usize], past: Duration) {
-        way.iter().for_each(|&s| self.0[s].forget(past));
+    /// Forgets the busy times on `route` that ended by `past`. No later transfer may start before `past`.
+    pub(crate) fn forget(&mut self, route: &[usize], past: Duration) {
+        route.iter().for_each(|&s| self.0[s].forget(past));
     }
 
-    /// Forgets the oldest of more than `most` stretches of each segment of `way`.
-    pub(crate) fn keep_latest(&mut self, way: &[usize], most: usize) {
-        for &segment in way {
+    /// Forgets all but the latest `most` busy intervals of each segment of `route`.
+    pub(crate) fn keep_latest(&mut self, route: &[usize], most: usize) {
+        for &segment in route {
             let Busy(busy) = &mut self.0[segment];
             while busy.len() > most {
                 busy.pop_first();
@@ -39,14 +40,14 @@ impl Bookings {
         }
     }
 
-    /// The most stretches of time that one segment is booked for.
+    /// The largest number of busy intervals of any segment.
     #[cfg(test)]
     pub(crate) fn intervals(&self) -> usize {
         self.0.iter().map(|busy| busy.0.len()).max().unwrap_or(0)
     }
 }
 
-/// When a segment is busy: disjoint intervals, start -> end.
+/// The busy times of a segment: disjoint intervals, start -> end.
 #[derive(Debug, Default)]
 struct Busy(BTreeMap<Duration, Duration>);
 
@@ -59,7 +60,7 @@ impl Busy {
         }
     }
 
-    /// Fills `time` of the gaps from `ready` on; the end of the last one filled.
+    /// Fills `time` of the gaps from `ready` on. Returns the end of the last interval filled.
     fn take(&mut self, ready: Duration, time: Duration) -> Duration {
         let (mut at, mut left) = (self.first_free(ready), time);
         while !left.is_zero() {
@@ -72,7 +73,7 @@ impl Busy {
         at
     }
 
-    /// Forgets what ended by `past`, where no transfer begins any more.
+    /// Forgets the intervals that ended by `past`.
     fn forget(&mut self, past: Duration) {
         while let Some(first) = self.0.first_entry()
             && *first.get() <= past
@@ -81,7 +82,7 @@ impl Busy {
         }
     }
 
-    /// Marks a free interval as busy and joins it with its neighbours.
+    /// Marks a free interval as busy and merges it with adjacent intervals.
     fn occupy(&mut self, mut start: Duration, mut end: Duration) {
         let before = self.0.range(..start).next_back().filter(|(_, before_end)| **before_end == start);
         if let Some(before) = before.map(|(&before, _)| before) {
@@ -107,7 +108,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of requests, a segment carries its bandwidth and no more.
+        /// Whatever the order of requests, a segment is never booked twice at the same time.
         #[test]
         fn a_segment_is_never_busy_twice(requests in prop::collection::vec((0u64..50, 0u64..20), 1..40)) {
             let mut busy = Busy::default();

@@ -1,4 +1,4 @@
-//! What a driver tells of a GPU beside its memory.
+//! The properties of a GPU that its driver reports, apart from its memory.
 
 use std::fmt;
 
@@ -6,52 +6,52 @@ use serde::{Deserialize, Serialize};
 
 use super::Bandwidth;
 
-/// What a driver tells of a GPU beside its memory.
+/// The properties of a GPU that its driver reports, apart from its memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GpuDetails {
-    /// Major and minor.
+    /// The compute capability, major and minor.
     pub compute_capability: (u32, u32),
-    /// Where it sits, as `domain:bus:device.function` in hexadecimal.
+    /// The PCI address, as `domain:bus:device.function` in hexadecimal.
     pub pci_bus_id: String,
-    /// Its serial identity, as `nvidia-smi -L` writes it.
+    /// The UUID, as `nvidia-smi -L` prints it.
     pub uuid: Option<String>,
-    /// How many copies it can make beside its compute.
+    /// The number of copies that can run concurrently with compute.
     pub copy_engines: u32,
-    /// Whether it shares the host's memory.
+    /// Whether the GPU shares the host's memory.
     pub integrated: bool,
-    /// Its PCIe link, where that is told.
+    /// The PCIe link. `None` if the driver does not report it.
     #[serde(default)]
     pub pcie: Option<PcieLink>,
-    /// Its NVLinks that are up.
+    /// The NVLinks that are up.
     #[serde(default)]
     pub nvlinks: Vec<NvLink>,
-    /// The NUMA node of the host that it is nearest to, where the host has more than one and tells.
+    /// The nearest NUMA node of the host. `None` if the host has only one node or does not report it.
     #[serde(default)]
     pub numa_node: Option<u32>,
 }
 
-/// A PCIe link: what it can be, and what it is now. An idle GPU may have gone back to a slow generation.
+/// A PCIe link: its best and its current state. An idle GPU may have dropped to a slow generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PcieLink {
-    /// The generation that the device and its slot agree on at most.
+    /// The highest generation that both the device and its slot support.
     pub max_generation: u32,
-    /// The lanes that they agree on at most.
+    /// The most lanes that both support.
     pub max_width: u32,
-    /// The generation now.
+    /// The current generation.
     pub generation: u32,
-    /// The lanes now.
+    /// The current number of lanes.
     pub width: u32,
 }
 
-/// What one NVLink leads to.
+/// The other end of one NVLink.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NvLink {
-    /// What kind of device that is.
+    /// The kind of device at the other end.
     pub end: NvLinkEnd,
-    /// Where it sits, as in [`GpuDetails::pci_bus_id`].
+    /// The PCI address of that device, as in [`GpuDetails::pci_bus_id`].
     pub pci_bus_id: String,
 }
 
@@ -62,27 +62,28 @@ pub struct NvLink {
 pub enum NvLinkEnd {
     /// Another GPU.
     Gpu,
-    /// A switch, which leads to all GPUs that are linked to it.
+    /// A switch, which connects all GPUs that are linked to it.
     Switch,
     /// Something else, a processor for example, or unknown.
     Other,
 }
 
-/// What one NVLink of 25 GB/s attains of that: 12 of them, an A100's, gave 276 GB/s between two GPUs in the sample
-/// output of nvbandwidth.
+/// The attainable rate of one NVLink of 25 GB/s, in bytes a second: an A100's 12 links gave 276 GB/s between two GPUs in
+/// the sample output of nvbandwidth.
 const NVLINK_ATTAINS: u64 = 23_000_000_000;
 
 impl PcieLink {
-    /// A link of this generation and width, now and at most.
+    /// A link of this generation and width, both current and highest.
     pub fn new(generation: u32, width: u32) -> PcieLink {
         PcieLink { max_generation: generation, max_width: width, generation, width }
     }
 
-    /// What copies of pinned memory attain on such a link each way, by its highest generation and the lanes it has now.
+    /// The attainable speed of copies of pinned memory in each direction, by the link's highest generation and its current
+    /// number of lanes.
     ///
-    /// Sixteen lanes of generations 3, 4 and 5 gave 12.1, 26 and 57 GB/s where nvbandwidth measured them; the others
-    /// are taken to attain the same part of their nominal rate as the nearest of these. An estimate: what shares the
-    /// link, or slows the host down, is not in it.
+    /// With nvbandwidth, sixteen lanes of generations 3, 4 and 5 gave 12.1, 26 and 57 GB/s. Other generations are assumed to
+    /// attain the same fraction of their nominal rate as the nearest of these. This is an estimate: it does not include
+    /// other traffic on the link, or a slow host.
     pub fn attainable(&self) -> Bandwidth {
         let sixteen_lanes: u64 = match self.max_generation {
             0 | 1 => 3_000_000_000,
@@ -108,14 +109,14 @@ impl fmt::Display for PcieLink {
 }
 
 impl NvLink {
-    /// A link to this kind of device, at this place.
+    /// A link to this kind of device, at this PCI address.
     pub fn new(end: NvLinkEnd, pci_bus_id: impl Into<String>) -> NvLink {
         NvLink { end, pci_bus_id: pci_bus_id.into() }
     }
 }
 
 impl GpuDetails {
-    /// A GPU of this compute capability at this place, of which nothing else is known.
+    /// A GPU with this compute capability and PCI address. Everything else is unknown.
     pub fn new(compute_capability: (u32, u32), pci_bus_id: impl Into<String>) -> GpuDetails {
         GpuDetails {
             compute_capability,
@@ -129,8 +130,8 @@ impl GpuDetails {
         }
     }
 
-    /// What copies from this GPU's memory to that of `other` attain over the NVLinks that the two have in common,
-    /// straight or by switches; none where they have none. An estimate, for links of 25 GB/s.
+    /// The attainable speed of copies from this GPU's memory to that of `other` over their common NVLinks, direct or through
+    /// switches. `None` if they have none in common. An estimate, for links of 25 GB/s.
     pub fn attainable_over_nvlink(&self, other: &GpuDetails) -> Option<Bandwidth> {
         let straight = |a: &GpuDetails, b: &GpuDetails| {
             a.nvlinks.iter().filter(|link| link.end == NvLinkEnd::Gpu && link.pci_bus_id == b.pci_bus_id).count()
@@ -142,7 +143,7 @@ impl GpuDetails {
 }
 
 impl fmt::Display for GpuDetails {
-    /// Its links, as far as they are told: `PCIe 4 x16, 12 NVLinks`.
+    /// Prints the links, as far as they are known: `PCIe 4 x16, 12 NVLinks`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pcie = self.pcie.map(|link| link.to_string());
         let nvlinks = match self.nvlinks.len() {
@@ -151,8 +152,8 @@ impl fmt::Display for GpuDetails {
             links => Some(format!("{links} NVLinks")),
         };
         let node = self.numa_node.map(|node| format!("NUMA node {node}"));
-        let told: Vec<String> = [pcie, nvlinks, node].into_iter().flatten().collect();
-        f.pad(&told.join(", "))
+        let known: Vec<String> = [pcie, nvlinks, node].into_iter().flatten().collect();
+        f.pad(&known.join(", "))
     }
 }
 

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// The kind of a device: what stands before the colon.
+/// The kind of a device: the part of its name before the colon.
 ///
-/// Kinds order as listed here, kinds of other crates last, by name.
+/// Kinds sort in the order listed here. Kinds of other crates come last, sorted by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum DeviceKind {
@@ -31,11 +31,11 @@ pub enum DeviceKind {
     DirectMl,
     /// Iluvatar.
     Corex,
-    /// A kind that another crate brings.
+    /// A kind that another crate defines.
     Other(KindName),
 }
 
-/// Kind, name, whether one machine can have several.
+/// Each kind, its name, and whether one machine can have several devices of it.
 const KINDS: [(DeviceKind, &str, bool); 9] = [
     (DeviceKind::Cpu, "cpu", false),
     (DeviceKind::Disk, "disk", false),
@@ -49,7 +49,7 @@ const KINDS: [(DeviceKind, &str, bool); 9] = [
 ];
 
 impl DeviceKind {
-    /// The name, in lower case.
+    /// The kind's name, in lower case.
     pub fn name(&self) -> &str {
         match self {
             DeviceKind::Other(name) => name.as_str(),
@@ -57,7 +57,7 @@ impl DeviceKind {
         }
     }
 
-    /// Whether there can be several, so that a number belongs to the name.
+    /// Whether a machine can have several devices of this kind, so that their names have a number.
     pub fn numbered(self) -> bool {
         KINDS.iter().find(|row| row.0 == self).is_none_or(|row| row.2)
     }
@@ -69,14 +69,15 @@ impl fmt::Display for DeviceKind {
     }
 }
 
-/// The name of a kind that this library does not know: a letter, then letters, digits and `_`, at most 15 in all.
+/// The name of a kind that this library does not know: a letter, then letters, digits and `_`, at most 15 characters in
+/// all.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KindName([u8; KindName::MAX]);
 
 impl KindName {
     const MAX: usize = 15;
 
-    /// The name `text`, in lower case; none when it is not of the form.
+    /// The name `text`, in lower case. `None` if it is malformed.
     pub fn new(text: &str) -> Option<KindName> {
         let mut name = [0; Self::MAX];
         name.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
@@ -101,8 +102,8 @@ impl fmt::Debug for KindName {
 
 /// A device by name: `cpu`, `disk`, `cuda:0`.
 ///
-/// Numbers of `cuda` devices count as the driver does, so after `CUDA_VISIBLE_DEVICES`. Devices order by
-/// kind, then by number: `cuda:10` comes after `cuda:2`.
+/// Numbers of `cuda` devices are those of the driver, so `CUDA_VISIBLE_DEVICES` applies. Devices sort by kind, then by
+/// number: `cuda:10` comes after `cuda:2`.
 ///
 /// ```
 /// use tensor_offload::DeviceId;
@@ -124,7 +125,7 @@ impl DeviceId {
     /// The disk tier.
     pub const DISK: DeviceId = DeviceId { kind: DeviceKind::Disk, index: 0 };
 
-    /// The device `kind:index`; none when the kind has no numbers and `index` is not 0.
+    /// The device `kind:index`. `None` if the kind has no numbers and `index` is not 0.
     pub fn new(kind: DeviceKind, index: u32) -> Option<DeviceId> {
         (index == 0 || kind.numbered()).then_some(DeviceId { kind, index })
     }
@@ -134,17 +135,17 @@ impl DeviceId {
         DeviceId { kind: DeviceKind::Cuda, index }
     }
 
-    /// Its kind.
+    /// The device's kind.
     pub fn kind(self) -> DeviceKind {
         self.kind
     }
 
-    /// Its number, 0 for kinds without numbers.
+    /// The device's number; 0 for kinds without numbers.
     pub fn index(self) -> u32 {
         self.index
     }
 
-    /// Whether the host can address its memory, so that a copy to it needs no other device.
+    /// Whether the device is the host itself.
     pub fn is_host(self) -> bool {
         self.kind == DeviceKind::Cpu
     }
@@ -159,7 +160,7 @@ impl fmt::Display for DeviceId {
 impl FromStr for DeviceId {
     type Err = Error;
 
-    /// Reads a name in any letter case, with blanks around it and around the colon.
+    /// Parses a name in any letter case. Blanks around the name and around the colon are allowed.
     fn from_str(text: &str) -> Result<Self> {
         let syntax = |expected: String| Error::syntax(text, 0..text.len(), expected);
         let (kind, index) = match text.split_once(':') {

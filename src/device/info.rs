@@ -1,4 +1,4 @@
-//! What is known of a device without opening it, and a whole machine of them.
+//! Facts about a device that are known without opening it, and machines made of devices.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,40 +10,40 @@ use super::{Bandwidth, DeviceId, GpuDetails, Topology};
 use crate::bytes::ByteSize;
 use crate::error::{Error, Result};
 
-/// What is known of one device.
+/// The facts about one device that are known without opening it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceInfo {
-    /// Its name in allocation strings.
+    /// The name in allocation strings.
     pub id: DeviceId,
-    /// The maker's name of it, or what stands in for one.
+    /// The vendor's name, or a substitute.
     pub name: String,
-    /// All of its memory, in bytes.
+    /// The total memory, in bytes.
     pub total: u64,
-    /// The bytes free when this was asked; none when that is not known before the device is opened.
+    /// The bytes that were free when the device was queried. `None` if that is unknown until the device is opened.
     pub free: Option<u64>,
-    /// The bytes that opening it will take of its memory before anything is allocated there: a context. Zero where
-    /// opening takes nothing, and once it is open, since `free` is then without them.
+    /// The bytes of memory that opening the device takes before anything is allocated there, for example for a context.
+    /// Zero if opening takes nothing, and once the device is open, since `free` then excludes them.
     #[serde(default)]
     pub opening: u64,
-    /// The most of its memory that may be pinned at one time, where a backend or a description says so; see
+    /// The most bytes of memory that may be pinned at one time, if a backend or a description says so; see
     /// [`pinned_cap`](DeviceInfo::pinned_cap).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinnable: Option<u64>,
-    /// The device whose memory it shares (unified memory); itself otherwise.
+    /// The device whose memory this one shares (unified memory); otherwise the device itself.
     pub domain: DeviceId,
-    /// What else is known of a GPU.
+    /// Further properties of a GPU.
     pub gpu: Option<GpuDetails>,
 }
 
 impl DeviceInfo {
-    /// A device with a memory of its own, all of it free.
+    /// A device with its own memory, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
         let (name, free) = (id.to_string(), Some(total));
         DeviceInfo { id, name, total, free, opening: 0, pinnable: None, domain: id, gpu: None }
     }
 
-    /// Sets the maker's name.
+    /// Sets the vendor's name.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> DeviceInfo {
         self.name = name.into();
@@ -57,42 +57,43 @@ impl DeviceInfo {
         self
     }
 
-    /// Sets the bytes that opening it will take.
+    /// Sets the bytes that opening the device takes.
     #[must_use]
     pub fn opening(mut self, bytes: u64) -> DeviceInfo {
         self.opening = bytes;
         self
     }
 
-    /// Sets the most of its memory that may be pinned at one time.
+    /// Sets the most bytes of memory that may be pinned at one time.
     #[must_use]
     pub fn pinnable(mut self, bytes: Option<u64>) -> DeviceInfo {
         self.pinnable = bytes;
         self
     }
 
-    /// Sets the device whose memory it shares.
+    /// Sets the device whose memory this one shares.
     #[must_use]
     pub fn domain(mut self, domain: DeviceId) -> DeviceInfo {
         self.domain = domain;
         self
     }
 
-    /// Sets what is known of a GPU.
+    /// Sets the properties of a GPU.
     #[must_use]
     pub fn gpu(mut self, details: GpuDetails) -> DeviceInfo {
         self.gpu = Some(details);
         self
     }
 
-    /// The bytes that a plan can count on: the free ones, or all where the free ones are not known. Of a device that
-    /// is not open, opening takes its part of them.
+    /// The bytes that a plan can count on: the free bytes, or all if the free bytes are unknown. They include the bytes that
+    /// opening the device takes.
     pub fn usable(&self) -> u64 {
         self.free.map_or(self.total, |free| free.min(self.total))
     }
 
-    /// The most of its memory that may be pinned at one time. Where nobody says: 40 % of all on Windows; elsewhere 90 %, or
-    /// all but 4 GiB where that is less, and at least 40 %; the caps that ComfyUI keeps to.
+    /// The most bytes of memory that may be pinned at one time: [`pinnable`](DeviceInfo::pinnable) if it is set. The default
+    /// is 40 % of the total on Windows. Elsewhere it is 90 %, or all but 4 GiB if that is less, and at least 40 %. These are
+    /// the caps that ComfyUI uses.
     pub fn pinned_cap(&self) -> u64 {
         let percent = |percent: u64| self.total / 100 * percent;
         self.pinnable.unwrap_or_else(|| match cfg!(windows) {
@@ -101,47 +102,47 @@ impl DeviceInfo {
         })
     }
 
-    /// What of [`usable`](DeviceInfo::usable) is left for weights, slots and the rest once the device is open.
+    /// The part of [`usable`](DeviceInfo::usable) that is left for weights, slots and the rest once the device is open.
     pub fn usable_open(&self) -> u64 {
         self.usable().saturating_sub(self.opening)
     }
 }
 
-/// The memory of an open device, in bytes.
+/// The memory usage of an open device, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// All of it.
+    /// The total memory.
     pub total: u64,
-    /// What the system or the driver says is free.
+    /// The free memory, as the system or the driver reports it.
     pub free: u64,
-    /// What this process has taken through this library, allocated or reserved.
+    /// The memory that this process has taken through this library, allocated or reserved.
     pub charged: u64,
     /// The part of `charged` that is reserved and not allocated yet, so still counted in `free`.
     pub reserved: u64,
 }
 
 impl MemoryUsage {
-    /// A device's memory in bytes; `reserved` is the part of `charged` not allocated yet.
+    /// Creates a memory usage, all in bytes. `reserved` is the part of `charged` that is not allocated yet.
     pub fn new(total: u64, free: u64, charged: u64, reserved: u64) -> MemoryUsage {
         MemoryUsage { total, free, charged, reserved }
     }
 
-    /// What can still be taken: free and not promised to anyone.
+    /// The memory that can still be taken: free and not reserved.
     pub fn available(&self) -> u64 {
         self.free.saturating_sub(self.reserved)
     }
 
-    /// `total - free`, whoever uses it.
+    /// The memory in use by anyone: `total - free`.
     pub fn used(&self) -> u64 {
         self.total.saturating_sub(self.free)
     }
 }
 
-/// A set of devices and the links between them: what a plan is made for.
+/// A set of devices and the links between them. Plans are made for a machine.
 ///
-/// Its devices stand in order of id, each once, and they and the topology agree on which of them share a memory. So it is
-/// of one that is deserialised, whatever the order of its devices; one that names a device twice is an error.
+/// The devices are unique and in order of id, and they and the topology agree on which devices share a memory. This also
+/// holds for a deserialised machine, whatever the order of its devices; naming a device twice is an error.
 ///
 /// ```
 /// use tensor_offload::Machine;
@@ -153,7 +154,7 @@ impl MemoryUsage {
 /// # Ok::<(), tensor_offload::Error>(())
 /// ```
 ///
-/// What has been checked stays so, since nothing of it can be changed in place:
+/// These properties stay true, since a machine cannot be changed in place:
 ///
 /// ```compile_fail,E0616
 /// let mut machine = tensor_offload::Machine::described(&["cpu=64gib".parse().unwrap()]);
@@ -166,7 +167,7 @@ pub struct Machine {
     topology: Topology,
 }
 
-/// What a machine is deserialised from.
+/// The serialised form of a machine.
 #[derive(Deserialize)]
 #[serde(rename = "Machine")]
 struct Parts {
@@ -187,8 +188,8 @@ impl TryFrom<Parts> for Machine {
 }
 
 impl Machine {
-    /// A machine of these devices. Of two with one id the later stands. Devices of one memory are entered in the
-    /// topology as such, and devices that the topology has within another's memory get that as their domain.
+    /// Creates a machine of these devices. If two devices have the same id, the later is kept. Devices that share a memory
+    /// are entered in the topology, and devices that share a memory in the topology get its owner as their domain.
     pub fn new(devices: impl IntoIterator<Item = DeviceInfo>, topology: Topology) -> Machine {
         let mut by_id: BTreeMap<_, _> = devices.into_iter().map(|d| (d.id, d)).collect();
         let topology = by_id.values().fold(topology, |topology, d| topology.within(d.id, d.domain));
@@ -196,23 +197,23 @@ impl Machine {
         Machine { devices: by_id.into_values().collect(), topology }
     }
 
-    /// The same devices with these links between them. Devices that shared a memory still do.
+    /// Replaces the links between the devices. Devices that shared a memory still do.
     #[must_use]
     pub fn with_topology(self, topology: Topology) -> Machine {
         Machine::new(self.devices, topology)
     }
 
-    /// The devices, in order of id, each once.
+    /// The devices, in order of id and without duplicates.
     pub fn devices(&self) -> &[DeviceInfo] {
         &self.devices
     }
 
-    /// Their links, where known.
+    /// The links between the devices, as far as they are known.
     pub fn topology(&self) -> &Topology {
         &self.topology
     }
 
-    /// The machine that these descriptions describe.
+    /// Creates a machine from descriptions of its devices.
     pub fn described(devices: &[Described]) -> Machine {
         let mut topology = Topology::new();
         for device in devices {
@@ -231,7 +232,7 @@ impl Machine {
     /// The device `id`.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] when there is none, with those that there are.
+    /// [`Error::UnknownDevice`] with the known devices when there is no such device.
     pub fn device(&self, id: DeviceId) -> Result<&DeviceInfo> {
         self.devices
             .iter()
@@ -245,8 +246,9 @@ impl Machine {
     }
 }
 
-/// A device described by hand: `ID=TOTAL[,free=F][,link=GBPS][,domain=ID][,pinned=MOST]`, the link in decimal GB/s each way,
-/// the domain that of the device whose memory it shares, and the most of the host's memory that may be pinned.
+/// A description of a device: `ID=TOTAL[,free=F][,link=GBPS][,domain=ID][,pinned=MOST]`. The link is in decimal GB/s in each
+/// direction, the domain is the device whose memory this one shares, and `pinned` is the most memory of the host that may be
+/// pinned.
 ///
 /// ```
 /// use tensor_offload::ByteSize;
@@ -258,17 +260,17 @@ impl Machine {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Described {
-    /// Its name in allocation strings.
+    /// The name in allocation strings.
     pub id: DeviceId,
-    /// All of its memory.
+    /// The total memory.
     pub total: ByteSize,
-    /// What of it is free; all where none is given.
+    /// The free memory. `None` means all of it.
     pub free: Option<ByteSize>,
-    /// Its link to the host, each way.
+    /// The speed of the link to the host, in each direction.
     pub link: Option<Bandwidth>,
-    /// The device whose memory it shares, if it has none of its own.
+    /// The device whose memory this one shares. `None` if it has its own.
     pub domain: Option<DeviceId>,
-    /// The most of its memory that may be pinned, for the host.
+    /// The most memory that may be pinned, for the host.
     pub pinned: Option<ByteSize>,
 }
 
@@ -383,7 +385,7 @@ mod tests {
         let mut json = serde_json::to_value(&machine).unwrap();
         assert_eq!(json.as_object().unwrap().keys().collect::<Vec<_>>(), ["devices", "topology"]);
         json["devices"].as_array_mut().unwrap().reverse();
-        // What the topology says of memory that is shared follows from the devices, and the other way round.
+        // Shared memory in the topology follows from the devices, and vice versa.
         let mut unshared = json.clone();
         unshared["topology"]["within"].as_object_mut().unwrap().clear();
         let mut apart = json.clone();
@@ -407,7 +409,7 @@ mod tests {
             machine.devices().iter().map(|d| d.domain).collect::<Vec<_>>()
         };
         let host = DeviceId::CPU;
-        // What the topology alone knows; a memory within a memory; two, each of which is said to be within the other.
+        // Known to the topology alone; a memory within a memory; two memories, each declared to be within the other.
         assert_eq!(domains(&Machine::new(devices(a, b), Topology::new().within(a, host))), [host, b]);
         assert_eq!(domains(&Machine::new(devices(b, host), Topology::new())), [host, host]);
         assert_eq!(domains(&Machine::new(devices(host, a), Topology::new())), [host, host]);

@@ -1,4 +1,4 @@
-//! How fast bytes got from device to device when that was measured.
+//! Measured speeds of copies between devices.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{Bandwidth, DeviceId, Topology};
 use crate::bytes::ByteSize;
 
-/// The way that bytes took.
+/// The kind of route that was measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -17,20 +17,20 @@ pub enum LinkKind {
     Memory,
     /// Between a device and ordinary host memory.
     Pageable,
-    /// Between a device and pinned host memory. To simulated devices all host memory is that.
+    /// Between a device and pinned host memory. For simulated devices, all host memory counts as pinned.
     Pinned,
-    /// Between a device and ordinary host memory by way of pinned buffers, filled or emptied by the host.
+    /// Between a device and ordinary host memory through pinned buffers, which the host fills or empties.
     Staged,
-    /// As `Pinned`, while as much goes the other way.
+    /// As `Pinned`, with equal traffic in the opposite direction.
     BothWays,
-    /// From one device's memory straight to another's.
+    /// From one device's memory directly to another's.
     Peer,
-    /// From one device's memory to another's by way of pinned buffers.
+    /// From one device's memory to another's through pinned buffers.
     PeerStaged,
 }
 
 impl LinkKind {
-    /// Its name: `pinned`, `both_ways`.
+    /// The name, such as `pinned` or `both_ways`.
     pub fn name(self) -> &'static str {
         match self {
             LinkKind::Memory => "memory",
@@ -50,29 +50,29 @@ impl fmt::Display for LinkKind {
     }
 }
 
-/// One way between two devices, in one direction, as measured.
+/// One route between two devices in one direction, as measured.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Link {
-    /// Where the bytes were.
+    /// The source device.
     pub from: DeviceId,
-    /// Where they went.
+    /// The destination device.
     pub to: DeviceId,
-    /// The way they took.
+    /// The kind of route.
     pub kind: LinkKind,
-    /// The bytes of each copy.
+    /// The size of each copy, in bytes.
     pub bytes: u64,
-    /// The bytes of a copy over the median of the copies' times.
+    /// The size of a copy divided by the median of the copies' times.
     pub bandwidth: Bandwidth,
-    /// How many copies were timed, those to warm up not counted.
+    /// The number of timed copies, without warm-up copies.
     pub median_of: u32,
-    /// What a copy of four bytes takes from the call until the host sees its end, alone: the fixed cost of a copy that
-    /// is waited for, where it was measured. It is not taken off the figure above.
+    /// The time of a single copy of four bytes, from the call until the host observes its completion: the fixed cost of a
+    /// copy that is waited for. `None` if it was not measured. It is not subtracted in `bandwidth`.
     pub fixed: Option<Duration>,
 }
 
 impl Link {
-    /// What was measured of one way: copies of `bytes`, `median_of` of them.
+    /// The measured speed of one route, from one copy of `bytes`.
     pub fn new(from: DeviceId, to: DeviceId, kind: LinkKind, bytes: u64, bandwidth: Bandwidth) -> Link {
         Link { from, to, kind, bytes, bandwidth, median_of: 1, fixed: None }
     }
@@ -82,44 +82,44 @@ impl Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LeftOut {
-    /// What: a kind of device, a device, or a way between two.
+    /// A kind of device, a device, or a route between two devices.
     pub what: String,
-    /// Why not.
+    /// The reason.
     pub why: String,
 }
 
 impl LeftOut {
-    /// What was not measured, and why not.
+    /// An entry for `what`, which was not measured because of `why`.
     pub fn new(what: impl Into<String>, why: impl Into<String>) -> LeftOut {
         LeftOut { what: what.into(), why: why.into() }
     }
 }
 
-/// The links of a machine as measured, each way and direction by itself, and what was left out.
+/// The measured links of a machine, each route and direction separately, and what was left out.
 ///
-/// What copies share (a PCIe switch, the host's memory) shows only where both directions of one link were measured at
-/// once; links of different devices are measured one after the other.
+/// Shared bottlenecks (a PCIe switch, the host's memory) show only where both directions of one link were measured
+/// concurrently; links of different devices are measured one after the other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct LinkMatrix {
-    /// The devices whose links were measured; the host is always one end or the other and not listed.
+    /// The devices whose links were measured. The host is not listed.
     pub devices: Vec<DeviceId>,
-    /// The ways that were measured.
+    /// The routes that were measured.
     pub links: Vec<Link>,
-    /// What was not, and why.
+    /// The routes and devices that were not measured, with the reasons.
     pub left_out: Vec<LeftOut>,
 }
 
 impl LinkMatrix {
-    /// The link of this kind, if it was measured.
+    /// The measured link of this kind. `None` if it was not measured.
     pub fn find(&self, from: DeviceId, to: DeviceId, kind: LinkKind) -> Option<&Link> {
         self.links.iter().find(|link| (link.from, link.to, link.kind) == (from, to, kind))
     }
 
-    /// The links as a topology, for [`Plan::estimate`](crate::Plan::estimate): those of devices to the host with
-    /// pinned memory (ordinary memory where nothing could be pinned), and peer links for each direction. A pair
-    /// without a measured peer link counts as one that cannot reach each other, so that its bytes pass the host. A
-    /// way that was measured in one direction only counts as that fast in the other.
+    /// The links as a topology, for [`Plan::estimate`](crate::Plan::estimate). It has the links of devices to the host with
+    /// pinned memory (with ordinary memory if none could be pinned), and a peer link for each direction. A pair without a
+    /// measured peer link counts as unable to reach each other, so its bytes go through the host. A host link that was
+    /// measured in one direction only is assumed to be equally fast in the other.
     pub fn topology(&self) -> Topology {
         let speed = |from, to| {
             let kinds = [LinkKind::Pinned, LinkKind::Pageable];

@@ -1,4 +1,4 @@
-//! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens one.
+//! Devices as values: their names, sizes, links, and snapshots of their memory. Nothing here opens a device.
 
 mod bookings;
 mod gpu;

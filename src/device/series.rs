@@ -1,4 +1,4 @@
-//! Several snapshots of memory: how full devices were, and where what was counted and what the driver says part.
+//! Series of memory snapshots: the memory usage of devices over time, and where the ledger and the driver disagree.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,10 +10,10 @@ use crate::bytes::ByteSize;
 
 /// Snapshots in the order in which they were taken.
 ///
-/// A ledger counts what this process took through the library; the driver reports what anyone uses. What the two say
-/// changed since the first snapshot should be the same. Where it is not, something takes memory that nobody counts:
-/// another process, another library, or an allocator's cache, which [`Registry::trim`](crate::Registry::trim) empties.
-/// The host and the disk are left out of this, since everything on the system uses them.
+/// A ledger counts the memory that this process took through the library; the driver reports the memory in use by anyone.
+/// Both should report the same change since the first snapshot. If they do not, something takes memory that the ledger does
+/// not count: another process, another library, or an allocator's cache, which [`Registry::trim`](crate::Registry::trim)
+/// empties. The host and the disk are excluded, since everything on the system uses them.
 ///
 /// Prints a line for each device, with the least and the most in use, then the differences.
 ///
@@ -37,17 +37,17 @@ pub struct MemorySeries {
     tolerance: u64,
 }
 
-/// A device of which the ledger and the driver say different things: both changes since the first snapshot of a series.
+/// A disagreement of the ledger and the driver: the change that each reports since the first snapshot of a series.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MemoryDrift {
-    /// The snapshot.
+    /// The tag of the snapshot.
     pub tag: String,
     /// The device.
     pub device: DeviceId,
-    /// By how many bytes what this process has allocated grew, as the ledger counts them.
+    /// The growth, in bytes, of this process's allocations as the ledger counts them.
     pub counted: i64,
-    /// By how many bytes what is in use grew, as the driver reports it.
+    /// The growth, in bytes, of the memory in use as the driver reports it.
     pub reported: i64,
 }
 
@@ -58,23 +58,24 @@ impl Default for MemorySeries {
 }
 
 impl MemorySeries {
-    /// How far the ledger and the driver may part by default: what allocators round up to, and what a driver takes for
-    /// its own tables. A context, which a driver makes when its device is opened, takes more; begin a series after that.
+    /// The default tolerance for a difference between the ledger and the driver. It covers the rounding of allocators and a
+    /// driver's own tables. The context that a driver creates when its device is opened takes more; begin a series after
+    /// that.
     pub const TOLERANCE: ByteSize = ByteSize(64 << 20);
 
-    /// No snapshots yet, and a tolerance of [`TOLERANCE`](MemorySeries::TOLERANCE).
+    /// An empty series with a tolerance of [`TOLERANCE`](MemorySeries::TOLERANCE).
     pub fn new() -> MemorySeries {
         MemorySeries::default()
     }
 
-    /// Sets how far the ledger and the driver may part.
+    /// Sets the tolerated difference between the ledger and the driver.
     #[must_use]
     pub fn tolerance(mut self, bytes: ByteSize) -> MemorySeries {
         self.tolerance = bytes.get();
         self
     }
 
-    /// Adds a snapshot. What parts at it by more than the tolerance is logged as a warning, too.
+    /// Adds a snapshot. Also logs its drifts as warnings.
     pub fn push(&mut self, snapshot: MemorySnapshot) {
         self.snapshots.push(snapshot);
         let last = self.snapshots.len() - 1;
@@ -86,7 +87,7 @@ impl MemorySeries {
         &self.snapshots
     }
 
-    /// Where the ledger and the driver part by more than the tolerance, in order.
+    /// The differences between the ledger and the driver that exceed the tolerance, in order of snapshot.
     pub fn drifts(&self) -> Vec<MemoryDrift> {
         (0..self.snapshots.len()).flat_map(|index| self.drifts_at(index)).collect()
     }
@@ -99,8 +100,8 @@ impl MemorySeries {
             let grown = |now: u64, then: u64| now as i64 - then as i64;
             let allocated = |memory: &super::MemoryUsage| memory.charged.saturating_sub(memory.reserved);
             let (counted, reported) = (grown(allocated(memory), allocated(then)), grown(memory.used(), then.used()));
-            let parted = counted.abs_diff(reported) > self.tolerance;
-            parted.then(|| MemoryDrift { tag: now.tag.clone(), device: *id, counted, reported })
+            let differs = counted.abs_diff(reported) > self.tolerance;
+            differs.then(|| MemoryDrift { tag: now.tag.clone(), device: *id, counted, reported })
         };
         own.filter_map(drift)
     }

@@ -1,4 +1,4 @@
-//! One line that says how full every device is.
+//! Snapshots of the memory usage of all devices, printed as one line.
 
 use std::fmt;
 
@@ -6,15 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use super::{DeviceId, MemoryUsage};
 
-/// The memory of all devices at one moment, with a tag that says which.
+/// The memory usage of all devices at one moment, with a tag that names the moment.
 ///
 /// Prints as `tag=after load|cpu=3.25/62.70|cuda:0=1.50/2.00`, used over total in GiB.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MemorySnapshot {
-    /// What had just happened.
+    /// The name of the moment.
     pub tag: String,
-    /// Device and its memory, in order of device.
+    /// Each device and its memory usage, in order of device.
     pub devices: Vec<(DeviceId, MemoryUsage)>,
 }
 

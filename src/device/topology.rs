@@ -1,4 +1,4 @@
-//! Links between devices as shared segments.
+//! Links between devices, modelled as shared segments.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,24 +11,24 @@ use super::DeviceId;
 use crate::bytes::Decimal;
 use crate::error::{Error, Result};
 
-/// The speed of a link, in bytes a second. Parses and prints decimal GB/s (`27.2` is 27.2e9 bytes a second);
-/// serialises as bytes a second, of which there is at least one.
+/// The speed of a link, in bytes a second, at least 1. Parses and prints decimal GB/s (`27.2` is 27.2e9 bytes a second);
+/// serialises as bytes a second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "u64")]
 pub struct Bandwidth(u64);
 
 impl Bandwidth {
-    /// `bytes` a second, at least one.
+    /// A speed of `bytes` a second, at least 1.
     pub fn bytes_per_second(bytes: u64) -> Bandwidth {
         Bandwidth(bytes.max(1))
     }
 
-    /// In bytes a second.
+    /// The speed in bytes a second.
     pub fn get(self) -> u64 {
         self.0
     }
 
-    /// The time that `bytes` take, rounded up to a nanosecond.
+    /// The transfer time of `bytes`, rounded up to a nanosecond.
     pub fn time(self, bytes: u64) -> Duration {
         let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(self.0));
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
@@ -66,26 +66,27 @@ impl TryFrom<u64> for Bandwidth {
     }
 }
 
-/// A part of the machine that transfers share: everything that passes it shares its bandwidth.
+/// A part of the machine whose bandwidth is shared by all transfers that cross it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Segment {
-    /// What it is: `cuda:0 in`, `cuda:1 out`, the name of a switch, `cuda:0 <- cuda:1`.
+    /// The name: `cuda:0 in`, `cuda:1 out`, the name of a switch, `cuda:0 <- cuda:1`.
     pub name: String,
-    /// Its speed.
+    /// The speed.
     pub bandwidth: Bandwidth,
-    /// Whether the speed is what such links are known to attain, and neither measured here nor described.
+    /// Whether the speed is an estimate, from what such links are known to attain, and neither measured here nor described.
     #[serde(default)]
     pub estimated: bool,
 }
 
 /// The links of a machine as a graph of shared segments.
 ///
-/// A device's link to the host is two segments, one each way. A peer link is a segment of its own for each
-/// direction and passes neither. A shared segment (a PCIe switch, host memory) is passed by every route that
-/// starts or ends at one of its members and is no peer link.
+/// A device's link to the host is two segments, one in each direction. A peer link is a separate segment for each
+/// direction and uses neither of these. A shared segment (a PCIe switch, host memory) is crossed by every route that starts
+/// or ends at one of its members and is not a peer link.
 ///
-/// One that is deserialised has each link's segment, and no memory that is said to be within memory within another.
+/// Deserialising checks that every link's segment exists, and that no memory is within a memory that is itself within
+/// another.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Parts")]
 pub struct Topology {
@@ -98,11 +99,11 @@ pub struct Topology {
     shared: BTreeMap<usize, BTreeSet<DeviceId>>,
     /// Pairs of devices that cannot reach each other's memory.
     unreachable: BTreeSet<(DeviceId, DeviceId)>,
-    /// Device -> the device whose memory it shares, which has a memory of its own.
+    /// Device -> the device whose memory it shares, which has its own memory.
     within: BTreeMap<DeviceId, DeviceId>,
 }
 
-/// What a topology is deserialised from.
+/// The serialised form of a topology.
 #[derive(Deserialize)]
 #[serde(rename = "Topology")]
 struct Parts {
@@ -136,19 +137,19 @@ impl TryFrom<Parts> for Topology {
 }
 
 impl Topology {
-    /// No known link: every transfer takes no time in estimates.
+    /// A topology without known links: in estimates, transfers take no time.
     pub fn new() -> Topology {
         Topology::default()
     }
 
-    /// Adds the link of `device` to the host, `bandwidth` each way. For `cpu` and `disk` it is the speed of
-    /// that memory itself.
+    /// Adds the link of `device` to the host, with `bandwidth` in each direction. For `cpu` and `disk` it is the speed of the
+    /// memory or disk itself.
     #[must_use]
     pub fn link(self, device: DeviceId, bandwidth: Bandwidth) -> Topology {
         self.directed_link(device, bandwidth, bandwidth)
     }
 
-    /// Adds the link of `device` to the host with a speed for each way: `out` of the device, and `into` it.
+    /// Adds the link of `device` to the host with a speed for each direction: `out` of the device, and `into` it.
     #[must_use]
     pub fn directed_link(mut self, device: DeviceId, out: Bandwidth, into: Bandwidth) -> Topology {
         let out = self.segment(format!("{device} out"), out);
@@ -157,13 +158,13 @@ impl Topology {
         self
     }
 
-    /// Adds a direct link between two devices, `bandwidth` each way.
+    /// Adds a direct link between two devices, with `bandwidth` in each direction.
     #[must_use]
     pub fn peer(self, a: DeviceId, b: DeviceId, bandwidth: Bandwidth) -> Topology {
         self.directed_peer(b, a, bandwidth).directed_peer(a, b, bandwidth)
     }
 
-    /// Adds a direct link that carries bytes `from` one device `to` another, and not back.
+    /// Adds a direct link that carries bytes `from` one device `to` another, but not back.
     #[must_use]
     pub fn directed_peer(mut self, from: DeviceId, to: DeviceId, bandwidth: Bandwidth) -> Topology {
         let segment = self.segment(format!("{to} <- {from}"), bandwidth);
@@ -178,16 +179,16 @@ impl Topology {
         self
     }
 
-    /// Whether no speed in it was measured or described: there are none, or only estimates.
+    /// Whether no speed in the topology was measured or described: it has no segments, or only estimates.
     pub fn is_estimate(&self) -> bool {
         self.segments.iter().all(|segment| segment.estimated)
     }
 
-    /// Says that `device` has no memory but that of `memory`. What is copied within one memory passes no link of a
-    /// device, only that memory's own segment where one was given.
+    /// Declares that `device` has no memory of its own but uses that of `memory`. A copy within one memory crosses no link
+    /// of a device, only that memory's own segment, if there is one.
     ///
-    /// A memory that is within another itself stands for that one, and what was within `device` is within it from now on.
-    /// If that one was `device`, it was within the other way round before, and what is said last stands.
+    /// If `memory` is itself within another memory, that one is used instead. Memories that were within `device` move along.
+    /// If `memory` was within `device`, the new declaration reverses that.
     #[must_use]
     pub fn within(mut self, device: DeviceId, memory: DeviceId) -> Topology {
         if device != memory {
@@ -215,14 +216,14 @@ impl Topology {
         self
     }
 
-    /// Says that `a` and `b` cannot read each other's memory, so that copies go through the host.
+    /// Declares that `a` and `b` cannot read each other's memory, so that copies between them go through the host.
     #[must_use]
     pub fn no_peer_access(mut self, a: DeviceId, b: DeviceId) -> Topology {
         self.unreachable.extend([(a, b), (b, a)]);
         self
     }
 
-    /// Says that `to` cannot read the memory of `from`, whatever holds the other way round.
+    /// Declares that `to` cannot read the memory of `from`. The opposite direction is unaffected.
     #[must_use]
     pub fn no_access(mut self, from: DeviceId, to: DeviceId) -> Topology {
         self.unreachable.insert((to, from));
@@ -234,18 +235,18 @@ impl Topology {
         self.segments.len() - 1
     }
 
-    /// All segments; routes name them by place.
+    /// All segments. Routes refer to them by index.
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
 
-    /// The device whose memory `device` uses: itself unless told otherwise.
+    /// The device whose memory `device` uses: itself unless declared otherwise.
     pub fn memory_of(&self, device: DeviceId) -> DeviceId {
         self.within.get(&device).copied().unwrap_or(device)
     }
 
-    /// Whether `to` can read the memory of `from`: the host, the disk and devices of the same memory always can be,
-    /// devices of one kind unless told otherwise.
+    /// Whether `to` can read the memory of `from`. True if either is the host or the disk, if both share a memory, and for
+    /// devices of the same kind unless declared otherwise.
     pub fn reaches(&self, to: DeviceId, from: DeviceId) -> bool {
         let near = |d: DeviceId| matches!(d.kind(), super::DeviceKind::Cpu | super::DeviceKind::Disk);
         self.memory_of(to) == self.memory_of(from)
@@ -254,38 +255,38 @@ impl Topology {
             || (to.kind() == from.kind() && !self.unreachable.contains(&(to, from)))
     }
 
-    /// The segments that bytes pass until they are in the memory of `to`, each as often as they pass it.
+    /// The segments that bytes cross from the memory of `from` to that of `to`, each as often as they cross it.
     ///
-    /// That is the [`route`](Topology::route) of two devices, one of which reaches the other. What nothing but the host
-    /// can read, the disk and memory that `to` cannot reach, goes to the host's memory first and from there on.
+    /// If `to` can read the memory of `from`, this is their [`route`](Topology::route). Bytes that only the host can read, on
+    /// the disk or in memory that `to` cannot reach, go to the host's memory first and on from there.
     pub fn way(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         let ends = [from, to];
         let reads_itself = !ends.contains(&DeviceId::DISK) || self.peer_link(from, to).is_some();
         if from == to || ends.contains(&DeviceId::CPU) || (reads_itself && self.reaches(to, from)) {
             return self.route(from, to);
         }
-        let mut way = self.route(from, DeviceId::CPU);
-        way.extend(self.route(DeviceId::CPU, to));
-        way
+        let mut route = self.route(from, DeviceId::CPU);
+        route.extend(self.route(DeviceId::CPU, to));
+        route
     }
 
-    /// As [`way`](Topology::way), for bytes that are copied to a staging buffer on the host on their way: those of the
-    /// host itself then pass its memory once more.
+    /// As [`way`](Topology::way), for bytes that go through a staging buffer on the host. Bytes of the host itself then cross
+    /// its memory once more.
     pub fn staged_way(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         if !from.is_host() {
             return self.way(from, to);
         }
-        let mut way = self.route(from, to);
-        way.extend(self.links.get(&from).into_iter().flat_map(|&(out, into)| [out, into]));
-        way.extend(self.shared.iter().filter(|(_, members)| members.contains(&from)).map(|(&segment, _)| segment));
-        way
+        let mut route = self.route(from, to);
+        route.extend(self.links.get(&from).into_iter().flat_map(|&(out, into)| [out, into]));
+        route.extend(self.shared.iter().filter(|(_, members)| members.contains(&from)).map(|(&segment, _)| segment));
+        route
     }
 
     fn peer_link(&self, from: DeviceId, to: DeviceId) -> Option<usize> {
         self.peers.get(&to).and_then(|sources| sources.get(&from)).copied()
     }
 
-    /// The segments that bytes pass on the way between two devices, each once; empty where nothing is known.
+    /// The segments that bytes cross between two devices, each once. Empty if no link is known.
     pub fn route(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         if from == to {
             return Vec::new();

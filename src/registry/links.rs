@@ -11,19 +11,19 @@ use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Role, Route, Strea
 use crate::device::{DeviceId, DeviceKind, LeftOut, Link, LinkKind, LinkMatrix, Topology};
 use crate::error::{Error, Result};
 
-/// Measures how fast bytes get from the host to each accelerator and back, and from each accelerator to each other
-/// one. Opens every accelerator.
+/// Measures the speed of copies from the host to each accelerator and back, and from each accelerator to every other one.
+/// Opens every accelerator.
 ///
-/// Of each way it gives the median of several copies, after some to warm up, and it looks at what arrived. Where
-/// streams let that be, they are held until all copies are queued. Simulated devices are timed by their own clock,
-/// others by the host's; what a copy costs beside its bytes is measured too. On a virtual clock the time of the
-/// simulated devices moves on.
+/// The result for each route is the median of several copies, after some warm-up copies, and the bytes that arrive are
+/// verified. Streams are held until all copies are queued, if they support that. Simulated devices are timed by their own
+/// clock, others by the host's. The fixed cost of a copy is measured too. On a virtual clock the time of the simulated
+/// devices advances.
 ///
-/// What cannot be measured (a device that is lost or too full, a kind that is not here, memory that cannot be
-/// pinned, bytes that arrived wrong) is left out, and the matrix says why.
+/// Anything that cannot be measured (a device that is lost or too full, an unavailable kind of device, memory that cannot be
+/// pinned, bytes that arrived corrupted) is left out, and the matrix says why.
 ///
 /// # Errors
-/// [`Error::Invalid`] for copies of no bytes; when the host has no memory for one copy.
+/// [`Error::Invalid`] for copies of zero bytes; when the host has no memory for one copy.
 pub fn measure_links(registry: &Registry, timing: &LinkTiming) -> Result<LinkMatrix> {
     if timing.bytes.get() == 0 {
         return Err(Error::invalid("copies of no bytes have no speed"));
@@ -33,7 +33,7 @@ pub fn measure_links(registry: &Registry, timing: &LinkTiming) -> Result<LinkMat
         matrix.left_out.push(LeftOut::new(kind.to_string(), why.as_str()));
     }
     let (mut ends, limit) = (Vec::new(), registry.limits().work);
-    // Opened before the host gives memory: it is pinned for the devices that are open.
+    // Opened before host memory is allocated: memory is pinned for the devices that are open.
     for id in registry.machine().ids().filter(|id| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk)) {
         match registry.device(id).and_then(|device| End::open(device, limit)) {
             Ok(end) => ends.push(end),
@@ -59,8 +59,8 @@ pub fn measure_links(registry: &Registry, timing: &LinkTiming) -> Result<LinkMat
 }
 
 impl Registry {
-    /// The links of its accelerators as [`measure_links`] finds them with [`LinkTiming::quick`], in some tens of
-    /// milliseconds a link: measured when first asked for, then kept.
+    /// The links of the registry's accelerators, measured by [`measure_links`] with [`LinkTiming::quick`]. The first call
+    /// measures, which takes some tens of milliseconds per link; later calls return the same result.
     ///
     /// # Errors
     /// As [`measure_links`].
@@ -83,7 +83,7 @@ impl Registry {
     }
 }
 
-/// A device with streams of both directions.
+/// A device with a stream for each direction.
 struct End {
     device: Arc<dyn Device>,
     up: Arc<dyn Stream>,
@@ -106,7 +106,7 @@ impl End {
     }
 }
 
-/// `bytes`, or the `share`-th part of what `device` has left where that is less, in whole pages where possible.
+/// The lesser of `bytes` and the `share`-th part of the memory that `device` has left, in whole pages if possible.
 fn fitting(device: &dyn Device, bytes: u64, share: u64) -> Result<usize> {
     let left = device.memory()?.available().min(device.ledger().limit().saturating_sub(device.ledger().charged()));
     let fit = bytes.min(left / share);
@@ -117,11 +117,11 @@ fn fitting(device: &dyn Device, bytes: u64, share: u64) -> Result<usize> {
     Ok(usize::try_from(fit).unwrap_or(usize::MAX))
 }
 
-/// What measures, and what it has found so far.
+/// A measurement in progress, with its results so far.
 struct Meter<'a> {
     host: Arc<dyn Device>,
     timing: &'a LinkTiming,
-    /// How long any copy may take.
+    /// The longest time that any copy may take.
     limit: Duration,
     bytes: usize,
     /// The number of the next pattern.
@@ -130,7 +130,7 @@ struct Meter<'a> {
 }
 
 impl Meter<'_> {
-    /// Measures something, or notes why that was not possible.
+    /// Runs a measurement, or records why it failed.
     fn note(&mut self, what: &str, measure: impl FnOnce(&mut Self) -> Result<()>) {
         if let Err(error) = measure(self) {
             self.leave_out(what, error.to_string());
@@ -155,7 +155,7 @@ impl Meter<'_> {
         self.matrix.links.push(link);
     }
 
-    /// Both directions of a device's link, in all the ways that are asked for.
+    /// Measures both directions of a device's link, by all requested kinds of route.
     fn device(&mut self, end: &End) {
         let id = end.id();
         let bytes = match fitting(&*end.device, self.bytes as u64, 4) {
@@ -213,7 +213,7 @@ impl Meter<'_> {
             }
         };
         dst.wait_unused(self.limit)?;
-        self.right(&dst.freeze(), bytes, seed)?;
+        self.verify(&dst.freeze(), bytes, seed)?;
         self.found((end.id(), DeviceId::CPU), kind, bytes, times, fixed);
         Ok(())
     }
@@ -229,15 +229,15 @@ impl Meter<'_> {
         self.check(end, &up.ends()?.1.freeze(), bytes, seed)?;
         let mut arrived = down.ends()?.1;
         arrived.wait_unused(self.limit)?;
-        self.right(&arrived.freeze(), bytes, other)?;
-        let ways = [(DeviceId::CPU, end.id()), (end.id(), DeviceId::CPU)];
-        for (way, times) in ways.into_iter().zip(times) {
-            self.found(way, LinkKind::BothWays, bytes, times, None);
+        self.verify(&arrived.freeze(), bytes, other)?;
+        let directions = [(DeviceId::CPU, end.id()), (end.id(), DeviceId::CPU)];
+        for (ends, times) in directions.into_iter().zip(times) {
+            self.found(ends, LinkKind::BothWays, bytes, times, None);
         }
         Ok(())
     }
 
-    /// From the memory of `from` to that of `to`: straight, or through the host where there is no other way.
+    /// Measures copies from the memory of `from` to that of `to`: direct, or through the host if there is no other route.
     fn peers(&mut self, from: &End, to: &End) {
         let what = format!("{} to {}", from.id(), to.id());
         match to.device.route_from(&*from.device) {
@@ -271,7 +271,7 @@ impl Meter<'_> {
         Ok(())
     }
 
-    /// Copies within the host's memory, by a stream of its own.
+    /// Measures copies within the host's memory, on the host's own stream.
     fn memory(&mut self) -> Result<()> {
         let end = End::open(Arc::clone(&self.host), self.limit)?;
         let (src, seed) = self.source(&end, LinkKind::Pageable, self.bytes)?;
@@ -280,13 +280,13 @@ impl Meter<'_> {
         let (times, fixed) = self.along(end.watch, LinkKind::Memory, &mut lane)?;
         let mut dst = lane.ends()?.1;
         dst.wait_unused(self.limit)?;
-        self.right(&dst.freeze(), self.bytes, seed)?;
+        self.verify(&dst.freeze(), self.bytes, seed)?;
         self.found((DeviceId::CPU, DeviceId::CPU), LinkKind::Memory, self.bytes, times, Some(fixed));
         Ok(())
     }
 
-    /// The times of the copies of one lane, and of small ones. Copies from and to ordinary memory cannot be queued
-    /// ahead: a driver carries them out while the caller waits.
+    /// The times of one lane's copies, and the time of a small copy. Copies from and to ordinary memory cannot be queued
+    /// ahead: the driver executes them while the caller waits.
     fn along(&self, watch: Watch, kind: LinkKind, lane: &mut Lane<'_>) -> Result<(Vec<Duration>, Duration)> {
         let times = if kind == LinkKind::Pageable {
             let bytes = lane.bytes;
@@ -302,7 +302,7 @@ impl Meter<'_> {
         if end.watch.simulated() || relay.pinned() { Ok(relay) } else { Err(unpinned()) }
     }
 
-    /// Host memory as `kind` wants it.
+    /// Host memory as `kind` requires it.
     fn host_memory(&self, end: &End, kind: LinkKind, bytes: usize) -> Result<BufMut> {
         if kind != LinkKind::Pinned {
             return self.host.alloc(bytes, MemoryKind::Arena);
@@ -312,7 +312,7 @@ impl Meter<'_> {
         if pinned { Ok(memory) } else { Err(unpinned()) }
     }
 
-    /// Host memory with a pattern in it, and the pattern's number.
+    /// Host memory filled with a pattern, and the pattern's number.
     fn source(&mut self, end: &End, kind: LinkKind, bytes: usize) -> Result<(Buf, u64)> {
         let mut memory = self.host_memory(end, kind, bytes)?;
         self.seed += 1;
@@ -320,20 +320,20 @@ impl Meter<'_> {
         Ok((memory.freeze(), self.seed))
     }
 
-    /// Device memory with a pattern in it, and the pattern's number.
+    /// Device memory filled with a pattern, and the pattern's number.
     fn filled(&mut self, end: &End, bytes: usize) -> Result<(Buf, u64)> {
         let (src, seed) = self.source(end, LinkKind::Pageable, bytes)?;
         let transfer = Transfer::whole(&src, end.device.alloc(bytes, MemoryKind::Arena)?)?;
         Ok((end.up.send(transfer)?.wait(self.limit)?.freeze(), seed))
     }
 
-    /// Looks at what arrived on a device.
+    /// Verifies the bytes that arrived on a device.
     fn check(&self, end: &End, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
         let back = Transfer::whole(arrived, self.host.alloc(arrived.bytes(), MemoryKind::Arena)?)?;
-        self.right(&end.down.copy(back)?.wait(self.limit)?.freeze(), bytes, seed)
+        self.verify(&end.down.copy(back)?.wait(self.limit)?.freeze(), bytes, seed)
     }
 
-    fn right(&self, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
+    fn verify(&self, arrived: &Buf, bytes: usize, seed: u64) -> Result<()> {
         let memory = arrived.host(self.limit)?.ok_or_else(lost)?;
         match pattern::matches(&memory[..bytes], seed)? {
             true => Ok(()),
@@ -363,7 +363,7 @@ mod tests {
         Bandwidth::bytes_per_second(n * 100_000_000)
     }
 
-    /// Two cards with links of their own each way, in tenths of GB/s, a peer link one way, and no access the other.
+    /// Two cards with separate links in each direction, in tenths of GB/s, a peer link one way, and no access the other way.
     fn machine(tenths: u64) -> Machine {
         let (a, b) = (DeviceId::cuda(0), DeviceId::cuda(1));
         let topology = Topology::new()
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!(matrix.links[0].bytes, 16 << 20, "a quarter of the small card");
         assert_eq!(matrix.left_out.len(), 1, "{matrix}");
         assert!(matrix.left_out[0].why.contains("cannot reach"), "{matrix}");
-        // The topology that follows sends bytes over the same segments.
+        // The resulting topology sends bytes over the same segments.
         let measured = registry.measured_topology().unwrap();
         for (from, to) in [(host, a), (a, host), (host, b), (b, host), (a, b)] {
             let speeds =
@@ -403,8 +403,8 @@ mod tests {
         assert!(Arc::ptr_eq(&matrix, &registry.links().unwrap()), "measured once");
     }
 
-    /// In real time a busy machine makes figures fall, as far as it likes; what the times tell of is tested with made-up ones
-    /// in `timing.rs`, and how near they come is measured by `benches/transfer.rs`.
+    /// In real time a busy machine lowers the figures without bound. The evaluation of times is tested with made-up ones in
+    /// `timing.rs`, and its accuracy is measured by `benches/transfer.rs`.
     #[test]
     fn a_wall_clock_gives_no_more_than_was_described() {
         let registry = Registry::described(machine(5), Clock::Wall);
@@ -413,10 +413,10 @@ mod tests {
         let (host, a, b) = (DeviceId::CPU, DeviceId::cuda(0), DeviceId::cuda(1));
         let begin = Instant::now();
         let matrix = measure_links(&registry, &timing).unwrap();
-        // No copy took longer than all of them together.
+        // No copy took longer than all of them together did.
         let least = speed(4 << 20, begin.elapsed()).get();
         assert!(matrix.links.iter().all(|link| link.bandwidth.get() >= least), "{matrix}");
-        // 20/17 of what was described: what `Run::plausible` lets pass.
+        // 20/17 of the described speeds: the most that `Run::plausible` lets pass.
         for (from, to, kind, most) in [
             (host, a, LinkKind::Pinned, 589_000_000),
             (a, host, LinkKind::Pinned, 942_000_000),
@@ -448,8 +448,8 @@ mod tests {
         for nth in 1..=calls {
             countdown.fail_nth(nth);
             let matrix = measure().unwrap();
-            let told = matrix.left_out.iter().any(|left| left.why.contains("on purpose"));
-            assert!(told && matrix.links.len() < whole.links.len(), "operation {nth} of {calls}:\n{matrix}");
+            let reported = matrix.left_out.iter().any(|left| left.why.contains("on purpose"));
+            assert!(reported && matrix.links.len() < whole.links.len(), "operation {nth} of {calls}:\n{matrix}");
         }
     }
 

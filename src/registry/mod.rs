@@ -1,4 +1,4 @@
-//! The devices of a machine, opened when they are first used, and how fast their links are.
+//! The devices of a machine, opened at first use, and the measured speeds of their links.
 
 mod links;
 mod pattern;
@@ -18,7 +18,7 @@ use crate::limits::Limits;
 
 /// All devices that this process can use.
 ///
-/// A device is opened when it is first asked for and stays open; one that nobody asks for is never touched.
+/// A device is opened when it is first requested, and stays open. A device that is never requested is never touched.
 ///
 /// ```
 /// use tensor_offload::{DeviceId, Registry};
@@ -31,19 +31,19 @@ use crate::limits::Limits;
 pub struct Registry {
     backends: Vec<Arc<dyn Backend>>,
     machine: Machine,
-    /// Where each device of the machine comes from.
+    /// The index of the backend that each device belongs to.
     owner: BTreeMap<DeviceId, usize>,
     absent: Vec<(DeviceKind, String)>,
     open: Mutex<BTreeMap<DeviceId, Arc<dyn Device>>>,
-    /// Whether the devices are described, so that staging memory is none of theirs.
+    /// Whether the devices are only described, so that staging memory comes from this system's host instead.
     described: bool,
     limits: Limits,
-    /// The links, once they were measured.
+    /// The links, once measured.
     measured: Mutex<Option<Arc<LinkMatrix>>>,
 }
 
 impl Registry {
-    /// The devices that these backends find. Of two with one id the first stands.
+    /// Creates a registry of the devices that `backends` find. If two devices have the same id, the first is kept.
     pub fn new(backends: impl IntoIterator<Item = Arc<dyn Backend>>) -> Registry {
         let backends: Vec<_> = backends.into_iter().collect();
         let Discovery { infos, owner, absent } = Discovery::of(&backends);
@@ -61,11 +61,11 @@ impl Registry {
         }
     }
 
-    /// The devices of this system: CUDA devices where the library is built for them and there are any, the host's
-    /// memory, and its disk.
+    /// The devices of this system: CUDA devices, if the library is built with them and any are present, the host's memory,
+    /// and its disk.
     pub fn system() -> Registry {
         let backends: Vec<Arc<dyn Backend>> = vec![
-            // Before the host, whose memory it offers pinned.
+            // Precedes the host: it provides host memory that is pinned.
             #[cfg(feature = "cuda")]
             Arc::new(crate::backend::Cuda::new()),
             Arc::new(Host::new()),
@@ -73,8 +73,9 @@ impl Registry {
         Registry::new(backends)
     }
 
-    /// Devices that are only described, as in `cuda:0=24gib,link=27.2` ([`DeviceInfo`]): simulated in host memory, with real
-    /// bytes, and in real time as slow as their links. For programs that are tried without a card.
+    /// Devices that are only described, as in `cuda:0=24gib,link=27.2` ([`Described`](crate::device::Described)). They are
+    /// simulated in host memory with real bytes, and their copies take as long, in real time, as their links need. For trying
+    /// programs without a card.
     ///
     /// ```
     /// use tensor_offload::{DeviceId, Registry};
@@ -84,41 +85,41 @@ impl Registry {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Allocation`] for a description that is not of the form, with the place.
+    /// [`Error::Allocation`] for a malformed description, with the position of the fault.
     pub fn simulated<'a>(devices: impl IntoIterator<Item = &'a str>) -> Result<Registry> {
         let devices: Vec<_> = devices.into_iter().map(str::parse).collect::<Result<_>>()?;
         Ok(Registry::described(Machine::described(&devices), Clock::Wall))
     }
 
-    /// The devices of a described machine, simulated; no others.
+    /// The simulated devices of a described machine, and no others.
     pub fn described(machine: Machine, clock: Clock) -> Registry {
         let registry = Registry::new([Arc::new(Simulated::new(machine, clock)) as Arc<dyn Backend>]);
         Registry { described: true, ..registry }
     }
 
-    /// Sets how long is waited for what its devices do.
+    /// Sets the longest waits for work of its devices.
     #[must_use]
     pub fn with_limits(mut self, limits: Limits) -> Registry {
         self.limits = limits;
         self
     }
 
-    /// How long is waited for what its devices do.
+    /// The longest waits for work of its devices.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// What was known of the devices when they were found, without opening any.
+    /// The devices as they were when they were found. Opens none.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// What is known of the devices now, without opening any, for a plan beside what is loaded already: the open ones
-    /// tell what is free of them and not reserved, and opening them takes nothing more.
+    /// The devices as they are now, for planning in addition to what is already loaded. Opens none. For an open device, the
+    /// free memory excludes reserved bytes, and opening takes nothing more.
     pub fn machine_now(&self) -> Machine {
         let Discovery { infos, owner, .. } = Discovery::of(&self.backends);
         let open = self.open_devices();
-        // A device that came since has no place in this registry.
+        // A device that appeared later is not part of this registry.
         let known = infos.into_iter().filter(|info| owner.get(&info.id) == self.owner.get(&info.id));
         let now = known.map(|info| match open.get(&info.id).and_then(|device| device.memory().ok()) {
             Some(memory) => info.free(Some(memory.available())).opening(0),
@@ -127,16 +128,16 @@ impl Registry {
         Machine::new(now, self.machine.topology().clone())
     }
 
-    /// The kinds of device that are not here, and why.
+    /// The kinds of device that are unavailable, each with the reason.
     pub fn absent(&self) -> &[(DeviceKind, String)] {
         &self.absent
     }
 
-    /// The device `id`, opened if it was not.
+    /// The device `id`. Opens it if necessary.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] with the devices there are; [`Error::DeviceAbsent`] with the reason when there is
-    /// none of its kind; whatever opening it meets.
+    /// [`Error::UnknownDevice`] with the known devices; [`Error::DeviceAbsent`] with the reason when no device of its kind is
+    /// available; any error of opening it.
     pub fn device(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
         let Some(&owner) = self.owner.get(&id) else { return Err(self.missing(id)) };
         let mut open = self.open_devices();
@@ -148,8 +149,8 @@ impl Registry {
         Ok(device)
     }
 
-    /// The host whose memory staging uses: `cpu`, or this system's own where the machine is a described one or
-    /// has no `cpu`.
+    /// The host whose memory is used for staging: `cpu`, or this system's host if the machine is described or has no
+    /// `cpu`.
     pub(crate) fn staging_host(&self) -> Result<Arc<dyn Device>> {
         if self.described || !self.owner.contains_key(&DeviceId::CPU) {
             return Host::new().open(DeviceId::CPU);
@@ -157,12 +158,12 @@ impl Registry {
         self.device(DeviceId::CPU)
     }
 
-    /// The devices opened so far, in order.
+    /// The devices opened so far, in order of id.
     pub fn opened(&self) -> Vec<Arc<dyn Device>> {
         self.open_devices().values().cloned().collect()
     }
 
-    /// The memory of all devices now. Opens none: of a device that is not open it tells what was found.
+    /// The current memory usage of all devices. Opens none: a device that is not open is shown as it was found.
     pub fn snapshot(&self, tag: impl Into<String>) -> MemorySnapshot {
         let open = self.open_devices();
         let memory = |info: &DeviceInfo| {
@@ -173,10 +174,10 @@ impl Registry {
         MemorySnapshot::new(tag, self.machine.devices().iter().map(memory))
     }
 
-    /// Empties the allocator caches of all open devices; the bytes that each gave back.
+    /// Empties the allocator caches of all open devices. Returns the bytes that each device released.
     ///
     /// # Errors
-    /// The first refusal, after all devices were asked.
+    /// The first error, after all devices were trimmed.
     pub fn trim(&self) -> Result<BTreeMap<DeviceId, u64>> {
         let trimmed: Vec<_> = self.opened().iter().map(|device| (device.id(), device.trim())).collect();
         trimmed.into_iter().map(|(id, bytes)| bytes.map(|bytes| (id, bytes))).collect()
@@ -187,8 +188,8 @@ impl Registry {
         if self.owner.keys().any(|known| known.kind() == kind) {
             return Error::UnknownDevice { device: id, known: self.machine.ids().collect() };
         }
-        let told = self.absent.iter().find(|(absent, _)| *absent == kind).map(|(_, why)| why.clone());
-        let why = told.unwrap_or_else(|| format!("no backend for devices of kind {kind} was given to the registry"));
+        let known = self.absent.iter().find(|(absent, _)| *absent == kind).map(|(_, why)| why.clone());
+        let why = known.unwrap_or_else(|| format!("no backend for devices of kind {kind} was given to the registry"));
         Error::DeviceAbsent { device: id, why }
     }
 
@@ -197,11 +198,11 @@ impl Registry {
     }
 }
 
-/// What backends find.
+/// The devices that backends find.
 #[derive(Default)]
 struct Discovery {
     infos: Vec<DeviceInfo>,
-    /// Which backend each device is of.
+    /// The index of the backend that each device belongs to.
     owner: BTreeMap<DeviceId, usize>,
     absent: Vec<(DeviceKind, String)>,
 }

@@ -1,41 +1,41 @@
-//! Bytes that tell by what they are where they belong, to see that a copy arrived.
+//! Test patterns whose bytes identify their position, to verify that a copy arrived.
 
 use rayon::prelude::*;
 
 use crate::error::Result;
 use crate::threads;
 
-/// How many bytes one thread fills or compares at a time.
+/// The bytes that one thread fills or compares at a time.
 const PART: usize = 1 << 20;
 
-/// Fills `bytes` with the pattern number `seed`. No two patterns agree in any place of eight bytes.
+/// Fills `bytes` with the pattern number `seed`. No two patterns have the same eight bytes at any position.
 pub(super) fn fill(bytes: &mut [u8], seed: u64) -> Result<()> {
     threads::run(|| {
         bytes.par_chunks_mut(PART).enumerate().for_each(|(part, bytes)| {
             let (words, rest) = bytes.as_chunks_mut::<8>();
             let start = part * (PART / 8);
-            words.iter_mut().enumerate().for_each(|(i, place)| *place = word(seed, start + i));
+            words.iter_mut().enumerate().for_each(|(i, bytes)| *bytes = word(seed, start + i));
             rest.copy_from_slice(&word(seed, start + words.len())[..rest.len()]);
         });
     })
 }
 
-/// Whether `bytes` are those of the pattern number `seed`.
+/// Whether `bytes` hold the pattern number `seed`.
 pub(super) fn matches(bytes: &[u8], seed: u64) -> Result<bool> {
     threads::run(|| {
         bytes.par_chunks(PART).enumerate().all(|(part, bytes)| {
             let (words, rest) = bytes.as_chunks::<8>();
             let start = part * (PART / 8);
-            let whole = words.iter().enumerate().all(|(i, place)| *place == word(seed, start + i));
+            let whole = words.iter().enumerate().all(|(i, bytes)| *bytes == word(seed, start + i));
             whole && *rest == word(seed, start + words.len())[..rest.len()]
         })
     })
 }
 
 fn word(seed: u64, index: usize) -> [u8; 8] {
-    // Odd factors are one to one on 64 bits: places and patterns stay apart.
-    let place = (index as u64).wrapping_add(seed.wrapping_mul(0xD1B5_4A32_D192_ED03));
-    place.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes()
+    // Multiplying by an odd factor is a bijection on 64 bits: positions and patterns stay distinct.
+    let position = (index as u64).wrapping_add(seed.wrapping_mul(0xD1B5_4A32_D192_ED03));
+    position.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes()
 }
 
 #[cfg(test)]

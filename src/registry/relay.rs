@@ -1,5 +1,5 @@
-//! Copies by way of pinned buffers: between a device and ordinary host memory, and between devices that cannot reach
-//! each other.
+//! Copies through pinned buffers: between a device and ordinary host memory, and between devices that cannot access each
+//! other's memory.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 use crate::staging::{Pool, copy};
 
-/// The way of bytes through staging buffers, timed.
+/// Timed copies through staging buffers.
 pub(super) struct Relay {
     pool: Pool,
     watch: Watch,
@@ -21,61 +21,61 @@ pub(super) struct Relay {
 }
 
 impl Relay {
-    /// By way of buffers near a device that copies from or to them.
+    /// A relay through buffers near the device `near`, which copies from or to them.
     pub(super) fn new(host: &Arc<dyn Device>, near: DeviceId, watch: Watch) -> Result<Relay> {
         let pool = Pool::new(Arc::clone(host), near, STAGING_BYTES, STAGING_BUFFERS);
-        // Not in the time of a copy.
+        // Allocated here, so that the time of a copy does not include it.
         let pinned = pool.make_all()?;
         Ok(Relay { pool, watch, pinned })
     }
 
-    /// Whether its memory is pinned.
+    /// Whether the buffers are pinned.
     pub(super) fn pinned(&self) -> bool {
         self.pinned
     }
 
-    /// Copies `src` of the host to `dst` of the device of `up`, part by part; the time.
+    /// Copies `src` on the host to `dst` on the device of `up`, part by part. Returns the time.
     pub(super) fn up(&self, up: &dyn Stream, src: &Buf, dst: &mut Option<BufMut>) -> Result<Duration> {
         let begin = self.watch.begin(up)?;
         let deadline = self.watch.deadline();
         let bytes = src.host(deadline)?.ok_or_else(not_host)?;
         let mut last = None;
         for (part, bytes) in bytes.chunks(STAGING_BYTES).enumerate() {
-            let (mut buffer, lent) = self.pool.acquire(deadline)?;
+            let (mut buffer, lease) = self.pool.acquire(deadline)?;
             copy(None, vec![(bytes, &mut buffer.host_mut().ok_or_else(not_host)?[..bytes.len()])])?;
             let buffer = buffer.freeze();
             let done = send(up, &buffer, 0..bytes.len(), dst, part * STAGING_BYTES)?;
-            lent.give_back(done.clone(), buffer);
+            lease.give_back(done.clone(), buffer);
             last = Some(done);
         }
         self.since(begin, last)
     }
 
-    /// Copies `src` of the device of `down` to `dst` of the host, part by part; the time.
+    /// Copies `src` on the device of `down` to `dst` on the host, part by part. Returns the time.
     pub(super) fn down(&self, down: &dyn Stream, src: &Buf, dst: &mut [u8]) -> Result<Duration> {
         let begin = self.watch.begin(down)?;
         let (mut end, deadline) = (begin, self.watch.deadline());
         let mut parts = dst.chunks_mut(STAGING_BYTES).enumerate();
-        let mut under_way = VecDeque::new();
+        let mut in_flight = VecDeque::new();
         loop {
-            // Send for as much as there are buffers, then empty the oldest.
-            while under_way.len() < STAGING_BUFFERS {
+            // Queue copies into all free buffers, then empty the oldest.
+            while in_flight.len() < STAGING_BUFFERS {
                 let Some((part, dst)) = parts.next() else { break };
-                let (buffer, lent) = self.pool.next(deadline)?;
+                let (buffer, lease) = self.pool.next(deadline)?;
                 let (mut buffer, from) = (Some(buffer), part * STAGING_BYTES);
                 let done = send(down, src, from..from + dst.len(), &mut buffer, 0)?;
-                under_way.extend(buffer.map(|buffer| (buffer.freeze(), lent, done, dst)));
+                in_flight.extend(buffer.map(|buffer| (buffer.freeze(), lease, done, dst)));
             }
-            let Some((buffer, lent, done, dst)) = under_way.pop_front() else { break };
+            let Some((buffer, lease, done, dst)) = in_flight.pop_front() else { break };
             let arrived = self.watch.see(&done)?;
             copy(None, vec![(&buffer.host(deadline)?.ok_or_else(not_host)?[..dst.len()], dst)])?;
-            lent.give_back(None, buffer);
+            lease.give_back(None, buffer);
             end = self.watch.now(arrived);
         }
         Ok(end.saturating_sub(begin))
     }
 
-    /// Copies `bytes` of `src` of the device of `down` to `dst` of that of `up`; the time.
+    /// Copies `bytes` of `src` on the device of `down` to `dst` on the device of `up`. Returns the time.
     pub(super) fn across(
         &self,
         (down, up): (&dyn Stream, &dyn Stream),
@@ -87,12 +87,12 @@ impl Relay {
         for from in (0..bytes).step_by(STAGING_BYTES) {
             let part = from..bytes.min(from + STAGING_BYTES);
             let length = part.len();
-            let (buffer, lent) = self.pool.next(self.watch.deadline())?;
+            let (buffer, lease) = self.pool.next(self.watch.deadline())?;
             let mut buffer = Some(buffer);
             send(down, src, part, &mut buffer, 0)?;
             let Some(buffer) = buffer.map(BufMut::freeze) else { continue };
             let done = send(up, &buffer, 0..length, dst, from)?;
-            lent.give_back(done.clone(), buffer);
+            lease.give_back(done.clone(), buffer);
             last = Some(done);
         }
         self.since(begin, last)
@@ -104,7 +104,7 @@ impl Relay {
     }
 }
 
-/// Queues a copy of `from` of `src` to `at` of `dst`; its event.
+/// Queues a copy of the range `from` of `src` to the offset `at` of `dst`. Returns the event of the copy.
 fn send(stream: &dyn Stream, src: &Buf, from: Range<usize>, dst: &mut Option<BufMut>, at: usize) -> Result<Event> {
     let to = dst.take().ok_or_else(|| Error::bug("a copy was refused before"))?;
     let piece = Piece { src: src.clone(), from, at };

@@ -1,4 +1,4 @@
-//! Copies timed: each by itself, or one after the other on a stream that was held until all were queued.
+//! Timed copies: one by one, or back to back on a stream that is held until all are queued.
 
 use std::time::{Duration, Instant};
 
@@ -7,13 +7,13 @@ use crate::bytes::ByteSize;
 use crate::device::Bandwidth;
 use crate::error::{Error, Missing, Result};
 
-/// How long a stream is held for its copies to be queued, in turn until they are queued in time.
+/// The times for which a stream is held while its copies are queued, tried in order until they are queued in time.
 const HOLDS: [Duration; 3] = [Duration::from_millis(2), Duration::from_millis(8), Duration::from_millis(40)];
 
-/// The bytes of the copies that measure what a copy costs beside its bytes, and how many of these there are.
+/// The size in bytes and the number of the copies that measure the fixed cost of a copy.
 const SMALL: (usize, u32) = (4, 15);
 
-/// How links are measured: what is copied, how often, and how long that may take.
+/// The parameters of a link measurement: the size and number of copies, and their time budget.
 ///
 /// ```
 /// use tensor_offload::backend::Clock;
@@ -37,48 +37,48 @@ pub struct LinkTiming {
 }
 
 impl LinkTiming {
-    /// What a plan needs to know, in some tens of milliseconds a link: pinned copies each way and peer copies, of
-    /// 32 MiB, 32 after one to warm up, fewer on links on which they would take over 40 ms.
+    /// The measurements that a plan needs, in some tens of milliseconds per link: pinned copies in each direction and peer
+    /// copies, of 32 MiB each. One warm-up copy, then 32 copies, or fewer on links where these would take over 40 ms.
     pub fn quick() -> LinkTiming {
         let budget = Duration::from_millis(40);
         LinkTiming { bytes: ByteSize(32 << 20), copies: 32, warm_ups: 1, budget, all_ways: false }
     }
 
-    /// All ways, with the sizes and counts of NVIDIA's nvbandwidth: copies of 512 MiB, 16 after 4 to warm up. Copies
-    /// that would take over two seconds in all become fewer, but not fewer than three.
+    /// All kinds of route, with the sizes and counts of NVIDIA's nvbandwidth: copies of 512 MiB, 4 warm-up copies, then 16.
+    /// The number is reduced if the copies would take over two seconds in all, but to no fewer than three.
     pub fn thorough() -> LinkTiming {
         let budget = Duration::from_secs(2);
         LinkTiming { bytes: ByteSize(512 << 20), copies: 16, warm_ups: 4, budget, all_ways: true }
     }
 
-    /// Sets the bytes of a copy; where memory is short they become fewer.
+    /// Sets the size of a copy. It is reduced if memory is short.
     #[must_use]
     pub fn bytes(mut self, bytes: ByteSize) -> LinkTiming {
         self.bytes = bytes;
         self
     }
 
-    /// Sets how many copies are timed at most; at least one is.
+    /// Sets the most copies that are timed. At least one is.
     #[must_use]
     pub fn copies(mut self, copies: u32) -> LinkTiming {
         self.copies = copies.max(1);
         self
     }
 
-    /// Sets how long the timed copies of one way may take together, which makes them fewer on slow links.
+    /// Sets the time budget of all timed copies of one route, which reduces their number on slow links.
     #[must_use]
     pub fn budget(mut self, budget: Duration) -> LinkTiming {
         self.budget = budget;
         self
     }
 
-    /// How many copies to time when one takes `each`.
+    /// The number of copies to time if one takes `each`.
     fn fitting(&self, each: Duration) -> u32 {
         let fit = self.budget.as_nanos() / each.as_nanos().max(1);
         u32::try_from(fit).unwrap_or(u32::MAX).max(3).min(self.copies)
     }
 
-    /// Warms up with `once`, which gives the time of one copy; the time of the last.
+    /// Warms up with `once`, which returns the time of one copy. Returns the time of the last copy.
     pub(super) fn warm_up(&self, mut once: impl FnMut() -> Result<Duration>) -> Result<Duration> {
         let start = Instant::now();
         let mut last = once()?;
@@ -91,13 +91,13 @@ impl LinkTiming {
         Ok(last)
     }
 
-    /// The times of copies made one by one with `once`.
+    /// The times of copies that `once` makes one by one.
     pub(super) fn one_by_one(&self, mut once: impl FnMut() -> Result<Duration>) -> Result<Vec<Duration>> {
         let each = self.warm_up(&mut once)?;
         (0..self.fitting(each)).map(|_| once()).collect()
     }
 
-    /// The times of copies on all `lanes` at once, queued ahead where the streams let that be.
+    /// The times of concurrent copies on all `lanes`, queued ahead if the streams support that.
     pub(super) fn queued(&self, watch: Watch, lanes: &mut [Lane<'_>]) -> Result<Vec<Vec<Duration>>> {
         let mut each = Duration::ZERO;
         for lane in lanes.iter_mut() {
@@ -120,11 +120,11 @@ impl LinkTiming {
     }
 }
 
-/// What copies go over: a stream, and the ends of its copies.
+/// A stream with the source and destination of its copies.
 pub(super) struct Lane<'a> {
     pub(super) stream: &'a dyn Stream,
     pub(super) src: Buf,
-    /// Away only while a copy is being queued, and for good when that failed.
+    /// `None` while a copy is being queued, and for good once that failed.
     dst: Option<BufMut>,
     pub(super) bytes: usize,
 }
@@ -134,7 +134,7 @@ impl<'a> Lane<'a> {
         Lane { stream, src, dst: Some(dst), bytes }
     }
 
-    /// Queues a copy of `bytes`; its event.
+    /// Queues a copy of `bytes`. Returns its event.
     fn queue(&mut self, bytes: usize) -> Result<Event> {
         let dst = self.dst.take().ok_or_else(|| Error::bug("a copy was refused before"))?;
         let piece = Piece { src: self.src.clone(), from: 0..bytes, at: 0 };
@@ -144,7 +144,7 @@ impl<'a> Lane<'a> {
         Ok(done)
     }
 
-    /// The time of one copy of `bytes`, from the call until the host sees its end.
+    /// The time of one copy of `bytes`, from the call until the host observes its completion.
     pub(super) fn once(&mut self, watch: Watch, bytes: usize) -> Result<Duration> {
         let begin = watch.begin(self.stream)?;
         let done = self.queue(bytes)?;
@@ -158,34 +158,34 @@ impl<'a> Lane<'a> {
         Ok(median(times?))
     }
 
-    /// The ends of its copies.
+    /// Returns the source and destination of its copies.
     ///
     /// # Errors
-    /// When a copy was refused, which took the destination.
+    /// When an earlier copy was rejected, which lost the destination.
     pub(super) fn ends(self) -> Result<(Buf, BufMut)> {
         let dst = self.dst.ok_or_else(|| Error::bug("a copy was refused before"))?;
         Ok((self.src, dst))
     }
 }
 
-/// The clock that copies are timed by: that of simulated devices, where they have one, else the host's.
+/// The clock that times copies: that of simulated devices if they have one, else the host's.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Watch {
     epoch: Instant,
     simulated: bool,
-    /// How long any copy may take.
+    /// The longest time that any copy may take.
     deadline: Duration,
 }
 
 impl Watch {
-    /// The clock of the device whose stream this is, and how long any copy may take.
+    /// The clock of the stream's device, with the longest time that any copy may take.
     pub(super) fn of(stream: &dyn Stream, deadline: Duration) -> Result<Watch> {
         let event = stream.record(&[])?;
         event.wait(deadline)?;
         Ok(Watch { epoch: Instant::now(), simulated: event.time().is_some(), deadline })
     }
 
-    /// How long any copy may take.
+    /// The longest time that any copy may take.
     pub(super) fn deadline(self) -> Duration {
         self.deadline
     }
@@ -195,19 +195,19 @@ impl Watch {
         self.simulated
     }
 
-    /// The time now, after an event at `seen`: simulated devices take no time for what the host does.
+    /// The time now, after an event at `seen`. On simulated devices the host's work takes no time.
     pub(super) fn now(self, seen: Duration) -> Duration {
         if self.simulated { seen } else { self.epoch.elapsed() }
     }
 
-    /// The time now, with all earlier work of `stream` done.
+    /// The time now, after all earlier work of `stream` is done.
     pub(super) fn begin(self, stream: &dyn Stream) -> Result<Duration> {
         self.see(&stream.record(&[])?)
     }
 
-    /// Waits for an event; its time.
+    /// Waits for an event and returns its time.
     ///
-    /// The host asks again and again, because the library's own waits sleep in between, up to half a millisecond.
+    /// The host polls in a loop, because the library's own waits sleep for up to half a millisecond between checks.
     pub(super) fn see(self, event: &Event) -> Result<Duration> {
         let until = Instant::now() + self.deadline;
         while !self.simulated && !event.is_complete() && Instant::now() < until {
@@ -216,7 +216,7 @@ impl Watch {
         self.seen(event)
     }
 
-    /// The time of an event, waited for or about to be.
+    /// The time of an event. On simulated devices this waits for the event.
     fn seen(self, event: &Event) -> Result<Duration> {
         let now = self.epoch.elapsed();
         event.wait(if self.simulated { self.deadline } else { Duration::ZERO })?;
@@ -224,11 +224,12 @@ impl Watch {
     }
 }
 
-/// Holds the streams of `lanes` while `copies` are queued on each, lets them go, and sees each end. None when the
-/// copies were not queued in time, so that the times would tell how fast they were queued, and where streams cannot be held.
+/// Holds the streams of `lanes` while `copies` are queued on each, releases them, and observes each completion. `None` if
+/// the copies were not queued in time, since the times would then measure how fast they were queued, and if the streams
+/// cannot be held.
 fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold: Duration) -> Result<Option<Vec<Run>>> {
     let Some(lead) = lanes.first() else { return Ok(Some(Vec::new())) };
-    // The copies begin no earlier, whenever the host comes to see that they began.
+    // The copies begin no earlier than this, whenever the host observes that they began.
     let begin = watch.epoch.elapsed() + hold;
     match lead.stream.occupy(hold) {
         Err(Error::Missing(Missing::Occupy { .. })) => return Ok(None),
@@ -236,12 +237,12 @@ fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold:
     }
     let released = lead.stream.record(&[])?;
     let mut ends: Vec<Vec<Event>> = Vec::new();
-    for (place, lane) in lanes.iter().enumerate() {
-        // All lanes start at one time.
-        if place > 0 && lane.stream.wait(&released)? == Joined::HostMustWait {
+    for (index, lane) in lanes.iter().enumerate() {
+        // All lanes start at the same time.
+        if index > 0 && lane.stream.wait(&released)? == Joined::HostMustWait {
             return Ok(None);
         }
-        ends.push(vec![if place > 0 { lane.stream.record(&[])? } else { released.clone() }]);
+        ends.push(vec![if index > 0 { lane.stream.record(&[])? } else { released.clone() }]);
     }
     for _ in 0..copies {
         for (lane, ends) in lanes.iter_mut().zip(&mut ends) {
@@ -256,13 +257,13 @@ fn held(watch: Watch, lanes: &mut [Lane<'_>], copies: u32, each: Duration, hold:
     Ok(Some(runs(&times, begin, copies)))
 }
 
-/// What the times tell at which the host saw the ends of the copies of each lane: `copies` of them that began at `begin` or
-/// later, after the time at which it saw that they could.
+/// Evaluates the times at which the host observed the completions of each lane's copies. Each lane has `copies` copies that
+/// began at `begin` or later; its first time is the observed start.
 fn runs(times: &[Vec<Duration>], begin: Duration, copies: u32) -> Vec<Run> {
     let all_busy = times.iter().filter_map(|lane| lane.last()).min().copied().unwrap_or_default();
     let run = |lane: &Vec<Duration>| {
         let gaps = lane.windows(2).enumerate();
-        let shared = gaps.filter(|(place, gap)| *place == 0 || gap[1] <= all_busy);
+        let shared = gaps.filter(|(index, gap)| *index == 0 || gap[1] <= all_busy);
         let gaps = shared.map(|(_, gap)| gap[1].saturating_sub(gap[0])).collect();
         let whole = lane.last().copied().unwrap_or_default().saturating_sub(begin);
         Run { gaps, mean: whole / copies.max(1) }
@@ -272,31 +273,31 @@ fn runs(times: &[Vec<Duration>], begin: Duration, copies: u32) -> Vec<Run> {
 
 /// The copies of one lane.
 struct Run {
-    /// The times between one end and the next, as long as all lanes were busy.
+    /// The times from one completion to the next, as long as all lanes were busy.
     gaps: Vec<Duration>,
-    /// The time of one if all took the same, from when they could begin until the last end was seen.
+    /// The mean time of a copy, from the time when they could begin until the last completion was observed.
     mean: Duration,
 }
 
 impl Run {
-    /// Whether the host kept up with the ends. When it sees several at once, most of the times between them are short,
-    /// and their median tells of the host; the mean can only be too long.
+    /// Whether the host kept up with the completions. If it observes several at once, most of the gaps are short, and their
+    /// median measures the host instead of the link. The mean can only be too long.
     fn plausible(&self) -> bool {
         median(self.gaps.clone()) * 20 >= self.mean * 17
     }
 
-    /// The times of its copies where those between the ends cannot be believed.
+    /// Substitutes for implausible gaps: the mean for every copy.
     fn evened(&self, copies: u32) -> Vec<Duration> {
         vec![self.mean; copies as usize]
     }
 }
 
-/// The times at which the host sees these events, those of each lane in order.
+/// The times at which the host observes the events of each lane, in order.
 fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec<Duration>>> {
     if watch.simulated {
         return lanes.iter().map(|events| events.iter().map(|event| watch.seen(event)).collect()).collect();
     }
-    // Where copies are long, the processor is left to whoever else may need it; a fifth of a per cent is exact enough.
+    // Long copies leave the processor to other threads; an error of a fifth of a per cent is acceptable.
     let pause = (each / 500).min(Duration::from_micros(100));
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); lanes.len()];
     let until = Instant::now() + watch.deadline;
@@ -314,14 +315,14 @@ fn observe(watch: Watch, lanes: &[Vec<Event>], each: Duration) -> Result<Vec<Vec
     Ok(times)
 }
 
-/// The middle one of `times`, the lower of two; zero of none.
+/// The median of `times`, the lower of the two middle ones; zero if there are none.
 pub(super) fn median(mut times: Vec<Duration>) -> Duration {
     times.sort();
     times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or_default()
 }
 
-/// The speed at which `bytes` take `time`. A time is known to a nanosecond, rounded up, so many speeds would give
-/// it; this is the one of them with the fewest digits.
+/// The speed at which `bytes` take `time`. The time is rounded up to a nanosecond, so several speeds are consistent with
+/// it; this is the one with the fewest digits.
 pub(super) fn speed(bytes: u64, time: Duration) -> Bandwidth {
     let nanos = time.as_nanos().max(1);
     let scaled = u128::from(bytes) * 1_000_000_000;
@@ -363,9 +364,9 @@ mod tests {
         assert!(!Run { gaps: vec![ms(28), ms(1), ms(1)], mean: ms(10) }.plausible());
     }
 
-    /// The time that is told of copies that take `each`, one after the other from `BEGIN` on, when the host comes to see the
-    /// beginning and each end so much later.
-    fn told(each: Duration, late: &[Duration]) -> Duration {
+    /// The measured time of copies that take `each`, back to back from `BEGIN` on, if the host observes the start and each
+    /// completion late by these delays.
+    fn measured(each: Duration, late: &[Duration]) -> Duration {
         let (mut seen, copies) = (Duration::ZERO, late.len() as u32 - 1);
         let times = late.iter().zip(0u32..).map(|(late, nth)| {
             seen = seen.max(BEGIN + each * nth + *late);
@@ -389,8 +390,8 @@ mod tests {
     }
 
     proptest! {
-        /// However late the host sees the ends, a link is told to be faster than it is by 20/17 at most; and exactly as fast
-        /// as it is when it is as late each time.
+        /// However late the host observes completions, a link is measured as at most 20/17 of its speed, and exactly if the
+        /// host is equally late each time.
         #[test]
         fn a_busy_host_makes_no_link_faster(
             each in 1_000u64..50_000,
@@ -398,11 +399,11 @@ mod tests {
         ) {
             let each = Duration::from_micros(each);
             let late: Vec<Duration> = late.into_iter().map(Duration::from_micros).collect();
-            prop_assert!(told(each, &late) * 20 >= each * 17);
-            prop_assert_eq!(told(each, &vec![late[0].min(each / 20); late.len()]), each);
+            prop_assert!(measured(each, &late) * 20 >= each * 17);
+            prop_assert_eq!(measured(each, &vec![late[0].min(each / 20); late.len()]), each);
         }
 
-        /// What a host that keeps up sees is right to a few per cent.
+        /// A host that keeps up measures within a few per cent.
         #[test]
         fn a_host_that_keeps_up_is_believed(
             each in 1_000u64..50_000,
@@ -410,11 +411,11 @@ mod tests {
         ) {
             let each = Duration::from_micros(each);
             let late: Vec<Duration> = late.into_iter().map(|per_mille| each * per_mille as u32 / 1000).collect();
-            let told = told(each, &late);
-            prop_assert!(told * 100 >= each * 96 && told * 100 <= each * 104, "{told:?} of {each:?}");
+            let time = measured(each, &late);
+            prop_assert!(time * 100 >= each * 96 && time * 100 <= each * 104, "{time:?} of {each:?}");
         }
 
-        /// Speeds of five digits come back from times, whatever the size from a mebibyte on.
+        /// Speeds of five digits are recovered from times, for any size of at least a mebibyte.
         #[test]
         fn a_speed_is_read_back_from_its_time(tens in 1u64..99_999, bytes in (1u64 << 20)..(1 << 30)) {
             let described = Bandwidth::bytes_per_second(tens * 1_000_000);

@@ -1,4 +1,4 @@
-//! The way of bytes through buffers on the host, where the compute device cannot read them: in chunks, each of which takes
+//! Chunks of layers whose bytes go through buffers on the host, because the compute device cannot read them. Each chunk uses
 //! one of a few buffers in turn.
 
 use super::contents::{Part, Slice};
@@ -7,7 +7,7 @@ use crate::limits::STAGING_BYTES;
 /// Byte ranges that share a buffer, one after the other.
 pub(crate) type Chunk = Vec<Slice>;
 
-/// Cuts what a part brings into the chunks that go through a buffer one after the other.
+/// Splits the slices of a part into chunks that each fit one buffer.
 pub(crate) fn chunks(part: &Part) -> Vec<Chunk> {
     let (mut chunks, mut room) = (Vec::<Chunk>::new(), 0);
     for Slice { module, range, at } in &part.slices {

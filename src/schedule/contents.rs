@@ -1,4 +1,4 @@
-//! What each layer fetches: which byte ranges, by which lane, and to which part of its slot.
+//! The contents of slots: the byte ranges that each layer fetches, by which lane, and to which part of its slot.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,30 +6,30 @@ use std::ops::Range;
 use super::groups::Groups;
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 
-/// What all layers of a model fetch.
+/// The contents of all layers of a model.
 #[derive(Clone, Debug)]
 pub(crate) struct Contents(Per<LayerId, Content>);
 
-/// What one layer fetches.
+/// The bytes that one layer fetches.
 #[derive(Clone, Debug)]
 pub(crate) struct Content {
-    /// The parts of its slot, in order of their lanes; none for a layer that fetches nothing.
+    /// The parts of its slot, in order of their lanes. Empty for a layer that fetches nothing.
     pub(crate) parts: Vec<Part>,
-    /// Where every module's bytes are in the slot, in order of module and range.
+    /// The position of every module's bytes in the slot, in order of module and range.
     located: Vec<Located>,
 }
 
-/// A part of a slot that one lane fills in one go.
+/// A part of a slot that one lane fills in one operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) lane: usize,
-    /// Its bytes, room between its slices included.
+    /// The size in bytes, including gaps between slices.
     pub(crate) bytes: usize,
-    /// What is copied into it, in order of place.
+    /// The byte ranges that are copied into it, in order of offset.
     pub(crate) slices: Vec<Slice>,
 }
 
-/// A byte range of the memory that a module lives in, its own or its group's, and where it begins in its part.
+/// A byte range of the memory that a module lives in, its own or its group's, with its offset in the part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slice {
     pub(crate) module: ModuleId,
@@ -46,41 +46,41 @@ struct Located {
 }
 
 impl Contents {
-    /// What the layers of `layout` fetch by these lanes: of each module the number of its lane, none where it is not
-    /// streamed or has no bytes.
+    /// The contents of the layers of `layout`. `lanes` has the number of each module's lane, or `None` for a module that is
+    /// not streamed or has no bytes.
     ///
-    /// A slot has a part for each lane. In it each module begins at a multiple of 256 bytes, and those of a group stand
-    /// together as they do at home.
+    /// A slot has a part for each lane. In it each module begins at a multiple of 256 bytes, and the modules of a group are
+    /// adjacent, as they are at home.
     pub(crate) fn new(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>) -> Contents {
         Contents(layout.layers().iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
     }
 
-    /// How many layers there are, streamed or not.
+    /// The number of layers, streamed or not.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// What a layer fetches; none for one of another layout.
+    /// The content of a layer. `None` for a layer of another layout.
     pub(crate) fn get(&self, layer: LayerId) -> Option<&Content> {
         self.0.get(layer)
     }
 
-    /// What a layer of this very layout fetches.
+    /// The content of a layer of this layout.
     pub(crate) fn of(&self, layer: LayerId) -> &Content {
         &self.0[layer]
     }
 
-    /// What all layers fetch, in order.
+    /// The contents of all layers, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Content> {
         self.0.values()
     }
 
-    /// How many layers fetch anything.
+    /// The number of layers that fetch anything.
     pub(crate) fn streamed(&self) -> usize {
         self.iter().filter(|content| content.is_streamed()).count()
     }
 
-    /// The bytes of a slot for each layer that fetches anything, in order.
+    /// The slot size of each layer that fetches anything, in bytes and in order.
     pub(crate) fn bytes(&self) -> Vec<u64> {
         self.iter().filter(|content| content.is_streamed()).map(Content::bytes).collect()
     }
@@ -105,17 +105,17 @@ impl Content {
         Content { parts: parts.into_values().collect(), located }
     }
 
-    /// The bytes of a slot for it.
+    /// The slot size for this layer, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.parts.iter().map(|part| part.bytes as u64).sum()
     }
 
-    /// Whether it fetches anything.
+    /// Whether the layer fetches anything.
     pub(crate) fn is_streamed(&self) -> bool {
         !self.parts.is_empty()
     }
 
-    /// Where bytes of a module are in the slot: the part, and the range in it. None where they are not fetched.
+    /// Finds bytes of a module in the slot: the part, and the range in it. `None` if they are not fetched.
     pub(crate) fn find(&self, module: ModuleId, range: &Range<usize>) -> Option<(usize, Range<usize>)> {
         let after = self.located.partition_point(|l| (l.module, l.range.start) <= (module, range.start));
         let found = &self.located[after.checked_sub(1)?];
@@ -125,7 +125,7 @@ impl Content {
 }
 
 impl Part {
-    /// Adds a slice, to the last one where it goes on with that on both ends.
+    /// Adds a slice. Merges it with the last one if the two are adjacent in both source and destination.
     fn push(&mut self, groups: &Groups, slice: Slice) {
         match self.slices.last_mut() {
             Some(last)
@@ -139,7 +139,7 @@ impl Part {
         }
     }
 
-    /// The bytes that are copied into it.
+    /// The number of bytes that are copied into the part.
     pub(crate) fn copied(&self) -> u64 {
         self.slices.iter().map(|slice| slice.range.len() as u64).sum()
     }

@@ -1,6 +1,6 @@
-//! Modules that share memory where they live: the small ones of a layer, so that they travel as one piece. Vectors (norms,
-//! biases, scales) do, and where a layer has many small modules, all of those. Other matrices have memory of their own:
-//! adapters change them, and a group is made anew when one of its modules changes.
+//! Groups of small modules of a layer that share memory at home, so that they are copied as one piece. Vectors (norms,
+//! biases, scales) are grouped, and if a layer has many small modules, all of these are. Other matrices have separate
+//! memory: adapters change them, and a group is rebuilt when one of its modules changes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,37 +8,37 @@ use std::ops::Range;
 use crate::checkpoint::{LayerId, Layout, Module, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
 
-/// The bytes up to which a module is small. At 25 GB/s they take 10 us, about twice what a copy costs whatever its size,
-/// so what is larger has little to gain.
+/// The size up to which a module is small, in bytes. At 25 GB/s such a module takes 10 us, about twice the fixed cost of a
+/// copy, so larger modules have little to gain.
 const SMALL: u64 = 256 << 10;
 
-/// From how many small modules of a layer on, by one way, all of them share memory: experts of some models are hundreds of
-/// small matrices. A copy for each would cost a layer over a tenth of a millisecond.
+/// The number of small modules of a layer with the same origin from which all of them share memory: experts of some models
+/// are hundreds of small matrices. Separate copies would cost a layer over a tenth of a millisecond.
 const MANY: usize = 32;
 
-/// The bytes to whose multiples modules are rounded in a slot. One that is no multiple is in no group: behind it the bytes
-/// would stand together at home only with padding, which the plan does not count.
+/// The alignment of modules in a slot, in bytes. A module whose size is no multiple is in no group: grouping it would need
+/// padding at home, which the plan does not count.
 const ALIGNED: u64 = 256;
 
-/// Where the bytes of a streamed module come from.
+/// The origin of a streamed module's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Origin {
     pub(crate) device: DeviceId,
     pub(crate) staged: bool,
 }
 
-/// The modules of a model by the memory that they have at home: most have some of their own.
+/// The modules of a model, grouped by the memory that they share at home. Most modules are alone in their group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
-    /// The modules of each group, in order; groups in order of their first modules.
+    /// The modules of each group, in order. Groups are in order of their first modules.
     members: Vec<Vec<ModuleId>>,
-    /// For each module its group, and its place in the group's memory.
+    /// The group of each module, and its byte range in the group's memory.
     of: Per<ModuleId, (usize, Range<usize>)>,
 }
 
 impl Groups {
-    /// Which modules share memory, `origin` telling where each comes from, if it is streamed: those of one layer that come
-    /// from one device the same way, small, and vectors or many.
+    /// Groups the modules of `layout`. `origin` returns the origin of a module, or `None` if it is not streamed. Small modules
+    /// of one layer with the same origin share memory if they are vectors, or if there are many.
     pub(crate) fn new(layout: &Layout, origin: impl Fn(ModuleId) -> Option<Origin>) -> Groups {
         let small = |module: &Module| {
             let is_small = (1..=SMALL).contains(&module.bytes) && module.bytes.is_multiple_of(ALIGNED);
@@ -85,17 +85,17 @@ impl Groups {
         self.of[module].0
     }
 
-    /// Where a module's bytes lie in the memory of its group.
+    /// The byte range of a module in the memory of its group.
     pub(crate) fn place(&self, module: ModuleId) -> Range<usize> {
         self.of[module].1.clone()
     }
 
-    /// The bytes of a group: those of its modules.
+    /// The size of a group in bytes, the sum of its modules.
     pub(crate) fn bytes(&self, group: usize) -> u64 {
         self.members[group].last().map_or(0, |&last| self.of[last].1.end as u64)
     }
 
-    /// Modules in the order in which a slot has them: those of a group together.
+    /// Sorts modules into the order of a slot, in which the modules of a group are adjacent.
     pub(crate) fn in_slot(&self, mut modules: Vec<ModuleId>) -> Vec<ModuleId> {
         modules.sort_by_key(|&module| (self.of(module), module));
         modules

@@ -1,10 +1,9 @@
-//! The schedule of streaming: which layer is fetched when, into which slot, in which pieces. Pure: no device, no bytes, no
-//! time. [`Streamer`](crate::Streamer) carries it out, and a plan's forecast reckons how long that takes, so both do the
-//! same.
+//! The streaming schedule: which layer is fetched when, into which slot, in which pieces. It is pure: no device, no bytes, no
+//! time. [`Streamer`](crate::Streamer) executes it, and a plan's forecast computes how long that takes, so both do the same.
 //!
-//! [`Contents`] says what each layer fetches: for each lane the byte ranges that it brings (`contents`), of which small
-//! modules that share memory are one (`groups`), cut into chunks where they pass buffers on the host (`chunks`).
-//! [`Schedule`] says, with the layers asked for so far, what comes next (`order`) and which slot it goes into.
+//! [`Contents`] has the byte ranges that each layer fetches by each lane (`contents`). Small modules that share memory are one
+//! range (`groups`), and ranges are split into chunks if they go through buffers on the host (`chunks`). [`Schedule`] predicts
+//! from the layers asked for so far what comes next (`order`), and chooses the slot that it goes into.
 
 mod chunks;
 mod contents;
@@ -19,27 +18,27 @@ use order::Order;
 
 use crate::checkpoint::{LayerId, Per};
 
-/// Which layer is in which slot, and which come next.
+/// The layers that the slots hold, and the layers that come next.
 #[derive(Clone, Debug)]
 pub(crate) struct Schedule {
     order: Order,
     depth: usize,
-    /// Whether each layer has a slot of its own choice: the k-th that is streamed number k mod n.
+    /// Whether slots are fixed: the k-th streamed layer always uses slot k mod n.
     fixed: bool,
-    /// For each layer the bytes of a slot for it, and the most of them.
+    /// The slot size that each layer needs, in bytes, and the largest of these sizes.
     needs: Per<LayerId, u64>,
     largest: u64,
-    /// The bytes of each slot.
+    /// The size of each slot, in bytes.
     sizes: Vec<u64>,
-    /// For each slot the layer that it holds, or will.
+    /// The layer that each slot holds or is being filled with.
     layers: Vec<Option<LayerId>>,
-    /// For each layer the slot that holds it, or will.
+    /// The slot that holds each layer or is being filled with it.
     slots: Per<LayerId, Option<usize>>,
 }
 
 impl Schedule {
-    /// Nothing in slots of these `sizes`, and all layers of `contents` to come in their order; those that stream are
-    /// fetched up to `depth` ahead. Fixed slots hold any layer.
+    /// A schedule with empty slots of these `sizes`, which expects the layers of `contents` in their order. Streamed layers
+    /// are prefetched up to `depth` ahead. Fixed slots must be large enough for any layer.
     pub(crate) fn new(contents: &Contents, sizes: Vec<u64>, depth: usize, fixed: bool) -> Schedule {
         let order = Order::new(&contents.iter().map(Content::is_streamed).collect());
         let needs: Per<LayerId, u64> = contents.iter().map(Content::bytes).collect();
@@ -48,40 +47,40 @@ impl Schedule {
         Schedule { order, depth, fixed, needs, largest, sizes, layers, slots }
     }
 
-    /// How many slots there are.
+    /// The number of slots.
     pub(crate) fn slots(&self) -> usize {
         self.layers.len()
     }
 
-    /// How many slots are large enough for `layer`.
+    /// The number of slots that are large enough for `layer`.
     pub(crate) fn slots_for(&self, layer: LayerId) -> usize {
         self.sizes.iter().filter(|&&bytes| bytes >= self.needs[layer]).count()
     }
 
-    /// `layer` has its turn.
+    /// Records that `layer` is asked for.
     pub(crate) fn turn(&mut self, layer: LayerId) {
         self.order.turn(layer);
     }
 
-    /// The slot that holds `layer`, or will.
+    /// The slot that holds `layer` or is being filled with it.
     pub(crate) fn slot_of(&self, layer: LayerId) -> Option<usize> {
         self.slots[layer]
     }
 
-    /// The slot that `layer` always goes into, where slots are fixed.
+    /// The slot that `layer` always uses, if slots are fixed.
     pub(crate) fn fixed_slot_of(&self, layer: LayerId) -> Option<usize> {
         let number = self.order.number(layer).filter(|_| self.fixed && self.slots() > 0);
         number.map(|number| number % self.slots())
     }
 
-    /// The layers to fetch ahead, in order: those after the one that has its turn that no slot holds.
+    /// The layers to prefetch, in order: those after the current layer that no slot holds.
     pub(crate) fn ahead(&self) -> Vec<LayerId> {
         self.order.ahead(self.depth).filter(|&layer| self.slots[layer].is_none()).collect()
     }
 
-    /// The slots that `layer` may be fetched into, best first: those that are large enough and whose layers are needed later
-    /// than it is, the one that is needed last in front. Slots that hold any layer are left to those that need them, as long
-    /// as there are others.
+    /// The slots that `layer` may be fetched into, best first. Candidates are large enough, and hold a layer that is needed
+    /// later than `layer`; the one needed last comes first. Slots that are large enough for any layer come after all others,
+    /// so that they stay available to the layers that need them.
     pub(crate) fn candidates(&self, layer: LayerId) -> Vec<usize> {
         let own = self.order.distance(layer);
         let needed = |slot: usize| self.layers[slot].map_or(usize::MAX, |other| self.order.distance(other));
@@ -93,7 +92,7 @@ impl Schedule {
         candidates.into_iter().map(|(_, slot)| slot).collect()
     }
 
-    /// `layer` is fetched into `slot`.
+    /// Records that `layer` is fetched into `slot`.
     pub(crate) fn hold(&mut self, slot: usize, layer: LayerId) {
         self.empty(slot);
         if let Some(other) = self.slots[layer].replace(slot) {
@@ -102,7 +101,7 @@ impl Schedule {
         self.layers[slot] = Some(layer);
     }
 
-    /// What `slot` held is no longer in it, or did not arrive.
+    /// Records that `slot` no longer holds its layer, or that the layer did not arrive.
     pub(crate) fn empty(&mut self, slot: usize) {
         if let Some(layer) = self.layers[slot].take() {
             self.slots[layer] = None;
@@ -119,7 +118,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Contents of layers of a MiB of which some are streamed.
+    /// Contents of layers of 1 MiB, some of which are streamed.
     fn contents(streamed: &[bool]) -> Contents {
         contents_of(streamed, &vec![MIB; streamed.len()])
     }
@@ -130,8 +129,8 @@ mod tests {
         Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes)
     }
 
-    /// What a caller and a device do, without either: layers are asked for in this order, with no guard kept. For each
-    /// whether it had been fetched ahead; and how many fetches there were.
+    /// Simulates a caller that asks for layers in this order and keeps no guard. Returns whether each layer was a hit, and the
+    /// number of fetches.
     fn run(schedule: &mut Schedule, contents: &Contents, asked: &[usize]) -> (Vec<bool>, usize) {
         let mut fetches = 0;
         let mut fetch = |schedule: &mut Schedule, layer: LayerId| {
@@ -164,7 +163,7 @@ mod tests {
         assert_eq!(
             first.iter().filter(|ahead| !**ahead).count(),
             4,
-            "the first, and where the order is another: {first:?}"
+            "the first, and where the order differs: {first:?}"
         );
         for _ in 0..3 {
             let (ahead, fetches) = run(&mut schedule, &contents, &pass);
@@ -280,7 +279,7 @@ mod tests {
             content.parts,
             [
                 Part { lane: 0, bytes: 512, slices: vec![slice(1, 0..300, 0)] },
-                // The two small ones stand together at home and travel as one.
+                // The two small modules are adjacent at home and are copied as one.
                 Part { lane: 1, bytes: 768 + 700_160, slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)] },
             ]
         );

@@ -1,4 +1,4 @@
-//! The order in which layers are asked for: at first that of the model, from the second pass on that of the pass before.
+//! The predicted order of layers: in the first pass the model's order, from the second pass on the order of the previous pass.
 //!
 //! One layer out of order in two passes is tolerated (a pass that was not finished, a layer that was left out). At a second
 //! one the order is forgotten and learned again.
@@ -7,39 +7,40 @@ use std::collections::HashSet;
 
 use crate::checkpoint::{LayerId, Per};
 
-/// What comes next, and how soon. Only streamed layers count.
+/// Predicts which layers come next, and how soon. Only streamed layers count.
 #[derive(Clone, Debug)]
 pub(super) struct Order {
     model: Cycle,
-    /// For each layer how many streamed ones come before it in the model.
+    /// For each layer, the number of streamed layers before it in the model.
     before: Per<LayerId, usize>,
-    /// The layers of a pass as they were asked for, once it was whole, for as long as they are asked for in that order.
+    /// The order of a complete pass, for as long as layers are asked for in that order.
     learned: Option<Cycle>,
-    /// How many turns have to be as learned until another one that is not is borne with.
+    /// The number of turns that must follow the learned order before another deviation is tolerated.
     strict: usize,
-    /// The layers asked for since nothing is known, each once where it was asked for several times in a row.
+    /// The layers asked for since learning began. A layer asked for several times in a row appears once.
     seen: Vec<LayerId>,
-    /// The place of what comes next in the cycle that is followed.
+    /// The index of the next layer in the current cycle.
     next: usize,
-    /// The layer that has its turn, if it is streamed.
+    /// The current layer, if it is streamed.
     current: Option<LayerId>,
 }
 
-/// Layers that follow each other, around the end to the beginning.
+/// A cyclic sequence of layers.
 #[derive(Clone, Debug, Default)]
 struct Cycle {
     layers: Vec<LayerId>,
-    /// Each layer with each of its places, sorted.
-    places: Vec<(LayerId, usize)>,
-    /// Whether any layer stands there twice.
+    /// Each layer with each of its indices, sorted.
+    indices: Vec<(LayerId, usize)>,
+    /// Whether any layer appears twice.
     repeats: bool,
 }
 
-/// A pass may ask for a layer several times; one that seems longer than so many times the streamed layers is none.
+/// A pass may ask for a layer several times. A sequence longer than this many times the number of streamed layers is not taken
+/// for a pass.
 const LONGEST: usize = 4;
 
 impl Order {
-    /// The order of a model of which these layers are streamed.
+    /// The order for a model with these streamed layers.
     pub(super) fn new(streamed: &Per<LayerId, bool>) -> Order {
         let mut layers = Vec::new();
         let passed = |(layer, &streamed): (LayerId, &bool)| {
@@ -51,7 +52,7 @@ impl Order {
         Order { model: Cycle::new(layers), before, learned: None, strict: 0, seen: Vec::new(), next: 0, current: None }
     }
 
-    /// `layer` is asked for.
+    /// Records that `layer` is asked for.
     pub(super) fn turn(&mut self, layer: LayerId) {
         let number = self.number(layer);
         if number.is_some() && self.current == Some(layer) {
@@ -59,7 +60,7 @@ impl Order {
         }
         self.current = number.map(|_| layer);
         if number.is_none() {
-            // It says nothing of the streamed ones, but in the model's own order of what comes after it.
+            // A resident layer gives no hint, except in the model's order about the layers after it.
             self.next = if self.learned.is_some() { self.next } else { self.before[layer] };
             return;
         }
@@ -67,9 +68,9 @@ impl Order {
             Some(cycle) if cycle.layers[self.next % cycle.layers.len()] == layer => {
                 (self.next, self.strict) = (self.next % cycle.layers.len() + 1, self.strict.saturating_sub(1));
             }
-            // A pass that was not finished, and begins anew; or a layer that was left out.
-            Some(cycle) if self.strict == 0 && cycle.place_of(layer).is_some() => {
-                (self.next, self.strict) = (cycle.place_of(layer).map_or(0, |place| place + 1), 2 * cycle.layers.len());
+            // An unfinished pass that starts again, or a skipped layer.
+            Some(cycle) if self.strict == 0 && cycle.index_of(layer).is_some() => {
+                (self.next, self.strict) = (cycle.index_of(layer).map_or(0, |index| index + 1), 2 * cycle.layers.len());
             }
             Some(_) => {
                 tracing::debug!(
@@ -82,7 +83,7 @@ impl Order {
         }
     }
 
-    /// Follows the model, and takes down what is asked for until the first of it comes again.
+    /// Follows the model's order, and records the layers asked for until the first one is asked for again.
     fn learn(&mut self, layer: LayerId) {
         if self.seen.first() == Some(&layer) {
             self.learned = Some(Cycle::new(std::mem::take(&mut self.seen)));
@@ -101,13 +102,13 @@ impl Order {
         self.learn(layer);
     }
 
-    /// Which of the streamed layers of the model this one is, from 0.
+    /// The number of a layer among the streamed layers of the model, from 0. `None` if it is not streamed.
     pub(super) fn number(&self, layer: LayerId) -> Option<usize> {
         let number = self.before[layer];
         (self.model.layers.get(number) == Some(&layer)).then_some(number)
     }
 
-    /// What the next `count` turns after this one are of, each layer once and without the one that has its turn.
+    /// The layers of the next `count` turns, each once and without the current layer.
     pub(super) fn ahead(&self, count: usize) -> impl Iterator<Item = LayerId> + use<'_> {
         let (cycle, next) = (self.cycle(), self.next);
         let at = move |ahead| cycle.layers[(next + ahead) % cycle.layers.len()];
@@ -116,8 +117,8 @@ impl Order {
         (0..cycle.layers.len().min(count)).map(at).filter(new)
     }
 
-    /// How many turns of streamed layers it takes until `layer` has its own: 0 for the one that has it, and almost for ever
-    /// for one that nobody asks for.
+    /// The number of turns of streamed layers until `layer` is asked for: 0 for the current layer, and almost the largest
+    /// number for a layer that is never asked for.
     pub(super) fn distance(&self, layer: LayerId) -> usize {
         match self.current == Some(layer) {
             true => 0,
@@ -132,25 +133,25 @@ impl Order {
 
 impl Cycle {
     fn new(layers: Vec<LayerId>) -> Cycle {
-        let mut places: Vec<_> = layers.iter().copied().enumerate().map(|(place, layer)| (layer, place)).collect();
-        places.sort_unstable();
-        let repeats = places.windows(2).any(|pair| pair[0].0 == pair[1].0);
-        Cycle { layers, places, repeats }
+        let mut indices: Vec<_> = layers.iter().copied().enumerate().map(|(index, layer)| (layer, index)).collect();
+        indices.sort_unstable();
+        let repeats = indices.windows(2).any(|pair| pair[0].0 == pair[1].0);
+        Cycle { layers, indices, repeats }
     }
 
-    /// The first place of `layer`.
-    fn place_of(&self, layer: LayerId) -> Option<usize> {
-        let first = self.places.get(self.places.partition_point(|&(other, _)| other < layer));
-        first.filter(|(other, _)| *other == layer).map(|(_, place)| *place)
+    /// The first index of `layer`.
+    fn index_of(&self, layer: LayerId) -> Option<usize> {
+        let first = self.indices.get(self.indices.partition_point(|&(other, _)| other < layer));
+        first.filter(|(other, _)| *other == layer).map(|(_, index)| *index)
     }
 
-    /// How many layers come before `layer` from the place `next` on.
+    /// The number of layers before `layer`, counted from the index `next`.
     fn turns_until(&self, layer: LayerId, next: usize) -> Option<usize> {
         let next = if next >= self.layers.len() { 0 } else { next };
-        let later = self.places.get(self.places.partition_point(|&place| place < (layer, next)));
+        let later = self.indices.get(self.indices.partition_point(|&entry| entry < (layer, next)));
         match later.filter(|(other, _)| *other == layer) {
-            Some((_, place)) => Some(place - next),
-            None => self.place_of(layer).map(|place| place + self.layers.len() - next),
+            Some((_, index)) => Some(index - next),
+            None => self.index_of(layer).map(|index| index + self.layers.len() - next),
         }
     }
 }

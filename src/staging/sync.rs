@@ -1,4 +1,4 @@
-//! What the queues between threads are made of. `tests/loom` puts loom's types in their place and tries every order in
-//! which threads can run.
+//! The locks that the queues between threads use. `tests/loom` substitutes loom's types and tries every interleaving of the
+//! threads.
 
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};

@@ -1,4 +1,4 @@
-//! A layer that is on the compute device for as long as its guard lives.
+//! The guard that keeps a layer on the compute device.
 
 use std::fmt;
 use std::ops::Range;
@@ -15,14 +15,14 @@ use crate::load::{Model, TensorView};
 
 /// The tensors of one layer, on the compute device.
 ///
-/// They are there for work queued on the streamer's compute stream. Dropping the guard marks the end of what was
+/// They are available to work queued on the streamer's compute stream. Dropping the guard marks the end of the work
 /// queued so far as their last use.
 pub struct LayerGuard {
     pub(super) model: Arc<Model>,
     pub(super) compute: Arc<dyn Stream>,
     pub(super) streamed: Arc<Streamed>,
     pub(super) layer: LayerId,
-    /// The number of its slot, and the parts of it.
+    /// The slot's number and its parts. `None` if no tensor of the layer is streamed.
     pub(super) slot: Option<(usize, Vec<Buf>)>,
 }
 
@@ -37,19 +37,19 @@ impl LayerGuard {
         &self.layer().name
     }
 
-    /// The number of the slot that it is in, from 0: of those of the model, or of the caller's own. In each slot a tensor
-    /// of the layer has one address. None when nothing of it is streamed.
+    /// The number, from 0, of the slot that holds the layer: one of the model's slots, or of the caller's. In a given slot
+    /// each tensor of the layer always has the same address. `None` if no tensor of the layer is streamed.
     pub fn slot(&self) -> Option<usize> {
         self.slot.as_ref().map(|(number, _)| *number)
     }
 
-    /// Its tensors, module after module.
+    /// The layer's tensors, module after module.
     pub fn tensors(&self) -> impl Iterator<Item = TensorView<'_>> {
         let modules = self.layer().modules.iter().map(|&module| self.model.layout().at(module));
         modules.flat_map(|module| module.tensors.iter().filter_map(|&tensor| self.view(tensor)))
     }
 
-    /// Its tensor `name`, by the whole name (`model.layers.7.mlp.up_proj.weight`) or the name in the layer
+    /// The layer's tensor `name`, by its full name (`model.layers.7.mlp.up_proj.weight`) or its name within the layer
     /// (`mlp.up_proj.weight`). `None` if the layer has no such tensor.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let (layout, index) = (self.model.layout(), self.model.index());
@@ -58,7 +58,7 @@ impl LayerGuard {
         index.find(name).filter(here).or_else(in_layer).and_then(|tensor| self.view(tensor))
     }
 
-    /// Waits, on the host, until the layer has arrived, for a century at most.
+    /// Blocks the host until the layer has arrived. The deadline is capped at a century.
     ///
     /// # Errors
     /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a copy failed.
@@ -71,12 +71,12 @@ impl LayerGuard {
         })
     }
 
-    /// The events of its arrival that have not fired, or failed.
+    /// The events of the layer's copies that are pending or failed.
     pub fn arriving(&self) -> impl Iterator<Item = &Event> {
         self.parts().flat_map(Buf::ready)
     }
 
-    /// Is ready once the layer has arrived, on whatever executor; nothing is polled meanwhile.
+    /// Completes once the layer has arrived. Runs on any executor, and is not polled while it waits.
     ///
     /// # Errors
     /// [`Error::Failed`] when a copy failed.
@@ -87,11 +87,11 @@ impl LayerGuard {
         Ok(())
     }
 
-    /// Copies the tensor `name` back to host memory. `dst` has to be as long as the tensor.
+    /// Copies the tensor `name` back to host memory. `dst` must be as long as the tensor.
     ///
     /// # Errors
-    /// [`Error::Missing`] when the layer has no such tensor; [`Error::WrongSize`] when `dst` is of another length; whatever
-    /// the copy meets.
+    /// [`Error::Missing`] when the layer has no such tensor; [`Error::WrongSize`] when `dst` has another length; any error
+    /// of the copy.
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
         self.model.download(&self.known(name)?, dst)
     }
@@ -99,8 +99,8 @@ impl LayerGuard {
     /// The elements of the tensor `name`, copied back to host memory.
     ///
     /// # Errors
-    /// [`Error::Missing`] when the layer has no such tensor; [`Error::Mismatch`] when its elements are of another type than
-    /// `T`; whatever the copy meets.
+    /// [`Error::Missing`] when the layer has no such tensor; [`Error::Mismatch`] when its elements have another type than
+    /// `T`; any error of the copy.
     pub fn to_vec<T: Element>(&self, name: &str) -> Result<Vec<T>> {
         self.model.elements(&self.known(name)?)
     }
@@ -114,17 +114,17 @@ impl LayerGuard {
         self.slot.iter().flat_map(|(_, parts)| parts)
     }
 
-    /// A tensor in the slot, or where it is resident.
+    /// A view of a tensor in the slot, or in its home if the tensor is not streamed.
     fn view(&self, tensor: TensorId) -> Option<TensorView<'_>> {
         let owner = self.model.index().owner(tensor);
         let info = self.model.layout().at(tensor);
-        let place: Range<usize> = self.model.index().place(tensor);
+        let range: Range<usize> = self.model.index().place(tensor);
         let deadline = self.model.limits().work;
-        let brought = self.streamed.contents.of(self.layer).find(owner, &place);
-        if let (Some((_, parts)), Some((part, place))) = (&self.slot, brought) {
-            return Some(TensorView::new(info, &parts[part], place, deadline));
+        let fetched = self.streamed.contents.of(self.layer).find(owner, &range);
+        if let (Some((_, parts)), Some((part, range))) = (&self.slot, fetched) {
+            return Some(TensorView::new(info, &parts[part], range, deadline));
         }
-        self.model.home(owner).map(|home| TensorView::new(info, home, place, deadline))
+        self.model.home(owner).map(|home| TensorView::new(info, home, range, deadline))
     }
 }
 
@@ -133,7 +133,7 @@ impl Drop for LayerGuard {
         let resident = self.streamed.resident[self.layer].iter().filter_map(|&module| self.model.home(module));
         let mut uses: Vec<Buf> = resident.chain(self.parts()).cloned().collect();
         if let Err(error) = self.compute.record(&uses) {
-            // Nobody can say when the compute will be done with the slot, so it is never filled again; it goes
+            // It is unknown when the compute will be done with the slot, so the slot is never filled again. It is freed
             // with the model.
             tracing::error!(%error, layer = self.layer().name, "a slot is lost: its last use could not be marked");
             let slot = self.slot.take().map(|(_, parts)| parts).unwrap_or_default();

@@ -1,5 +1,5 @@
-//! The ways of bytes to the compute device: one for each device that they come from, with streams of its own, so that
-//! the parts of a layer are under way at one time.
+//! The routes by which bytes reach the compute device: one lane per source device and kind of route, each with its own
+//! streams, so that the parts of a layer are copied concurrently.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,9 +13,9 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
 use crate::schedule::{Contents, Part, Slice};
-use crate::transfer::{Engine, Order, StagingLane, Ticket};
+use crate::transfer::{Engine, Order, PendingOrder, StagingLane};
 
-/// What makes bytes go the same way.
+/// Bytes with the same key share a lane.
 type LaneKey = (DeviceId, Via);
 
 /// The lanes that one streamer uses.
@@ -24,20 +24,20 @@ pub(super) struct Lanes {
     by_key: BTreeMap<LaneKey, usize>,
     device: Arc<dyn Device>,
     host: Arc<dyn Device>,
-    /// The part of the device's engine that this streamer is; none while all its bytes go without it.
+    /// The device's staging engine and this streamer's client number. `None` while no lane is staged.
     engine: Option<(Arc<Engine>, u64)>,
 }
 
-/// One way.
+/// The route from one device.
 struct Lane {
     from: DeviceId,
     via: Via,
-    way: Way,
-    /// The most bytes of one layer.
+    route: LaneRoute,
+    /// The most bytes that one layer sends along this lane.
     largest: usize,
 }
 
-enum Way {
+enum LaneRoute {
     Straight(Arc<dyn Stream>),
     ThroughHost(ThroughHost),
     Staged(Arc<StagingLane>),
@@ -49,12 +49,12 @@ impl Lanes {
         Lanes { lanes: Vec::new(), by_key: BTreeMap::new(), device, host, engine: None }
     }
 
-    /// The lane of each module that is streamed and has bytes of its own, in order of the first that goes that way.
+    /// The lane of each module that is streamed and owns bytes. Lanes are numbered by the first module that uses them.
     pub(super) fn of_modules(&mut self, model: &Model) -> Result<Per<ModuleId, Option<usize>>> {
         model.layout().module_ids().map(|module| self.lane_of(model, module)).collect()
     }
 
-    /// The lane of a module, made if it is the first that goes this way.
+    /// The lane of a module, created for the first module that needs it.
     fn lane_of(&mut self, model: &Model, module: ModuleId) -> Result<Option<usize>> {
         let streamed = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
         let Some(home) = model.home(module).filter(|_| streamed) else { return Ok(None) };
@@ -64,20 +64,20 @@ impl Lanes {
         }
         let (from, via) = key;
         let source = model.device(from)?;
-        let way = match via {
-            Via::Straight => Way::Straight(self.device.stream(Role::Upload)?),
+        let route = match via {
+            Via::Straight => LaneRoute::Straight(self.device.stream(Role::Upload)?),
             Via::Host => {
                 let (down, up) = (source.stream(Role::Download)?, self.device.stream(Role::Upload)?);
-                Way::ThroughHost(ThroughHost::new(down, up, Arc::clone(&self.host)))
+                LaneRoute::ThroughHost(ThroughHost::new(down, up, Arc::clone(&self.host)))
             }
-            Via::Staging => Way::Staged(self.engine()?.lane(source)?),
+            Via::Staging => LaneRoute::Staged(self.engine()?.lane(source)?),
         };
-        self.lanes.push(Lane { from, via, way, largest: 0 });
+        self.lanes.push(Lane { from, via, route, largest: 0 });
         self.by_key.insert(key, self.lanes.len() - 1);
         Ok(Some(self.lanes.len() - 1))
     }
 
-    /// Learns what the lanes will bring.
+    /// Records the most bytes that one layer sends along each lane.
     pub(super) fn expect(&mut self, contents: &Contents) {
         for part in contents.iter().flat_map(|content| &content.parts) {
             let lane = &mut self.lanes[part.lane];
@@ -86,25 +86,25 @@ impl Lanes {
     }
 
     pub(super) fn is_staged(&self, lane: usize) -> bool {
-        matches!(self.lanes[lane].way, Way::Staged(_))
+        matches!(self.lanes[lane].route, LaneRoute::Staged(_))
     }
 
-    /// Queues the copies of a part of a layer; its memory.
+    /// Queues the copies of a part of a layer. Returns the part's memory.
     ///
     /// # Errors
-    /// With the memory, of which some may be on its way.
+    /// Carries the memory; copies into it may already be in flight.
     pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
         let lane = &self.lanes[part.lane];
-        match &lane.way {
-            Way::Straight(stream) => Ok(stream.send(Transfer::new(pieces(model, part), dst)?)?.chain()),
-            Way::ThroughHost(way) => way.send(model, part, dst, lane.largest),
-            Way::Staged(_) => {
+        match &lane.route {
+            LaneRoute::Straight(stream) => Ok(stream.send(Transfer::new(pieces(model, part), dst)?)?.chain()),
+            LaneRoute::ThroughHost(through) => through.send(model, part, dst, lane.largest),
+            LaneRoute::Staged(_) => {
                 Err(Box::new(Rejected { error: Error::bug("a staged part is an order, not a copy"), dst }))
             }
         }
     }
 
-    /// Gives a part of a layer to its staging lane.
+    /// Submits a part of a layer to its staging lane.
     pub(super) fn order(
         &self,
         model: &Model,
@@ -112,14 +112,14 @@ impl Lanes {
         dst: BufMut,
         urgent: bool,
         deadline: Duration,
-    ) -> Result<Ticket> {
-        let (Way::Staged(staging), Some((_, client))) = (&self.lanes[part.lane].way, &self.engine) else {
+    ) -> Result<PendingOrder> {
+        let (LaneRoute::Staged(staging), Some((_, client))) = (&self.lanes[part.lane].route, &self.engine) else {
             return Err(Error::bug("a part that needs no staging was given to a staging lane"));
         };
         Ok(staging.submit(Order { client: *client, dst, pieces: pieces(model, part), urgent, deadline }))
     }
 
-    /// For a report, with nothing sent yet.
+    /// The lanes' entries of a new report, with nothing sent yet.
     pub(super) fn report(&self) -> Vec<LaneReport> {
         let to = self.device.id();
         let of = |lane: &Lane| LaneReport { from: lane.from, to, via: lane.via, fills: 0, bytes: 0 };
@@ -145,7 +145,7 @@ fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
     part.slices.iter().filter_map(piece).collect()
 }
 
-/// How bytes of `home` get to the compute device.
+/// The kind of route from `home` to the compute device.
 fn via(model: &Model, home: &Buf) -> Result<Via> {
     let (device, source) = (model.residency().device(), model.device(home.device())?);
     Ok(match device.route_from(&**source) {

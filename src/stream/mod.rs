@@ -1,4 +1,4 @@
-//! Layers on the compute device, one after the other, each brought while the one before it runs.
+//! Streams layers to the compute device, one after the other, each fetched while the layer before it runs.
 
 mod guard;
 mod lanes;
@@ -29,15 +29,16 @@ use crate::staging::Pool;
 use lanes::Lanes;
 use slots::{Fill, Slots};
 
-/// Brings the layers of a model to its compute device and hands them out in any order.
+/// Fetches the layers of a model to its compute device and hands them out in any order.
 ///
-/// Asking for a layer makes the compute stream wait until the layer's tensors are there, and fetches the `depth` layers
-/// that come after it ahead: in the first pass by the order of the model (around the end to the beginning, for the next
-/// pass), then by what followed what in the pass before, until layers are asked for in another order. The host waits for
-/// nothing but, where the device cannot wait for the bytes (pageable host memory, files), for a thread that queues their
-/// copies.
+/// Asking for a layer makes the compute stream wait until the layer's tensors have arrived, and prefetches the `depth`
+/// layers that come next. In the first pass that follows the model's order, wrapping around from the last layer to the
+/// first for the next pass. Later passes follow the order of the pass before, until layers are asked for in another order.
+/// The host waits in one case only: where the device cannot wait for the bytes (pageable host memory, files), it waits for
+/// the thread that queues their copies.
+///
 /// A slot is filled again only after the compute that was queued while its [`LayerGuard`] lived: queue your
-/// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same with nothing fetched ahead.
+/// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same without prefetching.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -69,40 +70,40 @@ pub struct Streamer {
     streamed: Arc<Streamed>,
     schedule: Schedule,
     slots: Slots,
-    /// Slots of the plan's that stay unused, since the caller brought others.
+    /// The plan's slots, unused because the caller supplied its own.
     spare: Option<Vec<Vec<Buf>>>,
-    /// Staging buffers for rows, once some were sent.
+    /// The staging buffers of [`send_rows`](Streamer::send_rows), made at its first use.
     rows: Option<Pool>,
     deadline: Duration,
     report: StreamReport,
-    /// The one that has its lanes' threads.
+    /// The process that its lanes' threads run in.
     process: Process,
 }
 
-/// What a streamer and its guards know of the layers.
+/// Facts about the layers that a streamer and its guards share.
 struct Streamed {
-    /// What each fetches.
+    /// The parts that each layer fetches.
     contents: Contents,
-    /// For each the modules that it needs and that stay on the compute device.
+    /// The modules that each layer needs and that stay on the compute device.
     resident: Per<LayerId, Vec<ModuleId>>,
 }
 
 impl Streamer {
-    /// A streamer with a compute stream of its own.
+    /// Creates a streamer with its own compute stream.
     ///
     /// # Errors
     /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the
-    /// caller; whatever making streams meets.
+    /// caller; any error of making the streams.
     pub fn new(model: &Arc<Model>) -> Result<Streamer> {
         let compute = model.residency().device().stream(Role::Compute)?;
         Streamer::on(model, compute)
     }
 
-    /// A streamer for work that is queued on `compute`, a stream of the model's compute device.
+    /// Creates a streamer for work queued on `compute`, a stream of the model's compute device.
     ///
     /// # Errors
     /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the
-    /// caller; [`Error::Mismatch`] when `compute` is of another device; whatever making streams meets.
+    /// caller; [`Error::Mismatch`] when `compute` belongs to another device; any error of making the streams.
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
@@ -113,16 +114,17 @@ impl Streamer {
         Ok(Streamer::from(model, compute, lanes, streamed, slots, None))
     }
 
-    /// A streamer that fills memory of the caller's: some slots, each one buffer of at least [`Slots::bytes_each`]
-    /// (`model.plan().slots()`), for all layers; where the plan has [`Slots::large_bytes`], at least one has as many, and
-    /// only such slots hold the layers that are larger than the others. A framework's tensors can be views of them, and are filled in place; on CUDA
-    /// devices [`BufMut::from_raw`](crate::backend::BufMut) makes a buffer of a framework's memory. Nothing is allocated on
-    /// the device.
+    /// Creates a streamer that fills the caller's memory. All layers share the slots; each is one buffer of at least
+    /// [`Slots::bytes_each`] (`model.plan().slots()`). If the plan has [`Slots::large_bytes`], at least one slot must be
+    /// that large, and only such slots hold the layers that are larger than the others. A framework's tensors can be views
+    /// of the slots and are then filled in place; on CUDA devices [`BufMut::from_raw`](crate::backend::BufMut) makes a
+    /// buffer from a framework's memory. Nothing is allocated on the device.
     ///
-    /// In each slot a tensor has one [place](Streamer::range_in_slot), and [`LayerGuard::slot`] tells the slot. Two slots or more
-    /// let layers be fetched ahead: as far as the plan's depth and the slots allow. Plan with
-    /// [`Planner::external_slots`](crate::Planner::external_slots), so that the model takes no memory for slots, and with
-    /// [`Planner::fixed_slots`](crate::Planner::fixed_slots) if each layer is to use the same slot in every pass.
+    /// In a given slot each tensor always has the same [byte range](Streamer::range_in_slot);
+    /// [`LayerGuard::slot`] returns the slot's number. Two or more slots allow prefetching, as far as the plan's depth and
+    /// the slots permit. Plan with [`Planner::external_slots`](crate::Planner::external_slots), so that the model takes no
+    /// memory for slots, and with [`Planner::fixed_slots`](crate::Planner::fixed_slots) if each layer must use the same slot
+    /// in every pass.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -147,8 +149,9 @@ impl Streamer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::WrongSize`] naming the first slot that is too small, or the largest where none is large enough, or when
-    /// there is none; [`Error::Mismatch`] for one on another device; as [`on`](Streamer::on). The slots are dropped then.
+    /// [`Error::WrongSize`] when there is no slot, or naming the first slot that is too small, or the largest one if none is
+    /// large enough; [`Error::Mismatch`] for a slot on another device; as [`on`](Streamer::on). On an error the slots are
+    /// dropped.
     ///
     /// [`Slots::bytes_each`]: crate::plan::Slots::bytes_each
     /// [`Slots::large_bytes`]: crate::plan::Slots::large_bytes
@@ -192,20 +195,20 @@ impl Streamer {
         Streamer { model, compute, lanes, streamed, schedule, slots, spare, rows: None, deadline, report, process }
     }
 
-    /// Sets how long the host waits for anything at most; a century at most. Default: what the
-    /// [limits](crate::Registry::limits) of the model's registry say.
+    /// Sets the longest time that the host waits for anything, capped at a century. The default comes from the
+    /// [limits](crate::Registry::limits) of the model's registry.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Streamer {
         self.deadline = deadline.min(LONGEST);
         self
     }
 
-    /// A layer of the model's [layout](Model::layout), on the compute device.
+    /// Hands out a layer of the model's [layout](Model::layout), on the compute device.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such layer; [`Error::InUse`] when guards hold all slots (one more layer needs a
-    /// greater depth); [`Error::TimedOut`] when the host waited for longer than the deadline; whatever the copies meet.
-    /// The streamer stays usable.
+    /// greater depth); [`Error::TimedOut`] when the host waited longer than the deadline; any error of the copies. The
+    /// streamer stays usable.
     pub fn layer(&mut self, layer: LayerId) -> Result<LayerGuard> {
         self.process.check()?;
         let device = Arc::clone(self.model.residency().device());
@@ -224,7 +227,7 @@ impl Streamer {
         };
         let mut known = HashSet::new();
         let arrivals = slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::filled_by);
-        // The parts that one lane fills have their event in common.
+        // The parts that one lane fills share their event.
         for event in arrivals.filter(|event| known.insert(event.key())) {
             if self.compute.wait(event)? == Joined::HostMustWait {
                 let begin = Instant::now();
@@ -237,11 +240,11 @@ impl Streamer {
             (Arc::clone(&self.model), Arc::clone(&self.streamed), Arc::clone(&self.compute));
         let guard = LayerGuard { model, compute, streamed, layer, slot };
         self.report.layers += 1;
-        self.fetch_ahead();
+        self.prefetch();
         Ok(guard)
     }
 
-    /// The stream on which compute is queued.
+    /// The stream that compute is queued on.
     pub fn compute(&self) -> &Arc<dyn Stream> {
         &self.compute
     }
@@ -251,21 +254,21 @@ impl Streamer {
         &self.model
     }
 
-    /// What it did so far.
+    /// Statistics of this streamer's work so far.
     pub fn report(&self) -> &StreamReport {
         &self.report
     }
 
-    /// The number of the slot that holds a layer or is being filled with it; with
-    /// [fixed slots](crate::Planner::fixed_slots) that of the slot that it always uses. None when nothing of it is streamed,
-    /// no slot holds it now, or there is no such layer.
+    /// The number of the slot that holds a layer or is being filled with it. With
+    /// [fixed slots](crate::Planner::fixed_slots) it is the slot that the layer always uses. `None` if nothing of the layer
+    /// is streamed, no slot holds it now, or there is no such layer.
     pub fn slot_of(&self, layer: LayerId) -> Option<usize> {
         self.streamed.contents.get(layer)?;
         self.schedule.fixed_slot_of(layer).or(self.schedule.slot_of(layer))
     }
 
-    /// Where the tensor `name` lies in a slot that holds its layer, in bytes from the slot's beginning: a multiple of 256
-    /// for the first of each module. None when it is not streamed, or there is no such tensor.
+    /// The byte range of the tensor `name` in a slot that holds its layer. It starts at a multiple of 256 for the first
+    /// tensor of each module. `None` if the tensor is not streamed, or there is no such tensor.
     pub fn range_in_slot(&self, name: &str) -> Option<Range<usize>> {
         let layout = self.model.layout();
         let tensor = self.model.index().find(name)?;
@@ -275,11 +278,11 @@ impl Streamer {
         Some(before + range.start..before + range.end)
     }
 
-    /// The caller's own slots, with the events of their last uses; none are there for a streamer with slots of the
-    /// library's.
+    /// Returns the caller's slots, which carry the events of their last uses. Empty for a streamer that uses the model's
+    /// slots.
     ///
     /// # Errors
-    /// The streamer, while guards or copies hold slots.
+    /// Returns the streamer while guards or copies hold slots.
     pub fn into_slots(mut self) -> Result<Vec<BufMut>, Box<Streamer>> {
         if self.spare.is_none() {
             return Ok(Vec::new());
@@ -288,7 +291,7 @@ impl Streamer {
         self.slots.take_all(self.deadline).ok_or_else(|| Box::new(self))
     }
 
-    /// The slot that a layer is in, its number and its parts, all of them there or on a stream of the device.
+    /// The number and parts of a layer's slot. All its copies are complete or queued on a stream of the device.
     fn fetched(&mut self, layer: LayerId) -> Result<(usize, Vec<Buf>)> {
         if let Some(slot) = self.schedule.slot_of(layer).filter(|&slot| !self.slots.is_sound(slot)) {
             self.schedule.empty(slot);
@@ -320,9 +323,9 @@ impl Streamer {
     }
 
     /// Fetches the layers that come next, as far as there are slots for them.
-    fn fetch_ahead(&mut self) {
+    fn prefetch(&mut self) {
         for layer in self.schedule.ahead() {
-            // What fails here is tried again, and reported, when the layer is asked for.
+            // A failed fetch is retried when the layer is asked for, and its error reported then.
             if let Err(error) = self.fetch(layer, false) {
                 tracing::debug!(layer = layer.index(), %error, "not fetched ahead");
                 break;
@@ -330,27 +333,27 @@ impl Streamer {
         }
     }
 
-    /// Fetches a layer into the best slot that can be had; none when there is none. For one that was `asked` for it waits
-    /// for lanes that have a slot.
-    fn fetch(&mut self, layer: LayerId, asked: bool) -> Result<Option<usize>> {
+    /// Fetches a layer into the best slot that is available; `None` if there is none. For a fetch on demand it waits for
+    /// lanes that hold a slot.
+    fn fetch(&mut self, layer: LayerId, on_demand: bool) -> Result<Option<usize>> {
         let candidates = self.schedule.candidates(layer);
         let mut taken = self.take_first(&candidates, Duration::ZERO);
-        if taken.is_none() && asked {
+        if taken.is_none() && on_demand {
             taken = self.take_first(&candidates, self.deadline);
         }
         let Some((slot, memory)) = taken else { return Ok(None) };
         let parts = &self.streamed.contents.of(layer).parts;
-        let fill = Fill { model: &self.model, lanes: &self.lanes, parts, asked, deadline: self.deadline };
+        let fill = Fill { model: &self.model, lanes: &self.lanes, parts, on_demand, deadline: self.deadline };
         self.slots.fill(&fill, slot, memory)?;
         self.schedule.hold(slot, layer);
         parts.iter().for_each(|part| self.report.sent(part.lane, part.copied()));
         Ok(Some(slot))
     }
 
-    /// The first of these slots that can be had, emptied, with its memory.
+    /// Takes the memory of the first of these slots that is available, and marks the slot empty.
     fn take_first(&mut self, candidates: &[usize], patience: Duration) -> Option<(usize, Vec<BufMut>)> {
         for &slot in candidates {
-            if self.slots.give_up(slot, patience) {
+            if self.slots.cancel(slot, patience) {
                 self.schedule.empty(slot);
             }
             if let Some(memory) = self.slots.take(slot) {
@@ -368,13 +371,13 @@ impl Streamer {
 }
 
 impl Streamed {
-    /// What the layers of `model` fetch, by lanes that are made for it.
+    /// The parts that the layers of `model` fetch. Creates the lanes for them.
     fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
         let contents = Contents::new(model.layout(), model.index().groups(), &lanes.of_modules(model)?);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
-        let here = |module: &ModuleId| model.home(*module).is_some_and(|home| home.device() == compute);
-        let resident = |layer| model.layout().needs(layer).into_iter().filter(here).collect();
+        let on_compute = |module: &ModuleId| model.home(*module).is_some_and(|home| home.device() == compute);
+        let resident = |layer| model.layout().needs(layer).into_iter().filter(on_compute).collect();
         Ok(Streamed { contents, resident: model.layout().layers().iter().map(resident).collect() })
     }
 }

@@ -1,4 +1,4 @@
-//! Once through the network, layer by layer.
+//! One pass through the network, layer by layer.
 
 use std::iter::FusedIterator;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use crate::error::{Missing, Result};
 use crate::load::Model;
 
 impl Model {
-    /// A [`Streamer`] with a compute stream of its own: what [`Streamer::new`] gives.
+    /// Creates a [`Streamer`] with its own compute stream, as [`Streamer::new`] does.
     ///
     /// ```
     /// use tensor_offload::{DeviceId, Model, Registry};
@@ -29,15 +29,15 @@ impl Model {
 }
 
 impl Streamer {
-    /// A forward pass: every layer in order of execution, each brought to the compute device as [`layer`](Streamer::layer)
-    /// does. Drop a layer's guard before the next one is asked for, as a `for` loop does, or plan with a greater depth.
+    /// A forward pass: every layer in order of execution, each fetched to the compute device by [`layer`](Streamer::layer).
+    /// Drop a layer's guard before asking for the next one, as a `for` loop does, or plan with a greater depth.
     ///
     /// The pass ends after the first error.
     pub fn pass(&mut self) -> Pass<'_> {
         Pass { left: 0..self.model().layout().layers().len(), streamer: self }
     }
 
-    /// The layer of this name (`model.layers.7`), on the compute device.
+    /// Hands out the layer of this name (`model.layers.7`), on the compute device.
     ///
     /// # Errors
     /// [`Error::Missing`](crate::Error::Missing) when there is no such layer; as [`layer`](Streamer::layer).
@@ -48,11 +48,11 @@ impl Streamer {
     }
 }
 
-/// The layers of a model, one after the other; see [`Streamer::pass`].
+/// An iterator over the layers of a model; see [`Streamer::pass`].
 #[derive(Debug)]
-#[must_use = "a pass brings no layer until it is gone through"]
+#[must_use = "a pass fetches no layer until it is iterated"]
 pub struct Pass<'s> {
-    /// The layers that are still to come.
+    /// The layers still to come.
     left: Range<usize>,
     streamer: &'s mut Streamer,
 }

@@ -1,4 +1,4 @@
-//! What a streamer did, as plain figures.
+//! Statistics of a streamer, as plain figures.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,100 +9,100 @@ use serde::{Serialize, Serializer};
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, Topology};
 
-/// What a streamer did.
+/// Statistics of a streamer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct StreamReport {
-    /// Layers handed out. Those with nothing to bring, all resident, are in neither of the next two.
+    /// Layers handed out. Layers that are entirely resident count as neither hits nor misses.
     pub layers: u64,
-    /// Those of them that had been fetched, or were on their way, when they were asked for.
+    /// Layers that were fetched, or in flight, when they were asked for.
     #[serde(rename = "prefetched")]
     pub hits: u64,
-    /// Those whose fetch began when they were asked for.
+    /// Layers whose fetch began when they were asked for.
     #[serde(rename = "late")]
     pub misses: u64,
-    /// Bytes sent for from each device.
+    /// Bytes fetched from each device.
     pub bytes: BTreeMap<DeviceId, u64>,
-    /// The same by the way that they took.
+    /// The same bytes, by the route that they took.
     pub lanes: Vec<LaneReport>,
-    /// How often and how long the thread that asks for layers was held up, by what it waited for.
+    /// Stalls of the thread that asks for layers, by what it waited for.
     pub stalls: BTreeMap<StallCause, Stalls>,
 }
 
-/// What went one way.
+/// The traffic of one route.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LaneReport {
-    /// Where the bytes live.
+    /// The device that the bytes live on.
     pub from: DeviceId,
     /// The compute device.
     pub to: DeviceId,
-    /// How they get there.
+    /// The kind of route.
     pub via: Via,
-    /// How often a layer's part was sent for.
+    /// The number of parts of layers that were fetched.
     pub fills: u64,
-    /// Their bytes.
+    /// The bytes of these parts.
     pub bytes: u64,
 }
 
-/// How bytes get to the compute device.
+/// A kind of route to the compute device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Via {
-    /// In one copy.
+    /// One copy.
     Straight,
-    /// Through host memory, in two copies that the devices order.
+    /// Two copies through host memory, ordered on the devices.
     Host,
-    /// Through pinned buffers that a thread fills.
+    /// Copies through pinned buffers that a thread fills.
     Staging,
 }
 
-/// What the thread that asks for layers waited for. It prints, and serialises, as the words for it.
+/// The cause of a stall of the thread that asks for layers. It is displayed, and serialised, as a phrase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum StallCause {
-    /// A copy whose event the compute stream cannot wait for, so that the host did.
+    /// A copy whose event the compute stream cannot wait for, so that the host waited.
     Copy,
-    /// The thread that stages a layer's bytes, until it had queued the last of its copies.
+    /// The thread that stages a layer's bytes: the host waited until it had queued the last copy.
     Staging,
 }
 
-/// How often something was waited for, and for how long in all.
+/// The number of stalls of one cause, and their total time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Stalls {
-    /// How often.
+    /// The number of stalls.
     pub count: u64,
-    /// For how long.
+    /// Their total time.
     pub time: Duration,
 }
 
 impl StreamReport {
-    /// The bytes that passed each segment of `topology`, by its name: the machine's, or one that was measured. Bytes
-    /// that were staged pass the host on their way.
+    /// The bytes that crossed each segment of `topology`, by the segment's name. `topology` is the machine's or a measured
+    /// one. Bytes sent [through the host](Via::Host) cross the segments to and from it.
     pub fn segments<'a>(&self, topology: &'a Topology) -> BTreeMap<&'a str, u64> {
         let mut segments = BTreeMap::new();
         for LaneReport { from, to, via, bytes, .. } in &self.lanes {
-            let ways = match via {
+            let hops = match via {
                 Via::Host => vec![(*from, DeviceId::CPU), (DeviceId::CPU, *to)],
                 _ => vec![(*from, *to)],
             };
-            for segment in ways.into_iter().flat_map(|(from, to)| topology.route(from, to)) {
+            for segment in hops.into_iter().flat_map(|(from, to)| topology.route(from, to)) {
                 *segments.entry(topology.segments()[segment].name.as_str()).or_default() += bytes;
             }
         }
         segments
     }
 
-    /// Counts a layer's part that was sent for.
+    /// Counts a part of a layer that was fetched.
     pub(super) fn sent(&mut self, lane: usize, bytes: u64) {
         let lane = &mut self.lanes[lane];
         (lane.fills, lane.bytes) = (lane.fills + 1, lane.bytes + bytes);
         *self.bytes.entry(lane.from).or_default() += bytes;
     }
 
-    /// Counts a wait.
+    /// Counts a stall.
     pub(super) fn stalled(&mut self, cause: StallCause, time: Duration) {
         let stalls = self.stalls.entry(cause).or_default();
         (stalls.count, stalls.time) = (stalls.count + 1, stalls.time + time);
@@ -110,7 +110,7 @@ impl StreamReport {
 }
 
 impl Via {
-    /// What a report says after the device.
+    /// The words after the device in a displayed report.
     fn words(self) -> &'static str {
         match self {
             Via::Straight => "",

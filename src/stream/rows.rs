@@ -1,5 +1,5 @@
-//! Rows of a table, gathered where it lives and sent to the compute device: what a network looks up of an embedding that is
-//! used in place.
+//! Gathers rows of a table where it lives and sends them to the compute device, for lookups in an embedding that is used
+//! in place.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,17 +11,18 @@ use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 use crate::load::{Model, TensorView};
 use crate::staging::Pool;
 
-/// The bytes of the smallest staging buffers.
+/// The size of the smallest staging buffers, in bytes.
 const SMALLEST: usize = 64 << 10;
 
 impl Streamer {
-    /// Rows of the tensor `name` on the compute device, wherever it lives: of its first dimension those at `rows`, in this
-    /// order, any of them more than once. They are there for work queued on [`compute`](Streamer::compute) from here on.
+    /// Sends rows of the tensor `name` to the compute device, wherever the tensor lives. `rows` are indices into its first
+    /// dimension; the result has the rows in this order, and a row may appear more than once. The result is available to
+    /// work queued on [`compute`](Streamer::compute) from here on.
     ///
-    /// What is not on the compute device is gathered on the host, in pinned buffers of the streamer's that take turns
-    /// (four, of 16 MiB at most), and sent on the compute stream. The memory of the result is not part of the plan; leave
-    /// some in its [reserve](crate::Planner::reserve). It is freed after the copies once it is dropped: tell the stream of
-    /// your own work with it by [`record`](crate::backend::Stream::record) before.
+    /// Rows of a tensor on another device are gathered on the host, in pinned buffers of the streamer that are used in
+    /// turn (four, of at most 16 MiB each), and sent on the compute stream. The memory of the result is not part of the
+    /// plan; leave room for it in the plan's [reserve](crate::Planner::reserve). Once the result is dropped, its memory is
+    /// freed after the copies: register your own work that uses it with [`record`](crate::backend::Stream::record) first.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -43,9 +44,9 @@ impl Streamer {
     ///
     /// # Errors
     /// [`Error::Missing`](crate::Error::Missing) when there is no such tensor, when it has fewer rows, and as
-    /// [`TensorView::row_bytes`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) when the rows, or the buffers, do not
-    /// fit; [`Error::TimedOut`](crate::Error::TimedOut) when no buffer comes back before the deadline; whatever the copies
-    /// meet.
+    /// [`TensorView::row_bytes`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) when the rows or the buffers do not fit;
+    /// [`Error::TimedOut`](crate::Error::TimedOut) when no buffer is returned before the deadline; any error of the
+    /// copies.
     pub fn send_rows(&mut self, name: &str, rows: &[u64]) -> Result<Buf> {
         self.process.check()?;
         let model = Arc::clone(&self.model);
@@ -69,7 +70,7 @@ impl Streamer {
         Ok(self.compute.send(Transfer::new(pieces, dst)?)?.chain().freeze())
     }
 
-    /// Gathers byte ranges of what a view shows in staging buffers, and sends them to `dst`.
+    /// Gathers byte ranges of a view in staging buffers, and sends them to `dst`.
     fn gather(
         &mut self,
         model: &Model,
@@ -82,21 +83,21 @@ impl Streamer {
         let mut at = 0;
         for part in parts(ranges, pool.bytes_each()) {
             let bytes = part.iter().map(Range::len).sum::<usize>();
-            let (mut buffer, lent) = pool.acquire(deadline)?;
-            // Nobody uses a buffer that was just acquired.
+            let (mut buffer, lease) = pool.acquire(deadline)?;
+            // A buffer that was just acquired has no other user.
             if let Some(staging) = buffer.host_mut() {
                 model.gather(view, &part, &mut staging[..bytes])?;
             }
             let filled = buffer.freeze();
             let piece = Piece { src: filled.clone(), from: 0..bytes, at };
             let flight = compute.send(Transfer::new(vec![piece], dst)?)?;
-            lent.give_back(flight.done().clone(), filled);
+            lease.give_back(flight.done().clone(), filled);
             (dst, at) = (flight.chain(), at + bytes);
         }
         Ok(dst.freeze())
     }
 
-    /// The buffers that rows of so many bytes pass, made anew for more than before.
+    /// The staging buffers for rows of `bytes` in total, replaced by larger ones if the present ones are too small.
     fn rows_pool(&mut self, bytes: usize) -> &Pool {
         let each = bytes.min(STAGING_BYTES).next_power_of_two().clamp(SMALLEST, STAGING_BYTES);
         let pool = self.rows.take().filter(|pool| pool.bytes_each() >= each);
@@ -105,7 +106,7 @@ impl Streamer {
     }
 }
 
-/// Cuts ranges into parts of at most `most` bytes together.
+/// Splits ranges into parts of at most `most` bytes each.
 fn parts(ranges: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
     let (mut parts, mut room) = (Vec::<Vec<Range<usize>>>::new(), 0);
     for range in ranges {

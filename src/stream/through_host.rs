@@ -1,5 +1,5 @@
-//! The way through host memory, for bytes of devices that the compute device cannot read: in pieces that take turns with
-//! a few buffers, so that a layer of any size needs little of the host.
+//! The route through host memory, for bytes on devices that the compute device cannot read. A layer is sent in chunks that
+//! take turns with a few buffers, so a layer of any size needs little host memory.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -9,14 +9,14 @@ use crate::error::Result;
 use crate::limits::STAGING_BUFFERS;
 use crate::load::Model;
 use crate::schedule::{Chunk, Part, Slice, chunks};
-use crate::staging::{Lent, Pool};
+use crate::staging::{Lease, Pool};
 
-/// A stream of the source to the host, one of the compute device on from there, and the buffers between them.
+/// A stream from the source to the host, a stream from the host to the compute device, and the buffers between them.
 pub(super) struct ThroughHost {
     down: Arc<dyn Stream>,
     up: Arc<dyn Stream>,
     host: Arc<dyn Device>,
-    /// No larger than they have to be, so made when that is known.
+    /// Made at the first use, when the largest part, and so the size of the buffers, is known.
     pool: OnceLock<Pool>,
 }
 
@@ -25,7 +25,7 @@ impl ThroughHost {
         ThroughHost { down, up, host, pool: OnceLock::new() }
     }
 
-    /// Queues the copies of a part of a layer, of which none is larger than `largest`; its memory.
+    /// Queues the copies of a part of a layer. No part is larger than `largest` bytes. Returns the part's memory.
     pub(super) fn send(
         &self,
         model: &Model,
@@ -36,7 +36,7 @@ impl ThroughHost {
         let make = || Pool::new(Arc::clone(&self.host), self.up.device(), largest, STAGING_BUFFERS);
         let pool = self.pool.get_or_init(make);
         chunks(part).into_iter().try_fold(dst, |dst, chunk| {
-            let (filled, lent) = match self.to_host(model, pool, &chunk) {
+            let (filled, lease) = match self.to_host(model, pool, &chunk) {
                 Ok(filled) => filled,
                 Err(error) => return Err(Box::new(Rejected { error, dst })),
             };
@@ -47,13 +47,13 @@ impl ThroughHost {
                 Piece { src: filled.clone(), from, at: *at }
             };
             let flight = self.up.send(Transfer::new(chunk.iter().map(piece).collect(), dst)?)?;
-            lent.give_back(flight.done().clone(), filled);
+            lease.give_back(flight.done().clone(), filled);
             Ok(flight.chain())
         })
     }
 
-    /// Queues the copy of a chunk to the next buffer.
-    fn to_host<'p>(&self, model: &Model, pool: &'p Pool, chunk: &Chunk) -> Result<(Buf, Lent<'p>)> {
+    /// Queues the copy of a chunk into the next buffer.
+    fn to_host<'p>(&self, model: &Model, pool: &'p Pool, chunk: &Chunk) -> Result<(Buf, Lease<'p>)> {
         let (mut pieces, mut at) = (Vec::new(), 0);
         for Slice { module, range, .. } in chunk {
             if let Some(home) = model.home(*module) {
@@ -61,8 +61,8 @@ impl ThroughHost {
             }
             at += range.len();
         }
-        // Nobody else has buffers of this pool, and each is given back at once.
-        let (buffer, lent) = pool.next(Duration::ZERO)?;
-        Ok((self.down.send(Transfer::new(pieces, buffer)?)?.chain().freeze(), lent))
+        // Only this lane uses the pool, and it returns each buffer at once.
+        let (buffer, lease) = pool.next(Duration::ZERO)?;
+        Ok((self.down.send(Transfer::new(pieces, buffer)?)?.chain().freeze(), lease))
     }
 }

@@ -1,13 +1,13 @@
-//! Orders of several clients for one worker, served in fair turns by their bytes.
+//! A fair queue: one worker serves the orders of several clients in turns, weighted by their bytes.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Deficit round robin (Shreedhar and Varghese 1995): each client in turn may be served `quantum` bytes more, and what
-/// it does not use it keeps for as long as it has orders. An order that cannot begin yet holds up nobody: those behind
-/// it, its own client's too, go first.
+/// Deficit round robin (Shreedhar and Varghese 1995): each client in turn may be served `quantum` more bytes, and keeps
+/// unused credit for as long as it has orders. An order that cannot begin yet blocks no other: the orders behind it, of
+/// its own client too, go first.
 #[derive(Debug)]
 pub(super) struct Arbiter<T> {
     quantum: u64,
@@ -18,7 +18,7 @@ pub(super) struct Arbiter<T> {
 #[derive(Debug)]
 struct State<T> {
     clients: Vec<Client<T>>,
-    /// The client whose turn it is, and whether it got its quantum for this turn.
+    /// The client whose turn it is, and whether it was granted the quantum of this turn.
     turn: usize,
     granted: bool,
     closed: bool,
@@ -27,9 +27,9 @@ struct State<T> {
 #[derive(Debug)]
 struct Client<T> {
     id: u64,
-    /// What it may be served before its turn is over.
+    /// The bytes that the client may be served before its turn ends.
     credit: u64,
-    /// Bytes and order, in the order in which they were given.
+    /// The bytes of each order and the order itself, in order of submission.
     orders: VecDeque<(u64, T)>,
 }
 
@@ -39,18 +39,20 @@ impl<T> Arbiter<T> {
         Arbiter { quantum: quantum.max(1), state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Adds an order of `bytes`; an urgent one goes before the client's others. Gives it back when there is no worker
-    /// any more.
+    /// Adds an order of `bytes`. An urgent one precedes the client's others.
+    ///
+    /// # Errors
+    /// Returns the order if the arbiter is closed.
     pub(super) fn submit(&self, client: u64, bytes: u64, order: T, urgent: bool) -> Result<(), T> {
         let mut state = self.state();
         if state.closed {
             return Err(order);
         }
-        let place = state.clients.iter().position(|other| other.id == client).unwrap_or_else(|| {
+        let index = state.clients.iter().position(|other| other.id == client).unwrap_or_else(|| {
             state.clients.push(Client { id: client, credit: 0, orders: VecDeque::new() });
             state.clients.len() - 1
         });
-        let orders = &mut state.clients[place].orders;
+        let orders = &mut state.clients[index].orders;
         if urgent {
             orders.push_front((bytes, order));
         } else {
@@ -60,8 +62,8 @@ impl<T> Arbiter<T> {
         Ok(())
     }
 
-    /// The next order that can begin, as `ready` says; none when the arbiter is closed and empty. While there are only
-    /// orders that cannot, it looks again, at first soon and then every `patience`.
+    /// The next order that `ready` accepts. `None` once the arbiter is closed and empty. While it accepts none, the orders
+    /// are checked again, at first after a fraction of `patience`, later every `patience`.
     pub(super) fn next(&self, mut ready: impl FnMut(&T) -> bool, patience: Duration) -> Option<T> {
         let mut state = self.state();
         let mut pause = patience / 16;
@@ -81,7 +83,7 @@ impl<T> Arbiter<T> {
         }
     }
 
-    /// Takes no more orders; those that were taken are served still.
+    /// Accepts no more orders. Orders already accepted are still served.
     pub(super) fn close(&self) {
         self.state().closed = true;
         self.changed.notify_all();
@@ -93,7 +95,7 @@ impl<T> Arbiter<T> {
 }
 
 impl<T> State<T> {
-    /// Goes round the clients until one may be served an order that can begin.
+    /// Goes round the clients until one has the credit for an order that can begin.
     fn choose(&mut self, quantum: u64, ready: &mut impl FnMut(&T) -> bool) -> Option<T> {
         let first = |client: &Client<T>, ready: &mut dyn FnMut(&T) -> bool| {
             client.orders.iter().position(|(_, order)| ready(order))
@@ -105,8 +107,8 @@ impl<T> State<T> {
         loop {
             let turn = self.turn % self.clients.len();
             let client = &mut self.clients[turn];
-            if let Some(place) = can_begin[turn] {
-                let bytes = client.orders[place].0;
+            if let Some(index) = can_begin[turn] {
+                let bytes = client.orders[index].0;
                 if !self.granted {
                     client.credit = client.credit.saturating_add(quantum);
                     self.granted = true;
@@ -114,16 +116,16 @@ impl<T> State<T> {
                 if client.credit >= bytes {
                     client.credit -= bytes;
                     self.turn = turn;
-                    return self.take(turn, place);
+                    return self.take(turn, index);
                 }
             }
             (self.turn, self.granted) = (turn + 1, false);
         }
     }
 
-    /// Takes an order out; a client without any leaves, and its credit with it.
-    fn take(&mut self, client: usize, place: usize) -> Option<T> {
-        let order = self.clients[client].orders.remove(place);
+    /// Removes an order. A client without orders is removed, with its credit.
+    fn take(&mut self, client: usize, index: usize) -> Option<T> {
+        let order = self.clients[client].orders.remove(index);
         if self.clients[client].orders.is_empty() {
             self.clients.remove(client);
             self.granted = false;
@@ -137,8 +139,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every order is served once, those of a client in their order, and while two clients both have orders what they
-    /// got differs by no more than the two largest orders and a quantum each.
+    /// Every order is served once, and a client's orders in their order. While two clients both have orders, the bytes that
+    /// they were served differ by at most twice the largest order and the quantum.
     fn serve(orders: &[(u64, u64)], quantum: u64) {
         let arbiter = Arbiter::new(quantum);
         for (number, &(client, bytes)) in orders.iter().enumerate() {

@@ -1,4 +1,5 @@
-//! What all who stream to one device share: pinned buffers, and a lane for each device whose bytes have to pass them.
+//! The staging engine of one device, shared by all its streamers: pinned buffers, and a lane for each device whose bytes
+//! must pass through them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,7 +19,7 @@ use crate::staging::Pool;
 /// The most threads that fill one pinned buffer. A few reach the speed of the host's memory.
 const THREADS: usize = 4;
 
-/// The shared part of all streaming to one open device. It lives as long as someone streams.
+/// The staging engine of one open device. It lives as long as a streamer uses it.
 pub(crate) struct Engine {
     device: Arc<dyn Device>,
     shared: Shared,
@@ -27,19 +28,19 @@ pub(crate) struct Engine {
     process: Process,
 }
 
-/// What its lanes share.
+/// The resources that the lanes share.
 #[derive(Clone)]
 pub(super) struct Shared {
     pub(super) pool: Arc<Pool>,
     pub(super) threads: Arc<ThreadPool>,
 }
 
-/// The engines that live. They belong to the devices; but a device is a backend's, perhaps another crate's, and knows
-/// nothing of who streams to it.
+/// All live engines. They are kept here and not in the devices, since a device belongs to its backend, perhaps in another
+/// crate, and knows nothing of streamers.
 static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
 
 impl Engine {
-    /// The engine of `device`, with pinned buffers of `host` near it if it is the first to be asked for.
+    /// The engine of `device`. The first call creates it, with pinned buffers of `host` near the device.
     ///
     /// # Errors
     /// When the system gives no threads.
@@ -47,7 +48,7 @@ impl Engine {
         let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
         engines.retain(|engine| engine.strong_count() > 0);
         let same = |engine: &Arc<Engine>| {
-            // A fork's copy of one has no threads.
+            // A fork's copy of an engine has no threads.
             engine.process.is_current() && std::ptr::addr_eq(Arc::as_ptr(&engine.device), Arc::as_ptr(device))
         };
         if let Some(engine) = engines.iter().filter_map(Weak::upgrade).find(same) {
@@ -70,12 +71,12 @@ impl Engine {
         Ok(engine)
     }
 
-    /// A number that tells one who streams from the others.
+    /// A new client number, which identifies one streamer.
     pub(crate) fn client(&self) -> u64 {
         self.clients.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The lane of bytes from `source`.
+    /// The lane for bytes from `source`.
     ///
     /// # Errors
     /// When there is no stream or no thread for it.

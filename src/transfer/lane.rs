@@ -1,5 +1,5 @@
-//! A thread that brings bytes to a device by way of pinned buffers, where the device's streams could not wait for
-//! them: pageable host memory, files.
+//! A thread that copies bytes to a device through pinned buffers, where the device's streams cannot wait for the bytes:
+//! pageable host memory, files.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,60 +13,60 @@ use crate::backend::{Buf, BufMut, Event, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::staging::{self, Lent};
+use crate::staging::{self, Lease};
 
-/// How many bytes a client may be served before the others have their turn.
+/// The bytes that a client may be served before the others have their turn.
 const QUANTUM: u64 = 16 << 20;
 
-/// The longest pause between two looks whether the destination of an order is free, when a lane has nothing else to do.
+/// The longest interval between two checks of whether an order's destination is free, when a lane has nothing else to do.
 const PATIENCE: Duration = Duration::from_micros(500);
 
-/// How long a lane waits for a pinned buffer before it looks whether the order is still wanted.
+/// How long a lane waits for a pinned buffer before it checks whether the order was cancelled.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// What a client wants of a lane.
+/// An order of a client to a lane.
 pub(crate) struct Order {
     pub(crate) client: u64,
     pub(crate) dst: BufMut,
-    /// The bytes to bring to it, in order of their places.
+    /// The bytes to copy into `dst`, in order of their offsets there.
     pub(crate) pieces: Vec<Piece>,
-    /// Whether someone waits for it, so that it goes before what is brought ahead.
+    /// Whether the caller waits for it, so that it precedes prefetches.
     pub(crate) urgent: bool,
     /// How long the lane may take once it has begun.
     pub(crate) deadline: Duration,
 }
 
-/// How an order ended: its copies are queued, or not all of them.
-pub(crate) struct Ended {
-    /// The destination, with the events of what was queued; none when it is lost.
+/// The outcome of an order: its copies are queued, or not all of them.
+pub(crate) struct Finished {
+    /// The destination, with the events of the copies that were queued. `None` if it is lost.
     pub(crate) memory: Option<Buf>,
     pub(crate) outcome: Result<()>,
 }
 
-/// An order that a lane has, for the client.
-pub(crate) struct Ticket(Arc<Job>);
+/// The client's handle to an order that a lane holds.
+pub(crate) struct PendingOrder(Arc<Job>);
 
-/// An order between its client and its lane.
+/// The state of an order that its client and its lane share.
 struct Job {
     bytes: u64,
     deadline: Duration,
-    given_up: AtomicBool,
+    cancelled: AtomicBool,
     state: Mutex<State>,
-    ended: Condvar,
+    finished: Condvar,
 }
 
 enum State {
     Waiting(BufMut, Vec<Piece>),
     Running,
-    Ended(Ended),
-    /// The client has what came of it.
-    Over,
+    Finished(Finished),
+    /// The client has taken the outcome.
+    Taken,
 }
 
-/// The way of bytes from one device to another through pinned buffers, for all clients, in fair turns.
+/// The route from one device to another through pinned buffers. It serves all clients in fair turns.
 pub(crate) struct StagingLane(Arc<Arbiter<Arc<Job>>>);
 
-/// What a lane's thread works with.
+/// The state of a lane's thread.
 struct Worker {
     source: DeviceId,
     to: DeviceId,
@@ -92,16 +92,17 @@ impl StagingLane {
         Ok(StagingLane(arbiter))
     }
 
-    /// Gives the lane an order. It begins when no earlier use of its destination is pending.
-    pub(crate) fn submit(&self, order: Order) -> Ticket {
+    /// Submits an order. It begins when no earlier use of its destination is pending.
+    pub(crate) fn submit(&self, order: Order) -> PendingOrder {
         let Order { client, dst, pieces, urgent, deadline } = order;
         let bytes = pieces.iter().map(|piece| piece.from.len() as u64).sum();
-        let (given_up, ended) = (AtomicBool::new(false), Condvar::new());
-        let job = Arc::new(Job { bytes, deadline, given_up, state: Mutex::new(State::Waiting(dst, pieces)), ended });
+        let (cancelled, finished) = (AtomicBool::new(false), Condvar::new());
+        let job =
+            Arc::new(Job { bytes, deadline, cancelled, state: Mutex::new(State::Waiting(dst, pieces)), finished });
         if let Err(job) = self.0.submit(client, bytes, Arc::clone(&job), urgent) {
-            job.give_up(0);
+            job.cancel(0);
         }
-        Ticket(job)
+        PendingOrder(job)
     }
 }
 
@@ -111,22 +112,22 @@ impl Drop for StagingLane {
     }
 }
 
-impl Ticket {
-    /// Whether the lane is done with it.
-    pub(crate) fn is_over(&self) -> bool {
+impl PendingOrder {
+    /// Whether the lane is done with the order.
+    pub(crate) fn is_finished(&self) -> bool {
         !matches!(*self.0.state(), State::Waiting(..) | State::Running)
     }
 
-    /// Makes the lane stop after the copy that it is at; an order that waits for its turn ends at once.
-    pub(crate) fn give_up(&self) {
-        self.0.give_up(self.0.bytes);
+    /// Makes the lane stop after the current copy. An order that waits for its turn ends at once.
+    pub(crate) fn cancel(&self) {
+        self.0.cancel(self.0.bytes);
     }
 
-    /// Waits until the copies are queued; the destination.
+    /// Waits until the copies are queued. Returns the destination.
     ///
     /// # Errors
-    /// [`Error::TimedOut`]: the lane has the destination still.
-    pub(crate) fn wait(&self, deadline: Duration) -> Result<Ended> {
+    /// [`Error::TimedOut`]: the lane still holds the destination.
+    pub(crate) fn wait(&self, deadline: Duration) -> Result<Finished> {
         let until = Instant::now() + deadline;
         let mut state = self.0.state();
         while matches!(*state, State::Waiting(..) | State::Running) {
@@ -135,10 +136,10 @@ impl Ticket {
                 let what = format!("the lane to queue {}", ByteSize(self.0.bytes).human());
                 return Err(Error::TimedOut { what, after: deadline });
             }
-            state = self.0.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.0.finished.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        match std::mem::replace(&mut *state, State::Over) {
-            State::Ended(ended) => Ok(ended),
+        match std::mem::replace(&mut *state, State::Taken) {
+            State::Finished(finished) => Ok(finished),
             _ => Err(Error::bug("what came of this order was asked for before")),
         }
     }
@@ -149,7 +150,7 @@ impl Job {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it can begin: a lane must not hold pinned buffers while it waits for a destination.
+    /// Whether the order can begin: a lane must not hold pinned buffers while it waits for a destination.
     fn can_begin(&self) -> bool {
         match &*self.state() {
             State::Waiting(dst, _) => dst.pending().iter().all(Event::is_complete),
@@ -157,7 +158,7 @@ impl Job {
         }
     }
 
-    /// What to bring; none when it was given up.
+    /// Starts the order. Returns its destination and pieces, or `None` if it was cancelled.
     fn begin(&self) -> Option<(BufMut, Vec<Piece>)> {
         let mut state = self.state();
         match std::mem::replace(&mut *state, State::Running) {
@@ -169,18 +170,18 @@ impl Job {
         }
     }
 
-    fn end(&self, ended: Ended) {
-        *self.state() = State::Ended(ended);
-        self.ended.notify_all();
+    fn finish(&self, finished: Finished) {
+        *self.state() = State::Finished(finished);
+        self.finished.notify_all();
     }
 
-    fn give_up(&self, of: u64) {
-        self.given_up.store(true, Ordering::Relaxed);
+    fn cancel(&self, of: u64) {
+        self.cancelled.store(true, Ordering::Relaxed);
         let mut state = self.state();
-        match std::mem::replace(&mut *state, State::Over) {
+        match std::mem::replace(&mut *state, State::Taken) {
             State::Waiting(dst, _) => {
-                *state = State::Ended(Ended { memory: Some(dst.freeze()), outcome: Err(cancelled(of)) });
-                self.ended.notify_all();
+                *state = State::Finished(Finished { memory: Some(dst.freeze()), outcome: Err(cancelled(of)) });
+                self.finished.notify_all();
             }
             other => *state = other,
         }
@@ -192,26 +193,26 @@ fn cancelled(of: u64) -> Error {
 }
 
 impl Worker {
-    /// The thread: until the lane is dropped and its orders are served.
+    /// The thread's loop. It runs until the lane is dropped and its orders are served.
     fn run(&self, orders: &Arbiter<Arc<Job>>) {
-        // An order that panics when it is looked at does so again when it is served, where that is told.
+        // An order that panics here panics again when it is served, and is reported then.
         let ready = |job: &Arc<Job>| catch_unwind(AssertUnwindSafe(|| job.can_begin())).unwrap_or(true);
         let (from, to) = (self.source, self.to);
         while let Some(job) = orders.next(ready, PATIENCE) {
             let Some((dst, pieces)) = job.begin() else { continue };
-            let ended = catch_unwind(AssertUnwindSafe(|| {
+            let finished = catch_unwind(AssertUnwindSafe(|| {
                 let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
                 self.serve(&job, dst, &pieces)
             }));
-            job.end(ended.unwrap_or_else(|_| {
+            job.finish(finished.unwrap_or_else(|_| {
                 let why = "the thread that stages its bytes panicked".to_owned();
-                Ended { memory: None, outcome: Err(Error::DeviceLost { device: to, why }) }
+                Finished { memory: None, outcome: Err(Error::DeviceLost { device: to, why }) }
             }));
         }
     }
 
-    fn serve(&self, job: &Job, mut dst: BufMut, pieces: &[Piece]) -> Ended {
-        // What failed before on this destination is over; its bytes are replaced.
+    fn serve(&self, job: &Job, mut dst: BufMut, pieces: &[Piece]) -> Finished {
+        // An earlier failed use of this destination is complete; its bytes are overwritten.
         drop(dst.wait_unused(Duration::ZERO));
         let until = Instant::now() + job.deadline;
         let end = pieces.last().map_or(0, |piece| piece.at + piece.from.len());
@@ -219,13 +220,16 @@ impl Worker {
             let load = at..end.min(at + self.shared.pool.bytes_each());
             match self.send(job, until, load, pieces, dst) {
                 Ok(sent) => dst = sent,
-                Err((error, memory)) => return Ended { memory: memory.map(BufMut::freeze), outcome: Err(error) },
+                Err((error, memory)) => return Finished { memory: memory.map(BufMut::freeze), outcome: Err(error) },
             }
         }
-        Ended { memory: Some(dst.freeze()), outcome: Ok(()) }
+        Finished { memory: Some(dst.freeze()), outcome: Ok(()) }
     }
 
-    /// Brings what one pinned buffer holds, a range of the destination; that, with the first error.
+    /// Stages the range `load` of the destination through one pinned buffer. Returns the destination.
+    ///
+    /// # Errors
+    /// The first error, with the destination.
     fn send(
         &self,
         job: &Job,
@@ -235,25 +239,25 @@ impl Worker {
         dst: BufMut,
     ) -> Result<BufMut, (Error, Option<BufMut>)> {
         let filled =
-            self.buffer(job, until).and_then(|(buffer, lent)| Ok((self.fill(buffer, &load, pieces, until)?, lent)));
-        let (filled, lent) = match filled {
+            self.buffer(job, until).and_then(|(buffer, lease)| Ok((self.fill(buffer, &load, pieces, until)?, lease)));
+        let (filled, lease) = match filled {
             Ok(filled) => filled,
             Err(error) => return Err((error, Some(dst))),
         };
         let piece = Piece { src: filled.clone(), from: 0..load.len(), at: load.start };
         match Transfer::new(vec![piece], dst).and_then(|transfer| self.up.send(transfer)) {
             Ok(flight) => {
-                lent.give_back(flight.done().clone(), filled);
+                lease.give_back(flight.done().clone(), filled);
                 Ok(flight.chain())
             }
             Err(rejected) => Err((rejected.error, Some(rejected.dst))),
         }
     }
 
-    /// A pinned buffer, as long as the order is wanted.
-    fn buffer(&self, job: &Job, until: Instant) -> Result<(BufMut, Lent<'_>)> {
+    /// Leases a pinned buffer, unless the order is cancelled meanwhile.
+    fn buffer(&self, job: &Job, until: Instant) -> Result<(BufMut, Lease<'_>)> {
         loop {
-            if job.given_up.load(Ordering::Relaxed) {
+            if job.cancelled.load(Ordering::Relaxed) {
                 return Err(cancelled(job.bytes));
             }
             match self.shared.pool.acquire(SLICE) {
@@ -266,15 +270,15 @@ impl Worker {
         }
     }
 
-    /// Fills a pinned buffer: with several threads from host memory, by the source's own stream from elsewhere.
+    /// Fills a pinned buffer: from host memory with several threads, from other devices by the source's own stream.
     fn fill(&self, mut buffer: BufMut, load: &Range<usize>, pieces: &[Piece], until: Instant) -> Result<Buf> {
         let left = || until.saturating_duration_since(Instant::now());
-        let (mut here, mut elsewhere) = (Vec::new(), Vec::new());
+        let (mut on_host, mut elsewhere) = (Vec::new(), Vec::new());
         for piece in within(pieces, load) {
-            let list = if piece.src.host(left())?.is_some() { &mut here } else { &mut elsewhere };
+            let list = if piece.src.host(left())?.is_some() { &mut on_host } else { &mut elsewhere };
             list.push(piece);
         }
-        let pairs = gathered(&here, buffer.host_mut().ok_or_else(not_host)?)?;
+        let pairs = gathered(&on_host, buffer.host_mut().ok_or_else(not_host)?)?;
         staging::copy(Some(&self.shared.threads), pairs)?;
         if elsewhere.is_empty() {
             return Ok(buffer.freeze());
@@ -284,7 +288,8 @@ impl Worker {
     }
 }
 
-/// The bytes of pieces of host memory, all of them there and in order of their places, each with its place in a buffer.
+/// Pairs the bytes of each piece with its range of the buffer `bytes`. The pieces are in host memory, available, and in
+/// order of their offsets.
 fn gathered<'b>(pieces: &'b [Piece], bytes: &'b mut [u8]) -> Result<Vec<(&'b [u8], &'b mut [u8])>> {
     let (mut rest, mut end) = (bytes, 0);
     let pair = |Piece { src, from, at }: &'b Piece| {
@@ -300,7 +305,7 @@ fn not_host() -> Error {
     Error::bug("memory that the host cannot address, where it copies bytes into a pinned buffer")
 }
 
-/// What of `pieces` goes to the range `load` of their destination, with places from the beginning of that range.
+/// The parts of `pieces` that fall into the range `load` of their destination, with offsets from the start of that range.
 fn within<'a>(pieces: &'a [Piece], load: &'a Range<usize>) -> impl Iterator<Item = Piece> + use<'a> {
     let first = pieces.partition_point(|piece| piece.at + piece.from.len() <= load.start);
     let inside = pieces[first..].iter().take_while(|piece| piece.at < load.end);
@@ -324,11 +329,11 @@ mod tests {
     /// More than one thread copies at a time.
     const PART: usize = 1 << 20;
 
-    /// The event of something that the test decides about.
+    /// A fence that the test completes.
     struct Gate(AtomicBool);
 
     #[expect(unsafe_code, reason = "a fence's word is trusted")]
-    // SAFETY: it stands for no work at all.
+    // SAFETY: no work stands behind it.
     unsafe impl Fence for Gate {
         fn state(&self) -> FenceState {
             if self.0.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
@@ -339,7 +344,7 @@ mod tests {
         }
     }
 
-    /// Who has one order for a lane does not wait for all those that another one gave it before.
+    /// A client with one order does not wait for all earlier orders of another client.
     #[test]
     fn clients_of_a_lane_take_turns() {
         let devices = ["cuda:0=256mb,link=1", "cpu=256mb"].map(|text| text.parse().unwrap());
@@ -348,7 +353,7 @@ mod tests {
         let engine = Engine::of(&card, &host).unwrap();
         let (lane, bytes) = (engine.lane(&host).unwrap(), QUANTUM as usize);
         let src = host.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
-        // No order can begin before all are there.
+        // No order can begin before all are submitted.
         let gate = Arc::new(Gate(AtomicBool::new(false)));
         let order = |client| {
             let dst = card.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
@@ -358,20 +363,20 @@ mod tests {
             lane.submit(Order { client, dst, pieces, urgent: false, deadline: Duration::from_secs(20) })
         };
         let (many, one) = (engine.client(), engine.client());
-        let many: Vec<Ticket> = (0..5).map(|_| order(many)).collect();
+        let many: Vec<PendingOrder> = (0..5).map(|_| order(many)).collect();
         let one = order(one);
         gate.0.store(true, Ordering::Release);
-        let there = |ticket: &Ticket| {
-            let ended = ticket.wait(Duration::from_secs(20)).unwrap();
-            ended.outcome.unwrap();
-            ended.memory.unwrap().filled_by().iter().filter_map(Event::time).max().unwrap()
+        let arrival = |order: &PendingOrder| {
+            let finished = order.wait(Duration::from_secs(20)).unwrap();
+            finished.outcome.unwrap();
+            finished.memory.unwrap().filled_by().iter().filter_map(Event::time).max().unwrap()
         };
-        let (many, one): (Vec<Duration>, Duration) = (many.iter().map(there).collect(), there(&one));
+        let (many, one): (Vec<Duration>, Duration) = (many.iter().map(arrival).collect(), arrival(&one));
         assert!(many.is_sorted() && one < many[2], "{one:?} among {many:?}");
     }
 
     proptest! {
-        /// Pieces of some buffers, small and large ones, with gaps between them, are where they belong and nothing else is.
+        /// Small and large pieces of several buffers, with gaps between them, are copied to their offsets and nowhere else.
         #[test]
         fn pieces_are_gathered_where_they_belong(
             pieces in prop::collection::vec((0usize..3, 0usize..2000, 1usize..5000, 0usize..3), 0..40),
@@ -388,13 +393,13 @@ mod tests {
             };
             let sources = [0, 1, 2].map(source);
             let (mut all, mut end) = (Vec::new(), 0);
-            for (place, (source, from, bytes, gap)) in pieces.into_iter().enumerate() {
-                let bytes = if place < large { bytes + 2 * PART } else { bytes };
+            for (index, (source, from, bytes, gap)) in pieces.into_iter().enumerate() {
+                let bytes = if index < large { bytes + 2 * PART } else { bytes };
                 all.push(Piece { src: sources[source].clone(), from: from..from + bytes, at: end + gap });
                 end += gap + bytes;
             }
             let (mut got, mut want) = (vec![0; end + 1], vec![0; end + 1]);
-            // In loads of a size that cuts pieces in two.
+            // In loads of a size that splits pieces.
             for begin in (0..end).step_by(load) {
                 let range = begin..end.min(begin + load);
                 let pieces: Vec<Piece> = within(&all, &range).collect();

@@ -31,7 +31,9 @@ impl MappedSource {
     pub unsafe fn assume_immutable(path: impl Into<PathBuf>) -> Result<MappedSource> {
         let path = path.into();
         let file = File::open(&path).map_err(Error::io("open", &path))?;
-        let stamp = Stamp::is_complete(&file).map(|told| Stamp::of_file(&told)).map_err(Error::io("open", &path))?;
+        let stamp = Stamp::stable_metadata(&file)
+            .map(|metadata| Stamp::of_file(&metadata))
+            .map_err(Error::io("open", &path))?;
         // SAFETY: the caller promises that the file stays as it is while the mapping lives.
         let bytes = unsafe { Mmap::map(&file) }.map_err(Error::io("map", &path))?;
         Ok(MappedSource { path, bytes, stamp })

@@ -1,4 +1,4 @@
-//! Where bytes come from, and the way of those that have to pass pinned memory.
+//! Sources of bytes, and the route of bytes that must pass through pinned memory.
 
 mod arbiter;
 mod engine;
@@ -7,9 +7,9 @@ mod mapping;
 mod source;
 
 pub(crate) use engine::Engine;
-pub(crate) use lane::{Order, StagingLane, Ticket};
+pub(crate) use lane::{Order, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub use source::{FileSource, MemorySource, Source, Stamp};
 
-// What the queue of a lane is made of; `tests/loom` has others in its place.
+// The locks of a lane's queue; `tests/loom` substitutes others.
 use crate::staging::sync;

@@ -1,4 +1,4 @@
-//! Sources of bytes that are read by position.
+//! Sources of bytes, read by position.
 
 use std::fmt;
 use std::fs::{File, Metadata};
@@ -12,40 +12,40 @@ use crate::error::{Error, FileFault, Result};
 
 /// Bytes that are read by position, by any number of threads at once: a file, memory, an object store.
 pub trait Source: Send + Sync + fmt::Debug {
-    /// What errors call it; a file's path.
+    /// The name in errors; a file's path.
     fn path(&self) -> &Path;
 
-    /// Its length and identity, as they were when it was opened.
+    /// The source's length and identity at the time when it was opened.
     fn stamp(&self) -> Stamp;
 
-    /// Fills `dst` with the bytes from `at` on.
+    /// Fills `dst` with the bytes that start at offset `at`.
     ///
     /// # Errors
-    /// [`FileFault::Truncated`] when the range leaves the source, [`FileFault::Changed`] when the source is no longer
-    /// what its stamp says, [`Error::Io`] when the system refuses. `dst` then holds nothing of use.
+    /// [`FileFault::Truncated`] when the range exceeds the source, [`FileFault::Changed`] when the source no longer matches
+    /// its stamp, [`Error::Io`] when the system refuses. `dst` then holds unspecified bytes.
     fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()>;
 }
 
 /// The identity of a source: two sources with equal stamps hold the same bytes.
 ///
-/// A file's stamp is its length, its time of modification, where it lies, and, on Unix, its change time, which no program
-/// can set: so a file that was rewritten in place and given its old time of modification is another one. A new name, a
-/// new link or other permissions change that time, too, and count as a change. On Unix a file lies at a device and inode.
-/// Elsewhere the time of creation stands for the place, and there is no change time: a program that sets the
-/// time of modification back hides what it wrote.
+/// A file's stamp is its length, its modification time, its location, and, on Unix, its change time. No program can set
+/// the change time, so a file that was rewritten in place and given its old modification time has another stamp. A new
+/// name, a new link or other permissions also update the change time, and count as a change. On Unix the location is the
+/// device and inode. Elsewhere the creation time stands for the location, and there is no change time: a program that sets
+/// the modification time back hides its writes.
 ///
-/// These go unseen:
-/// - a write through a mapping, to a page that was written before and is not on the disk yet: the system notes the time of
-///   the first such write alone;
+/// These changes are not detected:
+/// - a write through a mapping, to a page that was written before and is not on the disk yet: the system records only the
+///   time of the first such write;
 /// - a write when the system's clock was set back to the time of the last change, or below it and up to it again;
 /// - a write that keeps the length within one tick of the file system's clock, which is two seconds on FAT and one second
 ///   on some others. Opening a [`FileSource`] waits out the ticks of the system's own clock, of at most
 ///   20 milliseconds; [`of_file`](Stamp::of_file) cannot;
-/// - on network file systems, what another machine wrote until this one asks the server again, which takes some seconds
+/// - on network file systems, a write by another machine until this one asks the server again, which takes some seconds
 ///   by default;
 /// - a write to the disk beneath the file system;
-/// - while a [`FileSource`] is open, a write whose time of modification is set back, where the file gets or loses a name
-///   between the same two reads.
+/// - while a [`FileSource`] is open, a write whose modification time is set back, if the file gains or loses a name between
+///   the same two reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stamp {
     len: u64,
@@ -55,22 +55,23 @@ pub struct Stamp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Origin {
     File(FileTimes),
-    /// A number given once in this process.
+    /// A number that is unique in this process.
     Unique(u64),
 }
 
-/// When a file was changed, and its place.
+/// The times at which a file was changed, and its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct FileTimes {
-    /// In nanoseconds since the epoch, as is the next.
+    /// The modification time, in nanoseconds since the epoch.
     modified: i128,
-    /// Of the bytes or of what is told about the file; that of modification where the system has no other.
+    /// The change time, of the bytes or the metadata, in the same unit. The modification time where the system has no change
+    /// time.
     changed: i128,
-    place: (u64, u64),
+    location: (u64, u64),
 }
 
 impl Stamp {
-    /// A stamp of `len` bytes that equals no other.
+    /// A stamp for `len` bytes that equals no other.
     pub fn unique(len: u64) -> Stamp {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Stamp { len, origin: Origin::Unique(NEXT.fetch_add(1, Ordering::Relaxed)) }
@@ -81,15 +82,15 @@ impl Stamp {
         Stamp { len: metadata.len(), origin: Origin::File(FileTimes::of(metadata)) }
     }
 
-    /// What is told of an open file once the system's clock has passed the time of its last change: what is written from
-    /// now on has a later one.
-    pub(super) fn is_complete(file: &File) -> io::Result<Metadata> {
+    /// The metadata of an open file once the system's clock has passed the time of its last change, so that later writes
+    /// have a later time.
+    pub(super) fn stable_metadata(file: &File) -> io::Result<Metadata> {
         let mut metadata = file.metadata()?;
-        // One that is written all the while is told apart when it is read.
+        // A file that is being written continuously is detected when it is read.
         for _ in 0..TICKS {
             let FileTimes { changed, .. } = FileTimes::of(&metadata);
             let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as i128);
-            // A file of the future is on a clock that this one does not follow.
+            // A time in the future comes from another clock.
             if !(0..TICK.as_nanos() as i128).contains(&(now - changed)) {
                 break;
             }
@@ -99,8 +100,8 @@ impl Stamp {
         Ok(metadata)
     }
 
-    /// Whether it is `other` but for the change time.
-    fn but_for_change(&self, other: &Stamp) -> bool {
+    /// Whether the stamps are equal apart from the change time.
+    fn matches_except_change_time(&self, other: &Stamp) -> bool {
         match (self.origin, other.origin) {
             (Origin::File(this), Origin::File(other_times)) => {
                 let changed = other_times.changed;
@@ -117,10 +118,10 @@ impl Stamp {
     }
 }
 
-/// The longest tick of the clocks by which systems date changes; Linux's is 1 to 10 ms.
+/// The longest tick of the clocks with which systems timestamp changes; Linux's is 1 to 10 ms.
 const TICK: Duration = Duration::from_millis(20);
 
-/// How many ticks opening waits for at most.
+/// The most ticks that opening waits for.
 const TICKS: usize = 5;
 
 #[cfg(unix)]
@@ -131,7 +132,7 @@ impl FileTimes {
         FileTimes {
             modified: nanos(metadata.mtime(), metadata.mtime_nsec()),
             changed: nanos(metadata.ctime(), metadata.ctime_nsec()),
-            place: (metadata.dev(), metadata.ino()),
+            location: (metadata.dev(), metadata.ino()),
         }
     }
 }
@@ -143,11 +144,11 @@ impl FileTimes {
             time.ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).map_or(0, |d| d.as_nanos())
         };
         let modified = since(metadata.modified()) as i128;
-        FileTimes { modified, changed: modified, place: (since(metadata.created()) as u64, 0) }
+        FileTimes { modified, changed: modified, location: (since(metadata.created()) as u64, 0) }
     }
 }
 
-/// How many names a file has.
+/// The number of a file's names (hard links).
 #[cfg(unix)]
 fn links(metadata: &Metadata) -> u64 {
     std::os::unix::fs::MetadataExt::nlink(metadata)
@@ -160,7 +161,7 @@ fn links(_: &Metadata) -> u64 {
 
 /// A file, read by position.
 ///
-/// A file that loses its name, to another that takes its place for example, is read on as it was.
+/// A file that loses its name, for example to a file that replaces it, stays readable as it was.
 #[derive(Debug)]
 pub struct FileSource {
     path: PathBuf,
@@ -169,7 +170,7 @@ pub struct FileSource {
     last: Mutex<Last>,
 }
 
-/// The stamp of an open file when it was last read, and how many names it had then.
+/// The stamp of an open file when it was last read, and the number of its names then.
 #[derive(Debug)]
 struct Last {
     stamp: Stamp,
@@ -177,35 +178,36 @@ struct Last {
 }
 
 impl Last {
-    /// Whether the bytes are those of the last time. A name more or less has a change time of its own, so that a write
-    /// between the same two reads is seen by its time of modification only.
-    fn is_still(&mut self, now: &Metadata) -> bool {
+    /// Whether the bytes are unchanged since the last read. Adding or removing a name updates the change time, so a write
+    /// between the same two reads is then detected by its modification time only.
+    fn is_unchanged(&mut self, now: &Metadata) -> bool {
         let now = Last { stamp: Stamp::of_file(now), links: links(now) };
-        let still = now.stamp == self.stamp || (now.links != self.links && now.stamp.but_for_change(&self.stamp));
-        if still {
+        let unchanged =
+            now.stamp == self.stamp || (now.links != self.links && now.stamp.matches_except_change_time(&self.stamp));
+        if unchanged {
             *self = now;
         }
-        still
+        unchanged
     }
 }
 
 impl FileSource {
-    /// Opens a regular file. One that was changed a moment ago is waited for, some milliseconds, so that no later change
-    /// has the time of that one.
+    /// Opens a regular file. If the file has just been changed, this waits some milliseconds, so that no later change has
+    /// the same time.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be opened or is no regular file (a folder, a pipe).
+    /// [`Error::Io`] when it cannot be opened or is not a regular file (a folder, a pipe).
     pub fn open(path: impl Into<PathBuf>) -> Result<FileSource> {
         let path = path.into();
-        // Asked before opening, since opening a pipe waits for its other end.
+        // Checked before opening, since opening a pipe blocks until its other end is opened.
         let is_file = std::fs::metadata(&path).map_err(Error::io("open", &path))?.is_file();
         if !is_file {
             let not_regular = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
             return Err(Error::io("open", &path)(not_regular));
         }
         let file = File::open(&path).map_err(Error::io("open", &path))?;
-        let settled = Stamp::is_complete(&file).map_err(Error::io("open", &path))?;
-        let (stamp, links) = (Stamp::of_file(&settled), links(&settled));
+        let metadata = Stamp::stable_metadata(&file).map_err(Error::io("open", &path))?;
+        let (stamp, links) = (Stamp::of_file(&metadata), links(&metadata));
         let last = Mutex::new(Last { stamp, links });
         Ok(FileSource { path, file: PositionalFile::new(file), stamp, last })
     }
@@ -224,19 +226,19 @@ impl Source for FileSource {
         check_range(&self.path, self.stamp.len, at, dst.len())?;
         let changed = || Error::file(&self.path, None, FileFault::Changed);
         match self.file.read_exact_at(dst, at) {
-            // The range lay within the file when it was opened.
+            // The range was within the file when it was opened.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(changed()),
             read => read.map_err(Error::io("read", &self.path))?,
         }
-        // Asked after the read, so that a change before or during it is seen.
+        // Queried after the read, so that a change before or during the read is detected.
         let now = self.file.metadata().map_err(Error::io("read", &self.path))?;
-        // Whatever a panic left of it is a stamp that was right.
-        let still = self.last.lock().unwrap_or_else(PoisonError::into_inner).is_still(&now);
-        if still { Ok(()) } else { Err(changed()) }
+        // A panic leaves a stamp that was valid.
+        let unchanged = self.last.lock().unwrap_or_else(PoisonError::into_inner).is_unchanged(&now);
+        if unchanged { Ok(()) } else { Err(changed()) }
     }
 }
 
-/// A file that several threads read by position at once.
+/// A file that several threads can read by position at once.
 #[cfg(any(unix, windows))]
 #[derive(Debug)]
 struct PositionalFile(File);
@@ -270,7 +272,7 @@ impl PositionalFile {
     }
 }
 
-/// Where the system has no positional read, the threads take turns at the file's one cursor.
+/// Without positional reads in the system, the threads take turns with the file's single cursor.
 #[cfg(not(any(unix, windows)))]
 #[derive(Debug)]
 struct PositionalFile(std::sync::Mutex<File>);
@@ -282,7 +284,7 @@ impl PositionalFile {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, File> {
-        // Every use sets the cursor first, so one that a panic left anywhere is as good.
+        // Every use sets the cursor first, so it does not matter where a panic left it.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -306,7 +308,7 @@ pub struct MemorySource {
 }
 
 impl MemorySource {
-    /// These bytes; errors call them `path`.
+    /// A source of `bytes`, called `path` in errors.
     pub fn new(path: impl Into<PathBuf>, bytes: Vec<u8>) -> MemorySource {
         let stamp = Stamp::unique(bytes.len() as u64);
         MemorySource { path: path.into(), bytes, stamp }
@@ -342,7 +344,7 @@ pub(super) fn copy_range(path: &Path, bytes: &[u8], at: u64, dst: &mut [u8]) -> 
     Ok(())
 }
 
-/// Refuses `len` bytes from `at` on where there are only `actual`.
+/// Returns an error unless `len` bytes at offset `at` fit into `actual` bytes.
 fn check_range(path: &Path, actual: u64, at: u64, len: usize) -> Result<()> {
     match at.checked_add(len as u64) {
         Some(end) if end <= actual => Ok(()),
@@ -402,7 +404,7 @@ mod tests {
         assert_eq!(fault(source.read_at(8, &mut part).unwrap_err()), FileFault::Changed);
     }
 
-    /// Writes a file as reproducible archives and content stores do: at one time for all.
+    /// Writes a file as reproducible archives and content stores do: with a fixed time.
     #[cfg(unix)]
     fn put(path: &Path, byte: u8) {
         let mut file = File::create(path).unwrap();
@@ -420,7 +422,7 @@ mod tests {
         let first = FileSource::open(&path).unwrap();
         first.read_at(0, &mut part).unwrap();
         assert_eq!(part, [1; 16]);
-        // In place, at once.
+        // In place, immediately.
         put(&path, 2);
         assert_eq!(fault(first.read_at(0, &mut part).unwrap_err()), FileFault::Changed);
         let second = FileSource::open(&path).unwrap();
@@ -435,7 +437,7 @@ mod tests {
         assert_ne!(FileSource::open(&path).unwrap().stamp(), stamp);
     }
 
-    /// A new name or the loss of one is no write, and hides none for longer than until the next read.
+    /// Adding or removing a name is no write, and hides a write only until the next read.
     #[cfg(unix)]
     #[test]
     fn names_come_and_go() {
@@ -449,7 +451,7 @@ mod tests {
         fs::remove_file(&path).unwrap();
         source.read_at(0, &mut part).unwrap();
         assert_eq!(part, [1; 16]);
-        // The clock leaves the tick of that last change.
+        // The clock passes the tick of the last change.
         std::thread::sleep(TICK);
         put(&other, 2);
         assert_eq!(fault(source.read_at(0, &mut part).unwrap_err()), FileFault::Changed);
@@ -479,7 +481,7 @@ mod tests {
         assert_ne!(stamp(&a), stamp(&b));
         #[cfg(unix)]
         {
-            // Of one length and one time of modification. No program can set the change time, so `a`'s stands in for `b`'s.
+            // Equal lengths and modification times. No program can set the change time, so `b` is given `a`'s.
             put(&a, 1);
             put(&b, 1);
             let times = |stamp: Stamp| match stamp.origin {
@@ -490,7 +492,7 @@ mod tests {
             assert_eq!((one.len, times(one).modified), (other.len, times(other).modified));
             let at_once = FileTimes { changed: times(one).changed, ..times(other) };
             assert_ne!(Stamp { origin: Origin::File(at_once), ..other }, one);
-            assert!(!one.but_for_change(&other));
+            assert!(!one.matches_except_change_time(&other));
         }
         let memory = || MemorySource::new("m", vec![1; 4]);
         assert_ne!(memory().stamp(), memory().stamp());

@@ -5,10 +5,10 @@
 
 #[path = "../../src/transfer/arbiter.rs"]
 mod arbiter;
-#[path = "../../src/staging/rota.rs"]
-mod rota;
+#[path = "../../src/staging/blocking_pool.rs"]
+mod blocking_pool;
 
-/// What the library's queues are made of, here loom's.
+/// The locks of the library's queues, here loom's.
 mod sync {
     pub(super) use loom::sync::{Condvar, Mutex, MutexGuard};
     pub(super) use std::sync::PoisonError;
@@ -17,10 +17,10 @@ mod sync {
 use std::time::Duration;
 
 use arbiter::Arbiter;
+use blocking_pool::{Acquired, BlockingPool};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
-use rota::{Rota, Taken};
 
 /// Loom's time does not pass; a wait ends when it is told to.
 const LONG: Duration = Duration::from_secs(3600);
@@ -69,33 +69,33 @@ fn an_order_at_the_end_is_served_or_given_back() {
 
 /// Two lanes take turns with one buffer: never both have it, and each gets it in the end.
 fn a_buffer_is_lent_to_one_at_a_time() {
-    let rota = Arc::new(Rota::new(1));
-    let (lent, made) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let pool = Arc::new(BlockingPool::new(1));
+    let (leased, created) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let lane = || {
-        let (rota, lent, made) = (Arc::clone(&rota), Arc::clone(&lent), Arc::clone(&made));
+        let (pool, leased, created) = (Arc::clone(&pool), Arc::clone(&leased), Arc::clone(&created));
         thread::spawn(move || {
-            let buffer = match rota.take(LONG).expect("it comes back") {
-                Taken::Oldest(buffer) => buffer,
-                Taken::Another => made.fetch_add(1, Ordering::Relaxed),
+            let buffer = match pool.acquire(LONG).expect("it comes back") {
+                Acquired::Oldest(buffer) => buffer,
+                Acquired::MayCreate => created.fetch_add(1, Ordering::Relaxed),
             };
-            assert_eq!(lent.fetch_add(1, Ordering::SeqCst), 0, "lent twice");
-            lent.fetch_sub(1, Ordering::SeqCst);
-            rota.give(buffer);
+            assert_eq!(leased.fetch_add(1, Ordering::SeqCst), 0, "leased twice");
+            leased.fetch_sub(1, Ordering::SeqCst);
+            pool.release(buffer);
         })
     };
     let lanes = [lane(), lane()];
     lanes.into_iter().for_each(|lane| lane.join().expect("no panic"));
-    assert_eq!(made.load(Ordering::Relaxed), 1);
+    assert_eq!(created.load(Ordering::Relaxed), 1);
 }
 
 /// A buffer is lost with a copy that failed: whoever waits for it may make another.
 fn a_lost_buffer_is_replaced() {
-    let rota = Arc::new(Rota::<usize>::new(1));
+    let pool = Arc::new(BlockingPool::<usize>::new(1));
     let lane = || {
-        let rota = Arc::clone(&rota);
+        let pool = Arc::clone(&pool);
         thread::spawn(move || {
-            assert!(matches!(rota.take(LONG), Some(Taken::Another)));
-            rota.lost();
+            assert!(matches!(pool.acquire(LONG), Some(Acquired::MayCreate)));
+            pool.discard();
         })
     };
     let lanes = [lane(), lane()];

@@ -1,15 +1,15 @@
-//! The calls of the driver, as this backend declares and finds them.
+//! Declarations of the driver's calls, and their lookup.
 //!
-//! Results are integers: a driver may be newer than any list of codes, and a value that an enumeration does not have
-//! must not be made. All calls of a table are looked up when the driver is loaded, so that none is missing at its first use. The names and types
-//! are those of the CUDA driver API; a unit test compares the numbers with cudarc's declarations.
+//! Results are integers: a driver may be newer than any list of codes, and an enumeration must not hold an undeclared value.
+//! All calls of a table are looked up when the driver is loaded, so that none is missing at its first use. The names and
+//! types are those of the CUDA driver API; a unit test compares the numbers with cudarc's declarations.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::fmt;
 
 use libloading::Library;
 
-/// A handle of the driver's.
+/// Declares a handle type of the driver.
 macro_rules! handle {
     ($(#[$doc:meta])* $name:ident, $what:ident) => {
         #[doc(hidden)]
@@ -56,7 +56,7 @@ impl Location {
     }
 }
 
-/// `CUmemPoolProps`, with zeros for what newer versions name.
+/// `CUmemPoolProps`, with zeros for the fields that newer versions name.
 #[repr(C)]
 pub(super) struct PoolProperties {
     pub(super) allocation: c_int,
@@ -83,7 +83,7 @@ pub(super) struct CopyAttributes {
 }
 
 impl CopyAttributes {
-    /// Sources are read in the order of the stream; nothing is said of where memory is.
+    /// Sources are read in stream order; no hints about the location of memory.
     pub(super) const IN_STREAM_ORDER: CopyAttributes = CopyAttributes {
         source_order: 1,
         source_hint: Location { kind: 0, id: 0 },
@@ -103,7 +103,7 @@ pub(super) const HOST_ALLOCATION_PORTABLE: c_uint = 1;
 pub(super) const CAPTURE_NONE: c_int = 0;
 pub(super) const CAPTURE_MODE_RELAXED: c_int = 2;
 
-/// `CUdevice_attribute`, those that are asked for.
+/// The values of `CUdevice_attribute` that are used.
 #[derive(Clone, Copy)]
 #[repr(i32)]
 pub(super) enum Attribute {
@@ -132,8 +132,8 @@ impl Code {
     pub(super) const CAPTURE_IMPLICIT: Code = Code(906);
     pub(super) const UNKNOWN: Code = Code(999);
 
-    /// Whether it comes again at every later call of the context: the documentation of each says that the process has to
-    /// end for the device to be used again.
+    /// Whether the error is sticky: every later call of the context returns it, and by its documentation the process must end
+    /// before the device can be used again.
     pub(super) fn sticks(self) -> bool {
         const ECC_UNCORRECTABLE: c_int = 214;
         const NVLINK_UNCORRECTABLE: c_int = 220;
@@ -174,7 +174,7 @@ impl Code {
             )
     }
 
-    /// Whether a capture stands in the way of the call, which may work once that has ended.
+    /// Whether a capture prevents the call, which may succeed once the capture has ended.
     pub(super) fn is_of_captures(self) -> bool {
         (900..=908).contains(&self.0)
     }
@@ -193,7 +193,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What a call comes to.
+/// The result of a call.
 pub(super) type Outcome<T = ()> = Result<T, Failure>;
 
 /// Declares a table of calls, each with its name in the driver's library.
@@ -203,7 +203,10 @@ macro_rules! table {
         pub(super) struct $name { $($verb: unsafe extern "system" fn($($type),*) -> c_int,)* }
 
         impl $name {
-            /// All of them, or the name of the first that the library does not have.
+            /// Finds all calls of the table.
+            ///
+            /// # Errors
+            /// The name of the first call that the library does not have.
             pub(super) fn find(library: &Library) -> Result<$name, &'static str> {
                 // SAFETY: the types are those of the documented calls. The library is never closed.
                 Ok($name { $($verb: *unsafe { library.get($symbol) }.map_err(|_| $symbol)?,)* })
@@ -211,7 +214,7 @@ macro_rules! table {
 
             $(
                 /// # Safety
-                /// The arguments are what the documentation of the call asks for.
+                /// The arguments are as the documentation of the call requires.
                 #[allow(clippy::too_many_arguments, reason = "as many as the driver's call has")]
                 pub(super) unsafe fn $verb(&self, $($arg: $type),*) -> Outcome {
                     // SAFETY: the caller's promise.
@@ -226,7 +229,7 @@ macro_rules! table {
 }
 
 table! {
-    /// The calls that have to be there.
+    /// The required calls.
     Calls {
         init = "cuInit"(flags: c_uint);
         driver_version = "cuDriverGetVersion"(version: *mut c_int);
@@ -277,7 +280,7 @@ table! {
 }
 
 table! {
-    /// Stream-ordered memory pools. Where one is missing, memory is allocated plainly.
+    /// Stream-ordered memory pools. If a call is missing, memory is allocated without a pool.
     PoolCalls {
         allocate = "cuMemAllocFromPoolAsync"(address: *mut Address, bytes: usize, pool: PoolHandle, stream: StreamHandle);
         free = "cuMemFreeAsync"(address: Address, stream: StreamHandle);
@@ -290,7 +293,7 @@ table! {
 }
 
 table! {
-    /// Kernels. Where one is missing, the host patches.
+    /// Kernels. If a call is missing, the host patches.
     KernelCalls {
         load = "cuModuleLoadData"(module: *mut ModuleHandle, image: *const c_void);
         function = "cuModuleGetFunction"(function: *mut FunctionHandle, module: ModuleHandle, name: *const c_char);
@@ -312,7 +315,7 @@ table! {
 }
 
 table! {
-    /// Several copies by one call, as of CUDA 12.8, whose failing copy it tells.
+    /// Batched copies, as of CUDA 12.8. The call reports the copy that failed.
     OldBatchCalls {
         copy = "cuMemcpyBatchAsync"(
             dst: *const Address,
@@ -329,7 +332,7 @@ table! {
 }
 
 table! {
-    /// Several copies by one call, as of CUDA 13.0.
+    /// Batched copies, as of CUDA 13.0.
     BatchCalls {
         copy = "cuMemcpyBatchAsync_v2"(
             dst: *const Address,
@@ -345,28 +348,28 @@ table! {
 }
 
 table! {
-    /// Whether a stream is captured.
+    /// The capture status of streams.
     CaptureCalls {
         is_capturing = "cuStreamIsCapturing"(stream: StreamHandle, status: *mut c_int);
     }
 }
 
 table! {
-    /// How far a thread keeps out of the captures of others.
+    /// The capture mode of a thread.
     CaptureModeCalls {
         exchange = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_int);
     }
 }
 
 table! {
-    /// Whether there is a primary context already.
+    /// The state of a device's primary context.
     ContextStateCalls {
         state = "cuDevicePrimaryCtxGetState"(device: DeviceHandle, flags: *mut c_uint, active: *mut c_int);
     }
 }
 
 table! {
-    /// The UUID of a device, or, where the device is a part of a card, of the part.
+    /// The UUID of a device. If the device is a part of a card, it is the part's UUID.
     UuidCalls {
         uuid = "cuDeviceGetUuid_v2"(uuid: *mut [u8; 16], device: DeviceHandle);
     }
@@ -384,7 +387,7 @@ mod tests {
     use super::*;
     use cudarc::driver::sys;
 
-    /// The numbers and sizes are the driver's, as another crate has them from its headers.
+    /// The numbers and sizes match the driver's headers, as another crate declares them.
     #[test]
     fn the_declarations_are_those_of_the_headers() {
         use sys::CUdevice_attribute as A;

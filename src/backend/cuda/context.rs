@@ -1,4 +1,4 @@
-//! A device's primary context: current for every call, and lost for good after an error that sticks.
+//! A device's primary context: current for every call, and lost for good after a sticky error.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -18,8 +18,9 @@ pub(super) struct Context {
     handle: ContextHandle,
     driver: Arc<Driver>,
     lost: OnceLock<String>,
-    events: Mutex<Vec<Spare>>,
-    /// The kernels, or why the driver refused them; here, since memory in use by a launch holds the context.
+    events: Mutex<Vec<RecycledEvent>>,
+    /// The kernels, or the reason why the driver refused them. They are here because memory in use by a launch holds the
+    /// context.
     kernels: OnceLock<Result<Module, String>>,
 }
 
@@ -62,39 +63,39 @@ impl Context {
         &self.kernels
     }
 
-    /// Why the device is lost, if it is.
+    /// The reason why the device is lost. `None` if it is not.
     pub(super) fn lost(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
     }
 
-    /// Gives the device up: something runs on it that cannot be waited for. The reason is told by everything from now on.
+    /// Marks the device as lost: something runs on it that cannot be waited for. All later operations fail with this reason.
     pub(super) fn lose(&self, why: &Error) -> Error {
         let _ = self.lost.set(why.to_string());
         self.error(Refusal::Lost)
     }
 
-    /// Runs calls of the driver with this context current, and leaves the thread with the one it had.
+    /// Runs calls of the driver with this context current, and then restores the thread's previous context.
     ///
     /// # Errors
-    /// [`Error::DeviceLost`] at once when the device is lost, and when the call loses it; [`Error::Forked`] in a fork;
+    /// [`Error::DeviceLost`] immediately when the device is lost, and when the call loses it; [`Error::Forked`] in a fork;
     /// [`Error::Driver`] for any other refusal.
     pub(super) fn call<T>(&self, calls: impl FnOnce(&Calls) -> Outcome<T>) -> Result<T> {
         self.raw(calls).map_err(|refusal| self.error(refusal))
     }
 
-    /// As [`call`](Context::call), for callers that react to the driver's own code.
+    /// As [`call`](Context::call), for callers that react to the driver's result code.
     pub(super) fn raw<T>(&self, calls: impl FnOnce(&Calls) -> Outcome<T>) -> Result<T, Refusal> {
         let _entered = self.enter()?;
         calls(&self.driver.calls).map_err(Refusal::Code)
     }
 
-    /// Makes this context the calling thread's until what is returned is dropped, which leaves the thread with the one it
-    /// had. Calls meanwhile find it made, which saves each of them most of the way in. The captures of other threads forbid nothing
-    /// meanwhile: this thread's capture mode is relaxed, and restored with the context.
+    /// Makes this context current in the calling thread until the returned guard is dropped, which restores the previous
+    /// context. Calls in between find it current, which saves most of their cost of entering. In between, captures of other
+    /// threads forbid nothing: this thread's capture mode is relaxed, and restored with the context.
     ///
     /// # Errors
     /// When the device is lost, in a fork, and when the driver refuses.
-    pub(super) fn enter(&self) -> Result<Entered<'_>, Refusal> {
+    pub(super) fn enter(&self) -> Result<ContextGuard<'_>, Refusal> {
         if self.lost().is_some() {
             return Err(Refusal::Lost);
         }
@@ -103,7 +104,7 @@ impl Context {
             return Err(Refusal::Forked);
         }
         let mut before = std::ptr::null_mut();
-        // Also where it was made current before: code of others ran meanwhile, a wrapper of a stream for one.
+        // Checked even if this context was entered before: foreign code may have run since, such as a stream's wrapper.
         // SAFETY: the pointer is to a living handle.
         unsafe { driver.calls.context_current(&raw mut before) }.map_err(Refusal::Code)?;
         let restore = (before != self.handle).then_some(before);
@@ -112,15 +113,15 @@ impl Context {
             unsafe { driver.calls.make_context_current(self.handle) }.map_err(Refusal::Code)?;
         }
         ENTERED.set(handle);
-        // Whoever entered another context has left the captures.
+        // If another context was entered before, the thread has already left the captures.
         let mode = if outer == 0 { driver.leave_captures() } else { None };
-        Ok(Entered { restore, mode, outer, driver, thread: PhantomData })
+        Ok(ContextGuard { restore, mode, outer, driver, thread: PhantomData })
     }
 
-    /// An event to record: one that was let go of, or a new one.
+    /// An event to record: a recycled one, or a new one.
     pub(super) fn event(&self) -> Result<EventHandle, Refusal> {
-        let spare = self.events().pop();
-        if let Some(Spare(event)) = spare {
+        let recycled = self.events().pop();
+        if let Some(RecycledEvent(event)) = recycled {
             return Ok(event);
         }
         let mut event = std::ptr::null_mut();
@@ -128,40 +129,40 @@ impl Context {
         self.raw(|calls| unsafe { calls.event_create(&raw mut event, EVENT_WITHOUT_TIMING) }).map(|()| event)
     }
 
-    /// Takes an event that nobody asks for any more. Streams that were told to wait for it wait for what it stood for
-    /// then, so it can be recorded anew.
+    /// Takes back an event that nobody queries any more. Streams that wait for it wait for the work that it was recorded after
+    /// at the time of the wait, so it can be recorded again.
     pub(super) fn recycle(&self, event: EventHandle) {
         if self.lost().is_some() || !self.driver.process.is_current() {
             return;
         }
         let mut events = self.events();
         if events.len() < MOST_EVENTS {
-            events.push(Spare(event));
+            events.push(RecycledEvent(event));
             return;
         }
         drop(events);
         self.destroy(event);
     }
 
-    /// Gives the events that are kept for use back to the driver.
+    /// Returns the recycled events to the driver.
     pub(super) fn trim_events(&self) {
         let events = std::mem::take(&mut *self.events());
-        events.into_iter().for_each(|Spare(event)| self.destroy(event));
+        events.into_iter().for_each(|RecycledEvent(event)| self.destroy(event));
     }
 
-    /// Gives an event back to the driver.
+    /// Returns an event to the driver.
     pub(super) fn destroy(&self, event: EventHandle) {
-        // SAFETY: created by `event`, destroyed once; the driver lets an event go before it has fired. What a lost or
-        // departed driver refuses is gone already.
+        // SAFETY: created by `event`, destroyed once; the driver allows destroying a pending event. If a lost or unloaded
+        // driver refuses, the event is already gone.
         let _ = self.raw(|calls| unsafe { calls.event_destroy(event) });
     }
 
-    fn events(&self) -> MutexGuard<'_, Vec<Spare>> {
-        // Every change is one push or pop, so a poisoned lock still guards whole events.
+    fn events(&self) -> MutexGuard<'_, Vec<RecycledEvent>> {
+        // Every change is one push or pop, so a poisoned lock still guards a consistent list.
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The error of a refused call; one that sticks makes the device lost.
+    /// The error of a refused call. A sticky error makes the device lost.
     pub(super) fn error(&self, refusal: Refusal) -> Error {
         match refusal {
             Refusal::Lost => {}
@@ -187,40 +188,40 @@ impl Drop for Context {
             module.unload(self);
         }
         if self.lost().is_none() && self.driver.process.is_current() {
-            // SAFETY: retained by `retain`, released once. At process exit a driver that is gone refuses; then
-            // there is nothing to release.
+            // SAFETY: retained by `retain`, released once. At process exit an unloaded driver refuses; then there is nothing
+            // to release.
             let _ = unsafe { self.driver.calls.context_release(self.device) };
         }
     }
 }
 
-/// How many events are kept for use at most.
+/// The most recycled events that are kept.
 const MOST_EVENTS: usize = 1024;
 
-/// An event that was let go of.
-struct Spare(EventHandle);
+/// An event that can be recorded again.
+struct RecycledEvent(EventHandle);
 
 // SAFETY: the driver allows any thread to use an event.
-unsafe impl Send for Spare {}
+unsafe impl Send for RecycledEvent {}
 
 thread_local! {
-    /// The context that code of this backend has made current in this thread and not left yet, by its address.
+    /// The address of the context that this backend has made current in this thread and not left yet; 0 if none.
     static ENTERED: Cell<usize> = const { Cell::new(0) };
 }
 
-/// That a context is the calling thread's.
-pub(super) struct Entered<'a> {
-    /// The context that the thread had, if it was another.
+/// A guard that keeps a context current in the calling thread.
+pub(super) struct ContextGuard<'a> {
+    /// The previous context of the thread, if it was another.
     restore: Option<ContextHandle>,
-    /// The capture mode that it had, if it was another.
+    /// The previous capture mode of the thread, if it was another.
     mode: Option<c_int>,
     outer: usize,
     driver: &'a Driver,
-    /// It stays in its thread.
+    /// Keeps the guard in its thread.
     thread: PhantomData<*const ()>,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         ENTERED.set(self.outer);
         if let Some(mode) = self.mode {
@@ -230,14 +231,14 @@ impl Drop for Entered<'_> {
         // SAFETY: the thread had this context, or none, when this one was entered.
         let restored = unsafe { self.driver.calls.make_context_current(before) };
         if restored.is_err() {
-            // Better none than one that the caller does not expect and that may be gone when it is used next.
+            // No context is better than one that the caller does not expect and that may be gone at its next use.
             // SAFETY: null is the documented way to have no context.
             let _ = unsafe { self.driver.calls.make_context_current(std::ptr::null_mut()) };
         }
     }
 }
 
-/// Why a call was not made or did not work.
+/// The reason why a call was not made or failed.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Refusal {
     /// The device was lost before.
@@ -261,12 +262,12 @@ impl Refusal {
         self.code() == Some(code)
     }
 
-    /// Whether the work that was asked about goes on, as far as can be told now.
-    pub(super) fn goes_on(self) -> bool {
+    /// Whether the queried work may still be running.
+    pub(super) fn may_be_pending(self) -> bool {
         self.is(Code::NOT_READY) || self.is_of_captures()
     }
 
-    /// Whether a capture stands in the way.
+    /// Whether a capture prevents the call.
     pub(super) fn is_of_captures(self) -> bool {
         self.code().is_some_and(Code::is_of_captures)
     }

@@ -27,16 +27,16 @@ pub(crate) struct CudaDevice {
     pool: Option<Arc<Pool>>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
-    /// What was found out when first asked, of each peer.
+    /// The results of the peer access checks so far.
     peers: Mutex<BTreeMap<DeviceId, Peer>>,
     context: Arc<Context>,
 }
 
-/// What is known of the way to the memory of a device.
+/// The result of a peer access check.
 struct Peer {
-    /// The peer's context when it was opened and connected to; one that was closed and opened again is another.
+    /// The peer's context at the time of the check. A peer that was closed and opened again has another one.
     context: Weak<Context>,
-    /// Why its memory cannot be reached, or none where it can.
+    /// The reason why the peer's memory cannot be reached. `None` if it can.
     unreachable: Option<String>,
 }
 
@@ -51,7 +51,7 @@ impl CudaDevice {
         Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), context })
     }
 
-    /// A stream of the caller's as one of this device; `keep` holds it open.
+    /// Adopts a stream of the caller, which `keep` holds open.
     ///
     /// # Safety
     /// `handle` is a stream of this device's primary context for as long as `keep` lives.
@@ -65,14 +65,14 @@ impl CudaDevice {
         self.context.handle()
     }
 
-    /// Memory of the caller's as memory of this device; `keep` holds it.
+    /// Wraps memory of the caller, which `keep` holds, as memory of this device.
     ///
     /// # Safety
-    /// `address` is that of `bytes` bytes of this device's memory for as long as `keep` lives, and nobody else
-    /// uses them.
+    /// `address` is the address of `bytes` bytes of this device's memory for as long as `keep` lives, and nobody else uses
+    /// them.
     ///
     /// # Errors
-    /// None that can be met: there are as many bytes as are charged.
+    /// None in practice: there are as many bytes as are charged.
     pub(crate) unsafe fn foreign(
         &self,
         address: u64,
@@ -91,13 +91,13 @@ impl CudaDevice {
         self.pool.as_ref()
     }
 
-    /// Whether copies from the memory of `peer` to this device's are known to work.
+    /// Whether copies from the memory of `peer` to this device's memory work.
     pub(super) fn reaches(&self, peer: DeviceId) -> bool {
         self.unreachable(peer).is_none()
     }
 
-    /// Why this device cannot reach the memory of `peer`; asked of the driver and tried out once for each time that the peer
-    /// is opened.
+    /// The reason why this device cannot reach the memory of `peer`. `None` if it can. The driver is asked, and the copies are
+    /// verified, once for each time that the peer is opened.
     fn unreachable(&self, peer: DeviceId) -> Option<String> {
         if !self.open.peers {
             return Some("the caller forbids it".to_owned());
@@ -116,7 +116,7 @@ impl CudaDevice {
         }
     }
 
-    /// Memory from the pool, or of its own, with the event after which it may be used.
+    /// Allocates memory, from the pool or separately. Returns it with the event after which it may be used, if any.
     pub(super) fn memory_of(
         &self,
         bytes: usize,
@@ -151,7 +151,7 @@ impl Device for CudaDevice {
         let bytes = charge.bytes() as usize;
         let mut memory = self.memory_of(bytes, kind);
         if memory.as_ref().is_err_and(|refusal| refusal.is(Code::OUT_OF_MEMORY)) {
-            // What the pool keeps for reuse may be what is missing.
+            // Retried after a trim: the pool may hold the missing memory for reuse.
             self.trim()?;
             memory = self.memory_of(bytes, kind);
         }
@@ -189,12 +189,12 @@ impl Device for CudaDevice {
     }
 
     fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
-        let straight = source.downcast::<DeviceMemory>().is_some() || source.pinned();
-        !straight
+        let direct = source.downcast::<DeviceMemory>().is_some() || source.pinned();
+        !direct
     }
 
     fn batched(&self, work: &mut dyn FnMut()) {
-        // Where it cannot be entered, what is asked for says so.
+        // If the context cannot be entered, the calls of `work` report that.
         let _entered = self.context.enter();
         work();
     }

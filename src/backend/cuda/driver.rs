@@ -1,4 +1,4 @@
-//! The driver's library: found, checked before anything in it is called, and its devices listed.
+//! The driver's library: finding it, checking it before anything in it is called, and listing its devices.
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
@@ -19,45 +19,45 @@ use crate::device::{DeviceId, DeviceInfo};
 /// The environment variable that names the driver's library.
 const LIBRARY_VARIABLE: &str = "TENSOR_OFFLOAD_LIBCUDA";
 
-/// The names of the driver's library, in the order in which cudarc looks for it, too.
+/// The names of the driver's library, in the same order as cudarc tries them.
 const NAMES: [&str; 3] = if cfg!(windows) {
     ["cuda.dll", "nvcuda.dll", "nvcuda64.dll"]
 } else {
     ["libcuda.so", "libcuda.so.12", "libcuda.so.1"]
 };
 
-/// The oldest driver whose calls are used: 11.4 is the first that cudarc, which shows callers their tensors, describes.
+/// The oldest supported driver: 11.4 is the first version that cudarc, whose types callers get tensors in, describes.
 const OLDEST: i32 = 11_040;
 
-/// A driver that was loaded, has the calls that are used, and is initialised.
+/// A driver that is loaded, has the required calls, and is initialised.
 pub(super) struct Driver {
     pub(super) calls: Calls,
-    /// The calls of memory pools, if it has them; a device may still lack them.
+    /// The calls of memory pools, if the driver has them. A device may still not support pools.
     pub(super) pools: Option<PoolCalls>,
-    /// The calls of kernels, or the one that it lacks.
+    /// The calls of kernels, or the name of a missing one.
     pub(super) kernels: Result<KernelCalls, &'static str>,
-    /// Queues several copies by one call, in one of two interfaces.
+    /// The calls that queue several copies at once, in one of two interfaces.
     batches: Option<Batches>,
-    /// Whether it refused to.
+    /// Whether the driver has refused a batch.
     refuses_batches: AtomicBool,
-    /// Tells which streams are captured.
+    /// The calls that report which streams are captured.
     pub(super) captures: Option<CaptureCalls>,
     capture_modes: Option<CaptureModeCalls>,
     contexts: Option<ContextStateCalls>,
     uuids: Option<UuidCalls>,
     old_uuids: Option<OldUuidCalls>,
-    /// The one that it was initialised in.
+    /// The process that initialised it.
     pub(super) process: Process,
 }
 
-/// The interfaces of batches.
+/// The interfaces of batched copies.
 enum Batches {
     Now(BatchCalls),
     Old(OldBatchCalls),
 }
 
 impl Batches {
-    /// Those of a driver for this version of CUDA.
+    /// Finds the interface of a driver for this version of CUDA.
     fn find(library: &Library, version: c_int) -> Option<Batches> {
         match version {
             13_000.. => BatchCalls::find(library).map(Batches::Now).ok(),
@@ -73,10 +73,10 @@ impl Driver {
         self.batches.is_some() && !self.refuses_batches.load(Ordering::Relaxed)
     }
 
-    /// Queues copies between addresses by one call. Where it refuses, single copies are queued from then on.
+    /// Queues copies between addresses with one call. If the driver refuses, single copies are queued from then on.
     ///
     /// # Safety
-    /// As for single copies. The three lists are equally long, and no destination overlaps another end.
+    /// As for single copies. The three lists are equally long, and no destination overlaps another source or destination.
     pub(super) unsafe fn copy_batch(
         &self,
         dst: &[Address],
@@ -87,7 +87,7 @@ impl Driver {
         let (count, attributes, from) = (dst.len(), CopyAttributes::IN_STREAM_ORDER, 0);
         let (dst, src, bytes) = (dst.as_ptr(), src.as_ptr(), bytes.as_ptr());
         let mut failed = 0;
-        // SAFETY: the lists and the attributes live through the call; the rest is the caller's promise.
+        // SAFETY: the lists and the attributes outlive the call; the rest is the caller's promise.
         let outcome = unsafe {
             match self.batches.as_ref()? {
                 Batches::Now(calls) => {
@@ -116,7 +116,10 @@ impl Driver {
         }
     }
 
-    /// Loads and initialises the driver, or says why that cannot be.
+    /// Loads and initialises the driver.
+    ///
+    /// # Errors
+    /// The reason why it cannot be used.
     pub(super) fn load(file: Option<&Path>) -> Result<Arc<Driver>, String> {
         let named = file.map(Path::to_owned).or_else(|| std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from));
         let library = &*open(named.as_deref())?;
@@ -147,7 +150,7 @@ impl Driver {
         Ok(Arc::new(driver))
     }
 
-    /// The devices, none of them opened.
+    /// The devices. Opens none.
     pub(super) fn devices(&self) -> Result<Vec<DeviceInfo>, String> {
         let mut count = 0;
         // SAFETY: the pointer is to a living integer.
@@ -161,8 +164,8 @@ impl Driver {
         (0..count).map(|number| self.device_info(number).map_err(|failure| self.describe(failure))).collect()
     }
 
-    /// Takes the calling thread out of all captures of other threads, which could forbid it to ask for events, to free or
-    /// to pin: what this backend does is about its own work, never about captured work. The mode that the thread had, to be
+    /// Relaxes the calling thread's capture mode, so that captures of other threads cannot forbid it to query events, to free
+    /// or to pin: this backend's calls concern its own work, never captured work. Returns the previous mode, to be
     /// [restored](Driver::restore_capture_mode), if it was another.
     pub(super) fn leave_captures(&self) -> Option<c_int> {
         let mut mode = CAPTURE_MODE_RELAXED;
@@ -171,7 +174,7 @@ impl Driver {
         (mode != CAPTURE_MODE_RELAXED).then_some(mode)
     }
 
-    /// Gives the calling thread back the mode that it had.
+    /// Restores the calling thread's previous capture mode.
     pub(super) fn restore_capture_mode(&self, mut mode: c_int) {
         if let Some(calls) = &self.capture_modes {
             // SAFETY: as above.
@@ -179,7 +182,7 @@ impl Driver {
         }
     }
 
-    /// Whether someone in this process, the caller for example, has opened the device's primary context.
+    /// Whether the device's primary context is active in this process, opened for example by the caller.
     pub(super) fn has_context(&self, id: DeviceId) -> bool {
         let Some((calls, device)) = self.contexts.as_ref().zip(self.handle(id)) else { return false };
         let (mut flags, mut active) = (0, 0);
@@ -188,7 +191,7 @@ impl Driver {
         asked.is_ok() && active != 0
     }
 
-    /// Whether the driver says that `to` can reach the memory of `from`. Opens neither.
+    /// Whether `to` can reach the memory of `from`, according to the driver. Opens neither.
     pub(super) fn can_reach(&self, to: DeviceId, from: DeviceId) -> bool {
         let (Some(to), Some(from)) = (self.handle(to), self.handle(from)) else { return false };
         let mut can = 0;
@@ -197,20 +200,20 @@ impl Driver {
         asked.is_ok() && can != 0
     }
 
-    /// The driver's name for a code, or its number where the driver has none.
+    /// The driver's name for a code, or its number if the driver has none.
     pub(super) fn code_name(&self, code: Code) -> String {
         // SAFETY: the call writes the address of a text.
         self.text(|text| unsafe { self.calls.error_name(code.0, text) }).unwrap_or_else(|| format!("code {}", code.0))
     }
 
-    /// The driver's words for a code.
+    /// The driver's description of a code.
     pub(super) fn code_text(&self, code: Code) -> String {
         // SAFETY: the call writes the address of a text.
         let text = self.text(|text| unsafe { self.calls.error_text(code.0, text) });
         text.unwrap_or_else(|| "this driver has no words for it".to_owned())
     }
 
-    /// A refused call by its name, with the driver's own words.
+    /// A refused call with the driver's description.
     pub(super) fn describe(&self, failure: Failure) -> String {
         let Failure { call, code } = failure;
         format!("{}: {} ({})", shown(call), self.code_name(code), self.code_text(code))
@@ -219,7 +222,7 @@ impl Driver {
     fn text(&self, ask: impl FnOnce(*mut *const c_char) -> Outcome) -> Option<String> {
         let mut text = std::ptr::null();
         ask(&raw mut text).ok()?;
-        // SAFETY: what the driver gives, where it gives any, are texts that live as long as it, and end with a zero.
+        // SAFETY: the driver returns null or a zero-terminated text that lives as long as the driver.
         (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     }
 
@@ -234,7 +237,7 @@ impl Driver {
         unsafe { self.calls.device(&raw mut device, number) }.map(|()| device)
     }
 
-    /// An attribute of a device; 0 where an old driver does not know it.
+    /// An attribute of a device; 0 if an old driver does not know it.
     pub(super) fn attribute(&self, device: DeviceHandle, attribute: Attribute) -> i32 {
         let mut value = 0;
         // SAFETY: the pointer is to a living integer, the device comes from the driver.
@@ -245,7 +248,7 @@ impl Driver {
     fn device_info(&self, number: i32) -> Outcome<DeviceInfo> {
         let device = self.device(number)?;
         let mut name = [0; 256];
-        // SAFETY: the call writes no more than so many bytes, the last of them a zero.
+        // SAFETY: the call writes at most the given number of bytes, the last of them a zero.
         unsafe { self.calls.device_name(name.as_mut_ptr(), name.len() as c_int - 1, device) }?;
         let name = name.map(|byte: c_char| byte as u8);
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
@@ -263,13 +266,13 @@ impl Driver {
             integrated,
             ..crate::device::GpuDetails::new(capability, format!("{:08x}:{:02x}:{:02x}.0", pci[0], pci[1], pci[2]))
         };
-        // What of it is free the driver tells once it is open.
+        // The driver reports the free memory only once the device is open.
         let id = DeviceId::cuda(number.unsigned_abs());
         let info = DeviceInfo::new(id, total as u64).name(name).free(None).gpu(details);
         Ok(if integrated { info.domain(DeviceId::CPU) } else { info })
     }
 
-    /// The UUID as `nvidia-smi` writes it.
+    /// The UUID as `nvidia-smi` prints it.
     fn uuid(&self, device: DeviceHandle) -> Option<String> {
         let mut uuid = [0; 16];
         let asked = match (&self.uuids, &self.old_uuids) {
@@ -286,13 +289,13 @@ impl Driver {
     }
 }
 
-/// A call's name without the version of its interface, as the documentation has it.
+/// A call's name without the version of its interface, as in the documentation.
 pub(super) fn shown(call: &'static str) -> &'static str {
     call.trim_end_matches("_v2")
 }
 
-/// Opens the driver's library for good, and makes sure that others who look for it by its name, cudarc for one, find the
-/// same.
+/// Opens the driver's library for good, and checks that others who look for it by its name, such as cudarc, find the same
+/// one.
 fn open(file: Option<&Path>) -> Result<ManuallyDrop<Library>, String> {
     let load = |name: &OsStr| {
         // SAFETY: loading a driver runs its initialisers, which is what opening a driver means.

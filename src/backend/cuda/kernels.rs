@@ -1,4 +1,4 @@
-//! Patching on the device: the module with the kernels, loaded once for each context, and their launch.
+//! Patching on the device: the module with the kernels, loaded once per context, and their launch.
 
 use std::any::Any;
 use std::ffi::{CStr, CString, c_void};
@@ -13,7 +13,7 @@ use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, SentPatc
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Mismatch, Result};
 
-/// What `scripts/kernels/regenerate` makes of `kernels/patch.cu`; the driver compiles it for its device.
+/// The PTX that `scripts/kernels/regenerate` generates from `kernels/patch.cu`. The driver compiles it for its device.
 const TEXT: &str = include_str!("kernels/patch.ptx");
 
 /// The storage types and the functions for them.
@@ -25,9 +25,9 @@ const FUNCTIONS: [(DType, &CStr); 5] = [
     (DType::F8E5M2, c"patch_e5m2"),
 ];
 
-/// Threads of a block: a warp has eight rows by 128 columns, and there are eight warps below each other.
+/// The threads of a block: a warp patches eight rows by 128 columns, and a block has eight warps, one below the other.
 const BLOCK: (u32, u32, u32) = (32, 8, 1);
-/// Rows and columns that a block patches.
+/// The rows and columns that a block patches.
 const BLOCK_TILE: [usize; 2] = [64, 128];
 
 /// The loaded kernels of a context.
@@ -42,7 +42,10 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads the kernels, or says why the driver does not take them.
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// The reason why the driver refuses them.
     fn load(context: &Context) -> Result<Module, String> {
         let calls = context.driver().kernels.as_ref().map_err(|missing| format!("the driver has no {missing}"))?;
         let text = CString::new(TEXT).map_err(|error| error.to_string())?;
@@ -52,7 +55,7 @@ impl Module {
         };
         let run = |call: &mut dyn FnMut(&KernelCalls) -> Outcome| context.raw(|_| call(calls)).map_err(why);
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the text ends with a zero and lives through the call, the pointer is to a living handle.
+        // SAFETY: the text ends with a zero and outlives the call, the pointer is to a living handle.
         run(&mut |calls| unsafe { calls.load(&raw mut handle, text.as_ptr().cast()) })?;
         let mut module = Module { handle, functions: [std::ptr::null_mut(); FUNCTIONS.len()] };
         for (function, (_, name)) in module.functions.iter_mut().zip(FUNCTIONS) {
@@ -65,10 +68,10 @@ impl Module {
         Ok(module)
     }
 
-    /// Lets the module go, when no launch of it is under way any more.
+    /// Unloads the module. No launch of its kernels may be pending any more.
     pub(super) fn unload(self, context: &Context) {
         if let Ok(calls) = &context.driver().kernels {
-            // SAFETY: loaded by `load`, unloaded once. What a lost or departed driver refuses is gone already.
+            // SAFETY: loaded by `load`, unloaded once. If a lost or unloaded driver refuses, the module is already gone.
             let _ = context.raw(|_| unsafe { calls.unload(self.handle) });
         }
     }
@@ -84,7 +87,8 @@ impl CudaDevice {
         context.kernels().get_or_init(|| Module::load(context)).as_ref().map_err(Clone::clone)
     }
 
-    /// The address of `bytes` bytes of this device's memory from `at` on, a multiple of `align`.
+    /// The address of `bytes` bytes at offset `at` of a buffer in this device's memory. Checks that it is a multiple of
+    /// `align`.
     fn address(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
         let id = self.context().id();
         let memory = buffer.block().downcast::<DeviceMemory>();
@@ -106,7 +110,7 @@ impl CudaDevice {
     }
 }
 
-/// The blocks of a launch, and the arguments after the two addresses.
+/// The number of blocks of a launch, and the arguments after the two addresses.
 fn numbers(patch: &MatrixPatch<'_>) -> Result<(u32, [u32; 7])> {
     let [high, wide] = BLOCK_TILE;
     let blocks = patch.rows().div_ceil(high).saturating_mul(patch.cols().div_ceil(wide));
@@ -161,9 +165,9 @@ impl Kernels for CudaDevice {
             let Ok(calls) = &self.context().driver().kernels else { return Ok(()) };
             let (x, y, z) = BLOCK;
             let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
-            // SAFETY: the arguments are those of the kernel, in number and size, and live through the call. It touches
-            // the matrix and the work memory, which were checked to be there and are kept until the event after it. Where in the
-            // work memory it reads, a stream of this backend has put there.
+            // SAFETY: the arguments match the kernel's in number and size, and outlive the call. The kernel accesses the matrix
+            // and the work memory, whose bounds were checked and which are kept until the event after it. The offsets at which
+            // it reads the work memory were copied there by a stream of this backend.
             let launch = || unsafe { calls.launch(function, blocks, 1, 1, x, y, z, 0, handle, arguments, extra) };
             self.context().call(|_| launch())
         })?;

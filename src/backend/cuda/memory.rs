@@ -1,4 +1,4 @@
-//! Device memory: from a pool of the library's own where the device has pools, from the driver otherwise.
+//! Device memory: from a pool of the library if the device supports pools, otherwise from the driver.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -14,12 +14,12 @@ use super::stream::RawStream;
 use crate::backend::Storage;
 use crate::error::Result;
 
-/// A pool and the stream in whose order memory comes from it and goes back to it.
+/// A pool and the stream that orders its allocations and frees.
 pub(super) struct Pool {
     handle: PoolHandle,
     stream: Arc<RawStream>,
     context: Arc<Context>,
-    /// MemoryBlock and the event after it belong together.
+    /// Keeps an allocation and the event after it together.
     order: Mutex<()>,
 }
 
@@ -29,8 +29,8 @@ unsafe impl Send for Pool {}
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    /// A pool on the device of `context`; none where the device has none or the driver refuses one, since memory can be
-    /// had without.
+    /// Creates a pool on the device of `context`. `None` if the device does not support pools or the driver refuses, since
+    /// memory can be allocated without one.
     ///
     /// # Errors
     /// When the device is lost.
@@ -57,7 +57,7 @@ impl Pool {
             reserved: [0; 64],
         };
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the properties and the handle live through the call.
+        // SAFETY: the properties and the handle outlive the call.
         let create = |pools: &PoolCalls| unsafe { pools.create(&raw mut handle, &raw const properties) };
         match pooled(context, create) {
             Ok(()) => {
@@ -67,10 +67,10 @@ impl Pool {
         }
     }
 
-    /// Gives unused memory back to the system; the bytes given back.
+    /// Returns unused memory to the system. Returns the number of bytes released.
     pub(super) fn trim(&self) -> Result<u64> {
         let context = &self.context;
-        // SAFETY: the stream is this pool's own, and alive.
+        // SAFETY: the stream belongs to this pool and is alive.
         context.call(|calls| unsafe { calls.stream_synchronize(self.stream.handle()) })?;
         let before = self.reserved()?;
         // SAFETY: the pool is alive.
@@ -79,7 +79,7 @@ impl Pool {
         Ok(before.saturating_sub(self.reserved()?))
     }
 
-    /// Lets the device of `to` use this pool's memory.
+    /// Grants the device number `to` access to this pool's memory.
     pub(super) fn grant(&self, to: u32) -> Result<()> {
         let access = Access { location: Location::device(to), flags: ACCESS_READ_WRITE };
         // SAFETY: one descriptor, alive during the call.
@@ -97,7 +97,7 @@ impl Pool {
     }
 }
 
-/// Runs calls of pools, which are there where a pool was made.
+/// Runs pool calls, which are available wherever a pool was created.
 fn pooled(context: &Context, calls: impl FnOnce(&PoolCalls) -> Outcome) -> Result<(), Refusal> {
     match &context.driver().pools {
         Some(pools) => context.raw(|_: &Calls| calls(pools)),
@@ -107,11 +107,11 @@ fn pooled(context: &Context, calls: impl FnOnce(&PoolCalls) -> Outcome) -> Resul
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // All memory has gone back: it holds the pool. Freeing is in the stream's order, so that order is waited for.
-        // SAFETY: the stream is this pool's own.
+        // All memory has been freed, since it holds the pool. Frees run in the stream's order, so the stream is waited for.
+        // SAFETY: the stream belongs to this pool.
         let idle = self.context.raw(|calls| unsafe { calls.stream_synchronize(self.stream.handle()) });
         if idle.is_ok() {
-            // SAFETY: the pool is destroyed here and once.
+            // SAFETY: the pool is destroyed once, here.
             let _ = pooled(&self.context, |pools| unsafe { pools.destroy(self.handle) });
         }
     }
@@ -125,19 +125,19 @@ pub(crate) struct DeviceMemory {
     origin: Origin,
 }
 
-/// Where device memory comes from and goes back to.
+/// The source of device memory.
 enum Origin {
     Pool(Arc<Pool>),
-    /// An allocation of the driver's own, or of no bytes.
+    /// An allocation of the driver, or of zero bytes.
     Driver,
-    /// The caller's; freed by whoever this holds.
+    /// The caller's memory, which is freed when `_keep` is dropped.
     Caller {
         _keep: Arc<dyn Any + Send + Sync>,
     },
 }
 
 impl DeviceMemory {
-    /// Memory from the pool, and the event after which it may be used.
+    /// Allocates from the pool. Returns the memory and the event after which it may be used.
     pub(super) fn pooled(pool: &Arc<Pool>, bytes: usize) -> Result<(DeviceMemory, CudaFence), Refusal> {
         let context = &pool.context;
         let _entered = context.enter()?;
@@ -154,7 +154,7 @@ impl DeviceMemory {
         Ok((memory, ready))
     }
 
-    /// An allocation of the driver's own, usable at once. Nothing is allocated for no bytes.
+    /// Allocates from the driver. The memory is usable immediately. Nothing is allocated for zero bytes.
     pub(super) fn plain(context: &Arc<Context>, bytes: usize) -> Result<DeviceMemory, Refusal> {
         let mut address = 0;
         if bytes > 0 {
@@ -164,7 +164,7 @@ impl DeviceMemory {
         Ok(DeviceMemory { address, bytes, context: Arc::clone(context), origin: Origin::Driver })
     }
 
-    /// Memory of the caller's, held by `keep`.
+    /// Wraps the caller's memory, which `keep` holds.
     pub(super) fn foreign(
         context: &Arc<Context>,
         address: Address,
@@ -182,13 +182,13 @@ impl DeviceMemory {
         &self.context
     }
 
-    /// The device that it is on.
+    /// The device of the memory.
     pub(crate) fn device(&self) -> crate::device::DeviceId {
         self.context.id()
     }
 }
 
-// SAFETY: the driver gave the memory to this value alone, or the caller, who promised the same.
+// SAFETY: the driver gave the memory to this value alone, or the caller did, with the same promise.
 unsafe impl Storage for DeviceMemory {
     fn bytes(&self) -> usize {
         self.bytes
@@ -201,7 +201,7 @@ unsafe impl Storage for DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // Memory is dropped when every use of it has been seen to be over, so freeing it now is after them all.
+        // Memory is dropped only after all its uses were observed to be complete, so it can be freed now.
         let freed = match (&self.origin, self.address) {
             (_, 0) | (Origin::Caller { .. }, _) => Ok(()),
             (Origin::Pool(pool), address) => {
@@ -217,7 +217,7 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Free and total bytes of the device.
+/// The free and total bytes of the device.
 pub(super) fn free_and_total(context: &Context) -> Result<(u64, u64)> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: the pointers are to living numbers.

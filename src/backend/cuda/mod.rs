@@ -1,8 +1,8 @@
-//! CUDA devices, over the driver's own calls.
+//! CUDA devices, through the driver API.
 //!
-//! The declarations of the calls, memory, events, streams and what keeps them alive are this library's own.
-//! A device's primary context is retained when the device is opened and shared with everything else in the
-//! process that uses it; none of its settings are touched.
+//! The library has its own declarations of the calls, and its own management of memory, events, streams and their lifetimes.
+//! A device's primary context is retained when the device is opened, and shared with everything else in the process that
+//! uses it. None of its settings are changed.
 
 #![expect(unsafe_code, reason = "the driver's interface is one of raw handles and addresses")]
 
@@ -42,10 +42,10 @@ use sysfs::Sysfs;
 
 /// The backend of NVIDIA devices, and of `cpu` with memory that they copy from at full speed.
 ///
-/// Finding devices loads the driver and opens none of them. What of their memory is free is then known where NVIDIA's
-/// management library is installed; it and, on Linux, the system also tell of their PCIe links and NVLinks. Where there is no driver, or none that will do,
-/// [`discover`](Backend::discover) says why; nothing panics. The driver's library is the system's, or the file
-/// that [`library`](Cuda::library) or the environment variable `TENSOR_OFFLOAD_LIBCUDA` names.
+/// Finding devices loads the driver but opens no device. If NVIDIA's management library is installed, the free memory of the
+/// devices is then known; it and, on Linux, the system also report their PCIe links and NVLinks. Without a usable driver,
+/// [`discover`](Backend::discover) returns the reason; nothing panics. The driver's library is the system's, or the file that
+/// [`library`](Cuda::library) or the environment variable `TENSOR_OFFLOAD_LIBCUDA` names.
 ///
 /// ```
 /// use tensor_offload::backend::{Backend, Cuda, Found};
@@ -69,15 +69,15 @@ pub struct Cuda {
     found: OnceLock<std::result::Result<Shared, String>>,
 }
 
-/// About what a context takes of its device's memory, 0.4 GiB. The driver tells only what is free after opening; what
-/// opening took on a card is among the results of `scripts/gpu-check`.
+/// The approximate memory of a context on its device, 0.4 GiB. The driver reports the free memory only after opening; the
+/// memory that opening took on a card is among the results of `scripts/gpu-check`.
 const CONTEXT: ByteSize = ByteSize((4 << 30) / 10);
 
-/// What the devices of one backend share.
+/// The state that the devices of one backend share.
 struct Shared {
     driver: Arc<Driver>,
     nvml: Option<Nvml>,
-    /// As they were found; what is free of them is asked for anew each time.
+    /// The devices as they were found. Their free memory is queried again each time.
     devices: Vec<DeviceInfo>,
     pins: Arc<Pins>,
     open: Arc<Opened>,
@@ -86,13 +86,13 @@ struct Shared {
 /// The devices that are open, by number.
 struct Opened {
     devices: Mutex<BTreeMap<u32, Weak<CudaDevice>>>,
-    /// Whether they may copy straight from each other's memory.
+    /// Whether they may copy directly from each other's memory.
     peers: bool,
 }
 
 impl Opened {
     fn devices(&self) -> MutexGuard<'_, BTreeMap<u32, Weak<CudaDevice>>> {
-        // Every change is one insertion, so a poisoned lock still guards a whole map.
+        // Every change is one insertion, so a poisoned lock still guards a consistent map.
         self.devices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -127,63 +127,63 @@ impl Cuda {
         }
     }
 
-    /// Names the driver's library file, for containers that keep it in an unusual place. The first driver that a
-    /// process opens stays its driver.
+    /// Sets the driver's library file, for containers that keep it in an unusual location. The first driver that a process
+    /// opens stays its driver.
     #[must_use]
     pub fn library(mut self, file: impl Into<PathBuf>) -> Cuda {
         self.library = Some(file.into());
         self
     }
 
-    /// Names the file of NVIDIA's management library (NVML). Without it: the system's, by its name. Where there is
-    /// none, the free memory of a device is unknown until it is opened.
+    /// Sets the file of NVIDIA's management library (NVML). Default: the system's, by its name. Without NVML, the free memory
+    /// of a device is unknown until it is opened.
     #[must_use]
     pub fn nvml(mut self, file: impl Into<PathBuf>) -> Cuda {
         self.nvml = Some(file.into());
         self
     }
 
-    /// Names the folder in which the system tells of its hardware. Without it: `/sys`.
+    /// Sets the folder in which the system describes its hardware. Default: `/sys`.
     #[must_use]
     pub fn sysfs(mut self, folder: impl Into<PathBuf>) -> Cuda {
         self.sysfs = Sysfs::at(folder.into());
         self
     }
 
-    /// Sets what plans count for the context of a device that is not open yet. Without it: 0.4 GiB, or an
-    /// eighth of a device's memory where that is less.
+    /// Sets the memory that plans count for the context of a device that is not open yet. Default: 0.4 GiB, or an eighth of
+    /// the device's memory if that is less.
     #[must_use]
     pub fn context_size(mut self, size: ByteSize) -> Cuda {
         self.context = Some(size);
         self
     }
 
-    /// Sets whether devices may copy straight from each other's memory, where they can. Without it: yes. When they may
-    /// not, the driver is asked nothing about it, and copies between devices go through the host.
+    /// Sets whether devices may copy directly from each other's memory, if they can. Default: yes. Otherwise the driver is not
+    /// asked about peer access, and copies between devices go through the host.
     #[must_use]
     pub fn peers(mut self, allowed: bool) -> Cuda {
         self.peers = allowed;
         self
     }
 
-    /// Sets the NUMA node of the host on which memory is pinned, from 1 MiB on. Without it: that of the device that the
-    /// memory is for ([`allocate_near`](Device::allocate_near)); where none is named, that of the open devices
-    /// if the system tells that they have the same; else wherever the threads run that touch it first.
+    /// Sets the NUMA node of the host on which memory of 1 MiB or more is pinned. Default: the node of the device that the
+    /// memory is for ([`allocate_near`](Device::allocate_near)). If no device is named, it is the node of the open devices, if
+    /// the system reports the same for all; otherwise the node on which the threads run that touch the memory first.
     #[must_use]
     pub fn numa_node(mut self, node: u32) -> Cuda {
         self.numa_node = Some(node);
         self
     }
 
-    /// Sets how much host memory may be pinned at one time; plans for this machine pin no more either. Without it: the share
-    /// of the host's memory that [`DeviceInfo::pinned_cap`] says.
+    /// Sets the most host memory that may be pinned at one time. Plans for this machine respect it too. Default: the share of
+    /// the host's memory that [`DeviceInfo::pinned_cap`] returns.
     #[must_use]
     pub fn pinned_cap(mut self, cap: ByteSize) -> Cuda {
         self.pinned_cap = Some(cap);
         self
     }
 
-    /// The backend of the host whose memory is pinned.
+    /// Sets the backend of the host whose memory is pinned.
     #[must_use]
     pub fn host(mut self, host: Host) -> Cuda {
         self.host = host;
@@ -196,7 +196,7 @@ impl Cuda {
             let nvml = Nvml::load(self.nvml.as_deref());
             let nvml = nvml.inspect_err(|why| tracing::debug!(%why, "no management library")).ok();
             let mut devices = driver.devices()?;
-            devices.iter_mut().for_each(|info| self.look_around(info, nvml.as_ref()));
+            devices.iter_mut().for_each(|info| self.add_links(info, nvml.as_ref()));
             let open = Arc::new(Opened { peers: self.peers, devices: Mutex::default() });
             let limit = self.pinned_cap.map_or_else(|| self.host.cpu().pinned_cap(), ByteSize::get);
             let pins = Arc::new(Pins::new(limit, Arc::clone(&open)));
@@ -205,8 +205,8 @@ impl Cuda {
         self.found.get_or_init(find).as_ref().map_err(String::as_str)
     }
 
-    /// Adds what others than the driver tell of a device's links.
-    fn look_around(&self, info: &mut DeviceInfo, nvml: Option<&Nvml>) {
+    /// Adds the links of a device, as NVML and the system report them.
+    fn add_links(&self, info: &mut DeviceInfo, nvml: Option<&Nvml>) {
         let Some(gpu) = &mut info.gpu else { return };
         let nvml = nvml.zip(gpu.uuid.as_deref());
         gpu.nvlinks = nvml.map(|(nvml, uuid)| nvml.nvlinks(uuid)).unwrap_or_default();
@@ -214,12 +214,12 @@ impl Cuda {
         gpu.numa_node = self.sysfs.numa_node(&gpu.pci_bus_id);
     }
 
-    /// A device with what is free of it now, and what opening it will take of that.
+    /// A device with its current free memory, and the memory that opening it takes.
     fn now(&self, shared: &Shared, info: &DeviceInfo) -> DeviceInfo {
         let uuid = info.gpu.as_ref().and_then(|gpu| gpu.uuid.as_deref());
         let free = shared.nvml.as_ref().zip(uuid).and_then(|(nvml, uuid)| nvml.free(uuid, info.total));
         let context = self.context.map_or_else(|| CONTEXT.get().min(info.total / 8), ByteSize::get);
-        // An older driver does not tell of contexts; those of this backend's devices are known.
+        // An older driver does not report contexts; those of this backend's devices are known.
         let open = shared.open.get(info.id.index()).is_some() || shared.driver.has_context(info.id);
         let opening = if open { 0 } else { context };
         info.clone().free(free).opening(opening)
@@ -241,7 +241,7 @@ impl Backend for Cuda {
         let shared = self.shared().map_err(|why| Error::DeviceAbsent { device: id, why: why.to_owned() })?;
         if id == DeviceId::CPU {
             let host = self.host.open(id)?;
-            let nodes = Nodes { told: self.numa_node, sysfs: self.sysfs.clone() };
+            let nodes = Nodes { chosen: self.numa_node, sysfs: self.sysfs.clone() };
             return Ok(Arc::new(PinningHost::new(host, Arc::clone(&shared.pins), nodes)));
         }
         let Some(info) = shared.devices.iter().find(|info| info.id == id) else {
@@ -259,7 +259,8 @@ impl Backend for Cuda {
         Ok(device)
     }
 
-    /// Which devices reach each other, by the driver, and what their links are known to attain: all of it estimates.
+    /// The links of the devices with the speeds that such links are known to attain, all of them estimates. Peer access is as
+    /// the driver reports it.
     fn topology(&self) -> Topology {
         let Ok(shared) = self.shared() else { return Topology::new() };
         let own_memory = |info: &&DeviceInfo| info.domain == info.id;

@@ -1,34 +1,34 @@
-//! Memory near a device: its pages are first touched by threads on the processors of the device's NUMA node, which is
-//! where the system then puts them.
+//! Memory near a device: threads on the processors of the device's NUMA node touch its pages first, and the system then
+//! places them on that node.
 
 use super::sysfs::Sysfs;
 
-/// From how many threads on memory is touched no faster.
+/// The number of threads from which touching memory gets no faster.
 const MOST_THREADS: usize = 8;
 
-/// The bytes of a huge page; no two threads touch the same.
+/// The size of a huge page in bytes. No two threads touch the same page.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A node with its processors.
+/// A NUMA node with its processors.
 pub(super) struct Node {
     number: u32,
     processors: Vec<usize>,
 }
 
 impl Node {
-    /// The node of this number; none where the system tells of no processors there.
+    /// The node of this number. `None` if the system reports no processors for it.
     pub(super) fn find(sysfs: &Sysfs, number: u32) -> Option<Node> {
         let processors = sysfs.processors(number);
         (!processors.is_empty()).then_some(Node { number, processors })
     }
 
-    /// Makes the system back fresh memory with pages of this node.
+    /// Makes the system back fresh memory by pages of this node.
     pub(super) fn touch(&self, bytes: &mut [u8]) {
         tracing::debug!(node = self.number, bytes = bytes.len(), "host memory is touched on a NUMA node");
         self.share(bytes, touch_part);
     }
 
-    /// Gives each of several threads on the node a part of `bytes`.
+    /// Splits `bytes` between several threads on the node.
     fn share(&self, bytes: &mut [u8], work: impl Fn(&mut [u8]) + Sync) {
         share(bytes, self.processors.len(), |part| {
             self.bind();
@@ -36,7 +36,7 @@ impl Node {
         });
     }
 
-    /// Keeps the calling thread on the node. Where that is refused the memory comes from wherever it runs.
+    /// Binds the calling thread to the node. If that is refused, the memory comes from the node where the thread runs.
     #[cfg(target_os = "linux")]
     fn bind(&self) {
         use rustix::thread::{CpuSet, sched_setaffinity};
@@ -52,7 +52,7 @@ impl Node {
     fn bind(&self) {}
 }
 
-/// Makes the system back fresh memory with pages, wherever the threads run that touch it.
+/// Makes the system back fresh memory by pages of the nodes on which the touching threads happen to run.
 pub(super) fn touch(bytes: &mut [u8]) {
     let processors = std::thread::available_parallelism().map_or(1, |processors| processors.get());
     share(bytes, processors, touch_part);
@@ -62,13 +62,13 @@ fn touch_part(part: &mut [u8]) {
     part.iter_mut().step_by(4096).for_each(|byte| *byte = 0);
 }
 
-/// Gives each of at most so many threads a part of `bytes`. They are threads of their own and not a pool's, all of whose
-/// threads may be waiting for memory that is pinned here.
+/// Splits `bytes` between at most `threads` new threads. It uses no pool, since all threads of a pool may be waiting for memory
+/// that is pinned here.
 fn share(bytes: &mut [u8], threads: usize, work: impl Fn(&mut [u8]) + Sync) {
     let part = bytes.len().div_ceil(threads.clamp(1, MOST_THREADS)).next_multiple_of(HUGE_PAGE).max(HUGE_PAGE);
     std::thread::scope(|scope| {
         for part in bytes.chunks_mut(part) {
-            // Without a thread the part is touched by whoever writes it first.
+            // If no thread starts, the first writer touches the part.
             let _ = std::thread::Builder::new().spawn_scoped(scope, || work(part));
         }
     });

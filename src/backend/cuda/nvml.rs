@@ -1,5 +1,5 @@
-//! NVIDIA's management library: what it tells of devices that are not open. Where it is missing, old or refuses, less
-//! is known and nothing fails.
+//! NVIDIA's management library, for information about devices that are not open. If it is missing, old or refuses, less is
+//! known, but nothing fails.
 
 use std::ffi::{CString, OsStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::Path;
@@ -8,10 +8,10 @@ use libloading::{Library, Symbol};
 
 use crate::device::{NvLink, NvLinkEnd, PcieLink};
 
-/// Its name, as the driver installs it.
+/// The library's name, as the driver installs it.
 const NAME: &str = if cfg!(windows) { "nvml.dll" } else { "libnvidia-ml.so.1" };
 
-/// More NVLinks than any device has; the library says where they end.
+/// More NVLinks than any device has; the library reports where they end.
 const MOST_NVLINKS: c_uint = 64;
 
 type Handle = *mut c_void;
@@ -46,7 +46,7 @@ impl Nvml {
     /// Loads the library from `file`, or by its name.
     ///
     /// # Errors
-    /// Why not, for the log.
+    /// The reason, for the log.
     pub(super) fn load(file: Option<&Path>) -> Result<Nvml, String> {
         let name = file.map_or(OsStr::new(NAME), Path::as_os_str);
         // SAFETY: loading the library runs its initialisers, which is what opening it means.
@@ -61,9 +61,9 @@ impl Nvml {
         }
     }
 
-    /// The bytes that are free on the device of this UUID and of `total` bytes, without opening it.
+    /// The free bytes of the device with this UUID and `total` bytes, without opening it.
     ///
-    /// None when the library tells of another total: what CUDA calls a device may be a part of one.
+    /// `None` if the library reports a different total: a CUDA device may be a part of a card.
     pub(super) fn free(&self, uuid: &str, total: u64) -> Option<u64> {
         let memory: Memory = self.get(self.device(uuid)?, "nvmlDeviceGetMemoryInfo")?;
         let kept_back = memory.total.checked_sub(total)?;
@@ -112,16 +112,16 @@ impl Nvml {
         (unsafe { call(uuid.as_ptr(), &raw mut device) } == 0).then_some(device)
     }
 
-    /// Asks a device for one value. `T` is what the call of this name writes.
+    /// Queries one value of a device. `T` must be the type that the call of this name writes.
     fn get<T: Default>(&self, device: Handle, call: &str) -> Option<T> {
-        // SAFETY: all calls that are asked for here have this type, by their documentation.
+        // SAFETY: all calls used with this function have this type, by their documentation.
         let call: Symbol<'_, Get<T>> = unsafe { self.0.get(call.as_bytes()) }.ok()?;
         let mut value = T::default();
-        // SAFETY: a handle of this library's, and a pointer to a living value of the call's type.
+        // SAFETY: a handle of this library, and a pointer to a living value of the call's type.
         (unsafe { call(device, &raw mut value) } == 0).then_some(value)
     }
 
-    /// As [`get`](Nvml::get), of one NVLink of the device.
+    /// As [`get`](Nvml::get), for one NVLink of the device.
     fn get_of_link<T: Default>(&self, device: Handle, link: c_uint, call: &str) -> Option<T> {
         // SAFETY: as in `get`.
         let call: Symbol<'_, GetOfLink<T>> = unsafe { self.0.get(call.as_bytes()) }.ok()?;

@@ -1,4 +1,4 @@
-//! Host memory that devices copy from and to at full speed.
+//! Pinned host memory, which devices copy from and to at full speed.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -18,26 +18,26 @@ use crate::backend::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, R
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
 use crate::error::Result;
 
-/// From this size on memory is mapped for itself and then pinned: its first touch is parallel and on huge pages,
-/// which the driver's own allocation of pinned memory is not.
+/// The size from which memory is mapped separately and then pinned: its first touch is parallel and on huge pages, which
+/// the driver's allocation of pinned memory is not.
 const REGISTERED_FROM: usize = 1 << 20;
 
-/// How much may be pinned at one time, how much is, and what could not be released.
+/// The pinned memory of the host: its limit, its size, and the memory that could not be released.
 pub(super) struct Pins {
     limit: u64,
     pinned: AtomicU64,
     open: Arc<Opened>,
-    /// Memory that nobody uses and that the driver did not let go of; it counts as pinned and stays charged.
+    /// Unused memory that the driver did not release. It counts as pinned and stays charged.
     stuck: Mutex<Vec<(PinnedMemory, Charge)>>,
 }
 
 impl Pins {
-    /// At most so many bytes.
+    /// Creates pins with a limit of `limit` bytes.
     pub(super) fn new(limit: u64, open: Arc<Opened>) -> Pins {
         Pins { limit, pinned: AtomicU64::new(0), open, stuck: Mutex::default() }
     }
 
-    /// The most that may be pinned at one time.
+    /// The most bytes that may be pinned at one time.
     pub(super) fn limit(&self) -> u64 {
         self.limit
     }
@@ -51,9 +51,9 @@ impl Pins {
         self.pinned.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Tries again to release what could not be released before.
+    /// Retries releasing memory that could not be released before.
     fn release_stuck(&self) {
-        // Not under the lock: what is released again may come back here.
+        // Not under the lock: memory that is refused again is pushed back here.
         let stuck = std::mem::take(&mut *self.stuck());
         stuck.into_iter().for_each(|(memory, charge)| Box::new(memory).free(charge));
     }
@@ -64,8 +64,8 @@ impl Pins {
     }
 }
 
-/// The host, with pinned memory for the open CUDA devices. What cannot be pinned is ordinary memory instead: every
-/// copy works all the same, slower.
+/// The host, with pinned memory for the open CUDA devices. If memory cannot be pinned, ordinary memory takes its place:
+/// copies still work, but more slowly.
 pub(super) struct PinningHost {
     info: DeviceInfo,
     inner: Arc<dyn Device>,
@@ -73,21 +73,21 @@ pub(super) struct PinningHost {
     nodes: Nodes,
 }
 
-/// On which NUMA node memory is pinned.
+/// The choice of the NUMA node on which memory is pinned.
 pub(super) struct Nodes {
-    /// That of the caller's choice; without one, that of the device that the memory is for, or of all open devices where
-    /// they have the same.
-    pub(super) told: Option<u32>,
+    /// The caller's choice. `None` means the node of the device that the memory is for, or else the common node of all open
+    /// devices.
+    pub(super) chosen: Option<u32>,
     pub(super) sysfs: Sysfs,
 }
 
 impl Nodes {
-    /// The node for memory that is for the device `near`, where that is named and among the open `devices`.
+    /// The node for memory for the device `near`, if that is named and among the open `devices`.
     fn near(&self, devices: &[Arc<CudaDevice>], near: Option<DeviceId>) -> Option<Node> {
         let node = |device: &Arc<CudaDevice>| device.info().gpu.as_ref().and_then(|gpu| gpu.numa_node);
         let own = || devices.iter().find(|device| Some(device.info().id) == near).and_then(node);
         let common = || devices.first().and_then(node).filter(|&first| devices.iter().all(|d| node(d) == Some(first)));
-        Node::find(&self.sysfs, self.told.or_else(own).or_else(common)?)
+        Node::find(&self.sysfs, self.chosen.or_else(own).or_else(common)?)
     }
 }
 
@@ -97,7 +97,7 @@ impl PinningHost {
         PinningHost { info, inner, pins, nodes }
     }
 
-    /// Memory of that kind, near a device where one is named.
+    /// Allocates memory of this kind, near a device if one is named.
     fn take(&self, charge: Charge, kind: MemoryKind, near: Option<DeviceId>) -> Result<BufMut> {
         charge.check(self.info().id)?;
         let pinned = if kind == MemoryKind::Pinned { self.pin(charge.bytes() as usize, near) } else { None };
@@ -107,7 +107,7 @@ impl PinningHost {
         }
     }
 
-    /// Pinned memory of `bytes`, if there is a device to pin it for, room under the cap, and the driver agrees.
+    /// Allocates pinned memory. `None` if there is no device to pin it for, no room under the cap, or the driver refuses.
     fn pin(&self, bytes: usize, near: Option<DeviceId>) -> Option<PinnedMemory> {
         // Memory pinned through one context is pinned for all: it is portable.
         let good = |device: &Arc<CudaDevice>| device.health() == Health::Good;
@@ -171,27 +171,27 @@ impl fmt::Debug for PinningHost {
     }
 }
 
-/// Host memory that is pinned.
+/// Pinned host memory.
 struct PinnedMemory {
     address: NonNull<u8>,
     bytes: usize,
     origin: Origin,
-    /// The one that pinned it.
+    /// The context that pinned it.
     context: Arc<Context>,
     pins: Arc<Pins>,
 }
 
 enum Origin {
-    /// Memory of ours that the driver was told of. It is unmapped only when the driver has let go of it: its addresses could
-    /// come back as ordinary memory that the driver takes for pinned.
+    /// Memory of this library, registered with the driver. It is unmapped only after the driver has released it: otherwise its
+    /// addresses could be reused for ordinary memory that the driver takes for pinned.
     Registered(ManuallyDrop<HostAllocation>),
-    /// Memory of the driver's.
+    /// Memory allocated by the driver.
     Driver,
 }
 
-// SAFETY: the memory is owned by this value alone, whichever thread has it.
+// SAFETY: this value alone owns the memory, whichever thread it is on.
 unsafe impl Send for PinnedMemory {}
-// SAFETY: a shared reference gives an address and touches no byte.
+// SAFETY: a shared reference gives out an address and accesses no byte.
 unsafe impl Sync for PinnedMemory {}
 
 impl PinnedMemory {
@@ -201,7 +201,7 @@ impl PinnedMemory {
         Some(PinnedMemory { address, bytes, origin, context: Arc::clone(context), pins: Arc::clone(pins) })
     }
 
-    /// Has the driver let go of it, by way of any device that works: the memory is pinned for them all.
+    /// Makes the driver release the memory, through any working device: the memory is pinned for all of them.
     fn release(&self) -> Result<(), Refusal> {
         let others = || self.pins.open.all().into_iter().map(|device| Arc::clone(device.context()));
         let mut outcome = self.release_through(&self.context);
@@ -223,14 +223,14 @@ impl PinnedMemory {
             Origin::Driver => context.raw(|calls| unsafe { calls.host_free(address) }),
         };
         match released {
-            // The context that it was registered with is gone, and the registration with it.
+            // The context that registered it is gone, and the registration with it.
             Err(refusal) if refusal.is(Code::NOT_REGISTERED) => Ok(()),
             other => other,
         }
     }
 }
 
-// SAFETY: the memory stays where it is, is this value's own, and was zeroed.
+// SAFETY: the memory does not move, belongs to this value, and was zeroed.
 unsafe impl Storage for PinnedMemory {
     fn bytes(&self) -> usize {
         self.bytes
@@ -247,14 +247,14 @@ unsafe impl Storage for PinnedMemory {
     fn free(mut self: Box<Self>, charge: Charge) {
         let pins = Arc::clone(&self.pins);
         if let Err(refusal) = self.release() {
-            // A refusal that sticks makes the device lost.
+            // A sticky error makes the device lost.
             let error = self.context.error(refusal);
             tracing::warn!(device = %self.context.id(), %error, "pinned memory could not be released; it stays");
             pins.stuck().push((*self, charge));
             return;
         }
         if let Origin::Registered(memory) = &mut self.origin {
-            // SAFETY: this value is dropped now and looks at it no more.
+            // SAFETY: this value is dropped now and does not access the memory again.
             unsafe { ManuallyDrop::drop(memory) };
         }
         pins.give_back(self.bytes as u64);
@@ -271,7 +271,7 @@ fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(Non
     }
     memory.keep_from_forks();
     let address = memory.address();
-    // SAFETY: the range is ours, mapped for itself, and unmapped only when the driver has let go of it.
+    // SAFETY: this library owns the range, which is mapped separately and unmapped only after the driver has released it.
     let register =
         context.raw(|calls| unsafe { calls.host_register(address.as_ptr().cast(), bytes, REGISTER_PORTABLE) });
     register.inspect_err(|&refusal| refused(context, refusal)).ok()?;
@@ -280,19 +280,19 @@ fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(Non
 
 fn driver_memory(context: &Context, bytes: usize) -> Option<NonNull<u8>> {
     let mut address = std::ptr::null_mut();
-    // Without the flag for write-combining the host reads it at full speed.
+    // Without the write-combining flag the host reads the memory at full speed.
     // SAFETY: the pointer is to a living address.
     let allocated =
         context.raw(|calls| unsafe { calls.host_allocate(&raw mut address, bytes, HOST_ALLOCATION_PORTABLE) });
     allocated.inspect_err(|&refusal| refused(context, refusal)).ok()?;
     let address = NonNull::new(address.cast::<u8>())?;
-    // SAFETY: `bytes` fresh bytes at `address`; written once so that what safe code reads is initialised.
+    // SAFETY: `bytes` fresh bytes at `address`; zeroed so that safe code reads initialised bytes.
     unsafe { address.write_bytes(0, bytes) };
     Some(address)
 }
 
-/// Reports a refusal to pin; ordinary memory takes its place. A code that stands for anything, which a limit on pinned
-/// memory gives on some systems, does not make the device lost: if it is, its next call says so.
+/// Logs a refusal to pin; ordinary memory takes its place. `UNKNOWN`, which some systems return for a limit on pinned memory,
+/// does not make the device lost: if it is lost, its next call reports that.
 fn refused(context: &Context, refusal: Refusal) {
     let error = match refusal {
         Refusal::Code(failure) if refusal.is(Code::UNKNOWN) => context.driver().describe(failure),

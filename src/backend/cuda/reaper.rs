@@ -1,4 +1,4 @@
-//! Keeps what the device still uses, and lets it go once an event says so.
+//! A thread that keeps memory alive while the device uses it, and releases it once its event is complete.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,26 +9,26 @@ use super::context::Context;
 use crate::backend::{Event, FenceState, MemoryBlock};
 use crate::error::{Error, Result};
 
-/// The shortest and the longest pause between two looks at the events.
+/// The shortest and the longest polling interval.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
 
-/// What to keep, until when, and what a trace shows until then.
-struct Kept {
-    /// The stream that the event is of.
+/// Memory in use, the event until which it is used, and the tracing span of that time.
+struct InUse {
+    /// The number of the event's stream.
     stream: u64,
     event: Event,
     memory: Memory,
     _span: tracing::Span,
 }
 
-/// Memory that queued work uses: of a plain copy its two ends, which are kept without a list.
+/// Memory that queued work uses. The two ends of a plain copy are kept without a list.
 pub(super) enum Memory {
     Ends([Arc<MemoryBlock>; 2]),
     All(Vec<Arc<MemoryBlock>>),
 }
 
 impl Memory {
-    /// Never frees it: a device that failed may still use it.
+    /// Marks the memory as never to be freed: a failed device may still use it.
     pub(super) fn abandon(&self) {
         let all = match self {
             Memory::Ends(ends) => &ends[..],
@@ -38,126 +38,127 @@ impl Memory {
     }
 }
 
-/// A thread that holds memory until its last use is over.
-pub(super) struct Reaper(Arc<Mailbox>);
+/// The handle of a thread that holds memory until its last use is complete.
+pub(super) struct Reaper(Arc<Channel>);
 
-/// What the thread has been given and not taken yet.
+/// The entries that the thread has not received yet.
 #[derive(Default)]
-struct Mailbox {
-    letters: Mutex<Letters>,
-    arrived: Condvar,
+struct Channel {
+    state: Mutex<ChannelState>,
+    changed: Condvar,
 }
 
 #[derive(Default)]
-struct Letters {
-    new: Vec<Kept>,
-    /// The thread keeps nothing and sleeps until it is woken. While it keeps something it looks at times anyway, so that
-    /// those who bring more need not wake it, which would cost them more than all else.
+struct ChannelState {
+    new: Vec<InUse>,
+    /// The thread holds nothing and sleeps until it is woken. While it holds something it polls anyway, so that senders need
+    /// not wake it, which would be their largest cost.
     idle: bool,
-    /// Nobody will bring more.
+    /// Nothing more will be sent.
     closed: bool,
 }
 
-impl Mailbox {
-    fn letters(&self) -> MutexGuard<'_, Letters> {
-        // Every change is one push, take or assignment, so a poisoned lock still guards whole letters.
-        self.letters.lock().unwrap_or_else(PoisonError::into_inner)
+impl Channel {
+    fn state(&self) -> MutexGuard<'_, ChannelState> {
+        // Every change is one push, take or assignment, so a poisoned lock still guards a consistent state.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Reaper {
     pub(super) fn start(context: &Arc<Context>) -> Result<Reaper> {
         let device = context.id();
-        let mailbox = Arc::<Mailbox>::default();
-        // What is kept holds the context; the thread itself must not keep the device open.
-        let (theirs, context) = (Arc::clone(&mailbox), Arc::downgrade(context));
+        let channel = Arc::<Channel>::default();
+        // The memory in use holds the context; the thread itself must not keep the device open.
+        let (receiver, context) = (Arc::clone(&channel), Arc::downgrade(context));
         let thread = std::thread::Builder::new().name(format!("{device} reaper"));
-        thread.spawn(move || run(&theirs, &context)).map_err(Error::io("start a thread for", device.to_string()))?;
-        Ok(Reaper(mailbox))
+        thread.spawn(move || run(&receiver, &context)).map_err(Error::io("start a thread for", device.to_string()))?;
+        Ok(Reaper(channel))
     }
 
-    /// Keeps `memory`, and `span` open, until `event` is over. The events of one `stream` come in their order.
+    /// Keeps `memory` alive, and `span` open, until `event` is complete. The events of one `stream` must be passed in order.
     pub(super) fn keep(&self, stream: u64, event: Event, memory: Memory, span: tracing::Span) {
-        let mut letters = self.0.letters();
-        letters.new.push(Kept { stream, event, memory, _span: span });
-        if std::mem::take(&mut letters.idle) {
-            self.0.arrived.notify_one();
+        let mut state = self.0.state();
+        state.new.push(InUse { stream, event, memory, _span: span });
+        if std::mem::take(&mut state.idle) {
+            self.0.changed.notify_one();
         }
     }
 }
 
 impl Drop for Reaper {
     fn drop(&mut self) {
-        self.0.letters().closed = true;
-        self.0.arrived.notify_one();
+        self.0.state().closed = true;
+        self.0.changed.notify_one();
     }
 }
 
-/// What the thread keeps: a queue for each stream, whose first entry is the first to be over.
+/// The memory in use: a queue for each stream, whose first entry is the first to complete.
 #[derive(Default)]
-struct Queues(HashMap<u64, VecDeque<Kept>>);
+struct Queues(HashMap<u64, VecDeque<InUse>>);
 
 impl Queues {
-    fn add(&mut self, kept: Vec<Kept>) {
-        kept.into_iter().for_each(|kept| self.0.entry(kept.stream).or_default().push_back(kept));
+    fn add(&mut self, new: Vec<InUse>) {
+        new.into_iter().for_each(|entry| self.0.entry(entry.stream).or_default().push_back(entry));
     }
 
-    /// Lets go of what is over; whether there was any. Of each stream one event is asked for that is not.
-    fn look(&mut self, context: &Weak<Context>) -> bool {
+    /// Releases the entries whose events are complete. Returns whether there were any. It queries at most one pending event of
+    /// each stream.
+    fn release_completed(&mut self, context: &Weak<Context>) -> bool {
         let context = context.upgrade();
-        // Once for all that is asked here. Where it fails, so does what is asked, and the events say why.
+        // Entered once for all queries. If that fails, the queries fail too, and the events report why.
         let _entered = context.as_ref().map(|context| context.enter());
-        let mut some = false;
+        let mut any = false;
         self.0.retain(|_, queue| {
-            while let Some(kept) = queue.pop_front() {
-                match kept.event.state() {
+            while let Some(entry) = queue.pop_front() {
+                match entry.event.state() {
                     FenceState::Pending => {
-                        queue.push_front(kept);
+                        queue.push_front(entry);
                         return true;
                     }
                     FenceState::Done | FenceState::Failed(_) => {}
-                    FenceState::Lost(_) => kept.memory.abandon(),
+                    FenceState::Lost(_) => entry.memory.abandon(),
                 }
-                some = true;
-                // Its memory is another backend's, perhaps, and its drop code too.
-                if catch_unwind(AssertUnwindSafe(|| drop(kept))).is_err() {
+                any = true;
+                // The memory may be another backend's, and so may its drop code.
+                if catch_unwind(AssertUnwindSafe(|| drop(entry))).is_err() {
                     tracing::error!("freeing memory that a device is done with panicked");
                 }
             }
             false
         });
-        some
+        any
     }
 }
 
 impl Drop for Queues {
     fn drop(&mut self) {
-        // Only when the thread ends before its time: nobody will see when these are over.
-        self.0.values().flatten().for_each(|kept| kept.memory.abandon());
+        // Entries are left only if the thread ends early: nobody will see when their events complete.
+        self.0.values().flatten().for_each(|entry| entry.memory.abandon());
     }
 }
 
-/// The thread: until the reaper is dropped and nothing is kept any more.
-fn run(mailbox: &Mailbox, context: &Weak<Context>) {
-    let mut kept = Queues::default();
+/// The thread's loop. It runs until the reaper is dropped and no memory is in use any more.
+fn run(channel: &Channel, context: &Weak<Context>) {
+    let mut queues = Queues::default();
     let mut pause = PAUSE.0;
     loop {
-        let mut letters = mailbox.letters();
-        if kept.0.is_empty() && letters.new.is_empty() {
-            if letters.closed {
+        let mut state = channel.state();
+        if queues.0.is_empty() && state.new.is_empty() {
+            if state.closed {
                 return;
             }
-            letters.idle = true;
-            drop(mailbox.arrived.wait(letters).unwrap_or_else(PoisonError::into_inner));
+            state.idle = true;
+            drop(channel.changed.wait(state).unwrap_or_else(PoisonError::into_inner));
             continue;
         }
-        let new = std::mem::take(&mut letters.new);
-        drop(letters);
+        let new = std::mem::take(&mut state.new);
+        drop(state);
         let more = !new.is_empty();
-        kept.add(new);
-        let some = kept.look(context);
-        pause = if more || some { PAUSE.0 } else { (pause * 2).min(PAUSE.1) };
-        if !kept.0.is_empty() {
+        queues.add(new);
+        let any = queues.release_completed(context);
+        pause = if more || any { PAUSE.0 } else { (pause * 2).min(PAUSE.1) };
+        if !queues.0.is_empty() {
             std::thread::sleep(pause);
         }
     }

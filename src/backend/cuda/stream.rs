@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::Opened;
 use super::calls::{Address, CAPTURE_NONE, Calls, Code, Outcome, STREAM_NON_BLOCKING, StreamHandle};
-use super::context::{Context, Entered, Refusal};
+use super::context::{Context, ContextGuard, Refusal};
 use super::event::CudaFence;
 use super::memory::DeviceMemory;
 use super::reaper::{Memory, Reaper};
@@ -19,18 +19,18 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
 
-/// The handle of the stream that every thread has its own of.
+/// The handle of the per-thread default stream.
 pub(crate) const PER_THREAD: usize = 2;
 
-/// A stream's handle, for as long as anyone may record an event on it.
+/// A stream's handle, kept for as long as an event may be recorded on it.
 pub(super) struct RawStream {
     handle: StreamHandle,
     context: Arc<Context>,
-    /// What holds open a stream of the caller's; none for one of the library's own.
+    /// The object that holds an adopted stream open. `None` for a stream of the library.
     adopted: Option<Arc<dyn Any + Send + Sync>>,
-    /// The thread that it is the stream of, where each thread has its own under this handle.
+    /// The thread that the stream belongs to, if the handle is that of the per-thread default stream.
     thread: Option<ThreadId>,
-    /// Tells it from all other streams that there ever are.
+    /// A number that no other stream of this process ever has.
     number: u64,
 }
 
@@ -59,7 +59,7 @@ impl RawStream {
         self.handle
     }
 
-    /// Whether the calling thread means this stream by its handle.
+    /// Whether the handle refers to this stream in the calling thread.
     pub(super) fn is_of_this_thread(&self) -> bool {
         self.thread.is_none_or(|thread| thread == std::thread::current().id())
     }
@@ -68,7 +68,7 @@ impl RawStream {
 impl Drop for RawStream {
     fn drop(&mut self) {
         if self.adopted.is_none() {
-            // SAFETY: created by `create`, destroyed once; the driver ends it when its work is done.
+            // SAFETY: created by `create`, destroyed once; the driver destroys it when its work is done.
             let _ = self.context.raw(|calls| unsafe { calls.stream_destroy(self.handle) });
         }
     }
@@ -80,9 +80,9 @@ pub(crate) struct CudaStream {
     context: Arc<Context>,
     reaper: Arc<Reaper>,
     open: Arc<Opened>,
-    /// The copies of one transfer and the event after them belong together.
+    /// Keeps the copies of one transfer and the event after them together.
     order: Mutex<()>,
-    /// Other devices' events that all later work comes after, while they are pending.
+    /// The pending events of other devices that all later work waits for.
     after: Mutex<Vec<Event>>,
 }
 
@@ -96,13 +96,13 @@ impl CudaStream {
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: the pointers are to living integers.
         context.call(|calls| unsafe { calls.stream_priorities(&raw mut least, &raw mut greatest) })?;
-        // Copies go before the compute that waits for them.
+        // Copies have priority over the compute that waits for them.
         let priority = if role == Role::Compute { least } else { greatest };
         let stream = RawStream::create(context, priority).map_err(|refusal| context.error(refusal))?;
         Ok(CudaStream::of(stream, reaper, open))
     }
 
-    /// A stream of the caller's, which `keep` holds open.
+    /// A stream of the caller, which `keep` holds open.
     pub(super) fn adopted(
         handle: StreamHandle,
         keep: Arc<dyn Any + Send + Sync>,
@@ -124,10 +124,10 @@ impl CudaStream {
         self.stream.handle
     }
 
-    /// Makes the context current for all calls of one piece of work, and makes sure that the stream takes it: it is this
-    /// thread's, and the caller does not capture it. Nothing has been asked of the stream then that would spoil a capture;
-    /// what was recorded outside of it, as all events of the library are, it could not wait for.
-    fn enter(&self, operation: &'static str) -> Result<Entered<'_>> {
+    /// Makes the context current for all calls of one piece of work, and checks that the stream accepts work: it belongs to this
+    /// thread, and the caller is not capturing it. The check itself does not invalidate a capture. A captured stream could not
+    /// wait for events recorded outside the capture, as all events of the library are.
+    fn enter(&self, operation: &'static str) -> Result<ContextGuard<'_>> {
         if !self.stream.is_of_this_thread() {
             let device = self.context.id();
             return Err(Error::invalid(format!(
@@ -135,20 +135,20 @@ impl CudaStream {
             )));
         }
         let entered = self.context.enter().map_err(|refusal| self.context.error(refusal))?;
-        let asks = self.context.driver().captures.as_ref().filter(|_| self.stream.adopted.is_some());
-        let Some(captures) = asks else { return Ok(entered) };
+        let captures = self.context.driver().captures.as_ref().filter(|_| self.stream.adopted.is_some());
+        let Some(captures) = captures else { return Ok(entered) };
         let mut status = CAPTURE_NONE;
         // SAFETY: the stream is alive as long as `self`, the pointer is to a living integer.
         match self.context.raw(|_| unsafe { captures.is_capturing(self.handle(), &raw mut status) }) {
             Ok(()) if status == CAPTURE_NONE => Ok(entered),
             Err(refusal) if !refusal.is(Code::CAPTURE_IMPLICIT) => Err(self.context.error(refusal)),
-            // One that takes turns with the legacy default stream is captured, or this one is.
+            // This stream is captured, or one that synchronises with the legacy default stream is.
             _ => Err(Error::Capturing { device: self.context.id(), operation }),
         }
     }
 
-    /// Makes the stream wait for what it can wait for, and the host for the rest. Those that come true on the device though
-    /// what they stand for may have failed elsewhere: whoever waits for what is queued next has to ask for them too.
+    /// Makes the stream wait for the events that it can wait for, and the host for the others. Returns the events that may
+    /// complete on the device although their work failed elsewhere: the event of the next work must check them too.
     fn join(&self, events: &[Event]) -> Result<Vec<Event>> {
         let mut misleading = self.after();
         for event in events {
@@ -173,12 +173,12 @@ impl CudaStream {
     }
 
     fn wait_for(&self, event: &Event, fence: &CudaFence) -> Result<()> {
-        // Waiting for what was never recorded would be no wait.
+        // Waiting for an unrecorded event would not wait at all.
         let Some(handle) = fence.handle() else { return event.wait(WORK) };
         // SAFETY: the event is alive as long as the fence, the stream as long as `self`.
         let told = self.context.raw(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) });
         told.map_err(|refusal| match event.state() {
-            // The code may be that of the event's device, which failed meanwhile: this one has not, as far as is known.
+            // The code may come from the event's device, which failed meanwhile. As far as is known, this device has not.
             FenceState::Failed(cause) | FenceState::Lost(cause) if fence.is_of_another(&self.context) => {
                 Error::Failed { operation: "a copy", cause }
             }
@@ -186,8 +186,8 @@ impl CudaStream {
         })
     }
 
-    /// Those of other devices that [`wait`](Stream::wait) was called for and that are not done. One that failed is for the
-    /// work that is queued next, which fails with it.
+    /// The events of other devices that [`wait`](Stream::wait) was called for and that are not done. A failed event is returned
+    /// once: the work that is queued next fails with it.
     fn after(&self) -> Vec<Event> {
         let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
         after.retain(|event| !matches!(event.state(), FenceState::Done));
@@ -196,7 +196,7 @@ impl CudaStream {
         now
     }
 
-    /// Queues work of the device's own with `queue`, after `waits`; the event after it, until which `memory` is kept.
+    /// Queues work of the device with `queue`, after `waits`. Returns the event after it, until which `memory` is kept.
     pub(super) fn run(
         &self,
         waits: &[Event],
@@ -209,10 +209,11 @@ impl CudaStream {
         queued.map_err(|(error, _)| error)
     }
 
-    /// Queues work with `queue`, and the event after it, until which `memory` is kept and `span` is open.
+    /// Queues work with `queue`. Returns the event after it, until which `memory` is kept and `span` is open.
     ///
     /// # Errors
-    /// The refusal; with it the event after which what may have been queued is over, where that is not known now.
+    /// The error, with the event after which any work that may have been queued is complete, unless it is already known to be
+    /// complete.
     fn queue(
         &self,
         others: Vec<Event>,
@@ -220,7 +221,7 @@ impl CudaStream {
         span: tracing::Span,
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<Event, (Error, Option<Event>)> {
-        // What can be refused without harm, before anything is under way.
+        // The step that can fail without harm comes first, before anything is in flight.
         let fence = CudaFence::new(&self.context, others).map_err(|refusal| (self.context.error(refusal), None))?;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let queued = Queued { context: &self.context, memory: &memory };
@@ -234,7 +235,7 @@ impl CudaStream {
         };
         match (outcome, recorded) {
             (Ok(()), Ok(())) => Ok(keep(fence, memory)),
-            // Some of it may be under way.
+            // Some of the work may be in flight.
             (Err(error), Ok(())) => Err((error, Some(keep(fence, memory)))),
             (outcome, Err(refusal)) => {
                 let error = outcome.err().unwrap_or_else(|| self.context.error(refusal));
@@ -242,12 +243,12 @@ impl CudaStream {
                 let idle = self.context.raw(|calls| unsafe { calls.stream_synchronize(self.handle()) });
                 match idle {
                     Ok(()) => Err((error, None)),
-                    // Neither can be asked for now; the reaper has it recorded when it can.
+                    // Neither call is possible during a capture; the reaper's queries record the event once it is.
                     Err(refused) if refused.is_of_captures() => {
                         fence.record_later(&self.stream);
                         Err((error, Some(keep(fence, memory))))
                     }
-                    // Work that uses the memory may run, and nobody will know when it is over.
+                    // Work that uses the memory may be running, and its completion cannot be observed.
                     Err(unknown) => {
                         let unknown = self.context.error(unknown);
                         self.context.lose(&unknown);
@@ -260,7 +261,7 @@ impl CudaStream {
     }
 }
 
-/// Memory of work that is being queued. Should that be left by a panic, the memory is never freed.
+/// The memory of work that is being queued. If queueing panics, the memory is never freed.
 struct Queued<'a> {
     context: &'a Context,
     memory: &'a Memory,
@@ -278,7 +279,7 @@ impl Stream for CudaStream {
         self.context.id()
     }
 
-    /// Waits on the host only for events of other backends' streams, such as a file's.
+    /// Blocks the host only for events of other backends' streams, such as a file's.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         match self.copy_in_order(&transfer) {
             Ok((done, in_order)) => Ok(launched(transfer, done, in_order)),
@@ -324,7 +325,7 @@ impl Stream for CudaStream {
 
     fn occupy(&self, time: Duration) -> Result<()> {
         let _entered = self.enter("time that passes")?;
-        /// Sleeps on a thread of the driver's, which holds the stream meanwhile.
+        /// Sleeps on a thread of the driver, which holds the stream meanwhile.
         unsafe extern "system" fn sleep(time: *mut c_void) {
             // SAFETY: made by `Box::into_raw` below, and given to one call of this function.
             let time = unsafe { Box::from_raw(time.cast::<Duration>()) };
@@ -342,12 +343,13 @@ impl Stream for CudaStream {
     }
 }
 
-/// A copy that was queued before `done`, and whether that event stands for all earlier uses of its destination.
+/// The flight of a copy that was queued before `done`. With `in_order`, that event replaces the events of all earlier uses of
+/// the destination.
 fn launched(transfer: Transfer, done: Event, in_order: bool) -> Flight {
     if in_order { transfer.launched_in_order(done) } else { transfer.launched(done) }
 }
 
-/// A copy that was refused, of which something may be under way until the event.
+/// A copy that was refused, parts of which may be in flight until the event `under_way`.
 fn refused(mut transfer: Transfer, under_way: Option<Event>) -> Transfer {
     if let Some(event) = under_way {
         transfer.pieces().iter().for_each(|piece| piece.src.used_until(event.clone()));
@@ -356,7 +358,7 @@ fn refused(mut transfer: Transfer, under_way: Option<Event>) -> Transfer {
     transfer
 }
 
-/// Both ends of copies, to be kept until they are done.
+/// The memory of both ends of a transfer, to be kept until its copies are done.
 fn memory_of(transfer: &Transfer) -> Memory {
     let dst = transfer.dst().block();
     if let [piece] = transfer.pieces() {
@@ -364,7 +366,7 @@ fn memory_of(transfer: &Transfer) -> Memory {
     }
     let mut all = vec![Arc::clone(dst)];
     for Piece { src, .. } in transfer.pieces() {
-        // Neighbours are held once.
+        // Adjacent pieces of one source are held once.
         if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.block())) {
             all.push(Arc::clone(src.block()));
         }
@@ -372,12 +374,12 @@ fn memory_of(transfer: &Transfer) -> Memory {
     Memory::All(all)
 }
 
-/// What a trace shows from when a copy is queued until it was seen to be done.
+/// The tracing span of a copy, from queueing until it was observed to be done.
 fn copy_span(transfer: &Transfer) -> tracing::Span {
     let (pieces, to) = (transfer.pieces(), transfer.dst().device());
     let from = || pieces.first().map_or(to, |piece| piece.src.device());
     let bytes = || pieces.iter().map(|piece| piece.from.len()).sum::<usize>();
-    // Of its own, since it outlives whatever the thread that queues it is at.
+    // Without a parent, since it outlives the current span of the thread that queues the copy.
     tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
 }
 
@@ -387,25 +389,25 @@ impl fmt::Debug for CudaStream {
     }
 }
 
-/// One copy of the driver's.
+/// One copy as the driver performs it.
 enum Move<'a> {
     Up { src: *const c_void, pinned: bool, dst: Address, bytes: usize },
     Down { src: Address, dst: *mut c_void, bytes: usize },
-    Here { src: Address, dst: Address, bytes: usize },
+    Within { src: Address, dst: Address, bytes: usize },
     Across { from: &'a Context, src: Address, to: &'a Context, dst: Address, bytes: usize },
     Nothing,
 }
 
 impl Move<'_> {
     /// # Safety
-    /// The ranges are inside memory that is there until the copy is done, and its two contexts are retained.
+    /// The ranges are inside memory that stays alive until the copy is done, and both contexts are retained.
     unsafe fn queue(&self, calls: &Calls, stream: StreamHandle) -> Outcome {
         // SAFETY: the caller's promise.
         unsafe {
             match *self {
                 Move::Up { src, dst, bytes, .. } => calls.copy_to_device(dst, src, bytes, stream),
                 Move::Down { src, dst, bytes } => calls.copy_to_host(dst, src, bytes, stream),
-                Move::Here { src, dst, bytes } => calls.copy_on_device(dst, src, bytes, stream),
+                Move::Within { src, dst, bytes } => calls.copy_on_device(dst, src, bytes, stream),
                 Move::Across { from, src, to, dst, bytes } => {
                     calls.copy_from_peer(dst, to.handle(), src, from.handle(), bytes, stream)
                 }
@@ -422,7 +424,7 @@ enum End<'a> {
 }
 
 impl<'a> End<'a> {
-    /// None for memory that no CUDA stream reaches.
+    /// The end at offset `at` of an allocation. `None` for memory that no CUDA stream can access.
     fn of(allocation: &'a MemoryBlock, at: usize) -> Option<End<'a>> {
         if let Some(memory) = allocation.downcast::<DeviceMemory>() {
             return Some(End::Device(memory.context(), memory.device_address() + at as u64));
@@ -432,12 +434,13 @@ impl<'a> End<'a> {
 }
 
 impl CudaStream {
-    /// Queues copies, one event after them all; and whether it stands for all earlier uses of their destinations: it does
-    /// not for another device's, of which nobody may ever know whether it is over.
+    /// Queues the copies of a transfer and one event after them. Returns the event, and whether it replaces the events of all
+    /// earlier uses of the destination. It does not if another device's event is among these, since the completion of that
+    /// event may never be known.
     fn copy_in_order(&self, transfer: &Transfer) -> Result<(Event, bool), (Error, Option<Event>)> {
         let unqueued = |error| (error, None);
         let _entered = self.enter("a copy").map_err(unqueued)?;
-        // Before the first call, since what comes between two of them must not fail.
+        // Resolved before the first call, since nothing between two calls may fail.
         let dst = transfer.dst().block();
         let moves = transfer.pieces().iter().map(|piece| self.resolve(piece, dst)).collect::<Result<Vec<Move<'_>>>>();
         let moves = moves.map_err(unqueued)?;
@@ -451,14 +454,14 @@ impl CudaStream {
         Ok((done, in_order))
     }
 
-    /// Queues uploads from pinned memory by one call, where the driver has that; none where each takes a call of its own.
+    /// Queues uploads from pinned memory with one call, if the driver supports that. `None` if each copy needs its own call.
     fn queue_batch(&self, moves: &[Move<'_>]) -> Option<Outcome> {
-        // The driver's own streams, by their fixed handles, take no batches.
+        // The driver's fixed streams accept no batches.
         let able = moves.len() > 1 && self.handle().addr() > PER_THREAD && self.context.driver().takes_batches();
         let (mut dsts, mut srcs, mut sizes) = (Vec::new(), Vec::new(), Vec::new());
         for one in moves.iter().filter(|_| able) {
             let Move::Up { src, pinned: true, dst, bytes } = *one else { return None };
-            // The copies of a batch have no order, so no two of them may write one place.
+            // The copies of a batch are unordered, so no two of them may write the same bytes.
             if dsts.last().zip(sizes.last()).is_some_and(|(last, size)| dst < last + *size as u64) {
                 return None;
             }
@@ -466,33 +469,33 @@ impl CudaStream {
             srcs.push(src.addr() as u64);
             sizes.push(bytes);
         }
-        // SAFETY: as for single copies; the destinations are in order and apart.
+        // SAFETY: as for single copies; the destinations are in order and do not overlap.
         if able { unsafe { self.context.driver().copy_batch(&dsts, &srcs, &sizes, self.handle()) } } else { None }
     }
 
-    /// What one piece of a transfer asks of the driver.
+    /// The copy that the driver performs for one piece of a transfer.
     fn resolve<'a>(&self, piece: &'a Piece, dst: &'a MemoryBlock) -> Result<Move<'a>> {
         let stream = self.context.id();
         self.reached(piece, dst).ok_or(Error::Unreachable { stream, from: piece.src.device(), to: dst.device() })
     }
 
-    /// The same, none where the stream does not copy: from host to host, between other devices, where one of two devices
-    /// does not reach the other's memory.
+    /// As [`resolve`](CudaStream::resolve). `None` if this stream cannot copy the piece: from host to host, between other
+    /// devices, or if one of two devices cannot access the other's memory.
     fn reached<'a>(&self, piece: &'a Piece, dst: &'a MemoryBlock) -> Option<Move<'a>> {
         let bytes = piece.from.len();
         if bytes == 0 {
             return Some(Move::Nothing);
         }
-        let here = |context: &Context| context.handle() == self.context.handle();
+        let is_own = |context: &Context| context.handle() == self.context.handle();
         match (End::of(piece.src.block(), piece.from.start)?, End::of(dst, piece.at)?) {
-            (End::Host(src), End::Device(to, dst)) if here(to) => {
+            (End::Host(src), End::Device(to, dst)) if is_own(to) => {
                 let pinned = piece.src.block().pinned();
                 Some(Move::Up { src: src.cast_const(), pinned, dst, bytes })
             }
-            (End::Device(from, src), End::Host(dst)) if here(from) => Some(Move::Down { src, dst, bytes }),
-            (End::Device(from, src), End::Device(to, dst)) if here(from) || here(to) => {
+            (End::Device(from, src), End::Host(dst)) if is_own(from) => Some(Move::Down { src, dst, bytes }),
+            (End::Device(from, src), End::Device(to, dst)) if is_own(from) || is_own(to) => {
                 if from.id() == to.id() {
-                    return Some(Move::Here { src, dst, bytes });
+                    return Some(Move::Within { src, dst, bytes });
                 }
                 let reached = self.open.get(to.id().index()).is_some_and(|device| device.reaches(from.id()));
                 reached.then_some(Move::Across { from, src, to, dst, bytes })

@@ -1,10 +1,10 @@
-//! What Linux tells of the slot that a device sits in, and of the host's NUMA nodes.
+//! Linux's information about the slot of a device and the host's NUMA nodes.
 
 use std::path::{Path, PathBuf};
 
 use crate::device::PcieLink;
 
-/// The folder in which Linux tells of the hardware.
+/// The folder in which Linux describes the hardware.
 #[derive(Clone, Debug)]
 pub(super) struct Sysfs(PathBuf);
 
@@ -15,7 +15,7 @@ impl Default for Sysfs {
 }
 
 impl Sysfs {
-    /// Another folder of the same form.
+    /// Uses another folder of the same structure.
     pub(super) fn at(root: PathBuf) -> Sysfs {
         Sysfs(root)
     }
@@ -23,7 +23,7 @@ impl Sysfs {
     /// The PCIe link of the device at `pci`, a `domain:bus:device.function`.
     pub(super) fn pcie(&self, pci: &str) -> Option<PcieLink> {
         let device = self.device(pci)?;
-        // What stands above the device is the other end of its link; a switch or a root port tells its own limits.
+        // The parent of the device is the other end of its link; a switch or a root port has its own limits.
         let above = device.canonicalize().ok().and_then(|device| Some(device.parent()?.to_owned()));
         let both = |file: &str, read: fn(&Path) -> Option<u32>| {
             let here = read(&device.join(file))?;
@@ -37,13 +37,13 @@ impl Sysfs {
         })
     }
 
-    /// The NUMA node of the device at `pci`; none where the host has one node, or does not tell.
+    /// The NUMA node of the device at `pci`. `None` if the host has one node or does not report it.
     pub(super) fn numa_node(&self, pci: &str) -> Option<u32> {
         let node = number(&self.device(pci)?.join("numa_node"))?;
         (self.nodes() > 1).then_some(node)
     }
 
-    /// The processors of a NUMA node, by number; none where that is not told.
+    /// The numbers of a NUMA node's processors. Empty if they are not reported.
     pub(super) fn processors(&self, node: u32) -> Vec<usize> {
         let file = self.0.join(format!("devices/system/node/node{node}/cpulist"));
         std::fs::read_to_string(file).ok().and_then(|text| processors(text.trim())).unwrap_or_default()
@@ -63,7 +63,7 @@ impl Sysfs {
     }
 }
 
-/// The generation whose rate a file names, as in `16.0 GT/s PCIe`.
+/// The PCIe generation of the rate in a file, such as `16.0 GT/s PCIe`.
 fn generation(file: &Path) -> Option<u32> {
     let text = std::fs::read_to_string(file).ok()?;
     match text.split_whitespace().next()?.trim_end_matches(".0") {
@@ -77,13 +77,13 @@ fn generation(file: &Path) -> Option<u32> {
     }
 }
 
-/// A list such as `0-3,8-11`; none for anything else.
+/// Parses a list such as `0-3,8-11`. `None` for anything else.
 fn processors(list: &str) -> Option<Vec<usize>> {
     let mut all = Vec::new();
     for range in list.split(',').filter(|range| !range.is_empty()) {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (first, last) = (first.parse::<usize>().ok()?, last.parse::<usize>().ok()?);
-        // Systems have some thousands of processors at most; more is no list of them.
+        // Systems have at most some thousands of processors, so a longer range is cut off.
         all.extend(first..=last.min(first.saturating_add(65_536)));
     }
     Some(all)

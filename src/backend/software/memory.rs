@@ -1,6 +1,6 @@
-//! The bytes behind software devices, and copies between any two kinds of them.
+//! The memory of software devices, and copies between any two kinds of it.
 
-#![expect(unsafe_code, reason = "the order of accesses is that of events, which the compiler cannot see")]
+#![expect(unsafe_code, reason = "events order the accesses, which the compiler cannot see")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fs::File;
@@ -16,11 +16,11 @@ use crate::backend::{MemoryBlock, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 
-/// From this size on memory is mapped for itself: it goes back to the system when it is freed, and huge pages
-/// make the first touch several times faster.
+/// The size from which memory is mapped separately: it is returned to the system when it is freed, and huge pages make the
+/// first touch several times faster.
 const MAPPED_FROM: usize = 1 << 20;
 
-/// What memory is aligned to; mapped memory is aligned to pages.
+/// The alignment of heap memory in bytes; mapped memory is aligned to pages.
 const ALIGNMENT: usize = 64;
 
 /// Owned host memory, aligned to [`ALIGNMENT`] or more, zeroed.
@@ -30,15 +30,15 @@ pub(in crate::backend) struct HostAllocation {
     backing: Backing,
 }
 
-/// Where host memory comes from and goes back to.
+/// The source of host memory.
 enum Backing {
     Heap(Layout),
     Mapped(#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "held to be unmapped in the end"))] MmapRaw),
 }
 
-// SAFETY: the memory is owned by this value alone, whichever thread has it.
+// SAFETY: this value alone owns the memory, whichever thread it is on.
 unsafe impl Send for HostAllocation {}
-// SAFETY: a shared reference gives an address and touches no byte.
+// SAFETY: a shared reference gives out an address and accesses no byte.
 unsafe impl Sync for HostAllocation {}
 
 impl HostAllocation {
@@ -47,7 +47,7 @@ impl HostAllocation {
         if bytes >= MAPPED_FROM {
             let map = MmapRaw::from(MmapMut::map_anon(bytes)?);
             #[cfg(target_os = "linux")]
-            // Refused where the kernel is built without huge pages; ordinary ones do then.
+            // Fails on kernels without huge pages; ordinary pages are fine then.
             let _ = map.advise(memmap2::Advice::HugePage);
             let address = NonNull::new(map.as_mut_ptr()).ok_or_else(no_memory)?;
             return Ok(HostAllocation { address, bytes, backing: Backing::Mapped(map) });
@@ -66,18 +66,18 @@ impl HostAllocation {
         self.bytes
     }
 
-    /// All bytes, to write before anybody else has the address.
+    /// All bytes, for writing before anyone else has the address.
     ///
     /// # Safety
-    /// The address was given to nobody who uses it while the slice lives.
+    /// Nobody else uses the address while the slice lives.
     #[cfg(any(test, feature = "cuda"))]
     pub(in crate::backend) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: so many bytes were allocated, zeroed, and are this value's own.
+        // SAFETY: `self.bytes` bytes were allocated and zeroed, and belong to this value.
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) }
     }
 
-    /// Keeps it out of processes that are forked from this one, where the system can: pages that a device has pinned
-    /// would otherwise be copied away from it when they are next written here.
+    /// Excludes the memory from forked processes, where the system supports that. Otherwise pages that a device has pinned
+    /// would be copied away from the device when this process next writes them.
     #[cfg(feature = "cuda")]
     pub(in crate::backend) fn keep_from_forks(&self) {
         #[cfg(target_os = "linux")]
@@ -114,7 +114,7 @@ impl RamMemory {
     }
 }
 
-// SAFETY: the memory is this value's own, stays where it is until it is dropped, and was zeroed.
+// SAFETY: the memory belongs to this value, does not move until the value is dropped, and was zeroed.
 unsafe impl Storage for RamMemory {
     fn bytes(&self) -> usize {
         self.memory.bytes()
@@ -125,7 +125,7 @@ unsafe impl Storage for RamMemory {
     }
 }
 
-/// A part of the disk: a file without a name, which the system removes when it is closed.
+/// Memory on the disk: an unnamed file, which the system removes when it is closed.
 pub(super) struct FileMemory {
     file: Mutex<File>,
     bytes: usize,
@@ -161,7 +161,7 @@ unsafe impl Storage for FileMemory {
     }
 }
 
-/// Memory of which there is only the size.
+/// Memory that has only a size.
 pub(super) struct SizeOnly(pub(super) usize);
 
 // SAFETY: it has no address.
@@ -171,7 +171,7 @@ unsafe impl Storage for SizeOnly {
     }
 }
 
-/// A new file in `folder` that no name leads to.
+/// Creates an unnamed file in `folder`.
 fn unnamed_file(folder: &Path) -> std::io::Result<File> {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -198,56 +198,56 @@ fn unnamed_file(folder: &Path) -> std::io::Result<File> {
     }
 }
 
-/// How a software stream reaches the bytes of an allocation.
-enum Reach<'a> {
+/// The access of a software stream to the bytes of an allocation.
+enum Access<'a> {
     Ram(NonNull<u8>),
     File(&'a FileMemory),
     SizeOnly,
 }
 
-impl<'a> Reach<'a> {
-    /// How `allocation` is reached; none where it is not.
-    fn of(allocation: &'a MemoryBlock) -> Option<Reach<'a>> {
+impl<'a> Access<'a> {
+    /// The access to `allocation`. `None` if a software stream cannot access it.
+    fn of(allocation: &'a MemoryBlock) -> Option<Access<'a>> {
         if let Some(ram) = allocation.downcast::<RamMemory>() {
-            Some(Reach::Ram(ram.memory.address()))
+            Some(Access::Ram(ram.memory.address()))
         } else if let Some(file) = allocation.downcast::<FileMemory>() {
-            Some(Reach::File(file))
+            Some(Access::File(file))
         } else if allocation.downcast::<SizeOnly>().is_some() {
-            Some(Reach::SizeOnly)
+            Some(Access::SizeOnly)
         } else {
-            allocation.host().map(Reach::Ram)
+            allocation.host().map(Access::Ram)
         }
     }
 }
 
-/// Copies `from` of `src` to `at` of `dst`.
+/// Copies the range `from` of `src` to the offset `at` of `dst`.
 ///
 /// # Safety
-/// Both ranges are inside their allocations, and they share no byte. Nobody writes the one, and nobody reads or writes the
-/// other, until this returns.
+/// Both ranges are inside their allocations, and they do not overlap. Until this returns, nobody writes the source range,
+/// and nobody else reads or writes the destination range.
 pub(super) unsafe fn copy(src: &MemoryBlock, from: Range<usize>, dst: &MemoryBlock, at: usize) -> Result<()> {
     let bytes = from.len();
     let written = |start: NonNull<u8>| {
-        // SAFETY: inside the allocation, and nobody else's until this returns.
+        // SAFETY: inside the allocation, and not accessed by anyone else until this returns.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr().add(at), bytes) }
     };
     let read = |start: NonNull<u8>| {
-        // SAFETY: inside the allocation, and written by nobody until this returns.
+        // SAFETY: inside the allocation, and not written by anyone until this returns.
         unsafe { std::slice::from_raw_parts(start.as_ptr().add(from.start), bytes) }
     };
-    let (Some(reached_src), Some(reached_dst)) = (Reach::of(src), Reach::of(dst)) else {
+    let (Some(src_access), Some(dst_access)) = (Access::of(src), Access::of(dst)) else {
         return Err(Error::bug(format!("a copy from {src:?} to {dst:?} that was queued and cannot be made")));
     };
-    match (reached_src, reached_dst) {
-        (_, Reach::SizeOnly) => Ok(()),
-        (Reach::SizeOnly, _) => Err(no_bytes(src)),
-        (Reach::Ram(src), Reach::Ram(dst)) => {
+    match (src_access, dst_access) {
+        (_, Access::SizeOnly) => Ok(()),
+        (Access::SizeOnly, _) => Err(no_bytes(src)),
+        (Access::Ram(src), Access::Ram(dst)) => {
             written(dst).copy_from_slice(read(src));
             Ok(())
         }
-        (Reach::File(src), Reach::Ram(dst)) => src.read(from.start, written(dst)),
-        (Reach::Ram(src), Reach::File(dst)) => dst.write(at, read(src)),
-        (Reach::File(src), Reach::File(dst)) => {
+        (Access::File(src), Access::Ram(dst)) => src.read(from.start, written(dst)),
+        (Access::Ram(src), Access::File(dst)) => dst.write(at, read(src)),
+        (Access::File(src), Access::File(dst)) => {
             let mut chunk = vec![0; bytes.min(MAPPED_FROM)];
             let mut done = 0;
             while done < bytes {
@@ -261,11 +261,11 @@ pub(super) unsafe fn copy(src: &MemoryBlock, from: Range<usize>, dst: &MemoryBlo
     }
 }
 
-/// Whether a stream of software of the device `stream` can copy from the one to the other: it reaches both, and no bytes
-/// are asked of memory that has none.
+/// Checks that a software stream of the device `stream` can copy from `src` to `dst`: it can access both, and no bytes are
+/// read from memory that has none.
 pub(super) fn copyable(stream: DeviceId, src: &MemoryBlock, dst: &MemoryBlock) -> Result<()> {
-    match (Reach::of(src), Reach::of(dst)) {
-        (Some(Reach::SizeOnly), Some(Reach::Ram(_) | Reach::File(_))) => Err(no_bytes(src)),
+    match (Access::of(src), Access::of(dst)) {
+        (Some(Access::SizeOnly), Some(Access::Ram(_) | Access::File(_))) => Err(no_bytes(src)),
         (Some(_), Some(_)) => Ok(()),
         _ => Err(Error::Unreachable { stream, from: src.device(), to: dst.device() }),
     }

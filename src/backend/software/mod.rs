@@ -1,5 +1,5 @@
-//! Devices made of host memory or a file, with streams that are threads: what the host backend and the
-//! simulated devices have in common.
+//! Software devices: host memory or files, with streams that are threads. The host backend and the simulated devices use
+//! them.
 
 mod memory;
 mod stream;
@@ -21,15 +21,15 @@ use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Sto
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
-/// Where a software device keeps its bytes.
+/// The medium in which a software device keeps its bytes.
 pub(super) enum Medium {
     /// Host memory that the host may address.
     Host,
-    /// Host memory that only streams may touch, in place of a device's own.
+    /// Host memory that only streams may access, in place of a device's memory.
     Hidden,
     /// Unnamed files in this folder.
     Files(PathBuf),
-    /// Nothing: memory is counted and copies take their time, but there are no bytes.
+    /// No medium: memory is counted and copies take their time, but there are no bytes.
     Nowhere,
 }
 
@@ -38,11 +38,11 @@ pub(super) struct SoftwareDevice {
     pub(super) info: DeviceInfo,
     pub(super) ledger: Arc<Ledger>,
     pub(super) medium: Medium,
-    /// The links and the clock that its streams are paced by; none for streams that run as fast as they can.
+    /// The links and the clock that pace its streams. `None` for streams that run as fast as they can.
     pub(super) timeline: Option<Arc<Timeline>>,
-    /// The one that opened it.
+    /// The process that opened it.
     pub(super) process: Process,
-    /// What is free as the system sees it; none where the ledger is all there is.
+    /// The free memory according to the system. `None` if the ledger alone decides.
     pub(super) free: Option<fn() -> u64>,
 }
 
@@ -82,17 +82,17 @@ impl Device for SoftwareDevice {
     }
 
     fn route_from(&self, source: &dyn Device) -> Route {
-        let (here, there) = (self.id(), source.id());
+        let (this, other) = (self.id(), source.id());
         let reaches = match &self.timeline {
-            Some(timeline) => timeline.topology().reaches(here, there),
-            // The host's own streams know its memory and its files.
-            None => matches!(there.kind(), DeviceKind::Cpu | DeviceKind::Disk),
+            Some(timeline) => timeline.topology().reaches(this, other),
+            // The host's streams can access its memory and its files.
+            None => matches!(other.kind(), DeviceKind::Cpu | DeviceKind::Disk),
         };
-        if reaches { Route::Direct } else { Route::Staged(format!("{here} cannot reach the memory of {there}")) }
+        if reaches { Route::Direct } else { Route::Staged(format!("{this} cannot reach the memory of {other}")) }
     }
 
     fn trim(&self) -> Result<u64> {
-        // Freed memory goes back to the system at once; no allocator stands between.
+        // Freed memory is returned to the system immediately; there is no caching allocator.
         Ok(0)
     }
 
@@ -106,7 +106,7 @@ impl SoftwareDevice {
         self.info.id
     }
 
-    /// The system has no such memory, whatever the ledger says.
+    /// The error when the system refuses memory that the ledger allows.
     fn refused(&self, requested: u64) -> Error {
         let available = self.free.map_or(0, |free| free());
         Error::OutOfMemory { device: self.id(), requested, available, limit: self.info.total }

@@ -1,6 +1,6 @@
-//! Streams of software devices: a thread with a queue, or, on a virtual clock, work done at once.
+//! Streams of software devices: a thread with a queue, or, on a virtual clock, work that is executed immediately.
 
-#![expect(unsafe_code, reason = "copies and their events keep each other's promises")]
+#![expect(unsafe_code, reason = "copies rely on the events before them, and events on the copies behind them")]
 
 use std::fmt;
 use std::ops::Range;
@@ -21,49 +21,49 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
 
-/// A queue of copies of one software device.
+/// A stream of one software device.
 pub(super) struct SoftwareStream {
     device: DeviceId,
     timeline: Option<Arc<Timeline>>,
     queue: Queue,
-    /// What all later work comes after, while that is pending: what fails of it fails them.
+    /// The pending events that all later work waits for. If one fails, later work fails.
     after: Mutex<Vec<Event>>,
-    /// That of its thread.
+    /// The process of its thread.
     process: Process,
 }
 
 enum Queue {
     Thread(Mutex<Sender<Job>>),
-    /// When the work queued so far will be done, in virtual time.
+    /// The virtual time at which the work queued so far will be done.
     Virtual(Mutex<Duration>),
 }
 
-/// One piece of work for a stream's thread. It keeps alive what it touches.
+/// One piece of work for a stream's thread. It keeps the memory that it accesses alive.
 struct Job {
     waits: Vec<Event>,
     work: Work,
-    /// The memory that has to stay until the job is done.
+    /// The memory that must stay alive until the job is done.
     keep: Vec<Arc<MemoryBlock>>,
-    done: Promise,
-    /// When it was queued, on a paced stream.
+    done: FenceCompleter,
+    /// The time at which it was queued, on a paced stream.
     queued: Duration,
 }
 
-/// That a latch fires, whatever becomes of the work.
-struct Promise(Arc<Latch>);
+/// Completes a fence, as failed if the work was dropped.
+struct FenceCompleter(Arc<ThreadFence>);
 
-impl Drop for Promise {
+impl Drop for FenceCompleter {
     fn drop(&mut self) {
-        if lock(&self.0.ended).is_none() {
+        if lock(&self.0.outcome).is_none() {
             let why = "the work was given up".to_owned();
             let cause = Arc::new(Error::DeviceLost { device: self.0.device, why });
-            self.0.fire(Err(Failure { cause, over: false }));
+            self.0.complete(Err(Failure { cause, over: false }));
         }
     }
 }
 
 enum Work {
-    /// Pieces (memory, bytes of it, place in the destination) and the destination.
+    /// Pieces (memory, byte range of it, offset in the destination) and the destination.
     Copy {
         pieces: Vec<(Arc<MemoryBlock>, Range<usize>, usize)>,
         dst: Arc<MemoryBlock>,
@@ -89,7 +89,7 @@ impl SoftwareStream {
         Ok(SoftwareStream { device, timeline, queue, after: Mutex::default(), process: Process::current() })
     }
 
-    /// Queues work behind all earlier work and the events `waits`; the event after it.
+    /// Queues work after all earlier work and the events `waits`. Returns the event of its completion.
     fn enqueue(&self, mut waits: Vec<Event>, work: Work, keep: Vec<Arc<MemoryBlock>>) -> Result<Event> {
         self.process.check()?;
         {
@@ -101,9 +101,9 @@ impl SoftwareStream {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
             (Queue::Virtual(_), None) => Err(Error::bug("a virtual stream without a timeline")),
             (Queue::Thread(sender), _) => {
-                let done = Arc::new(Latch::new(self.device, self.timeline.is_some()));
+                let done = Arc::new(ThreadFence::new(self.device, self.timeline.is_some()));
                 let queued = self.timeline.as_ref().map_or(Duration::ZERO, |timeline| timeline.now());
-                let job = Job { waits, work, keep, done: Promise(Arc::clone(&done)), queued };
+                let job = Job { waits, work, keep, done: FenceCompleter(Arc::clone(&done)), queued };
                 let why = || Error::DeviceLost { device: self.device, why: "its stream's thread ended".to_owned() };
                 lock(sender).send(job).map_err(|_| why())?;
                 Ok(Event::new(done))
@@ -165,32 +165,32 @@ impl fmt::Debug for SoftwareStream {
     }
 }
 
-/// The life of a stream's thread: until the stream is dropped and its queue is empty.
+/// The loop of a stream's thread. It runs until the stream is dropped and its queue is empty.
 fn run(jobs: &Receiver<Job>, device: DeviceId, timeline: Option<&Timeline>) {
-    // When the work so far ended by the links' speeds. Work that begins late only because this thread woke up
-    // late is counted from here, so that such delays don't add up.
+    // The time at which the work so far ended at the links' speeds. Work that begins late only because this thread woke up
+    // late is counted from here, so that such delays don't accumulate.
     let mut tail = Duration::ZERO;
     while let Ok(Job { waits, work, keep, done, queued }) = jobs.recv() {
-        let ended = wait_for(&waits, device).and_then(|()| {
+        let outcome = wait_for(&waits, device).and_then(|()| {
             let begin = waits.iter().filter_map(Event::time).fold(queued.max(tail), Duration::max);
             let panicked = || Error::DeviceLost { device, why: "a copy panicked".to_owned() };
             let run = catch_unwind(AssertUnwindSafe(|| work.run(device, timeline, begin)));
             run.unwrap_or_else(|_| Err(panicked())).map_err(Failure::over)
         });
-        // The memory is let go before anyone learns that it can be. It is another backend's, perhaps, and its drop code too.
+        // The memory is released before the fence completes. It may be another backend's, and so may its drop code.
         if catch_unwind(AssertUnwindSafe(|| drop((waits, work, keep)))).is_err() {
             tracing::error!(%device, "freeing the memory of a copy panicked");
         }
-        tail = *ended.as_ref().unwrap_or(&tail);
-        done.0.fire(ended);
+        tail = *outcome.as_ref().unwrap_or(&tail);
+        done.0.complete(outcome);
     }
 }
 
-/// How work failed.
+/// A failure of work.
 #[derive(Clone)]
 struct Failure {
     cause: Arc<Error>,
-    /// Whether nothing that it waited for uses its memory any more.
+    /// Whether none of the events that it waited for is still using its memory.
     over: bool,
 }
 
@@ -199,7 +199,7 @@ impl Failure {
         Failure { cause: Arc::new(cause), over: true }
     }
 
-    /// That of work that waited for `events`, of which one did not come true.
+    /// The failure of work that waited for `events`, one of which failed.
     fn of(events: &[Event], cause: Arc<Error>) -> Failure {
         Failure { cause, over: events.iter().all(Event::is_over) }
     }
@@ -210,8 +210,8 @@ impl Failure {
     }
 }
 
-/// Waits, on a stream's thread, for what its next work needs. One that failed does not make it go on before the others
-/// are over: work that fails must not free its destination for the next writer while it is read.
+/// Waits, on a stream's thread, for the events that its next work needs. After a failed event it still waits for the others:
+/// work that fails must not release its destination to the next writer while the destination is being read.
 fn wait_for(waits: &[Event], device: DeviceId) -> Result<(), Failure> {
     let pending = !waits.iter().all(Event::is_complete);
     let _span = pending.then(|| tracing::trace_span!("wait", %device, events = waits.len()).entered());
@@ -220,7 +220,7 @@ fn wait_for(waits: &[Event], device: DeviceId) -> Result<(), Failure> {
 }
 
 impl Work {
-    /// What a trace shows while the work is done.
+    /// The tracing span of the work.
     fn span(&self, device: DeviceId) -> tracing::Span {
         match self {
             Work::Nothing => tracing::Span::none(),
@@ -233,8 +233,8 @@ impl Work {
         }
     }
 
-    /// Does the work on a stream's thread. On a paced stream it begins at `begin` and takes as long as the links
-    /// say, or as the work itself needs where that is longer; the time at which it ended.
+    /// Does the work on a stream's thread, and returns the time at which it ended. On a paced stream it begins at `begin` and
+    /// takes as long as the links need, or as the work itself takes if that is longer.
     fn run(&self, device: DeviceId, timeline: Option<&Timeline>, begin: Duration) -> Result<Duration> {
         let _span = self.span(device).entered();
         let mut end = begin;
@@ -248,8 +248,8 @@ impl Work {
                 for (src, from, at) in pieces {
                     let bytes = from.len() as u64;
                     end = timeline.map_or(end, |timeline| timeline.transfer(src.device(), dst.device(), bytes, end));
-                    // SAFETY: a transfer's ranges are inside its buffers, which share no byte. The events that it waits for
-                    // have fired, and its own, which all later users wait for, has not.
+                    // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The events that it waits for
+                    // are complete, and its own event, which all later users wait for, is not.
                     unsafe { memory::copy(src, from.clone(), dst, *at) }?;
                 }
                 end = timeline.map_or(end, |timeline| timeline.now().max(end));
@@ -262,14 +262,14 @@ impl Work {
     }
 }
 
-/// Does the work at once and moves `tail`, the end of the stream's work, on by the time that it would have taken.
+/// Does the work immediately and advances `tail`, the end of the stream's work, by the time that it would have taken.
 fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Timeline>) -> Event {
     let mut at = (*tail).max(timeline.now());
     let mut failed = None;
     for event in waits {
-        // An event of simulated time tells its outcome before that time has come.
-        let outcome = match event.downcast::<Moment>() {
-            Some(moment) => moment.failed.clone().map_or(Ok(()), Err),
+        // A virtual fence knows its outcome before its time has come.
+        let outcome = match event.downcast::<VirtualFence>() {
+            Some(fence) => fence.failed.clone().map_or(Ok(()), Err),
             None => event.wait(WORK).map_err(|error| Failure::of(std::slice::from_ref(event), Arc::new(error))),
         };
         at = at.max(event.time().unwrap_or_default());
@@ -285,8 +285,8 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
             Work::Copy { pieces, dst } => {
                 for (src, from, offset) in pieces {
                     at = timeline.transfer(src.device(), dst.device(), from.len() as u64, at);
-                    // SAFETY: a transfer's ranges are inside its buffers, which share no byte. What it waits for is over,
-                    // and so is this before anyone has its event.
+                    // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The work that it waits for is
+                    // complete, and so is this copy before anyone has its event.
                     let copied = unsafe { memory::copy(src, from.clone(), dst, *offset) };
                     failed = failed.or(copied.err().map(Failure::over));
                 }
@@ -294,49 +294,49 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
         }
     }
     *tail = at;
-    Event::new(Arc::new(Moment { at, failed, timeline: Arc::clone(timeline) }))
+    Event::new(Arc::new(VirtualFence { at, failed, timeline: Arc::clone(timeline) }))
 }
 
-/// The event of a stream with a thread.
-struct Latch {
+/// The fence of a stream with a thread.
+struct ThreadFence {
     device: DeviceId,
-    /// That of the stream's thread.
+    /// The process of the stream's thread.
     process: Process,
-    /// When the work ended on the stream's timeline, or why it failed.
-    ended: Mutex<Option<Result<Duration, Failure>>>,
-    fired: Condvar,
-    /// Who sleeps until then without a thread.
-    sleepers: Mutex<Vec<Waker>>,
+    /// The time at which the work ended on the stream's timeline, or its failure. `None` while it is pending.
+    outcome: Mutex<Option<Result<Duration, Failure>>>,
+    completed: Condvar,
+    /// The wakers of tasks that wait for completion.
+    wakers: Mutex<Vec<Waker>>,
     /// Whether there is a timeline.
     paced: bool,
 }
 
-impl Latch {
-    fn new(device: DeviceId, paced: bool) -> Latch {
-        Latch {
+impl ThreadFence {
+    fn new(device: DeviceId, paced: bool) -> ThreadFence {
+        ThreadFence {
             device,
             process: Process::current(),
-            ended: Mutex::default(),
-            fired: Condvar::new(),
-            sleepers: Mutex::default(),
+            outcome: Mutex::default(),
+            completed: Condvar::new(),
+            wakers: Mutex::default(),
             paced,
         }
     }
 
-    fn fire(&self, ended: Result<Duration, Failure>) {
-        *lock(&self.ended) = Some(ended);
-        self.fired.notify_all();
-        self.wake_sleepers();
+    fn complete(&self, outcome: Result<Duration, Failure>) {
+        *lock(&self.outcome) = Some(outcome);
+        self.completed.notify_all();
+        self.wake_tasks();
     }
 
-    fn wake_sleepers(&self) {
-        let sleepers = std::mem::take(&mut *lock(&self.sleepers));
-        wake_all(sleepers);
+    fn wake_tasks(&self) {
+        let wakers = std::mem::take(&mut *lock(&self.wakers));
+        wake_all(wakers);
     }
 
-    fn state_of(&self, ended: &Option<Result<Duration, Failure>>) -> FenceState {
-        match ended {
-            // In a fork the thread is not there that would end it.
+    fn state_of(&self, outcome: &Option<Result<Duration, Failure>>) -> FenceState {
+        match outcome {
+            // In a fork the thread that would complete the work does not exist.
             None => {
                 self.process.check().map_or_else(|error| FenceState::Lost(Arc::new(error)), |()| FenceState::Pending)
             }
@@ -346,49 +346,49 @@ impl Latch {
     }
 }
 
-// SAFETY: it ends when its stream's thread has ended the work, and is set once.
-unsafe impl Fence for Latch {
+// SAFETY: the outcome is set once, after the stream's thread has ended the work.
+unsafe impl Fence for ThreadFence {
     fn state(&self) -> FenceState {
-        self.state_of(&lock(&self.ended))
+        self.state_of(&lock(&self.outcome))
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
         let until = until(deadline);
-        let mut ended = lock(&self.ended);
-        while matches!(self.state_of(&ended), FenceState::Pending) {
+        let mut outcome = lock(&self.outcome);
+        while matches!(self.state_of(&outcome), FenceState::Pending) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            ended = self.fired.wait_timeout(ended, left).unwrap_or_else(PoisonError::into_inner).0;
+            outcome = self.completed.wait_timeout(outcome, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        self.state_of(&ended)
+        self.state_of(&outcome)
     }
 
     fn wake(&self, waker: &Waker) -> bool {
-        lock(&self.sleepers).push(waker.clone());
-        if lock(&self.ended).is_some() {
-            self.wake_sleepers();
+        lock(&self.wakers).push(waker.clone());
+        if lock(&self.outcome).is_some() {
+            self.wake_tasks();
         }
         true
     }
 
     fn time(&self) -> Option<Duration> {
-        let ended = lock(&self.ended);
-        ended.as_ref().and_then(|ended| ended.as_ref().ok()).copied().filter(|_| self.paced)
+        let outcome = lock(&self.outcome);
+        outcome.as_ref().and_then(|outcome| outcome.as_ref().ok()).copied().filter(|_| self.paced)
     }
 }
 
-/// The event of a virtual stream: a time.
-struct Moment {
+/// The fence of a virtual stream: a time.
+struct VirtualFence {
     at: Duration,
-    /// Known from the beginning.
+    /// The failure of the work, known from the start.
     failed: Option<Failure>,
     timeline: Arc<Timeline>,
 }
 
-// SAFETY: the work was over before the event was made.
-unsafe impl Fence for Moment {
+// SAFETY: the work was complete before the fence was created.
+unsafe impl Fence for VirtualFence {
     fn state(&self) -> FenceState {
         match &self.failed {
             _ if self.at > self.timeline.now() => FenceState::Pending,
@@ -402,7 +402,7 @@ unsafe impl Fence for Moment {
         self.state()
     }
 
-    /// Nobody else moves a virtual clock on: who sleeps until a time is there.
+    /// Advances the virtual clock immediately, since nobody else does while a task waits.
     fn wake(&self, waker: &Waker) -> bool {
         self.timeline.advance(self.at);
         waker.wake_by_ref();

@@ -1,29 +1,29 @@
-//! Time for software devices: transfers share the segments of a machine's links, on a virtual or a wall clock.
+//! The time of software devices: transfers share the segments of a machine's links, on a virtual or a wall clock.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::device::{Bookings, DeviceId, Topology};
 
-/// Which time simulated devices run in.
+/// The clock of simulated devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Clock {
-    /// Simulated time: every copy is carried out at once and its event gets the time at which the links would
-    /// have let it end. Exact and, for one queueing thread, deterministic.
+    /// Simulated time: every copy is executed immediately, and its event gets the time at which the links would have
+    /// completed it. Exact and, for one queueing thread, deterministic.
     Virtual,
-    /// Real time: copies take as long as the links say.
+    /// Real time: copies take as long as the links need.
     Wall,
 }
 
-/// How long after its time a transfer on a wall clock may be asked for, its thread having been kept from running.
+/// The longest delay with which a transfer may be booked on a wall clock, if its thread was kept from running.
 const LATEST: Duration = Duration::from_secs(10);
 
-/// The most stretches that a segment remembers to be busy on a wall clock, so that many small transfers do not fill the
-/// memory with them: more than the transfers that can be late at once.
+/// The most busy intervals that a segment remembers on a wall clock, so that many small transfers do not fill the memory. It
+/// is more than the number of transfers that can be late at the same time.
 const MOST: usize = 1024;
 
-/// The segments of a machine's links and when they are busy.
+/// The segments of a machine's links and their busy times.
 #[derive(Debug)]
 pub(in crate::backend) struct Timeline {
     clock: Clock,
@@ -34,7 +34,7 @@ pub(in crate::backend) struct Timeline {
 
 #[derive(Debug)]
 struct State {
-    /// Virtual time as the host knows it: the latest event it waited for.
+    /// Virtual time as the host knows it: the time of the latest event that it waited for.
     now: Duration,
     bookings: Bookings,
 }
@@ -53,7 +53,7 @@ impl Timeline {
         &self.topology
     }
 
-    /// The time now, since the beginning.
+    /// The current time, since the start.
     pub(in crate::backend) fn now(&self) -> Duration {
         match self.clock {
             Clock::Virtual => self.state().now,
@@ -61,25 +61,26 @@ impl Timeline {
         }
     }
 
-    /// Moves virtual time on to `time`, if it is not past it.
+    /// Advances virtual time to `time`, if that is later.
     pub(super) fn advance(&self, time: Duration) {
         let mut state = self.state();
         state.now = state.now.max(time);
     }
 
-    /// When `bytes` that may leave at `ready` have arrived. Takes their share of every segment on the way.
+    /// Books a transfer of `bytes` that may start at `ready` on every segment of its route. Returns the time of its
+    /// completion.
     pub(super) fn transfer(&self, from: DeviceId, to: DeviceId, bytes: u64, ready: Duration) -> Duration {
-        let way = self.topology.way(from, to);
+        let route = self.topology.way(from, to);
         let mut state = self.state();
         let past = match self.clock {
             Clock::Virtual => state.now,
             Clock::Wall => self.start.elapsed().saturating_sub(LATEST),
         };
-        state.bookings.forget(&way, past);
+        state.bookings.forget(&route, past);
         if self.clock == Clock::Wall {
-            state.bookings.keep_latest(&way, MOST);
+            state.bookings.keep_latest(&route, MOST);
         }
-        state.bookings.transfer(&self.topology, &way, bytes, ready)
+        state.bookings.transfer(&self.topology, &route, bytes, ready)
     }
 
     /// Sleeps until `time` of a wall clock.
