@@ -52,6 +52,7 @@ fn strings_print_in_one_form() {
         ("cuda:0,33.333333333333336 %;cpu,*", "cuda:0,33.333333333333336%;cpu,*", Mode::Ratio),
         ("tpu_v5:1,*", "tpu_v5:1,*", Mode::Bytes),
         ("mps,1;cpu,*", "mps,1;cpu,*", Mode::Fraction),
+        ("{cpu,*# ; }", "cpu,*", Mode::Bytes),
         ("auto", "auto", Mode::Auto),
         ("{ AUTO ; }", "auto", Mode::Auto),
         (" Auto , RESERVE = 2 GB ;#", "auto,reserve=2gb", Mode::Auto),

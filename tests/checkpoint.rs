@@ -344,6 +344,10 @@ fn a_header_past_the_limit_is_refused_before_it_is_read() {
         file.extend(b"{}");
         assert_eq!(refused(file), (None, FileFault::HeaderTooLarge { bytes, limit: 100_000_000 }));
     }
+    // The limit itself is none: it is this file that is too short.
+    let mut file = 100_000_000u64.to_le_bytes().to_vec();
+    file.extend(b"{}");
+    assert_eq!(refused(file), (None, FileFault::Truncated { expected: 100_000_008, actual: 10 }));
 }
 
 #[test]

@@ -115,6 +115,7 @@ impl AllocationBuilder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::AllocationError;
     use proptest::prelude::*;
 
     const GPU: DeviceId = DeviceId::cuda(0);
@@ -168,6 +169,12 @@ mod tests {
         ] {
             assert!(matches!(wrong.build(), Err(Error::Allocation(_))));
         }
+        // The error points at the number, behind the device's name and the comma.
+        let Err(Error::Allocation(fault)) = builder().fraction(OTHER, 1.5).build() else {
+            panic!("1.5 is no fraction")
+        };
+        let AllocationError::Syntax { text, span, .. } = *fault else { panic!("{fault}") };
+        assert_eq!(&text[span], "1.5");
     }
 
     proptest! {

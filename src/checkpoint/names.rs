@@ -11,7 +11,7 @@ pub(super) struct Place {
     pub(super) number: u64,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Rank {
     Embedding,
     Input,
@@ -31,7 +31,7 @@ impl Rank {
             Rank::Head
         } else if has(&["embed", "embd"]) || is(&["wte", "wpe", "shared"]) {
             Rank::Embedding
-        } else if has(&["final"]) && !has(&["norm"]) {
+        } else if has(&["final"]) && !has(&["norm"]) && !is(&["ln_final"]) {
             Rank::Head
         } else if (has(&["norm"]) && !has(&["pre_layrnorm", "pre_layernorm", "pre_norm"])) || is(&["ln_f", "ln_final"])
         {
@@ -125,4 +125,75 @@ pub(super) fn natural(a: &str, b: &str) -> Ordering {
         }
     }
     a_rest.len().cmp(&b_rest.len()).then_with(|| a.cmp(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_outside_of_stacks_are_ranked_by_their_words() {
+        for (rank, names) in [
+            (
+                Rank::Head,
+                &[
+                    "lm_head",
+                    "embed_out",
+                    "proj_out",
+                    "logit_scale",
+                    "classifier.0",
+                    "cls.Head",
+                    "model.output",
+                    "score",
+                    "unet.out",
+                    "final_layer.linear",
+                ][..],
+            ),
+            (
+                Rank::Embedding,
+                &["model.embed_tokens", "token_embd", "transformer.wte", "transformer.wpe", "shared", "final_embed"],
+            ),
+            (Rank::FinalNorm, &["model.norm", "final_layer_norm", "output_norm", "transformer.ln_f", "text.ln_final"]),
+            (Rank::Input, &["img_in", "vision.pre_layrnorm", "pre_layernorm", "pre_norm", "headless", "wtes"]),
+        ] {
+            for name in names {
+                assert_eq!(Rank::of(name), rank, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_module_is_a_name_without_its_parameter() {
+        for (tensor, module) in [
+            ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj"),
+            ("blocks.0.weight", "blocks.0"),
+            ("blocks.0.scale_weight", "blocks.0"),
+            ("blocks.0.gamma", "blocks.0"),
+            ("blocks.0.qzeros", "blocks.0"),
+            ("blocks.0.modulation", "blocks.0.modulation"),
+            ("blocks.0.attn.modulation", "blocks.0.attn"),
+            ("scale", "scale"),
+            ("q_proj.lora_A.weight", "q_proj"),
+            ("q_proj.lora_mid.weight", "q_proj"),
+            ("q_proj.lora_C.weight", "q_proj.lora_C"),
+        ] {
+            assert_eq!(module_name(tensor), module, "{tensor}");
+        }
+    }
+
+    #[test]
+    fn runs_of_digits_are_numbers() {
+        let order = ["a", "a1", "a01", "a2", "a10", "a10b", "a99999999999999999999999", "ab", "b", "é1", "é2"];
+        for (place, &one) in order.iter().enumerate() {
+            for (other_place, &other) in order.iter().enumerate() {
+                let wanted = match (one, other) {
+                    // Of one number, more zeros come first: the text decides.
+                    ("a1", "a01") => Ordering::Greater,
+                    ("a01", "a1") => Ordering::Less,
+                    _ => place.cmp(&other_place),
+                };
+                assert_eq!(natural(one, other), wanted, "{one} {other}");
+            }
+        }
+    }
 }

@@ -144,3 +144,37 @@ impl Part {
         self.slices.iter().map(|slice| slice.range.len() as u64).sum()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Origin;
+    use super::*;
+    use crate::checkpoint::TensorInfo;
+    use crate::device::DeviceId;
+    use crate::dtype::DType;
+
+    /// Slices are one where they are of one group and go on with each other both at home and in the slot.
+    #[test]
+    fn only_what_goes_on_at_both_ends_is_joined() {
+        let names = ["layers.0.a", "layers.0.b", "layers.0.c", "layers.1.a", "layers.1.b"];
+        let tensor = |(at, name): (usize, &&str)| {
+            TensorInfo::new(format!("{name}.weight"), DType::U8, &[256], 0, at as u64 * 256).unwrap()
+        };
+        let layout = Layout::new(names.iter().enumerate().map(tensor).collect());
+        let groups = Groups::new(&layout, |_| Some(Origin { device: DeviceId::CPU, staged: false }));
+        let joined = |second: usize, at: usize| {
+            let slice = |module, at| {
+                let module = ModuleId::new(module);
+                Slice { module, range: groups.place(module), at }
+            };
+            let mut part = Part { lane: 0, bytes: 0, slices: Vec::new() };
+            part.push(&groups, slice(0, 0));
+            part.push(&groups, slice(second, at));
+            part.slices.len() == 1
+        };
+        assert!(joined(1, 256));
+        assert!(!joined(1, 512), "a gap in the slot");
+        assert!(!joined(2, 256), "a gap at home");
+        assert!(!joined(4, 256), "another layer's memory");
+    }
+}

@@ -259,6 +259,51 @@ mod tests {
     }
 
     #[test]
+    fn a_layer_is_fetched_over_what_is_needed_later_only() {
+        let contents = contents(&[true; 4]);
+        let mut schedule = Schedule::new(&contents, 3, 2, false);
+        [0, 1, 2].into_iter().for_each(|at| schedule.hold(at, LayerId::new(at)));
+        schedule.turn(LayerId::new(0));
+        // It is in slot 1 already; slot 0 has what is in use.
+        assert_eq!(schedule.candidates(LayerId::new(1)), [2]);
+        assert_eq!(schedule.candidates(LayerId::new(3)), [0; 0]);
+        schedule.turn(LayerId::new(3));
+        assert_eq!(schedule.candidates(LayerId::new(3)), [2, 1, 0], "what is needed last in front");
+        assert_eq!(Schedule::new(&contents, 0, 1, true).fixed_slot_of(LayerId::new(0)), None, "there is no slot");
+    }
+
+    /// Deviations from a known order are borne with when two passes went by it since the last.
+    #[test]
+    fn an_order_is_forgotten_when_it_is_left_twice() {
+        let odd = [0, 2, 4, 1, 3, 5];
+        let next_after = |passes: usize| {
+            let mut schedule = Schedule::new(&contents(&[true; 6]), 2, 1, false);
+            let mut turns = |layers: &[usize]| layers.iter().for_each(|&at| schedule.turn(LayerId::new(at)));
+            (0..2).for_each(|_| turns(&odd));
+            // Layer 4 is left out, so that 1 is not what was to come.
+            turns(&[0, 2, 1, 3, 5]);
+            (0..passes).for_each(|_| turns(&odd));
+            // 2 is left out.
+            turns(&[0, 4]);
+            schedule.ahead()
+        };
+        // After 4 comes 5 in the model, and 1 in the order that is known.
+        assert_eq!([0, 1, 2].map(next_after), [5, 5, 1].map(|at| vec![LayerId::new(at)]));
+    }
+
+    #[test]
+    fn a_pass_may_have_four_times_as_many_turns_as_layers() {
+        let learns = |pairs: usize| {
+            let mut schedule = Schedule::new(&contents(&[true; 4]), 2, 1, false);
+            let pass = [&[0][..], &[2, 1].repeat(pairs), &[3]].concat();
+            pass.iter().chain(&[0]).for_each(|&at| schedule.turn(LayerId::new(at)));
+            // 2 in the order of the pass; 1 in the model's.
+            schedule.ahead() == [LayerId::new(2)]
+        };
+        assert_eq!([1, 3, 7, 8].map(learns), [true, true, true, false]);
+    }
+
+    #[test]
     fn a_slot_has_a_part_for_each_lane() {
         let tensor = |name: &str, bytes: u64, at: u64| TensorInfo::new(name, DType::U8, &[bytes], 0, at).unwrap();
         let layout = Layout::new(vec![
@@ -308,6 +353,11 @@ mod tests {
                 vec![(2, 2 * piece + half, half)],
             ]
         );
+        // A range in the middle of a group's memory.
+        let middle = Slice { module: ModuleId::new(0), range: 100..piece + 150, at: 7 };
+        let ranges = super::chunks(&Part { lane: 0, bytes: piece + 57, slices: vec![middle] });
+        let ranges: Vec<_> = ranges.iter().flatten().map(|slice| (slice.range.clone(), slice.at)).collect();
+        assert_eq!(ranges, [(100..piece + 100, 7), (piece + 100..piece + 150, piece + 7)]);
     }
 
     proptest! {

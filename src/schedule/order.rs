@@ -155,3 +155,40 @@ impl Cycle {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An order of a model of five streamed layers once these were asked for in two passes and the first of a third.
+    fn learned(pass: &[usize]) -> Order {
+        let mut order = Order::new(&(0..5).map(|_| true).collect());
+        let turns = pass.repeat(2);
+        turns.iter().chain(pass.first()).for_each(|&at| order.turn(LayerId::new(at)));
+        order
+    }
+
+    #[test]
+    fn distances_are_counted_around_the_end() {
+        for pass in [&[0, 1, 2, 3, 4][..], &[3, 0, 4, 1, 2], &[0, 1, 2, 1, 3], &[4, 2, 4, 0]] {
+            let mut order = learned(pass);
+            // Wherever in the pass it stands.
+            for at in 0..pass.len() {
+                let follow: Vec<usize> = (1..=pass.len()).map(|turns| pass[(at + turns) % pass.len()]).collect();
+                for layer in 0..5 {
+                    let turns = follow.iter().position(|&next| next == layer).map(|turns| turns + 1);
+                    let wanted = if layer == pass[at] { 0 } else { turns.unwrap_or(usize::MAX - 1) };
+                    assert_eq!(order.distance(LayerId::new(layer)), wanted, "{pass:?}: {layer} after the turn at {at}");
+                }
+                order.turn(LayerId::new(follow[0]));
+            }
+        }
+    }
+
+    #[test]
+    fn a_layer_that_comes_twice_is_ahead_once() {
+        let order = learned(&[0, 1, 2, 1, 0, 3]);
+        let ahead = |count: usize| order.ahead(count).map(LayerId::index).collect::<Vec<_>>();
+        assert_eq!([1, 2, 3, 5, 9].map(ahead), [vec![1], vec![1, 2], vec![1, 2], vec![1, 2, 3], vec![1, 2, 3]]);
+    }
+}
