@@ -261,7 +261,7 @@ mod tests {
     #[test]
     fn a_layer_is_fetched_over_what_is_needed_later_only() {
         let contents = contents(&[true; 4]);
-        let mut schedule = Schedule::new(&contents, 3, 2, false);
+        let mut schedule = Schedule::new(&contents, vec![MIB; 3], 2, false);
         [0, 1, 2].into_iter().for_each(|at| schedule.hold(at, LayerId::new(at)));
         schedule.turn(LayerId::new(0));
         // It is in slot 1 already; slot 0 has what is in use.
@@ -269,7 +269,11 @@ mod tests {
         assert_eq!(schedule.candidates(LayerId::new(3)), [0; 0]);
         schedule.turn(LayerId::new(3));
         assert_eq!(schedule.candidates(LayerId::new(3)), [2, 1, 0], "what is needed last in front");
-        assert_eq!(Schedule::new(&contents, 0, 1, true).fixed_slot_of(LayerId::new(0)), None, "there is no slot");
+        assert_eq!(
+            Schedule::new(&contents, vec![MIB; 0], 1, true).fixed_slot_of(LayerId::new(0)),
+            None,
+            "there is no slot"
+        );
     }
 
     /// Deviations from a known order are borne with when two passes went by it since the last.
@@ -277,7 +281,7 @@ mod tests {
     fn an_order_is_forgotten_when_it_is_left_twice() {
         let odd = [0, 2, 4, 1, 3, 5];
         let next_after = |passes: usize| {
-            let mut schedule = Schedule::new(&contents(&[true; 6]), 2, 1, false);
+            let mut schedule = Schedule::new(&contents(&[true; 6]), vec![MIB; 2], 1, false);
             let mut turns = |layers: &[usize]| layers.iter().for_each(|&at| schedule.turn(LayerId::new(at)));
             (0..2).for_each(|_| turns(&odd));
             // Layer 4 is left out, so that 1 is not what was to come.
@@ -294,7 +298,7 @@ mod tests {
     #[test]
     fn a_pass_may_have_four_times_as_many_turns_as_layers() {
         let learns = |pairs: usize| {
-            let mut schedule = Schedule::new(&contents(&[true; 4]), 2, 1, false);
+            let mut schedule = Schedule::new(&contents(&[true; 4]), vec![MIB; 2], 1, false);
             let pass = [&[0][..], &[2, 1].repeat(pairs), &[3]].concat();
             pass.iter().chain(&[0]).for_each(|&at| schedule.turn(LayerId::new(at)));
             // 2 in the order of the pass; 1 in the model's.
