@@ -48,8 +48,8 @@ impl fmt::Display for LoadReport {
             write!(f, ", {} values saturated", self.saturated)?;
         }
         if self.patched_on_device > 0 {
-            write!(f, ", {} patched where they are", self.patched_on_device)?;
+            write!(f, ", {} patched on the device", self.patched_on_device)?;
         }
-        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host in place of {why}"))
+        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host instead: {why}"))
     }
 }
