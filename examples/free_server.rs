@@ -1,4 +1,4 @@
-//! A worker that streams models, and an HTTP server beside it through which anyone asks for memory to be freed.
+//! A worker that streams models, and an HTTP server through which clients ask for memory to be freed.
 //!
 //! `cargo run --release --example free_server -- --port 8190`, then
 //! `curl -X POST http://127.0.0.1:8190/free -d '{"unload_models":true,"free_memory":true}'`. The request only sets
@@ -59,7 +59,7 @@ struct Args {
     devices: DeviceOptions,
     #[command(flatten)]
     plan: PlanOptions,
-    /// Print one JSON value at the end; the port is then told on standard error
+    /// Print one JSON value at the end; the port is then printed on standard error
     #[arg(long)]
     json: bool,
 }

@@ -22,7 +22,7 @@ use tensor_offload::{ByteSize, DType, Error, Result};
 struct Generate {
     /// A .safetensors file, or a folder for the file or the shards and their index.
     out: PathBuf,
-    /// About how large the model is to be, for example 2gb; sets what --hidden and --layers leave open.
+    /// The approximate size of the model, for example 2gb; sets what --hidden and --layers leave open.
     #[arg(long, default_value = "64mb")]
     size: ByteSize,
     /// How many layers.

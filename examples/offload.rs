@@ -50,7 +50,7 @@ struct Args {
     devices: DeviceOptions,
     #[command(flatten)]
     plan: PlanOptions,
-    /// How often the whole model is gone through
+    /// How many times to run through the model
     #[arg(long, value_name = "N", default_value_t = 3)]
     steps: usize,
     /// Milliseconds of compute in one step, spread evenly over the layers
@@ -94,10 +94,10 @@ impl support::Example for Args {
         let topology = self.topology(&plan, &devices)?;
         let steps = self.steps(&mut streamer, &plan, &topology)?;
         let segments = streamer.report().segments(&topology);
-        let carried = |(name, bytes): (&&str, &u64)| format!("; {name} carried {}", ByteSize(*bytes).human());
+        let carried = |(name, bytes): (&&str, &u64)| format!("; {} over {name}", ByteSize(*bytes).human());
         self.say(|| format!("streamed {}{}", streamer.report(), segments.iter().map(carried).collect::<String>()));
         let hash = verify(&mut streamer, &weights)?;
-        self.say(|| format!("every tensor arrived with the bytes of a merge on the host: sha256 {hash}\n"));
+        self.say(|| format!("every tensor matches a merge on the host: sha256 {hash}\n"));
         let stream = streamer.report().clone();
         let load = model.report().clone();
         drop((streamer, model));
@@ -228,9 +228,9 @@ impl Args {
             streamer.compute().record(&[])?.wait(DEADLINE)?;
             let seconds = begin.elapsed().as_secs_f64();
             let bytes = streamed(streamer) - before;
-            let ratio = if floor > 0.0 { format!(", {:.2} times it", seconds / floor) } else { String::new() };
+            let ratio = if floor > 0.0 { format!("{:.2} times ", seconds / floor) } else { String::new() };
             self.say(|| {
-                format!("step {step}: {:.2} ms; max(compute, transfer) is {:.2} ms{ratio}", seconds * 1e3, floor * 1e3)
+                format!("step {step}: {:.2} ms, {ratio}max(compute, transfer) = {:.2} ms", seconds * 1e3, floor * 1e3)
             });
             steps.push(json!({ "seconds": seconds, "floor": floor, "bytes": bytes }));
         }
@@ -254,7 +254,7 @@ impl Args {
     }
 }
 
-/// The bytes that were sent for so far.
+/// The bytes fetched so far.
 fn streamed(streamer: &Streamer) -> u64 {
     streamer.report().bytes.values().sum()
 }
@@ -290,7 +290,7 @@ fn describe(checkpoint: &Checkpoint) -> String {
 }
 
 fn peak_line((id, peak, limit): &(DeviceId, u64, u64)) -> String {
-    format!("{id}: at most {} of {} was taken\n", ByteSize(*peak).human(), ByteSize(*limit).human())
+    format!("{id}: peak {} of {}\n", ByteSize(*peak).human(), ByteSize(*limit).human())
 }
 
 /// An error that names the devices there are, without the one that this example made up: a user cannot know of it.

@@ -24,7 +24,7 @@ const DONOR: DeviceId = DeviceId::cuda(1);
 
 /// Replays a table of published step times: for every row and link, a model of that size with that much kept elsewhere
 /// is planned and streamed on devices that are described, on a virtual clock. A step is one of a model that runs
-/// already. Its floor is the larger of the compute and of the transfers.
+/// already. Its lower bound is the larger of the compute time and the transfer time.
 #[derive(Parser)]
 #[command(name = "replay")]
 struct Args {
@@ -35,7 +35,7 @@ struct Args {
     /// How many layers of equal size each model has
     #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=1_000))]
     layers: u64,
-    /// How many layers are brought ahead of the one in use; with 0, a layer's copy begins when the layer is asked for
+    /// How many layers to prefetch; with 0, a layer's copy begins when the layer is requested
     #[arg(long, value_name = "N", default_value_t = 2)]
     depth: usize,
     /// Whether every layer has a part that stays on the card, or the first layers stay whole
@@ -152,18 +152,18 @@ impl Args {
     fn print(&self, cells: &[Cell<'_>]) {
         let Args { layers, depth, .. } = self;
         support::print_line(&format!(
-            "simulated seconds per step: {layers} layers, {depth} ahead, {}",
+            "simulated seconds per step: {layers} layers, depth {depth}, {}",
             Order::from(self.order)
         ));
         support::print_line(&format!(
             "{:18} {:>7}  {:20} {:>9} {:>9} {:>9} {:>6} {:>9}",
-            "model", "off, GB", "kept at", "published", "replayed", "floor", "ratio", "gain"
+            "model", "off, GB", "kept at", "published", "replayed", "bound", "ratio", "gain"
         ));
         for cell in cells {
             support::print_line(&cell.line());
         }
         let worst = cells.iter().filter_map(Cell::ratio).fold(f64::NAN, f64::max);
-        support::print_line(&format!("{} cells, {worst:.4} times the floor at most", cells.len()));
+        support::print_line(&format!("{} cells, at most {worst:.4} times the lower bound", cells.len()));
     }
 }
 

@@ -63,8 +63,8 @@ fn computes(id: DeviceId) -> bool {
 fn text(registry: &Registry, matrix: &LinkMatrix, clock: &str) -> String {
     support::devices::lines(registry.machine())
         + &format!(
-            "{matrix}\nGB/s are 10^9 bytes a second by {clock}. The fixed cost is that of a copy of four bytes that is\n\
-         waited for: it is part of the pageable figures; copies that are queued ahead hide it."
+            "{matrix}\nGB/s are 10^9 bytes a second by {clock}. The fixed cost is that of a 4-byte copy, waited for: it is\n\
+         part of the pageable figures; queued copies hide it."
         )
 }
 

@@ -19,7 +19,7 @@ use tensor_offload::plan::Estimate;
 use tensor_offload::{Allocation, ByteSize, DeviceId, Machine, Plan, Planner, Registry, Result};
 
 /// Shows what a second card, a faster link, more pinned memory, another order or another depth would bring: for each the
-/// floor of a pass, and the time of one that is replayed on a virtual clock.
+/// lower bound of a pass's time, and the time of a pass replayed on a virtual clock.
 #[derive(Parser)]
 #[command(name = "whatif")]
 struct Args {
@@ -72,11 +72,11 @@ impl support::Example for Args {
     fn run(self) -> Result<Value> {
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let (layout, allocation) = (self.model.layout()?, self.alloc.parse()?);
-        let as_it_is =
-            Case { name: "as it is".to_owned(), machine, allocation, depth: None, order: None, pins_all: false };
-        let base = self.outcome(&layout, &as_it_is)?;
-        let others = self.others(&as_it_is, &base.plan)?;
-        let mut rows = vec![(as_it_is.name, Ok(base))];
+        let current =
+            Case { name: "this machine".to_owned(), machine, allocation, depth: None, order: None, pins_all: false };
+        let base = self.outcome(&layout, &current)?;
+        let others = self.others(&current, &base.plan)?;
+        let mut rows = vec![(current.name, Ok(base))];
         rows.extend(others.into_iter().map(|case| (case.name.clone(), self.outcome(&layout, &case))));
         if !self.json {
             print(&rows);
@@ -109,17 +109,17 @@ impl Args {
         if let Some(link) = link {
             let twice = Bandwidth::bytes_per_second(link.get().saturating_mul(2));
             let machine = relinked(&base.machine, |topology| topology.link(card, twice));
-            cases.push(Case { machine, ..named(format!("a slot twice as fast for {card}")) });
+            cases.push(Case { machine, ..named(format!("a link twice as fast for {card}")) });
         }
         if plan.streamed_bytes() > 0 && !card.is_host() {
             let second = second(base, plan, link)?;
             let nvlink: Bandwidth = self.nvlink.parse()?;
-            let name = format!("the same, linked at {nvlink} GB/s");
+            let name = format!("a second card, linked at {nvlink} GB/s");
             let machine = relinked(&second.1.machine, |topology| topology.peer(card, second.0, nvlink));
             let linked = Case { name, machine, ..second.1.clone() };
             cases.extend([second.1, linked]);
         }
-        cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
+        cases.push(Case { pins_all: true, ..named("unlimited pinned memory".to_owned()) });
         if base.allocation.mode() != Mode::Auto {
             let others = OrderOption::ALL.into_iter().filter(|order| !order.is_of(plan));
             cases.extend(others.map(|order| Case { order: Some(order), ..named(format!("order {}", order.name())) }));
@@ -164,8 +164,8 @@ fn second(base: &Case, plan: &Plan, link: Option<Bandwidth>) -> Result<(DeviceId
 fn print(rows: &[(String, Result<Outcome>)]) {
     let human = |bytes: u64| ByteSize(bytes).human().to_string();
     support::print_line(&format!(
-        "{:34} {:>9} {:>9}  {:20} {:>11} {:>11} {:>11}",
-        "", "floor, s", "replayed", "bound by", "a pass", "staged", "on the card"
+        "{:34} {:>14} {:>9}  {:20} {:>17} {:>11} {:>18}",
+        "", "lower bound, s", "replayed", "limited by", "streamed per pass", "staged", "memory on the card"
     ));
     for (name, outcome) in rows {
         let outcome = match outcome {
@@ -179,7 +179,7 @@ fn print(rows: &[(String, Result<Outcome>)]) {
         let staged = plan.devices().iter().map(|share| share.weights.staged).sum();
         let needed = plan.device(plan.compute()).map_or(0, |share| share.needed());
         support::print_line(&format!(
-            "{name:34} {:>9.3} {:>9.3}  {:20} {:>11} {:>11} {:>11}",
+            "{name:34} {:>14.3} {:>9.3}  {:20} {:>17} {:>11} {:>18}",
             estimate.pass.as_secs_f64(),
             replayed.as_secs_f64(),
             estimate.bound().map_or("compute", |segment| &segment.name),

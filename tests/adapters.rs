@@ -139,7 +139,7 @@ fn nothing_and_some_matching_are_errors_that_show_both_sides() {
             .collect::<Vec<_>>()
     );
     assert_eq!(report.unmatched[0].keys.len(), 2);
-    assert!(report.to_string().contains("without a target: unet.mid.proj"));
+    assert!(report.to_string().contains("unmatched: unet.mid.proj"));
     assert!(allowed.tensor(TensorId::new(1)).is_none() && allowed.tensor(TensorId::new(0)).is_some());
     assert!(matches!(fault(resolve(base.layout(), &[], Matching::Strict)).1, AdapterFault::NothingMatches { .. }));
 }

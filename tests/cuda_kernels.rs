@@ -256,7 +256,7 @@ fn a_model() -> (Subject, usize) {
     (Subject::new(&tensors, &[adapter]), 3)
 }
 
-/// LoCon and parts of fused weights are patched where they are; a difference and a DoRA on the host; the bytes are those
+/// LoCon and parts of fused weights are patched on the device; a difference and a DoRA on the host; the bytes are those
 /// of any other placement.
 #[test]
 fn cuda_kernels_patch_a_model_where_it_is() {
@@ -273,7 +273,7 @@ fn cuda_kernels_patch_a_model_where_it_is() {
         assert!((least..=on_device).contains(&report.patched_on_device), "{allocation}: {report}");
         if least == on_device {
             assert_eq!(report.patched_on_device, on_device);
-            assert!(report.to_string().contains("3 patched where they are"), "{report}");
+            assert!(report.to_string().contains("3 patched on the device"), "{report}");
         }
         drop((model, devices));
         driver.assert_clean();
@@ -296,7 +296,7 @@ fn cuda_kernels_that_a_driver_refuses_leave_the_host_to_patch() {
         let report = model.report();
         assert_eq!((report.patched, report.patched_on_device, report.host_instead.len()), (5, 0, 1));
         let line = report.to_string();
-        let told = ["patched on the host in place of cuda:0: cuModuleLoadData", reason];
+        let told = ["patched on the host instead: cuda:0: cuModuleLoadData", reason];
         assert!(told.iter().all(|part| line.contains(part)), "{line}");
         drop(subject.load(&devices, ON_DEVICE).unwrap());
         assert_eq!(cuda.report().calls_of("cuModuleLoadData"), 1, "a refusal is remembered");

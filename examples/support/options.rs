@@ -44,7 +44,7 @@ pub(crate) struct PlanOptions {
     /// so that layers look alike; `auto` chooses by itself
     #[arg(long, value_enum, default_value_t = OrderOption::Interleaved)]
     order: OrderOption,
-    /// How many layers are brought ahead of the one in use [default: 2]
+    /// How many layers to prefetch [default: 2]
     #[arg(long, value_name = "N")]
     pub(crate) depth: Option<usize>,
     /// Place the modules of this name first, on the compute device, within its quota; `*` stands for any run of characters

@@ -108,7 +108,7 @@ impl fmt::Display for MatchReport {
             writeln!(f, "  skipped {key} of {}: {why}", adapter.display())?;
         }
         for Unmatched { adapter, module, .. } in &self.unmatched {
-            writeln!(f, "  without a target: {module} of {}", adapter.display())?;
+            writeln!(f, "  unmatched: {module} in {}", adapter.display())?;
         }
         Ok(())
     }

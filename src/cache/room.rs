@@ -160,7 +160,7 @@ impl ModelCache {
         let Some(base) = unused(&self.entries()) else { return Ok(()) };
         let before = base.own_bytes();
         let parked = plan.parked(base.layout(), registry.machine())?;
-        let moved = Loader::new(registry).move_away(&base, plan.clone(), &parked)?;
+        let demotion = Loader::new(registry).begin_demotion(&base, plan.clone(), &parked)?;
         base.wait_unused()?;
         // Nobody may get the model between the last look at who uses it and its replacement.
         let mut entries = self.entries();
@@ -173,7 +173,7 @@ impl ModelCache {
         }
         // Whatever happens from here on, the entry holds a model with all of its bytes.
         entry.identity = entry.identity.take().map(|identity| identity.with_plan(&parked));
-        moved.take_place(&mut entry.model);
+        demotion.replace(&mut entry.model);
         entry.identity = entry.identity.take().map(|identity| identity.with_plan(entry.model.plan()));
         let after = entry.model.own_bytes();
         let freed = |(&id, &bytes): (&DeviceId, &u64)| {

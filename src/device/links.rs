@@ -156,10 +156,11 @@ impl fmt::Display for LinkMatrix {
             let gb = link.bandwidth.get() as f64 / 1e9;
             let fixed = link.fixed.map_or("-".to_owned(), |fixed| format!("{:.1}", fixed.as_secs_f64() * 1e6));
             let bytes = ByteSize(link.bytes).human();
+            let way = link.kind.name().replace('_', " ");
             writeln!(
                 f,
                 "{:10} {:10} {:12} {bytes:>11} {gb:9.2} {:>10} {fixed:>9}",
-                link.from, link.to, link.kind, link.median_of
+                link.from, link.to, way, link.median_of
             )?;
         }
         for LeftOut { what, why } in &self.left_out {

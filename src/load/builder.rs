@@ -16,7 +16,7 @@ use crate::plan::{Plan, Planner};
 use crate::registry::Registry;
 use crate::rounding::Rounding;
 
-/// A model that is to be loaded: its files, the adapters to merge, and where it is to live. [`Model::open`] makes one.
+/// A model to load: its files, the adapters to merge, and where it will live. [`Model::open`] makes one.
 ///
 /// ```
 /// use tensor_offload::prelude::*;
@@ -35,9 +35,9 @@ use crate::rounding::Rounding;
 /// # Ok::<(), Error>(())
 /// ```
 ///
-/// It stands for the stages [`Checkpoint`], [`Adapter`], [`Weights`], [`Planner`] and [`Loader`]. What it does not set is
-/// set on the planner ([`planner`](ModelBuilder::planner)) or the loader ([`load_with`](ModelBuilder::load_with)); and
-/// [`weights`](ModelBuilder::weights) gives what the stages take.
+/// It runs the stages [`Checkpoint`], [`Adapter`], [`Weights`], [`Planner`] and [`Loader`]. Other settings are made on the
+/// planner ([`planner`](ModelBuilder::planner)) or the loader ([`load_with`](ModelBuilder::load_with)).
+/// [`weights`](ModelBuilder::weights) returns the input of the later stages.
 #[must_use = "nothing is loaded until `load`"]
 pub struct ModelBuilder {
     checkpoint: Checkpoint,
@@ -47,15 +47,15 @@ pub struct ModelBuilder {
     scales: ScalePolicy,
     allocation: Option<Allocation>,
     settings: Vec<Setting>,
-    /// The adapters on the checkpoint, once they are needed.
+    /// The adapters resolved against the checkpoint, once they are needed.
     weights: OnceLock<Weights>,
 }
 
-/// What a caller sets on the planner.
+/// A setting of the planner.
 type Setting = Box<dyn for<'p> Fn(Planner<'p>) -> Planner<'p> + Send + Sync>;
 
 impl Model {
-    /// Opens a checkpoint as [`Checkpoint::open`] does, to be loaded. Only headers are read.
+    /// Opens a checkpoint for loading, as [`Checkpoint::open`] does. Only headers are read.
     ///
     /// # Errors
     /// As [`Checkpoint::open`].
@@ -65,7 +65,7 @@ impl Model {
 }
 
 impl ModelBuilder {
-    /// The model of a checkpoint that is open, to be loaded.
+    /// A builder for the model of an open checkpoint.
     pub fn new(checkpoint: Checkpoint) -> ModelBuilder {
         ModelBuilder {
             checkpoint,
@@ -79,7 +79,7 @@ impl ModelBuilder {
         }
     }
 
-    /// Opens an adapter as [`Adapter::open`] does, to be merged with this strength after those before it.
+    /// Opens an adapter as [`Adapter::open`] does, and merges it with this strength after the adapters added before.
     ///
     /// # Errors
     /// As [`Adapter::open`].
@@ -87,35 +87,35 @@ impl ModelBuilder {
         Ok(self.with_adapter(Adapter::open(path, strength)?))
     }
 
-    /// Merges an adapter that is open after those before it.
+    /// Merges an open adapter after the adapters added before.
     pub fn with_adapter(mut self, adapter: Adapter) -> ModelBuilder {
         self.adapters.push(adapter);
         self.unresolved()
     }
 
-    /// Whether all of each adapter has to match the checkpoint. Default: [`Matching::Strict`].
+    /// Sets whether every part of each adapter must match the checkpoint. Default: [`Matching::Strict`].
     pub fn matching(mut self, matching: Matching) -> ModelBuilder {
         self.matching = matching;
         self.unresolved()
     }
 
-    /// How merged weights are rounded. Default: [`Rounding::NearestEven`].
+    /// Sets how merged weights are rounded. Default: [`Rounding::NearestEven`].
     pub fn rounding(mut self, rounding: Rounding) -> ModelBuilder {
         self.rounding = rounding;
         self.unresolved()
     }
 
-    /// Whether the scales of merged fp8 weights are kept. Default: [`ScalePolicy::Keep`].
+    /// Sets whether the scales of merged fp8 weights are kept. Default: [`ScalePolicy::Keep`].
     pub fn scales(mut self, policy: ScalePolicy) -> ModelBuilder {
         self.scales = policy;
         self.unresolved()
     }
 
-    /// Which device takes how much: an [`Allocation`], or its text (`cuda:0,50%;cpu,*`). Default: everything on the compute
-    /// device.
+    /// Sets how much each device takes: an [`Allocation`], or its text (`cuda:0,50%;cpu,*`). Default: everything on the
+    /// compute device.
     ///
     /// # Errors
-    /// [`Error::Allocation`], with the place where the text is not of the form.
+    /// [`Error::Allocation`] with the position of the error when the text is not a valid allocation.
     pub fn allocation<A>(mut self, allocation: A) -> Result<ModelBuilder>
     where
         A: TryInto<Allocation>,
@@ -125,17 +125,17 @@ impl ModelBuilder {
         Ok(self)
     }
 
-    /// The device that computes; see [`Planner::compute`].
+    /// Sets the compute device; see [`Planner::compute`].
     pub fn compute(self, device: DeviceId) -> ModelBuilder {
         self.planner(move |planner| planner.compute(device))
     }
 
-    /// How many layers are fetched ahead of the one in use. Default: 2.
+    /// Sets how many layers are prefetched. Default: 2.
     pub fn depth(self, layers: usize) -> ModelBuilder {
         self.planner(move |planner| planner.depth(layers))
     }
 
-    /// Memory that stays free on the compute device for activations. Default: 0.
+    /// Sets how much memory stays free on the compute device for activations. Default: 0.
     pub fn reserve(self, size: ByteSize) -> ModelBuilder {
         self.planner(move |planner| planner.reserve(size))
     }
@@ -153,7 +153,7 @@ impl ModelBuilder {
         self
     }
 
-    /// The checkpoint with the adapters, as the planner and the loader take it. The adapters' factors are read once.
+    /// The checkpoint with its adapters, the input of the planner and the loader. The adapters' factors are read once.
     ///
     /// # Errors
     /// As [`Weights::patched`] and [`Weights::scales`].
@@ -166,8 +166,8 @@ impl ModelBuilder {
         Ok(self.weights.get_or_init(|| weights))
     }
 
-    /// Where every module would live if it were loaded now. The links of the devices are measured if the allocation is
-    /// `auto` and nobody described them.
+    /// The plan for loading the model now. The links of the devices are measured if the allocation is `auto` and the links
+    /// have not been described.
     ///
     /// # Errors
     /// As [`weights`](ModelBuilder::weights), [`Planner::plan`] and [`Registry::measured_topology`].
@@ -178,7 +178,7 @@ impl ModelBuilder {
         planner.plan()
     }
 
-    /// Loads the model: plans it, merges the adapters, and puts every module where the plan wants it.
+    /// Plans the model, merges the adapters, and loads every module onto the device that the plan gives it.
     ///
     /// # Errors
     /// As [`plan`](ModelBuilder::plan) and [`Loader::load`].
@@ -186,7 +186,7 @@ impl ModelBuilder {
         self.load_with(&Loader::new(devices))
     }
 
-    /// As [`load`](ModelBuilder::load), by a loader with settings of its own: progress, cancellation, threads.
+    /// As [`load`](ModelBuilder::load), with a loader that has its own settings: progress, cancellation, threads.
     ///
     /// # Errors
     /// As [`load`](ModelBuilder::load).
@@ -194,7 +194,7 @@ impl ModelBuilder {
         loader.load(self.weights()?, &self.plan(loader.registry)?).map(Arc::new)
     }
 
-    /// The devices as they are now, with links where the plan depends on them.
+    /// The current state of the devices, with measured links if the plan depends on them.
     fn machine(&self, devices: &Registry) -> Result<Machine> {
         let machine = devices.machine_now();
         let auto = self.allocation.as_ref().is_some_and(|allocation| allocation.mode() == Mode::Auto);
@@ -204,7 +204,7 @@ impl ModelBuilder {
         Ok(machine)
     }
 
-    /// Forgets what the adapters were resolved to.
+    /// Discards the resolved adapters.
     fn unresolved(mut self) -> ModelBuilder {
         self.weights = OnceLock::new();
         self

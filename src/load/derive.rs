@@ -1,10 +1,10 @@
-//! Models made out of models: another generation of the weights, another place for them, or both.
+//! Models derived from models: other weights, another placement, or both.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::made::Made;
 use super::model::Parts;
+use super::provenance::Provenance;
 use super::reuse::Reuse;
 use super::store::SlotPool;
 use super::worker::Inputs;
@@ -16,18 +16,18 @@ use crate::error::{Error, Mismatch, Result};
 use crate::plan::{Plan, Slots};
 
 impl Loader<'_> {
-    /// Makes a model as [`load`](Loader::load) does, with what `base` has of it already: for a changed strength, an
-    /// adapter less or more, another plan, another compute device.
+    /// Makes a model as [`load`](Loader::load) does, reusing the bytes that `base` has in memory: for a changed strength,
+    /// another set of adapters, another plan, another compute device.
     ///
-    /// A module whose bytes would be the same is shared where its device and kind of memory are the same, and copied
-    /// from the base's memory where they are not. Small streamed modules of one layer and device are shared together or
-    /// copied, since they have their memory together. So are single tensors of a module that changes. Only the rest is read
-    /// from the files, and patched from what they hold, never from patched bytes. Whether bytes would be the same
-    /// follows from the files' stamps and the adapters, not from the bytes. What a lost device holds is read anew.
+    /// A module with unchanged bytes is shared if its device and kind of memory stay the same, and copied from the base's
+    /// memory otherwise. Small streamed modules of one layer and device lie in one buffer, so they are shared or copied
+    /// together. The unchanged tensors of a module that changes are copied. Only the rest is read from the files, and patched
+    /// from the files' bytes, never from patched bytes. The files' stamps and the adapters decide whether bytes are
+    /// unchanged; the bytes are not compared. What a lost device holds is read from the files again.
     ///
-    /// Only what is new is reserved. The slots are shared where compute device, number and size are the same; then one
-    /// streamer at a time can be had of all the models that share them. The base stays what it is, whatever happens
-    /// here, and keeps its bytes for as long as anyone holds it. Without a base this is [`load`](Loader::load).
+    /// Only new memory is reserved. The slots are shared if the compute device, their number and their size are the same; the
+    /// models that share them can have one streamer at a time between them. The base never changes, and keeps its bytes
+    /// for as long as anyone holds it. Without a base this is [`load`](Loader::load).
     ///
     /// ```
     /// use std::sync::Arc;
@@ -47,21 +47,21 @@ impl Loader<'_> {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Loader::load); [`Error::Mismatch`] too when the base is on devices of another registry. Whatever the
-    /// error, all memory is given back first, and the base is as it was.
+    /// As [`load`](Loader::load); also [`Error::Mismatch`] when the base is on devices of another registry. All new memory is
+    /// released before an error is returned, and the base is unchanged.
     pub fn derive<'b>(&self, base: impl Into<Option<&'b Arc<Model>>>, weights: &Weights, plan: &Plan) -> Result<Model> {
         let Some(base) = base.into() else { return self.load(weights, plan) };
         let layout = weights.layout();
         plan.verify(layout)?;
         self.check_base(base)?;
-        let made = Made::of(weights);
-        let same = |tensor: TensorId, old: TensorId| base.made().get(old) == Some(&made[tensor]);
+        let provenance = Provenance::of(weights);
+        let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
         let reuse = Reuse::of(base, layout, plan, same);
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(base), reuse: &reuse };
-        self.place(inputs, made)
+        self.place(inputs, provenance)
     }
 
-    /// Makes a model of the same bytes as `base` with another plan, from its memory alone. As
+    /// Makes a model with the bytes of `base` and another plan, from the base's memory alone. As
     /// [`derive`](Loader::derive), without files.
     ///
     /// # Errors
@@ -74,25 +74,25 @@ impl Loader<'_> {
             return Err(lost);
         }
         let inputs = Inputs { weights: None, layout: base.layout(), plan, base: Some(base), reuse: &reuse };
-        self.place(inputs, base.made().clone())
+        self.place(inputs, base.provenance().clone())
     }
 
-    /// The first half of a demotion: all that `base` has on its compute device is on the host, too, in a model that can
-    /// be used as `parked` says. The slots that `plan` wants are not taken yet, since there may be no room for them while
+    /// The first half of a demotion: copies all that `base` has on its compute device to the host, into a model that can
+    /// be used as `parked` says. The slots of `plan` are not allocated yet, since there may be no room for them while
     /// the base lives.
-    pub(crate) fn move_away(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<Moved> {
+    pub(crate) fn begin_demotion(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<Demotion> {
         let start = Instant::now();
         let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
         let inputs = Inputs { weights: None, layout: base.layout(), plan: &plan, base: Some(base), reuse: &reuse };
         let (homes, reservation, report) = self.fill(inputs, &reuse.needed(&plan), start)?;
-        let (layout, made, from) = (Arc::new(base.layout().clone()), base.made().clone(), reuse.from(base));
+        let (layout, provenance, from) = (Arc::new(base.layout().clone()), base.provenance().clone(), reuse.from(base));
         let slots = Some(Arc::new(SlotPool::new(parked.slots(), Vec::new())));
-        let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, made, slots, from };
+        let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, provenance, slots, from };
         let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
-        Ok(Moved { model: Arc::new(model), plan, slots: reuse.slots })
+        Ok(Demotion { model: Arc::new(model), plan, slots: reuse.slots })
     }
 
-    /// Memory of devices that another registry opened is counted elsewhere.
+    /// The base must be on devices of this registry: the memory of other devices is counted by another ledger.
     fn check_base(&self, base: &Model) -> Result<()> {
         for device in base.devices() {
             if !Arc::ptr_eq(device, &self.registry.device(device.id())?) {
@@ -103,37 +103,37 @@ impl Loader<'_> {
     }
 }
 
-/// A model whose weights have left its compute device: it has all of them on the host, and no slots yet.
-pub(crate) struct Moved {
+/// A demotion half done: a model with all of its weights on the host, and no slots yet.
+pub(crate) struct Demotion {
     model: Arc<Model>,
-    /// How it is streamed once there are slots.
+    /// The plan to stream by once there are slots.
     plan: Plan,
-    /// Those of the base, where they do for that.
+    /// The base's slots, if the plan can use them.
     slots: Option<Arc<SlotPool>>,
 }
 
-impl Moved {
-    /// The second half of a demotion: takes the place of the base, which nobody else may hold. That one is let go for the
-    /// slots; if they cannot be had then, the model waits on the host. Whatever happens, even a panic, all weights are in
-    /// the place.
-    pub(crate) fn take_place(self, place: &mut Arc<Model>) {
-        let Moved { model, plan, slots } = self;
-        let base = std::mem::replace(place, model);
+impl Demotion {
+    /// The second half of a demotion: replaces the base, which nobody else may hold. If there is no room for the slots, the
+    /// base is dropped first; if there is none even then, the model stays on the host without slots. In every case, even
+    /// after a panic, `entry` holds all weights.
+    pub(crate) fn replace(self, entry: &mut Arc<Model>) {
+        let Demotion { model, plan, slots } = self;
+        let base = std::mem::replace(entry, model);
         let device = Arc::clone(base.residency().device());
-        let beside = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
-        let slots = beside.or_else(|_| {
+        let slots = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
+        let slots = slots.or_else(|_| {
             drop(base);
-            slots_when_free(&*device, plan.slots(), place.limits().release)
+            slots_when_free(&*device, plan.slots(), entry.limits().release)
         });
-        match (slots, Arc::get_mut(place)) {
-            (Ok(slots), Some(model)) => model.give_slots(plan, slots),
+        match (slots, Arc::get_mut(entry)) {
+            (Ok(slots), Some(model)) => model.set_slots(plan, slots),
             (Ok(_), None) => tracing::warn!("a demoted model is used already; it waits on the host"),
             (Err(error), _) => tracing::warn!(%error, "no room for the slots of a demoted model; it waits on the host"),
         }
     }
 }
 
-/// Slots in memory that nobody reserved before.
+/// Allocates slots outside a reservation.
 fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
     let (requested, available) = (shape.bytes(), device.memory()?.available());
     if requested > available {
@@ -145,13 +145,13 @@ fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
     Ok(Arc::new(SlotPool::new(shape, slots)))
 }
 
-/// The same once memory that was just given up is back.
+/// As [`slots_on`], waiting for memory that was just released.
 fn slots_when_free(device: &dyn Device, shape: Slots, deadline: Duration) -> Result<Arc<SlotPool>> {
     let until = Instant::now() + deadline;
     loop {
         match slots_on(device, shape) {
             Err(Error::OutOfMemory { .. }) if Instant::now() < until => {
-                // What the allocator keeps for reuse may be what is missing.
+                // The missing memory may be in the allocator's cache.
                 device.trim()?;
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -1,17 +1,17 @@
-//! Load, patch, distribute: from files to where the plan wants every module.
+//! Load, patch, distribute: from files to the device that the plan gives each module.
 //!
 //! A module that lives on the host is read straight into the memory it stays in and patched there. One that
 //! lives elsewhere is read piece by piece through a few staging buffers, or, when an adapter changes
-//! it, patched in a worker's own buffer first; then it is copied to its device while the next one is read.
+//! it, patched in a worker's buffer first; then it is copied to its device while the next one is read.
 
 mod builder;
 mod derive;
 mod index;
-mod made;
 mod model;
 mod on_device;
 mod probe;
 mod progress;
+mod provenance;
 mod read_back;
 mod report;
 mod reuse;
@@ -31,8 +31,8 @@ pub use report::LoadReport;
 pub(crate) use store::Part;
 pub use store::{Residency, WeightStore};
 
-use made::Made;
 use model::Parts;
+use provenance::Provenance;
 use reuse::Reuse;
 use store::Home;
 use worker::{Inputs, Job};
@@ -46,7 +46,7 @@ use crate::limits::LONGEST;
 use crate::plan::Plan;
 use crate::registry::Registry;
 
-/// Loads weights to where a plan wants them.
+/// Loads weights onto the devices that a plan gives them.
 ///
 /// ```
 /// use tensor_offload::{Checkpoint, Loader, Planner, Registry, Weights};
@@ -68,27 +68,27 @@ pub struct Loader<'a> {
 }
 
 impl<'a> Loader<'a> {
-    /// A loader with a worker per core (8 at most) that waits for a copy as long as the [limits](Registry::limits) say.
+    /// A loader with one worker per core (at most 8). Its deadline for a copy is that of the [limits](Registry::limits).
     pub fn new(registry: &'a Registry) -> Loader<'a> {
         let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
         Loader { registry, workers, deadline: registry.limits().work, progress: None, cancel: Cancel::new() }
     }
 
-    /// Sets how many threads read and patch, at least one.
+    /// Sets the number of threads that read and patch; at least one.
     #[must_use]
     pub fn workers(mut self, workers: usize) -> Loader<'a> {
         self.workers = workers.max(1);
         self
     }
 
-    /// Sets how long one copy may take before the load gives up; a century at most.
+    /// Sets how long one copy may take before the load gives up; at most a century.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Loader<'a> {
         self.deadline = deadline.min(LONGEST);
         self
     }
 
-    /// Tells `progress` how many bytes are in place.
+    /// Reports the number of bytes in place to `progress`.
     #[must_use]
     pub fn progress(mut self, progress: &'a dyn Progress) -> Loader<'a> {
         self.progress = Some(progress);
@@ -107,19 +107,19 @@ impl<'a> Loader<'a> {
     /// All memory is reserved before the first byte is read. The bytes are the same whatever the plan.
     ///
     /// # Errors
-    /// What reading, patching and allocating meet; [`Plan`](crate::Error::Plan) when the plan is of another model;
-    /// [`Cancelled`](crate::Error::Cancelled), even if all bytes are read by then.
-    /// Whatever the error, all memory is given back first.
+    /// Any error of reading, patching or allocating; [`Plan`](crate::Error::Plan) when the plan is for another model;
+    /// [`Cancelled`](crate::Error::Cancelled), even if all bytes have been read by then.
+    /// All memory is released before an error is returned.
     pub fn load(&self, weights: &Weights, plan: &Plan) -> Result<Model> {
         let layout = weights.layout();
         plan.verify(layout)?;
-        let (made, reuse) = (Made::of(weights), Reuse::nothing(layout, plan));
+        let (provenance, reuse) = (Provenance::of(weights), Reuse::nothing(layout, plan));
         let inputs = Inputs { weights: Some(weights), layout, plan, base: None, reuse: &reuse };
-        self.place(inputs, made)
+        self.place(inputs, provenance)
     }
 
-    /// Reserves, fills and puts together.
-    fn place(&self, inputs: Inputs<'_>, made: Per<TensorId, Made>) -> Result<Model> {
+    /// Reserves memory, fills it, and assembles the model.
+    fn place(&self, inputs: Inputs<'_>, provenance: Per<TensorId, Provenance>) -> Result<Model> {
         let (plan, start) = (inputs.plan, Instant::now());
         let mut needed = inputs.reuse.needed(plan);
         if inputs.reuse.slots.is_none() {
@@ -130,11 +130,11 @@ impl<'a> Loader<'a> {
         let layout = Arc::new(inputs.layout.clone());
         let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
         let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
-        let parts = Parts { layout, plan, groups, homes, made, slots, from };
+        let parts = Parts { layout, plan, groups, homes, provenance, slots, from };
         Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
     }
 
-    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<Filled> {
+    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<FilledHomes> {
         let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
         let job = Job::new(self, inputs, &reservation)?;
         let homes = job.run(self.workers, &mut reservation)?;
@@ -143,12 +143,12 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// Homes, what is left of their reservation, and how it went.
-type Filled = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
+/// The homes, the rest of their reservation, and the report.
+type FilledHomes = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
 
-/// The memory of a plan, taken on every device that it uses: weights, and slots on the compute device.
+/// The memory of a plan, reserved on every device that it uses: weights, and slots on the compute device.
 ///
-/// The plan's reserve is not taken, for it is the caller's; nor is scratch beyond the slots.
+/// The plan's reserve is not included, because it belongs to the caller; nor is scratch beyond the slots.
 #[derive(Debug)]
 pub struct Reservation {
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
@@ -157,17 +157,17 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Opens the plan's devices and reserves what it puts on each. Devices that get nothing are not opened,
-    /// but for the compute device.
+    /// Opens the plan's devices and reserves what it puts on each. Of the devices that get nothing, only the compute
+    /// device is opened.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] naming the device that has too little right now; nothing is taken then.
+    /// [`Error::OutOfMemory`] naming the device that has too little memory right now; then nothing is reserved.
     pub fn take(registry: &Registry, plan: &Plan) -> Result<Reservation> {
         let all = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes.saturating_add(share.beside.slots));
         Reservation::of(registry, plan, &plan.devices().iter().map(all).collect())
     }
 
-    /// Opens the plan's devices and reserves what is `needed` on each: less than the plan's where some of it is there.
+    /// Opens the plan's devices and reserves what is `needed` on each: less than the plan says where some of it is resident already.
     pub(super) fn of(registry: &Registry, plan: &Plan, needed: &BTreeMap<DeviceId, u64>) -> Result<Reservation> {
         let (devices, charges) = (BTreeMap::new(), BTreeMap::new());
         let mut reservation = Reservation { devices, charges, compute: plan.compute() };
@@ -193,17 +193,17 @@ impl Reservation {
         self.devices.values()
     }
 
-    /// The device `id`, where the plan uses it.
+    /// The device `id`; `None` if the plan does not use it.
     pub fn device(&self, id: DeviceId) -> Option<&Arc<dyn Device>> {
         self.devices.get(&id)
     }
 
-    /// What is reserved on `id` and not allocated yet.
+    /// The bytes reserved on `id` and not allocated yet.
     pub fn left(&self, id: DeviceId) -> u64 {
         self.charges.get(&id).map_or(0, Charge::bytes)
     }
 
-    /// Allocates a part of what is reserved on `id`, near the compute device, which reads it.
+    /// Allocates part of the reservation on `id`, near the compute device, which reads it.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when less is left, or when the device refuses.

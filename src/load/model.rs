@@ -1,4 +1,4 @@
-//! A model in memory: every module where its plan wants it.
+//! A model in memory: every module on the device that its plan gives it.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use super::Reservation;
 use super::index::TensorIndex;
-use super::made::Made;
 use super::probe::lost;
+use super::provenance::Provenance;
 use super::read_back::{ReadBack, TensorView};
 use super::report::LoadReport;
 use super::store::{Home, Part, Residency, SlotPool, WeightStore};
@@ -22,37 +22,37 @@ use crate::plan::{Assignment, Plan, Use};
 use crate::registry::Registry;
 use crate::schedule::Groups;
 
-/// A loaded model. Its memory is given back when the last owner drops it.
+/// A loaded model. Its memory is released when the last owner drops it.
 pub struct Model {
-    /// Which tensors it has, and where in its memory they lie.
+    /// The tensors, and their byte ranges in its memory.
     index: TensorIndex,
     plan: Plan,
     store: Arc<WeightStore>,
     residency: Residency,
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
     read_back: ReadBack,
-    /// For each tensor what its bytes were made from; empty where nobody filled them.
-    made: Per<TensorId, Made>,
+    /// The provenance of each tensor; empty if the model was not filled.
+    provenance: Per<TensorId, Provenance>,
     report: LoadReport,
     limits: Limits,
 }
 
-/// What a model is put together from.
+/// The parts that a model is assembled from.
 pub(super) struct Parts<'a> {
     pub(super) layout: Arc<Layout>,
     pub(super) plan: &'a Plan,
     pub(super) groups: Groups,
-    /// For each group its memory, none where another module owns its storage.
+    /// The memory of each group; `None` if another module owns its storage.
     pub(super) homes: Vec<Option<Arc<Home>>>,
-    pub(super) made: Per<TensorId, Made>,
-    /// The slots of another model, where they are shared.
+    pub(super) provenance: Per<TensorId, Provenance>,
+    /// The slots of another model, if they are shared.
     pub(super) slots: Option<Arc<SlotPool>>,
-    /// The devices of another model that its bytes come from.
+    /// The devices of the base that bytes are copied from.
     pub(super) from: Vec<Arc<dyn Device>>,
 }
 
 impl Model {
-    /// A model that nobody reads: its memory is taken as `plan` says and holds unspecified bytes. For replays,
+    /// A model without contents: its memory is allocated as `plan` says and holds unspecified bytes. For replays,
     /// benchmarks and dry runs. On simulated devices that keep [sizes only](crate::backend::Contents::SizesOnly) it
     /// costs no memory, whatever its size.
     ///
@@ -75,13 +75,13 @@ impl Model {
     ///     streamer.compute().occupy(Duration::from_millis(50))?;
     /// }
     /// streamer.compute().record(&[])?.wait(Duration::ZERO)?;
-    /// assert!(simulated.now() < Duration::from_millis(2_030)); // 20 GiB in the shade of 2 s
+    /// assert!(simulated.now() < Duration::from_millis(2_030)); // 20 GiB, hidden behind 2 s
     /// # Ok::<(), tensor_offload::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`Error::Plan`] when the plan is of another model; what reserving and allocating meet, and all memory is
-    /// given back first.
+    /// [`Error::Plan`] when the plan is for another model; any error of reserving or allocating. All memory is released
+    /// before an error is returned.
     pub fn unfilled(registry: &Registry, layout: &Layout, plan: &Plan) -> Result<Model> {
         plan.verify(layout)?;
         let mut reservation = Reservation::take(registry, plan)?;
@@ -96,15 +96,15 @@ impl Model {
             layout.at(first.index).alias_of.is_none().then_some(()).map(home).transpose()
         };
         let homes = (0..groups.len()).map(home).collect::<Result<Vec<_>>>()?;
-        let (layout, made, from) = (Arc::new(layout.clone()), Per::default(), Vec::new());
-        Model::assemble(Parts { layout, plan, groups, homes, made, slots: None, from }, reservation, registry)
+        let (layout, provenance, from) = (Arc::new(layout.clone()), Per::default(), Vec::new());
+        Model::assemble(Parts { layout, plan, groups, homes, provenance, slots: None, from }, reservation, registry)
     }
 
-    /// Takes the slots out of the reservation, unless they are another model's, and checks that nothing else is left
-    /// of it, and that no device failed that bytes were read from or written to: copies that it should have made may count
+    /// Allocates the slots from the reservation, unless they are another model's, and checks that nothing else is left
+    /// of it. Checks too that no device failed that bytes were read from or written to: copies that it never made may count
     /// as done elsewhere.
     pub(super) fn assemble(parts: Parts<'_>, mut reservation: Reservation, registry: &Registry) -> Result<Model> {
-        let Parts { layout, plan, groups, homes, made, slots, from } = parts;
+        let Parts { layout, plan, groups, homes, provenance, slots, from } = parts;
         let (compute, shape) = (plan.compute(), plan.slots());
         let slots = match slots {
             Some(slots) => slots,
@@ -137,14 +137,14 @@ impl Model {
             residency: Residency { device, homes: resident, slots },
             devices,
             read_back: ReadBack::new(host, registry.limits().work),
-            made,
+            provenance,
             report: LoadReport::default(),
             limits: *registry.limits(),
         })
     }
 
-    /// Streams it as `plan` says, which has every module where it is, by these slots.
-    pub(super) fn give_slots(&mut self, plan: Plan, slots: Arc<SlotPool>) {
+    /// Sets the slots, and the plan to stream by, which must have every module where it is.
+    pub(super) fn set_slots(&mut self, plan: Plan, slots: Arc<SlotPool>) {
         self.plan = plan;
         self.residency.slots = slots;
     }
@@ -154,59 +154,59 @@ impl Model {
         self
     }
 
-    /// Its tensors, modules and layers, after patching.
+    /// The tensors, modules and layers, after patching.
     pub fn layout(&self) -> &Layout {
         self.index.layout()
     }
 
-    /// Where in its memory tensors lie.
+    /// The tensors' byte ranges in its memory.
     pub(crate) fn index(&self) -> &TensorIndex {
         &self.index
     }
 
-    /// Where everything is.
+    /// The plan: the device of every module.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// How long is waited for its devices.
+    /// The deadlines of waits for its devices.
     pub(crate) fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// How its load went.
+    /// The report of its load.
     pub fn report(&self) -> &LoadReport {
         &self.report
     }
 
-    /// What it holds on its compute device.
+    /// The model's memory on its compute device.
     pub fn residency(&self) -> &Residency {
         &self.residency
     }
 
-    /// What it keeps elsewhere.
+    /// The model's memory on other devices.
     pub fn store(&self) -> &Arc<WeightStore> {
         &self.store
     }
 
-    /// The bytes that it holds on each device, slots included.
+    /// The bytes that the model holds on each device, slots included.
     pub fn bytes(&self) -> BTreeMap<DeviceId, u64> {
         let share = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes + share.beside.slots);
         self.plan.devices().iter().map(share).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// The tensor `name` where it lives.
+    /// A view of the tensor `name` where it lives; `None` if there is no such tensor.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         let tensor = self.index.find(name)?;
         let buf = self.home(self.index.owner(tensor))?;
         Some(TensorView::new(self.layout().at(tensor), buf, self.index.place(tensor), self.limits.work))
     }
 
-    /// Copies the tensor `name` to host memory, wherever it lives. `dst` has to be as long as the tensor.
+    /// Copies the tensor `name` to host memory, wherever it lives. `dst` must be as long as the tensor.
     ///
     /// # Errors
-    /// [`Error::Missing`] when there is no such tensor, [`Error::WrongSize`] when `dst` is of another length; whatever
-    /// the copy meets.
+    /// [`Error::Missing`] when there is no such tensor, [`Error::WrongSize`] when `dst` is of another length; any
+    /// error of the copy.
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
         let view = self.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
         self.download(&view, dst)
@@ -216,13 +216,13 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor; [`Error::Mismatch`] when its elements are of another type than `T`;
-    /// whatever the copy meets.
+    /// any error of the copy.
     pub fn to_vec<T: Element>(&self, name: &str) -> Result<Vec<T>> {
         let view = self.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
         self.elements(&view)
     }
 
-    /// The elements that a view shows, copied to host memory.
+    /// The elements of a view, copied to host memory.
     pub(crate) fn elements<T: Element>(&self, view: &TensorView<'_>) -> Result<Vec<T>> {
         view.check_element::<T>()?;
         let mut elements = vec![T::zeroed(); view.size() / size_of::<T>()];
@@ -230,7 +230,7 @@ impl Model {
         Ok(elements)
     }
 
-    /// Copies what a view shows to host memory.
+    /// Copies the bytes of a view to host memory.
     pub(crate) fn download(&self, view: &TensorView<'_>, dst: &mut [u8]) -> Result<()> {
         self.read_back.read(self.device(view.buf().device())?, view, dst)
     }
@@ -240,12 +240,12 @@ impl Model {
         self.read_back.gather(self.device(view.buf().device())?, view.buf(), ranges, dst)
     }
 
-    /// Whether someone beside the one owner that asks holds the model, or what it keeps away from the compute device.
+    /// Whether anyone other than the calling owner holds the model, or its memory away from the compute device.
     pub(crate) fn is_shared(self: &Arc<Model>) -> bool {
         Arc::strong_count(self) > 1 || Arc::strong_count(&self.store) > 1
     }
 
-    /// Waits until no work that was queued uses the memory that is its alone, so that dropping the model frees it.
+    /// Waits until no queued work uses the memory that no other model shares, so that dropping the model frees it.
     pub(crate) fn wait_unused(&self) -> Result<()> {
         let own = self.all_homes().filter(|home| Arc::strong_count(home) == 1);
         own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
@@ -260,7 +260,7 @@ impl Model {
         self.all_homes().map(Part::of_home).chain([Part::of_slots(&self.residency)])
     }
 
-    /// The bytes on each device that no other model has: those that go when it is dropped.
+    /// The bytes on each device that no other model shares: dropping the model frees them.
     pub(crate) fn own_bytes(&self) -> BTreeMap<DeviceId, u64> {
         let mut own = BTreeMap::new();
         for part in self.parts().filter(|part| part.holders == 1 && part.bytes > 0) {
@@ -269,37 +269,37 @@ impl Model {
         own
     }
 
-    /// Whether a [`Streamer`](crate::Streamer) brings its layers now.
+    /// Whether the model has a [`Streamer`](crate::Streamer) now.
     pub(crate) fn is_streaming(&self) -> bool {
         self.residency.slots.idle().is_none()
     }
 
-    /// The memory of all modules that have some at home, in order, and where in it they are.
+    /// The memory of every module that has a home, in order, and the module's byte range in it.
     pub(super) fn homes(&self) -> impl Iterator<Item = (&Buf, Range<usize>)> {
         self.layout().module_ids().filter_map(|module| Some((self.home(module)?, self.index.span(module))))
     }
 
-    /// The same, those of the compute device first.
+    /// All homes, those on the compute device first.
     fn all_homes(&self) -> impl Iterator<Item = &Arc<Home>> {
         self.residency.homes.iter().chain(&self.store.homes).flatten()
     }
 
-    /// What the bytes of a tensor were made from, where the model was filled.
-    pub(super) fn made(&self) -> &Per<TensorId, Made> {
-        &self.made
+    /// The provenance of each tensor; empty if the model was not filled.
+    pub(super) fn provenance(&self) -> &Per<TensorId, Provenance> {
+        &self.provenance
     }
 
-    /// The devices that it is on.
+    /// The devices that the model is on.
     pub(super) fn devices(&self) -> impl Iterator<Item = &Arc<dyn Device>> {
         self.devices.values()
     }
 
-    /// The memory where a module lives, none when another module owns its storage.
+    /// The memory where a module lives; `None` if another module owns its storage.
     pub(crate) fn home(&self, module: ModuleId) -> Option<&Buf> {
         self.shared_home(module).map(|home| &home.buf)
     }
 
-    /// The same, to be another model's too.
+    /// As [`home`](Model::home), for sharing with another model.
     pub(super) fn shared_home(&self, module: ModuleId) -> Option<&Arc<Home>> {
         let group = self.index.groups().of(module);
         self.residency.homes[group].as_ref().or(self.store.homes[group].as_ref())
@@ -323,7 +323,7 @@ impl fmt::Debug for Model {
     }
 }
 
-/// The kind of memory that a module has at home: pinned where it is copied from host memory straight to the device.
+/// The kind of memory of a module's home: pinned if it is copied from host memory straight to the device.
 pub(super) fn home_kind(assignment: &Assignment) -> MemoryKind {
     let straight = assignment.usage == Use::Streamed && !assignment.staged;
     if assignment.device.is_host() && straight { MemoryKind::Pinned } else { MemoryKind::Arena }

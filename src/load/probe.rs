@@ -1,4 +1,4 @@
-//! Whether a model that was loaded can still be read.
+//! Checks that a loaded model can still be read.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,14 +8,14 @@ use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Strea
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
-/// The most that is copied to the host at a time.
+/// The most bytes copied to the host at a time.
 const CHUNK: usize = 1 << 20;
 
-/// What is read of each module to see that its memory is there.
+/// The bytes read of each module to check that its memory can be read.
 const TOUCHED: usize = 64;
 
 impl Model {
-    /// The failure of a device that holds some of it, where one failed for good.
+    /// The error of the first of its devices that is lost; `None` if all work.
     pub(crate) fn lost(&self) -> Option<Error> {
         lost(self.devices())
     }
@@ -40,9 +40,9 @@ impl Model {
         Ok(hash)
     }
 
-    /// Shows `visit` the first `most` bytes of every module, in pieces.
+    /// Passes the first `most` bytes of every module to `visit`, in pieces.
     fn scan(&self, most: usize, visit: &mut dyn FnMut(&[u8])) -> Result<()> {
-        let mut road = Road { model: self, staging: None, streams: BTreeMap::new() };
+        let mut reader = HostReader { model: self, staging: None, streams: BTreeMap::new() };
         for (home, place) in self.homes() {
             let (start, end) = (place.start, place.end.min(place.start.saturating_add(most)));
             if let Some(bytes) = home.host(self.limits().work)? {
@@ -50,14 +50,14 @@ impl Model {
                 continue;
             }
             for at in (start..end).step_by(CHUNK) {
-                road.bring(home, at, CHUNK.min(end - at), visit)?;
+                reader.read(home, at, CHUNK.min(end - at), visit)?;
             }
         }
         Ok(())
     }
 }
 
-/// The failure of the first of these devices that failed for good.
+/// The error of the first of these devices that is lost; `None` if all work.
 pub(super) fn lost<'d>(devices: impl IntoIterator<Item = &'d Arc<dyn Device>>) -> Option<Error> {
     devices.into_iter().find_map(|device| match device.health() {
         Health::Lost(why) => Some(Error::DeviceLost { device: device.id(), why }),
@@ -65,15 +65,15 @@ pub(super) fn lost<'d>(devices: impl IntoIterator<Item = &'d Arc<dyn Device>>) -
     })
 }
 
-/// The way of a model's bytes to the host: one staging buffer, one stream per device.
-struct Road<'a> {
+/// Copies a model's bytes to the host through one staging buffer, with one stream per device.
+struct HostReader<'a> {
     model: &'a Model,
     staging: Option<BufMut>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
 }
 
-impl Road<'_> {
-    fn bring(&mut self, home: &Buf, at: usize, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<()> {
+impl HostReader<'_> {
+    fn read(&mut self, home: &Buf, at: usize, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<()> {
         let id = home.device();
         let stream = match self.streams.get(&id) {
             Some(stream) => Arc::clone(stream),
@@ -89,8 +89,8 @@ impl Road<'_> {
         };
         let piece = Piece { src: home.clone(), from: at..at + bytes, at: 0 };
         let mut landed = stream.send(Transfer::new(vec![piece], staging)?)?.wait(self.model.limits().work)?;
-        let shown = landed.host_mut().ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
-        visit(&shown[..bytes]);
+        let bytes_read = landed.host_mut().ok_or_else(|| Error::bug("staging memory the host cannot address"))?;
+        visit(&bytes_read[..bytes]);
         self.staging = Some(landed);
         Ok(())
     }

@@ -1,12 +1,12 @@
-//! Seeing how far a load is, and stopping it.
+//! Progress of a load, and cancelling it.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Is told how far a load is. Any `Fn(u64, u64) + Sync` is one.
+/// Receives the progress of a load. Implemented by every `Fn(u64, u64) + Sync`.
 pub trait Progress: Sync {
-    /// `done` bytes of `of` are in place. Called by the load's workers, in any order; `done` never passes `of`.
+    /// Called when `done` bytes of `of` are in place, by the load's workers and in any order. `done` never exceeds `of`.
     fn advance(&self, done: u64, of: u64);
 }
 
@@ -22,7 +22,7 @@ impl fmt::Debug for dyn Progress + '_ {
     }
 }
 
-/// Stops a load from another thread. Clones are the same switch.
+/// A switch that stops a load from another thread. Clones share one switch.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 
@@ -32,12 +32,12 @@ impl Cancel {
         Cancel::default()
     }
 
-    /// Sets it; it stays set.
+    /// Sets the switch. It stays set.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it is set.
+    /// Whether the switch is set.
     pub fn is_cancelled(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,4 +1,4 @@
-//! Tensors where they live, and the way of their bytes back to the host.
+//! Views of tensors where they live, and copies of their bytes back to the host.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,37 +16,37 @@ use crate::error::{Error, Measured, Mismatch, Result};
 pub struct TensorView<'a> {
     info: &'a TensorInfo,
     buf: &'a Buf,
-    place: Range<usize>,
-    /// How long is waited for its bytes on the host.
+    range: Range<usize>,
+    /// The deadline of a wait for its bytes on the host.
     deadline: Duration,
 }
 
 impl<'a> TensorView<'a> {
-    pub(crate) fn new(info: &'a TensorInfo, buf: &'a Buf, place: Range<usize>, deadline: Duration) -> TensorView<'a> {
-        TensorView { info, buf, place, deadline }
+    pub(crate) fn new(info: &'a TensorInfo, buf: &'a Buf, range: Range<usize>, deadline: Duration) -> TensorView<'a> {
+        TensorView { info, buf, range, deadline }
     }
 
-    /// Its name.
+    /// The tensor's name.
     pub fn name(&self) -> &'a str {
         &self.info.name
     }
 
-    /// Its element type.
+    /// The element type.
     pub fn dtype(&self) -> DType {
         self.info.dtype
     }
 
-    /// Its dimensions, outermost first; empty for a scalar.
+    /// The dimensions, outermost first; empty for a scalar.
     pub fn shape(&self) -> &'a [u64] {
         &self.info.shape
     }
 
-    /// How many bytes it takes.
+    /// The size in bytes.
     pub fn size(&self) -> usize {
-        self.place.len()
+        self.range.len()
     }
 
-    /// What else is known of it: its file and its place there.
+    /// The tensor's description in the checkpoint, with its file and its offset there.
     pub fn info(&self) -> &'a TensorInfo {
         self.info
     }
@@ -56,27 +56,28 @@ impl<'a> TensorView<'a> {
         self.buf.device()
     }
 
-    /// The buffer that holds it, beside others of its module or layer.
+    /// The buffer that holds the tensor, along with others of its module or layer.
     pub fn buf(&self) -> &'a Buf {
         self.buf
     }
 
-    /// Its bytes in that buffer. They begin at a multiple of its element's size, the first tensor of a module
-    /// at a multiple of 64.
+    /// The byte range of the tensor in that buffer. It begins at a multiple of the element's size, that of the first tensor of a
+    /// module at a multiple of 64.
     pub fn byte_range(&self) -> Range<usize> {
-        self.place.clone()
+        self.range.clone()
     }
 
-    /// Its bytes in host memory, without a copy: `None` if the host cannot address them. Waits until they are there.
-    /// [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy them from anywhere.
+    /// The tensor's bytes in host memory, without a copy; `None` if the host cannot address them. Waits until they have
+    /// arrived. [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy from any
+    /// device.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] when they are not there in time; [`Error::Failed`] when the copy that was to bring them failed.
+    /// [`Error::TimedOut`] when they do not arrive in time; [`Error::Failed`] when their copy failed.
     pub fn bytes(&self) -> Result<Option<&'a [u8]>> {
-        Ok(self.buf.host(self.deadline)?.map(|bytes| &bytes[self.place.clone()]))
+        Ok(self.buf.host(self.deadline)?.map(|bytes| &bytes[self.range.clone()]))
     }
 
-    /// Its elements in host memory, without a copy, in the order of the file: the last dimension changes fastest.
+    /// The tensor's elements in host memory, without a copy, in the order of the file: the last dimension changes fastest.
     ///
     /// ```
     /// # use tensor_offload::{DeviceId, Model, Registry};
@@ -88,8 +89,8 @@ impl<'a> TensorView<'a> {
     /// ```
     ///
     /// # Errors
-    /// As [`bytes`](TensorView::bytes); [`Error::Mismatch`] when its elements are of another type than `T`, or the host
-    /// cannot address its memory.
+    /// As [`bytes`](TensorView::bytes); [`Error::Mismatch`] when the elements are of another type than `T`, or the host
+    /// cannot address the memory.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         self.check_element::<T>()?;
         let not_here = || Mismatch::Memory {
@@ -101,7 +102,7 @@ impl<'a> TensorView<'a> {
         bytemuck::try_cast_slice(bytes).map_err(|why| Error::bug(format!("tensor `{}`: {why}", self.info.name)))
     }
 
-    /// Whether its elements are of type `T`.
+    /// Fails unless the elements are of type `T`.
     pub(crate) fn check_element<T: Element>(&self) -> Result<()> {
         if self.info.dtype == T::DTYPE {
             return Ok(());
@@ -111,7 +112,7 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// Reads back what is on devices, with a stream for each.
+/// Copies bytes from devices to the host, with one stream for each device.
 pub(super) struct ReadBack {
     host: Arc<dyn Device>,
     streams: Mutex<BTreeMap<DeviceId, Arc<dyn Stream>>>,
@@ -119,7 +120,7 @@ pub(super) struct ReadBack {
 }
 
 impl ReadBack {
-    /// By way of memory of `host`; each copy may take as long as `deadline`.
+    /// Copies through memory of `host`. Each copy may take as long as `deadline`.
     pub(super) fn new(host: Arc<dyn Device>, deadline: Duration) -> ReadBack {
         ReadBack { host, streams: Mutex::default(), deadline }
     }
@@ -128,16 +129,16 @@ impl ReadBack {
         &self.host
     }
 
-    /// Copies what a view of `device` shows to `dst`, which has to be as long.
+    /// Copies a view of `device` to `dst`, which must be as long.
     pub(super) fn read(&self, device: &Arc<dyn Device>, view: &TensorView<'_>, dst: &mut [u8]) -> Result<()> {
-        if dst.len() != view.place.len() {
+        if dst.len() != view.range.len() {
             let what = Measured::Tensor { name: view.info.name.clone() };
-            return Err(Error::WrongSize { what, needed: view.place.len() as u64, given: dst.len() as u64 });
+            return Err(Error::WrongSize { what, needed: view.range.len() as u64, given: dst.len() as u64 });
         }
-        self.gather(device, view.buf, std::slice::from_ref(&view.place), dst)
+        self.gather(device, view.buf, std::slice::from_ref(&view.range), dst)
     }
 
-    /// Copies byte ranges of a buffer on `device` to `dst`, one after the other; together they are as long.
+    /// Copies byte ranges of a buffer on `device` to `dst`, one after the other. Their total length must be that of `dst`.
     pub(super) fn gather(
         &self,
         device: &Arc<dyn Device>,
@@ -167,7 +168,7 @@ impl ReadBack {
         Ok(())
     }
 
-    /// The stream that reads back from a device, made when it is first needed.
+    /// The download stream of a device, created at first use.
     fn stream(&self, device: &Arc<dyn Device>) -> Result<Arc<dyn Stream>> {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(stream) = streams.get(&device.id()) {

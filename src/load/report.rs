@@ -1,4 +1,4 @@
-//! How a load went, as plain figures.
+//! The report of a load.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,30 +7,31 @@ use serde::Serialize;
 
 use crate::bytes::ByteSize;
 
-/// How a load went.
+/// The figures of a load.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LoadReport {
     /// Bytes placed.
     pub bytes: u64,
-    /// Bytes read from the checkpoint's files. Those of a tensor that an adapter changes count as the file has them, with
-    /// what its patch needs beside them.
+    /// Bytes read from the checkpoint's files. A patched tensor counts with its bytes in the file, and with the bytes of the
+    /// other tensors that its patch needs.
     pub read: u64,
-    /// Bytes of memory that is another model's, too: of a model made [out of it](crate::Loader::derive).
+    /// Bytes of memory shared with the model that this one was [derived](crate::Loader::derive) from.
     pub shared: u64,
-    /// Bytes copied from the memory of such a model.
+    /// Bytes copied from the memory of that model.
     pub copied: u64,
     /// Modules placed.
     pub modules: usize,
     /// Tensors that adapters changed.
     pub patched: usize,
-    /// Those of them that the device they are for patched, by its kernels; the host patched the others, to the same bytes.
+    /// The tensors among these that their device's kernels patched. The host patched the others, with the same bytes as
+    /// result.
     pub patched_on_device: usize,
-    /// For each device whose kernels were to patch and could not the first reason.
+    /// For each device whose kernels could not patch what they should have, the first reason.
     pub host_instead: Vec<String>,
-    /// Values that the storage type could not hold and that were set to its largest.
+    /// Values beyond the range of the storage type, set to its largest.
     pub saturated: u64,
-    /// The time that it took.
+    /// The time that the load took.
     pub time: Duration,
 }
 
@@ -48,8 +49,8 @@ impl fmt::Display for LoadReport {
             write!(f, ", {} values saturated", self.saturated)?;
         }
         if self.patched_on_device > 0 {
-            write!(f, ", {} patched where they are", self.patched_on_device)?;
+            write!(f, ", {} patched on the device", self.patched_on_device)?;
         }
-        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host in place of {why}"))
+        self.host_instead.iter().try_for_each(|why| write!(f, ", patched on the host instead: {why}"))
     }
 }

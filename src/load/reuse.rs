@@ -1,11 +1,11 @@
-//! What a new model takes over from one that is there: memory that is shared, and bytes that are copied.
+//! What a new model reuses of the model it is derived from: memory to share, and bytes to copy.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::Reservation;
-use super::index::places;
+use super::index::byte_ranges;
 use super::model::{Model, home_kind};
 use super::store::{Home, SlotPool};
 use super::worker::Job;
@@ -16,45 +16,45 @@ use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::schedule::Groups;
 
-/// Bytes in the memory of the model that another is made out of.
+/// A tensor's bytes in the memory of the base, the model that another is derived from.
 #[derive(Clone, Debug)]
-pub(super) struct Held {
+pub(super) struct BaseBytes {
     pub(super) buf: Buf,
-    pub(super) place: Range<usize>,
+    pub(super) range: Range<usize>,
 }
 
-/// What of a model that is there becomes a part of a new one.
+/// The parts of a base that a new model reuses.
 #[derive(Debug)]
 pub(super) struct Reuse {
-    /// Which modules of the new model share memory.
+    /// The new model's groups of modules that lie in one buffer.
     pub(super) groups: Groups,
-    /// For each group the memory that is taken over as it is.
+    /// For each group, the base's memory if it is shared.
     shared: Vec<Option<Arc<Home>>>,
-    /// For each tensor where its bytes are, if they are.
-    held: Per<TensorId, Option<Held>>,
+    /// For each tensor, its bytes in the base, if the base has them.
+    in_base: Per<TensorId, Option<BaseBytes>>,
     pub(super) slots: Option<Arc<SlotPool>>,
 }
 
 impl Reuse {
-    /// For a model that is made out of none.
+    /// No reuse, for a model without a base.
     pub(super) fn nothing(layout: &Layout, plan: &Plan) -> Reuse {
-        Reuse { groups: plan.groups(layout), shared: Vec::new(), held: Per::default(), slots: None }
+        Reuse { groups: plan.groups(layout), shared: Vec::new(), in_base: Per::default(), slots: None }
     }
 
-    /// What `base` has for a model of `layout` as `plan` places it. `same` says whether tensors, of the new model and of
-    /// the base, have the same bytes. Nothing is taken from a device that is lost.
+    /// What `base` has for a model of `layout` placed by `plan`. `same` says whether a tensor of the new model has the bytes
+    /// of a tensor of the base. Nothing is reused from a lost device.
     pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(TensorId, TensorId) -> bool) -> Reuse {
         let lost: BTreeSet<DeviceId> =
             base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
-        let held = layout.tensor_ids().zip(layout.tensors()).map(|(id, tensor)| {
+        let in_base = layout.tensor_ids().zip(layout.tensors()).map(|(id, tensor)| {
             let old = base.index().find(&tensor.name).filter(|&old| same(id, old))?;
             let home = base.home(base.index().owner(old)).filter(|home| !lost.contains(&home.device()))?;
-            let place = base.index().place(old);
-            (place.len() as u64 == tensor.bytes).then(|| Held { buf: home.clone(), place })
+            let range = base.index().place(old);
+            (range.len() as u64 == tensor.bytes).then(|| BaseBytes { buf: home.clone(), range })
         });
-        let held: Per<TensorId, Option<Held>> = held.collect();
+        let in_base: Per<TensorId, Option<BaseBytes>> = in_base.collect();
         let groups = plan.groups(layout);
-        let places = places(layout, &groups);
+        let ranges = byte_ranges(layout, &groups);
         let shared = (0..groups.len()).map(|group| {
             let members = groups.members(group);
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
@@ -64,11 +64,11 @@ impl Reuse {
             let alike = home.buf.device() == first.device
                 && home.buf.bytes() as u64 == groups.bytes(group)
                 && home.kind == home_kind(first);
-            let here = |tensor: TensorId| {
-                let held = held[tensor].as_ref();
-                held.is_some_and(|held| held.buf.is_same(&home.buf) && held.place == places[tensor])
+            let in_home = |tensor: TensorId| {
+                let bytes = in_base[tensor].as_ref();
+                bytes.is_some_and(|bytes| bytes.buf.is_same(&home.buf) && bytes.range == ranges[tensor])
             };
-            (alike && own.all(here)).then(|| Arc::clone(home))
+            (alike && own.all(in_home)).then(|| Arc::clone(home))
         });
         let shared = shared.collect();
         let residency = base.residency();
@@ -76,37 +76,37 @@ impl Reuse {
             && !lost.contains(&plan.compute())
             && residency.slots.shape == plan.slots()
             && residency.slots.is_whole();
-        Reuse { groups, shared, held, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
+        Reuse { groups, shared, in_base, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
     }
 
-    /// The memory that a group has already.
+    /// The memory that a group shares with the base.
     pub(super) fn shared(&self, group: usize) -> Option<&Arc<Home>> {
         self.shared.get(group)?.as_ref()
     }
 
-    /// The modules that get memory, with their group's.
+    /// The modules that get new memory: those of groups that are not shared.
     fn placed(&self) -> impl Iterator<Item = ModuleId> {
-        let anew = (0..self.groups.len()).filter(|&group| self.shared(group).is_none());
-        anew.flat_map(|group| self.groups.members(group)).copied()
+        let unshared = (0..self.groups.len()).filter(|&group| self.shared(group).is_none());
+        unshared.flat_map(|group| self.groups.members(group)).copied()
     }
 
-    /// Where the bytes of a tensor are.
-    pub(super) fn held(&self, tensor: TensorId) -> Option<&Held> {
-        self.held.get(tensor)?.as_ref()
+    /// The bytes of a tensor in the base.
+    pub(super) fn in_base(&self, tensor: TensorId) -> Option<&BaseBytes> {
+        self.in_base.get(tensor)?.as_ref()
     }
 
-    /// The devices of `base` whose memory bytes are taken from.
+    /// The devices of `base` that bytes are copied from.
     pub(super) fn from(&self, base: &Model) -> Vec<Arc<dyn Device>> {
-        let from: BTreeSet<DeviceId> = self.held.values().flatten().map(|held| held.buf.device()).collect();
+        let from: BTreeSet<DeviceId> = self.in_base.values().flatten().map(|bytes| bytes.buf.device()).collect();
         base.devices().filter(|device| from.contains(&device.id())).cloned().collect()
     }
 
-    /// Whether no byte has to come from a file.
+    /// Whether every byte is in the base, so that no file is read.
     pub(super) fn is_complete(&self, layout: &Layout) -> bool {
-        layout.module_ids().flat_map(|module| layout.own_tensors(module)).all(|t| self.held(t).is_some())
+        layout.module_ids().flat_map(|module| layout.own_tensors(module)).all(|t| self.in_base(t).is_some())
     }
 
-    /// What the weights of a plan need beyond what is shared.
+    /// The bytes that a plan's weights need on each device, without shared memory.
     pub(super) fn needed(&self, plan: &Plan) -> BTreeMap<DeviceId, u64> {
         let mut needed = BTreeMap::new();
         for assignment in self.placed().map(|module| plan.at(module)) {
@@ -116,21 +116,27 @@ impl Reuse {
     }
 }
 
-/// How bytes get from the devices of the base to those of the new model.
+/// The routes of bytes from the devices of the base to those of the new model.
 #[derive(Debug, Default)]
-pub(super) struct Ways {
-    /// Streams of the devices whose bytes go to the host, to stay there or on their way.
+pub(super) struct CopyRoutes {
+    /// The download streams of the devices whose bytes go to the host, or through it.
     pub(super) downloads: BTreeMap<DeviceId, Arc<dyn Stream>>,
-    /// From where to where bytes go through the host.
+    /// The pairs of devices whose copies go through the host.
     staged: BTreeSet<(DeviceId, DeviceId)>,
 }
 
-impl Ways {
-    pub(super) fn of(reuse: &Reuse, layout: &Layout, plan: &Plan, to: &Reservation, base: &Model) -> Result<Ways> {
-        let mut ways = Ways::default();
+impl CopyRoutes {
+    pub(super) fn of(
+        reuse: &Reuse,
+        layout: &Layout,
+        plan: &Plan,
+        to: &Reservation,
+        base: &Model,
+    ) -> Result<CopyRoutes> {
+        let mut routes = CopyRoutes::default();
         let placed = reuse.placed().map(|module| plan.at(module));
         let pairs: BTreeSet<(DeviceId, DeviceId)> = placed
-            .flat_map(|a| layout.own_tensors(a.index).filter_map(|t| Some((reuse.held(t)?.buf.device(), a.device))))
+            .flat_map(|a| layout.own_tensors(a.index).filter_map(|t| Some((reuse.in_base(t)?.buf.device(), a.device))))
             .collect();
         for (from, target) in pairs.into_iter().filter(|(from, _)| !from.is_host()) {
             let source = base.device(from)?;
@@ -139,37 +145,38 @@ impl Ways {
                 _ => false,
             };
             if staged {
-                ways.staged.insert((from, target));
+                routes.staged.insert((from, target));
             }
-            if (staged || target.is_host()) && !ways.downloads.contains_key(&from) {
-                ways.downloads.insert(from, source.stream(Role::Download)?);
+            if (staged || target.is_host()) && !routes.downloads.contains_key(&from) {
+                routes.downloads.insert(from, source.stream(Role::Download)?);
             }
         }
-        Ok(ways)
+        Ok(routes)
     }
 }
 
 impl Job<'_> {
-    /// Copies what host memory holds. What another device holds comes later: [`bring_here`](Job::bring_here).
-    pub(super) fn copy_here(&self, held: &Held, dst: &mut [u8]) -> Result<()> {
-        if held.buf.device().is_host() {
+    /// Copies a tensor that the base has in host memory. What another device holds is copied by
+    /// [`download_group`](Job::download_group).
+    pub(super) fn copy_on_host(&self, base: &BaseBytes, dst: &mut [u8]) -> Result<()> {
+        if base.buf.device().is_host() {
             self.check_cancelled()?;
-            let bytes = held.buf.host(self.loader.deadline)?;
+            let bytes = base.buf.host(self.loader.deadline)?;
             let bytes = bytes.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
-            dst.copy_from_slice(&bytes[held.place.clone()]);
+            dst.copy_from_slice(&bytes[base.range.clone()]);
             self.copied(dst.len());
         }
         Ok(())
     }
 
-    /// Copies to a group's host memory those of its tensors that another device holds.
-    pub(super) fn bring_here(&self, group: usize, mut memory: BufMut) -> Result<BufMut> {
+    /// Copies to a group's host memory the tensors that the base has on other devices.
+    pub(super) fn download_group(&self, group: usize, mut memory: BufMut) -> Result<BufMut> {
         let mut pieces: BTreeMap<DeviceId, Vec<Piece>> = BTreeMap::new();
-        for (tensor, place) in self.own_tensors(group) {
-            let Some(held) = self.reuse.held(tensor).filter(|held| !held.buf.device().is_host()) else { continue };
-            let piece = Piece { src: held.buf.clone(), from: held.place.clone(), at: place.start };
-            pieces.entry(held.buf.device()).or_default().push(piece);
-            self.copied(place.len());
+        for (tensor, range) in self.own_tensors(group) {
+            let Some(base) = self.reuse.in_base(tensor).filter(|base| !base.buf.device().is_host()) else { continue };
+            let piece = Piece { src: base.buf.clone(), from: base.range.clone(), at: range.start };
+            pieces.entry(base.buf.device()).or_default().push(piece);
+            self.copied(range.len());
         }
         for (from, pieces) in pieces {
             self.check_cancelled()?;
@@ -178,30 +185,30 @@ impl Job<'_> {
         Ok(memory)
     }
 
-    /// Copies a tensor to another device's memory, straight or through the pool.
-    pub(super) fn send_held(
+    /// Copies a tensor from the base to another device's memory, straight or through staging buffers.
+    pub(super) fn send_from_base(
         &self,
-        held: &Held,
-        place: Range<usize>,
+        base: &BaseBytes,
+        range: Range<usize>,
         mut memory: BufMut,
         stream: &dyn Stream,
     ) -> Result<BufMut> {
-        let from = held.buf.device();
-        let through_host = self.ways.staged.contains(&(from, memory.device()));
-        let most = if through_host { self.pool.bytes_each().max(1) } else { place.len().max(1) };
+        let from = base.buf.device();
+        let through_host = self.routes.staged.contains(&(from, memory.device()));
+        let most = if through_host { self.pool.bytes_each().max(1) } else { range.len().max(1) };
         let mut at = 0;
-        while at < place.len() {
+        while at < range.len() {
             self.check_cancelled()?;
-            let bytes = most.min(place.len() - at);
-            let begin = held.place.start + at;
-            let mut piece = Piece { src: held.buf.clone(), from: begin..begin + bytes, at: place.start + at };
+            let bytes = most.min(range.len() - at);
+            let begin = base.range.start + at;
+            let mut piece = Piece { src: base.buf.clone(), from: begin..begin + bytes, at: range.start + at };
             if through_host {
                 piece.at = 0;
-                let (staging, lent) = self.pool.acquire(self.loader.deadline)?;
+                let (staging, lease) = self.pool.acquire(self.loader.deadline)?;
                 let staging = self.download(from)?.send(Transfer::new(vec![piece], staging)?)?.chain().freeze();
-                let onward = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
+                let onward = Piece { src: staging.clone(), from: 0..bytes, at: range.start + at };
                 let flight = stream.send(Transfer::new(vec![onward], memory)?)?;
-                lent.give_back(flight.done().clone(), staging);
+                lease.give_back(flight.done().clone(), staging);
                 memory = flight.chain();
             } else {
                 memory = stream.send(Transfer::new(vec![piece], memory)?)?.chain();
@@ -213,6 +220,6 @@ impl Job<'_> {
     }
 
     fn download(&self, from: DeviceId) -> Result<&Arc<dyn Stream>> {
-        self.ways.downloads.get(&from).ok_or_else(|| Error::bug(format!("there is no way from {from} to the host")))
+        self.routes.downloads.get(&from).ok_or_else(|| Error::bug(format!("there is no way from {from} to the host")))
     }
 }

@@ -1,4 +1,4 @@
-//! Rows of tensors, wherever these live: of a table that is used in place, those that are looked up.
+//! Rows of tensors on any device, such as the looked-up rows of an embedding used in place.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use super::read_back::TensorView;
 use crate::error::{Error, Measured, Missing, NoRows, Result, TensorShape};
 
 impl TensorView<'_> {
-    /// The bytes of one of its rows, of which its first dimension is the number.
+    /// The bytes of one row. The first dimension is the number of rows.
     ///
     /// # Errors
-    /// [`Error::Missing`] for a scalar, and where a row is no whole number of bytes.
+    /// [`Error::Missing`] for a scalar, and when a row is not a whole number of bytes.
     pub fn row_bytes(&self) -> Result<u64> {
         let info = self.info();
         let none = |why| {
@@ -21,7 +21,7 @@ impl TensorView<'_> {
         info.dtype.bytes_of(row).ok_or_else(|| none(NoRows::PartOfAByte))
     }
 
-    /// Where these rows are in its buffer, in their order; those that follow each other in one.
+    /// The byte ranges of these rows in the buffer, in their order. Adjacent rows share one range.
     pub(crate) fn rows(&self, rows: &[u64]) -> Result<Vec<Range<usize>>> {
         let (bytes, info) = (self.row_bytes()? as usize, self.info());
         let count = info.shape.first().copied().unwrap_or(0);
@@ -41,9 +41,9 @@ impl TensorView<'_> {
 }
 
 impl Model {
-    /// Copies rows of the tensor `name` to host memory, wherever it lives: of its first dimension those at `rows`, in this
-    /// order, any of them more than once. `dst` has to be as long as they are together. Of a table that is used in place on
-    /// the host nothing else is read.
+    /// Copies rows of the tensor `name` to host memory, wherever it lives: those at the indices `rows` of the first dimension,
+    /// in this order; an index may occur more than once. `dst` must be as long as the rows together. Nothing else of the
+    /// tensor is read.
     ///
     /// ```
     /// # use tensor_offload::backend::Clock;
@@ -64,7 +64,7 @@ impl Model {
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor, when it has fewer rows, and as [`TensorView::row_bytes`];
-    /// [`Error::WrongSize`] when `dst` is of another length; whatever the copy meets.
+    /// [`Error::WrongSize`] when `dst` is of another length; any error of the copy.
     pub fn read_rows(&self, name: &str, rows: &[u64], dst: &mut [u8]) -> Result<()> {
         let view = self.tensor(name).ok_or_else(|| Missing::Tensor { name: name.to_owned(), layer: None })?;
         let ranges = view.rows(rows)?;

@@ -1,4 +1,4 @@
-//! The memory of models: homes of modules, and slots. Models that are made out of each other share what is alike.
+//! The memory of models: homes of modules, and slots. Models derived from each other share what is equal.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,24 +7,24 @@ use crate::backend::{Buf, Device, MemoryKind, Stream};
 use crate::device::DeviceId;
 use crate::plan::Slots;
 
-/// The memory of one group of modules where it lives.
+/// The memory where a group of modules lives.
 #[derive(Debug)]
 pub(super) struct Home {
     pub(super) buf: Buf,
     pub(super) kind: MemoryKind,
 }
 
-/// The modules that live away from the compute device: read-only, shared by all who stream them.
+/// The modules that live on devices other than the compute device. Read-only, and shared by all models that stream them.
 #[derive(Debug)]
 pub struct WeightStore {
-    /// For each group of modules its memory; none when it is resident or another module owns its storage.
+    /// The memory of each group of modules; `None` if it is resident or another module owns its storage.
     pub(super) homes: Vec<Option<Arc<Home>>>,
 }
 
-/// The memory of one slot, in the parts into which it was cut last.
+/// The memory of one slot, in the parts into which it was last split.
 pub(crate) type SlotMemory = Vec<Buf>;
 
-/// What a model holds on its compute device: resident modules, and the slots for streamed layers.
+/// A model's memory on its compute device: resident modules, and the slots for streamed layers.
 #[derive(Debug)]
 pub struct Residency {
     pub(super) device: Arc<dyn Device>,
@@ -32,29 +32,29 @@ pub struct Residency {
     pub(super) slots: Arc<SlotPool>,
 }
 
-/// The slots of a model, and of those that were made out of it for the same device with the same slots.
+/// The slots of a model, shared with the models derived from it that have the same device and equal slots.
 #[derive(Debug)]
 pub(super) struct SlotPool {
     pub(super) shape: Slots,
-    /// The slots, while no [`Streamer`](crate::Streamer) has them.
+    /// The slots; `None` while a [`Streamer`](crate::Streamer) has them.
     slots: Mutex<Option<Vec<SlotMemory>>>,
-    /// Memory that work uses whose end could not be marked, each with the stream that it was queued on.
+    /// Memory in use by work whose end could not be recorded, with the stream of that work.
     withdrawn: Mutex<Vec<Withdrawn>>,
-    /// Whether a slot is among it.
+    /// Whether a slot was withdrawn.
     incomplete: AtomicBool,
 }
 
 /// Memory, and the stream whose work uses it.
 type Withdrawn = (Arc<dyn Stream>, Vec<Buf>);
 
-/// A part of a model's memory that goes as a whole.
+/// A part of a model's memory that is freed as a whole.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
-    /// Tells it from every other part that exists.
+    /// Unique among all parts that exist.
     pub(crate) id: usize,
     pub(crate) device: DeviceId,
     pub(crate) bytes: u64,
-    /// How many models hold it.
+    /// The number of models that hold it.
     pub(crate) holders: usize,
 }
 
@@ -69,14 +69,14 @@ impl Residency {
         self.slots.idle().take()
     }
 
-    /// Gives the slots back.
+    /// Returns the slots.
     pub(crate) fn return_slots(&self, slots: Vec<SlotMemory>) {
         *self.slots.idle() = Some(slots);
     }
 
-    /// Keeps memory that work on `stream` may use for as long as nobody knows, `slot` and `resident` modules: held here, a
-    /// slot has another owner and is never filled again. When the last model that has the slots is dropped, the end of
-    /// the work is marked once more.
+    /// Keeps the memory of a `slot` and of `resident` modules that work on `stream` may use for an unknown time. The slot is
+    /// never filled again, because it has another owner here. When the last model with these slots is dropped, the end of
+    /// the work is recorded once more.
     pub(crate) fn withdraw(&self, stream: Arc<dyn Stream>, slot: SlotMemory, resident: Vec<Buf>) {
         self.slots.incomplete.fetch_or(!slot.is_empty(), Ordering::Relaxed);
         let uses = slot.into_iter().chain(resident).collect();
@@ -90,12 +90,12 @@ impl SlotPool {
         SlotPool { shape, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default(), incomplete }
     }
 
-    /// The slots that no streamer has.
+    /// The slots; `None` while a streamer has them.
     pub(super) fn idle(&self) -> MutexGuard<'_, Option<Vec<SlotMemory>>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether none was withdrawn.
+    /// Whether no slot was withdrawn.
     pub(super) fn is_whole(&self) -> bool {
         !self.incomplete.load(Ordering::Relaxed)
     }

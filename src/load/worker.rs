@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::index::places;
+use super::index::byte_ranges;
 use super::model::{Model, home_kind};
 use super::on_device::{Factors, OnDevice};
 use super::report::LoadReport;
-use super::reuse::{Reuse, Ways};
+use super::reuse::{CopyRoutes, Reuse};
 use super::store::Home;
 use super::{Loader, Reservation};
 use crate::adapter::Weights;
@@ -30,19 +30,19 @@ use crate::patch::TensorPatch;
 use crate::plan::Plan;
 use crate::staging::Pool;
 
-/// What one load's threads share.
+/// The state that the threads of one load share.
 pub(super) struct Job<'a> {
-    /// None where all bytes are in memory already.
+    /// `None` if all bytes are in the base.
     weights: Option<&'a Weights>,
     layout: &'a Layout,
     plan: &'a Plan,
     pub(super) reuse: &'a Reuse,
-    pub(super) ways: Ways,
-    /// For each tensor where its bytes lie in its group's buffer.
-    places: Per<TensorId, Range<usize>>,
+    pub(super) routes: CopyRoutes,
+    /// The byte range of each tensor in its group's buffer.
+    ranges: Per<TensorId, Range<usize>>,
     host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
-    there: OnDevice,
+    on_device: OnDevice,
     pub(super) pool: Pool,
     pub(super) loader: &'a Loader<'a>,
     next: AtomicUsize,
@@ -55,20 +55,20 @@ pub(super) struct Job<'a> {
     stop: AtomicBool,
 }
 
-/// What a worker keeps from one tensor to the next.
+/// A worker's buffers, kept from one tensor to the next.
 #[derive(Default)]
 struct Scratch {
-    /// Host memory with a tensor that the host patched, which a copy reads until its event.
+    /// Host memory with a tensor that the host patched. A copy reads it until the event.
     patched: Option<(Event, Buf)>,
     factors: Factors,
 }
 
-/// What a load is made of.
+/// The inputs of a load.
 #[derive(Clone, Copy)]
 pub(super) struct Inputs<'a> {
-    /// None where all bytes are in the base.
+    /// `None` if all bytes are in the base.
     pub(super) weights: Option<&'a Weights>,
-    /// Of the model that is made.
+    /// The layout of the new model.
     pub(super) layout: &'a Layout,
     pub(super) plan: &'a Plan,
     pub(super) base: Option<&'a Model>,
@@ -82,7 +82,8 @@ impl<'a> Job<'a> {
         let away = |device: &&Arc<dyn Device>| !device.id().is_host();
         let upload = |device: &Arc<dyn Device>| Ok((device.id(), device.stream(Role::Upload)?));
         let streams = reservation.devices().filter(away).map(upload).collect::<Result<_>>()?;
-        let ways = base.map(|base| Ways::of(reuse, layout, plan, reservation, base)).transpose()?.unwrap_or_default();
+        let routes = base.map(|base| CopyRoutes::of(reuse, layout, plan, reservation, base)).transpose()?;
+        let routes = routes.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.at(a.index).tensors).map(|&t| layout.at(t).bytes).max();
         let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
@@ -92,9 +93,9 @@ impl<'a> Job<'a> {
             layout,
             plan,
             reuse,
-            ways,
-            places: places(layout, &reuse.groups),
-            there: OnDevice::new(reservation, &host, loader.deadline),
+            routes,
+            ranges: byte_ranges(layout, &reuse.groups),
+            on_device: OnDevice::new(reservation, &host, loader.deadline),
             host,
             streams,
             pool,
@@ -110,9 +111,9 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Places every group of modules; for each its memory, none where another module owns it. When it returns, all
-    /// copies have landed, or the error is the first that a worker met and no copy is under way. So it is when a worker
-    /// panics, which goes on here.
+    /// Fills every group of modules, and returns the memory of each; `None` if another module owns it. On success, all
+    /// copies are complete. On failure, the error is the first that a worker met, and no copy is in progress. A worker's
+    /// panic is resumed here, likewise with no copy in progress.
     pub(super) fn run(&self, workers: usize, reservation: &mut Reservation) -> Result<Vec<Option<Arc<Home>>>> {
         let homes = Mutex::new(vec![None; self.reuse.groups.len()]);
         let reservation = Mutex::new(reservation);
@@ -127,7 +128,7 @@ impl<'a> Job<'a> {
         std::thread::scope(|scope| {
             for worker in 0..workers.min(self.reuse.groups.len()) {
                 let thread = std::thread::Builder::new().name(format!("load {worker}")).spawn_scoped(scope, work);
-                // Where the system gives no more threads, fewer do it, or this one alone.
+                // If no more threads can be had, fewer do the work, or this one alone.
                 if let Err(error) = thread {
                     tracing::warn!(%error, worker, "a load goes on with fewer threads");
                     if worker == 0 {
@@ -141,33 +142,33 @@ impl<'a> Job<'a> {
         let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
         let outcome = failure.unwrap_or_else(|| {
             let landed = homes.iter().flatten().try_for_each(|home: &Arc<Home>| home.buf.wait(self.loader.deadline));
-            // What came by way of the host landed in its home whether its own device brought it or failed.
-            Ok(landed.and_then(|()| self.settle()).and_then(|()| self.check_cancelled()))
+            // The wait for a home that was filled through the host succeeds even if the device that sent the bytes failed.
+            Ok(landed.and_then(|()| self.drain()).and_then(|()| self.check_cancelled()))
         });
         match outcome {
             Ok(Ok(())) => Ok(homes),
             failed => {
                 drop(homes);
-                // A stream that fails here has nothing under way that would ever finish.
-                let _ = self.settle();
+                // A stream that fails here has no work left that could complete.
+                let _ = self.drain();
                 failed.unwrap_or_else(|panic| resume_unwind(panic)).map(|()| Vec::new())
             }
         }
     }
 
-    /// Waits until no copy is under way, so that the memory of a failed load is back when it returns.
+    /// Waits until no copy is in progress, so that a failed load has released its memory when it returns.
     ///
     /// # Errors
-    /// The first failure of a stream, after all were waited for.
-    fn settle(&self) -> Result<()> {
-        let streams = self.streams.values().chain(self.ways.downloads.values());
-        let over = |stream: &Arc<dyn Stream>| stream.record(&[])?.wait(self.loader.deadline);
-        let outcomes: Vec<Result<()>> = streams.map(over).collect();
+    /// The first failure of a stream, after waiting for all streams.
+    fn drain(&self) -> Result<()> {
+        let streams = self.streams.values().chain(self.routes.downloads.values());
+        let wait = |stream: &Arc<dyn Stream>| stream.record(&[])?.wait(self.loader.deadline);
+        let outcomes: Vec<Result<()>> = streams.map(wait).collect();
         outcomes.into_iter().collect()
     }
 
     pub(super) fn report(&self, time: Duration) -> LoadReport {
-        let (patched_on_device, host_instead) = self.there.report();
+        let (patched_on_device, host_instead) = self.on_device.report();
         LoadReport {
             patched_on_device,
             host_instead,
@@ -182,7 +183,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// One worker: takes the next group until there is none.
+    /// The loop of one worker: fills the next group until none is left.
     fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
@@ -205,121 +206,121 @@ impl<'a> Job<'a> {
             let kind = home_kind(assignment);
             let memory = lock(reservation).alloc(assignment.device, bytes, kind)?;
             let buf = match self.streams.get(&assignment.device) {
-                None => self.fill_here(group, memory)?,
-                Some(stream) => self.fill_there(group, memory, &**stream, &mut scratch)?,
+                None => self.fill_host(group, memory)?,
+                Some(stream) => self.fill_device(group, memory, &**stream, &mut scratch)?,
             };
             lock(homes)[group] = Some(Arc::new(Home { buf, kind }));
         }
-        let saturated = scratch.factors.close(&self.there, &self.streams)?;
+        let saturated = scratch.factors.close(&self.on_device, &self.streams)?;
         self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The tensors that a group's modules bring to its memory, with their places in it.
+    /// The tensors that a group's modules own, with their byte ranges in the group's memory.
     pub(super) fn own_tensors(&self, group: usize) -> impl Iterator<Item = (TensorId, Range<usize>)> {
         let tensors = |&module: &ModuleId| self.layout.own_tensors(module);
-        self.reuse.groups.members(group).iter().flat_map(tensors).map(|t| (t, self.places[t].clone()))
+        self.reuse.groups.members(group).iter().flat_map(tensors).map(|t| (t, self.ranges[t].clone()))
     }
 
-    /// Reads a group into the host memory where it stays.
-    fn fill_here(&self, group: usize, mut memory: BufMut) -> Result<Buf> {
+    /// Fills a group that lives on the host, in place.
+    fn fill_host(&self, group: usize, mut memory: BufMut) -> Result<Buf> {
         let bytes = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
-        for (tensor, place) in self.own_tensors(group) {
-            let dst = &mut bytes[place];
-            match (self.reuse.held(tensor), self.patch(tensor)) {
-                (Some(held), _) => self.copy_here(held, dst)?,
+        for (tensor, range) in self.own_tensors(group) {
+            let dst = &mut bytes[range];
+            match (self.reuse.in_base(tensor), self.patch(tensor)) {
+                (Some(base), _) => self.copy_on_host(base, dst)?,
                 (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
                 (None, None) => self.read_plain(tensor, dst)?,
             }
         }
-        Ok(self.bring_here(group, memory)?.freeze())
+        Ok(self.download_group(group, memory)?.freeze())
     }
 
-    /// Reads a group through staging buffers into the memory of another device.
-    fn fill_there(&self, group: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
-        for (tensor, place) in self.own_tensors(group) {
-            memory = match (self.reuse.held(tensor), self.patch(tensor)) {
-                (Some(held), _) => self.send_held(held, place, memory, stream)?,
-                (None, Some(patch)) => self.send_changed(patch, tensor, place, memory, stream, scratch)?,
-                (None, None) => self.send_plain(tensor, place, memory, stream)?,
+    /// Fills a group that lives on another device, through staging buffers.
+    fn fill_device(&self, group: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
+        for (tensor, range) in self.own_tensors(group) {
+            memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
+                (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
+                (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,
+                (None, None) => self.send_plain(tensor, range, memory, stream)?,
             };
         }
         Ok(memory.freeze())
     }
 
-    /// An unpatched tensor, in pieces through the pool.
+    /// Sends an unpatched tensor in pieces through the pool.
     fn send_plain(
         &self,
         tensor: TensorId,
-        place: Range<usize>,
+        range: Range<usize>,
         mut memory: BufMut,
         stream: &dyn Stream,
     ) -> Result<BufMut> {
         let mut at = 0;
-        while at < place.len() {
-            let bytes = self.pool.bytes_each().min(place.len() - at);
-            let (mut staging, lent) = self.pool.acquire(self.loader.deadline)?;
+        while at < range.len() {
+            let bytes = self.pool.bytes_each().min(range.len() - at);
+            let (mut staging, lease) = self.pool.acquire(self.loader.deadline)?;
             match staging.host_mut() {
                 Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes])?,
                 None => return Err(Error::bug("staging memory that the host cannot address")),
             }
             let staging = staging.freeze();
-            let piece = Piece { src: staging.clone(), from: 0..bytes, at: place.start + at };
+            let piece = Piece { src: staging.clone(), from: 0..bytes, at: range.start + at };
             let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
-            lent.give_back(flight.done().clone(), staging);
+            lease.give_back(flight.done().clone(), staging);
             memory = flight.chain();
             at += bytes;
         }
         Ok(memory)
     }
 
-    /// A tensor that adapters change: patched by the device that it is for where that can, by the host elsewhere.
+    /// Sends a tensor that adapters change. Its device patches it if it can, otherwise the host does.
     fn send_changed(
         &self,
         patch: &TensorPatch,
         tensor: TensorId,
-        place: Range<usize>,
+        range: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
         scratch: &mut Scratch,
     ) -> Result<BufMut> {
         let checkpoint = self.files(tensor)?.checkpoint();
-        let planned = self.there.plan(stream.device(), patch, place.start, checkpoint)?;
+        let planned = self.on_device.plan(stream.device(), patch, range.start, checkpoint)?;
         let sent =
-            planned.as_ref().map(|planned| planned.send(&self.there, stream, &mut scratch.factors)).transpose()?;
+            planned.as_ref().map(|planned| planned.send(&self.on_device, stream, &mut scratch.factors)).transpose()?;
         let Some((planned, sent)) = planned.as_ref().zip(sent.flatten()) else {
-            return self.send_patched(patch, tensor, place, memory, stream, &mut scratch.patched);
+            return self.send_patched(patch, tensor, range, memory, stream, &mut scratch.patched);
         };
-        let memory = self.send_plain(tensor, place.clone(), memory, stream)?;
-        let beside = patch.needs().iter().map(|&tensor| checkpoint.layout().at(tensor).bytes).sum();
-        self.read.fetch_add(beside, Ordering::Relaxed);
+        let memory = self.send_plain(tensor, range.clone(), memory, stream)?;
+        let siblings = patch.needs().iter().map(|&tensor| checkpoint.layout().at(tensor).bytes).sum();
+        self.read.fetch_add(siblings, Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
-        planned.apply(&self.there, stream, sent, (memory, place.start), &mut scratch.factors)
+        planned.apply(&self.on_device, stream, sent, (memory, range.start), &mut scratch.factors)
     }
 
-    /// A patched tensor, whole, from the worker's own buffer, which it uses again for the next one.
+    /// Sends a whole tensor that the host patched, from the worker's buffer, which the worker reuses for the next tensor.
     fn send_patched(
         &self,
         patch: &TensorPatch,
         tensor: TensorId,
-        place: Range<usize>,
+        range: Range<usize>,
         memory: BufMut,
         stream: &dyn Stream,
         scratch: &mut Option<(Event, Buf)>,
     ) -> Result<BufMut> {
-        // One that is too small is waited for, too: it has to be back before a larger one is taken.
+        // A buffer that is too small is waited for too: it must be free before a larger one is allocated.
         let old = scratch.take();
         let old = old.map(|(event, old)| event.wait(self.loader.deadline).map(|()| old.try_reclaim().ok()));
-        let mut staging = match old.transpose()?.flatten().filter(|old| old.bytes() >= place.len()) {
+        let mut staging = match old.transpose()?.flatten().filter(|old| old.bytes() >= range.len()) {
             Some(old) => old,
-            None => self.host.alloc_near(place.len(), MemoryKind::Pinned, stream.device())?,
+            None => self.host.alloc_near(range.len(), MemoryKind::Pinned, stream.device())?,
         };
         match staging.host_mut() {
-            Some(dst) => self.read_patched(patch, tensor, &mut dst[..place.len()])?,
+            Some(dst) => self.read_patched(patch, tensor, &mut dst[..range.len()])?,
             None => return Err(Error::bug("staging memory that the host cannot address")),
         }
         let staging = staging.freeze();
-        let piece = Piece { src: staging.clone(), from: 0..place.len(), at: place.start };
+        let piece = Piece { src: staging.clone(), from: 0..range.len(), at: range.start };
         let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
         *scratch = Some((flight.done().clone(), staging));
         Ok(flight.chain())
@@ -355,7 +356,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// The files, to read a tensor that is in no memory.
+    /// The weights' files, to read a tensor that the base does not have.
     fn files(&self, tensor: TensorId) -> Result<&'a Weights> {
         self.weights.ok_or_else(|| {
             let tensor = self.layout.at(tensor).name.clone();
@@ -363,18 +364,18 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// What adapters do to a tensor.
+    /// The patch of a tensor, if adapters change it.
     fn patch(&self, tensor: TensorId) -> Option<&'a TensorPatch> {
         self.weights?.patches().tensor(tensor)
     }
 
-    /// Says that bytes of another model are on their way.
+    /// Counts bytes whose copy from the base is queued or done.
     pub(super) fn copied(&self, bytes: usize) {
         self.copied.fetch_add(bytes as u64, Ordering::Relaxed);
         self.advance(bytes as u64);
     }
 
-    /// Whether there is any use in going on.
+    /// Fails if the load was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<()> {
         if self.loader.cancel.is_cancelled() {
             let (done, of) = (ByteSize(self.done.load(Ordering::Relaxed)), ByteSize(self.plan.bytes()));

@@ -114,18 +114,18 @@ impl Estimate {
 
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a pass takes {:.3} s, ", self.pass.as_secs_f64())?;
+        write!(f, "a pass takes at least {:.3} s, ", self.pass.as_secs_f64())?;
         match self.bound() {
             Some(SegmentTime { name, bytes, bandwidth, estimated, .. }) => {
                 let gb = *bytes as f64 / 1e9;
                 let speed = if *estimated { "an estimated " } else { "" };
                 write!(
                     f,
-                    "bound by {name} ({gb:.2} GB at {speed}{bandwidth} GB/s; compute {:.3} s)",
+                    "limited by {name} ({gb:.2} GB at {speed}{bandwidth} GB/s; compute {:.3} s)",
                     self.compute.as_secs_f64()
                 )
             }
-            None => f.write_str("bound by the compute"),
+            None => f.write_str("limited by compute"),
         }
     }
 }

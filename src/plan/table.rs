@@ -82,8 +82,8 @@ impl Plan {
             let pinned = self.devices().iter().map(|d| d.weights.pinned).sum();
             let staged = self.devices().iter().fold(0u64, |sum, d| sum.saturating_add(d.weights.staged));
             let layers = format!("{layers} layer{}", if layers == 1 { "" } else { "s" });
-            write!(f, "{layers} streamed, {} a pass: ", human(bytes))?;
-            write!(f, "{} pinned, {} through staging", human(pinned), human(staged))?;
+            write!(f, "{layers} streamed, {} per pass: ", human(bytes))?;
+            write!(f, "{} pinned, {} staged", human(pinned), human(staged))?;
         }
         let in_place = self.assignments().iter().filter(|a| a.usage == Use::InPlace);
         let (modules, bytes) = in_place.fold((0usize, 0u64), |(n, sum), a| (n + 1, sum + a.bytes));

@@ -143,7 +143,7 @@ impl fmt::Display for StreamReport {
             write!(f, ", {} from {from}{}", ByteSize(*bytes).human(), via.words())?;
         }
         for (what, Stalls { count, time }) in stalls {
-            write!(f, ", held up {count} times for {:.3} s by {what}", time.as_secs_f64())?;
+            write!(f, ", stalled {count} times for {:.3} s on {what}", time.as_secs_f64())?;
         }
         Ok(())
     }

@@ -431,7 +431,10 @@ fn an_estimate_is_the_largest_of_compute_and_segments() {
     // 5 GB from the host and 1 from the other card meet at the card's own link.
     assert_eq!(estimate.bound().unwrap().name, "cuda:0 in");
     assert_eq!((estimate.pass, estimate.bound().unwrap().bytes), (Duration::from_millis(240), 6_000_000_000));
-    assert_eq!(estimate.to_string(), "a pass takes 0.240 s, bound by cuda:0 in (6.00 GB at 25 GB/s; compute 0.100 s)");
+    assert_eq!(
+        estimate.to_string(),
+        "a pass takes at least 0.240 s, limited by cuda:0 in (6.00 GB at 25 GB/s; compute 0.100 s)"
+    );
     let json = serde_json::to_string(&estimate).unwrap();
     assert_eq!(serde_json::from_str::<tensor_offload::plan::Estimate>(&json).unwrap(), estimate);
     let slow = plan.estimate(&topology, Duration::from_secs(1));
@@ -466,7 +469,7 @@ device     quota   weights  modules         slots   reserve      total       fre
 cpu     5.00 GiB  7.00 GiB        7             -         -  64.00 GiB  64.00 GiB
 cuda:0  2.00 GiB  2.00 GiB        2  3 x 1.00 GiB  1.00 GiB  24.00 GiB  20.00 GiB
 cuda:1  1.50 GiB  1.00 GiB        1             -         -   8.00 GiB   8.00 GiB
-8 layers streamed, 8.00 GiB a pass: 7.00 GiB pinned, 0 B through staging
+8 layers streamed, 8.00 GiB per pass: 7.00 GiB pinned, 0 B staged
 warning: cpu takes what no quota holds: 7516192768 bytes, 2147483648 more than its 5368709120";
     assert_eq!(plan.to_string(), expected);
 }

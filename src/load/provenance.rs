@@ -1,4 +1,4 @@
-//! What the bytes of a model's tensors were made from.
+//! Where the bytes of a model's tensors come from.
 
 use std::sync::Arc;
 
@@ -7,37 +7,37 @@ use crate::checkpoint::{Per, TensorId};
 use crate::patch::Recipe;
 use crate::transfer::Stamp;
 
-/// What a tensor's bytes were made from: where equal, the bytes are. No weight is read to know it.
+/// The origin of a tensor's bytes. Tensors of equal provenance have equal bytes; no weight is read to compare them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Made {
-    /// The file, and the place in it.
+pub(super) struct Provenance {
     file: Stamp,
-    at: u64,
+    /// The offset in the file.
+    offset: u64,
     bytes: u64,
     patch: Option<Patched>,
 }
 
-/// What was done to the bytes of the file. A patch may depend on other tensors and their names, so it is the same only
-/// where all files of the checkpoint are.
+/// How the bytes of the file were changed. A patch may depend on other tensors and their names, so patches are equal only
+/// if all files of the checkpoint are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Patched {
     files: Arc<[Stamp]>,
     recipe: Recipe,
 }
 
-impl Made {
-    /// For each tensor what it is made from.
-    pub(super) fn of(weights: &Weights) -> Per<TensorId, Made> {
+impl Provenance {
+    /// The provenance of each tensor.
+    pub(super) fn of(weights: &Weights) -> Per<TensorId, Provenance> {
         let (checkpoint, patches) = (weights.checkpoint(), weights.patches());
         let files: Arc<[Stamp]> = checkpoint.sources().iter().map(|source| source.stamp()).collect();
         let patched = |id| patches.tensor(id).map(|p| Patched { files: Arc::clone(&files), recipe: p.recipe() });
         let tensors = checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors());
-        let made = tensors.map(|(id, tensor)| Made {
+        let provenance = tensors.map(|(id, tensor)| Provenance {
             file: files[tensor.file],
-            at: tensor.offset,
+            offset: tensor.offset,
             bytes: tensor.bytes,
             patch: patched(id),
         });
-        made.collect()
+        provenance.collect()
     }
 }
