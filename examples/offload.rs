@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
+use tensor_offload::adapter::MatchReport;
 use tensor_offload::allocation::Mode;
 use tensor_offload::backend::Clock;
 use tensor_offload::device::{Bandwidth, DeviceInfo, DeviceKind, Topology};
@@ -82,7 +83,7 @@ impl support::Example for Args {
         let start = devices.snapshot("start");
         let plan = self.plan(&weights, &self.machine(&devices)?, self.allocation()?)?;
         let machine = support::devices::lines(devices.machine());
-        self.say(|| format!("{}\n{}\n{machine}{start}\n\n{plan}", describe(weights.checkpoint()), weights.report()));
+        self.say(|| format!("{}\n{machine}{start}\n\n{plan}", describe(&weights)));
 
         let model = Arc::new(self.load(&devices, &weights, &plan)?);
         let loaded = devices.snapshot("loaded");
@@ -282,11 +283,14 @@ fn verify(streamer: &mut Streamer, weights: &Weights) -> Result<String> {
     Ok(whole.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-fn describe(checkpoint: &Checkpoint) -> String {
+/// The checkpoint, and what became of the adapters where there are any.
+fn describe(weights: &Weights) -> String {
+    let (checkpoint, report) = (weights.checkpoint(), weights.report());
     let layout = checkpoint.layout();
     let name = checkpoint.path().file_name().map_or(Path::new("model"), Path::new).display();
     let (layers, tensors) = (layout.layers().len(), layout.tensors().len());
-    format!("{name}: {} in {tensors} tensors, {layers} layers", ByteSize(layout.bytes()).human())
+    let adapters = if *report == MatchReport::default() { String::new() } else { format!("{report}\n") };
+    format!("{name}: {} in {tensors} tensors, {layers} layers\n{adapters}", ByteSize(layout.bytes()).human())
 }
 
 fn peak_line((id, peak, limit): &(DeviceId, u64, u64)) -> String {

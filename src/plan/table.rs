@@ -88,7 +88,8 @@ impl Plan {
         let in_place = self.assignments().iter().filter(|a| a.usage == Use::InPlace);
         let (modules, bytes) = in_place.fold((0usize, 0u64), |(n, sum), a| (n + 1, sum + a.bytes));
         if modules > 0 {
-            write!(f, "; {modules} modules used in place, {}", human(bytes))?;
+            let s = if modules == 1 { "" } else { "s" };
+            write!(f, "; {modules} module{s} used in place, {}", human(bytes))?;
         }
         Ok(())
     }
