@@ -153,6 +153,10 @@ mod tests {
         // What others use is not ours.
         let busy = machine(&["cpu=64gib", "cuda:0=24gib,free=1gib"]);
         assert_eq!(Preset::Normal.allocation(&layout, &busy).unwrap().to_string(), "cuda:0,0b;cpu,*");
+        // A quarter of a small card is kept free, and where there is no disk the host has the rest.
+        let little = machine(&["cpu=64gib", "cuda:0=2gib"]);
+        let layers = Layout::blocks([100 << 20; 30]);
+        assert_eq!(text(Preset::Shared, &layers, &little), format!("cuda:0,{}mb;cpu,*", 2048 - 512 - 300));
         let host = machine(&["cpu=64gib", "disk=64gib"]);
         for (preset, _) in ALL {
             assert_eq!(preset.allocation(&layout, &host).unwrap().to_string(), "cpu,*");
