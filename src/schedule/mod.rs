@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(run(&mut schedule, &contents, &even).0, [true; 6]);
         (0..2).for_each(|_| drop(run(&mut schedule, &contents, &odd)));
         assert_eq!(run(&mut schedule, &contents, &odd).0, [true; 6]);
-        // A pass that is not finished, and one that leaves a layer out: the order is still the same.
+        // An unfinished pass, and one that skips a layer: the order is still the same.
         run(&mut schedule, &contents, &odd[..3]);
         assert_eq!(run(&mut schedule, &contents, &odd).0, [false, true, true, true, true, true]);
         (0..2).for_each(|_| drop(run(&mut schedule, &contents, &odd)));
@@ -251,7 +251,7 @@ mod tests {
                 assert!(held.is_none_or(|layer| (sizes[layer.index()] > MIB) == (slot > 2)), "{schedule:?}");
             }
         }
-        // A guard of the caller's keeps an ordinary slot: a large one will do, if its layer is not needed sooner.
+        // A guard holds an ordinary slot: a large slot may be used, if its layer is not needed sooner.
         let mut schedule = Schedule::new(&contents, vec![MIB, 9 * MIB], 0, false);
         schedule.turn(LayerId::new(2));
         assert_eq!(schedule.candidates(LayerId::new(2)), [0, 1]);
@@ -365,8 +365,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is asked for: a layer that has its turn gets a slot while one can be had, no slot holds two layers and
-        /// no layer is in two, and nothing is fetched ahead over what is needed sooner.
+        /// In any order of requests: the current layer gets a slot while one is available, no slot holds two layers, no layer
+        /// is in two slots, and no prefetch replaces a layer that is needed sooner.
         #[test]
         fn any_order_keeps_slots_and_layers_apart(
             layers in prop::collection::vec(any::<(bool, bool)>(), 1..12),

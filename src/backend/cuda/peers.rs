@@ -103,9 +103,8 @@ fn trials(
         landed(&done.wait(TRIAL), sender)?;
         let mut arrived = vec![0; ROOM];
         // SAFETY: as above.
-        receiver
-            .call(|calls| unsafe { calls.copy_to_host_now(arrived.as_mut_ptr().cast(), dst, ROOM) })
-            .map_err(text)?;
+        let read = receiver.call(|calls| unsafe { calls.copy_to_host_now(arrived.as_mut_ptr().cast(), dst, ROOM) });
+        read.map_err(text)?;
         let right = (0..ROOM).all(|i| arrived[i] == if (at..at + bytes).contains(&i) { sent[i] } else { poison[i] });
         if !right {
             return Err(format!("copies from {} deliver wrong bytes", sender.id()));
