@@ -1,6 +1,6 @@
 //! Allocations made by code: entry by entry, with the checks of a string.
 
-use super::parse::{Parser, Sourced};
+use super::parse::{Parser, SourceEntry};
 use super::{Allocation, Entry, Mode, Quota};
 use crate::bytes::{ByteSize, Decimal};
 use crate::device::DeviceId;
@@ -90,7 +90,7 @@ impl AllocationBuilder {
             return Err(Error::syntax(text, 0..0, "an entry for at least one device"));
         }
         let entries =
-            self.entries.into_iter().zip(places).map(|(entry, place)| Sourced { entry, source: &text[place] });
+            self.entries.into_iter().zip(places).map(|(entry, place)| SourceEntry { entry, source: &text[place] });
         Parser { text: &text }.checked(entries.collect(), None)
     }
 

@@ -31,10 +31,10 @@ use pieces::Stored;
 pub use scales::ScalePolicy;
 pub(crate) use scales::Scales;
 use scales::Scaling;
-use steps::Reach;
+use steps::Scope;
 pub(crate) use steps::{Axis, Delta, Dora, Linear, Matrix, Product, Step, matrix_of};
 use vector::Tier;
-use whole::Lifted;
+use whole::F32Weight;
 
 /// All that is done to one tensor of the checkpoint.
 ///
@@ -236,10 +236,10 @@ impl TensorPatch {
         }
         let scales = self.scales(siblings)?;
         let weight = self.stored(scales.as_ref());
-        let in_pieces = self.steps.iter().all(|step| step.change.reach() < Reach::Weight);
+        let in_pieces = self.steps.iter().all(|step| step.change.scope() < Scope::Weight);
         let saturated = match (&self.scaling, &scales) {
             (Some(scaling), Some(old)) if self.scale_policy == ScalePolicy::Recompute => {
-                let lifted = Lifted::patched(tier, weight, bytes, &self.steps);
+                let lifted = F32Weight::patched(tier, weight, bytes, &self.steps);
                 let new = lifted.scales(self.float, scaling.float, old);
                 lifted.store(Stored { scales: Some(&new), ..weight }, bytes)
             }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::vector::Tier;
-use super::whole::Lifted;
+use super::whole::F32Weight;
 use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
 use crate::checkpoint::{TensorId, TensorInfo};
@@ -65,7 +65,7 @@ impl TensorPatch {
         let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
             return Ok(PatchOutcome::default());
         };
-        let lifted = Lifted::patched(tier, self.stored(Some(&old)), weight, &self.steps);
+        let lifted = F32Weight::patched(tier, self.stored(Some(&old)), weight, &self.steps);
         lifted.scales(self.float, scaling.float, &old).write(scaling.float, bytes);
         Ok(PatchOutcome::default())
     }
