@@ -1,4 +1,4 @@
-//! Text -> [`Allocation`]. Every part handled here is a slice of the whole text, so its place is known.
+//! Parsing an [`Allocation`]. Every part is a slice of the whole text, so its position is known.
 
 use std::ops::Range;
 
@@ -41,7 +41,7 @@ pub(super) struct Parser<'a> {
     pub(super) text: &'a str,
 }
 
-/// An entry and the text that it was read from.
+/// An entry with its source text.
 pub(super) struct SourceEntry<'a> {
     pub(super) entry: Entry,
     pub(super) source: &'a str,
@@ -58,7 +58,7 @@ impl<'a> Parser<'a> {
         Error::syntax(self.text, self.span(part), expected)
     }
 
-    /// The error of a parser that knows only `part`, with its place in the whole text.
+    /// Moves the span of an error about `part` to the whole text.
     fn placed(&self, part: &str, error: Error) -> Error {
         match error {
             Error::Allocation(fault) => match *fault {
@@ -86,7 +86,7 @@ impl<'a> Parser<'a> {
         pieces.find(|piece| piece.split(',').next().is_some_and(|word| word.trim_end().eq_ignore_ascii_case(AUTO)))
     }
 
-    /// What stands behind the word `auto` in the entry `auto`, which has to be the only one of `part`.
+    /// The reserve after the word `auto` in the entry `auto`, which must be the only entry of `part`.
     fn reserve(&self, part: &'a str, auto: &'a str) -> Result<Option<ByteSize>> {
         let others =
             || part.split(';').map(str::trim).filter(|piece| !piece.is_empty() && self.span(piece) != self.span(auto));
@@ -204,7 +204,7 @@ impl<'a> Parser<'a> {
         Ok(allocation)
     }
 
-    /// No device twice, and not two with `*`.
+    /// Fails if a device occurs twice, or two entries have a `*`.
     fn check_devices(&self, entries: &[SourceEntry<'_>]) -> Result<()> {
         let mut rest: Option<DeviceId> = None;
         for (index, SourceEntry { entry, source }) in entries.iter().enumerate() {

@@ -74,7 +74,7 @@ impl F32Weight {
     }
 }
 
-/// A weight in f32, as the steps so far leave it.
+/// A weight in f32, after the steps so far.
 pub(super) struct F32Weight {
     tier: Tier,
     rows: usize,
