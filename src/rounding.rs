@@ -14,8 +14,9 @@ pub enum Rounding {
     /// rounded.
     ///
     /// The choice is a hash of the seed, the tensor's name and the element's index, so equal seeds give equal bytes for every
-    /// placement, number of threads and instruction set. Values that the type can represent are unchanged. The average is right within 2^-20 of the distance of subnormal values, and exactly right elsewhere, up
-    /// to the type's largest value.
+    /// placement, number of threads and instruction set. Values that the type can represent are unchanged. The average
+    /// is right within 2^-20 of the distance of subnormal values, and exactly right elsewhere, up to the type's largest
+    /// value.
     Stochastic {
         /// Any number.
         seed: u64,
