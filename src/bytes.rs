@@ -33,17 +33,17 @@ impl ByteSize {
         self.0
     }
 
-    /// `self + other`, or none over `u64`.
+    /// `self + other`; `None` if it exceeds `u64`.
     pub fn checked_add(self, other: ByteSize) -> Option<ByteSize> {
         self.0.checked_add(other.0).map(ByteSize)
     }
 
-    /// `self - other`, or none below zero.
+    /// `self - other`; `None` if it is below zero.
     pub fn checked_sub(self, other: ByteSize) -> Option<ByteSize> {
         self.0.checked_sub(other.0).map(ByteSize)
     }
 
-    /// `self * count`, or none over `u64`.
+    /// `self * count`; `None` if it exceeds `u64`.
     pub fn checked_mul(self, count: u64) -> Option<ByteSize> {
         self.0.checked_mul(count).map(ByteSize)
     }
@@ -94,7 +94,7 @@ impl FromStr for ByteSize {
     }
 }
 
-/// The size of a unit word (`k kb kib … b`, any case); none for anything else, the empty word too.
+/// The size of a unit word (`k kb kib … b`, any case); `None` for anything else, including the empty word.
 pub(crate) fn unit_size(word: &str) -> Option<u64> {
     let word = word.to_ascii_lowercase();
     if word == "b" {
@@ -139,7 +139,7 @@ impl Decimal {
         Some(Decimal { whole, fraction: fraction.trim_end_matches('0').to_owned() })
     }
 
-    /// `floor(self * unit)`, exact; none over `u64`.
+    /// `floor(self * unit)`, exact; `None` if it exceeds `u64`.
     pub(crate) fn scaled_floor(&self, unit: u64) -> Option<u64> {
         // Horner from the last digit. floor((d * unit + y) / 10) needs only floor(y), since d * unit is whole.
         let part = self

@@ -80,7 +80,7 @@ impl DType {
         TABLE[self as usize].2
     }
 
-    /// Bytes that a tensor of `shape` takes; none when the count passes `u64` or does not end on a byte.
+    /// The bytes of a tensor of `shape`; `None` if they exceed `u64` or are not a whole number.
     pub fn bytes_of(self, shape: &[u64]) -> Option<u64> {
         let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d))?;
         let bits = elements.checked_mul(self.bits())?;
@@ -100,7 +100,7 @@ impl From<DType> for &'static str {
     }
 }
 
-/// A name that is no [`DType`].
+/// The error for a name that is not a [`DType`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is no element type of the safetensors format")]
 pub struct UnknownDType(pub String);
@@ -122,10 +122,10 @@ impl TryFrom<String> for DType {
     }
 }
 
-/// A type of Rust's, or of the crate `half`, that elements of a tensor are read as. 8-bit floats have none; their bytes are
-/// read with [`TensorView::bytes`](crate::TensorView::bytes).
+/// A Rust type, or a type of the crate `half`, for reading the elements of a tensor. 8-bit floats have none; read their bytes
+/// with [`TensorView::bytes`](crate::TensorView::bytes).
 pub trait Element: bytemuck::Pod + sealed::Sealed {
-    /// The element type of tensors that hold it.
+    /// The element type of tensors with such elements.
     const DTYPE: DType;
 }
 

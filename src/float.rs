@@ -18,7 +18,7 @@ pub(crate) enum Float {
 }
 
 impl Float {
-    /// The float type of `dtype`, where it is one of these.
+    /// The float type of `dtype`; `None` if it is none of these.
     pub(crate) fn of(dtype: DType) -> Option<Float> {
         match dtype {
             DType::F32 => Some(Float::F32),
@@ -50,7 +50,7 @@ impl Float {
         }
     }
 
-    /// Whether it is one of the eight-bit types, whose weights often have a scale beside them.
+    /// Whether it is one of the eight-bit types, whose weights often have a scale tensor.
     pub(crate) fn is_fp8(self) -> bool {
         self.size() == 1
     }

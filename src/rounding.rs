@@ -1,21 +1,22 @@
-//! How values are rounded to a storage type, and the numbers that look random for it.
+//! Rounding values to a storage type, and the pseudorandom numbers for it.
 
 use crate::float::Float;
 
-/// How patched weights are rounded to the type that they are stored in.
+/// How patched weights are rounded to their storage type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rounding {
-    /// To the nearest value, of two equally near to the even one.
+    /// To the nearest value, ties to even.
     #[default]
     NearestEven,
-    /// To one of the two values beside it, the nearer the likelier, so that it is right on average: changes much
-    /// smaller than the distance of stored values are not lost. For types of two bytes and one; f32 is not rounded.
+    /// To one of the two neighbouring values, with a probability proportional to nearness, so that the average is right:
+    /// changes much smaller than the distance of stored values are not lost. For types of one and two bytes; f32 is not
+    /// rounded.
     ///
-    /// What decides is a hash of the seed, the tensor's name and the element's place, so equal seeds give equal bytes
-    /// whatever the placement, the number of threads and the instruction set. Values that the type has stay as they
-    /// are. The average is right within 2^-20 of the distance of subnormal values, and exactly right elsewhere, up
-    /// to the type's largest value.
+    /// The choice is a hash of the seed, the tensor's name and the element's index, so equal seeds give equal bytes for every
+    /// placement, number of threads and instruction set. Values that the type can represent are unchanged. The average
+    /// is right within 2^-20 of the distance of subnormal values, and exactly right elsewhere, up to the type's largest
+    /// value.
     Stochastic {
         /// Any number.
         seed: u64,
@@ -23,7 +24,7 @@ pub enum Rounding {
 }
 
 impl Rounding {
-    /// The numbers for the tensor `name`; none where rounding needs none.
+    /// The pseudorandom numbers for the tensor `name`; `None` if rounding needs none.
     pub(crate) fn noise(self, name: &str) -> Option<Noise> {
         let Rounding::Stochastic { seed } = self else { return None };
         // FNV-1a, of which the bytes of results depend: it stays as it is.
@@ -34,7 +35,7 @@ impl Rounding {
     }
 }
 
-/// For each place of a tensor a number of 32 bits that looks random.
+/// A pseudorandom 32-bit number for each element index of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Noise {
     key: u64,

@@ -317,7 +317,7 @@ fn cuda_kernels_without_room_for_factors_leave_the_host_to_patch() {
     subject.check(&model).unwrap();
     let report = model.report();
     assert_eq!(report.patched_on_device, 0);
-    assert!(report.to_string().contains("in place of cuda:0: no room for"), "{report}");
+    assert!(report.to_string().contains("instead: cuda:0: no room for"), "{report}");
     drop((model, devices));
     assert_clean(&cuda);
 }

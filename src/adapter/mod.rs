@@ -1,8 +1,8 @@
 //! Adapters (LoRA and its relatives), read and resolved against a checkpoint's names.
 //!
-//! `names` finds the tensor that an adapter's key is for, `kinds` makes steps of an adapter's factors, and [`Patches`]
-//! holds what comes out: for each tensor a [`TensorPatch`](crate::patch::TensorPatch). This happens before planning, for
-//! adapters can change the bytes of a weight; the arithmetic happens while loading.
+//! `names` finds the tensor that an adapter's key is for, `kinds` turns an adapter's factors into steps, and [`Patches`]
+//! holds the result: a [`TensorPatch`](crate::patch::TensorPatch) for each tensor. This happens before planning, because
+//! adapters can change the size of a weight; the arithmetic happens while loading.
 
 mod kinds;
 mod names;
@@ -31,7 +31,7 @@ pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
 pub use weights::Weights;
 
-/// An adapter, opened: its names and shapes are known, its factors still in the file.
+/// An open adapter: its names and shapes have been read, its factors have not.
 #[derive(Clone, Debug)]
 pub struct Adapter {
     checkpoint: Checkpoint,
@@ -39,21 +39,21 @@ pub struct Adapter {
     strength: f32,
     config: Option<Arc<PeftConfig>>,
     modules: Vec<AdapterModule>,
-    /// Tensors of no known kind.
+    /// The tensors of no known kind.
     unknown: Vec<TensorId>,
-    /// Only keys that begin so are wanted.
+    /// The prefix of the keys to use.
     component: Option<String>,
-    /// What the caller calls modules of the checkpoint by, in place of the adapter's names.
+    /// The caller's replacements for the adapter's names.
     renames: Vec<(Pattern, Pattern)>,
     rotary: Option<RotaryRows>,
 }
 
-/// The tensors that an adapter has for one module.
+/// An adapter's tensors for one module.
 #[derive(Clone, Debug)]
 struct AdapterModule {
     /// The adapter's name of the module.
     name: String,
-    /// Tensors of the adapter's own file.
+    /// The tensors in the adapter's file.
     parts: BTreeMap<Part, TensorId>,
 }
 
@@ -62,14 +62,14 @@ const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
 impl Adapter {
     /// Opens a safetensors file, or a folder as PEFT writes it (`adapter_config.json` and
-    /// `adapter_model.safetensors`; naming that file opens the folder), to be applied with `strength`.
+    /// `adapter_model.safetensors`; naming that file opens the folder), for use with `strength`.
     ///
-    /// A file's factors are multiplied by `strength * alpha / rank` (1 in place of alpha / rank where there is no
-    /// alpha), a folder's by what its configuration says. Zero changes nothing at all.
+    /// A file's factors are multiplied by `strength * alpha / rank` (without an alpha, by `strength`), a folder's as its
+    /// configuration says. Strength zero changes nothing.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a strength that is not finite; [`Error::Adapter`] for a kind of adapter that is not
-    /// applied, two tensors in one role, or a configuration that is not understood; [`Error::File`] and
+    /// [`Error::Invalid`] for a strength that is not finite; [`Error::Adapter`] for an unsupported kind of adapter, two tensors
+    /// in one role, or a configuration that is not understood; [`Error::File`] and
     /// [`Error::Io`] as [`Checkpoint::open`].
     pub fn open(path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
         let path = path.as_ref();
@@ -93,7 +93,7 @@ impl Adapter {
         Adapter::assemble(weights, folder, Some(config), strength)
     }
 
-    /// An adapter from an opened file, without configuration.
+    /// An adapter from an open file, without configuration.
     ///
     /// # Errors
     /// As [`open`](Adapter::open).
@@ -102,7 +102,7 @@ impl Adapter {
         Adapter::assemble(checkpoint, &path, None, strength)
     }
 
-    /// An adapter from opened weights and the text of their `adapter_config.json`.
+    /// An adapter from open weights and the text of their `adapter_config.json`.
     ///
     /// # Errors
     /// As [`open`](Adapter::open).
@@ -112,21 +112,21 @@ impl Adapter {
         Adapter::assemble(checkpoint, &path, Some(config), strength)
     }
 
-    /// Uses only the keys that begin with `prefix` (`lora_te1_`, `unet.`), for a file that holds adapters of several
-    /// models; the others are skipped, which the report says and a strict match allows.
+    /// Uses only the keys that begin with `prefix` (`lora_te1_`, `unet.`), for a file with adapters of several models. The
+    /// report lists the others as skipped; a strict match allows that.
     #[must_use]
     pub fn only(mut self, prefix: impl Into<String>) -> Adapter {
         self.component = Some(prefix.into());
         self
     }
 
-    /// Looks modules that the adapter calls `from` up as `to`: for names that the library does not know, or knows
-    /// otherwise.
+    /// Looks up modules that the adapter calls `from` as `to`: for names that the library does not know, or would resolve
+    /// differently.
     ///
-    /// Both are whole names of modules, without the endings of factors. `{}` stands for a number and a last `*` for
-    /// the rest of the name; `to` takes what `from` found, in its order. The first of several renames that fits a
-    /// name is used, once, and what it gives is looked up like a name in the adapter. Rows stay in the adapter's
-    /// order where `to` is a name of the checkpoint's own.
+    /// Both are whole module names, without the suffixes of factors. `{}` stands for a number and a final `*` for the rest of
+    /// the name; `to` takes the captures of `from`, in order. The first rename that matches a name is applied, once, and the
+    /// result is looked up like a name in the adapter. Rows stay in the adapter's order if `to` is a name in the
+    /// checkpoint.
     ///
     /// ```
     /// # use tensor_offload::{Adapter, Checkpoint};
@@ -142,7 +142,7 @@ impl Adapter {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a pattern has no one meaning, or the two do not have as many holes.
+    /// [`Error::Invalid`] when a pattern is ambiguous, or the two differ in their number of placeholders.
     pub fn rename(mut self, from: &str, to: &str) -> Result<Adapter> {
         let pattern = |text| Pattern::parse(text).map_err(|reason| Error::invalid(format!("a rename: {reason}")));
         let (of, into) = (pattern(from)?, pattern(to)?);
@@ -153,9 +153,9 @@ impl Adapter {
         Ok(self)
     }
 
-    /// Says how the checkpoint orders the rows of queries and keys, for an adapter in the names of transformers on a
-    /// checkpoint in those of GGUF or of Meta, or the other way. Without it, changes of `q_proj` and `k_proj` between
-    /// these are an error, since the names do not tell.
+    /// Sets the order of the checkpoint's query and key rows, for an adapter with transformers' names on a checkpoint with the
+    /// names of GGUF or Meta, or the reverse. Without it, changes of `q_proj` and `k_proj` between these are an error, since
+    /// the order cannot be known from the names.
     #[must_use]
     pub fn rotary_rows(mut self, rows: RotaryRows) -> Adapter {
         self.rotary = Some(rows);
@@ -167,14 +167,14 @@ impl Adapter {
         &self.path
     }
 
-    /// What tells it from every other adapter.
+    /// The identity of the adapter.
     pub(crate) fn origin(&self) -> Origin {
         let stamps = self.checkpoint.sources().iter().map(|source| source.stamp()).collect();
         let settings = format!("{:?} {:?} {:?} {:?}", self.config, self.component, self.renames, self.rotary);
         Origin { path: self.path.clone(), stamps, strength: self.strength.to_bits(), settings }
     }
 
-    /// What it is applied with.
+    /// The strength that the adapter is applied with.
     pub fn strength(&self) -> f32 {
         self.strength
     }
@@ -219,7 +219,7 @@ impl Adapter {
         })
     }
 
-    /// The name to look a module up by.
+    /// The name to look up a module by.
     fn renamed<'n>(&self, module: &'n str) -> Cow<'n, str> {
         let renamed = self.renames.iter().find_map(|(from, to)| from.captures(module).map(|found| to.fill(&found)));
         renamed.map_or(Cow::Borrowed(module), Cow::Owned)
@@ -267,10 +267,10 @@ impl Adapter {
     }
 }
 
-/// One tensor of an adapter, lifted to f32; it has at least one value, and all are finite.
+/// One tensor of an adapter, converted to f32. It has at least one value, and all values are finite.
 #[derive(Clone, Debug)]
 struct Factor {
-    /// Its key in the adapter.
+    /// The tensor's key in the adapter.
     key: String,
     shape: Vec<u64>,
     values: Vec<f32>,
@@ -284,7 +284,7 @@ impl Factor {
         Matrix { rows, cols, values: self.values.clone() }
     }
 
-    /// The same with its first two dimensions swapped; a factor of fewer dimensions stays as it is.
+    /// The factor with its first two dimensions swapped; a factor of fewer dimensions is unchanged.
     fn swapped(&self) -> Factor {
         let mut shape = self.shape.clone();
         let [a, b, ..] = shape[..] else { return self.clone() };

@@ -1,4 +1,4 @@
-//! What became of each of the adapters' tensors.
+//! The report of matching: how each adapter tensor was used.
 
 use std::fmt;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-/// Every tensor of every adapter: applied, skipped with the reason, or without a target.
+/// Every tensor of every adapter: applied, skipped with a reason, or unmatched.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct MatchReport {
@@ -34,7 +34,8 @@ pub struct Applied {
     pub keys: Vec<String>,
     /// The checkpoint's tensors that change.
     pub targets: Vec<String>,
-    /// For each of them the rows that change, where it stacks several projections and the module is one of them.
+    /// For each target, the rows that change; `None` for the whole tensor, `Some` if it fuses several projections and the
+    /// module is one of them.
     pub rows: Vec<Option<Range<u64>>>,
 }
 
@@ -60,14 +61,14 @@ pub enum SkipReason {
     OtherComponent,
     /// The key is of no known kind of adapter.
     NotUnderstood,
-    /// It goes with factors that are not there: an `alpha` on its own.
+    /// The factors that it belongs to are missing, as for an `alpha` without factors.
     NothingToModify,
     /// The module has no weight, or no bias, to change.
     NoParameter,
 }
 
 impl SkipReason {
-    /// Whether a strict match fails for it.
+    /// Whether it makes a strict match fail.
     pub(crate) fn is_fault(self) -> bool {
         !matches!(self, SkipReason::ZeroStrength | SkipReason::OtherComponent)
     }
@@ -93,7 +94,7 @@ pub struct Unmatched {
     pub adapter: PathBuf,
     /// The adapter's name of the module.
     pub module: String,
-    /// Its keys.
+    /// The module's keys.
     pub keys: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Adapters against a checkpoint: what is done to which tensor.
+//! Resolving adapters against a checkpoint: the patch of each tensor.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,22 +13,21 @@ use crate::float::Float;
 use crate::patch::{Changes, Maker, Origin, ScalePolicy, TensorPatch};
 use crate::rounding::Rounding;
 
-/// Whether all of an adapter has to find its place.
+/// Whether every part of an adapter must match the checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Matching {
-    /// Every tensor has to be applied; the default.
+    /// Every tensor must be applied. The default.
     #[default]
     Strict,
-    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood; the report lists
-    /// them. An adapter of which nothing matches is an error still, and so are names that fit several modules and
-    /// shapes that do not fit.
+    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood; the report lists them. It is
+    /// still an error if nothing of an adapter matches, if a name matches several modules, or if a shape does not fit.
     AllowPartial,
 }
 
 /// Adapters resolved against the names and shapes of one checkpoint: for every tensor that they change, the steps in order.
 ///
-/// [`Weights`](crate::Weights) has them together with the checkpoint, to read and to load.
+/// [`Weights`](crate::Weights) combines them with the checkpoint, for reading and loading.
 #[derive(Clone, Debug, Default)]
 pub struct Patches {
     tensors: BTreeMap<TensorId, TensorPatch>,
@@ -40,12 +39,12 @@ pub struct Patches {
 impl Patches {
     /// Finds the targets of `adapters` in `layout` and reads their factors.
     ///
-    /// Several adapters change one weight in the order given, each seeing what those before it made of the weight.
-    /// Nothing is changed here, so an error leaves nothing half done.
+    /// Several adapters change one weight in the order given, each applied to the result of those before it. Nothing is changed
+    /// here, so an error leaves nothing half done.
     ///
     /// # Errors
-    /// [`Error::Adapter`] naming the adapter, the key and what is wrong: nothing or (when strict) not all of it
-    /// matches, a name fits several modules, a shape does not fit, a factor is not finite or its counterpart is
+    /// [`Error::Adapter`] naming the adapter, the key and the fault: nothing or (when strict) not all of the adapter
+    /// matches, a name matches several modules, a shape does not fit, a factor is not finite or its counterpart is
     /// missing, the target's type cannot be patched. [`Error::File`] and [`Error::Io`] from reading the factors.
     pub fn resolve(layout: &Layout, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
         let targets = Targets::new(layout);
@@ -57,23 +56,22 @@ impl Patches {
         resolving.finish()
     }
 
-    /// No patches: `layout` as it is.
+    /// No patches, for an unchanged `layout`.
     pub fn none(layout: &Layout) -> Patches {
         Patches { layout: layout.clone(), ..Patches::default() }
     }
 
-    /// The same, with all tensors rounded in this way.
+    /// Sets how all patched tensors are rounded.
     #[must_use]
     pub fn rounding(mut self, rounding: Rounding) -> Patches {
         self.tensors.values_mut().for_each(|patch| patch.set_rounding(rounding));
         self
     }
 
-    /// The same, with the scales of fp8 weights kept or computed anew.
+    /// Sets whether the scales of fp8 weights are kept or recomputed.
     ///
-    /// A scale that is computed anew is one of the tensors that change, so that whoever reads all of them gets it with
-    /// its weight. Its patch needs the weight, and does the weight's arithmetic once more; both work on an f32 copy of
-    /// the weight.
+    /// A recomputed scale is one of the tensors that change, so reading all of these gives it along with its weight. Its patch
+    /// needs the weight, and repeats the weight's arithmetic; both work on an f32 copy of the weight.
     ///
     /// # Errors
     /// [`Error::Invalid`] when an adapter changes a scale by itself.
@@ -101,49 +99,49 @@ impl Patches {
         Ok(self)
     }
 
-    /// Where the adapters came from, in order.
+    /// The origins of the adapters, in order.
     pub(crate) fn origins(&self) -> &[Arc<Origin>] {
         &self.origins
     }
 
-    /// How what they change is stored; the same for all tensors, none where nothing changes.
+    /// The rounding and scale policy of all patched tensors; `None` if nothing changes.
     pub(crate) fn policy(&self) -> Option<(Rounding, ScalePolicy)> {
         self.tensors.values().find(|patch| !patch.is_of_scale()).map(TensorPatch::policy)
     }
 
-    /// What became of every tensor of the adapters.
+    /// How every tensor of the adapters was used.
     pub fn report(&self) -> &MatchReport {
         &self.report
     }
 
-    /// The patch of a tensor; none where no adapter changes it.
+    /// The patch of a tensor; `None` if no adapter changes it.
     pub fn tensor(&self, tensor: TensorId) -> Option<&TensorPatch> {
         self.tensors.get(&tensor)
     }
 
-    /// The tensors that change, in order of their place, with their patches.
+    /// The tensors that change, in the layout's order, with their patches.
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &TensorPatch)> {
         self.tensors.iter().map(|(&tensor, patch)| (tensor, patch))
     }
 
-    /// The layout with the patched tensors' sizes. A patched tensor has bytes of its own, even if it shared them.
+    /// The layout with the patched tensors' sizes. A patched tensor never shares its bytes, even if it did before.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The bytes of all factors as they are held, in f32.
+    /// The bytes of all factors in memory, as f32.
     pub fn factor_bytes(&self) -> u64 {
         self.tensors.values().map(TensorPatch::factor_bytes).sum()
     }
 }
 
-/// The state of [`Patches::resolve`]: shapes as the steps so far leave them.
+/// The state of [`Patches::resolve`], with the shapes after the steps so far.
 struct Resolving<'a> {
     layout: &'a Layout,
     by_name: HashMap<&'a str, TensorId>,
     changed: BTreeMap<TensorId, Changes>,
     report: MatchReport,
-    /// Of the adapters so far, the last being the one at hand.
+    /// The origins of the adapters so far; the last is the current adapter's.
     origins: Vec<Arc<Origin>>,
 }
 
@@ -188,7 +186,7 @@ impl<'a> Resolving<'a> {
         if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
     }
 
-    /// Nothing matched is an error; something unmatched is one too when strict.
+    /// Fails if nothing matched or, when strict, if anything is unmatched.
     fn check_found(
         &self,
         adapter: &Adapter,
@@ -216,7 +214,7 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, None, fault))
     }
 
-    /// Builds the steps of one module, which several of the checkpoint's may hold in parts.
+    /// Builds the steps of one module, whose parts may be in several of the checkpoint's modules.
     fn module(&mut self, adapter: &Adapter, module: &AdapterModule, targets: &[Target<'_>]) -> Result<()> {
         if adapter.strength == 0.0 {
             self.skip(adapter, module.parts.values(), SkipReason::ZeroStrength);
@@ -234,7 +232,7 @@ impl<'a> Resolving<'a> {
                     let maker = |adapter| Maker { adapter: Arc::clone(adapter), module: module.name.clone() };
                     now.makers.extend(self.origins.last().map(maker));
                     now.is_bias = target.bias == Some(tensor);
-                    let part = steps.iter().find(|_| target.share.is_some());
+                    let part = steps.iter().find(|_| target.projection.is_some());
                     rows.push(part.map(|step| step.rows().start as u64..step.rows().end as u64));
                     now.steps.extend(steps);
                     changed.push(self.layout.at(tensor).name.clone());
@@ -270,7 +268,7 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, Some(&module.name), fault))
     }
 
-    /// The tensor as the steps so far leave it.
+    /// The tensor after the steps so far.
     fn weight(&self, tensor: TensorId) -> Weight<'a> {
         let info = self.layout.at(tensor);
         let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
@@ -282,7 +280,7 @@ impl<'a> Resolving<'a> {
         self.report.skipped.extend(skipped);
     }
 
-    /// A strict match leaves no tensor of the adapter aside.
+    /// Fails if a strict match skipped any tensor of the adapter.
     fn check_applied(&self, adapter: &Adapter, first_skipped: usize) -> Result<()> {
         let faulty = self.report.skipped[first_skipped..].iter().filter(|s| s.why.is_fault());
         let keys: Vec<String> = faulty.clone().map(|s| s.key.clone()).collect();
@@ -311,11 +309,11 @@ impl<'a> Resolving<'a> {
     }
 }
 
-/// Two modules of one adapter that change the same rows would depend on their order in the file.
+/// Fails if two modules of one adapter change the same rows, because the result would depend on their order in the file.
 fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>)]) -> Result<()> {
     let mut seen = HashMap::new();
     for (module, target) in matched.iter().flat_map(|(module, targets)| targets.iter().map(move |t| (module, t))) {
-        if let Some(other) = seen.insert((target.module, target.share), &module.name) {
+        if let Some(other) = seen.insert((target.module, target.projection), &module.name) {
             let fault = AdapterFault::Collision { other: other.clone(), role: target.module.to_owned() };
             return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
         }

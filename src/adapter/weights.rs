@@ -1,4 +1,4 @@
-//! A checkpoint and what adapters do to it, as one value.
+//! A checkpoint and its adapters, as one value.
 
 use super::Adapter;
 use super::report::MatchReport;
@@ -10,10 +10,10 @@ use crate::error::Result;
 use crate::patch::{PatchOutcome, ScalePolicy};
 use crate::rounding::Rounding;
 
-/// The weights of a model that is to be loaded: a checkpoint, and the adapters that are merged into it.
+/// The weights of a model to load: a checkpoint, and the adapters to merge into it.
 ///
-/// Only headers and the adapters' factors have been read. [`read`](Weights::read) gives one tensor, merged;
-/// [`Loader::load`](crate::Loader::load) puts all of them where a plan wants them.
+/// Only headers and the adapters' factors have been read. [`read`](Weights::read) returns one merged tensor;
+/// [`Loader::load`](crate::Loader::load) loads all of them onto the devices that a plan gives them.
 ///
 /// ```
 /// use tensor_offload::{Adapter, Checkpoint, Matching, Weights};
@@ -35,7 +35,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// A checkpoint as it is.
+    /// A checkpoint without adapters.
     pub fn new(checkpoint: Checkpoint) -> Weights {
         let patches = Patches::none(checkpoint.layout());
         Weights { checkpoint, patches }
@@ -50,14 +50,14 @@ impl Weights {
         Ok(Weights { checkpoint, patches })
     }
 
-    /// The same, with all patched tensors rounded in this way.
+    /// Sets how all patched tensors are rounded.
     #[must_use]
     pub fn rounding(mut self, rounding: Rounding) -> Weights {
         self.patches = self.patches.rounding(rounding);
         self
     }
 
-    /// The same, with the scales of patched fp8 weights kept or recomputed; see [`Patches::scales`].
+    /// Sets whether the scales of patched fp8 weights are kept or recomputed; see [`Patches::scales`].
     ///
     /// # Errors
     /// [`Error::Invalid`] when an adapter changes a scale by itself.
@@ -66,31 +66,31 @@ impl Weights {
         Ok(self)
     }
 
-    /// The checkpoint, as it is in its files.
+    /// The unpatched checkpoint.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 
-    /// What the adapters do to which tensor.
+    /// The patches of the tensors that the adapters change.
     pub fn patches(&self) -> &Patches {
         &self.patches
     }
 
-    /// The tensors as the adapters leave them: what is planned and loaded.
+    /// The tensors after patching, as they are planned and loaded.
     pub fn layout(&self) -> &Layout {
         self.patches.layout()
     }
 
-    /// What became of every tensor of the adapters.
+    /// How every tensor of the adapters was used.
     pub fn report(&self) -> &MatchReport {
         self.patches.report()
     }
 
-    /// Reads one tensor, merged where an adapter changes it. `dst` has to be as long as the merged tensor.
+    /// Reads one tensor, merged if an adapter changes it. `dst` must be as long as the merged tensor.
     ///
     /// # Errors
-    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is of another length; what reading
-    /// meets; as [`TensorPatch::apply`](crate::patch::TensorPatch::apply).
+    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is of another length; any error of
+    /// reading; as [`TensorPatch::apply`](crate::patch::TensorPatch::apply).
     pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
         match self.patches.tensor(tensor) {
             Some(patch) => patch.read(&self.checkpoint, tensor, dst),

@@ -1,12 +1,12 @@
-//! Allocations made by code: entry by entry, with the checks of a string.
+//! Building allocations in code, with the same checks as for strings.
 
-use super::parse::{Parser, Sourced};
+use super::parse::{Parser, SourceEntry};
 use super::{Allocation, Entry, Mode, Quota};
 use crate::bytes::{ByteSize, Decimal};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
-/// Makes an [`Allocation`] entry by entry, the same that its string would give.
+/// Builds an [`Allocation`] entry by entry, equal to the one parsed from its string.
 ///
 /// ```
 /// use tensor_offload::{Allocation, ByteSize, DeviceId};
@@ -26,34 +26,34 @@ pub struct AllocationBuilder {
 }
 
 impl Allocation {
-    /// An allocation to be made entry by entry.
+    /// A builder for an allocation, entry by entry.
     pub fn builder() -> AllocationBuilder {
         AllocationBuilder::default()
     }
 
-    /// What makes a pass shortest; `reserve` of the compute device stays free for activations.
+    /// Chooses what makes a pass shortest; `reserve` of the compute device stays free for activations.
     pub fn auto(reserve: Option<ByteSize>) -> Allocation {
         Allocation { mode: Mode::Auto, entries: Vec::new(), virtual_vram: None, reserve }
     }
 }
 
 impl AllocationBuilder {
-    /// At most so many bytes to `device`.
+    /// Gives `device` at most so many bytes.
     pub fn bytes(self, device: DeviceId, bytes: ByteSize) -> Self {
         self.entry(device, Quota::Bytes(bytes))
     }
 
-    /// So many bytes to `device`, and what no other quota holds.
+    /// Gives `device` so many bytes, and what no other quota holds.
     pub fn bytes_and_rest(self, device: DeviceId, bytes: ByteSize) -> Self {
         self.entry(device, Quota::BytesAndRest(bytes))
     }
 
-    /// A weight for `device`; the weights are normalised by their sum. It counts as its shortest decimal: 33.3 is 33.3.
+    /// Gives `device` a weight; the weights are normalised by their sum. The number counts as its shortest decimal: 33.3 is 33.3.
     pub fn percent(self, device: DeviceId, percent: f64) -> Self {
         self.number(device, percent, "a percentage of 0 or more, such as 33.3", Quota::Percent)
     }
 
-    /// At most this part of the whole memory of `device`, from 0 to 1. It counts as its shortest decimal: 0.8 is 0.8.
+    /// Gives `device` at most this part of its total memory, from 0 to 1. The number counts as its shortest decimal: 0.8 is 0.8.
     pub fn fraction(self, device: DeviceId, fraction: f64) -> Self {
         let expected = "a fraction from 0 to 1, such as 0.8";
         match fraction <= 1.0 {
@@ -62,16 +62,16 @@ impl AllocationBuilder {
         }
     }
 
-    /// What no other quota holds to `device`; in a ratio what the others leave of 100 %.
+    /// Gives `device` what no other quota holds; in a ratio, what the others leave of 100 %.
     pub fn rest(self, device: DeviceId) -> Self {
         self.entry(device, Quota::Rest)
     }
 
-    /// The allocation.
+    /// Builds the allocation.
     ///
     /// # Errors
-    /// [`Error::Allocation`] as for the same as a string, which the error quotes: for a device that stands twice, quotas of
-    /// two modes, two remainders, weights that are all zero, numbers that are out of range, and for no entry at all.
+    /// [`Error::Allocation`] as for the equivalent string, which the error quotes: for a device that occurs twice, quotas of
+    /// two modes, two remainders, weights that are all zero, numbers out of range, and an allocation without entries.
     pub fn build(self) -> Result<Allocation> {
         if let Some((device, number, expected)) = self.wrong {
             let text = format!("{device},{number}");
@@ -90,7 +90,7 @@ impl AllocationBuilder {
             return Err(Error::syntax(text, 0..0, "an entry for at least one device"));
         }
         let entries =
-            self.entries.into_iter().zip(places).map(|(entry, place)| Sourced { entry, source: &text[place] });
+            self.entries.into_iter().zip(places).map(|(entry, place)| SourceEntry { entry, source: &text[place] });
         Parser { text: &text }.checked(entries.collect(), None)
     }
 

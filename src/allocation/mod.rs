@@ -1,4 +1,4 @@
-//! Allocation strings: which device takes how much of a model.
+//! Allocation strings: how much of a model each device takes.
 
 mod builder;
 mod parse;
@@ -14,7 +14,7 @@ use crate::bytes::{ByteSize, Decimal};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
-/// Which device takes how much of a model, as a user writes it.
+/// How much of a model each device takes, as a user writes it.
 ///
 /// `DEVICE,QUOTA` entries separated by `;`. All quotas of one string are of one [`Mode`]:
 ///
@@ -32,11 +32,10 @@ use crate::error::{Error, Result};
 /// around tokens, empty entries, a trailing `;` or `#`, and braces around the whole do not matter;
 /// `cuda:0,0.85,cpu,0.15` is read as pairs.
 ///
-/// `auto`, alone or before a `#`, leaves it all to the planner: what makes a pass shortest on the machine at hand.
+/// `auto`, alone or before a `#`, lets the planner choose what makes a pass shortest on the machine.
 /// `auto,reserve=2gb` keeps that much of the compute device free for activations.
 ///
-/// `Display` prints a string that parses back to an equal value. Code makes the same with a
-/// [builder](Allocation::builder).
+/// `Display` prints a string that parses back to an equal value. In code, use a [builder](Allocation::builder).
 ///
 /// ```
 /// use tensor_offload::Allocation;
@@ -52,11 +51,11 @@ pub struct Allocation {
     mode: Mode,
     entries: Vec<Entry>,
     virtual_vram: Option<VirtualVram>,
-    /// What mode auto keeps free; none where the string does not say, and in other modes.
+    /// The memory that mode auto keeps free; `None` if not given, and in other modes.
     reserve: Option<ByteSize>,
 }
 
-/// How the quotas of an [`Allocation`] count.
+/// The meaning of an [`Allocation`]'s quotas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -69,28 +68,28 @@ pub enum Mode {
     Fraction,
     /// An amount that leaves the compute device.
     Virtual,
-    /// What makes a pass shortest.
+    /// Chosen by the planner to make a pass shortest.
     Auto,
 }
 
 impl Allocation {
-    /// How its quotas count. A string of nothing but `*` is of mode bytes.
+    /// The mode of its quotas. A string of only `*` is of mode bytes.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// The compute device, where the string names one (after `#`).
+    /// The compute device, if the string names one (after `#`).
     pub fn compute(&self) -> Option<DeviceId> {
         self.virtual_vram.as_ref().map(|v| v.compute)
     }
 
-    /// Everything to `device`.
+    /// An allocation of everything to `device`.
     pub fn all_on(device: DeviceId) -> Allocation {
         let entries = vec![Entry { device: Some(device), quota: Quota::Rest }];
         Allocation { mode: Mode::Bytes, entries, virtual_vram: None, reserve: None }
     }
 
-    /// What is to stay free on the compute device, where the string says so (`auto,reserve=2gb`).
+    /// The memory to keep free on the compute device, if the string sets it (`auto,reserve=2gb`).
     pub fn reserve(&self) -> Option<ByteSize> {
         self.reserve
     }
@@ -107,7 +106,7 @@ impl Allocation {
 
     /// The weights of a ratio, one for each entry, exact in a unit that all share.
     ///
-    /// None when they have too many digits for that, or when this is no ratio.
+    /// `None` if they have too many digits for that, or if this is not a ratio.
     pub(crate) fn weights(&self) -> Option<Vec<u64>> {
         let percents = || self.entries.iter().filter_map(|e| e.quota.percent());
         let decimals = percents().map(Decimal::decimals).max().unwrap_or(0);
@@ -129,7 +128,7 @@ impl Allocation {
 /// One device and its quota.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Entry {
-    /// None for the compute device, whichever that is.
+    /// `None` for the compute device, whichever that is.
     pub(crate) device: Option<DeviceId>,
     pub(crate) quota: Quota,
 }
@@ -146,7 +145,7 @@ pub(crate) enum Quota {
 }
 
 impl Quota {
-    /// The mode that it asks for; none where it fits all.
+    /// The mode that the entry requires; `None` if it fits all modes.
     fn mode(&self) -> Option<Mode> {
         match self {
             Quota::Bytes(_) | Quota::BytesAndRest(_) => Some(Mode::Bytes),
@@ -179,7 +178,7 @@ pub(crate) struct VirtualVram {
 }
 
 impl VirtualVram {
-    /// The bytes that are to leave the compute device; none over `u64`, which no parsed value is.
+    /// The bytes that must leave the compute device; `None` if they exceed `u64`, which no parsed value does.
     pub(crate) fn bytes(&self) -> Option<u64> {
         self.gib.scaled_floor(1 << 30)
     }
@@ -211,7 +210,7 @@ impl FromStr for Allocation {
     type Err = Error;
 
     /// # Errors
-    /// [`Error::Allocation`], with the place where the text is not of the form.
+    /// [`Error::Allocation`] with the position of the error when the text is not a valid allocation.
     fn from_str(text: &str) -> Result<Self> {
         parse::allocation(text)
     }

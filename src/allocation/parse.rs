@@ -1,4 +1,4 @@
-//! Text -> [`Allocation`]. Every part handled here is a slice of the whole text, so its place is known.
+//! Parsing an [`Allocation`]. Every part is a slice of the whole text, so its position is known.
 
 use std::ops::Range;
 
@@ -41,8 +41,8 @@ pub(super) struct Parser<'a> {
     pub(super) text: &'a str,
 }
 
-/// An entry and the text that it was read from.
-pub(super) struct Sourced<'a> {
+/// An entry with its source text.
+pub(super) struct SourceEntry<'a> {
     pub(super) entry: Entry,
     pub(super) source: &'a str,
 }
@@ -58,7 +58,7 @@ impl<'a> Parser<'a> {
         Error::syntax(self.text, self.span(part), expected)
     }
 
-    /// The error of a parser that knows only `part`, with its place in the whole text.
+    /// Moves the span of an error about `part` to the whole text.
     fn placed(&self, part: &str, error: Error) -> Error {
         match error {
             Error::Allocation(fault) => match *fault {
@@ -86,7 +86,7 @@ impl<'a> Parser<'a> {
         pieces.find(|piece| piece.split(',').next().is_some_and(|word| word.trim_end().eq_ignore_ascii_case(AUTO)))
     }
 
-    /// What stands behind the word `auto` in the entry `auto`, which has to be the only one of `part`.
+    /// The reserve after the word `auto` in the entry `auto`, which must be the only entry of `part`.
     fn reserve(&self, part: &'a str, auto: &'a str) -> Result<Option<ByteSize>> {
         let others =
             || part.split(';').map(str::trim).filter(|piece| !piece.is_empty() && self.span(piece) != self.span(auto));
@@ -112,17 +112,17 @@ impl<'a> Parser<'a> {
         size.parse().map(Some).map_err(|error| self.placed(size, error))
     }
 
-    fn entries(&self, part: &'a str) -> Result<Vec<Sourced<'a>>> {
+    fn entries(&self, part: &'a str) -> Result<Vec<SourceEntry<'a>>> {
         let mut entries = Vec::new();
         for piece in part.split(';').map(str::trim).filter(|piece| !piece.is_empty()) {
             let tokens: Vec<&str> = piece.split(',').map(str::trim).collect();
             match tokens.as_slice() {
-                [bare] => entries.push(Sourced { entry: self.bare(bare)?, source: piece }),
+                [bare] => entries.push(SourceEntry { entry: self.bare(bare)?, source: piece }),
                 pairs if pairs.len() % 2 == 0 => {
                     for pair in pairs.chunks_exact(2) {
                         let (device, quota) = (self.device(pair[0])?, self.quota(pair[1])?);
                         let source = &self.text[self.span(pair[0]).start..self.span(pair[1]).end];
-                        entries.push(Sourced { entry: Entry { device: Some(device), quota }, source });
+                        entries.push(SourceEntry { entry: Entry { device: Some(device), quota }, source });
                     }
                 }
                 _ => return Err(self.syntax(piece, format!("pairs of device and quota ({ENTRY})"))),
@@ -186,7 +186,11 @@ impl<'a> Parser<'a> {
     }
 
     /// The allocation of these entries, if they do not contradict each other.
-    pub(super) fn checked(&self, entries: Vec<Sourced<'_>>, virtual_vram: Option<VirtualVram>) -> Result<Allocation> {
+    pub(super) fn checked(
+        &self,
+        entries: Vec<SourceEntry<'_>>,
+        virtual_vram: Option<VirtualVram>,
+    ) -> Result<Allocation> {
         self.check_devices(&entries)?;
         let mode = match self.common_mode(&entries)? {
             _ if entries.is_empty() => Mode::Virtual,
@@ -200,10 +204,10 @@ impl<'a> Parser<'a> {
         Ok(allocation)
     }
 
-    /// No device twice, and not two with `*`.
-    fn check_devices(&self, entries: &[Sourced<'_>]) -> Result<()> {
+    /// Fails if a device occurs twice, or two entries have a `*`.
+    fn check_devices(&self, entries: &[SourceEntry<'_>]) -> Result<()> {
         let mut rest: Option<DeviceId> = None;
-        for (index, Sourced { entry, source }) in entries.iter().enumerate() {
+        for (index, SourceEntry { entry, source }) in entries.iter().enumerate() {
             let earlier = entries[..index].iter().find(|e| e.entry.device == entry.device);
             match (earlier, entry.device) {
                 (Some(earlier), Some(device)) => {
@@ -222,7 +226,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    fn common_mode(&self, entries: &[Sourced<'_>]) -> Result<Option<Mode>> {
+    fn common_mode(&self, entries: &[SourceEntry<'_>]) -> Result<Option<Mode>> {
         let mut moded = entries.iter().filter_map(|e| e.entry.quota.mode().map(|mode| (mode, e.source)));
         let Some((mode, first)) = moded.next() else { return Ok(None) };
         match moded.find(|(other, _)| *other != mode) {

@@ -1,4 +1,4 @@
-//! The free flow: anyone asks, the worker serves between two jobs.
+//! Freeing memory: any thread requests it, and the worker serves requests between two jobs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,28 +13,28 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::load::Model;
 use crate::registry::Registry;
 
-/// What is to be freed before the next job. As JSON an object of the two; what is left out is false.
+/// A request to free memory before the next job. In JSON, an object with the two fields; a missing field is false.
 ///
-/// | asked for | what happens |
+/// | requested | effect |
 /// |---|---|
 /// | neither | nothing |
-/// | `unload_models` | the flagged models go |
+/// | `unload_models` | the flagged models are unloaded |
 /// | `free_memory` | the same; then the reset hooks run, and the allocator caches of all open devices are emptied |
 /// | both | as `free_memory` |
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FreeRequest {
-    /// Let the flagged models go.
+    /// Unload the flagged models.
     pub unload_models: bool,
-    /// Let the flagged models go, reset what else holds memory, and empty the allocator caches.
+    /// Unload the flagged models, run the reset hooks, and empty the allocator caches.
     pub free_memory: bool,
 }
 
 impl FreeRequest {
-    /// Both.
+    /// A request for both.
     pub const ALL: FreeRequest = FreeRequest { unload_models: true, free_memory: true };
 
-    /// Whether nothing is asked for.
+    /// Whether nothing is requested.
     pub fn is_empty(self) -> bool {
         self == FreeRequest::default()
     }
@@ -48,11 +48,11 @@ impl FreeRequest {
     }
 }
 
-/// What was asked for and not served yet, as the bits of a request.
+/// The pending request, as bits.
 #[derive(Debug, Default)]
 pub(super) struct Requests(AtomicU8);
 
-/// What a clean-up calls between unloading and emptying.
+/// The callbacks that a clean-up runs between unloading models and emptying allocator caches.
 #[derive(Default)]
 pub(super) struct Hooks(Mutex<Vec<Hook>>);
 
@@ -70,30 +70,30 @@ impl Hooks {
     }
 }
 
-/// A model that stays, and the hash of its bytes where one is known.
+/// A model that stays, and the hash of its bytes if known.
 type Kept = (String, Arc<Model>, Option<u64>);
 
 impl ModelCache {
-    /// Asks for memory to be freed before the next job. Returns at once, on any thread; several requests before that
+    /// Requests that memory be freed before the next job. Returns immediately, on any thread; several requests before that
     /// job become one.
     pub fn request_free(&self, request: FreeRequest) {
         self.requests.0.fetch_or(request.bits(), Ordering::AcqRel);
     }
 
-    /// What was asked for and not served yet.
+    /// The request that is pending.
     pub fn requested(&self) -> FreeRequest {
         FreeRequest::of(self.requests.0.load(Ordering::Acquire))
     }
 
-    /// Registers what else has to let go of memory when a clean-up with `free_memory` runs, between unloading and
-    /// emptying: a caller's own caches, for example. Hooks run in the order in which they came, on the thread that
-    /// serves, with nothing of the cache locked.
+    /// Registers a hook that frees other memory, such as a caller's caches. A clean-up with `free_memory` runs it between
+    /// unloading models and emptying allocator caches. Hooks run in the order of registration, on the thread that serves the
+    /// request, without any lock of the cache held.
     pub fn on_reset(&self, hook: impl Fn() + Send + Sync + 'static) {
         self.hooks.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(hook));
     }
 
-    /// Serves what was asked for since the last time, once. Call it where nothing runs: between two jobs. Nothing is
-    /// done and no device asked anything when nothing was asked for.
+    /// Serves the pending request, once. Call it between two jobs, while nothing runs. Without a pending request it returns
+    /// `None`, and queries no device.
     ///
     /// # Errors
     /// As [`full_cleanup`](ModelCache::full_cleanup). The request counts as served.
@@ -102,16 +102,16 @@ impl ModelCache {
         if request.is_empty() { Ok(None) } else { self.clean_up(registry, request).map(Some) }
     }
 
-    /// The clean-up between two jobs, as a request for both would have it: lets go of the flagged models, runs the
-    /// reset hooks, empties the allocator caches of all open devices, and gives host memory back to the system.
+    /// Cleans up between two jobs, as a request for both does: unloads the flagged models, runs the reset hooks, empties the
+    /// allocator caches of all open devices, and returns host memory to the system.
     ///
-    /// At the end some of every module of the kept models is read; in debug builds all bytes, which have to be those
-    /// of the last time.
+    /// At the end it reads the beginning of every module of the kept models. Debug builds read all bytes, which must be
+    /// those of the last clean-up.
     ///
     /// # Errors
-    /// [`Error::ModelsLost`] naming the kept models that can no longer be read; else the first device that refuses to
-    /// give its allocator cache back. Whatever fails, the rest is done all the same, and the report comes with the
-    /// error.
+    /// [`Error::ModelsLost`] naming the kept models that can no longer be read; otherwise the error of the first device that
+    /// fails to empty its allocator cache. The rest of the clean-up is done all the same, and the error includes the
+    /// report.
     pub fn full_cleanup(&self, registry: &Registry) -> Result<CleanupReport, Unfinished<CleanupReport>> {
         self.clean_up(registry, FreeRequest::ALL)
     }
@@ -145,7 +145,7 @@ impl ModelCache {
         }
     }
 
-    /// Takes a hash of each kept model that has none yet, where its bytes can be read.
+    /// Hashes each kept model that has no hash yet and can be read.
     fn remember_contents(&self) {
         for (key, model, content) in self.kept() {
             let Some(now) = content.is_none().then(|| model.fingerprint().ok()).flatten() else { continue };
@@ -162,12 +162,12 @@ impl ModelCache {
     }
 }
 
-/// Whether all of these can be read, and hold what they held.
+/// Checks that all of these models can be read, and that their bytes are unchanged.
 fn verify(kept: &[Kept]) -> Result<()> {
     let (mut keys, mut first, mut untold) = (Vec::new(), None, Ok(()));
     for (key, model, content) in kept {
         let Err(error) = alive(model, *content) else { continue };
-        // Without room for a staging buffer, or time, nothing is known of the model.
+        // Without room for a staging buffer, or after a timeout, nothing is known about the model.
         if matches!(error.kind(), ErrorKind::OutOfMemory | ErrorKind::TimedOut) {
             untold = Err(error);
             continue;

@@ -1,4 +1,4 @@
-//! What a model was loaded from, and loads that several callers share.
+//! The identity of a model, and loads that several callers share.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use super::{Entry, ModelCache, Retention, let_go};
+use super::{Entry, ModelCache, Retention, release};
 use crate::adapter::Weights;
 use crate::error::{Error, InUse, Result};
 use crate::load::Model;
@@ -15,10 +15,10 @@ use crate::plan::Plan;
 use crate::rounding::Rounding;
 use crate::transfer::Stamp;
 
-/// What a model is loaded from: the checkpoint's files and their stamps, the adapters and their strengths, rounding
+/// The inputs that a model is loaded from: the checkpoint's files and their stamps, the adapters and their strengths, rounding
 /// and scales, the plan.
-/// Two requests of equal identity want the same model; two files of one shape have different ones, and so has a file
-/// that was replaced.
+/// Requests of equal identity want the same model. Different files have different identities even if their shapes are equal,
+/// and so has a file that was replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity(Arc<Parts>);
 
@@ -32,7 +32,7 @@ struct Parts {
 }
 
 impl Identity {
-    /// The identity of what these make.
+    /// The identity of the model that `weights` and `plan` give.
     pub fn of(weights: &Weights, plan: &Plan) -> Identity {
         let (checkpoint, patches) = (weights.checkpoint(), weights.patches());
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
@@ -40,29 +40,29 @@ impl Identity {
         Identity(Arc::new(Parts { checkpoint, files, adapters, policy: patches.policy(), plan }))
     }
 
-    /// The identity of the same with another plan.
+    /// This identity with another plan.
     pub(super) fn with_plan(&self, plan: &Plan) -> Identity {
         Identity(Arc::new(Parts { plan: plan.clone(), ..(*self.0).clone() }))
     }
 
-    /// Whether both are made from the same files, so that one model may have much of the other.
+    /// Whether both are made from the same files, so that the models may have most bytes in common.
     fn same_files(&self, other: &Identity) -> bool {
         self.0.files == other.0.files
     }
 }
 
-/// The loads that run now.
+/// The loads in progress.
 #[derive(Debug, Default)]
 pub(super) struct Loads(Mutex<Running>);
 
 #[derive(Debug, Default)]
 struct Running {
     by_key: BTreeMap<String, Arc<Shared>>,
-    /// The threads that wait for another's load, and those loads.
+    /// The threads that wait for another thread's load, with that load.
     waiting: HashMap<ThreadId, Arc<Shared>>,
 }
 
-/// One load and what came of it.
+/// One load and its outcome.
 #[derive(Debug)]
 struct Shared {
     identity: Identity,
@@ -73,15 +73,15 @@ struct Shared {
 }
 
 impl ModelCache {
-    /// The model `key`, made by `load` unless the cache has it already with this identity and its devices work. It is
-    /// in use until what is returned is dropped. A hit leaves the entry's retention as it is.
+    /// The model `key`: from the cache if it has this identity and its devices work, otherwise made by `load`. The model is in
+    /// use until the returned value is dropped. A hit leaves the entry's retention unchanged.
     ///
-    /// Callers that want the same at the same time share one load: one runs its `load`, the others wait. Where the key
-    /// has a model of the same files with other adapters, other strengths or another plan, `load` is given that model,
-    /// to [derive](crate::Loader::derive) from; it is replaced when the new one is there, and whoever uses it keeps it.
-    /// If they do not fit beside each other ([`Error::OutOfMemory`]), nobody uses the old one, and what it holds may be
-    /// what is missing, it is let go, and `load` is called again with none. A model of other files leaves before the load begins, so that its memory can
-    /// be had.
+    /// Concurrent callers for the same model share one load: one runs its `load`, the others wait. If the key has a model of
+    /// the same files with other adapters, other strengths or another plan, `load` gets that model to
+    /// [derive](crate::Loader::derive) from. The old model is replaced when the new one is loaded; callers that use it keep
+    /// it. If the two do not fit at the same time ([`Error::OutOfMemory`]), nobody uses the old one, and its memory may be
+    /// what is missing, the old model is dropped, and `load` is called again with `None`. A model of other files is dropped
+    /// before the load begins, so that its memory is available.
     ///
     /// ```
     /// use tensor_offload::{Checkpoint, Loader, ModelCache, Planner, Registry, Retention, Weights};
@@ -100,11 +100,10 @@ impl ModelCache {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Failed`] with what `load` met, for all who waited for it. The old model stays then, if it was given to
-    /// `load` and did not have to go for the new one, which the error says; else the key is free.
-    /// [`Error::InUse`] where `load` asks, on its own thread, for the key that it is loading, or for one whose load waits
-    /// for it: nobody would ever end. [`Error::TimedOut`] after waiting for another's load for as long as the [limits](ModelCache::with_limits)
-    /// say.
+    /// [`Error::Failed`] with the error of `load`, for all callers that waited for it. The old model then stays if `load` got it
+    /// and it was not dropped to make room, which the error says; otherwise the key is free. [`Error::InUse`] when `load`
+    /// requests, on its own thread, the key that it is loading, or one whose load waits for it: a deadlock.
+    /// [`Error::TimedOut`] after waiting for another caller's load for as long as the [limits](ModelCache::with_limits) say.
     pub fn get_or_load(
         &self,
         key: &str,
@@ -150,7 +149,8 @@ impl ModelCache {
         same.then(|| Arc::clone(&entry.model))
     }
 
-    /// Loads for all who wait. The cache has the model before the load counts as ended, so nobody loads it again.
+    /// Runs the load for all waiting callers. The model enters the cache before the load counts as complete, so nobody loads it
+    /// again.
     fn lead(
         &self,
         key: &str,
@@ -158,19 +158,19 @@ impl ModelCache {
         retention: Retention,
         load: impl FnMut(Option<&Arc<Model>>) -> Result<Model>,
     ) -> Result<Arc<Model>> {
-        let mut ending = Ending { loads: &self.loads, key, shared, outcome: None };
+        let mut completion = CompletionGuard { loads: &self.loads, key, shared, outcome: None };
         let outcome = self.load_over(key, &shared.identity, load).map(Arc::new).map_err(Arc::new);
         if let Ok(model) = &outcome {
             let old =
                 self.entries().insert(key.to_owned(), Arc::clone(model), retention, Some(shared.identity.clone()));
             drop(old);
         }
-        ending.outcome = Some(outcome.clone());
-        drop(ending);
+        completion.outcome = Some(outcome.clone());
+        drop(completion);
         outcome.map_err(failed)
     }
 
-    /// Loads where another model may have the key, out of that one where it is of the same files.
+    /// Loads under a key that may have another model, and derives from that model if it has the same files.
     fn load_over(
         &self,
         key: &str,
@@ -181,7 +181,7 @@ impl ModelCache {
         let base = self.entries().models.get(key).filter(of_same_files).map(|entry| Arc::clone(&entry.model));
         let Some(base) = base else {
             let old = self.entries().models.remove(key);
-            drop(old.map(|old| let_go(vec![(key.to_owned(), old)], Vec::new())));
+            drop(old.map(|old| release(vec![(key.to_owned(), old)], Vec::new())));
             return load(None);
         };
         match load(Some(&base)) {
@@ -192,7 +192,7 @@ impl ModelCache {
                     return Err(full);
                 }
                 let Some(old) = self.take_unused(key, base) else { return Err(full) };
-                drop(let_go(vec![(key.to_owned(), old)], Vec::new()));
+                drop(release(vec![(key.to_owned(), old)], Vec::new()));
                 load(None).map_err(|error| Error::Failed {
                     operation: "a load for which the model that had the key was let go",
                     cause: Arc::new(error),
@@ -202,7 +202,7 @@ impl ModelCache {
         }
     }
 
-    /// Takes the entry `key` out if it is still this model and nobody else has it.
+    /// Removes the entry `key` if it still holds this model and nobody else does.
     fn take_unused(&self, key: &str, model: Arc<Model>) -> Option<Entry> {
         let mut entries = self.entries();
         let same = Arc::ptr_eq(&entries.models.get(key)?.model, &model);
@@ -218,16 +218,16 @@ impl Loads {
 }
 
 impl Running {
-    /// Notes that this thread waits for a load.
+    /// Records that this thread waits for a load.
     ///
     /// # Errors
     /// [`InUse::Loading`] when that load waits for this thread.
     fn wait_for(&mut self, shared: &Arc<Shared>, key: &str) -> Result<()> {
         let this = std::thread::current().id();
-        // Each waits for one at most and none was let wait in a circle, so this comes to an end.
+        // Each thread waits for one load at most, and no cycle was ever admitted, so this loop ends.
         let mut last = shared;
         while last.leader != this {
-            // A load that has ended holds up nobody, whether they have woken up or not.
+            // A completed load blocks nobody, even if its waiters have not woken up yet.
             let Some(next) = self.waiting.get(&last.leader).filter(|next| !next.has_ended()) else {
                 self.waiting.insert(this, Arc::clone(shared));
                 return Ok(());
@@ -263,15 +263,15 @@ impl Shared {
     }
 }
 
-/// Tells all who wait, however the load ends.
-struct Ending<'a> {
+/// Completes a load when dropped, and wakes all waiters, even after a panic.
+struct CompletionGuard<'a> {
     loads: &'a Loads,
     key: &'a str,
     shared: &'a Arc<Shared>,
     outcome: Option<Result<Arc<Model>, Arc<Error>>>,
 }
 
-impl Drop for Ending<'_> {
+impl Drop for CompletionGuard<'_> {
     fn drop(&mut self) {
         self.loads.all().by_key.remove(self.key);
         let panicked = || Err(Arc::new(Error::invalid("the load panicked")));

@@ -1,4 +1,4 @@
-//! Models that stay in memory between uses, and leave when they are told to.
+//! Models that stay in memory between uses until they are unloaded.
 
 mod free;
 mod identity;
@@ -19,17 +19,17 @@ use crate::error::{Error, Missing, Result};
 use crate::limits::Limits;
 use crate::load::Model;
 
-/// What happens to a model at the next [`unload_all`](ModelCache::unload_all).
+/// What the next [`unload_all`](ModelCache::unload_all) does with a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Retention {
-    /// It stays.
+    /// The model stays.
     Keep,
-    /// It is flagged, and goes.
+    /// The model is flagged, and is unloaded.
     Unload,
 }
 
-/// Models by key. It owns them: a model that is kept cannot disappear.
+/// Models by key. The cache owns them: a kept model cannot disappear.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -62,7 +62,7 @@ pub struct ModelCache {
 #[derive(Debug, Default)]
 struct Entries {
     models: BTreeMap<String, Entry>,
-    /// Goes up with each use of an entry.
+    /// Incremented by each use of an entry.
     clock: u64,
 }
 
@@ -70,11 +70,11 @@ struct Entries {
 struct Entry {
     model: Arc<Model>,
     retention: Retention,
-    /// What it was loaded from, where the cache had it loaded.
+    /// The model's identity; `None` if the cache did not load it.
     identity: Option<Identity>,
-    /// The clock at its last use.
+    /// The clock at the entry's last use.
     used: u64,
-    /// A hash of its bytes, where one was taken.
+    /// A hash of the model's bytes, if one was taken.
     content: Option<u64>,
 }
 
@@ -91,7 +91,7 @@ impl Entries {
         self.models.insert(key, entry).map(|old| old.model)
     }
 
-    /// The entry `key`, which is used now.
+    /// The entry `key`, marked as just used.
     fn touch(&mut self, key: &str) -> Option<&Entry> {
         self.clock += 1;
         let entry = self.models.get_mut(key)?;
@@ -101,7 +101,7 @@ impl Entries {
 }
 
 impl Entry {
-    /// Whether anyone beside the cache holds the model.
+    /// Whether anyone but the cache holds the model.
     fn in_use(&self) -> bool {
         self.model.is_shared()
     }
@@ -113,25 +113,25 @@ impl ModelCache {
         ModelCache::default()
     }
 
-    /// Sets how long it waits for loads that others run.
+    /// Sets how long to wait for a load that another caller runs.
     #[must_use]
     pub fn with_limits(mut self, limits: Limits) -> ModelCache {
         self.limits = limits;
         self
     }
 
-    /// Takes a model under a key. Returns the model that had the key before; it leaves when its last user is done.
+    /// Inserts a model under a key. Returns the model that had the key before, which is freed when its last user drops it.
     pub fn insert(&self, key: impl Into<String>, model: Arc<Model>, retention: Retention) -> Option<Arc<Model>> {
         self.entries().insert(key.into(), model, retention, None)
     }
 
-    /// The model `key`. It is in use, and not freed, until what is returned is dropped. This is what counts as a use
-    /// where [`make_room`](ModelCache::make_room) asks which was used least recently.
+    /// The model `key`; `None` if there is none. It is in use, and not freed, until the returned value is dropped. A call counts
+    /// as a use for [`make_room`](ModelCache::make_room), which frees the least recently used models first.
     pub fn get(&self, key: &str) -> Option<Arc<Model>> {
         self.entries().touch(key).map(|entry| Arc::clone(&entry.model))
     }
 
-    /// Says anew whether the model `key` stays.
+    /// Changes the retention of the model `key`.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such model.
@@ -142,7 +142,7 @@ impl ModelCache {
         Ok(())
     }
 
-    /// What the cache holds, in order of key.
+    /// The models in the cache, in order of key.
     pub fn list(&self) -> Vec<EntryInfo> {
         let info = |(key, entry): (&String, &Entry)| EntryInfo {
             key: key.clone(),
@@ -155,7 +155,7 @@ impl ModelCache {
         self.entries().models.iter().map(info).collect()
     }
 
-    /// Lets go of one model, flagged or not.
+    /// Unloads one model, flagged or not.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such model.
@@ -164,16 +164,16 @@ impl ModelCache {
         if report.unloaded.is_empty() && report.deferred.is_empty() { Err(no_model(key)) } else { Ok(report) }
     }
 
-    /// Lets go of exactly the flagged models. With none flagged nothing at all happens.
+    /// Unloads exactly the flagged models. If none is flagged, nothing happens.
     ///
-    /// A flagged model in use leaves the cache now and memory when its last user is done; the report lists it
-    /// as deferred. Where nobody holds it but work that uses it is still queued, this waits for that work (five minutes
-    /// at most), so that what is reported as unloaded is free.
+    /// A flagged model in use leaves the cache now, and its memory is freed when its last user drops it; the report lists it
+    /// as deferred. If nobody holds the model but queued work still uses it, this waits for that work (five minutes at
+    /// most), so that the memory reported as unloaded is free.
     pub fn unload_all(&self) -> UnloadReport {
         self.unload_where(|_, retention| retention == Retention::Unload)
     }
 
-    /// Lets go of every model, kept ones too.
+    /// Unloads every model, including kept ones.
     pub fn unload_everything(&self) -> UnloadReport {
         self.unload_where(|_, _| true)
     }
@@ -185,7 +185,7 @@ impl ModelCache {
             let leaving: Vec<_> = keys.into_iter().filter_map(|key| models.remove_entry(&key)).collect();
             (leaving, models.keys().cloned().collect())
         };
-        let report = let_go(leaving, kept);
+        let report = release(leaving, kept);
         report.log();
         report
     }
@@ -195,8 +195,8 @@ impl ModelCache {
     }
 }
 
-/// Gives back the memory of models that left the cache. That can take a while; the cache is open to others meanwhile.
-fn let_go(leaving: Vec<(String, Entry)>, kept: Vec<String>) -> UnloadReport {
+/// Releases the memory of models that left the cache. This can take a while; the cache is not locked meanwhile.
+fn release(leaving: Vec<(String, Entry)>, kept: Vec<String>) -> UnloadReport {
     let mut report = UnloadReport { kept, ..UnloadReport::default() };
     for (key, entry) in leaving {
         let unloaded = Unloaded { key, bytes: entry.model.own_bytes() };

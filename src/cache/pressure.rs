@@ -1,4 +1,4 @@
-//! Memory pressure: when to ask for memory to be freed without being told to.
+//! Memory pressure: when to request a clean-up without being asked.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -12,12 +12,12 @@ use crate::device::{DeviceId, MemoryUsage};
 use crate::error::Result;
 use crate::registry::Registry;
 
-/// From what use of memory on a clean-up is asked for.
+/// The thresholds of memory use above which a clean-up is requested.
 ///
-/// The host: over 85 % of its memory, and again only 5 points above the use at the last time; once its use is 5 points
-/// below the threshold, the last time is forgotten. What counts as the host's memory is what the process may use: the
-/// system's, or the tightest limit of its control groups. A device: when less than its margin is free, and again only
-/// when the margin was free in between; no margins by default.
+/// For the host: over 85 % of its memory, and again only 5 points above the use at the last request. Once the use is 5 points
+/// below the threshold, the last request is forgotten. The host's memory is what the process may use: the system's memory, or
+/// the tightest limit of its control groups. For a device: when less than its margin is free, and again only after the margin
+/// was free in between. There are no margins by default.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use = "it does nothing until a cache is checked with it"]
 pub struct Pressure {
@@ -32,16 +32,16 @@ impl Default for Pressure {
     }
 }
 
-/// What was asked for already.
+/// The state of earlier requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PressureState {
-    /// The host's use at the last time, in hundredths of a percent.
+    /// The host's use at the last request, in hundredths of a percent.
     level: Option<u64>,
-    /// Devices that were short of their margins.
+    /// The devices that had less free than their margins.
     short: BTreeSet<DeviceId>,
 }
 
-/// What the decision is made from.
+/// The inputs of the decision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PressureReadings {
@@ -54,12 +54,12 @@ pub struct PressureReadings {
 }
 
 impl PressureReadings {
-    /// Readings of the host and of devices, while no pass runs.
+    /// Readings of the host and of devices while no pass runs.
     pub fn new(host: MemoryUsage, devices: Vec<(DeviceId, MemoryUsage)>) -> PressureReadings {
         PressureReadings { host, devices, pass_runs: false }
     }
 
-    /// Says whether a pass runs.
+    /// Sets whether a pass runs.
     #[must_use]
     pub fn pass_runs(mut self, runs: bool) -> PressureReadings {
         self.pass_runs = runs;
@@ -67,46 +67,46 @@ impl PressureReadings {
     }
 }
 
-/// What a check of memory pressure found.
+/// The result of a check of memory pressure.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct PressureReport {
-    /// What is asked for.
+    /// The request.
     pub request: FreeRequest,
     /// The host's use, in hundredths of a percent.
     pub host: u64,
-    /// Devices with less free than their margins, and the bytes short.
+    /// The devices with less free than their margins, and the missing bytes.
     pub short: Vec<(DeviceId, u64)>,
-    /// Whether nothing was decided because a pass runs.
+    /// Whether the decision was postponed because a pass runs.
     pub postponed: bool,
 }
 
 impl Pressure {
-    /// The defaults.
+    /// The default thresholds.
     pub fn new() -> Pressure {
         Pressure::default()
     }
 
-    /// Sets the use of host memory, in percent, over which a clean-up is asked for. Default: 85.
+    /// Sets the use of host memory, in percent, above which a clean-up is requested. Default: 85.
     pub fn host_percent(mut self, percent: u8) -> Pressure {
         self.percent = percent.min(100);
         self
     }
 
-    /// Sets how many points higher the use has to be for another clean-up. Default: 5.
+    /// Sets how many points higher the use must be for another clean-up. Default: 5.
     pub fn points(mut self, points: u8) -> Pressure {
         self.points = points;
         self
     }
 
-    /// Asks for a clean-up when less than `margin` is free on a device.
+    /// Requests a clean-up when less than `margin` is free on a device.
     pub fn margin(mut self, device: DeviceId, margin: ByteSize) -> Pressure {
         self.margins.insert(device, margin.get());
         self
     }
 
-    /// Decides, from these readings and what was asked for before; what has been asked for after this. While a pass
-    /// runs nothing is decided unless `force`.
+    /// Decides from the readings and the state of earlier requests, and updates the state. While a pass runs, it decides only
+    /// if `force` is set.
     #[must_use]
     pub fn judge(
         &self,
@@ -138,7 +138,7 @@ impl Pressure {
         (report, next)
     }
 
-    /// The level of the last time, unless the use has gone well below the threshold since.
+    /// The level of the last request; `None` if the use fell well below the threshold since.
     fn remembered(&self, last: Option<u64>, level: u64) -> Option<u64> {
         let forgotten = u64::from(self.percent.saturating_sub(self.points)) * 100;
         last.filter(|_| level > forgotten)
@@ -152,12 +152,12 @@ fn per_ten_thousand(memory: MemoryUsage) -> u64 {
 }
 
 impl ModelCache {
-    /// Reads the memory of the host and of all open devices, and requests a clean-up where `pressure` says so; the next
-    /// [`service_requests`](ModelCache::service_requests) serves it. While a [`Streamer`](crate::Streamer) of a cached
-    /// model lives, a pass runs, and nothing is requested unless `force`.
+    /// Reads the memory of the host and of all open devices, and requests a clean-up if `pressure` says so; the next
+    /// [`service_requests`](ModelCache::service_requests) serves it. A pass runs while a [`Streamer`](crate::Streamer) of
+    /// a cached model exists; then nothing is requested unless `force` is set.
     ///
     /// # Errors
-    /// When the host does not tell its memory. A device that does not is left out.
+    /// When the host's memory cannot be read. A device whose memory cannot be read is left out.
     pub fn check_pressure(&self, registry: &Registry, pressure: &Pressure, force: bool) -> Result<PressureReport> {
         let host = registry.device(DeviceId::CPU)?.memory()?;
         let memory = |device: &std::sync::Arc<dyn crate::backend::Device>| Some((device.id(), device.memory().ok()?));

@@ -1,4 +1,4 @@
-//! What a clean-up did.
+//! Reports of unloading and clean-ups.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,17 +14,17 @@ use crate::error::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EntryInfo {
-    /// Its key.
+    /// The model's key.
     pub key: String,
-    /// Whether it stays at the next [`unload_all`](super::ModelCache::unload_all).
+    /// Whether the model stays at the next [`unload_all`](super::ModelCache::unload_all).
     pub kept: bool,
-    /// Whether anyone beside the cache holds it.
+    /// Whether anyone but the cache holds the model.
     pub in_use: bool,
-    /// The bytes that it holds on each device.
+    /// The bytes that the model holds on each device.
     pub bytes: BTreeMap<DeviceId, u64>,
-    /// Those of them that it shares with no other model.
+    /// The bytes among these that no other model shares.
     pub own: BTreeMap<DeviceId, u64>,
-    /// Why it cannot be used any more, where a device that holds some of it is lost.
+    /// Why the model cannot be used any more, if a device that holds part of it is lost.
     pub lost: Option<String>,
 }
 
@@ -32,21 +32,21 @@ pub struct EntryInfo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Unloaded {
-    /// Its key.
+    /// The model's key.
     pub key: String,
-    /// The bytes that it held on each device, and no other model holds.
+    /// The bytes that the model held on each device and no other model holds.
     pub bytes: BTreeMap<DeviceId, u64>,
 }
 
-/// What an unload did.
+/// The report of an unload.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnloadReport {
-    /// Models whose memory is free now.
+    /// The models whose memory is free now.
     pub unloaded: Vec<Unloaded>,
-    /// Models whose resident modules moved to the host, with the bytes that this freed on each device.
+    /// The models whose resident modules moved to the host, with the bytes freed on each device.
     pub demoted: Vec<Unloaded>,
-    /// Models that left the cache and will be freed when their last user is done.
+    /// The models that left the cache and will be freed when their last user drops them.
     pub deferred: Vec<Unloaded>,
     /// The keys of the models that stayed.
     pub kept: Vec<String>,
@@ -67,14 +67,14 @@ impl UnloadReport {
     }
 }
 
-/// An operation on the cache that failed half way: what it did until then, and why it went no further.
+/// A cache operation that failed half way: what was done until then, and the error.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 #[non_exhaustive]
 pub struct Unfinished<R: fmt::Debug> {
-    /// What was done.
+    /// The report of what was done.
     pub report: Box<R>,
-    /// Why not all of it.
+    /// The error that stopped the operation.
     #[source]
     pub error: Error,
 }
@@ -85,19 +85,19 @@ impl<R: fmt::Debug> From<Unfinished<R>> for Error {
     }
 }
 
-/// What a clean-up did.
+/// The report of a clean-up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct CleanupReport {
-    /// What was asked for.
+    /// The request.
     pub request: FreeRequest,
-    /// The models that went and stayed.
+    /// The unloaded and kept models.
     pub unload: UnloadReport,
-    /// How many reset hooks ran.
+    /// The number of reset hooks that ran.
     pub resets: usize,
-    /// The bytes that each device's allocator gave back.
+    /// The bytes that each device's allocator released.
     pub trimmed: BTreeMap<DeviceId, u64>,
-    /// All devices before and after unloading; with `free_memory` also after the reset hooks and after emptying the
+    /// Snapshots of all devices before and after unloading; with `free_memory` also after the reset hooks and after emptying the
     /// allocator caches.
     pub snapshots: Vec<MemorySnapshot>,
 }
@@ -129,7 +129,7 @@ impl fmt::Display for CleanupReport {
             write!(f, "; allocator caches emptied")?;
         }
         if self.trimmed.values().any(|&bytes| bytes > 0) {
-            write!(f, ", which gave back {}", Amounts(&self.trimmed))?;
+            write!(f, ", which released {}", Amounts(&self.trimmed))?;
         }
         if self.resets > 0 {
             write!(f, "; {} reset hooks ran", self.resets)?;
@@ -146,7 +146,7 @@ fn sum<'a>(list: impl IntoIterator<Item = &'a Unloaded>) -> BTreeMap<DeviceId, u
     total
 }
 
-/// Bytes per device, for people.
+/// Displays bytes per device.
 struct Amounts<'a>(&'a BTreeMap<DeviceId, u64>);
 
 impl fmt::Display for Amounts<'_> {

@@ -1,11 +1,11 @@
-//! Room on one device: who has to go for it, or to move to the host.
+//! Making room on one device: which models to unload, or to demote to the host.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::report::{UnloadReport, Unloaded};
-use super::{Entries, Entry, ModelCache, Retention, Unfinished, let_go, no_model};
+use super::{Entries, Entry, ModelCache, Retention, Unfinished, no_model, release};
 use crate::backend::Device;
 use crate::device::{DeviceId, Machine};
 use crate::error::{Error, Holder, NoRoom, Result};
@@ -13,63 +13,63 @@ use crate::load::{Loader, Model, Part};
 use crate::plan::Plan;
 use crate::registry::Registry;
 
-/// What may happen to models to make room. Those in use are left alone.
+/// Which models may be unloaded or demoted to make room. Models in use are never touched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Evict {
-    /// Flagged ones go.
+    /// Flagged models are unloaded.
     Flagged,
-    /// Flagged ones go; then kept ones are demoted: what they have on the device moves to the host.
+    /// Flagged models are unloaded; then kept models are demoted: their modules on the device move to the host.
     Demote,
-    /// Flagged ones go; then kept ones are demoted, and where that is not enough, go.
+    /// Flagged models are unloaded; then kept models are demoted, and unloaded if that is not enough.
     Kept,
 }
 
-/// What is done for room.
+/// The models to unload and to demote.
 #[derive(Default)]
-struct Chosen {
-    /// Taken out of the cache.
+struct Victims {
+    /// The entries removed from the cache.
     leaving: Vec<(String, Entry)>,
     demoted: Vec<Demotion>,
-    /// The keys of those that stay.
+    /// The keys of the models that stay.
     kept: Vec<String>,
 }
 
-/// A model that is to move to the host.
+/// A model to move to the host.
 #[derive(Clone)]
 struct Demotion {
     key: String,
     plan: Plan,
-    /// What that frees on its compute device.
+    /// The bytes freed on its compute device.
     frees: u64,
-    /// What it takes on the host.
+    /// The bytes needed on the host.
     takes: u64,
 }
 
-/// What the reckoning knows.
-struct Reckoning<'a> {
+/// Selects the models to unload or demote.
+struct Selector<'a> {
     entries: &'a Entries,
     id: DeviceId,
     machine: &'a Machine,
     short: u64,
-    /// What may be taken on the host.
+    /// The bytes available on the host.
     host: u64,
 }
 
 impl ModelCache {
-    /// Sees to it that `bytes` can be taken on a device. Where they cannot, lets go of flagged models that hold memory
-    /// there and that nobody uses. Where these are not enough and `evict` allows it, kept models whose compute device it
-    /// is are [demoted](Plan::demoted); and only where that is not enough, and `evict` allows that too, kept ones go: as
-    /// few as possible. Each time the one used least recently is the first. Models on other devices stay.
+    /// Makes `bytes` available on a device. If there is not enough memory, it unloads flagged models that hold memory there and
+    /// that nobody uses. If these are not enough and `evict` allows it, it [demotes](Plan::demoted) kept models whose compute
+    /// device this is. Only if that is not enough either, and `evict` allows it, it unloads kept models, as few as possible.
+    /// The least recently used model is always the first. Models on other devices stay.
     ///
     /// A demoted model has the same bytes under its key, and is streamed from the host; `get_or_load` with its former
-    /// plan derives it from there. If others take the memory of its slots in that moment, it waits on the host without
-    /// any, and all of it is used in place.
+    /// plan derives the model from there. If other work takes the memory of its slots at that moment, it stays on the host
+    /// without slots, and all of it is used in place.
     ///
     /// # Errors
-    /// With what was done until then: [`Error::NoRoom`] with the bytes short and all that hold memory there; nothing
-    /// goes when that would not be enough. [`Error::UnknownDevice`] and [`Error::DeviceAbsent`] as
-    /// [`Registry::device`]; whatever asking the device and copying meet. A model that could not be demoted is as it was.
+    /// Each with the report until then: [`Error::NoRoom`] with the missing bytes and everyone who holds memory there; no model
+    /// is unloaded if that would not be enough. [`Error::UnknownDevice`] and [`Error::DeviceAbsent`] as
+    /// [`Registry::device`]; any error of querying the device and of copying. A model that could not be demoted is unchanged.
     pub fn make_room(
         &self,
         registry: &Registry,
@@ -94,17 +94,17 @@ impl ModelCache {
     ) -> Result<()> {
         let device = registry.device(device)?;
         let mut available = available(&*device)?;
-        let mut chosen = self.choose(registry, device.id(), bytes.saturating_sub(available), evict);
-        if chosen.is_none() {
-            // What the allocator keeps for reuse may be what is missing.
+        let mut victims = self.choose(registry, device.id(), bytes.saturating_sub(available), evict);
+        if victims.is_none() {
+            // The missing memory may be in the allocator's cache.
             device.trim()?;
             available = self::available(&*device)?;
-            chosen = self.choose(registry, device.id(), bytes.saturating_sub(available), evict);
+            victims = self.choose(registry, device.id(), bytes.saturating_sub(available), evict);
         }
-        let Some(Chosen { leaving, demoted, kept }) = chosen else {
+        let Some(Victims { leaving, demoted, kept }) = victims else {
             return Err(self.no_room(&*device, bytes, available));
         };
-        *report = let_go(leaving, kept);
+        *report = release(leaving, kept);
         let moved = demoted.iter().try_for_each(|demotion| self.demote(registry, demotion, report));
         report.log();
         moved?;
@@ -122,10 +122,10 @@ impl ModelCache {
         }
     }
 
-    /// Flags every model but `key` that holds memory of a device; the keys of those flagged now.
+    /// Flags every model but `key` that holds memory of a device. Returns the keys of the newly flagged models.
     ///
     /// # Errors
-    /// [`Error::Missing`] when there is no model `key`; nothing is flagged then.
+    /// [`Error::Missing`] when there is no model `key`; then nothing is flagged.
     pub fn eject_others(&self, key: &str, device: DeviceId) -> Result<Vec<String>> {
         let mut entries = self.entries();
         if !entries.models.contains_key(key) {
@@ -139,18 +139,18 @@ impl ModelCache {
         Ok(others.map(flag).collect())
     }
 
-    /// Takes out as many models as it needs for `short` bytes more, and says which are to be demoted; none when all
-    /// together are too few, and nothing is taken out then.
-    fn choose(&self, registry: &Registry, id: DeviceId, short: u64, evict: Evict) -> Option<Chosen> {
+    /// Removes as many models as needed for `short` more bytes, and returns them with those to demote. `None`, without removing
+    /// any, if all together are not enough.
+    fn choose(&self, registry: &Registry, id: DeviceId, short: u64, evict: Evict) -> Option<Victims> {
         let host = registry.device(DeviceId::CPU).and_then(|host| available(&*host)).unwrap_or(0);
         let mut entries = self.entries();
-        let reckoning = Reckoning { entries: &entries, id, machine: registry.machine(), short, host };
-        let (leaving, demoted) = reckoning.choose(evict)?;
+        let selector = Selector { entries: &entries, id, machine: registry.machine(), short, host };
+        let (leaving, demoted) = selector.choose(evict)?;
         let leaving = leaving.into_iter().filter_map(|key| entries.models.remove_entry(&key)).collect();
-        Some(Chosen { leaving, demoted, kept: entries.models.keys().cloned().collect() })
+        Some(Victims { leaving, demoted, kept: entries.models.keys().cloned().collect() })
     }
 
-    /// Moves a model to the host, unless someone has begun to use it.
+    /// Moves a model to the host, unless someone has started to use it.
     fn demote(&self, registry: &Registry, demotion: &Demotion, report: &mut UnloadReport) -> Result<()> {
         let Demotion { key, plan, .. } = demotion;
         let unused = |entries: &Entries| {
@@ -160,9 +160,9 @@ impl ModelCache {
         let Some(base) = unused(&self.entries()) else { return Ok(()) };
         let before = base.own_bytes();
         let parked = plan.parked(base.layout(), registry.machine())?;
-        let demotion = Loader::new(registry).begin_demotion(&base, plan.clone(), &parked)?;
+        let demotion = Loader::new(registry).prepare_demotion(&base, plan.clone(), &parked)?;
         base.wait_unused()?;
-        // Nobody may get the model between the last look at who uses it and its replacement.
+        // Nobody may get the model between the last check of its users and its replacement.
         let mut entries = self.entries();
         let Some(entry) = entries.models.get_mut(key).filter(|entry| Arc::ptr_eq(&entry.model, &base)) else {
             return Ok(());
@@ -171,7 +171,7 @@ impl ModelCache {
         if entry.in_use() {
             return Ok(());
         }
-        // Whatever happens from here on, the entry holds a model with all of its bytes.
+        // From here on the entry holds a model with all of its bytes, whatever fails.
         entry.identity = entry.identity.take().map(|identity| identity.with_plan(&parked));
         demotion.replace(&mut entry.model);
         entry.identity = entry.identity.take().map(|identity| identity.with_plan(entry.model.plan()));
@@ -194,7 +194,7 @@ impl ModelCache {
         };
         let entries = self.entries();
         let holders: Vec<Holder> = entries.models.iter().map(holder).filter(|h| h.bytes > 0).collect();
-        // What several models share is there once.
+        // Memory that several models share counts once.
         let parts = entries.models.values().flat_map(|entry| entry.parts_on(id));
         let held: HashMap<usize, u64> = parts.map(|part| (part.id, part.bytes)).collect();
         let (short, held) = (requested.saturating_sub(available), held.values().sum());
@@ -203,8 +203,8 @@ impl ModelCache {
     }
 }
 
-impl Reckoning<'_> {
-    /// The keys of those that go, and those to demote; none when all together are too few.
+impl Selector<'_> {
+    /// The keys of the models to unload, and the models to demote; `None` if all together are not enough.
     fn choose(&self, evict: Evict) -> Option<(Vec<String>, Vec<Demotion>)> {
         let mut leaving = Vec::new();
         for key in self.candidates(Retention::Unload) {
@@ -232,7 +232,7 @@ impl Reckoning<'_> {
         })
     }
 
-    /// The models that hold memory there and are not in use, least recently used first.
+    /// The models that hold memory on the device and are not in use, least recently used first.
     fn candidates(&self, retention: Retention) -> Vec<String> {
         let models = self.entries.models.iter();
         let mut keys: Vec<_> = models
@@ -243,7 +243,7 @@ impl Reckoning<'_> {
         keys.into_iter().map(|(_, key)| key).collect()
     }
 
-    /// What is free on the device once these models are gone: parts that only they hold.
+    /// The bytes freed on the device by unloading these models: the parts that only they hold.
     fn freed(&self, leaving: &[String]) -> u64 {
         let mut holders: HashMap<usize, (usize, Part)> = HashMap::new();
         for part in leaving.iter().flat_map(|key| self.entries.models[key].parts_on(self.id)) {
@@ -252,7 +252,7 @@ impl Reckoning<'_> {
         holders.values().filter(|(count, part)| *count == part.holders).map(|(_, part)| part.bytes).sum()
     }
 
-    /// How this model can be demoted, where that frees anything.
+    /// The demotion of this model; `None` if it frees nothing.
     fn demotion(&self, key: &str) -> Option<Demotion> {
         let model: &Model = &self.entries.models[key].model;
         let memory = |id: DeviceId| self.machine.device(id).map(|info| info.domain).ok();
@@ -277,7 +277,7 @@ impl Entry {
     }
 }
 
-/// What a load could take there now: no more than the system or driver has, and no more than the ledger allows.
+/// The bytes that a load could allocate now: at most what the system or driver has, and what the ledger allows.
 fn available(device: &dyn Device) -> Result<u64> {
     let ledger: &Arc<_> = device.ledger();
     Ok(device.memory()?.available().min(ledger.limit().saturating_sub(ledger.charged())))

@@ -1,4 +1,4 @@
-//! Which files make up a checkpoint.
+//! The files that make up a checkpoint.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
@@ -15,7 +15,7 @@ use crate::transfer::{FileSource, Source};
 /// The files of a checkpoint.
 #[derive(Debug)]
 pub(super) struct FileSet {
-    /// Where they lie, and `config.json` with them.
+    /// The folder of the files and of `config.json`.
     pub(super) folder: PathBuf,
     /// In order of name.
     pub(super) files: Vec<PathBuf>,
@@ -67,8 +67,8 @@ impl FileSet {
         Ok(FileSet { folder, files, index: Some(index) })
     }
 
-    /// Keeps of each file's tensors those that the index places there, and refuses when one is missing. Without an
-    /// index all tensors stay.
+    /// Keeps the tensors of each file that the index lists for it, and fails if one is missing. Without an index all tensors
+    /// are kept.
     pub(super) fn select(&self, headers: &mut [Header]) -> Result<()> {
         let Some(index) = &self.index else { return Ok(()) };
         for ((shard, names), header) in index.shards.iter().zip(headers) {
@@ -84,7 +84,7 @@ impl FileSet {
     }
 }
 
-/// Why a folder without a safetensors file cannot be opened: its weights are of another format, or there are none.
+/// The error for a folder without a safetensors file: its weights have another format, or there are none.
 fn no_safetensors(folder: &Path, names: &[String]) -> Error {
     let weights = |name: &&String| [".bin", ".pt", ".pth", ".ckpt", ".gguf"].iter().any(|end| name.ends_with(end));
     let fault_of = |name: &String| {
@@ -95,8 +95,8 @@ fn no_safetensors(folder: &Path, names: &[String]) -> Error {
     found.unwrap_or_else(|| Error::file(folder, None, FileFault::NoWeights))
 }
 
-/// The regular files of a folder, by name, in order; hidden ones (`._model.safetensors` is no weights) and names that
-/// are no text are passed over.
+/// The regular files of a folder, in order of name. Hidden files (`._model.safetensors` holds no weights) and names that are
+/// not Unicode are skipped.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
@@ -174,7 +174,7 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
     Ok(config.tie_word_embeddings.or(nested).unwrap_or(false))
 }
 
-/// Reads a JSON file; `bad` makes the fault of one that is not as it should be.
+/// Reads a JSON file; `bad` makes the fault of an invalid one.
 fn read_json<T: DeserializeOwned>(path: &Path, bad: impl Fn(String) -> FileFault) -> Result<T> {
     let refuse = |reason| Error::file(path, None, bad(reason));
     let source = FileSource::open(path)?;

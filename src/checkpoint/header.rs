@@ -20,7 +20,7 @@ use crate::dtype::DType;
 use crate::error::{Error, FileFault, Result};
 use crate::transfer::Source;
 
-/// The longest header that the format's own reader takes, in bytes.
+/// The longest header that the format's reference reader accepts, in bytes.
 pub(super) const HEADER_LIMIT: u64 = 100_000_000;
 
 /// Bytes of the header's length.
@@ -29,7 +29,7 @@ pub(super) const LENGTH_BYTES: u64 = 8;
 /// The key of the free text among the tensors' names.
 pub(super) const METADATA_KEY: &str = "__metadata__";
 
-/// What a file says about itself.
+/// The contents of a header.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) metadata: BTreeMap<String, String>,
@@ -73,8 +73,8 @@ impl Header {
     }
 }
 
-/// Sorts tensors whose offsets count from the header's end, refuses overlaps and holes, and moves the offsets to
-/// count from the start of the file.
+/// Sorts tensors with offsets from the header's end, refuses overlaps and holes, and makes the offsets relative to the start
+/// of the file.
 fn check_ranges(mut tensors: Vec<TensorInfo>, path: &Path, data_start: u64, file_len: u64) -> Result<Vec<TensorInfo>> {
     tensors.sort_by_key(|t| (t.offset, t.bytes));
     let mut end = 0;
@@ -105,7 +105,7 @@ fn check_ranges(mut tensors: Vec<TensorInfo>, path: &Path, data_start: u64, file
     Ok(tensors)
 }
 
-/// The header as it stands, its names unique, its tensors unchecked.
+/// The parsed header: its names are unique, its tensors unchecked.
 #[derive(Default)]
 struct RawHeader {
     metadata: BTreeMap<String, String>,
@@ -129,7 +129,7 @@ impl RawHeader {
     }
 }
 
-/// A tensor's entry as it stands.
+/// A tensor's entry, unchecked.
 struct RawTensor {
     dtype: String,
     shape: Vec<u64>,
@@ -236,7 +236,7 @@ impl<'de> Deserialize<'de> for RawTensor {
     }
 }
 
-/// Recognises, by how it begins, a file that is not of the format at all.
+/// Recognises a file of another format by its first bytes.
 pub(super) fn other_format(source: &dyn Source) -> Option<FileFault> {
     const CONVERT: &str = "convert it to safetensors";
     const FORMATS: [(&[u8], &str, &str); 9] = [

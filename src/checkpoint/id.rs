@@ -1,4 +1,4 @@
-//! Tensors, modules and layers by their places in a layout, each with a type of its own.
+//! Ids of tensors, modules and layers: indices in a layout, each kind with a separate type.
 
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
@@ -9,19 +9,19 @@ macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         ///
-        /// It serialises as that number. One of another layout may be of something else in this one, or of nothing: what
-        /// takes an id says that there is no such thing.
+        /// It serialises as that number. An id of another layout may refer to something else in this one, or to nothing: then
+        /// functions that take an id report that there is no such thing.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         #[serde(transparent)]
         pub struct $name(usize);
 
         impl $name {
-            /// That of what has this place, from 0.
+            /// The id with this index, from 0.
             pub const fn new(index: usize) -> $name {
                 $name(index)
             }
 
-            /// The place, from 0.
+            /// The index, from 0.
             pub const fn index(self) -> usize {
                 self.0
             }
@@ -40,26 +40,26 @@ macro_rules! id {
 }
 
 id! {
-    /// A tensor of a layout, by its place in [`Layout::tensors`](super::Layout::tensors).
+    /// A tensor of a layout, by its index in [`Layout::tensors`](super::Layout::tensors).
     TensorId
 }
 
 id! {
-    /// A module of a layout, by its place in [`Layout::modules`](super::Layout::modules).
+    /// A module of a layout, by its index in [`Layout::modules`](super::Layout::modules).
     ModuleId
 }
 
 id! {
-    /// A layer of a layout, by its place in [`Layout::layers`](super::Layout::layers).
+    /// A layer of a layout, by its index in [`Layout::layers`](super::Layout::layers).
     LayerId
 }
 
 /// An id of any of these.
 pub(crate) trait Id: Copy {
-    /// That of what has this place.
+    /// The id with this index.
     fn new(index: usize) -> Self;
 
-    /// The place.
+    /// The index.
     fn place(self) -> usize;
 }
 
@@ -101,7 +101,7 @@ impl<I: Id, T> Per<I, T> {
         self.ids().zip(self.values())
     }
 
-    /// The value of one; none for an id of another layout.
+    /// The value of one id; `None` if the id is out of range.
     pub(crate) fn get(&self, id: I) -> Option<&T> {
         self.0.get(id.place())
     }

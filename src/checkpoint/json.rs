@@ -1,4 +1,4 @@
-//! JSON objects whose keys must be unique, which serde's maps do not ask for.
+//! JSON objects with unique keys, which serde's maps do not check.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -6,11 +6,11 @@ use std::marker::PhantomData;
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 
-/// An object's entries as they stand, keys that stand twice included.
+/// An object's entries in order, including repeated keys.
 pub(super) struct Entries<V>(pub(super) Vec<(String, V)>);
 
 impl<V> Entries<V> {
-    /// The first key that stands twice.
+    /// The first repeated key.
     pub(super) fn repeated(&self) -> Option<&str> {
         repeated(self.0.iter().map(|(key, _)| key.as_str()))
     }
@@ -40,7 +40,7 @@ impl<'de, V: Deserialize<'de>> Deserialize<'de> for Entries<V> {
     }
 }
 
-/// The first of the names that was there before.
+/// The first repeated name.
 pub(super) fn repeated<'a>(names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let mut seen = HashSet::new();
     names.into_iter().find(|name| !seen.insert(*name))

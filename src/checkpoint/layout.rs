@@ -19,11 +19,11 @@ pub struct TensorInfo {
     pub dtype: DType,
     /// Its dimensions, outermost first; empty for a scalar.
     pub shape: Vec<u64>,
-    /// The bytes that it takes.
+    /// The size in bytes.
     pub bytes: u64,
-    /// Which of the checkpoint's files holds it.
+    /// The index of the checkpoint's file that holds it.
     pub file: usize,
-    /// Where its bytes begin in that file.
+    /// The offset of its bytes in that file.
     pub offset: u64,
 }
 
@@ -31,7 +31,7 @@ impl TensorInfo {
     /// A tensor whose bytes begin at `offset` of file number `file`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the shape has more than `u64` bytes or does not end on a byte.
+    /// [`Error::Invalid`] when the size exceeds `u64` or is not a whole number of bytes.
     pub fn new(name: impl Into<String>, dtype: DType, shape: &[u64], file: usize, offset: u64) -> Result<TensorInfo> {
         let name = name.into();
         let bytes = dtype
@@ -45,12 +45,12 @@ impl TensorInfo {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Module {
-    /// Its place among the modules.
+    /// The module's id.
     #[serde(skip)]
     pub id: ModuleId,
-    /// What its tensors' names begin with.
+    /// The prefix of its tensors' names.
     pub name: String,
-    /// The layer that it runs in.
+    /// The layer of the module.
     pub layer: LayerId,
     /// Its name inside the layer; empty when the layer is this module.
     pub role: String,
@@ -69,7 +69,7 @@ pub struct Module {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Layer {
-    /// Its place among the layers.
+    /// The layer's id.
     #[serde(skip)]
     pub id: LayerId,
     /// The numbered prefix (`model.layers.7`), or the name of its only module.
@@ -78,18 +78,18 @@ pub struct Layer {
     pub modules: Vec<ModuleId>,
     /// The bytes of its modules.
     pub bytes: u64,
-    /// Layers of one class have the same roles, element types and sizes.
+    /// The class: layers of one class have the same roles, element types and sizes.
     pub class: usize,
 }
 
 /// The tensors of a model in order of execution, as modules and layers.
 ///
-/// A layer is found from the outermost number in a name: `model.layers.7.mlp.up_proj.weight` belongs to layer
-/// `model.layers.7`. Layers of one stack stand in order of their numbers, stacks in order of first
-/// appearance; modules outside any stack are layers of their own, embeddings first, then other inputs, the
-/// stacks, final norms, and heads last. Where names do not tell, [`Layout::in_order`] does.
+/// A tensor's layer follows from the outermost number in its name: `model.layers.7.mlp.up_proj.weight` belongs to layer
+/// `model.layers.7`. Layers of one stack are ordered by their numbers, stacks by first appearance. Each module outside any
+/// stack is a separate layer: embeddings come first, then other inputs, the stacks, final norms, and heads last. If the order
+/// does not follow from the names, [`Layout::in_order`] sets it.
 ///
-/// Tensors, modules and layers name each other, so nothing of a layout can be changed in place:
+/// Tensors, modules and layers refer to each other, so no part of a layout can be changed in place:
 ///
 /// ```compile_fail,E0616
 /// let mut layout = tensor_offload::checkpoint::Layout::blocks([1 << 30; 40]);
@@ -100,11 +100,11 @@ pub struct Layout {
     tensors: Vec<TensorInfo>,
     modules: Vec<Module>,
     layers: Vec<Layer>,
-    /// How many classes of layers there are.
+    /// The number of layer classes.
     classes: usize,
-    /// For each tensor the first tensor that has the same bytes; itself where it is the first.
+    /// For each tensor, the first tensor with the same bytes, which may be itself.
     storage: Vec<TensorId>,
-    /// For each tensor its module.
+    /// The module of each tensor.
     module_of: Vec<ModuleId>,
 }
 
@@ -159,7 +159,7 @@ impl Layout {
         Layout::new(sizes.into_iter().enumerate().map(tensor).collect())
     }
 
-    /// Says that the model's head uses the embedding's weights (`tie_word_embeddings`).
+    /// Marks the model's head as using the embedding's weights (`tie_word_embeddings`).
     #[must_use]
     pub fn tie_embeddings(mut self) -> Layout {
         let is_token_embedding = |m: &&mut Module| {
@@ -172,10 +172,10 @@ impl Layout {
         self
     }
 
-    /// The same layout with its layers in the order given, by name; layers not named follow in their old order.
+    /// This layout with its layers in the given order, by name. Layers not named follow in their old order.
     ///
     /// # Errors
-    /// [`Error::Missing`] naming a layer that does not exist, [`Error::Invalid`] one that stands twice.
+    /// [`Error::Missing`] naming a layer that does not exist; [`Error::Invalid`] naming one that occurs twice.
     pub fn in_order(self, names: &[&str]) -> Result<Layout> {
         let mut places: Per<LayerId, Option<usize>> = Per::all(self.layers.len(), None);
         let by_name: HashMap<&str, LayerId> = self.layers.iter().map(|layer| (layer.name.as_str(), layer.id)).collect();
@@ -226,7 +226,7 @@ impl Layout {
         Ok(layout)
     }
 
-    /// All tensors, as given. That of an id is [`tensor`](Layout::tensor).
+    /// All tensors, in the given order. To find one by id, use [`tensor`](Layout::tensor).
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
     }
@@ -251,23 +251,23 @@ impl Layout {
         ids(self.modules.len())
     }
 
-    /// The ids of all layers, in order of execution. They borrow nothing, so a [`Streamer`](crate::Streamer) can be asked
-    /// for each in turn.
+    /// The ids of all layers, in order of execution. The iterator borrows nothing, so a [`Streamer`](crate::Streamer)
+    /// can be asked for each layer in turn.
     pub fn layer_ids(&self) -> impl DoubleEndedIterator<Item = LayerId> + ExactSizeIterator + Clone + use<> {
         ids(self.layers.len())
     }
 
-    /// The tensor `name`.
+    /// The tensor `name`; `None` if there is none.
     pub fn find(&self, name: &str) -> Option<TensorId> {
         self.tensors.iter().position(|t| t.name == name).map(TensorId::new)
     }
 
-    /// The layer `name`: `model.layers.7`.
+    /// The layer `name`, such as `model.layers.7`; `None` if there is none.
     pub fn find_layer(&self, name: &str) -> Option<LayerId> {
         self.layers.iter().find(|layer| layer.name == name).map(|layer| layer.id)
     }
 
-    /// A tensor. None when there is no such tensor, as for the other lookups by id.
+    /// A tensor; `None` if there is no such tensor, as for the other lookups by id.
     pub fn tensor(&self, tensor: TensorId) -> Option<&TensorInfo> {
         self.tensors.get(tensor.index())
     }
@@ -282,22 +282,22 @@ impl Layout {
         self.layers.get(layer.index())
     }
 
-    /// The modules of a layer; of none for an id of another layout's.
+    /// The modules of a layer; empty for an unknown id.
     pub fn modules_in(&self, layer: LayerId) -> impl Iterator<Item = &Module> {
         self.layer(layer).into_iter().flat_map(|layer| &layer.modules).map(|&module| self.at(module))
     }
 
-    /// The tensors of a module; of none for an id of another layout's.
+    /// The tensors of a module; empty for an unknown id.
     pub fn tensors_in(&self, module: ModuleId) -> impl Iterator<Item = &TensorInfo> {
         self.module(module).into_iter().flat_map(|module| &module.tensors).map(|&tensor| self.at(tensor))
     }
 
-    /// How many classes of layers there are; [`Layer::class`] is below it.
+    /// The number of layer classes; every [`Layer::class`] is below it.
     pub fn class_count(&self) -> usize {
         self.classes
     }
 
-    /// The first tensor that has the same bytes as `tensor`: itself where it is the first.
+    /// The first tensor with the same bytes as `tensor`, which may be `tensor` itself.
     pub fn storage_of(&self, tensor: TensorId) -> Option<TensorId> {
         self.storage.get(tensor.index()).copied()
     }
@@ -307,22 +307,23 @@ impl Layout {
         self.module_of.get(tensor.index()).copied()
     }
 
-    /// The sum of all tensors' bytes, shared storage once.
+    /// The sum of all tensors' bytes. Shared storage counts once.
     pub fn bytes(&self) -> u64 {
         self.modules.iter().map(|m| m.bytes).fold(0, u64::saturating_add)
     }
 
-    /// The modules that a layer's tensors lie in, each once: its own, and those whose storage its tensors share.
+    /// The modules whose memory holds a layer's tensors, each once: the layer's modules, and those whose storage its tensors
+    /// share.
     pub fn needs_of(&self, layer: LayerId) -> Option<Vec<ModuleId>> {
         self.layer(layer).map(|layer| self.needs(layer))
     }
 
-    /// The bytes that a module of `bytes` takes in a slot: each begins at a multiple of 256, as kernels want it.
+    /// The bytes that a module of `bytes` takes in a slot: each module begins at a multiple of 256, as kernels require.
     pub fn slot_bytes(bytes: u64) -> u64 {
         bytes.div_ceil(256).saturating_mul(256)
     }
 
-    /// The bytes of a slot for a layer, all of it streamed.
+    /// The bytes of a slot for a layer that is streamed whole.
     pub fn slot_of(&self, layer: LayerId) -> Option<u64> {
         self.layer(layer).map(|layer| self.slot(layer))
     }
@@ -337,7 +338,7 @@ impl Layout {
         self.storage[tensor.index()]
     }
 
-    /// The module whose memory holds a tensor: its own, or that of the tensor that it is an alias of.
+    /// The module whose memory holds a tensor: the tensor's module, or that of the tensor that it is an alias of.
     pub(crate) fn owner(&self, tensor: TensorId) -> ModuleId {
         self.module_of[self.storage(tensor).index()]
     }
@@ -370,7 +371,7 @@ impl Layout {
         self.needs(layer).into_iter().map(slot).fold(0, u64::saturating_add)
     }
 
-    /// Sorts layers by place and their modules by name, numbers both anew, and works out bytes and classes.
+    /// Sorts layers by place and their modules by name, renumbers both, and computes bytes and classes.
     fn arrange(&mut self, mut layers: Vec<(Place, Layer)>) {
         layers.sort_by_key(|(place, _)| *place);
         let mut new: Per<LayerId, LayerId> = ids(layers.len()).collect();
@@ -453,7 +454,7 @@ impl OfLayout for LayerId {
     }
 }
 
-/// For each tensor the first one that has the same bytes of the same file.
+/// For each tensor, the first tensor with the same byte range of the same file.
 fn first_with_same_bytes(tensors: &[TensorInfo]) -> Vec<TensorId> {
     let mut first = HashMap::new();
     let same = |(id, t): (TensorId, &TensorInfo)| match t.bytes {

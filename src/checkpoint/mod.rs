@@ -1,4 +1,4 @@
-//! What a model is made of: its files, and their tensors grouped into modules and layers.
+//! Checkpoints: a model's files, and their tensors grouped into modules and layers.
 
 mod files;
 mod header;
@@ -24,10 +24,10 @@ pub use layout::{Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{is_in_stack, is_table};
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
-/// The weights of a model as they lie in its files.
+/// The weights of a model in its files.
 ///
-/// Opening reads the headers and nothing else; [`read`](Checkpoint::read) brings one tensor's bytes. A clone is the
-/// same checkpoint. Files that change while it is open are noticed at the next read.
+/// Opening reads the headers only; [`read`](Checkpoint::read) reads one tensor's bytes. A clone refers to the same
+/// checkpoint. Files that change while it is open are detected at the next read.
 ///
 /// ```
 /// use tensor_offload::Checkpoint;
@@ -55,11 +55,11 @@ struct Inner {
 impl Checkpoint {
     /// Opens a `.safetensors` file, the `.json` index of a sharded checkpoint, or a folder that holds either.
     ///
-    /// A folder's index says which files belong to the model and which tensors; without one the folder has to
-    /// hold exactly one `.safetensors` file. `config.json` beside the files says whether the embeddings are tied.
+    /// A folder's index lists the files and tensors of the model; without an index the folder must hold exactly one
+    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied.
     ///
     /// # Errors
-    /// [`Error::File`] with the file, the tensor where one is to blame, and what is wrong;
+    /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;
     /// [`Error::Io`] when the system refuses.
     pub fn open(path: impl AsRef<Path>) -> Result<Checkpoint> {
         Checkpoint::open_with(path, |file| Ok(Arc::new(FileSource::open(file)?)))
@@ -68,7 +68,7 @@ impl Checkpoint {
     /// As [`open`](Checkpoint::open), with the weights' files opened by the caller: mapped, for example.
     ///
     /// # Errors
-    /// As [`open`](Checkpoint::open), and what `open_file` returns.
+    /// As [`open`](Checkpoint::open), and the errors of `open_file`.
     pub fn open_with(
         path: impl AsRef<Path>,
         mut open_file: impl FnMut(&Path) -> Result<Arc<dyn Source>>,
@@ -86,10 +86,10 @@ impl Checkpoint {
         Ok(Checkpoint::assemble(path.to_owned(), sources, headers, tied))
     }
 
-    /// A safetensors file in memory; errors call it `name`.
+    /// Opens a safetensors file in memory, called `name` in errors.
     ///
     /// # Errors
-    /// [`Error::File`] with the tensor where one is to blame, and what is wrong.
+    /// [`Error::File`] with the tensor if one is to blame, and the fault.
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
         let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
         let header = Header::read(&*source, 0)?;
@@ -113,7 +113,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
-    /// would end behind the end of its file, or are not as many as its shape has.
+    /// would exceed its file, or do not match its shape.
     pub fn with_layout(&self, layout: Layout) -> Result<Checkpoint> {
         let count = self.0.sources.len();
         for info in layout.tensors() {
@@ -133,42 +133,42 @@ impl Checkpoint {
         Ok(Checkpoint(Arc::new(Inner { layout, by_name, ..(*self.0).clone() })))
     }
 
-    /// Its tensors in order of their place in the files, as modules and layers in order of execution.
+    /// The tensors in the order of the files, grouped into modules and layers in order of execution.
     pub fn layout(&self) -> &Layout {
         &self.0.layout
     }
 
-    /// The free text of the (first) file's header: `__metadata__`.
+    /// The metadata in the (first) file's header: `__metadata__`.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.0.metadata
     }
 
-    /// What was opened: the file, the index or the folder.
+    /// The path that was opened: the file, the index or the folder.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// Its files in order of name; [`TensorInfo::file`] is a place in this list.
+    /// The files in order of name; [`TensorInfo::file`] is an index into this list.
     pub fn sources(&self) -> &[Arc<dyn Source>] {
         &self.0.sources
     }
 
-    /// The file that holds a tensor; none when there is no such tensor.
+    /// The file that holds a tensor; `None` if there is no such tensor.
     pub fn file_of(&self, tensor: TensorId) -> Option<&Path> {
         self.0.layout.tensor(tensor).map(|info| self.0.sources[info.file].path())
     }
 
-    /// The tensor `name`.
+    /// The tensor `name`; `None` if there is none.
     pub fn find(&self, name: &str) -> Option<TensorId> {
         self.0.by_name.get(name).copied()
     }
 
-    /// Fills `dst` with a tensor's bytes, all of them.
+    /// Reads all of a tensor's bytes into `dst`.
     ///
     /// # Errors
-    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is not as long as it is;
+    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is not as long as the tensor;
     /// [`Error::File`] with
-    /// [`FileFault::Changed`](crate::error::FileFault::Changed) when the file is no longer what was opened;
+    /// [`FileFault::Changed`](crate::error::FileFault::Changed) when the file has changed since it was opened;
     /// [`Error::Io`] when the system refuses.
     pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;
@@ -179,13 +179,13 @@ impl Checkpoint {
         self.read_at(tensor, 0, dst)
     }
 
-    /// Fills `dst` with a tensor's bytes from its byte `at` on.
+    /// Reads a tensor's bytes from its byte `at` on into `dst`.
     ///
     /// # Errors
-    /// As [`read`](Checkpoint::read); [`Error::WrongSize`] too when the range leaves the tensor.
+    /// As [`read`](Checkpoint::read); also [`Error::WrongSize`] when the range exceeds the tensor.
     pub fn read_at(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
         let info = self.info(tensor)?;
-        // No tensor ends at the largest number, since it has a place in a file.
+        // No tensor ends at `u64::MAX`, since its range lies in a file.
         let end = at.saturating_add(dst.len() as u64);
         if end > info.bytes {
             let what = Measured::Part { name: info.name.clone(), at };
@@ -217,7 +217,7 @@ fn by_name(layout: &Layout) -> HashMap<String, TensorId> {
     layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect()
 }
 
-/// The same error, with the tensor that was being read.
+/// Adds the name of the tensor that was being read to an error.
 fn naming_tensor(error: Error, name: &str) -> Error {
     match error {
         Error::File { file, tensor: None, fault } => Error::File { file, tensor: Some(name.to_owned()), fault },

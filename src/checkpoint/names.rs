@@ -1,9 +1,9 @@
-//! What names tell: which module a tensor belongs to, which layer and stack that is in, and where it stands in the order of
+//! The structure in tensor names: a tensor's module, the module's layer and stack, and the layer's place in the order of
 //! execution.
 
 use std::cmp::Ordering;
 
-/// Where a layer stands in the order of execution.
+/// A layer's place in the order of execution.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) rank: Rank,
@@ -77,11 +77,11 @@ pub(crate) fn is_in_stack(name: &str) -> bool {
     numbered_prefix(name).is_some()
 }
 
-/// What models call the embeddings of their tokens.
+/// The names that models give token embeddings.
 pub(super) const TOKEN_TABLES: [&str; 7] =
     ["embed_tokens", "token_embd", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared"];
 
-/// What they call other tables that are looked up: positions, kinds of tokens, what each layer adds for a token.
+/// The names of other lookup tables: positions, token types, and what each layer adds for a token.
 const OTHER_TABLES: [&str; 14] = [
     "token_embedding",
     "embed_tokens_per_layer",

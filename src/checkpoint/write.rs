@@ -13,7 +13,7 @@ use super::json::repeated;
 use crate::dtype::DType;
 use crate::error::{Error, FileFault, Measured, Result};
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TensorSpec {
@@ -32,11 +32,11 @@ impl TensorSpec {
     }
 }
 
-/// Writes a safetensors file whose tensors stand in the order given.
+/// Writes a safetensors file with the tensors in the given order.
 ///
 /// `fill` is called once for each tensor, in order, and writes its bytes (little endian) in pieces of any size, so the
-/// model need not fit in memory. The file appears under its name when it is whole and on the disk: until then, and
-/// for good when anything fails, a file that had the name stays as it was.
+/// model need not fit in memory. The file appears under its name when it is complete and on the disk. Until then,
+/// and if anything fails, an existing file of that name is unchanged.
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -54,9 +54,9 @@ impl TensorSpec {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`] when a name stands twice or is `__metadata__`, or a shape has no whole number of bytes;
-/// [`Error::WrongSize`] when `fill` writes more or fewer bytes than a tensor has; [`Error::File`] when the header passes
-/// the format's limit; [`Error::Io`] when the system refuses; and what `fill` returns.
+/// [`Error::Invalid`] when a name occurs twice or is `__metadata__`, or a shape is not a whole number of bytes;
+/// [`Error::WrongSize`] when `fill` writes more or fewer bytes than a tensor has; [`Error::File`] when the header exceeds
+/// the format's limit; [`Error::Io`] when the system refuses; and the errors of `fill`.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &[TensorSpec],
@@ -82,7 +82,7 @@ pub fn write_safetensors(
     file.rename_to(path)
 }
 
-/// Takes the bytes of one tensor, as many as it has.
+/// Receives the bytes of one tensor, exactly as many as it has.
 #[derive(Debug)]
 pub struct TensorWriter<'a> {
     path: &'a Path,
@@ -211,11 +211,11 @@ impl Serialize for Entry<'_> {
     }
 }
 
-/// A file in the folder of the one it is to become; removed unless it does.
+/// A temporary file in the target's folder. Removed unless it is renamed to the target.
 #[derive(Debug)]
 struct Temporary {
     out: BufWriter<File>,
-    /// None once it has become the other.
+    /// `None` once it was renamed.
     path: Option<PathBuf>,
 }
 
@@ -235,7 +235,7 @@ impl Temporary {
                     let out = BufWriter::with_capacity(1 << 20, file);
                     return Ok(Temporary { out, path: Some(path) });
                 }
-                // Left by a process that died and had the same number.
+                // Left by a process that died and had the same id.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(Error::io("create", target)(error)),
             }
@@ -256,13 +256,13 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if let Some(path) = &self.path {
-            // Only after an error, which is what the caller has to hear of.
+            // Only after an error, which is the one to report.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Makes a new name in a folder last. Where the system cannot sync a folder, the name lasts by itself.
+/// Makes a new name in a folder durable. On systems that cannot sync a folder, this is not needed.
 fn sync_folder_of(file: &Path) {
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     if let Ok(folder) = File::open(folder.unwrap_or(Path::new("."))) {

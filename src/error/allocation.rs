@@ -1,4 +1,4 @@
-//! What is wrong with a text that says where weights go.
+//! Faults of allocation strings and related texts.
 
 use std::ops::Range;
 
@@ -9,14 +9,14 @@ use crate::device::DeviceId;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocationError {
-    /// The text is not of its form; `span` is the place in `text`, in bytes.
+    /// The text is malformed; `span` is the byte range of the error in `text`.
     #[error("`{text}`: at {}..{}, `{}`: expected {expected}", span.start, span.end, text.get(span.clone()).unwrap_or(""))]
     Syntax {
         /// The whole text.
         text: String,
         /// The offending part.
         span: Range<usize>,
-        /// What would have been right there.
+        /// The expected input.
         expected: String,
     },
     /// One allocation string holds entries of two modes.
@@ -31,7 +31,7 @@ pub enum AllocationError {
         /// Its mode.
         second_mode: &'static str,
     },
-    /// A device stands twice in one allocation string.
+    /// A device occurs twice in one allocation string.
     #[error("{device} has two entries: `{first}` and `{second}`")]
     DuplicateDevice {
         /// The device.
@@ -41,7 +41,7 @@ pub enum AllocationError {
         /// Its second entry.
         second: String,
     },
-    /// Two entries carry `*`.
+    /// Two entries have a `*`.
     #[error("both {first} and {second} are marked `*`; only one device can take the remainder")]
     MultipleRemainders {
         /// The first device marked.

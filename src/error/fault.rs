@@ -1,11 +1,11 @@
-//! What is wrong with an input: a model file, an adapter.
+//! Faults of inputs: model files and adapters.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::dtype::DType;
 
-/// What is wrong with a model file.
+/// The fault of a model file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileFault {
@@ -23,7 +23,7 @@ pub enum FileFault {
         /// How many.
         extra: u64,
     },
-    /// The header's length passes the format's limit.
+    /// The header's length exceeds the format's limit.
     #[error("the header is said to be {bytes} bytes long, the limit is {limit}")]
     HeaderTooLarge {
         /// Its announced length.
@@ -31,16 +31,16 @@ pub enum FileFault {
         /// The format's limit.
         limit: u64,
     },
-    /// The header is no JSON, or not of the format's form.
+    /// The header is not JSON, or not in the format's form.
     #[error("the header is not a safetensors header: {reason}")]
     BadHeader {
         /// What the parser met.
         reason: String,
     },
-    /// A name stands twice in a header or an index.
+    /// A name occurs twice in a header or an index.
     #[error("the name stands twice")]
     DuplicateKey,
-    /// The element type is none of the format's.
+    /// The format has no such element type.
     #[error("its element type `{name}` is none of the safetensors format")]
     UnknownDType {
         /// The name in the file.

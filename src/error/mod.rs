@@ -1,7 +1,7 @@
-//! What went wrong, by what a caller can do about it.
+//! Errors, classified by what a caller can do about them.
 //!
-//! [`Error`] has a variant for each reaction. Where there is more to say than names and numbers, a type of its own says it:
-//! those are here, and the ones that are met most are at the root of the crate too.
+//! [`Error`] has a variant for each reaction. Details beyond names and numbers have types in this module; the most common of
+//! these are at the root of the crate too.
 
 mod allocation;
 mod fault;
@@ -30,47 +30,47 @@ use crate::device::DeviceId;
 /// The result of this library's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, with the names and numbers that the next move needs. There is one variant for each such move.
+/// An error, with the names and numbers that the caller's next move needs. There is one variant for each such move.
 ///
-/// Where an error has a cause, [`source`](std::error::Error::source) gives it; the messages of causes are part of the
-/// message, too.
+/// [`source`](std::error::Error::source) returns the cause of an error, if it has one. The message includes the messages of
+/// the causes.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// A text (allocation, size, device) cannot be used; change it.
+    /// A text (allocation, size, device) is invalid; change it.
     Allocation(Box<AllocationError>),
-    /// A device is named that this machine (or the description of one) does not have.
+    /// A named device is not on this machine (or not in its description).
     UnknownDevice {
         /// The device named.
         device: DeviceId,
         /// The devices there are.
         known: Vec<DeviceId>,
     },
-    /// A kind of device that the library knows by name, but cannot open here.
+    /// A device of a known kind cannot be opened here.
     DeviceAbsent {
         /// The device named.
         device: DeviceId,
         /// Why not.
         why: String,
     },
-    /// A plan that this machine can never hold; change the allocation, the depth or the reserve.
+    /// This machine can never hold the plan; change the allocation, the depth or the reserve.
     DoesNotFit(Box<Shortfall>),
-    /// A plan that cannot be used, or cannot be made; change the plan, or plan anew.
+    /// A plan cannot be used, or cannot be made; change it, or plan again.
     Plan(Box<PlanFault>),
     /// A device is full right now; free something and try again.
     OutOfMemory {
         /// The device.
         device: DeviceId,
-        /// Bytes asked for.
+        /// The bytes requested.
         requested: u64,
-        /// Bytes that could have been had.
+        /// The bytes available.
         available: u64,
-        /// The most that can be taken from the device.
+        /// The most bytes that can be allocated on the device.
         limit: u64,
     },
-    /// A device is full, and what a cache may let go of there does not make the room; unload one of those named.
+    /// A device is full, and unloading all that a cache may unload there is not enough; unload one of the named models.
     NoRoom(Box<NoRoom>),
-    /// What was asked for is in use; drop a guard, or wait.
+    /// The requested resource is in use; drop a guard, or wait.
     InUse(InUse),
     /// Models that a cache keeps can no longer be read; load them again.
     ModelsLost {
@@ -79,16 +79,16 @@ pub enum Error {
         /// Why the first of them cannot be read.
         cause: Arc<Error>,
     },
-    /// Bytes are not what they should be: a device, or the way to it, has changed them.
+    /// Bytes are corrupted: a device, or the link to it, changed them.
     Corrupted {
         /// Which bytes.
         what: &'static str,
     },
-    /// A file is not what it should be.
+    /// A file is invalid, or has changed.
     File {
         /// The file.
         file: PathBuf,
-        /// The tensor, where one is to blame.
+        /// The tensor, if one is to blame.
         tensor: Option<String>,
         /// What is wrong with it.
         fault: Box<FileFault>,
@@ -97,16 +97,16 @@ pub enum Error {
     Adapter {
         /// The adapter's file or folder.
         adapter: PathBuf,
-        /// The key in it, where one is to blame.
+        /// The key in it, if one is to blame.
         key: Option<String>,
         /// What is wrong.
         fault: Box<AdapterFault>,
     },
-    /// A tensor of the checkpoint is such that no adapter can change it; replace the checkpoint, or do without.
+    /// No adapter can change this tensor of the checkpoint; replace the checkpoint, or leave the adapter out.
     Unpatchable {
         /// The tensor.
         tensor: String,
-        /// What is wrong with it, or with the scale beside it.
+        /// The fault of the tensor, or of its scale.
         fault: Box<AdapterFault>,
     },
     /// The system refused an operation on a file.
@@ -125,7 +125,7 @@ pub enum Error {
         /// The first failure seen.
         why: String,
     },
-    /// A driver refused a call; the device goes on working.
+    /// A driver refused a call; the device still works.
     Driver {
         /// The device.
         device: DeviceId,
@@ -140,39 +140,39 @@ pub enum Error {
     Unreachable {
         /// The stream's device.
         stream: DeviceId,
-        /// The memory that bytes were to come from.
+        /// The source memory.
         from: DeviceId,
-        /// The memory that they were to go to.
+        /// The destination memory.
         to: DeviceId,
     },
-    /// The stream's work is being captured into a graph, which work of this library's cannot be part of; queue it before
-    /// the capture begins or after it has ended.
+    /// The stream is capturing its work into a graph, which the library's work cannot be part of; queue it before the capture
+    /// begins or after it ends.
     Capturing {
         /// The stream's device.
         device: DeviceId,
-        /// What was to be queued.
+        /// The operation to be queued.
         operation: &'static str,
     },
     /// This process is a fork of one that uses devices. Their drivers, the threads of their streams and pinned memory stay
-    /// with that process: use them there, or start a program of its own.
+    /// with that process: use them there, or start a new program instead of forking.
     Forked {
         /// The process that uses devices.
         parent: u32,
         /// This process.
         child: u32,
     },
-    /// What was asked for is not there; name something that is.
+    /// The named thing does not exist; name one that does.
     Missing(Missing),
-    /// Something has another size than it needs; pass one of the right size.
+    /// Something has the wrong size; pass one of the right size.
     WrongSize {
         /// What was measured.
         what: Measured,
-        /// The size that it needs.
+        /// The required size.
         needed: u64,
-        /// The size that it has.
+        /// The given size.
         given: u64,
     },
-    /// Two things do not belong together; pass those that do.
+    /// Two things do not belong together; pass ones that do.
     Mismatch(Box<Mismatch>),
     /// A wait passed its deadline.
     TimedOut {
@@ -181,28 +181,28 @@ pub enum Error {
         /// For how long.
         after: Duration,
     },
-    /// Work that was queued failed later; what waited for it failed with it.
+    /// Queued work failed later; everything that waited for it failed too.
     Failed {
         /// The work.
         operation: &'static str,
-        /// Why, shared by all who waited.
+        /// The cause, shared by all waiters.
         cause: Arc<Error>,
     },
-    /// The caller cancelled the operation; what it had taken is given back.
+    /// The caller cancelled the operation; its memory is released.
     Cancelled {
-        /// Bytes finished by then.
+        /// The bytes finished until then.
         done: ByteSize,
-        /// Bytes there were.
+        /// The total bytes.
         of: ByteSize,
     },
-    /// What only a mistake in code can lead to, this library's or that of a backend of another crate; please report it.
+    /// A bug in this library, or in a backend of another crate; please report it.
     Bug {
         /// What was found.
         what: String,
     },
     /// An argument that cannot be used, or two that contradict each other; `reason` says which.
     Invalid {
-        /// What cannot be.
+        /// What is wrong.
         reason: String,
     },
 }
@@ -246,7 +246,7 @@ impl From<AllocationError> for Error {
     }
 }
 
-/// For conversions that cannot fail, where others may.
+/// Lets conversions that cannot fail be used where others can.
 impl From<Infallible> for Error {
     fn from(never: Infallible) -> Error {
         match never {}

@@ -1,4 +1,4 @@
-//! What is wrong with a plan.
+//! Faults of plans.
 
 use std::fmt;
 
@@ -6,16 +6,16 @@ use serde::Serialize;
 
 use crate::device::DeviceId;
 
-/// Why a plan can never be held: the device, the part of the plan that passes its memory, and both numbers.
+/// The reason why a plan does not fit: the device, the part of the plan that exceeds its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{device} has {limit} bytes {limit_is}{}, the plan needs {needed} there ({term}{}): {short} bytes short{}", if limit < total { format!(" of {total}") } else { String::new() }, module.as_ref().map(|m| format!(", at {m}")).unwrap_or_default(), Remedies(remedies))]
 #[non_exhaustive]
 pub struct Shortfall {
     /// The device that would be overfull.
     pub device: DeviceId,
-    /// The part that passes the limit.
+    /// The part that exceeds the limit.
     pub term: Term,
-    /// The module (for [`Term::Slots`] the layer) at which the limit is passed, where one is.
+    /// The module (for [`Term::Slots`] the layer) at which the limit is exceeded, if there is one.
     pub module: Option<String>,
     /// Bytes that the plan needs on the device.
     pub needed: u64,
@@ -27,11 +27,11 @@ pub struct Shortfall {
     pub total: u64,
     /// `needed - limit`.
     pub short: u64,
-    /// What would make the plan fit, each by itself; empty where nothing of the kind does.
+    /// The remedies, each of which makes the plan fit; empty if none was found.
     pub remedies: Vec<Remedy>,
 }
 
-/// What makes a plan fit that was refused. It was tried. Prints as what to write.
+/// A change that makes the plan fit. It was tried. Prints as the setting to use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -81,15 +81,15 @@ impl fmt::Display for Remedies<'_> {
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Term {
-    /// What opening the device takes.
+    /// The memory that opening the device takes.
     Opening,
     /// The weights that live there.
     Weights,
     /// The slots of streamed layers.
     Slots,
-    /// What patching needs.
+    /// The needs of patching.
     Scratch,
-    /// What the caller keeps for activations.
+    /// The memory that the caller keeps for activations.
     Reserve,
 }
 
@@ -105,7 +105,7 @@ impl fmt::Display for Term {
     }
 }
 
-/// What a plan is measured against.
+/// The limit that a plan is checked against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[non_exhaustive]
 pub enum Limit {
@@ -126,7 +126,7 @@ impl fmt::Display for Limit {
     }
 }
 
-/// What is wrong with a plan, or with what one was to be made of.
+/// The fault of a plan, or of its inputs.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanFault {
@@ -151,7 +151,7 @@ pub enum PlanFault {
     /// A plan that was read contradicts itself.
     #[error("this is no valid plan: {0}")]
     NotValid(Contradiction),
-    /// The plan leaves the slots of streamed layers to the caller, who gave none.
+    /// The plan expects slots from the caller, who gave none.
     #[error("the plan leaves the slots to the caller; give them with Streamer::with_slots")]
     SlotsLeftToCaller,
     /// The plan computes on the host, and what would leave a compute device would go there.
@@ -196,7 +196,7 @@ impl fmt::Display for PlannedModule {
     }
 }
 
-/// How a plan that was read contradicts itself.
+/// A contradiction in a plan that was read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Contradiction {

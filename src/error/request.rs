@@ -1,4 +1,4 @@
-//! What is wrong with a request: names that are not there, wrong sizes, things that do not belong together.
+//! Faults of requests: names that do not exist, wrong sizes, things that do not belong together.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use super::fault::List;
 use crate::device::DeviceId;
 use crate::dtype::DType;
 
-/// What was asked for and is not there: name another one.
+/// A requested thing that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Missing {
@@ -16,15 +16,15 @@ pub enum Missing {
     Tensor {
         /// The name.
         name: String,
-        /// The layer that was asked for it; none where the whole model was.
+        /// The layer that was searched; `None` if the whole model was.
         layer: Option<String>,
     },
     /// There are fewer tensors.
     #[error("{} has {count} tensors, so none at {index}", file.display())]
     TensorAt {
-        /// The place that was asked for.
+        /// The requested index.
         index: usize,
-        /// How many tensors there are.
+        /// The number of tensors.
         count: usize,
         /// The checkpoint.
         file: PathBuf,
@@ -36,7 +36,7 @@ pub enum Missing {
         tensor: String,
         /// The place of its file among the checkpoint's.
         index: usize,
-        /// How many files there are.
+        /// The number of files.
         count: usize,
     },
     /// No layer has this name.
@@ -48,9 +48,9 @@ pub enum Missing {
     /// There are fewer layers.
     #[error("there is no layer {index}, the model has {count}")]
     LayerAt {
-        /// The place that was asked for.
+        /// The requested index.
         index: usize,
-        /// How many layers there are.
+        /// The number of layers.
         count: usize,
     },
     /// A cache has no model of this key.
@@ -72,9 +72,9 @@ pub enum Missing {
     Row {
         /// The tensor.
         tensor: String,
-        /// The place that was asked for.
+        /// The requested index.
         row: u64,
-        /// How many rows there are.
+        /// The number of rows.
         count: u64,
     },
     /// A tensor has no rows of bytes.
@@ -105,11 +105,11 @@ pub enum Missing {
     },
 }
 
-/// Why a tensor has no rows of bytes.
+/// The reason why a tensor has no rows of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NoRows {
-    /// It has no dimension.
+    /// The tensor has no dimension.
     Scalar,
     /// Its elements are so small that a row is no whole number of bytes.
     PartOfAByte,
@@ -124,7 +124,7 @@ impl fmt::Display for NoRows {
     }
 }
 
-/// What has another size than it needs. Sizes are in bytes where nothing else is said.
+/// The thing of the wrong size. Sizes are in bytes unless stated otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Measured {
@@ -238,7 +238,7 @@ impl Measured {
     }
 }
 
-/// Two things that do not belong together: take those that do.
+/// Two things that do not belong together.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Mismatch {

@@ -1,4 +1,4 @@
-//! Why there is no room in a device, and what is in use.
+//! Devices without room, and resources in use.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::device::DeviceId;
 
-/// Why a cache cannot make room: both numbers, and who holds the device's memory.
+/// The reason why a cache cannot make room: both numbers, and the holders of the device's memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{device} has {available} bytes free, the request needs {requested}: {short} bytes short; it is held by {}",
@@ -38,7 +38,7 @@ pub struct Holder {
     pub bytes: u64,
     /// Whether it is to be kept.
     pub kept: bool,
-    /// Whether anyone beside the cache holds it.
+    /// Whether anyone but the cache holds it.
     pub in_use: bool,
 }
 
@@ -54,7 +54,7 @@ impl fmt::Display for Holders<'_> {
     }
 }
 
-/// What is in use, so that it cannot be had now: drop what holds it, or wait.
+/// A resource in use: drop what holds it, or wait.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InUse {

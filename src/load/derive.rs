@@ -80,7 +80,7 @@ impl Loader<'_> {
     /// The first half of a demotion: copies all that `base` has on its compute device to the host, into a model that can
     /// be used as `parked` says. The slots of `plan` are not allocated yet, since there may be no room for them while
     /// the base lives.
-    pub(crate) fn begin_demotion(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<Demotion> {
+    pub(crate) fn prepare_demotion(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<PreparedDemotion> {
         let start = Instant::now();
         let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
         let inputs = Inputs { weights: None, layout: base.layout(), plan: &plan, base: Some(base), reuse: &reuse };
@@ -89,7 +89,7 @@ impl Loader<'_> {
         let slots = Some(Arc::new(SlotPool::new(parked.slots(), Vec::new())));
         let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, provenance, slots, from };
         let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
-        Ok(Demotion { model: Arc::new(model), plan, slots: reuse.slots })
+        Ok(PreparedDemotion { model: Arc::new(model), plan, slots: reuse.slots })
     }
 
     /// The base must be on devices of this registry: the memory of other devices is counted by another ledger.
@@ -104,7 +104,7 @@ impl Loader<'_> {
 }
 
 /// A demotion half done: a model with all of its weights on the host, and no slots yet.
-pub(crate) struct Demotion {
+pub(crate) struct PreparedDemotion {
     model: Arc<Model>,
     /// The plan to stream by once there are slots.
     plan: Plan,
@@ -112,12 +112,12 @@ pub(crate) struct Demotion {
     slots: Option<Arc<SlotPool>>,
 }
 
-impl Demotion {
+impl PreparedDemotion {
     /// The second half of a demotion: replaces the base, which nobody else may hold. If there is no room for the slots, the
     /// base is dropped first; if there is none even then, the model stays on the host without slots. In every case, even
     /// after a panic, `entry` holds all weights.
     pub(crate) fn replace(self, entry: &mut Arc<Model>) {
-        let Demotion { model, plan, slots } = self;
+        let PreparedDemotion { model, plan, slots } = self;
         let base = std::mem::replace(entry, model);
         let device = Arc::clone(base.residency().device());
         let slots = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);

@@ -167,7 +167,8 @@ impl Reservation {
         Reservation::of(registry, plan, &plan.devices().iter().map(all).collect())
     }
 
-    /// Opens the plan's devices and reserves what is `needed` on each: less than the plan says where some of it is resident already.
+    /// Opens the plan's devices and reserves what is `needed` on each: less than the plan says if some of it is resident
+    /// already.
     pub(super) fn of(registry: &Registry, plan: &Plan, needed: &BTreeMap<DeviceId, u64>) -> Result<Reservation> {
         let (devices, charges) = (BTreeMap::new(), BTreeMap::new());
         let mut reservation = Reservation { devices, charges, compute: plan.compute() };

@@ -1,14 +1,14 @@
-//! Patches: what is done to a tensor's numbers, and doing it. Lift to f32, change, round once to the storage type.
+//! Patches: changes of a tensor's values, and their arithmetic. Values are converted to f32, changed, and rounded once to the
+//! storage type.
 //!
-//! A [`TensorPatch`] is a list of steps, each of which changes some rows of one tensor by numbers. Reading the numbers and
-//! finding the tensor is for whoever makes it ([`Patches`](crate::adapter::Patches)); what it holds of their origin is compared,
-//! and no more.
+//! A [`TensorPatch`] is a list of steps, each of which changes some rows of one tensor. [`Patches`](crate::adapter::Patches)
+//! reads the factors and finds the tensor; a patch keeps their origin only to compare it.
 //!
-//! A weight is worked on in small pieces, in place, so no f32 copy of it exists where its steps allow that. Every
+//! A weight is patched in small pieces, in place, without an f32 copy of the whole if its steps allow that. Every
 //! element is computed by the same operations in the same order whatever the piece, the thread and the instruction
 //! set: the sum over the rank in order with fused multiply-add, from zero; then times the scale; then added to the
 //! weight; each rounded to f32. So the bytes are the same on every machine, and a device that does the same
-//! operations gets them too.
+//! operations computes the same bytes.
 
 mod pieces;
 mod products;
@@ -31,12 +31,12 @@ use pieces::Stored;
 pub use scales::ScalePolicy;
 pub(crate) use scales::Scales;
 use scales::Scaling;
-use steps::Reach;
+use steps::Scope;
 pub(crate) use steps::{Axis, Delta, Dora, Linear, Matrix, Product, Step, matrix_of};
 use vector::Tier;
-use whole::Lifted;
+use whole::F32Weight;
 
-/// All that is done to one tensor of the checkpoint.
+/// All changes of one tensor of the checkpoint.
 ///
 /// A clone shares the factors. [`apply`](TensorPatch::apply) does the arithmetic.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ pub struct TensorPatch {
     makers: Vec<Maker>,
 }
 
-/// What is done to a tensor, as it is put together.
+/// The changes of a tensor, while they are collected.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     pub(crate) steps: Vec<Step>,
@@ -68,18 +68,18 @@ pub(crate) struct Changes {
     pub(crate) shape: Vec<u64>,
     /// Whether it is a bias, each element of which is a row: of a fused one, a part is changed.
     pub(crate) is_bias: bool,
-    /// Who made the steps, in order.
+    /// The origins of the steps, in order.
     pub(crate) makers: Vec<Maker>,
 }
 
-/// Who made some of a patch's steps: an adapter, and its module of this name.
+/// The origin of some of a patch's steps: an adapter, and its module of this name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Maker {
     pub(crate) adapter: Arc<Origin>,
     pub(crate) module: String,
 }
 
-/// What an adapter was opened from and is applied with. Two that are equal change a checkpoint alike.
+/// The files and settings of an adapter. Equal origins change a checkpoint in the same way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Origin {
     pub(crate) path: PathBuf,
@@ -90,8 +90,7 @@ pub(crate) struct Origin {
     pub(crate) settings: String,
 }
 
-/// What a patch was made from, without its factors. Patches of one checkpoint with equal recipes make the same of a
-/// tensor.
+/// The inputs of a patch, without its factors. Patches of one checkpoint with equal recipes give a tensor the same bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Recipe {
     name: String,
@@ -102,11 +101,11 @@ pub(crate) struct Recipe {
     scale_of: Option<Box<Recipe>>,
 }
 
-/// What [`TensorPatch::apply`] has to tell.
+/// The outcome of [`TensorPatch::apply`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PatchOutcome {
-    /// Values that lie beyond the largest one of an eight-bit storage type, and were stored as that.
+    /// The number of values beyond the range of an eight-bit storage type, stored as its largest value.
     pub saturated: u64,
 }
 
@@ -115,28 +114,28 @@ impl TensorPatch {
     /// checkpoint holds them, in its storage type, at any alignment. `siblings` are the checkpoint's bytes of the
     /// tensors that [`needs`](TensorPatch::needs) names, in its order.
     ///
-    /// Weights that are NaN or infinite stay so. The work is spread over threads of the library's own, one for each core,
-    /// whatever thread this is called on.
+    /// Weights that are NaN or infinite stay so. The work runs on the library's threads, one for each core, whatever thread
+    /// calls this.
     ///
     /// # Errors
     /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite;
-    /// [`Error::Io`] when the system gives no threads; then nothing is changed.
+    /// [`Error::Io`] when no threads can be created; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
-    /// The tensors whose bytes [`apply`](TensorPatch::apply) wants beside the weight's: the scale of an fp8
-    /// weight, or the weight of a scale that is computed anew.
+    /// The other tensors whose bytes [`apply`](TensorPatch::apply) needs: the scale of an fp8 weight, or the weight of a
+    /// recomputed scale.
     pub fn needs(&self) -> &[TensorId] {
         &self.needs
     }
 
-    /// The tensor's shape once it is patched; larger than in the checkpoint where an adapter pads the weight.
+    /// The tensor's shape after patching; larger than in the checkpoint if an adapter pads the weight.
     pub fn patched_shape(&self) -> &[u64] {
         &self.patched_shape
     }
 
-    /// The bytes of its factors as they are held, in f32.
+    /// The bytes of its factors in memory, as f32.
     pub fn factor_bytes(&self) -> u64 {
         self.steps.iter().map(|step| step.change.values() as u64 * 4).sum()
     }
@@ -174,7 +173,7 @@ impl TensorPatch {
         })
     }
 
-    /// Has it rounded in this way.
+    /// Sets the rounding.
     pub(crate) fn set_rounding(&mut self, rounding: Rounding) {
         match &mut self.scale_of {
             // A scale is always rounded to the nearest, however its weight is.
@@ -183,7 +182,7 @@ impl TensorPatch {
         }
     }
 
-    /// Has this done to the scale beside the weight.
+    /// Sets the policy for the weight's scale.
     pub(crate) fn set_scale_policy(&mut self, policy: ScalePolicy) {
         self.scale_policy = policy;
     }
@@ -198,12 +197,12 @@ impl TensorPatch {
         self.float.size()
     }
 
-    /// Whether it computes the scale beside a weight anew.
+    /// Whether it recomputes a weight's scale.
     pub(crate) fn is_of_scale(&self) -> bool {
         self.scale_of.is_some()
     }
 
-    /// What it was made from.
+    /// The inputs of the patch.
     pub(crate) fn recipe(&self) -> Recipe {
         Recipe {
             name: self.name.clone(),
@@ -237,7 +236,7 @@ impl TensorPatch {
         self.needs.iter().map(read).collect()
     }
 
-    /// The same on the current pool.
+    /// As [`apply`](TensorPatch::apply), on the current thread pool.
     fn apply_with(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         let wanted = bytes_of(&self.patched_shape, self.float.size());
         if wanted != Some(bytes.len()) {
@@ -249,10 +248,10 @@ impl TensorPatch {
         }
         let scales = self.scales(siblings)?;
         let weight = self.stored(scales.as_ref());
-        let in_pieces = self.steps.iter().all(|step| step.change.reach() < Reach::Weight);
+        let in_pieces = self.steps.iter().all(|step| step.change.scope() < Scope::Weight);
         let saturated = match (&self.scaling, &scales) {
             (Some(scaling), Some(old)) if self.scale_policy == ScalePolicy::Recompute => {
-                let lifted = Lifted::patched(tier, weight, bytes, &self.steps);
+                let lifted = F32Weight::patched(tier, weight, bytes, &self.steps);
                 let new = lifted.scales(self.float, scaling.float, old);
                 lifted.store(Stored { scales: Some(&new), ..weight }, bytes)
             }

@@ -5,8 +5,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::scales::Scales;
-use super::steps::{Change, Delta, Dora, Linear, Packed, Reach, Step, TILE_COLS, TILE_ROWS};
-use super::vector::{Output, Strip, Tier};
+use super::steps::{Change, Delta, Dora, Linear, Packed, Scope, Step, TILE_COLS, TILE_ROWS};
+use super::vector::{Output, StridedRows, Tier};
 use crate::float::Float;
 use crate::rounding::Noise;
 
@@ -99,7 +99,7 @@ impl Task<'_> {
     fn run(&self, bytes: &mut [u8], scratch: &mut Scratch) -> u64 {
         let (cols, size) = (self.weight.cols, self.weight.float.size());
         let rows = bytes.len() / (cols * size);
-        let whole_rows = self.steps.iter().any(|step| step.change.reach() > Reach::Element);
+        let whole_rows = self.steps.iter().any(|step| step.change.scope() > Scope::Element);
         let piece_cols = if whole_rows { cols } else { PIECE_COLS };
         let mut saturated = 0;
         // Columns outside, so that the factors of a piece's columns serve all rows of the task.
@@ -118,7 +118,7 @@ impl Task<'_> {
                     let raw = &bytes[row_bytes(row)][..piece_cols * size];
                     self.lift(&piece, row, raw, &mut scratch.weight[row * stride..][..piece_cols]);
                 }
-                let mut strip = Strip { values: &mut scratch.weight, stride, cols: piece_cols };
+                let mut strip = StridedRows { values: &mut scratch.weight, stride, cols: piece_cols };
                 for step in self.steps {
                     self.change(step, &piece, &mut strip, &mut scratch.spare);
                 }
@@ -139,7 +139,7 @@ impl Task<'_> {
         self.weight.round(self.tier, piece.rows.start + row, &piece.cols, values, raw)
     }
 
-    fn change(&self, step: &Step, piece: &Piece, strip: &mut Strip<'_>, spare: &mut Spare) {
+    fn change(&self, step: &Step, piece: &Piece, strip: &mut StridedRows<'_>, spare: &mut Spare) {
         let Some(rows) = piece.shared_rows(&step.rows) else { return };
         match &step.change {
             Change::Add { delta, scale } => {
@@ -174,17 +174,24 @@ impl Task<'_> {
         }
     }
 
-    fn product(&self, product: &Packed, piece: &Piece, strip: &mut Strip<'_>, output: Output, rows: Range<usize>) {
+    fn product(
+        &self,
+        product: &Packed,
+        piece: &Piece,
+        strip: &mut StridedRows<'_>,
+        output: Output,
+        rows: Range<usize>,
+    ) {
         let up = product.up(piece.rows.start / TILE_ROWS);
         self.tier.product(strip, up, product.down(piece.cols.start / TILE_COLS), output, rows);
     }
 
     /// Computes D for the rows of a piece into `spare.delta`.
-    fn fill(&self, delta: &Delta, place: &Place<'_>, weight: &mut Strip<'_>, spare: &mut Spare) {
+    fn fill(&self, delta: &Delta, place: &Place<'_>, weight: &mut StridedRows<'_>, spare: &mut Spare) {
         let (stride, cols, piece) = (weight.stride, weight.cols, place.piece);
         let Spare { delta: out, other } = spare;
         out.resize(TILE_ROWS * stride, 0.0);
-        let mut out = Strip { values: out, stride, cols };
+        let mut out = StridedRows { values: out, stride, cols };
         match delta {
             Delta::Product(product) => self.product(product, piece, &mut out, Output::Store, place.rows.clone()),
             Delta::Dense(values) => {
@@ -195,7 +202,7 @@ impl Task<'_> {
             }
             Delta::Hadamard(products) => {
                 other.resize(TILE_ROWS * stride, 0.0);
-                let mut second = Strip { values: other, stride, cols };
+                let mut second = StridedRows { values: other, stride, cols };
                 self.product(&products[0], piece, &mut out, Output::Store, place.rows.clone());
                 self.product(&products[1], piece, &mut second, Output::Store, place.rows.clone());
                 for row in place.rows.clone() {

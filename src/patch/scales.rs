@@ -1,4 +1,4 @@
-//! The scales beside an fp8 weight: found, lifted, applied, and computed anew.
+//! The scales of an fp8 weight: finding, reading, applying and recomputing them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::vector::Tier;
-use super::whole::Lifted;
+use super::whole::F32Weight;
 use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
 use crate::checkpoint::{TensorId, TensorInfo};
@@ -14,16 +14,16 @@ use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
 
-/// What becomes of the scale beside an fp8 weight that adapters change.
+/// The policy for the scale of an fp8 weight that adapters change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ScalePolicy {
-    /// It stays as it is; weights that grow beyond what it can express saturate, which is counted.
+    /// The scale is kept. Weights beyond its range saturate, and are counted.
     #[default]
     Keep,
-    /// It becomes the largest magnitude of the changed weights that it is for, divided by the type's largest value, so
-    /// that none saturates and none wastes bits. The scale is then a patched tensor too. Where that gives no scale
-    /// (weights that are all zero, a quotient below the scale's own type) it stays.
+    /// The scale becomes the largest magnitude of its changed weights divided by the type's largest value, so that no weight
+    /// saturates and no bits are wasted. The scale is then a patched tensor too. If that gives no valid scale (weights that
+    /// are all zero, a quotient below the range of the scale's type), the scale is kept.
     Recompute,
 }
 
@@ -33,8 +33,7 @@ impl TensorPatch {
         self.scaling.as_ref().map(|scaling| scaling.tensor)
     }
 
-    /// The patch that computes `scale`, the scale beside this weight, anew; none where the weight has none. `weight` is
-    /// the weight.
+    /// The patch that recomputes `scale`, the scale of the tensor `weight` that this patch is for; `None` if it has none.
     pub(crate) fn of_scale(&self, weight: TensorId, scale: &TensorInfo) -> Option<TensorPatch> {
         let scaling = self.scaling.as_ref()?;
         Some(TensorPatch {
@@ -53,7 +52,7 @@ impl TensorPatch {
         })
     }
 
-    /// Computes the scale in `bytes` anew; the only sibling is the weight, as the checkpoint holds it.
+    /// Recomputes the scale in `bytes`; the only sibling is the weight, as the checkpoint holds it.
     pub(super) fn apply_to_scale(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         let [weight] = siblings else { return Err(self.miscounted(1, siblings.len())) };
         let wanted = bytes_of(&self.shape, self.float.size());
@@ -65,7 +64,7 @@ impl TensorPatch {
         let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
             return Ok(PatchOutcome::default());
         };
-        let lifted = Lifted::patched(tier, self.stored(Some(&old)), weight, &self.steps);
+        let lifted = F32Weight::patched(tier, self.stored(Some(&old)), weight, &self.steps);
         lifted.scales(self.float, scaling.float, &old).write(scaling.float, bytes);
         Ok(PatchOutcome::default())
     }

@@ -72,19 +72,19 @@ impl Change {
     }
 
     /// What it has to see of the weight at once.
-    pub(super) fn reach(&self) -> Reach {
+    pub(super) fn scope(&self) -> Scope {
         match self {
-            Change::Add { delta, .. } if matches!(**delta, Delta::Linear(_)) => Reach::Row,
-            Change::Add { .. } | Change::Set(_) => Reach::Element,
-            Change::Decompose { dora: Dora { axis: Axis::Rows, .. }, .. } => Reach::Row,
-            Change::Decompose { .. } | Change::Rotate { .. } | Change::Pad { .. } => Reach::Weight,
+            Change::Add { delta, .. } if matches!(**delta, Delta::Linear(_)) => Scope::Row,
+            Change::Add { .. } | Change::Set(_) => Scope::Element,
+            Change::Decompose { dora: Dora { axis: Axis::Rows, .. }, .. } => Scope::Row,
+            Change::Decompose { .. } | Change::Rotate { .. } | Change::Pad { .. } => Scope::Weight,
         }
     }
 }
 
 /// How much of a weight a change of one element depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Reach {
+pub(super) enum Scope {
     Element,
     Row,
     Weight,

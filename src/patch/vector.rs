@@ -92,13 +92,13 @@ impl Output {
 }
 
 /// Rows of f32 values, `stride` apart; a stride is at least the columns rounded up to [`TILE_COLS`].
-pub(crate) struct Strip<'a> {
+pub(crate) struct StridedRows<'a> {
     pub(crate) values: &'a mut [f32],
     pub(crate) stride: usize,
     pub(crate) cols: usize,
 }
 
-impl Strip<'_> {
+impl StridedRows<'_> {
     /// The values of a row, without what pads it.
     pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
         &mut self.values[row * self.stride..][..self.cols]
@@ -127,7 +127,7 @@ tiers! {
     fn lift(float: Float, bytes: &[u8], values: &mut [f32]);
     fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64;
     fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64;
-    fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>);
+    fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>);
     fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]);
 }
 
@@ -165,7 +165,7 @@ mod avx512 {
 
     /// In intrinsics, since the compiler makes vectors of half this width of plain arrays.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
+    pub(super) fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
         each_tile::<TILE_ROWS, TILE_COLS>(strip, up, down, output, rows, |up, down, _, _| {
             let mut sums = [[_mm512_setzero_ps(); 2]; TILE_ROWS];
             for (up, down) in up.iter().zip(down) {
@@ -209,7 +209,7 @@ mod avx2 {
 
     #[target_feature(enable = "avx2,fma")]
     #[expect(clippy::redundant_closure, reason = "a closure is compiled for the instructions of what it stands in")]
-    pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
+    pub(super) fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
         each_tile::<4, 16>(strip, up, down, output, rows, |up, down, row, col| sums(up, down, row, col));
     }
 }
@@ -233,7 +233,7 @@ mod plain {
         float.round_noisy(noise, first, values, bytes)
     }
 
-    pub(super) fn product(strip: &mut Strip<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
+    pub(super) fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
         each_tile::<4, 16>(strip, up, down, output, rows, sums);
     }
 }
@@ -244,7 +244,7 @@ mod plain {
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "constant places keep the sums in registers")]
 fn each_tile<const ROWS: usize, const COLS: usize>(
-    strip: &mut Strip<'_>,
+    strip: &mut StridedRows<'_>,
     up: &[f32],
     down: &[f32],
     output: Output,

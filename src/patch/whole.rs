@@ -6,22 +6,22 @@ use rayon::prelude::*;
 
 use super::pieces::{self, Stored, mixed};
 use super::scales::Scales;
-use super::steps::{Axis, Change, Delta, Dora, Reach, Step, matrix_of};
+use super::steps::{Axis, Change, Delta, Dora, Scope, Step, matrix_of};
 use super::vector::Tier;
 use crate::float::Float;
 
 /// Applies `steps` in order to the weight that `bytes` begins with; `bytes` is as long as the patched weight. Returns
 /// how many values were saturated.
 pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
-    Lifted::patched(tier, weight, bytes, steps).store(weight, bytes)
+    F32Weight::patched(tier, weight, bytes, steps).store(weight, bytes)
 }
 
-impl Lifted {
+impl F32Weight {
     /// The weight that `bytes` begins with, once `steps` are applied in order.
-    pub(super) fn patched(tier: Tier, weight: Stored<'_>, bytes: &[u8], steps: &[Step]) -> Lifted {
+    pub(super) fn patched(tier: Tier, weight: Stored<'_>, bytes: &[u8], steps: &[Step]) -> F32Weight {
         let size = weight.float.size();
         let mut lifted =
-            Lifted { tier, rows: weight.rows, cols: weight.cols, values: vec![0.0; weight.rows * weight.cols] };
+            F32Weight { tier, rows: weight.rows, cols: weight.cols, values: vec![0.0; weight.rows * weight.cols] };
         let cols = 0..weight.cols;
         if !lifted.values.is_empty() {
             let rows = lifted.values.par_chunks_mut(weight.cols).zip(bytes.par_chunks(weight.cols * size)).enumerate();
@@ -60,12 +60,12 @@ impl Lifted {
                     self.rotate(step, *size, turns, *strength);
                     later
                 }
-                Change::Decompose { delta, dora } if step.change.reach() == Reach::Weight => {
+                Change::Decompose { delta, dora } if step.change.scope() == Scope::Weight => {
                     self.decompose(step, delta, dora);
                     later
                 }
                 _ => {
-                    let count = rest.iter().take_while(|step| step.change.reach() < Reach::Weight).count();
+                    let count = rest.iter().take_while(|step| step.change.scope() < Scope::Weight).count();
                     self.in_pieces(&rest[..count]);
                     &rest[count..]
                 }
@@ -74,15 +74,15 @@ impl Lifted {
     }
 }
 
-/// A weight in f32, as the steps so far leave it.
-pub(super) struct Lifted {
+/// A weight in f32, after the steps so far.
+pub(super) struct F32Weight {
     tier: Tier,
     rows: usize,
     cols: usize,
     values: Vec<f32>,
 }
 
-impl Lifted {
+impl F32Weight {
     fn in_pieces(&mut self, steps: &[Step]) {
         change_in_pieces(self.tier, &mut self.values, self.cols, steps);
     }

@@ -1,7 +1,7 @@
-//! Mode auto: quotas, an order and a unit, found by what a pass would take with them.
+//! Mode auto: a search for the quotas, order and unit with the shortest pass.
 //!
-//! What the compute device does not hold can be shared among the donors in many ways, and what it holds depends on the
-//! slots, which depend on what is streamed. So candidates are planned like any allocation and timed by their forecast.
+//! The bytes that the compute device does not hold can be split among the donors in many ways. What it holds depends on the
+//! slots, which depend on what is streamed. So each candidate is planned like any allocation and timed by its forecast.
 //! First all arrangements (order and unit, and which large layers are kept resident so that slots stay small) with one
 //! split of the streamed bytes; then for the best of each order the other splits; then, as whole modules fall better on
 //! one quota than on another, somewhat smaller quotas, and bytes moved from donor to donor. The search is deterministic,
@@ -21,26 +21,26 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 
-/// How often quotas are corrected until their plan fits.
+/// The most corrections of a quota until its plan fits.
 const ROUNDS: usize = 12;
 
-/// A candidate replaces one that was tried before only if it is faster by one part in so many.
+/// A candidate replaces an earlier one only if it is faster by one part in this many.
 const WORTH: u32 = 1000;
 
-/// Parts of the compute device's quota, in hundredths, that are tried in its place.
+/// Smaller quotas of the compute device to try, in hundredths of the quota found.
 const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
 
-/// Quotas above are tried in so many steps up to all there is.
+/// The number of larger quotas to try, up to all of the device's memory.
 const LARGER: u64 = 16;
 
-/// Sizes of slots are looked for among so many parts of the largest layer, and the smallest few of them tried.
+/// Slot sizes are searched in steps of the largest layer over this many; the smallest few are tried.
 const SLOT_SIZES: u64 = 32;
 const USEFUL_SIZES: usize = 5;
 
-/// The plan for `planner`'s model and machine whose pass is shortest; its own allocation is not looked at.
+/// The plan with the shortest pass for `planner`'s model and machine. The planner's allocation is ignored.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`] when no candidate fits; whatever planning meets.
+/// [`Error::DoesNotFit`] when no candidate fits; any error of planning.
 pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     let mut search = Search::new(planner, compute)?;
     if let Some(plan) = search.whole()? {
@@ -66,21 +66,21 @@ pub(super) fn fits(planner: &Planner<'_>, compute: DeviceId) -> bool {
 struct Search<'a> {
     planner: &'a Planner<'a>,
     compute: DeviceId,
-    /// What each layer computes, and all of them.
+    /// The compute time of each layer, and of all layers.
     layers: Vec<Duration>,
     time: Duration,
     total: u64,
-    /// What the compute device can hold of weights, slots and reserve.
+    /// The bytes of weights, slots and reserve that the compute device can hold.
     room: u64,
     donors: Vec<Donor>,
-    /// The largest module but for outliers, which are best kept off donors.
+    /// The largest module except outliers, which are best kept off donors.
     unit: u64,
     found: Vec<Found>,
     tried: usize,
     refused: Option<Error>,
 }
 
-/// How modules are placed, whatever the quotas.
+/// How modules are placed, independently of the quotas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Arrangement {
     order: Order,
@@ -141,7 +141,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Tries all arrangements while `goes_on`; whether any fits.
+    /// Tries all arrangements while `goes_on`. Returns whether any fits.
     fn arrangements(&mut self, goes_on: impl Fn(&Self) -> bool) -> Result<bool> {
         for largest_slot in self.slot_sizes() {
             for (order, unit) in ORDERS {
@@ -154,8 +154,8 @@ impl<'a> Search<'a> {
         Ok(!self.found.is_empty())
     }
 
-    /// The sizes that slots are held to by keeping resident what of a layer is too much: as it comes; the smallest that
-    /// the compute device has the room for, which lets most bytes stay; a few above it.
+    /// The slot sizes to try. Modules that make a layer exceed the size are kept resident. The sizes are: no limit; the smallest
+    /// that the compute device has room for, which keeps the most bytes resident; a few above it.
     fn slot_sizes(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
         let slots = self.planner.depth.saturating_add(1).min(layout.layers().len()) as u64;
@@ -194,7 +194,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries quotas of the compute device around the best candidate's; a second time, around the best of these.
+    /// Tries quotas of the compute device near the best candidate's, then near the best of these.
     fn other_quotas(&mut self) -> Result<()> {
         let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
@@ -206,7 +206,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Moves bytes from donor to donor, in large pieces and then in smaller ones.
+    /// Tries moving bytes from donor to donor, in large pieces and then in smaller ones.
     fn moves(&mut self) -> Result<()> {
         for part in [16, 64] {
             let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
@@ -230,8 +230,8 @@ impl<'a> Search<'a> {
         self.attempt(arrangement, split, quota, None)
     }
 
-    /// Plans with a quota of the compute device and the rest dealt out as `shares`, else by `split`. What the slots take is known only
-    /// then, so the quota is corrected until its plan fits, and raised while it does.
+    /// Plans with a quota of the compute device, and the rest split as `shares` says, or else by `split`. The slots' size follows
+    /// from the plan, so the quota is corrected until its plan fits, and raised while it does.
     fn attempt(
         &mut self,
         arrangement: Arrangement,
@@ -243,8 +243,8 @@ impl<'a> Search<'a> {
         self.leave_room_for_staging(&mut donors);
         for _ in 0..ROUNDS {
             let (streamed, topology) = (self.total - quota.next, self.planner.machine.topology());
-            let dealt = || split.shares(&donors, streamed, topology, self.time);
-            let Some(shares) = shares.map(<[u64]>::to_vec).or_else(dealt) else { break };
+            let by_split = || split.shares(&donors, streamed, topology, self.time);
+            let Some(shares) = shares.map(<[u64]>::to_vec).or_else(by_split) else { break };
             let Some(rest) = takes_rest(&donors, &shares, self.unit) else { break };
             let allocation = self.allocation(quota.next, &shares, rest)?;
             let planner = self.planner_of(arrangement).allocation(allocation.clone());
@@ -279,7 +279,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Bytes of devices that the compute device cannot reach pass buffers on the host, for each of these devices a few.
+    /// Leaves room on the host for buffers: a few for each device that the compute device cannot reach.
     fn leave_room_for_staging(&self, donors: &mut [Donor]) {
         let topology = self.planner.machine.topology();
         let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
@@ -291,7 +291,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// The quotas: the compute device, the donors, and last the one that takes the rest.
+    /// The quotas of the compute device and of the donors, last the donor that takes the rest.
     fn allocation(&self, resident: u64, shares: &[u64], rest: usize) -> Result<Allocation> {
         let others = (0..shares.len()).filter(|&donor| donor != rest && shares[donor] > 0);
         let others = others.map(|donor| (self.donors[donor].device, shares[donor]));
@@ -300,7 +300,7 @@ impl<'a> Search<'a> {
         quotas.rest(self.donors[rest].device).build()
     }
 
-    /// The time of a plan's pass: its forecast, or its floor where staging, which the forecast leaves out, makes that
+    /// The time of a plan's pass: its forecast, or its lower bound if staging, which the forecast does not count, makes that
     /// longer.
     fn pass(&self, plan: &Plan) -> Duration {
         let topology = self.planner.machine.topology();
@@ -310,7 +310,7 @@ impl<'a> Search<'a> {
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 
-    /// The first of the candidates that none after it is worth to replace.
+    /// The first candidate that no later one beats by enough to replace it.
     fn best(&self) -> Option<&Found> {
         self.found.iter().reduce(|best, found| if found.pass + found.pass / WORTH < best.pass { found } else { best })
     }
@@ -343,29 +343,29 @@ impl<'a> Search<'a> {
     }
 }
 
-/// A quota of the compute device that is being found.
+/// The search for a quota of the compute device.
 #[derive(Debug)]
 struct Quota {
-    /// The one to try.
+    /// The quota to try next.
     next: u64,
-    /// The largest that fits.
+    /// The largest quota known to fit.
     low: Option<u64>,
-    /// The smallest that does not, or is not to be tried.
+    /// The smallest quota that does not fit or must not be tried.
     high: Option<u64>,
 }
 
 impl Quota {
-    /// From `most` down to what fits.
+    /// A search from `most` down to what fits.
     fn most(most: u64) -> Quota {
         Quota { next: most, low: None, high: None }
     }
 
-    /// As [`most`](Quota::most), and not raised again over the first that fits.
+    /// As [`most`](Quota::most), without raising the first quota that fits.
     fn at_most(most: u64) -> Quota {
         Quota { next: most, low: None, high: Some(most.saturating_add(1)) }
     }
 
-    /// The quota fits, and this much would beside the slots; whether to try another.
+    /// Records that the quota fits, and that `beside` bytes would fit beside the slots. Returns whether to try another.
     fn fits(&mut self, beside: u64) -> bool {
         let low = self.next;
         self.low = Some(low);
@@ -377,7 +377,7 @@ impl Quota {
         self.gains()
     }
 
-    /// The quota does not fit. Its plan holds so many bytes, and so many would fit beside its slots.
+    /// Records that the quota does not fit. Its plan holds `held` bytes; `beside` bytes would fit beside its slots.
     fn is_too_much(&mut self, beside: u64, held: u64) -> bool {
         let high = self.next;
         self.high = Some(high);
@@ -388,7 +388,7 @@ impl Quota {
         high > 0 && self.gains()
     }
 
-    /// Whether the next would be worth its try.
+    /// Whether the next quota gains enough to be tried.
     fn gains(&self) -> bool {
         self.low.is_none_or(|low| self.next > low + low / u64::from(WORTH))
     }
@@ -400,8 +400,8 @@ fn largest_but_outliers(layout: &Layout) -> u64 {
     others.map(|module| module.bytes).max().unwrap_or(0)
 }
 
-/// The donor whose share is whatever is left: whole modules seldom fill a quota, so one that has room, of those that get
-/// something anyway if `unit` bytes more may still come.
+/// The donor that takes whatever is left. Whole modules seldom fill a quota, so it must have room: one of the donors that get
+/// something anyway, if it has room for `unit` more bytes.
 fn takes_rest(donors: &[Donor], shares: &[u64], unit: u64) -> Option<usize> {
     let spare = |donor: &usize| donors[*donor].room.saturating_sub(shares[*donor]);
     let usable = (0..shares.len()).filter(|&donor| donors[donor].room > 0);
@@ -410,7 +410,7 @@ fn takes_rest(donors: &[Donor], shares: &[u64], unit: u64) -> Option<usize> {
 }
 
 impl Plan {
-    /// The plan as one of mode auto.
+    /// This plan, marked as found by mode auto.
     fn found(self, explanation: Explanation) -> Result<Plan> {
         let parts = self.into_parts();
         Plan::new(Parts { mode: Mode::Auto, explanation: Some(Box::new(explanation)), ..parts })

@@ -1,4 +1,5 @@
-//! Whether a plan is right: for its machine, in itself, wherever it comes from, as it was written, and for a layout.
+//! Checks of a plan: that its machine holds it, that its parts agree, that it is as it was written, and that it matches a
+//! layout.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use crate::device::{DeviceId, DeviceInfo, Machine};
 use crate::error::{Contradiction, Error, Limit, PlanFault, PlannedModule, Result, Shortfall, Term};
 
 impl Parts {
-    /// Whether the parts agree with each other, as far as they tell without the layout.
+    /// Checks that the parts agree with each other, as far as this is known without the layout.
     pub(super) fn validate(&self) -> Result<(), Contradiction> {
         let mut sums = BTreeMap::new();
         for device in &self.devices {
@@ -57,7 +58,7 @@ impl Parts {
             streamed_layers += usize::from(streamed.peek().is_some());
             largest = largest.max(streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add));
         }
-        // Where there are two sizes, how many it takes of each follows from the layout, for which it is worked out again.
+        // With two sizes, the number of each follows from the layout; `verify` recomputes it.
         let window = streamed_layers.min(self.depth.saturating_add(1));
         let Slots { count, bytes_each, large, large_bytes } = self.slots;
         let counts = match (self.external_slots, large_bytes > 0) {
@@ -75,7 +76,7 @@ impl Parts {
         if listed { Ok(()) } else { Err(Contradiction::NotListed { device: self.compute }) }
     }
 
-    /// A number that another plan, or this one with any figure changed, has only by a rare chance: FNV-1a of its JSON.
+    /// FNV-1a of the plan's JSON. A change of any figure almost certainly changes it.
     fn checksum(&self) -> Result<String, serde_json::Error> {
         let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
         let hash = serde_json::to_vec(self)?.iter().fold(0xcbf2_9ce4_8422_2325, step);
@@ -84,8 +85,8 @@ impl Parts {
 }
 
 impl Plan {
-    /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model. All that follows
-    /// from where the modules are is worked out again and compared.
+    /// Checks that this plan was made for `layout`: a plan read from a file may belong to another model. Everything that
+    /// follows from the modules' devices is recomputed and compared.
     ///
     /// # Errors
     /// [`Error::Plan`] naming the first module, device or figure that differs.
@@ -113,7 +114,7 @@ impl Plan {
         Ok(self.verify_traffic(layout)?)
     }
 
-    /// Whether the slots, and what moves, are those of `layout`, whose modules the plan has.
+    /// Checks that the slots and the streamed bytes are those of `layout`, whose modules the plan has.
     fn verify_traffic(&self, layout: &Layout) -> Result<(), Contradiction> {
         let parts = self.parts();
         let places: BTreeMap<DeviceId, usize> = parts.devices.iter().enumerate().map(|(i, d)| (d.id, i)).collect();
@@ -145,18 +146,18 @@ impl Plan {
     }
 }
 
-/// The slots are not those that so many streamed layers need.
+/// The error for slots other than those that so many streamed layers need.
 fn other_slots(layers: usize, needed: Slots, given: Slots) -> Contradiction {
     let [(needed, bytes, needed_large), (given, bytes_each, given_large)] =
         [needed, given].map(|slots| (slots.count, slots.bytes_each, (slots.large, slots.large_bytes)));
     Contradiction::Slots { layers, needed, bytes, needed_large, given, bytes_each, given_large }
 }
 
-/// Checks every device, and every memory that several of them share, against what is free, or against the
-/// total where that is unknown. `largest` is the name of the largest streamed layer.
+/// Checks every device, and every memory that several devices share, against its free memory, or against its total if the
+/// free memory is unknown. `largest` is the name of the largest streamed layer.
 ///
 /// # Errors
-/// [`Error::DoesNotFit`] with all that the plan needs of the device and the first term that passes its memory.
+/// [`Error::DoesNotFit`] with everything that the plan needs of the device, and the first term that exceeds its memory.
 pub(super) fn fits(
     machine: &Machine,
     devices: &[DevicePlan],
@@ -164,11 +165,11 @@ pub(super) fn fits(
     largest: Option<&str>,
 ) -> Result<()> {
     let mut shared: BTreeMap<DeviceId, u64> = BTreeMap::new();
-    // A device that gets nothing is not opened, and what it knows of a memory that it shares does not matter.
+    // A device that gets nothing is not opened, and its view of a shared memory does not matter.
     for plan in devices.iter().filter(|plan| plan.needed() > 0) {
         let info = machine.device(plan.id)?;
         let before = shared.entry(info.domain).or_default();
-        // The devices of one memory may know different things of it; the least holds.
+        // Devices that share a memory may report different amounts of it; the least counts.
         let memory = machine.device(info.domain).ok().filter(|memory| memory.usable() < info.usable()).unwrap_or(info);
         let needed = before.saturating_add(plan.needed());
         if needed > memory.usable() {
@@ -215,12 +216,12 @@ fn short(
     }))
 }
 
-/// A plan as it is written.
+/// The serialised form of a plan.
 #[derive(Serialize, Deserialize)]
-struct Written<P> {
+struct SerializedPlan<P> {
     #[serde(flatten)]
     parts: P,
-    /// None in plans that were written before there was one.
+    /// `None` in plans from before checksums were written.
     #[serde(default)]
     checksum: Option<String>,
 }
@@ -228,14 +229,14 @@ struct Written<P> {
 impl Serialize for Plan {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let checksum = self.parts().checksum().map_err(serde::ser::Error::custom)?;
-        Written { parts: self.parts(), checksum: Some(checksum) }.serialize(serializer)
+        SerializedPlan { parts: self.parts(), checksum: Some(checksum) }.serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Plan {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         use serde::de::Error as _;
-        let Written { parts, checksum }: Written<Parts> = Written::deserialize(deserializer)?;
+        let SerializedPlan { parts, checksum }: SerializedPlan<Parts> = SerializedPlan::deserialize(deserializer)?;
         let plan = Plan::new(parts).map_err(D::Error::custom)?;
         match checksum {
             Some(checksum) if plan.parts().checksum().map_err(D::Error::custom)? != checksum => {

@@ -10,10 +10,10 @@ use crate::device::{DeviceId, Machine};
 use crate::error::{PlanFault, Result};
 
 impl Plan {
-    /// This plan with the modules that are resident on its compute device moved to the host, to be streamed from there.
+    /// This plan with its resident modules moved to the host and streamed from there.
     ///
-    /// All else stays where it is, at the same depth. The slots may grow, since a layer's turn now brings all of it. What
-    /// moves is pinned up to the planner's default cap, or staged where the plan has host memory that is staged already.
+    /// Everything else stays where it is, at the same depth. The slots may grow, since layers are now streamed whole. The
+    /// moved modules are pinned up to the planner's default cap, or staged if the plan has staged host memory already.
     ///
     /// ```
     /// use tensor_offload::checkpoint::Layout;
@@ -28,7 +28,7 @@ impl Plan {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when the plan is of another model, or computes on the host;
+    /// [`Error::Plan`](crate::Error::Plan) when the plan is for another model, or computes on the host;
     /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) when the machine has no host;
     /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) as [`Planner::plan`](super::Planner::plan).
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
@@ -39,7 +39,8 @@ impl Plan {
         Plan::new(plan)
     }
 
-    /// The same without slots, all modules used in place: for a model that waits on the host until there is room.
+    /// As [`demoted`](Plan::demoted) without slots, with all modules used in place: for a model that waits on the host until
+    /// there is room.
     pub(crate) fn parked(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
         Plan::new(self.away(layout, machine, Use::InPlace)?)
     }
@@ -78,7 +79,7 @@ impl Plan {
         Ok(Parts { slots, devices, assignments, warnings: Vec::new(), explanation: None, ..old.clone() })
     }
 
-    /// Its assignments with none on the compute device; those that were streamed are `usage` too.
+    /// The assignments with those on the compute device moved to the host. Moved and streamed modules get `usage`.
     fn moved_away(&self, layout: &Layout, machine: &Machine, usage: Use) -> Vec<Assignment> {
         let owns = |a: &&Assignment| layout.at(a.index).alias_of.is_none();
         let streamed =
@@ -108,7 +109,7 @@ impl Plan {
 }
 
 impl Parts {
-    /// The name of the layer that the slots are made for.
+    /// The name of the largest streamed layer.
     fn largest_streamed<'l>(&self, layout: &'l Layout) -> Option<&'l str> {
         let bytes = |module: &ModuleId| {
             Some(&self.assignments[module.index()]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)

@@ -1,4 +1,4 @@
-//! How long a pass takes at least.
+//! A lower bound for the time of a pass.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::device::{Bandwidth, Topology};
 /// The time of one pass through the network when transfers and compute overlap fully: the largest of the
 /// compute time and of each segment's bytes over its bandwidth.
 ///
-/// A floor, not a forecast: a stream reaches it when its bytes are spread evenly over the layers.
+/// A lower bound, not a forecast: streaming reaches it when the bytes are spread evenly over the layers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Estimate {
@@ -24,15 +24,15 @@ pub struct Estimate {
     pub segments: Vec<SegmentTime>,
 }
 
-/// What one segment of the topology has to carry in a pass.
+/// The traffic of one segment of the topology in a pass.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SegmentTime {
-    /// Its name in the topology.
+    /// The segment's name in the topology.
     pub name: String,
-    /// The bytes that pass it.
+    /// The bytes that pass the segment.
     pub bytes: u64,
-    /// Its speed.
+    /// The segment's speed.
     pub bandwidth: Bandwidth,
     /// Whether the speed is an [estimate](crate::device::Segment::estimated).
     #[serde(default)]
@@ -42,12 +42,12 @@ pub struct SegmentTime {
 }
 
 impl Plan {
-    /// The time of a pass over `topology`, `compute` being what the network itself takes.
+    /// A lower bound for the time of a pass over `topology`. `compute` is the network's compute time.
     ///
-    /// Bytes that are staged go through the host's memory, so they pass the segments of both ways
-    /// ([`Topology::staged_way`]); so does a disk's. Where no link is known, transfers take no time. Where the slots
-    /// hold all streamed layers at once, this is the first pass: later ones bring nothing. Layers
-    /// for which there are as many large slots stay in these, and do not count.
+    /// Staged bytes go through the host's memory, so they pass the segments of both routes
+    /// ([`Topology::staged_way`]); so do a disk's bytes. If no link is known, transfers take no time. If the slots hold all
+    /// streamed layers at once, the estimate is for the first pass; later passes fetch nothing. If every large layer has a
+    /// large slot, these layers stay in their slots and do not count.
     pub fn estimate(&self, topology: &Topology, compute: Duration) -> Estimate {
         let mut bytes = vec![0u64; topology.segments().len()];
         let stays = self.stays_in_slots();
@@ -78,7 +78,7 @@ impl Plan {
         Estimate { pass, compute, segments }
     }
 
-    /// What is streamed of the layers that have large slots to themselves.
+    /// The streamed modules of layers that each have a large slot to themselves.
     fn stays_in_slots(&self) -> Vec<&Assignment> {
         let slots = self.slots();
         let streamed = |layer: &'_ [Assignment]| {
@@ -92,13 +92,13 @@ impl Plan {
         large.into_iter().flatten().filter(|a| a.usage == Use::Streamed).collect()
     }
 
-    /// The bytes that move to the compute device in each pass; large layers that stay in their slots, in
-    /// the first.
+    /// The bytes that move to the compute device in each pass. Large layers that stay in their slots move in the first pass
+    /// only.
     pub fn streamed_bytes(&self) -> u64 {
         self.devices().iter().fold(0, |sum, d| sum.saturating_add(d.weights.streamed))
     }
 
-    /// How many layers have a part that is streamed.
+    /// The number of layers with a streamed part.
     pub fn streamed_layers(&self) -> usize {
         let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
         layers.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count()
@@ -106,7 +106,7 @@ impl Plan {
 }
 
 impl Estimate {
-    /// The segment that bounds the pass; none where the compute does.
+    /// The segment that limits the pass; `None` if the compute does.
     pub fn bound(&self) -> Option<&SegmentTime> {
         self.segments.first().filter(|slowest| slowest.time > self.compute)
     }

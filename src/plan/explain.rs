@@ -1,4 +1,4 @@
-//! Why an allocation of mode auto came out as it did.
+//! The explanation of an allocation that mode auto found.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,28 +11,28 @@ use crate::allocation::Allocation;
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, Machine};
 
-/// Why a plan of mode auto is as it is. Prints as a few lines.
+/// The reasons for a plan of mode auto. Prints as a few lines.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// The quotas that were found. With the plan's order, its unit and [`kept`](Explanation::kept) they give the same
+    /// The quotas found. With the plan's order, its unit and [`kept`](Explanation::kept) they give the same
     /// placement.
     pub allocation: Allocation,
-    /// Modules that are kept resident because slots would be too large with them.
+    /// Modules kept resident because they would make slots too large.
     pub kept: Vec<String>,
-    /// The compute time of a pass that was reckoned with; none was known where it is zero.
+    /// The compute time of a pass that the search assumed; zero if none was given.
     pub compute: Duration,
-    /// What a pass will take by [`Plan::forecast`], or by [`Plan::estimate`] where staging makes that longer.
+    /// The time of a pass by [`Plan::forecast`], or by [`Plan::estimate`] if staging makes that longer.
     pub pass: Duration,
-    /// What each device got, and why.
+    /// The bytes on each device, with the reason.
     pub devices: Vec<DeviceReason>,
-    /// The best of each other order and unit.
+    /// The best plan of each other order and unit.
     pub others: Vec<Alternative>,
-    /// How many placements were tried.
+    /// The number of placements tried.
     pub tried: usize,
 }
 
-/// What one device got, and why.
+/// The bytes on one device, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceReason {
@@ -40,21 +40,21 @@ pub struct DeviceReason {
     pub device: DeviceId,
     /// The bytes homed on it.
     pub bytes: u64,
-    /// Why these.
+    /// The reason.
     pub why: String,
 }
 
-/// The best that another order and unit would have given.
+/// The best plan of another order and unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Alternative {
-    /// Its order.
+    /// The order.
     pub order: Order,
-    /// Its unit.
+    /// The unit.
     pub unit: Unit,
-    /// Its quotas.
+    /// The quotas.
     pub allocation: Allocation,
-    /// What a pass would take.
+    /// The time of a pass.
     pub pass: Duration,
 }
 
@@ -65,7 +65,7 @@ impl Alternative {
 }
 
 impl Explanation {
-    /// Everything is on the compute device.
+    /// The explanation of a plan with everything on the compute device.
     pub(super) fn whole(plan: &Plan, allocation: Allocation, compute: Duration) -> Explanation {
         let reason = |device: &super::DevicePlan| DeviceReason {
             device: device.id,

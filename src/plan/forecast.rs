@@ -1,4 +1,4 @@
-//! How long a pass takes: the streamer's copies and waits, reckoned through.
+//! A forecast of the time of a pass: a simulation of the streamer's copies and waits.
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use crate::error::{PlanFault, Result};
 use crate::limits::STAGING_BUFFERS;
 use crate::schedule::{Contents, Part, Schedule, Slice, chunks};
 
-/// What the network itself takes, layer by layer.
+/// The network's compute time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ComputeTime {
-    /// The time of a whole pass. Each layer takes a part as large as its part of the bytes that layers need.
+    /// The time of a whole pass, divided among the layers in proportion to their bytes.
     Pass(Duration),
     /// The time of each layer, in order of execution.
     Layers(Vec<Duration>),
@@ -43,8 +43,8 @@ impl ComputeTime {
     /// The time of every layer of `layout`.
     ///
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) when times are given for another number of layers, or add up to more than a
-    /// `Duration` holds.
+    /// [`Error::Plan`](crate::Error::Plan) when the number of times differs from the number of layers, or their sum exceeds
+    /// `Duration::MAX`.
     pub fn of_layers(&self, layout: &Layout) -> Result<Vec<Duration>> {
         let layers = layout.layers().len();
         match self {
@@ -61,7 +61,7 @@ impl ComputeTime {
                     |layer: &Layer| layout.needs(layer).into_iter().map(|m| u128::from(layout.at(m).bytes)).sum();
                 let bytes: Vec<u128> = layout.layers().iter().map(needs).collect();
                 let all = bytes.iter().sum::<u128>().max(1);
-                // Where each layer ends, so that they add up to the pass.
+                // The end of each layer, so that the times add up to the pass.
                 let until = |bytes: u128| scaled(*pass, bytes, all);
                 let mut before = 0;
                 let time = |bytes: u128| {
@@ -78,18 +78,19 @@ impl ComputeTime {
 /// `time * part / all`, for a part of the whole.
 fn scaled(time: Duration, part: u128, all: u128) -> Duration {
     let nanos = |n: u128| Duration::from_nanos(u64::try_from(n).unwrap_or(u64::MAX));
-    // Whole seconds apart, so that no product passes `u128`.
+    // Seconds and nanoseconds separately, so that no product exceeds `u128`.
     let (seconds, below) = (u128::from(time.as_secs()) * part, u128::from(time.subsec_nanos()) * part);
     let whole = Duration::from_secs(u64::try_from(seconds / all).unwrap_or(u64::MAX));
     whole.saturating_add(nanos((seconds % all) * 1_000_000_000 / all + below / all))
 }
 
 impl Plan {
-    /// The time of a pass of a model that runs already, every layer asked for in turn: the copies of a
-    /// [`Streamer`](crate::Streamer) reckoned through, as a simulated device's virtual clock would have them.
+    /// The time of a pass in steady state, with the layers requested in order: the copies of a [`Streamer`](crate::Streamer)
+    /// are simulated as on a simulated device's virtual clock.
     ///
-    /// Where [`estimate`](Plan::estimate) is a floor, this says what is left of it: slots that wait for compute, a
-    /// first layer that nothing hides, layers that come too thick for their link. Neither knows what a real driver adds.
+    /// [`estimate`](Plan::estimate) is a lower bound; the forecast adds slots that wait for compute, a first layer whose copy
+    /// nothing hides, and layers that follow each other too closely for their link. Neither includes a real driver's
+    /// overhead.
     ///
     /// # Errors
     /// As [`verify`](Plan::verify) for another model's layout, and [`ComputeTime::of_layers`].
@@ -98,54 +99,54 @@ impl Plan {
         Ok(self.forecast_of(layout, topology, &compute.of_layers(layout)?))
     }
 
-    /// As [`forecast`](Plan::forecast), for the plan's own layout and the time of each of its layers.
+    /// As [`forecast`](Plan::forecast), with the time of each layer, for a layout known to be the plan's.
     pub(super) fn forecast_of(&self, layout: &Layout, topology: &Topology, compute: &[Duration]) -> Duration {
         Simulation::new(self, layout, topology).pass(compute)
     }
 }
 
-/// Passes before the first that counts: the first finds the slots empty, and brings layers that stay; while it waited for
-/// these, more was fetched ahead for the second than will be again.
+/// Passes before the first that counts. The first pass finds the slots empty and fetches the layers that stay; while it waits
+/// for these, it prefetches more for the second pass than any later pass does.
 const BEFORE: u32 = 2;
 /// Passes that count.
 const COUNTED: u32 = 2;
 
-/// Over so many modules those of one layer and device count as one: the forecast is then off by what they would have
-/// gained or lost by taking turns with others in one segment.
+/// Above this many modules, those of one layer and device count as one copy. The forecast then ignores what these copies gain
+/// or lose by sharing a segment with others in turn.
 const MOST_PIECES: usize = 20_000;
 
-/// A stream of layers in time: the schedule carried out over booked links.
+/// A simulation of streaming: runs the schedule over booked links.
 struct Simulation<'a> {
     topology: &'a Topology,
     schedule: Schedule,
-    /// What each layer fetches by each lane.
+    /// The copies of each layer on each lane.
     fetches: Per<LayerId, Vec<LaneFetch>>,
     lanes: Vec<Lane>,
-    /// From the host to the compute device.
+    /// The route from the host to the compute device.
     from_host: Vec<usize>,
     bookings: Bookings,
     slots: Vec<Slot>,
-    /// What the host has seen the end of.
+    /// The time on the host.
     now: Duration,
     compute: Duration,
 }
 
-/// What a layer fetches by one lane: the bytes of each copy, in chunks where they go through the host.
+/// The copies of a layer on one lane: the bytes of each copy, in chunks if they go through the host.
 struct LaneFetch {
     lane: usize,
     chunks: Vec<Vec<u64>>,
 }
 
-/// The way from a device, and when its streams are free.
+/// The route from a device, and the times when its streams are free.
 struct Lane {
-    /// To the compute device, or to the host, where the compute device cannot reach it.
+    /// The route to the compute device, or to the host if the compute device cannot reach this device.
     way: Vec<usize>,
     upload: Duration,
-    /// None where bytes go straight.
+    /// `None` if bytes go straight to the compute device.
     through_host: Option<ThroughHost>,
 }
 
-/// When the stream to the host is free, and each of the buffers there.
+/// The times when the stream to the host and each buffer there are free.
 #[derive(Default)]
 struct ThroughHost {
     download: Duration,
@@ -155,7 +156,7 @@ struct ThroughHost {
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
-    /// When what is in it has arrived.
+    /// When its contents have arrived.
     ready: Duration,
     /// When its last use ends.
     free: Duration,
@@ -194,7 +195,7 @@ impl<'a> Simulation<'a> {
             LaneFetch { lane: part.lane, chunks }
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
-        // Where the plan counts none, they are the caller's.
+        // A plan without slots uses the caller's.
         let slots: Vec<u64> = match plan.slots().sizes().next() {
             Some(_) => plan.slots().sizes().collect(),
             None => Slots::of(&contents.bytes(), plan.depth(), plan.fixed_slots()).sizes().collect(),
@@ -212,7 +213,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// The time of a pass, on average over a few.
+    /// The time of a pass, averaged over a few.
     fn pass(mut self, compute: &[Duration]) -> Duration {
         if self.slots.len() >= self.fetches.values().filter(|fetch| !fetch.is_empty()).count() {
             // Everything stays in the slots.
@@ -231,7 +232,7 @@ impl<'a> Simulation<'a> {
         (self.now - begin) / COUNTED
     }
 
-    /// A layer is asked for, the ones after it are fetched ahead, and it computes.
+    /// Requests a layer, prefetches the layers after it, and computes.
     fn turn(&mut self, layer: LayerId, time: Duration) {
         self.schedule.turn(layer);
         if !self.fetches[layer].is_empty() && self.schedule.slot_of(layer).is_none() {
@@ -247,7 +248,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Fetches a layer into the best slot there is for it, if any.
+    /// Fetches a layer into the best slot for it, if there is one.
     fn fetch(&mut self, layer: LayerId) {
         if let Some(&slot) = self.schedule.candidates(layer).first() {
             self.schedule.hold(slot, layer);

@@ -1,11 +1,10 @@
 //! Where every module of a model lives: a pure function of layout, machine and allocation.
 //!
 //! [`Planner`] (`planner`) has the inputs. The allocation's quotas become bytes on the machine's devices, and every module
-//! gets a device (`place`, `uniform`); what streaming needs follows (`traffic`); then it is checked that the devices hold it
-//! and that the whole is right (`check`). `demote` moves what a plan has on its compute device to the host. The [`Plan`]
-//! that comes out is a value: it prints, serialises, compares, and estimates the time of a pass (`estimate`, and `forecast` by
-//! the schedule of streaming). For mode auto quotas and order are found (`auto`, `split`) by the forecasts of what they would
-//! come to.
+//! gets a device (`place`, `uniform`); the needs of streaming follow (`traffic`); then `check` makes sure that the devices hold
+//! the result and that its parts agree. `demote` moves a plan's resident modules to the host. The resulting [`Plan`] is a
+//! value: it prints, serialises, compares, and estimates the time of a pass (`estimate`, and `forecast` by the schedule of
+//! streaming). Mode auto (`auto`, `split`) searches quotas and an order by the forecasts of the plans that they give.
 
 mod auto;
 mod check;

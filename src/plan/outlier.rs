@@ -10,17 +10,17 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, ModuleId, is_in_stack};
 
 /// A module outside any stack (a token embedding, a head) that takes more than twice the slot of the largest layer in one.
-/// Prints as a line that says what becomes of it.
+/// Prints as a line that says how it is used.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Outlier {
-    /// Its name.
+    /// The module's name.
     pub module: Arc<str>,
-    /// The bytes of a slot for it.
+    /// The bytes of a slot for the module.
     pub bytes: u64,
     /// The bytes of a slot for the largest layer in a stack, all of it streamed.
     pub usual: u64,
-    /// How it is used: kept resident it takes no slot, and neither does it in place.
+    /// How the module is used. Resident or in place, it takes no slot.
     #[serde(rename = "use")]
     pub usage: Use,
 }
@@ -61,8 +61,8 @@ pub(super) fn outliers_of(layout: &Layout) -> Vec<ModuleId> {
     found.into_iter().map(|index| modules[index].id).collect()
 }
 
-/// The slot of the largest layer in a stack; and which of all modules of a model (name, layer, bytes), in order, are
-/// outliers. Where there is no stack nothing tells what is usual.
+/// The slot bytes of the largest layer in a stack, and the indices of the outliers among a model's modules (name, layer,
+/// bytes). A model without a stack has no outliers.
 fn outliers<'n, L: Copy + PartialEq>(modules: impl Iterator<Item = (&'n str, L, u64)>) -> (u64, Vec<usize>) {
     let (mut usual, mut stacked, mut alone) = (0u64, None::<(L, u64)>, Vec::new());
     for (index, (name, layer, bytes)) in modules.enumerate() {

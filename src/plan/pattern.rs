@@ -1,6 +1,6 @@
 //! Names with `*` for any run of characters.
 
-/// Whether `name` is of the form of `pattern`.
+/// Whether `name` matches `pattern`.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(mut name) = name.strip_prefix(head) else { return false };

@@ -9,41 +9,41 @@ use super::warning::{KeptFor, Warning};
 
 /// Modules below this many bytes are small, if they are also below [`SMALL_PART`] of the model.
 const SMALL_BYTES: u64 = 64 << 10;
-/// A small module is under one such part of all bytes.
+/// A small module has less than one part in this many of all bytes.
 const SMALL_PART: u128 = 10_000;
 
-/// The devices that modules can go to, in the order of the allocation.
+/// The devices that modules can go to, in the order of the allocation. A *bin* is one of them, by its index.
 #[derive(Debug)]
 pub(super) struct Quotas {
-    pub(super) bins: Vec<Bin>,
+    pub(super) bins: Vec<DeviceQuota>,
     /// The compute device's bin.
     pub(super) compute: usize,
-    /// The remainder device's bin; a ratio may be without one.
+    /// The remainder device's bin; `None` for a ratio without one.
     pub(super) rest: Option<usize>,
-    /// Whether caps are hard. Those of a ratio are shares, which a device may miss by less than a module.
+    /// Whether caps are hard. A ratio's caps are shares, which a device may miss by less than a module.
     pub(super) hard: bool,
 }
 
-/// One device and what it may take.
+/// One device and the bytes that it may take.
 #[derive(Debug)]
-pub(super) struct Bin {
+pub(super) struct DeviceQuota {
     pub(super) device: DeviceId,
-    /// The bytes that it takes of its own right; 0 for a bare `*`.
+    /// The bytes that its entry grants; 0 for a bare `*`.
     pub(super) cap: u64,
-    /// Whether it was given an amount, so that `cap` is its quota.
+    /// Whether its entry has an amount, so that `cap` is a quota.
     pub(super) quoted: bool,
 }
 
 impl Quotas {
     /// # Errors
     /// [`Error::UnknownDevice`] for a device that `machine` lacks, [`AllocationError::DuplicateDevice`] when a fraction
-    /// without a device and an entry of its own both name the compute device.
+    /// without a device and another entry both name the compute device.
     pub(super) fn new(allocation: &Allocation, machine: &Machine, compute: DeviceId, total: u64) -> Result<Quotas> {
         machine.device(compute)?;
         if let (Mode::Virtual, Some(virtual_vram)) = (allocation.mode(), allocation.virtual_vram()) {
-            let mut bins = vec![Bin { device: compute, cap: 0, quoted: false }];
+            let mut bins = vec![DeviceQuota { device: compute, cap: 0, quoted: false }];
             for &device in &virtual_vram.donors {
-                bins.push(Bin { device, cap: machine.device(device)?.usable_open(), quoted: false });
+                bins.push(DeviceQuota { device, cap: machine.device(device)?.usable_open(), quoted: false });
             }
             return Ok(Quotas { bins, compute: 0, rest: Some(0), hard: true });
         }
@@ -65,12 +65,12 @@ impl Quotas {
             if entry.quota.takes_rest() {
                 quotas.rest = Some(index);
             }
-            quotas.bins.push(Bin { device, cap, quoted });
+            quotas.bins.push(DeviceQuota { device, cap, quoted });
         }
         quotas.rest = quotas.rest.or_else(|| quotas.find(DeviceId::CPU));
         quotas.compute = quotas.find_or_add(compute, true);
         if quotas.hard && quotas.rest.is_none() {
-            // Where it is also the compute device, it takes everything.
+            // If it is also the compute device, it takes everything.
             let rest = quotas.find_or_add(DeviceId::CPU, false);
             quotas.bins[rest].quoted = false;
             quotas.rest = Some(rest);
@@ -78,7 +78,7 @@ impl Quotas {
         Ok(quotas)
     }
 
-    /// Whether the bin takes whatever comes.
+    /// Whether the bin takes the remainder.
     pub(super) fn takes_rest(&self, bin: usize) -> bool {
         self.hard && self.rest == Some(bin)
     }
@@ -89,13 +89,13 @@ impl Quotas {
 
     fn find_or_add(&mut self, device: DeviceId, quoted: bool) -> usize {
         self.find(device).unwrap_or_else(|| {
-            self.bins.push(Bin { device, cap: 0, quoted });
+            self.bins.push(DeviceQuota { device, cap: 0, quoted });
             self.bins.len() - 1
         })
     }
 }
 
-/// The bytes of each entry of a ratio; they add up to `total`.
+/// The bytes of each entry of a ratio. They add up to `total`.
 fn shares(allocation: &Allocation, total: u64) -> Result<Vec<u64>> {
     let weights =
         allocation.weights().ok_or_else(|| Error::bug("an allocation whose percentages have too many digits"))?;
@@ -116,14 +116,14 @@ fn twice(device: DeviceId, entries: &[Entry], compute: DeviceId) -> Error {
     AllocationError::DuplicateDevice { device, first, second }.into()
 }
 
-/// Which bin every module lives in, as far as that is decided.
+/// The bin of every module, as far as decided.
 #[derive(Debug)]
 pub(super) struct Placement<'a> {
     pub(super) layout: &'a Layout,
     pub(super) quotas: &'a Quotas,
-    /// The bin of each.
+    /// The bin of each module.
     home: Per<ModuleId, Option<usize>>,
-    /// Bytes in each bin.
+    /// The bytes in each bin.
     used: Vec<u64>,
     pub(super) warnings: Vec<Warning>,
 }
@@ -134,8 +134,8 @@ impl<'a> Placement<'a> {
         Placement { layout, quotas, home, used, warnings: Vec::new() }
     }
 
-    /// Puts what should always be at hand on the compute device, as far as its quota goes: the modules
-    /// that are `wanted`, small ones, and embeddings used at both ends.
+    /// Keeps the modules resident that should always be, as far as the compute device's quota goes: those that are `wanted`,
+    /// small ones, and embeddings used at both ends.
     pub(super) fn keep_first(&mut self, wanted: impl Fn(ModuleId) -> bool, total: u64) {
         let layout = self.layout;
         let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
@@ -144,8 +144,8 @@ impl<'a> Placement<'a> {
         self.keep(|module| layout.at(module).tied, Some(KeptFor::BothEnds));
     }
 
-    /// Puts the modules that would make slots large on the compute device, as far as its quota goes: `tables` last, of which
-    /// the caller gathers rows, so that the host is the next best place for them.
+    /// Keeps the modules resident that would make slots large, as far as the compute device's quota goes. `tables` come last:
+    /// the caller gathers their rows, so the host is the next best device for them.
     pub(super) fn keep_outliers(&mut self, others: &[ModuleId], tables: &[ModuleId]) {
         self.keep(|module| others.contains(&module), None);
         self.keep(|module| tables.contains(&module), None);
@@ -157,7 +157,7 @@ impl<'a> Placement<'a> {
         }
     }
 
-    /// With `why`, a module that the quota does not hold is worth a warning.
+    /// Keeps modules resident. With `why`, a module that the quota does not hold causes a warning.
     fn keep(&mut self, kept: impl Fn(ModuleId) -> bool, why: Option<KeptFor>) {
         let compute = self.quotas.compute;
         for module in self.home.ids() {
@@ -173,7 +173,7 @@ impl<'a> Placement<'a> {
         }
     }
 
-    /// Each module to the first bin that holds it, else to the remainder.
+    /// Puts each module into the first bin that holds it, or else into the remainder.
     pub(super) fn sequential(&mut self) {
         for module in self.home.ids() {
             if self.is_open(module) {
@@ -184,13 +184,13 @@ impl<'a> Placement<'a> {
         }
     }
 
-    /// Every bin's modules spread evenly over the order.
+    /// Spreads every bin's modules evenly over the order.
     pub(super) fn interleaved(&mut self) {
-        self.deal_modules(|_| true);
+        self.spread_modules(|_| true);
     }
 
-    /// The compute device keeps what does not leave: from the end of the order `target` bytes go to the
-    /// donors, the bins after it, in turn.
+    /// Moves `target` bytes from the end of the order to the donors, the bins after the compute device, in turn. The compute
+    /// device keeps the rest.
     ///
     /// # Errors
     /// [`Error::DoesNotFit`] when the donors cannot take that much.
@@ -224,7 +224,7 @@ impl<'a> Placement<'a> {
         Ok(())
     }
 
-    /// `module` found room with no donor, and `missing` bytes still have to leave.
+    /// The error when no donor has room for `module` and `missing` bytes must still leave.
     fn donors_short(&self, module: ModuleId, missing: u64, machine: &Machine) -> Error {
         let last = self.used.len() - 1;
         let (device, limit) = (self.quotas.bins[last].device, self.quotas.bins[last].cap);
@@ -243,32 +243,31 @@ impl<'a> Placement<'a> {
         }))
     }
 
-    /// Spreads all open modules over the bins that `usable` admits; what these cannot hold goes to the
-    /// remainder.
-    pub(super) fn deal_modules(&mut self, usable: impl Fn(usize) -> bool) {
+    /// Spreads all open modules over the bins that `usable` admits. What these cannot hold goes to the remainder.
+    pub(super) fn spread_modules(&mut self, usable: impl Fn(usize) -> bool) {
         let open: Vec<ModuleId> = self.home.ids().filter(|&module| self.is_open(module)).collect();
         let largest = open.iter().map(|&module| self.bytes(module)).max().unwrap_or(0);
         let smallest = open.iter().map(|&module| self.bytes(module)).min().unwrap_or(0);
-        // Of modules of one size a bin can only take whole ones, so its share is what it can fill.
+        // Of modules of one size a bin takes only whole ones, so its share is what it can fill.
         let grain = if smallest == largest { largest.max(1) } else { 1 };
         let total = open.iter().map(|&module| self.bytes(module)).sum();
         let shares = self.shares(total, grain, &usable);
         let cap = |bin| if !self.quotas.hard || self.quotas.takes_rest(bin) { u64::MAX } else { self.room(bin) };
         let caps = (0..self.used.len()).map(|bin| if usable(bin) { cap(bin) } else { 0 }).collect();
-        let mut dealer = Dealer::new(shares, caps, largest);
+        let mut split = ProportionalSplit::new(shares, caps, largest);
         for module in open {
             let bytes = self.bytes(module);
-            let bin = dealer.deal(bytes).unwrap_or_else(|| {
+            let bin = split.assign(bytes).unwrap_or_else(|| {
                 let bin = self.overflow();
-                dealer.give(bin, bytes);
+                split.record(bin, bytes);
                 bin
             });
             self.put(module, bin);
         }
     }
 
-    /// What each bin would take of `total` bytes that can be cut anywhere: hard caps fill in turn and the
-    /// remainder takes what is left; shares of a ratio are what is left of them.
+    /// The bytes that each bin would take of `total` bytes that can be split anywhere. Hard caps fill in turn and the remainder
+    /// takes the rest. A ratio's bins take what is left of their shares.
     pub(super) fn shares(&self, total: u64, grain: u64, usable: &impl Fn(usize) -> bool) -> Vec<u64> {
         let mut left = total;
         let room = |bin: usize| if usable(bin) { self.room(bin) } else { 0 };
@@ -284,8 +283,8 @@ impl<'a> Placement<'a> {
         shares
     }
 
-    /// The bin for a module that no quota holds: the remainder. Of a ratio, whose shares add up to the whole,
-    /// the one with most room, never the compute device: were the others full, this one would hold it.
+    /// The bin for a module that no quota holds: the remainder. For a ratio, whose shares add up to the whole, the bin with
+    /// the most room, never the compute device: if the others were full, it would have held the module.
     fn overflow(&self) -> usize {
         let other = |bin: &usize| *bin != self.quotas.compute;
         match self.quotas.rest {
@@ -294,7 +293,7 @@ impl<'a> Placement<'a> {
         }
     }
 
-    /// Gives modules without storage of their own the home of their owner; the bin of each.
+    /// Gives modules that share another's storage their owner's home, and returns the bin of each module.
     pub(super) fn finish(mut self) -> (Per<ModuleId, usize>, Vec<Warning>) {
         if let Some(rest) = self.quotas.rest.filter(|_| self.quotas.hard) {
             let bin = &self.quotas.bins[rest];
@@ -313,7 +312,7 @@ impl<'a> Placement<'a> {
         self.used[bin] += self.bytes(module);
     }
 
-    /// Whether the module still needs a home.
+    /// Whether the module has no home yet.
     pub(super) fn is_open(&self, module: ModuleId) -> bool {
         self.home[module].is_none() && self.layout.at(module).alias_of.is_none()
     }
@@ -327,7 +326,7 @@ impl<'a> Placement<'a> {
         self.used[bin]
     }
 
-    /// What is left of the bin's quota.
+    /// The rest of the bin's quota.
     pub(super) fn room(&self, bin: usize) -> u64 {
         self.quotas.bins[bin].cap.saturating_sub(self.used[bin])
     }
@@ -337,9 +336,9 @@ impl<'a> Placement<'a> {
     }
 }
 
-/// Deals units, given one by one in order, to bins with shares.
+/// Assigns units, given one by one in order, to bins in proportion to their shares.
 ///
-/// With `ideal(i)` = share `i` over all shares x the bytes dealt so far, the unit goes to a bin that is
+/// With `ideal(i)` = share `i` over all shares x the bytes assigned so far, the unit goes to a bin that is
 /// behind its ideal after this unit, and of those to the one that would be first to fall a whole (largest)
 /// unit behind. Without caps every running total is then within one unit of its ideal, above because only
 /// bins that are behind take a unit, below by the usual argument for earliest deadline first on one
@@ -348,29 +347,29 @@ impl<'a> Placement<'a> {
 /// unit's end, and together they cannot have been due more bytes than went by. The rule for equal units is
 /// that of P-fair scheduling (Baruah, Cohen, Plaxton, Varvel, 1996).
 #[derive(Debug)]
-pub(super) struct Dealer {
+pub(super) struct ProportionalSplit {
     shares: Vec<u64>,
-    /// What each bin may take at most.
+    /// The most bytes of each bin.
     caps: Vec<u64>,
     taken: Vec<u64>,
     all_shares: u128,
-    dealt: u64,
+    assigned: u64,
     largest: u64,
 }
 
-impl Dealer {
+impl ProportionalSplit {
     /// Bins with these shares and caps, for units of at most `largest` bytes. Shares and units add up to at
-    /// most 2^63 each, so that no product below passes `u128`.
-    pub(super) fn new(shares: Vec<u64>, caps: Vec<u64>, largest: u64) -> Dealer {
+    /// most 2^63 each, so that no product below exceeds `u128`.
+    pub(super) fn new(shares: Vec<u64>, caps: Vec<u64>, largest: u64) -> ProportionalSplit {
         let all_shares = shares.iter().map(|&share| u128::from(share)).sum();
         let taken = vec![0; shares.len()];
-        Dealer { shares, caps, taken, all_shares, dealt: 0, largest }
+        ProportionalSplit { shares, caps, taken, all_shares, assigned: 0, largest }
     }
 
-    /// The bin for the next unit: none where caps keep it from all that are behind. Then the caller
-    /// chooses and tells [`Dealer::give`].
-    pub(super) fn deal(&mut self, bytes: u64) -> Option<usize> {
-        let after = u128::from(self.dealt + bytes);
+    /// Assigns the next unit to a bin; `None` if caps keep it from all bins that are behind. Then the caller chooses a bin and
+    /// calls [`record`](ProportionalSplit::record).
+    pub(super) fn assign(&mut self, bytes: u64) -> Option<usize> {
+        let after = u128::from(self.assigned + bytes);
         let behind = |&bin: &usize| {
             let ideal = u128::from(self.shares[bin]) * after;
             u128::from(self.taken[bin]) * self.all_shares < ideal
@@ -383,14 +382,14 @@ impl Dealer {
             a_due.cmp(&b_due)
         };
         let bin = (0..self.shares.len()).filter(|bin| behind(bin) && holds(bin)).min_by(earlier)?;
-        self.give(bin, bytes);
+        self.record(bin, bytes);
         Some(bin)
     }
 
-    /// Books a unit that the caller has put into `bin`.
-    pub(super) fn give(&mut self, bin: usize, bytes: u64) {
+    /// Records a unit that the caller put into `bin`.
+    pub(super) fn record(&mut self, bin: usize, bytes: u64) {
         self.taken[bin] += bytes;
-        self.dealt += bytes;
+        self.assigned += bytes;
     }
 }
 
@@ -414,17 +413,17 @@ mod tests {
         #[test]
         fn running_totals_stay_within_one_unit((shares, units) in shares_and_units()) {
             let (largest, total) = (*units.iter().max().unwrap(), units.iter().sum::<u64>());
-            let mut dealer = Dealer::new(shares.clone(), vec![u64::MAX; shares.len()], largest);
-            let mut dealt = 0;
+            let mut split = ProportionalSplit::new(shares.clone(), vec![u64::MAX; shares.len()], largest);
+            let mut assigned = 0;
             for unit in units {
-                dealer.deal(unit).expect("a bin that is behind");
-                dealt += unit;
-                for (taken, share) in dealer.taken.iter().zip(&shares) {
-                    let off = (i128::from(*taken) * i128::from(total) - i128::from(*share) * i128::from(dealt)).abs();
+                split.assign(unit).expect("a bin that is behind");
+                assigned += unit;
+                for (taken, share) in split.taken.iter().zip(&shares) {
+                    let off = (i128::from(*taken) * i128::from(total) - i128::from(*share) * i128::from(assigned)).abs();
                     prop_assert!(off < i128::from(largest) * i128::from(total));
                 }
             }
-            prop_assert_eq!(dealer.taken.iter().sum::<u64>(), total);
+            prop_assert_eq!(split.taken.iter().sum::<u64>(), total);
         }
     }
 }

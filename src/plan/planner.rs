@@ -14,7 +14,7 @@ use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per, TensorId, TensorIn
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{PlanFault, Result};
 
-/// The most bytes that can be planned; products of two such numbers stay within `u128`.
+/// The most bytes of a plan; the product of two such numbers fits `u128`.
 const MOST_BYTES: u64 = 1 << 63;
 
 /// Decides where every module of a model lives. Pure: opens no device and no file.
@@ -45,17 +45,17 @@ pub struct Planner<'a> {
     pub(super) pinned_cap: Option<ByteSize>,
     resident: Vec<String>,
     in_place: Vec<String>,
-    /// Whether the caller gathers rows of tables that are looked up.
+    /// Whether the caller gathers rows of lookup tables.
     gather: bool,
     pub(super) external_slots: bool,
     pub(super) fixed_slots: bool,
     pub(super) compute_time: ComputeTime,
-    /// What of a layer would make a slot larger than this is kept resident.
+    /// The largest slot; modules of a layer that would exceed it are kept resident.
     largest_slot: Option<u64>,
 }
 
 impl<'a> Planner<'a> {
-    /// A plan of `layout` for `machine` with everything on the compute device, until told otherwise.
+    /// A plan of `layout` for `machine` with everything on the compute device by default.
     pub fn new(layout: &'a Layout, machine: &'a Machine) -> Planner<'a> {
         Planner {
             layout,
@@ -78,120 +78,120 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Which device takes how much. Default: everything on the compute device.
+    /// Sets how much each device takes. Default: everything on the compute device.
     pub fn allocation(mut self, allocation: Allocation) -> Self {
         self.allocation = Some(allocation);
         self
     }
 
-    /// The device that computes. The allocation's own (after `#`) comes before it. Default: the first device
+    /// Sets the compute device. One named by the allocation (after `#`) takes precedence. Default: the first device
     /// of the machine that is neither host nor disk, else `cpu`.
     pub fn compute(mut self, device: DeviceId) -> Self {
         self.compute = Some(device);
         self
     }
 
-    /// How the modules are spread; mode virtual has an order of its own, and mode auto finds one. Default:
+    /// Sets how the modules are spread. Mode virtual has a fixed order, and mode auto finds one. Default:
     /// [`Order::Interleaved`].
     pub fn order(mut self, order: Order) -> Self {
         self.order = order;
         self
     }
 
-    /// What an interleaved order spreads; mode auto finds it. Default: [`Unit::Module`].
+    /// Sets what an interleaved order spreads. Mode auto finds it. Default: [`Unit::Module`].
     pub fn unit(mut self, unit: Unit) -> Self {
         self.unit = unit;
         self
     }
 
-    /// How many layers are brought ahead of the one in use; each takes a slot. Default: 2.
+    /// Sets how many layers are prefetched; each takes a slot. Default: 2.
     pub fn depth(mut self, layers: usize) -> Self {
         self.depth = layers;
         self
     }
 
-    /// Memory that the caller keeps on the compute device for activations. An allocation's own (`auto,reserve=2gb`)
-    /// comes before it. Default: 0.
+    /// Sets the memory that the caller keeps on the compute device for activations. A reserve in the allocation
+    /// (`auto,reserve=2gb`) takes precedence. Default: 0.
     pub fn reserve(mut self, size: ByteSize) -> Self {
         self.reserve = size.get();
         self
     }
 
-    /// Bytes that patching needs on the compute device; they may use the memory of the slots. Default: 0.
+    /// Sets the bytes that patching needs on the compute device; they may use the memory of the slots. Default: 0.
     pub fn scratch(mut self, bytes: u64) -> Self {
         self.scratch = bytes;
         self
     }
 
-    /// Places the modules of this name first, on the compute device, within its quota. `*` stands for any
-    /// run of characters; may be called several times.
+    /// Places the modules whose names match `pattern` first, on the compute device, within its quota. `*` stands for any run
+    /// of characters. May be called several times.
     pub fn keep_resident(mut self, pattern: impl Into<String>) -> Self {
         self.resident.push(pattern.into());
         self
     }
 
-    /// Lets the modules of this name be used where they live instead of streamed, as experts that the caller
-    /// runs on the host. `*` stands for any run of characters; may be called several times.
+    /// Lets the modules whose names match `pattern` be used where they live instead of streamed, for example experts that the
+    /// caller runs on the host. `*` stands for any run of characters. May be called several times.
     pub fn in_place(mut self, pattern: impl Into<String>) -> Self {
         self.in_place.push(pattern.into());
         self
     }
 
-    /// Whether the caller gathers what the network looks up of embeddings, instead of having the tables on the compute device:
-    /// with [`Model::read_rows`](crate::Model::read_rows) or [`Streamer::send_rows`](crate::Streamer::send_rows). Then
-    /// tables of tokens and positions, as models name them, that the compute device's quota does not hold are used in
-    /// place; one that would make slots large lives on the host, if a quota allows it there and the order is interleaved.
-    /// An embedding that is the head too is needed whole, and no such table. Default: no.
+    /// Sets whether the caller gathers the embedding rows that the network looks up, instead of having the tables on the compute
+    /// device: with [`Model::read_rows`](crate::Model::read_rows) or [`Streamer::send_rows`](crate::Streamer::send_rows).
+    /// Token and position tables, recognised by the names that models give them, are then used in place if the compute
+    /// device's quota does not hold them. A table that would make slots large lives on the host, if a quota allows it there
+    /// and the order is interleaved. A tied embedding is needed whole, so it is not such a table. Default: no.
     pub fn gather_embeddings(mut self, gather: bool) -> Self {
         self.gather = gather;
         self
     }
 
-    /// Whether the caller has memory for streamed layers, so that the plan counts none: for
+    /// Sets whether the caller provides the memory for streamed layers, so that the plan counts none: for
     /// [`Streamer::with_slots`](crate::Streamer::with_slots). Default: no.
     pub fn external_slots(mut self, own: bool) -> Self {
         self.external_slots = own;
         self
     }
 
-    /// Whether each streamed layer always uses the same slot: of n slots and layers numbered from 0 in order of execution,
-    /// the k-th uses number k mod n. So its tensors keep their addresses, which are known before the first pass: for CUDA
-    /// graphs, and for code that keeps state beside its weights.
+    /// Sets whether each streamed layer always uses the same slot. With n slots, and layers numbered from 0 in order of
+    /// execution, layer k uses slot k mod n. A layer's tensors then keep their addresses, which are known before the first
+    /// pass: for CUDA graphs, and for code that keeps state for its weights.
     ///
-    /// It costs time where n does not divide the number of streamed layers: the slots that the first layers of a pass
-    /// use are then those of its last ones, so fewer can be fetched ahead across the end.
-    /// [`Plan::forecast`] tells how much. Default: no, any layer uses any slot.
+    /// This costs time if n does not divide the number of streamed layers: the first layers of a pass then use the slots of
+    /// the last ones, so fewer can be prefetched across the end of a pass. [`Plan::forecast`] includes this time. Default: no,
+    /// any layer uses any slot.
     pub fn fixed_slots(mut self, fixed: bool) -> Self {
         self.fixed_slots = fixed;
         self
     }
 
-    /// The most host memory that streamed weights may pin; none for no limit, though a backend pins no more than its own.
-    /// Default: what the machine says of its host ([`DeviceInfo::pinned_cap`](crate::device::DeviceInfo::pinned_cap)).
+    /// Sets the most host memory that streamed weights may pin. `None` is no limit, though a backend pins no more than its own
+    /// limit. Default: the limit of the machine's host ([`DeviceInfo::pinned_cap`](crate::device::DeviceInfo::pinned_cap)).
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
         self.pinned_cap = cap;
         self
     }
 
-    /// What the network itself takes in a pass, or each of its layers: behind it an allocation of mode auto hides
-    /// transfers. Other modes do without. Default: no time, so that `auto` makes the transfers short.
+    /// Sets the network's compute time, for a pass or for each layer. Mode auto hides transfers behind it; other modes ignore it.
+    /// Default: no time, so that `auto` makes the transfers short.
     pub fn compute_time(mut self, time: impl Into<ComputeTime>) -> Self {
         self.compute_time = time.into();
         self
     }
 
-    /// Keeps as much of each layer resident as would make its slot larger than so many bytes.
+    /// Keeps modules of each layer resident that would make its slot larger than this many bytes.
     pub(super) fn largest_slot(mut self, bytes: Option<u64>) -> Self {
         self.largest_slot = bytes;
         self
     }
 
-    /// Places every module and checks that the devices hold the result.
+    /// Places every module, and checks that the devices hold the result.
     ///
     /// # Errors
     /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) for a device that the machine lacks;
-    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term, the bytes short, and what would make it
-    /// fit: these remedies are planned to see whether they do;
+    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term, the missing bytes, and remedies, each of which
+    /// was planned and fits;
     /// [`AllocationError::DuplicateDevice`](crate::error::AllocationError::DuplicateDevice) when the allocation names the compute
     /// device by name and without; [`Error::Plan`](crate::Error::Plan) for more than 2^63 bytes;
     /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers.
@@ -249,13 +249,13 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// The plan of these parts, if the devices hold them.
+    /// The plan with these parts, if the devices hold them.
     pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
         check::fits(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
         Plan::new(parts)
     }
 
-    /// Which modules are to be kept resident.
+    /// The modules to keep resident.
     fn kept(&self) -> Per<ModuleId, bool> {
         let layout = self.layout;
         let mut kept: Per<ModuleId, bool> =
@@ -266,8 +266,8 @@ impl<'a> Planner<'a> {
         kept
     }
 
-    /// The modules of `layer` to keep resident if it is to fit a slot of `most` bytes: of those from the largest down, each
-    /// that no longer fits beside those before it.
+    /// The modules of `layer` to keep resident so that the rest fits a slot of `most` bytes: from the largest down, each module
+    /// that does not fit with those that fit before it.
     pub(super) fn excess(&self, layer: &Layer, most: u64) -> impl Iterator<Item = ModuleId> + use<'a> {
         let layout = self.layout;
         let bytes = |module: &ModuleId| Layout::slot_bytes(layout.at(*module).bytes);
@@ -283,7 +283,7 @@ impl<'a> Planner<'a> {
         modules.into_iter()
     }
 
-    /// The bytes of a slot for `layer`, all of it streamed but for what is used in place.
+    /// The bytes of a slot for `layer` if all of it is streamed except what is used in place.
     pub(super) fn slot(&self, layer: &Layer) -> u64 {
         let moves = self.layout.needs(layer).into_iter().map(|module| self.layout.at(module));
         let moves = moves.filter(|module| !self.is_in_place(module));
@@ -296,24 +296,24 @@ impl<'a> Planner<'a> {
         countable.ok_or_else(|| PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into())
     }
 
-    /// Whether mode auto is to find the quotas.
+    /// Whether the allocation is of mode auto.
     pub(super) fn is_auto(&self) -> bool {
         self.allocation.as_ref().is_some_and(|allocation| allocation.mode() == Mode::Auto)
     }
 
-    /// The planner that mode auto begins with.
+    /// The planner that mode auto starts from.
     pub(super) fn for_auto(&self) -> Planner<'a> {
         let reserve = self.allocation.as_ref().and_then(Allocation::reserve);
         let reserve = reserve.unwrap_or(ByteSize(self.reserve));
         Planner { allocation: None, compute: Some(self.compute_device()), ..self.clone() }.reserve(reserve)
     }
 
-    /// Whether a module is to be used where it lives, if that is not the compute device.
+    /// Whether a module is used where it lives, if that is not the compute device.
     pub(super) fn is_in_place(&self, module: &Module) -> bool {
         any(&self.in_place, &module.name) || self.is_gathered(module)
     }
 
-    /// Whether it is a table of which the caller gathers rows.
+    /// Whether the module is a table whose rows the caller gathers.
     fn is_gathered(&self, module: &Module) -> bool {
         let of_rows = |&tensor: &TensorId| {
             let TensorInfo { dtype, shape, .. } = self.layout.at(tensor);
@@ -329,7 +329,7 @@ impl<'a> Planner<'a> {
         named.or_else(|| self.machine.ids().find(accelerator)).unwrap_or(DeviceId::CPU)
     }
 
-    /// The name of the layer that the slots are made for.
+    /// The name of the largest streamed layer.
     fn largest_streamed(&self, assignments: &[Assignment]) -> Option<&str> {
         let bytes = |module: ModuleId| {
             Some(&assignments[module.index()]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
@@ -339,7 +339,7 @@ impl<'a> Planner<'a> {
         layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
     }
 
-    /// Warnings for patterns that name nothing.
+    /// Warnings for patterns that match no module.
     fn idle_patterns(&self) -> impl Iterator<Item = Warning> {
         let idle = |pattern: &&String| !self.layout.modules().iter().any(|module| matches(pattern, &module.name));
         let patterns = self.resident.iter().chain(&self.in_place);
@@ -351,7 +351,7 @@ fn any(patterns: &[String], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern, name))
 }
 
-/// The most of the machine's host memory that may be pinned; none where it has no host.
+/// The most host memory that may be pinned; `None` if the machine has no host.
 pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
     machine.device(DeviceId::CPU).ok().map(|host| ByteSize(host.pinned_cap()))
 }

@@ -1,4 +1,4 @@
-//! Allocations for users who write none.
+//! Ready-made allocations.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,13 +11,13 @@ use crate::checkpoint::Layout;
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, Machine};
 use crate::error::{Error, Result};
 
-/// How much of the compute device's memory weights may take, in a word.
+/// A ready-made allocation: how much of the compute device's memory weights may take.
 ///
 /// | preset | on the compute device | for |
 /// |---|---|---|
-/// | `NoVram` | nothing but the slots of streamed layers | cards that are full or very small |
+/// | `NoVram` | only the slots of streamed layers | cards that are full or very small |
 /// | `Low` | half of what `Normal` takes | large activations |
-/// | `Normal` | the whole model where it fits beside the margin; else what fits beside margin and slots | most |
+/// | `Normal` | the whole model if it fits with the margin; else what fits with margin and slots | most |
 /// | `High` | the whole model; a plan that does not fit is an error | a card for one model |
 /// | `Shared` | as `Normal` without slots, the rest on `disk` where there is one | devices that share the host's memory, on which a copy on the host gains nothing |
 ///
@@ -28,7 +28,7 @@ use crate::error::{Error, Result};
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Preset {
-    /// Weights are streamed, all of them.
+    /// All weights are streamed.
     NoVram,
     /// Half of what `Normal` takes.
     Low,
@@ -37,7 +37,7 @@ pub enum Preset {
     Normal,
     /// Everything, or an error.
     High,
-    /// What fits of a memory that is the host's too.
+    /// What fits, on a device that shares the host's memory.
     Shared,
 }
 
@@ -52,7 +52,7 @@ const ALL: [(Preset, &str); 5] = [
 /// 0.8 GiB for inference and 400 MiB (Linux) or 600 MiB (Windows).
 const MARGIN: u64 = (8 << 30) / 10 + ((if cfg!(windows) { 600 } else { 400 }) << 20);
 
-/// The slots of the planner's default depth.
+/// The number of slots at the planner's default depth.
 const SLOTS: u64 = 3;
 
 impl Preset {
@@ -71,7 +71,7 @@ impl Preset {
     /// ```
     ///
     /// # Errors
-    /// None that a machine or a layout can cause; the type is that of [`AllocationBuilder::build`](crate::allocation::AllocationBuilder::build).
+    /// No machine or layout causes one; the type is that of [`AllocationBuilder::build`](crate::allocation::AllocationBuilder::build).
     pub fn allocation(self, layout: &Layout, machine: &Machine) -> Result<Allocation> {
         let accelerator = |device: &&DeviceInfo| !matches!(device.id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let Some(device) = machine.devices().iter().find(accelerator) else {
@@ -108,7 +108,7 @@ impl FromStr for Preset {
     type Err = Error;
 
     /// # Errors
-    /// [`Error::Allocation`] when it is none of the five names, in any case.
+    /// [`Error::Allocation`] when the text is none of the five names. Case is ignored.
     fn from_str(text: &str) -> Result<Self> {
         let found = ALL.iter().find(|row| row.1.eq_ignore_ascii_case(text.trim())).map(|row| row.0);
         let expected = "novram, low, normal, high or shared".to_owned();
@@ -150,7 +150,7 @@ mod tests {
             assert_eq!(text(preset, &layout, &large), "cuda:0,*");
         }
         assert_eq!(text(Preset::Low, &layout, &large), "cuda:0,5gb;cpu,*");
-        // What others use is not ours.
+        // Memory in use by others is not counted.
         let busy = machine(&["cpu=64gib", "cuda:0=24gib,free=1gib"]);
         assert_eq!(Preset::Normal.allocation(&layout, &busy).unwrap().to_string(), "cuda:0,0b;cpu,*");
         // A quarter of a small card is kept free, and where there is no disk the host has the rest.

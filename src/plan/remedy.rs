@@ -1,4 +1,4 @@
-//! What would make a plan fit that was refused: tried, not guessed.
+//! Remedies for a plan that does not fit, each planned before it is suggested.
 
 use std::cmp::Reverse;
 
@@ -10,7 +10,7 @@ use crate::checkpoint::ModuleId;
 use crate::error::{Error, Remedy, Shortfall};
 
 impl<'a> Planner<'a> {
-    /// A refusal with the remedies that there are.
+    /// Adds the remedies to the error of a plan that does not fit.
     pub(super) fn advised(&self, error: Error) -> Error {
         match error {
             Error::DoesNotFit(short) => {
@@ -21,8 +21,8 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// The ways, of those that are tried, by which the plan fits: the largest of the modules that make slots large, as many
-    /// as it takes, kept resident, or used in place; and quotas that `auto` finds.
+    /// The remedies, of those tried, by which the plan fits: keeping resident or using in place the largest of the modules that
+    /// make slots large, as many as it takes; and quotas that `auto` finds.
     fn remedies(&self) -> Vec<Remedy> {
         let streamed = self.streamed_outliers();
         let names = |few: usize| streamed[..few].iter().map(|&module| self.layout.at(module).name.clone()).collect();
@@ -37,7 +37,7 @@ impl<'a> Planner<'a> {
         [keep, in_place, auto].into_iter().flatten().collect()
     }
 
-    /// The outliers that would be streamed, the largest first; those that may be, where quotas are not given.
+    /// The outliers that would be streamed, the largest first; if quotas are not given, those that may be streamed.
     fn streamed_outliers(&self) -> Vec<ModuleId> {
         let placed = if self.is_auto() { None } else { self.placed().ok() };
         if placed.is_none() && !self.is_auto() {
@@ -52,7 +52,7 @@ impl<'a> Planner<'a> {
         streamed
     }
 
-    /// Whether there is a plan.
+    /// Whether planning succeeds.
     fn fits(&self) -> bool {
         match self.is_auto() {
             true => auto::fits(&self.for_auto(), self.compute_device()),

@@ -1,4 +1,4 @@
-//! The memory of streamed layers on the compute device: how many slots, and how large.
+//! The memory of streamed layers on the compute device: the number and sizes of slots.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -10,28 +10,28 @@ use crate::bytes::ByteSize;
 /// Memory on the compute device for streamed layers: slots of one size, or of two where a few layers are far larger than
 /// the others and that takes less memory.
 ///
-/// Either way as many layers as the depth says are fetched ahead of any layer, in the order of the model.
+/// Either way, the number of layers given by the depth can be prefetched at any layer, in the order of the model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Slots {
-    /// How many there are, large ones aside: `min(depth + 1, streamed layers)` where all are of one size; 0 where the
-    /// caller has memory of their own for them.
+    /// The number of slots, without large ones: `min(depth + 1, streamed layers)` if all have one size; 0 if the caller
+    /// provides the memory.
     pub count: usize,
-    /// The bytes of each of these: those of the largest streamed layer that goes into them, as far as it is streamed; each
-    /// of its modules takes a multiple of 256.
+    /// The bytes of each of these slots: the streamed bytes of the largest layer that goes into them. Each module takes a
+    /// multiple of 256.
     pub bytes_each: u64,
-    /// How many large slots there are beside them; 0 where the caller has memory of their own.
+    /// The number of large slots; 0 if the caller provides the memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub large: usize,
-    /// The bytes of each large slot: those of the largest streamed layer. 0 where all slots are of one size.
+    /// The bytes of each large slot: those of the largest streamed layer. 0 if all slots have one size.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub large_bytes: u64,
 }
 
-/// A second size has to be more than so many times the first: less is gained by a smaller difference than it is worth.
+/// Large slots must be more than this many times the size of the others. A smaller difference gains too little.
 const LARGER: u64 = 2;
 
-/// So many first sizes are tried.
+/// The most sizes to try for the smaller slots.
 const MOST_SIZES: usize = 64;
 
 fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
@@ -39,10 +39,10 @@ fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
 }
 
 impl Slots {
-    /// The slots for streamed layers that need these bytes, in order of execution. With `fixed` ones, which are dealt out
-    /// by number, all are of one size.
+    /// The slots for streamed layers that need these bytes, in order of execution. `fixed` slots, which are assigned by number,
+    /// all have one size.
     pub(crate) fn of(layers: &[u64], depth: usize, fixed: bool) -> Slots {
-        // So many layers are on the device at one time: the one in use, and those fetched ahead.
+        // The layers on the device at one time: the one in use, and the prefetched ones.
         let window = layers.len().min(depth.saturating_add(1));
         let largest = layers.iter().copied().max().unwrap_or(0);
         let alike = Slots { count: window, bytes_each: largest, large: 0, large_bytes: 0 };
@@ -61,7 +61,7 @@ impl Slots {
         best.filter(|slots| slots.bytes() < alike.bytes()).unwrap_or(alike)
     }
 
-    /// The same without memory of the library's: the caller has it.
+    /// No slots, for a caller who provides the memory.
     pub(super) fn left_to_caller(self) -> Slots {
         Slots { count: 0, large: 0, ..self }
     }
@@ -84,7 +84,7 @@ impl Slots {
     }
 }
 
-/// The most layers of a kind among any `window` that follow each other, around the end to the beginning.
+/// The most layers of a kind among any `window` consecutive layers, wrapping from the end to the beginning.
 fn most_at_once(layers: &[u64], window: usize, is_of: impl Fn(u64) -> bool) -> usize {
     let of = |at: usize| usize::from(is_of(layers[at % layers.len()]));
     let first: usize = (0..window).map(of).sum();
@@ -96,7 +96,7 @@ fn most_at_once(layers: &[u64], window: usize, is_of: impl Fn(u64) -> bool) -> u
 }
 
 impl fmt::Display for Slots {
-    /// How many of which size.
+    /// The number and size of the slots.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} x {}", self.count, ByteSize(self.bytes_each).human())?;
         match self.large {
@@ -134,7 +134,7 @@ mod tests {
     }
 
     proptest! {
-        /// Never more memory than of one size, and never fewer slots for any layers that follow each other.
+        /// Two sizes never take more memory than one, and never have too few slots for consecutive layers.
         #[test]
         fn two_sizes_take_less_and_hold_as_many(
             layers in prop::collection::vec(prop_oneof![3 => 1u64..20, 1 => 20u64..1000], 1..30),

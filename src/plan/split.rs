@@ -1,45 +1,45 @@
-//! Dealing out to the donors what is streamed: by what their links make of it.
+//! Splitting the streamed bytes among the donors, by the speed of their links.
 
 use std::time::Duration;
 
 use crate::device::{DeviceId, DeviceKind, Machine, Topology};
 
-/// How many parts the streamed bytes are dealt out in.
+/// The number of parts that the streamed bytes are split into.
 const PARTS: u64 = 256;
 
 /// A device that can keep what the compute device does not hold.
 #[derive(Clone, Debug)]
 pub(super) struct Donor {
     pub(super) device: DeviceId,
-    /// The bytes that it can take.
+    /// The bytes that the donor can take.
     pub(super) room: u64,
-    /// What of them is pinned, so not staged; all where nothing is.
+    /// The bytes among these that are pinned, so not staged; all of them if the donor stages nothing.
     pinned: u64,
-    /// The segments on the way of its bytes, and of those that are staged.
+    /// The segments on the route of its bytes, and on that of its staged bytes.
     way: Vec<usize>,
     staged_way: Vec<usize>,
 }
 
-/// How the streamed bytes are shared out.
+/// A rule for splitting the streamed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Split {
-    /// Part by part to the donor by which the transfers stay shortest; as long as they hide behind the compute, to the
-    /// fastest.
+    /// Part by part to the donor that keeps the transfers shortest. While they are hidden behind the compute, to the
+    /// fastest donor.
     Hidden,
-    /// The same without regard to the compute.
+    /// As [`Hidden`](Split::Hidden), ignoring the compute.
     Balanced,
-    /// To the fastest as much as it holds, then to the next.
+    /// As much as it holds to the fastest donor, then to the next.
     Fastest,
     /// To the donors in order of their names.
     InOrder,
-    /// To all donors alike, as far as they hold it.
+    /// Equal parts to all donors, as far as they hold them.
     Equal,
 }
 
 impl Donor {
-    /// The donors of a machine, those first that one would take were all links alike: the host, devices that the
-    /// compute device can read, those that it cannot, the disk. Of devices that share one memory, the first; those that
-    /// share the compute device's are none.
+    /// The donors of a machine, in order of preference for equal links: the host, devices that the compute device can read,
+    /// devices that it cannot read, the disk. Of devices that share one memory, only the first is a donor; devices that
+    /// share the compute device's memory are none.
     pub(super) fn all(machine: &Machine, compute: DeviceId, pinned_cap: u64) -> Vec<Donor> {
         let topology = machine.topology();
         let domain = |device: DeviceId| machine.device(device).map_or(device, |info| info.domain);
@@ -70,7 +70,7 @@ impl Donor {
         devices.into_iter().map(donor).collect()
     }
 
-    /// The time that `bytes` more take on each segment, `before` of them being there already.
+    /// Adds the time that `bytes` more take on each segment, after `before` bytes.
     fn load(&self, before: u64, bytes: u64, topology: &Topology, busy: &mut [Duration]) {
         let straight = bytes.min(self.pinned.saturating_sub(before));
         for (way, bytes) in [(&self.way, straight), (&self.staged_way, bytes - straight)] {
@@ -80,7 +80,7 @@ impl Donor {
         }
     }
 
-    /// The time that `bytes` more take where nothing else moves.
+    /// The time that `bytes` more take if nothing else moves.
     pub(super) fn alone(&self, before: u64, bytes: u64, topology: &Topology) -> Duration {
         let mut busy = vec![Duration::ZERO; topology.segments().len()];
         self.load(before, bytes, topology, &mut busy);
@@ -91,7 +91,7 @@ impl Donor {
 impl Split {
     pub(super) const ALL: [Split; 5] = [Split::Hidden, Split::Balanced, Split::Fastest, Split::InOrder, Split::Equal];
 
-    /// The bytes of each donor, of `total`; none where they do not hold it.
+    /// The bytes of each donor, out of `total`; `None` if the donors do not hold that many.
     pub(super) fn shares(
         self,
         donors: &[Donor],
@@ -105,8 +105,8 @@ impl Split {
         }
         let mut order: Vec<usize> = (0..donors.len()).collect();
         match self {
-            Split::Hidden => return Some(dealt(donors, total, topology, compute)),
-            Split::Balanced => return Some(dealt(donors, total, topology, Duration::ZERO)),
+            Split::Hidden => return Some(by_links(donors, total, topology, compute)),
+            Split::Balanced => return Some(by_links(donors, total, topology, Duration::ZERO)),
             Split::Equal => return Some(level(donors, total)),
             Split::Fastest => order.sort_by_key(|&d| donors[d].alone(0, 1 << 30, topology)),
             Split::InOrder => order.sort_by_key(|&d| (donors[d].device == DeviceId::DISK, donors[d].device)),
@@ -120,9 +120,9 @@ impl Split {
     }
 }
 
-/// Deals `total` out in parts. Each goes where the slowest segment ends first, not counting what `compute` hides; of
-/// those alike, where the part itself takes least.
-fn dealt(donors: &[Donor], total: u64, topology: &Topology, compute: Duration) -> Vec<u64> {
+/// Splits `total` in parts. Each part goes to the donor with which the slowest segment ends first, ignoring what `compute`
+/// hides; among equals, to the donor where the part itself takes the least time.
+fn by_links(donors: &[Donor], total: u64, topology: &Topology, compute: Duration) -> Vec<u64> {
     let part = total.div_ceil(PARTS).max(1);
     let (mut shares, mut left) = (vec![0u64; donors.len()], total);
     let mut busy = vec![Duration::ZERO; topology.segments().len()];
@@ -148,7 +148,7 @@ fn dealt(donors: &[Donor], total: u64, topology: &Topology, compute: Duration) -
     shares
 }
 
-/// All alike, those that hold less as much as they hold.
+/// Equal parts for all donors; a donor that holds less gets as much as it holds.
 fn level(donors: &[Donor], total: u64) -> Vec<u64> {
     let mut order: Vec<usize> = (0..donors.len()).collect();
     order.sort_by_key(|&donor| donors[donor].room);

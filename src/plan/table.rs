@@ -1,4 +1,4 @@
-//! A plan as a table for people.
+//! The table that a plan prints as.
 
 use std::fmt;
 
@@ -27,10 +27,10 @@ impl fmt::Display for Plan {
         }
         self.write_streaming(f)?;
         let streams = self.streamed_layers() > 0;
-        let told =
+        let explained =
             |outlier: &Outlier| self.explanation().is_some_and(|e| e.kept.iter().any(|k| **k == *outlier.module));
-        let worth_a_word = |outlier: &&Outlier| (streams || outlier.usage != Use::Resident) && !told(outlier);
-        for outlier in self.outliers().iter().filter(worth_a_word) {
+        let shown = |outlier: &&Outlier| (streams || outlier.usage != Use::Resident) && !explained(outlier);
+        for outlier in self.outliers().iter().filter(shown) {
             write!(f, "\n{outlier}")?;
         }
         for device in self.devices().iter().filter(|device| device.beside.opening > 0) {
@@ -95,7 +95,7 @@ impl Plan {
     }
 }
 
-/// The first column to the left, the others to the right.
+/// Writes one row, the first column left-aligned and the others right-aligned.
 fn write_row(f: &mut fmt::Formatter<'_>, cells: &[&str; 8], widths: &[usize; 8]) -> fmt::Result {
     write!(f, "{:<width$}", cells[0], width = widths[0])?;
     for (cell, width) in cells.iter().zip(widths).skip(1) {

@@ -1,4 +1,4 @@
-//! What a placement makes move in every pass, and the memory that this takes.
+//! The traffic of a placement in every pass, and the memory that it takes.
 
 use std::sync::Arc;
 
@@ -24,23 +24,23 @@ pub(super) struct Placed<'a> {
     pub(super) depth: usize,
     /// Whether each layer always uses the same slot.
     pub(super) fixed: bool,
-    /// The most that may be pinned on the host, in bytes.
+    /// The most bytes that may be pinned on the host.
     pub(super) pinned_cap: u64,
 }
 
-/// What moves.
+/// The traffic of a placement.
 #[derive(Debug)]
 pub(super) struct Traffic {
     /// The use of each module.
     pub(super) usage: Per<ModuleId, Use>,
     /// Whether each module passes the staging buffers, if it is streamed.
     pub(super) staged: Per<ModuleId, bool>,
-    /// For each bin.
+    /// The traffic of each bin.
     pub(super) bins: Vec<BinTraffic>,
     pub(super) slots: Slots,
 }
 
-/// The bytes of one bin that move, pass the staging buffers, and are pinned.
+/// The bytes of one bin that are streamed, that pass the staging buffers, and that are pinned.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct BinTraffic {
     pub(super) streamed: u64,
@@ -63,7 +63,7 @@ impl Placed<'_> {
         Traffic { usage, staged, bins, slots }
     }
 
-    /// Pins what is streamed from the host, in order, up to the cap. The rest is staged: whether each module is.
+    /// Pins the modules streamed from the host, in order, up to the cap. Returns whether each module is staged: the rest is.
     fn staged(&self, usage: &Per<ModuleId, Use>, bins: &mut [BinTraffic]) -> Per<ModuleId, bool> {
         let stages: Vec<bool> = self.devices.iter().map(|&device| self.stages(device)).collect();
         let mut pinned = 0u64;
@@ -87,13 +87,13 @@ impl Placed<'_> {
         staged
     }
 
-    /// Whether pageable bytes of `device` pass the staging buffers on their way to the compute device.
+    /// Whether pageable bytes of `device` reach the compute device through the staging buffers.
     fn stages(&self, device: DeviceId) -> bool {
         let host_or_disk = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         !self.compute.is_host() && (host_or_disk || !self.topology.reaches(self.compute, device))
     }
 
-    /// Sums up what moves.
+    /// Sums up the traffic, and returns the slots.
     pub(super) fn slots(
         &self,
         usage: &Per<ModuleId, Use>,
@@ -106,7 +106,7 @@ impl Placed<'_> {
 }
 
 impl<'a> Planner<'a> {
-    /// What the plan puts on each device, and how each module is used there.
+    /// The plan of each device, and the use of each module there.
     pub(super) fn assemble(
         &self,
         quotas: &Quotas,
@@ -146,7 +146,7 @@ impl<'a> Planner<'a> {
             let computes = bin.device == compute;
             let info = match self.machine.device(bin.device) {
                 Ok(info) => info,
-                // The host that nobody named and nothing goes to.
+                // A host that the allocation does not name and that gets nothing.
                 Err(_) if modules[index] == 0 => continue,
                 Err(unknown) => return Err(unknown),
             };
@@ -159,7 +159,7 @@ impl<'a> Planner<'a> {
                     slots: of_compute(traffic.slots.bytes()),
                     scratch: of_compute(self.scratch),
                     reserve: of_compute(self.reserve),
-                    // Devices that get nothing are not opened, but for the compute device.
+                    // Of the devices that get nothing, only the compute device is opened.
                     opening: if computes || bytes > 0 { info.opening } else { 0 },
                 },
                 ..DevicePlan::of(info, bin.quoted.then_some(bin.cap))
@@ -169,8 +169,8 @@ impl<'a> Planner<'a> {
         Ok((devices, assignments, traffic.slots))
     }
 
-    /// The most that may be pinned: the cap, less the weights of other devices that live in the host's memory, whose
-    /// pages are no less locked.
+    /// The most bytes that may be pinned: the cap, minus the weights of other devices that share the host's memory, because
+    /// their pages are locked too.
     fn pinnable(&self, devices: &[DeviceId], home: &Per<ModuleId, usize>) -> u64 {
         let topology = self.machine.topology();
         let locked = |bin: usize| !devices[bin].is_host() && topology.memory_of(devices[bin]).is_host();
@@ -179,7 +179,7 @@ impl<'a> Planner<'a> {
         modules.fold(cap, |cap, module| cap.saturating_sub(module.bytes))
     }
 
-    /// Warnings for what is streamed from one place of a memory to another.
+    /// Warnings for bytes that are streamed within one memory.
     pub(super) fn copies_in_place<'b>(
         &'b self,
         devices: &'b [DevicePlan],
@@ -192,7 +192,7 @@ impl<'a> Planner<'a> {
         devices.iter().filter(here).map(warning)
     }
 
-    /// A warning where layers cannot be dealt out to fixed slots evenly.
+    /// A warning if the number of fixed slots does not divide the number of layers.
     pub(super) fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
         let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);
         let layers = by_layer.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count();
@@ -202,8 +202,8 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// Sums up what moves, layer by layer, to so many layers ahead and fixed slots or not, where `streamed` tells for each module that does its bin and whether it is staged;
-/// storage that several modules of a layer share moves once.
+/// Sums up the traffic layer by layer, and returns the slots for a depth and fixed slots or not. `streamed` returns the bin of
+/// each streamed module and whether it is staged. Storage that several modules of a layer share moves once.
 pub(super) fn slots_of(
     layout: &Layout,
     (depth, fixed): (usize, bool),

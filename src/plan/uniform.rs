@@ -1,7 +1,7 @@
 //! Interleaving by roles and whole layers, so that the streamed layers of a class look alike.
 
-use super::place::Dealer;
 use super::place::Placement;
+use super::place::ProportionalSplit;
 use super::warning::Warning;
 use crate::checkpoint::Layer;
 
@@ -15,14 +15,14 @@ impl Placement<'_> {
         let left = share - self.place_roles(share);
         self.place_layers(left);
         let before = self.resident();
-        self.deal_modules(|bin| bin != compute);
+        self.spread_modules(|bin| bin != compute);
         if self.resident() > before {
             let device = self.quotas.bins[compute].device;
             self.warnings.push(Warning::NotUniform { device });
         }
     }
 
-    /// -> the bytes placed.
+    /// Returns the bytes placed.
     fn place_roles(&mut self, share: u64) -> u64 {
         let layout = self.layout;
         let mut layers_of = vec![0usize; layout.class_count()];
@@ -31,7 +31,7 @@ impl Placement<'_> {
             layers_of[layer.class] += 1;
             roles_of[layer.class] = layer.modules.len();
         }
-        // Layers of a class list their roles in one order, so a role is a place in that list.
+        // Layers of a class list their roles in one order, so a role is an index into that list.
         let first: Vec<usize> =
             roles_of.iter().scan(0, |next, roles| Some(std::mem::replace(next, *next + roles))).collect();
         let group = |class: usize, place: usize| first[class] + place;
@@ -60,7 +60,7 @@ impl Placement<'_> {
         share - left
     }
 
-    /// Deals the layers' open parts between the compute device, up to `left` bytes, and all others.
+    /// Splits the layers' open parts between the compute device, up to `left` bytes, and all other bins.
     fn place_layers(&mut self, left: u64) {
         let layout = self.layout;
         let open = |this: &Self, layer: &Layer| -> u64 {
@@ -72,7 +72,7 @@ impl Placement<'_> {
         let smallest = rests.iter().map(|rest| rest.1).min().unwrap_or(0);
         let total: u64 = rests.iter().map(|rest| rest.1).sum();
         let grain = if smallest == largest { largest.max(1) } else { 1 };
-        // The remainder device must take at least its share, for the others are capped.
+        // The remainder device must take at least its share, because the others are capped.
         let takes_rest = self.quotas.takes_rest(self.quotas.compute);
         let share = match takes_rest {
             true if grain > 1 => left.next_multiple_of(grain),
@@ -81,9 +81,9 @@ impl Placement<'_> {
         };
         let share = share.min(total);
         let cap = if takes_rest { u64::MAX } else { left };
-        let mut dealer = Dealer::new(vec![share, total - share], vec![cap, u64::MAX], largest);
+        let mut split = ProportionalSplit::new(vec![share, total - share], vec![cap, u64::MAX], largest);
         for (layer, bytes) in rests {
-            match dealer.deal(bytes) {
+            match split.assign(bytes) {
                 Some(0) => {
                     for &module in &layer.modules {
                         if self.is_open(module) {
@@ -92,7 +92,7 @@ impl Placement<'_> {
                     }
                 }
                 Some(_) => (),
-                None => dealer.give(1, bytes),
+                None => split.record(1, bytes),
             }
         }
     }

@@ -21,7 +21,7 @@ use crate::schedule::{Groups, Origin};
 pub enum Order {
     /// Each module goes to the first device of the allocation that still holds it.
     Sequential,
-    /// Every device's modules are spread evenly, which streaming wants.
+    /// Every device's modules are spread evenly, which suits streaming.
     #[default]
     Interleaved,
 }
@@ -34,8 +34,8 @@ pub enum Unit {
     /// Single modules; closest to the shares.
     #[default]
     Module,
-    /// A role is resident in all layers of a class or in none, and what is left of the compute device's
-    /// quota holds whole layers, so that streamed layers of a class look alike.
+    /// Each role is resident in all layers of a class or in none, and the rest of the compute device's quota holds whole
+    /// layers, so that the streamed layers of a class are alike.
     Uniform,
 }
 
@@ -44,63 +44,63 @@ pub enum Unit {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Use {
-    /// Its home is the compute device.
+    /// The module lives on the compute device.
     Resident,
-    /// It is kept elsewhere and brought to the compute device for its layer's turn.
+    /// The module lives elsewhere and is fetched to the compute device for each use of its layer.
     Streamed,
-    /// It is kept elsewhere and used there.
+    /// The module lives elsewhere and is used there.
     InPlace,
 }
 
-/// The home and the use of one module.
+/// The home and use of one module.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Assignment {
-    /// Its name.
+    /// The module's name.
     pub module: Arc<str>,
-    /// Its place among the layout's modules.
+    /// The module's index in the layout.
     pub index: ModuleId,
-    /// Its layer.
+    /// The module's layer.
     pub layer: LayerId,
-    /// Where its bytes live.
+    /// The device where the module lives.
     pub device: DeviceId,
-    /// How they are used.
+    /// How the module is used.
     #[serde(rename = "use")]
     pub usage: Use,
-    /// Whether they pass the pinned staging buffers on the host on their way to the compute device.
+    /// Whether its bytes reach the compute device through the pinned staging buffers on the host.
     pub staged: bool,
-    /// The bytes that it takes at home; 0 where another module owns its storage.
+    /// The bytes that it takes at home; 0 if another module owns its storage.
     pub bytes: u64,
 }
 
-/// What a plan puts on one device, in bytes.
+/// A plan's share of one device, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DevicePlan {
     /// The device.
     pub id: DeviceId,
-    /// What the allocation allows it (a cap, or its share of a ratio); none where it takes what is left.
+    /// The device's quota in the allocation (a cap, or a share of a ratio); `None` if it takes the remainder.
     pub quota: Option<u64>,
     /// The weights homed here.
     #[serde(flatten)]
     pub weights: DeviceWeights,
-    /// What is needed beside them.
+    /// The needs beside the weights.
     #[serde(flatten)]
     pub beside: DeviceBeside,
-    /// What was known of its memory when the plan was made.
+    /// The device's memory as known when the plan was made.
     #[serde(flatten)]
     pub memory: DeviceRoom,
 }
 
-/// The weights that a plan homes on a device, in bytes, and what of them moves.
+/// The weights that live on a device, in bytes, and the part that moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceWeights {
-    /// All of them.
+    /// The bytes of all weights on the device.
     pub bytes: u64,
-    /// How many modules these are.
+    /// The number of modules.
     pub modules: usize,
-    /// What leaves the device in each pass.
+    /// The bytes that leave the device in each pass.
     pub streamed: u64,
     /// The part of `streamed` that passes the pinned staging buffers on the host.
     pub staged: u64,
@@ -108,40 +108,39 @@ pub struct DeviceWeights {
     pub pinned: u64,
 }
 
-/// What a plan needs of a device beside weights, in bytes; the first three of the compute device only.
+/// A plan's needs on a device beside weights, in bytes. The first three apply to the compute device only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceBeside {
     /// The slots of streamed layers.
     pub slots: u64,
-    /// What patching needs, which may use the memory of the slots.
+    /// The needs of patching, which may use the memory of the slots.
     pub scratch: u64,
-    /// What the caller keeps for activations.
+    /// The memory that the caller keeps for activations.
     pub reserve: u64,
-    /// What opening the device takes, where it was not open yet and something is put on it.
+    /// The memory that opening the device takes, if it is not open yet and the plan uses it.
     #[serde(default)]
     pub opening: u64,
 }
 
-/// The memory of a device as it was known when a plan was made, in bytes.
+/// A device's memory as known when a plan was made, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceRoom {
-    /// All of it.
+    /// The total memory.
     pub total: u64,
-    /// What of it was free, where known.
+    /// The free memory, if known.
     pub free: Option<u64>,
 }
 
 /// Where every module of a model lives and how it is used.
 ///
-/// A plan that exists places every module of its layout exactly once and its sums are right; one that is
-/// deserialised is checked for that, and for being as it was written: a plan is made anew, not edited. It prints as a
-/// table.
+/// Every plan places each module of its layout exactly once, and its sums are right. A plan that is deserialised is checked for
+/// this, and for being as it was written: plans are recomputed, not edited. A plan prints as a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan(Parts);
 
-/// What a plan consists of, before it is validated.
+/// The parts of a plan, before they are validated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Parts {
     pub(super) mode: Mode,
@@ -149,7 +148,7 @@ pub(super) struct Parts {
     pub(super) unit: Unit,
     pub(super) compute: DeviceId,
     pub(super) depth: usize,
-    /// Whether the caller has the slots.
+    /// Whether the caller provides the slots.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     #[serde(rename = "own_slots")]
     pub(super) external_slots: bool,
@@ -166,7 +165,7 @@ pub(super) struct Parts {
 
 impl Plan {
     /// # Errors
-    /// [`Error::Plan`](crate::Error::Plan) where the parts contradict each other.
+    /// [`Error::Plan`](crate::Error::Plan) when the parts contradict each other.
     pub(super) fn new(parts: Parts) -> Result<Plan> {
         parts.validate()?;
         Ok(Plan(parts))
@@ -176,17 +175,17 @@ impl Plan {
         &self.0
     }
 
-    /// What it consists of.
+    /// The parts of the plan.
     pub(super) fn into_parts(self) -> Parts {
         self.0
     }
 
-    /// How the quotas of its allocation counted.
+    /// The mode of its allocation.
     pub fn mode(&self) -> Mode {
         self.0.mode
     }
 
-    /// How modules are spread; mode virtual is always sequential.
+    /// The order in which modules are spread; mode virtual is always sequential.
     pub fn order(&self) -> Order {
         self.0.order
     }
@@ -201,7 +200,7 @@ impl Plan {
         self.0.compute
     }
 
-    /// How many layers are brought ahead of the one in use.
+    /// The number of layers that are prefetched.
     pub fn depth(&self) -> usize {
         self.0.depth
     }
@@ -211,22 +210,22 @@ impl Plan {
         &self.0.assignments
     }
 
-    /// What becomes of a module; none when the plan has no such module.
+    /// The home and use of a module; `None` if the plan has no such module.
     pub fn assignment(&self, module: ModuleId) -> Option<&Assignment> {
         self.0.assignments.get(module.index())
     }
 
-    /// The same for a module of the layout that the plan is of.
+    /// As [`assignment`](Plan::assignment), for a module known to be in the plan.
     pub(crate) fn at(&self, module: ModuleId) -> &Assignment {
         &self.0.assignments[module.index()]
     }
 
-    /// The compute device, the allocation's devices and where else something lives, in order of id.
+    /// The compute device, the allocation's devices and all other devices with modules, in order of id.
     pub fn devices(&self) -> &[DevicePlan] {
         &self.0.devices
     }
 
-    /// What the plan puts on `id`; none where the plan has nothing to do with it.
+    /// The plan's share of the device `id`; `None` if the plan does not involve it.
     pub fn device(&self, id: DeviceId) -> Option<&DevicePlan> {
         self.0.devices.iter().find(|d| d.id == id)
     }
@@ -242,43 +241,43 @@ impl Plan {
         self.0.fixed_slots
     }
 
-    /// Where a module's bytes come from, if it is streamed.
+    /// The origin of a module's bytes, if it is streamed.
     pub(crate) fn origin(&self, module: ModuleId) -> Option<Origin> {
         let assignment = self.at(module);
         let origin = Origin { device: assignment.device, staged: assignment.staged };
         (assignment.usage == Use::Streamed).then_some(origin)
     }
 
-    /// Which modules share memory where they live, for the layout that the plan is of.
+    /// The groups of modules that share memory where they live, for the plan's layout.
     pub(crate) fn groups(&self, layout: &Layout) -> Groups {
         Groups::new(layout, |module| self.origin(module))
     }
 
-    /// The bytes of all weights, shared storage once.
+    /// The bytes of all weights. Shared storage counts once.
     pub fn bytes(&self) -> u64 {
         self.0.devices.iter().map(|d| d.weights.bytes).sum()
     }
 
-    /// What a reader should know: quotas that could not be kept, patterns without effect.
+    /// The plan's warnings: quotas that could not be kept, patterns without effect.
     pub fn warnings(&self) -> &[Warning] {
         &self.0.warnings
     }
 
-    /// Why it is as it is; none but of mode auto.
+    /// The reasons for the plan; `None` unless mode auto made it.
     pub fn explanation(&self) -> Option<&Explanation> {
         self.0.explanation.as_deref()
     }
 }
 
 impl DevicePlan {
-    /// Nothing on a device.
+    /// A device with nothing on it.
     pub(super) fn of(info: &DeviceInfo, quota: Option<u64>) -> DevicePlan {
         let memory = DeviceRoom { total: info.total, free: info.free };
         let (weights, beside) = Default::default();
         DevicePlan { id: info.id, quota, weights, beside, memory }
     }
 
-    /// What the plan needs of the device: what opening takes, weights, the larger of slots and scratch, and the
+    /// The bytes that the plan needs on the device: those of opening it, the weights, the larger of slots and scratch, and the
     /// reserve.
     pub fn needed(&self) -> u64 {
         let DeviceBeside { slots, scratch, reserve, opening } = self.beside;

@@ -1,4 +1,4 @@
-//! What a reader of a plan should know.
+//! Warnings of a plan.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 use crate::device::DeviceId;
 use crate::error::{Contradiction, Error, Result};
 
-/// What a reader of a plan should know: quotas that could not be kept, patterns without effect.
+/// A warning of a plan: a quota that could not be kept, a pattern without effect.
 ///
-/// It prints and serialises as a sentence, which is read back to an equal value.
+/// It prints and serialises as a sentence, which parses back to an equal value.
 ///
 /// ```
 /// use tensor_offload::{Machine, Planner};
@@ -26,7 +26,7 @@ use crate::error::{Contradiction, Error, Result};
 #[serde(into = "String", try_from = "String")]
 #[non_exhaustive]
 pub enum Warning {
-    /// A module should be on the compute device, and its quota does not hold it.
+    /// A module should be on the compute device, but the quota does not hold it.
     NotKept {
         /// The module.
         module: String,
@@ -35,11 +35,11 @@ pub enum Warning {
         /// The compute device.
         device: DeviceId,
     },
-    /// Fewer bytes can leave the compute device than were to leave.
+    /// Fewer bytes can leave the compute device than the allocation asks for.
     LeavesLess {
-        /// The bytes that were to leave.
+        /// The bytes that should leave.
         target: u64,
-        /// Those that can.
+        /// The bytes that can leave.
         left: u64,
     },
     /// The device for the remainder takes more than its quota.
@@ -51,12 +51,12 @@ pub enum Warning {
         /// Its quota.
         quota: u64,
     },
-    /// Streamed layers of a class differ, since the compute device takes modules that no quota holds.
+    /// The streamed layers of a class differ, because the compute device takes modules that no quota holds.
     NotUniform {
         /// The compute device.
         device: DeviceId,
     },
-    /// What is streamed from a device is copied within one memory.
+    /// Bytes streamed from a device are copied within one memory.
     OneMemory {
         /// The device.
         device: DeviceId,
@@ -65,28 +65,28 @@ pub enum Warning {
         /// The bytes that are copied in each pass.
         bytes: u64,
     },
-    /// Fixed slots whose number does not divide that of the streamed layers: across the end of a pass fewer layers can be
-    /// fetched ahead.
+    /// The number of fixed slots does not divide the number of streamed layers, so fewer layers can be prefetched across the
+    /// end of a pass.
     UnevenSlots {
-        /// How many slots there are.
+        /// The number of slots.
         slots: usize,
-        /// How many layers are streamed.
+        /// The number of streamed layers.
         layers: usize,
     },
-    /// A pattern names no module.
+    /// A pattern matches no module.
     IdlePattern {
         /// The pattern.
         pattern: String,
     },
 }
 
-/// Why a module should be on the compute device.
+/// The reason why a module should be on the compute device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeptFor {
     /// The caller named it.
     Wanted,
-    /// It is used at both ends of the network.
+    /// The module is used at both ends of the network.
     BothEnds,
 }
 
@@ -134,7 +134,7 @@ impl fmt::Display for Warning {
 impl FromStr for Warning {
     type Err = Error;
 
-    /// Reads a warning as it prints.
+    /// Parses the printed form of a warning.
     ///
     /// # Errors
     /// [`Error::Plan`] for any other text.
@@ -144,7 +144,7 @@ impl FromStr for Warning {
     }
 }
 
-/// The warning that `text` may be. A name is what is left when all behind it is read, so it can be of any letters.
+/// Parses a warning. The text after a name is parsed first, so the name may contain any characters.
 fn read(text: &str) -> Option<Warning> {
     if let Some(pattern) = text.strip_prefix("no module is named like `") {
         return Some(Warning::IdlePattern { pattern: pattern.strip_suffix('`')?.to_owned() });

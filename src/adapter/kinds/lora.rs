@@ -67,7 +67,7 @@ impl Building<'_, '_> {
         let from = self.weight.shape.clone();
         let grows = to.len() == from.len() && to.iter().zip(&from).all(|(to, from)| to >= from);
         let matrix = matrix_of(&to)
-            .filter(|_| grows && self.parts.target.share.is_none() && self.parts.target.takes_rows_as_they_are());
+            .filter(|_| grows && self.parts.target.projection.is_none() && self.parts.target.takes_rows_as_they_are());
         let Some((rows, cols)) = matrix else {
             let what = format!("padding of the target `{}`", self.weight.name);
             let fault = AdapterFault::Shape { found: to, what, wanted: from };

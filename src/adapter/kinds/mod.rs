@@ -231,9 +231,9 @@ impl Parts<'_> {
 
     /// The rows of `weight`, of which the target may be a part, that a change of `rows` rows is for.
     fn rows_of(&self, factor: &Factor, rows: usize, weight: &Weight<'_>) -> Result<Range<usize>> {
-        let place = match self.target.share {
+        let place = match self.target.projection {
             None => (rows == weight.rows).then_some(0..rows),
-            Some(share) => share.rows(rows, weight.rows),
+            Some(projection) => projection.rows(rows, weight.rows),
         };
         place.ok_or_else(|| self.shape_fault(factor, format!("the target `{}`", weight.name), &weight.shape))
     }

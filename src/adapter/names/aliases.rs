@@ -1,13 +1,13 @@
-//! The checkpoint's modules by the names that other programs give them.
+//! The checkpoint's modules by the names that other programs use.
 
 use std::collections::HashMap;
 
 use super::families::{self, Rule};
-use super::rows::{Cut, RowOrder, Share};
+use super::rows::{Projection, RowOrder, RowSlice};
 use super::{Component, FUSED, Found, MODEL_PREFIXES, Target};
 use crate::checkpoint::Layout;
 
-/// What checkpoints of whole pipelines put before the names of one of their models.
+/// The prefixes that checkpoints of whole pipelines give the names of one model.
 const ROOTS: &[(&str, Component)] = &[
     ("cond_stage_model.transformer.", Component::TEXT_1),
     ("cond_stage_model.model.", Component::TEXT_1),
@@ -25,21 +25,21 @@ const ROOTS: &[(&str, Component)] = &[
 /// The second text encoder of Flux, the third of Stable Diffusion 3.
 const T5: Component = Component(Component::TEXT_2.0 | Component::TEXT_3.0);
 
-/// Names to what they mean; several where it is not clear.
-type Names<'a> = HashMap<String, Vec<Meaning<'a>>>;
+/// Targets by name; several if a name is ambiguous.
+type Names<'a> = HashMap<String, Vec<NamedTargets<'a>>>;
 
 #[derive(Clone, Debug, PartialEq)]
-struct Meaning<'a> {
+struct NamedTargets<'a> {
     component: Component,
-    /// One module, or those that hold the parts of what the name means, in order.
+    /// One module, or the modules that hold the parts of the named weight, in order.
     targets: Vec<Target<'a>>,
 }
 
-/// The index of the names.
+/// The index of aliases.
 #[derive(Debug)]
 pub(crate) struct Aliases<'a> {
     dotted: Names<'a>,
-    /// The same with dots made underscores.
+    /// The names with dots replaced by underscores.
     flat: Names<'a>,
 }
 
@@ -47,7 +47,7 @@ impl<'a> Aliases<'a> {
     /// `modules` are those of `layout`.
     pub(crate) fn new(layout: &Layout, modules: &[Target<'a>]) -> Aliases<'a> {
         let mut aliases = Aliases { dotted: Names::new(), flat: Names::new() };
-        let mut apart = Apart { layout, found: HashMap::new() };
+        let mut split = SplitModules { layout, found: HashMap::new() };
         for &target in modules {
             for (component, name) in roots(target.module) {
                 if component != Component::ANY {
@@ -55,62 +55,62 @@ impl<'a> Aliases<'a> {
                 }
                 for (number, rule) in families::rules().iter().enumerate() {
                     aliases.add_parts(rule, component, name, target);
-                    apart.find_rule(number, rule, component, name, target);
+                    split.find_rule(number, rule, component, name, target);
                 }
-                apart.find_fused(component, name, target);
+                split.find_fused(component, name, target);
             }
         }
-        for (name, component, targets) in apart.complete() {
+        for (name, component, targets) in split.complete() {
             aliases.add(name, component, targets);
         }
         aliases
     }
 
-    /// What an adapter for `component` means by `name`.
+    /// The modules that an adapter for `component` calls `name`.
     pub(crate) fn dotted(&self, name: &str, component: Component) -> Found<'a> {
         found(&self.dotted, name, component)
     }
 
-    /// The same for a name whose dots have become underscores.
+    /// As [`dotted`](Aliases::dotted), for a name with underscores in place of dots.
     pub(crate) fn flat(&self, name: &str, component: Component) -> Found<'a> {
         found(&self.flat, name, component)
     }
 
-    /// The names that a rule has for a module, or for the parts of its weight.
+    /// Adds a rule's names for a module, or for the parts of its weight.
     fn add_parts(&mut self, rule: &Rule, component: Component, name: &str, target: Target<'a>) {
         let Some(captured) = rule.whole.captures(name) else { return };
         let of: u32 = rule.parts.iter().map(|(share, _)| share).sum();
         let mut first = 0;
         for (count, part) in &rule.parts {
-            let share = (rule.parts.len() > 1).then_some(Share::Parts { first, count: *count, of });
+            let projection = (rule.parts.len() > 1).then_some(Projection::Parts { first, count: *count, of });
             let order = if rule.order == RowOrder::Same { target.order } else { rule.order };
-            self.add(part.fill(&captured), component, vec![Target { share, order, ..target }]);
+            self.add(part.fill(&captured), component, vec![Target { projection, order, ..target }]);
             first += count;
         }
     }
 
     fn add(&mut self, name: String, component: Component, targets: Vec<Target<'a>>) {
-        let meaning = Meaning { component, targets };
+        let candidate = NamedTargets { component, targets };
         let shorter = name.strip_suffix(".to_out.0").map(|outer| format!("{outer}.to_out"));
         for name in shorter.into_iter().chain([name]) {
             for (names, name) in [(&mut self.flat, name.replace('.', "_")), (&mut self.dotted, name)] {
-                let meanings = names.entry(name).or_default();
-                if !meanings.contains(&meaning) {
-                    meanings.push(meaning.clone());
+                let candidates = names.entry(name).or_default();
+                if !candidates.contains(&candidate) {
+                    candidates.push(candidate.clone());
                 }
             }
         }
     }
 }
 
-/// The modules that hold the parts of what another program fuses, until all of them are found.
-struct Apart<'a, 'l> {
+/// The modules that hold the parts of weights that another program fuses, collected until all parts are found.
+struct SplitModules<'a, 'l> {
     layout: &'l Layout,
-    /// By the rule, the model and the fused name.
+    /// The parts found, by the rule, the model and the fused name.
     found: HashMap<(usize, Component, String), Vec<Option<Target<'a>>>>,
 }
 
-impl<'a> Apart<'a, '_> {
+impl<'a> SplitModules<'a, '_> {
     fn find_rule(&mut self, number: usize, rule: &Rule, component: Component, name: &str, target: Target<'a>) {
         for (place, (_, part)) in rule.parts.iter().enumerate() {
             if let Some(captured) = part.captures(name) {
@@ -121,7 +121,7 @@ impl<'a> Apart<'a, '_> {
         }
     }
 
-    /// Projections that are often fused, whatever the family.
+    /// Finds projections that are often fused, in any family.
     fn find_fused(&mut self, component: Component, name: &str, target: Target<'a>) {
         let (outer, own) = name.rsplit_once('.').map_or(("", name), |(outer, own)| (&name[..=outer.len()], own));
         let mut number = usize::MAX;
@@ -141,7 +141,7 @@ impl<'a> Apart<'a, '_> {
         self.found.entry(key).or_insert_with(|| vec![None; count])[place] = Some(target);
     }
 
-    /// Those of which all parts are there, with the rows of each; in order of the names.
+    /// The fused weights of which all parts were found, with the rows of each part, in order of the names.
     fn complete(self) -> Vec<(String, Component, Vec<Target<'a>>)> {
         let layout = self.layout;
         let rows = |target: &Target<'_>| {
@@ -156,7 +156,7 @@ impl<'a> Apart<'a, '_> {
                 let Some(of) = lens.iter().try_fold(0u64, |sum, len| sum.checked_add(*len)) else { continue };
                 let mut start = 0;
                 for (target, len) in targets.iter_mut().zip(lens) {
-                    target.cut = Some(Cut { start, len, of });
+                    target.slice = Some(RowSlice { start, len, of });
                     start += len;
                 }
             }
@@ -167,7 +167,7 @@ impl<'a> Apart<'a, '_> {
     }
 }
 
-/// A module's name, and without each of the roots that it begins with.
+/// A module's name, and the name without each of the prefixes that it begins with.
 fn roots(name: &str) -> impl Iterator<Item = (Component, &str)> {
     let models = MODEL_PREFIXES.iter().filter_map(move |root| Some((Component::ANY, name.strip_prefix(root)?)));
     let pipelines = ROOTS.iter().filter_map(move |(root, component)| Some((*component, name.strip_prefix(root)?)));
@@ -175,13 +175,13 @@ fn roots(name: &str) -> impl Iterator<Item = (Component, &str)> {
 }
 
 fn found<'a>(names: &Names<'a>, name: &str, component: Component) -> Found<'a> {
-    let meanings = names.get(name).map_or(&[][..], Vec::as_slice);
-    let meanings: Vec<_> = meanings.iter().filter(|meaning| meaning.component.and(component).0 != 0).collect();
-    match meanings[..] {
+    let candidates = names.get(name).map_or(&[][..], Vec::as_slice);
+    let candidates: Vec<_> = candidates.iter().filter(|candidate| candidate.component.and(component).0 != 0).collect();
+    match candidates[..] {
         [] => Found::Nothing,
-        [first, ..] if meanings.iter().all(|meaning| meaning.targets == first.targets) => {
+        [first, ..] if candidates.iter().all(|candidate| candidate.targets == first.targets) => {
             Found::One(first.targets.clone())
         }
-        _ => Found::Several(meanings.iter().map(|meaning| meaning.targets[0].module.to_owned()).collect()),
+        _ => Found::Several(candidates.iter().map(|candidate| candidate.targets[0].module.to_owned()).collect()),
     }
 }

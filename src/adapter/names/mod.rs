@@ -1,4 +1,4 @@
-//! Names: which tensor of a checkpoint an adapter's key is for.
+//! Names: finding the tensor of a checkpoint that an adapter's key is for.
 //!
 //! | a new | goes into |
 //! |---|---|
@@ -18,9 +18,9 @@ use std::collections::HashMap;
 
 use crate::checkpoint::{Layout, TensorId};
 use aliases::Aliases;
-use rows::{Cut, RowOrder, Share};
+use rows::{Projection, RowOrder, RowSlice};
 
-/// What an adapter's module patches.
+/// The target of an adapter's module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Target<'a> {
     /// The module's name in the checkpoint.
@@ -29,38 +29,38 @@ pub(crate) struct Target<'a> {
     pub(crate) weight: Option<TensorId>,
     /// Its bias.
     pub(crate) bias: Option<TensorId>,
-    /// The rows of the weight, when the checkpoint holds several projections as one weight.
-    pub(crate) share: Option<Share>,
-    /// The rows of the adapter's change, when the adapter has one for several of the checkpoint's weights.
-    pub(crate) cut: Option<Cut>,
-    /// How the checkpoint orders the rows.
+    /// The projection to patch, if the checkpoint fuses several projections in one weight.
+    pub(crate) projection: Option<Projection>,
+    /// The rows of the adapter's change, if one change is for several of the checkpoint's weights.
+    pub(crate) slice: Option<RowSlice>,
+    /// The checkpoint's order of the rows.
     pub(crate) order: RowOrder,
 }
 
 impl<'a> Target<'a> {
     fn new(module: &'a str) -> Target<'a> {
-        Target { module, weight: None, bias: None, share: None, cut: None, order: RowOrder::Same }
+        Target { module, weight: None, bias: None, projection: None, slice: None, order: RowOrder::Same }
     }
 }
 
-/// Names of projections when they are apart.
-type Projections = &'static [(&'static str, Share)];
+/// The names of unfused projections.
+type Projections = &'static [(&'static str, Projection)];
 
-/// Names of fused weights, with their projections' names when they are apart.
+/// The names of fused weights, with the names of their unfused projections.
 const FUSED: &[(&[&str], &[Projections])] = &[
     (
         &["qkv", "to_qkv", "qkv_proj", "Wqkv", "attn_qkv"],
         &[
-            &[("q", Share::Query), ("k", Share::Key), ("v", Share::Value)],
-            &[("to_q", Share::Query), ("to_k", Share::Key), ("to_v", Share::Value)],
-            &[("q_proj", Share::Query), ("k_proj", Share::Key), ("v_proj", Share::Value)],
-            &[("attn_q", Share::Query), ("attn_k", Share::Key), ("attn_v", Share::Value)],
+            &[("q", Projection::Query), ("k", Projection::Key), ("v", Projection::Value)],
+            &[("to_q", Projection::Query), ("to_k", Projection::Key), ("to_v", Projection::Value)],
+            &[("q_proj", Projection::Query), ("k_proj", Projection::Key), ("v_proj", Projection::Value)],
+            &[("attn_q", Projection::Query), ("attn_k", Projection::Key), ("attn_v", Projection::Value)],
         ],
     ),
-    (&["gate_up_proj"], &[&[("gate_proj", Share::Gate), ("up_proj", Share::Up)]]),
+    (&["gate_up_proj"], &[&[("gate_proj", Projection::Gate), ("up_proj", Projection::Up)]]),
 ];
 
-/// What programs put before a module's name in adapters; of two that fit, the longer stands first.
+/// The prefixes of module names in adapters. Of two that match, the longer comes first.
 const ADAPTER_PREFIXES: &[(&str, Component)] = &[
     ("base_model.model.", Component::ANY),
     ("diffusion_model.", Component::NETWORK),
@@ -73,7 +73,7 @@ const ADAPTER_PREFIXES: &[(&str, Component)] = &[
     ("model.", Component::ANY),
 ];
 
-/// The same in names whose dots have become underscores.
+/// The prefixes in names with underscores in place of dots.
 const FLAT_PREFIXES: &[(&str, Component)] = &[
     ("lora_unet_", Component::NETWORK),
     ("lora_te_", Component::TEXT_1),
@@ -100,7 +100,7 @@ impl Component {
     }
 }
 
-/// What checkpoints put before all names of a model.
+/// The prefixes that checkpoints give all names of a model.
 const MODEL_PREFIXES: &[&str] = &[
     "model.diffusion_model.",
     "diffusion_model.",
@@ -111,29 +111,28 @@ const MODEL_PREFIXES: &[&str] = &[
     "text_encoder.",
 ];
 
-/// What training programs put inside names, around the module that they wrap.
+/// The name parts that training programs insert for modules that they wrap.
 const WRAPPERS: &[(&str, &str)] = &[(".processor.", "."), (".base_layer", ""), (".modules_to_save", "")];
 
-/// Names to places in [`Targets::targets`]; several where a name fits several modules.
+/// Indices into [`Targets::targets`] by name; several if a name matches several modules.
 type Names = HashMap<String, Vec<usize>>;
 
 /// The index of a checkpoint's names.
 ///
-/// An exact name goes before everything. Then prefixes are stripped: the adapter's, then the model's too. Names
-/// without dots are looked up among the model's own names with *their* dots made underscores: which of an
-/// adapter's underscores were dots cannot be told from the adapter. At last, what other programs call the modules
-/// ([`Aliases`]), in either form.
+/// An exact name takes precedence. Then prefixes are stripped: the adapter's, then also the model's. Names without dots are
+/// looked up among the model's names with *their* dots replaced by underscores, because it is unknown which of an adapter's
+/// underscores were dots. Last come the names that other programs give the modules ([`Aliases`]), in either form.
 pub(crate) struct Targets<'a> {
     layout: &'a Layout,
     targets: Vec<Target<'a>>,
-    /// How many of the targets are the checkpoint's modules; those after them are parts of a fused weight.
+    /// The number of targets that are the checkpoint's modules; the targets after these are projections of fused weights.
     modules: usize,
     exact: Names,
-    /// Without the model's prefix, and the projections of fused weights.
+    /// Names without the model's prefix, and names of projections of fused weights.
     other: Names,
     flat: Names,
     flat_other: Names,
-    /// Made when a name is not found among the others.
+    /// Built when a name is not found among the others.
     aliases: OnceCell<Aliases<'a>>,
 }
 
@@ -159,8 +158,8 @@ impl<'a> Targets<'a> {
         index
     }
 
-    /// The module that an adapter calls `name`: none, one (or the several that hold its parts), or the several that
-    /// it fits equally well.
+    /// The module that an adapter calls `name`: none, one (or the several that hold its parts), or several that match equally
+    /// well.
     pub(crate) fn find(&self, name: &str) -> Found<'a> {
         let dotted = candidates(name, ADAPTER_PREFIXES);
         let underscored = if name.contains('.') { Vec::new() } else { candidates(name, FLAT_PREFIXES) };
@@ -184,7 +183,7 @@ impl<'a> Targets<'a> {
         dotted.chain(underscored).find(|found| *found != Found::Nothing).unwrap_or(Found::Nothing)
     }
 
-    /// Names that a module answers to besides its own.
+    /// Adds the other names of a module.
     fn add_other(&mut self, name: &str, place: usize) {
         for prefix in MODEL_PREFIXES {
             if let Some(rest) = name.strip_prefix(prefix) {
@@ -198,15 +197,15 @@ impl<'a> Targets<'a> {
         }
     }
 
-    /// The projections of a fused weight, unless the checkpoint has modules of those names.
+    /// Adds the projections of a fused weight, unless the checkpoint has modules of those names.
     fn add_projections(&mut self, place: usize) {
         let target = self.targets[place];
         let (outer, own) = target.module.rsplit_once('.').unwrap_or(("", target.module));
         for (_, projections) in FUSED.iter().filter(|(fused, _)| fused.contains(&own)) {
-            for &(projection, share) in projections.iter().copied().flatten() {
-                let name = if outer.is_empty() { projection.to_owned() } else { format!("{outer}.{projection}") };
+            for &(suffix, projection) in projections.iter().copied().flatten() {
+                let name = if outer.is_empty() { suffix.to_owned() } else { format!("{outer}.{suffix}") };
                 if !self.exact.contains_key(&name) {
-                    self.targets.push(Target { share: Some(share), ..target });
+                    self.targets.push(Target { projection: Some(projection), ..target });
                     self.add_other(&name, self.targets.len() - 1);
                 }
             }
@@ -227,7 +226,7 @@ pub(crate) enum Found<'a> {
     Several(Vec<String>),
 }
 
-/// Modules with a weight or bias, and every other tensor as a module of its own.
+/// The modules with a weight or bias, and every other tensor as a separate module.
 fn modules(layout: &Layout) -> Vec<Target<'_>> {
     let mut targets: Vec<Target<'_>> = Vec::new();
     let mut place_of = HashMap::new();
@@ -248,7 +247,8 @@ fn modules(layout: &Layout) -> Vec<Target<'_>> {
     targets
 }
 
-/// OpenCLIP keeps its text projection as a matrix of its own, inputs by outputs; others keep a linear module's weight.
+/// Whether a tensor is stored transposed. OpenCLIP stores its text projection as a matrix, inputs by outputs; others store a
+/// linear module's weight.
 fn is_transposed(tensor: &str) -> bool {
     tensor.rsplit('.').next() == Some("text_projection")
 }
@@ -325,7 +325,7 @@ mod tests {
     fn projections_are_rows_of_a_fused_weight() {
         let model = layout(&["blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "blocks.1.attn.q.weight"]);
         let Found::One(keys) = Targets::new(&model).find("lora_unet_blocks_0_attn_to_k") else { panic!("no target") };
-        assert_eq!((keys[0].module, keys[0].share), ("blocks.0.attn.qkv", Some(Share::Key)));
+        assert_eq!((keys[0].module, keys[0].projection), ("blocks.0.attn.qkv", Some(Projection::Key)));
         assert_eq!(found(&model, "diffusion_model.blocks.1.attn.q").as_deref(), Some("blocks.1.attn.q"));
     }
 

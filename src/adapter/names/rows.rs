@@ -1,4 +1,4 @@
-//! Which rows of a weight a name means, and in which order: where a checkpoint and an adapter do not keep them alike.
+//! The rows of a weight that a name refers to, and their order, if a checkpoint and an adapter store them differently.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use crate::error::AdapterFault;
 
 /// One of the projections that a fused weight stacks in rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Share {
+pub(crate) enum Projection {
     Query,
     Key,
     Value,
@@ -22,63 +22,63 @@ pub(crate) enum Share {
     },
 }
 
-impl Share {
-    /// The rows of a fused weight of `all` rows that belong to a projection of `rows` rows; none where such a
-    /// projection cannot be part of it. Keys and values have equal rows, queries a multiple of theirs.
+impl Projection {
+    /// The rows of a fused weight of `all` rows that belong to a projection of `rows` rows; `None` if the weight
+    /// cannot contain such a projection. Keys and values have equal rows, queries a multiple of theirs.
     pub(crate) fn rows(self, rows: usize, all: usize) -> Option<Range<usize>> {
         let pair = rows.checked_mul(2)?;
         let start = match self {
-            Share::Query => {
+            Projection::Query => {
                 let others = all.checked_sub(rows)?;
                 let fits = others > 0 && others % 2 == 0 && rows >= others / 2 && rows.is_multiple_of(others / 2);
                 return fits.then_some(0..rows);
             }
-            Share::Parts { first, count, of } => {
+            Projection::Parts { first, count, of } => {
                 let [first, count, of] = [first, count, of].map(|n| n as usize);
                 let each = all.checked_div(of).filter(|each| each * of == all && each.checked_mul(count) == Some(rows));
                 return each.filter(|each| *each > 0).map(|each| each * first..each * (first + count));
             }
-            Share::Gate => 0,
-            Share::Up => rows,
-            Share::Key => all.checked_sub(pair)?,
-            Share::Value => all.checked_sub(rows)?,
+            Projection::Gate => 0,
+            Projection::Up => rows,
+            Projection::Key => all.checked_sub(pair)?,
+            Projection::Value => all.checked_sub(rows)?,
         };
         let fits = match self {
-            Share::Gate | Share::Up => rows > 0 && pair == all,
+            Projection::Gate | Projection::Up => rows > 0 && pair == all,
             _ => rows > 0 && all.checked_sub(pair).is_some_and(|query| query >= rows && query.is_multiple_of(rows)),
         };
         fits.then_some(start..start + rows)
     }
 }
 
-/// Some rows of an adapter's change.
+/// A slice of the rows of an adapter's change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
+pub(crate) struct RowSlice {
     pub(crate) start: u64,
     pub(crate) len: u64,
-    /// How many rows the change has.
+    /// The number of rows of the change.
     pub(crate) of: u64,
 }
 
-/// How the rows of a weight are ordered in a checkpoint, compared with what an adapter was made for.
+/// The order of a weight's rows in a checkpoint, compared with the weight that an adapter was made for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) enum RowOrder {
     #[default]
     Same,
-    /// The two halves have changed places.
+    /// The two halves are swapped.
     HalvesSwapped,
     /// The partners of a rotary embedding, which the adapter has in two halves of each head, may stand side by side.
     RotaryPaired(Heads),
-    /// The other way.
+    /// The reverse of `RotaryPaired`.
     RotaryHalved(Heads),
-    /// Rows and columns have changed places.
+    /// Rows and columns are swapped.
     Transposed,
-    /// The rows are the same, but the values may have one added, as some programs keep a norm: a change is the same, the
-    /// whole is not.
+    /// The rows are the same, but the values may have one added, as some programs store a norm: a change is the same, a whole
+    /// weight is not.
     Shifted,
 }
 
-/// Which heads a weight's rows belong to.
+/// The heads that a weight's rows belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Heads {
     Queries,
@@ -86,7 +86,7 @@ pub(crate) enum Heads {
 }
 
 impl RowOrder {
-    /// The same where adapter and checkpoint have changed places.
+    /// The order with adapter and checkpoint exchanged.
     pub(crate) fn inverse(self) -> RowOrder {
         match self {
             RowOrder::RotaryPaired(heads) => RowOrder::RotaryHalved(heads),
@@ -96,39 +96,39 @@ impl RowOrder {
     }
 }
 
-/// How a checkpoint orders the rows of queries and keys, compared with an adapter in another program's names.
+/// The order of a checkpoint's query and key rows, compared with an adapter in another program's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RotaryRows {
-    /// As the adapter has them: GGUF files of Qwen, Gemma and others.
+    /// The adapter's order: GGUF files of Qwen, Gemma and others.
     Same,
-    /// One of the two has the partners of each rotary pair side by side, the other, with transformers' names, in the
-    /// two halves of a head: GGUF files of Llama and Mistral, Meta's own files.
+    /// One of the two has the partners of each rotary pair side by side; the other, with transformers' names, has them in the
+    /// two halves of a head: GGUF files of Llama and Mistral, and Meta's files.
     Paired {
-        /// The model's heads (`num_attention_heads`).
+        /// The number of query heads (`num_attention_heads`).
         heads: usize,
-        /// Its heads of keys and values (`num_key_value_heads`); as many as `heads` in older models.
+        /// The number of key and value heads (`num_key_value_heads`); equal to `heads` in older models.
         kv_heads: usize,
     },
 }
 
 impl Target<'_> {
-    /// Whether its rows stand elsewhere in an adapter's change.
+    /// Whether the target's rows are at other positions in an adapter's change.
     pub(crate) fn moves_rows(&self) -> bool {
         let in_order = matches!(self.order, RowOrder::Same | RowOrder::Shifted | RowOrder::Transposed);
-        self.cut.is_some() || !in_order
+        self.slice.is_some() || !in_order
     }
 
-    /// Whether an adapter's change is for it as it is, neither moved nor transposed.
+    /// Whether an adapter's change applies without moving rows or transposing.
     pub(crate) fn takes_rows_as_they_are(&self) -> bool {
         !self.moves_rows() && self.order != RowOrder::Transposed
     }
 
-    /// For each row of the target the row of a change of `rows` rows, which a tensor of shape `shape` gives.
+    /// For each row of the target, the row in a change of `rows` rows, given by a tensor of shape `shape`.
     ///
     /// # Errors
     /// [`AdapterFault::Shape`] when the rows are not those of the target's parts, halves or heads,
-    /// [`AdapterFault::RowOrder`] when nobody said which order they have.
+    /// [`AdapterFault::RowOrder`] when their order is not known.
     pub(crate) fn source_rows(
         &self,
         rows: usize,
@@ -137,12 +137,12 @@ impl Target<'_> {
     ) -> Result<Vec<usize>, AdapterFault> {
         let fault = |what, wanted| AdapterFault::Shape { found: shape.to_vec(), what, wanted: vec![wanted] };
         let (mut start, mut len) = (0, rows);
-        if let Some(cut) = self.cut {
-            if cut.of != rows as u64 {
+        if let Some(slice) = self.slice {
+            if slice.of != rows as u64 {
                 let what = format!("the parts of which `{}` is one; together they are", self.module);
-                return Err(fault(what, cut.of));
+                return Err(fault(what, slice.of));
             }
-            (start, len) = (cut.start as usize, cut.len as usize);
+            (start, len) = (slice.start as usize, slice.len as usize);
         }
         let misfit = |what: &str| fault(format!("{what} of `{}`", self.module), len as u64);
         let source: Box<dyn Fn(usize) -> usize> = match self.order {
@@ -161,7 +161,7 @@ impl Target<'_> {
         Ok((0..len).map(|row| start + source(row)).collect())
     }
 
-    /// How many heads the rows belong to; none where their order is the same.
+    /// The number of heads that the rows belong to; `None` if their order is the same.
     fn heads(&self, of: Heads, rotary: Option<RotaryRows>) -> Result<Option<usize>, AdapterFault> {
         match rotary {
             Some(RotaryRows::Same) => Ok(None),
@@ -173,8 +173,8 @@ impl Target<'_> {
     }
 }
 
-/// The adapter's row that belongs at `row`, for heads of `size` rows: the adapter has them halved where the
-/// checkpoint has them `paired`, and the other way.
+/// The adapter's row that belongs at `row`, for heads of `size` rows. With `paired`, the checkpoint has pairs and the adapter
+/// halves; otherwise the reverse.
 fn rotary_source(row: usize, size: usize, paired: bool) -> usize {
     let (head, place, half) = (row / size * size, row % size, size / 2);
     head + if paired { place % 2 * half + place / 2 } else { place % half * 2 + place / half }
@@ -187,15 +187,18 @@ mod tests {
 
     #[test]
     fn shares_are_rows_of_a_fused_weight() {
-        assert_eq!(Share::Key.rows(2, 6), Some(2..4));
-        assert_eq!(Share::Query.rows(8, 12), Some(0..8));
-        assert_eq!(Share::Key.rows(2, 12), Some(8..10));
-        assert_eq!(Share::Value.rows(2, 12), Some(10..12));
-        assert_eq!(Share::Up.rows(6, 12), Some(6..12));
-        let last = Share::Parts { first: 3, count: 4, of: 7 };
+        assert_eq!(Projection::Key.rows(2, 6), Some(2..4));
+        assert_eq!(Projection::Query.rows(8, 12), Some(0..8));
+        assert_eq!(Projection::Key.rows(2, 12), Some(8..10));
+        assert_eq!(Projection::Value.rows(2, 12), Some(10..12));
+        assert_eq!(Projection::Up.rows(6, 12), Some(6..12));
+        let last = Projection::Parts { first: 3, count: 4, of: 7 };
         assert_eq!((last.rows(8, 14), last.rows(7, 14), last.rows(0, 0)), (Some(6..14), None, None));
-        for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up] {
-            assert_eq!((share.rows(5, 12), share.rows(13, 12), share.rows(usize::MAX, 12)), (None, None, None));
+        for projection in [Projection::Query, Projection::Key, Projection::Value, Projection::Gate, Projection::Up] {
+            assert_eq!(
+                (projection.rows(5, 12), projection.rows(13, 12), projection.rows(usize::MAX, 12)),
+                (None, None, None)
+            );
         }
     }
 
@@ -213,9 +216,9 @@ mod tests {
     proptest! {
         #[test]
         fn shares_stay_inside(rows in 0usize..40, all in 0usize..80) {
-            let parts = Share::Parts { first: 1, count: 2, of: 4 };
-            for share in [Share::Query, Share::Key, Share::Value, Share::Gate, Share::Up, parts] {
-                if let Some(range) = share.rows(rows, all) {
+            let parts = Projection::Parts { first: 1, count: 2, of: 4 };
+            for projection in [Projection::Query, Projection::Key, Projection::Value, Projection::Gate, Projection::Up, parts] {
+                if let Some(range) = projection.rows(rows, all) {
                     prop_assert!(range.len() == rows && range.end <= all && rows > 0);
                 }
             }
