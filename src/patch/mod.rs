@@ -55,7 +55,7 @@ pub struct TensorPatch {
     is_bias: bool,
     rounding: Rounding,
     scale_policy: ScalePolicy,
-    /// The weight whose scale this tensor is, when that is computed anew.
+    /// For a recomputed scale, the weight that it belongs to.
     scale_of: Option<Arc<TensorPatch>>,
     makers: Vec<Maker>,
 }

@@ -23,8 +23,8 @@ impl TensorPatch {
             && self.steps.iter().all(added)
     }
 
-    /// The patch as a device takes it, with the scales that [`scales`](TensorPatch::scales) gave; none when it is
-    /// something [else](TensorPatch::is_products).
+    /// The patch in the form that devices take, with the scales from [`scales`](TensorPatch::scales); `None` if the patch is
+    /// not [one of products](TensorPatch::is_products).
     pub(crate) fn products<'a>(&'a self, scales: Option<&'a Scales>) -> Option<MatrixPatch<'a>> {
         let product = |step: &'a Step| {
             let Change::Add { delta, scale } = &step.change else { return None };

@@ -192,7 +192,7 @@ impl Scales {
 
     /// The scales for these real weights of `cols` columns: for each block the largest finite magnitude divided by the
     /// largest value of `weight`, rounded to the type that the scales are stored in; the old one where that is none.
-    pub(crate) fn anew(&self, weight: Float, stored: Float, values: &[f32], cols: usize) -> Scales {
+    pub(crate) fn recomputed(&self, weight: Float, stored: Float, values: &[f32], cols: usize) -> Scales {
         let block_cols = self.block[1].min(cols.max(1));
         let of_row = |(row, values): (usize, &[f32])| {
             let largest = |block: &[f32]| {

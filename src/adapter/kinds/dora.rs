@@ -1,4 +1,4 @@
-//! DoRA: the magnitudes beside the factors of another kind.
+//! DoRA: magnitudes that come with the factors of another kind.
 
 use super::{Building, Pending};
 use crate::adapter::Factor;
@@ -7,7 +7,7 @@ use crate::error::{AdapterFault, Result};
 use crate::patch::{Axis, Dora};
 
 impl Building<'_, '_> {
-    /// The decomposition that takes D in; none where there are no magnitudes for it.
+    /// The decomposition that includes D; `None` if there are no magnitudes.
     pub(super) fn dora(&self, pending: &Pending) -> Result<Option<Dora>> {
         match self.parts.read(Part::DoraScale)? {
             Some(magnitude) => self.comfy_dora(magnitude, pending).map(Some),

@@ -1,4 +1,4 @@
-//! Kinds of adapters: what the tensors of a module mean, and which steps they become.
+//! Kinds of adapters: the meaning of a module's tensors, and the steps that they become.
 //!
 //! A kind is a file. A new one takes its parts and their endings in [`keys`], a file here that checks its factors against
 //! the target and lays them out, and a line in [`Building::factors`]. Arithmetic that no kind has yet is a
@@ -25,7 +25,7 @@ use crate::checkpoint::TensorId;
 use crate::error::{AdapterFault, Error, Result};
 use crate::patch::{Delta, Matrix, Product, Step, matrix_of};
 
-/// A tensor of the checkpoint as the steps so far leave it, seen as a matrix.
+/// A tensor of the checkpoint after the steps so far, viewed as a matrix.
 pub(super) struct Weight<'a> {
     name: &'a str,
     shape: Vec<u64>,
@@ -39,16 +39,16 @@ impl<'a> Weight<'a> {
         Weight { name, shape, rows, cols }
     }
 
-    /// The same, each element a row.
+    /// The weight as a bias: each element is a row.
     fn into_bias(self) -> Weight<'a> {
         Weight { rows: self.rows * self.cols, cols: 1, ..self }
     }
 }
 
-/// What a module of an adapter does to its target.
+/// The steps of an adapter's module for its target.
 #[derive(Default)]
 pub(super) struct Built {
-    /// The weight's shape afterwards and the steps; none where it does not change.
+    /// The weight's patched shape and its steps; `None` if it does not change.
     pub(super) weight: Option<(Vec<u64>, Vec<Step>)>,
     pub(super) bias: Option<(Vec<u64>, Vec<Step>)>,
     pub(super) kinds: Vec<&'static str>,
@@ -84,7 +84,7 @@ pub(super) fn steps<'a>(
     Ok(built)
 }
 
-/// The steps of a weight in the making.
+/// The steps of a weight while they are built.
 struct Building<'a, 'w> {
     parts: Parts<'a>,
     weight: Weight<'w>,
@@ -92,7 +92,7 @@ struct Building<'a, 'w> {
     kinds: Vec<&'static str>,
 }
 
-/// A change D of some rows that is to be added, or taken into a decomposition.
+/// A change D of some rows, to be added or included in a decomposition.
 struct Pending {
     kind: &'static str,
     rows: Range<usize>,
@@ -126,7 +126,7 @@ impl Building<'_, '_> {
         if any(&[Part::OftBlocks]) { self.oft() } else { Ok(()) }
     }
 
-    /// Adds D at its scale, or takes it into a decomposition.
+    /// Adds D at its scale, or includes it in a decomposition.
     fn place(&mut self, pending: Pending) -> Result<()> {
         let dora = if self.parts.may_be_dora() { self.dora(&pending)? } else { None };
         let scale = self.parts.finite_scale(pending.ratio)?;
@@ -166,7 +166,7 @@ impl Parts<'_> {
         self.module.parts.get(&part).map(|&tensor| self.adapter.factor(tensor)).transpose()
     }
 
-    /// The part, which goes with `beside`.
+    /// The part, which must exist because `beside` does.
     fn need(&self, part: Part, beside: Part) -> Result<Factor> {
         self.read(part)?.ok_or_else(|| {
             let missing = keys::counterpart(self.key(beside), &self.module.name, part);
@@ -209,7 +209,7 @@ impl Parts<'_> {
         }
     }
 
-    /// What a change is multiplied by: the strength times `ratio`.
+    /// The scale of a change: the strength times `ratio`.
     fn finite_scale(&self, ratio: f64) -> Result<f32> {
         let scale = (f64::from(self.adapter.strength) * ratio) as f32;
         if scale.is_finite() && (ratio as f32).is_finite() {
@@ -219,7 +219,7 @@ impl Parts<'_> {
         Err(self.fault(Part::Alpha, fault))
     }
 
-    /// Whether magnitudes go with the factors, or should.
+    /// Whether the factors have magnitudes, or should have.
     fn may_be_dora(&self) -> bool {
         let configured = self.adapter.config.as_ref().is_some_and(|config| config.dora);
         configured || self.has(Part::DoraScale) || self.has(Part::Magnitude)
