@@ -73,7 +73,7 @@ impl support::Example for Args {
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let (layout, allocation) = (self.model.layout()?, self.alloc.parse()?);
         let current =
-            Case { name: "this machine".to_owned(), machine, allocation, depth: None, order: None, pins_all: false };
+            Case { name: "as it is".to_owned(), machine, allocation, depth: None, order: None, pins_all: false };
         let base = self.outcome(&layout, &current)?;
         let others = self.others(&current, &base.plan)?;
         let mut rows = vec![(current.name, Ok(base))];
@@ -109,17 +109,17 @@ impl Args {
         if let Some(link) = link {
             let twice = Bandwidth::bytes_per_second(link.get().saturating_mul(2));
             let machine = relinked(&base.machine, |topology| topology.link(card, twice));
-            cases.push(Case { machine, ..named(format!("a link twice as fast for {card}")) });
+            cases.push(Case { machine, ..named(format!("a slot twice as fast for {card}")) });
         }
         if plan.streamed_bytes() > 0 && !card.is_host() {
             let second = second(base, plan, link)?;
             let nvlink: Bandwidth = self.nvlink.parse()?;
-            let name = format!("a second card, linked at {nvlink} GB/s");
+            let name = format!("the same, linked at {nvlink} GB/s");
             let machine = relinked(&second.1.machine, |topology| topology.peer(card, second.0, nvlink));
             let linked = Case { name, machine, ..second.1.clone() };
             cases.extend([second.1, linked]);
         }
-        cases.push(Case { pins_all: true, ..named("unlimited pinned memory".to_owned()) });
+        cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
         if base.allocation.mode() != Mode::Auto {
             let others = OrderOption::ALL.into_iter().filter(|order| !order.is_of(plan));
             cases.extend(others.map(|order| Case { order: Some(order), ..named(format!("order {}", order.name())) }));

@@ -210,12 +210,12 @@ fn whatif_tells_what_a_change_brings() {
         let case = cases.iter().find(|case| case["case"].as_str().unwrap().starts_with(begins));
         case.unwrap_or_else(|| panic!("no case {begins}: {report}"))["replayed"].as_f64().unwrap()
     };
-    let (now, compute) = (case("this machine"), 0.5);
+    let (now, compute) = (case("as it is"), 0.5);
     assert!((1.02..1.1).contains(&now), "12 GB over 12 GB/s: {now}");
-    assert!((case("a link twice as fast") / now - 0.5).abs() < 0.02);
-    assert!((case("a second card, cuda") / now - 1.0).abs() < 0.02, "it shares the slot's link");
-    assert!(case("a second card, linked") < compute * 1.01, "nearly all streams over the link between the cards");
-    assert!((case("unlimited") / now - 1.0).abs() < 0.02);
+    assert!((case("a slot twice as fast") / now - 0.5).abs() < 0.02);
+    assert!((case("a second card") / now - 1.0).abs() < 0.02, "it shares the slot's link");
+    assert!(case("the same, linked") < compute * 1.01, "nearly all streams over the link between the cards");
+    assert!((case("no limit") / now - 1.0).abs() < 0.02);
     let beside = case("depth 0") - now;
     assert!((beside - compute * 24.0 / 40.0).abs() < 0.02, "24 of 40 layers wait, one after the other: {beside}");
     assert!(works("whatif", &[&model[..], &devices].concat()).contains("cuda:0 in"));
@@ -238,27 +238,27 @@ fn whatif_by_hand() {
         (seconds, case)
     };
     let seconds = |begins: &str| case("cuda:0,2000000000b;cpu,*", begins).0;
-    assert_eq!(seconds("this machine"), 1.9, "17 + 2 GB out of the host's memory");
-    assert_eq!(seconds("unlimited pinned memory"), 1.8, "18 GB once");
-    assert_eq!(seconds("a link twice as fast"), 1.9, "the slot did not bound it");
+    assert_eq!(seconds("as it is"), 1.9, "17 + 2 GB out of the host's memory");
+    assert_eq!(seconds("no limit to pinned memory"), 1.8, "18 GB once");
+    assert_eq!(seconds("a slot twice as fast"), 1.9, "the slot did not bound it");
     // The second card holds 8 blocks in its 8 GiB; both directions of the host's memory and its link are free for them.
-    assert_eq!(seconds("a second card, cuda"), 1.0, "10 GB at 10 GB/s, all pinned");
-    assert_eq!(seconds("a second card, linked"), 1.0);
+    assert_eq!(seconds("a second card"), 1.0, "10 GB at 10 GB/s, all pinned");
+    assert_eq!(seconds("the same, linked"), 1.0);
     // 8 GiB less 3 slots of 1 GB hold 5 blocks: 15 GB come, all pinned.
     let (auto, found) = case("cuda:0,2000000000b;cpu,*", "auto");
     assert_eq!((auto, found["streamed"].as_u64()), (1.5, Some(15_000_000_000)));
     assert_eq!(
-        case("auto", "this machine"),
+        case("auto", "as it is"),
         (
             1.5,
             Value::Object({
                 let mut same = found.as_object().unwrap().clone();
-                same["case"] = "this machine".into();
+                same["case"] = "as it is".into();
                 same
             })
         )
     );
-    let (with_a_second, found) = case("auto", "a second card, cuda");
+    let (with_a_second, found) = case("auto", "a second card");
     assert!(with_a_second <= 1.0, "{found}");
     assert_eq!(found["devices"].as_array().unwrap().len(), 3, "{found}");
 }
