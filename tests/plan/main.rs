@@ -453,6 +453,8 @@ fn an_estimate_is_the_largest_of_compute_and_segments() {
     );
     let json = serde_json::to_string(&estimate).unwrap();
     assert_eq!(serde_json::from_str::<tensor_offload::plan::Estimate>(&json).unwrap(), estimate);
+    // As long as the compute, it bounds nothing.
+    assert_eq!(plan.estimate(&topology, Duration::from_millis(240)).bound(), None);
     let slow = plan.estimate(&topology, Duration::from_secs(1));
     assert_eq!((slow.bound(), slow.pass), (None, Duration::from_secs(1)));
     assert_eq!(plan.estimate(&Topology::new(), Duration::ZERO).pass, Duration::ZERO);
@@ -521,7 +523,7 @@ fn a_table_tells_what_is_unusual() {
     let one = planner.clone().allocation("cuda:0,3gb;cpu,*".parse().unwrap());
     assert!(table(&one).contains("\n1 layer streamed"));
     let whole = planner.allocation("cuda:0,*".parse().unwrap());
-    assert!(table(&whole).contains("\nnothing is streamed"));
+    assert!(table(&whole).contains("\nnothing is streamed") && !table(&whole).contains("0 x"), "{}", table(&whole));
 }
 
 #[test]
@@ -546,6 +548,43 @@ fn a_plan_says_what_it_was_made_with() {
     }
     let text = Warning::UnevenSlots { slots: 4, layers: 7 }.to_string();
     assert_eq!(text, "4 fixed slots do not divide 7 streamed layers: the last of a pass sees 2 fetched ahead");
+}
+
+#[test]
+fn auto_says_what_each_device_got_and_why() {
+    let layout = blocks(10, GIB);
+    let explained = |devices: &[&str], compute: u64, allocation: &str| {
+        let machine = machine(devices);
+        let planner = Planner::new(&layout, &machine).compute_time(Duration::from_millis(compute));
+        planner.allocation(allocation.parse().unwrap()).plan().unwrap().explanation().unwrap().to_string()
+    };
+    // 5 GiB at 20 GB/s take 0.268 s, and 6 GiB 0.322.
+    let plain = "\
+auto: cuda:0,5gb;cpu,*; a pass takes 0.268 s
+  cuda:0      5.00 GiB  computes: what fits beside 3 slots of 1.00 GiB
+  cpu         5.00 GiB  streams 5.00 GiB a pass: 0.268 s on the way
+  interleaved: 0.268 s with cuda:0,5gb;cpu,*
+  sequential: 0.268 s with cuda:0,5gb;cpu,*";
+    assert_eq!(explained(&["cuda:0=8gib,link=20", "cpu=64gib"], 0, "auto"), plain);
+    let two = "\
+auto: cuda:0,4gb;cpu,*; a pass takes 0.322 s, 0.100 of it compute
+  cuda:0      4.00 GiB  computes: what fits beside 3 slots of 1.00 GiB and 1.00 GiB in reserve
+  cpu         6.00 GiB  streams 6.00 GiB a pass: 0.322 s on the way
+  cuda:1           0 B  the others hold it all, no slower
+  interleaved: 0.322 s with cuda:0,4gb;cpu,*
+  sequential: 0.322 s with cuda:0,4gb;cpu,*";
+    let cards = ["cuda:0=8gib,link=20", "cuda:1=4gib,link=10", "cpu=64gib"];
+    assert_eq!(explained(&cards, 100, "auto,reserve=1gb"), two);
+    let unknown = explained(&["cuda:0=8gib", "cpu=64gib"], 0, "auto");
+    assert!(unknown.contains("streams 5.00 GiB a pass: over a link of unknown speed\n"), "{unknown}");
+    let staged = explained(&["cuda:0=8gib,link=20", "cpu=64gib,pinned=1gib"], 0, "auto");
+    assert!(staged.contains("0.268 s on the way, 4.00 GiB of them staged\n"), "{staged}");
+    let full = explained(&["cuda:0=8gib,link=20", "cpu=5gib,pinned=5gib"], 0, "auto");
+    assert!(full.contains("0.268 s on the way, full\n"), "{full}");
+    let whole = "\
+auto: cuda:0,*; a pass takes 0.050 s, 0.050 of it compute
+  cuda:0     10.00 GiB  holds the whole model";
+    assert_eq!(explained(&["cuda:0=24gib,link=20", "cpu=64gib"], 50, "auto"), whole);
 }
 
 /// The layer that the slots are made for is named where they do not fit, by a plan and by one that is demoted.
@@ -595,6 +634,28 @@ fn a_plan_that_was_tampered_with_is_refused() {
             assert!(error.to_string().contains("no valid plan"), "{place}: {error}");
             tampered.as_object_mut().unwrap().remove("checksum");
         }
+    }
+    // Figures that fit each other, but not the modules.
+    let json = |number: u64| serde_json::Value::from(number);
+    let consistent = [
+        ("fewer slots", vec![("/slots/count", json(2)), ("/devices/1/slots", json(2 * GIB))]),
+        ("smaller slots", vec![("/slots/bytes_each", json(GIB / 2)), ("/devices/1/slots", json(3 * GIB / 2))]),
+        ("more pinned than there is", vec![("/devices/0/pinned", json(5 * GIB))]),
+        ("more staged than streamed", vec![("/devices/0/staged", json(5 * GIB))]),
+        ("slots elsewhere", vec![("/devices/0/slots", json(1))]),
+        ("a reserve elsewhere", vec![("/devices/0/reserve", json(1))]),
+        ("resident and staged", vec![("/assignments/0/staged", true.into())]),
+        ("a layer left out", vec![("/assignments/3/layer", json(5))]),
+        ("a layer before the last", vec![("/assignments/3/layer", json(1))]),
+    ];
+    for (what, changes) in consistent {
+        let mut tampered = value.clone();
+        tampered.as_object_mut().unwrap().remove("checksum");
+        for (place, new) in changes {
+            *tampered.pointer_mut(place).unwrap_or_else(|| panic!("{what}: no {place} in {value}")) = new;
+        }
+        let error = serde_json::from_value::<Plan>(tampered).expect_err(what);
+        assert!(error.to_string().contains("no valid plan"), "{what}: {error}");
     }
     let mut shorter = value;
     shorter["assignments"].as_array_mut().unwrap().pop();
