@@ -289,7 +289,7 @@ fn describe(weights: &Weights) -> String {
     let layout = checkpoint.layout();
     let name = checkpoint.path().file_name().map_or(Path::new("model"), Path::new).display();
     let (layers, tensors) = (layout.layers().len(), layout.tensors().len());
-    let adapters = if *report == MatchReport::default() { String::new() } else { format!("{report}\n") };
+    let adapters = if *report == MatchReport::default() { String::new() } else { report.to_string() };
     format!("{name}: {} in {tensors} tensors, {layers} layers\n{adapters}", ByteSize(layout.bytes()).human())
 }
 
