@@ -181,7 +181,7 @@ impl Device for PageableDevice {
         self.0.route_from(source)
     }
 
-    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
+    fn copies_block(&self, source: &MemoryBlock) -> bool {
         source.device().is_host()
     }
 

@@ -571,6 +571,10 @@ fn another_layout_has_to_lie_in_the_same_files() {
     contradiction.bytes = 3;
     let error = stored.with_layout(Layout::new(vec![contradiction])).unwrap_err();
     assert!(matches!(error, Error::WrongSize { needed: 4, given: 3, .. }), "{error}");
+    let mut uncountable = stored.layout().tensors()[1].clone();
+    uncountable.shape = vec![u64::MAX, 2];
+    let error = stored.with_layout(Layout::new(vec![uncountable])).unwrap_err();
+    assert!(matches!(error, Error::WrongSize { needed: u64::MAX, given: 4, .. }), "{error}");
     let elsewhere = TensorInfo::new("a.1.w", DType::U8, &[4], 1, 0).unwrap();
     let error = stored.with_layout(Layout::new(vec![elsewhere])).unwrap_err();
     assert!(matches!(error, Error::Missing(Missing::File { index: 1, count: 1, .. })), "{error}");

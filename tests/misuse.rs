@@ -202,8 +202,8 @@ impl Device for LyingDevice {
         if self.tells(Lie::RoutesEverywhere) { Route::Direct } else { self.inner.route_from(source) }
     }
 
-    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
-        !self.tells(Lie::HoldsNobodyUp) && self.inner.copies_hold_up(source)
+    fn copies_block(&self, source: &MemoryBlock) -> bool {
+        !self.tells(Lie::HoldsNobodyUp) && self.inner.copies_block(source)
     }
 
     fn kernels(&self) -> Option<&dyn Kernels> {

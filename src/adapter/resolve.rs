@@ -86,8 +86,7 @@ impl Patches {
             let Some(scale) = patch.scale() else { continue };
             let info = self.layout.at(scale);
             if self.tensors.contains_key(&scale) {
-                let reason =
-                    format!("the scale `{}` is changed by an adapter, so it cannot be computed anew", info.name);
+                let reason = format!("the scale `{}` is changed by an adapter, so it cannot be recomputed", info.name);
                 return Err(Error::invalid(reason));
             }
             scales.extend(patch.of_scale(weight, info).map(|patch| (scale, patch)));

@@ -160,8 +160,8 @@ impl Device for FaultyDevice {
         self.inner.kernels().map(|_| self as &dyn Kernels)
     }
 
-    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
-        self.inner.copies_hold_up(source)
+    fn copies_block(&self, source: &MemoryBlock) -> bool {
+        self.inner.copies_block(source)
     }
 
     fn batched(&self, work: &mut dyn FnMut()) {

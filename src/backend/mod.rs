@@ -128,7 +128,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// Whether queueing a copy from `source` to this device blocks the calling thread, since the device's streams cannot
     /// wait for those bytes. They are then better copied through pinned memory, by a thread that may block.
-    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
+    fn copies_block(&self, source: &MemoryBlock) -> bool {
         let _ = source;
         false
     }

@@ -51,7 +51,7 @@ impl Display for Error {
             Error::Missing(missing) => missing.fmt(f),
             Error::WrongSize { what, needed, given } => what.write(f, *needed, *given),
             Error::Mismatch(mismatch) => mismatch.fmt(f),
-            Error::TimedOut { what, after } => write!(f, "waited {after:?} for {what}, in vain"),
+            Error::TimedOut { what, after } => write!(f, "timed out after {after:?} waiting for {what}"),
             Error::Failed { operation, cause } => write!(f, "{operation} failed: {cause}"),
             Error::Cancelled { done, of } => write!(f, "cancelled after {} of {}", done.human(), of.human()),
             Error::Bug { what } => write!(f, "{what}; this is a bug, please report it"),

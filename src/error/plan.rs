@@ -290,7 +290,7 @@ pub enum Contradiction {
         given: [u64; 3],
     },
     /// The plan is not as it was written.
-    #[error("it was changed after it was written: its checksum is of other figures; plan anew")]
+    #[error("it was changed after it was written: its checksum does not match its figures; plan again")]
     Changed,
     /// A warning that no plan has.
     #[error("`{text}` is no warning of a plan")]

@@ -10,7 +10,7 @@ mod contents;
 mod groups;
 mod order;
 
-pub(crate) use chunks::{Chunk, chunks};
+pub(crate) use chunks::{Chunk, chunks, split};
 use contents::Content;
 pub(crate) use contents::{Contents, Part, Slice};
 pub(crate) use groups::{Groups, Origin};

@@ -149,7 +149,7 @@ fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
 fn via(model: &Model, home: &Buf) -> Result<Via> {
     let (device, source) = (model.residency().device(), model.device(home.device())?);
     Ok(match device.route_from(&**source) {
-        _ if device.copies_hold_up(home.block()) => Via::Staging,
+        _ if device.copies_block(home.block()) => Via::Staging,
         Route::Direct => Via::Straight,
         Route::Staged(_) => Via::Host,
     })

@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use super::Streamer;
 use crate::backend::{Buf, BufMut, MemoryKind, Piece, Transfer};
-use crate::error::{Missing, Result};
+use crate::error::{Error, Missing, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 use crate::load::{Model, TensorView};
+use crate::schedule::split;
 use crate::staging::Pool;
 
 /// The size of the smallest staging buffers, in bytes.
@@ -81,13 +82,13 @@ impl Streamer {
         let compute = Arc::clone(&self.compute);
         let (deadline, pool) = (self.deadline, self.rows_pool(dst.bytes()));
         let mut at = 0;
-        for part in parts(ranges, pool.bytes_each()) {
+        for part in split(ranges.iter().cloned(), pool.bytes_each()) {
+            let part: Vec<_> = part.into_iter().map(|(_, range)| range).collect();
             let bytes = part.iter().map(Range::len).sum::<usize>();
             let (mut buffer, lease) = pool.acquire(deadline)?;
             // A buffer that was just acquired has no other user.
-            if let Some(staging) = buffer.host_mut() {
-                model.gather(view, &part, &mut staging[..bytes])?;
-            }
+            let staging = buffer.host_mut().ok_or_else(|| Error::bug("staging memory that the host cannot address"))?;
+            model.gather(view, &part, &mut staging[..bytes])?;
             let filled = buffer.freeze();
             let piece = Piece { src: filled.clone(), from: 0..bytes, at };
             let flight = compute.send(Transfer::new(vec![piece], dst)?)?;
@@ -103,42 +104,5 @@ impl Streamer {
         let pool = self.rows.take().filter(|pool| pool.bytes_each() >= each);
         let make = || Pool::new(Arc::clone(self.model.host()), self.compute.device(), each, STAGING_BUFFERS);
         self.rows.insert(pool.unwrap_or_else(make))
-    }
-}
-
-/// Splits ranges into parts of at most `most` bytes each.
-fn parts(ranges: &[Range<usize>], most: usize) -> Vec<Vec<Range<usize>>> {
-    let (mut parts, mut room) = (Vec::<Vec<Range<usize>>>::new(), 0);
-    for range in ranges {
-        let mut begin = range.start;
-        while begin < range.end {
-            if room == 0 {
-                parts.push(Vec::new());
-                room = most;
-            }
-            let end = range.end.min(begin + room);
-            if let Some(part) = parts.last_mut() {
-                part.push(begin..end);
-            }
-            (room, begin) = (room - (end - begin), end);
-        }
-    }
-    parts
-}
-
-#[cfg(test)]
-mod tests {
-    use super::parts;
-
-    #[test]
-    fn parts_are_full_but_for_the_last() {
-        let cut = |ranges: &[(usize, usize)]| {
-            let ranges: Vec<_> = ranges.iter().map(|&(begin, end)| begin..end).collect();
-            let bounds =
-                |part: Vec<std::ops::Range<usize>>| part.iter().map(|range| (range.start, range.end)).collect();
-            parts(&ranges, 8).into_iter().map(bounds).collect::<Vec<Vec<_>>>()
-        };
-        assert_eq!(cut(&[(0, 10), (40, 45), (3, 5)]), [vec![(0, 8)], vec![(8, 10), (40, 45), (3, 4)], vec![(4, 5)]]);
-        assert_eq!(cut(&[(7, 7)]), [[]; 0]);
     }
 }

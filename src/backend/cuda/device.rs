@@ -188,7 +188,7 @@ impl Device for CudaDevice {
         Some(self)
     }
 
-    fn copies_hold_up(&self, source: &MemoryBlock) -> bool {
+    fn copies_block(&self, source: &MemoryBlock) -> bool {
         let direct = source.downcast::<DeviceMemory>().is_some() || source.pinned();
         !direct
     }
