@@ -44,9 +44,9 @@ impl Streamer {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Missing`](crate::Error::Missing) when there is no such tensor, when it has fewer rows, and as
-    /// [`TensorView::row_bytes`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) when the rows or the buffers do not fit;
-    /// [`Error::TimedOut`](crate::Error::TimedOut) when no buffer is returned before the deadline; any error of the
+    /// [`Error::Missing`] when there is no such tensor, when it has fewer rows, and as
+    /// [`TensorView::row_bytes`]; [`Error::OutOfMemory`] when the rows or the buffers do not fit;
+    /// [`Error::TimedOut`] when no buffer is returned before the deadline; any error of the
     /// copies.
     pub fn send_rows(&mut self, name: &str, rows: &[u64]) -> Result<Buf> {
         self.process.check()?;
