@@ -90,7 +90,8 @@ fn six_spellings_of_one_module_are_one_target() {
         ("blocks.0.attn.q.lora_B", "blocks.0.attn.q.lora_A"),
     ];
     let results = spellings.map(|(up, down)| {
-        let adapter = Adapter::from_checkpoint(file("adapter", &pair(up, down)), 1.0).unwrap();
+        // PEFT's names do not come without an alpha.
+        let adapter = Adapter::from_checkpoint(file("adapter", &pair(up, down)), 1.0).unwrap().alpha(1.0).unwrap();
         let (tensors, weights) = merged(&base, vec![adapter], Matching::Strict);
         assert_eq!(weights.report().applied[0].targets, ["blocks.0.attn.q.weight"], "{up}");
         assert_eq!(weights.report().applied[0].keys.len(), 2);
@@ -262,7 +263,9 @@ fn separate_projections_change_rows_of_a_fused_weight() {
 fn one_component_of_a_file_can_be_asked_for() {
     let base = model(&["blocks.0.q"]);
     let mut adapter = pair("unet.blocks.0.q.lora_B", "unet.blocks.0.q.lora_A");
-    adapter.extend(pair("text_encoder.blocks.0.q.lora_B", "text_encoder.blocks.0.q.lora_A"));
+    let ups = |module: &str, value| f32s(&format!("{module}.lora_B"), &[4, 1], &[value; 4]);
+    adapter.push(ups("text_encoder.blocks.0.q", 2.0));
+    adapter.push(f32s("text_encoder.blocks.0.q.lora_A", &[1, 4], &[1.0; 4]));
     assert!(matches!(fault(resolve(base.layout(), &adapter, Matching::Strict)).1, AdapterFault::Collision { .. }));
     let unet = Adapter::from_checkpoint(file("adapter", &adapter), 1.0).unwrap().only("unet.");
     let weights = Weights::patched(base.clone(), vec![unet], Matching::Strict).unwrap();

@@ -1,14 +1,18 @@
 //! Adapters (LoRA and its relatives), read and resolved against a checkpoint's names.
 //!
-//! `names` finds the tensor that an adapter's key is for, `kinds` turns an adapter's factors into steps, and [`Patches`]
-//! holds the result: a [`TensorPatch`](crate::patch::TensorPatch) for each tensor. This happens before planning, because
-//! adapters can change the size of a weight; the arithmetic happens while loading.
+//! `config` reads what is said beside the factors, `names` finds the tensor that an adapter's key is for, `kinds` turns an
+//! adapter's factors into steps, and [`Patches`] holds the result: a [`TensorPatch`](crate::patch::TensorPatch) for each
+//! tensor. This happens before planning, because adapters can change the size of a weight; the arithmetic happens while
+//! loading.
 
+mod claims;
+mod config;
+mod experts;
 mod kinds;
 mod names;
-mod peft;
 mod report;
 mod resolve;
+mod tied;
 mod weights;
 
 use std::borrow::Cow;
@@ -22,13 +26,15 @@ use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
 use crate::patch::{Matrix, Origin};
+use config::{Config, Metadata, PeftConfig};
 use names::keys::{self, Key, Part};
 use names::pattern::Pattern;
-use peft::PeftConfig;
 
+pub use config::{FactorSource, ScaleFactor};
 pub use names::rows::RotaryRows;
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 pub use resolve::{Matching, Patches};
+pub use tied::Untied;
 pub use weights::Weights;
 
 /// An open adapter: its names and shapes have been read, its factors have not.
@@ -37,8 +43,13 @@ pub struct Adapter {
     checkpoint: Checkpoint,
     path: PathBuf,
     strength: f32,
-    config: Option<Arc<PeftConfig>>,
+    config: Option<Arc<Config>>,
+    metadata: Arc<Metadata>,
+    /// The caller's alpha.
+    alpha: Option<f64>,
     modules: Vec<AdapterModule>,
+    /// Tensors beside factors that take the place of the checkpoint's, if it has any of their names and shapes.
+    replacements: Vec<AdapterModule>,
     /// The tensors of no known kind.
     unknown: Vec<TensorId>,
     /// The prefix of the keys to use.
@@ -58,14 +69,17 @@ struct AdapterModule {
 }
 
 const CONFIG_FILE: &str = "adapter_config.json";
-const WEIGHTS_FILE: &str = "adapter_model.safetensors";
+/// The names that PEFT and mlx-lm give the weights of a folder.
+const WEIGHTS_FILES: [&str; 2] = ["adapter_model.safetensors", "adapters.safetensors"];
+/// What PEFT begins its names with.
+const PEFT_PREFIX: &str = "base_model.model.";
 
 impl Adapter {
-    /// Opens a safetensors file, or a folder as PEFT writes it (`adapter_config.json` and
-    /// `adapter_model.safetensors`; naming that file opens the folder), for use with `strength`.
+    /// Opens a safetensors file, or a folder as PEFT or mlx-lm writes it: `adapter_config.json` and one safetensors file. Naming
+    /// that file opens the folder; so does any file in it with PEFT's names.
     ///
-    /// A file's factors are multiplied by `strength * alpha / rank` (without an alpha, by `strength`), a folder's as its
-    /// configuration says. Strength zero changes nothing.
+    /// A module's factors are multiplied by `strength` times a [`ScaleFactor`], which the match report tells. Strength zero
+    /// changes nothing.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a strength that is not finite; [`Error::Adapter`] for an unsupported kind of adapter, two tensors
@@ -73,24 +87,32 @@ impl Adapter {
     /// [`Error::Io`] as [`Checkpoint::open`].
     pub fn open(path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
         let path = path.as_ref();
-        let folder = if path.is_dir() {
-            Some(path)
-        } else {
-            let named = path.file_name().is_some_and(|name| name == WEIGHTS_FILE);
-            path.parent().filter(|folder| named && folder.join(CONFIG_FILE).is_file())
-        };
-        let Some(folder) = folder else {
-            return Adapter::assemble(Checkpoint::open(path)?, path, None, strength);
-        };
-        let config = folder.join(CONFIG_FILE);
-        if !config.is_file() {
-            let reason = "the folder does not hold it".to_owned();
+        if path.is_dir() {
+            return Adapter::open_folder(path, strength);
+        }
+        let folder = path.parent().filter(|folder| folder.join(CONFIG_FILE).is_file());
+        let named = path.file_name().is_some_and(|name| WEIGHTS_FILES.iter().any(|file| name == *file));
+        if let Some(folder) = folder.filter(|_| named) {
+            return Adapter::open_folder(folder, strength);
+        }
+        let weights = Checkpoint::open(path)?;
+        let of_peft = weights.layout().tensors().iter().any(|tensor| tensor.name.starts_with(PEFT_PREFIX));
+        let config = folder.filter(|_| of_peft).map(read_config).transpose()?;
+        Adapter::assemble(weights, path, config, strength)
+    }
+
+    fn open_folder(folder: &Path, strength: f32) -> Result<Adapter> {
+        if !folder.join(CONFIG_FILE).is_file() {
+            let inner = folders_with_config(folder)?;
+            let reason = match inner[..] {
+                [] => "the folder does not hold it".to_owned(),
+                _ => format!("the folder does not hold it, these of its folders do: {}", inner.join(", ")),
+            };
             return Err(Error::adapter(folder, None, AdapterFault::Config { reason }));
         }
-        let text = fs::read_to_string(&config).map_err(Error::io("read", config))?;
-        let weights = Checkpoint::open(folder.join(WEIGHTS_FILE))?;
-        let config = PeftConfig::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))?;
-        Adapter::assemble(weights, folder, Some(config), strength)
+        let weights = WEIGHTS_FILES.iter().map(|file| folder.join(file)).find(|file| file.is_file());
+        let weights = Checkpoint::open(weights.as_deref().unwrap_or(folder))?;
+        Adapter::assemble(weights, folder, Some(read_config(folder)?), strength)
     }
 
     /// An adapter from an open file, without configuration.
@@ -102,13 +124,13 @@ impl Adapter {
         Adapter::assemble(checkpoint, &path, None, strength)
     }
 
-    /// An adapter from open weights and the text of their `adapter_config.json`.
+    /// An adapter from open weights and the text of their `adapter_config.json`, as PEFT or mlx-lm writes it.
     ///
     /// # Errors
     /// As [`open`](Adapter::open).
     pub fn from_peft(checkpoint: Checkpoint, config: &str, strength: f32) -> Result<Adapter> {
         let path = checkpoint.path().to_owned();
-        let config = PeftConfig::parse(config).map_err(|fault| Error::adapter(&path, None, fault))?;
+        let config = Config::parse(config).map_err(|fault| Error::adapter(&path, None, fault))?;
         Adapter::assemble(checkpoint, &path, Some(config), strength)
     }
 
@@ -118,6 +140,19 @@ impl Adapter {
     pub fn only(mut self, prefix: impl Into<String>) -> Adapter {
         self.component = Some(prefix.into());
         self
+    }
+
+    /// Sets the alpha of all modules: their factors are multiplied by `alpha / rank`, whatever the files say. For adapters whose
+    /// alpha got lost, as of a PEFT file without its `adapter_config.json`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is not finite.
+    pub fn alpha(mut self, alpha: f64) -> Result<Adapter> {
+        if !alpha.is_finite() {
+            return Err(Error::invalid(format!("{}: the alpha is {alpha}, not a finite number", self.path.display())));
+        }
+        self.alpha = Some(alpha);
+        Ok(self)
     }
 
     /// Looks up modules that the adapter calls `from` as `to`: for names that the library does not know, or would resolve
@@ -170,7 +205,8 @@ impl Adapter {
     /// The identity of the adapter.
     pub(crate) fn origin(&self) -> Origin {
         let stamps = self.checkpoint.sources().iter().map(|source| source.stamp()).collect();
-        let settings = format!("{:?} {:?} {:?} {:?}", self.config, self.component, self.renames, self.rotary);
+        let Adapter { config, alpha, component, renames, rotary, .. } = self;
+        let settings = format!("{config:?} {alpha:?} {component:?} {renames:?} {rotary:?}");
         Origin { path: self.path.clone(), stamps, strength: self.strength.to_bits(), settings }
     }
 
@@ -179,44 +215,61 @@ impl Adapter {
         self.strength
     }
 
-    fn assemble(checkpoint: Checkpoint, path: &Path, config: Option<PeftConfig>, strength: f32) -> Result<Adapter> {
+    fn assemble(checkpoint: Checkpoint, path: &Path, config: Option<Config>, strength: f32) -> Result<Adapter> {
         if !strength.is_finite() {
             return Err(Error::invalid(format!("{}: the strength is {strength}, not a finite number", path.display())));
         }
-        let mut modules: Vec<AdapterModule> = Vec::new();
-        let (mut place_of, mut unknown) = (HashMap::new(), Vec::new());
+        let metadata = Metadata::parse(checkpoint.metadata()).map_err(|fault| Error::adapter(path, None, fault))?;
+        let (mut modules, mut unknown) = (Modules::default(), Vec::new());
         for (id, tensor) in checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors()) {
-            let key = if config.is_some() { keys::parse_peft(&tensor.name) } else { keys::parse(&tensor.name) };
             let fault = |fault| Error::adapter(path, Some(&tensor.name), fault);
-            let (name, part) = match key {
-                Key::Part(name, part) => (name, part),
-                Key::Unsupported(kind) => return Err(fault(AdapterFault::Unsupported { kind: kind.to_owned() })),
-                Key::Unknown => {
-                    unknown.push(id);
-                    continue;
-                }
+            let key = match &config {
+                None => keys::parse(&tensor.name),
+                Some(Config::Peft(_)) => keys::parse_peft(&tensor.name),
+                Some(Config::Mlx(_)) => keys::parse_mlx(&tensor.name),
             };
-            let place = *place_of.entry(name).or_insert_with(|| {
-                modules.push(AdapterModule { name: name.to_owned(), parts: BTreeMap::new() });
-                modules.len() - 1
-            });
-            if let Some(other) = modules[place].parts.insert(part, id) {
-                let other = checkpoint.layout().at(other).name.clone();
-                return Err(fault(AdapterFault::Collision { other, role: name.to_owned() }));
+            match key {
+                Key::Part(name, part) => modules.add(&checkpoint, &name, part, id)?,
+                Key::Unsupported(kind) => return Err(fault(AdapterFault::Unsupported { kind: kind.to_owned() })),
+                Key::Unknown => unknown.push(id),
             }
         }
-        let (path, config) = (path.to_owned(), config.map(Arc::new));
+        let mut replacements = Modules::default();
+        if !modules.list.is_empty() {
+            for &id in &unknown {
+                if let Key::Part(name, part) = keys::whole(&checkpoint.layout().at(id).name) {
+                    replacements.add(&checkpoint, &name, part, id)?;
+                }
+            }
+            unknown.clear();
+        }
+        let (modules, replacements) = (modules.list, replacements.list);
+        let (path, config, metadata) = (path.to_owned(), config.map(Arc::new), Arc::new(metadata));
+        let (alpha, component, renames, rotary) = Default::default();
         Ok(Adapter {
             checkpoint: checkpoint.clone(),
             path,
             strength,
             config,
+            metadata,
+            alpha,
             modules,
+            replacements,
             unknown,
-            component: None,
-            renames: Vec::new(),
-            rotary: None,
+            component,
+            renames,
+            rotary,
         })
+    }
+
+    /// The settings of PEFT.
+    fn peft(&self) -> Option<&PeftConfig> {
+        self.config.as_deref().and_then(Config::peft)
+    }
+
+    /// Whether the caller wants a key of this name.
+    fn wants(&self, name: &str) -> bool {
+        self.component.as_ref().is_none_or(|prefix| name.starts_with(prefix.as_str()))
     }
 
     /// The name to look up a module by.
@@ -265,6 +318,49 @@ impl Adapter {
         }
         Ok(Factor { key: info.name.clone(), shape: info.shape.clone(), values })
     }
+}
+
+/// An adapter's modules while they are collected.
+#[derive(Default)]
+struct Modules {
+    list: Vec<AdapterModule>,
+    place_of: HashMap<String, usize>,
+}
+
+impl Modules {
+    fn add(&mut self, checkpoint: &Checkpoint, name: &str, part: Part, tensor: TensorId) -> Result<()> {
+        let place = match self.place_of.get(name) {
+            Some(&place) => place,
+            None => {
+                self.list.push(AdapterModule { name: name.to_owned(), parts: BTreeMap::new() });
+                self.place_of.insert(name.to_owned(), self.list.len() - 1);
+                self.list.len() - 1
+            }
+        };
+        let Some(other) = self.list[place].parts.insert(part, tensor) else { return Ok(()) };
+        let name_of = |tensor: TensorId| checkpoint.layout().at(tensor).name.clone();
+        let fault = AdapterFault::Collision { other: name_of(other), role: name.to_owned() };
+        Err(Error::adapter(checkpoint.path(), Some(&name_of(tensor)), fault))
+    }
+}
+
+fn read_config(folder: &Path) -> Result<Config> {
+    let path = folder.join(CONFIG_FILE);
+    let text = fs::read_to_string(&path).map_err(Error::io("read", path))?;
+    Config::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))
+}
+
+/// The folders in a folder that hold a configuration, in order: PEFT keeps adapters of other names than `default` in them.
+fn folders_with_config(folder: &Path) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let entry = entry.map_err(Error::io("list", folder))?;
+        if entry.path().join(CONFIG_FILE).is_file() {
+            found.push(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 /// One tensor of an adapter, converted to f32. It has at least one value, and all values are finite.

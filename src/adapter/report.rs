@@ -6,6 +6,9 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
+use super::config::ScaleFactor;
+use super::tied::Untied;
+
 /// Every tensor of every adapter: applied, skipped with a reason, or unmatched.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -16,6 +19,9 @@ pub struct MatchReport {
     pub skipped: Vec<Skipped>,
     /// Modules that the checkpoint does not have.
     pub unmatched: Vec<Unmatched>,
+    /// The head that became a tensor of its own, if the adapters change the embedding and the head of a model that ties them,
+    /// but not in the same way. The model's configuration has to say so.
+    pub untied: Option<Untied>,
 }
 
 /// A module of an adapter and what it changes.
@@ -30,12 +36,16 @@ pub struct Applied {
     pub module: String,
     /// The kind of adapter: `LoRA`, `LoHa`, `diff`, …; several joined by ` + `.
     pub kind: String,
+    /// What the factors are multiplied by besides the strength, and where that comes from; `None` if the module has none, as
+    /// for whole weights.
+    pub factor: Option<ScaleFactor>,
     /// The adapter's keys that take part.
     pub keys: Vec<String>,
     /// The checkpoint's tensors that change.
     pub targets: Vec<String>,
     /// For each target, the rows that change; `None` for the whole tensor, `Some` if it fuses several projections and the
-    /// module is one of them.
+    /// module is one of them, or stacks experts and the module is for one (all experts' rows are then counted one after
+    /// another).
     pub rows: Vec<Option<Range<u64>>>,
 }
 
@@ -65,12 +75,14 @@ pub enum SkipReason {
     NothingToModify,
     /// The module has no weight, or no bias, to change.
     NoParameter,
+    /// Another module of the adapter makes the same change of the same rows, so it is made once.
+    Repeated,
 }
 
 impl SkipReason {
     /// Whether it makes a strict match fail.
     pub(crate) fn is_fault(self) -> bool {
-        !matches!(self, SkipReason::ZeroStrength | SkipReason::OtherComponent)
+        !matches!(self, SkipReason::ZeroStrength | SkipReason::OtherComponent | SkipReason::Repeated)
     }
 }
 
@@ -82,6 +94,7 @@ impl fmt::Display for SkipReason {
             SkipReason::NotUnderstood => "no kind of adapter has such a key",
             SkipReason::NothingToModify => "the factors that it goes with are not there",
             SkipReason::NoParameter => "the module has no such parameter",
+            SkipReason::Repeated => "another module of the adapter makes the same change",
         })
     }
 }
@@ -102,14 +115,25 @@ impl fmt::Display for MatchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tensors: usize = self.applied.iter().map(|a| a.targets.len()).sum();
         writeln!(f, "{} modules applied to {tensors} tensors", self.applied.len())?;
-        for Applied { module, kind, targets, strength, .. } in &self.applied {
-            writeln!(f, "  {module}: {kind} at {strength} on {}", targets.join(", "))?;
+        for Applied { module, kind, factor, targets, strength, .. } in &self.applied {
+            write!(f, "  {module}: {kind} at {strength}")?;
+            if let Some(ScaleFactor { value, source }) = factor {
+                write!(f, " x {value} ({source})")?;
+            }
+            writeln!(f, " on {}", targets.join(", "))?;
         }
         for Skipped { adapter, key, why } in &self.skipped {
             writeln!(f, "  skipped {key} of {}: {why}", adapter.display())?;
         }
         for Unmatched { adapter, module, .. } in &self.unmatched {
             writeln!(f, "  unmatched: {module} in {}", adapter.display())?;
+        }
+        if let Some(Untied { embedding, head }) = &self.untied {
+            writeln!(
+                f,
+                "  {head} is no longer {embedding}: it is a tensor of its own, so config.json has to say \
+                 tie_word_embeddings: false"
+            )?;
         }
         Ok(())
     }

@@ -3,9 +3,12 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::kinds::{self, Built, Weight};
+use super::claims::{Change, Claimed, Claims};
+use super::experts::{self, Wrapped};
+use super::kinds::{self, Built, FactorCache, Weight};
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
+use super::tied::Ends;
 use super::{Adapter, AdapterModule};
 use crate::checkpoint::{Layout, TensorId};
 use crate::error::{AdapterFault, Error, Result};
@@ -31,6 +34,8 @@ pub enum Matching {
 #[derive(Clone, Debug, Default)]
 pub struct Patches {
     tensors: BTreeMap<TensorId, TensorPatch>,
+    /// Before patching.
+    base: Layout,
     layout: Layout,
     report: MatchReport,
     origins: Vec<Arc<Origin>>,
@@ -47,18 +52,58 @@ impl Patches {
     /// matches, a name matches several modules, a shape does not fit, a factor is not finite or its counterpart is
     /// missing, the target's type cannot be patched. [`Error::File`] and [`Error::Io`] from reading the factors.
     pub fn resolve(layout: &Layout, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
+        let Ends::Apart { untied, embedding, head, layout: with_head } = Ends::of(layout, &adapters)? else {
+            return Patches::resolve_in(layout, &adapters, matching);
+        };
+        let mut patches = Patches::resolve_in(&with_head, &adapters, matching)?;
+        let same = match (patches.tensors.get(&embedding), patches.tensors.get(&head)) {
+            (Some(embedding), Some(head)) => embedding.changes_as(head),
+            (None, None) => true,
+            _ => false,
+        };
+        if same {
+            patches.tie_again(layout, head, &untied.head)?;
+        } else {
+            patches.report.untied = Some(untied);
+            patches.base = with_head;
+        }
+        Ok(patches)
+    }
+
+    fn resolve_in(layout: &Layout, adapters: &[Adapter], matching: Matching) -> Result<Patches> {
         let targets = Targets::new(layout);
         let mut resolving = Resolving::new(layout);
-        for adapter in &adapters {
+        for adapter in adapters {
             resolving.origins.push(Arc::new(adapter.origin()));
             resolving.adapter(adapter, &targets, matching)?;
         }
         resolving.finish()
     }
 
+    /// Drops the patch of a head to which the same is done as to its embedding.
+    fn tie_again(&mut self, layout: &Layout, head: TensorId, name: &str) -> Result<()> {
+        self.tensors.remove(&head);
+        let shapes: Vec<_> = self.iter().map(|(tensor, patch)| (tensor, patch.patched_shape().to_vec())).collect();
+        (self.layout, self.base) = (layout.patched(&shapes)?, layout.clone());
+        let applied = std::mem::take(&mut self.report.applied);
+        let (of_head, rest) = applied.into_iter().partition(|applied| applied.targets.iter().any(|to| to == name));
+        self.report.applied = rest;
+        for Applied { adapter, keys, .. } in of_head {
+            let skipped =
+                keys.into_iter().map(|key| Skipped { adapter: adapter.clone(), key, why: SkipReason::Repeated });
+            self.report.skipped.extend(skipped);
+        }
+        Ok(())
+    }
+
+    /// The layout before patching. It has one tensor more than the checkpoint's if the report tells of an untied head.
+    pub(crate) fn base(&self) -> &Layout {
+        &self.base
+    }
+
     /// No patches, for an unchanged `layout`.
     pub fn none(layout: &Layout) -> Patches {
-        Patches { layout: layout.clone(), ..Patches::default() }
+        Patches { base: layout.clone(), layout: layout.clone(), ..Patches::default() }
     }
 
     /// Sets how all patched tensors are rounded.
@@ -151,7 +196,7 @@ impl<'a> Resolving<'a> {
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
-        let wanted = |key: &str| adapter.component.as_ref().is_none_or(|prefix| key.starts_with(prefix.as_str()));
+        let wanted = |key: &str| adapter.wants(key);
         let mut matched = Vec::new();
         let (first_unmatched, first_skipped) = (self.report.unmatched.len(), self.report.skipped.len());
         for module in &adapter.modules {
@@ -159,7 +204,8 @@ impl<'a> Resolving<'a> {
                 self.skip(adapter, module.parts.values(), SkipReason::OtherComponent);
                 continue;
             }
-            match targets.find(&adapter.renamed(&module.name)) {
+            let found = self.find(adapter, module, targets);
+            match found.map_err(|fault| Error::adapter(&adapter.path, Some(&module.name), fault))? {
                 Found::One(targets) => matched.push((module, targets)),
                 Found::Several(candidates) => {
                     let fault = AdapterFault::Ambiguous { candidates };
@@ -172,17 +218,71 @@ impl<'a> Resolving<'a> {
                 }),
             }
         }
+        self.replacements(adapter, targets, &wanted, &mut matched);
         for tensor in &adapter.unknown {
             let other = !wanted(adapter.key(*tensor));
             let why = if other { SkipReason::OtherComponent } else { SkipReason::NotUnderstood };
             self.skip(adapter, [tensor], why);
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
-        check_distinct(adapter, &matched)?;
+        let mut claims = Claims::default();
         for (module, targets) in matched {
-            self.module(adapter, module, &targets)?;
+            self.module(adapter, module, &targets, &mut claims)?;
         }
         if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
+    }
+
+    /// The targets of a module, which may be experts.
+    fn find(
+        &self,
+        adapter: &Adapter,
+        module: &AdapterModule,
+        targets: &Targets<'a>,
+    ) -> Result<Found<'a>, AdapterFault> {
+        if let Some(wrapped) = adapter.peft().and_then(|config| Wrapped::of(adapter, module, config)) {
+            let found = wrapped.find(self.layout, targets)?;
+            if found != Found::Nothing {
+                return Ok(found);
+            }
+        }
+        let name = adapter.renamed(&module.name);
+        Ok(match targets.find(&name) {
+            Found::One(mut found) => {
+                if let [target] = &mut found[..] {
+                    *target = experts::stacked(self.layout, targets, *target);
+                }
+                Found::One(found)
+            }
+            Found::Nothing => experts::find(self.layout, targets, &name),
+            several => several,
+        })
+    }
+
+    /// Finds the targets of whole tensors beside factors: tensors of the checkpoint with their names and shapes. Others are not
+    /// understood.
+    fn replacements<'m>(
+        &mut self,
+        adapter: &'m Adapter,
+        targets: &Targets<'a>,
+        wanted: &dyn Fn(&str) -> bool,
+        matched: &mut Vec<(&'m AdapterModule, Vec<Target<'a>>)>,
+    ) {
+        let shape_of = |tensor: &TensorId| &adapter.checkpoint.layout().at(*tensor).shape;
+        for module in &adapter.replacements {
+            let fits = |target: &Target<'_>| {
+                module.parts.iter().all(|(part, tensor)| {
+                    let own = if part.is_of_bias() { target.bias } else { target.weight };
+                    target.projection.is_none() && own.is_some_and(|own| self.layout.at(own).shape == *shape_of(tensor))
+                })
+            };
+            match targets.find(&adapter.renamed(&module.name)) {
+                _ if !wanted(&module.name) => self.skip(adapter, module.parts.values(), SkipReason::OtherComponent),
+                Found::One(targets) if matches!(&targets[..], [target] if fits(target)) => {
+                    matched.push((module, targets));
+                }
+                _ => self.skip(adapter, module.parts.values(), SkipReason::NotUnderstood),
+            }
+        }
     }
 
     /// Fails if nothing matched or, when strict, if anything is unmatched.
@@ -214,48 +314,76 @@ impl<'a> Resolving<'a> {
     }
 
     /// Builds the steps of one module, whose parts may be in several of the checkpoint's modules.
-    fn module(&mut self, adapter: &Adapter, module: &AdapterModule, targets: &[Target<'_>]) -> Result<()> {
+    fn module<'m>(
+        &mut self,
+        adapter: &Adapter,
+        module: &'m AdapterModule,
+        targets: &[Target<'_>],
+        claims: &mut Claims<'m>,
+    ) -> Result<()> {
         if adapter.strength == 0.0 {
             self.skip(adapter, module.parts.values(), SkipReason::ZeroStrength);
             return Ok(());
         }
-        let (mut changed, mut rows, mut skipped, mut all_kinds) = (Vec::new(), Vec::new(), BTreeMap::new(), Vec::new());
+        let (mut changes, mut skipped, mut kind, mut scale) = (Vec::new(), BTreeMap::new(), Vec::new(), None);
+        let cache = FactorCache::default();
         for target in targets {
-            let built = kinds::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
-            let Built { weight, bias, kinds, skipped: not_here } = built;
-            for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
+            let built = kinds::steps(adapter, module, target, &cache, &|tensor| self.weight(tensor))?;
+            let Built { weight, view, columns, bias, kinds, factor, skipped: not_here } = built;
+            for (tensor, steps, view, columns) in
+                [(target.weight, weight, view, columns), (target.bias, bias, None, None)]
+            {
                 if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
                     self.check_dtype(adapter, module, tensor)?;
-                    let now = self.changed.entry(tensor).or_default();
-                    now.shape = shape;
-                    let maker = |adapter| Maker { adapter: Arc::clone(adapter), module: module.name.clone() };
-                    now.makers.extend(self.origins.last().map(maker));
-                    now.is_bias = target.bias == Some(tensor);
-                    let part = steps.iter().find(|_| target.projection.is_some());
-                    rows.push(part.map(|step| step.rows().start as u64..step.rows().end as u64));
-                    now.steps.extend(steps);
-                    changed.push(self.layout.at(tensor).name.clone());
+                    changes.push(Change { tensor, shape, steps, view, columns, target });
                 }
             }
             skipped.extend(not_here);
-            all_kinds = kinds;
+            (kind, scale) = (kinds, factor.or(scale));
         }
         for (part, why) in &skipped {
             self.skip(adapter, module.parts.get(part), *why);
         }
-        if !changed.is_empty() {
-            let used = module.parts.iter().filter(|(part, _)| !skipped.contains_key(part));
-            self.report.applied.push(Applied {
-                adapter: adapter.path.clone(),
-                strength: adapter.strength,
-                module: module.name.clone(),
-                kind: all_kinds.join(" + "),
-                keys: keys(adapter, used.map(|(_, tensor)| tensor)),
-                targets: changed,
-                rows,
-            });
+        let used = || module.parts.iter().filter(|(part, _)| !skipped.contains_key(part)).map(|(_, tensor)| tensor);
+        if claims.claim(adapter, module, &changes, &self.changed, self.layout)? == Claimed::Again {
+            self.skip(adapter, used(), SkipReason::Repeated);
+            return Ok(());
         }
+        if changes.is_empty() {
+            return Ok(());
+        }
+        let keys = keys(adapter, used());
+        let (mut changed, mut rows) = (Vec::new(), Vec::new());
+        for change in changes {
+            let of_part = change.target.projection.is_some()
+                || change.target.expert.is_some_and(|expert| expert.stacked.and(expert.number).is_some());
+            let part = change.steps.iter().find(|_| of_part);
+            rows.push(part.map(|step| step.rows().start as u64..step.rows().end as u64));
+            changed.push(self.layout.at(change.tensor).name.clone());
+            self.apply(change, module);
+        }
+        self.report.applied.push(Applied {
+            adapter: adapter.path.clone(),
+            strength: adapter.strength,
+            module: module.name.clone(),
+            kind: kind.join(" + "),
+            factor: scale,
+            keys,
+            targets: changed,
+            rows,
+        });
         Ok(())
+    }
+
+    /// Adds the steps of a change to its tensor's.
+    fn apply(&mut self, change: Change<'_>, module: &AdapterModule) {
+        let now = self.changed.entry(change.tensor).or_default();
+        now.shape = change.shape;
+        let maker = |adapter| Maker { adapter: Arc::clone(adapter), module: module.name.clone() };
+        now.makers.extend(self.origins.last().map(maker));
+        now.is_bias = change.target.bias == Some(change.tensor);
+        now.view = change.view.or(now.view);
+        now.steps.extend(change.steps);
     }
 
     fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: TensorId) -> Result<()> {
@@ -304,20 +432,8 @@ impl<'a> Resolving<'a> {
             let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
             tensors.insert(tensor, TensorPatch::new(info, changes, find).map_err(fault)?);
         }
-        Ok(Patches { tensors, layout: layout.patched(&shapes)?, report, origins })
+        Ok(Patches { tensors, base: layout.clone(), layout: layout.patched(&shapes)?, report, origins })
     }
-}
-
-/// Fails if two modules of one adapter change the same rows, because the result would depend on their order in the file.
-fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>)]) -> Result<()> {
-    let mut seen = HashMap::new();
-    for (module, target) in matched.iter().flat_map(|(module, targets)| targets.iter().map(move |t| (module, t))) {
-        if let Some(other) = seen.insert((target.module, target.projection), &module.name) {
-            let fault = AdapterFault::Collision { other: other.clone(), role: target.module.to_owned() };
-            return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
-        }
-    }
-    Ok(())
 }
 
 fn keys<'i>(adapter: &Adapter, tensors: impl IntoIterator<Item = &'i TensorId>) -> Vec<String> {

@@ -47,6 +47,8 @@ impl Weights {
     /// As [`Patches::resolve`].
     pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
         let patches = Patches::resolve(checkpoint.layout(), adapters, matching)?;
+        let untied = patches.report().untied.is_some();
+        let checkpoint = if untied { checkpoint.with_layout(patches.base().clone())? } else { checkpoint };
         Ok(Weights { checkpoint, patches })
     }
 
@@ -66,7 +68,8 @@ impl Weights {
         Ok(self)
     }
 
-    /// The unpatched checkpoint.
+    /// The unpatched checkpoint. If the [report](Weights::report) tells of an untied head, it has that as a last tensor, with the
+    /// embedding's bytes.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }

@@ -195,6 +195,17 @@ impl Layout {
         Ok(layout)
     }
 
+    /// This layout with one tensor more, the last, which has the bytes of `of`.
+    ///
+    /// # Errors
+    /// Never for a tensor of this layout.
+    pub(crate) fn with_alias(&self, of: TensorId, name: &str) -> Result<Layout> {
+        let info = self.tensor(of).ok_or_else(|| Error::bug(format!("there is no tensor at {}", of.index())))?;
+        let alias = TensorInfo { name: name.to_owned(), ..info.clone() };
+        let order: Vec<&str> = self.layers.iter().map(|layer| layer.name.as_str()).collect();
+        Layout::new(self.tensors.iter().cloned().chain([alias]).collect()).in_order(&order)
+    }
+
     /// The same layout once some tensors, given with their new shapes, have been changed.
     ///
     /// A changed tensor has bytes of its own: what aliased it does so no longer. Its `offset` still says where its

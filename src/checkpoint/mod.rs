@@ -21,7 +21,7 @@ use header::Header;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
-pub(crate) use names::{is_in_stack, is_table};
+pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_table};
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
 /// The weights of a model in its files.

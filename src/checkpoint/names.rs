@@ -105,6 +105,13 @@ pub(crate) fn is_table(name: &str) -> bool {
     TOKEN_TABLES.iter().chain(&OTHER_TABLES).any(|table| *table == last)
 }
 
+/// Whether the rows of such a module's weight are the words of a vocabulary: a token embedding, or the head of a language
+/// model.
+pub(crate) fn has_vocabulary_rows(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name).to_ascii_lowercase();
+    TOKEN_TABLES.contains(&last.as_str()) || ["lm_head", "embed_out", "output"].contains(&last.as_str())
+}
+
 /// Order of names with runs of digits compared as numbers.
 pub(super) fn natural(a: &str, b: &str) -> Ordering {
     let (mut a_rest, mut b_rest) = (a, b);

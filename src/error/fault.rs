@@ -200,6 +200,12 @@ pub enum AdapterFault {
         /// The missing key.
         missing: String,
     },
+    /// A factor of a program that always scales its factors, and nothing says by what.
+    #[error(
+        "PEFT and mlx-lm scale such factors by an alpha, which neither the file nor an adapter_config.json beside it says; \
+         put that file beside it, or say the alpha with Adapter::alpha (--alpha)"
+    )]
+    NoAlpha,
     /// A kind of adapter that is not applied.
     #[error("{kind} adapters are not supported")]
     Unsupported {

@@ -32,9 +32,12 @@ pub use scales::ScalePolicy;
 pub(crate) use scales::Scales;
 use scales::Scaling;
 use steps::Scope;
-pub(crate) use steps::{Axis, Delta, Dora, Linear, Matrix, Product, Step, matrix_of};
+pub(crate) use steps::{
+    Axis, BlockTransform, Columns, Delta, Dora, Kronecker, Linear, Matrix, Product, Step, matrix_of,
+};
 use vector::Tier;
 use whole::F32Weight;
+pub(crate) use whole::same_change;
 
 /// All changes of one tensor of the checkpoint.
 ///
@@ -53,6 +56,7 @@ pub struct TensorPatch {
     steps: Arc<Vec<Step>>,
     /// Whether it is a bias, each element of which is a row.
     is_bias: bool,
+    view: Option<(usize, usize)>,
     rounding: Rounding,
     scale_policy: ScalePolicy,
     /// For a recomputed scale, the weight that it belongs to.
@@ -68,6 +72,8 @@ pub(crate) struct Changes {
     pub(crate) shape: Vec<u64>,
     /// Whether it is a bias, each element of which is a row: of a fused one, a part is changed.
     pub(crate) is_bias: bool,
+    /// The tensor's rows and columns as the steps count them, if that is not its first dimension by all others.
+    pub(crate) view: Option<(usize, usize)>,
     /// The origins of the steps, in order.
     pub(crate) makers: Vec<Maker>,
 }
@@ -152,7 +158,7 @@ impl TensorPatch {
         let bad_type = || AdapterFault::BadDType { what: "it".to_owned(), dtype: tensor.dtype };
         let float = Float::of(tensor.dtype).ok_or_else(bad_type)?;
         let scaling = Scaling::of(tensor, matrix_of(&tensor.shape).unwrap_or_default(), find)?;
-        let Changes { steps, shape: patched_shape, is_bias, makers } = changes;
+        let Changes { steps, shape: patched_shape, is_bias, view, makers } = changes;
         if patched_shape != tensor.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
             let kind = "padding of a weight with several scales; such".to_owned();
             return Err(AdapterFault::Unsupported { kind });
@@ -166,6 +172,7 @@ impl TensorPatch {
             scaling,
             steps: Arc::new(steps),
             is_bias,
+            view,
             rounding: Rounding::default(),
             scale_policy: ScalePolicy::default(),
             scale_of: None,
@@ -200,6 +207,12 @@ impl TensorPatch {
     /// Whether it recomputes a weight's scale.
     pub(crate) fn is_of_scale(&self) -> bool {
         self.scale_of.is_some()
+    }
+
+    /// Whether it changes its tensor by the same numbers as another patch changes one of the same shape.
+    pub(crate) fn changes_as(&self, other: &TensorPatch) -> bool {
+        let (rows, cols) = matrix_of(&self.patched_shape).unwrap_or_default();
+        self.patched_shape == other.patched_shape && same_change(&self.steps, &other.steps, 0..rows, cols)
     }
 
     /// The inputs of the patch.
@@ -261,8 +274,13 @@ impl TensorPatch {
         Ok(PatchOutcome { saturated })
     }
 
+    /// Its rows and columns as the steps count them.
+    fn matrix(&self) -> (usize, usize) {
+        self.view.or_else(|| matrix_of(&self.shape)).unwrap_or_default()
+    }
+
     fn stored<'a>(&self, scales: Option<&'a Scales>) -> Stored<'a> {
-        let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
+        let (rows, cols) = self.matrix();
         let (rows, cols) = if self.is_bias { (rows * cols, 1) } else { (rows, cols) };
         Stored { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
     }
@@ -373,9 +391,11 @@ mod tests {
         };
         let (first, second) = (matrix(70, 3, 11), matrix(3, 70, 12));
         let linear = Linear { first, second, base: whole(3), inner: 1 };
+        let kronecker = Kronecker { left: matrix(6, 7, 11), right: matrix(10, 10, 12), source: None };
+        let kronecker = Delta::Kronecker(Box::new(kronecker));
         let kinds = [
             ("LoHa", Step::add(rows(), Delta::Hadamard(Box::new([whole(3), whole(4)])), 0.6)),
-            ("LoKr", Step::add(rows(), Delta::Kronecker(matrix(6, 7, 11), matrix(10, 10, 12)), 0.6)),
+            ("LoKr", Step::add(rows(), kronecker, 0.6)),
             ("GLoRA", Step::add(rows(), Delta::Linear(Box::new(linear)), 0.6)),
             ("OFT", Step::rotate(rows(), 12, noise(5 * 12 * 12, 11), 0.6)),
             ("DoRA by rows", Step::decompose(rows(), Delta::Product(whole(3)), dora(Axis::Rows, true))),

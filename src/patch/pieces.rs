@@ -5,7 +5,9 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::scales::Scales;
-use super::steps::{Change, Delta, Dora, Linear, Packed, Scope, Step, TILE_COLS, TILE_ROWS};
+use super::steps::{
+    BlockTransform, Change, Columns, Delta, Dora, Kronecker, Linear, Packed, Scope, Step, TILE_COLS, TILE_ROWS,
+};
 use super::vector::{Output, StridedRows, Tier};
 use crate::float::Float;
 use crate::rounding::Noise;
@@ -169,6 +171,12 @@ impl Task<'_> {
                     decompose_row(dora, piece.rows.start + row - step.rows.start, strip.row(row), delta);
                 }
             }
+            Change::Transform(columns) => {
+                for row in rows {
+                    let of_step = piece.rows.start + row - step.rows.start;
+                    transform_row(self.tier, columns, of_step, strip.row(row), spare);
+                }
+            }
             // These see more than a piece: `whole` does them.
             Change::Rotate { .. } | Change::Pad { .. } => {}
         }
@@ -209,9 +217,11 @@ impl Task<'_> {
                     out.row(row).iter_mut().zip(second.row(row)).for_each(|(first, second)| *first *= *second);
                 }
             }
-            Delta::Kronecker(left, right) => {
+            Delta::Kronecker(product) => {
+                let Kronecker { left, right, source } = &**product;
                 for row in place.rows.clone() {
                     let row_of_step = place.of_step(row);
+                    let row_of_step = source.as_ref().map_or(row_of_step, |source| source[row_of_step]);
                     let (left, values) = (left.row(row_of_step / right.rows), right.row(row_of_step % right.rows));
                     for (col, out) in out.row(row).iter_mut().enumerate() {
                         let col = piece.cols.start + col;
@@ -267,6 +277,37 @@ fn decompose_row(dora: &Dora, row: usize, weights: &mut [f32], delta: &[f32]) {
     let factor = dora.magnitude[row] / (norm + dora.epsilon);
     for (weight, &delta) in weights.iter_mut().zip(delta) {
         *weight = mixed(*weight, changed(*weight, delta) * factor, dora.strength);
+    }
+}
+
+/// `w += s (w' - w)` for one row, see [`Columns`]. Each sum is in order of the columns.
+fn transform_row(tier: Tier, columns: &Columns, row: usize, weights: &mut [f32], spare: &mut Spare) {
+    let Spare { delta: from, other: to } = spare;
+    from.clear();
+    from.extend_from_slice(weights);
+    for BlockTransform { size, blocks, order } in &columns.transforms {
+        to.clear();
+        to.resize(from.len(), 0.0);
+        if let Some(order) = order {
+            from.iter().zip(order).for_each(|(value, &place)| to[place as usize] = *value);
+            std::mem::swap(from, to);
+            to.fill(0.0);
+        }
+        let sums = to.chunks_exact_mut(*size).zip(from.chunks_exact(*size)).zip(blocks.chunks_exact(size * size));
+        for ((sums, values), block) in sums {
+            for (value, column) in values.iter().zip(block.chunks_exact(*size)) {
+                tier.add_multiple(*value, column, sums);
+            }
+        }
+        std::mem::swap(from, to);
+        if let Some(order) = order {
+            to.iter_mut().zip(order).for_each(|(value, &place)| *value = from[place as usize]);
+            std::mem::swap(from, to);
+        }
+    }
+    let scale = columns.by_rows.as_ref().map_or(1.0, |scales| scales[row]);
+    for (weight, value) in weights.iter_mut().zip(from) {
+        *weight = mixed(*weight, *value * scale, columns.strength);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::TensorPatch;
 use super::scales::{ScalePolicy, Scales};
-use super::steps::{Change, Delta, Step, TILE_COLS, TILE_ROWS, matrix_of};
+use super::steps::{Change, Delta, Step, TILE_COLS, TILE_ROWS};
 use crate::backend::{MatrixPatch, PackedProduct};
 use crate::rounding::Rounding;
 
@@ -14,7 +14,7 @@ impl TensorPatch {
     pub(crate) fn is_products(&self) -> bool {
         let added =
             |step: &Step| matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
-        let (rows, cols) = matrix_of(&self.shape).unwrap_or_default();
+        let (rows, cols) = self.matrix();
         self.scale_of.is_none()
             && (self.scaling.is_none() || self.scale_policy == ScalePolicy::Keep)
             && self.rounding == Rounding::NearestEven
@@ -33,7 +33,7 @@ impl TensorPatch {
             Some(PackedProduct { up, down, rank: product.rank, rows: step.rows.clone(), scale: *scale })
         };
         let products = self.steps.iter().map(product).collect::<Option<Vec<_>>>().filter(|_| self.is_products())?;
-        MatrixPatch::new(self.float.dtype(), matrix_of(&self.shape)?, products, scales.map(Scales::blocks)).ok()
+        MatrixPatch::new(self.float.dtype(), self.matrix(), products, scales.map(Scales::blocks)).ok()
     }
 }
 

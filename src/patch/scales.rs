@@ -45,6 +45,7 @@ impl TensorPatch {
             needs: vec![weight],
             steps: Arc::default(),
             is_bias: false,
+            view: None,
             rounding: Rounding::NearestEven,
             scale_policy: self.scale_policy,
             scale_of: Some(Arc::new(self.clone())),

@@ -38,9 +38,23 @@ impl Step {
         Step { rows, change: Change::Rotate { size, turns, strength } }
     }
 
+    /// Each row w becomes `w + strength (w' - w)`, see [`Columns`].
+    pub(crate) fn transform(rows: Range<usize>, columns: Columns) -> Step {
+        Step { rows, change: Change::Transform(columns) }
+    }
+
     /// The weight, of shape `from`, comes to stand in the corner of zeros of the shape `to`.
     pub(crate) fn pad(from: Vec<u64>, to: Vec<u64>) -> Step {
         Step { rows: 0..0, change: Change::Pad { from, to } }
+    }
+
+    /// Counts each row of the weight as `count` rows, for steps that give values whole.
+    pub(crate) fn split_rows(&mut self, count: usize) {
+        debug_assert!(match &self.change {
+            Change::Add { delta, .. } => matches!(**delta, Delta::Dense(_)),
+            change => matches!(change, Change::Set(_)),
+        });
+        self.rows = self.rows.start * count..self.rows.end * count;
     }
 
     /// The rows that change.
@@ -56,6 +70,7 @@ pub(super) enum Change {
     Set(Vec<f32>),
     Decompose { delta: Arc<Delta>, dora: Dora },
     Rotate { size: usize, turns: Vec<f32>, strength: f32 },
+    Transform(Columns),
     Pad { from: Vec<u64>, to: Vec<u64> },
 }
 
@@ -67,6 +82,10 @@ impl Change {
             Change::Set(values) => values.len(),
             Change::Decompose { delta, dora } => delta.values() + dora.magnitude.len(),
             Change::Rotate { turns, .. } => turns.len(),
+            Change::Transform(columns) => {
+                let transforms = columns.transforms.iter().map(|transform| transform.blocks.len());
+                transforms.sum::<usize>() + columns.by_rows.as_ref().map_or(0, Vec::len)
+            }
             Change::Pad { .. } => 0,
         }
     }
@@ -76,7 +95,7 @@ impl Change {
         match self {
             Change::Add { delta, .. } if matches!(**delta, Delta::Linear(_)) => Scope::Row,
             Change::Add { .. } | Change::Set(_) => Scope::Element,
-            Change::Decompose { dora: Dora { axis: Axis::Rows, .. }, .. } => Scope::Row,
+            Change::Decompose { dora: Dora { axis: Axis::Rows, .. }, .. } | Change::Transform(_) => Scope::Row,
             Change::Decompose { .. } | Change::Rotate { .. } | Change::Pad { .. } => Scope::Weight,
         }
     }
@@ -101,7 +120,7 @@ pub(crate) enum Delta<P = Packed> {
     /// LoHa: the two products multiplied element by element.
     Hadamard(Box<[P; 2]>),
     /// LoKr: the Kronecker product.
-    Kronecker(Matrix, Matrix),
+    Kronecker(Box<Kronecker>),
     /// GLoRA: [`Linear`].
     Linear(Box<Linear<P>>),
 }
@@ -113,7 +132,7 @@ impl Delta<Product> {
             Delta::Product(product) => Delta::Product(product.packed(first_row)),
             Delta::Dense(values) => Delta::Dense(values),
             Delta::Hadamard(products) => Delta::Hadamard(Box::new(products.map(|product| product.packed(first_row)))),
-            Delta::Kronecker(left, right) => Delta::Kronecker(left, right),
+            Delta::Kronecker(product) => Delta::Kronecker(product),
             Delta::Linear(linear) => {
                 let Linear { first, second, base, inner } = *linear;
                 Delta::Linear(Box::new(Linear { first, second, base: base.packed(first_row), inner }))
@@ -128,10 +147,19 @@ impl Delta {
             Delta::Product(product) => product.values(),
             Delta::Dense(values) => values.len(),
             Delta::Hadamard(products) => products.iter().map(Packed::values).sum(),
-            Delta::Kronecker(left, right) => left.values.len() + right.values.len(),
+            Delta::Kronecker(product) => product.left.values.len() + product.right.values.len(),
             Delta::Linear(linear) => linear.first.values.len() + linear.second.values.len() + linear.base.values(),
         }
     }
+}
+
+/// The Kronecker product of two matrices, or some of its rows.
+#[derive(Debug)]
+pub(crate) struct Kronecker {
+    pub(crate) left: Matrix,
+    pub(crate) right: Matrix,
+    /// For each row of the change its row in the product; `None` if that is the same.
+    pub(crate) source: Option<Vec<usize>>,
 }
 
 /// `W first second + base`, where the first factor applies to a row's channels of `inner` elements each.
@@ -166,6 +194,40 @@ pub(crate) enum Axis {
     Columns {
         inner: usize,
     },
+}
+
+/// What a row w becomes: `w' = T_n .. T_1 w`, times the row's number in `by_rows`.
+#[derive(Debug)]
+pub(crate) struct Columns {
+    pub(crate) transforms: Vec<BlockTransform>,
+    pub(crate) by_rows: Option<Vec<f32>>,
+    pub(crate) strength: f32,
+}
+
+/// A matrix T of square blocks along the diagonal, between a permutation P and its inverse: `T = P B P^T`.
+#[derive(Debug)]
+pub(crate) struct BlockTransform {
+    pub(super) size: usize,
+    /// The blocks, each transposed.
+    pub(super) blocks: Vec<f32>,
+    /// Where P takes each element from.
+    pub(super) order: Option<Vec<u32>>,
+}
+
+impl BlockTransform {
+    /// `blocks` are one after the other, each row by row. `order`, if given, is a permutation of as many columns.
+    pub(crate) fn new(size: usize, blocks: Vec<f32>, order: Option<Vec<u32>>) -> BlockTransform {
+        let transposed = |block: &[f32]| {
+            let at = |index: usize| block[index % size * size + index / size];
+            (0..size * size).map(at).collect::<Vec<f32>>()
+        };
+        let blocks = blocks.chunks_exact(size * size).flat_map(transposed).collect();
+        BlockTransform { size, blocks, order }
+    }
+
+    pub(crate) fn is_finite(&self) -> bool {
+        self.blocks.iter().all(|value| value.is_finite())
+    }
 }
 
 /// A matrix, row by row.

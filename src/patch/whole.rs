@@ -1,5 +1,6 @@
 //! Changes that see all of a weight at once, on an f32 copy of it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use rayon::prelude::*;
@@ -138,6 +139,22 @@ impl F32Weight {
             }
         });
     }
+}
+
+/// Whether two lists of steps change these rows of a weight of `cols` columns by the same numbers, whatever the weight is. False
+/// for steps whose change depends on the weight.
+pub(crate) fn same_change(one: &[Step], other: &[Step], rows: Range<usize>, cols: usize) -> bool {
+    let plain = |steps: &[Step]| steps.iter().all(|step| step.change.scope() == Scope::Element);
+    let replaces = |steps: &[Step]| steps.iter().any(|step| matches!(step.change, Change::Set(_)));
+    if !plain(one) || !plain(other) || replaces(one) != replaces(other) {
+        return false;
+    }
+    let changed = |steps: &[Step]| {
+        let mut values = vec![0.0; rows.end * cols];
+        change_in_pieces(Tier::best(), &mut values, cols, steps);
+        values.split_off(rows.start * cols)
+    };
+    changed(one) == changed(other)
 }
 
 fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {

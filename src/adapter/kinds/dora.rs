@@ -3,6 +3,7 @@
 use super::{Building, Pending};
 use crate::adapter::Factor;
 use crate::adapter::names::keys::Part;
+use crate::adapter::names::rows::RowOrder;
 use crate::error::{AdapterFault, Result};
 use crate::patch::{Axis, Dora};
 
@@ -17,28 +18,33 @@ impl Building<'_, '_> {
 
     /// `dora_scale`: norms of the original rows, or of the changed channels where it does not have one for each row.
     fn comfy_dora(&self, magnitude: Factor, pending: &Pending) -> Result<Dora> {
-        self.parts.needs_rows_as_they_are(Part::DoraScale, "DoRA")?;
         let rows = pending.rows.len();
         let channels = self.weight.shape.get(1).map_or(0, |&channels| channels as usize);
-        let by_rows = magnitude.shape.first() == Some(&(rows as u64)) && magnitude.values.len() == rows;
+        let all_rows = self.parts.target.slice.map_or(rows as u64, |slice| slice.of);
+        let by_rows = magnitude.shape.first() == Some(&all_rows) && magnitude.values.len() as u64 == all_rows;
+        // Norms of columns are over all rows, of which the target may have a part.
+        if !by_rows || self.parts.target.order == RowOrder::Transposed {
+            self.parts.needs_rows_as_they_are(Part::DoraScale, "DoRA")?;
+        }
+        let magnitude = if by_rows { self.parts.own_part(magnitude)? } else { magnitude };
         if !by_rows && magnitude.values.len() != channels {
             return Err(self.shape_mismatch(&magnitude));
         }
         let axis = if by_rows { Axis::Rows } else { Axis::Columns { inner: self.weight.cols / channels.max(1) } };
-        Ok(self.decomposed(magnitude, axis, by_rows, f32::EPSILON, pending.ratio))
+        Ok(self.decomposed(magnitude, axis, by_rows, f32::EPSILON, pending.ratio.value))
     }
 
     /// `lora_magnitude_vector`: norms of the changed rows (columns of a transposed weight).
     fn peft_dora(&self, pending: &Pending) -> Result<Option<Dora>> {
-        let config = self.parts.adapter.config.as_ref();
-        let Some(magnitude) = self.parts.read(Part::Magnitude)? else {
-            if config.is_some_and(|config| config.dora) && pending.kind == "LoRA" {
+        let configured = self.parts.configured_dora();
+        let Some(magnitude) = self.parts.read(self.parts.any_of(&[Part::Magnitude, Part::MlxMagnitude]))? else {
+            if configured == Some(true) && pending.kind == "LoRA" {
                 let missing = format!("{}.lora_magnitude_vector", self.parts.module.name);
                 return Err(self.parts.fault(Part::Up, AdapterFault::Incomplete { missing }));
             }
             return Ok(None);
         };
-        if config.is_some_and(|config| !config.dora) {
+        if configured == Some(false) {
             let reason = "use_dora is not set, yet there is a magnitude".to_owned();
             return Err(self.parts.fault(Part::Magnitude, AdapterFault::Config { reason }));
         }
@@ -51,7 +57,7 @@ impl Building<'_, '_> {
         if magnitude.values.len() != count {
             return Err(self.shape_mismatch(&magnitude));
         }
-        Ok(Some(self.decomposed(magnitude, axis, false, 0.0, pending.ratio)))
+        Ok(Some(self.decomposed(magnitude, axis, false, 0.0, pending.ratio.value)))
     }
 
     fn decomposed(&self, magnitude: Factor, axis: Axis, of_original: bool, epsilon: f32, ratio: f64) -> Dora {

@@ -2,16 +2,17 @@
 
 use super::{Building, Pending};
 use crate::adapter::Factor;
+use crate::adapter::config::{FactorSource, ScaleFactor};
 use crate::adapter::names::keys::Part;
+use crate::adapter::names::rows::RowOrder;
 use crate::error::Result;
-use crate::patch::{Delta, Matrix};
+use crate::patch::{Delta, Kronecker, Matrix};
 
 impl Building<'_, '_> {
-    /// `D = kron(w1, w2)`, each given whole or as a product, w2 also with a core t2.
+    /// `D = kron(w1, w2)`, each given whole or as a product, w2 also with a core t2. Where both are given whole, an alpha says
+    /// nothing, but a configuration of PEFT's does.
     pub(super) fn lokr(&mut self) -> Result<()> {
         let need = |part, beside: &[Part]| self.parts.need(part, self.parts.any_of(beside));
-        let part = self.parts.any_of(&[Part::LokrW1, Part::LokrW1A, Part::LokrW1B, Part::LokrW2, Part::LokrW2A]);
-        self.parts.needs_rows_as_they_are(part, "LoKr")?;
         let (w1_given, w2_given) = (self.parts.read(Part::LokrW1)?, self.parts.read(Part::LokrW2)?);
         let mut rank = None;
         let (w1, w1_factor) = match w1_given {
@@ -36,13 +37,21 @@ impl Building<'_, '_> {
                 (w2, a)
             }
         };
-        let rows = w1.rows.saturating_mul(w2.rows);
-        let rows = self.parts.rows_of(&w1_factor, rows, &self.weight)?;
+        let (w1, w2) = match self.parts.target.order {
+            RowOrder::Transposed => (w1.transposed(), w2.transposed()),
+            _ => (w1, w2),
+        };
+        let all = w1.rows.saturating_mul(w2.rows);
+        let source = self.parts.source_rows(&w1_factor, all)?;
+        let rows = self.parts.rows_of(&w1_factor, source.as_ref().map_or(all, Vec::len), &self.weight)?;
         if w1.cols.checked_mul(w2.cols) != Some(self.weight.cols) {
             return Err(self.shape_mismatch(&w2_factor));
         }
-        let delta = Delta::Kronecker(w1, w2);
-        let ratio = rank.map_or(Ok(1.0), |rank| self.parts.ratio(rank as usize))?;
+        let delta = Delta::Kronecker(Box::new(Kronecker { left: w1, right: w2, source }));
+        let ratio = match rank {
+            None if self.parts.adapter.config.is_none() => ScaleFactor { value: 1.0, source: FactorSource::Nothing },
+            rank => self.parts.ratio(rank.unwrap_or(1) as usize)?,
+        };
         self.place(Pending { kind: "LoKr", rows, delta, ratio, transposed: false })
     }
 
@@ -51,7 +60,12 @@ impl Building<'_, '_> {
         if left.cols != right.rows {
             return Err(self.parts.shape_fault(a, format!("`{}`", b.key), &b.shape));
         }
-        if left.rows > self.weight.rows || right.cols > self.weight.cols {
+        let most = self.parts.target.slice.map_or(self.weight.rows, |slice| slice.of as usize);
+        let (most, wide) = match self.parts.target.order {
+            RowOrder::Transposed => (self.weight.cols, self.weight.rows),
+            _ => (most, self.weight.cols),
+        };
+        if left.rows > most || right.cols > wide {
             return Err(self.shape_mismatch(a));
         }
         Ok(left.times(&right))

@@ -4,6 +4,7 @@ use super::{Building, Parts, Pending, Weight};
 use crate::adapter::Factor;
 use crate::adapter::names::keys::Part;
 use crate::adapter::names::rows::RowOrder;
+use crate::checkpoint::is_table;
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Result};
 use crate::patch::{Delta, Product, Step, matrix_of};
@@ -11,8 +12,12 @@ use crate::patch::{Delta, Product, Step, matrix_of};
 impl Building<'_, '_> {
     /// LoRA and LoCon: `D = reshape(flat(up) flat(down))`.
     pub(super) fn lora(&mut self, up_part: Part, down_part: Part) -> Result<()> {
-        let (up, mut down) = (self.parts.need(up_part, down_part)?, self.parts.need(down_part, up_part)?);
+        let (mut up, mut down) = (self.parts.need(up_part, down_part)?, self.parts.need(down_part, up_part)?);
+        if up_part == Part::MlxUp {
+            (up, down) = (up.swapped(), down.swapped());
+        }
         self.pad()?;
+        self.widen(&down);
         if let Some(wanted) = self.parts.peft_rank().filter(|&rank| down.shape.first() != Some(&(rank as u64))) {
             return Err(self.parts.shape_fault(&down, "the rank in adapter_config.json", &[wanted as u64]));
         }
@@ -24,9 +29,10 @@ impl Building<'_, '_> {
         if left.cols != rank {
             return Err(self.parts.shape_fault(&up, format!("`{}`", down.key), &down.shape));
         }
-        let is_embedding = up_part == Part::EmbeddingUp;
+        let is_embedding =
+            up_part == Part::EmbeddingUp || (up_part == Part::MlxUp && is_table(self.parts.target.module));
         let other_way = self.parts.target.order == RowOrder::Transposed;
-        let config = self.parts.adapter.config.as_ref().is_some_and(|config| config.transposed);
+        let config = self.parts.adapter.peft().is_some_and(|config| config.transposed);
         let transposed = (config != other_way) || is_embedding;
         let (left, right, up, down) =
             if transposed { (right.transposed(), left.transposed(), &down, &up) } else { (left, right, &up, &down) };
@@ -45,6 +51,26 @@ impl Building<'_, '_> {
         let delta = Delta::Product(Product { up: left, down: right });
         let ratio = self.parts.ratio(rank)?;
         self.place(Pending { kind: "LoRA", rows, delta, ratio, transposed })
+    }
+
+    /// A control LoRA's input has more channels than the checkpoint's: the weight's new columns begin as zeros. Such are Black
+    /// Forest Labs' (`img_in`), and diffusers' of the same (`x_embedder`).
+    fn widen(&mut self, down: &Factor) {
+        const INPUTS: [&str; 2] = ["img_in", "x_embedder"];
+        let own = self.parts.target.module.rsplit('.').next().unwrap_or_default();
+        let ([rows, cols], [_, wanted]) = (&self.weight.shape[..], &down.shape[..]) else { return };
+        let plain = self.parts.target.projection.is_none() && self.parts.target.takes_rows_as_they_are();
+        if INPUTS.contains(&own) && plain && *cols > 0 && wanted > cols && wanted % cols == 0 {
+            let to = vec![*rows, *wanted];
+            self.pad_to(to);
+        }
+    }
+
+    /// Pads the weight with zeros to a shape that matrices can have.
+    pub(super) fn pad_to(&mut self, to: Vec<u64>) {
+        let Some((rows, cols)) = matrix_of(&to) else { return };
+        self.steps.push(Step::pad(self.weight.shape.clone(), to.clone()));
+        self.weight = Weight { shape: to, rows, cols, ..self.weight };
     }
 
     /// LoCon's third factor: `down' = (flat(down^T) flat(mid^T))` reshaped [in, r, kh, kw], axes 0 and 1 swapped.
@@ -68,14 +94,13 @@ impl Building<'_, '_> {
         let grows = to.len() == from.len() && to.iter().zip(&from).all(|(to, from)| to >= from);
         let matrix = matrix_of(&to)
             .filter(|_| grows && self.parts.target.projection.is_none() && self.parts.target.takes_rows_as_they_are());
-        let Some((rows, cols)) = matrix else {
+        if matrix.is_none() {
             let what = format!("padding of the target `{}`", self.weight.name);
             let fault = AdapterFault::Shape { found: to, what, wanted: from };
             return Err(self.parts.fault(Part::ReshapeWeight, fault));
-        };
+        }
         if to != from {
-            self.steps.push(Step::pad(from, to.clone()));
-            self.weight = Weight { shape: to, rows, cols, ..self.weight };
+            self.pad_to(to);
         }
         Ok(())
     }

@@ -8,20 +8,28 @@
 //! stands beside the factors, of PEFT's LoRA layers (0.21).
 
 mod dora;
+mod experts;
 mod glora;
 mod loha;
 mod lokr;
 mod lora;
+mod multiplied;
 mod oft;
 mod whole;
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
+use std::rc::Rc;
 
+use super::config::peft::PeftKind;
+use super::config::{Config, FactorSource, ScaleFactor};
 use super::names::Target;
 use super::names::keys::{self, Part};
 use super::report::SkipReason;
-use super::{Adapter, AdapterModule, Factor};
+use super::{Adapter, AdapterModule, Factor, PEFT_PREFIX};
 use crate::checkpoint::TensorId;
+use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::patch::{Delta, Matrix, Product, Step, matrix_of};
 
@@ -45,13 +53,22 @@ impl<'a> Weight<'a> {
     }
 }
 
+/// Factors that several targets of a module share.
+pub(super) type FactorCache = RefCell<HashMap<TensorId, Rc<Factor>>>;
+
 /// The steps of an adapter's module for its target.
 #[derive(Default)]
 pub(super) struct Built {
     /// The weight's patched shape and its steps; `None` if it does not change.
     pub(super) weight: Option<(Vec<u64>, Vec<Step>)>,
+    /// The weight's rows and columns as its steps count them, if that is not its first dimension by all others.
+    pub(super) view: Option<(usize, usize)>,
+    /// The columns that change; `None` for all.
+    pub(super) columns: Option<Range<usize>>,
     pub(super) bias: Option<(Vec<u64>, Vec<Step>)>,
     pub(super) kinds: Vec<&'static str>,
+    /// What the factors are multiplied by, if the module has any.
+    pub(super) factor: Option<ScaleFactor>,
     pub(super) skipped: Vec<(Part, SkipReason)>,
 }
 
@@ -60,14 +77,20 @@ pub(super) fn steps<'a>(
     adapter: &Adapter,
     module: &AdapterModule,
     target: &Target<'_>,
+    cache: &FactorCache,
     weight_of: &dyn Fn(TensorId) -> Weight<'a>,
 ) -> Result<Built> {
     let mut built = Built::default();
-    let parts = Parts { adapter, module, target };
+    let parts = Parts { adapter, module, target, cache };
     if let Some(weight) = target.weight.map(weight_of) {
-        let mut building = Building { parts, weight, steps: Vec::new(), kinds: Vec::new() };
+        let mut building = Building::new(parts, weight);
+        // PEFT's factors belong to the weight that it saves beside them.
+        building.replacements(&[Part::NewWeight])?;
         building.factors()?;
-        building.replacements()?;
+        building.replacements(&[Part::NormDiff, Part::Diff, Part::SetWeight])?;
+        building.in_rows_of_experts();
+        let Building { factor, view, columns, .. } = building;
+        (built.factor, built.view, built.columns) = (factor, view, columns);
         if !building.steps.is_empty() {
             built.weight = Some((building.weight.shape, building.steps));
             built.kinds = building.kinds;
@@ -90,6 +113,9 @@ struct Building<'a, 'w> {
     weight: Weight<'w>,
     steps: Vec<Step>,
     kinds: Vec<&'static str>,
+    factor: Option<ScaleFactor>,
+    view: Option<(usize, usize)>,
+    columns: Option<Range<usize>>,
 }
 
 /// A change D of some rows, to be added or included in a decomposition.
@@ -97,22 +123,32 @@ struct Pending {
     kind: &'static str,
     rows: Range<usize>,
     delta: Delta<Product>,
-    /// alpha / rank.
-    ratio: f64,
+    ratio: ScaleFactor,
     /// Whether D applies transposed, so that PEFT's magnitudes belong to columns.
     transposed: bool,
 }
 
-impl Building<'_, '_> {
+impl<'a, 'w> Building<'a, 'w> {
+    fn new(parts: Parts<'a>, weight: Weight<'w>) -> Building<'a, 'w> {
+        let (steps, kinds, factor, view, columns) = Default::default();
+        Building { parts, weight, steps, kinds, factor, view, columns }
+    }
+
     /// All factors that the module has.
     fn factors(&mut self) -> Result<()> {
         let parts = self.parts;
         let any = |of: &[Part]| of.iter().any(|&part| parts.has(part));
+        if let Some(expert) = parts.target.expert.filter(|_| parts.has_factors()) {
+            return self.experts(expert);
+        }
         if any(&[Part::Up, Part::Down]) {
             self.lora(Part::Up, Part::Down)?;
         }
         if any(&[Part::EmbeddingUp, Part::EmbeddingDown]) {
             self.lora(Part::EmbeddingUp, Part::EmbeddingDown)?;
+        }
+        if any(&[Part::MlxUp, Part::MlxDown]) {
+            self.lora(Part::MlxUp, Part::MlxDown)?;
         }
         if any(&[Part::HadaW1A, Part::HadaW1B, Part::HadaW2A, Part::HadaW2B]) {
             self.loha()?;
@@ -123,14 +159,34 @@ impl Building<'_, '_> {
         if any(&[Part::GloraA1, Part::GloraA2, Part::GloraB1, Part::GloraB2]) {
             self.glora()?;
         }
-        if any(&[Part::OftBlocks]) { self.oft() } else { Ok(()) }
+        if any(&[Part::OftBlocks]) {
+            self.oft()?;
+        }
+        if any(&[Part::OftRotation]) {
+            self.peft_oft()?;
+        }
+        if any(&[Part::BoftRotation, Part::BoftScale]) {
+            self.boft()?;
+        }
+        if any(&[Part::Ia3]) { self.ia3() } else { Ok(()) }
+    }
+
+    /// Counts the rows of a stack of experts, of which whole weights are given, expert by expert.
+    fn in_rows_of_experts(&mut self) {
+        let stacked = self.parts.target.expert.is_some_and(|expert| expert.stacked.is_some());
+        let &[_, rows, cols] = &self.weight.shape[..] else { return };
+        if stacked && self.view.is_none() {
+            self.view = Some((self.weight.rows * rows as usize, cols as usize));
+            self.steps.iter_mut().for_each(|step| step.split_rows(rows as usize));
+        }
     }
 
     /// Adds D at its scale, or includes it in a decomposition.
     fn place(&mut self, pending: Pending) -> Result<()> {
         let dora = if self.parts.may_be_dora() { self.dora(&pending)? } else { None };
-        let scale = self.parts.finite_scale(pending.ratio)?;
-        let Pending { kind, rows, delta, .. } = pending;
+        let scale = self.parts.finite_scale(pending.ratio.value)?;
+        let Pending { kind, rows, delta, ratio, .. } = pending;
+        self.factor = Some(ratio);
         let step = match dora {
             Some(dora) => Step::decompose(rows, delta, dora),
             None => Step::add(rows, delta, scale),
@@ -155,9 +211,16 @@ struct Parts<'a> {
     adapter: &'a Adapter,
     module: &'a AdapterModule,
     target: &'a Target<'a>,
+    cache: &'a FactorCache,
 }
 
 impl Parts<'_> {
+    /// Whether the module has anything but whole weights.
+    fn has_factors(&self) -> bool {
+        let whole = [Part::NewWeight, Part::NewBias, Part::Diff, Part::DiffBias, Part::SetWeight, Part::NormDiff];
+        self.module.parts.keys().any(|part| !whole.contains(part))
+    }
+
     fn has(&self, part: Part) -> bool {
         self.module.parts.contains_key(&part)
     }
@@ -192,21 +255,71 @@ impl Parts<'_> {
         parts.iter().copied().find(|&part| self.has(part)).unwrap_or(parts[0])
     }
 
-    /// The value of `alpha`.
+    /// The value of `alpha`, of any type of numbers.
     fn alpha(&self) -> Result<Option<f64>> {
-        let Some(alpha) = self.read(Part::Alpha)? else { return Ok(None) };
-        match alpha.values[..] {
-            [alpha] => Ok(Some(f64::from(alpha))),
-            _ => Err(self.shape_fault(&alpha, "an alpha, which is one number,", &[])),
+        let Some(&tensor) = self.module.parts.get(&Part::Alpha) else { return Ok(None) };
+        let info = self.adapter.checkpoint.layout().at(tensor);
+        if info.shape.iter().product::<u64>() != 1 {
+            let (found, what) = (info.shape.clone(), "an alpha, which is one number,".to_owned());
+            return Err(self.fault(Part::Alpha, AdapterFault::Shape { found, what, wanted: vec![] }));
+        }
+        let bytes = self.adapter.bytes(tensor)?;
+        let whole = match info.dtype {
+            DType::I64 => bytes.first_chunk().map(|raw| i64::from_le_bytes(*raw)),
+            DType::I32 => bytes.first_chunk().map(|raw| i32::from_le_bytes(*raw).into()),
+            DType::I16 => bytes.first_chunk().map(|raw| i16::from_le_bytes(*raw).into()),
+            DType::I8 => bytes.first_chunk().map(|raw| i8::from_le_bytes(*raw).into()),
+            DType::U8 => bytes.first_chunk().map(|raw| u8::from_le_bytes(*raw).into()),
+            DType::F64 => return Ok(bytes.first_chunk().map(|raw| f64::from_le_bytes(*raw))),
+            _ => None,
+        };
+        match whole {
+            Some(whole) => Ok(Some(whole as f64)),
+            None => Ok(Some(f64::from(self.adapter.factor(tensor)?.values[0]))),
         }
     }
 
-    /// alpha / rank, or what the configuration says; 1 without either.
-    fn ratio(&self, rank: usize) -> Result<f64> {
-        match &self.adapter.config {
-            Some(config) => Ok(config.scale(&self.module.name)),
-            None => Ok(self.alpha()?.map_or(1.0, |alpha| alpha / rank as f64)),
+    /// alpha / rank of factors of this rank, from the first place that says an alpha; 1 where none does.
+    ///
+    /// # Errors
+    /// [`AdapterFault::NoAlpha`] for PEFT's names, which never come without one.
+    fn ratio(&self, rank: usize) -> Result<ScaleFactor> {
+        let over_rank = |alpha: f64, source| ScaleFactor { value: alpha / rank as f64, source };
+        let Adapter { alpha, config, metadata, .. } = self.adapter;
+        if let Some(alpha) = alpha {
+            return Ok(over_rank(*alpha, FactorSource::Caller));
         }
+        let said = match config.as_deref() {
+            Some(Config::Peft(config)) => Some(config.scale(&self.module.name)),
+            Some(Config::Mlx(config)) => config.scale,
+            None => None,
+        };
+        if let Some(value) = said {
+            return Ok(ScaleFactor { value, source: FactorSource::Config });
+        }
+        if let Some(alpha) = self.alpha()? {
+            return Ok(over_rank(alpha, FactorSource::Tensor));
+        }
+        let found = metadata.factor(&self.module.name, rank, self.has_kernel());
+        if let Some(found) = found.map_err(|fault| Error::adapter(&self.adapter.path, None, fault))? {
+            return Ok(found);
+        }
+        if self.module.name.starts_with(PEFT_PREFIX) || self.has(Part::MlxDown) {
+            return Err(self.fault(self.any_of(&[Part::Down, Part::MlxDown]), AdapterFault::NoAlpha));
+        }
+        Ok(ScaleFactor { value: 1.0, source: FactorSource::Nothing })
+    }
+
+    /// The rank of its LoRA factors; 1 without any.
+    fn rank(&self) -> usize {
+        let down = self.module.parts.get(&Part::Down);
+        down.and_then(|&down| self.adapter.checkpoint.layout().at(down).shape.first()).map_or(1, |&rank| rank as usize)
+    }
+
+    /// Whether the module is a convolution of more than one element.
+    fn has_kernel(&self) -> bool {
+        let shape = self.module.parts.get(&Part::Down).map(|&down| &self.adapter.checkpoint.layout().at(down).shape);
+        shape.is_some_and(|shape| shape.iter().skip(2).any(|&side| side > 1))
     }
 
     /// The scale of a change: the strength times `ratio`.
@@ -221,12 +334,21 @@ impl Parts<'_> {
 
     /// Whether the factors have magnitudes, or should have.
     fn may_be_dora(&self) -> bool {
-        let configured = self.adapter.config.as_ref().is_some_and(|config| config.dora);
-        configured || self.has(Part::DoraScale) || self.has(Part::Magnitude)
+        self.configured_dora() == Some(true)
+            || [Part::DoraScale, Part::Magnitude, Part::MlxMagnitude].iter().any(|&part| self.has(part))
+    }
+
+    /// Whether the configuration says that magnitudes belong to the factors; `None` without one.
+    fn configured_dora(&self) -> Option<bool> {
+        self.adapter.config.as_deref().map(|config| match config {
+            Config::Peft(config) => config.dora,
+            Config::Mlx(config) => config.dora,
+        })
     }
 
     fn peft_rank(&self) -> Option<usize> {
-        self.adapter.config.as_ref().map(|config| config.rank(&self.module.name) as usize)
+        let config = self.adapter.peft().filter(|config| config.kind == PeftKind::Lora);
+        config.map(|config| config.rank(&self.module.name) as usize)
     }
 
     /// The rows of `weight`, of which the target may be a part, that a change of `rows` rows is for.
@@ -240,11 +362,7 @@ impl Parts<'_> {
 
     /// The rows of `change`, which `factor` gives, that are for the target, in the target's order.
     fn own_rows(&self, factor: &Factor, change: Matrix) -> Result<Matrix> {
-        if !self.target.moves_rows() {
-            return Ok(change);
-        }
-        let rows = self.target.source_rows(change.rows, &factor.shape, self.adapter.rotary);
-        let rows = rows.map_err(|fault| Error::adapter(&self.adapter.path, Some(&factor.key), fault))?;
+        let Some(rows) = self.source_rows(factor, change.rows)? else { return Ok(change) };
         let values = rows.iter().flat_map(|&row| change.row(row)).copied().collect();
         Ok(Matrix { rows: rows.len(), cols: change.cols, values })
     }
@@ -258,6 +376,15 @@ impl Parts<'_> {
         let mut shape = factor.shape;
         shape[0] = own.rows as u64;
         Ok(Factor { key: factor.key, shape, values: own.values })
+    }
+
+    /// For each of the target's rows its row in a change of `rows` rows; `None` if that is the same.
+    fn source_rows(&self, factor: &Factor, rows: usize) -> Result<Option<Vec<usize>>> {
+        if !self.target.moves_rows() {
+            return Ok(None);
+        }
+        let found = self.target.source_rows(rows, &factor.shape, self.adapter.rotary);
+        found.map(Some).map_err(|fault| Error::adapter(&self.adapter.path, Some(&factor.key), fault))
     }
 
     /// Refuses a kind of adapter whose rows are not given one by one, where they would have to be moved.

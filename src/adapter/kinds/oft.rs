@@ -1,7 +1,9 @@
 //! OFT: blocks of output rows, each turned by an orthogonal matrix.
 
 use super::Building;
+use crate::adapter::Factor;
 use crate::adapter::names::keys::Part;
+use crate::adapter::names::rows::RowOrder;
 use crate::error::{AdapterFault, Result};
 use crate::patch::Step;
 
@@ -22,11 +24,15 @@ impl Building<'_, '_> {
         if self.parts.has(Part::DoraScale) {
             return unsupported("OFT with DoRA");
         }
-        self.parts.needs_rows_as_they_are(Part::OftBlocks, "OFT")?;
+        if self.parts.target.order == RowOrder::Transposed {
+            self.parts.needs_rows_as_they_are(Part::OftBlocks, "OFT")?;
+        }
         if size != width {
             return Err(self.parts.shape_fault(&blocks, "square blocks", &[count as u64, size as u64, size as u64]));
         }
-        let rows = self.parts.rows_of(&blocks, count * size, &self.weight)?;
+        let own = self.own_blocks(&blocks, count, size)?;
+        let own_rows = own.as_ref().map_or(count, Vec::len) * size;
+        let rows = self.parts.rows_of(&blocks, own_rows, &self.weight)?;
         let mut skew = blocks.values.clone();
         for (block, values) in skew.chunks_exact_mut(size * size).zip(blocks.values.chunks_exact(size * size)) {
             for (index, value) in block.iter_mut().enumerate() {
@@ -39,13 +45,30 @@ impl Building<'_, '_> {
             skew.iter_mut().for_each(|q| *q = *q * alpha / norm);
         }
         let strength = self.parts.adapter.strength;
-        let turns: Vec<f32> = skew.chunks_exact(size * size).flat_map(|q| turn(q, size, strength)).collect();
+        let area = size * size;
+        let own = own.unwrap_or_else(|| (0..count).collect());
+        let turns: Vec<f32> =
+            own.iter().flat_map(|&block| turn(&skew[block * area..][..area], size, strength)).collect();
         if let Some(index) = turns.iter().position(|turn| !turn.is_finite()) {
             let fault = AdapterFault::NotFinite { index: index as u64, value: "not finite once inverted".to_owned() };
             return Err(self.parts.fault(Part::OftBlocks, fault));
         }
         self.push("OFT", Step::rotate(rows, size, turns, strength));
         Ok(())
+    }
+
+    /// The blocks that the target's rows are made of, if it holds only a part of them, or in another order.
+    fn own_blocks(&self, blocks: &Factor, count: usize, size: usize) -> Result<Option<Vec<usize>>> {
+        let Some(rows) = self.parts.source_rows(blocks, count * size)? else { return Ok(None) };
+        let of_block = |rows: &[usize]| {
+            let whole = rows.len() == size && rows[0].is_multiple_of(size);
+            (whole && rows.iter().zip(rows[0]..).all(|(row, wanted)| *row == wanted)).then_some(rows[0] / size)
+        };
+        let own: Option<Vec<usize>> = rows.chunks(size).map(of_block).collect();
+        own.map(Some).ok_or_else(|| {
+            let kind = format!("OFT whose blocks reach beyond the rows of `{}`: such", self.parts.target.module);
+            self.parts.fault(Part::OftBlocks, AdapterFault::Unsupported { kind })
+        })
     }
 }
 
@@ -65,7 +88,7 @@ fn turn(skew: &[f32], size: usize, strength: f32) -> Vec<f32> {
 }
 
 /// The inverse by elimination with the largest pivot of each column; `I - Q` of a skew Q always has one.
-fn inverted(mut matrix: Vec<f64>, size: usize) -> Vec<f64> {
+pub(super) fn inverted(mut matrix: Vec<f64>, size: usize) -> Vec<f64> {
     let mut inverse = vec![0.0; size * size];
     (0..size).for_each(|i| inverse[i * size + i] = 1.0);
     for pivot in 0..size {

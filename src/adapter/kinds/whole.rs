@@ -9,8 +9,8 @@ use crate::error::{AdapterFault, Result};
 use crate::patch::{Delta, Step};
 
 impl Building<'_, '_> {
-    /// Of the weight: added (`W += s D`), or taken for it.
-    pub(super) fn replacements(&mut self) -> Result<()> {
+    /// Those of `wanted` that the module has: added to the weight (`W += s D`), or taken for it.
+    pub(super) fn replacements(&mut self, wanted: &[Part]) -> Result<()> {
         let strength = self.parts.adapter.strength;
         let all = [
             (Part::NormDiff, "w_norm", Some(strength)),
@@ -18,7 +18,7 @@ impl Building<'_, '_> {
             (Part::SetWeight, "set_weight", None),
             (Part::NewWeight, "replacement", None),
         ];
-        for (part, kind, scale) in all {
+        for (part, kind, scale) in all.into_iter().filter(|(part, ..)| wanted.contains(part)) {
             let Some(factor) = self.parts.read(part)? else { continue };
             let mut factor = self.parts.own_part(factor)?;
             match self.parts.target.order {
@@ -33,6 +33,9 @@ impl Building<'_, '_> {
                     factor = factor.swapped();
                 }
                 _ => {}
+            }
+            if part == Part::NewWeight && self.parts.target.grows_to(&factor.shape, &self.weight.shape) {
+                self.pad_to(factor.shape.clone());
             }
             let all_rows = if self.weight.shape.len() > 1 { factor.flat().rows } else { 1 };
             let rows = self.parts.rows_of(&factor, all_rows, &self.weight)?;
@@ -71,8 +74,8 @@ pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight
         let step = match part {
             Part::NewBias => Step::set(rows, factor.values),
             Part::UpBias => {
-                let ratio = parts.ratio(parts.peft_rank().unwrap_or(1))?;
-                Step::add(rows, Delta::Dense(factor.values), parts.finite_scale(ratio)?)
+                let ratio = parts.ratio(parts.rank())?;
+                Step::add(rows, Delta::Dense(factor.values), parts.finite_scale(ratio.value)?)
             }
             _ => Step::add(rows, Delta::Dense(factor.values), parts.adapter.strength),
         };

@@ -1,5 +1,7 @@
 //! What the name of an adapter's tensor says: which module it is for, and which part of the adapter it is.
 
+use std::borrow::Cow;
+
 /// The role of one tensor of an adapter's module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Part {
@@ -11,6 +13,11 @@ pub(crate) enum Part {
     EmbeddingDown,
     /// What PEFT's `lora_bias` adds to the bias.
     UpBias,
+    /// mlx-lm's factors, which are transposed.
+    MlxUp,
+    MlxDown,
+    /// mlx-lm's DoRA magnitude.
+    MlxMagnitude,
     Alpha,
     DoraScale,
     /// PEFT's DoRA magnitude, which follows another rule than `DoraScale`.
@@ -34,6 +41,14 @@ pub(crate) enum Part {
     GloraB1,
     GloraB2,
     OftBlocks,
+    /// PEFT's OFT: the upper triangles of blocks that rotate the columns.
+    OftRotation,
+    /// PEFT's BOFT: blocks that rotate the columns, factor by factor.
+    BoftRotation,
+    /// PEFT's BOFT: what multiplies the rows.
+    BoftScale,
+    /// PEFT's (IA)^3: what multiplies the rows or the columns.
+    Ia3,
     Diff,
     DiffBias,
     NormDiff,
@@ -55,14 +70,14 @@ impl Part {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Key<'a> {
     /// A part of a known kind of adapter.
-    Part(&'a str, Part),
+    Part(Cow<'a, str>, Part),
     /// A part of a kind that is known by name only.
     Unsupported(&'static str),
     /// Nothing known.
     Unknown,
 }
 
-/// Endings of LoRA's factors.
+/// Endings of the factors that stand in folders with a configuration, too.
 const FACTORS: &[(&str, Part)] = &[
     (".lora_up.weight", Part::Up),
     (".lora_down.weight", Part::Down),
@@ -73,9 +88,6 @@ const FACTORS: &[(&str, Part)] = &[
     (".lora.down.weight", Part::Down),
     (".lora_linear_layer.up.weight", Part::Up),
     (".lora_linear_layer.down.weight", Part::Down),
-    (".lora_B.default.weight", Part::Up),
-    (".lora_A.default.weight", Part::Down),
-    (".lora_B.default.bias", Part::UpBias),
     (".lora_B.weight", Part::Up),
     (".lora_A.weight", Part::Down),
     (".lora_B.bias", Part::UpBias),
@@ -83,18 +95,10 @@ const FACTORS: &[(&str, Part)] = &[
     (".lora_A", Part::Down),
     (".lora_embedding_B", Part::EmbeddingUp),
     (".lora_embedding_A", Part::EmbeddingDown),
-    (".lora_embedding_B.default", Part::EmbeddingUp),
-    (".lora_embedding_A.default", Part::EmbeddingDown),
     (".lora_magnitude_vector", Part::Magnitude),
     (".lora_magnitude_vector.weight", Part::Magnitude),
-    (".lora_magnitude_vector.default.weight", Part::Magnitude),
-];
-
-/// Endings of what goes with factors where there is no configuration, and of the other kinds of adapters.
-const OTHERS: &[(&str, Part)] = &[
-    (".alpha", Part::Alpha),
-    (".dora_scale", Part::DoraScale),
-    (".reshape_weight", Part::ReshapeWeight),
+    (".lora_b", Part::MlxUp),
+    (".lora_a", Part::MlxDown),
     (".hada_w1_a", Part::HadaW1A),
     (".hada_w1_b", Part::HadaW1B),
     (".hada_w2_a", Part::HadaW2A),
@@ -108,6 +112,17 @@ const OTHERS: &[(&str, Part)] = &[
     (".lokr_w2_a", Part::LokrW2A),
     (".lokr_w2_b", Part::LokrW2B),
     (".lokr_t2", Part::LokrT2),
+    (".oft_R.weight", Part::OftRotation),
+    (".boft_R", Part::BoftRotation),
+    (".boft_s", Part::BoftScale),
+    (".ia3_l", Part::Ia3),
+];
+
+/// Endings of what goes with factors where there is no configuration, and of the kinds that have none.
+const OTHERS: &[(&str, Part)] = &[
+    (".alpha", Part::Alpha),
+    (".dora_scale", Part::DoraScale),
+    (".reshape_weight", Part::ReshapeWeight),
     (".oft_blocks", Part::OftBlocks),
     (".diff", Part::Diff),
     (".diff_b", Part::DiffBias),
@@ -123,11 +138,7 @@ const OTHERS: &[(&str, Part)] = &[
 /// Endings that name a kind which is not applied.
 const UNSUPPORTED: &[(&str, &str)] = &[
     (".on_input", "(IA)^3"),
-    (".ia3_l", "(IA)^3"),
-    (".boft_R", "BOFT"),
-    (".boft_s", "BOFT"),
-    (".oft_R", "PEFT's OFT"),
-    (".oft_R.weight", "PEFT's OFT"),
+    (".oft_R", "OFT of PEFT before 0.15"),
     (".oft_diag", "diagonal OFT"),
     (".rescale", "OFT with a rescale"),
     (".vera_lambda_b", "VeRA"),
@@ -142,7 +153,10 @@ const UNSUPPORTED: &[(&str, &str)] = &[
 
 /// Reads a name of an adapter without configuration.
 pub(crate) fn parse(name: &str) -> Key<'_> {
-    find(name, FACTORS.iter().chain(OTHERS)).or_else(|| xlabs(name)).unwrap_or_else(|| unsupported(name))
+    find(name, FACTORS.iter().chain(OTHERS))
+        .or_else(|| modulation(name))
+        .or_else(|| xlabs(name))
+        .unwrap_or_else(|| unsupported(name))
 }
 
 /// Reads a name of a PEFT folder, where every tensor that is no factor takes the place of one of the model's.
@@ -150,12 +164,28 @@ pub(crate) fn parse_peft(name: &str) -> Key<'_> {
     if let Some(key) = find(name, FACTORS.iter()) {
         return key;
     }
-    match (unsupported(name), name.rsplit_once('.')) {
-        (Key::Unsupported(kind), _) => Key::Unsupported(kind),
-        (_, Some((module, "weight"))) => Key::Part(module, Part::NewWeight),
-        (_, Some((module, "bias"))) => Key::Part(module, Part::NewBias),
-        _ => Key::Part(name, Part::NewWeight),
+    match unsupported(name) {
+        Key::Unsupported(kind) => Key::Unsupported(kind),
+        _ => whole(name),
     }
+}
+
+/// Reads a name of an mlx-lm folder.
+pub(crate) fn parse_mlx(name: &str) -> Key<'_> {
+    const ENDINGS: &[(&str, Part)] =
+        &[(".lora_b", Part::MlxUp), (".lora_a", Part::MlxDown), (".m", Part::MlxMagnitude)];
+    find(name, ENDINGS.iter()).unwrap_or_else(|| whole(name))
+}
+
+/// Reads the name of a tensor that takes the place of one of the model's. PEFT saves the weight beneath an embedding's factors,
+/// too; it comes before them.
+pub(crate) fn whole(name: &str) -> Key<'_> {
+    let (module, part) = match name.rsplit_once('.') {
+        Some((module, "weight")) => (module, Part::NewWeight),
+        Some((module, "bias")) => (module, Part::NewBias),
+        _ => (name, Part::NewWeight),
+    };
+    Key::Part(Cow::Borrowed(module.strip_suffix(".base_layer").unwrap_or(module)), part)
 }
 
 /// The key that `part` of `module` would have, in the spelling of `beside`, the key of another part.
@@ -170,8 +200,30 @@ pub(crate) fn counterpart(beside: &str, module: &str, part: Part) -> String {
     swapped.unwrap_or_else(|| format!("{module}{ending}"))
 }
 
-fn find<'a, 'b>(name: &'a str, mut endings: impl Iterator<Item = &'b (&'static str, Part)>) -> Option<Key<'a>> {
-    endings.find_map(|&(ending, part)| name.strip_suffix(ending).map(|module| Key::Part(module, part)))
+fn find<'a, 'b>(name: &'a str, endings: impl Iterator<Item = &'b (&'static str, Part)> + Clone) -> Option<Key<'a>> {
+    let exact = |name: &str| endings.clone().find_map(|&(ending, part)| Some((name.strip_suffix(ending)?.len(), part)));
+    let (length, part) = exact(name).or_else(|| exact(&without_adapter_name(name)?))?;
+    Some(Key::Part(Cow::Borrowed(&name[..length]), part))
+}
+
+/// PEFT's keys with the name that a program gave to the adapter: `X.lora_A.NAME.weight`, `X.lora_embedding_A.NAME`.
+fn without_adapter_name(name: &str) -> Option<String> {
+    const FAMILIES: [&str; 6] = ["lora_", "hada_", "lokr_", "oft_R", "boft_", "ia3_l"];
+    let is_factor = |part: &str| FAMILIES.iter().any(|family| part.starts_with(family));
+    let (start, last) = name.rsplit_once('.')?;
+    let (before, middle) = start.rsplit_once('.')?;
+    if is_factor(middle) && last != "weight" && last != "bias" {
+        return Some(start.to_owned());
+    }
+    let factor = before.rsplit_once('.').is_some_and(|(_, factor)| is_factor(factor));
+    (factor && (last == "weight" || last == "bias")).then(|| format!("{before}.{last}"))
+}
+
+/// A change of the modulation table of a block or head, which has no module's name of its own: `blocks.0.diff_m`.
+fn modulation(name: &str) -> Option<Key<'_>> {
+    let module = name.strip_suffix(".diff_m")?;
+    let separator = if module.contains('.') || !module.contains('_') { '.' } else { '_' };
+    Some(Key::Part(Cow::Owned(format!("{module}{separator}modulation")), Part::Diff))
 }
 
 /// XLabs' names for Flux, `processor.qkv_lora1.down.weight`: the number is for images or for text, so it belongs to the
@@ -179,7 +231,7 @@ fn find<'a, 'b>(name: &'a str, mut endings: impl Iterator<Item = &'b (&'static s
 fn xlabs(name: &str) -> Option<Key<'_>> {
     const ENDINGS: [(&str, Part); 2] = [(".up.weight", Part::Up), (".down.weight", Part::Down)];
     let (module, part) = ENDINGS.iter().find_map(|(ending, part)| Some((name.strip_suffix(ending)?, *part)))?;
-    (module.ends_with("_lora1") || module.ends_with("_lora2")).then_some(Key::Part(module, part))
+    (module.ends_with("_lora1") || module.ends_with("_lora2")).then_some(Key::Part(Cow::Borrowed(module), part))
 }
 
 fn unsupported(name: &str) -> Key<'_> {
@@ -202,18 +254,18 @@ mod tests {
             (".lora_B", ".lora_A"),
             (".lora_linear_layer.up.weight", ".lora_linear_layer.down.weight"),
         ] {
-            assert_eq!(parse(&format!("blocks.0.q{up}")), Key::Part("blocks.0.q", Part::Up));
-            assert_eq!(parse(&format!("blocks.0.q{down}")), Key::Part("blocks.0.q", Part::Down));
+            assert_eq!(parse(&format!("blocks.0.q{up}")), Key::Part("blocks.0.q".into(), Part::Up));
+            assert_eq!(parse(&format!("blocks.0.q{down}")), Key::Part("blocks.0.q".into(), Part::Down));
         }
     }
 
     #[test]
     fn a_peft_folder_replaces_what_is_no_factor() {
-        assert_eq!(parse_peft("model.norm.weight"), Key::Part("model.norm", Part::NewWeight));
-        assert_eq!(parse_peft("q.bias"), Key::Part("q", Part::NewBias));
-        assert_eq!(parse_peft("q.lora_A.weight"), Key::Part("q", Part::Down));
+        assert_eq!(parse_peft("model.norm.weight"), Key::Part("model.norm".into(), Part::NewWeight));
+        assert_eq!(parse_peft("q.bias"), Key::Part("q".into(), Part::NewBias));
+        assert_eq!(parse_peft("q.lora_A.weight"), Key::Part("q".into(), Part::Down));
         assert_eq!(parse("model.norm.weight"), Key::Unknown);
-        assert_eq!(parse("a.processor.proj_lora2.up.weight"), Key::Part("a.processor.proj_lora2", Part::Up));
+        assert_eq!(parse("a.processor.proj_lora2.up.weight"), Key::Part("a.processor.proj_lora2".into(), Part::Up));
         assert_eq!(parse("mlp.up.weight"), Key::Unknown);
         assert_eq!(parse("q.on_input"), Key::Unsupported("(IA)^3"));
     }

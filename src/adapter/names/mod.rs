@@ -16,6 +16,7 @@ pub(super) mod rows;
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
+use super::experts::Expert;
 use crate::checkpoint::{Layout, TensorId};
 use aliases::Aliases;
 use rows::{Projection, RowOrder, RowSlice};
@@ -35,11 +36,13 @@ pub(crate) struct Target<'a> {
     pub(crate) slice: Option<RowSlice>,
     /// The checkpoint's order of the rows.
     pub(crate) order: RowOrder,
+    /// What it is of a mixture of experts, if the adapter's factors are given by expert or for all of them.
+    pub(crate) expert: Option<Expert>,
 }
 
 impl<'a> Target<'a> {
     fn new(module: &'a str) -> Target<'a> {
-        Target { module, weight: None, bias: None, projection: None, slice: None, order: RowOrder::Same }
+        Target { module, weight: None, bias: None, projection: None, slice: None, order: RowOrder::Same, expert: None }
     }
 }
 

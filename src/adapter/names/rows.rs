@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Target;
+use crate::checkpoint::has_vocabulary_rows;
 use crate::error::AdapterFault;
 
 /// One of the projections that a fused weight stacks in rows.
@@ -122,6 +123,13 @@ impl Target<'_> {
     /// Whether an adapter's change applies without moving rows or transposing.
     pub(crate) fn takes_rows_as_they_are(&self) -> bool {
         !self.moves_rows() && self.order != RowOrder::Transposed
+    }
+
+    /// Whether a whole weight of shape `new` takes the place of one of shape `old` with more words added to the vocabulary.
+    pub(crate) fn grows_to(&self, new: &[u64], old: &[u64]) -> bool {
+        let ([new_rows, new_cols], [rows, cols]) = (new, old) else { return false };
+        let more = new_rows > rows && new_cols == cols;
+        more && has_vocabulary_rows(self.module) && self.projection.is_none() && self.takes_rows_as_they_are()
     }
 
     /// For each row of the target, the row in a change of `rows` rows, given by a tensor of shape `shape`.
