@@ -100,7 +100,7 @@ fn every_listed_key_finds_its_target() {
             *turn += 1;
         }
         for (tensors, indices) in adapters {
-            let mut adapter = Adapter::from_checkpoint(file("adapter", &tensors), 1.0).unwrap();
+            let mut adapter = Adapter::from_checkpoint(file("adapter", &tensors), 1.0).unwrap().alpha(1.0).unwrap();
             adapter = case.rotary.map_or(adapter.clone(), |rows| adapter.rotary_rows(rows));
             let patches = Patches::resolve(&case.layout, vec![adapter], Matching::AllowPartial)
                 .unwrap_or_else(|e| panic!("{}: {e}", list.display()));
@@ -122,7 +122,7 @@ fn every_listed_key_finds_its_target() {
 }
 
 fn adapter(tensors: &[Tensor]) -> Adapter {
-    Adapter::from_checkpoint(file("adapter", tensors), 1.0).unwrap()
+    Adapter::from_checkpoint(file("adapter", tensors), 1.0).unwrap().alpha(1.0).unwrap()
 }
 
 /// A LoRA of rank 1 whose product is 1 at every column of row `n`, times `values[n]`.
@@ -192,12 +192,9 @@ fn other_kinds_are_cut_too_or_refused_by_name() {
     let values: Vec<f32> = (0..12).map(|v| v as f32).collect();
     let got = first_columns(&apart, adapter(&[f32s("b.0.qkv.diff", &[6, 2], &values)]));
     assert_eq!(got, [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]);
-    let lokr = [f32s("b.0.qkv.lokr_w1", &[6, 1], &[1.0; 6]), f32s("b.0.qkv.lokr_w2", &[1, 2], &[1.0; 2])];
-    let oft = [f32s("b.0.qkv.oft_blocks", &[3, 2, 2], &[0.0; 12])];
-    for refused in [&lokr[..], &oft[..]] {
-        let fault = fault(&apart, adapter(refused));
-        assert!(matches!(&fault, AdapterFault::Unsupported { kind } if kind.contains("b.0.q")), "{fault}");
-    }
+    let across = [f32s("b.0.qkv.oft_blocks", &[1, 6, 6], &[0.0; 36])];
+    let fault = fault(&apart, adapter(&across));
+    assert!(matches!(&fault, AdapterFault::Unsupported { kind } if kind.contains("b.0.q")), "{fault}");
 }
 
 #[test]
@@ -279,10 +276,12 @@ fn a_text_projection_is_turned() {
     // By the checkpoint's own name it is as the checkpoint has it.
     assert_eq!(whole(adapter(&[f32s(&format!("{name}.diff"), &[2, 3], &diff)])), diff);
     let lokr = [
-        f32s("lora_te2_text_projection.lokr_w1", &[3, 1], &[1.0; 3]),
-        f32s("lora_te2_text_projection.lokr_w2", &[1, 2], &[1.0; 2]),
+        f32s("lora_te2_text_projection.lokr_w1", &[3, 1], &[1.0, 2.0, 3.0]),
+        f32s("lora_te2_text_projection.lokr_w2", &[1, 2], &[1.0, 10.0]),
     ];
-    let refused = fault(&base, adapter(&lokr));
+    assert_eq!(whole(adapter(&lokr)), [1.0, 2.0, 3.0, 10.0, 20.0, 30.0]);
+    let oft = [f32s("lora_te2_text_projection.oft_blocks", &[1, 3, 3], &[0.0; 9])];
+    let refused = fault(&base, adapter(&oft));
     assert!(matches!(&refused, AdapterFault::Unsupported { kind } if kind.contains(name)), "{refused}");
     let linear = zeros(&[("text_encoders.clip_g.transformer.text_projection.weight", [3, 2])]);
     assert_eq!(first_columns(&linear, lora("lora_te2_text_projection")), [[1.0, 2.0, 3.0]]);

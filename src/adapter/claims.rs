@@ -41,7 +41,7 @@ pub(super) struct Claims<'m> {
 
 struct Claim<'m> {
     module: &'m str,
-    rows: Range<usize>,
+    rows: Vec<Range<usize>>,
     columns: Option<Range<usize>>,
     /// Its steps among those of the tensor.
     steps: Range<usize>,
@@ -93,18 +93,18 @@ impl<'m> Claims<'m> {
     /// What other modules do to the rows of `change`; `None` if nothing.
     fn met(&self, change: &Change<'_>, so_far: &BTreeMap<TensorId, Changes>) -> Option<Met<'m>> {
         let rows = rows_of(&change.steps);
-        let shared = |claim: &Claim<'_>| claim.rows.start.max(rows.start)..claim.rows.end.min(rows.end);
-        let meets = |claim: &&Claim<'_>| !shared(claim).is_empty() && meet(&claim.columns, &change.columns);
-        let others: Vec<_> = self.of.get(&change.tensor)?.iter().filter(meets).collect();
+        let claims = self.of.get(&change.tensor)?.iter().filter(|claim| meet(&claim.columns, &change.columns));
+        let others = claims.map(|claim| (claim, shared(&claim.rows, &rows)));
+        let others: Vec<_> = others.filter(|(_, shared)| !shared.is_empty()).collect();
+        let module = others.first()?.0.module;
         let steps = &so_far.get(&change.tensor)?.steps;
         let cols = change.cols()?;
-        let same = |claim: &&Claim<'_>| {
+        let same = |(claim, shared): &(&Claim<'_>, Vec<Range<usize>>)| {
             let steps = &steps[claim.steps.clone()];
-            claim.columns == change.columns && same_change(steps, &change.steps, shared(claim), cols)
+            claim.columns == change.columns && same_change(steps, &change.steps, shared, cols)
         };
-        let covered: usize = others.iter().map(|claim| shared(claim).len()).sum();
-        let module = others.first()?.module;
-        Some(Met { module, same: covered == rows.len() && others.iter().all(same) })
+        let covered: usize = others.iter().map(|(_, shared)| count(shared)).sum();
+        Some(Met { module, same: covered == count(&rows) && others.iter().all(same) })
     }
 }
 
@@ -122,9 +122,45 @@ fn meet(one: &Option<Range<usize>>, other: &Option<Range<usize>>) -> bool {
     both.is_none_or(|(one, other)| one.start < other.end && other.start < one.end)
 }
 
-/// The rows that steps change.
-fn rows_of(steps: &[Step]) -> Range<usize> {
-    let rows = || steps.iter().map(Step::rows).filter(|rows| !rows.is_empty());
-    let start = rows().map(|rows| rows.start).min().unwrap_or(0);
-    start..rows().map(|rows| rows.end).max().unwrap_or(0)
+/// The rows that steps change, in order.
+fn rows_of(steps: &[Step]) -> Vec<Range<usize>> {
+    let mut rows: Vec<Range<usize>> = steps.iter().map(Step::rows).filter(|rows| !rows.is_empty()).cloned().collect();
+    rows.sort_by_key(|rows| rows.start);
+    let mut merged: Vec<Range<usize>> = Vec::new();
+    for rows in rows {
+        match merged.last_mut().filter(|last| rows.start <= last.end) {
+            Some(last) => last.end = last.end.max(rows.end),
+            None => merged.push(rows),
+        }
+    }
+    merged
+}
+
+/// The rows that are in both lists, each in order.
+fn shared(one: &[Range<usize>], other: &[Range<usize>]) -> Vec<Range<usize>> {
+    let (mut found, mut rest) = (Vec::new(), other);
+    for rows in one {
+        rest = &rest[rest.iter().take_while(|other| other.end <= rows.start).count()..];
+        let near = rest.iter().take_while(|other| other.start < rows.end);
+        found.extend(near.map(|other| rows.start.max(other.start)..rows.end.min(other.end)));
+    }
+    found
+}
+
+fn count(rows: &[Range<usize>]) -> usize {
+    rows.iter().map(Range::len).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_shared_where_both_lists_have_them() {
+        let found = shared(&[0..4, 8..12, 20..24], &[2..3, 10..22, 30..40]);
+        assert_eq!(found, [2..3, 10..12, 20..22]);
+        assert_eq!((shared(&[0..4], &[4..8]), count(&found)), (vec![], 5));
+        let steps = [4..6, 0..2, 2..4, 9..9].map(|rows| Step::set(rows, vec![]));
+        assert_eq!(rows_of(&steps), [0..6]);
+    }
 }

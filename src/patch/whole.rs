@@ -141,20 +141,21 @@ impl F32Weight {
     }
 }
 
-/// Whether two lists of steps change these rows of a weight of `cols` columns by the same numbers, whatever the weight is. False
+/// Whether two lists of steps change some rows of a weight of `cols` columns by the same numbers, whatever the weight is. False
 /// for steps whose change depends on the weight.
-pub(crate) fn same_change(one: &[Step], other: &[Step], rows: Range<usize>, cols: usize) -> bool {
+pub(crate) fn same_change(one: &[Step], other: &[Step], rows: &[Range<usize>], cols: usize) -> bool {
     let plain = |steps: &[Step]| steps.iter().all(|step| step.change.scope() == Scope::Element);
     let replaces = |steps: &[Step]| steps.iter().any(|step| matches!(step.change, Change::Set(_)));
     if !plain(one) || !plain(other) || replaces(one) != replaces(other) {
         return false;
     }
     let changed = |steps: &[Step]| {
-        let mut values = vec![0.0; rows.end * cols];
+        let mut values = vec![0.0; rows.iter().map(|rows| rows.end).max().unwrap_or(0) * cols];
         change_in_pieces(Tier::best(), &mut values, cols, steps);
-        values.split_off(rows.start * cols)
+        values
     };
-    changed(one) == changed(other)
+    let (one, other) = (changed(one), changed(other));
+    rows.iter().map(|rows| rows.start * cols..rows.end * cols).all(|place| one[place.clone()] == other[place])
 }
 
 fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {
