@@ -178,7 +178,8 @@ fn a_row_is_changed_once() {
         tensor.0 = tensor.0.replace("b.", "diffusion_model.b.");
         tensor
     });
-    let partly = fault(&base, adapter(&[], &[&fused[..], &parts(0.0), &renamed[2..], &[ones("b.to_q.diff_b", &[4])]].concat()));
+    let partly =
+        fault(&base, adapter(&[], &[&fused[..], &parts(0.0), &renamed[2..], &[ones("b.to_q.diff_b", &[4])]].concat()));
     assert!(matches!(partly, AdapterFault::PartlyMatches { .. }), "{partly}");
 }
 
@@ -233,8 +234,7 @@ fn lokr_and_oft_of_a_fused_weight_are_cut_by_rows() {
         f32s("b.to_v.weight", &[4, 4], &start[32..]),
     ]);
     let numbers = |count: usize| (0..count).map(|value| value as f32 * 0.5 - 1.0).collect::<Vec<f32>>();
-    let lokr =
-        vec![f32s("b.qkv.lokr_w1", &[2, 2], &numbers(4)), f32s("b.qkv.lokr_w2", &[6, 2], &numbers(12))];
+    let lokr = vec![f32s("b.qkv.lokr_w1", &[2, 2], &numbers(4)), f32s("b.qkv.lokr_w2", &[6, 2], &numbers(12))];
     let tucker = vec![
         f32s("b.qkv.lokr_w1", &[6, 2], &numbers(12)),
         f32s("b.qkv.lokr_w2_a", &[2, 1], &numbers(2)),

@@ -163,3 +163,38 @@ fn settings_and_factors_have_to_agree() {
     let named = named(&base, "c.weight");
     assert_eq!(named.3, vec![0; 36]);
 }
+
+/// Kinds other than LoRA, and LoRA of stacked experts, against what PEFT 0.21.2 merges: every linear layer, a convolution, each
+/// with settings that change the arithmetic.
+#[test]
+fn every_kind_gives_what_peft_merges() {
+    let data = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peft_kinds").join(path);
+    let kinds = ["loha", "lokr", "lokr_whole", "oft", "oft_exact", "oft_shared", "boft", "boft_butterfly", "ia3"];
+    let experts = ["experts", "experts_transposed"];
+    let bases = kinds.map(|_| "base".to_owned()).into_iter().chain(experts.map(|kind| format!("base_{kind}")));
+    for (kind, base) in kinds.into_iter().chain(experts).zip(bases) {
+        let base = Checkpoint::open(data(&format!("{base}.safetensors"))).unwrap();
+        let changed = Checkpoint::open(data(&format!("changed_{kind}.safetensors"))).unwrap();
+        let adapter = Adapter::open(data(&format!("adapter_{kind}")), 1.0).unwrap();
+        let (got, weights) = merged(&base, vec![adapter], Matching::Strict);
+        assert!(!weights.report().applied.is_empty(), "{kind}");
+        for (got, was) in got.iter().zip(reference::tensors(&base)) {
+            match changed.find(&got.0) {
+                Some(index) => {
+                    let wanted = reference::bytes(&changed, index);
+                    assert_eq!(difference(DType::F32, &got.3, &wanted), None, "{kind} {}", got.0);
+                }
+                None => assert_eq!(*got, was, "{kind}"),
+            }
+        }
+        // At half the strength it is half as far from the base.
+        let adapter = Adapter::open(data(&format!("adapter_{kind}")), 0.5).unwrap();
+        let (half, _) = merged(&base, vec![adapter], Matching::Strict);
+        for ((half, whole), was) in half.iter().zip(&got).zip(reference::tensors(&base)) {
+            let [half, whole, was] = [&half.3, &whole.3, &was.3].map(|bytes| floats(DType::F32, bytes));
+            for ((half, whole), was) in half.iter().zip(&whole).zip(&was) {
+                assert!((half - (whole + was) / 2.0).abs() < 1e-4, "{kind}: {half} between {was} and {whole}");
+            }
+        }
+    }
+}

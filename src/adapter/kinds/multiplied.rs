@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::Building;
+use super::{Building, Parts, Weight};
 use super::oft::inverted;
 use crate::adapter::Factor;
 use crate::adapter::config::peft::Rotation;
@@ -73,23 +73,15 @@ impl Building<'_, '_> {
     /// (IA)^3: `W' = W` with each row, or of a feed-forward module each column, times a number.
     pub(super) fn ia3(&mut self) -> Result<()> {
         let Some(factor) = self.parts.read(Part::Ia3)? else { return Ok(()) };
-        let channels = self.weight.shape.get(1).map_or(1, |&channels| channels as usize);
-        let transposed = self.parts.adapter.peft().is_some_and(|config| config.transposed);
-        // A convolution's numbers are [1, n, 1, 1] either way.
-        let by_rows = match factor.shape[..] {
-            [_, 1] => !transposed,
-            [1, _] => transposed,
-            [1, n, ..] if n as usize != channels => true,
-            [1, n, ..] if n as usize != self.weight.rows => false,
-            _ => {
-                let kind = "(IA)^3 of a convolution with as many inputs as outputs: such".to_owned();
-                return Err(self.parts.fault(Part::Ia3, AdapterFault::Unsupported { kind }));
-            }
+        let Some(by_rows) = self.parts.scales_rows(&factor, &self.weight) else {
+            let kind = "(IA)^3 of a convolution with as many inputs as outputs: such".to_owned();
+            return Err(self.parts.fault(Part::Ia3, AdapterFault::Unsupported { kind }));
         };
         if by_rows {
             let rows = Factor { shape: vec![factor.values.len() as u64], ..factor.clone() };
             return self.multiply(Part::Ia3, "(IA)^3", &factor, Vec::new(), Some(rows));
         }
+        let channels = self.weight.shape.get(1).map_or(1, |&channels| channels as usize);
         if factor.values.len() != channels {
             return Err(self.shape_mismatch(&factor));
         }
@@ -144,6 +136,22 @@ impl Building<'_, '_> {
                 let kind = format!("{kind} for one of the projections that `{}` fuses: such", self.weight.name);
                 Err(self.parts.fault(part, AdapterFault::Unsupported { kind }))
             }
+        }
+    }
+}
+
+impl Parts<'_> {
+    /// Whether the numbers of (IA)^3 are for the rows of a weight, and so for its bias, too; `None` if that cannot be told.
+    pub(super) fn scales_rows(&self, factor: &Factor, weight: &Weight<'_>) -> Option<bool> {
+        let transposed = self.adapter.peft().is_some_and(|config| config.transposed);
+        let channels = weight.shape.get(1).copied().unwrap_or(1);
+        match factor.shape[..] {
+            [_, 1] => Some(!transposed),
+            [1, _] => Some(transposed),
+            // A convolution's numbers are [1, n, 1, 1] either way.
+            [1, n, ..] if n != channels => Some(true),
+            [1, n, ..] if n != weight.rows as u64 => Some(false),
+            _ => None,
         }
     }
 }

@@ -1,12 +1,13 @@
 //! What is given whole, of a weight or of a bias: added to it, or put in its place.
 
 use super::{Building, Built, Parts, Weight};
+use crate::adapter::Factor;
 use crate::adapter::names::keys::Part;
 use crate::adapter::names::rows::RowOrder;
 use crate::adapter::report::SkipReason;
 use crate::checkpoint::TensorId;
 use crate::error::{AdapterFault, Result};
-use crate::patch::{Delta, Step};
+use crate::patch::{Columns, Delta, Step};
 
 impl Building<'_, '_> {
     /// Those of `wanted` that the module has: added to the weight (`W += s D`), or taken for it.
@@ -57,6 +58,7 @@ impl Building<'_, '_> {
 
 /// What changes the bias: steps of which each element is a row.
 pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight<'a>, built: &mut Built) -> Result<()> {
+    scale_bias(parts, weight_of, built)?;
     let all = [
         (Part::DiffBias, "diff_b"),
         (Part::NormDiffBias, "b_norm"),
@@ -83,5 +85,23 @@ pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight
         steps.push(step);
         built.kinds.push(kind);
     }
+    Ok(())
+}
+
+/// (IA)^3 that multiplies the rows of a weight multiplies the bias, too.
+fn scale_bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight<'a>, built: &mut Built) -> Result<()> {
+    let Some(factor) = parts.read(Part::Ia3)? else { return Ok(()) };
+    let (Some(weight), Some(bias)) = (parts.target.weight.map(weight_of), parts.target.bias.map(weight_of)) else {
+        return Ok(());
+    };
+    if parts.scales_rows(&factor, &weight) != Some(true) {
+        return Ok(());
+    }
+    let (bias, shape) = (bias.into_bias(), vec![factor.values.len() as u64]);
+    let own = parts.own_part(Factor { shape, ..factor })?;
+    let rows = parts.rows_of(&own, own.values.len(), &bias)?;
+    let columns = Columns { transforms: Vec::new(), by_rows: Some(own.values), strength: parts.adapter.strength };
+    let (_, steps) = built.bias.get_or_insert_with(|| (bias.shape.clone(), Vec::new()));
+    steps.push(Step::transform(rows, columns));
     Ok(())
 }
