@@ -5,7 +5,7 @@
 //! families fit, the one that has lines for the most layers is taken.
 //!
 //! The order depends on the set of names alone. Layers of a known network that have no line stand where their words put them:
-//! embeddings before the network's stacks, other stacks after these, norms and heads at the end; of equals, by name.
+//! embeddings and other inputs at the network's beginning, stacks and norms after its stacks, heads at the end; of equals, by name.
 
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -14,7 +14,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::families::{Family, Run, Spot, Stem, families, families_with, stages};
+use super::families::{Family, Need, Run, Spot, Stem, families, families_with, stages};
 use super::names::{Rank, natural, numbered_prefix};
 
 /// Where the order of a layout's layers comes from.
@@ -181,8 +181,21 @@ fn candidates<'n>(groups: &Groups<'n>) -> Vec<Component<'n>> {
 impl Component<'_> {
     /// Whether it has everything that the family must have.
     fn has_needs(&self) -> bool {
-        let has = |stem: &Stem<'_>| self.spots.binary_search_by(|(own, _)| within(*own, self.prefix).cmp(stem)).is_ok();
-        self.family.needs.iter().all(|any| any.iter().any(has))
+        self.family.needs.iter().all(|any| any.iter().any(|need| self.has(need)))
+    }
+
+    fn has(&self, need: &Need) -> bool {
+        let find = |stem: &Stem<'_>| self.spots.binary_search_by(|(own, _)| within(*own, self.prefix).cmp(stem));
+        match need {
+            Need::Layers(stem) => find(stem).is_ok(),
+            Need::Under(name) => {
+                let exact = [false, true].iter().any(|&numbered| find(&Stem { text: name, numbered }).is_ok());
+                let below = format!("{name}.");
+                let (Ok(next) | Err(next)) = find(&Stem { text: &below, numbered: false });
+                let starts = |(own, _): &(Stem<'_>, Spot)| within(*own, self.prefix).text.starts_with(&below);
+                exact || self.spots.get(next).is_some_and(starts)
+            }
+        }
     }
 }
 
@@ -272,12 +285,12 @@ fn strides<'n>(groups: &Groups<'n>, components: &[Component<'n>]) -> HashMap<Ste
 
 /// The place of a layer of a network whose table has no line for it.
 fn beside(family: &Family, network: (usize, usize, usize), stem: Stem<'_>, number: u64) -> Place {
-    let (before, after) = (2 * family.stacks.0, 2 * family.stacks.1 + 2);
+    let after = 2 * family.last_stack + 2;
     let (turn, number) = match (Rank::of(stem.text), stem.numbered) {
-        (Rank::Embedding, _) | (Rank::Input, false) => (before, 0),
+        (Rank::Embedding, _) | (Rank::Input, false) => (0, number),
         (Rank::Input | Rank::Stack, _) => (after, number),
         (Rank::FinalNorm, _) => (after, u64::MAX),
-        (Rank::Head, _) => (2 * family.turns, 0),
+        (Rank::Head, _) => (2 * family.turns, number),
     };
     Place { network, turn, number, within: 0 }
 }

@@ -4,11 +4,11 @@
 //!
 //! - `a.b` is the layer of this name; `a.b.{}` is the layers `a.b.0`, `a.b.1`, … in order of their numbers, and
 //!   `a.b.{} descending` the same from the largest number down;
-//! - `a.*` is every layer under `a` that has no line of its own, in order of name;
+//! - `a.*` is `a` and every layer under it that has no line of its own, in order of name;
 //! - `A | B` are the names that several programs give to one layer;
 //! - `& A` runs in turn with the line before: each layer after the other's layer of the same number. `& A every 5` has
 //!   number n after the other's number 5 n, and `& A evenly` spreads the layers over those of the other line;
-//! - `!` at the end marks what a checkpoint must have to be of the family;
+//! - `!` at the end marks what a checkpoint must have to be of the family: one of the line's names;
 //! - `#` begins a comment, which names the code that the order was taken from.
 //!
 //! `families/stages.txt` has the stages in order, and the names of the parts of whole pipelines in one file.
@@ -16,7 +16,13 @@
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-const TABLES: [&str; 1] = [include_str!("families/transformers.txt")];
+const TABLES: [&str; 5] = [
+    include_str!("families/autoencoders.txt"),
+    include_str!("families/transformers.txt"),
+    include_str!("families/unets.txt"),
+    include_str!("families/encoders.txt"),
+    include_str!("families/language.txt"),
+];
 
 /// The layers of one name, or of one name before a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -33,9 +39,9 @@ pub(super) struct Family {
     /// The index of its stage.
     pub(super) stage: usize,
     /// What a checkpoint must have: one of each entry.
-    pub(super) needs: Vec<Vec<Stem<'static>>>,
-    /// The first and the last turn that a needed stack has.
-    pub(super) stacks: (usize, usize),
+    pub(super) needs: Vec<Vec<Need>>,
+    /// The last turn in which stacks run that the family must have.
+    pub(super) last_stack: usize,
     /// The number of turns.
     pub(super) turns: usize,
     spots: HashMap<Stem<'static>, Spot>,
@@ -43,6 +49,15 @@ pub(super) struct Family {
     under: Vec<(&'static str, Spot)>,
     /// The length of the longest name.
     longest: usize,
+}
+
+/// What a checkpoint must have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// These layers.
+    Layers(Stem<'static>),
+    /// A layer of this name or one under it.
+    Under(&'static str),
 }
 
 /// The place of a line in its table.
@@ -81,10 +96,23 @@ impl Family {
         {
             return Some(*spot);
         }
-        let within =
-            |name: &str| stem.text.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
-        self.under.iter().find(|(name, _)| within(name)).map(|(_, spot)| *spot)
+        self.under.iter().find(|(name, _)| is_under(stem.text, name)).map(|(_, spot)| *spot)
     }
+
+    /// The first need that says which layers they are: without these a checkpoint is not of the family.
+    fn anchor(&self) -> impl Iterator<Item = Stem<'static>> {
+        let stem = |need: &Need| match need {
+            Need::Layers(stem) => Some(*stem),
+            Need::Under(_) => None,
+        };
+        let all = self.needs.iter().map(move |any| any.iter().map(stem).collect::<Option<Vec<_>>>());
+        all.flatten().next().into_iter().flatten()
+    }
+}
+
+/// Whether a name is `outer` or begins with it and a dot.
+fn is_under(name: &str, outer: &str) -> bool {
+    name.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 impl Stages {
@@ -110,15 +138,15 @@ pub(super) fn families() -> &'static [Family] {
     &FAMILIES
 }
 
-/// The indices of the families whose first need is a stem: a checkpoint without it is of none of them.
+/// The indices of the families that need a stem first of all.
 pub(super) fn families_with(stem: Stem<'_>) -> &'static [usize] {
     /// For each stem the index of its families.
     type Anchors = (HashMap<Stem<'static>, usize>, Vec<Vec<usize>>);
     static ANCHORS: LazyLock<Anchors> = LazyLock::new(|| {
         let (mut stems, mut with): Anchors = Default::default();
         for (index, family) in families().iter().enumerate() {
-            for stem in family.needs.first().into_iter().flatten() {
-                let of_stem = *stems.entry(*stem).or_insert(with.len());
+            for stem in family.anchor() {
+                let of_stem = *stems.entry(stem).or_insert(with.len());
                 with.resize(with.len().max(of_stem + 1), Vec::new());
                 with[of_stem].push(index);
             }
@@ -163,7 +191,7 @@ fn parse(table: &'static str, stages: &Stages) -> Result<Vec<Family>, String> {
                 name,
                 stage,
                 needs: Vec::new(),
-                stacks: (usize::MAX, 0),
+                last_stack: 0,
                 turns: 0,
                 spots: HashMap::new(),
                 under: Vec::new(),
@@ -174,12 +202,10 @@ fn parse(table: &'static str, stages: &Stages) -> Result<Vec<Family>, String> {
             add(family, line).map_err(|error| format!("[{}] `{line}`: {error}", family.name))?;
         }
     }
-    match families.iter_mut().find(|family| family.stacks.0 == usize::MAX) {
-        None => {
-            families.iter_mut().for_each(|family| family.under.sort_by_key(|(name, _)| std::cmp::Reverse(name.len())));
-            Ok(families)
-        }
-        Some(family) => Err(format!("[{}] needs no stack", family.name)),
+    families.iter_mut().for_each(|family| family.under.sort_by_key(|(name, _)| std::cmp::Reverse(name.len())));
+    match families.iter().find(|family| family.anchor().next().is_none()) {
+        None => Ok(families),
+        Some(family) => Err(format!("[{}] needs nothing", family.name)),
     }
 }
 
@@ -191,37 +217,42 @@ fn add(family: &mut Family, line: &'static str) -> Result<(), &'static str> {
     if in_turn {
         family.turns = family.turns.checked_sub(1).ok_or("there is no line before it")?;
     }
-    let within = family.spots.values().filter(|spot| spot.turn == family.turns).map(|spot| spot.within + 1).max();
+    let spots = family.spots.values().chain(family.under.iter().map(|(_, spot)| spot));
+    let within = spots.filter(|spot| spot.turn == family.turns).map(|spot| spot.within + 1).max();
     let spot = Spot { turn: family.turns, within: within.unwrap_or(0), run };
     family.turns += 1;
-    let mut stems = Vec::new();
+    let mut needs = Vec::new();
     for pattern in patterns.split('|').map(str::trim) {
-        let stem = match (pattern.strip_suffix(".{}"), pattern.strip_suffix(".*")) {
-            (Some(text), _) => Stem { text, numbered: true },
-            (None, Some(under)) => {
-                family.under.push((under, Spot { run: Run::ByName, ..spot }));
-                continue;
-            }
-            (None, None) => Stem { text: pattern, numbered: false },
+        let need = match (pattern.strip_suffix(".{}"), pattern.strip_suffix(".*")) {
+            (Some(text), _) => Need::Layers(Stem { text, numbered: true }),
+            (None, Some(under)) => Need::Under(under),
+            (None, None) => Need::Layers(Stem { text: pattern, numbered: false }),
         };
+        let (Need::Layers(Stem { text, .. }) | Need::Under(text)) = need;
         let name = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        if stem.text.is_empty() || !stem.text.chars().all(name) {
+        if text.is_empty() || !text.chars().all(name) {
             return Err("a name has letters, digits, dots, hyphens and underscores");
         }
-        family.longest = family.longest.max(stem.text.len());
-        if family.spots.insert(stem, spot).is_some() {
+        let known = match need {
+            Need::Under(under) => {
+                let known = family.under.iter().any(|(name, _)| *name == under);
+                family.under.push((under, Spot { run: Run::ByName, ..spot }));
+                known
+            }
+            Need::Layers(stem) => family.spots.insert(stem, spot).is_some(),
+        };
+        if known {
             return Err("the family has this name already");
         }
-        stems.push(stem);
+        family.longest = family.longest.max(text.len());
+        needs.push(need);
     }
     if needed {
-        if stems.is_empty() {
-            return Err("a name that is needed has no `*`");
+        let is_stack = |need: &Need| !matches!(need, Need::Layers(Stem { numbered: false, .. }));
+        if needs.iter().any(is_stack) {
+            family.last_stack = family.last_stack.max(spot.turn);
         }
-        if stems.iter().any(|stem| stem.numbered) {
-            family.stacks = (family.stacks.0.min(spot.turn), family.stacks.1.max(spot.turn));
-        }
-        family.needs.push(stems);
+        family.needs.push(needs);
     }
     Ok(())
 }
