@@ -240,17 +240,24 @@ fn place(groups: &Groups<'_>, components: &[Component<'_>]) -> Vec<(Place, usize
     }
     let strides = strides(groups, components);
     let mut around = Around::new(components);
+    // Parameters of a network itself are a layer of the network's name.
+    let mut own = HashMap::new();
+    for (index, component) in components.iter().enumerate() {
+        own.entry(component.prefix.trim_end_matches('.')).or_insert(index);
+    }
     let mut placed = Vec::new();
     for (stem, layers) in groups {
         let owner = around.innermost(stem.text);
+        let itself = own.get(stem.text).copied().filter(|_| !stem.numbered);
         placed.extend(layers.iter().map(|&(layer, number)| {
-            let place = match (spots.get(stem), owner) {
-                (Some(&(index, spot)), _) => {
+            let place = match (spots.get(stem), itself, owner) {
+                (Some(&(index, spot)), ..) => {
                     let number = numbered(spot.run, number, strides.get(stem).copied());
                     Place { network: network(index), turn: 2 * spot.turn + 1, number, within: spot.within }
                 }
-                (None, Some(index)) => beside(components[index].family, network(index), *stem, number),
-                (None, None) => outside(*stem, number, &order),
+                (None, Some(index), _) => Place { network: network(index), turn: 0, number: 0, within: 0 },
+                (None, None, Some(index)) => beside(components[index].family, network(index), *stem, number),
+                (None, None, None) => outside(*stem, number, &order),
             };
             (place, layer)
         }));

@@ -20,8 +20,8 @@ const TABLES: [&str; 5] = [
     include_str!("families/autoencoders.txt"),
     include_str!("families/transformers.txt"),
     include_str!("families/unets.txt"),
-    include_str!("families/encoders.txt"),
     include_str!("families/language.txt"),
+    include_str!("families/encoders.txt"),
 ];
 
 /// The layers of one name, or of one name before a number.
@@ -123,8 +123,7 @@ impl Stages {
 
     /// The part of a pipeline that a name belongs to: its place in the table, and its stage.
     pub(super) fn part_of(&self, name: &str) -> Option<(usize, usize)> {
-        let within = |part: &str| name.strip_prefix(part).is_some_and(|rest| rest.starts_with('.'));
-        let fitting = self.parts.iter().enumerate().filter(|(_, (part, _))| within(part));
+        let fitting = self.parts.iter().enumerate().filter(|(_, (part, _))| is_under(name, part));
         fitting.max_by_key(|(_, (part, _))| part.len()).map(|(place, (_, stage))| (place, *stage))
     }
 }
