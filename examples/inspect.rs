@@ -90,6 +90,7 @@ fn report(layout: &Layout, hashes: &[Option<String>]) -> Value {
     json!({
         "tensors": tensors.collect::<Vec<_>>(),
         "layers": layers.collect::<Vec<_>>(),
+        "order": layout.order(),
         "total_bytes": layout.bytes(),
     })
 }
@@ -108,6 +109,7 @@ fn print_layers(checkpoint: &Checkpoint) {
     let (tensors, layers) = (count(layout.tensors().len(), "tensor"), count(layout.layers().len(), "layer"));
     let (total, files) = (ByteSize(layout.bytes()).human(), count(checkpoint.sources().len(), "file"));
     println!("{total} in {tensors}, {layers}, {files}");
+    println!("order of execution: {}", layout.order());
 }
 
 /// One line of the table: the layers' names, how many they are, the bytes of each, and what each is made of.

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use serde::Serialize;
 
+use super::execution::{self, OrderSource};
 use super::id::{Id, LayerId, ModuleId, Per, TensorId, ids};
 use super::names::{Place, Rank, TOKEN_TABLES, module_name, natural, numbered_prefix};
 use crate::dtype::DType;
@@ -106,6 +107,7 @@ pub struct Layout {
     storage: Vec<TensorId>,
     /// The module of each tensor.
     module_of: Vec<ModuleId>,
+    order: OrderSource,
 }
 
 impl Layout {
@@ -142,7 +144,8 @@ impl Layout {
         }
         // All of these are given their modules below.
         let module_of = vec![ModuleId::new(0); tensors.len()];
-        let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage, module_of };
+        let order = in_order_of_execution(&mut layers);
+        let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage, module_of, order };
         layout.arrange(layers);
         layout
     }
@@ -192,6 +195,7 @@ impl Layout {
         });
         let placed = placed.collect();
         layout.arrange(placed);
+        layout.order = OrderSource::Given;
         Ok(layout)
     }
 
@@ -250,6 +254,11 @@ impl Layout {
     /// All layers, in order of execution.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
+    }
+
+    /// Where the order of the layers comes from.
+    pub fn order(&self) -> &OrderSource {
+        &self.order
     }
 
     /// The ids of all tensors, in their order.
@@ -429,6 +438,28 @@ impl Layout {
             layer.class = *classes.entry(key).or_insert(next);
         }
         self.classes = classes.len();
+    }
+}
+
+/// Gives layers, which are in the order of the files, the places that a table has for them. Without one, they keep those that
+/// their names give them.
+fn in_order_of_execution(layers: &mut [(Place, Layer)]) -> OrderSource {
+    let names: Vec<&str> = layers.iter().map(|(_, layer)| layer.name.as_str()).collect();
+    if let Some(order) = execution::order(&names) {
+        for (number, &layer) in (0..).zip(&order.layers) {
+            layers[layer].0 = Place { rank: Rank::Stack, stack: 0, number };
+        }
+        return OrderSource::FamilyTable { families: order.families };
+    }
+    // Only the files tell the order of several stacks, and of several layers of one rank outside of stacks.
+    let mut seen = HashSet::new();
+    let open = |(place, _): &(Place, Layer)| match place.rank {
+        Rank::Stack => place.stack > 0 || !seen.insert((place.rank, place.number)),
+        rank => !seen.insert((rank, 0)),
+    };
+    match layers.iter().any(open) {
+        true => OrderSource::FileOrder,
+        false => OrderSource::NamesRule,
     }
 }
 

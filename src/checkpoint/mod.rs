@@ -1,5 +1,7 @@
 //! Checkpoints: a model's files, and their tensors grouped into modules and layers.
 
+mod execution;
+mod families;
 mod files;
 mod header;
 mod id;
@@ -18,6 +20,7 @@ use crate::transfer::{FileSource, MemorySource, Source};
 use files::FileSet;
 use header::Header;
 
+pub use execution::OrderSource;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};

@@ -11,7 +11,7 @@ pub(super) struct Place {
     pub(super) number: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum Rank {
     Embedding,
     Input,
