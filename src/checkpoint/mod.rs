@@ -6,6 +6,7 @@ mod id;
 mod json;
 mod layout;
 mod names;
+mod quantised;
 mod write;
 
 use std::collections::{BTreeMap, HashMap};
@@ -22,6 +23,7 @@ pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{is_in_stack, is_table};
+pub(crate) use quantised::{Format, Note, Packed, Role, Sibling, Siblings, packed_modules};
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
 /// The weights of a model in its files.

@@ -20,7 +20,7 @@ mod whole;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId, TensorInfo};
+use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
@@ -29,8 +29,7 @@ use crate::threads;
 use crate::transfer::Stamp;
 use pieces::Stored;
 pub use scales::ScalePolicy;
-pub(crate) use scales::Scales;
-use scales::Scaling;
+pub(crate) use scales::{Scales, Scaling};
 use steps::Scope;
 pub(crate) use steps::{Axis, Delta, Dora, Linear, Matrix, Product, Step, matrix_of};
 use vector::Tier;
@@ -140,18 +139,18 @@ impl TensorPatch {
         self.steps.iter().map(|step| step.change.values() as u64 * 4).sum()
     }
 
-    /// The patch that makes `changes` to a tensor; `find` gives the checkpoint's tensors by name.
+    /// The patch that makes `changes` to a tensor, whose scale is among `siblings`, the checkpoint's tensors.
     ///
     /// # Errors
     /// [`AdapterFault::BadDType`] for a tensor that is not of floats, and what is wrong with the scale beside it.
-    pub(crate) fn new<'a>(
+    pub(crate) fn new(
         tensor: &TensorInfo,
         changes: Changes,
-        find: impl Fn(&str) -> Option<(TensorId, &'a TensorInfo)>,
+        siblings: &Siblings<'_>,
     ) -> Result<TensorPatch, AdapterFault> {
         let bad_type = || AdapterFault::BadDType { what: "it".to_owned(), dtype: tensor.dtype };
         let float = Float::of(tensor.dtype).ok_or_else(bad_type)?;
-        let scaling = Scaling::of(tensor, matrix_of(&tensor.shape).unwrap_or_default(), find)?;
+        let scaling = Scaling::of(tensor, siblings)?;
         let Changes { steps, shape: patched_shape, is_bias, makers } = changes;
         if patched_shape != tensor.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
             let kind = "padding of a weight with several scales; such".to_owned();
@@ -162,7 +161,7 @@ impl TensorPatch {
             float,
             shape: tensor.shape.clone(),
             patched_shape,
-            needs: scaling.iter().map(|scaling| scaling.tensor).collect(),
+            needs: scaling.iter().map(|scaling| scaling.tensor()).collect(),
             scaling,
             steps: Arc::new(steps),
             is_bias,
@@ -313,7 +312,7 @@ mod tests {
     fn patch(dtype: DType, rows: usize, cols: usize, steps: Vec<Step>) -> TensorPatch {
         let weight = TensorInfo::new("w.weight", dtype, &[rows as u64, cols as u64], 0, 0).unwrap();
         let changes = Changes { steps, shape: weight.shape.clone(), ..Changes::default() };
-        TensorPatch::new(&weight, changes, |_| None).unwrap()
+        TensorPatch::new(&weight, changes, &Siblings::default()).unwrap()
     }
 
     fn stored(float: Float, values: &[f32]) -> Vec<u8> {

@@ -1,0 +1,11 @@
+//! Quantised weights: the tensors that stand beside a weight, what they say of it, and which weights are packed into codes.
+//!
+//! Names and shapes alone tell this, but for the [notes](Note) that ComfyUI's files hold.
+
+mod note;
+mod packed;
+mod siblings;
+
+pub(crate) use note::{Format, Note};
+pub(crate) use packed::{Packed, packed_modules};
+pub(crate) use siblings::{Role, Sibling, Siblings};
