@@ -301,7 +301,7 @@ impl<'a> Resolving<'a> {
         let fault = |fault| Error::adapter(&adapter.path, Some(&module.name), fault);
         for weight in targets.iter().filter_map(|target| target.weight).map(|weight| self.layout.at(weight)) {
             if let Some(Packed { packing, sign }) = Packed::of(weight, &self.siblings) {
-                let packed = AdapterFault::Packed { tensor: weight.name.clone(), packing, sign };
+                let packed = AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign };
                 return Err((SkipReason::Packed(packing), fault(packed)));
             }
             let scaling = Scaling::of(weight, &self.siblings);

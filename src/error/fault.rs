@@ -292,10 +292,12 @@ pub enum AdapterFault {
         scale: String,
     },
     /// A weight is packed into codes, which cannot be patched.
-    #[error("its target `{tensor}` is packed ({packing}{}); {DEQUANTISE}", Sign(sign.as_deref()))]
+    #[error("its target `{tensor}` of element type {dtype} is packed ({packing}{}); {DEQUANTISE}", Sign(sign.as_deref()))]
     Packed {
         /// The tensor that holds the codes.
         tensor: String,
+        /// Its element type.
+        dtype: DType,
         /// How.
         packing: Packing,
         /// The tensor beside it that shows this.

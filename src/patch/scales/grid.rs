@@ -1,5 +1,7 @@
 //! Which of a weight's values each number of a scale is for.
 
+use std::ops::Range;
+
 use crate::checkpoint::{Format, Note};
 
 /// The blocks of a weight that have a scale each. The weight is a stack of matrices (one, unless experts are stacked), and
@@ -123,17 +125,25 @@ impl Grid {
         tile * TILE[0] * TILE[1] + row % 32 * 16 + row / 32 * TILE[1] + col
     }
 
-    /// The scale of the element at `at` in row-major order, and how many elements from there on it is for in one run.
-    pub(super) fn run(&self, at: usize) -> (usize, usize) {
+    /// Calls `each` with the number of the scale, and the elements that it is for, for `count` elements that follow each
+    /// other in row-major order from `first` on. The elements are counted from there.
+    pub(super) fn runs(&self, first: usize, count: usize, mut each: impl FnMut(usize, Range<usize>)) {
         if self.count() == 1 {
-            return (0, usize::MAX);
+            return each(0, 0..count);
         }
-        let [rows, cols] = self.matrix;
-        let (line, col) = (at / cols, at % cols);
-        let (matrix, row) = (line / rows, line % rows);
-        let block = col / self.block[1];
-        let end = (block + 1).saturating_mul(self.block[1]).min(cols);
-        ((matrix * self.blocks[0] + row / self.block[0]) * self.blocks[1] + block, end - col)
+        let ([rows, cols], [high, wide]) = (self.matrix, self.block);
+        let mut from = 0;
+        while from < count {
+            let (line, col) = ((first + from) / cols, (first + from) % cols);
+            let end = count.min(from + cols - col);
+            let of_row = (line / rows * self.blocks[0] + line % rows / high) * self.blocks[1];
+            let (mut scale, mut left) = (of_row + col / wide, wide - col % wide);
+            while from < end {
+                let to = from + left.min(end - from);
+                each(scale, from..to);
+                (from, scale, left) = (to, scale + 1, wide);
+            }
+        }
     }
 
     /// The rows and columns of a block, and the number of blocks in a row, once the weight is seen as one matrix of `rows` by
@@ -205,12 +215,17 @@ mod tests {
     fn map(weight: &[u64], scale: &[u64], note: Option<Note>) -> Option<(Vec<usize>, usize)> {
         let grid = Grid::of(weight, scale, note)?;
         let elements = weight.iter().product::<u64>() as usize;
-        let mut scales = Vec::new();
-        while scales.len() < elements {
-            let (scale, run) = grid.run(scales.len());
-            scales.extend(std::iter::repeat_n(scale, run.min(elements - scales.len())));
-        }
-        Some((scales, grid.count()))
+        let from = |first: usize| {
+            let mut scales = Vec::new();
+            grid.runs(first, elements - first, |scale, range| {
+                assert_eq!(range.start, scales.len());
+                scales.resize(range.end, scale);
+            });
+            scales
+        };
+        let all = from(0);
+        assert_eq!(from(elements / 3), all[elements / 3..]);
+        Some((all, grid.count()))
     }
 
     fn wanted(elements: usize, scale: impl Fn(usize) -> usize) -> Vec<usize> {
@@ -287,7 +302,9 @@ mod tests {
         assert_eq!((rows.count(), rows.stored(), rows.place(9)), (64, 64, 9));
         let tiles = Grid::of(&[160, 192], &[256, 8], note).unwrap();
         assert_eq!((tiles.count(), tiles.stored()), (160 * 6, 256 * 8));
-        assert_eq!(tiles.run(3 * 192 + 40), (3 * 6 + 1, 24));
+        let mut runs = Vec::new();
+        tiles.runs(3 * 192 + 40, 60, |scale, range| runs.push((scale, range)));
+        assert_eq!(runs, [(3 * 6 + 1, 0..24), (3 * 6 + 2, 24..56), (3 * 6 + 3, 56..60)]);
         // Scale (row 130, column 5): the tile below and to the right, its row 2, its column 1.
         assert_eq!(tiles.place(130 * 6 + 5), 3 * 512 + 2 * 16 + 1);
         assert_eq!(tiles.place(70 * 6), 6 * 16 + 2 * 4);

@@ -212,15 +212,10 @@ impl Scales {
 
     /// Combines each of some values, which follow each other in the weight from element `first` on, with its scale.
     pub(crate) fn each(&self, first: usize, values: &mut [f32], combine: impl Fn(f32, f32) -> f32) {
-        let (mut at, mut rest) = (first, values);
-        while !rest.is_empty() {
-            let (scale, run) = self.grid.run(at);
-            let (now, later) = rest.split_at_mut(run.min(rest.len()));
+        self.grid.runs(first, values.len(), |scale, range| {
             let scale = self.values[scale];
-            now.iter_mut().for_each(|value| *value = combine(*value, scale));
-            at += now.len();
-            rest = later;
-        }
+            values[range].iter_mut().for_each(|value| *value = combine(*value, scale));
+        });
     }
 
     /// The scales for these real weights: for each block the largest finite magnitude divided by the largest value of
@@ -228,15 +223,11 @@ impl Scales {
     pub(crate) fn recomputed(&self, weight: Float, stored: Float, values: &[f32]) -> Scales {
         const TOGETHER: usize = 1 << 16;
         let of_piece = |(piece, values): (usize, &[f32])| {
-            let (mut at, mut rest, mut found) = (piece * TOGETHER, values, Vec::<(usize, f32)>::new());
-            while !rest.is_empty() {
-                let (scale, run) = self.grid.run(at);
-                let (now, later) = rest.split_at(run.min(rest.len()));
-                let finite = now.iter().map(|value| value.abs()).filter(|value| value.is_finite());
-                found.push((scale, finite.fold(0.0, f32::max)));
-                at += now.len();
-                rest = later;
-            }
+            let mut found = Vec::new();
+            self.grid.runs(piece * TOGETHER, values.len(), |scale, range| {
+                let finite = values[range].iter().map(|value| value.abs()).filter(|value| value.is_finite());
+                found.push((scale, finite.fold(0.0f32, f32::max)));
+            });
             found
         };
         let pieces: Vec<_> = values.par_chunks(TOGETHER).enumerate().map(of_piece).collect();
