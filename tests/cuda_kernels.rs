@@ -277,17 +277,17 @@ fn cuda_kernels_leave_grids_over_stacks_to_the_host() {
     let mut random = Random(6);
     let (mut tensors, mut adapter) = (Vec::new(), Vec::new());
     for (module, grid) in
-        [("a.w", &[4, 1, 1][..]), ("b.w", &[4, 6, 1]), ("c.w", &[4, 6, 2]), ("d.w", &[4, 2, 2]), ("e.w", &[4, 1, 64])]
+        [("a.w", &[4, 1, 1][..]), ("b.w", &[4, 8, 1]), ("c.w", &[4, 8, 2]), ("d.w", &[4, 2, 2]), ("e.w", &[4, 1, 64])]
     {
         tensors.push(tensor(
             &format!("{module}.weight"),
             DType::F8E4M3,
-            &[4, 6, 64],
-            random.weights(DType::F8E4M3, 1536),
+            &[4, 8, 64],
+            random.weights(DType::F8E4M3, 2048),
         ));
         tensors.push(scale(&mut random, &format!("{module}.weight_scale"), DType::F32, grid));
         adapter.push(f32s(&format!("{module}.lora_up.weight"), &[4, 2, 1], &random.factors(8)));
-        adapter.push(f32s(&format!("{module}.lora_down.weight"), &[2, 6, 64], &random.factors(768)));
+        adapter.push(f32s(&format!("{module}.lora_down.weight"), &[2, 8, 64], &random.factors(1024)));
     }
     let (driver, subject) = (driver(&one_card()), Subject::new(&tensors, &[adapter]));
     let devices = registry();
