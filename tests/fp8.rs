@@ -428,6 +428,55 @@ fn notes_in_the_header_count_as_those_beside_the_weight() {
     assert!(Weights::patched(file("model", &plain), vec![adding(1.0, 32)], Matching::Strict).is_err());
 }
 
+/// A model in a folder, with a configuration.
+fn in_folder(config: &str, tensors: &[Tensor]) -> (tempfile::TempDir, Checkpoint) {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), config).unwrap();
+    let base = file("model", tensors);
+    let source = &base.sources()[0];
+    let mut bytes = vec![0; source.stamp().len() as usize];
+    source.read_at(0, &mut bytes).unwrap();
+    std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    let opened = Checkpoint::open(folder.path()).unwrap();
+    (folder, opened)
+}
+
+#[test]
+fn a_configuration_says_how_large_blocks_are_and_what_bytes_of_scales_mean() {
+    let weight = |rows: u64, cols: u64| {
+        let codes = (0..rows * cols).map(|at| Form::code(at as usize)).collect();
+        tensor("a.weight", DType::F8E4M3, &[rows, cols], codes)
+    };
+    let blocks = r#"{"quantization_config": {"quant_method": "fp8", "weight_block_size": [96, 96]}}"#;
+    let exponents = r#"{"quantization_config": {"format": "mxfp8-quantized"}}"#;
+    let cases: Vec<(&str, [usize; 2], Tensor, Of)> = vec![
+        (blocks, [160, 192], scale("a.weight_scale_inv", DType::F32, &[2, 2]), Box::new(grid(192, 96, 96))),
+        ("{}", [160, 192], scale("a.weight_scale_inv", DType::F32, &[2, 2]), Box::new(grid(192, 128, 128))),
+        (exponents, [128, 128], scale("a.weight_scale", DType::U8, &[128, 4]), Box::new(grid(128, 1, 32))),
+    ];
+    for (config, [rows, cols], scale, of) in cases {
+        let tensors = [weight(rows as u64, cols as u64), scale.clone()];
+        let (_folder, base) = in_folder(config, &tensors);
+        let values: Vec<f32> = (0..rows * cols).map(Form::change).collect();
+        let change = f32s("a.diff", &[rows as u64, cols as u64], &values);
+        let adapter = Adapter::from_checkpoint(file("adapter", &[change]), 1.0).unwrap();
+        let (got, _) = merged(&base, vec![adapter], Matching::Strict);
+        let got = got.iter().find(|tensor| tensor.0 == "a.weight").unwrap();
+        let scales = scale_values(scale.1, &scale.3);
+        for (at, &code) in got.3.iter().enumerate() {
+            let scale = scales[of(at)];
+            assert_eq!(code, nearest((lifted(Form::code(at)) * scale + Form::change(at)) / scale), "{config}: {at}");
+        }
+    }
+    // Of other shapes, and where nobody says so, bytes are no exponents.
+    for (config, shape) in [(exponents, [4, 4]), ("{}", [128, 4])] {
+        let (_folder, base) = in_folder(config, &[weight(128, 128), scale("a.weight_scale", DType::U8, &shape)]);
+        let adapter = Adapter::from_checkpoint(file("adapter", &[f32s("a.diff", &[128, 128], &[0.0; 16_384])]), 1.0);
+        let error = Weights::patched(base, vec![adapter.unwrap()], Matching::Strict).unwrap_err().to_string();
+        assert!(error.contains("a.weight_scale") && error.contains("U8"), "{error}");
+    }
+}
+
 /// The tensors as [`Weights::read`] gives them, of which so many values are saturated.
 fn read(weights: &Weights, saturated: u64) -> Vec<Vec<u8>> {
     let mut sum = 0;

@@ -28,6 +28,7 @@ use crate::rounding::Rounding;
 use crate::threads;
 use crate::transfer::Stamp;
 use pieces::Stored;
+use scales::Grid;
 pub use scales::ScalePolicy;
 pub(crate) use scales::{Scales, Scaling};
 use steps::Scope;
@@ -96,6 +97,8 @@ pub(crate) struct Recipe {
     patched_shape: Vec<u64>,
     rounding: Rounding,
     scale_policy: ScalePolicy,
+    /// The type of the weight's scales, and which values each is for.
+    scales: Option<(Float, Grid)>,
     makers: Vec<Maker>,
     scale_of: Option<Box<Recipe>>,
 }
@@ -208,6 +211,7 @@ impl TensorPatch {
             patched_shape: self.patched_shape.clone(),
             rounding: self.rounding,
             scale_policy: self.scale_policy,
+            scales: self.scaling.as_ref().map(Scaling::form),
             makers: self.makers.clone(),
             scale_of: self.scale_of.as_ref().map(|weight| Box::new(weight.recipe())),
         }

@@ -16,7 +16,7 @@ pub(super) const METADATA: &str = "_quantization_metadata";
 pub(crate) struct Note {
     pub(crate) format: Format,
     /// Rows and columns of a block of the scale's grid, if it says so.
-    pub(crate) block: Option<u64>,
+    pub(crate) block: Option<[u64; 2]>,
 }
 
 /// How the values are scaled.
@@ -74,11 +74,11 @@ fn parse(fields: &Map<String, Value>) -> Result<Note, String> {
     for (field, value) in fields {
         match (field.as_str(), value) {
             ("format", Value::String(name)) => format = Some(format_of(name)?),
-            ("group_size", _) => block = Some(size(field, value)?),
+            ("group_size", _) => block = Some([size(field, value)?; 2]),
             ("params", Value::Object(params)) => {
                 for (field, value) in params {
                     match field.as_str() {
-                        "group_size" => block = Some(size(field, value)?),
+                        "group_size" => block = Some([size(field, value)?; 2]),
                         _ if is_off(value) => {}
                         _ => return Err(format!("`{field}` is {value}")),
                     }
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn known_formats_are_read() {
-        let note = |format, block| Ok(Note { format, block });
+        let note = |format, block: Option<u64>| Ok(Note { format, block: block.map(|side| [side; 2]) });
         assert_eq!(parsed(r#"{"format": "float8_e4m3fn"}"#), note(Format::Fp8, None));
         assert_eq!(parsed(r#"{"format": "mxfp8", "full_precision_matrix_mult": true}"#), note(Format::Mxfp8, None));
         for text in [

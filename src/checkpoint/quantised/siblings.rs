@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
+use super::config::Stated;
 use super::note::{self, Note};
 use crate::checkpoint::{Checkpoint, Layout, TensorId, TensorInfo};
 
@@ -56,6 +57,11 @@ impl<'a> Siblings<'a> {
             Some(Sibling { id, info, role })
         };
         own.filter_map(sibling).collect()
+    }
+
+    /// What the model's configuration says of all weights.
+    pub(crate) fn stated(&self) -> Stated {
+        self.checkpoint.map(Checkpoint::stated).unwrap_or_default()
     }
 
     /// What the file notes about the quantisation of `weight`; none if it notes nothing.

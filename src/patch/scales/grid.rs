@@ -39,7 +39,8 @@ const MX: u64 = 32;
 const TILE: [usize; 2] = [128, 4];
 
 impl Grid {
-    /// The grid of a scale of shape `scale` over a weight of shape `weight`, of which the file may note something:
+    /// The grid of a scale of shape `scale` over a weight of shape `weight`, of which the file may note something. `stated` is
+    /// what the configuration says of the sides of blocks.
     ///
     /// - one number: for all values;
     /// - `[n]`, `[n, 1]`, `[n, 1, 1]`: for each index of the first dimension;
@@ -48,7 +49,7 @@ impl Grid {
     ///   MXFP8, for 32 columns of a row.
     ///
     /// None for any other shape, and for blocks that the shapes do not tell.
-    pub(super) fn of(weight: &[u64], scale: &[u64], note: Option<Note>) -> Option<Grid> {
+    pub(super) fn of(weight: &[u64], scale: &[u64], note: Option<Note>, stated: Option<[u64; 2]>) -> Option<Grid> {
         let all: u64 = weight.iter().try_fold(1u64, |n, &side| n.checked_mul(side))?;
         if let Some(Note { format: Format::Mxfp8, .. }) = note {
             return Grid::mx(weight, scale);
@@ -65,9 +66,9 @@ impl Grid {
             ([cols], &[rows, n, 1]) if rows == first && n > 0 && cols.is_multiple_of(n) => {
                 Grid::new(1, [rows, *cols], [Some(1), Some(cols / n)], [rows, n])
             }
-            ([cols], &[a, b]) => Grid::new(1, [first, *cols], blocks([first, *cols], [a, b], note)?, [a, b]),
+            ([cols], &[a, b]) => Grid::new(1, [first, *cols], blocks([first, *cols], [a, b], note, stated)?, [a, b]),
             ([rows, cols], &[e, a, b]) if e == first => {
-                Grid::new(e, [*rows, *cols], blocks([*rows, *cols], [a, b], note)?, [a, b])
+                Grid::new(e, [*rows, *cols], blocks([*rows, *cols], [a, b], note, stated)?, [a, b])
             }
             _ => None,
         }
@@ -172,20 +173,20 @@ impl Grid {
 
 /// The sides of the blocks of which there are `counts` in a matrix of `sides`; none as a side for the whole.
 ///
-/// Programs take them from a configuration that is not at hand (DeepSeek, transformers, compressed-tensors), or divide the
+/// Programs take them from a configuration, which may not be at hand (DeepSeek, transformers, compressed-tensors), or divide the
 /// sides by the counts (compressed-tensors' `dequantize`, convert_to_quant). So a block is, in this order: what the note
-/// says; 128 by 128, which all of these use unless told otherwise; the quotient of the side and its count, where it leaves no
+/// says; what the configuration states, where it fits; 128 by 128, which all of these use unless told otherwise; the quotient of the side and its count, where it leaves no
 /// rest and no power of two would do instead; the other side's quotient, as blocks are square. None if that fails.
-fn blocks(sides: [u64; 2], counts: [u64; 2], note: Option<Note>) -> Option<[Option<u64>; 2]> {
-    let are = |block: u64| (0..2).all(|axis| counts[axis] == sides[axis].div_ceil(block));
+fn blocks(sides: [u64; 2], counts: [u64; 2], note: Option<Note>, stated: Option<[u64; 2]>) -> Option<[Option<u64>; 2]> {
+    let are = |block: [u64; 2]| (0..2).all(|axis| counts[axis] == sides[axis].div_ceil(block[axis]));
     if counts.contains(&0) || (counts == sides && !counts.contains(&1)) {
         return None;
     }
     if let Some(block) = note.and_then(|note| note.block) {
-        return are(block).then_some([Some(block); 2]);
+        return are(block).then_some(block.map(Some));
     }
-    if are(SQUARE) {
-        return Some([Some(SQUARE); 2]);
+    if let Some(block) = stated.into_iter().chain([[SQUARE; 2]]).find(|&block| are(block)) {
+        return Some(block.map(Some));
     }
     let by_rows = counts[0] == sides[0];
     let quotient = |axis: usize| sides[axis].is_multiple_of(counts[axis]).then(|| sides[axis] / counts[axis]);
@@ -213,7 +214,7 @@ mod tests {
 
     /// The scale of each element, and the count of scales.
     fn map(weight: &[u64], scale: &[u64], note: Option<Note>) -> Option<(Vec<usize>, usize)> {
-        let grid = Grid::of(weight, scale, note)?;
+        let grid = Grid::of(weight, scale, note, None)?;
         let elements = weight.iter().product::<u64>() as usize;
         let from = |first: usize| {
             let mut scales = Vec::new();
@@ -265,9 +266,11 @@ mod tests {
         assert_eq!(map(&[16, 128], &[16, 4], None), Some(square(16, 128, 1, 32)));
         assert_eq!(map(&[16, 96], &[16, 2], None), Some(square(16, 96, 1, 48)));
         assert_eq!(map(&[16, 128], &[16, 2, 1], None), Some(square(16, 128, 1, 64)));
-        let note = |block| Some(Note { format: Format::Fp8, block: Some(block) });
+        let note = |side| Some(Note { format: Format::Fp8, block: Some([side; 2]) });
         assert_eq!(map(&[192, 192], &[2, 2], note(96)), Some(square(192, 192, 96, 96)));
         assert_eq!(map(&[192, 192], &[2, 2], note(64)), None);
+        let stated = |stated| Grid::of(&[192, 192], &[2, 2], None, Some(stated)).unwrap().block;
+        assert_eq!([stated([96, 96]), stated([64, 64])], [[96, 96], [128, 128]]);
         let stacked = map(&[3, 256, 192], &[3, 2, 2], None).unwrap();
         let one = square(256, 192, 128, 128);
         assert_eq!(stacked, (wanted(3 * 256 * 192, |at| at / (256 * 192) * 4 + one.0[at % (256 * 192)]), 12));
@@ -297,10 +300,10 @@ mod tests {
 
     #[test]
     fn scales_of_mxfp8_are_in_rows_or_in_tiles() {
-        let note = Some(Note { format: Format::Mxfp8, block: Some(32) });
-        let rows = Grid::of(&[16, 128], &[16, 4], note).unwrap();
+        let note = Some(Note { format: Format::Mxfp8, block: Some([32; 2]) });
+        let rows = Grid::of(&[16, 128], &[16, 4], note, None).unwrap();
         assert_eq!((rows.count(), rows.stored(), rows.place(9)), (64, 64, 9));
-        let tiles = Grid::of(&[160, 192], &[256, 8], note).unwrap();
+        let tiles = Grid::of(&[160, 192], &[256, 8], note, None).unwrap();
         assert_eq!((tiles.count(), tiles.stored()), (160 * 6, 256 * 8));
         let mut runs = Vec::new();
         tiles.runs(3 * 192 + 40, 60, |scale, range| runs.push((scale, range)));
@@ -310,9 +313,9 @@ mod tests {
         assert_eq!(tiles.place(70 * 6), 6 * 16 + 2 * 4);
         let places: std::collections::BTreeSet<usize> = (0..tiles.count()).map(|index| tiles.place(index)).collect();
         assert_eq!(places.len(), tiles.count());
-        assert_eq!(Grid::of(&[128, 128], &[128, 4], note).unwrap().order, Order::Tiles);
+        assert_eq!(Grid::of(&[128, 128], &[128, 4], note, None).unwrap().order, Order::Tiles);
         for scale in [&[16, 3][..], &[64], &[1], &[16, 4, 1]] {
-            assert_eq!(Grid::of(&[16, 128], scale, note), None);
+            assert_eq!(Grid::of(&[16, 128], scale, note, None), None);
         }
     }
 
@@ -320,7 +323,7 @@ mod tests {
     fn a_stack_is_one_matrix_where_its_blocks_allow_that() {
         let over = |weight: &[u64], scale: &[u64]| {
             let cols = weight[1..].iter().product::<u64>() as usize;
-            Grid::of(weight, scale, None).unwrap().over(weight[0] as usize, cols)
+            Grid::of(weight, scale, None, None).unwrap().over(weight[0] as usize, cols)
         };
         assert_eq!(over(&[4, 6], &[1]), Some(([WHOLE; 2], 1)));
         assert_eq!(over(&[256, 256], &[2, 2]), Some(([128, 128], 2)));

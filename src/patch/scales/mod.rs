@@ -10,12 +10,12 @@ use super::vector::Tier;
 use super::whole::F32Weight;
 use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
-use crate::checkpoint::{Format, Note, Role, Sibling, Siblings, TensorId, TensorInfo};
+use crate::checkpoint::{Format, Note, Role, Sibling, Siblings, Stated, TensorId, TensorInfo};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
-use grid::Grid;
+pub(super) use grid::Grid;
 
 /// The policy for the scale of an fp8 weight that adapters change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,7 +120,7 @@ impl Scaling {
         }
         let scales: Vec<_> = beside.iter().filter(|sibling| sibling.role == Role::Scale).collect();
         match (&scales[..], beside.first()) {
-            ([scale], _) => Scaling::by(weight, scale, note).map(Some),
+            ([scale], _) => Scaling::by(weight, scale, note, siblings.stated()).map(Some),
             ([], Some(perhaps)) => unknown(perhaps),
             ([], None) => match note {
                 Some(Note { format: Format::Mxfp8, .. }) => {
@@ -138,30 +138,41 @@ impl Scaling {
     }
 
     /// The scaling of `weight` by one scale.
-    fn by(weight: &TensorInfo, scale: &Sibling<'_>, note: Option<Note>) -> Result<Scaling, AdapterFault> {
+    fn by(
+        weight: &TensorInfo,
+        scale: &Sibling<'_>,
+        note: Option<Note>,
+        stated: Stated,
+    ) -> Result<Scaling, AdapterFault> {
         let info = scale.info;
         let is_mx = note.is_some_and(|note| note.format == Format::Mxfp8);
         let float = match info.dtype {
             DType::F8E8M0 => Some(Float::E8M0),
-            // Files from before the type had a name.
-            DType::U8 if is_mx => Some(Float::E8M0),
+            // The type had no name in files at first.
+            DType::U8 if is_mx || (stated.mxfp8 && note.is_none() && has_mx_rows(weight, info)) => Some(Float::E8M0),
             _ if is_mx => None,
             dtype => Float::of(dtype).filter(|float| !float.is_fp8()),
         };
         let bad_type = || AdapterFault::BadDType { what: format!("the scale `{}`", info.name), dtype: info.dtype };
         let float = float.ok_or_else(bad_type)?;
-        let grid = Grid::of(&weight.shape, &info.shape, note).ok_or_else(|| AdapterFault::ScaleShape {
-            weight: weight.name.clone(),
-            shape: weight.shape.clone(),
-            scale: info.name.clone(),
-            found: info.shape.clone(),
-        })?;
+        let grid =
+            Grid::of(&weight.shape, &info.shape, note, stated.block).ok_or_else(|| AdapterFault::ScaleShape {
+                weight: weight.name.clone(),
+                shape: weight.shape.clone(),
+                scale: info.name.clone(),
+                found: info.shape.clone(),
+            })?;
         Ok(Scaling { tensor: scale.id, float, grid })
     }
 
     /// The scale.
     pub(crate) fn tensor(&self) -> TensorId {
         self.tensor
+    }
+
+    /// The type of the scales, and which values each is for.
+    pub(super) fn form(&self) -> (Float, Grid) {
+        (self.float, self.grid)
     }
 
     /// How many scales there are.
@@ -173,6 +184,11 @@ impl Scaling {
     pub(super) fn is_for_devices(&self, rows: usize, cols: usize) -> bool {
         self.grid.over(rows, cols).is_some()
     }
+}
+
+/// Whether there is a scale for each 32 columns of a row.
+fn has_mx_rows(weight: &TensorInfo, scale: &TensorInfo) -> bool {
+    matches!((&weight.shape[..], &scale.shape[..]), ([rows, cols], [a, b]) if a == rows && b.checked_mul(32) == Some(*cols))
 }
 
 /// The scales of a weight, one for each block of a grid.
