@@ -1,4 +1,4 @@
-//! The stored float types as f32: lifting is exact, rounding goes to nearest, ties to even.
+//! The stored float types as f32: lifting is exact, rounding goes to nearest, ties to even (in E8M0, up).
 //!
 //! Everything here is branch-free arithmetic on bits, so that a loop over it becomes vector code, and inlined
 //! always, so that it becomes vector code of whatever instruction set its caller is compiled for.
@@ -15,10 +15,13 @@ pub(crate) enum Float {
     E4M3,
     /// Five exponent bits, with infinities; the largest finite value is 57344.
     E5M2,
+    /// Eight exponent bits and nothing else: the powers of two from 2^-127 to 2^127, and NaN. The type of scales (OCP
+    /// Microscaling Formats 1.0); no weight has it.
+    E8M0,
 }
 
 impl Float {
-    /// The float type of `dtype`; `None` if it is none of these.
+    /// The float type of weights of `dtype`; `None` if it is none of these.
     pub(crate) fn of(dtype: DType) -> Option<Float> {
         match dtype {
             DType::F32 => Some(Float::F32),
@@ -38,6 +41,7 @@ impl Float {
             Float::BF16 => DType::BF16,
             Float::E4M3 => DType::F8E4M3,
             Float::E5M2 => DType::F8E5M2,
+            Float::E8M0 => DType::F8E8M0,
         }
     }
 
@@ -46,13 +50,13 @@ impl Float {
         match self {
             Float::F32 => 4,
             Float::F16 | Float::BF16 => 2,
-            Float::E4M3 | Float::E5M2 => 1,
+            Float::E4M3 | Float::E5M2 | Float::E8M0 => 1,
         }
     }
 
     /// Whether it is one of the eight-bit types, whose weights often have a scale tensor.
     pub(crate) fn is_fp8(self) -> bool {
-        self.size() == 1
+        matches!(self, Float::E4M3 | Float::E5M2)
     }
 
     /// The largest finite value.
@@ -63,6 +67,7 @@ impl Float {
             Float::BF16 => f32::from_bits(0x7f7f_0000),
             Float::E4M3 => 448.0,
             Float::E5M2 => 57344.0,
+            Float::E8M0 => f32::from_bits(0x7f00_0000),
         }
     }
 
@@ -74,6 +79,7 @@ impl Float {
             Float::F16 => 0x7e00,
             Float::BF16 => 0x7fc0,
             Float::E4M3 | Float::E5M2 => 0x7f,
+            Float::E8M0 => 0xff,
         }
     }
 
@@ -86,11 +92,13 @@ impl Float {
             Float::F16 => lift_each(bytes, values, |raw| lift_f16(u16::from_le_bytes(raw))),
             Float::E4M3 => lift_each(bytes, values, |[raw]| lift_e4m3(raw)),
             Float::E5M2 => lift_each(bytes, values, |[raw]| lift_e5m2(raw)),
+            Float::E8M0 => lift_each(bytes, values, |[raw]| lift_e8m0(raw)),
         }
     }
 
     /// Values as little-endian `bytes`. Beyond the range f16 and bf16 become infinite, the eight-bit types saturate (an
-    /// infinity stays one in E5M2). Every NaN becomes the one of [`nan`](Float::nan), since which one an operation gives
+    /// infinity stays one in E5M2). E8M0 takes the power of two at or next above a magnitude, so that nothing that is divided
+    /// by it grows beyond what was meant. Every NaN becomes the one of [`nan`](Float::nan), since which one an operation gives
     /// is up to the processor.
     ///
     /// Returns how many values were saturated.
@@ -102,6 +110,7 @@ impl Float {
             Float::F16 => round_each(values, bytes, |value| (round_f16(value).to_le_bytes(), false)),
             Float::E4M3 => round_each(values, bytes, round_e4m3),
             Float::E5M2 => round_each(values, bytes, round_e5m2),
+            Float::E8M0 => round_each(values, bytes, round_e8m0),
         }
     }
 }
@@ -152,6 +161,14 @@ fn lift_e5m2(raw: u8) -> f32 {
     let finite = lift_magnitude::<2, 15>(magnitude);
     let special = INFINITY | (magnitude & 3) << 21;
     with_sign(if magnitude >= 0x7c { special } else { finite }, u32::from(raw) >> 7)
+}
+
+#[inline(always)]
+fn lift_e8m0(raw: u8) -> f32 {
+    let normal = u32::from(raw) << 23;
+    // 2^-127 is subnormal in f32.
+    let special = if raw == 0 { 0x40_0000 } else { INFINITY | 0x40_0000 };
+    f32::from_bits(if raw == 0 || raw == 0xff { special } else { normal })
 }
 
 /// The f32 bits of a finite magnitude with `MANTISSA` bits of fraction and exponent bias `BIAS`.
@@ -210,6 +227,14 @@ fn round_e5m2(value: f32) -> ([u8; 1], bool) {
     ([if magnitude > INFINITY { Float::E5M2.nan() } else { code } as u8], rounded > 0x7b && magnitude < INFINITY)
 }
 
+#[inline(always)]
+fn round_e8m0(value: f32) -> ([u8; 1], bool) {
+    let magnitude = value.to_bits() & !SIGN;
+    let above = (magnitude + 0x7f_ffff) >> 23;
+    let code = if magnitude <= 0x40_0000 { 0 } else { above.min(0xfe) };
+    ([if magnitude > INFINITY { Float::E8M0.nan() } else { code } as u8], above > 0xfe && magnitude <= INFINITY)
+}
+
 /// The nearest magnitude with `MANTISSA` bits of fraction and exponent bias `BIAS`, ties to even; beyond the type's
 /// range the code goes on counting, so the caller compares it with the largest code.
 #[inline(always)]
@@ -262,7 +287,7 @@ mod tests {
 
     #[test]
     fn every_nan_is_stored_as_one() {
-        for float in [Float::F32, Float::F16, Float::BF16, Float::E4M3, Float::E5M2] {
+        for float in [Float::F32, Float::F16, Float::BF16, Float::E4M3, Float::E5M2, Float::E8M0] {
             for bits in [0x7f80_0001u32, 0x7fc0_0000, 0x7fff_ffff, 0xff80_0001, 0xffc0_0000, 0xffc1_2345] {
                 let wanted = &float.nan().to_le_bytes()[..float.size()];
                 assert_eq!((&*round(float, f32::from_bits(bits)).0, true), (wanted, lift(float, wanted).is_nan()));
@@ -324,6 +349,23 @@ mod tests {
         assert_eq!(round(Float::E5M2, f32::INFINITY), (vec![0x7c], 0));
         for float in [Float::E4M3, Float::E5M2] {
             assert!(lift(float, &round(float, f32::NAN).0).is_nan());
+        }
+    }
+
+    #[test]
+    fn exponents_are_powers_of_two_and_round_up() {
+        for code in 0..=254u8 {
+            let value = lift(Float::E8M0, &[code]);
+            assert_eq!(f64::from(value), 2f64.powi(i32::from(code) - 127), "{code}");
+            assert_eq!(round(Float::E8M0, value), (vec![code], 0));
+            assert_eq!(round(Float::E8M0, -value).0, [code]);
+            assert_eq!(round(Float::E8M0, value * 0.75).0, [code], "{code}");
+        }
+        assert!(lift(Float::E8M0, &[255]).is_nan());
+        assert_eq!(round(Float::E8M0, 0.0), (vec![0], 0));
+        assert_eq!(round(Float::E8M0, f32::NAN), (vec![255], 0));
+        for beyond in [f32::MAX, f32::INFINITY] {
+            assert_eq!(round(Float::E8M0, beyond), (vec![254], 1));
         }
     }
 }

@@ -89,7 +89,8 @@ impl Float {
     #[inline(always)]
     fn round_run(self, keys: [u32; 2], first: u32, values: &[f32], bytes: &mut [u8]) -> u64 {
         match self {
-            Float::F32 => self.round(values, bytes),
+            // Scales, of which E8M0 is a type, are not rounded by chance.
+            Float::F32 | Float::E8M0 => self.round(values, bytes),
             Float::BF16 => each(keys, first, values, bytes, |bits, draw| (bf16(bits, draw).to_le_bytes(), false)),
             Float::F16 => each(keys, first, values, bytes, |bits, draw| (f16(bits, draw).to_le_bytes(), false)),
             Float::E4M3 => each(keys, first, values, bytes, |bits, draw| {

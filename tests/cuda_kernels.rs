@@ -225,6 +225,80 @@ fn cuda_kernels_scale_fp8_as_the_host_does() {
     check_on_device(&driver(&one_card()), &subject);
 }
 
+/// A scale of random numbers near 0.05, or of powers of two below one.
+fn scale(random: &mut Random, name: &str, dtype: DType, shape: &[u64]) -> Tensor {
+    let count = shape.iter().product::<u64>() as usize;
+    let bytes = match dtype {
+        DType::F8E8M0 | DType::U8 => (0..count).map(|_| 120 + (random.next() % 6) as u8).collect(),
+        _ => reference::stored(dtype, &(0..count).map(|_| random.even() * 0.03 + 0.05).collect::<Vec<_>>()),
+    };
+    tensor(name, dtype, shape, bytes)
+}
+
+/// Blocks of a row, of any width; powers of two as scales, one of them the least there is; scales in tiles.
+#[test]
+fn cuda_kernels_take_every_grid_of_scales() {
+    let mut random = Random(5);
+    let note = br#"{"format": "mxfp8"}"#;
+    let (mut tensors, mut adapter) = (Vec::new(), Vec::new());
+    for (module, ending, dtype, grid) in [
+        ("a.w", "scale_weight", DType::BF16, &[130, 5, 1][..]),
+        ("b.w", "weight_scale", DType::F32, &[130, 10]),
+        ("c.w", "weight_scale", DType::F16, &[1, 5]),
+        ("d.w", "weight_scale", DType::F8E8M0, &[130, 10]),
+        ("e.w", "weight_scale", DType::U8, &[256, 12]),
+        ("f.w", "scale", DType::F8E8M0, &[2, 3]),
+    ] {
+        tensors.push(tensor(
+            &format!("{module}.weight"),
+            DType::F8E4M3,
+            &[130, 320],
+            random.weights(DType::F8E4M3, 41_600),
+        ));
+        let mut scale = scale(&mut random, &format!("{module}.{ending}"), dtype, grid);
+        if dtype == DType::F8E8M0 {
+            scale.3[0] = 0;
+        }
+        tensors.push(scale);
+        if dtype == DType::U8 {
+            tensors.push(tensor(&format!("{module}.comfy_quant"), DType::U8, &[note.len() as u64], note.to_vec()));
+        }
+        adapter.extend(random.lora(module, 130, 320, 4));
+    }
+    let subject = Subject::new(&tensors, &[adapter]);
+    assert_eq!(subject.patched(), 6);
+    check_on_device(&driver(&one_card()), &subject);
+}
+
+/// Of a stack of matrices, those with scales that are the same in each row of the stack are patched on the device, the others
+/// on the host.
+#[test]
+fn cuda_kernels_leave_grids_over_stacks_to_the_host() {
+    let mut random = Random(6);
+    let (mut tensors, mut adapter) = (Vec::new(), Vec::new());
+    for (module, grid) in
+        [("a.w", &[4, 1, 1][..]), ("b.w", &[4, 8, 1]), ("c.w", &[4, 8, 2]), ("d.w", &[4, 2, 2]), ("e.w", &[4, 1, 64])]
+    {
+        tensors.push(tensor(
+            &format!("{module}.weight"),
+            DType::F8E4M3,
+            &[4, 8, 64],
+            random.weights(DType::F8E4M3, 2048),
+        ));
+        tensors.push(scale(&mut random, &format!("{module}.weight_scale"), DType::F32, grid));
+        adapter.push(f32s(&format!("{module}.lora_up.weight"), &[4, 2, 1], &random.factors(8)));
+        adapter.push(f32s(&format!("{module}.lora_down.weight"), &[2, 8, 64], &random.factors(1024)));
+    }
+    let (driver, subject) = (driver(&one_card()), Subject::new(&tensors, &[adapter]));
+    let devices = registry();
+    let model = subject.load(&devices, ON_DEVICE).unwrap();
+    subject.check(&model).unwrap();
+    let on_device = if has_kernels(&devices) { 3 } else { 0 };
+    assert_eq!((model.report().patched, model.report().patched_on_device), (5, on_device));
+    drop((model, devices));
+    driver.assert_clean();
+}
+
 /// A convolution, one with a middle factor, adapters of parts of a fused weight, and beside them what is no product.
 fn a_model() -> (Subject, usize) {
     let mut random = Random(3);

@@ -114,7 +114,9 @@ impl Wrapped {
         if let Some((target, expert)) = stack {
             return Some(vec![Target { expert: Some(expert), ..target }]);
         }
-        singles(targets, &self.module, parameter)
+        // Of another shape, such as a packed one.
+        let other = || Some(vec![one(targets.find(&format!("{}.{parameter}", self.module)))?]);
+        singles(targets, &self.module, parameter).or_else(other)
     }
 }
 

@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::config::ScaleFactor;
 use super::tied::Untied;
+use crate::error::Packing;
 
 /// Every tensor of every adapter: applied, skipped with a reason, or unmatched.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
@@ -77,6 +78,10 @@ pub enum SkipReason {
     NoParameter,
     /// Another module of the adapter makes the same change of the same rows, so it is made once.
     Repeated,
+    /// The module's weight is packed into codes, which cannot be patched.
+    Packed(Packing),
+    /// The module's weight is made of eight-bit codes with a scale that is not understood.
+    UnknownScale,
 }
 
 impl SkipReason {
@@ -89,6 +94,8 @@ impl SkipReason {
 impl fmt::Display for SkipReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            SkipReason::Packed(packing) => return write!(f, "the weight is packed ({packing})"),
+            SkipReason::UnknownScale => "the weight has a scale that is not understood",
             SkipReason::ZeroStrength => "the strength is zero",
             SkipReason::OtherComponent => "it is for another component",
             SkipReason::NotUnderstood => "no kind of adapter has such a key",

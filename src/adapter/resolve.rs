@@ -1,19 +1,20 @@
 //! Resolving adapters against a checkpoint: the patch of each tensor.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::claims::{Change, Claimed, Claims};
 use super::experts::{self, Wrapped};
 use super::kinds::{self, Built, FactorCache, Weight};
+use super::names::keys::Part;
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::tied::Ends;
 use super::{Adapter, AdapterModule};
-use crate::checkpoint::{Layout, TensorId};
+use crate::checkpoint::{Checkpoint, Layout, Packed, Siblings, TensorId};
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
-use crate::patch::{Changes, Maker, Origin, ScalePolicy, TensorPatch};
+use crate::patch::{Changes, Maker, Origin, ScalePolicy, Scaling, TensorPatch};
 use crate::rounding::Rounding;
 
 /// Whether every part of an adapter must match the checkpoint.
@@ -50,34 +51,55 @@ impl Patches {
     /// # Errors
     /// [`Error::Adapter`] naming the adapter, the key and the fault: nothing or (when strict) not all of the adapter
     /// matches, a name matches several modules, a shape does not fit, a factor is not finite or its counterpart is
-    /// missing, the target's type cannot be patched. [`Error::File`] and [`Error::Io`] from reading the factors.
+    /// missing, the target's type cannot be patched, or the target is packed or has a scale that is not understood. What a
+    /// file notes about its scales in tensors of text cannot be read here; [`Weights::patched`](crate::Weights::patched)
+    /// reads it. [`Error::File`] and [`Error::Io`] from reading the factors.
     pub fn resolve(layout: &Layout, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
-        let Ends::Apart { untied, embedding, head, layout: with_head } = Ends::of(layout, &adapters)? else {
-            return Patches::resolve_in(layout, &adapters, matching);
-        };
-        let mut patches = Patches::resolve_in(&with_head, &adapters, matching)?;
-        let same = match (patches.tensors.get(&embedding), patches.tensors.get(&head)) {
-            (Some(embedding), Some(head)) => embedding.changes_as(head),
-            (None, None) => true,
-            _ => false,
-        };
-        if same {
-            patches.tie_again(layout, head, &untied.head)?;
-        } else {
-            patches.report.untied = Some(untied);
-            patches.base = with_head;
-        }
-        Ok(patches)
+        let ends = Ends::of(layout, &adapters)?;
+        let now = ends.layout().unwrap_or(layout);
+        let patches = Patches::resolve_among(Siblings::of(now), now, &adapters, matching)?;
+        patches.with_ends(ends, layout)
     }
 
-    fn resolve_in(layout: &Layout, adapters: &[Adapter], matching: Matching) -> Result<Patches> {
+    /// As [`resolve`](Patches::resolve), with all that the checkpoint's files say of its scales.
+    pub(super) fn resolve_in(checkpoint: &Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
+        let ends = Ends::of(checkpoint.layout(), &adapters)?;
+        let with_head = ends.layout().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
+        let now = with_head.as_ref().unwrap_or(checkpoint);
+        let patches = Patches::resolve_among(Siblings::of_checkpoint(now), now.layout(), &adapters, matching)?;
+        patches.with_ends(ends, checkpoint.layout())
+    }
+
+    fn resolve_among(
+        siblings: Siblings<'_>,
+        layout: &Layout,
+        adapters: &[Adapter],
+        matching: Matching,
+    ) -> Result<Patches> {
         let targets = Targets::new(layout);
-        let mut resolving = Resolving::new(layout);
+        let mut resolving = Resolving::new(layout, siblings);
         for adapter in adapters {
             resolving.origins.push(Arc::new(adapter.origin()));
             resolving.adapter(adapter, &targets, matching)?;
         }
         resolving.finish()
+    }
+
+    /// Takes the head for one with the embedding again, unless they came to differ. `layout` is the checkpoint's.
+    fn with_ends(mut self, ends: Ends, layout: &Layout) -> Result<Patches> {
+        let Ends::Apart { untied, embedding, head, layout: with_head } = ends else { return Ok(self) };
+        let same = match (self.tensors.get(&embedding), self.tensors.get(&head)) {
+            (Some(embedding), Some(head)) => embedding.changes_as(head),
+            (None, None) => true,
+            _ => false,
+        };
+        if same {
+            self.tie_again(layout, head, &untied.head)?;
+        } else {
+            self.report.untied = Some(untied);
+            self.base = with_head;
+        }
+        Ok(self)
     }
 
     /// Drops the patch of a head to which the same is done as to its embedding.
@@ -119,7 +141,7 @@ impl Patches {
     /// needs the weight, and repeats the weight's arithmetic; both work on an f32 copy of the weight.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when an adapter changes a scale by itself.
+    /// [`Error::Invalid`] when a scale belongs to several weights.
     pub fn scales(mut self, policy: ScalePolicy) -> Result<Patches> {
         self.tensors.retain(|_, patch| !patch.is_of_scale());
         self.tensors.values_mut().for_each(|patch| patch.set_scale_policy(policy));
@@ -130,9 +152,8 @@ impl Patches {
         for (&weight, patch) in &self.tensors {
             let Some(scale) = patch.scale() else { continue };
             let info = self.layout.at(scale);
-            if self.tensors.contains_key(&scale) {
-                let reason = format!("the scale `{}` is changed by an adapter, so it cannot be recomputed", info.name);
-                return Err(Error::invalid(reason));
+            if scales.iter().any(|(other, _)| *other == scale) {
+                return Err(Error::invalid(format!("the scale `{}` is that of several weights", info.name)));
             }
             scales.extend(patch.of_scale(weight, info).map(|patch| (scale, patch)));
         }
@@ -182,7 +203,7 @@ impl Patches {
 /// The state of [`Patches::resolve`], with the shapes after the steps so far.
 struct Resolving<'a> {
     layout: &'a Layout,
-    by_name: HashMap<&'a str, TensorId>,
+    siblings: Siblings<'a>,
     changed: BTreeMap<TensorId, Changes>,
     report: MatchReport,
     /// The origins of the adapters so far; the last is the current adapter's.
@@ -190,9 +211,8 @@ struct Resolving<'a> {
 }
 
 impl<'a> Resolving<'a> {
-    fn new(layout: &'a Layout) -> Resolving<'a> {
-        let by_name = layout.tensor_ids().map(|tensor| (layout.at(tensor).name.as_str(), tensor)).collect();
-        Resolving { layout, by_name, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
+    fn new(layout: &'a Layout, siblings: Siblings<'a>) -> Resolving<'a> {
+        Resolving { layout, siblings, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -226,10 +246,24 @@ impl<'a> Resolving<'a> {
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         let mut claims = Claims::default();
+        let (first_applied, mut codes) = (self.report.applied.len(), None);
         for (module, targets) in matched {
-            self.module(adapter, module, &targets, &mut claims)?;
+            match self.check_codes(adapter, module, &targets) {
+                Err((why, error)) if matching == Matching::AllowPartial => {
+                    self.skip(adapter, module.parts.values(), why);
+                    codes.get_or_insert(error);
+                }
+                checked => {
+                    checked.map_err(|(_, error)| error)?;
+                    self.module(adapter, module, &targets, &mut claims)?;
+                }
+            }
         }
-        if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
+        match codes {
+            Some(error) if self.report.applied.len() == first_applied => Err(error),
+            _ if matching == Matching::Strict => self.check_applied(adapter, first_skipped),
+            _ => Ok(()),
+        }
     }
 
     /// The targets of a module, which may be experts.
@@ -386,6 +420,38 @@ impl<'a> Resolving<'a> {
         now.steps.extend(change.steps);
     }
 
+    /// Fails if the module would change a weight whose elements are codes of something that is not understood.
+    fn check_codes(
+        &self,
+        adapter: &Adapter,
+        module: &AdapterModule,
+        targets: &[Target<'_>],
+    ) -> Result<(), (SkipReason, Error)> {
+        let changes_weight = module.parts.keys().any(|part| !part.is_of_bias() && *part != Part::Alpha);
+        if adapter.strength == 0.0 || !changes_weight {
+            return Ok(());
+        }
+        let fault = |fault| Error::adapter(&adapter.path, Some(&module.name), fault);
+        for weight in targets.iter().filter_map(|target| target.weight).map(|weight| self.layout.at(weight)) {
+            if let Some(Packed { packing, sign }) = Packed::of(weight, &self.siblings) {
+                let packed = AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign };
+                return Err((SkipReason::Packed(packing), fault(packed)));
+            }
+            let scaling = Scaling::of(weight, &self.siblings);
+            let scaling = scaling.map_err(|unknown| (SkipReason::UnknownScale, fault(unknown)))?;
+            let Some(scale) = scaling.map(|scaling| scaling.tensor()) else { continue };
+            for (part, tensor) in &module.parts {
+                let dtype = adapter.checkpoint.layout().at(*tensor).dtype;
+                if part.is_whole() && Float::of(dtype).is_none_or(Float::is_fp8) {
+                    let scale = self.layout.at(scale).name.clone();
+                    let codes = AdapterFault::ScaledReplacement { dtype, scale };
+                    return Err((SkipReason::UnknownScale, fault(codes)));
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: TensorId) -> Result<()> {
         let info = self.layout.at(tensor);
         if Float::of(info.dtype).is_some() {
@@ -422,15 +488,19 @@ impl<'a> Resolving<'a> {
     }
 
     fn finish(self) -> Result<Patches> {
-        let Resolving { layout, by_name, changed, report, origins } = self;
+        let Resolving { layout, siblings, changed, report, origins } = self;
         let shapes: Vec<(TensorId, Vec<u64>)> =
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
-        let find = |name: &str| by_name.get(name).map(|&tensor| (tensor, layout.at(tensor)));
         let mut tensors = BTreeMap::new();
         for (tensor, changes) in changed {
             let info = layout.at(tensor);
             let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
-            tensors.insert(tensor, TensorPatch::new(info, changes, find).map_err(fault)?);
+            let patch = TensorPatch::new(info, changes, &siblings).map_err(fault)?;
+            let scale = patch.scale().filter(|scale| shapes.iter().any(|(changed, _)| changed == scale));
+            if let Some(scale) = scale {
+                return Err(fault(AdapterFault::ChangedScale { scale: layout.at(scale).name.clone() }));
+            }
+            tensors.insert(tensor, patch);
         }
         Ok(Patches { tensors, base: layout.clone(), layout: layout.patched(&shapes)?, report, origins })
     }

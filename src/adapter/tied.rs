@@ -28,6 +28,14 @@ pub(super) enum Ends {
 }
 
 impl Ends {
+    /// The layout with the head, if it is needed.
+    pub(super) fn layout(&self) -> Option<&Layout> {
+        match self {
+            Ends::Tied => None,
+            Ends::Apart { layout, .. } => Some(layout),
+        }
+    }
+
     /// # Errors
     /// Never for a layout that a checkpoint has.
     pub(super) fn of(layout: &Layout, adapters: &[Adapter]) -> Result<Ends> {

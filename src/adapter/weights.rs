@@ -46,7 +46,7 @@ impl Weights {
     /// # Errors
     /// As [`Patches::resolve`].
     pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
-        let patches = Patches::resolve(checkpoint.layout(), adapters, matching)?;
+        let patches = Patches::resolve_in(&checkpoint, adapters, matching)?;
         let untied = patches.report().untied.is_some();
         let checkpoint = if untied { checkpoint.with_layout(patches.base().clone())? } else { checkpoint };
         Ok(Weights { checkpoint, patches })
@@ -62,7 +62,7 @@ impl Weights {
     /// Sets whether the scales of patched fp8 weights are kept or recomputed; see [`Patches::scales`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] when an adapter changes a scale by itself.
+    /// As [`Patches::scales`].
     pub fn scales(mut self, policy: ScalePolicy) -> Result<Weights> {
         self.patches = self.patches.scales(policy)?;
         Ok(self)

@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 
 use super::header::{HEADER_LIMIT, Header, other_format};
 use super::json::Entries;
+use super::quantised::Stated;
 use crate::error::{Error, FileFault, Result};
 use crate::transfer::{FileSource, Source};
 
@@ -172,6 +173,15 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
     let config: Config = read_json(&path, |reason| FileFault::BadConfig { reason })?;
     let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
     Ok(config.tie_word_embeddings.or(nested).unwrap_or(false))
+}
+
+/// What `config.json` in the folder says of quantised weights; nothing without the file.
+pub(super) fn quantisation(folder: &Path) -> Result<Stated> {
+    let path = folder.join("config.json");
+    if !fs::exists(&path).map_err(Error::io("open", &path))? {
+        return Ok(Stated::default());
+    }
+    read_json(&path, |reason| FileFault::BadConfig { reason }).map(|config| Stated::of(&config))
 }
 
 /// Reads a JSON file; `bad` makes the fault of an invalid one.

@@ -8,6 +8,7 @@ mod id;
 mod json;
 mod layout;
 mod names;
+mod quantised;
 mod write;
 
 use std::collections::{BTreeMap, HashMap};
@@ -25,6 +26,7 @@ pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_table};
+pub(crate) use quantised::{Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
 /// The weights of a model in its files.
@@ -53,13 +55,16 @@ struct Inner {
     layout: Layout,
     metadata: BTreeMap<String, String>,
     by_name: HashMap<String, TensorId>,
+    /// What the configuration says of quantised weights.
+    stated: Stated,
 }
 
 impl Checkpoint {
     /// Opens a `.safetensors` file, the `.json` index of a sharded checkpoint, or a folder that holds either.
     ///
     /// A folder's index lists the files and tensors of the model; without an index the folder must hold exactly one
-    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied.
+    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied,
+    /// and how weights are quantised.
     ///
     /// # Errors
     /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;
@@ -86,7 +91,8 @@ impl Checkpoint {
         }
         set.select(&mut headers)?;
         let tied = files::tied_embeddings(&set.folder)?;
-        Ok(Checkpoint::assemble(path.to_owned(), sources, headers, tied))
+        let stated = files::quantisation(&set.folder)?;
+        Ok(Checkpoint::assemble(path.to_owned(), sources, headers, tied, stated))
     }
 
     /// Opens a safetensors file in memory, called `name` in errors.
@@ -96,10 +102,17 @@ impl Checkpoint {
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
         let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
         let header = Header::read(&*source, 0)?;
-        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], false))
+        let stated = Stated::default();
+        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], false, stated))
     }
 
-    fn assemble(path: PathBuf, sources: Vec<Arc<dyn Source>>, headers: Vec<Header>, tied: bool) -> Checkpoint {
+    fn assemble(
+        path: PathBuf,
+        sources: Vec<Arc<dyn Source>>,
+        headers: Vec<Header>,
+        tied: bool,
+        stated: Stated,
+    ) -> Checkpoint {
         let (mut tensors, mut metadata) = (Vec::new(), None);
         for header in headers {
             metadata.get_or_insert(header.metadata);
@@ -108,7 +121,7 @@ impl Checkpoint {
         let layout = Layout::new(tensors);
         let by_name = by_name(&layout);
         let layout = if tied { layout.tie_embeddings() } else { layout };
-        Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name }))
+        Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name, stated }))
     }
 
     /// The same files with another layout: layers in [another order](Layout::in_order), an embedding that is [used at both
@@ -198,6 +211,11 @@ impl Checkpoint {
         }
         let source = &self.0.sources[info.file];
         source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
+    }
+
+    /// What the configuration beside the files says of quantised weights.
+    pub(crate) fn stated(&self) -> Stated {
+        self.0.stated
     }
 
     /// A tensor.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use super::packing::Packing;
 use crate::dtype::DType;
 
 /// The fault of a model file.
@@ -242,12 +243,90 @@ pub enum AdapterFault {
         /// What it is.
         value: String,
     },
+    /// A tensor beside a weight of codes may be a scale of it, and is not understood.
+    #[error("`{scale}` may be a scale of `{weight}` and is not understood; {DEQUANTISE}")]
+    UnknownScale {
+        /// The weight.
+        weight: String,
+        /// The tensor beside it.
+        scale: String,
+    },
+    /// A weight has several tensors beside it that each may be its scale.
+    #[error("`{weight}` has several scales: {}; {DEQUANTISE}", List(scales))]
+    SeveralScales {
+        /// The weight.
+        weight: String,
+        /// The tensors beside it.
+        scales: Vec<String>,
+    },
+    /// A scale whose shape does not say which of the weight's values each of its numbers is for.
+    #[error("the scale `{scale}` of shape {found:?} does not fit `{weight}` of shape {shape:?}; {DEQUANTISE}")]
+    ScaleShape {
+        /// The weight.
+        weight: String,
+        /// Its shape.
+        shape: Vec<u64>,
+        /// The scale.
+        scale: String,
+        /// The scale's shape.
+        found: Vec<u64>,
+    },
+    /// A note beside a weight says that its codes are made in a way that is not understood.
+    #[error("`{note}` says how `{weight}` is quantised, and that is not understood: {reason}; {DEQUANTISE}")]
+    QuantisationNote {
+        /// The weight.
+        weight: String,
+        /// The tensor or the entry of the file's metadata.
+        note: String,
+        /// What is not understood.
+        reason: String,
+    },
+    /// A replacement is made of eight-bit codes, and the weight that it is for has a scale.
+    #[error(
+        "a replacement of element type {dtype} does not say whether `{scale}` scales it; give it in F32, F16 or BF16"
+    )]
+    ScaledReplacement {
+        /// The element type of the replacement.
+        dtype: DType,
+        /// The scale of the weight.
+        scale: String,
+    },
+    /// The adapters change a weight and its scale.
+    #[error("its scale `{scale}` is changed too, so the values of its codes are not known; leave one of the two out")]
+    ChangedScale {
+        /// The scale.
+        scale: String,
+    },
+    /// A weight is packed into codes, which cannot be patched.
+    #[error("its target `{tensor}` of element type {dtype} is packed ({packing}{}); {DEQUANTISE}", Sign(sign.as_deref()))]
+    Packed {
+        /// The tensor that holds the codes.
+        tensor: String,
+        /// Its element type.
+        dtype: DType,
+        /// How.
+        packing: Packing,
+        /// The tensor beside it that shows this.
+        sign: Option<String>,
+    },
     /// `adapter_config.json` is missing, no JSON, or lacks a field.
     #[error("adapter_config.json: {reason}")]
     Config {
         /// What is wrong.
         reason: String,
     },
+}
+
+/// What the caller can do about codes that are not understood.
+const DEQUANTISE: &str = "dequantise the checkpoint first, to BF16 for example, and patch that";
+
+/// The tensor that shows a packing.
+struct Sign<'a>(Option<&'a str>);
+
+impl fmt::Display for Sign<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |sign| write!(f, ", by `{sign}` beside it"))
+    }
 }
 
 /// Names separated by commas.

@@ -20,7 +20,7 @@ mod whole;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId, TensorInfo};
+use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
@@ -28,9 +28,9 @@ use crate::rounding::Rounding;
 use crate::threads;
 use crate::transfer::Stamp;
 use pieces::Stored;
+use scales::Grid;
 pub use scales::ScalePolicy;
-pub(crate) use scales::Scales;
-use scales::Scaling;
+pub(crate) use scales::{Scales, Scaling};
 use steps::Scope;
 pub(crate) use steps::{
     Axis, BlockTransform, Columns, Delta, Dora, Kronecker, Linear, Matrix, Product, Step, matrix_of,
@@ -103,6 +103,8 @@ pub(crate) struct Recipe {
     patched_shape: Vec<u64>,
     rounding: Rounding,
     scale_policy: ScalePolicy,
+    /// The type of the weight's scales, and which values each is for.
+    scales: Option<(Float, Grid)>,
     makers: Vec<Maker>,
     scale_of: Option<Box<Recipe>>,
 }
@@ -146,18 +148,18 @@ impl TensorPatch {
         self.steps.iter().map(|step| step.change.values() as u64 * 4).sum()
     }
 
-    /// The patch that makes `changes` to a tensor; `find` gives the checkpoint's tensors by name.
+    /// The patch that makes `changes` to a tensor, whose scale is among `siblings`, the checkpoint's tensors.
     ///
     /// # Errors
     /// [`AdapterFault::BadDType`] for a tensor that is not of floats, and what is wrong with the scale beside it.
-    pub(crate) fn new<'a>(
+    pub(crate) fn new(
         tensor: &TensorInfo,
         changes: Changes,
-        find: impl Fn(&str) -> Option<(TensorId, &'a TensorInfo)>,
+        siblings: &Siblings<'_>,
     ) -> Result<TensorPatch, AdapterFault> {
         let bad_type = || AdapterFault::BadDType { what: "it".to_owned(), dtype: tensor.dtype };
         let float = Float::of(tensor.dtype).ok_or_else(bad_type)?;
-        let scaling = Scaling::of(tensor, matrix_of(&tensor.shape).unwrap_or_default(), find)?;
+        let scaling = Scaling::of(tensor, siblings)?;
         let Changes { steps, shape: patched_shape, is_bias, view, makers } = changes;
         if patched_shape != tensor.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
             let kind = "padding of a weight with several scales; such".to_owned();
@@ -168,7 +170,7 @@ impl TensorPatch {
             float,
             shape: tensor.shape.clone(),
             patched_shape,
-            needs: scaling.iter().map(|scaling| scaling.tensor).collect(),
+            needs: scaling.iter().map(|scaling| scaling.tensor()).collect(),
             scaling,
             steps: Arc::new(steps),
             is_bias,
@@ -222,6 +224,7 @@ impl TensorPatch {
             patched_shape: self.patched_shape.clone(),
             rounding: self.rounding,
             scale_policy: self.scale_policy,
+            scales: self.scaling.as_ref().map(Scaling::form),
             makers: self.makers.clone(),
             scale_of: self.scale_of.as_ref().map(|weight| Box::new(weight.recipe())),
         }
@@ -331,7 +334,7 @@ mod tests {
     fn patch(dtype: DType, rows: usize, cols: usize, steps: Vec<Step>) -> TensorPatch {
         let weight = TensorInfo::new("w.weight", dtype, &[rows as u64, cols as u64], 0, 0).unwrap();
         let changes = Changes { steps, shape: weight.shape.clone(), ..Changes::default() };
-        TensorPatch::new(&weight, changes, |_| None).unwrap()
+        TensorPatch::new(&weight, changes, &Siblings::default()).unwrap()
     }
 
     fn stored(float: Float, values: &[f32]) -> Vec<u8> {

@@ -29,14 +29,14 @@ impl Stored<'_> {
     pub(super) fn lift(&self, tier: Tier, row: usize, cols: &Range<usize>, raw: &[u8], values: &mut [f32]) {
         tier.lift(self.float, raw, values);
         if let Some(scales) = self.scales {
-            scales.each(row, cols, values, |value, scale| value * scale);
+            scales.each(row * self.cols + cols.start, values, |value, scale| value * scale);
         }
     }
 
     /// Stores them again; leaves what was stored in `values`.
     pub(super) fn round(&self, tier: Tier, row: usize, cols: &Range<usize>, values: &mut [f32], raw: &mut [u8]) -> u64 {
         if let Some(scales) = self.scales {
-            scales.each(row, cols, values, |value, scale| value / scale);
+            scales.each(row * self.cols + cols.start, values, |value, scale| value / scale);
         }
         match self.noise {
             None => tier.round(self.float, values, raw),

@@ -16,7 +16,10 @@ impl TensorPatch {
             |step: &Step| matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
         let (rows, cols) = self.matrix();
         self.scale_of.is_none()
-            && (self.scaling.is_none() || self.scale_policy == ScalePolicy::Keep)
+            && self
+                .scaling
+                .as_ref()
+                .is_none_or(|scaling| self.scale_policy == ScalePolicy::Keep && scaling.is_for_devices(rows, cols))
             && self.rounding == Rounding::NearestEven
             && self.shape == self.patched_shape
             && [rows, cols].iter().all(|side| (1..=MatrixPatch::MOST).contains(side))
@@ -33,14 +36,19 @@ impl TensorPatch {
             Some(PackedProduct { up, down, rank: product.rank, rows: step.rows.clone(), scale: *scale })
         };
         let products = self.steps.iter().map(product).collect::<Option<Vec<_>>>().filter(|_| self.is_products())?;
-        MatrixPatch::new(self.float.dtype(), self.matrix(), products, scales.map(Scales::blocks)).ok()
+        let (rows, cols) = self.matrix();
+        let scales = match scales {
+            Some(scales) => Some(scales.blocks(rows, cols)?),
+            None => None,
+        };
+        MatrixPatch::new(self.float.dtype(), (rows, cols), products, scales).ok()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::TensorInfo;
+    use crate::checkpoint::{Siblings, TensorInfo};
     use crate::dtype::DType;
     use crate::patch::{Axis, Changes, Dora, Matrix, Product};
 
@@ -48,7 +56,7 @@ mod tests {
     fn patch(step: Step, rounding: Rounding) -> TensorPatch {
         let weight = TensorInfo::new("w.weight", DType::BF16, &[20, 40], 0, 0).unwrap();
         let changes = Changes { steps: vec![step], shape: weight.shape.clone(), ..Changes::default() };
-        let mut patch = TensorPatch::new(&weight, changes, |_| None).unwrap();
+        let mut patch = TensorPatch::new(&weight, changes, &Siblings::default()).unwrap();
         patch.set_rounding(rounding);
         patch
     }

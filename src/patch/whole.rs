@@ -46,7 +46,7 @@ impl F32Weight {
 
     /// The new scales of the weight.
     pub(super) fn scales(&self, weight: Float, stored: Float, old: &Scales) -> Scales {
-        old.recomputed(weight, stored, &self.values, self.cols)
+        old.recomputed(weight, stored, &self.values)
     }
 
     fn change(&mut self, steps: &[Step]) {

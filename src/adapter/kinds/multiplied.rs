@@ -5,8 +5,8 @@
 
 use std::ops::Range;
 
-use super::{Building, Parts, Weight};
 use super::oft::inverted;
+use super::{Building, Parts, Weight};
 use crate::adapter::Factor;
 use crate::adapter::config::peft::Rotation;
 use crate::adapter::names::keys::Part;

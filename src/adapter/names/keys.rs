@@ -64,6 +64,11 @@ impl Part {
     pub(crate) fn is_of_bias(self) -> bool {
         matches!(self, Part::DiffBias | Part::NormDiffBias | Part::UpBias | Part::NewBias)
     }
+
+    /// Whether it takes the place of the module's weight.
+    pub(crate) fn is_whole(self) -> bool {
+        matches!(self, Part::SetWeight | Part::NewWeight)
+    }
 }
 
 /// The reading of one tensor's name.

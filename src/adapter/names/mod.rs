@@ -17,7 +17,7 @@ use std::cell::OnceCell;
 use std::collections::HashMap;
 
 use super::experts::Expert;
-use crate::checkpoint::{Layout, TensorId};
+use crate::checkpoint::{Layout, TensorId, packed_modules};
 use aliases::Aliases;
 use rows::{Projection, RowOrder, RowSlice};
 
@@ -229,12 +229,13 @@ pub(crate) enum Found<'a> {
     Several(Vec<String>),
 }
 
-/// The modules with a weight or bias, and every other tensor as a separate module.
+/// The modules with a weight, packed or not, or a bias, and every other tensor as a separate module.
 fn modules(layout: &Layout) -> Vec<Target<'_>> {
     let mut targets: Vec<Target<'_>> = Vec::new();
-    let mut place_of = HashMap::new();
+    let (mut place_of, packed) = (HashMap::new(), packed_modules(layout));
     for (id, tensor) in layout.tensor_ids().zip(layout.tensors()) {
         let (module, is_bias) = match tensor.name.rsplit_once('.') {
+            _ if packed.contains_key(&id) => (packed[&id], false),
             Some((module, "weight")) => (module, false),
             Some((module, "bias")) => (module, true),
             _ => (tensor.name.as_str(), false),
