@@ -14,10 +14,11 @@ mod weights;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId};
+use crate::checkpoint::{Checkpoint, TensorId, model_folder, read_text};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -74,20 +75,20 @@ impl Adapter {
     pub fn open(path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
         let path = path.as_ref();
         let folder = if path.is_dir() {
-            Some(path)
+            Some(model_folder(path)?)
         } else {
             let named = path.file_name().is_some_and(|name| name == WEIGHTS_FILE);
-            path.parent().filter(|folder| named && folder.join(CONFIG_FILE).is_file())
+            path.parent().filter(|folder| named && folder.join(CONFIG_FILE).is_file()).map(Path::to_owned)
         };
-        let Some(folder) = folder else {
+        let Some(folder) = folder.as_deref() else {
             return Adapter::assemble(Checkpoint::open(path)?, path, None, strength);
         };
-        let config = folder.join(CONFIG_FILE);
-        if !config.is_file() {
-            let reason = "the folder does not hold it".to_owned();
-            return Err(Error::adapter(folder, None, AdapterFault::Config { reason }));
+        let (config, bad) = (folder.join(CONFIG_FILE), |reason| AdapterFault::Config { reason });
+        // A link that leads nowhere is there.
+        if fs::symlink_metadata(&config).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            return Err(Error::adapter(folder, None, bad("the folder does not hold it".to_owned())));
         }
-        let text = fs::read_to_string(&config).map_err(Error::io("read", config))?;
+        let text = read_text(&config, |reason| Error::adapter(folder, None, bad(reason)))?;
         let weights = Checkpoint::open(folder.join(WEIGHTS_FILE))?;
         let config = PeftConfig::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))?;
         Adapter::assemble(weights, folder, Some(config), strength)

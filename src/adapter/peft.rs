@@ -73,6 +73,8 @@ impl PeftConfig {
     /// [`AdapterFault::Config`] naming the setting, [`AdapterFault::Unsupported`] naming the kind of adapter or the
     /// initialisation that changed the base model's weights.
     pub(crate) fn parse(text: &str) -> Result<PeftConfig, AdapterFault> {
+        // A text that the caller read may begin with the byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let raw: Raw = serde_json::from_str(text).map_err(|e| config(e.to_string()))?;
         match raw.peft_type.as_deref() {
             Some("LORA") => {}

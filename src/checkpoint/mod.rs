@@ -1,11 +1,15 @@
 //! Checkpoints: a model's files, and their tensors grouped into modules and layers.
 
 mod files;
+mod folder;
+mod format;
 mod header;
+mod hub;
 mod id;
 mod json;
 mod layout;
 mod names;
+mod text;
 mod write;
 
 use std::collections::{BTreeMap, HashMap};
@@ -18,10 +22,12 @@ use crate::transfer::{FileSource, MemorySource, Source};
 use files::FileSet;
 use header::Header;
 
+pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{is_in_stack, is_table};
+pub(crate) use text::read_text;
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
 /// The weights of a model in its files.
@@ -56,7 +62,8 @@ impl Checkpoint {
     /// Opens a `.safetensors` file, the `.json` index of a sharded checkpoint, or a folder that holds either.
     ///
     /// A folder's index lists the files and tensors of the model; without an index the folder must hold exactly one
-    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied.
+    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied. A folder in a cache of the
+    /// Hugging Face hub (`models--ORG--NAME`) stands for the snapshot that its `refs/main` names.
     ///
     /// # Errors
     /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;
