@@ -3,6 +3,22 @@
 use std::fs::{File, Metadata};
 use std::io;
 
+/// Fails if a file of so many bytes is longer than this process may write (`RLIMIT_FSIZE`, `ulimit -f`). The system would kill
+/// a process that tries, with the signal SIGXFSZ.
+#[cfg(unix)]
+pub(crate) fn within_limit(bytes: u64) -> io::Result<()> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+    match limit {
+        Some(limit) if bytes > limit => Err(rustix::io::Errno::FBIG.into()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(not(unix))]
+pub(crate) fn within_limit(_bytes: u64) -> io::Result<()> {
+    Ok(())
+}
+
 /// A file that several threads can read and write by position at once.
 #[cfg(any(unix, windows))]
 #[derive(Debug)]

@@ -9,6 +9,7 @@ mod id;
 mod json;
 mod layout;
 mod names;
+mod temporary;
 mod text;
 mod write;
 

@@ -232,6 +232,7 @@ impl<'a> Planner<'a> {
         warnings.extend(self.idle_patterns());
         let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
         warnings.extend(self.copies_in_place(&devices, compute));
+        warnings.extend(self.disks_in_memory(&devices));
         warnings.extend(self.uneven_slots(&assignments));
         Ok(Parts {
             mode: allocation.mode(),
