@@ -20,8 +20,9 @@ pub enum Matching {
     /// Every tensor must be applied. The default.
     #[default]
     Strict,
-    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood; the report lists them. It is
-    /// still an error if nothing of an adapter matches, if a name matches several modules, or if a shape does not fit.
+    /// Some of an adapter's modules may be missing from the checkpoint, have another shape there, or not be understood; the
+    /// report lists them, and nothing of such a module is applied. It is still an error if nothing of an adapter matches or
+    /// fits, or if a name matches several modules.
     AllowPartial,
 }
 
@@ -165,11 +166,7 @@ impl<'a> Resolving<'a> {
                     let fault = AdapterFault::Ambiguous { candidates };
                     return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
                 }
-                Found::Nothing => self.report.unmatched.push(Unmatched {
-                    adapter: adapter.path.clone(),
-                    module: module.name.clone(),
-                    keys: keys(adapter, module.parts.values()),
-                }),
+                Found::Nothing => self.report.unmatched.push(unmatched(adapter, module, None)),
             }
         }
         for tensor in &adapter.unknown {
@@ -179,8 +176,19 @@ impl<'a> Resolving<'a> {
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         check_distinct(adapter, &matched)?;
+        let (applied, mut misfit) = (self.report.applied.len(), None);
         for (module, targets) in matched {
-            self.module(adapter, module, &targets)?;
+            match self.module(adapter, module, &targets) {
+                Err(error) if matching == Matching::AllowPartial && is_misfit(&error) => {
+                    self.report.unmatched.push(unmatched(adapter, module, Some(&error)));
+                    misfit.get_or_insert(error);
+                }
+                done => done?,
+            }
+        }
+        // An adapter of which nothing fits is one for another model.
+        if let Some(error) = misfit.filter(|_| self.report.applied.len() == applied) {
+            return Err(error);
         }
         if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
     }
@@ -213,19 +221,28 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, None, fault))
     }
 
-    /// Builds the steps of one module, whose parts may be in several of the checkpoint's modules.
+    /// Builds the steps of one module, whose parts may be in several of the checkpoint's modules. An error leaves everything as
+    /// it was.
     fn module(&mut self, adapter: &Adapter, module: &AdapterModule, targets: &[Target<'_>]) -> Result<()> {
         if adapter.strength == 0.0 {
             self.skip(adapter, module.parts.values(), SkipReason::ZeroStrength);
             return Ok(());
         }
         let (mut changed, mut rows, mut skipped, mut all_kinds) = (Vec::new(), Vec::new(), BTreeMap::new(), Vec::new());
+        let mut all_built = Vec::new();
         for target in targets {
             let built = kinds::steps(adapter, module, target, &|tensor| self.weight(tensor))?;
+            for (tensor, steps) in [(target.weight, &built.weight), (target.bias, &built.bias)] {
+                if let (Some(tensor), Some(_)) = (tensor, steps) {
+                    self.check_dtype(adapter, module, tensor)?;
+                }
+            }
+            all_built.push((target, built));
+        }
+        for (target, built) in all_built {
             let Built { weight, bias, kinds, skipped: not_here } = built;
             for (tensor, steps) in [(target.weight, weight), (target.bias, bias)] {
                 if let (Some(tensor), Some((shape, steps))) = (tensor, steps) {
-                    self.check_dtype(adapter, module, tensor)?;
                     let now = self.changed.entry(tensor).or_default();
                     now.shape = shape;
                     let maker = |adapter| Maker { adapter: Arc::clone(adapter), module: module.name.clone() };
@@ -318,6 +335,26 @@ fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>
         }
     }
     Ok(())
+}
+
+/// Whether a module does not fit the checkpoint's shapes.
+fn is_misfit(error: &Error) -> bool {
+    matches!(error, Error::Adapter { fault, .. } if matches!(**fault, AdapterFault::Shape { .. }))
+}
+
+/// The entry of a module that is not applied.
+fn unmatched(adapter: &Adapter, module: &AdapterModule, why: Option<&Error>) -> Unmatched {
+    let why = why.map(|error| match error {
+        Error::Adapter { key: Some(key), fault, .. } => format!("`{key}`: {fault}"),
+        Error::Adapter { fault, .. } => fault.to_string(),
+        other => other.to_string(),
+    });
+    Unmatched {
+        adapter: adapter.path.clone(),
+        module: module.name.clone(),
+        keys: keys(adapter, module.parts.values()),
+        why,
+    }
 }
 
 fn keys<'i>(adapter: &Adapter, tensors: impl IntoIterator<Item = &'i TensorId>) -> Vec<String> {
