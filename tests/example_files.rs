@@ -296,6 +296,41 @@ fn merge_tells_how_many_values_saturated_and_recomputes_scales() {
     assert_eq!(fails("merge", &merge("1", &["--scales", "new"])).0, "Usage");
 }
 
+/// Experts on the host, used there, and everything else on the card: what a mixture of experts is run with.
+#[test]
+fn experts_stay_on_the_host_by_their_name() {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("moe.safetensors");
+    let mut names = vec!["model.embed_tokens.weight".to_owned()];
+    for layer in 0..4 {
+        let of = |part: &str| format!("model.layers.{layer}.{part}.weight");
+        names.extend(["self_attn.q_proj", "mlp.gate", "mlp.shared_experts.up_proj"].map(of));
+        names.extend((0..4).map(|expert| of(&format!("mlp.experts.{expert}.up_proj"))));
+    }
+    // 128 KiB each: 13 tensors of the others, and 16 of experts.
+    tensors(&model, &names.iter().map(|name| (name.as_str(), &[128u64, 256][..], 1.0)).collect::<Vec<_>>());
+    let plan = |quota: &str, more: &[&str]| {
+        let alloc = format!("cuda:0,{quota};cpu,*");
+        let devices = args([&"--device", &"cuda:0=8mb", &"--device", &"cpu=64mb", &"--depth", &"0"]);
+        let more: Vec<OsString> = more.iter().map(OsString::from).collect();
+        let report = json_of("plan", &[args([&model, &"--alloc", &alloc]), devices, more].concat());
+        let uses = |name: &str, usage: &str| {
+            let assignments = report["assignments"].as_array().unwrap().iter();
+            assignments.filter(|a| a["module"].as_str().unwrap().contains(name) && a["use"] == usage).count()
+        };
+        let all = |usage: &str| (uses(".experts.", usage), uses("", usage) - uses(".experts.", usage));
+        assert_eq!(report["warnings"].as_array().unwrap().len(), 0, "{}", report["warnings"]);
+        [all("resident"), all("streamed"), all("in_place")]
+    };
+    // (experts, others) that are resident, streamed and in place.
+    assert_eq!(plan("1664kb", &["--in-place", "experts"]), [(0, 13), (0, 0), (16, 0)]);
+    assert_eq!(plan("2mb", &["--in-place", "experts"]), [(3, 13), (0, 0), (13, 0)], "the rest of the quota is theirs");
+    assert_eq!(plan("1mb", &["--in-place", "experts"]), [(0, 8), (0, 5), (16, 0)], "the others are streamed");
+    assert_eq!(plan("1mb", &["--in-place", "*.mlp.experts.*", "--order", "uniform"])[2], (16, 0));
+    assert_eq!(plan("512kb", &["--keep", "mlp.shared_experts", "--in-place", "experts"])[0], (0, 4));
+    assert_eq!(plan("1mb", &[])[2], (0, 0));
+}
+
 /// `/dev/shm` is in memory wherever there is one.
 #[cfg(target_os = "linux")]
 #[test]
