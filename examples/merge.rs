@@ -12,7 +12,7 @@ use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::{Checkpoint, Loader, Matching, Model, Planner, Result, TensorId, Weights};
+use tensor_offload::{Checkpoint, Loader, Model, Planner, Result, TensorId, Weights};
 
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
@@ -29,9 +29,6 @@ struct Args {
     /// The file to write; one that is there is replaced once the new one is whole
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Apply adapters that match only in part, and list what was left out
-    #[arg(long)]
-    allow_partial: bool,
     /// Place the model by this allocation, and write what is read back from the devices
     #[arg(long, value_name = "ALLOCATION")]
     alloc: Option<String>,
@@ -51,21 +48,28 @@ impl support::Example for Args {
 
     fn run(self) -> Result<Value> {
         let checkpoint = Checkpoint::open(&self.base)?;
-        let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
-        let weights = Weights::patched(checkpoint, self.adapters.open()?, matching)?;
+        let weights = self.adapters.apply_to(checkpoint)?;
         let tensors = weights.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
         let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &weights)).transpose()?;
+        let mut saturated = placed.as_ref().map_or(0, |model| model.report().saturated);
         write_safetensors(&self.out, &specs, weights.checkpoint().metadata(), |tensor, out| match &placed {
             Some(model) => read_back(model, tensor, out),
-            None => patch(&weights, tensor, out),
+            None => patch(&weights, tensor, out).map(|here| saturated += here),
         })?;
         let report = weights.report();
         if !self.json {
             print!("{report}");
             println!("{} tensors written to {}", specs.len(), self.out.display());
+            if saturated > 0 {
+                println!(
+                    "{saturated} values saturated: they are beyond the range of their type, and became its largest"
+                );
+            }
         }
-        Ok(json!({ "applied": report.applied, "skipped": report.skipped, "unmatched": report.unmatched }))
+        Ok(json!({
+            "applied": report.applied, "skipped": report.skipped, "unmatched": report.unmatched, "saturated": saturated,
+        }))
     }
 }
 
@@ -91,13 +95,14 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
     out.put(&bytes)
 }
 
-/// Writes a tensor from the checkpoint's file, patched where an adapter changes it.
-fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<()> {
+/// Writes a tensor from the checkpoint's file, patched where an adapter changes it; how many of its values saturated.
+fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<u64> {
     let (bytes, tensor) = (weights.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
     if weights.patches().tensor(tensor).is_some() {
         let mut patched = vec![0; bytes];
-        weights.read(tensor, &mut patched)?;
-        return out.put(&patched);
+        let outcome = weights.read(tensor, &mut patched)?;
+        out.put(&patched)?;
+        return Ok(outcome.saturated);
     }
     let mut chunk = vec![0; bytes.min(CHUNK)];
     for at in (0..bytes).step_by(CHUNK) {
@@ -105,7 +110,7 @@ fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result
         weights.checkpoint().read_at(tensor, at as u64, part)?;
         out.put(part)?;
     }
-    Ok(())
+    Ok(0)
 }
 
 fn main() {

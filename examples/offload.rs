@@ -21,8 +21,8 @@ use tensor_offload::allocation::Mode;
 use tensor_offload::backend::Clock;
 use tensor_offload::device::{Bandwidth, DeviceInfo, DeviceKind, Topology};
 use tensor_offload::{
-    Adapter, Allocation, ByteSize, Checkpoint, DeviceId, Error, Loader, Machine, Matching, Model, ModelCache, Plan,
-    Planner, Registry, Result, Retention, Streamer, Weights,
+    Adapter, Allocation, ByteSize, Checkpoint, DeviceId, Error, Loader, Machine, Model, ModelCache, Plan, Planner,
+    Registry, Result, Retention, Streamer, Weights,
 };
 
 /// The model and the adapter that come with the crate.
@@ -77,8 +77,7 @@ impl support::Example for Args {
         }
         // Writes the rest of the trace when it is dropped.
         let _trace = self.trace.as_deref().map(support::trace::to_file).transpose()?;
-        let (checkpoint, adapters) = self.open()?;
-        let weights = Weights::patched(checkpoint, adapters, Matching::Strict)?;
+        let weights = self.weights()?;
         let devices = self.registry(&weights)?;
         let start = devices.snapshot("start");
         let plan = self.plan(&weights, &self.machine(&devices)?, self.allocation()?)?;
@@ -117,13 +116,13 @@ impl support::Example for Args {
 }
 
 impl Args {
-    fn open(&self) -> Result<(Checkpoint, Vec<Adapter>)> {
+    fn weights(&self) -> Result<Weights> {
         match &self.model {
-            Some(model) => Ok((Checkpoint::open(model)?, self.adapters.open()?)),
+            Some(model) => self.adapters.apply_to(Checkpoint::open(model)?),
             None if self.adapters.adapters.is_empty() => {
-                Ok((Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?]))
+                self.adapters.merge(Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?])
             }
-            None => Ok((Checkpoint::open(TINY_LLAMA)?, self.adapters.open()?)),
+            None => self.adapters.apply_to(Checkpoint::open(TINY_LLAMA)?),
         }
     }
 

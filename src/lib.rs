@@ -144,6 +144,7 @@ pub mod cuda;
 pub mod device;
 mod dtype;
 pub mod error;
+mod file;
 mod float;
 mod limits;
 pub mod load;

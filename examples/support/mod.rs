@@ -23,7 +23,7 @@ pub(crate) trait Example: Parser {
 
 /// Parses the arguments, runs the example, reports, and exits: 0 when it worked, 2 with the error otherwise.
 pub(crate) fn main<E: Example>() -> ! {
-    let json_asked = std::env::args().any(|arg| arg == "--json");
+    let json_asked = std::env::args_os().any(|arg| arg == "--json");
     let example = match E::try_parse() {
         Ok(example) => example,
         Err(help) if matches!(help.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => help.exit(),

@@ -47,10 +47,12 @@ pub(crate) struct PlanOptions {
     /// How many layers to prefetch [default: 2]
     #[arg(long, value_name = "N")]
     pub(crate) depth: Option<usize>,
-    /// Place the modules of this name first, on the compute device, within its quota; `*` stands for any run of characters
+    /// Place the modules of this name first, on the compute device, within its quota; `*` stands for any run of characters,
+    /// and a name without it also for a part of names: `--keep self_attn`
     #[arg(long, value_name = "PATTERN")]
     keep: Vec<String>,
-    /// Use the modules of this name where they live, instead of streaming them; `*` stands for any run of characters
+    /// Use the modules of this name where they live, instead of streaming them, and leave the compute device to the others:
+    /// `--in-place experts` keeps the experts of every layer on the host; names are as for --keep
     #[arg(long, value_name = "PATTERN")]
     in_place: Vec<String>,
     /// Use embeddings where they live, where the compute device's quota does not hold them: their rows are gathered

@@ -18,10 +18,11 @@ mod weights;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId};
+use crate::checkpoint::{Checkpoint, TensorId, model_folder, read_text};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -88,7 +89,7 @@ impl Adapter {
     pub fn open(path: impl AsRef<Path>, strength: f32) -> Result<Adapter> {
         let path = path.as_ref();
         if path.is_dir() {
-            return Adapter::open_folder(path, strength);
+            return Adapter::open_folder(&model_folder(path)?, strength);
         }
         let folder = path.parent().filter(|folder| folder.join(CONFIG_FILE).is_file());
         let named = path.file_name().is_some_and(|name| WEIGHTS_FILES.iter().any(|file| name == *file));
@@ -102,7 +103,9 @@ impl Adapter {
     }
 
     fn open_folder(folder: &Path, strength: f32) -> Result<Adapter> {
-        if !folder.join(CONFIG_FILE).is_file() {
+        // A link that leads nowhere is there.
+        let config = fs::symlink_metadata(folder.join(CONFIG_FILE));
+        if config.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             let inner = folders_with_config(folder)?;
             let reason = match inner[..] {
                 [] => "the folder does not hold it".to_owned(),
@@ -345,8 +348,8 @@ impl Modules {
 }
 
 fn read_config(folder: &Path) -> Result<Config> {
-    let path = folder.join(CONFIG_FILE);
-    let text = fs::read_to_string(&path).map_err(Error::io("read", path))?;
+    let bad = |reason| Error::adapter(folder, None, AdapterFault::Config { reason });
+    let text = read_text(&folder.join(CONFIG_FILE), bad)?;
     Config::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))
 }
 

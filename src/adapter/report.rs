@@ -2,9 +2,9 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use super::config::ScaleFactor;
 use super::tied::Untied;
@@ -18,7 +18,7 @@ pub struct MatchReport {
     pub applied: Vec<Applied>,
     /// Tensors that change nothing although their module has a target.
     pub skipped: Vec<Skipped>,
-    /// Modules that the checkpoint does not have.
+    /// Modules that the checkpoint does not have, or has in another shape.
     pub unmatched: Vec<Unmatched>,
     /// The head that became a tensor of its own, if the adapters change the embedding and the head of a model that ties them,
     /// but not in the same way. The model's configuration has to say so.
@@ -30,6 +30,7 @@ pub struct MatchReport {
 #[non_exhaustive]
 pub struct Applied {
     /// The adapter's file or folder.
+    #[serde(serialize_with = "as_text")]
     pub adapter: PathBuf,
     /// The strength that it is applied with.
     pub strength: f32,
@@ -55,6 +56,7 @@ pub struct Applied {
 #[non_exhaustive]
 pub struct Skipped {
     /// The adapter's file or folder.
+    #[serde(serialize_with = "as_text")]
     pub adapter: PathBuf,
     /// The tensor's key.
     pub key: String,
@@ -111,11 +113,19 @@ impl fmt::Display for SkipReason {
 #[non_exhaustive]
 pub struct Unmatched {
     /// The adapter's file or folder.
+    #[serde(serialize_with = "as_text")]
     pub adapter: PathBuf,
     /// The adapter's name of the module.
     pub module: String,
     /// The module's keys.
     pub keys: Vec<String>,
+    /// Why a module whose name the checkpoint has is not applied: its shape does not fit. `None` if there is no such name.
+    pub why: Option<String>,
+}
+
+/// Serialises a path as text; characters that are not Unicode are replaced.
+fn as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
 }
 
 impl fmt::Display for MatchReport {
@@ -132,8 +142,9 @@ impl fmt::Display for MatchReport {
         for Skipped { adapter, key, why } in &self.skipped {
             writeln!(f, "  skipped {key} of {}: {why}", adapter.display())?;
         }
-        for Unmatched { adapter, module, .. } in &self.unmatched {
-            writeln!(f, "  unmatched: {module} in {}", adapter.display())?;
+        for Unmatched { adapter, module, why, .. } in &self.unmatched {
+            let why = why.as_ref().map_or(String::new(), |why| format!(": {why}"));
+            writeln!(f, "  unmatched: {module} in {}{why}", adapter.display())?;
         }
         if let Some(Untied { embedding, head }) = &self.untied {
             writeln!(

@@ -24,8 +24,9 @@ pub enum Matching {
     /// Every tensor must be applied. The default.
     #[default]
     Strict,
-    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood; the report lists them. It is
-    /// still an error if nothing of an adapter matches, if a name matches several modules, or if a shape does not fit.
+    /// Some of an adapter's modules may be missing from the checkpoint, have another shape there, or not be understood; the
+    /// report lists them, and nothing of such a module is applied. It is still an error if nothing of an adapter matches or
+    /// fits, or if a name matches several modules.
     AllowPartial,
 }
 
@@ -231,11 +232,7 @@ impl<'a> Resolving<'a> {
                     let fault = AdapterFault::Ambiguous { candidates };
                     return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
                 }
-                Found::Nothing => self.report.unmatched.push(Unmatched {
-                    adapter: adapter.path.clone(),
-                    module: module.name.clone(),
-                    keys: keys(adapter, module.parts.values()),
-                }),
+                Found::Nothing => self.report.unmatched.push(unmatched(adapter, module, None)),
             }
         }
         self.replacements(adapter, targets, &wanted, &mut matched);
@@ -246,20 +243,29 @@ impl<'a> Resolving<'a> {
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         let mut claims = Claims::default();
-        let (first_applied, mut codes) = (self.report.applied.len(), None);
+        let (first_applied, mut refused) = (self.report.applied.len(), None);
         for (module, targets) in matched {
-            match self.check_codes(adapter, module, &targets) {
-                Err((why, error)) if matching == Matching::AllowPartial => {
-                    self.skip(adapter, module.parts.values(), why);
-                    codes.get_or_insert(error);
+            let done = match self.check_codes(adapter, module, &targets) {
+                Ok(()) => self.module(adapter, module, &targets, &mut claims),
+                Err((why, error)) => {
+                    if matching == Matching::AllowPartial {
+                        self.skip(adapter, module.parts.values(), why);
+                    }
+                    Err(error)
                 }
-                checked => {
-                    checked.map_err(|(_, error)| error)?;
-                    self.module(adapter, module, &targets, &mut claims)?;
+            };
+            match done {
+                Err(error) if matching == Matching::AllowPartial && is_of_module(&error) => {
+                    if is_misfit(&error) {
+                        self.report.unmatched.push(unmatched(adapter, module, Some(&error)));
+                    }
+                    refused.get_or_insert(error);
                 }
+                done => done?,
             }
         }
-        match codes {
+        match refused {
+            // An adapter of which nothing fits is one for another model.
             Some(error) if self.report.applied.len() == first_applied => Err(error),
             _ if matching == Matching::Strict => self.check_applied(adapter, first_skipped),
             _ => Ok(()),
@@ -347,7 +353,8 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, None, fault))
     }
 
-    /// Builds the steps of one module, whose parts may be in several of the checkpoint's modules.
+    /// Builds the steps of one module, whose parts may be in several of the checkpoint's modules. An error leaves everything as
+    /// it was.
     fn module<'m>(
         &mut self,
         adapter: &Adapter,
@@ -503,6 +510,37 @@ impl<'a> Resolving<'a> {
             tensors.insert(tensor, patch);
         }
         Ok(Patches { tensors, base: layout.clone(), layout: layout.patched(&shapes)?, report, origins })
+    }
+}
+
+/// Whether a module does not fit the checkpoint's shapes.
+fn is_misfit(error: &Error) -> bool {
+    matches!(error, Error::Adapter { fault, .. } if matches!(**fault, AdapterFault::Shape { .. }))
+}
+
+/// Whether an error is about a module that a partial match leaves out: of another shape, or with a weight of codes that are not
+/// understood.
+fn is_of_module(error: &Error) -> bool {
+    let Error::Adapter { fault, .. } = error else { return false };
+    is_misfit(error)
+        || matches!(
+            **fault,
+            AdapterFault::Packed { .. } | AdapterFault::UnknownScale { .. } | AdapterFault::ScaledReplacement { .. }
+        )
+}
+
+/// The entry of a module that is not applied.
+fn unmatched(adapter: &Adapter, module: &AdapterModule, why: Option<&Error>) -> Unmatched {
+    let why = why.map(|error| match error {
+        Error::Adapter { key: Some(key), fault, .. } => format!("`{key}`: {fault}"),
+        Error::Adapter { fault, .. } => fault.to_string(),
+        other => other.to_string(),
+    });
+    Unmatched {
+        adapter: adapter.path.clone(),
+        module: module.name.clone(),
+        keys: keys(adapter, module.parts.values()),
+        why,
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::process::Process;
-use super::software::{Clock, Medium, SoftwareDevice, Timeline};
+use super::software::{Clock, DiskFolder, Medium, SoftwareDevice, Timeline};
 use super::{Backend, Device, Found, Ledger};
 use crate::device::{DeviceId, DeviceKind, Machine, Topology};
 use crate::error::Result;
@@ -78,7 +78,7 @@ impl Backend for Simulated {
         let medium = match id.kind() {
             _ if self.contents == Contents::SizesOnly => Medium::Nowhere,
             DeviceKind::Cpu => Medium::Host,
-            DeviceKind::Disk => Medium::Files(std::env::temp_dir()),
+            DeviceKind::Disk => Medium::Files(DiskFolder::new(std::env::temp_dir())),
             _ => Medium::Hidden,
         };
         // Memory that the description has as taken stays taken.

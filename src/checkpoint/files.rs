@@ -2,16 +2,19 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 
-use super::header::{HEADER_LIMIT, Header, other_format};
+use super::folder;
+use super::header::Header;
+use super::hub::model_folder;
 use super::json::Entries;
 use super::quantised::Stated;
+use super::text::read_json;
 use crate::error::{Error, FileFault, Result};
-use crate::transfer::{FileSource, Source};
+use crate::transfer::open_error;
 
 /// The files of a checkpoint.
 #[derive(Debug)]
@@ -26,7 +29,7 @@ pub(super) struct FileSet {
 impl FileSet {
     /// The files that `path` stands for: a file, an index, or a folder.
     pub(super) fn at(path: &Path) -> Result<FileSet> {
-        if fs::metadata(path).map_err(Error::io("open", path))?.is_dir() {
+        if fs::metadata(path).map_err(open_error(path))?.is_dir() {
             return FileSet::of_folder(path);
         }
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
@@ -37,19 +40,23 @@ impl FileSet {
     }
 
     fn of_folder(folder: &Path) -> Result<FileSet> {
-        let names = file_names(folder)?;
-        let ending = |end: &str| -> Vec<&String> { names.iter().filter(|n| n.ends_with(end)).collect() };
-        let owned = |names: Vec<&String>| names.into_iter().cloned().collect();
+        let folder = &model_folder(folder)?;
+        let names = folder::files(folder)?;
+        let ending = |end: &str| -> Vec<&PathBuf> { names.iter().filter(|name| folder::ends(name, end)).collect() };
         let refuse = |fault| Err(Error::file(folder, None, fault));
-        match ending(".safetensors.index.json").as_slice() {
+        let listed = |names: &[&PathBuf]| names.iter().map(|name| name.display().to_string()).collect();
+        match ending(folder::INDEX).as_slice() {
             [] => {}
             [index] => return FileSet::of_index(folder.to_owned(), &folder.join(index)),
-            several => return refuse(FileFault::SeveralIndexes { files: owned(several.to_vec()) }),
+            several => return refuse(FileFault::SeveralIndexes { files: listed(several) }),
         }
-        match ending(".safetensors").as_slice() {
+        match ending(folder::SAFETENSORS).as_slice() {
             [file] => Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(file)], index: None }),
-            [] => Err(no_safetensors(folder, &names)),
-            several => refuse(FileFault::NoIndex { files: owned(several.to_vec()) }),
+            [] => Err(folder::no_safetensors(folder, &names)),
+            several => {
+                let pipeline = folder::pipeline(folder, &names);
+                refuse(pipeline.unwrap_or_else(|| FileFault::NoIndex { files: listed(several) }))
+            }
         }
     }
 
@@ -58,8 +65,12 @@ impl FileSet {
         let files: Vec<PathBuf> = index.shards.keys().map(|shard| folder.join(shard)).collect();
         let mut missing = Vec::new();
         for (shard, file) in index.shards.keys().zip(&files) {
-            if !fs::exists(file).map_err(Error::io("open", file))? {
-                missing.push(shard.clone());
+            match fs::metadata(file).map_err(open_error(file)) {
+                Ok(_) => {}
+                Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                    missing.push(shard.clone())
+                }
+                Err(error) => return Err(error),
             }
         }
         if !missing.is_empty() {
@@ -83,33 +94,6 @@ impl FileSet {
         }
         Ok(())
     }
-}
-
-/// The error for a folder without a safetensors file: its weights have another format, or there are none.
-fn no_safetensors(folder: &Path, names: &[String]) -> Error {
-    let weights = |name: &&String| [".bin", ".pt", ".pth", ".ckpt", ".gguf"].iter().any(|end| name.ends_with(end));
-    let fault_of = |name: &String| {
-        let source = FileSource::open(folder.join(name)).ok()?;
-        Some(Error::file(source.path(), None, other_format(&source)?))
-    };
-    let found = names.iter().filter(weights).find_map(fault_of);
-    found.unwrap_or_else(|| Error::file(folder, None, FileFault::NoWeights))
-}
-
-/// The regular files of a folder, in order of name. Hidden files (`._model.safetensors` holds no weights) and names that are
-/// not Unicode are skipped.
-fn file_names(folder: &Path) -> Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let entry = entry.map_err(Error::io("list", folder))?;
-        let Ok(name) = entry.file_name().into_string() else { continue };
-        // Not `entry.file_type()`: model hubs' caches hold links to the files.
-        if fs::metadata(entry.path()).is_ok_and(|m| m.is_file()) && !name.starts_with('.') {
-            names.push(name);
-        }
-    }
-    names.sort();
-    Ok(names)
 }
 
 /// The index of a sharded checkpoint.
@@ -167,9 +151,11 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
     }
 
     let path = folder.join("config.json");
-    if !fs::exists(&path).map_err(Error::io("open", &path))? {
-        return Ok(false);
-    }
+    // A link that leads nowhere is there.
+    match fs::symlink_metadata(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        found => found.map_err(Error::io("open", &path))?,
+    };
     let config: Config = read_json(&path, |reason| FileFault::BadConfig { reason })?;
     let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
     Ok(config.tie_word_embeddings.or(nested).unwrap_or(false))
@@ -182,17 +168,4 @@ pub(super) fn quantisation(folder: &Path) -> Result<Stated> {
         return Ok(Stated::default());
     }
     read_json(&path, |reason| FileFault::BadConfig { reason }).map(|config| Stated::of(&config))
-}
-
-/// Reads a JSON file; `bad` makes the fault of an invalid one.
-fn read_json<T: DeserializeOwned>(path: &Path, bad: impl Fn(String) -> FileFault) -> Result<T> {
-    let refuse = |reason| Error::file(path, None, bad(reason));
-    let source = FileSource::open(path)?;
-    let len = source.stamp().len();
-    if len > HEADER_LIMIT {
-        return Err(refuse(format!("it is {len} bytes long, the limit is {HEADER_LIMIT}")));
-    }
-    let mut json = vec![0; len as usize];
-    source.read_at(0, &mut json)?;
-    serde_json::from_slice(&json).map_err(|e| refuse(e.to_string()))
 }

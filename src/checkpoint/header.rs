@@ -15,6 +15,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::TensorInfo;
+use super::format::other_format;
 use super::json::{Entries, repeated};
 use crate::dtype::DType;
 use crate::error::{Error, FileFault, Result};
@@ -234,29 +235,4 @@ impl<'de> Deserialize<'de> for RawTensor {
 
         deserializer.deserialize_map(TensorVisitor)
     }
-}
-
-/// Recognises a file of another format by its first bytes.
-pub(super) fn other_format(source: &dyn Source) -> Option<FileFault> {
-    const CONVERT: &str = "convert it to safetensors";
-    const FORMATS: [(&[u8], &str, &str); 9] = [
-        (b"PK\x03\x04", "a zip archive, as torch.save writes", CONVERT),
-        (b"\x80\x02", "a Python pickle", CONVERT),
-        (b"\x80\x03", "a Python pickle", CONVERT),
-        (b"\x80\x04", "a Python pickle", CONVERT),
-        (b"\x80\x05", "a Python pickle", CONVERT),
-        (b"GGUF", "a GGUF file", CONVERT),
-        (b"\x89HDF\r\n\x1a\n", "an HDF5 file", CONVERT),
-        (b"\x93NUMPY", "a NumPy file", CONVERT),
-        (b"version https://git-lfs", "a Git LFS pointer", "fetch the file that it stands for with `git lfs pull`"),
-    ];
-    let mut start = [0; 32];
-    let start = &mut start[..source.stamp().len().min(32) as usize];
-    source.read_at(0, start).ok()?;
-    // A header of under 4 GiB that begins as one does, whatever its length spells.
-    if start.get(4..9) == Some(b"\0\0\0\0{") {
-        return None;
-    }
-    let (_, format, advice) = FORMATS.into_iter().find(|(magic, ..)| start.starts_with(magic))?;
-    Some(FileFault::OtherFormat { format, advice })
 }

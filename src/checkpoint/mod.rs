@@ -3,12 +3,17 @@
 mod execution;
 mod families;
 mod files;
+mod folder;
+mod format;
 mod header;
+mod hub;
 mod id;
 mod json;
 mod layout;
 mod names;
 mod quantised;
+mod temporary;
+mod text;
 mod write;
 
 use std::collections::{BTreeMap, HashMap};
@@ -22,11 +27,13 @@ use files::FileSet;
 use header::Header;
 
 pub use execution::OrderSource;
+pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_table};
 pub(crate) use quantised::{Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
+pub(crate) use text::read_text;
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 
 /// The weights of a model in its files.
@@ -63,8 +70,8 @@ impl Checkpoint {
     /// Opens a `.safetensors` file, the `.json` index of a sharded checkpoint, or a folder that holds either.
     ///
     /// A folder's index lists the files and tensors of the model; without an index the folder must hold exactly one
-    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied,
-    /// and how weights are quantised.
+    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied, and how weights are quantised. A
+    /// folder in a cache of the Hugging Face hub (`models--ORG--NAME`) stands for the snapshot that its `refs/main` names.
     ///
     /// # Errors
     /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;

@@ -1,15 +1,15 @@
 //! Writing safetensors files, tensor by tensor.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::Path;
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::header::{HEADER_LIMIT, LENGTH_BYTES, METADATA_KEY};
 use super::json::repeated;
+use super::temporary::Temporary;
 use crate::dtype::DType;
 use crate::error::{Error, FileFault, Measured, Result};
 
@@ -36,7 +36,9 @@ impl TensorSpec {
 ///
 /// `fill` is called once for each tensor, in order, and writes its bytes (little endian) in pieces of any size, so the
 /// model need not fit in memory. The file appears under its name when it is complete and on the disk. Until then,
-/// and if anything fails, an existing file of that name is unchanged.
+/// and if anything fails, an existing file of that name is unchanged. Until then the bytes are in a hidden file of the same
+/// folder, named `.tensor-offload-…tmp`. A process that is killed leaves it behind; the next write to the folder removes
+/// it.
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -56,7 +58,8 @@ impl TensorSpec {
 /// # Errors
 /// [`Error::Invalid`] when a name occurs twice or is `__metadata__`, or a shape is not a whole number of bytes;
 /// [`Error::WrongSize`] when `fill` writes more or fewer bytes than a tensor has; [`Error::File`] when the header exceeds
-/// the format's limit; [`Error::Io`] when the system refuses; and the errors of `fill`.
+/// the format's limit; [`Error::Io`] when the system refuses, or the file would be longer than the process may write
+/// (`ulimit -f`); and the errors of `fill`.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &[TensorSpec],
@@ -66,7 +69,8 @@ pub fn write_safetensors(
     let path = path.as_ref();
     let header = Header::new(tensors, metadata)?;
     let json = header.padded_json(path)?;
-    let mut file = Temporary::beside(path)?;
+    let bytes = header.tensors.last().map_or(0, |entry| entry.end);
+    let mut file = Temporary::beside(path, bytes.saturating_add(LENGTH_BYTES + json.len() as u64))?;
     let start = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
     file.out.write_all(&start).map_err(Error::io("write", path))?;
     for (index, entry) in header.tensors.iter().enumerate() {
@@ -211,67 +215,10 @@ impl Serialize for Entry<'_> {
     }
 }
 
-/// A temporary file in the target's folder. Removed unless it is renamed to the target.
-#[derive(Debug)]
-struct Temporary {
-    out: BufWriter<File>,
-    /// `None` once it was renamed.
-    path: Option<PathBuf>,
-}
-
-impl Temporary {
-    fn beside(target: &Path) -> Result<Temporary> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        // A rename would fail on a folder only when all is written, and would replace a device or a pipe.
-        if target.file_name().is_none() || fs::metadata(target).is_ok_and(|m| !m.is_file()) {
-            let not_regular = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-            return Err(Error::io("write", target)(not_regular));
-        }
-        loop {
-            let (process, number) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-            let path = target.with_file_name(format!(".tensor-offload-{process}-{number}.tmp"));
-            match File::options().write(true).create_new(true).open(&path) {
-                Ok(file) => {
-                    let out = BufWriter::with_capacity(1 << 20, file);
-                    return Ok(Temporary { out, path: Some(path) });
-                }
-                // Left by a process that died and had the same id.
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(Error::io("create", target)(error)),
-            }
-        }
-    }
-
-    fn rename_to(mut self, target: &Path) -> Result<()> {
-        self.out.flush().and_then(|()| self.out.get_ref().sync_all()).map_err(Error::io("write", target))?;
-        if let Some(path) = &self.path {
-            fs::rename(path, target).map_err(Error::io("replace", target))?;
-        }
-        self.path = None;
-        sync_folder_of(target);
-        Ok(())
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            // Only after an error, which is the one to report.
-            let _ = fs::remove_file(path);
-        }
-    }
-}
-
-/// Makes a new name in a folder durable. On systems that cannot sync a folder, this is not needed.
-fn sync_folder_of(file: &Path) {
-    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
-    if let Ok(folder) = File::open(folder.unwrap_or(Path::new("."))) {
-        let _ = folder.sync_all();
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use crate::ErrorKind;
 

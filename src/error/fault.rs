@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::path::PathBuf;
 
 use super::packing::Packing;
 use crate::dtype::DType;
@@ -11,7 +12,7 @@ use crate::dtype::DType;
 #[non_exhaustive]
 pub enum FileFault {
     /// The file ends before what its header announces.
-    #[error("truncated: {expected} bytes expected, the file has {actual}")]
+    #[error("truncated: {expected} bytes expected, the file {}", if *actual == 0 { "is empty".to_owned() } else { format!("has {actual}") })]
     Truncated {
         /// Bytes that the header announces.
         expected: u64,
@@ -88,6 +89,38 @@ pub enum FileFault {
         format: &'static str,
         /// What to do instead.
         advice: &'static str,
+    },
+    /// The file is text, such as a server's answer in place of the file.
+    #[error(
+        "this is {kind} and no weights, as a server sends in place of a file; download it again. It begins: {start}"
+    )]
+    Text {
+        /// The kind of text.
+        kind: &'static str,
+        /// Its first characters.
+        start: String,
+    },
+    /// A link on the way to the file leads nowhere, as in a cache whose files were moved or whose download was interrupted.
+    #[error("the link {} points to {}, which is not there", link.display(), target.display())]
+    BrokenLink {
+        /// The link.
+        link: PathBuf,
+        /// Its target, as the link states it.
+        target: PathBuf,
+    },
+    /// A folder of several models, or with weights in sub-folders only: one of them has to be opened by its own path.
+    #[error("this is {what}; open one of what is in it: {}", List(models))]
+    SeveralModels {
+        /// What the folder is.
+        what: &'static str,
+        /// The paths of its models, from the folder.
+        models: Vec<String>,
+    },
+    /// A folder of files whose download has not finished.
+    #[error("the folder holds no safetensors file; these downloads have not finished: {}", List(files))]
+    Unfinished {
+        /// The files' names.
+        files: Vec<String>,
     },
     /// A folder of several weight files without an index.
     #[error("{} safetensors files and no index that says which belong together: {}", files.len(), List(files))]

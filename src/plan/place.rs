@@ -157,6 +157,26 @@ impl<'a> Placement<'a> {
         }
     }
 
+    /// Gives the modules that are not used in place the compute device's quota first. If it holds all of them, they live there.
+    /// Otherwise the modules used in place leave it to the others, and live on the host as far as the host's quota goes.
+    pub(super) fn others_first(&mut self, in_place: impl Fn(ModuleId) -> bool) {
+        let open = self.home.ids().filter(|&module| self.is_open(module));
+        let (in_place, others): (Vec<_>, Vec<_>) = open.partition(|&module| in_place(module));
+        if in_place.is_empty() {
+            return;
+        }
+        let bytes = others.iter().map(|&module| self.bytes(module)).sum();
+        let (bin, modules) = match self.holds(self.quotas.compute, bytes) {
+            true => (Some(self.quotas.compute), others),
+            false => (self.quotas.find(DeviceId::CPU).filter(|&host| host != self.quotas.compute), in_place),
+        };
+        for module in modules {
+            if let Some(bin) = bin.filter(|&bin| self.holds(bin, self.bytes(module))) {
+                self.put(module, bin);
+            }
+        }
+    }
+
     /// Keeps modules resident. With `why`, a module that the quota does not hold causes a warning.
     fn keep(&mut self, kept: impl Fn(ModuleId) -> bool, why: Option<KeptFor>) {
         let compute = self.quotas.compute;

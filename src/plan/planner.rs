@@ -4,7 +4,7 @@ use super::auto;
 use super::check;
 use super::forecast::ComputeTime;
 use super::outlier::outliers_of;
-use super::pattern::matches;
+use super::pattern::Pattern;
 use super::place::{Placement, Quotas};
 use super::value::{Assignment, Order, Parts, Plan, Unit, Use};
 use super::warning::Warning;
@@ -43,8 +43,8 @@ pub struct Planner<'a> {
     pub(super) reserve: u64,
     pub(super) scratch: u64,
     pub(super) pinned_cap: Option<ByteSize>,
-    resident: Vec<String>,
-    in_place: Vec<String>,
+    resident: Vec<Pattern>,
+    in_place: Vec<Pattern>,
     /// Whether the caller gathers rows of lookup tables.
     gather: bool,
     pub(super) external_slots: bool,
@@ -123,17 +123,24 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// Places the modules whose names match `pattern` first, on the compute device, within its quota. `*` stands for any run
-    /// of characters. May be called several times.
+    /// Places the modules whose names match `pattern` first, on the compute device, within its quota. May be called several
+    /// times.
+    ///
+    /// In a pattern `*` stands for any run of characters. A pattern without it is the name of a module, or, if no module has
+    /// that name, a part of the names between dots: `experts` matches `model.layers.0.mlp.experts.3.up_proj`, and not
+    /// `shared_experts`.
     pub fn keep_resident(mut self, pattern: impl Into<String>) -> Self {
-        self.resident.push(pattern.into());
+        self.resident.push(Pattern::new(pattern.into(), self.layout));
         self
     }
 
     /// Lets the modules whose names match `pattern` be used where they live instead of streamed, for example experts that the
-    /// caller runs on the host. `*` stands for any run of characters. May be called several times.
+    /// caller runs on the host. Patterns are those of [`keep_resident`](Planner::keep_resident). May be called several times.
+    ///
+    /// With an interleaved order the other modules have the compute device's quota first. If it holds all of these, modules
+    /// used in place have the rest of it; if not, they live on the host, as far as the host's quota goes.
     pub fn in_place(mut self, pattern: impl Into<String>) -> Self {
-        self.in_place.push(pattern.into());
+        self.in_place.push(Pattern::new(pattern.into(), self.layout));
         self
     }
 
@@ -220,6 +227,9 @@ impl<'a> Planner<'a> {
                 outliers.partition(|&module| self.is_gathered(self.layout.at(module)));
             placement.keep_outliers(&others, &tables);
         }
+        if order == Order::Interleaved {
+            placement.others_first(|module| any(&self.in_place, &self.layout.at(module).name));
+        }
         match (allocation.virtual_vram(), order) {
             (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
                 placement.virtual_vram(virtual_vram.bytes().unwrap_or(u64::MAX), self.machine)?;
@@ -232,6 +242,7 @@ impl<'a> Planner<'a> {
         warnings.extend(self.idle_patterns());
         let (devices, assignments, slots) = self.assemble(&quotas, compute, &home)?;
         warnings.extend(self.copies_in_place(&devices, compute));
+        warnings.extend(self.disks_in_memory(&devices));
         warnings.extend(self.uneven_slots(&assignments));
         Ok(Parts {
             mode: allocation.mode(),
@@ -341,14 +352,14 @@ impl<'a> Planner<'a> {
 
     /// Warnings for patterns that match no module.
     fn idle_patterns(&self) -> impl Iterator<Item = Warning> {
-        let idle = |pattern: &&String| !self.layout.modules().iter().any(|module| matches(pattern, &module.name));
+        let idle = |pattern: &&Pattern| !self.layout.modules().iter().any(|module| pattern.matches(&module.name));
         let patterns = self.resident.iter().chain(&self.in_place);
-        patterns.filter(idle).map(|pattern| Warning::IdlePattern { pattern: pattern.clone() })
+        patterns.filter(idle).map(|pattern| Warning::IdlePattern { pattern: pattern.text().to_owned() })
     }
 }
 
-fn any(patterns: &[String], name: &str) -> bool {
-    patterns.iter().any(|pattern| matches(pattern, name))
+fn any(patterns: &[Pattern], name: &str) -> bool {
+    patterns.iter().any(|pattern| pattern.matches(name))
 }
 
 /// The most host memory that may be pinned; `None` if the machine has no host.

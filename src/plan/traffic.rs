@@ -192,6 +192,22 @@ impl<'a> Planner<'a> {
         devices.iter().filter(here).map(warning)
     }
 
+    /// Warnings for weights on a disk that is in the memory of another device.
+    pub(super) fn disks_in_memory<'b>(
+        &'b self,
+        devices: &'b [DevicePlan],
+    ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
+        let memory_of = |id: DeviceId| self.machine.topology().memory_of(id);
+        let there =
+            move |d: &&DevicePlan| d.id.kind() == DeviceKind::Disk && d.weights.bytes > 0 && memory_of(d.id) != d.id;
+        let warning = move |d: &DevicePlan| Warning::DiskInMemory {
+            device: d.id,
+            memory: memory_of(d.id),
+            bytes: d.weights.bytes,
+        };
+        devices.iter().filter(there).map(warning)
+    }
+
     /// A warning if the number of fixed slots does not divide the number of layers.
     pub(super) fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
         let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);

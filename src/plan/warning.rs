@@ -65,6 +65,15 @@ pub enum Warning {
         /// The bytes that are copied in each pass.
         bytes: u64,
     },
+    /// The folder of the disk device is in memory (tmpfs), so its weights take what they should leave free.
+    DiskInMemory {
+        /// The device.
+        device: DeviceId,
+        /// The device whose memory holds the folder.
+        memory: DeviceId,
+        /// The bytes of the weights there.
+        bytes: u64,
+    },
     /// The number of fixed slots does not divide the number of streamed layers, so fewer layers can be prefetched across the
     /// end of a pass.
     UnevenSlots {
@@ -119,6 +128,10 @@ impl fmt::Display for Warning {
                 f,
                 "{device} and {compute} share one memory: {bytes} bytes are copied within it in each pass, which weights on {compute} would not need"
             ),
+            Warning::DiskInMemory { device, memory, bytes } => write!(
+                f,
+                "the folder of {device} is in the memory of {memory}, which its {bytes} bytes take: TMPDIR or Host::disk_folder names one on a disk"
+            ),
             Warning::UnevenSlots { slots, layers } => {
                 let ahead = (layers % slots.max(&1)).saturating_sub(1);
                 write!(
@@ -167,6 +180,12 @@ fn read(text: &str) -> Option<Warning> {
         let ((device, compute), bytes) = (devices.split_once(" and ")?, rest.split_once(' ')?.0);
         let (device, compute, bytes) = (device.parse().ok()?, compute.parse().ok()?, bytes.parse().ok()?);
         return Some(Warning::OneMemory { device, compute, bytes });
+    }
+    if let Some((devices, rest)) = text.strip_prefix("the folder of ").and_then(|text| text.split_once(", which its "))
+    {
+        let ((device, memory), bytes) = (devices.split_once(" is in the memory of ")?, rest.split_once(' ')?.0);
+        let (device, memory, bytes) = (device.parse().ok()?, memory.parse().ok()?, bytes.parse().ok()?);
+        return Some(Warning::DiskInMemory { device, memory, bytes });
     }
     if let Some((slots, rest)) = text.split_once(" fixed slots do not divide ") {
         let (slots, layers) = (slots.parse().ok()?, rest.split_once(' ')?.0.parse().ok()?);
@@ -222,6 +241,11 @@ mod tests {
             (devices(), devices(), any::<u64>()).prop_map(|(device, compute, bytes)| Warning::OneMemory {
                 device,
                 compute,
+                bytes
+            }),
+            (devices(), devices(), any::<u64>()).prop_map(|(device, memory, bytes)| Warning::DiskInMemory {
+                device,
+                memory,
                 bytes
             }),
             any::<(usize, usize)>().prop_map(|(slots, layers)| Warning::UnevenSlots { slots, layers }),

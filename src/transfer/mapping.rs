@@ -1,12 +1,13 @@
 //! A file mapped into memory, for callers who vouch for the file.
 #![expect(unsafe_code, reason = "a mapping is only as constant as the file behind it, which no type can promise")]
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::source::{Source, Stamp, copy_range};
+use super::open_files::open_regular;
+use super::source::{Source, copy_range};
+use super::stamp::Stamp;
 use crate::error::{Error, Result};
 
 /// A file mapped into memory.
@@ -27,10 +28,11 @@ impl MappedSource {
     /// that is not certain, [`FileSource`](super::FileSource) reads as fast into memory that is reused.
     ///
     /// # Errors
-    /// [`Error::Io`] when the file cannot be opened or mapped.
+    /// [`Error::Io`] when the file cannot be opened or mapped, or is not a regular file;
+    /// [`FileFault::BrokenLink`](crate::error::FileFault::BrokenLink) when a link on the way to it leads nowhere.
     pub unsafe fn assume_immutable(path: impl Into<PathBuf>) -> Result<MappedSource> {
         let path = path.into();
-        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        let file = open_regular(&path)?;
         let stamp = Stamp::stable_metadata(&file)
             .map(|metadata| Stamp::of_file(&metadata))
             .map_err(Error::io("open", &path))?;

@@ -2,14 +2,20 @@
 
 mod arbiter;
 mod engine;
+mod file;
 mod lane;
 mod mapping;
+mod open_files;
 mod source;
+mod stamp;
 
 pub(crate) use engine::Engine;
+pub use file::FileSource;
 pub(crate) use lane::{Order, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
-pub use source::{FileSource, MemorySource, Source, Stamp};
+pub(crate) use open_files::open_error;
+pub use source::{MemorySource, Source};
+pub use stamp::Stamp;
 
 // The locks of a lane's queue; `tests/loom` substitutes others.
 use crate::staging::sync;

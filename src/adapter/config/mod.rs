@@ -29,6 +29,8 @@ impl Config {
     /// # Errors
     /// [`AdapterFault::Config`] and [`AdapterFault::Unsupported`], as [`PeftConfig::parse`].
     pub(super) fn parse(text: &str) -> Result<Config, AdapterFault> {
+        // A text that the caller read may begin with the byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let value: Value = serde_json::from_str(text).map_err(|e| fault(e.to_string()))?;
         let has = |key: &str| value.get(key).is_some();
         if !has("peft_type") && (has("lora_parameters") || has("fine_tune_type")) {

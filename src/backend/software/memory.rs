@@ -3,15 +3,13 @@
 #![expect(unsafe_code, reason = "events order the accesses, which the compiler cannot see")]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::fs::File;
 use std::io::{Error as IoError, ErrorKind as IoErrorKind, Result as IoResult};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::{Mutex, PoisonError};
 
 use memmap2::{MmapMut, MmapRaw};
 
+use super::files::FileMemory;
 use crate::backend::{MemoryBlock, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
@@ -125,39 +123,10 @@ unsafe impl Storage for RamMemory {
     }
 }
 
-/// Memory on the disk: an unnamed file, which the system removes when it is closed.
-pub(super) struct FileMemory {
-    file: Mutex<File>,
-    bytes: usize,
-    folder: PathBuf,
-}
-
-impl FileMemory {
-    pub(super) fn new(folder: &Path, bytes: usize) -> Result<FileMemory> {
-        let file = unnamed_file(folder).map_err(Error::io("create a file in", folder))?;
-        file.set_len(bytes as u64).map_err(Error::io("grow a file in", folder))?;
-        Ok(FileMemory { file: Mutex::new(file), bytes, folder: folder.to_owned() })
-    }
-
-    fn read(&self, at: usize, dst: &mut [u8]) -> Result<()> {
-        use std::io::{Read, Seek, SeekFrom};
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = file.seek(SeekFrom::Start(at as u64)).and_then(|_| file.read_exact(dst));
-        read.map_err(Error::io("read a file in", &self.folder))
-    }
-
-    fn write(&self, at: usize, src: &[u8]) -> Result<()> {
-        use std::io::{Seek, SeekFrom, Write};
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let written = file.seek(SeekFrom::Start(at as u64)).and_then(|_| file.write_all(src));
-        written.map_err(Error::io("write a file in", &self.folder))
-    }
-}
-
 // SAFETY: it has no address.
 unsafe impl Storage for FileMemory {
     fn bytes(&self) -> usize {
-        self.bytes
+        self.len()
     }
 }
 
@@ -168,33 +137,6 @@ pub(super) struct SizeOnly(pub(super) usize);
 unsafe impl Storage for SizeOnly {
     fn bytes(&self) -> usize {
         self.0
-    }
-}
-
-/// Creates an unnamed file in `folder`.
-fn unnamed_file(folder: &Path) -> std::io::Result<File> {
-    use std::sync::atomic::{AtomicU64, Ordering};
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let mut options = File::options();
-    options.read(true).write(true).create_new(true);
-    loop {
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = folder.join(format!(".tensor-offload-{}-{number}", std::process::id()));
-        #[cfg(windows)]
-        {
-            use std::os::windows::fs::OpenOptionsExt;
-            const FILE_FLAG_DELETE_ON_CLOSE: u32 = 0x0400_0000;
-            options.custom_flags(FILE_FLAG_DELETE_ON_CLOSE);
-        }
-        match options.open(&path) {
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error),
-            Ok(file) => {
-                #[cfg(not(windows))]
-                std::fs::remove_file(&path)?;
-                return Ok(file);
-            }
-        }
     }
 }
 
@@ -289,16 +231,5 @@ mod tests {
             assert_eq!((all.as_ptr() as usize % ALIGNMENT, all.iter().all(|&byte| byte == 0)), (0, true));
             all.fill(1);
         }
-    }
-
-    #[test]
-    fn files_leave_no_name_behind() {
-        let folder = tempfile::tempdir().unwrap();
-        let memory = FileMemory::new(folder.path(), 10).unwrap();
-        memory.write(3, b"abc").unwrap();
-        let mut back = [0; 5];
-        memory.read(2, &mut back).unwrap();
-        assert_eq!(&back, b"\0abc\0");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

@@ -1,19 +1,20 @@
 //! Software devices: host memory or files, with streams that are threads. The host backend and the simulated devices use
 //! them.
 
+mod files;
 mod memory;
 mod stream;
 mod timeline;
 
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 pub use timeline::Clock;
 pub(super) use timeline::Timeline;
 
+pub(super) use files::DiskFolder;
 pub(super) use memory::HostAllocation;
-use memory::{FileMemory, RamMemory, SizeOnly};
+use memory::{RamMemory, SizeOnly};
 use stream::SoftwareStream;
 
 use super::process::Process;
@@ -28,7 +29,7 @@ pub(super) enum Medium {
     /// Host memory that only streams may access, in place of a device's memory.
     Hidden,
     /// Unnamed files in this folder.
-    Files(PathBuf),
+    Files(DiskFolder),
     /// No medium: memory is counted and copies take their time, but there are no bytes.
     Nowhere,
 }
@@ -70,7 +71,7 @@ impl Device for SoftwareDevice {
         let storage: Box<dyn Storage> = match &self.medium {
             Medium::Host => Box::new(RamMemory::visible(memory()?)),
             Medium::Hidden => Box::new(RamMemory::hidden(memory()?)),
-            Medium::Files(folder) => Box::new(FileMemory::new(folder, bytes)?),
+            Medium::Files(folder) => Box::new(folder.allocate(bytes)?),
             Medium::Nowhere => Box::new(SizeOnly(bytes)),
         };
         BufMut::new(storage, charge)

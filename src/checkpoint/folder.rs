@@ -1,0 +1,143 @@
+//! What a folder holds where no model is found in it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::format::other_format;
+use super::hub;
+use crate::error::{Error, FileFault, Result};
+use crate::transfer::FileSource;
+
+/// Endings of safetensors files.
+pub(super) const SAFETENSORS: &str = ".safetensors";
+
+/// Endings of the index of a sharded checkpoint.
+pub(super) const INDEX: &str = ".safetensors.index.json";
+
+/// The file in which a pipeline of several models (of diffusers) lists them.
+const PIPELINE: &str = "model_index.json";
+
+/// Endings of weights in other formats.
+const OTHERS: [&str; 14] =
+    [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".npz", ".npy", ".h5", ".zip", ".tar", ".gz", ".7z"];
+
+/// Endings that programs give to files while they download them.
+const UNFINISHED: [&str; 5] = [".part", ".incomplete", ".crdownload", ".download", ".aria2"];
+
+/// How deep in a folder weights are looked for, to name their place.
+const DEPTH: usize = 4;
+
+/// How many entries of folders are looked at for that.
+const LOOKED_AT: usize = 10_000;
+
+/// Whether a name ends so, in letters of either case.
+pub(super) fn ends(name: &Path, end: &str) -> bool {
+    let name = name.as_os_str().as_encoded_bytes();
+    name.len() > end.len() && name[name.len() - end.len()..].eq_ignore_ascii_case(end.as_bytes())
+}
+
+/// The names of all entries of a folder that are not hidden, in order.
+pub(super) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let listed = |error: io::Error| Error::io("list", folder)(error);
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(listed)? {
+        let name = PathBuf::from(entry.map_err(listed)?.file_name());
+        // `._model.safetensors` holds no weights.
+        if !name.as_os_str().as_encoded_bytes().starts_with(b".") {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// The names of a folder's files, in order. A link that leads nowhere is among them: that is found out when it is opened.
+pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let names = entries(folder)?.into_iter();
+    // Links count as what they lead to: hubs' caches hold links to the files.
+    Ok(names.filter(|name| fs::metadata(folder.join(name)).map_or(true, |m| m.is_file())).collect())
+}
+
+/// The names of the folders in a folder, in order.
+pub(super) fn sub_folders(folder: &Path) -> Result<Vec<PathBuf>> {
+    Ok(entries(folder)?.into_iter().filter(|name| folder.join(name).is_dir()).collect())
+}
+
+/// The fault of a folder of a pipeline of several models, if it is one.
+pub(super) fn pipeline(folder: &Path, files: &[PathBuf]) -> Option<FileFault> {
+    files.iter().find(|name| name.as_os_str() == PIPELINE)?;
+    let own = files.iter().filter(|name| ends(name, SAFETENSORS)).map(text);
+    let models: Vec<String> = own.chain(with_weights(folder)).collect();
+    let what = "the folder of a pipeline of several models";
+    (!models.is_empty()).then_some(FileFault::SeveralModels { what, models })
+}
+
+/// The error for a folder without a safetensors file: where its weights are, which format they have, or that there are none.
+pub(super) fn no_safetensors(folder: &Path, files: &[PathBuf]) -> Error {
+    let refuse = |fault| Error::file(folder, None, fault);
+    if let Some(fault) = pipeline(folder, files).or_else(|| unfinished(folder, files)) {
+        return refuse(fault);
+    }
+    let other = |name: &PathBuf| {
+        let source = FileSource::open(folder.join(name)).ok()?;
+        Some(Error::file(folder.join(name), None, other_format(&source)?))
+    };
+    if let Some(error) = files.iter().filter(|name| is_other(name)).find_map(other) {
+        return error;
+    }
+    match with_weights(folder) {
+        models if models.is_empty() => refuse(FileFault::NoWeights),
+        models => refuse(FileFault::SeveralModels { what: "a folder with weights in sub-folders only", models }),
+    }
+}
+
+/// The downloads into a folder that have not finished, if there are any.
+fn unfinished(folder: &Path, files: &[PathBuf]) -> Option<FileFault> {
+    let part = |name: &&PathBuf| UNFINISHED.iter().any(|end| ends(name, end));
+    let mut found: Vec<String> = files.iter().filter(part).map(text).collect();
+    // Where the hub's client keeps what it downloads to a folder.
+    let cache = Path::new(".cache/huggingface/download");
+    let names = entries(&folder.join(cache)).unwrap_or_default();
+    found.extend(names.iter().filter(part).map(|name| text(&cache.join(name))));
+    if !found.is_empty() {
+        return Some(FileFault::Unfinished { files: found });
+    }
+    // `models--ORG--NAME/snapshots/NAME`
+    let snapshots = folder.parent().filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"))?;
+    hub::unfinished(snapshots.parent()?)
+}
+
+/// The sub-folders that hold weights of any format, as paths from the folder, in order.
+fn with_weights(folder: &Path) -> Vec<String> {
+    let (mut found, mut looked_at) = (Vec::new(), 0);
+    let mut level = vec![PathBuf::new()];
+    for depth in 0..=DEPTH {
+        let mut next = Vec::new();
+        for sub in level {
+            let Ok(names) = entries(&folder.join(&sub)) else { continue };
+            looked_at += names.len();
+            if looked_at > LOOKED_AT {
+                return found;
+            }
+            let (folders, files): (Vec<_>, Vec<_>) =
+                names.into_iter().partition(|name| folder.join(&sub).join(name).is_dir());
+            let weights = |name: &PathBuf| ends(name, SAFETENSORS) || ends(name, INDEX) || is_other(name);
+            if depth > 0 && files.iter().any(weights) {
+                found.push(text(&sub));
+            } else {
+                next.extend(folders.into_iter().map(|name| sub.join(name)));
+            }
+        }
+        level = next;
+    }
+    found
+}
+
+fn is_other(name: &Path) -> bool {
+    OTHERS.iter().any(|end| ends(name, end))
+}
+
+fn text(name: impl AsRef<Path>) -> String {
+    name.as_ref().display().to_string()
+}

@@ -1,0 +1,130 @@
+//! Files that are read and written by position.
+
+use std::fs::{File, Metadata};
+use std::io;
+
+/// Fails if a file of so many bytes is longer than this process may write (`RLIMIT_FSIZE`, `ulimit -f`). The system would kill
+/// a process that tries, with the signal SIGXFSZ.
+#[cfg(unix)]
+pub(crate) fn within_limit(bytes: u64) -> io::Result<()> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize).current;
+    match limit {
+        Some(limit) if bytes > limit => Err(rustix::io::Errno::FBIG.into()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(not(unix))]
+pub(crate) fn within_limit(_bytes: u64) -> io::Result<()> {
+    Ok(())
+}
+
+/// A file that several threads can read and write by position at once.
+#[cfg(any(unix, windows))]
+#[derive(Debug)]
+pub(crate) struct PositionalFile(File);
+
+#[cfg(any(unix, windows))]
+impl PositionalFile {
+    pub(crate) fn new(file: File) -> PositionalFile {
+        PositionalFile(file)
+    }
+
+    pub(crate) fn metadata(&self) -> io::Result<Metadata> {
+        self.0.metadata()
+    }
+
+    pub(crate) fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.0.set_len(bytes)
+    }
+
+    /// Gives the bytes of a range back to the file system, where it can do that; the range then reads as zeros.
+    pub(crate) fn punch(&self, at: u64, bytes: u64) {
+        #[cfg(target_os = "linux")]
+        {
+            use rustix::fs::{FallocateFlags, fallocate};
+            // The range is written anew before it is read, so nothing depends on this.
+            let _ = fallocate(&self.0, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, bytes);
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = (at, bytes);
+    }
+
+    #[cfg(unix)]
+    pub(crate) fn read_exact_at(&self, dst: &mut [u8], at: u64) -> io::Result<()> {
+        std::os::unix::fs::FileExt::read_exact_at(&self.0, dst, at)
+    }
+
+    #[cfg(unix)]
+    pub(crate) fn write_all_at(&self, src: &[u8], at: u64) -> io::Result<()> {
+        std::os::unix::fs::FileExt::write_all_at(&self.0, src, at)
+    }
+
+    #[cfg(windows)]
+    pub(crate) fn read_exact_at(&self, mut dst: &mut [u8], mut at: u64) -> io::Result<()> {
+        while !dst.is_empty() {
+            match std::os::windows::fs::FileExt::seek_read(&self.0, dst, at) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => (dst, at) = (&mut dst[n..], at + n as u64),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(windows)]
+    pub(crate) fn write_all_at(&self, mut src: &[u8], mut at: u64) -> io::Result<()> {
+        while !src.is_empty() {
+            match std::os::windows::fs::FileExt::seek_write(&self.0, src, at) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => (src, at) = (&src[n..], at + n as u64),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Without positional reads in the system, the threads take turns with the file's single cursor.
+#[cfg(not(any(unix, windows)))]
+#[derive(Debug)]
+pub(crate) struct PositionalFile(std::sync::Mutex<File>);
+
+#[cfg(not(any(unix, windows)))]
+impl PositionalFile {
+    pub(crate) fn new(file: File) -> PositionalFile {
+        PositionalFile(std::sync::Mutex::new(file))
+    }
+
+    fn at(&self, at: u64) -> io::Result<std::sync::MutexGuard<'_, File>> {
+        use std::io::{Seek, SeekFrom};
+        let mut file = self.lock();
+        file.seek(SeekFrom::Start(at))?;
+        Ok(file)
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, File> {
+        // Every use sets the cursor first, so it does not matter where a panic left it.
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    pub(crate) fn metadata(&self) -> io::Result<Metadata> {
+        self.lock().metadata()
+    }
+
+    pub(crate) fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.lock().set_len(bytes)
+    }
+
+    pub(crate) fn punch(&self, _at: u64, _bytes: u64) {}
+
+    pub(crate) fn read_exact_at(&self, dst: &mut [u8], at: u64) -> io::Result<()> {
+        io::Read::read_exact(&mut *self.at(at)?, dst)
+    }
+
+    pub(crate) fn write_all_at(&self, src: &[u8], at: u64) -> io::Result<()> {
+        io::Write::write_all(&mut *self.at(at)?, src)
+    }
+}

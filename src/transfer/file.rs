@@ -1,0 +1,156 @@
+//! Files as sources.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::open_files::ReopenedFile;
+use super::source::{Source, check_range};
+use super::stamp::Stamp;
+use crate::error::{Error, Result};
+
+/// A file, read by position.
+///
+/// A file that loses its name, for example to a file that replaces it, stays readable as it was while it is open. Up to a
+/// quarter of the files that the process may open, at most 64, are open at a time, those that were read last; a file of more
+/// is opened again when it is read. Another file in its place is then [`FileFault::Changed`](crate::error::FileFault::Changed).
+#[derive(Debug)]
+pub struct FileSource {
+    file: Arc<ReopenedFile>,
+    stamp: Stamp,
+}
+
+impl FileSource {
+    /// Opens a regular file. If the file has just been changed, this waits some milliseconds, so that no later change has
+    /// the same time.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it cannot be opened or is not a regular file (a folder, a pipe);
+    /// [`FileFault::BrokenLink`](crate::error::FileFault::BrokenLink) when a link on the way to it leads nowhere.
+    pub fn open(path: impl Into<PathBuf>) -> Result<FileSource> {
+        let (file, stamp) = ReopenedFile::open(path.into())?;
+        Ok(FileSource { file, stamp })
+    }
+}
+
+impl Source for FileSource {
+    fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    fn stamp(&self) -> Stamp {
+        self.stamp
+    }
+
+    fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()> {
+        check_range(self.path(), self.stamp.len(), at, dst.len())?;
+        let file = self.file.get()?;
+        match file.read_exact_at(dst, at) {
+            // The range was within the file when it was opened.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(self.file.changed()),
+            read => read.map_err(Error::io("read", self.path()))?,
+        }
+        // Checked after the read, so that a change before or during the read is detected.
+        self.file.check(&file)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::time::{Duration, UNIX_EPOCH};
+
+    use super::super::stamp::TICK;
+    use super::*;
+    use crate::ErrorKind;
+    use crate::error::FileFault;
+
+    fn fault(error: Error) -> FileFault {
+        match error {
+            Error::File { fault, .. } => *fault,
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn a_file_that_changes_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("bytes");
+        let mut part = [0; 4];
+        for change in [0u64, 8, 12] {
+            fs::write(&path, [7; 16]).unwrap();
+            let source = FileSource::open(&path).unwrap();
+            source.read_at(8, &mut part).unwrap();
+            File::options().write(true).open(&path).unwrap().set_len(change).unwrap();
+            assert_eq!(fault(source.read_at(8, &mut part).unwrap_err()), FileFault::Changed, "{change}");
+        }
+        fs::write(&path, [7; 16]).unwrap();
+        let source = FileSource::open(&path).unwrap();
+        let later = fs::metadata(&path).unwrap().modified().unwrap() + std::time::Duration::from_secs(1);
+        File::options().write(true).open(&path).unwrap().set_modified(later).unwrap();
+        assert_eq!(fault(source.read_at(8, &mut part).unwrap_err()), FileFault::Changed);
+    }
+
+    /// Writes a file as reproducible archives and content stores do: with a fixed time.
+    #[cfg(unix)]
+    fn put(path: &Path, byte: u8) {
+        let mut file = File::create(path).unwrap();
+        io::Write::write_all(&mut file, &[byte; 4096]).unwrap();
+        file.set_modified(UNIX_EPOCH + Duration::from_secs(1)).unwrap();
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_rewritten_with_its_old_time_of_modification_is_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        let mut part = [0; 16];
+        put(&path, 1);
+        let first = FileSource::open(&path).unwrap();
+        first.read_at(0, &mut part).unwrap();
+        assert_eq!(part, [1; 16]);
+        // In place, immediately.
+        put(&path, 2);
+        assert_eq!(fault(first.read_at(0, &mut part).unwrap_err()), FileFault::Changed);
+        let second = FileSource::open(&path).unwrap();
+        assert_ne!(first.stamp(), second.stamp());
+        second.read_at(0, &mut part).unwrap();
+        assert_eq!(part, [2; 16]);
+        // A new file, which may get the inode of the old one.
+        drop((first, fs::remove_file(&path).unwrap()));
+        let stamp = second.stamp();
+        drop(second);
+        put(&path, 3);
+        assert_ne!(FileSource::open(&path).unwrap().stamp(), stamp);
+    }
+
+    /// Adding or removing a name is no write, and hides a write only until the next read.
+    #[cfg(unix)]
+    #[test]
+    fn names_come_and_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, other) = (folder.path().join("model"), folder.path().join("other"));
+        let mut part = [0; 16];
+        put(&path, 1);
+        let source = FileSource::open(&path).unwrap();
+        fs::hard_link(&path, &other).unwrap();
+        source.read_at(0, &mut part).unwrap();
+        fs::remove_file(&path).unwrap();
+        source.read_at(0, &mut part).unwrap();
+        assert_eq!(part, [1; 16]);
+        // The clock passes the tick of the last change.
+        std::thread::sleep(TICK);
+        put(&other, 2);
+        assert_eq!(fault(source.read_at(0, &mut part).unwrap_err()), FileFault::Changed);
+    }
+
+    #[test]
+    fn only_regular_files_open() {
+        let folder = tempfile::tempdir().unwrap();
+        for path in [folder.path().to_owned(), folder.path().join("nothing")] {
+            let error = FileSource::open(&path).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Io);
+            assert!(error.to_string().contains(&path.display().to_string()));
+        }
+    }
+}
