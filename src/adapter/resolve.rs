@@ -1,9 +1,11 @@
 //! Resolving adapters against a checkpoint: the patch of each tensor.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::kinds::{self, Built, Weight};
+use super::names::keys::Part;
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule};
@@ -178,9 +180,10 @@ impl<'a> Resolving<'a> {
             self.skip(adapter, [tensor], why);
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
+        let matched = join_spellings(matched);
         check_distinct(adapter, &matched)?;
         for (module, targets) in matched {
-            self.module(adapter, module, &targets)?;
+            self.module(adapter, &module, &targets)?;
         }
         if matching == Matching::Strict { self.check_applied(adapter, first_skipped) } else { Ok(()) }
     }
@@ -308,8 +311,28 @@ impl<'a> Resolving<'a> {
     }
 }
 
+/// Joins an alpha to the factors of the same module, where a file spells the module's name in two ways (Z-Image:
+/// `to.q.lora.down.weight` and `to_q.alpha`).
+fn join_spellings<'m, 'a>(
+    matched: Vec<(&'m AdapterModule, Vec<Target<'a>>)>,
+) -> Vec<(Cow<'m, AdapterModule>, Vec<Target<'a>>)> {
+    let is_alpha = |module: &AdapterModule| module.parts.keys().eq([&Part::Alpha]);
+    let (alphas, others): (Vec<_>, Vec<_>) = matched.into_iter().partition(|(module, _)| is_alpha(module));
+    let mut joined: Vec<_> = others.into_iter().map(|(module, targets)| (Cow::Borrowed(module), targets)).collect();
+    for (alpha, targets) in alphas {
+        let takes = |(module, of): &&mut (Cow<'_, AdapterModule>, Vec<Target<'_>>)| {
+            *of == targets && !module.parts.contains_key(&Part::Alpha)
+        };
+        match joined.iter_mut().find(takes) {
+            Some((module, _)) => module.to_mut().parts.extend(alpha.parts.clone()),
+            None => joined.push((Cow::Borrowed(alpha), targets)),
+        }
+    }
+    joined
+}
+
 /// Fails if two modules of one adapter change the same rows, because the result would depend on their order in the file.
-fn check_distinct(adapter: &Adapter, matched: &[(&AdapterModule, Vec<Target<'_>>)]) -> Result<()> {
+fn check_distinct(adapter: &Adapter, matched: &[(Cow<'_, AdapterModule>, Vec<Target<'_>>)]) -> Result<()> {
     let mut seen = HashMap::new();
     for (module, target) in matched.iter().flat_map(|(module, targets)| targets.iter().map(move |t| (module, t))) {
         if let Some(other) = seen.insert((target.module, target.projection), &module.name) {
