@@ -78,25 +78,53 @@ const INSERTED: &[(&str, &str)] = &[(".processor.", "."), (".base_layer", ""), (
 /// activation checkpointing.
 const WRAPPERS: &[&str] = &["_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
 
-/// The roots of the language model inside a vision-language model, and on its own. One program saves the same weights under
-/// several of them (transformers, `_checkpoint_conversion_mapping` and `conversion_mapping.py`). Of two that fit, the longer
-/// comes first; the last is only a root of the parts in [`TEXT_PARTS`].
-const TEXT_ROOTS: &[&str] = &[
-    "model.language_model.model.",
-    "model.language_model.",
-    "language_model.model.",
-    "language_model.",
-    "model.text_model.",
-    "text_model.",
-    "model.",
-    "",
+/// The roots of one model inside others, and on its own: one program saves the same weights under several of them
+/// (transformers, `_checkpoint_conversion_mapping`). Of two that fit, the longer comes first.
+struct Roots {
+    roots: &'static [&'static str],
+    /// What has to follow the root; empty if anything may.
+    parts: &'static [&'static str],
+}
+
+const ROOTS: &[Roots] = &[
+    // The output layer of a language model.
+    Roots {
+        roots: &[
+            "model.language_model.lm_head",
+            "language_model.lm_head",
+            "model.lm_head",
+            "thinker.lm_head",
+            "lm_head",
+        ],
+        parts: &[""],
+    },
+    Roots {
+        roots: &[
+            "model.vision_tower.vision_model.",
+            "vision_tower.vision_model.",
+            "model.vision_tower.",
+            "vision_tower.",
+            "model.vision_model.",
+            "vision_model.",
+        ],
+        parts: &[],
+    },
+    // The language model itself, of which the last root is none.
+    Roots {
+        roots: &[
+            "model.language_model.model.",
+            "model.language_model.",
+            "language_model.model.",
+            "language_model.",
+            "model.text_model.",
+            "text_model.",
+            "thinker.model.",
+            "model.",
+            "",
+        ],
+        parts: &["layers", "embed_tokens", "norm"],
+    },
 ];
-
-/// The parts of a language model.
-const TEXT_PARTS: &[&str] = &["layers", "embed_tokens", "norm"];
-
-/// The names of a language model's output layer.
-const HEADS: &[&str] = &["language_model.lm_head", "model.language_model.lm_head", "model.lm_head", "lm_head"];
 
 impl Forms {
     /// The name itself, with prefixes stripped, and without what wraps modules for training.
@@ -211,20 +239,17 @@ fn with_insertions(mut found: Vec<Form>) -> Vec<Form> {
 /// A form under the other roots; `separator` stands where the names have dots.
 fn other_roots((component, name): &Form, separator: &str) -> Vec<Form> {
     let spelled = |name: &str| name.replace('.', separator);
-    if HEADS.iter().any(|head| spelled(head) == *name) {
-        let others = HEADS.iter().map(|head| spelled(head)).filter(|head| head != name);
-        return others.map(|head| (*component, head)).collect();
-    }
-    let is_part = |rest: &str| {
-        TEXT_PARTS
-            .iter()
-            .any(|part| rest.strip_prefix(part).is_some_and(|rest| rest.is_empty() || rest.starts_with(separator)))
+    let is = |rest: &str, part: &str| rest.strip_prefix(part).is_some_and(|r| r.is_empty() || r.starts_with(separator));
+    let rest_of = |of: &Roots| {
+        let root = of.roots.iter().copied().find(|root| name.starts_with(&spelled(root)))?;
+        let rest = &name[root.len()..];
+        let fits = of.parts.is_empty()
+            || of.parts.iter().any(|part| if part.is_empty() { rest.is_empty() } else { is(rest, part) });
+        fits.then_some((root, rest))
     };
-    let root = TEXT_ROOTS.iter().map(|root| spelled(root)).find(|root| name.starts_with(root.as_str()));
-    let Some(root) = root else { return Vec::new() };
-    let rest = &name[root.len()..];
-    let others = TEXT_ROOTS.iter().filter(|_| is_part(rest)).map(|root| spelled(root)).filter(|other| *other != root);
-    others.map(|other| (*component, format!("{other}{rest}"))).collect()
+    let Some((of, (root, rest))) = ROOTS.iter().find_map(|of| Some((of, rest_of(of)?))) else { return Vec::new() };
+    let others = of.roots.iter().filter(|other| **other != root);
+    others.map(|other| (*component, format!("{}{rest}", spelled(other)))).collect()
 }
 
 #[cfg(test)]

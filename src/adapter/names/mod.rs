@@ -236,6 +236,7 @@ impl Found<'_> {
             _ => {
                 let mut both = names(&self);
                 both.extend(names(&other));
+                both.sort();
                 both.dedup();
                 Found::Several(both)
             }
