@@ -24,9 +24,6 @@ const ROOTS: &[(&str, Component)] = &[
     ("t5xxl.transformer.", T5),
 ];
 
-/// Any text encoder.
-const TEXT: Component = Component(Component::ANY.0 & !Component::NETWORK.0);
-
 /// The second text encoder of Flux, the third of Stable Diffusion 3.
 const T5: Component = Component(Component::TEXT_2.0 | Component::TEXT_3.0);
 
@@ -204,13 +201,15 @@ fn in_order(target: Target<'_>, order: RowOrder) -> Target<'_> {
 /// A module's name, and the name without each of the prefixes that it begins with.
 fn roots(name: &str) -> impl Iterator<Item = (Component, &str)> {
     let models = MODEL_PREFIXES.iter().filter_map(move |root| Some((Component::ANY, name.strip_prefix(root)?)));
-    let pipelines = ROOTS.iter().filter_map(move |(root, component)| Some((*component, name.strip_prefix(root)?)));
-    let encoder = text_encoder(name).map(|name| (TEXT, name));
-    [(Component::ANY, name)].into_iter().chain(models).chain(pipelines).chain(encoder)
+    [(Component::ANY, name)].into_iter().chain(models).chain(pipeline_root(name))
 }
 
-/// The rest of a name in one of ComfyUI's text encoders that [`ROOTS`] does not list, `text_encoders.qwen3_06b.transformer.`.
-pub(super) fn text_encoder(name: &str) -> Option<&str> {
-    let (encoder, rest) = name.strip_prefix("text_encoders.")?.split_once(".transformer.")?;
-    (!encoder.contains('.') && !ROOTS.iter().any(|(root, _)| name.starts_with(root))).then_some(rest)
+/// The rest of a name that is of one model of a whole pipeline, by a prefix in [`ROOTS`] or as one of ComfyUI's other text
+/// encoders (`text_encoders.qwen3_06b.transformer.`).
+pub(super) fn pipeline_root(name: &str) -> Option<(Component, &str)> {
+    let listed = ROOTS.iter().find_map(|(root, component)| Some((*component, name.strip_prefix(root)?)));
+    listed.or_else(|| {
+        let (encoder, rest) = name.strip_prefix("text_encoders.")?.split_once(".transformer.")?;
+        (!encoder.contains('.')).then_some((Component::TEXT, rest))
+    })
 }

@@ -1,6 +1,7 @@
 //! The forms in which an adapter's name is looked up: without prefixes, without wrappers, under another root.
 
-use super::{Component, aliases};
+use super::Component;
+use super::aliases::pipeline_root;
 
 /// A name to look up, with the models of a pipeline that it can be for.
 pub(super) type Form = (Component, String);
@@ -42,7 +43,7 @@ const FLAT_PREFIXES: Prefixes = &[
 
 /// Prefixes that are rarer, or too short to be stripped before everything else was tried: the second network of Wan 2.2
 /// (diffusers), DiffSynth's pipelines, Cosmos and what is trained on it, Stable Cascade (ComfyUI), Ideogram and LTX-2
-/// (diffusers), OFT (sd-scripts).
+/// (diffusers), HiDream's fourth text encoder (OneTrainer), OFT (sd-scripts).
 const MORE_PREFIXES: Prefixes = &[
     ("transformer_2.", Component::NETWORK),
     ("conditional_transformer.", Component::NETWORK),
@@ -51,6 +52,7 @@ const MORE_PREFIXES: Prefixes = &[
     ("pipe.dit2.", Component::NETWORK),
     ("dit.", Component::NETWORK),
     ("net.", Component::NETWORK),
+    ("text_encoder_4.", Component::TEXT),
     ("lora_unet_", Component::NETWORK),
     ("lora_te_", Component::TEXT_1),
     ("lora_te1_", Component::TEXT_1),
@@ -63,6 +65,7 @@ const MORE_PREFIXES: Prefixes = &[
 const MORE_FLAT_PREFIXES: Prefixes = &[
     ("lora_prior_unet_", Component::NETWORK),
     ("lora_prior_te_", Component::TEXT_1),
+    ("lora_te4_", Component::TEXT),
     ("oft_unet_", Component::NETWORK),
     ("transformer_2_", Component::NETWORK),
     ("transformer_", Component::NETWORK),
@@ -138,10 +141,12 @@ impl Forms {
     /// underscores for some of the dots or dots for some of the underscores.
     pub(super) fn respelled(name: &str) -> Forms {
         let bare = unwrapped(name);
+        let names =
+            [Some((Component::ANY, name)), bare.as_deref().map(|name| (Component::ANY, name)), pipeline_root(name)];
         let mut dotted = Vec::new();
-        let encoder = aliases::text_encoder(name);
-        for name in [Some(name), bare.as_deref(), encoder].into_iter().flatten() {
-            dotted.extend(with_insertions(stripped_of_all(name, &[MORE_PREFIXES, PREFIXES])));
+        for (of, name) in names.into_iter().flatten() {
+            let forms = with_insertions(stripped_of_all(name, &[MORE_PREFIXES, PREFIXES]));
+            dotted.extend(forms.into_iter().map(|(component, name)| (component.and(of), name)));
         }
         let mut flat: Vec<Form> = Vec::new();
         for (component, name) in &dotted {

@@ -72,6 +72,8 @@ impl Component {
     pub(crate) const TEXT_1: Component = Component(2);
     pub(crate) const TEXT_2: Component = Component(4);
     pub(crate) const TEXT_3: Component = Component(8);
+    /// Any text encoder.
+    pub(crate) const TEXT: Component = Component(14);
     pub(crate) const ANY: Component = Component(15);
 
     pub(crate) fn and(self, other: Component) -> Component {
