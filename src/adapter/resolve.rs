@@ -1,5 +1,6 @@
 //! Resolving adapters against a checkpoint: the patch of each tensor.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -242,11 +243,12 @@ impl<'a> Resolving<'a> {
             self.skip(adapter, [tensor], why);
         }
         self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
+        let matched = join_spellings(matched);
         let mut claims = Claims::default();
         let (first_applied, mut refused) = (self.report.applied.len(), None);
-        for (module, targets) in matched {
-            let done = match self.check_codes(adapter, module, &targets) {
-                Ok(()) => self.module(adapter, module, &targets, &mut claims),
+        for (module, targets) in &matched {
+            let done = match self.check_codes(adapter, module, targets) {
+                Ok(()) => self.module(adapter, module, targets, &mut claims),
                 Err((why, error)) => {
                     if matching == Matching::AllowPartial {
                         self.skip(adapter, module.parts.values(), why);
@@ -511,6 +513,26 @@ impl<'a> Resolving<'a> {
         }
         Ok(Patches { tensors, base: layout.clone(), layout: layout.patched(&shapes)?, report, origins })
     }
+}
+
+/// Joins an alpha to the factors of the same module, where a file spells the module's name in two ways (Z-Image:
+/// `to.q.lora.down.weight` and `to_q.alpha`).
+fn join_spellings<'m, 'a>(
+    matched: Vec<(&'m AdapterModule, Vec<Target<'a>>)>,
+) -> Vec<(Cow<'m, AdapterModule>, Vec<Target<'a>>)> {
+    let is_alpha = |module: &AdapterModule| module.parts.keys().eq([&Part::Alpha]);
+    let (alphas, others): (Vec<_>, Vec<_>) = matched.into_iter().partition(|(module, _)| is_alpha(module));
+    let mut joined: Vec<_> = others.into_iter().map(|(module, targets)| (Cow::Borrowed(module), targets)).collect();
+    for (alpha, targets) in alphas {
+        let takes = |(module, of): &&mut (Cow<'_, AdapterModule>, Vec<Target<'_>>)| {
+            *of == targets && !module.parts.contains_key(&Part::Alpha)
+        };
+        match joined.iter_mut().find(takes) {
+            Some((module, _)) => module.to_mut().parts.extend(alpha.parts.clone()),
+            None => joined.push((Cow::Borrowed(alpha), targets)),
+        }
+    }
+    joined
 }
 
 /// Whether a module does not fit the checkpoint's shapes.

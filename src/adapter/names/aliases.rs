@@ -1,9 +1,11 @@
 //! The checkpoint's modules by the names that other programs use.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
-use super::families::{self, Rule};
-use super::rows::{Projection, RowOrder, RowSlice};
+use super::families::{self, Rule, Side};
+use super::forms;
+use super::pattern::Captured;
+use super::rows::{RowOrder, RowSlice};
 use super::{Component, FUSED, Found, MODEL_PREFIXES, Target};
 use crate::checkpoint::Layout;
 
@@ -31,6 +33,8 @@ type Names<'a> = HashMap<String, Vec<NamedTargets<'a>>>;
 #[derive(Clone, Debug, PartialEq)]
 struct NamedTargets<'a> {
     component: Component,
+    /// The table that gives the name; `None` if no table does.
+    table: Option<usize>,
     /// One module, or the modules that hold the parts of the named weight, in order.
     targets: Vec<Target<'a>>,
 }
@@ -41,56 +45,69 @@ pub(crate) struct Aliases<'a> {
     dotted: Names<'a>,
     /// The names with dots replaced by underscores.
     flat: Names<'a>,
+    /// The tables of which a block fits. Families have the names of some modules outside their blocks in common.
+    present: HashSet<usize>,
 }
 
 impl<'a> Aliases<'a> {
     /// `modules` are those of `layout`.
     pub(crate) fn new(layout: &Layout, modules: &[Target<'a>]) -> Aliases<'a> {
-        let mut aliases = Aliases { dotted: Names::new(), flat: Names::new() };
+        let mut aliases = Aliases { dotted: Names::new(), flat: Names::new(), present: HashSet::new() };
         let mut split = SplitModules { layout, found: HashMap::new() };
         for &target in modules {
-            for (component, name) in roots(target.module) {
+            let shape = target.weight.map(|weight| layout.at(weight).shape.as_slice());
+            let bare = forms::unwrapped(target.module);
+            let names = [Some(target.module), bare.as_deref()];
+            for (component, name) in names.into_iter().flatten().flat_map(roots) {
                 if component != Component::ANY {
-                    aliases.add(name.to_owned(), component, vec![target]);
+                    let targets = vec![target];
+                    aliases.add(name.to_owned(), NamedTargets { component, table: None, targets });
                 }
-                for (number, rule) in families::rules().iter().enumerate() {
-                    aliases.add_parts(rule, component, name, target);
-                    split.find_rule(number, rule, component, name, target);
+                for (number, rule, side, captured) in families::rules().fitting(name) {
+                    let (order, table) = (rule.order(shape), families::rules().table(number));
+                    aliases.present.extend(table.filter(|_| rule.whole.holes().0 > 0));
+                    match side {
+                        Side::Whole => aliases.add_parts(rule, (component, table), in_order(target, order), &captured),
+                        Side::Part(place) => {
+                            let key = (number, component, rule.whole.fill(&captured));
+                            split.put(key, rule.parts.len(), place, in_order(target, order.inverse()));
+                        }
+                    }
                 }
                 split.find_fused(component, name, target);
             }
         }
-        for (name, component, targets) in split.complete() {
-            aliases.add(name, component, targets);
+        for (name, candidate) in split.complete() {
+            aliases.add(name, candidate);
         }
         aliases
     }
 
     /// The modules that an adapter for `component` calls `name`.
     pub(crate) fn dotted(&self, name: &str, component: Component) -> Found<'a> {
-        found(&self.dotted, name, component)
+        self.found(&self.dotted, name, component)
     }
 
     /// As [`dotted`](Aliases::dotted), for a name with underscores in place of dots.
     pub(crate) fn flat(&self, name: &str, component: Component) -> Found<'a> {
-        found(&self.flat, name, component)
+        self.found(&self.flat, name, component)
     }
 
     /// Adds a rule's names for a module, or for the parts of its weight.
-    fn add_parts(&mut self, rule: &Rule, component: Component, name: &str, target: Target<'a>) {
-        let Some(captured) = rule.whole.captures(name) else { return };
-        let of: u32 = rule.parts.iter().map(|(share, _)| share).sum();
-        let mut first = 0;
-        for (count, part) in &rule.parts {
-            let projection = (rule.parts.len() > 1).then_some(Projection::Parts { first, count: *count, of });
-            let order = if rule.order == RowOrder::Same { target.order } else { rule.order };
-            self.add(part.fill(&captured), component, vec![Target { projection, order, ..target }]);
-            first += count;
+    fn add_parts(
+        &mut self,
+        rule: &Rule,
+        (component, table): (Component, Option<usize>),
+        target: Target<'a>,
+        captured: &Captured<'_>,
+    ) {
+        for ((_, part), projection) in rule.parts.iter().zip(rule.projections()) {
+            let targets = vec![Target { projection, ..target }];
+            self.add(part.fill(captured), NamedTargets { component, table, targets });
         }
     }
 
-    fn add(&mut self, name: String, component: Component, targets: Vec<Target<'a>>) {
-        let candidate = NamedTargets { component, targets };
+    fn add(&mut self, name: String, candidate: NamedTargets<'a>) {
         let shorter = name.strip_suffix(".to_out.0").map(|outer| format!("{outer}.to_out"));
         for name in shorter.into_iter().chain([name]) {
             for (names, name) in [(&mut self.flat, name.replace('.', "_")), (&mut self.dotted, name)] {
@@ -99,6 +116,24 @@ impl<'a> Aliases<'a> {
                     candidates.push(candidate.clone());
                 }
             }
+        }
+    }
+
+    fn found(&self, names: &Names<'a>, name: &str, component: Component) -> Found<'a> {
+        let candidates = names.get(name).map_or(&[][..], Vec::as_slice);
+        let fit = |candidate: &&NamedTargets<'_>| candidate.component.and(component).0 != 0;
+        let mut candidates: Vec<_> = candidates.iter().filter(fit).collect();
+        let is_present =
+            |candidate: &&NamedTargets<'_>| candidate.table.is_none_or(|table| self.present.contains(&table));
+        if candidates.iter().any(is_present) {
+            candidates.retain(is_present);
+        }
+        match candidates[..] {
+            [] => Found::Nothing,
+            [first, ..] if candidates.iter().all(|candidate| candidate.targets == first.targets) => {
+                Found::One(first.targets.clone())
+            }
+            _ => Found::Several(candidates.iter().map(|candidate| candidate.targets[0].module.to_owned()).collect()),
         }
     }
 }
@@ -111,16 +146,6 @@ struct SplitModules<'a, 'l> {
 }
 
 impl<'a> SplitModules<'a, '_> {
-    fn find_rule(&mut self, number: usize, rule: &Rule, component: Component, name: &str, target: Target<'a>) {
-        for (place, (_, part)) in rule.parts.iter().enumerate() {
-            if let Some(captured) = part.captures(name) {
-                let order = if rule.order == RowOrder::Same { target.order } else { rule.order.inverse() };
-                let target = Target { order, ..target };
-                self.put((number, component, rule.whole.fill(&captured)), rule.parts.len(), place, target);
-            }
-        }
-    }
-
     /// Finds projections that are often fused, in any family.
     fn find_fused(&mut self, component: Component, name: &str, target: Target<'a>) {
         let (outer, own) = name.rsplit_once('.').map_or(("", name), |(outer, own)| (&name[..=outer.len()], own));
@@ -142,14 +167,14 @@ impl<'a> SplitModules<'a, '_> {
     }
 
     /// The fused weights of which all parts were found, with the rows of each part, in order of the names.
-    fn complete(self) -> Vec<(String, Component, Vec<Target<'a>>)> {
+    fn complete(self) -> Vec<(String, NamedTargets<'a>)> {
         let layout = self.layout;
         let rows = |target: &Target<'_>| {
             let tensor = target.weight.or(target.bias)?;
             layout.at(tensor).shape.first().copied()
         };
         let mut complete = Vec::new();
-        for ((_, component, name), targets) in self.found {
+        for ((number, component, name), targets) in self.found {
             let Some(mut targets) = targets.into_iter().collect::<Option<Vec<_>>>() else { continue };
             if targets.len() > 1 {
                 let Some(lens) = targets.iter().map(rows).collect::<Option<Vec<u64>>>() else { continue };
@@ -160,28 +185,31 @@ impl<'a> SplitModules<'a, '_> {
                     start += len;
                 }
             }
-            complete.push((name, component, targets));
+            let table = families::rules().table(number);
+            complete.push((name, NamedTargets { component, table, targets }));
         }
-        complete.sort_by(|(a, of_a, _), (b, of_b, _)| (a, of_a.0).cmp(&(b, of_b.0)));
+        complete.sort_by(|(a, at), (b, bt)| (a, at.component.0, at.table).cmp(&(b, bt.component.0, bt.table)));
         complete
     }
+}
+
+/// The target with its rows in another order, unless it is the same.
+fn in_order(target: Target<'_>, order: RowOrder) -> Target<'_> {
+    if order == RowOrder::Same { target } else { Target { order, ..target } }
 }
 
 /// A module's name, and the name without each of the prefixes that it begins with.
 fn roots(name: &str) -> impl Iterator<Item = (Component, &str)> {
     let models = MODEL_PREFIXES.iter().filter_map(move |root| Some((Component::ANY, name.strip_prefix(root)?)));
-    let pipelines = ROOTS.iter().filter_map(move |(root, component)| Some((*component, name.strip_prefix(root)?)));
-    [(Component::ANY, name)].into_iter().chain(models).chain(pipelines)
+    [(Component::ANY, name)].into_iter().chain(models).chain(pipeline_root(name))
 }
 
-fn found<'a>(names: &Names<'a>, name: &str, component: Component) -> Found<'a> {
-    let candidates = names.get(name).map_or(&[][..], Vec::as_slice);
-    let candidates: Vec<_> = candidates.iter().filter(|candidate| candidate.component.and(component).0 != 0).collect();
-    match candidates[..] {
-        [] => Found::Nothing,
-        [first, ..] if candidates.iter().all(|candidate| candidate.targets == first.targets) => {
-            Found::One(first.targets.clone())
-        }
-        _ => Found::Several(candidates.iter().map(|candidate| candidate.targets[0].module.to_owned()).collect()),
-    }
+/// The rest of a name that is of one model of a whole pipeline, by a prefix in [`ROOTS`] or as one of ComfyUI's other text
+/// encoders (`text_encoders.qwen3_06b.transformer.`).
+pub(super) fn pipeline_root(name: &str) -> Option<(Component, &str)> {
+    let listed = ROOTS.iter().find_map(|(root, component)| Some((*component, name.strip_prefix(root)?)));
+    listed.or_else(|| {
+        let (encoder, rest) = name.strip_prefix("text_encoders.")?.split_once(".transformer.")?;
+        (!encoder.contains('.')).then_some((Component::TEXT, rest))
+    })
 }

@@ -3,12 +3,14 @@
 //! | a new | goes into |
 //! |---|---|
 //! | ending of a key (`X.lora_up.weight`) | [`keys`] |
-//! | prefix, wrapper or fused weight | the tables of this file |
+//! | fused weight, or prefix of checkpoints | the tables of this file |
+//! | prefix or wrapper of adapters, or root of one model inside another | [`forms`] |
 //! | program's names for a family of models | a table in `families/` |
 //! | order of rows | [`rows`] |
 
 mod aliases;
 mod families;
+mod forms;
 pub(super) mod keys;
 pub(super) mod pattern;
 pub(super) mod rows;
@@ -19,6 +21,7 @@ use std::collections::HashMap;
 use super::experts::Expert;
 use crate::checkpoint::{Layout, TensorId, packed_modules};
 use aliases::Aliases;
+use forms::Forms;
 use rows::{Projection, RowOrder, RowSlice};
 
 /// The target of an adapter's module.
@@ -63,30 +66,6 @@ const FUSED: &[(&[&str], &[Projections])] = &[
     (&["gate_up_proj"], &[&[("gate_proj", Projection::Gate), ("up_proj", Projection::Up)]]),
 ];
 
-/// The prefixes of module names in adapters. Of two that match, the longer comes first.
-const ADAPTER_PREFIXES: &[(&str, Component)] = &[
-    ("base_model.model.", Component::ANY),
-    ("diffusion_model.", Component::NETWORK),
-    ("transformer.", Component::NETWORK),
-    ("unet.", Component::NETWORK),
-    ("text_encoder.", Component::TEXT_1),
-    ("text_encoder_2.", Component::TEXT_2),
-    ("text_encoder_3.", Component::TEXT_3),
-    ("text_encoders.", Component::ANY),
-    ("model.", Component::ANY),
-];
-
-/// The prefixes in names with underscores in place of dots.
-const FLAT_PREFIXES: &[(&str, Component)] = &[
-    ("lora_unet_", Component::NETWORK),
-    ("lora_te_", Component::TEXT_1),
-    ("lora_te1_", Component::TEXT_1),
-    ("lora_te2_", Component::TEXT_2),
-    ("lora_te3_", Component::TEXT_3),
-    ("lora_transformer_", Component::NETWORK),
-    ("lycoris_", Component::ANY),
-];
-
 /// The models of a pipeline that a name can be for, as a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Component(pub(crate) u8);
@@ -96,6 +75,8 @@ impl Component {
     pub(crate) const TEXT_1: Component = Component(2);
     pub(crate) const TEXT_2: Component = Component(4);
     pub(crate) const TEXT_3: Component = Component(8);
+    /// Any text encoder.
+    pub(crate) const TEXT: Component = Component(14);
     pub(crate) const ANY: Component = Component(15);
 
     pub(crate) fn and(self, other: Component) -> Component {
@@ -112,10 +93,8 @@ const MODEL_PREFIXES: &[&str] = &[
     "unet.",
     "text_encoders.",
     "text_encoder.",
+    "net.",
 ];
-
-/// The name parts that training programs insert for modules that they wrap.
-const WRAPPERS: &[(&str, &str)] = &[(".processor.", "."), (".base_layer", ""), (".modules_to_save", "")];
 
 /// Indices into [`Targets::targets`] by name; several if a name matches several modules.
 type Names = HashMap<String, Vec<usize>>;
@@ -124,7 +103,8 @@ type Names = HashMap<String, Vec<usize>>;
 ///
 /// An exact name takes precedence. Then prefixes are stripped: the adapter's, then also the model's. Names without dots are
 /// looked up among the model's names with *their* dots replaced by underscores, because it is unknown which of an adapter's
-/// underscores were dots. Last come the names that other programs give the modules ([`Aliases`]), in either form.
+/// underscores were dots. Then come the names that other programs give the modules ([`Aliases`]), in either form. Only when
+/// all of these find nothing is the name respelled ([`Forms::respelled`]), and at last put under another root.
 pub(crate) struct Targets<'a> {
     layout: &'a Layout,
     targets: Vec<Target<'a>>,
@@ -164,16 +144,30 @@ impl<'a> Targets<'a> {
     /// The module that an adapter calls `name`: none, one (or the several that hold its parts), or several that match equally
     /// well.
     pub(crate) fn find(&self, name: &str) -> Found<'a> {
-        let dotted = candidates(name, ADAPTER_PREFIXES);
-        let underscored = if name.contains('.') { Vec::new() } else { candidates(name, FLAT_PREFIXES) };
+        let written = Forms::written(name);
+        let found = self.find_form(&written);
+        if found != Found::Nothing {
+            return found;
+        }
+        let respelled = Forms::respelled(name);
+        let found = self.find_form(&respelled);
+        if found != Found::Nothing {
+            return found;
+        }
+        let rooted = [&written, &respelled].into_iter().flat_map(Forms::under_other_roots);
+        rooted.map(|forms| self.find_form(&forms)).fold(Found::Nothing, Found::or)
+    }
+
+    /// The module of the first form that there is.
+    fn find_form(&self, forms: &Forms) -> Found<'a> {
         let tiers = [
-            (&self.exact, &dotted),
-            (&self.other, &dotted),
-            (&self.flat, &underscored),
-            (&self.flat_other, &underscored),
+            (&self.exact, &forms.dotted),
+            (&self.other, &forms.dotted),
+            (&self.flat, &forms.flat),
+            (&self.flat_other, &forms.flat),
         ];
-        for (names, candidates) in tiers {
-            if let Some(places) = candidates.iter().find_map(|(_, candidate)| names.get(candidate)) {
+        for (names, forms) in tiers {
+            if let Some(places) = forms.iter().find_map(|(_, name)| names.get(name)) {
                 return match places[..] {
                     [place] => Found::One(vec![self.targets[place]]),
                     _ => Found::Several(places.iter().map(|&p| self.targets[p].module.to_owned()).collect()),
@@ -181,13 +175,16 @@ impl<'a> Targets<'a> {
             }
         }
         let aliases = self.aliases.get_or_init(|| Aliases::new(self.layout, &self.targets[..self.modules]));
-        let dotted = dotted.iter().map(|(component, name)| aliases.dotted(name, *component));
-        let underscored = underscored.iter().map(|(component, name)| aliases.flat(name, *component));
-        dotted.chain(underscored).find(|found| *found != Found::Nothing).unwrap_or(Found::Nothing)
+        let dotted = forms.dotted.iter().map(|(component, name)| aliases.dotted(name, *component));
+        let flat = forms.flat.iter().map(|(component, name)| aliases.flat(name, *component));
+        dotted.chain(flat).find(|found| *found != Found::Nothing).unwrap_or(Found::Nothing)
     }
 
     /// Adds the other names of a module.
     fn add_other(&mut self, name: &str, place: usize) {
+        if let Some(bare) = forms::unwrapped(name) {
+            self.add_other(&bare, place);
+        }
         for prefix in MODEL_PREFIXES {
             if let Some(rest) = name.strip_prefix(prefix) {
                 add(&mut self.other, rest.to_owned(), place);
@@ -229,6 +226,29 @@ pub(crate) enum Found<'a> {
     Several(Vec<String>),
 }
 
+impl Found<'_> {
+    /// What either is; several, if they differ.
+    fn or(self, other: Self) -> Self {
+        let names = |found: &Self| match found {
+            Found::Nothing => Vec::new(),
+            Found::One(targets) => targets.iter().map(|target| target.module.to_owned()).collect(),
+            Found::Several(names) => names.clone(),
+        };
+        match (&self, &other) {
+            (_, Found::Nothing) => self,
+            (Found::Nothing, _) => other,
+            _ if self == other => self,
+            _ => {
+                let mut both = names(&self);
+                both.extend(names(&other));
+                both.sort();
+                both.dedup();
+                Found::Several(both)
+            }
+        }
+    }
+}
+
 /// The modules with a weight, packed or not, or a bias, and every other tensor as a separate module.
 fn modules(layout: &Layout) -> Vec<Target<'_>> {
     let mut targets: Vec<Target<'_>> = Vec::new();
@@ -262,25 +282,6 @@ fn add(names: &mut Names, name: String, place: usize) {
     if !places.contains(&place) {
         places.push(place);
     }
-}
-
-/// `name` itself, then with up to three prefixes stripped in turn, then the same without wrappers; each with the
-/// models that the prefixes say it can be for.
-fn candidates(name: &str, prefixes: &[(&str, Component)]) -> Vec<(Component, String)> {
-    let mut found = vec![(Component::ANY, name.to_owned())];
-    let (mut rest, mut component) = (name, Component::ANY);
-    for _ in 0..3 {
-        let stripped = prefixes.iter().find_map(|(prefix, of)| Some((rest.strip_prefix(prefix)?, *of)));
-        let Some((stripped, of)) = stripped else { break };
-        (rest, component) = (stripped, component.and(of));
-        found.push((component, rest.to_owned()));
-    }
-    for (wrapper, without) in WRAPPERS {
-        let wrapped = found.iter().filter(|(_, name)| name.contains(wrapper));
-        let unwrapped: Vec<_> = wrapped.map(|(component, name)| (*component, name.replace(wrapper, without))).collect();
-        found.extend(unwrapped);
-    }
-    found
 }
 
 #[cfg(test)]

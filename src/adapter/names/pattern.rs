@@ -1,7 +1,7 @@
 //! Patterns of module names.
 
 /// A name in which `{}` stands for a number and a last `*` for everything after it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Pattern {
     /// What stands before, between and after the numbers.
     texts: Vec<String>,
@@ -35,6 +35,19 @@ impl Pattern {
     /// How many numbers it has, and whether it leaves the end open: names can be carried between patterns that agree.
     pub(crate) fn holes(&self) -> (usize, bool) {
         (self.texts.len() - 1, self.rest)
+    }
+
+    /// What all fitting names have before their first dot; `None` if they differ there.
+    pub(crate) fn first_part(&self) -> Option<&str> {
+        let text = &self.texts[0];
+        let whole = self.texts.len() == 1 && !self.rest;
+        text.split_once('.').map(|(first, _)| first).or(whole.then_some(text))
+    }
+
+    /// What all fitting names have after their last dot; `None` if they differ there.
+    pub(crate) fn last_part(&self) -> Option<&str> {
+        let text = self.texts.last().filter(|_| !self.rest)?;
+        text.rsplit_once('.').map(|(_, last)| last).or((self.texts.len() == 1).then_some(text))
     }
 
     pub(crate) fn captures<'n>(&self, name: &'n str) -> Option<Captured<'n>> {
@@ -82,6 +95,21 @@ mod tests {
         for other in ["a.x.q", "a..q", "a.1.qq", "b.1.q", ""] {
             assert_eq!(carried("a.{}.q", "b", other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn the_parts_that_all_fitting_names_have_are_told() {
+        let parts = |text: &str| {
+            let pattern = Pattern::parse(text).unwrap();
+            (pattern.first_part().map(str::to_owned), pattern.last_part().map(str::to_owned))
+        };
+        let some = |part: &str| Some(part.to_owned());
+        assert_eq!(parts("a.{}.b"), (some("a"), some("b")));
+        assert_eq!(parts("a"), (some("a"), some("a")));
+        assert_eq!(parts("a.b*"), (some("a"), None));
+        assert_eq!(parts("a*"), (None, None));
+        assert_eq!(parts("a{}.b.{}"), (None, None));
+        assert_eq!(parts("{}.b_{}_c"), (None, None));
     }
 
     #[test]
