@@ -10,13 +10,16 @@ use tensor_offload::{Adapter, Checkpoint, Error, Matching, Result, ScalePolicy, 
 /// Which adapters are applied, and how.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AdapterOptions {
-    /// An adapter, as PATH[:STRENGTH]: a safetensors file or a PEFT folder; applied in the order given. What is the path of a
+    /// An adapter, as PATH[:STRENGTH]: a safetensors file, or a folder of PEFT's or mlx-lm's; applied in the order given. What is the path of a
     /// file as a whole is that file
     #[arg(long = "adapter", value_name = "PATH[:STRENGTH]")]
     pub(crate) adapters: Vec<OsString>,
     /// Apply adapters that match only in part, and list what was left out
     #[arg(long)]
     allow_partial: bool,
+    /// The alpha of the adapters' modules, whose factors are multiplied by alpha / rank; for adapters whose alpha got lost
+    #[arg(long, value_name = "ALPHA", allow_negative_numbers = true)]
+    alpha: Option<f64>,
     /// Look up modules that an adapter calls FROM as TO; `{}` stands for a number and a final `*` for the rest of the name
     #[arg(long, value_name = "FROM=TO")]
     rename: Vec<String>,
@@ -72,6 +75,7 @@ impl AdapterOptions {
             adapter.rename(from.trim(), to.trim())
         })?;
         let adapter = self.only.iter().fold(adapter, Adapter::only);
+        let adapter = self.alpha.into_iter().try_fold(adapter, Adapter::alpha)?;
         let rows = self.rotary_rows.as_deref().map(rotary_rows).transpose()?;
         Ok(rows.into_iter().fold(adapter, Adapter::rotary_rows))
     }

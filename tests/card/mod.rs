@@ -2,6 +2,7 @@
 //! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -185,8 +186,15 @@ pub(crate) fn wait_until_closed(cuda: &Session, most: Duration) {
 
 /// Whether this process has threads that call the driver for an open device: its reaper and its lanes. Only Linux tells.
 fn has_device_threads() -> bool {
+    let name = |thread: &Path| std::fs::read_to_string(thread.join("comm")).unwrap_or_default();
     let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return true };
-    let name = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
-    let calls = |name: String| name.starts_with("cuda:") || name.contains(" to cuda:");
-    threads.flatten().map(name).any(calls)
+    let own = std::fs::read_link("/proc/thread-self").ok().and_then(|path| Some(path.file_name()?.to_owned()));
+    let starter = name(Path::new("/proc/thread-self"));
+    let calls = |thread: std::fs::DirEntry| {
+        let name = name(&thread.path());
+        // A thread that has only just been started still has the name of the one that started it.
+        let unnamed = name == starter && Some(thread.file_name()) != own;
+        unnamed || name.starts_with("cuda:") || name.contains(" to cuda:")
+    };
+    threads.flatten().any(calls)
 }
