@@ -235,6 +235,15 @@ fn older_names_of_experts_are_found_in_newer_files_and_the_reverse() {
         let got = apply(&layer.apart(file.0, file.1), &tensors, &config(""));
         close(&got, &values(&layer.changed(&changes).apart(file.0, file.1)), adapter.0);
     }
+    for (adapter, stored) in [("mlp.gate", "block_sparse_moe.gate"), ("block_sparse_moe.gate", "mlp.gate")] {
+        let router = file("router", &[f32s(&format!("model.layers.0.{stored}.weight"), &[3, 4], &[0.0; 12])]);
+        let module = format!("base_model.model.model.layers.0.{adapter}");
+        let ones = |part: &str, shape: [u64; 2]| {
+            f32s(&format!("{module}.{part}.weight"), &shape, &vec![1.0; (shape[0] * shape[1]) as usize])
+        };
+        let got = apply(&router, &[ones("lora_A", [2, 4]), ones("lora_B", [3, 2])], &config(""));
+        assert_eq!(got, [[4.0; 12]], "{stored}");
+    }
 }
 
 #[test]

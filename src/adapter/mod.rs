@@ -76,8 +76,8 @@ const WEIGHTS_FILES: [&str; 2] = ["adapter_model.safetensors", "adapters.safeten
 const PEFT_PREFIX: &str = "base_model.model.";
 
 impl Adapter {
-    /// Opens a safetensors file, or a folder as PEFT or mlx-lm writes it: `adapter_config.json` and one safetensors file. Naming
-    /// that file opens the folder; so does any file in it with PEFT's names.
+    /// Opens a safetensors file, or a folder as PEFT or mlx-lm writes it: `adapter_config.json` and one safetensors file. That
+    /// file, named by itself, is read with its configuration; so is any file in the folder with PEFT's names.
     ///
     /// A module's factors are multiplied by `strength` times a [`ScaleFactor`], which the match report tells. Strength zero
     /// changes nothing.
@@ -98,7 +98,8 @@ impl Adapter {
         }
         let weights = Checkpoint::open(path)?;
         let of_peft = weights.layout().tensors().iter().any(|tensor| tensor.name.starts_with(PEFT_PREFIX));
-        let config = folder.filter(|_| of_peft).map(read_config).transpose()?;
+        let belongs = |folder: &&Path| of_peft || is_alone(folder);
+        let config = folder.filter(belongs).map(read_config).transpose()?;
         Adapter::assemble(weights, path, config, strength)
     }
 
@@ -351,6 +352,13 @@ fn read_config(folder: &Path) -> Result<Config> {
     let bad = |reason| Error::adapter(folder, None, AdapterFault::Config { reason });
     let text = read_text(&folder.join(CONFIG_FILE), bad)?;
     Config::parse(&text).map_err(|fault| Error::adapter(folder, None, fault))
+}
+
+/// Whether a folder holds one safetensors file, so that its configuration is for that.
+fn is_alone(folder: &Path) -> bool {
+    let Ok(entries) = fs::read_dir(folder) else { return false };
+    let weights = |path: &Path| path.extension().is_some_and(|end| end.eq_ignore_ascii_case("safetensors"));
+    entries.flatten().filter(|entry| weights(&entry.path())).count() == 1
 }
 
 /// The folders in a folder that hold a configuration, in order: PEFT keeps adapters of other names than `default` in them.
