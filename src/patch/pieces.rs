@@ -1,4 +1,4 @@
-//! A weight in pieces: eight rows by some columns, lifted, changed and rounded in place.
+//! Patching in pieces of eight rows by some columns: each piece is converted to f32, changed and rounded in place.
 
 use std::ops::Range;
 
@@ -16,9 +16,9 @@ use crate::rounding::Noise;
 #[derive(Clone, Copy)]
 pub(super) struct Stored<'a> {
     pub(super) float: Float,
-    /// What the stored numbers are multiplied by.
+    /// The scales of the stored values.
     pub(super) scales: Option<&'a Scales>,
-    /// What decides the rounding, where it is not to the nearest.
+    /// The noise of stochastic rounding; `None` rounds to the nearest value.
     pub(super) noise: Option<Noise>,
     pub(super) rows: usize,
     pub(super) cols: usize,
@@ -33,7 +33,7 @@ impl Stored<'_> {
         }
     }
 
-    /// Stores them again; leaves what was stored in `values`.
+    /// Rounds `values` back into `raw`, and leaves the rounded values in `values`. Returns the number of saturated values.
     pub(super) fn round(&self, tier: Tier, row: usize, cols: &Range<usize>, values: &mut [f32], raw: &mut [u8]) -> u64 {
         if let Some(scales) = self.scales {
             scales.each(row * self.cols + cols.start, values, |value, scale| value / scale);
@@ -48,19 +48,18 @@ impl Stored<'_> {
     }
 }
 
-/// Columns of a piece; a multiple of [`TILE_COLS`]. Its f32 values stay in the first-level cache, and the factors of
-/// as many columns in the second-level one.
+/// The columns of a piece, a multiple of [`TILE_COLS`]. Its f32 values fit in the first-level cache, and the factors of as
+/// many columns in the second-level cache.
 const PIECE_COLS: usize = 512;
 
-/// Rows that one task works on, for weights of so many columns: enough work to be worth a task, few enough rows to
-/// share a weight out.
+/// The rows of one task for a weight of `cols` columns: enough work for a task, and few enough rows to occupy all threads.
 fn task_rows(cols: usize) -> usize {
     const ELEMENTS: usize = 1 << 18;
     (ELEMENTS / cols.max(1)).clamp(TILE_ROWS, 128) / TILE_ROWS * TILE_ROWS
 }
 
-/// Applies `steps`, none of which sees more than a row, in order to the weight in `bytes`; returns how many values were
-/// saturated.
+/// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`. Returns the number of saturated
+/// values.
 pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
     let rows = task_rows(weight.cols);
     let task_bytes = rows * weight.cols * weight.float.size();
@@ -75,14 +74,14 @@ pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[S
         .sum()
 }
 
-/// The f32 values of the piece in work.
+/// The f32 values of the current piece.
 #[derive(Default)]
 struct Scratch {
     weight: Vec<f32>,
     spare: Spare,
 }
 
-/// Room for a delta of the same size and what it is made of.
+/// Buffers for a delta of the same size and its intermediate values.
 #[derive(Default)]
 struct Spare {
     delta: Vec<f32>,
@@ -104,7 +103,7 @@ impl Task<'_> {
         let whole_rows = self.steps.iter().any(|step| step.change.scope() > Scope::Element);
         let piece_cols = if whole_rows { cols } else { PIECE_COLS };
         let mut saturated = 0;
-        // Columns outside, so that the factors of a piece's columns serve all rows of the task.
+        // Columns are the outer loop, so that the factors of a piece's columns stay in cache for all rows of the task.
         for first_col in (0..cols).step_by(piece_cols) {
             let piece_cols = piece_cols.min(cols - first_col);
             for first_row in (0..rows).step_by(TILE_ROWS) {
@@ -177,7 +176,7 @@ impl Task<'_> {
                     transform_row(self.tier, columns, of_step, strip.row(row), spare);
                 }
             }
-            // These see more than a piece: `whole` does them.
+            // These need more than a piece; `whole` applies them.
             Change::Rotate { .. } | Change::Pad { .. } => {}
         }
     }
@@ -321,37 +320,37 @@ fn norm(values: impl Iterator<Item = f32>) -> f32 {
     values.map(|value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt() as f32
 }
 
-/// The place of some rows of a piece in a step.
+/// Where rows of a piece are in a step.
 struct Place<'a> {
-    /// The weight's row that the step begins at.
+    /// The weight's row where the step begins.
     first_row: usize,
     piece: &'a Piece,
-    /// Rows, counted in the piece.
+    /// Rows, relative to the piece.
     rows: Range<usize>,
 }
 
 impl Place<'_> {
-    /// The row of the step that is row `row` of the piece.
+    /// The row of the step for row `row` of the piece.
     fn of_step(&self, row: usize) -> usize {
         self.piece.rows.start + row - self.first_row
     }
 }
 
-/// The place of a piece in its weight.
+/// The rows and columns of a piece in its weight.
 struct Piece {
     rows: Range<usize>,
     cols: Range<usize>,
 }
 
 impl Piece {
-    /// The piece's rows, counted in it, that are among `rows` of the weight.
+    /// The rows of the piece that are in `rows` of the weight, relative to the piece.
     fn shared_rows(&self, rows: &Range<usize>) -> Option<Range<usize>> {
         let (start, end) = (rows.start.max(self.rows.start), rows.end.min(self.rows.end));
         (start < end).then(|| start - self.rows.start..end - self.rows.start)
     }
 }
 
-/// The distance of a piece's rows: an odd number of tiles, so that rows do not fall on the same cache sets.
+/// The stride between a piece's rows: an odd number of tiles, so that rows do not map to the same cache sets.
 fn stride(cols: usize) -> usize {
     (cols.div_ceil(TILE_COLS) | 1) * TILE_COLS
 }

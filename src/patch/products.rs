@@ -1,4 +1,4 @@
-//! What of the arithmetic devices can do: patches that are nothing but products of low rank.
+//! Patches that devices can apply: those that only add low-rank products.
 
 use super::TensorPatch;
 use super::scales::{ScalePolicy, Scales};
@@ -6,11 +6,11 @@ use super::steps::{Change, Delta, Step, TILE_COLS, TILE_ROWS};
 use crate::backend::{MatrixPatch, PackedProduct};
 use crate::rounding::Rounding;
 
-// A device takes the factors as they are packed for the host.
+// Devices use the same packing as the host.
 const _: () = assert!(MatrixPatch::TILE[0] == TILE_ROWS && MatrixPatch::TILE[1] == TILE_COLS);
 
 impl TensorPatch {
-    /// Whether the patch is products added to the weight, rounded to the nearest under the scales that it has.
+    /// Whether the patch only adds products, rounds to the nearest value and keeps the weight's scales.
     pub(crate) fn is_products(&self) -> bool {
         let added =
             |step: &Step| matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
@@ -26,7 +26,7 @@ impl TensorPatch {
             && self.steps.iter().all(added)
     }
 
-    /// The patch in the form that devices take, with the scales from [`scales`](TensorPatch::scales); `None` if the patch is
+    /// The patch in the form for devices, with the scales from [`scales`](TensorPatch::scales); `None` if the patch is
     /// not [one of products](TensorPatch::is_products).
     pub(crate) fn products<'a>(&'a self, scales: Option<&'a Scales>) -> Option<MatrixPatch<'a>> {
         let product = |step: &'a Step| {

@@ -1,12 +1,12 @@
-//! What is done to one tensor, in order: which rows change, and by which numbers, in f32.
+//! The steps of a patch: which rows of a tensor each one changes, and by which f32 values.
 //!
-//! Whoever wants a tensor changed gives plain matrices. They are packed here for the arithmetic, by where in the weight
-//! their rows stand.
+//! Callers pass plain matrices. The constructors of [`Step`] pack them into tiles for the inner loops, aligned with the rows
+//! of the weight.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One change of some rows of a weight seen as a matrix: its first dimension by all others.
+/// A change of some rows of a weight, which is seen as a matrix: its first dimension by all others.
 #[derive(Debug)]
 pub(crate) struct Step {
     pub(super) rows: Range<usize>,
@@ -43,12 +43,12 @@ impl Step {
         Step { rows, change: Change::Transform(columns) }
     }
 
-    /// The weight, of shape `from`, comes to stand in the corner of zeros of the shape `to`.
+    /// Pads the weight with zeros from the shape `from` to the shape `to`; it keeps the leading corner.
     pub(crate) fn pad(from: Vec<u64>, to: Vec<u64>) -> Step {
         Step { rows: 0..0, change: Change::Pad { from, to } }
     }
 
-    /// Counts each row of the weight as `count` rows, for steps that give values whole.
+    /// Counts each row of the weight as `count` rows, for steps that hold dense values.
     pub(crate) fn split_rows(&mut self, count: usize) {
         debug_assert!(match &self.change {
             Change::Add { delta, .. } => matches!(**delta, Delta::Dense(_)),
@@ -63,7 +63,7 @@ impl Step {
     }
 }
 
-/// What is done to the rows of a [`Step`], whose constructors say what each does.
+/// The operation of a [`Step`]; the constructors describe each.
 #[derive(Debug)]
 pub(super) enum Change {
     Add { delta: Arc<Delta>, scale: f32 },
@@ -75,7 +75,7 @@ pub(super) enum Change {
 }
 
 impl Change {
-    /// How many numbers its factors hold.
+    /// The number of values in its factors.
     pub(super) fn values(&self) -> usize {
         match self {
             Change::Add { delta, .. } => delta.values(),
@@ -90,7 +90,7 @@ impl Change {
         }
     }
 
-    /// What it has to see of the weight at once.
+    /// How much of the weight it needs at once.
     pub(super) fn scope(&self) -> Scope {
         match self {
             Change::Add { delta, .. } if matches!(**delta, Delta::Linear(_)) => Scope::Row,
@@ -109,13 +109,12 @@ pub(super) enum Scope {
     Weight,
 }
 
-/// A matrix D to add, as the factors that make it. `P` says how it holds those of a product: as given ([`Product`]), or
-/// [`Packed`].
+/// A matrix D to add, held as its factors. `P` is the form of a product's factors: as given ([`Product`]) or [`Packed`].
 #[derive(Debug)]
 pub(crate) enum Delta<P = Packed> {
     /// `up down`.
     Product(P),
-    /// Given whole, row by row.
+    /// The values of D, row by row.
     Dense(Vec<f32>),
     /// LoHa: the two products multiplied element by element.
     Hadamard(Box<[P; 2]>),
@@ -126,7 +125,7 @@ pub(crate) enum Delta<P = Packed> {
 }
 
 impl Delta<Product> {
-    /// The same packed, for a change of the weight from `first_row` on.
+    /// Packs the factors, for rows of the weight from `first_row` on.
     fn packed(self, first_row: usize) -> Delta {
         match self {
             Delta::Product(product) => Delta::Product(product.packed(first_row)),
@@ -158,7 +157,7 @@ impl Delta {
 pub(crate) struct Kronecker {
     pub(crate) left: Matrix,
     pub(crate) right: Matrix,
-    /// For each row of the change its row in the product; `None` if that is the same.
+    /// For each row of the change, its row in the product; `None` if the rows are the same.
     pub(crate) source: Option<Vec<usize>>,
 }
 
@@ -186,7 +185,7 @@ pub(crate) struct Dora {
     pub(crate) strength: f32,
 }
 
-/// What DoRA takes its norms over.
+/// The axis that DoRA normalizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Axis {
     Rows,
@@ -196,7 +195,7 @@ pub(crate) enum Axis {
     },
 }
 
-/// What a row w becomes: `w' = T_n .. T_1 w`, times the row's number in `by_rows`.
+/// A linear transform of each row w: `w' = T_n .. T_1 w`, times the row's factor in `by_rows`.
 #[derive(Debug)]
 pub(crate) struct Columns {
     pub(crate) transforms: Vec<BlockTransform>,
@@ -210,12 +209,12 @@ pub(crate) struct BlockTransform {
     pub(super) size: usize,
     /// The blocks, each transposed.
     pub(super) blocks: Vec<f32>,
-    /// Where P takes each element from.
+    /// For each element of the permuted row, the index of its source.
     pub(super) order: Option<Vec<u32>>,
 }
 
 impl BlockTransform {
-    /// `blocks` are one after the other, each row by row. `order`, if given, is a permutation of as many columns.
+    /// `blocks` holds the blocks in order, each row by row. `order`, if given, is a permutation of all columns.
     pub(crate) fn new(size: usize, blocks: Vec<f32>, order: Option<Vec<u32>>) -> BlockTransform {
         let transposed = |block: &[f32]| {
             let at = |index: usize| block[index % size * size + index / size];
@@ -249,8 +248,8 @@ impl Matrix {
         Matrix { rows: self.cols, cols: self.rows, values }
     }
 
-    /// `self other`, each element summed in order; `self.cols` is `other.rows`. Multiply and add are apart, since
-    /// this runs without choice of an instruction set, where a fused one may be a call.
+    /// The product `self other`, where `self.cols` equals `other.rows`; each element is summed in order. It multiplies and adds in
+    /// two operations, because a fused one may be a function call on the baseline instruction set.
     pub(crate) fn times(&self, other: &Matrix) -> Matrix {
         let mut values = vec![0.0f32; self.rows * other.cols];
         if other.cols > 0 {
@@ -264,8 +263,8 @@ impl Matrix {
     }
 }
 
-/// The rows and columns of a tensor seen as a matrix, its first dimension by all others; a vector is one row. None
-/// where they cannot be counted.
+/// The rows and columns of a tensor seen as a matrix, its first dimension by all others; a vector is one row. `None`
+/// if the sizes overflow.
 pub(crate) fn matrix_of(shape: &[u64]) -> Option<(usize, usize)> {
     let (rows, inner) = match shape {
         [rows, inner @ ..] if !inner.is_empty() => (*rows, inner),
@@ -283,9 +282,9 @@ pub(crate) struct Product {
     pub(crate) down: Matrix,
 }
 
-/// Rows of a tile: what one pass of the innermost loop works on.
+/// The rows of a tile, the unit of the innermost loop.
 pub(super) const TILE_ROWS: usize = 8;
-/// Columns of a tile.
+/// The columns of a tile.
 pub(super) const TILE_COLS: usize = 32;
 
 /// The factors of a [`Product`], packed by tile, so that the innermost loop reads both in order.
@@ -294,11 +293,11 @@ pub(super) const TILE_COLS: usize = 32;
 #[derive(Debug)]
 pub(crate) struct Packed {
     pub(super) rank: usize,
-    /// For each eight rows of the weight, rank by [`TILE_ROWS`].
+    /// For each [`TILE_ROWS`] rows of the weight, values [rank, TILE_ROWS].
     up: Vec<f32>,
-    /// For each 32 columns, rank by [`TILE_COLS`].
+    /// For each [`TILE_COLS`] columns, values [rank, TILE_COLS].
     down: Vec<f32>,
-    /// The tile of rows of the weight at which `up` begins.
+    /// The index of the weight's tile of rows that `up` begins with.
     first_tile: usize,
 }
 
@@ -338,7 +337,7 @@ impl Packed {
         &self.down[tile * self.rank * TILE_COLS..]
     }
 
-    /// Both packed factors whole: of the rows that it changes, and of all columns.
+    /// Both packed factors: up for the changed rows, down for all columns.
     pub(super) fn factors(&self) -> (&[f32], &[f32]) {
         (&self.up, &self.down)
     }

@@ -1,4 +1,4 @@
-//! Changes that see all of a weight at once, on an f32 copy of it.
+//! Changes that need the whole weight at once. They work on an f32 copy.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use super::steps::{Axis, Change, Delta, Dora, Scope, Step, matrix_of};
 use super::vector::Tier;
 use crate::float::Float;
 
-/// Applies `steps` in order to the weight that `bytes` begins with; `bytes` is as long as the patched weight. Returns
-/// how many values were saturated.
+/// Applies `steps` in order to the weight at the start of `bytes`, which is as long as the patched weight. Returns the
+/// number of saturated values.
 pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
     F32Weight::patched(tier, weight, bytes, steps).store(weight, bytes)
 }
 
 impl F32Weight {
-    /// The weight that `bytes` begins with, once `steps` are applied in order.
+    /// The weight at the start of `bytes`, after `steps`.
     pub(super) fn patched(tier: Tier, weight: Stored<'_>, bytes: &[u8], steps: &[Step]) -> F32Weight {
         let size = weight.float.size();
         let mut lifted =
@@ -32,7 +32,7 @@ impl F32Weight {
         lifted
     }
 
-    /// Rounds it into `bytes`, in the type and with the scales of `weight`; returns how many values were saturated.
+    /// Rounds it into `bytes`, in the type and with the scales of `weight`. Returns the number of saturated values.
     pub(super) fn store(mut self, weight: Stored<'_>, bytes: &mut [u8]) -> u64 {
         if self.values.is_empty() {
             return 0;
@@ -164,7 +164,7 @@ fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step])
     pieces::apply(tier, weight, bytemuck::cast_slice_mut(values), steps);
 }
 
-/// `old` of shape `from` in the corner of `count` zeros of shape `to`.
+/// `old`, of shape `from`, padded with zeros to the shape `to` of `count` values.
 fn padded(old: &[f32], from: &[u64], to: &[u64], count: usize) -> Vec<f32> {
     let mut new = vec![0.0; count];
     let (Some((&run, outer)), Some((&run_to, outer_to))) = (from.split_last(), to.split_last()) else { return new };

@@ -143,7 +143,7 @@ const OTHERS: &[(&str, Part)] = &[
 /// Endings that name a kind which is not applied.
 const UNSUPPORTED: &[(&str, &str)] = &[
     (".on_input", "(IA)^3"),
-    (".oft_R", "OFT of PEFT before 0.15"),
+    (".oft_R", "OFT of PEFT before 0.16"),
     (".oft_diag", "diagonal OFT"),
     (".rescale", "OFT with a rescale"),
     (".vera_lambda_b", "VeRA"),
