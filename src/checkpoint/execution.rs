@@ -395,10 +395,10 @@ mod tests {
                 "unet.conv_in",
                 "unet.down_blocks.0",
                 "unet.down_blocks.1",
+                "vae.other",
                 "vae.decoder.up.1",
                 "vae.decoder.up.0",
                 "vae.encoder.down.0",
-                "vae.other",
                 "model_ema",
             ]
         );
