@@ -286,6 +286,7 @@ fn a_layout_serialises_as_lists_that_name_each_other_by_place() {
         ],
         "layers": [{"name": "a.0", "modules": [0], "bytes": 4, "class": 0}],
         "classes": 1,
+        "order": { "source": "names_rule" },
         "storage": [0],
         "module_of": [0],
     });

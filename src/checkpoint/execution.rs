@@ -344,3 +344,102 @@ impl<'n> Around<'n> {
         self.open.last().map(|(_, index)| *index)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ordered(names: &[&'static str]) -> Vec<&'static str> {
+        order(names).map(|order| order.layers.iter().map(|&layer| names[layer]).collect()).unwrap_or_default()
+    }
+
+    #[test]
+    fn the_family_with_lines_for_the_most_layers_is_taken() {
+        let found = |names: &[&str]| order(names).map(|order| order.families).unwrap_or_default();
+        let both = ["patch_embedding", "blocks.0", "blocks.1"];
+        assert_eq!(
+            found(&[&both[..], &["proj_out", "condition_embedder.time_proj"]].concat()),
+            ["Wan, diffusers' names"]
+        );
+        assert_eq!(found(&[&both[..], &["head.head", "text_embedding.0"]].concat()), ["Wan, original names"]);
+        assert!(found(&["blocks.0", "blocks.1", "patch"]).is_empty());
+        // What a family has taken is not there for another.
+        assert_eq!(found(&["model.embed_tokens", "model.layers.0", "lm_head"]), ["Language model"]);
+    }
+
+    #[test]
+    fn networks_stand_one_after_another() {
+        let names = [
+            "vae.decoder.up.0",
+            "vae.decoder.up.1",
+            "vae.encoder.down.0",
+            "vae.other",
+            "unet.down_blocks.1",
+            "unet.conv_in",
+            "unet.down_blocks.0",
+            "text_encoder_2.encoder.block.0",
+            "text_encoder.text_model.encoder.layers.0",
+            "text_encoder_3.unknown.0",
+            "an_input",
+            "a_condition.3",
+            "model_ema",
+        ];
+        assert_eq!(
+            ordered(&names),
+            [
+                "an_input",
+                "text_encoder.text_model.encoder.layers.0",
+                "text_encoder_2.encoder.block.0",
+                "text_encoder_3.unknown.0",
+                "a_condition.3",
+                "unet.conv_in",
+                "unet.down_blocks.0",
+                "unet.down_blocks.1",
+                "vae.other",
+                "vae.decoder.up.1",
+                "vae.decoder.up.0",
+                "vae.encoder.down.0",
+                "model_ema",
+            ]
+        );
+        // Without a network between them, the encoder is first.
+        let alone = ["vae.decoder.up.0", "vae.decoder.up.1", "vae.encoder.down.0"];
+        assert_eq!(ordered(&alone), ["vae.encoder.down.0", "vae.decoder.up.1", "vae.decoder.up.0"]);
+    }
+
+    #[test]
+    fn a_layer_belongs_to_the_innermost_network_around_it() {
+        let components = |prefixes: &[(&'static str, usize)]| {
+            let component = |&(prefix, layers)| Component { family: &families()[0], prefix, spots: Vec::new(), layers };
+            prefixes.iter().map(component).collect::<Vec<_>>()
+        };
+        let components = components(&[("", 1), ("a.", 1), ("a.b.", 1), ("a.b.", 5), ("c.", 1)]);
+        let mut around = Around::new(&components);
+        let names = [("_", 0), ("a", 0), ("a.a", 1), ("a.b.c", 3), ("a.c", 1), ("b", 0), ("c.x", 4), ("d", 0)];
+        for (name, network) in names {
+            assert_eq!(around.innermost(name), Some(network), "{name}");
+        }
+        assert_eq!(Around::new(&components[1..]).innermost("_"), None);
+    }
+
+    #[test]
+    fn layers_that_are_spread_follow_those_that_they_are_spread_over() {
+        let names =
+            ["blocks.3", "patch_embedding", "vace_blocks.1", "blocks.2", "vace_blocks.0", "blocks.1", "blocks.0"];
+        let order =
+            ["patch_embedding", "blocks.0", "vace_blocks.0", "blocks.1", "blocks.2", "vace_blocks.1", "blocks.3"];
+        assert_eq!(ordered(&names), order);
+        // As many, or more, follow one by one.
+        let names = ["vace_blocks.1", "vace_blocks.0", "patch_embedding", "blocks.0", "vace_blocks.2", "blocks.1"];
+        let order = ["patch_embedding", "blocks.0", "vace_blocks.0", "blocks.1", "vace_blocks.1", "vace_blocks.2"];
+        assert_eq!(ordered(&names), order);
+    }
+
+    #[test]
+    fn numbers_of_any_size_are_ordered() {
+        let largest = "decoder.up.18446744073709551615";
+        assert_eq!(ordered(&["decoder.up.0", largest, "decoder.up.7"]), [largest, "decoder.up.7", "decoder.up.0"]);
+        let beyond = "decoder.up.18446744073709551616";
+        assert_eq!(ordered(&[beyond, "decoder.up.7"]).len(), 2);
+    }
+}

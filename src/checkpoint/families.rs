@@ -269,3 +269,75 @@ fn how(line: &'static str) -> Result<(&'static str, Run), &'static str> {
     }
     Ok((line, Run::Ascending))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(table: &'static str) -> Result<Vec<Family>, String> {
+        parse(table, &parse_stages("first:\nsecond: a b.c").unwrap())
+    }
+
+    #[test]
+    fn all_tables_are_read() {
+        assert!(families().len() > 60, "{}", families().len());
+        let stages = stages();
+        assert!(stages.index("network") < stages.index("decoder of latents"));
+        for stage in ["inputs", "conditions", "network", "encoder of latents", "decoder of latents"] {
+            assert!(stages.index(stage).is_some(), "{stage}");
+        }
+        for (index, family) in families().iter().enumerate() {
+            let found = family.anchor().all(|stem| families_with(stem).contains(&index));
+            assert!(found && family.anchor().count() > 0, "{}", family.name);
+        }
+    }
+
+    #[test]
+    fn lines_are_read() {
+        let table = "# comment\n[x] second\na | b.c # comment\n\nd.{} ! # comment\n& e.{} every 5\n& f.* evenly\ng.{} descending !";
+        let family = &read(table).unwrap()[0];
+        assert_eq!((family.name, family.stage, family.turns, family.last_stack), ("x", 1, 3, 2));
+        let spot = |text, numbered| family.spot(Stem { text, numbered });
+        let at = |turn, within, run| Some(Spot { turn, within, run });
+        assert_eq!([spot("a", false), spot("b.c", false)], [at(0, 0, Run::Ascending); 2]);
+        assert_eq!(spot("d", true), at(1, 0, Run::Ascending));
+        assert_eq!(spot("e", true), at(1, 1, Run::Every(5)));
+        assert_eq!([spot("f.x", false), spot("f", true), spot("f.y.z", true)], [at(1, 2, Run::ByName); 3]);
+        assert_eq!(spot("g", true), at(2, 0, Run::Descending));
+        assert_eq!([spot("a", true), spot("d", false), spot("fx", false), spot("", false)], [None; 4]);
+        assert_eq!(family.anchor().collect::<Vec<_>>(), [Stem { text: "d", numbered: true }]);
+        assert_eq!(family.needs.len(), 2);
+    }
+
+    #[test]
+    fn tables_without_one_meaning_are_refused() {
+        for wrong in [
+            "a",
+            "[x] second",
+            "[x] third\na !",
+            "[x second\na !",
+            "[x] second\na.* !",
+            "[x] second\n& a !",
+            "[x] second\na !\na",
+            "[x] second\na !\nb.*\nb.*",
+            "[x] second\na !\nb.{} every 0",
+            "[x] second\na !\nb.{}.c",
+            "[x] second\na ! b",
+            "[x] second\na | !",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        assert!(parse_stages("first").is_err());
+    }
+
+    #[test]
+    fn parts_are_told_by_the_longest_beginning() {
+        let stages = parse_stages("one: a a.b\ntwo: a.b.c").unwrap();
+        let part = |name| stages.part_of(name);
+        assert_eq!(
+            [part("a"), part("a.x"), part("a.b.x"), part("a.b.c.")],
+            [Some((0, 0)), Some((0, 0)), Some((1, 0)), Some((2, 1))]
+        );
+        assert_eq!([part("ab"), part("")], [None; 2]);
+    }
+}

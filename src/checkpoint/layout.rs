@@ -86,9 +86,12 @@ pub struct Layer {
 /// The tensors of a model in order of execution, as modules and layers.
 ///
 /// A tensor's layer follows from the outermost number in its name: `model.layers.7.mlp.up_proj.weight` belongs to layer
-/// `model.layers.7`. Layers of one stack are ordered by their numbers, stacks by first appearance. Each module outside any
-/// stack is a separate layer: embeddings come first, then other inputs, the stacks, final norms, and heads last. If the order
-/// does not follow from the names, [`Layout::in_order`] sets it.
+/// `model.layers.7`. Each module outside any stack is a separate layer.
+///
+/// Tables have the order in which known networks run their layers: a checkpoint of such a network has that order, whatever the
+/// order of its tensors. In any other, layers of one stack are ordered by their numbers, stacks by first appearance, and
+/// embeddings come first, then other inputs, the stacks, final norms, and heads last. [`Layout::order`] says which it was, and
+/// [`Layout::in_order`] sets another.
 ///
 /// Tensors, modules and layers refer to each other, so no part of a layout can be changed in place:
 ///

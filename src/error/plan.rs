@@ -148,6 +148,19 @@ pub enum PlanFault {
         /// That of the model.
         module: PlannedModule,
     },
+    /// The plan has the model's modules, with layers in another order: it was made for a layout in that order, perhaps by another
+    /// version of this crate.
+    #[error(
+        "the plan has the layers in another order than the model: its module {index} is {planned}, the model's is {module}; plan again, or give the layout the plan's order with Layout::in_order"
+    )]
+    OtherOrder {
+        /// The place of the first module that differs.
+        index: usize,
+        /// The module of the plan.
+        planned: PlannedModule,
+        /// That of the model.
+        module: PlannedModule,
+    },
     /// A plan that was read contradicts itself.
     #[error("this is no valid plan: {0}")]
     NotValid(Contradiction),

@@ -1,7 +1,7 @@
 //! Checks of a plan: that its machine holds it, that its parts agree, that it is as it was written, and that it matches a
 //! layout.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -104,14 +104,27 @@ impl Plan {
         let known =
             |name: &str, bytes, layer: LayerId| PlannedModule { name: name.to_owned(), bytes, layer: layer.index() };
         if let Some((a, m)) = planned.iter().zip(modules).find(differs) {
-            return Err(PlanFault::OtherModule {
-                index: a.index.index(),
-                planned: known(&a.module, a.bytes, a.layer),
-                module: known(&m.name, m.bytes, m.layer),
+            let (index, planned) = (a.index.index(), known(&a.module, a.bytes, a.layer));
+            let module = known(&m.name, m.bytes, m.layer);
+            let moved = *a.module != *m.name || a.layer != m.layer;
+            return Err(match moved && self.is_reordered(layout) {
+                true => PlanFault::OtherOrder { index, planned, module },
+                false => PlanFault::OtherModule { index, planned, module },
             }
             .into());
         }
         Ok(self.verify_traffic(layout)?)
+    }
+
+    /// Whether the plan has the modules of `layout`, grouped into the same layers, in another order of layers.
+    fn is_reordered(&self, layout: &Layout) -> bool {
+        let mut layers = BTreeMap::new();
+        let modules: HashMap<&str, &Module> = layout.modules().iter().map(|m| (m.name.as_str(), m)).collect();
+        let same = |a: &Assignment| {
+            let module = modules.get(&*a.module);
+            module.is_some_and(|m| m.bytes == a.bytes && *layers.entry(a.layer).or_insert(m.layer) == m.layer)
+        };
+        self.assignments().iter().all(same) && layers.len() == layout.layers().len()
     }
 
     /// Checks that the slots and the streamed bytes are those of `layout`, whose modules the plan has.

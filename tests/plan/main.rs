@@ -676,6 +676,30 @@ fn a_plan_knows_its_model() {
     assert_eq!(*fault, PlanFault::OtherModel { planned: 6, modules: 7 });
 }
 
+/// A plan may be older than what is known of a network's order: it holds for the layout in the order that it was made for.
+#[test]
+fn a_plan_of_another_order_of_layers_is_told_from_one_of_another_model() {
+    let names =
+        ["x_embedder", "single_transformer_blocks.0.w", "single_transformer_blocks.1.w", "transformer_blocks.0.w"];
+    let tensor = |(at, name): (u64, &str)| {
+        let name = format!("{name}.weight");
+        tensor_offload::checkpoint::TensorInfo::new(name, tensor_offload::DType::U8, &[GIB], 0, at * GIB).unwrap()
+    };
+    let layout = Layout::new((0..).zip(names).map(tensor).collect());
+    let by_name = ["x_embedder", "single_transformer_blocks.0", "single_transformer_blocks.1", "transformer_blocks.0"];
+    let old = layout.clone().in_order(&by_name).unwrap();
+    let plan = sequential(&old, &usual(), "cuda:0,2gb;cpu,*").unwrap();
+    plan.verify(&old).unwrap();
+    let Err(Error::Plan(fault)) = plan.verify(&layout) else { panic!("another order") };
+    assert!(matches!(*fault, PlanFault::OtherOrder { index: 1, .. }), "{fault}");
+    assert!(fault.to_string().contains("in_order") && fault.to_string().contains("plan again"), "{fault}");
+    // The same layers, one of another size.
+    let mut tensors: Vec<_> = layout.tensors().to_vec();
+    tensors[0] = tensor_offload::checkpoint::TensorInfo::new(names[0], tensor_offload::DType::U8, &[5], 0, 0).unwrap();
+    let Err(Error::Plan(fault)) = plan.verify(&Layout::new(tensors)) else { panic!("another model") };
+    assert!(matches!(*fault, PlanFault::OtherModule { .. }), "{fault}");
+}
+
 #[test]
 fn defaults_need_no_allocation_and_no_compute_device() {
     let (layout, machine) = (blocks(6, GIB), usual());
