@@ -21,8 +21,9 @@ pub enum Matching {
     /// Every tensor must be applied. The default.
     #[default]
     Strict,
-    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood; the report lists them. It is
-    /// still an error if nothing of an adapter matches, if a name matches several modules, or if a shape does not fit.
+    /// Some of an adapter's modules may be missing from the checkpoint, or not be understood, or be for weights that are packed
+    /// or have a scale that is not understood; the report lists them. It is still an error if nothing of an adapter can be
+    /// applied, if a name matches several modules, or if a shape does not fit.
     AllowPartial,
 }
 
@@ -192,20 +193,24 @@ impl<'a> Resolving<'a> {
             let why = if other { SkipReason::OtherComponent } else { SkipReason::NotUnderstood };
             self.skip(adapter, [tensor], why);
         }
-        self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
-        check_distinct(adapter, &matched)?;
-        let (first_applied, mut codes) = (self.report.applied.len(), None);
-        for (module, targets) in matched {
-            match self.check_codes(adapter, module, &targets) {
-                Err((why, error)) if matching == Matching::AllowPartial => {
+        // Before anything is compared: codes explain why nothing else fits.
+        let mut codes = None;
+        let mut patchable = Vec::new();
+        for (module, targets) in &matched {
+            match self.check_codes(adapter, module, targets) {
+                Ok(()) => patchable.push((*module, targets)),
+                Err((_, error)) if matching == Matching::Strict => return Err(error),
+                Err((why, error)) => {
                     self.skip(adapter, module.parts.values(), why);
                     codes.get_or_insert(error);
                 }
-                checked => {
-                    checked.map_err(|(_, error)| error)?;
-                    self.module(adapter, module, &targets)?;
-                }
             }
+        }
+        self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
+        check_distinct(adapter, &matched)?;
+        let first_applied = self.report.applied.len();
+        for (module, targets) in patchable {
+            self.module(adapter, module, targets)?;
         }
         match codes {
             Some(error) if self.report.applied.len() == first_applied => Err(error),
