@@ -207,6 +207,18 @@ fn a_partial_match_lists_packed_modules_and_applies_the_rest() {
 }
 
 #[test]
+fn packing_is_told_before_what_else_does_not_fit() {
+    for (packing, _, tensors) in packed() {
+        // Another module that is nowhere, and two modules for one.
+        for other in ["nowhere", "diffusion_model.a.q"] {
+            let both = [lora(other, 2, 2), lora("a.q", ROWS, COLS)].concat();
+            let error = Weights::patched(base(&tensors), adapter(&both), Matching::Strict).unwrap_err().to_string();
+            assert!(error.contains(packing.name()), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_strength_of_zero_leaves_packed_weights_alone() {
     for (_, _, tensors) in packed() {
         let zero = Adapter::from_checkpoint(file("adapter", &lora("a.q", ROWS, COLS)), 0.0).unwrap();

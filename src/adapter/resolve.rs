@@ -25,9 +25,9 @@ pub enum Matching {
     /// Every tensor must be applied. The default.
     #[default]
     Strict,
-    /// Some of an adapter's modules may be missing from the checkpoint, have another shape there, or not be understood; the
-    /// report lists them, and nothing of such a module is applied. It is still an error if nothing of an adapter matches or
-    /// fits, or if a name matches several modules.
+    /// Some of an adapter's modules may be missing from the checkpoint, have another shape there, be for weights that are packed
+    /// or have a scale that is not understood, or not be understood themselves; the report lists them, and nothing of such a module
+    /// is applied. It is still an error if nothing of an adapter can be applied, or if a name matches several modules.
     AllowPartial,
 }
 
@@ -242,25 +242,25 @@ impl<'a> Resolving<'a> {
             let why = if other { SkipReason::OtherComponent } else { SkipReason::NotUnderstood };
             self.skip(adapter, [tensor], why);
         }
-        self.check_found(adapter, &matched, first_unmatched, targets, matching)?;
         let matched = join_spellings(matched);
-        let mut claims = Claims::default();
-        let (first_applied, mut refused) = (self.report.applied.len(), None);
+        // Before anything is compared: codes explain why nothing else fits.
+        let (mut refused, mut patchable) = (None, Vec::new());
         for (module, targets) in &matched {
-            let done = match self.check_codes(adapter, module, targets) {
-                Ok(()) => self.module(adapter, module, targets, &mut claims),
+            match self.check_codes(adapter, module, targets) {
+                Ok(()) => patchable.push((module, targets)),
+                Err((_, error)) if matching == Matching::Strict => return Err(error),
                 Err((why, error)) => {
-                    if matching == Matching::AllowPartial {
-                        self.skip(adapter, module.parts.values(), why);
-                    }
-                    Err(error)
+                    self.skip(adapter, module.parts.values(), why);
+                    refused.get_or_insert(error);
                 }
-            };
-            match done {
-                Err(error) if matching == Matching::AllowPartial && is_of_module(&error) => {
-                    if is_misfit(&error) {
-                        self.report.unmatched.push(unmatched(adapter, module, Some(&error)));
-                    }
+            }
+        }
+        self.check_found(adapter, matched.len(), first_unmatched, targets, matching)?;
+        let (mut claims, first_applied) = (Claims::default(), self.report.applied.len());
+        for (module, targets) in patchable {
+            match self.module(adapter, module, targets, &mut claims) {
+                Err(error) if matching == Matching::AllowPartial && is_misfit(&error) => {
+                    self.report.unmatched.push(unmatched(adapter, module, Some(&error)));
                     refused.get_or_insert(error);
                 }
                 done => done?,
@@ -331,15 +331,15 @@ impl<'a> Resolving<'a> {
     fn check_found(
         &self,
         adapter: &Adapter,
-        matched: &[(&AdapterModule, Vec<Target<'_>>)],
+        matched: usize,
         first_unmatched: usize,
         targets: &Targets<'_>,
         matching: Matching,
     ) -> Result<()> {
         let unmatched: Vec<String> =
             self.report.unmatched[first_unmatched..].iter().map(|u| u.module.clone()).collect();
-        let keys = matched.len() + unmatched.len();
-        let fault = if matched.is_empty() {
+        let keys = matched + unmatched.len();
+        let fault = if matched == 0 {
             let named = if keys > 0 {
                 unmatched
             } else {
@@ -538,17 +538,6 @@ fn join_spellings<'m, 'a>(
 /// Whether a module does not fit the checkpoint's shapes.
 fn is_misfit(error: &Error) -> bool {
     matches!(error, Error::Adapter { fault, .. } if matches!(**fault, AdapterFault::Shape { .. }))
-}
-
-/// Whether an error is about a module that a partial match leaves out: of another shape, or with a weight of codes that are not
-/// understood.
-fn is_of_module(error: &Error) -> bool {
-    let Error::Adapter { fault, .. } = error else { return false };
-    is_misfit(error)
-        || matches!(
-            **fault,
-            AdapterFault::Packed { .. } | AdapterFault::UnknownScale { .. } | AdapterFault::ScaledReplacement { .. }
-        )
 }
 
 /// The entry of a module that is not applied.

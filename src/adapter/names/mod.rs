@@ -266,6 +266,9 @@ fn modules(layout: &Layout) -> Vec<Target<'_>> {
             targets.len() - 1
         });
         let slot = if is_bias { &mut targets[place].bias } else { &mut targets[place].weight };
+        if packed.contains_key(&id) {
+            *slot = Some(id);
+        }
         slot.get_or_insert(id);
     }
     targets

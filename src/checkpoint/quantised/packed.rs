@@ -188,48 +188,51 @@ fn under_its_name(weight: &TensorInfo, siblings: &Siblings<'_>) -> Option<Packed
     if let Some(sign) = own.any(&[".absmax", ".quant_map", ".nested_absmax"]) {
         return Some(Packed::new(Packing::BitsAndBytes4Bit, sign));
     }
-    if !is_of_codes(weight) {
-        return None;
-    }
+    is_of_codes(weight).then(|| of_integers(weight, own, module))
+}
+
+/// The packing of a weight called `X.weight`, or of one with a name of its own, whose type holds codes.
+fn of_integers(weight: &TensorInfo, own: Around<'_, '_>, module: Around<'_, '_>) -> Packed {
+    let eight = weight.dtype == DType::I8;
     let signs = [(".SCB", Packing::BitsAndBytesInt8), (".weight_format", Packing::BitsAndBytesInt8)];
     if let Some(packed) = module.first(&signs).or_else(|| own.first(&signs)) {
-        return Some(packed);
+        return packed;
     }
-    let (scale, eight) = (module.any(&[".weight_scale", ".scale", "_scale", ".scales"]), weight.dtype == DType::I8);
-    let signs = [(".weight_scale_2", Packing::Nvfp4), (".weight_global_scale", Packing::Nvfp4)];
+    let signs = [
+        (".weight_scale_2", Packing::Nvfp4),
+        (".weight_global_scale", Packing::Nvfp4),
+        ("_weight_scale_2", Packing::Nvfp4),
+        ("_scale_2", Packing::Nvfp4),
+        ("_global_scale", Packing::Nvfp4),
+        // ComfyUI's four-bit integers, two in a byte.
+        (".weight_zeros", Packing::Unknown),
+        (".weight_s_rel", Packing::Unknown),
+    ];
     if let Some(packed) = module.first(&signs) {
-        return Some(packed);
+        return packed;
     }
     if let Some(packed) = module.first(&[(".weight_scales", Packing::Eetq)]).filter(|_| eight) {
-        return Some(packed);
+        return packed;
     }
-    if let Some(scale) = scale {
+    if let Some(scale) = module.any(&[".weight_scale", ".scale", "_scale", "_weight_scale", ".scales"]) {
         let packing = match (weight.dtype, scale.dtype) {
             (DType::U8 | DType::F4, DType::F8E4M3) => Packing::Nvfp4,
             (DType::U8 | DType::I8 | DType::F4, other) if is_exponent(other) => Packing::Mxfp4,
             (DType::U32, _) if module.has(".scales").is_some() => Packing::Mlx,
-            (DType::I8, other) if Float::of(other).is_some() && has_shape_of_rows(weight, scale) => Packing::Int8,
+            (DType::I8, other) if Float::of(other).is_some() => Packing::Int8,
             _ => Packing::Unknown,
         };
-        return Some(Packed::new(packing, scale));
+        return Packed::new(packing, scale);
     }
-    let other = siblings.beside(weight).into_iter().next();
-    let packing = match other {
-        Some(sibling) if eight && sibling.role == Role::Scale => Packing::Int8,
-        _ => Packing::Unknown,
-    };
-    Some(Packed { packing, sign: other.map(|sibling| sibling.info.name.clone()) })
+    let other = own.siblings.beside(weight).into_iter().next();
+    let is_scale = other.is_some_and(|sibling| sibling.role == Role::Scale);
+    let packing = if eight && is_scale { Packing::Int8 } else { Packing::Unknown };
+    Packed { packing, sign: other.map(|sibling| sibling.info.name.clone()) }
 }
 
 /// Whether scales of this type may be exponents.
 fn is_exponent(dtype: DType) -> bool {
     matches!(dtype, DType::F8E8M0 | DType::U8)
-}
-
-/// Whether a scale is one number, or has one for each row or each block of rows.
-fn has_shape_of_rows(weight: &TensorInfo, scale: &TensorInfo) -> bool {
-    let (rows, first) = (weight.shape.first().copied().unwrap_or(1), scale.shape.first().copied().unwrap_or(1));
-    first <= rows
 }
 
 #[cfg(test)]
@@ -300,6 +303,10 @@ mod tests {
             (
                 Packing::Nvfp4,
                 vec![(".weight", U8, &[16, 8]), (".weight_scale", F8E4M3, &[16, 1]), (".weight_scale_2", F32, &[])],
+            ),
+            (
+                Packing::Nvfp4,
+                vec![("", U8, &[2, 16, 8]), ("_weight_scale", F8E4M3, &[2, 2, 8]), ("_weight_scale_2", F32, &[])],
             ),
             (Packing::Nvfp4, vec![(".weight", DType::F4, &[16, 16]), (".weight_scale", F8E4M3, &[16, 1])]),
             (Packing::Mxfp4, vec![(".weight", I8, &[16, 16]), (".scale", F8E8M0, &[16, 1])]),

@@ -129,8 +129,9 @@ const OF_MODULE: [&str; 10] = [
     "_scale_inv",
 ];
 
-/// The endings of scales beside a weight with a name of its own, as stacked experts have in transformers.
-const OF_PARAMETER: [&str; 5] = ["_scale", "_scale_inv", "_scales_inv", ".scale", "._scale"];
+/// The endings of scales beside a weight with a name of its own, as stacked experts have in transformers and, for
+/// `_weight_scale`, in ModelOpt.
+const OF_PARAMETER: [&str; 6] = ["_scale", "_scale_inv", "_scales_inv", "_weight_scale", ".scale", "._scale"];
 
 impl Role {
     /// The role of the tensor `name`, which is the weight's stem and `rest`; none if it says nothing of the weight's values.

@@ -178,39 +178,38 @@ impl Grid {
 
 /// The sides of the blocks of which there are `counts` in a matrix of `sides`; none as a side for the whole.
 ///
-/// Programs take them from a configuration, which may not be at hand (DeepSeek, transformers, compressed-tensors), or divide the
-/// sides by the counts (compressed-tensors' `dequantize`, convert_to_quant). So a block is, in this order: what the note
-/// says; what the configuration states, where it fits; 128 by 128, which all of these use unless told otherwise; the quotient of the side and its count, where it leaves no
-/// rest and no power of two would do instead; the other side's quotient, as blocks are square. None if that fails.
+/// Programs take them from a configuration, which may not be at hand (DeepSeek, transformers, compressed-tensors), or divide
+/// the sides by the counts (compressed-tensors' `dequantize`, convert_to_quant). So blocks are, in this order: what the note
+/// says; what the configuration states, where it fits; 128 by 128, which all of these use unless told otherwise; columns of
+/// one row; one column, unless the matrix is square, where it could as well be a row; squares with a side that is such a
+/// quotient, unless a power of two or the other quotient would fit too. None if that fails: what else the counts could be
+/// divided into (the scales of groups that are stored transposed, for example) nobody writes as blocks.
 fn blocks(sides: [u64; 2], counts: [u64; 2], note: Option<Note>, stated: Option<[u64; 2]>) -> Option<[Option<u64>; 2]> {
     let are = |block: [u64; 2]| (0..2).all(|axis| counts[axis] == sides[axis].div_ceil(block[axis]));
-    if counts.contains(&0) || (counts == sides && !counts.contains(&1)) {
-        return None;
-    }
     if let Some(block) = note.and_then(|note| note.block) {
         return are(block).then_some(block.map(Some));
     }
     if let Some(block) = stated.into_iter().chain([[SQUARE; 2]]).find(|&block| are(block)) {
         return Some(block.map(Some));
     }
-    let by_rows = counts[0] == sides[0];
-    let quotient = |axis: usize| sides[axis].is_multiple_of(counts[axis]).then(|| sides[axis] / counts[axis]);
-    let side = |axis: usize| {
-        let (side, count, other) = (sides[axis], counts[axis], 1 - axis);
-        if count == 1 || count > side {
-            return (count == 1).then_some(None);
+    match (sides, counts) {
+        (_, [0, _] | [_, 0]) => None,
+        ([rows, _], [a, 1]) if a == rows => Some([Some(1), None]),
+        ([rows, cols], [a, b]) if a == rows => (b < cols && cols.is_multiple_of(b)).then(|| [Some(1), Some(cols / b)]),
+        ([rows, cols], [1, b]) if b == cols && rows != cols => Some([None, Some(1)]),
+        _ => {
+            let quotient = |axis: usize| {
+                let exact = counts[axis] > 1 && sides[axis].is_multiple_of(counts[axis]);
+                exact.then(|| sides[axis] / counts[axis])
+            };
+            let quotients = [quotient(0), quotient(1)].into_iter().flatten();
+            let powers = (0..u64::BITS).map(|power| 1 << power);
+            let square = |side: &u64| are([*side; 2]);
+            let side = quotients.clone().find(square)?;
+            let sure = quotients.chain(powers).filter(square).all(|other| other == side);
+            sure.then_some([Some(side); 2])
         }
-        let certain = |block: &u64| block.is_power_of_two() || (axis == 1 && by_rows) || !power_fits(side, count);
-        let square = || quotient(other).filter(|&block| counts[other] > 1 && !by_rows && side.div_ceil(block) == count);
-        quotient(axis).filter(certain).or_else(square).map(Some)
-    };
-    Some([side(0)?, side(1)?])
-}
-
-/// Whether blocks with a side that is a power of two cut `side` into so many.
-fn power_fits(side: u64, count: u64) -> bool {
-    let (least, most) = (side.div_ceil(count), (side - 1) / (count - 1));
-    least.next_power_of_two() <= most
+    }
 }
 
 #[cfg(test)]
@@ -270,6 +269,8 @@ mod tests {
         assert_eq!(map(&[100, 128], &[2, 2], None), Some(square(100, 128, 64, 64)));
         assert_eq!(map(&[16, 128], &[16, 4], None), Some(square(16, 128, 1, 32)));
         assert_eq!(map(&[16, 96], &[16, 2], None), Some(square(16, 96, 1, 48)));
+        assert_eq!(map(&[48, 96], &[2, 4], None), Some(square(48, 96, 24, 24)));
+        assert_eq!(map(&[4, 6], &[1, 6], None), Some(square(4, 6, 4, 1)));
         assert_eq!(map(&[16, 128], &[16, 2, 1], None), Some(square(16, 128, 1, 64)));
         let note = |side| Some(Note { format: Format::Fp8, block: Some([side; 2]) });
         assert_eq!(map(&[192, 192], &[2, 2], note(96)), Some(square(192, 192, 96, 96)));
@@ -292,6 +293,12 @@ mod tests {
             (&[4, 6], &[0, 2]),
             (&[4, 6], &[4, 6, 1, 1]),
             (&[48, 100], &[2, 3]),
+            (&[100, 200], &[2, 4]),
+            (&[130, 250], &[3, 4]),
+            // Of groups that are stored transposed, or of rows along the other axis.
+            (&[64, 128], &[4, 64]),
+            (&[64, 128], &[1, 64]),
+            (&[64, 64], &[1, 64]),
             (&[2, 1], &[2, 2]),
             (&[6], &[6]),
             (&[4, 2, 3], &[4, 2]),
