@@ -141,6 +141,39 @@ fn downloads_that_have_not_finished_are_named() {
     unfinished(&cached, &["blobs/0a.incomplete"]);
 }
 
+/// aria2 makes a file of the full length before it downloads it, and keeps notes beside it until it is done.
+#[test]
+fn a_download_of_the_full_length_is_told_by_its_notes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, notes) = (folder.path().join("m.safetensors"), folder.path().join("m.safetensors.aria2"));
+    weights(&path, "a");
+    put(&notes, "");
+    for opened in [&path, &folder.path().to_owned()] {
+        assert_eq!(refused(opened).1, FileFault::Unfinished { files: vec![notes.display().to_string()] });
+    }
+    fs::remove_file(notes).unwrap();
+    assert_eq!(tensor(&Checkpoint::open(&path).unwrap()), "a");
+}
+
+#[test]
+fn an_adapter_folder_without_its_configuration_or_weights_tells_what_it_has() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |path: &str| folder.path().join(path);
+    let message = || Adapter::open(folder.path(), 1.0).unwrap_err().to_string();
+    assert!(message().ends_with("adapter_config.json: the folder does not hold it"), "{}", message());
+    weights(at("checkpoint-100/adapter_model.safetensors"), "base_model.model.a.lora_A.weight");
+    weights(at("pytorch_lora_weights.safetensors"), "a.lora_A.weight");
+    assert!(message().ends_with("pytorch_lora_weights.safetensors, checkpoint-100"), "{}", message());
+    fs::remove_file(at("pytorch_lora_weights.safetensors")).unwrap();
+    put(at("adapter_config.json"), "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8}");
+    assert!(message().contains("open one of what is in it: checkpoint-100"), "{}", message());
+    put(at("adapter_model.bin"), "PK\x03\x04 and so on");
+    assert!(message().contains("adapter_model.bin: this is a zip archive"), "{}", message());
+    put(at("adapter_config.json"), "<!doctype html><p>Sign in");
+    put(at("adapter_model.safetensors"), "");
+    assert!(message().contains("adapter_config.json: this is an HTML page"), "{}", message());
+}
+
 #[test]
 fn text_in_place_of_weights_is_told() {
     let folder = tempfile::tempdir().unwrap();

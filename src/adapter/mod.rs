@@ -18,7 +18,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId, model_folder, read_text};
+use crate::checkpoint::{Checkpoint, TensorId, lacks_weights, model_folder, read_text, weights_in};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -86,7 +86,14 @@ impl Adapter {
         let (config, bad) = (folder.join(CONFIG_FILE), |reason| AdapterFault::Config { reason });
         // A link that leads nowhere is there.
         if fs::symlink_metadata(&config).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            return Err(Error::adapter(folder, None, bad("the folder does not hold it".to_owned())));
+            let weights = match weights_in(folder) {
+                weights if weights.is_empty() => String::new(),
+                weights => format!("; what has weights in it is opened by its own path: {}", weights.join(", ")),
+            };
+            return Err(Error::adapter(folder, None, bad(format!("the folder does not hold it{weights}"))));
+        }
+        if let Some(error) = lacks_weights(folder) {
+            return Err(error);
         }
         let text = read_text(&config, |reason| Error::adapter(folder, None, bad(reason)))?;
         let weights = Checkpoint::open(folder.join(WEIGHTS_FILE))?;

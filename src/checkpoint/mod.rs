@@ -23,6 +23,7 @@ use crate::transfer::{FileSource, MemorySource, Source};
 use files::FileSet;
 use header::Header;
 
+pub(crate) use folder::{lacks_weights, weights_in};
 pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};

@@ -115,14 +115,18 @@ pub enum FileFault {
         /// The paths of its models, from the folder.
         models: Vec<String>,
     },
-    /// A folder of files whose download has not finished.
-    #[error("the folder holds no safetensors file; these downloads have not finished: {}", List(files))]
+    /// Files whose download has not finished.
+    #[error("these downloads have not finished: {}; finish them, or download the files again", List(files))]
     Unfinished {
         /// The files' names.
         files: Vec<String>,
     },
     /// A folder of several weight files without an index.
-    #[error("{} safetensors files and no index that says which belong together: {}", files.len(), List(files))]
+    #[error(
+        "{} safetensors files and no index that says which belong together; open the index, or one file by name: {}",
+        files.len(),
+        List(files)
+    )]
     NoIndex {
         /// The files' names.
         files: Vec<String>,
