@@ -73,7 +73,7 @@ impl FileSet {
             match fs::metadata(file).map_err(open_error(file)) {
                 Ok(_) => {}
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                    missing.push(shard.clone())
+                    missing.push(shard.clone());
                 }
                 Err(error) => return Err(error),
             }

@@ -121,7 +121,7 @@ fn unfinished(folder: &Path, files: &[PathBuf]) -> Option<FileFault> {
     // Where the hub's client keeps what it downloads to a folder.
     let cache = Path::new(".cache/huggingface/download");
     let names = entries(&folder.join(cache)).unwrap_or_default();
-    found.extend(names.iter().filter(part).map(|name| text(&cache.join(name))));
+    found.extend(names.iter().filter(part).map(|name| text(cache.join(name))));
     if !found.is_empty() {
         return Some(FileFault::Unfinished { files: found });
     }

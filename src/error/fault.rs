@@ -11,7 +11,7 @@ use crate::dtype::DType;
 #[non_exhaustive]
 pub enum FileFault {
     /// The file ends before what its header announces.
-    #[error("truncated: {expected} bytes expected, the file {}", if *actual == 0 { "is empty".to_owned() } else { format!("has {actual}") })]
+    #[error("truncated: {expected} bytes expected, the file {}; copy or download it again", if *actual == 0 { "is empty".to_owned() } else { format!("has {actual}") })]
     Truncated {
         /// Bytes that the header announces.
         expected: u64,
