@@ -22,8 +22,10 @@ const PIPELINE: &str = "model_index.json";
 const NOTES: &str = ".aria2";
 
 /// Endings of weights in other formats.
-const OTHERS: [&str; 14] =
-    [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".npz", ".npy", ".h5", ".zip", ".tar", ".gz", ".7z"];
+const OTHERS: [&str; 8] = [".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".npz", ".h5"];
+
+/// Endings of archives, and of what weights may be in as well.
+const ARCHIVES: [&str; 6] = [".zip", ".tar", ".gz", ".7z", ".pkl", ".npy"];
 
 /// Endings that programs give to files while they download them.
 const UNFINISHED: [&str; 5] = [".part", ".incomplete", ".crdownload", ".download", NOTES];
@@ -85,7 +87,9 @@ pub(super) fn no_safetensors(folder: &Path, files: &[PathBuf]) -> Error {
         let source = FileSource::open(folder.join(name)).ok()?;
         Some(Error::file(folder.join(name), None, other_format(&source)?))
     };
-    if let Some(error) = files.iter().filter(|name| is_other(name)).find_map(other) {
+    let archive = |name: &&PathBuf| ARCHIVES.iter().any(|end| ends(name, end));
+    let weights = files.iter().filter(|name| is_other(name));
+    if let Some(error) = weights.chain(files.iter().filter(archive)).find_map(other) {
         return error;
     }
     match with_weights(folder) {
