@@ -97,11 +97,17 @@ impl support::Example for Generate {
                 println!("{}: a LoRA adapter of rank {}", path.display(), self.rank);
             }
         }
-        let (model, tensors) = (&self.out, tensors.len());
+        // As text, whatever the path.
+        let (model, lora) = (text(&self.out), self.lora.as_ref().map(text));
         Ok(json!({
-            "model": model, "bytes": bytes, "tensors": tensors, "layers": layers, "hidden": hidden, "lora": self.lora,
+            "model": model, "bytes": bytes, "tensors": tensors.len(), "layers": layers, "hidden": hidden, "lora": lora,
         }))
     }
+}
+
+/// A path as text; characters that are not Unicode are replaced.
+fn text(path: impl AsRef<Path>) -> String {
+    path.as_ref().display().to_string()
 }
 
 /// The sizes that all shapes follow from.
@@ -234,7 +240,7 @@ impl Generate {
         self.write(&path.join("adapter_model.safetensors"), &tensors)?;
         let targets = shape.linears().map(|(name, ..)| name.rsplit('.').next());
         let config = json!({
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.out, "bias": "none",
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": text(&self.out), "bias": "none",
             "fan_in_fan_out": false, "r": rank, "lora_alpha": rank, "target_modules": targets,
         });
         write_json(&path.join("adapter_config.json"), &config)

@@ -152,6 +152,10 @@ fn paths_need_not_be_unicode() {
     json_of("plan", &[args([&model, &"--alloc", &"cuda:0,40kb;cpu,*"]), device.to_vec()].concat());
     let offload = args([&model, &"--adapter", &strength, &"--steps", &"1", &"--compute-ms", &"1"]);
     json_of("offload", &[offload, device.to_vec()].concat());
+    let (fresh, own) = (home.join(odd(b"n\xefw")), home.join(odd(b"own\xfe")));
+    let generated = json_of("generate", &args([&fresh, &"--size", &"1mb", &"--lora", &own]));
+    assert!(generated["model"].as_str().unwrap().ends_with("n\u{fffd}w"), "{generated}");
+    works("merge", &args([&fresh, &"--adapter", &own, &"--out", &out]));
     let missing = home.join("none");
     for (example, more) in
         [("inspect", args([])), ("merge", args([&"--out", &out])), ("plan", args([&"--alloc", &"cpu,*"]))]

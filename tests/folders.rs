@@ -141,6 +141,39 @@ fn downloads_that_have_not_finished_are_named() {
     unfinished(&cached, &["blobs/0a.incomplete"]);
 }
 
+/// aria2 makes a file of the full length before it downloads it, and keeps notes beside it until it is done.
+#[test]
+fn a_download_of_the_full_length_is_told_by_its_notes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, notes) = (folder.path().join("m.safetensors"), folder.path().join("m.safetensors.aria2"));
+    weights(&path, "a");
+    put(&notes, "");
+    for opened in [&path, &folder.path().to_owned()] {
+        assert_eq!(refused(opened).1, FileFault::Unfinished { files: vec![notes.display().to_string()] });
+    }
+    fs::remove_file(notes).unwrap();
+    assert_eq!(tensor(&Checkpoint::open(&path).unwrap()), "a");
+}
+
+#[test]
+fn an_adapter_folder_without_its_configuration_or_weights_tells_what_it_has() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |path: &str| folder.path().join(path);
+    let message = || Adapter::open(folder.path(), 1.0).unwrap_err().to_string();
+    assert!(message().ends_with("adapter_config.json: the folder does not hold it"), "{}", message());
+    weights(at("checkpoint-100/adapter_model.safetensors"), "base_model.model.a.lora_A.weight");
+    weights(at("pytorch_lora_weights.safetensors"), "a.lora_A.weight");
+    assert!(message().ends_with("pytorch_lora_weights.safetensors, checkpoint-100"), "{}", message());
+    fs::remove_file(at("pytorch_lora_weights.safetensors")).unwrap();
+    put(at("adapter_config.json"), "{\"peft_type\": \"LORA\", \"r\": 4, \"lora_alpha\": 8}");
+    assert!(message().contains("open one of what is in it: checkpoint-100"), "{}", message());
+    put(at("adapter_model.bin"), "PK\x03\x04 and so on");
+    assert!(message().contains("adapter_model.bin: this is a zip archive"), "{}", message());
+    put(at("adapter_config.json"), "<!doctype html><p>Sign in");
+    put(at("adapter_model.safetensors"), "");
+    assert!(message().contains("adapter_config.json: this is an HTML page"), "{}", message());
+}
+
 #[test]
 fn text_in_place_of_weights_is_told() {
     let folder = tempfile::tempdir().unwrap();
@@ -172,8 +205,13 @@ fn text_in_place_of_weights_is_told() {
     assert!(matches!(refused(&path).1, FileFault::Text { kind: "text", .. }));
     put(&path, b"<html>\xfcber");
     assert!(matches!(refused(&path).1, FileFault::Text { kind: "an HTML page", .. }));
-    put(&path, b"\xff\xfe{\0\"\0a\0\"\0:\0");
-    assert!(matches!(refused(&path).1, FileFault::Text { kind: "text in UTF-16", .. }));
+    let wide = "\u{feff}<html>".encode_utf16();
+    for bytes in
+        [wide.clone().flat_map(u16::to_le_bytes).collect::<Vec<_>>(), wide.flat_map(u16::to_be_bytes).collect()]
+    {
+        put(&path, bytes);
+        assert_eq!(refused(&path).1, FileFault::Text { kind: "an HTML page", start: "<html>".to_owned() });
+    }
     // No text: what the header's parser finds is more to the point.
     for bytes in [&b""[..], b"abc\0", b"12345678\x01", b"caf\xe9 cr\xe8me"] {
         put(&path, bytes);
@@ -187,6 +225,12 @@ fn text_in_place_of_weights_is_told() {
 fn archives_and_files_of_zeros_are_told() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
+    let zip = |name: &[u8]| {
+        let mut file = b"PK\x03\x04".to_vec();
+        file.resize(26, 0);
+        file.extend([name.len() as u8, 0, 0, 0]);
+        [&file, name, b"\0\0\x01"].concat()
+    };
     let mut tar = vec![b'm'; 257];
     tar[5..100].fill(0);
     tar.extend(b"ustar\x0000");
@@ -198,6 +242,10 @@ fn archives_and_files_of_zeros_are_told() {
         (b"7z\xbc\xaf\x27\x1c\0\x04", "7z", "unpack"),
         (b"Rar!\x1a\x07\x01\0", "RAR", "unpack"),
         (&tar, "tar", "unpack"),
+        (&zip(b"weight.npy"), "NumPy", "convert"),
+        (&zip(b"archive/data.pkl"), "torch.save", "convert"),
+        (&zip(b"m.safetensors"), "zip", "unpack"),
+        (b"(dp0\nVa\np1\n", "pickle", "convert"),
         (b"tjgg\x03\0\0\0", "GGML", "convert"),
         (b"lmgg\x03\0\0\0", "GGML", "convert"),
         (&[0; 64], "zeros", "download it again"),
@@ -360,8 +408,8 @@ fn files_are_opened_again_when_they_are_read_and_must_be_the_same() {
     });
     // The first has been closed: another file in its place, or none, is not read.
     sources[FILES - 1].read_at(0, &mut part).unwrap();
-    for number in 100..FILES {
-        sources[number].read_at(0, &mut part).unwrap();
+    for source in &sources[100..] {
+        source.read_at(0, &mut part).unwrap();
     }
     fs::remove_file(path(0)).unwrap();
     put(path(0), [9; 16]);

@@ -22,7 +22,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId, model_folder, read_text};
+use crate::checkpoint::{Checkpoint, TensorId, lacks_weights, model_folder, read_text, weights_in};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -107,12 +107,15 @@ impl Adapter {
         // A link that leads nowhere is there.
         let config = fs::symlink_metadata(folder.join(CONFIG_FILE));
         if config.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
-            let inner = folders_with_config(folder)?;
-            let reason = match inner[..] {
-                [] => "the folder does not hold it".to_owned(),
-                _ => format!("the folder does not hold it, these of its folders do: {}", inner.join(", ")),
+            let inside = match weights_in(folder) {
+                weights if weights.is_empty() => String::new(),
+                weights => format!("; what has weights in it is opened by its own path: {}", weights.join(", ")),
             };
+            let reason = format!("the folder does not hold it{inside}");
             return Err(Error::adapter(folder, None, AdapterFault::Config { reason }));
+        }
+        if let Some(error) = lacks_weights(folder) {
+            return Err(error);
         }
         let weights = WEIGHTS_FILES.iter().map(|file| folder.join(file)).find(|file| file.is_file());
         let weights = Checkpoint::open(weights.as_deref().unwrap_or(folder))?;
@@ -359,19 +362,6 @@ fn is_alone(folder: &Path) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
     let weights = |path: &Path| path.extension().is_some_and(|end| end.eq_ignore_ascii_case("safetensors"));
     entries.flatten().filter(|entry| weights(&entry.path())).count() == 1
-}
-
-/// The folders in a folder that hold a configuration, in order: PEFT keeps adapters of other names than `default` in them.
-fn folders_with_config(folder: &Path) -> Result<Vec<String>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let entry = entry.map_err(Error::io("list", folder))?;
-        if entry.path().join(CONFIG_FILE).is_file() {
-            found.push(entry.file_name().to_string_lossy().into_owned());
-        }
-    }
-    found.sort();
-    Ok(found)
 }
 
 /// One tensor of an adapter, converted to f32. It has at least one value, and all values are finite.

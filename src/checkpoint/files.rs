@@ -29,6 +29,12 @@ pub(super) struct FileSet {
 impl FileSet {
     /// The files that `path` stands for: a file, an index, or a folder.
     pub(super) fn at(path: &Path) -> Result<FileSet> {
+        let set = FileSet::find(path)?;
+        let unfinished = |file: &PathBuf| Some(Error::file(file, None, folder::noted_unfinished(file)?));
+        set.files.iter().find_map(unfinished).map_or(Ok(set), Err)
+    }
+
+    fn find(path: &Path) -> Result<FileSet> {
         if fs::metadata(path).map_err(open_error(path))?.is_dir() {
             return FileSet::of_folder(path);
         }
@@ -68,7 +74,7 @@ impl FileSet {
             match fs::metadata(file).map_err(open_error(file)) {
                 Ok(_) => {}
                 Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-                    missing.push(shard.clone())
+                    missing.push(shard.clone());
                 }
                 Err(error) => return Err(error),
             }

@@ -18,12 +18,17 @@ pub(super) const INDEX: &str = ".safetensors.index.json";
 /// The file in which a pipeline of several models (of diffusers) lists them.
 const PIPELINE: &str = "model_index.json";
 
+/// The ending of the file in which aria2 notes what it has downloaded of a file of the full length.
+const NOTES: &str = ".aria2";
+
 /// Endings of weights in other formats.
-const OTHERS: [&str; 14] =
-    [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".npz", ".npy", ".h5", ".zip", ".tar", ".gz", ".7z"];
+const OTHERS: [&str; 8] = [".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".npz", ".h5"];
+
+/// Endings of archives, and of what weights may be in as well.
+const ARCHIVES: [&str; 6] = [".zip", ".tar", ".gz", ".7z", ".pkl", ".npy"];
 
 /// Endings that programs give to files while they download them.
-const UNFINISHED: [&str; 5] = [".part", ".incomplete", ".crdownload", ".download", ".aria2"];
+const UNFINISHED: [&str; 5] = [".part", ".incomplete", ".crdownload", ".download", NOTES];
 
 /// How deep in a folder weights are looked for, to name their place.
 const DEPTH: usize = 4;
@@ -67,8 +72,7 @@ pub(super) fn sub_folders(folder: &Path) -> Result<Vec<PathBuf>> {
 /// The fault of a folder of a pipeline of several models, if it is one.
 pub(super) fn pipeline(folder: &Path, files: &[PathBuf]) -> Option<FileFault> {
     files.iter().find(|name| name.as_os_str() == PIPELINE)?;
-    let own = files.iter().filter(|name| ends(name, SAFETENSORS)).map(text);
-    let models: Vec<String> = own.chain(with_weights(folder)).collect();
+    let models = weights_in(folder);
     let what = "the folder of a pipeline of several models";
     (!models.is_empty()).then_some(FileFault::SeveralModels { what, models })
 }
@@ -83,13 +87,35 @@ pub(super) fn no_safetensors(folder: &Path, files: &[PathBuf]) -> Error {
         let source = FileSource::open(folder.join(name)).ok()?;
         Some(Error::file(folder.join(name), None, other_format(&source)?))
     };
-    if let Some(error) = files.iter().filter(|name| is_other(name)).find_map(other) {
+    let archive = |name: &&PathBuf| ARCHIVES.iter().any(|end| ends(name, end));
+    let weights = files.iter().filter(|name| is_other(name));
+    if let Some(error) = weights.chain(files.iter().filter(archive)).find_map(other) {
         return error;
     }
     match with_weights(folder) {
         models if models.is_empty() => refuse(FileFault::NoWeights),
         models => refuse(FileFault::SeveralModels { what: "a folder with weights in sub-folders only", models }),
     }
+}
+
+/// The fault of a file that has its full length though its download has not finished.
+pub(super) fn noted_unfinished(file: &Path) -> Option<FileFault> {
+    let mut notes = file.as_os_str().to_owned();
+    notes.push(NOTES);
+    Path::new(&notes).exists().then(|| FileFault::Unfinished { files: vec![text(&notes)] })
+}
+
+/// The weights in a folder and below, as paths from the folder: safetensors files, and sub-folders with weights.
+pub(crate) fn weights_in(folder: &Path) -> Vec<String> {
+    let own = files(folder).unwrap_or_default().into_iter().filter(|name| ends(name, SAFETENSORS));
+    own.map(text).chain(with_weights(folder)).collect()
+}
+
+/// The error for a folder without a safetensors file of its own; `None` if it has one.
+pub(crate) fn lacks_weights(folder: &Path) -> Option<Error> {
+    let files = files(folder).ok()?;
+    let has = files.iter().any(|name| ends(name, SAFETENSORS));
+    (!has).then(|| no_safetensors(folder, &files))
 }
 
 /// The downloads into a folder that have not finished, if there are any.
@@ -99,7 +125,7 @@ fn unfinished(folder: &Path, files: &[PathBuf]) -> Option<FileFault> {
     // Where the hub's client keeps what it downloads to a folder.
     let cache = Path::new(".cache/huggingface/download");
     let names = entries(&folder.join(cache)).unwrap_or_default();
-    found.extend(names.iter().filter(part).map(|name| text(&cache.join(name))));
+    found.extend(names.iter().filter(part).map(|name| text(cache.join(name))));
     if !found.is_empty() {
         return Some(FileFault::Unfinished { files: found });
     }

@@ -11,12 +11,14 @@ const UNPACK: &str = "unpack it, and open the safetensors file in it";
 const AGAIN: &str = "download it again";
 
 /// First bytes, the format that has them, and what to do.
-const FORMATS: [(&[u8], &str, &str); 27] = [
-    (b"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write", CONVERT),
+const FORMATS: [(&[u8], &str, &str); 28] = [
     (b"\x80\x02", "a Python pickle", CONVERT),
     (b"\x80\x03", "a Python pickle", CONVERT),
     (b"\x80\x04", "a Python pickle", CONVERT),
     (b"\x80\x05", "a Python pickle", CONVERT),
+    // The first protocol is text.
+    (b"(dp0\n", "a Python pickle", CONVERT),
+    (b"(lp0\n", "a Python pickle", CONVERT),
     (b"GGUF", "a GGUF file", CONVERT),
     // GGML wrote its marks as numbers, so they stand backwards in a file.
     (b"lmgg", "a GGML file", CONVERT),
@@ -55,9 +57,9 @@ pub(super) fn other_format(source: &dyn Source) -> Option<FileFault> {
         return None;
     }
     let known = FORMATS.into_iter().find(|(magic, ..)| start.starts_with(magic));
-    let tar =
-        start.get(TAR.0..).is_some_and(|rest| rest.starts_with(TAR.1)).then_some((TAR.1, "a tar archive", UNPACK));
-    if let Some((_, format, advice)) = known.or(tar) {
+    let known = known.map(|(_, format, advice)| (format, advice));
+    let tar = start.get(TAR.0..).is_some_and(|rest| rest.starts_with(TAR.1)).then_some(("a tar archive", UNPACK));
+    if let Some((format, advice)) = zip(&start).or(known).or(tar) {
         return Some(FileFault::OtherFormat { format, advice });
     }
     if start.len() >= 16 && start.iter().all(|&byte| byte == 0) {
@@ -67,10 +69,28 @@ pub(super) fn other_format(source: &dyn Source) -> Option<FileFault> {
     text(&start)
 }
 
+/// What a zip archive is, by the name of its first file, and what to do.
+fn zip(start: &[u8]) -> Option<(&'static str, &'static str)> {
+    // PKWARE's APPNOTE.TXT, 4.3.7: the name's length is at byte 26, the name at byte 30.
+    let rest = start.strip_prefix(b"PK\x03\x04")?;
+    let name = rest.get(22..24).and_then(|len| rest.get(26..)?.get(..u16::from_le_bytes([len[0], len[1]]).into()));
+    Some(match name {
+        Some(name) if name.ends_with(b".npy") => ("a NumPy archive (npz, a zip archive)", CONVERT),
+        Some(name) if name.ends_with(b".safetensors") => ("a zip archive of a safetensors file", UNPACK),
+        _ => ("a zip archive, as torch.save writes", CONVERT),
+    })
+}
+
 /// The fault of a file of text, by its first bytes. Eight bytes that begin a safetensors file hold zeros.
 fn text(start: &[u8]) -> Option<FileFault> {
-    if let [0xff, 0xfe, _, 0, ..] | [0xfe, 0xff, 0, ..] = start {
-        return Some(FileFault::Text { kind: "text in UTF-16", start: String::new() });
+    let wide = |unit: fn([u8; 2]) -> u16| {
+        let units: Vec<u16> = start[2..].as_chunks().0.iter().map(|&bytes| unit(bytes)).collect();
+        text(String::from_utf16_lossy(&units).as_bytes())
+    };
+    match start {
+        [0xff, 0xfe, _, 0, ..] => return wide(u16::from_le_bytes),
+        [0xfe, 0xff, 0, ..] => return wide(u16::from_be_bytes),
+        _ => {}
     }
     let start = start.strip_prefix(super::text::MARK).unwrap_or(start);
     let control = |byte: &u8| matches!(byte, 0..=8 | 0x0b | 0x0e..=0x1f | 0x7f);

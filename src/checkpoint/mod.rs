@@ -27,6 +27,7 @@ use files::FileSet;
 use header::Header;
 
 pub use execution::OrderSource;
+pub(crate) use folder::{lacks_weights, weights_in};
 pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};

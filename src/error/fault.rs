@@ -12,7 +12,7 @@ use crate::dtype::DType;
 #[non_exhaustive]
 pub enum FileFault {
     /// The file ends before what its header announces.
-    #[error("truncated: {expected} bytes expected, the file {}", if *actual == 0 { "is empty".to_owned() } else { format!("has {actual}") })]
+    #[error("truncated: {expected} bytes expected, the file {}; copy or download it again", if *actual == 0 { "is empty".to_owned() } else { format!("has {actual}") })]
     Truncated {
         /// Bytes that the header announces.
         expected: u64,
@@ -116,14 +116,18 @@ pub enum FileFault {
         /// The paths of its models, from the folder.
         models: Vec<String>,
     },
-    /// A folder of files whose download has not finished.
-    #[error("the folder holds no safetensors file; these downloads have not finished: {}", List(files))]
+    /// Files whose download has not finished.
+    #[error("these downloads have not finished: {}; finish them, or download the files again", List(files))]
     Unfinished {
         /// The files' names.
         files: Vec<String>,
     },
     /// A folder of several weight files without an index.
-    #[error("{} safetensors files and no index that says which belong together: {}", files.len(), List(files))]
+    #[error(
+        "{} safetensors files and no index that says which belong together; open the index, or one file by name: {}",
+        files.len(),
+        List(files)
+    )]
     NoIndex {
         /// The files' names.
         files: Vec<String>,
