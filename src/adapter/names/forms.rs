@@ -141,7 +141,8 @@ impl Forms {
     }
 
     /// Further forms, for a name that none of [`written`](Forms::written) finds: rarer prefixes, wrappers anywhere, and
-    /// underscores for some of the dots or dots for some of the underscores.
+    /// underscores for some of the dots or dots for some of the underscores (`convert_lora.py` of Musubi Tuner writes dots for
+    /// underscores that it does not know).
     pub(super) fn respelled(name: &str) -> Forms {
         let bare = unwrapped(name);
         let names =
