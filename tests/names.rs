@@ -416,8 +416,11 @@ fn a_language_model_is_found_under_another_root_if_only_one_fits() {
     assert_eq!(first_columns(&both, lora("model.layers.0.q")), [[0.0], [1.0]]);
     let unclear = fault(&both, lora("model.text_model.layers.0.q"));
     assert!(matches!(&unclear, AdapterFault::Ambiguous { candidates } if candidates.len() == 2), "{unclear}");
-    let thinker = zeros(&[("thinker.lm_head.weight", [1, 2])]);
-    assert_eq!(first_columns(&thinker, lora("base_model.model.lm_head")), [[1.0]]);
+    let thinker = zeros(&[("thinker.lm_head.weight", [1, 2]), (&text("thinker.model."), [1, 2])]);
+    assert_eq!(first_columns(&thinker, lora("base_model.model.lm_head")), [[1.0], [0.0]]);
+    assert_eq!(first_columns(&thinker, lora("base_model.model.model.layers.0.q")), [[0.0], [1.0]]);
+    let omni = zeros(&[(&text("talker.model."), [1, 2]), (&text("thinker.model."), [1, 2])]);
+    assert!(matches!(fault(&omni, lora("base_model.model.model.layers.0.q")), AdapterFault::Ambiguous { .. }));
 }
 
 /// Z-Image adapters have `to.q.lora.down.weight` beside `to_q.alpha`.

@@ -112,6 +112,8 @@ const ROOTS: &[Roots] = &[
         ],
         parts: &[],
     },
+    Roots { roots: &["model.visual.", "thinker.visual.", "visual."], parts: &[] },
+    Roots { roots: &["model.audio_tower.", "thinker.audio_tower.", "audio_tower."], parts: &[] },
     // The language model itself, of which the last root is none.
     Roots {
         roots: &[
@@ -122,6 +124,7 @@ const ROOTS: &[Roots] = &[
             "model.text_model.",
             "text_model.",
             "thinker.model.",
+            "talker.model.",
             "model.",
             "",
         ],
@@ -138,7 +141,8 @@ impl Forms {
     }
 
     /// Further forms, for a name that none of [`written`](Forms::written) finds: rarer prefixes, wrappers anywhere, and
-    /// underscores for some of the dots or dots for some of the underscores.
+    /// underscores for some of the dots or dots for some of the underscores (`convert_lora.py` of Musubi Tuner writes dots for
+    /// underscores that it does not know).
     pub(super) fn respelled(name: &str) -> Forms {
         let bare = unwrapped(name);
         let names =
@@ -319,7 +323,8 @@ mod tests {
             assert!(under(name).contains(&"language_model.model.layers.0.q".to_owned()), "{name}");
         }
         assert!(under("language_model.lm_head").contains(&"lm_head".to_owned()));
-        assert!(under("model.visual.blocks.0.q").is_empty());
+        assert!(under("model.visual.blocks.0.q").iter().all(|name| name.contains("visual.")));
+        assert!(under("model.encoder.layers.0.q").is_empty());
         let flat = Forms::written("lora_te1_model_layers_0_q").under_other_roots();
         assert!(flat.iter().any(|forms| names(&forms.flat) == ["model_language_model_layers_0_q"]));
     }

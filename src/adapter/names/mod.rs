@@ -64,7 +64,17 @@ const FUSED: &[(&[&str], &[Projections])] = &[
         ],
     ),
     (&["gate_up_proj"], &[&[("gate_proj", Projection::Gate), ("up_proj", Projection::Up)]]),
+    // What diffusers' `fuse_qkv_projections` fuses besides.
+    (
+        &["to_added_qkv"],
+        &[&[("add_q_proj", Projection::Query), ("add_k_proj", Projection::Key), ("add_v_proj", Projection::Value)]],
+    ),
+    (&["to_kv"], &[&[("to_k", FIRST_HALF), ("to_v", SECOND_HALF)]]),
+    (&["to_added_kv"], &[&[("add_k_proj", FIRST_HALF), ("add_v_proj", SECOND_HALF)]]),
 ];
+
+const FIRST_HALF: Projection = Projection::Parts { first: 0, count: 1, of: 2 };
+const SECOND_HALF: Projection = Projection::Parts { first: 1, count: 1, of: 2 };
 
 /// The models of a pipeline that a name can be for, as a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -326,7 +336,9 @@ mod tests {
             Targets::new(&model).find("lora_unet_a_b_c"),
             Found::Several(vec!["a_b.c".to_owned(), "a.b_c".to_owned()])
         );
-        assert_eq!(found(&model, "blocks.0.attn.q"), None);
+        // Some trainers also write dots for underscores; an exact name still goes first.
+        assert_eq!(found(&model, "blocks.0.attn.q").as_deref(), Some("blocks.0.attn_q"));
+        assert_eq!(found(&model, "blocks.0.attn.v"), None);
     }
 
     #[test]
