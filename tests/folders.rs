@@ -108,6 +108,9 @@ fn a_cache_of_the_hub_stands_for_the_snapshot_of_main() {
     let cache = tempfile::tempdir().unwrap();
     fs::rename(home.path(), cache.path().join("hub")).unwrap();
     assert_eq!(tensor(&Checkpoint::open(cache.path()).unwrap()), "other");
+    // A model of its own with a cache beside it.
+    weights(cache.path().join("model.safetensors"), "own");
+    assert_eq!(tensor(&Checkpoint::open(cache.path()).unwrap()), "own");
 }
 
 #[test]

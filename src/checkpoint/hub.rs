@@ -5,7 +5,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::folder::{entries, sub_folders};
+use super::folder::{INDEX, SAFETENSORS, ends, entries, files, sub_folders};
 use super::text::read_text;
 use crate::error::{Error, FileFault, Result};
 
@@ -19,6 +19,10 @@ const MODEL: &str = "models--";
 /// [`Error::File`] with [`FileFault::SeveralModels`] when there are several models, or several snapshots and no `refs/main`
 /// that names one of them; [`FileFault::NoWeights`] or [`FileFault::Unfinished`] without a snapshot.
 pub(crate) fn model_folder(folder: &Path) -> Result<PathBuf> {
+    // A folder with weights of its own is no cache, whatever else is in it.
+    if files(folder)?.iter().any(|name| ends(name, SAFETENSORS) || ends(name, INDEX)) {
+        return Ok(folder.to_owned());
+    }
     if is_model(folder) {
         return snapshot(folder);
     }
