@@ -224,7 +224,7 @@ impl StageOrder {
 
 /// The place of a part of a pipeline among all parts; those that the table does not name come last.
 fn part(prefix: &str) -> usize {
-    stages().part_of(prefix).map_or(usize::MAX, |(part, _)| part)
+    stages().part_of(prefix).map_or(usize::MAX, |part| part.place)
 }
 
 /// All layers with their places.
@@ -247,7 +247,7 @@ fn place(groups: &Groups<'_>, components: &[Component<'_>]) -> Vec<(Place, usize
     }
     let mut placed = Vec::new();
     for (stem, layers) in groups {
-        let owner = around.innermost(stem.text);
+        let owner = around.innermost(stem.text).filter(|&index| !is_earlier_part(*stem, &components[index]));
         let itself = own.get(stem.text).copied().filter(|_| !stem.numbered);
         placed.extend(layers.iter().map(|&(layer, number)| {
             let place = match (spots.get(stem), itself, owner) {
@@ -256,8 +256,8 @@ fn place(groups: &Groups<'_>, components: &[Component<'_>]) -> Vec<(Place, usize
                     Place { network: network(index), turn: 2 * spot.turn + 1, number, within: spot.within }
                 }
                 (None, Some(index), _) => Place { network: network(index), turn: 0, number: 0, within: 0 },
-                (None, None, Some(index)) => beside(components[index].family, network(index), *stem, number),
-                (None, None, None) => outside(*stem, number, &order),
+                (None, None, Some(index)) => beside(components[index].family, network(index), *stem),
+                (None, None, None) => outside(*stem, &order),
             };
             (place, layer)
         }));
@@ -290,30 +290,39 @@ fn strides<'n>(groups: &Groups<'n>, components: &[Component<'n>]) -> HashMap<Ste
     strides
 }
 
-/// The place of a layer of a network whose table has no line for it.
-fn beside(family: &Family, network: (usize, usize, usize), stem: Stem<'_>, number: u64) -> Place {
+/// Whether a stem inside a network is of a part with a name of its own that runs before the network: a vision tower that no table
+/// knows, in the names of the language model.
+fn is_earlier_part(stem: Stem<'_>, around: &Component<'_>) -> bool {
+    let part = stages().part_of(stem.text);
+    part.is_some_and(|part| part.name.len() > around.prefix.len() && part.stage < around.family.stage)
+}
+
+/// The place of layers of a network whose table has no line for them. Those of one place are sorted by name.
+fn beside(family: &Family, network: (usize, usize, usize), stem: Stem<'_>) -> Place {
     let after = 2 * family.last_stack + 2;
     let (turn, number) = match (Rank::of(stem.text), stem.numbered) {
-        (Rank::Embedding, _) | (Rank::Input, false) => (0, number),
-        (Rank::Input | Rank::Stack, _) => (after, number),
-        (Rank::FinalNorm, _) => (after, u64::MAX),
-        (Rank::Head, _) => (2 * family.turns, number),
+        (Rank::Embedding, _) | (Rank::Input, false) => (0, 0),
+        (Rank::Input | Rank::Stack, _) => (after, 0),
+        (Rank::FinalNorm, _) => (after, 1),
+        (Rank::Head, _) => (2 * family.turns, 0),
     };
     Place { network, turn, number, within: 0 }
 }
 
-/// The place of a layer that belongs to no known network.
-fn outside(stem: Stem<'_>, number: u64, order: &StageOrder) -> Place {
+/// The place of layers that belong to no known network.
+fn outside(stem: Stem<'_>, order: &StageOrder) -> Place {
     let stage = |name| stages().index(name).unwrap_or(0);
     let rank = Rank::of(stem.text);
     let network = match (stages().part_of(stem.text), rank, stem.numbered) {
-        (Some((part, stage)), ..) => (order.of_stage(stage), part, usize::MAX),
+        (Some(part), ..) => (order.of_stage(part.stage), part.place, usize::MAX),
         (None, Rank::Embedding, _) | (None, Rank::Input, false) => (0, 0, 0),
         // What conditions a network runs before it.
         (None, Rank::Input | Rank::Stack, true) => (stage("conditions"), usize::MAX, usize::MAX),
         (None, ..) => (stage("network"), usize::MAX, usize::MAX),
     };
-    Place { network, turn: rank as usize, number, within: 0 }
+    // A stack without a word of its own is one.
+    let rank = if stem.numbered && rank == Rank::Input { Rank::Stack } else { rank };
+    Place { network, turn: rank as usize, number: 0, within: 0 }
 }
 
 /// Finds the network around each of several names that come in order.
@@ -402,6 +411,19 @@ mod tests {
                 "model_ema",
             ]
         );
+        // Stacks that no table knows are not mixed.
+        let unknown =
+            ["unet.conv_in", "unet.b.1", "unet.a.1", "unet.a.10", "unet.b.0", "unet.a.2", "unet.down_blocks.0"];
+        let order = ["unet.conv_in", "unet.down_blocks.0", "unet.a.1", "unet.a.2", "unet.a.10", "unet.b.0", "unet.b.1"];
+        assert_eq!(ordered(&unknown), order);
+        let other = ["q.1", "unet.conv_in", "p.1", "unet.down_blocks.0", "q.0", "p.0"];
+        assert_eq!(ordered(&other), ["p.0", "p.1", "q.0", "q.1", "unet.conv_in", "unet.down_blocks.0"]);
+        // A vision tower that no table knows runs before the language model that its names are in.
+        let tower =
+            ["model.vision_tower.timm_model.blocks.0", "model.language_model.layers.0", "model.other.0", "lm_head"];
+        let order =
+            ["model.vision_tower.timm_model.blocks.0", "model.language_model.layers.0", "model.other.0", "lm_head"];
+        assert_eq!(ordered(&tower), order);
         // Without a network between them, the encoder is first.
         let alone = ["vae.decoder.up.0", "vae.decoder.up.1", "vae.encoder.down.0"];
         assert_eq!(ordered(&alone), ["vae.encoder.down.0", "vae.decoder.up.1", "vae.decoder.up.0"]);

@@ -121,11 +121,22 @@ impl Stages {
         self.names.iter().position(|stage| *stage == name)
     }
 
-    /// The part of a pipeline that a name belongs to: its place in the table, and its stage.
-    pub(super) fn part_of(&self, name: &str) -> Option<(usize, usize)> {
-        let fitting = self.parts.iter().enumerate().filter(|(_, (part, _))| is_under(name, part));
-        fitting.max_by_key(|(_, (part, _))| part.len()).map(|(place, (_, stage))| (place, *stage))
+    /// The part of a pipeline that a name belongs to.
+    pub(super) fn part_of(&self, name: &str) -> Option<Part> {
+        let parts = self.parts.iter().enumerate().map(|(place, &(name, stage))| Part { name, place, stage });
+        parts.filter(|part| is_under(name, part.name)).max_by_key(|part| part.name.len())
     }
+}
+
+/// A part of a whole pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    /// What its names begin with.
+    pub(super) name: &'static str,
+    /// Its place among all parts.
+    pub(super) place: usize,
+    /// The index of its stage.
+    pub(super) stage: usize,
 }
 
 /// All families.
@@ -333,7 +344,7 @@ mod tests {
     #[test]
     fn parts_are_told_by_the_longest_beginning() {
         let stages = parse_stages("one: a a.b\ntwo: a.b.c").unwrap();
-        let part = |name| stages.part_of(name);
+        let part = |name| stages.part_of(name).map(|part| (part.place, part.stage));
         assert_eq!(
             [part("a"), part("a.x"), part("a.b.x"), part("a.b.c.")],
             [Some((0, 0)), Some((0, 0)), Some((1, 0)), Some((2, 1))]
