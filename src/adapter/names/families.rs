@@ -33,6 +33,7 @@ const TABLES: &[&str] = &[
     include_str!("families/pixart_and_sana.txt"),
     include_str!("families/mochi.txt"),
     include_str!("families/ideogram4.txt"),
+    include_str!("families/qwen_image.txt"),
     include_str!("families/stable_cascade.txt"),
     include_str!("families/ace_step.txt"),
     include_str!("families/llama.txt"),
