@@ -6,7 +6,8 @@
 //! `<block>`. What is in parentheses at the end says how the rows differ. `#` begins a comment.
 //!
 //! The facts are from diffusers (`loaders/lora_conversion_utils.py`, `loaders/single_file_utils.py`, `scripts/convert_*`),
-//! ComfyUI (`comfy/lora.py`, `comfy/utils.py`), sd-scripts and Musubi Tuner (`networks/`), llama.cpp
+//! ComfyUI (`comfy/lora.py`, `comfy/lora_convert.py`, `comfy/utils.py`, `comfy/supported_models.py`), sd-scripts and Musubi Tuner
+//! (`networks/`), OneTrainer (`modules/model/`), DiffSynth-Studio (`diffsynth/utils/lora/`), llama.cpp
 //! (`gguf-py/gguf/tensor_mapping.py`) and transformers (`models/llama/convert_llama_weights_to_hf.py`).
 
 use std::collections::HashMap;
@@ -33,6 +34,7 @@ const TABLES: &[&str] = &[
     include_str!("families/pixart_and_sana.txt"),
     include_str!("families/mochi.txt"),
     include_str!("families/ideogram4.txt"),
+    include_str!("families/qwen_image.txt"),
     include_str!("families/stable_cascade.txt"),
     include_str!("families/ace_step.txt"),
     include_str!("families/llama.txt"),

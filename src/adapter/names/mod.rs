@@ -308,6 +308,9 @@ mod tests {
         Layout::new(names.iter().map(|n| TensorInfo::new(*n, DType::F32, &[6, 2], 0, 0).unwrap()).collect())
     }
 
+    /// Names of what roots, prefixes and wrappers are made of.
+    const PARTS: &str = "(model|language_model|text_model|lm_head|visual|module|_orig_mod|net|dit|transformer|lora_unet|lora_te|text_encoders|layers|norm|a|é|0|q|to_qkv|to_out)([._](model|language_model|module|_orig_mod|transformer|layers|norm|a|0|q|k|to_q|qkv|to_out|weight|bias)){0,5}";
+
     fn found(layout: &Layout, name: &str) -> Option<String> {
         match Targets::new(layout).find(name) {
             Found::One(targets) => Some(targets[0].module.to_owned()),
@@ -362,6 +365,20 @@ mod tests {
         fn finding_never_panics(names in proptest::collection::vec("[a-c._]{0,12}", 0..6), wanted in "[a-c._]{0,14}") {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             Targets::new(&layout(&names)).find(&wanted);
+        }
+
+        #[test]
+        fn an_own_name_is_found_as_itself(
+            names in proptest::collection::btree_set(PARTS, 1..8),
+            wanted in PARTS,
+        ) {
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            let layout = layout(&names);
+            let targets = Targets::new(&layout);
+            for target in targets.targets[..targets.modules].to_vec() {
+                prop_assert_eq!(targets.find(target.module), Found::One(vec![target]));
+            }
+            targets.find(&wanted);
         }
     }
 }
