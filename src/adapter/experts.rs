@@ -75,6 +75,9 @@ impl Wrapped {
             (fits && own != "weight").then(|| own.to_owned())
         };
         let mut parameters: Vec<String> = config.parameters.iter().filter_map(parameter).collect();
+        if parameters.is_empty() {
+            return None;
+        }
         // Models define the projection to the inner size first.
         parameters.sort_by_key(|name| (!name.starts_with("gate") && !name.starts_with("up"), name.clone()));
         parameters.dedup();
@@ -82,7 +85,7 @@ impl Wrapped {
         let same = |other: &&AdapterModule| other.name.trim_end_matches(WRAPPER) == core;
         let wrappers = adapter.modules.iter().filter(same).count();
         let number = wrappers.checked_sub(depth(&module.name)? + 1)?;
-        (!parameters.is_empty()).then(|| Wrapped { parameters, wrappers, number, module: core.to_owned() })
+        Some(Wrapped { parameters, wrappers, number, module: core.to_owned() })
     }
 
     /// The targets of the factors: the stack of the parameter, or the weights of each expert.
@@ -124,7 +127,7 @@ impl Wrapped {
 pub(super) fn stacked<'a>(layout: &'a Layout, targets: &Targets<'a>, target: Target<'a>) -> Target<'a> {
     const WORDS: [&str; 2] = ["experts", "switch_mlp"];
     let of_experts = target.module.split('.').any(|word| WORDS.contains(&word)) && target.projection.is_none();
-    match stack(layout, targets, target.module).filter(|_| of_experts) {
+    match of_experts.then(|| stack(layout, targets, target.module)).flatten() {
         Some((_, expert)) => Target { expert: Some(expert), ..target },
         None => target,
     }

@@ -10,6 +10,7 @@ mod config;
 mod experts;
 mod kinds;
 mod names;
+mod patches;
 mod report;
 mod resolve;
 mod tied;
@@ -33,8 +34,9 @@ use names::pattern::Pattern;
 
 pub use config::{FactorSource, ScaleFactor};
 pub use names::rows::RotaryRows;
+pub use patches::{Matching, Patches};
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
-pub use resolve::{Matching, Patches};
+
 pub use tied::Untied;
 pub use weights::Weights;
 

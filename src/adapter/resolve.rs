@@ -1,4 +1,4 @@
-//! Resolving adapters against a checkpoint: the patch of each tensor.
+//! Resolving adapters against a checkpoint: their modules are matched, and the steps of each tensor collected.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -10,199 +10,38 @@ use super::kinds::{self, Built, FactorCache, Weight};
 use super::names::keys::Part;
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
-use super::tied::Ends;
-use super::{Adapter, AdapterModule};
-use crate::checkpoint::{Checkpoint, Layout, Packed, Siblings, TensorId};
+use super::{Adapter, AdapterModule, Matching};
+use crate::checkpoint::{Layout, Packed, Siblings, TensorId};
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
-use crate::patch::{Changes, Maker, Origin, ScalePolicy, Scaling, TensorPatch};
-use crate::rounding::Rounding;
+use crate::patch::{Changes, Maker, Origin, Scaling, TensorPatch};
 
-/// Whether every part of an adapter must match the checkpoint.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Matching {
-    /// Every tensor must be applied. The default.
-    #[default]
-    Strict,
-    /// Some of an adapter's modules may be missing from the checkpoint, have another shape there, be for weights that are packed
-    /// or have a scale that is not understood, or not be understood themselves; the report lists them, and nothing of such a module
-    /// is applied. It is still an error if nothing of an adapter can be applied, or if a name matches several modules.
-    AllowPartial,
+/// The outcome of resolving.
+pub(super) struct Resolved {
+    pub(super) tensors: BTreeMap<TensorId, TensorPatch>,
+    /// The layout with the patched shapes.
+    pub(super) layout: Layout,
+    pub(super) report: MatchReport,
+    pub(super) origins: Vec<Arc<Origin>>,
 }
 
-/// Adapters resolved against the names and shapes of one checkpoint: for every tensor that they change, the steps in order.
-///
-/// [`Weights`](crate::Weights) combines them with the checkpoint, for reading and loading.
-#[derive(Clone, Debug, Default)]
-pub struct Patches {
-    tensors: BTreeMap<TensorId, TensorPatch>,
-    /// Before patching.
-    base: Layout,
-    layout: Layout,
-    report: MatchReport,
-    origins: Vec<Arc<Origin>>,
+/// Resolves adapters in order, each against the tensors as those before it leave them.
+pub(super) fn all(
+    siblings: Siblings<'_>,
+    layout: &Layout,
+    adapters: &[Adapter],
+    matching: Matching,
+) -> Result<Resolved> {
+    let targets = Targets::new(layout);
+    let mut resolving = Resolving::new(layout, siblings);
+    for adapter in adapters {
+        resolving.origins.push(Arc::new(adapter.origin()));
+        resolving.adapter(adapter, &targets, matching)?;
+    }
+    resolving.finish()
 }
 
-impl Patches {
-    /// Finds the targets of `adapters` in `layout` and reads their factors.
-    ///
-    /// Several adapters change one weight in the order given, each applied to the result of those before it. Nothing is changed
-    /// here, so an error leaves nothing half done.
-    ///
-    /// # Errors
-    /// [`Error::Adapter`] naming the adapter, the key and the fault: nothing or (when strict) not all of the adapter
-    /// matches, a name matches several modules, a shape does not fit, a factor is not finite or its counterpart is
-    /// missing, the target's type cannot be patched, or the target is packed or has a scale that is not understood. What a
-    /// file notes about its scales in tensors of text cannot be read here; [`Weights::patched`](crate::Weights::patched)
-    /// reads it. [`Error::File`] and [`Error::Io`] from reading the factors.
-    pub fn resolve(layout: &Layout, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
-        let ends = Ends::of(layout, &adapters)?;
-        let now = ends.layout().unwrap_or(layout);
-        let patches = Patches::resolve_among(Siblings::of(now), now, &adapters, matching)?;
-        patches.with_ends(ends, layout)
-    }
-
-    /// As [`resolve`](Patches::resolve), with all that the checkpoint's files say of its scales.
-    pub(super) fn resolve_in(checkpoint: &Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
-        let ends = Ends::of(checkpoint.layout(), &adapters)?;
-        let with_head = ends.layout().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
-        let now = with_head.as_ref().unwrap_or(checkpoint);
-        let patches = Patches::resolve_among(Siblings::of_checkpoint(now), now.layout(), &adapters, matching)?;
-        patches.with_ends(ends, checkpoint.layout())
-    }
-
-    fn resolve_among(
-        siblings: Siblings<'_>,
-        layout: &Layout,
-        adapters: &[Adapter],
-        matching: Matching,
-    ) -> Result<Patches> {
-        let targets = Targets::new(layout);
-        let mut resolving = Resolving::new(layout, siblings);
-        for adapter in adapters {
-            resolving.origins.push(Arc::new(adapter.origin()));
-            resolving.adapter(adapter, &targets, matching)?;
-        }
-        resolving.finish()
-    }
-
-    /// Takes the head for one with the embedding again, unless they came to differ. `layout` is the checkpoint's.
-    fn with_ends(mut self, ends: Ends, layout: &Layout) -> Result<Patches> {
-        let Ends::Apart { untied, embedding, head, layout: with_head } = ends else { return Ok(self) };
-        let same = match (self.tensors.get(&embedding), self.tensors.get(&head)) {
-            (Some(embedding), Some(head)) => embedding.changes_as(head),
-            (None, None) => true,
-            _ => false,
-        };
-        if same {
-            self.tie_again(layout, head, &untied.head)?;
-        } else {
-            self.report.untied = Some(untied);
-            self.base = with_head;
-        }
-        Ok(self)
-    }
-
-    /// Drops the patch of a head to which the same is done as to its embedding.
-    fn tie_again(&mut self, layout: &Layout, head: TensorId, name: &str) -> Result<()> {
-        self.tensors.remove(&head);
-        let shapes: Vec<_> = self.iter().map(|(tensor, patch)| (tensor, patch.patched_shape().to_vec())).collect();
-        (self.layout, self.base) = (layout.patched(&shapes)?, layout.clone());
-        let applied = std::mem::take(&mut self.report.applied);
-        let (of_head, rest) = applied.into_iter().partition(|applied| applied.targets.iter().any(|to| to == name));
-        self.report.applied = rest;
-        for Applied { adapter, keys, .. } in of_head {
-            let skipped =
-                keys.into_iter().map(|key| Skipped { adapter: adapter.clone(), key, why: SkipReason::Repeated });
-            self.report.skipped.extend(skipped);
-        }
-        Ok(())
-    }
-
-    /// The layout before patching. It has one tensor more than the checkpoint's if the report tells of an untied head.
-    pub(crate) fn base(&self) -> &Layout {
-        &self.base
-    }
-
-    /// No patches, for an unchanged `layout`.
-    pub fn none(layout: &Layout) -> Patches {
-        Patches { base: layout.clone(), layout: layout.clone(), ..Patches::default() }
-    }
-
-    /// Sets how all patched tensors are rounded.
-    #[must_use]
-    pub fn rounding(mut self, rounding: Rounding) -> Patches {
-        self.tensors.values_mut().for_each(|patch| patch.set_rounding(rounding));
-        self
-    }
-
-    /// Sets whether the scales of fp8 weights are kept or recomputed.
-    ///
-    /// A recomputed scale is one of the tensors that change, so reading all of these gives it along with its weight. Its patch
-    /// needs the weight, and repeats the weight's arithmetic; both work on an f32 copy of the weight.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] when a scale belongs to several weights.
-    pub fn scales(mut self, policy: ScalePolicy) -> Result<Patches> {
-        self.tensors.retain(|_, patch| !patch.is_of_scale());
-        self.tensors.values_mut().for_each(|patch| patch.set_scale_policy(policy));
-        if policy == ScalePolicy::Keep {
-            return Ok(self);
-        }
-        let mut scales = Vec::new();
-        for (&weight, patch) in &self.tensors {
-            let Some(scale) = patch.scale() else { continue };
-            let info = self.layout.at(scale);
-            if scales.iter().any(|(other, _)| *other == scale) {
-                return Err(Error::invalid(format!("the scale `{}` is that of several weights", info.name)));
-            }
-            scales.extend(patch.of_scale(weight, info).map(|patch| (scale, patch)));
-        }
-        let own: Vec<_> = scales.iter().map(|(tensor, patch)| (*tensor, patch.patched_shape().to_vec())).collect();
-        let weights = self.tensors.iter().map(|(&tensor, patch)| (tensor, patch.patched_shape().to_vec()));
-        self.layout = self.layout.patched(&weights.chain(own).collect::<Vec<_>>())?;
-        self.tensors.extend(scales);
-        Ok(self)
-    }
-
-    /// The origins of the adapters, in order.
-    pub(crate) fn origins(&self) -> &[Arc<Origin>] {
-        &self.origins
-    }
-
-    /// The rounding and scale policy of all patched tensors; `None` if nothing changes.
-    pub(crate) fn policy(&self) -> Option<(Rounding, ScalePolicy)> {
-        self.tensors.values().find(|patch| !patch.is_of_scale()).map(TensorPatch::policy)
-    }
-
-    /// How every tensor of the adapters was used.
-    pub fn report(&self) -> &MatchReport {
-        &self.report
-    }
-
-    /// The patch of a tensor; `None` if no adapter changes it.
-    pub fn tensor(&self, tensor: TensorId) -> Option<&TensorPatch> {
-        self.tensors.get(&tensor)
-    }
-
-    /// The tensors that change, in the layout's order, with their patches.
-    pub fn iter(&self) -> impl Iterator<Item = (TensorId, &TensorPatch)> {
-        self.tensors.iter().map(|(&tensor, patch)| (tensor, patch))
-    }
-
-    /// The layout with the patched tensors' sizes. A patched tensor never shares its bytes, even if it did before.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// The bytes of all factors in memory, as f32.
-    pub fn factor_bytes(&self) -> u64 {
-        self.tensors.values().map(TensorPatch::factor_bytes).sum()
-    }
-}
-
-/// The state of [`Patches::resolve`], with the shapes after the steps so far.
+/// The state of [`all`], with the shapes after the steps so far.
 struct Resolving<'a> {
     layout: &'a Layout,
     siblings: Siblings<'a>,
@@ -496,7 +335,7 @@ impl<'a> Resolving<'a> {
         Err(Error::adapter(&adapter.path, None, fault))
     }
 
-    fn finish(self) -> Result<Patches> {
+    fn finish(self) -> Result<Resolved> {
         let Resolving { layout, siblings, changed, report, origins } = self;
         let shapes: Vec<(TensorId, Vec<u64>)> =
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
@@ -505,13 +344,13 @@ impl<'a> Resolving<'a> {
             let info = layout.at(tensor);
             let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
             let patch = TensorPatch::new(info, changes, &siblings).map_err(fault)?;
-            let scale = patch.scale().filter(|scale| shapes.iter().any(|(changed, _)| changed == scale));
-            if let Some(scale) = scale {
+            let is_changed = |scale: &TensorId| shapes.binary_search_by_key(scale, |(tensor, _)| *tensor).is_ok();
+            if let Some(scale) = patch.scale().filter(is_changed) {
                 return Err(fault(AdapterFault::ChangedScale { scale: layout.at(scale).name.clone() }));
             }
             tensors.insert(tensor, patch);
         }
-        Ok(Patches { tensors, base: layout.clone(), layout: layout.patched(&shapes)?, report, origins })
+        Ok(Resolved { tensors, layout: layout.patched(&shapes)?, report, origins })
     }
 }
 

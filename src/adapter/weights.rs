@@ -1,8 +1,8 @@
 //! A checkpoint and its adapters, as one value.
 
 use super::Adapter;
+use super::patches::{Matching, Patches};
 use super::report::MatchReport;
-use super::resolve::{Matching, Patches};
 use crate::checkpoint::{Checkpoint, Layout, TensorId};
 #[cfg(doc)]
 use crate::error::Error;
