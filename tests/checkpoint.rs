@@ -366,10 +366,10 @@ fn headers_of_another_form_are_refused() {
         (r#"{"a":{"dtype":"U8","shape":[4.0],"data_offsets":[0,4]}}"#, Some("a"), "floating point"),
         (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4,8]}}"#, Some("a"), "trailing"),
         (r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,18446744073709551616]}}"#, Some("a"), "floating point"),
-        (r#"{"a":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#, Some("a"), "`dtype` stands twice"),
+        (r#"{"a":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#, Some("a"), "`dtype` occurs twice"),
         (r#"{"__metadata__":{"k":1}}"#, Some("__metadata__"), "expected a string"),
-        (r#"{"__metadata__":{"k":"1","k":"2"}}"#, Some("__metadata__"), "`k` stands twice"),
-        (r#"{"__metadata__":{},"__metadata__":{}}"#, Some("__metadata__"), "stands twice"),
+        (r#"{"__metadata__":{"k":"1","k":"2"}}"#, Some("__metadata__"), "`k` occurs twice"),
+        (r#"{"__metadata__":{},"__metadata__":{}}"#, Some("__metadata__"), "occurs twice"),
         (deep.as_str(), Some("a"), "recursion limit"),
     ] {
         let (blamed, fault) = refused(file(header, 4));

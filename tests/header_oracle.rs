@@ -60,7 +60,7 @@ fn compare(file: Vec<u8>) -> Result<(), TestCaseError> {
             }
         }
         (Ok(_), Err(error)) => {
-            let known = ["stands twice", "invalid type: map, expected a string"];
+            let known = ["occurs twice", "invalid type: map, expected a string"];
             prop_assert!(known.iter().any(|kind| error.to_string().contains(kind)), "{error}");
         }
         (Err(error), Ok(_)) => return Err(TestCaseError::fail(format!("accepted what is refused: {error}"))),

@@ -185,10 +185,10 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
                 // The format's reader takes `null` for none.
                 let text = map.next_value::<Option<Entries<String>>>()?.unwrap_or(Entries(Vec::new()));
                 if let Some(key) = text.repeated() {
-                    return Err(de::Error::custom(format_args!("the key `{key}` stands twice")));
+                    return Err(de::Error::custom(format_args!("the key `{key}` occurs twice")));
                 }
                 if metadata.replace(text.0.into_iter().collect()).is_some() {
-                    return Err(de::Error::custom(format_args!("{METADATA_KEY} stands twice")));
+                    return Err(de::Error::custom(format_args!("{METADATA_KEY} occurs twice")));
                 }
             } else {
                 self.header.tensors.push((key, map.next_value()?));
@@ -222,7 +222,7 @@ impl<'de> Deserialize<'de> for RawTensor {
                         _ => map.next_value::<serde_json::Value>().map(|_| false)?,
                     };
                     if twice {
-                        return Err(de::Error::custom(format_args!("the field `{key}` stands twice")));
+                        return Err(de::Error::custom(format_args!("the field `{key}` occurs twice")));
                     }
                 }
                 Ok(RawTensor {

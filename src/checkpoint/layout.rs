@@ -188,7 +188,7 @@ impl Layout {
         for (place, name) in names.iter().enumerate() {
             let layer = by_name.get(name).ok_or_else(|| Missing::Layer { name: (*name).to_owned() })?;
             if places[*layer].replace(place).is_some() {
-                return Err(Error::invalid(format!("layer `{name}` stands twice in the order given")));
+                return Err(Error::invalid(format!("layer `{name}` occurs twice in the order given")));
             }
         }
         let mut layout = self;

@@ -40,7 +40,7 @@ pub enum FileFault {
         reason: String,
     },
     /// A name occurs twice in a header or an index.
-    #[error("the name stands twice")]
+    #[error("the name occurs twice")]
     DuplicateKey,
     /// The format has no such element type.
     #[error("its element type `{name}` is none of the safetensors format")]

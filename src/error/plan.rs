@@ -130,22 +130,22 @@ impl fmt::Display for Limit {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanFault {
-    /// The plan places another number of modules than the model has.
+    /// The plan and the model have different numbers of modules.
     #[error("the plan is of another model: it places {planned} modules, the model has {modules}")]
     OtherModel {
-        /// How many the plan places.
+        /// The number of modules in the plan.
         planned: usize,
-        /// How many the model has.
+        /// The number of modules in the model.
         modules: usize,
     },
-    /// A module of the plan is not the one that the model has in its place.
+    /// A module of the plan differs from the model's module at the same index.
     #[error("the plan is of another model: its module {index} is {planned}, the model's is {module}")]
     OtherModule {
-        /// The module's place.
+        /// The index of the module.
         index: usize,
         /// The module of the plan.
         planned: PlannedModule,
-        /// That of the model.
+        /// The module of the model.
         module: PlannedModule,
     },
     /// The plan has the model's modules, with layers in another order: it was made for a layout in that order, perhaps by another
@@ -158,20 +158,20 @@ pub enum PlanFault {
         index: usize,
         /// The module of the plan.
         planned: PlannedModule,
-        /// That of the model.
+        /// The module of the model.
         module: PlannedModule,
     },
-    /// A plan that was read contradicts itself.
-    #[error("this is no valid plan: {0}")]
+    /// A plan that was read from a file contradicts itself.
+    #[error("this is not a valid plan: {0}")]
     NotValid(Contradiction),
-    /// The plan expects slots from the caller, who gave none.
+    /// The plan expects slots from the caller, but none were given.
     #[error("the plan leaves the slots to the caller; give them with Streamer::with_slots")]
     SlotsLeftToCaller,
     /// The plan computes on the host, and what would leave a compute device would go there.
     #[error("the plan computes on the host, so there is nowhere to demote to")]
     NowhereToDemote,
-    /// There are compute times of another number of layers than the model has.
-    #[error("there are compute times of {given} layers, the model has {layers}")]
+    /// The compute times are for a different number of layers than the model has.
+    #[error("there are compute times for {given} layers, the model has {layers}")]
     ComputeTimes {
         /// How many times there are.
         given: usize,
@@ -181,7 +181,7 @@ pub enum PlanFault {
     /// The compute times add up to more than a `Duration` holds.
     #[error("the compute times add up to too much")]
     EndlessComputeTime,
-    /// More bytes than can be planned.
+    /// The model has more bytes than can be planned.
     #[error("the model has {bytes} bytes, more than the {most} that can be planned")]
     TooManyBytes {
         /// The bytes of the model.
@@ -191,15 +191,15 @@ pub enum PlanFault {
     },
 }
 
-/// A module as a plan and a model know it.
+/// A module, as plans and models describe it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlannedModule {
     /// Its name.
     pub name: String,
-    /// The bytes that it takes at home.
+    /// The bytes that it takes where it is placed.
     pub bytes: u64,
-    /// Its layer's place in the order.
+    /// The index of its layer in the order of execution.
     pub layer: usize,
 }
 
@@ -214,7 +214,7 @@ impl fmt::Display for PlannedModule {
 #[non_exhaustive]
 pub enum Contradiction {
     /// A device is listed twice.
-    #[error("{device} stands twice")]
+    #[error("{device} is listed twice")]
     DeviceTwice {
         /// The device.
         device: DeviceId,
@@ -230,10 +230,10 @@ pub enum Contradiction {
     OutOfOrder {
         /// The module.
         module: String,
-        /// Where it stands.
+        /// Its index in the plan.
         index: usize,
     },
-    /// A module cannot be used so where it lives.
+    /// A module cannot be used in this way on the device that holds it.
     #[error("`{module}` cannot be {usage} on {device}")]
     Usage {
         /// The module.
@@ -243,10 +243,10 @@ pub enum Contradiction {
         /// The device.
         device: DeviceId,
     },
-    /// The bytes of the modules pass `u64`.
+    /// The bytes of the modules exceed `u64`.
     #[error("it has more than 2^64 - 1 bytes")]
     Uncountable,
-    /// The bytes or the number of a device's modules are not what the plan says of the device.
+    /// The bytes or the number of a device's modules differ from what the plan states.
     #[error(
         "the sums of {device} are not those of its modules: {bytes} bytes of {modules} modules, not {said_bytes} of {said_modules}"
     )]
@@ -257,18 +257,18 @@ pub enum Contradiction {
         bytes: u64,
         /// How many these are.
         modules: usize,
-        /// The bytes that the plan says.
+        /// The bytes that the plan states.
         said_bytes: u64,
-        /// The modules that the plan says.
+        /// The number of modules that the plan states.
         said_modules: usize,
     },
-    /// What the plan says of a device beside its modules cannot be.
+    /// The plan's other figures of a device contradict each other.
     #[error("the terms of {device} contradict each other")]
     Terms {
         /// The device.
         device: DeviceId,
     },
-    /// The slots are not those that its streamed layers need.
+    /// The slots differ from those that the streamed layers need.
     #[error(
         "its {layers} streamed layers need other slots: {needed} of {bytes} bytes{} at least, not {given} of {bytes_each}{}",
         Large(*needed_large), Large(*given_large)
@@ -289,7 +289,7 @@ pub enum Contradiction {
         /// How many large ones it has, and the bytes of each.
         given_large: (usize, u64),
     },
-    /// What moves from a device in a pass is not what its modules make.
+    /// The bytes that a device sends in a pass differ from those of its modules.
     #[error(
         "{device} streams {} bytes, {} of them staged, and pins {}, not {}, {} and {}",
         needed[0], needed[1], needed[2], given[0], given[1], given[2]
@@ -299,14 +299,14 @@ pub enum Contradiction {
         device: DeviceId,
         /// The bytes that are streamed, staged and pinned by its modules.
         needed: [u64; 3],
-        /// What the plan says.
+        /// What the plan states.
         given: [u64; 3],
     },
-    /// The plan is not as it was written.
+    /// The plan was changed after it was written.
     #[error("it was changed after it was written: its checksum does not match its figures; plan again")]
     Changed,
-    /// A warning that no plan has.
-    #[error("`{text}` is no warning of a plan")]
+    /// The plan has a warning that is not one of a plan's.
+    #[error("`{text}` is not a warning of plans")]
     Warning {
         /// The warning.
         text: String,

@@ -7,7 +7,7 @@ use super::fault::List;
 use crate::device::DeviceId;
 use crate::dtype::DType;
 
-/// A requested thing that does not exist.
+/// What was requested and does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Missing {
@@ -19,7 +19,7 @@ pub enum Missing {
         /// The layer that was searched; `None` if the whole model was.
         layer: Option<String>,
     },
-    /// There are fewer tensors.
+    /// The index exceeds the number of tensors.
     #[error("{} has {count} tensors, so none at {index}", file.display())]
     TensorAt {
         /// The requested index.
@@ -29,12 +29,12 @@ pub enum Missing {
         /// The checkpoint.
         file: PathBuf,
     },
-    /// A checkpoint has fewer files.
+    /// A tensor is in a file that the checkpoint does not have.
     #[error("tensor `{tensor}` is in file {index} of {count}")]
     File {
         /// The tensor.
         tensor: String,
-        /// The place of its file among the checkpoint's.
+        /// The index of its file.
         index: usize,
         /// The number of files.
         count: usize,
@@ -45,7 +45,7 @@ pub enum Missing {
         /// The name.
         name: String,
     },
-    /// There are fewer layers.
+    /// The index exceeds the number of layers.
     #[error("there is no layer {index}, the model has {count}")]
     LayerAt {
         /// The requested index.
@@ -59,15 +59,15 @@ pub enum Missing {
         /// The key.
         key: String,
     },
-    /// A plan puts nothing on this device.
+    /// A plan places nothing on this device.
     #[error("the plan reserves nothing on {device}; it does on {}", List(reserved))]
     Reserved {
         /// The device.
         device: DeviceId,
-        /// Those that it puts something on.
+        /// The devices that it uses.
         reserved: Vec<DeviceId>,
     },
-    /// A tensor has fewer rows.
+    /// The index exceeds the number of rows.
     #[error("tensor `{tensor}` has {count} rows, so none at {row}")]
     Row {
         /// The tensor.
@@ -85,7 +85,7 @@ pub enum Missing {
         /// Why not.
         why: NoRows,
     },
-    /// The bytes of a tensor are in no memory any more, and there is no file to read them from.
+    /// The memory of a tensor is gone, and there is no file to read it from.
     #[error("the memory that held tensor `{tensor}` is gone, and there is no file to read it from")]
     Held {
         /// The tensor.
@@ -124,50 +124,50 @@ impl fmt::Display for NoRows {
     }
 }
 
-/// The thing of the wrong size. Sizes are in bytes unless stated otherwise.
+/// What has the wrong size. Sizes are in bytes unless stated otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Measured {
-    /// The room for a tensor.
+    /// The buffer for a tensor.
     Tensor {
         /// Its name.
         name: String,
     },
-    /// The room for rows of a tensor.
+    /// The buffer for rows of a tensor.
     Rows {
         /// The tensor's name.
         name: String,
-        /// How many rows these are.
+        /// The number of rows.
         rows: usize,
     },
-    /// The room for a tensor as adapters leave it.
+    /// The buffer for a patched tensor.
     Patched {
         /// Its name.
         name: String,
     },
-    /// The bytes of a tensor that others are patched with.
+    /// The bytes of a tensor that the patch of another needs.
     Sibling {
         /// Its name.
         name: String,
     },
-    /// How many tensors a tensor is patched with.
+    /// The number of tensors that a patch needs.
     Siblings {
         /// Its name.
         name: String,
     },
-    /// A part of a tensor, by its end.
+    /// A byte range of a tensor, by its end.
     Part {
         /// The tensor's name.
         name: String,
-        /// Where the part begins.
+        /// Where the range begins.
         at: u64,
     },
-    /// What was written of a tensor.
+    /// The bytes written of a tensor.
     Written {
         /// Its name.
         name: String,
     },
-    /// A file, by where a tensor ends in it.
+    /// A file, by the end of a tensor in it.
     File {
         /// The file.
         path: PathBuf,
@@ -182,14 +182,14 @@ pub enum Measured {
     Destination,
     /// The memory for the factors of a patch.
     Work,
-    /// The memory of a matrix that a device is to patch, by its end.
+    /// The memory of a matrix that a device patches, by its end.
     Matrix {
         /// The device.
         device: DeviceId,
         /// Where the matrix begins.
         at: usize,
     },
-    /// How many slots there are for layers that are streamed.
+    /// The number of slots for streamed layers.
     Slots,
     /// One slot.
     Slot {
@@ -242,7 +242,7 @@ impl Measured {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Mismatch {
-    /// A model on a device that another registry has opened.
+    /// A model on a device that another registry opened.
     #[error("the model to derive from is on {device} of another registry")]
     Registry {
         /// The device.
@@ -256,30 +256,30 @@ pub enum Mismatch {
         /// The stream's device.
         stream: DeviceId,
     },
-    /// A stream of another context of a device than the library's, the primary one.
+    /// A stream of a context that is not the device's primary one, which the library uses.
     #[error("the stream is not of the primary context of {device}")]
     Context {
         /// The device.
         device: DeviceId,
     },
-    /// Memory of another device than the one that is to work on it.
+    /// Memory of another device than the one that works on it.
     #[error("{what} is on {memory}, {device} works on its own memory")]
     Memory {
-        /// What is there.
+        /// What is in that memory.
         what: String,
         /// Where it is.
         memory: DeviceId,
         /// Where it has to be.
         device: DeviceId,
     },
-    /// A tensor that is to be read as elements of another type.
+    /// A tensor that was read as another element type.
     #[error("tensor `{tensor}` holds {dtype}, not {asked}")]
     Element {
         /// The tensor's name.
         tensor: String,
         /// Its element type.
         dtype: DType,
-        /// The one that was asked for.
+        /// The requested element type.
         asked: DType,
     },
     /// Memory of one device behind the charge of another.
@@ -293,7 +293,7 @@ pub enum Mismatch {
     /// A patch that the stream of another backend has sent.
     #[error("the patch for {device} was sent by another backend's stream")]
     Sender {
-        /// The device that is to patch.
+        /// The device of the patch.
         device: DeviceId,
     },
 }

@@ -358,7 +358,7 @@ fn patterns_keep_modules_resident_within_the_quota() {
     assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), plan);
     json["warnings"][8] = "no module is".into();
     let error = serde_json::from_value::<Plan>(json).unwrap_err();
-    assert!(error.to_string().contains("no valid plan: `no module is` is no warning"), "{error}");
+    assert!(error.to_string().contains("not a valid plan: `no module is` is not a warning"), "{error}");
 }
 
 #[test]
@@ -631,7 +631,7 @@ fn a_plan_that_was_tampered_with_is_refused() {
         // Without its checksum, too, as plans were written before there was one: by what contradicts itself.
         for _ in 0..2 {
             let error = serde_json::from_value::<Plan>(tampered.clone()).expect_err(place);
-            assert!(error.to_string().contains("no valid plan"), "{place}: {error}");
+            assert!(error.to_string().contains("not a valid plan"), "{place}: {error}");
             tampered.as_object_mut().unwrap().remove("checksum");
         }
     }
@@ -655,7 +655,7 @@ fn a_plan_that_was_tampered_with_is_refused() {
             *tampered.pointer_mut(place).unwrap_or_else(|| panic!("{what}: no {place} in {value}")) = new;
         }
         let error = serde_json::from_value::<Plan>(tampered).expect_err(what);
-        assert!(error.to_string().contains("no valid plan"), "{what}: {error}");
+        assert!(error.to_string().contains("not a valid plan"), "{what}: {error}");
     }
     let mut shorter = value;
     shorter["assignments"].as_array_mut().unwrap().pop();
