@@ -278,7 +278,7 @@ fn another_plan_takes_what_is_in_memory() {
 
 /// Small vectors of a layer share memory: where one changes, the others are copied, and what is untouched is shared.
 #[test]
-fn a_group_of_small_modules_is_shared_or_made_anew() {
+fn a_group_of_small_modules_is_shared_or_rebuilt() {
     let file = File::new(&norms(3), 108);
     let other =
         Checkpoint::from_bytes("norm", safetensors(&[spec("model.layers.1.norm_3.w_norm", DType::F32, &[64])], 109));

@@ -165,7 +165,7 @@ fn layout(layers: &[(String, u64)]) -> Layout {
 /// A pass in the order of the tables fetches nothing in vain, the first one too. In the order of the names it fetches layers
 /// that come later, and those of a turn only when they are asked for.
 #[test]
-fn the_first_pass_of_a_known_network_fetches_nothing_in_vain() {
+fn the_first_pass_of_a_known_network_fetches_nothing_it_drops() {
     println!(
         "| network | on the card | streamed a pass | first pass, by name | with the table | misses | time, by name / with the table / later |"
     );

@@ -281,7 +281,7 @@ fn every_form_of_a_scale_is_dequantised_changed_and_divided_again() {
 }
 
 #[test]
-fn every_form_of_a_scale_can_be_computed_anew() {
+fn every_form_of_a_scale_can_be_recomputed() {
     for form in forms() {
         let base = form.base();
         let old = form.scales();
@@ -498,7 +498,7 @@ fn lifted(code: u8) -> f32 {
 }
 
 #[test]
-fn a_scale_can_be_computed_anew() {
+fn a_scale_can_be_recomputed() {
     let base = model(&[SIXTEEN, LARGEST, 0, SIXTEEN | 0x80], f32s("a.weight_scale", &[], &[0.5]));
     let resolve = || Weights::patched(base.clone(), vec![adding(672.0, 4)], Matching::Strict).unwrap();
     let weights = resolve().scales(ScalePolicy::Recompute).unwrap();
