@@ -8,6 +8,7 @@
 //! embeddings and other inputs at the network's beginning, stacks and norms after its stacks, heads at the end; of equals, by name.
 
 use std::borrow::Cow;
+use std::cell::{Cell, OnceCell};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
@@ -56,8 +57,8 @@ pub(super) struct Order {
     pub(super) families: Vec<&'static str>,
 }
 
-/// The order of layers of these names; `None` if no table knows any of their networks.
-pub(super) fn order(names: &[&str]) -> Option<Order> {
+/// The order of layers of these names, which have `modules`; `None` if no table knows any of their networks.
+pub(super) fn order<'m>(names: &[&str], modules: impl Iterator<Item = &'m str>) -> Option<Order> {
     let clean: Vec<Cow<'_, str>> = names.iter().map(|name| unwrapped(name)).collect();
     let mut groups: Groups<'_> = BTreeMap::new();
     for (layer, name) in clean.iter().enumerate() {
@@ -67,7 +68,7 @@ pub(super) fn order(names: &[&str]) -> Option<Order> {
         };
         groups.entry(Stem { text, numbered }).or_default().push((layer, number));
     }
-    let components = select(&groups);
+    let components = select(&groups, &Modules::new(modules));
     if components.is_empty() {
         return None;
     }
@@ -85,6 +86,31 @@ type Groups<'n> = BTreeMap<Stem<'n>, Layers>;
 
 /// The layers of a stem: their indices and numbers.
 type Layers = Vec<(usize, u64)>;
+
+/// The names of modules, sorted when they are asked for.
+struct Modules<'m, I> {
+    names: Cell<Option<I>>,
+    sorted: OnceCell<Vec<Cow<'m, str>>>,
+}
+
+impl<'m, I: Iterator<Item = &'m str>> Modules<'m, I> {
+    fn new(names: I) -> Modules<'m, I> {
+        Modules { names: Cell::new(Some(names)), sorted: OnceCell::new() }
+    }
+
+    /// Whether there is a module of this name or one under it.
+    fn has(&self, name: &str) -> bool {
+        let sorted = self.sorted.get_or_init(|| {
+            let mut names: Vec<_> = self.names.take().into_iter().flatten().map(unwrapped).collect();
+            names.sort_unstable();
+            names
+        });
+        let below = format!("{name}.");
+        let next = sorted.partition_point(|other| **other < *below);
+        sorted.get(next).is_some_and(|other| other.starts_with(&below))
+            || sorted.binary_search_by(|other| (**other).cmp(name)).is_ok()
+    }
+}
 
 /// A network of a checkpoint.
 #[derive(Debug)]
@@ -133,8 +159,9 @@ fn cuts(text: &str) -> impl Iterator<Item = usize> {
 }
 
 /// The networks, in order of execution.
-fn select<'n>(groups: &Groups<'n>) -> Vec<Component<'n>> {
+fn select<'n, 'm, I: Iterator<Item = &'m str>>(groups: &Groups<'n>, modules: &Modules<'m, I>) -> Vec<Component<'n>> {
     let mut candidates = candidates(groups);
+    candidates.retain(|c| c.family.with.is_none_or(|module| modules.has(&format!("{}{module}", c.prefix))));
     // The sort is stable: of equals, the family that comes first in the tables.
     candidates.sort_by_key(|component| Reverse(component.layers));
     let (mut taken, mut chosen) = (HashSet::new(), Vec::new());
@@ -359,12 +386,14 @@ mod tests {
     use super::*;
 
     fn ordered(names: &[&'static str]) -> Vec<&'static str> {
-        order(names).map(|order| order.layers.iter().map(|&layer| names[layer]).collect()).unwrap_or_default()
+        order(names, names.iter().copied())
+            .map(|order| order.layers.iter().map(|&layer| names[layer]).collect())
+            .unwrap_or_default()
     }
 
     #[test]
     fn the_family_with_lines_for_the_most_layers_is_taken() {
-        let found = |names: &[&str]| order(names).map(|order| order.families).unwrap_or_default();
+        let found = |names: &[&str]| order(names, [].into_iter()).map(|order| order.families).unwrap_or_default();
         let both = ["patch_embedding", "blocks.0", "blocks.1"];
         assert_eq!(
             found(&[&both[..], &["proj_out", "condition_embedder.time_proj"]].concat()),

@@ -9,6 +9,8 @@
 //! - `& A` runs in turn with the line before: each layer after the other's layer of the same number. `& A every 5` has
 //!   number n after the other's number 5 n, and `& A evenly` spreads the layers over those of the other line;
 //! - `!` at the end marks what a checkpoint must have to be of the family: one of the line's names;
+//! - `with A` is a line of its own, and says that a checkpoint must have a module A or one under it, which tells networks apart
+//!   that have the same layers in another order;
 //! - `#` begins a comment, which names the code that the order was taken from.
 //!
 //! `families/stages.txt` has the stages in order, and the names of the parts of whole pipelines in one file.
@@ -40,6 +42,8 @@ pub(super) struct Family {
     pub(super) stage: usize,
     /// What a checkpoint must have: one of each entry.
     pub(super) needs: Vec<Vec<Need>>,
+    /// The module that a checkpoint must have, or one under it.
+    pub(super) with: Option<&'static str>,
     /// The last turn in which stacks run that the family must have.
     pub(super) last_stack: usize,
     /// The number of turns.
@@ -201,6 +205,7 @@ fn parse(table: &'static str, stages: &Stages) -> Result<Vec<Family>, String> {
                 name,
                 stage,
                 needs: Vec::new(),
+                with: None,
                 last_stack: 0,
                 turns: 0,
                 spots: HashMap::new(),
@@ -221,6 +226,12 @@ fn parse(table: &'static str, stages: &Stages) -> Result<Vec<Family>, String> {
 
 /// Adds a line to a family.
 fn add(family: &mut Family, line: &'static str) -> Result<(), &'static str> {
+    if let Some(module) = line.strip_prefix("with ") {
+        return match family.with.replace(module.trim()) {
+            None => Ok(()),
+            Some(_) => Err("the family has such a line already"),
+        };
+    }
     let (line, needed) = line.strip_suffix('!').map_or((line, false), |line| (line.trim_end(), true));
     let (line, in_turn) = line.strip_prefix('&').map_or((line, false), |line| (line.trim_start(), true));
     let (patterns, run) = how(line)?;
@@ -335,6 +346,7 @@ mod tests {
             "[x] second\na !\nb.{}.c",
             "[x] second\na ! b",
             "[x] second\na | !",
+            "[x] second\na !\nwith b\nwith c",
         ] {
             assert!(read(wrong).is_err(), "{wrong}");
         }

@@ -147,7 +147,7 @@ impl Layout {
         }
         // All of these are given their modules below.
         let module_of = vec![ModuleId::new(0); tensors.len()];
-        let order = in_order_of_execution(&mut layers);
+        let order = in_order_of_execution(&mut layers, &modules);
         let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage, module_of, order };
         layout.arrange(layers);
         layout
@@ -446,9 +446,9 @@ impl Layout {
 
 /// Gives layers, which are in the order of the files, the places that a table has for them. Without one, they keep those that
 /// their names give them.
-fn in_order_of_execution(layers: &mut [(Place, Layer)]) -> OrderSource {
+fn in_order_of_execution(layers: &mut [(Place, Layer)], modules: &[Module]) -> OrderSource {
     let names: Vec<&str> = layers.iter().map(|(_, layer)| layer.name.as_str()).collect();
-    if let Some(order) = execution::order(&names) {
+    if let Some(order) = execution::order(&names, modules.iter().map(|module| module.name.as_str())) {
         for (number, &layer) in (0..).zip(&order.layers) {
             layers[layer].0 = Place { rank: Rank::Stack, stack: 0, number };
         }
