@@ -17,11 +17,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId};
+use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
-use crate::patch::{Matrix, Origin};
+use crate::patch::{Matrix, Origin, Scaling};
 use names::keys::{self, Key, Part};
 use names::pattern::Pattern;
 use peft::PeftConfig;
@@ -240,11 +240,13 @@ impl Adapter {
     /// A tensor, as a factor.
     ///
     /// # Errors
-    /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::NotFinite`] with
-    /// the first such element, and what reading the file returns.
+    /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::UnknownScale`] and
+    /// its like for fp8 codes with a scale, [`AdapterFault::NotFinite`] with the first such element, and what reading the
+    /// file returns.
     fn factor(&self, tensor: TensorId) -> Result<Factor> {
         let info = self.checkpoint.layout().at(tensor);
         let fault = |fault| Error::adapter(&self.path, Some(&info.name), fault);
+        self.check_unscaled(info).map_err(fault)?;
         let bytes = self.bytes(tensor)?;
         if bytes.is_empty() {
             let what = "a factor, which has elements,".to_owned();
@@ -264,6 +266,23 @@ impl Adapter {
             return Err(fault(AdapterFault::NotFinite { index: index as u64, value }));
         }
         Ok(Factor { key: info.name.clone(), shape: info.shape.clone(), values })
+    }
+}
+
+impl Adapter {
+    /// Fails if a tensor is made of fp8 codes and something beside it may scale them: codes are not values then.
+    fn check_unscaled(&self, info: &TensorInfo) -> Result<(), AdapterFault> {
+        if !Float::of(info.dtype).is_some_and(Float::is_fp8) {
+            return Ok(());
+        }
+        let siblings = Siblings::of_checkpoint(&self.checkpoint);
+        match Scaling::of(info, &siblings)? {
+            None => Ok(()),
+            Some(scaling) => {
+                let scale = self.checkpoint.layout().at(scaling.tensor()).name.clone();
+                Err(AdapterFault::UnknownScale { weight: info.name.clone(), scale })
+            }
+        }
     }
 }
 
