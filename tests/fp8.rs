@@ -406,6 +406,22 @@ fn a_replacement_of_codes_does_not_replace_scaled_codes() {
     assert_eq!(merged(&plain, adapter(&codes), Matching::Strict).0[0].3, [TWENTY; 2]);
 }
 
+/// Also in a partial match, which lists the scales as tensors of no known kind.
+#[test]
+fn factors_of_codes_with_a_scale_are_refused() {
+    let base = file("model", &[f32s("a.weight", &[1, 1], &[1.0])]);
+    let codes = |name: &str| tensor(name, DType::F8E4M3, &[1, 1], vec![SIXTEEN]);
+    let factors = [codes("a.lora_B.weight"), codes("a.lora_A.weight")];
+    let adapter = |tensors: &[Tensor]| vec![Adapter::from_checkpoint(file("adapter", tensors), 1.0).unwrap()];
+    let (got, _) = merged(&base, adapter(&factors), Matching::Strict);
+    assert_eq!(got[0], f32s("a.weight", &[1, 1], &[257.0]));
+    for scale in ["a.lora_A.scale_weight", "a.lora_A.weight_scale", "a.lora_A.weight_zero_point"] {
+        let scaled = [&factors[..], &[f32s(scale, &[], &[0.5])]].concat();
+        let error = Weights::patched(base.clone(), adapter(&scaled), Matching::AllowPartial).unwrap_err().to_string();
+        assert!(error.contains(scale) && error.contains("a.lora_A.weight"), "{error}");
+    }
+}
+
 #[test]
 fn notes_in_the_header_count_as_those_beside_the_weight() {
     let metadata = r#"{"layers": {"a": {"format": "mxfp8"}}}"#;

@@ -23,11 +23,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::checkpoint::{Checkpoint, TensorId, lacks_weights, model_folder, read_text, weights_in};
+use crate::checkpoint::{
+    Checkpoint, Siblings, TensorId, TensorInfo, lacks_weights, model_folder, read_text, weights_in,
+};
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
-use crate::patch::{Matrix, Origin};
+use crate::patch::{Matrix, Origin, Scaling};
 use config::{Config, Metadata, PeftConfig};
 use names::keys::{self, Key, Part};
 use names::pattern::Pattern;
@@ -36,7 +38,6 @@ pub use config::{FactorSource, ScaleFactor};
 pub use names::rows::RotaryRows;
 pub use patches::{Matching, Patches};
 pub use report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
-
 pub use tied::Untied;
 pub use weights::Weights;
 
@@ -299,14 +300,31 @@ impl Adapter {
         Ok(bytes)
     }
 
+    /// Fails if a tensor is made of fp8 codes and something beside it may scale them: codes are not values then.
+    fn check_unscaled(&self, info: &TensorInfo) -> Result<(), AdapterFault> {
+        if !Float::of(info.dtype).is_some_and(Float::is_fp8) {
+            return Ok(());
+        }
+        let siblings = Siblings::of_checkpoint(&self.checkpoint);
+        match Scaling::of(info, &siblings)? {
+            None => Ok(()),
+            Some(scaling) => {
+                let scale = self.checkpoint.layout().at(scaling.tensor()).name.clone();
+                Err(AdapterFault::UnknownScale { weight: info.name.clone(), scale })
+            }
+        }
+    }
+
     /// A tensor, as a factor.
     ///
     /// # Errors
-    /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::NotFinite`] with
-    /// the first such element, and what reading the file returns.
+    /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::UnknownScale`] and
+    /// its like for fp8 codes with a scale, [`AdapterFault::NotFinite`] with the first such element, and what reading the
+    /// file returns.
     fn factor(&self, tensor: TensorId) -> Result<Factor> {
         let info = self.checkpoint.layout().at(tensor);
         let fault = |fault| Error::adapter(&self.path, Some(&info.name), fault);
+        self.check_unscaled(info).map_err(fault)?;
         let bytes = self.bytes(tensor)?;
         if bytes.is_empty() {
             let what = "a factor, which has elements,".to_owned();

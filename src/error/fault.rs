@@ -355,7 +355,7 @@ pub enum AdapterFault {
 }
 
 /// What the caller can do about codes that are not understood.
-const DEQUANTISE: &str = "dequantise the checkpoint first, to BF16 for example, and patch that";
+const DEQUANTISE: &str = "dequantise the file first, to BF16 for example, and use that";
 
 /// The tensor that shows a packing.
 struct Sign<'a>(Option<&'a str>);

@@ -215,6 +215,7 @@ fn blocks(sides: [u64; 2], counts: [u64; 2], note: Option<Note>, stated: Option<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     /// The scale of each element, and the count of scales.
     fn map(weight: &[u64], scale: &[u64], note: Option<Note>) -> Option<(Vec<usize>, usize)> {
@@ -352,5 +353,34 @@ mod tests {
         assert_eq!(below(&[3, 256, 256], &[3, 2, 2]), Some(([128, 128], 2)));
         assert_eq!(below(&[3, 4, 64], &[3, 1, 2]), Some(([4, 32], 2)));
         assert_eq!(below(&[3, 200, 64], &[3, 2, 1]), None);
+    }
+
+    proptest! {
+        /// Whatever the shapes: every element has one scale, which is among those that are stored.
+        #[test]
+        fn every_grid_covers_its_weight(
+            weight in proptest::collection::vec(0u64..40, 0..5),
+            scale in proptest::collection::vec(0u64..40, 0..5),
+            like in 0u32..4,
+            mx in any::<bool>(),
+            block in proptest::option::of(1u64..9),
+        ) {
+            // Shapes that are likely to fit.
+            let scale: Vec<u64> = match like {
+                0 => scale,
+                1 => weight.iter().map(|side| side.div_ceil(8)).collect(),
+                2 => weight.iter().enumerate().map(|(axis, side)| if axis == 0 { *side } else { 1 }).collect(),
+                _ => weight.iter().enumerate().map(|(axis, side)| if axis == 0 { *side } else { side / 2 }).collect(),
+            };
+            let format = if mx { Format::Mxfp8 } else { Format::Fp8 };
+            let note = block.map(|side| Note { format, block: Some([side; 2]) });
+            if let Some((scales, count)) = map(&weight, &scale, note) {
+                let grid = Grid::of(&weight, &scale, note, None).unwrap();
+                prop_assert_eq!(scales.len() as u64, weight.iter().product::<u64>());
+                prop_assert!(scales.iter().all(|scale| *scale < count));
+                prop_assert!((0..count).all(|scale| grid.place(scale) < grid.stored()));
+                prop_assert_eq!(grid.stored() as u64, scale.iter().product::<u64>());
+            }
+        }
     }
 }
