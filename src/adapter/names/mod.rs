@@ -373,7 +373,7 @@ mod tests {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             let layout = layout(&names);
             let targets = Targets::new(&layout);
-            for target in targets.targets[..targets.modules].to_vec() {
+            for &target in &targets.targets[..targets.modules] {
                 prop_assert_eq!(targets.find(target.module), Found::One(vec![target]));
             }
             targets.find(&wanted);
