@@ -24,6 +24,7 @@ const TABLES: &[&str] = &[
     include_str!("families/stable_diffusion_3.txt"),
     include_str!("families/clip.txt"),
     include_str!("families/wan.txt"),
+    include_str!("families/wan_animate_2.txt"),
     include_str!("families/hunyuan_video.txt"),
     include_str!("families/ltx.txt"),
     include_str!("families/z_image.txt"),

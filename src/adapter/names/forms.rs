@@ -169,12 +169,16 @@ impl Forms {
         Forms { dotted, flat }
     }
 
-    /// The forms under the other roots of the same model.
-    pub(super) fn under_other_roots(&self) -> Vec<Forms> {
-        let dotted = |form| Forms { dotted: vec![form], flat: Vec::new() };
-        let flat = |form| Forms { dotted: Vec::new(), flat: vec![form] };
-        let of_dotted = self.dotted.iter().flat_map(|form| other_roots(form, ".")).map(dotted);
-        of_dotted.chain(self.flat.iter().flat_map(|form| other_roots(form, "_")).map(flat)).collect()
+    /// The forms with dots under the other roots of the same model.
+    pub(super) fn dotted_under_other_roots(&self) -> impl Iterator<Item = Forms> {
+        let forms = self.dotted.iter().flat_map(|form| other_roots(form, "."));
+        forms.map(|form| Forms { dotted: vec![form], flat: Vec::new() })
+    }
+
+    /// The forms without dots under the other roots of the same model.
+    pub(super) fn flat_under_other_roots(&self) -> impl Iterator<Item = Forms> {
+        let forms = self.flat.iter().flat_map(|form| other_roots(form, "_"));
+        forms.map(|form| Forms { dotted: Vec::new(), flat: vec![form] })
     }
 }
 
@@ -316,8 +320,8 @@ mod tests {
     #[test]
     fn a_language_model_has_several_roots() {
         let under = |name: &str| -> Vec<String> {
-            let forms = Forms::written(name).under_other_roots();
-            forms.iter().flat_map(|forms| &forms.dotted).map(|(_, name)| name.clone()).collect()
+            let forms = Forms::written(name);
+            forms.dotted_under_other_roots().flat_map(|forms| forms.dotted).map(|(_, name)| name).collect()
         };
         for name in ["base_model.model.model.layers.0.q", "model.language_model.layers.0.q", "layers.0.q"] {
             assert!(under(name).contains(&"language_model.model.layers.0.q".to_owned()), "{name}");
@@ -325,7 +329,7 @@ mod tests {
         assert!(under("language_model.lm_head").contains(&"lm_head".to_owned()));
         assert!(under("model.visual.blocks.0.q").iter().all(|name| name.contains("visual.")));
         assert!(under("model.encoder.layers.0.q").is_empty());
-        let flat = Forms::written("lora_te1_model_layers_0_q").under_other_roots();
-        assert!(flat.iter().any(|forms| names(&forms.flat) == ["model_language_model_layers_0_q"]));
+        let flat = Forms::written("lora_te1_model_layers_0_q");
+        assert!(flat.flat_under_other_roots().any(|forms| names(&forms.flat) == ["model_language_model_layers_0_q"]));
     }
 }

@@ -164,8 +164,13 @@ impl<'a> Targets<'a> {
         if found != Found::Nothing {
             return found;
         }
-        let rooted = [&written, &respelled].into_iter().flat_map(Forms::under_other_roots);
-        rooted.map(|forms| self.find_form(&forms)).fold(Found::Nothing, Found::or)
+        let dotted = self.agreed(respelled.dotted_under_other_roots());
+        if dotted != Found::Nothing { dotted } else { self.agreed(respelled.flat_under_other_roots()) }
+    }
+
+    /// The module that all forms find that find one; several, if they differ.
+    fn agreed(&self, forms: impl Iterator<Item = Forms>) -> Found<'a> {
+        forms.map(|forms| self.find_form(&forms)).fold(Found::Nothing, Found::or)
     }
 
     /// The module of the first form that there is.
@@ -375,7 +380,7 @@ mod tests {
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
             let layout = layout(&names);
             let targets = Targets::new(&layout);
-            for target in targets.targets[..targets.modules].to_vec() {
+            for &target in &targets.targets[..targets.modules] {
                 prop_assert_eq!(targets.find(target.module), Found::One(vec![target]));
             }
             targets.find(&wanted);
