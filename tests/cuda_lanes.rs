@@ -65,7 +65,7 @@ fn cuda_pageable_memory_and_files_pass_pinned_buffers() {
                 let layer = LayerId::new(random.next() as usize % layers(&streamer).len());
                 check_layer(&streamer.layer(layer).unwrap(), &subject).unwrap();
             }
-            let (straight, staged) = (bytes_via(&streamer, Via::Straight), bytes_via(&streamer, Via::Staging));
+            let (straight, staged) = (bytes_via(&streamer, Via::Direct), bytes_via(&streamer, Via::Staging));
             assert_eq!(straight + staged, streamer.report().bytes.values().sum::<u64>());
             assert!(staged > 9_000_000 && (straight > 0) == (pinned > 0), "{}", streamer.report());
             assert_eq!(streamer.report().bytes.contains_key(&DISK), allocation.contains("disk"));
@@ -147,7 +147,7 @@ fn cuda_a_plan_pins_what_the_backend_pins() {
         layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         let lanes: Vec<(Via, bool)> =
             streamer.report().lanes.iter().map(|lane| (lane.via, lane.bytes >= 80_000)).collect();
-        assert_eq!(lanes, [(Via::Straight, true), (Via::Staging, true)]);
+        assert_eq!(lanes, [(Via::Direct, true), (Via::Staging, true)]);
     }
     assert_clean(&cuda);
 }

@@ -44,7 +44,7 @@ fn the_parts_of_a_layer_come_at_one_time() {
         let report = streamer.report().clone();
         let lanes: Vec<_> = report.lanes.iter().map(|lane| (lane.from, lane.via)).collect();
         assert_eq!(lanes.len(), 2);
-        assert!(lanes.contains(&(CPU, Via::Straight)) && lanes.contains(&(GPU1, Via::Straight)), "{lanes:?}");
+        assert!(lanes.contains(&(CPU, Via::Direct)) && lanes.contains(&(GPU1, Via::Direct)), "{lanes:?}");
         assert_eq!(report.lanes.iter().map(|lane| lane.bytes).sum::<u64>(), report.bytes.values().sum::<u64>());
         let segments = report.segments(machine.topology());
         assert_eq!(

@@ -259,7 +259,7 @@ impl Topology {
     ///
     /// If `to` can read the memory of `from`, this is their [`route`](Topology::route). Bytes that only the host can read, on
     /// the disk or in memory that `to` cannot reach, go to the host's memory first and on from there.
-    pub fn way(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
+    pub fn path(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         let ends = [from, to];
         let reads_itself = !ends.contains(&DeviceId::DISK) || self.peer_link(from, to).is_some();
         if from == to || ends.contains(&DeviceId::CPU) || (reads_itself && self.reaches(to, from)) {
@@ -270,11 +270,11 @@ impl Topology {
         route
     }
 
-    /// As [`way`](Topology::way), for bytes that go through a staging buffer on the host. Bytes of the host itself then cross
+    /// As [`path`](Topology::path), for bytes that go through a staging buffer on the host. Bytes of the host itself then cross
     /// its memory once more.
-    pub fn staged_way(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
+    pub fn staged_path(&self, from: DeviceId, to: DeviceId) -> Vec<usize> {
         if !from.is_host() {
-            return self.way(from, to);
+            return self.path(from, to);
         }
         let mut route = self.route(from, to);
         route.extend(self.links.get(&from).into_iter().flat_map(|&(out, into)| [out, into]));
@@ -340,13 +340,13 @@ mod tests {
         assert_eq!(names(b, a), ["cuda:1 out", "switch", "cuda:0 in"]);
         assert_eq!(names(c, a), ["cuda:0 <- cuda:2"]);
         assert_eq!(names(a, a), [""; 0]);
-        let way = |from, to| -> Vec<&str> {
-            topology.way(from, to).iter().map(|&s| topology.segments()[s].name.as_str()).collect()
+        let path = |from, to| -> Vec<&str> {
+            topology.path(from, to).iter().map(|&s| topology.segments()[s].name.as_str()).collect()
         };
-        assert_eq!(way(b, a), ["cuda:1 out", "switch", "cuda:0 in"]);
+        assert_eq!(path(b, a), ["cuda:1 out", "switch", "cuda:0 in"]);
         // The host reads the disk, and its memory is read again.
-        assert_eq!(way(DeviceId::DISK, a), ["cpu in", "cpu out", "switch", "cuda:0 in"]);
-        assert_eq!(way(DeviceId::DISK, DeviceId::CPU), ["cpu in"]);
+        assert_eq!(path(DeviceId::DISK, a), ["cpu in", "cpu out", "switch", "cuda:0 in"]);
+        assert_eq!(path(DeviceId::DISK, DeviceId::CPU), ["cpu in"]);
         assert!(topology.reaches(a, b) && !topology.clone().no_peer_access(a, b).reaches(b, a));
         assert!(!topology.reaches(a, "xpu:0".parse().unwrap()));
     }
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ways_of_a_link_can_differ() {
+    fn the_directions_of_a_link_can_differ() {
         let (a, b) = (DeviceId::cuda(0), DeviceId::cuda(1));
         let topology = Topology::new().directed_link(a, gbps(1), gbps(2)).directed_peer(a, b, gbps(9)).no_access(b, a);
         let speeds = |from, to| -> Vec<u64> {

@@ -45,15 +45,15 @@ impl Plan {
     /// A lower bound for the time of a pass over `topology`. `compute` is the network's compute time.
     ///
     /// Staged bytes go through the host's memory, so they pass the segments of both routes
-    /// ([`Topology::staged_way`]); so do a disk's bytes. If no link is known, transfers take no time. If the slots hold all
+    /// ([`Topology::staged_path`]); so do a disk's bytes. If no link is known, transfers take no time. If the slots hold all
     /// streamed layers at once, the estimate is for the first pass; later passes fetch nothing. If every large layer has a
     /// large slot, these layers stay in their slots and do not count.
     pub fn estimate(&self, topology: &Topology, compute: Duration) -> Estimate {
         let mut bytes = vec![0u64; topology.segments().len()];
         let stays = self.stays_in_slots();
         for device in self.devices() {
-            let direct = topology.way(device.id, self.compute());
-            let staged = topology.staged_way(device.id, self.compute());
+            let direct = topology.path(device.id, self.compute());
+            let staged = topology.staged_path(device.id, self.compute());
             let stays = |staged: bool| stays.iter().filter(move |a| a.device == device.id && a.staged == staged);
             let [stays_staged, stays_direct] = [true, false].map(|staged| stays(staged).map(|a| a.bytes).sum::<u64>());
             let DeviceWeights { streamed, staged: all_staged, .. } = device.weights;

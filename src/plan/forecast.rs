@@ -177,7 +177,7 @@ impl<'a> Simulation<'a> {
         let contents = Contents::new(layout, &plan.groups(layout), &of_modules);
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
-            let way = topology.way(device, if straight { compute } else { DeviceId::CPU });
+            let way = topology.path(device, if straight { compute } else { DeviceId::CPU });
             Lane { way, upload: Duration::ZERO, through_host: (!straight).then(ThroughHost::default) }
         };
         let lanes: Vec<Lane> = devices.into_iter().map(lane).collect();
@@ -205,7 +205,7 @@ impl<'a> Simulation<'a> {
             slots: vec![Slot::default(); slots.len()],
             schedule: Schedule::new(&contents, slots, plan.depth(), plan.fixed_slots()),
             fetches,
-            from_host: topology.way(DeviceId::CPU, compute),
+            from_host: topology.path(DeviceId::CPU, compute),
             lanes,
             bookings: Bookings::of(topology),
             now: Duration::ZERO,

@@ -16,8 +16,8 @@ pub(super) struct Donor {
     /// The bytes among these that are pinned, so not staged; all of them if the donor stages nothing.
     pinned: u64,
     /// The segments on the route of its bytes, and on that of its staged bytes.
-    way: Vec<usize>,
-    staged_way: Vec<usize>,
+    path: Vec<usize>,
+    staged_path: Vec<usize>,
 }
 
 /// A rule for splitting the streamed bytes.
@@ -63,8 +63,8 @@ impl Donor {
                 device,
                 room: usable(device).min(usable(domain(device))),
                 pinned: if device.is_host() && !compute.is_host() { pinned_cap } else { u64::MAX },
-                way: topology.way(device, compute),
-                staged_way: topology.staged_way(device, compute),
+                path: topology.path(device, compute),
+                staged_path: topology.staged_path(device, compute),
             }
         };
         devices.into_iter().map(donor).collect()
@@ -73,8 +73,8 @@ impl Donor {
     /// Adds the time that `bytes` more take on each segment, after `before` bytes.
     fn load(&self, before: u64, bytes: u64, topology: &Topology, busy: &mut [Duration]) {
         let straight = bytes.min(self.pinned.saturating_sub(before));
-        for (way, bytes) in [(&self.way, straight), (&self.staged_way, bytes - straight)] {
-            for &segment in way.iter().filter(|_| bytes > 0) {
+        for (path, bytes) in [(&self.path, straight), (&self.staged_path, bytes - straight)] {
+            for &segment in path.iter().filter(|_| bytes > 0) {
                 busy[segment] = busy[segment].saturating_add(topology.segments()[segment].bandwidth.time(bytes));
             }
         }

@@ -38,7 +38,7 @@ struct Lane {
 }
 
 enum LaneRoute {
-    Straight(Arc<dyn Stream>),
+    Direct(Arc<dyn Stream>),
     ThroughHost(ThroughHost),
     Staged(Arc<StagingLane>),
 }
@@ -65,7 +65,7 @@ impl Lanes {
         let (from, via) = key;
         let source = model.device(from)?;
         let route = match via {
-            Via::Straight => LaneRoute::Straight(self.device.stream(Role::Upload)?),
+            Via::Direct => LaneRoute::Direct(self.device.stream(Role::Upload)?),
             Via::Host => {
                 let (down, up) = (source.stream(Role::Download)?, self.device.stream(Role::Upload)?);
                 LaneRoute::ThroughHost(ThroughHost::new(down, up, Arc::clone(&self.host)))
@@ -96,7 +96,7 @@ impl Lanes {
     pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
         let lane = &self.lanes[part.lane];
         match &lane.route {
-            LaneRoute::Straight(stream) => Ok(stream.send(Transfer::new(pieces(model, part), dst)?)?.chain()),
+            LaneRoute::Direct(stream) => Ok(stream.send(Transfer::new(pieces(model, part), dst)?)?.chain()),
             LaneRoute::ThroughHost(through) => through.send(model, part, dst, lane.largest),
             LaneRoute::Staged(_) => {
                 Err(Box::new(Rejected { error: Error::bug("a staged part is an order, not a copy"), dst }))
@@ -150,7 +150,7 @@ fn via(model: &Model, home: &Buf) -> Result<Via> {
     let (device, source) = (model.residency().device(), model.device(home.device())?);
     Ok(match device.route_from(&**source) {
         _ if device.copies_block(home.block()) => Via::Staging,
-        Route::Direct => Via::Straight,
+        Route::Direct => Via::Direct,
         Route::Staged(_) => Via::Host,
     })
 }

@@ -51,7 +51,8 @@ pub struct LaneReport {
 #[non_exhaustive]
 pub enum Via {
     /// One copy.
-    Straight,
+    #[serde(rename = "straight")]
+    Direct,
     /// Two copies through host memory, ordered on the devices.
     Host,
     /// Copies through pinned buffers that a thread fills.
@@ -113,7 +114,7 @@ impl Via {
     /// The words after the device in a displayed report.
     fn words(self) -> &'static str {
         match self {
-            Via::Straight => "",
+            Via::Direct => "",
             Via::Host => " through the host",
             Via::Staging => " through pinned buffers",
         }

@@ -70,7 +70,7 @@ impl Timeline {
     /// Books a transfer of `bytes` that may start at `ready` on every segment of its route. Returns the time of its
     /// completion.
     pub(super) fn transfer(&self, from: DeviceId, to: DeviceId, bytes: u64, ready: Duration) -> Duration {
-        let route = self.topology.way(from, to);
+        let route = self.topology.path(from, to);
         let mut state = self.state();
         let past = match self.clock {
             Clock::Virtual => state.now,
