@@ -97,14 +97,21 @@ const ROOTS: &[Roots] = &[
             "language_model.lm_head",
             "model.lm_head",
             "thinker.lm_head",
+            "vlm.language_model.lm_head",
+            "vlm.lm_head",
+            "text_model.lm_head",
             "lm_head",
         ],
         parts: &[""],
     },
     Roots {
         roots: &[
+            "vlm.model.vision_tower.vision_model.",
+            "vlm.vision_tower.vision_model.",
             "model.vision_tower.vision_model.",
             "vision_tower.vision_model.",
+            "vlm.model.vision_tower.",
+            "vlm.vision_tower.",
             "model.vision_tower.",
             "vision_tower.",
             "model.vision_model.",
@@ -112,8 +119,17 @@ const ROOTS: &[Roots] = &[
         ],
         parts: &[],
     },
-    Roots { roots: &["model.visual.", "thinker.visual.", "visual."], parts: &[] },
+    Roots { roots: &["model.visual.", "thinker.visual.", "vlm.model.visual.", "vlm.visual.", "visual."], parts: &[] },
     Roots { roots: &["model.audio_tower.", "thinker.audio_tower.", "audio_tower."], parts: &[] },
+    Roots {
+        roots: &[
+            "vlm.model.multi_modal_projector.",
+            "vlm.multi_modal_projector.",
+            "model.multi_modal_projector.",
+            "multi_modal_projector.",
+        ],
+        parts: &[],
+    },
     // The language model itself, of which the last root is none.
     Roots {
         roots: &[
@@ -121,7 +137,11 @@ const ROOTS: &[Roots] = &[
             "model.language_model.",
             "language_model.model.",
             "language_model.",
+            "vlm.model.language_model.",
+            "vlm.language_model.model.",
+            "vlm.model.",
             "model.text_model.",
+            "text_model.model.",
             "text_model.",
             "thinker.model.",
             "talker.model.",
