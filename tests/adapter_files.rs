@@ -100,7 +100,7 @@ fn the_factor_comes_from_the_first_place_that_says_an_alpha() {
         let told = weights.report().applied[0].factor.clone().unwrap();
         assert_eq!((told.value, told.source), (factor, source.clone()));
         assert_eq!(floats(DType::F32, &tensors[0].3), [2.0 * factor as f32; 16], "{source}");
-        assert!(weights.report().to_string().contains(&format!("x {factor} ({source})")), "{}", weights.report());
+        assert!(weights.report().to_string().contains(&format!("factor {factor} ({source})")), "{}", weights.report());
     }
     for contradiction in [&[diffusers, kohya[0]][..], &[("lora_alpha", "2"), ("rank", "16")]] {
         let fault = fault(&base, adapter(contradiction, &pair("transformer.q")));
@@ -173,8 +173,8 @@ fn a_row_is_changed_once() {
         assert!(!weights.report().skipped.is_empty());
     }
     let different = fault(&base, adapter(&[], &[&fused[..], &parts(7.0)].concat()));
-    let AdapterFault::Collision { other, role } = &different else { panic!("{different}") };
-    assert!(other.contains("qkv") && role.contains("b.qkv.weight"), "{different}");
+    let AdapterFault::Overlap { other, tensor } = &different else { panic!("{different}") };
+    assert!(other.contains("qkv") && tensor == "b.qkv.weight", "{different}");
     // A part of what another module changes.
     let more = [up("b.to_q", &all[..4]), down("b.to_q"), up("b.to_q", &all[..4]), down("b.to_q")];
     let renamed = more.map(|mut tensor| {

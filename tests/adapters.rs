@@ -274,7 +274,7 @@ fn one_component_of_a_file_can_be_asked_for() {
     let ups = |module: &str, value| f32s(&format!("{module}.lora_B"), &[4, 1], &[value; 4]);
     adapter.push(ups("text_encoder.blocks.0.q", 2.0));
     adapter.push(f32s("text_encoder.blocks.0.q.lora_A", &[1, 4], &[1.0; 4]));
-    assert!(matches!(fault(resolve(base.layout(), &adapter, Matching::Strict)).1, AdapterFault::Collision { .. }));
+    assert!(matches!(fault(resolve(base.layout(), &adapter, Matching::Strict)).1, AdapterFault::Overlap { .. }));
     let unet = Adapter::from_checkpoint(file("adapter", &adapter), 1.0).unwrap().only("unet.");
     let weights = Weights::patched(base.clone(), vec![unet], Matching::Strict).unwrap();
     assert_eq!(weights.report().skipped.len(), 2);

@@ -335,7 +335,7 @@ fn what_is_not_known_of_experts_is_refused() {
         let name = name.replace("mlp.experts.0.gate_proj", "block_sparse_moe.experts.0.w1");
         (name, *dtype, shape.clone(), bytes.iter().map(|byte| byte ^ 0x80).collect())
     }));
-    assert!(matches!(fault(&stacked, &twice, &config("")), AdapterFault::Collision { .. }));
+    assert!(matches!(fault(&stacked, &twice, &config("")), AdapterFault::Overlap { .. }));
 }
 
 #[test]

@@ -304,7 +304,7 @@ fn an_alpha_in_another_spelling_belongs_to_the_factors() {
     twice.extend(factors("to_q"));
     assert_eq!(first_columns(&base, adapter(&twice)), [[4.0, 8.0], [0.0, 0.0]]);
     twice[0] = f32s("layers.0.attention.to.q.lora.up.weight", &[2, 1], &[1.0, 3.0]);
-    assert!(matches!(fault(&base, adapter(&twice)), AdapterFault::Collision { .. }));
+    assert!(matches!(fault(&base, adapter(&twice)), AdapterFault::Overlap { .. }));
 }
 
 /// Families have names outside their blocks in common, for different modules.

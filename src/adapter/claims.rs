@@ -60,7 +60,7 @@ impl<'m> Claims<'m> {
     /// Claims the rows that `changes` change for `module`, before they are added to those `so_far`.
     ///
     /// # Errors
-    /// [`AdapterFault::Collision`] naming another module that changes some of these rows in another way, or only a part of what
+    /// [`AdapterFault::Overlap`] naming another module that changes some of these rows in another way, or only a part of what
     /// `module` changes.
     pub(super) fn claim(
         &mut self,
@@ -73,8 +73,8 @@ impl<'m> Claims<'m> {
         let all: Vec<_> = changes.iter().filter_map(|change| Some((change, self.met(change, so_far)?))).collect();
         let refused = all.iter().find(|(_, met)| !met.same).or(all.first().filter(|_| all.len() < changes.len()));
         if let Some((change, met)) = refused {
-            let role = format!("rows of `{}`", layout.at(change.tensor).name);
-            let fault = AdapterFault::Collision { other: met.module.to_owned(), role };
+            let tensor = layout.at(change.tensor).name.clone();
+            let fault = AdapterFault::Overlap { other: met.module.to_owned(), tensor };
             return Err(Error::adapter(&adapter.path, Some(&module.name), fault));
         }
         if !all.is_empty() {

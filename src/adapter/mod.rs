@@ -121,8 +121,8 @@ impl Adapter {
             return Err(error);
         }
         let weights = WEIGHTS_FILES.iter().map(|file| folder.join(file)).find(|file| file.is_file());
-        let weights = Checkpoint::open(weights.as_deref().unwrap_or(folder))?;
-        Adapter::assemble(weights, folder, Some(read_config(folder)?), strength)
+        let config = read_config(folder)?;
+        Adapter::assemble(Checkpoint::open(weights.as_deref().unwrap_or(folder))?, folder, Some(config), strength)
     }
 
     /// An adapter from an open file, without configuration.

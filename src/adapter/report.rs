@@ -128,16 +128,26 @@ fn as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
     serializer.collect_str(&path.display())
 }
 
+/// How many of a module's tensors are shown.
+const SHOWN: usize = 4;
+
 impl fmt::Display for MatchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tensors: usize = self.applied.iter().map(|a| a.targets.len()).sum();
-        writeln!(f, "{} modules applied to {tensors} tensors", self.applied.len())?;
+        let modules = self.applied.len();
+        let plural = |count: usize| if count == 1 { "" } else { "s" };
+        writeln!(f, "{modules} module{} applied to {tensors} tensor{}", plural(modules), plural(tensors))?;
         for Applied { module, kind, factor, targets, strength, .. } in &self.applied {
-            write!(f, "  {module}: {kind} at {strength}")?;
+            write!(f, "  {module}: {kind} at strength {strength}")?;
             if let Some(ScaleFactor { value, source }) = factor {
-                write!(f, " x {value} ({source})")?;
+                write!(f, ", factor {value} ({source}),")?;
             }
-            writeln!(f, " on {}", targets.join(", "))?;
+            let (shown, more) = targets.split_at(targets.len().min(SHOWN));
+            write!(f, " on {}", shown.join(", "))?;
+            if !more.is_empty() {
+                write!(f, " and {} more", more.len())?;
+            }
+            writeln!(f)?;
         }
         for Skipped { adapter, key, why } in &self.skipped {
             writeln!(f, "  skipped {key} of {}: {why}", adapter.display())?;

@@ -216,6 +216,16 @@ pub enum AdapterFault {
         /// The module or tensor that both are for.
         role: String,
     },
+    /// Two modules of the adapter change the same rows of a tensor, in different ways.
+    #[error(
+        "it changes rows of `{tensor}`, which `{other}` changes, too, in another way; only one of them can be meant"
+    )]
+    Overlap {
+        /// The other module.
+        other: String,
+        /// The checkpoint's tensor.
+        tensor: String,
+    },
     /// Tensors of the adapter that no known kind has.
     #[error("{} of its tensors are of no known kind of adapter: {}", keys.len(), Sample(keys))]
     NotUnderstood {

@@ -266,7 +266,7 @@ mod tests {
     fn other_sentences_are_refused() {
         for text in ["", "no module", "cpu takes what no quota holds: 3 bytes, 3 more than its 1", "`a` is used, but"] {
             let error = text.parse::<Warning>().unwrap_err();
-            assert!(error.to_string().contains(&format!("`{text}` is no warning")), "{error}");
+            assert!(error.to_string().contains(&format!("`{text}` is not a warning")), "{error}");
         }
     }
 }

@@ -211,17 +211,18 @@ fn find<'a, 'b>(name: &'a str, endings: impl Iterator<Item = &'b (&'static str, 
     Some(Key::Part(Cow::Borrowed(&name[..length]), part))
 }
 
-/// PEFT's keys with the name that a program gave to the adapter: `X.lora_A.NAME.weight`, `X.lora_embedding_A.NAME`.
+/// PEFT's keys with the name that a program gave to the adapter. It stands behind a module (`X.lora_A.NAME.weight`) or a
+/// parameter (`X.lora_embedding_A.NAME`).
 fn without_adapter_name(name: &str) -> Option<String> {
-    const FAMILIES: [&str; 6] = ["lora_", "hada_", "lokr_", "oft_R", "boft_", "ia3_l"];
-    let is_factor = |part: &str| FAMILIES.iter().any(|family| part.starts_with(family));
+    const MODULES: [&str; 4] = ["lora_A", "lora_B", "lora_magnitude_vector", "oft_R"];
+    const PARAMETERS: [&str; 5] = ["lora_embedding_", "hada_", "lokr_", "boft_", "ia3_l"];
     let (start, last) = name.rsplit_once('.')?;
     let (before, middle) = start.rsplit_once('.')?;
-    if is_factor(middle) && last != "weight" && last != "bias" {
+    if PARAMETERS.iter().any(|parameter| middle.starts_with(parameter)) {
         return Some(start.to_owned());
     }
-    let factor = before.rsplit_once('.').is_some_and(|(_, factor)| is_factor(factor));
-    (factor && (last == "weight" || last == "bias")).then(|| format!("{before}.{last}"))
+    let of_module = before.rsplit_once('.').is_some_and(|(_, factor)| MODULES.contains(&factor));
+    (of_module && (last == "weight" || last == "bias")).then(|| format!("{before}.{last}"))
 }
 
 /// A change of the modulation table of a block or head, which has no module's name of its own: `blocks.0.diff_m`.
