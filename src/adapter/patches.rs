@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Adapter;
 use super::report::{Applied, MatchReport, SkipReason, Skipped};
 use super::resolve::{self, Resolved};
-use super::tied::Ends;
+use super::tied::{Apart, Ends};
 use crate::checkpoint::{Checkpoint, Layout, Siblings, TensorId};
 use crate::error::{Error, Result};
 use crate::patch::{Origin, ScalePolicy, TensorPatch};
@@ -79,7 +79,8 @@ impl Patches {
 
     /// Takes the head for one with the embedding again, unless they came to differ. `layout` is the checkpoint's.
     fn with_ends(mut self, ends: Ends, layout: &Layout) -> Result<Patches> {
-        let Ends::Apart { untied, embedding, head, layout: with_head } = ends else { return Ok(self) };
+        let Ends::Apart(apart) = ends else { return Ok(self) };
+        let Apart { untied, embedding, head, layout: with_head } = *apart;
         let same = match (self.tensors.get(&embedding), self.tensors.get(&head)) {
             (Some(embedding), Some(head)) => embedding.changes_as(head),
             (None, None) => true,

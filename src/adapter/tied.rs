@@ -23,8 +23,17 @@ pub struct Untied {
 pub(super) enum Ends {
     /// Nothing, or the same to both.
     Tied,
-    /// Different things. The layout has the head as a last tensor, with the embedding's bytes.
-    Apart { untied: Untied, embedding: TensorId, head: TensorId, layout: Layout },
+    /// Different things.
+    Apart(Box<Apart>),
+}
+
+/// A model whose head is a tensor of its own.
+pub(super) struct Apart {
+    pub(super) untied: Untied,
+    pub(super) embedding: TensorId,
+    pub(super) head: TensorId,
+    /// It has the head as a last tensor, with the embedding's bytes.
+    pub(super) layout: Layout,
 }
 
 impl Ends {
@@ -32,7 +41,7 @@ impl Ends {
     pub(super) fn layout(&self) -> Option<&Layout> {
         match self {
             Ends::Tied => None,
-            Ends::Apart { layout, .. } => Some(layout),
+            Ends::Apart(apart) => Some(&apart.layout),
         }
     }
 
@@ -72,7 +81,8 @@ impl Ends {
                 }
             };
         }
-        if needs_head { Ok(Ends::Apart { untied, embedding, head, layout: with_head }) } else { Ok(Ends::Tied) }
+        let apart = || Ends::Apart(Box::new(Apart { untied, embedding, head, layout: with_head }));
+        Ok(if needs_head { apart() } else { Ends::Tied })
     }
 }
 

@@ -63,6 +63,7 @@ pub struct ScaleFactor {
 
 /// Where a [`ScaleFactor`] comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum FactorSource {
     /// [`Adapter::alpha`](super::Adapter::alpha).
