@@ -214,8 +214,9 @@ impl TensorPatch {
     /// Whether it changes its tensor by the same numbers as another patch changes one of the same shape.
     pub(crate) fn changes_as(&self, other: &TensorPatch) -> bool {
         let (rows, cols) = matrix_of(&self.patched_shape).unwrap_or_default();
-        let all = std::slice::from_ref(&(0..rows));
-        self.patched_shape == other.patched_shape && same_change(&self.steps, &other.steps, all, cols)
+        let all = 0..rows;
+        self.patched_shape == other.patched_shape
+            && same_change(&self.steps, &other.steps, std::slice::from_ref(&all), cols)
     }
 
     /// The inputs of the patch.
