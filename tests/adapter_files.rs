@@ -124,6 +124,9 @@ fn pefts_names_never_mean_a_factor_of_one() {
     // The only file of the folder is the configuration's, whatever its names are.
     let plain = self::folder(root.path(), "plain", config, "lora.safetensors", &pair("q"));
     assert_eq!(values(&base, Adapter::open(plain.join("lora.safetensors"), 1.0).unwrap())[0], [8.0; 16]);
+    let with_alpha = [pair("q"), vec![f32s("q.alpha", &[], &[1.0])]].concat();
+    let plain = self::folder(root.path(), "alpha", config, "lora.safetensors", &with_alpha);
+    assert_eq!(values(&base, Adapter::open(&plain, 1.0).unwrap())[0], [1.0; 16]);
     // Another program's file beside it keeps its own meaning.
     fs::write(folder.join("other.safetensors"), file_with(&[], &pair("transformer.q"))).unwrap();
     assert_eq!(values(&base, Adapter::open(folder.join("other.safetensors"), 1.0).unwrap())[0], [2.0; 16]);

@@ -31,8 +31,8 @@ pub enum Matching {
 #[derive(Clone, Debug, Default)]
 pub struct Patches {
     tensors: BTreeMap<TensorId, TensorPatch>,
-    /// Before patching.
-    base: Layout,
+    /// The checkpoint's layout with an untied head, if there is one.
+    with_head: Option<Layout>,
     layout: Layout,
     report: MatchReport,
     origins: Vec<Arc<Origin>>,
@@ -74,7 +74,7 @@ impl Patches {
     ) -> Result<Patches> {
         let Resolved { tensors, layout: patched, report, origins } =
             resolve::all(siblings, layout, adapters, matching)?;
-        Ok(Patches { tensors, base: layout.clone(), layout: patched, report, origins })
+        Ok(Patches { tensors, with_head: None, layout: patched, report, origins })
     }
 
     /// Takes the head for one with the embedding again, unless they came to differ. `layout` is the checkpoint's.
@@ -90,7 +90,7 @@ impl Patches {
             self.tie_again(layout, head, &untied.head)?;
         } else {
             self.report.untied = Some(untied);
-            self.base = with_head;
+            self.with_head = Some(with_head);
         }
         Ok(self)
     }
@@ -99,7 +99,7 @@ impl Patches {
     fn tie_again(&mut self, layout: &Layout, head: TensorId, name: &str) -> Result<()> {
         self.tensors.remove(&head);
         let shapes: Vec<_> = self.iter().map(|(tensor, patch)| (tensor, patch.patched_shape().to_vec())).collect();
-        (self.layout, self.base) = (layout.patched(&shapes)?, layout.clone());
+        self.layout = layout.patched(&shapes)?;
         let applied = std::mem::take(&mut self.report.applied);
         let (of_head, rest) = applied.into_iter().partition(|applied| applied.targets.iter().any(|to| to == name));
         self.report.applied = rest;
@@ -111,14 +111,14 @@ impl Patches {
         Ok(())
     }
 
-    /// The layout before patching. It has one tensor more than the checkpoint's if the report tells of an untied head.
-    pub(crate) fn base(&self) -> &Layout {
-        &self.base
+    /// The checkpoint's layout with the head as a last tensor, if the report tells of an untied one.
+    pub(crate) fn with_head(&self) -> Option<&Layout> {
+        self.with_head.as_ref()
     }
 
     /// No patches, for an unchanged `layout`.
     pub fn none(layout: &Layout) -> Patches {
-        Patches { base: layout.clone(), layout: layout.clone(), ..Patches::default() }
+        Patches { layout: layout.clone(), ..Patches::default() }
     }
 
     /// Sets how all patched tensors are rounded.

@@ -47,8 +47,8 @@ impl Weights {
     /// As [`Patches::resolve`].
     pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
         let patches = Patches::resolve_in(&checkpoint, adapters, matching)?;
-        let untied = patches.report().untied.is_some();
-        let checkpoint = if untied { checkpoint.with_layout(patches.base().clone())? } else { checkpoint };
+        let with_head = patches.with_head().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
+        let checkpoint = with_head.unwrap_or(checkpoint);
         Ok(Weights { checkpoint, patches })
     }
 

@@ -114,7 +114,11 @@ pub(crate) fn has_vocabulary_rows(name: &str) -> bool {
 
 /// Order of names with runs of digits compared as numbers.
 pub(super) fn natural(a: &str, b: &str) -> Ordering {
-    let (mut a_rest, mut b_rest) = (a, b);
+    // Names have long beginnings in common. They go on where these end, at the start of a number that was cut.
+    let common = a.bytes().zip(b.bytes()).take_while(|(x, y)| x == y).count();
+    let start = (0..=common).rev().find(|&at| a.is_char_boundary(at)).unwrap_or(0);
+    let start = a[..start].trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    let (mut a_rest, mut b_rest) = (&a[start..], &b[start..]);
     while let (Some(x), Some(y)) = (a_rest.chars().next(), b_rest.chars().next()) {
         if x.is_ascii_digit() && y.is_ascii_digit() {
             let split = |s: &str| s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len());

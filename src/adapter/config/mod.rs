@@ -1,7 +1,7 @@
 //! What is said of an adapter beside its factors: in `adapter_config.json`, in the header of its file, or by the caller.
 //!
 //! The factors of a module are multiplied by alpha / rank (alpha / sqrt(rank) for rsLoRA). The first of these that says an
-//! alpha decides: the caller, the configuration, the module's own `alpha` tensor, the header. Without any the factor is 1,
+//! alpha decides: the caller, the module's own `alpha` tensor, the configuration, the header. Without any the factor is 1,
 //! as the programs that write such files read them; only PEFT's names never mean that.
 
 pub(super) mod metadata;

@@ -289,6 +289,9 @@ impl Parts<'_> {
         if let Some(alpha) = alpha {
             return Ok(over_rank(*alpha, FactorSource::Caller));
         }
+        if let Some(alpha) = self.alpha()? {
+            return Ok(over_rank(alpha, FactorSource::Tensor));
+        }
         let said = match config.as_deref() {
             Some(Config::Peft(config)) => Some(config.scale(&self.module.name)),
             Some(Config::Mlx(config)) => config.scale,
@@ -296,9 +299,6 @@ impl Parts<'_> {
         };
         if let Some(value) = said {
             return Ok(ScaleFactor { value, source: FactorSource::Config });
-        }
-        if let Some(alpha) = self.alpha()? {
-            return Ok(over_rank(alpha, FactorSource::Tensor));
         }
         let found = metadata.factor(&self.module.name, rank, self.has_kernel());
         if let Some(found) = found.map_err(|fault| Error::adapter(&self.adapter.path, None, fault))? {

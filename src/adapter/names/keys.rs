@@ -166,7 +166,8 @@ pub(crate) fn parse(name: &str) -> Key<'_> {
 
 /// Reads a name of a PEFT folder, where every tensor that is no factor takes the place of one of the model's.
 pub(crate) fn parse_peft(name: &str) -> Key<'_> {
-    if let Some(key) = find(name, FACTORS.iter()) {
+    // PEFT has its alpha in the configuration; other programs' files may come with one.
+    if let Some(key) = find(name, FACTORS.iter().chain(&[(".alpha", Part::Alpha)])) {
         return key;
     }
     match unsupported(name) {
