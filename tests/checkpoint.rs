@@ -211,6 +211,13 @@ fn the_configuration_tells_of_tied_embeddings() {
     for config in [r#"{"tie_word_embeddings":true}"#, r#"{"text_config":{"tie_word_embeddings":true}}"#] {
         assert!(tied(config).unwrap(), "{config}");
     }
+    // The architectures of transformers tie a head that is not there, unless told otherwise.
+    assert!(tied(r#"{"architectures":["GemmaForCausalLM"]}"#).unwrap());
+    for config in
+        [r#"{"architectures":["BertModel"]}"#, r#"{"architectures":["LlamaForCausalLM"],"tie_word_embeddings":false}"#]
+    {
+        assert!(!tied(config).unwrap(), "{config}");
+    }
     for config in ["{}", r#"{"tie_word_embeddings":false,"text_config":{"tie_word_embeddings":true}}"#] {
         assert!(!tied(config).unwrap(), "{config}");
     }

@@ -254,6 +254,7 @@ impl Adapter {
             unknown.clear();
         }
         let (modules, replacements) = (modules.list, replacements.list);
+        let metadata = metadata.settle(modules.iter().map(|module| module.name.as_str()));
         let (path, config, metadata) = (path.to_owned(), config.map(Arc::new), Arc::new(metadata));
         let (alpha, component, renames, rotary) = Default::default();
         Ok(Adapter {

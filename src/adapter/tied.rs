@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::names::keys::Part;
 use super::names::{Found, Targets};
 use super::{Adapter, AdapterModule};
-use crate::checkpoint::{Layout, TensorId};
+use crate::checkpoint::{Layout, TensorId, is_language_head};
 use crate::error::Result;
 
 /// The head of a language model, untied from the embedding.
@@ -54,9 +54,10 @@ impl Ends {
         };
         let weight = layout.tensor_ids().find(|id| is_tied(id) && layout.at(*id).name.ends_with(".weight"));
         let near = |module: &AdapterModule| WORDS.iter().any(|word| module.name.contains(word));
-        let Some(embedding) = weight.filter(|_| adapters.iter().flat_map(|a| &a.modules).any(near)) else {
-            return Ok(Ends::Tied);
-        };
+        // A head that the checkpoint has is a tensor of its own already.
+        let headless = || !layout.modules().iter().any(|module| is_language_head(&module.name));
+        let touched = || adapters.iter().flat_map(|a| &a.modules).any(near);
+        let Some(embedding) = weight.filter(|_| touched() && headless()) else { return Ok(Ends::Tied) };
         let name = &layout.at(embedding).name;
         let untied = Untied { embedding: name.clone(), head: head_of(name) };
         let with_head = layout.with_alias(embedding, &untied.head)?;

@@ -144,10 +144,11 @@ fn leaves_folder(entry: &str) -> bool {
     drive || entry.starts_with(separator) || entry.split(separator).any(|part| part == "..")
 }
 
-/// Whether `config.json` in the folder says that the head uses the embedding's weights; false without the file.
-pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
+/// What `config.json` in the folder says of the head and the embedding; [`Tied::No`] without the file.
+pub(super) fn tied_embeddings(folder: &Path) -> Result<Tied> {
     #[derive(Deserialize)]
     struct Config {
+        architectures: Option<Vec<String>>,
         tie_word_embeddings: Option<bool>,
         text_config: Option<TextConfig>,
     }
@@ -159,13 +160,31 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<bool> {
     let path = folder.join("config.json");
     // A link that leads nowhere is there.
     match fs::symlink_metadata(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Tied::No),
         found => found.map_err(Error::io("open", &path))?,
     };
     let config: Config = read_json(&path, |reason| FileFault::BadConfig { reason })?;
     let nested = config.text_config.and_then(|text| text.tie_word_embeddings);
-    Ok(config.tie_word_embeddings.or(nested).unwrap_or(false))
+    let has_head = |name: &String| HEADED.iter().any(|end| name.ends_with(end));
+    Ok(match config.tie_word_embeddings.or(nested) {
+        Some(true) => Tied::Yes,
+        Some(false) => Tied::No,
+        None if config.architectures.iter().flatten().any(has_head) => Tied::IfHeadless,
+        None => Tied::No,
+    })
 }
+
+/// What a configuration says of the embedding and the head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tied {
+    Yes,
+    No,
+    /// Nothing, and the model has a head: transformers ties it unless told otherwise, so a file without one has it tied.
+    IfHeadless,
+}
+
+/// How transformers' names of models with a language model's head end.
+const HEADED: [&str; 3] = ["ForCausalLM", "LMHeadModel", "ForConditionalGeneration"];
 
 /// What `config.json` in the folder says of quantised weights; nothing without the file.
 pub(super) fn quantisation(folder: &Path) -> Result<Stated> {

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Measured, Missing, Result};
 use crate::transfer::{FileSource, MemorySource, Source};
-use files::FileSet;
+use files::{FileSet, Tied};
 use header::Header;
 
 pub use execution::OrderSource;
@@ -32,7 +32,7 @@ pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
-pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_table};
+pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
 pub(crate) use quantised::{Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
 pub(crate) use text::read_text;
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
@@ -111,14 +111,14 @@ impl Checkpoint {
         let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
         let header = Header::read(&*source, 0)?;
         let stated = Stated::default();
-        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], false, stated))
+        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], Tied::No, stated))
     }
 
     fn assemble(
         path: PathBuf,
         sources: Vec<Arc<dyn Source>>,
         headers: Vec<Header>,
-        tied: bool,
+        tied: Tied,
         stated: Stated,
     ) -> Checkpoint {
         let (mut tensors, mut metadata) = (Vec::new(), None);
@@ -128,6 +128,8 @@ impl Checkpoint {
         }
         let layout = Layout::new(tensors);
         let by_name = by_name(&layout);
+        let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
+        let tied = tied == Tied::Yes || (tied == Tied::IfHeadless && headless());
         let layout = if tied { layout.tie_embeddings() } else { layout };
         Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name, stated }))
     }

@@ -109,7 +109,13 @@ pub(crate) fn is_table(name: &str) -> bool {
 /// model.
 pub(crate) fn has_vocabulary_rows(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name).to_ascii_lowercase();
-    TOKEN_TABLES.contains(&last.as_str()) || ["lm_head", "embed_out", "output"].contains(&last.as_str())
+    TOKEN_TABLES.contains(&last.as_str()) || is_language_head(name)
+}
+
+/// Whether a module of this name is the head of a language model.
+pub(crate) fn is_language_head(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    ["lm_head", "embed_out", "output"].iter().any(|head| last.eq_ignore_ascii_case(head))
 }
 
 /// Order of names with runs of digits compared as numbers.

@@ -71,6 +71,16 @@ impl Metadata {
         Ok(Metadata { networks, plain: PLAIN.iter().filter_map(plain).collect(), convolutions })
     }
 
+    /// Takes the settings of a single network for all of the file's modules, if none of these has its prefix.
+    pub(in crate::adapter) fn settle<'n>(mut self, mut modules: impl Iterator<Item = &'n str>) -> Metadata {
+        if let [(prefix, _)] = &mut self.networks[..] {
+            if !modules.any(|module| has_prefix(module, prefix)) {
+                prefix.clear();
+            }
+        }
+        self
+    }
+
     /// The factor of a module whose factors have this rank; `None` if the header does not say. `kernel` is for a convolution of
     /// more than one element.
     ///
@@ -107,11 +117,13 @@ impl Metadata {
 
     /// The settings of the network that a module belongs to, with its prefix: the longest that fits.
     fn network(&self, module: &str) -> Option<(&str, &PeftConfig)> {
-        let fits =
-            |prefix: &str| module.strip_prefix(prefix).is_some_and(|rest| prefix.is_empty() || rest.starts_with('.'));
-        let all = self.networks.iter().filter(|(prefix, _)| fits(prefix));
+        let all = self.networks.iter().filter(|(prefix, _)| has_prefix(module, prefix));
         all.max_by_key(|(prefix, _)| prefix.len()).map(|(prefix, config)| (prefix.as_str(), config))
     }
+}
+
+fn has_prefix(module: &str, prefix: &str) -> bool {
+    module.strip_prefix(prefix).is_some_and(|rest| prefix.is_empty() || rest.starts_with('.'))
 }
 
 fn check_rank(key: &str, told: u64, rank: usize) -> Result<(), AdapterFault> {
@@ -164,6 +176,10 @@ mod tests {
         assert_eq!(factor(&entries, "unets.down.to_q", 4), Ok(None));
         assert!(matches!(factor(&entries, "unet.down.to_q", 8), Err(AdapterFault::Config { .. })));
         assert_eq!(factor(&[(DIFFUSERS, r#"{"r": 2, "lora_alpha": 1}"#)], "anything", 2), Ok(Some(0.5)));
+        let one = || metadata(&[(DIFFUSERS, r#"{"transformer.r": 2, "transformer.lora_alpha": 1}"#)]).unwrap();
+        let value = |metadata: Metadata| metadata.factor("blocks.0.q", 2, false).unwrap().map(|factor| factor.value);
+        assert_eq!(value(one().settle(["blocks.0.q"].into_iter())), Some(0.5));
+        assert_eq!(value(one().settle(["blocks.0.q", "transformer.x"].into_iter())), None);
         assert!(matches!(factor(&[(DIFFUSERS, "{")], "x", 2), Err(AdapterFault::Config { .. })));
     }
 
