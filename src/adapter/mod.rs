@@ -191,8 +191,8 @@ impl Adapter {
     pub fn rename(mut self, from: &str, to: &str) -> Result<Adapter> {
         let pattern = |text| Pattern::parse(text).map_err(|reason| Error::invalid(format!("a rename: {reason}")));
         let (of, into) = (pattern(from)?, pattern(to)?);
-        if of.holes() != into.holes() {
-            return Err(Error::invalid(format!("a rename: `{from}` and `{to}` do not have the same holes")));
+        if of.placeholders() != into.placeholders() {
+            return Err(Error::invalid(format!("a rename: `{from}` and `{to}` do not have the same placeholders")));
         }
         self.renames.push((of, into));
         Ok(self)

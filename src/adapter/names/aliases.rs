@@ -65,7 +65,7 @@ impl<'a> Aliases<'a> {
                 }
                 for (number, rule, side, captured) in families::rules().fitting(name) {
                     let (order, table) = (rule.order(shape), families::rules().table(number));
-                    aliases.present.extend(table.filter(|_| rule.whole.holes().0 > 0));
+                    aliases.present.extend(table.filter(|_| rule.whole.placeholders().0 > 0));
                     match side {
                         Side::Whole => aliases.add_parts(rule, (component, table), in_order(target, order), &captured),
                         Side::Part(place) => {

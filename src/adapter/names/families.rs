@@ -205,8 +205,8 @@ fn rule(line: &str) -> Result<Rule, String> {
         let text = text.trim();
         let (share, name) = text.split_once(' ').unwrap_or(("1", text));
         let pattern = Pattern::parse(name)?;
-        if pattern.holes() != whole.holes() {
-            return Err(format!("the sides of `{line}` leave different things open"));
+        if pattern.placeholders() != whole.placeholders() {
+            return Err(format!("the sides of `{line}` have different placeholders"));
         }
         Ok((share.parse().map_err(|_| format!("`{share}` is no share of rows"))?, pattern))
     };

@@ -3,12 +3,12 @@
 /// A name in which `{}` stands for a number and a last `*` for everything after it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Pattern {
-    /// What stands before, between and after the numbers.
+    /// The texts before, between and after the numbers.
     texts: Vec<String>,
     rest: bool,
 }
 
-/// What a name has where its pattern leaves room.
+/// The parts of a name that the placeholders of a pattern match.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Captured<'n> {
     numbers: Vec<&'n str>,
@@ -32,8 +32,8 @@ impl Pattern {
         Ok(Pattern { texts, rest })
     }
 
-    /// How many numbers it has, and whether it leaves the end open: names can be carried between patterns that agree.
-    pub(crate) fn holes(&self) -> (usize, bool) {
+    /// The number of `{}`, and whether it ends with `*`. A name can be mapped between two patterns that agree in both.
+    pub(crate) fn placeholders(&self) -> (usize, bool) {
         (self.texts.len() - 1, self.rest)
     }
 
@@ -64,7 +64,7 @@ impl Pattern {
         (self.rest || rest.is_empty()).then_some(Captured { numbers, rest })
     }
 
-    /// The name that has `captured` in its holes.
+    /// The name with `captured` in place of the placeholders.
     pub(crate) fn fill(&self, captured: &Captured<'_>) -> String {
         let mut name = self.texts[0].clone();
         for (number, text) in captured.numbers.iter().zip(&self.texts[1..]) {
@@ -117,6 +117,6 @@ mod tests {
         for text in ["a*b", "{a}", "a{", "}", "{}{}", "{}0", "**"] {
             assert!(Pattern::parse(text).is_err(), "{text}");
         }
-        assert_eq!(Pattern::parse("{}.a.{}*").unwrap().holes(), (2, true));
+        assert_eq!(Pattern::parse("{}.a.{}*").unwrap().placeholders(), (2, true));
     }
 }
