@@ -170,9 +170,9 @@ fn settings_and_factors_have_to_agree() {
 fn every_kind_gives_what_peft_merges() {
     let data = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peft_kinds").join(path);
     let kinds = ["loha", "lokr", "lokr_whole", "oft", "oft_exact", "oft_shared", "boft", "boft_butterfly", "ia3"];
-    let experts = ["experts", "experts_transposed"];
-    let bases = kinds.map(|_| "base".to_owned()).into_iter().chain(experts.map(|kind| format!("base_{kind}")));
-    for (kind, base) in kinds.into_iter().chain(experts).zip(bases) {
+    let own_base = ["experts", "experts_transposed", "ia3_transposed"];
+    let bases = kinds.map(|_| "base".to_owned()).into_iter().chain(own_base.map(|kind| format!("base_{kind}")));
+    for (kind, base) in kinds.into_iter().chain(own_base).zip(bases) {
         let base = Checkpoint::open(data(&format!("{base}.safetensors"))).unwrap();
         let changed = Checkpoint::open(data(&format!("changed_{kind}.safetensors"))).unwrap();
         let adapter = Adapter::open(data(&format!("adapter_{kind}")), 1.0).unwrap();

@@ -141,13 +141,18 @@ impl Building<'_, '_> {
 }
 
 impl Parts<'_> {
-    /// Whether the numbers of (IA)^3 are for the rows of a weight, and so for its bias, too; `None` if that cannot be told.
-    pub(super) fn scales_rows(&self, factor: &Factor, weight: &Weight<'_>) -> Option<bool> {
+    /// Whether the numbers of (IA)^3 are for the rows of a weight; `None` if that cannot be told.
+    fn scales_rows(&self, factor: &Factor, weight: &Weight<'_>) -> Option<bool> {
         let transposed = self.adapter.peft().is_some_and(|config| config.transposed);
+        self.scales_outputs(factor, weight).map(|outputs| outputs != transposed)
+    }
+
+    /// Whether they are for the outputs, and so for the bias, too.
+    pub(super) fn scales_outputs(&self, factor: &Factor, weight: &Weight<'_>) -> Option<bool> {
         let channels = weight.shape.get(1).copied().unwrap_or(1);
         match factor.shape[..] {
-            [_, 1] => Some(!transposed),
-            [1, _] => Some(transposed),
+            [_, 1] => Some(true),
+            [1, _] => Some(false),
             // A convolution's numbers are [1, n, 1, 1] either way.
             [1, n, ..] if n != channels => Some(true),
             [1, n, ..] if n != weight.rows as u64 => Some(false),

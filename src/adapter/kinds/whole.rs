@@ -88,13 +88,13 @@ pub(super) fn bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight
     Ok(())
 }
 
-/// (IA)^3 that multiplies the rows of a weight multiplies the bias, too.
+/// (IA)^3 that multiplies the outputs of a module multiplies its bias, too.
 fn scale_bias<'a>(parts: &Parts<'_>, weight_of: &dyn Fn(TensorId) -> Weight<'a>, built: &mut Built) -> Result<()> {
     let Some(factor) = parts.read(Part::Ia3)? else { return Ok(()) };
     let (Some(weight), Some(bias)) = (parts.target.weight.map(weight_of), parts.target.bias.map(weight_of)) else {
         return Ok(());
     };
-    if parts.scales_rows(&factor, &weight) != Some(true) {
+    if parts.scales_outputs(&factor, &weight) != Some(true) {
         return Ok(());
     }
     let (bias, shape) = (bias.into_bias(), vec![factor.values.len() as u64]);
