@@ -218,7 +218,7 @@ pub enum AdapterFault {
     },
     /// Two modules of the adapter change the same rows of a tensor, in different ways.
     #[error(
-        "it changes rows of `{tensor}`, which `{other}` changes, too, in another way; only one of them can be meant"
+        "it changes rows of `{tensor}`, which `{other}` changes, too, in another way; if they are for two networks, choose one with Adapter::only (--only PREFIX)"
     )]
     Overlap {
         /// The other module.
