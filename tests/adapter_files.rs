@@ -104,8 +104,10 @@ fn the_factor_comes_from_the_first_place_that_says_an_alpha() {
     }
     for contradiction in [&[diffusers, kohya[0]][..], &[("lora_alpha", "2"), ("rank", "16")]] {
         let fault = fault(&base, adapter(contradiction, &pair("transformer.q")));
-        assert!(matches!(fault, AdapterFault::Config { .. }), "{fault}");
+        assert!(matches!(fault, AdapterFault::Metadata { .. }), "{fault}");
     }
+    let none = fault(&base, adapter(&[], &pair("transformer.q")).only("unet."));
+    assert!(matches!(&none, AdapterFault::NoComponent { sample, .. } if *sample == ["transformer.q"]), "{none}");
 }
 
 #[test]

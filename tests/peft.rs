@@ -170,7 +170,8 @@ fn settings_and_factors_have_to_agree() {
 fn every_kind_gives_what_peft_merges() {
     let data = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peft_kinds").join(path);
     let kinds = ["loha", "lokr", "lokr_whole", "oft", "oft_exact", "oft_shared", "boft", "boft_butterfly", "ia3"];
-    let own_base = ["experts", "experts_transposed", "ia3_transposed"];
+    let own_base =
+        ["experts", "experts_transposed", "experts_ranks", "experts_alphas", "ia3_transposed", "dora_embedding"];
     let bases = kinds.map(|_| "base".to_owned()).into_iter().chain(own_base.map(|kind| format!("base_{kind}")));
     for (kind, base) in kinds.into_iter().chain(own_base).zip(bases) {
         let base = Checkpoint::open(data(&format!("{base}.safetensors"))).unwrap();

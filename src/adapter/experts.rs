@@ -88,6 +88,12 @@ impl Wrapped {
         Some(Wrapped { parameters, wrappers, number, module: core.to_owned() })
     }
 
+    /// The name of the parameter, if there are as many of them as wrappers.
+    pub(super) fn parameter(&self) -> Option<String> {
+        let own = self.parameters.get(self.number).filter(|_| self.parameters.len() == self.wrappers)?;
+        Some(format!("{}.{own}", self.module))
+    }
+
     /// The targets of the factors: the stack of the parameter, or the weights of each expert.
     ///
     /// # Errors

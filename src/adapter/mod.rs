@@ -283,6 +283,18 @@ impl Adapter {
         self.component.as_ref().is_none_or(|prefix| name.starts_with(prefix.as_str()))
     }
 
+    /// Fails if the caller wants keys of which there are none.
+    fn check_component(&self) -> Result<()> {
+        let names = || self.modules.iter().chain(&self.replacements).map(|module| &module.name);
+        match &self.component {
+            Some(prefix) if !names().any(|name| self.wants(name)) => {
+                let (prefix, sample) = (prefix.clone(), names().take(8).cloned().collect());
+                Err(Error::adapter(&self.path, None, AdapterFault::NoComponent { prefix, sample }))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The name to look up a module by.
     fn renamed<'n>(&self, module: &'n str) -> Cow<'n, str> {
         let renamed = self.renames.iter().find_map(|(from, to)| from.captures(module).map(|found| to.fill(&found)));

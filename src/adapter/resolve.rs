@@ -57,6 +57,7 @@ impl<'a> Resolving<'a> {
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
+        adapter.check_component()?;
         let wanted = |key: &str| adapter.wants(key);
         let mut matched = Vec::new();
         let (first_unmatched, first_skipped) = (self.report.unmatched.len(), self.report.skipped.len());

@@ -218,7 +218,8 @@ pub enum AdapterFault {
     },
     /// Two modules of the adapter change the same rows of a tensor, in different ways.
     #[error(
-        "it changes rows of `{tensor}`, which `{other}` changes, too, in another way; if they are for two networks, choose one with Adapter::only (--only PREFIX)"
+        "it changes rows of `{tensor}`, which `{other}` changes, too, in another way; if they are for two networks, choose \
+         one with Adapter::only (--only PREFIX)"
     )]
     Overlap {
         /// The other module.
@@ -355,6 +356,20 @@ pub enum AdapterFault {
         packing: Packing,
         /// The tensor beside it that shows this.
         sign: Option<String>,
+    },
+    /// The metadata in the header of the adapter's file contradicts itself, or is not understood.
+    #[error("the metadata in its header: {reason}")]
+    Metadata {
+        /// What is wrong.
+        reason: String,
+    },
+    /// No key of the adapter begins with the prefix that the caller chose.
+    #[error("none of its keys begins with `{prefix}`; it has {}", Sample(sample))]
+    NoComponent {
+        /// The prefix.
+        prefix: String,
+        /// Some of the adapter's modules.
+        sample: Vec<String>,
     },
     /// `adapter_config.json` is missing, no JSON, or lacks a field.
     #[error("adapter_config.json: {reason}")]

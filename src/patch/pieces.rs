@@ -100,7 +100,10 @@ impl Task<'_> {
     fn run(&self, bytes: &mut [u8], scratch: &mut Scratch) -> u64 {
         let (cols, size) = (self.weight.cols, self.weight.float.size());
         let rows = bytes.len() / (cols * size);
-        let whole_rows = self.steps.iter().any(|step| step.change.scope() > Scope::Element);
+        // Of a stack of experts, each step changes the rows of one.
+        let all = Piece { rows: self.first_row..self.first_row + rows, cols: 0..cols };
+        let steps: Vec<&Step> = self.steps.iter().filter(|step| all.shared_rows(&step.rows).is_some()).collect();
+        let whole_rows = steps.iter().any(|step| step.change.scope() > Scope::Element);
         let piece_cols = if whole_rows { cols } else { PIECE_COLS };
         let mut saturated = 0;
         // Columns are the outer loop, so that the factors of a piece's columns stay in cache for all rows of the task.
@@ -120,7 +123,7 @@ impl Task<'_> {
                     self.lift(&piece, row, raw, &mut scratch.weight[row * stride..][..piece_cols]);
                 }
                 let mut strip = StridedRows { values: &mut scratch.weight, stride, cols: piece_cols };
-                for step in self.steps {
+                for step in &steps {
                     self.change(step, &piece, &mut strip, &mut scratch.spare);
                 }
                 for row in 0..piece_rows {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use super::peft::PeftConfig;
-use super::{FactorSource, ScaleFactor, fault};
+use super::{FactorSource, ScaleFactor};
 use crate::error::AdapterFault;
 
 /// Where diffusers and its trainers keep the settings of each network: a JSON object of `PREFIX.r`, `PREFIX.lora_alpha`, …
@@ -49,7 +49,7 @@ impl Metadata {
     /// Reads a header's metadata. What is not there, or is no number, says nothing.
     ///
     /// # Errors
-    /// [`AdapterFault::Config`] and [`AdapterFault::Unsupported`] for a [`DIFFUSERS`] entry that is not understood.
+    /// [`AdapterFault::Metadata`] and [`AdapterFault::Unsupported`] for a [`DIFFUSERS`] entry that is not understood.
     pub(in crate::adapter) fn parse(header: &BTreeMap<String, String>) -> Result<Metadata, AdapterFault> {
         let networks = header.get(DIFFUSERS).map_or(Ok(Vec::new()), |text| networks(text))?;
         let number = |key: &str| header.get(key).and_then(|text| text.trim().parse::<f64>().ok());
@@ -85,7 +85,7 @@ impl Metadata {
     /// more than one element.
     ///
     /// # Errors
-    /// [`AdapterFault::Config`] when two settings contradict each other, or one contradicts the rank.
+    /// [`AdapterFault::Metadata`] when two settings contradict each other, or one contradicts the rank.
     pub(in crate::adapter) fn factor(
         &self,
         module: &str,
@@ -109,7 +109,7 @@ impl Metadata {
         let Some(&(key, value)) = found.first() else { return Ok(None) };
         if let Some((other, that)) = found.iter().find(|(_, that)| (that - value).abs() > 1e-6 * value.abs()) {
             return Err(fault(format!(
-                "the header contradicts itself: {key} gives `{module}` a factor of {value}, {other} one of {that}"
+                "it contradicts itself: {key} gives `{module}` a factor of {value}, {other} one of {that}"
             )));
         }
         Ok(Some(ScaleFactor { value, source: FactorSource::Metadata(key.to_owned()) }))
@@ -122,6 +122,10 @@ impl Metadata {
     }
 }
 
+fn fault(reason: String) -> AdapterFault {
+    AdapterFault::Metadata { reason }
+}
+
 fn has_prefix(module: &str, prefix: &str) -> bool {
     module.strip_prefix(prefix).is_some_and(|rest| prefix.is_empty() || rest.starts_with('.'))
 }
@@ -130,12 +134,12 @@ fn check_rank(key: &str, told: u64, rank: usize) -> Result<(), AdapterFault> {
     if told == rank as u64 {
         return Ok(());
     }
-    Err(fault(format!("{key} in the header speaks of rank {told}, the factors have rank {rank}")))
+    Err(fault(format!("{key} speaks of rank {told}, the factors have rank {rank}")))
 }
 
 /// The networks of a [`DIFFUSERS`] entry. The settings of one have its prefix, or none if there is only one.
 fn networks(text: &str) -> Result<Vec<(String, PeftConfig)>, AdapterFault> {
-    let bad = |reason: String| fault(format!("{DIFFUSERS} in the header: {reason}"));
+    let bad = |reason: String| fault(format!("{DIFFUSERS}: {reason}"));
     let settings: BTreeMap<String, Value> = serde_json::from_str(text).map_err(|e| bad(e.to_string()))?;
     let prefixes = settings.keys().filter_map(|key| Some(key.strip_suffix("lora_alpha")?.trim_end_matches('.')));
     prefixes
@@ -174,13 +178,13 @@ mod tests {
         assert_eq!(factor(&entries, "unet.down.to_k", 4), Ok(Some(0.5)));
         assert_eq!(factor(&entries, "text_encoder.layers.0.q", 4), Ok(Some(2.0)));
         assert_eq!(factor(&entries, "unets.down.to_q", 4), Ok(None));
-        assert!(matches!(factor(&entries, "unet.down.to_q", 8), Err(AdapterFault::Config { .. })));
+        assert!(matches!(factor(&entries, "unet.down.to_q", 8), Err(AdapterFault::Metadata { .. })));
         assert_eq!(factor(&[(DIFFUSERS, r#"{"r": 2, "lora_alpha": 1}"#)], "anything", 2), Ok(Some(0.5)));
         let one = || metadata(&[(DIFFUSERS, r#"{"transformer.r": 2, "transformer.lora_alpha": 1}"#)]).unwrap();
         let value = |metadata: Metadata| metadata.factor("blocks.0.q", 2, false).unwrap().map(|factor| factor.value);
         assert_eq!(value(one().settle(["blocks.0.q"].into_iter())), Some(0.5));
         assert_eq!(value(one().settle(["blocks.0.q", "transformer.x"].into_iter())), None);
-        assert!(matches!(factor(&[(DIFFUSERS, "{")], "x", 2), Err(AdapterFault::Config { .. })));
+        assert!(matches!(factor(&[(DIFFUSERS, "{")], "x", 2), Err(AdapterFault::Metadata { .. })));
     }
 
     #[test]
@@ -199,7 +203,7 @@ mod tests {
             &[("lora_alpha", "8"), ("rank", "16")],
             &[(DIFFUSERS, r#"{"r": 4, "lora_alpha": 8}"#), ("lora_alpha", "16")],
         ] {
-            assert!(matches!(factor(entries, "q", 4), Err(AdapterFault::Config { .. })), "{entries:?}");
+            assert!(matches!(factor(entries, "q", 4), Err(AdapterFault::Metadata { .. })), "{entries:?}");
         }
         assert_eq!(factor(&[("lora_alpha", "8"), ("alpha", "8")], "q", 4), Ok(Some(2.0)));
     }

@@ -114,6 +114,7 @@ struct Raw {
     init_lora_weights: Option<Value>,
     target_parameters: Option<Vec<String>>,
     ensure_weight_tying: Option<bool>,
+    trainable_token_indices: Option<Value>,
     use_cayley_neumann: Option<bool>,
     num_cayley_neumann_terms: Option<u64>,
     coft: Option<bool>,
@@ -151,6 +152,9 @@ impl PeftConfig {
             None => return Err(config("peft_type is missing")),
         };
         check_init(raw.init_lora_weights.as_ref())?;
+        if raw.trainable_token_indices.is_some() {
+            return Err(AdapterFault::Unsupported { kind: "trainable tokens".to_owned() });
+        }
         check_rest(&raw.rest)?;
         let (rank, alpha) = match kind {
             PeftKind::Lora => (raw.r, raw.lora_alpha.ok_or_else(|| config("lora_alpha is missing"))?),

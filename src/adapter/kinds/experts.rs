@@ -64,7 +64,7 @@ impl Building<'_, '_> {
                 let [_, rows, cols] = self.weight.shape[..] else { return Err(self.shape_mismatch(&factors.down)) };
                 self.view = Some((self.weight.rows * rows as usize, cols as usize));
                 let numbers = expert.number.map_or(0..count, |number| number..number.saturating_add(1));
-                if numbers.end > count {
+                if numbers.end > count || factors.experts.is_some_and(|of| of != count as usize) {
                     return Err(self.shape_mismatch(&factors.down));
                 }
                 for number in numbers {

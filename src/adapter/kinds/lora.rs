@@ -44,9 +44,9 @@ impl Building<'_, '_> {
         if right.cols != self.weight.cols {
             return Err(self.shape_mismatch(down));
         }
-        if is_embedding && self.parts.has(Part::Magnitude) {
-            let kind = "DoRA of an embedding".to_owned();
-            return Err(self.parts.fault(Part::Magnitude, AdapterFault::Unsupported { kind }));
+        if is_embedding && self.parts.has(Part::MlxMagnitude) {
+            let kind = "mlx-lm's DoRA of embeddings: such".to_owned();
+            return Err(self.parts.fault(Part::MlxMagnitude, AdapterFault::Unsupported { kind }));
         }
         let delta = Delta::Product(Product { up: left, down: right });
         let ratio = self.parts.ratio(rank)?;

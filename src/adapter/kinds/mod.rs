@@ -17,13 +17,15 @@ mod multiplied;
 mod oft;
 mod whole;
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::rc::Rc;
 
 use super::config::peft::PeftKind;
-use super::config::{Config, FactorSource, ScaleFactor};
+use super::config::{Config, FactorSource, PeftConfig, ScaleFactor};
+use super::experts::Wrapped;
 use super::names::Target;
 use super::names::keys::{self, Part};
 use super::report::SkipReason;
@@ -293,7 +295,7 @@ impl Parts<'_> {
             return Ok(over_rank(alpha, FactorSource::Tensor));
         }
         let said = match config.as_deref() {
-            Some(Config::Peft(config)) => Some(config.scale(&self.module.name)),
+            Some(Config::Peft(config)) => Some(config.scale(&self.configured_name(config))),
             Some(Config::Mlx(config)) => config.scale,
             None => None,
         };
@@ -348,7 +350,14 @@ impl Parts<'_> {
 
     fn peft_rank(&self) -> Option<usize> {
         let config = self.adapter.peft().filter(|config| config.kind == PeftKind::Lora);
-        config.map(|config| config.rank(&self.module.name) as usize)
+        config.map(|config| config.rank(&self.configured_name(config)) as usize)
+    }
+
+    /// The name by which the patterns of a configuration find the module: its own, or that of the parameter that its factors are
+    /// for.
+    fn configured_name(&self, config: &PeftConfig) -> Cow<'_, str> {
+        let parameter = Wrapped::of(self.adapter, self.module, config).and_then(|wrapped| wrapped.parameter());
+        parameter.map_or(Cow::Borrowed(&self.module.name), Cow::Owned)
     }
 
     /// The rows of `weight`, of which the target may be a part, that a change of `rows` rows is for.
