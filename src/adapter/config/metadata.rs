@@ -73,10 +73,10 @@ impl Metadata {
 
     /// Takes the settings of a single network for all of the file's modules, if none of these has its prefix.
     pub(in crate::adapter) fn settle<'n>(mut self, mut modules: impl Iterator<Item = &'n str>) -> Metadata {
-        if let [(prefix, _)] = &mut self.networks[..] {
-            if !modules.any(|module| has_prefix(module, prefix)) {
-                prefix.clear();
-            }
+        if let [(prefix, _)] = &mut self.networks[..]
+            && !modules.any(|module| has_prefix(module, prefix))
+        {
+            prefix.clear();
         }
         self
     }
