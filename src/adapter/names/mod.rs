@@ -123,22 +123,21 @@ pub(crate) struct Targets<'a> {
     exact: Names,
     /// Names without the model's prefix, and names of projections of fused weights.
     other: Names,
-    flat: Names,
-    flat_other: Names,
+    /// Both with underscores in place of dots. Built when a name without dots is looked up.
+    flat: OnceCell<[Names; 2]>,
     /// Built when a name is not found among the others.
     aliases: OnceCell<Aliases<'a>>,
 }
 
 impl<'a> Targets<'a> {
     pub(crate) fn new(layout: &'a Layout) -> Targets<'a> {
-        let (exact, other, flat, flat_other, aliases) = Default::default();
+        let (exact, other, flat, aliases) = Default::default();
         let targets = modules(layout);
         let modules = targets.len();
-        let mut index = Targets { layout, targets, modules, exact, other, flat, flat_other, aliases };
+        let mut index = Targets { layout, targets, modules, exact, other, flat, aliases };
         for place in 0..index.modules {
             let module = index.targets[place].module;
             add(&mut index.exact, module.to_owned(), place);
-            add(&mut index.flat, module.replace('.', "_"), place);
         }
         for place in 0..index.modules {
             let module = index.targets[place].module;
@@ -175,13 +174,11 @@ impl<'a> Targets<'a> {
 
     /// The module of the first form that there is.
     fn find_form(&self, forms: &Forms) -> Found<'a> {
-        let tiers = [
-            (&self.exact, &forms.dotted),
-            (&self.other, &forms.dotted),
-            (&self.flat, &forms.flat),
-            (&self.flat_other, &forms.flat),
-        ];
-        for (names, forms) in tiers {
+        let dotted = [(&self.exact, &forms.dotted), (&self.other, &forms.dotted)];
+        let flat =
+            (!forms.flat.is_empty()).then(|| self.flat.get_or_init(|| [&self.exact, &self.other].map(flattened)));
+        let flat = flat.into_iter().flatten().map(|names| (names, &forms.flat));
+        for (names, forms) in dotted.into_iter().chain(flat) {
             if let Some(places) = forms.iter().find_map(|(_, name)| names.get(name)) {
                 return match places[..] {
                     [place] => Found::One(vec![self.targets[place]]),
@@ -203,12 +200,10 @@ impl<'a> Targets<'a> {
         for prefix in MODEL_PREFIXES {
             if let Some(rest) = name.strip_prefix(prefix) {
                 add(&mut self.other, rest.to_owned(), place);
-                add(&mut self.flat_other, rest.replace('.', "_"), place);
             }
         }
         if name != self.targets[place].module {
             add(&mut self.other, name.to_owned(), place);
-            add(&mut self.flat_other, name.replace('.', "_"), place);
         }
     }
 
@@ -293,6 +288,16 @@ fn modules(layout: &Layout) -> Vec<Target<'_>> {
 /// linear module's weight.
 fn is_transposed(tensor: &str) -> bool {
     tensor.rsplit('.').next() == Some("text_projection")
+}
+
+/// The same index by names with underscores in place of dots.
+fn flattened(names: &Names) -> Names {
+    let mut flat = Names::with_capacity(names.len());
+    for (name, places) in names {
+        places.iter().for_each(|&place| add(&mut flat, name.replace('.', "_"), place));
+    }
+    flat.values_mut().for_each(|places| places.sort_unstable());
+    flat
 }
 
 fn add(names: &mut Names, name: String, place: usize) {
