@@ -279,6 +279,35 @@ fn factors_of_parameters_go_into_their_stacks() {
 }
 
 #[test]
+fn parameters_of_other_names_are_told_apart_by_their_shapes() {
+    let names = r#", "target_parameters": ["ffn.experts.w_in", "ffn.experts.a_out"], "peft_version": "0.18.0""#;
+    let stack = |name: &str, rows: u64, cols: u64| {
+        let values = numbers((3 * rows * cols) as usize, rows as usize);
+        f32s(&format!("model.layers.0.ffn.experts.{name}"), &[3, rows, cols], &values)
+    };
+    // In the order of their definition, which their names do not have.
+    let factors = |inner: (usize, usize), outer: (usize, usize)| {
+        let of = |(rows, cols): (usize, usize), seed: usize| -> Vec<Factors> {
+            (0..EXPERTS).map(|expert| Factors::new(cols, rows, seed + expert)).collect()
+        };
+        let mut tensors = wrapped("ffn.experts.base_layer", &of(inner, 1));
+        tensors.extend(wrapped("ffn.experts", &of(outer, 5)));
+        tensors
+    };
+    let base = file("model", &[stack("w_in", 4, 6), stack("a_out", 5, 4)]);
+    let got = apply(&base, &factors((4, 6), (5, 4)), &config(names));
+    let before = values(&base);
+    for (stack, (rows, cols), seed) in [(0, (4, 6), 1), (1, (5, 4), 5)] {
+        let change = (0..EXPERTS).flat_map(|e| Factors::new(cols, rows, seed + e).change().transposed().values);
+        let wanted: Vec<f32> = before[stack].iter().zip(change).map(|(a, b)| a + b).collect();
+        close(&got[stack..=stack], &[wanted], "by shape");
+    }
+    let same = file("model", &[stack("w_in", 4, 6), stack("a_out", 6, 4)]);
+    let unclear = fault(&same, &factors((4, 6), (6, 4)), &config(names));
+    assert!(matches!(&unclear, AdapterFault::Config { reason } if reason.contains("shapes")), "{unclear}");
+}
+
+#[test]
 fn batched_factors_of_mlx_lm_go_into_stacks_and_apart() {
     let layer = Layer::new(4, 6);
     let (mut tensors, mut changes) = (Vec::new(), Vec::new());

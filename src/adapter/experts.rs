@@ -9,6 +9,7 @@
 //! Mixtral's older files say w1, w3 and w2 for gate, up and down, and `block_sparse_moe` for `mlp`.
 
 use super::config::PeftConfig;
+use super::names::keys::Part;
 use super::names::{Found, Target, Targets};
 use super::{Adapter, AdapterModule};
 use crate::checkpoint::Layout;
@@ -61,6 +62,21 @@ pub(super) struct Wrapped {
     number: usize,
     /// The name of the module without the wrappers.
     module: String,
+    /// The inputs and outputs of the factors.
+    factors: Option<[u64; 2]>,
+}
+
+/// The parameters of experts in the order in which models of transformers define them, which is that of PEFT's wrappers.
+const DEFINED: [&str; 6] = ["gate_up_proj", "gate_up_proj_bias", "gate_proj", "up_proj", "down_proj", "down_proj_bias"];
+
+fn place_of(parameter: &str) -> Option<usize> {
+    DEFINED.iter().position(|name| *name == parameter)
+}
+
+/// The inputs and outputs of a module's factors.
+fn sides_of(adapter: &Adapter, module: &AdapterModule) -> Option<[u64; 2]> {
+    let shape = |part| Some(&adapter.checkpoint.layout().at(*module.parts.get(&part)?).shape);
+    Some([*shape(Part::Down)?.get(1)?, *shape(Part::Up)?.first()?])
 }
 
 impl Wrapped {
@@ -78,19 +94,20 @@ impl Wrapped {
         if parameters.is_empty() {
             return None;
         }
-        // Models define the projection to the inner size first.
-        parameters.sort_by_key(|name| (!name.starts_with("gate") && !name.starts_with("up"), name.clone()));
+        parameters.sort_by_key(|name| (place_of(name), name.clone()));
         parameters.dedup();
         let depth = |name: &str| Some(name.strip_prefix(core)?.len() / WRAPPER.len());
         let same = |other: &&AdapterModule| other.name.trim_end_matches(WRAPPER) == core;
         let wrappers = adapter.modules.iter().filter(same).count();
         let number = wrappers.checked_sub(depth(&module.name)? + 1)?;
-        Some(Wrapped { parameters, wrappers, number, module: core.to_owned() })
+        let factors = sides_of(adapter, module);
+        Some(Wrapped { parameters, wrappers, number, module: core.to_owned(), factors })
     }
 
     /// The name of the parameter, if there are as many of them as wrappers.
     pub(super) fn parameter(&self) -> Option<String> {
-        let own = self.parameters.get(self.number).filter(|_| self.parameters.len() == self.wrappers)?;
+        let known = self.wrappers == 1 || self.parameters.iter().all(|name| place_of(name).is_some());
+        let own = self.parameters.get(self.number).filter(|_| known && self.parameters.len() == self.wrappers)?;
         Some(format!("{}.{own}", self.module))
     }
 
@@ -114,8 +131,41 @@ impl Wrapped {
                 ),
             });
         }
-        let found = self.targets_of(layout, targets, parameters[self.number]);
+        let parameter = match parameters[..] {
+            [only] => only,
+            _ if parameters.iter().all(|name| place_of(name).is_some()) => parameters[self.number],
+            _ => self.by_shape(layout, targets, &parameters)?,
+        };
+        let found = self.targets_of(layout, targets, parameter);
         Ok(found.map_or(Found::Nothing, Found::One))
+    }
+
+    /// The one parameter whose shape the factors fit, where the order of the parameters is not known.
+    fn by_shape<'p>(
+        &self,
+        layout: &Layout,
+        targets: &Targets<'_>,
+        parameters: &[&'p String],
+    ) -> Result<&'p String, AdapterFault> {
+        let fits = |name: &&&String| {
+            let target = one(targets.find(&format!("{}.{name}", self.module)));
+            let weight = target.and_then(|target| target.weight);
+            match weight.map(|weight| &layout.at(weight).shape[..]) {
+                Some(&[.., rows, cols]) => {
+                    self.factors.is_some_and(|sides| sides == [rows, cols] || sides == [cols, rows])
+                }
+                _ => false,
+            }
+        };
+        match parameters.iter().filter(fits).collect::<Vec<_>>()[..] {
+            [one] => Ok(one),
+            _ => Err(AdapterFault::Config {
+                reason: format!(
+                    "target_parameters names several parameters of `{}`, and the factors' shapes do not say which they are for",
+                    self.module
+                ),
+            }),
+        }
     }
 
     fn targets_of<'a>(&self, layout: &'a Layout, targets: &Targets<'a>, parameter: &str) -> Option<Vec<Target<'a>>> {
