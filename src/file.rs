@@ -43,7 +43,7 @@ impl PositionalFile {
         #[cfg(target_os = "linux")]
         {
             use rustix::fs::{FallocateFlags, fallocate};
-            // The range is written anew before it is read, so nothing depends on this.
+            // The range is overwritten before it is read, so nothing depends on this.
             let _ = fallocate(&self.0, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, at, bytes);
         }
         #[cfg(not(target_os = "linux"))]

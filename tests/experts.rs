@@ -307,6 +307,25 @@ fn parameters_of_other_names_are_told_apart_by_their_shapes() {
     assert!(matches!(&unclear, AdapterFault::Config { reason } if reason.contains("shapes")), "{unclear}");
 }
 
+/// A parameter that is named without its module is one of every module that has such a one, and of no other.
+#[test]
+fn a_bare_parameter_leaves_the_patterns_of_modules_alone() {
+    let layer = Layer::new(4, 6);
+    let (mut tensors, changes) = of_parameters(4, 6, false);
+    let query = |part: &str, shape: [u64; 2]| {
+        let name = format!("base_model.model.model.layers.0.self_attn.q_proj.{part}.weight");
+        f32s(&name, &shape, &vec![1.0; (shape[0] * shape[1]) as usize])
+    };
+    tensors.extend([query("lora_A", [1, 4]), query("lora_B", [4, 1])]);
+    let more = r#", "target_parameters": ["gate_up_proj", "down_proj"], "peft_version": "0.19.1",
+        "rank_pattern": {"q_proj": 1}, "alpha_pattern": {"q_proj": 3}"#;
+    let mut base = reference::tensors(&layer.stacked(false));
+    base.push(f32s("model.layers.0.self_attn.q_proj.weight", &[4, 4], &[0.0; 16]));
+    let got = apply(&file("model", &base), &tensors, &config(more));
+    close(&got[..2], &values(&layer.changed(&changes).stacked(false)), "stacks");
+    assert_eq!(got[2], [3.0; 16]);
+}
+
 #[test]
 fn batched_factors_of_mlx_lm_go_into_stacks_and_apart() {
     let layer = Layer::new(4, 6);
@@ -345,6 +364,14 @@ fn what_is_not_known_of_experts_is_refused() {
     let in_turn = fault(&file("gpt-oss", &stacks), &tensors, &config(""));
     assert!(matches!(&in_turn, AdapterFault::Unsupported { kind } if kind.contains("in turn")), "{in_turn}");
     let stacked = layer.stacked(false);
+    // One pair of factors for a stack, by no program that is known.
+    let module = "base_model.model.model.layers.0.mlp.experts.down_proj";
+    let pair = [
+        f32s(&format!("{module}.lora_A.weight"), &[2, 4], &[0.5; 8]),
+        f32s(&format!("{module}.lora_B.weight"), &[6, 2], &[0.5; 12]),
+    ];
+    let refused = fault(&layer.stacked(true), &pair, &config(""));
+    assert!(matches!(&refused, AdapterFault::Unsupported { kind } if kind.contains("all experts")), "{refused}");
     // An expert that is not there, and factors of other sizes.
     let mut others = tensors.clone();
     others.iter_mut().for_each(|tensor| tensor.0 = tensor.0.replace("experts.2.", "experts.3."));

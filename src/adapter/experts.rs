@@ -136,8 +136,9 @@ impl Wrapped {
             _ if parameters.iter().all(|name| place_of(name).is_some()) => parameters[self.number],
             _ => self.by_shape(layout, targets, &parameters)?,
         };
+        let of_parameter = |target| Target { of_parameter: true, ..target };
         let found = self.targets_of(layout, targets, parameter);
-        Ok(found.map_or(Found::Nothing, Found::One))
+        Ok(found.map_or(Found::Nothing, |found| Found::One(found.into_iter().map(of_parameter).collect())))
     }
 
     /// The one parameter whose shape the factors fit, where the order of the parameters is not known.

@@ -99,6 +99,9 @@ const INERT: &[&str] = &[
 /// Initialisations that leave the base model's weights as they are. EVA chooses the ranks and the first factor only.
 const PLAIN_INITS: &[&str] = &["gaussian", "orthogonal", "eva"];
 
+/// The most terms of a Neumann series that are added up; PEFT's default is 5.
+const MOST_TERMS: u64 = 64;
+
 #[derive(Deserialize)]
 struct Raw {
     peft_type: Option<String>,
@@ -161,6 +164,12 @@ impl PeftConfig {
             PeftKind::Lycoris => (raw.r, raw.alpha.ok_or_else(|| config("alpha is missing"))?),
             PeftKind::Multiplied => (Some(1), 1.0),
         };
+        if raw.rank_pattern.as_ref().is_some_and(|Ordered(ranks)| ranks.iter().any(|(_, rank)| *rank == 0)) {
+            return Err(config("rank_pattern holds a rank of zero"));
+        }
+        if let Some(terms) = raw.num_cayley_neumann_terms.filter(|terms| *terms > MOST_TERMS) {
+            return Err(config(format!("num_cayley_neumann_terms = {terms} is more than {MOST_TERMS}")));
+        }
         let rotation = Rotation {
             // 0.16, which brought the series, always writes whether it is used.
             terms: (raw.use_cayley_neumann == Some(true)).then(|| raw.num_cayley_neumann_terms.unwrap_or(5)),
@@ -310,6 +319,8 @@ mod tests {
             assert!(matches!(parse(settings), Err(AdapterFault::Config { .. })), "{settings}");
         }
         assert!(matches!(parse(r#", "rank_pattern": {"(?=x)": 1}"#), Err(AdapterFault::Config { .. })));
+        assert!(matches!(parse(r#", "rank_pattern": {"q": 0}"#), Err(AdapterFault::Config { .. })));
+        assert!(matches!(parse(r#", "num_cayley_neumann_terms": 65"#), Err(AdapterFault::Config { .. })));
     }
 
     #[test]

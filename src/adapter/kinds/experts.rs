@@ -63,6 +63,10 @@ impl Building<'_, '_> {
             Some(count) => {
                 let [_, rows, cols] = self.weight.shape[..] else { return Err(self.shape_mismatch(&factors.down)) };
                 self.view = Some((self.weight.rows * rows as usize, cols as usize));
+                if expert.number.is_none() && factors.form == FactorForm::Pair {
+                    let kind = format!("one pair of factors for all experts of `{}`: such", self.weight.name);
+                    return Err(parts.fault(Part::Down, AdapterFault::Unsupported { kind }));
+                }
                 let numbers = expert.number.map_or(0..count, |number| number..number.saturating_add(1));
                 if numbers.end > count || factors.experts.is_some_and(|of| of != count as usize) {
                     return Err(self.shape_mismatch(&factors.down));
@@ -207,9 +211,8 @@ impl Parts<'_> {
         if mlx && down.shape.len() == 2 {
             (up, down) = (Rc::new(up.swapped()), Rc::new(down.swapped()));
         }
-        let wrapped = self.adapter.peft().is_some_and(|config| !config.parameters.is_empty()) && self.is_wrapped();
         let (form, experts) = match (&up.shape[..], &down.shape[..]) {
-            (&[_, columns], &[rows, _]) if wrapped => {
+            (&[_, columns], &[rows, _]) if self.target.of_parameter => {
                 let rank = self.peft_rank().unwrap_or(1) as u64;
                 if columns != rows || rows % rank != 0 {
                     return Err(self.shape_fault(
@@ -238,12 +241,6 @@ impl Parts<'_> {
         let factor = Rc::new(self.need(part, beside)?);
         self.cache.borrow_mut().insert(tensor, Rc::clone(&factor));
         Ok(factor)
-    }
-
-    /// Whether the factors are for a parameter under the name of its module.
-    fn is_wrapped(&self) -> bool {
-        let own = self.module.name.trim_end_matches(".base_layer").rsplit('.').next().unwrap_or_default();
-        own == "experts" || self.module.name.ends_with(".base_layer") || own == "switch_mlp"
     }
 
     /// Whether D has to be transposed for the weight of an expert, where its shape does not say. `None` if that is not known.

@@ -356,7 +356,8 @@ impl Parts<'_> {
     /// The name by which the patterns of a configuration find the module: its own, or that of the parameter that its factors are
     /// for.
     fn configured_name(&self, config: &PeftConfig) -> Cow<'_, str> {
-        let parameter = Wrapped::of(self.adapter, self.module, config).and_then(|wrapped| wrapped.parameter());
+        let wrapped = Wrapped::of(self.adapter, self.module, config).filter(|_| self.target.of_parameter);
+        let parameter = wrapped.and_then(|wrapped| wrapped.parameter());
         parameter.map_or(Cow::Borrowed(&self.module.name), Cow::Owned)
     }
 

@@ -194,7 +194,7 @@ fn rotated(skew: Vec<f64>, size: usize, terms: Option<u64>) -> Vec<f32> {
     if terms > 2 {
         let mut power = times(&skew, &skew, size);
         add(&mut sum, &power, 2.0);
-        for _ in 3..terms.saturating_sub(1).min(64) {
+        for _ in 3..terms - 1 {
             power = times(&power, &skew, size);
             add(&mut sum, &power, 2.0);
         }

@@ -41,11 +41,22 @@ pub(crate) struct Target<'a> {
     pub(crate) order: RowOrder,
     /// What it is of a mixture of experts, if the adapter's factors are given by expert or for all of them.
     pub(crate) expert: Option<Expert>,
+    /// Whether the adapter's factors are for a parameter, under the name of the module that has it.
+    pub(crate) of_parameter: bool,
 }
 
 impl<'a> Target<'a> {
     fn new(module: &'a str) -> Target<'a> {
-        Target { module, weight: None, bias: None, projection: None, slice: None, order: RowOrder::Same, expert: None }
+        Target {
+            module,
+            weight: None,
+            bias: None,
+            projection: None,
+            slice: None,
+            order: RowOrder::Same,
+            expert: None,
+            of_parameter: false,
+        }
     }
 }
 
