@@ -173,6 +173,19 @@ impl BufMut {
         unsafe { self.0.allocation.slice_mut(self.0.range.clone()) }
     }
 
+    /// Runs `work` on the bytes, for writing; also on memory that the library shares with a framework, which is locked
+    /// meanwhile and has no slice otherwise. `None` as for [`host_mut`](BufMut::host_mut).
+    ///
+    /// # Errors
+    /// When shared memory is not there any more.
+    pub fn write_with<T>(&mut self, work: impl FnOnce(&mut [u8]) -> T) -> Result<Option<T>> {
+        if !self.0.open_uses().is_empty() || !self.0.allocation.process().is_current() {
+            return Ok(None);
+        }
+        // SAFETY: as in `host_mut`; the buffer stays borrowed until this returns.
+        unsafe { self.0.allocation.write_with(self.0.range.clone(), work) }
+    }
+
     /// Ends writing: from now on many can read. The contents are available once the events pending now are complete.
     pub fn freeze(self) -> Buf {
         let ready = self.0.open_uses().into();
@@ -249,6 +262,18 @@ impl Buf {
         // SAFETY: the copy that fills the range is complete. The range is not written again before this buffer, which is
         // borrowed for as long as the slice, and all its clones are dropped.
         Ok(unsafe { self.handle.allocation.slice(self.handle.range.clone()) })
+    }
+
+    /// Waits for the contents and runs `work` on the bytes; also on memory that the library shares with a framework, which is
+    /// locked meanwhile and has no slice otherwise. `None` if the host cannot address them.
+    ///
+    /// # Errors
+    /// As [`host`](Buf::host); also when shared memory is not there any more.
+    pub fn read_with<T>(&self, deadline: Duration, work: impl FnOnce(&[u8]) -> T) -> Result<Option<T>> {
+        self.handle.allocation.process().check()?;
+        self.wait(deadline)?;
+        // SAFETY: as in `host`; the buffer stays borrowed until this returns.
+        unsafe { self.handle.allocation.read_with(self.handle.range.clone(), work) }
     }
 
     /// Marks the buffer as read by a stream until `event`. The next write waits for that event.

@@ -43,7 +43,7 @@ pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight,
 pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
-pub use storage::{MemoryBlock, Storage};
+pub use storage::{MemoryBlock, SharedMemory, Storage};
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
 use crate::error::{Error, Missing, Result};

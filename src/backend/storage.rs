@@ -39,6 +39,12 @@ pub unsafe trait Storage: Any + Send + Sync {
         None
     }
 
+    /// Host memory that others can reach too, each time behind a lock: a framework's tensor. `None` if nobody else can, as
+    /// with memory that has a [`host`](Storage::host) address; memory that is shared has none.
+    fn shared(&self) -> Option<&dyn SharedMemory> {
+        None
+    }
+
     /// Whether this is host memory that is pinned for a device's copies. False for memory requested as
     /// [`Pinned`](super::MemoryKind::Pinned) that could not be pinned, and for memory of software devices, which do not need
     /// pinning.
@@ -52,6 +58,27 @@ pub unsafe trait Storage: Any + Send + Sync {
         drop(self);
         drop(charge);
     }
+}
+
+/// Host memory that is not the library's alone. The library never keeps its address: it asks for it at each access, so that
+/// the owner can lock the memory meanwhile.
+///
+/// # Safety
+/// Both methods call `work` at most once, with the address of [`bytes`](Storage::bytes) initialised bytes. Until `work`
+/// returns, [`read`](SharedMemory::read) keeps everyone from writing them, and [`write`](SharedMemory::write) keeps everyone
+/// from reading or writing them.
+pub unsafe trait SharedMemory {
+    /// Runs `work`, which reads the memory.
+    ///
+    /// # Errors
+    /// When the memory is not there any more; `work` is then not called.
+    fn read(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()>;
+
+    /// Runs `work`, which reads and writes the memory.
+    ///
+    /// # Errors
+    /// As [`read`](SharedMemory::read).
+    fn write(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()>;
 }
 
 /// An allocation of a device with its charge. Streams keep it alive while they work.
@@ -87,7 +114,9 @@ impl MemoryBlock {
             return Err(Error::bug(format!("memory of {have} bytes stands behind a charge of {bytes}")));
         }
         charge.back();
-        let (host, address, device) = (storage.host().map(HostAddress), storage.address(), charge.device());
+        let (host, address, device) = (storage.host(), storage.address(), charge.device());
+        // Shared memory has no lasting address, whatever it says.
+        let host = host.filter(|_| storage.shared().is_none()).map(HostAddress);
         let (process, abandoned) = (Process::current(), AtomicBool::new(false));
         Ok(MemoryBlock { held: Some((storage, charge)), host, address, bytes, device, process, abandoned })
     }
@@ -122,6 +151,52 @@ impl MemoryBlock {
     /// Whether this is host memory that is pinned for a device's copies.
     pub fn pinned(&self) -> bool {
         self.held.as_ref().is_some_and(|(storage, _)| storage.pinned())
+    }
+
+    /// Whether others can reach this host memory too, so that it has no address but during an access.
+    pub(super) fn shared(&self) -> Option<&dyn SharedMemory> {
+        self.held.as_ref().and_then(|(storage, _)| storage.shared())
+    }
+
+    /// Runs `work` on the bytes of `range`. `None` if the host cannot access them.
+    ///
+    /// # Safety
+    /// The range is inside the memory. Until this returns nobody writes the bytes, but those who share the memory.
+    pub(super) unsafe fn read_with<T>(&self, range: Range<usize>, work: impl FnOnce(&[u8]) -> T) -> Result<Option<T>> {
+        let Some(shared) = self.shared() else {
+            // SAFETY: the caller's promise.
+            return Ok(unsafe { self.slice(range) }.map(work));
+        };
+        let (mut work, mut outcome) = (Some(work), None);
+        shared.read(&mut |address| {
+            // SAFETY: inside the memory, as the caller promises; those who share it do not write until this returns.
+            let bytes = unsafe { std::slice::from_raw_parts(address.as_ptr().add(range.start), range.len()) };
+            outcome = work.take().map(|work| work(bytes));
+        })?;
+        Ok(outcome)
+    }
+
+    /// Runs `work` on the bytes of `range`, which it may write. `None` if the host cannot access them.
+    ///
+    /// # Safety
+    /// The range is inside the memory. Until this returns nobody else reads or writes the bytes, but those who share the
+    /// memory.
+    pub(super) unsafe fn write_with<T>(
+        &self,
+        range: Range<usize>,
+        work: impl FnOnce(&mut [u8]) -> T,
+    ) -> Result<Option<T>> {
+        let Some(shared) = self.shared() else {
+            // SAFETY: the caller's promise.
+            return Ok(unsafe { self.slice_mut(range) }.map(work));
+        };
+        let (mut work, mut outcome) = (Some(work), None);
+        shared.write(&mut |address| {
+            // SAFETY: inside the memory, as the caller promises; those who share it do not use it until this returns.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(address.as_ptr().add(range.start), range.len()) };
+            outcome = work.take().map(|work| work(bytes));
+        })?;
+        Ok(outcome)
     }
 
     /// The process that allocated the memory.
@@ -171,7 +246,7 @@ impl Drop for MemoryBlock {
             return storage.free(charge);
         }
         // In a fork the memory is the parent's, and a thread that does not exist here may hold the lock of its ledger.
-        if forked || self.host.is_some() {
+        if forked || self.host.is_some() || storage.shared().is_some() {
             std::mem::forget(charge);
         }
         std::mem::forget(storage);

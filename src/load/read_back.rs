@@ -151,11 +151,13 @@ impl ReadBack {
             at += range.len();
             at - range.len()
         };
-        if let Some(bytes) = buf.host(self.deadline)? {
+        let copied = buf.read_with(self.deadline, |bytes| {
             for range in ranges {
                 let at = next(range);
                 dst[at..at + range.len()].copy_from_slice(&bytes[range.clone()]);
             }
+        })?;
+        if copied.is_some() {
             return Ok(());
         }
         let staging = self.host.alloc_near(dst.len(), MemoryKind::Pinned, device.id())?;

@@ -161,9 +161,9 @@ impl Job<'_> {
     pub(super) fn copy_on_host(&self, base: &BaseBytes, dst: &mut [u8]) -> Result<()> {
         if base.buf.device().is_host() {
             self.check_cancelled()?;
-            let bytes = base.buf.host(self.loader.deadline)?;
-            let bytes = bytes.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
-            dst.copy_from_slice(&bytes[base.range.clone()]);
+            let copied =
+                base.buf.read_with(self.loader.deadline, |bytes| dst.copy_from_slice(&bytes[base.range.clone()]))?;
+            copied.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
             self.copied(dst.len());
         }
         Ok(())

@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use memmap2::{MmapMut, MmapRaw};
 
 use super::files::FileMemory;
-use crate::backend::{MemoryBlock, Storage};
+use crate::backend::{MemoryBlock, SharedMemory, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 
@@ -141,8 +141,10 @@ unsafe impl Storage for SizeOnly {
 }
 
 /// The access of a software stream to the bytes of an allocation.
+#[derive(Clone, Copy)]
 enum Access<'a> {
     Ram(NonNull<u8>),
+    Shared(&'a dyn SharedMemory),
     File(&'a FileMemory),
     SizeOnly,
 }
@@ -156,6 +158,8 @@ impl<'a> Access<'a> {
             Some(Access::File(file))
         } else if allocation.downcast::<SizeOnly>().is_some() {
             Some(Access::SizeOnly)
+        } else if let Some(shared) = allocation.shared() {
+            Some(Access::Shared(shared))
         } else {
             allocation.host().map(Access::Ram)
         }
@@ -166,8 +170,24 @@ impl<'a> Access<'a> {
 ///
 /// # Safety
 /// Both ranges are inside their allocations, and they do not overlap. Until this returns, nobody writes the source range,
-/// and nobody else reads or writes the destination range.
+/// and nobody else reads or writes the destination range, except those who share the memory.
 pub(super) unsafe fn copy(src: &MemoryBlock, from: Range<usize>, dst: &MemoryBlock, at: usize) -> Result<()> {
+    let (Some(src_access), Some(dst_access)) = (Access::of(src), Access::of(dst)) else {
+        return Err(Error::bug(format!("a copy from {src:?} to {dst:?} that was queued and cannot be made")));
+    };
+    match (src_access, dst_access) {
+        (_, Access::SizeOnly) => Ok(()),
+        (Access::SizeOnly, _) => Err(no_bytes(src)),
+        // SAFETY: the caller's promise.
+        (src, dst) => unsafe { move_bytes(src, from, dst, at) },
+    }
+}
+
+/// As [`copy`], between memory that has bytes.
+///
+/// # Safety
+/// As [`copy`].
+unsafe fn move_bytes(src: Access<'_>, from: Range<usize>, dst: Access<'_>, at: usize) -> Result<()> {
     let bytes = from.len();
     let written = |start: NonNull<u8>| {
         // SAFETY: inside the allocation, and not accessed by anyone else until this returns.
@@ -177,37 +197,55 @@ pub(super) unsafe fn copy(src: &MemoryBlock, from: Range<usize>, dst: &MemoryBlo
         // SAFETY: inside the allocation, and not written by anyone until this returns.
         unsafe { std::slice::from_raw_parts(start.as_ptr().add(from.start), bytes) }
     };
-    let (Some(src_access), Some(dst_access)) = (Access::of(src), Access::of(dst)) else {
-        return Err(Error::bug(format!("a copy from {src:?} to {dst:?} that was queued and cannot be made")));
-    };
-    match (src_access, dst_access) {
-        (_, Access::SizeOnly) => Ok(()),
-        (Access::SizeOnly, _) => Err(no_bytes(src)),
+    match (src, dst) {
         (Access::Ram(src), Access::Ram(dst)) => {
             written(dst).copy_from_slice(read(src));
             Ok(())
         }
         (Access::File(src), Access::Ram(dst)) => src.read(from.start, written(dst)),
         (Access::Ram(src), Access::File(dst)) => dst.write(at, read(src)),
-        (Access::File(src), Access::File(dst)) => {
+        // Files have no address, and of shared memory only one is locked at a time, so that no two copies wait for each other.
+        (Access::File(_) | Access::Shared(_), Access::File(_) | Access::Shared(_)) => {
             let mut chunk = vec![0; bytes.min(MAPPED_FROM)];
-            let mut done = 0;
-            while done < bytes {
+            let here = NonNull::from(&mut *chunk).cast();
+            for done in (0..bytes).step_by(chunk.len().max(1)) {
                 let part = chunk.len().min(bytes - done);
-                src.read(from.start + done, &mut chunk[..part])?;
-                dst.write(at + done, &chunk[..part])?;
-                done += part;
+                let begin = from.start + done;
+                // SAFETY: the caller's promise; nobody else has the chunk.
+                unsafe {
+                    move_bytes(src, begin..begin + part, Access::Ram(here), 0)?;
+                    move_bytes(Access::Ram(here), 0..part, dst, at + done)?;
+                }
             }
             Ok(())
         }
+        // SAFETY: the caller's promise; the memory is locked until the work is done.
+        (Access::Shared(shared), dst) => {
+            locked(|work| shared.read(work), |start| unsafe { move_bytes(Access::Ram(start), from.clone(), dst, at) })
+        }
+        // SAFETY: as above.
+        (src, Access::Shared(shared)) => {
+            locked(|work| shared.write(work), |start| unsafe { move_bytes(src, from.clone(), Access::Ram(start), at) })
+        }
+        (Access::SizeOnly, _) | (_, Access::SizeOnly) => Ok(()),
     }
+}
+
+/// Runs `work` with the address of shared memory, which `lock` locks meanwhile.
+fn locked(
+    lock: impl FnOnce(&mut dyn FnMut(NonNull<u8>)) -> Result<()>,
+    mut work: impl FnMut(NonNull<u8>) -> Result<()>,
+) -> Result<()> {
+    let mut outcome = Err(Error::bug("shared memory that was not accessed"));
+    lock(&mut |start| outcome = work(start))?;
+    outcome
 }
 
 /// Checks that a software stream of the device `stream` can copy from `src` to `dst`: it can access both, and no bytes are
 /// read from memory that has none.
 pub(super) fn copyable(stream: DeviceId, src: &MemoryBlock, dst: &MemoryBlock) -> Result<()> {
     match (Access::of(src), Access::of(dst)) {
-        (Some(Access::SizeOnly), Some(Access::Ram(_) | Access::File(_))) => Err(no_bytes(src)),
+        (Some(Access::SizeOnly), Some(Access::Ram(_) | Access::Shared(_) | Access::File(_))) => Err(no_bytes(src)),
         (Some(_), Some(_)) => Ok(()),
         _ => Err(Error::Unreachable { stream, from: src.device(), to: dst.device() }),
     }
