@@ -55,7 +55,7 @@ pub use cudarc;
 #[cfg(feature = "cudarc")]
 pub use typed::{TensorSlice, adopt_stream, byte_slice, slice};
 
-use crate::backend::{self, BufMut, Device, Stream};
+use crate::backend::{self, BufMut, Device, MemoryBlock, Storage, Stream};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::TensorView;
@@ -118,6 +118,33 @@ impl BufMut {
         // SAFETY: the caller's promise.
         unsafe { cuda_device(device)?.foreign(address, bytes, keep) }
     }
+}
+
+/// Memory of the caller as the storage of an allocation on a CUDA device, for a
+/// [`TensorAllocator`](crate::load::TensorAllocator). `keep` is dropped, and can free the memory, after all copies that use it
+/// are complete; [`owner`] finds it again.
+///
+/// # Safety
+/// `address` is the address of `bytes` bytes of memory of `device` for as long as `keep` lives. All other writes to them, and
+/// all reads of what the library writes there, are work on streams whose order the library knows: the streamer's compute
+/// stream, between a layer's guard and its drop.
+///
+/// # Errors
+/// [`Error::Invalid`] when `device` is not a CUDA device.
+pub unsafe fn storage(
+    device: &Arc<dyn Device>,
+    address: u64,
+    bytes: usize,
+    keep: Arc<dyn Any + Send + Sync>,
+) -> Result<Box<dyn Storage>> {
+    // SAFETY: the caller's promise.
+    Ok(Box::new(unsafe { cuda_device(device)?.foreign_memory(address, bytes, keep) }))
+}
+
+/// What keeps an allocation alive that is memory of the caller: the `keep` of [`storage`] or [`BufMut::from_raw`]. `None` for
+/// the library's own memory.
+pub fn owner(block: &MemoryBlock) -> Option<&Arc<dyn Any + Send + Sync>> {
+    block.downcast::<backend::cuda::DeviceMemory>()?.owner()
 }
 
 fn cuda_device(device: &Arc<dyn Device>) -> Result<&backend::cuda::CudaDevice> {

@@ -147,6 +147,47 @@ elements! {
     f16 => F16, bf16 => BF16, f32 => F32, f64 => F64,
 }
 
+/// How the tensors of a model are divided into allocations on the compute device.
+///
+/// A framework's tensors own typed memory, so a load into such memory needs allocations of one element type. With
+/// [`PerType`](TensorStorage::PerType) and [`PerTensor`](TensorStorage::PerTensor) each resident tensor, and each tensor that
+/// is used in place, is an allocation by itself; the two differ in slots.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum TensorStorage {
+    /// The tensors of a module share an allocation, and so does all that a slot holds.
+    #[default]
+    Joined,
+    /// A slot has an allocation for each element type, in which each tensor begins at a multiple of 256 bytes.
+    PerType,
+    /// A slot has an allocation for each tensor of a layer. Layers of other shapes share them: of each element type the
+    /// largest tensor goes into the largest allocation, the next one into the next.
+    PerTensor,
+}
+
+impl TensorStorage {
+    /// Whether each tensor that stays where it is has an allocation by itself.
+    pub(crate) fn is_apart(self) -> bool {
+        self != TensorStorage::Joined
+    }
+
+    /// Whether tensors share allocations whatever their types, for serde.
+    pub(crate) fn is_joined(&self) -> bool {
+        !self.is_apart()
+    }
+}
+
+impl fmt::Display for TensorStorage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            TensorStorage::Joined => "joined",
+            TensorStorage::PerType => "per type",
+            TensorStorage::PerTensor => "per tensor",
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::fault::List;
 use crate::device::DeviceId;
-use crate::dtype::DType;
+use crate::dtype::{DType, TensorStorage};
 
 /// What was requested and does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -281,6 +281,26 @@ pub enum Mismatch {
         dtype: DType,
         /// The requested element type.
         asked: DType,
+    },
+    /// A plan that divides tensors otherwise than an allocator needs it.
+    #[error("tensors on {device} are allocated {needed}, the plan has them {planned}; plan with Planner::storage")]
+    Storage {
+        /// The allocator's device.
+        device: DeviceId,
+        /// The division of the plan.
+        planned: TensorStorage,
+        /// The division that the allocator needs.
+        needed: TensorStorage,
+    },
+    /// A tensor whose element type the allocator of its device cannot hold.
+    #[error("tensor `{tensor}` holds {dtype}, which the tensors on {device} cannot; cast it with Weights::cast")]
+    Unsupported {
+        /// The tensor's name.
+        tensor: String,
+        /// Its element type.
+        dtype: DType,
+        /// The allocator's device.
+        device: DeviceId,
     },
     /// Memory of one device behind the charge of another.
     #[error("memory of {device} for a charge of {charge}")]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use super::allocator::{Allocators, TensorAllocator};
 use super::{Loader, Model};
 use crate::adapter::{Adapter, Matching, Weights};
 use crate::allocation::{Allocation, Mode};
@@ -47,6 +48,7 @@ pub struct ModelBuilder {
     scales: ScalePolicy,
     allocation: Option<Allocation>,
     settings: Vec<Setting>,
+    allocators: Allocators,
     /// The adapters resolved against the checkpoint, once they are needed.
     weights: OnceLock<Weights>,
 }
@@ -75,6 +77,7 @@ impl ModelBuilder {
             scales: ScalePolicy::default(),
             allocation: None,
             settings: Vec::new(),
+            allocators: Allocators::default(),
             weights: OnceLock::new(),
         }
     }
@@ -140,6 +143,14 @@ impl ModelBuilder {
         self.planner(move |planner| planner.reserve(size))
     }
 
+    /// Has a framework allocate the memory of the model's tensors on its device, and plans as the allocator needs it. May be
+    /// called for several devices; slots are divided as the last one needs it.
+    pub fn allocator(mut self, allocator: Arc<dyn TensorAllocator>) -> ModelBuilder {
+        let storage = allocator.storage();
+        self.allocators.add(allocator);
+        self.planner(move |planner| planner.storage(storage))
+    }
+
     /// Sets anything else on the planner.
     ///
     /// ```
@@ -191,7 +202,8 @@ impl ModelBuilder {
     /// # Errors
     /// As [`load`](ModelBuilder::load).
     pub fn load_with(&self, loader: &Loader<'_>) -> Result<Arc<Model>> {
-        loader.load(self.weights()?, &self.plan(loader.registry)?).map(Arc::new)
+        let (weights, plan) = (self.weights()?, self.plan(loader.registry)?);
+        loader.with_allocators(&self.allocators).load(weights, &plan).map(Arc::new)
     }
 
     /// The current state of the devices, with measured links if the plan depends on them.

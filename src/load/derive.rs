@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::model::Parts;
+use super::allocator::Allocators;
+use super::model::{Parts, slot_memory};
 use super::provenance::Provenance;
 use super::reuse::Reuse;
 use super::store::SlotPool;
@@ -14,6 +15,7 @@ use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::TensorId;
 use crate::error::{Error, Mismatch, Result};
 use crate::plan::{Plan, Slots};
+use crate::schedule::SlotBlocks;
 
 impl Loader<'_> {
     /// Makes a model as [`load`](Loader::load) does, reusing the bytes that `base` has in memory: for a changed strength,
@@ -56,7 +58,7 @@ impl Loader<'_> {
         self.check_base(base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
-        let reuse = Reuse::of(base, layout, plan, same);
+        let reuse = Reuse::of(base, layout, plan, &self.allocators, same);
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(base), reuse: &reuse };
         self.place(inputs, provenance)
     }
@@ -69,7 +71,7 @@ impl Loader<'_> {
     pub fn relocate(&self, base: &Arc<Model>, plan: &Plan) -> Result<Model> {
         plan.verify(base.layout())?;
         self.check_base(base)?;
-        let reuse = Reuse::of(base, base.layout(), plan, |tensor, old| tensor == old);
+        let reuse = Reuse::of(base, base.layout(), plan, &self.allocators, |tensor, old| tensor == old);
         if let Some(lost) = base.lost().filter(|_| !reuse.is_complete(base.layout())) {
             return Err(lost);
         }
@@ -82,11 +84,13 @@ impl Loader<'_> {
     /// the base lives.
     pub(crate) fn prepare_demotion(&self, base: &Model, plan: Plan, parked: &Plan) -> Result<PreparedDemotion> {
         let start = Instant::now();
-        let reuse = Reuse::of(base, base.layout(), &plan, |tensor, old| tensor == old);
+        let reuse = Reuse::of(base, base.layout(), &plan, base.allocators(), |tensor, old| tensor == old);
         let inputs = Inputs { weights: None, layout: base.layout(), plan: &plan, base: Some(base), reuse: &reuse };
-        let (homes, reservation, report) = self.fill(inputs, &reuse.needed(&plan), start)?;
+        let loader = self.with_allocators(base.allocators());
+        let (homes, reservation, report) = loader.fill(inputs, &reuse.needed(&plan), start)?;
         let (layout, provenance, from) = (Arc::new(base.layout().clone()), base.provenance().clone(), reuse.from(base));
-        let slots = Some(Arc::new(SlotPool::new(parked.slots(), Vec::new())));
+        let blocks = parked.slot_blocks(base.layout());
+        let slots = Some(Arc::new(SlotPool::new(parked.slots(), blocks, Vec::new())));
         let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, provenance, slots, from };
         let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
         Ok(PreparedDemotion { model: Arc::new(model), plan, slots: reuse.slots })
@@ -120,10 +124,15 @@ impl PreparedDemotion {
         let PreparedDemotion { model, plan, slots } = self;
         let base = std::mem::replace(entry, model);
         let device = Arc::clone(base.residency().device());
-        let slots = slots.map_or_else(|| slots_on(&*device, plan.slots()), Ok);
+        let wanted = Wanted {
+            device: &*device,
+            allocators: entry.allocators().clone(),
+            blocks: plan.slot_blocks(entry.layout()),
+        };
+        let slots = slots.map_or_else(|| wanted.slots(plan.slots()), Ok);
         let slots = slots.or_else(|_| {
             drop(base);
-            slots_when_free(&*device, plan.slots(), entry.limits().release)
+            wanted.slots_when_free(plan.slots(), entry.limits().release)
         });
         match (slots, Arc::get_mut(entry)) {
             (Ok(slots), Some(model)) => model.set_slots(plan, slots),
@@ -133,29 +142,44 @@ impl PreparedDemotion {
     }
 }
 
-/// Allocates slots outside a reservation.
-fn slots_on(device: &dyn Device, shape: Slots) -> Result<Arc<SlotPool>> {
-    let (requested, available) = (shape.bytes(), device.memory()?.available());
-    if requested > available {
-        return Err(Error::OutOfMemory { device: device.id(), requested, available, limit: device.ledger().limit() });
-    }
-    let mut charge = device.ledger().charge(requested)?;
-    let mut slot = |bytes| device.back(charge.split(bytes)?, MemoryKind::Arena, None).map(|slot| vec![slot.freeze()]);
-    let slots = shape.sizes().map(&mut slot).collect::<Result<_>>()?;
-    Ok(Arc::new(SlotPool::new(shape, slots)))
+/// Slots to allocate outside a reservation.
+struct Wanted<'a> {
+    device: &'a dyn Device,
+    allocators: Allocators,
+    blocks: SlotBlocks,
 }
 
-/// As [`slots_on`], waiting for memory that was just released.
-fn slots_when_free(device: &dyn Device, shape: Slots, deadline: Duration) -> Result<Arc<SlotPool>> {
-    let until = Instant::now() + deadline;
-    loop {
-        match slots_on(device, shape) {
-            Err(Error::OutOfMemory { .. }) if Instant::now() < until => {
-                // The missing memory may be in the allocator's cache.
-                device.trim()?;
-                std::thread::sleep(Duration::from_millis(1));
+impl Wanted<'_> {
+    fn slots(&self, shape: Slots) -> Result<Arc<SlotPool>> {
+        let device = self.device;
+        let (requested, available) = (shape.bytes(), device.memory()?.available());
+        if requested > available {
+            return Err(Error::OutOfMemory {
+                device: device.id(),
+                requested,
+                available,
+                limit: device.ledger().limit(),
+            });
+        }
+        let mut charge = device.ledger().charge(requested)?;
+        let alloc =
+            |dtype, bytes| self.allocators.alloc(device, charge.split(bytes)?, (dtype, None), MemoryKind::Arena, None);
+        let slots = slot_memory(shape, &self.blocks, alloc)?;
+        Ok(Arc::new(SlotPool::new(shape, self.blocks.clone(), slots)))
+    }
+
+    /// As [`slots`](Wanted::slots), waiting for memory that was just released.
+    fn slots_when_free(&self, shape: Slots, deadline: Duration) -> Result<Arc<SlotPool>> {
+        let until = Instant::now() + deadline;
+        loop {
+            match self.slots(shape) {
+                Err(Error::OutOfMemory { .. }) if Instant::now() < until => {
+                    // The missing memory may be in the allocator's cache.
+                    self.device.trim()?;
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                outcome => return outcome,
             }
-            outcome => return outcome,
         }
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::checkpoint::{Layout, ModuleId, Per, TensorId, TensorInfo};
+use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::schedule::Groups;
 
 /// The tensors of a model by name, and their byte ranges.
@@ -19,7 +19,7 @@ pub(crate) struct TensorIndex {
 impl TensorIndex {
     pub(super) fn new(layout: Arc<Layout>, groups: Groups) -> TensorIndex {
         let by_name = layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect();
-        TensorIndex { ranges: byte_ranges(&layout, &groups), by_name, layout, groups }
+        TensorIndex { ranges: groups.tensor_ranges(&layout), by_name, layout, groups }
     }
 
     pub(super) fn layout(&self) -> &Layout {
@@ -50,22 +50,4 @@ impl TensorIndex {
     pub(crate) fn place(&self, tensor: TensorId) -> Range<usize> {
         self.ranges[self.layout.storage(tensor)].clone()
     }
-}
-
-/// The byte range of each tensor in the memory of its module's group. Within a module the tensors with the largest elements
-/// come first, so that each begins at a multiple of its element's size without a gap; among equals, the largest tensor.
-pub(super) fn byte_ranges(layout: &Layout, groups: &Groups) -> Per<TensorId, Range<usize>> {
-    let mut ranges = Per::all(layout.tensors().len(), 0..0);
-    for module in layout.module_ids() {
-        let mut own: Vec<TensorId> = layout.own_tensors(module).collect();
-        let largest_first = |info: &TensorInfo| std::cmp::Reverse((info.dtype.bits(), info.bytes));
-        own.sort_by_key(|&tensor| largest_first(layout.at(tensor)));
-        let mut at = groups.place(module).start;
-        for tensor in own {
-            let end = at + layout.at(tensor).bytes as usize;
-            ranges[tensor] = at..end;
-            at = end;
-        }
-    }
-    ranges
 }

@@ -4,6 +4,7 @@
 //! lives elsewhere is read piece by piece through a few staging buffers, or, when an adapter changes
 //! it, patched in a worker's buffer first; then it is copied to its device while the next one is read.
 
+mod allocator;
 mod builder;
 mod derive;
 mod index;
@@ -23,12 +24,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use allocator::Allocators;
+pub use allocator::{TensorAllocator, TensorRequest};
 pub use builder::ModelBuilder;
 pub use model::Model;
 pub use progress::{Cancel, Progress};
 pub use read_back::TensorView;
 pub use report::LoadReport;
-pub(crate) use store::Part;
+pub(crate) use store::{Part, SlotMemory};
 pub use store::{Residency, WeightStore};
 
 use model::Parts;
@@ -39,8 +42,9 @@ use worker::{Inputs, Job};
 
 use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
-use crate::checkpoint::{Per, TensorId};
+use crate::checkpoint::{Per, TensorId, TensorInfo};
 use crate::device::DeviceId;
+use crate::dtype::DType;
 use crate::error::{Error, Missing, Result};
 use crate::limits::LONGEST;
 use crate::plan::Plan;
@@ -65,13 +69,15 @@ pub struct Loader<'a> {
     deadline: Duration,
     progress: Option<&'a dyn Progress>,
     cancel: Cancel,
+    allocators: Allocators,
 }
 
 impl<'a> Loader<'a> {
     /// A loader with one worker per core (at most 8). Its deadline for a copy is that of the [limits](Registry::limits).
     pub fn new(registry: &'a Registry) -> Loader<'a> {
         let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
-        Loader { registry, workers, deadline: registry.limits().work, progress: None, cancel: Cancel::new() }
+        let (deadline, allocators) = (registry.limits().work, Allocators::default());
+        Loader { registry, workers, deadline, progress: None, cancel: Cancel::new(), allocators }
     }
 
     /// Sets the number of threads that read and patch; at least one.
@@ -100,6 +106,20 @@ impl<'a> Loader<'a> {
     pub fn cancel(mut self, cancel: &Cancel) -> Loader<'a> {
         self.cancel = cancel.clone();
         self
+    }
+
+    /// Has a framework allocate the memory of the model's tensors on its device. May be called for several devices. The plan
+    /// must divide tensors as the allocator needs it ([`Planner::storage`](crate::Planner::storage)).
+    #[must_use]
+    pub fn allocator(mut self, allocator: Arc<dyn TensorAllocator>) -> Loader<'a> {
+        self.allocators.add(allocator);
+        self
+    }
+
+    /// This loader with `others` for devices that have no allocator.
+    fn with_allocators(&self, others: &Allocators) -> Loader<'a> {
+        let Loader { registry, workers, deadline, progress, ref cancel, ref allocators } = *self;
+        Loader { registry, workers, deadline, progress, cancel: cancel.clone(), allocators: allocators.or(others) }
     }
 
     /// Reads `weights`, merges their adapters, and places every module as `plan` says.
@@ -135,7 +155,9 @@ impl<'a> Loader<'a> {
     }
 
     fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<FilledHomes> {
+        self.allocators.check(inputs.layout, inputs.plan)?;
         let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
+        reservation.allocators = self.allocators.clone();
         let job = Job::new(self, inputs, &reservation)?;
         let homes = job.run(self.workers, &mut reservation)?;
         let report = job.report(start.elapsed());
@@ -154,6 +176,7 @@ pub struct Reservation {
     devices: BTreeMap<DeviceId, Arc<dyn Device>>,
     charges: BTreeMap<DeviceId, Charge>,
     compute: DeviceId,
+    allocators: Allocators,
 }
 
 impl Reservation {
@@ -171,7 +194,8 @@ impl Reservation {
     /// already.
     pub(super) fn of(registry: &Registry, plan: &Plan, needed: &BTreeMap<DeviceId, u64>) -> Result<Reservation> {
         let (devices, charges) = (BTreeMap::new(), BTreeMap::new());
-        let mut reservation = Reservation { devices, charges, compute: plan.compute() };
+        let (compute, allocators) = (plan.compute(), Allocators::default());
+        let mut reservation = Reservation { devices, charges, compute, allocators };
         for share in plan.devices() {
             if share.weights.bytes.saturating_add(share.beside.slots) == 0 && share.id != plan.compute() {
                 continue;
@@ -209,9 +233,30 @@ impl Reservation {
     /// # Errors
     /// [`Error::OutOfMemory`] when less is left, or when the device refuses.
     pub fn alloc(&mut self, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
+        self.alloc_of(id, bytes, (None, None), kind)
+    }
+
+    /// As [`alloc`](Reservation::alloc), for memory that `tensor` has for itself: from the device's allocator, if it has one.
+    fn alloc_for(&mut self, tensor: Option<&TensorInfo>, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
+        let what = tensor.map(|info| (info.dtype, info.name.as_str())).unzip();
+        self.alloc_of(id, bytes, what, kind)
+    }
+
+    /// As [`alloc`](Reservation::alloc), for a block of a slot: from the compute device's allocator, if it has one.
+    fn alloc_block(&mut self, dtype: Option<DType>, bytes: u64) -> Result<BufMut> {
+        self.alloc_of(self.compute, bytes, (dtype, None), MemoryKind::Arena)
+    }
+
+    fn alloc_of(
+        &mut self,
+        id: DeviceId,
+        bytes: u64,
+        what: (Option<DType>, Option<&str>),
+        kind: MemoryKind,
+    ) -> Result<BufMut> {
         let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
             return Err(Missing::Reserved { device: id, reserved: self.charges.keys().copied().collect() }.into());
         };
-        device.back(charge.split(bytes)?, kind, Some(self.compute))
+        self.allocators.alloc(&**device, charge.split(bytes)?, what, kind, Some(self.compute))
     }
 }

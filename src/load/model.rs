@@ -6,21 +6,22 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Reservation;
+use super::allocator::Allocators;
 use super::index::TensorIndex;
 use super::probe::lost;
 use super::provenance::Provenance;
 use super::read_back::{ReadBack, TensorView};
 use super::report::LoadReport;
-use super::store::{Home, Part, Residency, SlotPool, WeightStore};
-use crate::backend::{Buf, Device, MemoryKind};
+use super::store::{Home, Part, Residency, SlotMemory, SlotPool, WeightStore};
+use crate::backend::{Buf, BufMut, Device, MemoryKind};
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
 use crate::error::{Error, Missing, Result};
 use crate::limits::Limits;
-use crate::plan::{Assignment, Plan, Use};
+use crate::plan::{Assignment, Plan, Slots, Use};
 use crate::registry::Registry;
-use crate::schedule::Groups;
+use crate::schedule::{Groups, SlotBlocks};
 
 /// A loaded model. Its memory is released when the last owner drops it.
 pub struct Model {
@@ -35,6 +36,8 @@ pub struct Model {
     provenance: Per<TensorId, Provenance>,
     report: LoadReport,
     limits: Limits,
+    /// The allocators that its memory is from.
+    allocators: Allocators,
 }
 
 /// The parts that a model is assembled from.
@@ -89,9 +92,14 @@ impl Model {
         let home = |group: usize| {
             let first = plan.at(groups.members(group)[0]);
             let home = |()| {
-                let kind = home_kind(first);
-                let buf = reservation.alloc(first.device, groups.bytes(group), kind)?.freeze();
-                Ok(Arc::new(Home { buf, kind }))
+                let (kind, apart) = (home_kind(first), plan.is_apart(first.index));
+                let blocks = home_blocks(layout, plan, &groups, group);
+                let alloc = |(tensor, bytes): (Option<TensorId>, u64)| {
+                    let tensor = tensor.map(|tensor| layout.at(tensor));
+                    reservation.alloc_for(tensor, first.device, bytes, kind).map(BufMut::freeze)
+                };
+                let bufs = blocks.into_iter().map(alloc).collect::<Result<_>>()?;
+                Ok(Arc::new(Home::new(bufs, kind, apart)))
             };
             layout.at(first.index).alias_of.is_none().then_some(()).map(home).transpose()
         };
@@ -109,8 +117,10 @@ impl Model {
         let slots = match slots {
             Some(slots) => slots,
             None => {
-                let slot = |bytes| reservation.alloc(compute, bytes, MemoryKind::Arena).map(|m| vec![m.freeze()]);
-                Arc::new(SlotPool::new(shape, shape.sizes().map(slot).collect::<Result<_>>()?))
+                let blocks = plan.slot_blocks(&layout);
+                let alloc = |dtype, bytes| reservation.alloc_block(dtype, bytes);
+                let slots = slot_memory(shape, &blocks, alloc)?;
+                Arc::new(SlotPool::new(shape, blocks, slots))
             }
         };
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
@@ -126,7 +136,7 @@ impl Model {
         let (resident, away): (Vec<_>, Vec<_>) = homes
             .into_iter()
             .map(|home| match home {
-                Some(home) if home.buf.device() == compute => (Some(home), None),
+                Some(home) if home.device() == compute => (Some(home), None),
                 other => (None, other),
             })
             .unzip();
@@ -140,6 +150,7 @@ impl Model {
             provenance,
             report: LoadReport::default(),
             limits: *registry.limits(),
+            allocators: reservation.allocators.clone(),
         })
     }
 
@@ -197,9 +208,7 @@ impl Model {
 
     /// A view of the tensor `name` where it lives; `None` if there is no such tensor.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
-        let tensor = self.index.find(name)?;
-        let buf = self.home(self.index.owner(tensor))?;
-        Some(TensorView::new(self.layout().at(tensor), buf, self.index.place(tensor), self.limits.work))
+        self.view(self.index.find(name)?)
     }
 
     /// Copies the tensor `name` to host memory, wherever it lives. `dst` must be as long as the tensor.
@@ -248,10 +257,10 @@ impl Model {
     /// Waits until no queued work uses the memory that no other model shares, so that dropping the model frees it.
     pub(crate) fn wait_unused(&self) -> Result<()> {
         let own = self.all_homes().filter(|home| Arc::strong_count(home) == 1);
-        own.map(|home| &home.buf).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
+        own.flat_map(|home| home.bufs()).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
         let pool = &self.residency.slots;
         let slots = pool.idle();
-        let own = slots.iter().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
+        let own = slots.iter().flatten().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
         own.into_iter().try_for_each(|buf| buf.wait_unused(self.limits.work))
     }
 
@@ -274,9 +283,10 @@ impl Model {
         self.residency.slots.idle().is_none()
     }
 
-    /// The memory of every module that has a home, in order, and the module's byte range in it.
+    /// The memory of every module that has a home, in order, and the byte ranges there.
     pub(super) fn homes(&self) -> impl Iterator<Item = (&Buf, Range<usize>)> {
-        self.layout().module_ids().filter_map(|module| Some((self.home(module)?, self.index.span(module))))
+        let home = |module| self.home(module).map(|home| home.within(&self.index.span(module)));
+        self.layout().module_ids().filter_map(home).flatten()
     }
 
     /// All homes, those on the compute device first.
@@ -294,13 +304,29 @@ impl Model {
         self.devices.values()
     }
 
-    /// The memory where a module lives; `None` if another module owns its storage.
-    pub(crate) fn home(&self, module: ModuleId) -> Option<&Buf> {
-        self.shared_home(module).map(|home| &home.buf)
+    /// A view of a tensor where it lives; `None` if it has no memory.
+    pub(crate) fn view(&self, tensor: TensorId) -> Option<TensorView<'_>> {
+        let (buf, range) = self.find(self.index.owner(tensor), &self.index.place(tensor))?;
+        Some(TensorView::new(self.layout().at(tensor), buf, range, self.limits.work))
     }
 
-    /// As [`home`](Model::home), for sharing with another model.
-    pub(super) fn shared_home(&self, module: ModuleId) -> Option<&Arc<Home>> {
+    /// The buffers where a module lives; none if another module owns its storage.
+    pub(crate) fn bufs(&self, module: ModuleId) -> &[Buf] {
+        self.home(module).map_or(&[], |home| home.bufs())
+    }
+
+    /// The buffer that holds a range of the memory where a module lives, and the range there.
+    pub(crate) fn find(&self, module: ModuleId, range: &Range<usize>) -> Option<(&Buf, Range<usize>)> {
+        self.home(module)?.find(range)
+    }
+
+    /// The allocators that its memory is from.
+    pub(super) fn allocators(&self) -> &Allocators {
+        &self.allocators
+    }
+
+    /// The memory where a module lives; `None` if another module owns its storage.
+    pub(super) fn home(&self, module: ModuleId) -> Option<&Arc<Home>> {
         let group = self.index.groups().of(module);
         self.residency.homes[group].as_ref().or(self.store.homes[group].as_ref())
     }
@@ -321,6 +347,34 @@ impl fmt::Debug for Model {
             .field("bytes", &self.bytes())
             .finish_non_exhaustive()
     }
+}
+
+/// The blocks of the memory where a group of modules lives: the tensor that has the block for itself, if there is one, and
+/// the size in bytes.
+pub(super) fn home_blocks(layout: &Layout, plan: &Plan, groups: &Groups, group: usize) -> Vec<(Option<TensorId>, u64)> {
+    let members = groups.members(group);
+    if !plan.is_apart(members[0]) || groups.bytes(group) == 0 {
+        return vec![(None, groups.bytes(group))];
+    }
+    let ranges = members.iter().flat_map(|&module| groups.ranges_of(layout, module));
+    ranges.filter(|(_, range)| !range.is_empty()).map(|(tensor, range)| (Some(tensor), range.len() as u64)).collect()
+}
+
+/// Allocates slots block by block: `alloc` is given the element type and the size in bytes.
+pub(super) fn slot_memory(
+    shape: Slots,
+    blocks: &SlotBlocks,
+    mut alloc: impl FnMut(Option<DType>, u64) -> Result<BufMut>,
+) -> Result<Vec<SlotMemory>> {
+    let mut slot = |large: bool| {
+        let block = |(dtype, bytes)| match bytes {
+            0 => Ok(Vec::new()),
+            bytes => Ok(vec![alloc(dtype, bytes)?.freeze()]),
+        };
+        blocks.of_slot(large).map(block).collect::<Result<SlotMemory>>()
+    };
+    let large = std::iter::repeat_n(false, shape.count).chain(std::iter::repeat_n(true, shape.large));
+    large.map(&mut slot).collect()
 }
 
 /// The kind of memory of a module's home: pinned if it is copied from host memory straight to the device.

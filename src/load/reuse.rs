@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Reservation;
-use super::index::byte_ranges;
+use super::allocator::Allocators;
 use super::model::{Model, home_kind};
 use super::store::{Home, SlotPool};
-use super::worker::Job;
+use super::worker::{Job, Tensors};
 use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Transfer};
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
@@ -42,31 +42,39 @@ impl Reuse {
     }
 
     /// What `base` has for a model of `layout` placed by `plan`. `same` says whether a tensor of the new model has the bytes
-    /// of a tensor of the base. Nothing is reused from a lost device.
-    pub(super) fn of(base: &Model, layout: &Layout, plan: &Plan, same: impl Fn(TensorId, TensorId) -> bool) -> Reuse {
+    /// of a tensor of the base. Nothing is reused from a lost device, and no memory is shared that is from another allocator.
+    pub(super) fn of(
+        base: &Model,
+        layout: &Layout,
+        plan: &Plan,
+        allocators: &Allocators,
+        same: impl Fn(TensorId, TensorId) -> bool,
+    ) -> Reuse {
         let lost: BTreeSet<DeviceId> =
             base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
         let in_base = layout.tensor_ids().zip(layout.tensors()).map(|(id, tensor)| {
             let old = base.index().find(&tensor.name).filter(|&old| same(id, old))?;
-            let home = base.home(base.index().owner(old)).filter(|home| !lost.contains(&home.device()))?;
-            let range = base.index().place(old);
-            (range.len() as u64 == tensor.bytes).then(|| BaseBytes { buf: home.clone(), range })
+            let (buf, range) = base.find(base.index().owner(old), &base.index().place(old))?;
+            let here = range.len() as u64 == tensor.bytes && !lost.contains(&buf.device());
+            here.then(|| BaseBytes { buf: buf.clone(), range })
         });
         let in_base: Per<TensorId, Option<BaseBytes>> = in_base.collect();
         let groups = plan.groups(layout);
-        let ranges = byte_ranges(layout, &groups);
+        let ranges = groups.tensor_ranges(layout);
         let shared = (0..groups.len()).map(|group| {
             let members = groups.members(group);
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
             let old = base.index().find(&layout.at(*own.peek()?).name)?;
-            let home = base.shared_home(base.index().owner(old))?;
+            let home = base.home(base.index().owner(old))?;
             let first = plan.at(members[0]);
-            let alike = home.buf.device() == first.device
-                && home.buf.bytes() as u64 == groups.bytes(group)
-                && home.kind == home_kind(first);
+            let alike = home.device() == first.device
+                && home.bytes() == groups.bytes(group)
+                && home.kind == home_kind(first)
+                && home.apart == plan.is_apart(members[0])
+                && (!home.apart || allocators.agree(base.allocators(), first.device));
             let in_home = |tensor: TensorId| {
-                let bytes = in_base[tensor].as_ref();
-                bytes.is_some_and(|bytes| bytes.buf.is_same(&home.buf) && bytes.range == ranges[tensor])
+                let (bytes, place) = (in_base[tensor].as_ref(), home.find(&ranges[tensor]));
+                bytes.zip(place).is_some_and(|(bytes, (buf, range))| bytes.buf.is_same(buf) && bytes.range == range)
             };
             (alike && own.all(in_home)).then(|| Arc::clone(home))
         });
@@ -75,6 +83,8 @@ impl Reuse {
         let slots_alike = residency.device().id() == plan.compute()
             && !lost.contains(&plan.compute())
             && residency.slots.shape == plan.slots()
+            && residency.slots.blocks == plan.slot_blocks(layout)
+            && allocators.agree(base.allocators(), plan.compute())
             && residency.slots.is_whole();
         Reuse { groups, shared, in_base, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
     }
@@ -157,7 +167,7 @@ impl CopyRoutes {
 
 impl Job<'_> {
     /// Copies a tensor that the base has in host memory. What another device holds is copied by
-    /// [`download_group`](Job::download_group).
+    /// [`download_block`](Job::download_block).
     pub(super) fn copy_on_host(&self, base: &BaseBytes, dst: &mut [u8]) -> Result<()> {
         if base.buf.device().is_host() {
             self.check_cancelled()?;
@@ -169,10 +179,10 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Copies to a group's host memory the tensors that the base has on other devices.
-    pub(super) fn download_group(&self, group: usize, mut memory: BufMut) -> Result<BufMut> {
+    /// Copies to a block of host memory the tensors that the base has on other devices.
+    pub(super) fn download_block(&self, tensors: &Tensors, mut memory: BufMut) -> Result<BufMut> {
         let mut pieces: BTreeMap<DeviceId, Vec<Piece>> = BTreeMap::new();
-        for (tensor, range) in self.own_tensors(group) {
+        for (tensor, range) in tensors.iter().cloned() {
             let Some(base) = self.reuse.in_base(tensor).filter(|base| !base.buf.device().is_host()) else { continue };
             let piece = Piece { src: base.buf.clone(), from: base.range.clone(), at: range.start };
             pieces.entry(base.buf.device()).or_default().push(piece);

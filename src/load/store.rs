@@ -1,17 +1,22 @@
 //! The memory of models: homes of modules, and slots. Models derived from each other share what is equal.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::{Buf, Device, MemoryKind, Stream};
 use crate::device::DeviceId;
 use crate::plan::Slots;
+use crate::schedule::SlotBlocks;
 
-/// The memory where a group of modules lives.
+/// The memory where a group of modules lives: one buffer, or one for each tensor.
 #[derive(Debug)]
 pub(super) struct Home {
-    pub(super) buf: Buf,
+    /// At least one. Ranges of the home count through all of them.
+    bufs: Vec<Buf>,
     pub(super) kind: MemoryKind,
+    /// Whether each tensor has a buffer by itself.
+    pub(super) apart: bool,
 }
 
 /// The modules that live on devices other than the compute device. Read-only, and shared by all models that stream them.
@@ -21,8 +26,8 @@ pub struct WeightStore {
     pub(super) homes: Vec<Option<Arc<Home>>>,
 }
 
-/// The memory of one slot, in the parts into which it was last split.
-pub(crate) type SlotMemory = Vec<Buf>;
+/// The memory of one slot: for each block the parts into which it was last split. No part for a block that the slot lacks.
+pub(crate) type SlotMemory = Vec<Vec<Buf>>;
 
 /// A model's memory on its compute device: resident modules, and the slots for streamed layers.
 #[derive(Debug)]
@@ -36,6 +41,8 @@ pub struct Residency {
 #[derive(Debug)]
 pub(super) struct SlotPool {
     pub(super) shape: Slots,
+    /// How the slots are divided.
+    pub(super) blocks: SlotBlocks,
     /// The slots; `None` while a [`Streamer`](crate::Streamer) has them.
     slots: Mutex<Option<Vec<SlotMemory>>>,
     /// Memory in use by work whose end could not be recorded, with the stream of that work.
@@ -58,6 +65,46 @@ pub(crate) struct Part {
     pub(crate) holders: usize,
 }
 
+impl Home {
+    /// A home in these buffers, at least one.
+    pub(super) fn new(bufs: Vec<Buf>, kind: MemoryKind, apart: bool) -> Home {
+        Home { bufs, kind, apart }
+    }
+
+    pub(super) fn bufs(&self) -> &[Buf] {
+        &self.bufs
+    }
+
+    pub(super) fn device(&self) -> DeviceId {
+        self.bufs[0].device()
+    }
+
+    /// The size in bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bufs.iter().map(|buf| buf.bytes() as u64).sum()
+    }
+
+    /// The buffer that a range of the home lies in, and the range there. `None` if it lies in no single one.
+    pub(super) fn find(&self, range: &Range<usize>) -> Option<(&Buf, Range<usize>)> {
+        let mut within = self.within(range);
+        within.find(|(_, found)| found.len() == range.len())
+    }
+
+    /// The buffers that a range of the home lies in, with the ranges there.
+    pub(super) fn within<'a>(
+        &'a self,
+        range: &Range<usize>,
+    ) -> impl Iterator<Item = (&'a Buf, Range<usize>)> + use<'a> {
+        let (begin, end, mut start) = (range.start, range.end, 0);
+        self.bufs.iter().filter_map(move |buf| {
+            let first = start;
+            start += buf.bytes();
+            let (from, to) = (begin.max(first), end.min(start));
+            (from <= to).then(|| (buf, from - first..to - first))
+        })
+    }
+}
+
 impl Residency {
     /// The compute device.
     pub fn device(&self) -> &Arc<dyn Device> {
@@ -77,7 +124,7 @@ impl Residency {
     /// Keeps the memory of a `slot` and of `resident` modules that work on `stream` may use for an unknown time. The slot is
     /// never filled again, because it has another owner here. When the last model with these slots is dropped, the end of
     /// the work is recorded once more.
-    pub(crate) fn withdraw(&self, stream: Arc<dyn Stream>, slot: SlotMemory, resident: Vec<Buf>) {
+    pub(crate) fn withdraw(&self, stream: Arc<dyn Stream>, slot: Vec<Buf>, resident: Vec<Buf>) {
         self.slots.incomplete.fetch_or(!slot.is_empty(), Ordering::Relaxed);
         let uses = slot.into_iter().chain(resident).collect();
         self.slots.withdrawn.lock().unwrap_or_else(PoisonError::into_inner).push((stream, uses));
@@ -85,9 +132,9 @@ impl Residency {
 }
 
 impl SlotPool {
-    pub(super) fn new(shape: Slots, slots: Vec<SlotMemory>) -> SlotPool {
+    pub(super) fn new(shape: Slots, blocks: SlotBlocks, slots: Vec<SlotMemory>) -> SlotPool {
         let incomplete = AtomicBool::new(false);
-        SlotPool { shape, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default(), incomplete }
+        SlotPool { shape, blocks, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default(), incomplete }
     }
 
     /// The slots; `None` while a streamer has them.
@@ -115,7 +162,7 @@ impl Drop for SlotPool {
 impl Part {
     pub(super) fn of_home(home: &Arc<Home>) -> Part {
         let (id, holders) = (Arc::as_ptr(home).addr(), Arc::strong_count(home));
-        Part { id, device: home.buf.device(), bytes: home.buf.bytes() as u64, holders }
+        Part { id, device: home.device(), bytes: home.bytes(), holders }
     }
 
     pub(super) fn of_slots(residency: &Residency) -> Part {

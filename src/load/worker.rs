@@ -12,8 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::index::byte_ranges;
-use super::model::{Model, home_kind};
+use super::model::{Model, home_blocks, home_kind};
 use super::on_device::{Factors, OnDevice};
 use super::report::LoadReport;
 use super::reuse::{CopyRoutes, Reuse};
@@ -22,7 +21,7 @@ use super::{Loader, Reservation};
 use crate::adapter::Weights;
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
+use crate::checkpoint::{Layout, Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
@@ -54,6 +53,9 @@ pub(super) struct Job<'a> {
     saturated: AtomicU64,
     stop: AtomicBool,
 }
+
+/// The tensors in a block of memory, with their byte ranges there.
+pub(super) type Tensors = Vec<(TensorId, Range<usize>)>;
 
 /// A worker's buffers, kept from one tensor to the next.
 #[derive(Default)]
@@ -94,7 +96,7 @@ impl<'a> Job<'a> {
             plan,
             reuse,
             routes,
-            ranges: byte_ranges(layout, &reuse.groups),
+            ranges: reuse.groups.tensor_ranges(layout),
             on_device: OnDevice::new(reservation, &host, loader.deadline),
             host,
             streams,
@@ -141,7 +143,8 @@ impl<'a> Job<'a> {
         let homes = homes.into_inner().unwrap_or_else(PoisonError::into_inner);
         let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
         let outcome = failure.unwrap_or_else(|| {
-            let landed = homes.iter().flatten().try_for_each(|home: &Arc<Home>| home.buf.wait(self.loader.deadline));
+            let landed = homes.iter().flatten().flat_map(|home: &Arc<Home>| home.bufs());
+            let landed = landed.into_iter().try_for_each(|buf| buf.wait(self.loader.deadline));
             // The wait for a home that was filled through the host succeeds even if the device that sent the bytes failed.
             Ok(landed.and_then(|()| self.drain()).and_then(|()| self.check_cancelled()))
         });
@@ -203,42 +206,60 @@ impl<'a> Job<'a> {
                 continue;
             }
             let assignment = self.plan.at(first);
-            let kind = home_kind(assignment);
-            let memory = lock(reservation).alloc(assignment.device, bytes, kind)?;
-            let buf = match self.streams.get(&assignment.device) {
-                None => self.fill_host(group, memory)?,
-                Some(stream) => self.fill_device(group, memory, &**stream, &mut scratch)?,
+            let (kind, device) = (home_kind(assignment), assignment.device);
+            let fill = |(alone, bytes): (Option<TensorId>, u64)| {
+                let (info, tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
+                let memory = lock(reservation).alloc_for(info, device, bytes, kind)?;
+                match self.streams.get(&device) {
+                    None => self.fill_host(&tensors, memory),
+                    Some(stream) => self.fill_device(tensors, memory, &**stream, &mut scratch),
+                }
             };
-            lock(homes)[group] = Some(Arc::new(Home { buf, kind }));
+            let blocks = home_blocks(self.layout, self.plan, &self.reuse.groups, group);
+            let bufs = blocks.into_iter().map(fill).collect::<Result<_>>()?;
+            lock(homes)[group] = Some(Arc::new(Home::new(bufs, kind, self.plan.is_apart(first))));
         }
         let saturated = scratch.factors.close(&self.on_device, &self.streams)?;
         self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The tensors that a group's modules own, with their byte ranges in the group's memory.
-    pub(super) fn own_tensors(&self, group: usize) -> impl Iterator<Item = (TensorId, Range<usize>)> {
-        let tensors = |&module: &ModuleId| self.layout.own_tensors(module);
-        self.reuse.groups.members(group).iter().flat_map(tensors).map(|t| (t, self.ranges[t].clone()))
-    }
-
-    /// Fills a group that lives on the host, in place.
-    fn fill_host(&self, group: usize, mut memory: BufMut) -> Result<Buf> {
-        let bytes = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
-        for (tensor, range) in self.own_tensors(group) {
-            let dst = &mut bytes[range];
-            match (self.reuse.in_base(tensor), self.patch(tensor)) {
-                (Some(base), _) => self.copy_on_host(base, dst)?,
-                (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
-                (None, None) => self.read_plain(tensor, dst)?,
-            }
+    /// The tensors in a block of a group's memory, with their byte ranges there: the one that is `alone`, or all that the
+    /// group's modules own.
+    fn tensors_of(&self, group: usize, alone: Option<TensorId>) -> Tensors {
+        if let Some(tensor) = alone {
+            return vec![(tensor, 0..self.ranges[tensor].len())];
         }
-        Ok(self.download_group(group, memory)?.freeze())
+        let own = self.reuse.groups.members(group).iter().flat_map(|&module| self.layout.own_tensors(module));
+        own.map(|tensor| (tensor, self.ranges[tensor].clone())).collect()
     }
 
-    /// Fills a group that lives on another device, through staging buffers.
-    fn fill_device(&self, group: usize, mut memory: BufMut, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
-        for (tensor, range) in self.own_tensors(group) {
+    /// Fills a block that lives on the host, in place.
+    fn fill_host(&self, tensors: &Tensors, mut memory: BufMut) -> Result<Buf> {
+        let filled = memory.write_with(|bytes| -> Result<()> {
+            for (tensor, range) in tensors.iter().cloned() {
+                let dst = &mut bytes[range];
+                match (self.reuse.in_base(tensor), self.patch(tensor)) {
+                    (Some(base), _) => self.copy_on_host(base, dst)?,
+                    (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
+                    (None, None) => self.read_plain(tensor, dst)?,
+                }
+            }
+            Ok(())
+        })?;
+        filled.ok_or_else(|| Error::bug("host memory that the host cannot address"))??;
+        Ok(self.download_block(tensors, memory)?.freeze())
+    }
+
+    /// Fills a block that lives on another device, through staging buffers.
+    fn fill_device(
+        &self,
+        tensors: Tensors,
+        mut memory: BufMut,
+        stream: &dyn Stream,
+        scratch: &mut Scratch,
+    ) -> Result<Buf> {
+        for (tensor, range) in tensors {
             memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
                 (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
                 (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,

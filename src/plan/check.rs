@@ -56,7 +56,9 @@ impl Parts {
         for layer in self.assignments.chunk_by(|a, b| a.layer == b.layer) {
             let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
             streamed_layers += usize::from(streamed.peek().is_some());
-            largest = largest.max(streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add));
+            // Divided slots are not padded by module.
+            let in_slot = |a: &Assignment| if self.storage.is_apart() { a.bytes } else { Layout::slot_bytes(a.bytes) };
+            largest = largest.max(streamed.map(in_slot).fold(0, u64::saturating_add));
         }
         // With two sizes, the number of each follows from the layout; `verify` recomputes it.
         let window = streamed_layers.min(self.depth.saturating_add(1));
@@ -136,7 +138,7 @@ impl Plan {
             let a = &parts.assignments[module.index()];
             (a.usage == Use::Streamed).then(|| (places[&a.device], a.staged))
         };
-        let slots = slots_of(layout, (parts.depth, parts.fixed_slots), streamed, &mut moved);
+        let slots = slots_of(layout, parts.slot_form(), streamed, &mut moved);
         let slots = if parts.external_slots { slots.left_to_caller() } else { slots };
         if slots != parts.slots {
             return Err(other_slots(self.streamed_layers(), slots, parts.slots));

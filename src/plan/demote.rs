@@ -64,8 +64,8 @@ impl Plan {
         let uses: Per<ModuleId, Use> = assignments.iter().map(|a| a.usage).collect();
         let staged: Per<ModuleId, bool> = assignments.iter().map(|a| a.staged).collect();
         let mut moved = vec![BinTraffic::default(); ids.len()];
-        let (topology, depth, fixed) = (machine.topology(), old.depth, old.fixed_slots);
-        let placed = Placed { layout, topology, compute, devices: &ids, home: &home, depth, fixed, pinned_cap: 0 };
+        let (topology, form) = (machine.topology(), old.slot_form());
+        let placed = Placed { layout, topology, compute, devices: &ids, home: &home, form, pinned_cap: 0 };
         let slots = placed.slots(&uses, &staged, &mut moved);
         for (device, moved) in devices.iter_mut().zip(moved) {
             let here = || assignments.iter().filter(|a| a.device == device.id);

@@ -174,7 +174,7 @@ impl<'a> Simulation<'a> {
             }))
         };
         let of_modules: Per<ModuleId, Option<usize>> = plan.assignments().iter().map(lane_of).collect();
-        let contents = Contents::new(layout, &plan.groups(layout), &of_modules);
+        let contents = Contents::new(layout, &plan.groups(layout), &of_modules, &plan.slot_blocks(layout));
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.path(device, if straight { compute } else { DeviceId::CPU });

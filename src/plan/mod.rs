@@ -26,6 +26,7 @@ mod uniform;
 mod value;
 mod warning;
 
+pub use crate::dtype::TensorStorage;
 pub use estimate::{Estimate, SegmentTime};
 pub use explain::{Alternative, DeviceReason, Explanation};
 pub use forecast::ComputeTime;

@@ -12,6 +12,7 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
+use crate::dtype::TensorStorage;
 use crate::error::{PlanFault, Result};
 
 /// The most bytes of a plan; the product of two such numbers fits `u128`.
@@ -49,6 +50,7 @@ pub struct Planner<'a> {
     gather: bool,
     pub(super) external_slots: bool,
     pub(super) fixed_slots: bool,
+    pub(super) storage: TensorStorage,
     pub(super) compute_time: ComputeTime,
     /// The largest slot; modules of a layer that would exceed it are kept resident.
     largest_slot: Option<u64>,
@@ -73,6 +75,7 @@ impl<'a> Planner<'a> {
             gather: false,
             external_slots: false,
             fixed_slots: false,
+            storage: TensorStorage::default(),
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -173,6 +176,14 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// Sets how tensors are divided into allocations on the compute device, and where they are used in place: as the
+    /// [allocator](crate::load::TensorAllocator) needs it that a load is given. Slots of the caller's own are not divided.
+    /// Default: [`TensorStorage::Joined`].
+    pub fn storage(mut self, storage: TensorStorage) -> Self {
+        self.storage = storage;
+        self
+    }
+
     /// Sets the most host memory that streamed weights may pin. `None` is no limit, though a backend pins no more than its own
     /// limit. Default: the limit of the machine's host ([`DeviceInfo::pinned_cap`](crate::device::DeviceInfo::pinned_cap)).
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
@@ -252,6 +263,7 @@ impl<'a> Planner<'a> {
             depth: self.depth,
             external_slots: self.external_slots,
             fixed_slots: self.fixed_slots,
+            storage: self.storage,
             slots,
             devices,
             assignments,

@@ -6,6 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::ByteSize;
+use crate::schedule::LayerBlocks;
 
 /// Memory on the compute device for streamed layers: slots of one size, or of two where a few layers are far larger than
 /// the others and that takes less memory.
@@ -42,23 +43,34 @@ impl Slots {
     /// The slots for streamed layers that need these bytes, in order of execution. `fixed` slots, which are assigned by number,
     /// all have one size.
     pub(crate) fn of(layers: &[u64], depth: usize, fixed: bool) -> Slots {
+        let layers: Vec<LayerBlocks> = layers.iter().map(|&bytes| LayerBlocks::whole(bytes)).collect();
+        Slots::of_blocks(&layers, depth, fixed).0
+    }
+
+    /// As [`of`](Slots::of), for layers that may be divided into blocks. Returns, too, the most bytes of a layer that goes into the
+    /// slots that are not large.
+    pub(crate) fn of_blocks(layers: &[LayerBlocks], depth: usize, fixed: bool) -> (Slots, u64) {
         // The layers on the device at one time: the one in use, and the prefetched ones.
         let window = layers.len().min(depth.saturating_add(1));
-        let largest = layers.iter().copied().max().unwrap_or(0);
-        let alike = Slots { count: window, bytes_each: largest, large: 0, large_bytes: 0 };
+        let bytes: Vec<u64> = layers.iter().map(LayerBlocks::bytes).collect();
+        let largest = bytes.iter().copied().max().unwrap_or(0);
+        let for_any = LayerBlocks::for_any(layers).bytes();
+        let alike = Slots { count: window, bytes_each: for_any, large: 0, large_bytes: 0 };
         if fixed || window < 2 {
-            return alike;
+            return (alike, largest);
         }
         let sizes: BTreeSet<u64> =
-            layers.iter().copied().filter(|&bytes| bytes.saturating_mul(LARGER) < largest).collect();
+            bytes.iter().copied().filter(|&bytes| bytes.saturating_mul(LARGER) < largest).collect();
         let step = sizes.len().div_ceil(MOST_SIZES).max(1);
         let split = |&most: &u64| {
-            let count = most_at_once(layers, window, |bytes| bytes <= most);
-            let large = most_at_once(layers, window, |bytes| bytes > most);
-            Slots { count, bytes_each: most, large, large_bytes: largest }
+            let ordinary = layers.iter().zip(&bytes).filter(|(_, bytes)| **bytes <= most).map(|(layer, _)| layer);
+            let bytes_each = LayerBlocks::for_any(ordinary).bytes();
+            let count = most_at_once(&bytes, window, |bytes| bytes <= most);
+            let large = most_at_once(&bytes, window, |bytes| bytes > most);
+            (Slots { count, bytes_each, large, large_bytes: for_any }, most)
         };
-        let best = sizes.iter().rev().step_by(step).map(split).min_by_key(|slots| slots.bytes());
-        best.filter(|slots| slots.bytes() < alike.bytes()).unwrap_or(alike)
+        let best = sizes.iter().rev().step_by(step).map(split).min_by_key(|(slots, _)| slots.bytes());
+        best.filter(|(slots, _)| slots.bytes() < alike.bytes()).unwrap_or((alike, largest))
     }
 
     /// No slots, for a caller who provides the memory.

@@ -8,9 +8,11 @@ use super::slots::Slots;
 use super::value::{Assignment, DeviceBeside, DevicePlan, DeviceWeights, Use};
 use super::warning::Warning;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, Module, ModuleId, Per};
+use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
+use crate::dtype::TensorStorage;
 use crate::error::Result;
+use crate::schedule::LayerBlocks;
 
 /// The inputs: where every module lives and what decides its use.
 pub(super) struct Placed<'a> {
@@ -21,11 +23,18 @@ pub(super) struct Placed<'a> {
     pub(super) devices: &'a [DeviceId],
     /// The bin of each module.
     pub(super) home: &'a Per<ModuleId, usize>,
+    pub(super) form: SlotForm,
+    /// The most bytes that may be pinned on the host.
+    pub(super) pinned_cap: u64,
+}
+
+/// What decides the slots, beside the streamed layers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SlotForm {
     pub(super) depth: usize,
     /// Whether each layer always uses the same slot.
     pub(super) fixed: bool,
-    /// The most bytes that may be pinned on the host.
-    pub(super) pinned_cap: u64,
+    pub(super) storage: TensorStorage,
 }
 
 /// The traffic of a placement.
@@ -101,7 +110,7 @@ impl Placed<'_> {
         bins: &mut [BinTraffic],
     ) -> Slots {
         let streamed = |module| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
-        slots_of(self.layout, (self.depth, self.fixed), streamed, bins)
+        slots_of(self.layout, self.form, streamed, bins)
     }
 }
 
@@ -115,9 +124,10 @@ impl<'a> Planner<'a> {
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology) = (self.layout, self.machine.topology());
-        let (depth, fixed) = (self.depth, self.fixed_slots);
+        let storage = if self.external_slots { TensorStorage::Joined } else { self.storage };
+        let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, storage };
         let pinned_cap = self.pinnable(&ids, home);
-        let placed = Placed { layout, topology, compute, devices: &ids, home, depth, fixed, pinned_cap };
+        let placed = Placed { layout, topology, compute, devices: &ids, home, form, pinned_cap };
         let mut traffic = placed.traffic(|module| self.is_in_place(module));
         if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
@@ -218,28 +228,38 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// Sums up the traffic layer by layer, and returns the slots for a depth and fixed slots or not. `streamed` returns the bin of
-/// each streamed module and whether it is staged. Storage that several modules of a layer share moves once.
+/// Sums up the traffic layer by layer, and returns the slots. `streamed` returns the bin of each streamed module and whether it is
+/// staged. Storage that several modules of a layer share moves once.
 pub(super) fn slots_of(
     layout: &Layout,
-    (depth, fixed): (usize, bool),
+    form: SlotForm,
     streamed: impl Fn(ModuleId) -> Option<(usize, bool)>,
     bins: &mut [BinTraffic],
 ) -> Slots {
-    let mut layers = Vec::new();
     for layer in layout.layers() {
-        let mut in_slot = 0u64;
         for module in layout.needs(layer) {
             let Some((bin, staged)) = streamed(module) else { continue };
             let bytes = layout.at(module).bytes;
-            in_slot = in_slot.saturating_add(Layout::slot_bytes(bytes));
             let bin = &mut bins[bin];
             bin.streamed = bin.streamed.saturating_add(bytes);
             bin.staged = bin.staged.saturating_add(if staged { bytes } else { 0 });
         }
-        if layer.modules.iter().any(|&module| streamed(module).is_some()) {
-            layers.push(in_slot);
-        }
     }
-    Slots::of(&layers, depth, fixed)
+    let layers = streamed_blocks(layout, form.storage, |module| streamed(module).is_some());
+    Slots::of_blocks(&layers, form.depth, form.fixed).0
+}
+
+/// The blocks of each layer that streams anything, in order.
+pub(super) fn streamed_blocks(
+    layout: &Layout,
+    storage: TensorStorage,
+    is_streamed: impl Fn(ModuleId) -> bool,
+) -> Vec<LayerBlocks> {
+    let blocks = |layer: &Layer| {
+        let mut needs = layout.needs(layer);
+        needs.retain(|&module| is_streamed(module));
+        LayerBlocks::of(layout, storage, &needs)
+    };
+    let layers = layout.layers().iter().filter(|layer| layer.modules.iter().any(|&module| is_streamed(module)));
+    layers.map(blocks).collect()
 }

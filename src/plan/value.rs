@@ -7,12 +7,14 @@ use serde::{Deserialize, Serialize};
 
 use super::explain::Explanation;
 use super::slots::Slots;
+use super::traffic::{SlotForm, streamed_blocks};
 use super::warning::Warning;
 use crate::allocation::Mode;
 use crate::checkpoint::{LayerId, Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo};
+use crate::dtype::TensorStorage;
 use crate::error::Result;
-use crate::schedule::{Groups, Origin};
+use crate::schedule::{Groups, Origin, SlotBlocks};
 
 /// How the modules of a device are spread over the order of execution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -155,6 +157,9 @@ pub(super) struct Parts {
     /// Whether each layer always uses the same slot.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) fixed_slots: bool,
+    /// How tensors are divided into allocations.
+    #[serde(default, skip_serializing_if = "TensorStorage::is_joined")]
+    pub(super) storage: TensorStorage,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -253,6 +258,27 @@ impl Plan {
         Groups::new(layout, |module| self.origin(module))
     }
 
+    /// How tensors are divided into allocations on the compute device, and where they are used in place.
+    pub fn storage(&self) -> TensorStorage {
+        self.0.storage
+    }
+
+    /// The blocks into which the slots are divided, for the plan's layout.
+    pub(crate) fn slot_blocks(&self, layout: &Layout) -> SlotBlocks {
+        let (form, slots) = (self.0.slot_form(), self.slots());
+        if !form.storage.is_apart() {
+            return SlotBlocks::whole(slots.bytes_each, slots.large_bytes);
+        }
+        let layers = streamed_blocks(layout, form.storage, |module| self.origin(module).is_some());
+        let (_, most) = Slots::of_blocks(&layers, form.depth, form.fixed);
+        SlotBlocks::divided(form.storage, &layers, most)
+    }
+
+    /// Whether the tensors of a module are allocations by themselves where it lives, rather than parts of one.
+    pub(crate) fn is_apart(&self, module: ModuleId) -> bool {
+        self.0.storage.is_apart() && self.origin(module).is_none()
+    }
+
     /// The bytes of all weights. Shared storage counts once.
     pub fn bytes(&self) -> u64 {
         self.0.devices.iter().map(|d| d.weights.bytes).sum()
@@ -266,6 +292,13 @@ impl Plan {
     /// The reasons for the plan; `None` unless mode auto made it.
     pub fn explanation(&self) -> Option<&Explanation> {
         self.0.explanation.as_deref()
+    }
+}
+
+impl Parts {
+    pub(super) fn slot_form(&self) -> SlotForm {
+        let storage = if self.external_slots { TensorStorage::Joined } else { self.storage };
+        SlotForm { depth: self.depth, fixed: self.fixed_slots, storage }
     }
 }
 

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::blocks::{LayerBlocks, Position, SlotBlocks, positions};
 use super::groups::Groups;
-use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
+use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per, TensorId};
 
 /// The contents of all layers of a model.
 #[derive(Clone, Debug)]
@@ -13,15 +14,19 @@ pub(crate) struct Contents(Per<LayerId, Content>);
 /// The bytes that one layer fetches.
 #[derive(Clone, Debug)]
 pub(crate) struct Content {
-    /// The parts of its slot, in order of their lanes. Empty for a layer that fetches nothing.
+    /// The parts of its slot, in order of their blocks and lanes. Empty for a layer that fetches nothing.
     pub(crate) parts: Vec<Part>,
+    /// The bytes of a slot that holds the layer.
+    bytes: u64,
     /// The position of every module's bytes in the slot, in order of module and range.
     located: Vec<Located>,
 }
 
-/// A part of a slot that one lane fills in one operation.
+/// A part of a block of a slot, which one lane fills in one operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
+    /// The number of the block.
+    pub(crate) block: usize,
     pub(crate) lane: usize,
     /// The size in bytes, including gaps between slices.
     pub(crate) bytes: usize,
@@ -45,14 +50,44 @@ struct Located {
     at: usize,
 }
 
+/// Bytes on their way into a slot: a module, or a tensor of one.
+struct Piece {
+    block: usize,
+    lane: usize,
+    module: ModuleId,
+    /// Their range in the memory that the module lives in.
+    range: Range<usize>,
+    /// The bytes that they take in the slot.
+    room: usize,
+}
+
 impl Contents {
     /// The contents of the layers of `layout`. `lanes` has the number of each module's lane, or `None` for a module that is
     /// not streamed or has no bytes.
     ///
-    /// A slot has a part for each lane. In it each module begins at a multiple of 256 bytes, and the modules of a group are
-    /// adjacent, as they are at home.
-    pub(crate) fn new(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>) -> Contents {
-        Contents(layout.layers().iter().map(|layer| Content::new(layout, groups, lanes, layer)).collect())
+    /// A slot has a part for each block and lane. In a slot of one block each module begins at a multiple of 256 bytes, and
+    /// the modules of a group are adjacent, as they are at home.
+    pub(crate) fn new(
+        layout: &Layout,
+        groups: &Groups,
+        lanes: &Per<ModuleId, Option<usize>>,
+        blocks: &SlotBlocks,
+    ) -> Contents {
+        let ranges = blocks.storage().is_apart().then(|| groups.tensor_ranges(layout));
+        let content = |layer: &Layer| {
+            let mut modules = layout.needs(layer);
+            modules.retain(|&module| lanes[module].is_some());
+            let Some(ranges) = &ranges else {
+                let modules = groups.in_slot(modules).into_iter();
+                let pieces: Vec<Piece> = modules.filter_map(|module| whole(layout, groups, lanes, module)).collect();
+                let bytes = pieces.iter().map(|piece| piece.room as u64).sum();
+                return Content::new(groups, pieces, bytes);
+            };
+            let of_slot = || blocks.bytes_for(&LayerBlocks::of(layout, blocks.storage(), &modules));
+            let bytes = if modules.is_empty() { 0 } else { of_slot() };
+            Content::new(groups, divided(layout, ranges, lanes, blocks, &modules), bytes)
+        };
+        Contents(layout.layers().iter().map(content).collect())
     }
 
     /// The number of layers, streamed or not.
@@ -86,28 +121,50 @@ impl Contents {
     }
 }
 
+/// A module in a slot of one block.
+fn whole(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>, module: ModuleId) -> Option<Piece> {
+    let room = Layout::slot_bytes(layout.at(module).bytes) as usize;
+    Some(Piece { block: 0, lane: lanes[module]?, module, range: groups.place(module), room })
+}
+
+/// The tensors of `modules` in a slot that is divided into blocks.
+fn divided(
+    layout: &Layout,
+    ranges: &Per<TensorId, Range<usize>>,
+    lanes: &Per<ModuleId, Option<usize>>,
+    blocks: &SlotBlocks,
+    modules: &[ModuleId],
+) -> Vec<Piece> {
+    let piece = |position: Position| {
+        let (module, range) = (layout.owner(position.tensor), ranges[position.tensor].clone());
+        let room = blocks.room(range.len() as u64) as usize;
+        Some(Piece { block: blocks.number(position.block)?, lane: lanes[module]?, module, range, room })
+    };
+    positions(layout, blocks.storage(), modules).into_iter().filter_map(piece).collect()
+}
+
 impl Content {
-    fn new(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>, layer: &Layer) -> Content {
-        let (mut parts, mut located) = (BTreeMap::<usize, Part>::new(), Vec::new());
-        for module in groups.in_slot(layout.needs(layer)) {
-            let Some(lane) = lanes[module] else { continue };
-            let part = parts.entry(lane).or_insert_with(|| Part { lane, bytes: 0, slices: Vec::new() });
-            let (range, at) = (groups.place(module), part.bytes);
-            located.push(Located { module, range: range.clone(), part: lane, at });
+    fn new(groups: &Groups, pieces: Vec<Piece>, bytes: u64) -> Content {
+        let (mut parts, mut located) = (BTreeMap::<(usize, usize), Part>::new(), Vec::new());
+        for Piece { block, lane, module, range, room } in pieces {
+            let new = || Part { block, lane, bytes: 0, slices: Vec::new() };
+            let part = parts.entry((block, lane)).or_insert_with(new);
+            let at = part.bytes;
+            located.push(((block, lane), Located { module, range: range.clone(), part: 0, at }));
             part.push(groups, Slice { module, range, at });
-            part.bytes += Layout::slot_bytes(layout.at(module).bytes) as usize;
+            part.bytes += room;
         }
-        let lanes: Vec<usize> = parts.keys().copied().collect();
-        for located in &mut located {
-            located.part = lanes.partition_point(|&lane| lane < located.part);
-        }
+        let keys: Vec<(usize, usize)> = parts.keys().copied().collect();
+        let found =
+            |(key, located): ((usize, usize), Located)| Located { part: keys.partition_point(|k| *k < key), ..located };
+        let mut located: Vec<Located> = located.into_iter().map(found).collect();
         located.sort_by_key(|located| (located.module, located.range.start));
-        Content { parts: parts.into_values().collect(), located }
+        Content { parts: parts.into_values().collect(), bytes, located }
     }
 
-    /// The slot size for this layer, in bytes.
+    /// The bytes of a slot that holds the layer.
     pub(super) fn bytes(&self) -> u64 {
-        self.parts.iter().map(|part| part.bytes as u64).sum()
+        self.bytes
     }
 
     /// Whether the layer fetches anything.
@@ -167,7 +224,7 @@ mod tests {
                 let module = ModuleId::new(module);
                 Slice { module, range: groups.place(module), at }
             };
-            let mut part = Part { lane: 0, bytes: 0, slices: Vec::new() };
+            let mut part = Part { block: 0, lane: 0, bytes: 0, slices: Vec::new() };
             part.push(&groups, slice(0, 0));
             part.push(&groups, slice(second, at));
             part.slices.len() == 1

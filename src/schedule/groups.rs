@@ -2,10 +2,11 @@
 //! biases, scales) are grouped, and if a layer has many small modules, all of these are. Other matrices have separate
 //! memory: adapters change them, and a group is rebuilt when one of its modules changes.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::checkpoint::{LayerId, Layout, Module, ModuleId, Per, TensorId};
+use crate::checkpoint::{LayerId, Layout, Module, ModuleId, Per, TensorId, TensorInfo};
 use crate::device::DeviceId;
 
 /// The size up to which a module is small, in bytes. At 25 GB/s such a module takes 10 us, about twice the fixed cost of a
@@ -93,6 +94,28 @@ impl Groups {
     /// The size of a group in bytes, the sum of its modules.
     pub(crate) fn bytes(&self, group: usize) -> u64 {
         self.members[group].last().map_or(0, |&last| self.of[last].1.end as u64)
+    }
+
+    /// The byte range of each tensor in the memory of its module's group. Within a module the tensors with the largest
+    /// elements come first, so that each begins at a multiple of its element's size without a gap; among equals, the largest
+    /// tensor.
+    pub(crate) fn tensor_ranges(&self, layout: &Layout) -> Per<TensorId, Range<usize>> {
+        let mut ranges = Per::all(layout.tensors().len(), 0..0);
+        layout.module_ids().flat_map(|module| self.ranges_of(layout, module)).for_each(|(t, range)| ranges[t] = range);
+        ranges
+    }
+
+    /// The tensors that a module owns, in order of their byte ranges in the memory of its group.
+    pub(crate) fn ranges_of(&self, layout: &Layout, module: ModuleId) -> Vec<(TensorId, Range<usize>)> {
+        let mut own: Vec<TensorId> = layout.own_tensors(module).collect();
+        let largest_first = |info: &TensorInfo| Reverse((info.dtype.bits(), info.bytes));
+        own.sort_by_key(|&tensor| largest_first(layout.at(tensor)));
+        let mut at = self.place(module).start;
+        let range = |tensor: TensorId| {
+            let end = at + layout.at(tensor).bytes as usize;
+            (tensor, std::mem::replace(&mut at, end)..end)
+        };
+        own.into_iter().map(range).collect()
     }
 
     /// Sorts modules into the order of a slot, in which the modules of a group are adjacent.

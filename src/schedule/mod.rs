@@ -2,14 +2,17 @@
 //! time. [`Streamer`](crate::Streamer) executes it, and a plan's forecast computes how long that takes, so both do the same.
 //!
 //! [`Contents`] has the byte ranges that each layer fetches by each lane (`contents`). Small modules that share memory are one
-//! range (`groups`), and ranges are split into chunks if they go through buffers on the host (`chunks`). [`Schedule`] predicts
+//! range (`groups`), slots may be divided into blocks (`blocks`), and ranges are split into chunks if they go through buffers on
+//! the host (`chunks`). [`Schedule`] predicts
 //! from the layers asked for so far what comes next (`order`), and chooses the slot that it goes into.
 
+mod blocks;
 mod chunks;
 mod contents;
 mod groups;
 mod order;
 
+pub(crate) use blocks::{LayerBlocks, SlotBlocks};
 pub(crate) use chunks::{Chunk, chunks, split};
 use contents::Content;
 pub(crate) use contents::{Contents, Part, Slice};
@@ -78,15 +81,20 @@ impl Schedule {
         self.order.ahead(self.depth).filter(|&layer| self.slots[layer].is_none()).collect()
     }
 
+    /// The slots that can hold `layer`: those that are large enough, or the one that it always uses.
+    pub(crate) fn usable(&self, layer: LayerId) -> impl Iterator<Item = usize> {
+        let fixed = self.fixed_slot_of(layer);
+        let usable = move |slot: &usize| fixed.map_or(self.sizes[*slot] >= self.needs[layer], |fixed| fixed == *slot);
+        (0..self.slots()).filter(usable)
+    }
+
     /// The slots that `layer` may be fetched into, best first. Candidates are large enough, and hold a layer that is needed
     /// later than `layer`; the one needed last comes first. Slots that are large enough for any layer come after all others,
     /// so that they stay available to the layers that need them.
     pub(crate) fn candidates(&self, layer: LayerId) -> Vec<usize> {
         let own = self.order.distance(layer);
         let needed = |slot: usize| self.layers[slot].map_or(usize::MAX, |other| self.order.distance(other));
-        let fixed = self.fixed_slot_of(layer);
-        let usable = |slot: &usize| fixed.map_or(self.sizes[*slot] >= self.needs[layer], |fixed| fixed == *slot);
-        let slots = (0..self.slots()).filter(usable).map(|slot| (needed(slot), slot));
+        let slots = self.usable(layer).map(|slot| (needed(slot), slot));
         let mut candidates: Vec<(usize, usize)> = slots.filter(|(needed, _)| *needed > own).collect();
         candidates.sort_by_key(|&(needed, slot)| (self.sizes[slot] >= self.largest, std::cmp::Reverse(needed)));
         candidates.into_iter().map(|(_, slot)| slot).collect()
@@ -126,7 +134,7 @@ mod tests {
     fn contents_of(streamed: &[bool], sizes: &[u64]) -> Contents {
         let layout = Layout::blocks(sizes.iter().copied());
         let lanes: Per<ModuleId, Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
-        Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes)
+        Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes, &SlotBlocks::whole(0, 0))
     }
 
     /// Simulates a caller that asks for layers in this order and keeps no guard. Returns whether each layer was a hit, and the
@@ -321,15 +329,20 @@ mod tests {
             lanes[module].map(|lane| Origin { device: crate::DeviceId::cuda(lane as u32), staged: false })
         };
         let groups = Groups::new(&layout, origin);
-        let contents = Contents::new(&layout, &groups, &lanes);
+        let contents = Contents::new(&layout, &groups, &lanes, &SlotBlocks::whole(0, 0));
         let content = contents.of(LayerId::new(0));
         let slice = |module, range, at| Slice { module: ModuleId::new(module), range, at };
         assert_eq!(
             content.parts,
             [
-                Part { lane: 0, bytes: 512, slices: vec![slice(1, 0..300, 0)] },
+                Part { block: 0, lane: 0, bytes: 512, slices: vec![slice(1, 0..300, 0)] },
                 // The two small modules are adjacent at home and are copied as one.
-                Part { lane: 1, bytes: 768 + 700_160, slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)] },
+                Part {
+                    block: 0,
+                    lane: 1,
+                    bytes: 768 + 700_160,
+                    slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)]
+                },
             ]
         );
         assert_eq!(content.parts[1].copied(), 700_768);
@@ -344,7 +357,7 @@ mod tests {
         let (piece, half) = (crate::limits::STAGING_BYTES, crate::limits::STAGING_BYTES / 2);
         let slice = |module, bytes: usize, at| Slice { module: ModuleId::new(module), range: 0..bytes, at };
         let slices = vec![slice(0, half, 0), slice(1, piece, piece), slice(2, piece, 2 * piece)];
-        let chunks = chunks(&Part { lane: 0, bytes: 3 * piece, slices });
+        let chunks = chunks(&Part { block: 0, lane: 0, bytes: 3 * piece, slices });
         let sizes: Vec<Vec<(usize, usize, usize)>> = chunks
             .iter()
             .map(|chunk| chunk.iter().map(|s| (s.module.index(), s.at, s.range.len())).collect())
@@ -359,7 +372,7 @@ mod tests {
         );
         // A range in the middle of a group's memory.
         let middle = Slice { module: ModuleId::new(0), range: 100..piece + 150, at: 7 };
-        let ranges = super::chunks(&Part { lane: 0, bytes: piece + 57, slices: vec![middle] });
+        let ranges = super::chunks(&Part { block: 0, lane: 0, bytes: piece + 57, slices: vec![middle] });
         let ranges: Vec<_> = ranges.iter().flatten().map(|slice| (slice.range.clone(), slice.at)).collect();
         assert_eq!(ranges, [(100..piece + 100, 7), (piece + 100..piece + 150, piece + 7)]);
     }

@@ -124,13 +124,13 @@ impl LayerGuard {
         if let (Some((_, parts)), Some((part, range))) = (&self.slot, fetched) {
             return Some(TensorView::new(info, &parts[part], range, deadline));
         }
-        self.model.home(owner).map(|home| TensorView::new(info, home, range, deadline))
+        self.model.view(tensor)
     }
 }
 
 impl Drop for LayerGuard {
     fn drop(&mut self) {
-        let resident = self.streamed.resident[self.layer].iter().filter_map(|&module| self.model.home(module));
+        let resident = self.streamed.resident[self.layer].iter().flat_map(|&module| self.model.bufs(module));
         let mut uses: Vec<Buf> = resident.chain(self.parts()).cloned().collect();
         if let Err(error) = self.compute.record(&uses) {
             // It is unknown when the compute will be done with the slot, so the slot is never filled again. It is freed

@@ -57,7 +57,7 @@ impl Lanes {
     /// The lane of a module, created for the first module that needs it.
     fn lane_of(&mut self, model: &Model, module: ModuleId) -> Result<Option<usize>> {
         let streamed = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
-        let Some(home) = model.home(module).filter(|_| streamed) else { return Ok(None) };
+        let Some(home) = model.bufs(module).first().filter(|_| streamed) else { return Ok(None) };
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {
             return Ok(Some(lane));
@@ -140,7 +140,7 @@ impl Lanes {
 /// The pieces of a part, from the homes of its modules.
 fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
     let piece = |Slice { module, range, at }: &Slice| {
-        model.home(*module).map(|home| Piece { src: home.clone(), from: range.clone(), at: *at })
+        model.find(*module, range).map(|(home, from)| Piece { src: home.clone(), from, at: *at })
     };
     part.slices.iter().filter_map(piece).collect()
 }

@@ -1,6 +1,7 @@
 //! Streams layers to the compute device, one after the other, each fetched while the layer before it runs.
 
 mod guard;
+mod in_slot;
 mod lanes;
 mod pass;
 mod report;
@@ -10,11 +11,11 @@ mod through_host;
 
 use std::collections::HashSet;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use guard::LayerGuard;
+pub use in_slot::InSlot;
 pub use pass::Pass;
 pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
@@ -23,11 +24,11 @@ use crate::backend::{Buf, BufMut, Event, Joined, Role, Stream};
 use crate::checkpoint::{LayerId, ModuleId, Per};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::limits::LONGEST;
-use crate::load::Model;
+use crate::load::{Model, SlotMemory};
 use crate::schedule::{Contents, Schedule};
 use crate::staging::Pool;
 use lanes::Lanes;
-use slots::{Fill, Slots};
+use slots::{Fill, Slots, Writable};
 
 /// Fetches the layers of a model to its compute device and hands them out in any order.
 ///
@@ -71,7 +72,7 @@ pub struct Streamer {
     schedule: Schedule,
     slots: Slots,
     /// The plan's slots, unused because the caller supplied its own.
-    spare: Option<Vec<Vec<Buf>>>,
+    spare: Option<Vec<SlotMemory>>,
     /// The staging buffers of [`send_rows`](Streamer::send_rows), made at its first use.
     rows: Option<Pool>,
     deadline: Duration,
@@ -175,7 +176,7 @@ impl Streamer {
             }
         }
         let spare = model.residency().take_slots().ok_or(InUse::Streamed)?;
-        let slots = Slots::new(slots.into_iter().map(|slot| vec![slot.freeze()]));
+        let slots = Slots::new(slots.into_iter().map(|slot| vec![vec![slot.freeze()]]));
         Ok(Streamer::from(model, compute, lanes, streamed, slots, Some(spare)))
     }
 
@@ -185,7 +186,7 @@ impl Streamer {
         lanes: Lanes,
         streamed: Streamed,
         slots: Slots,
-        spare: Option<Vec<Vec<Buf>>>,
+        spare: Option<Vec<SlotMemory>>,
     ) -> Streamer {
         let report = StreamReport { lanes: lanes.report(), ..StreamReport::default() };
         let plan = model.plan();
@@ -226,10 +227,12 @@ impl Streamer {
             false => None,
         };
         let mut known = HashSet::new();
+        let on_host = self.compute.device().is_host();
         let arrivals = slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::filled_by);
         // The parts that one lane fills share their event.
         for event in arrivals.filter(|event| known.insert(event.key())) {
-            if self.compute.wait(event)? == Joined::HostMustWait {
+            // Compute on the host runs at once, in the caller's threads, and no stream can hold it back.
+            if self.compute.wait(event)? == Joined::HostMustWait || on_host {
                 let begin = Instant::now();
                 let outcome = self.stall("a copy", event);
                 self.report.stalled(StallCause::Copy, begin.elapsed());
@@ -267,17 +270,6 @@ impl Streamer {
         self.schedule.fixed_slot_of(layer).or(self.schedule.slot_of(layer))
     }
 
-    /// The byte range of the tensor `name` in a slot that holds its layer. It starts at a multiple of 256 for the first
-    /// tensor of each module. `None` if the tensor is not streamed, or there is no such tensor.
-    pub fn range_in_slot(&self, name: &str) -> Option<Range<usize>> {
-        let layout = self.model.layout();
-        let tensor = self.model.index().find(name)?;
-        let content = self.streamed.contents.of(layout.layer_with(tensor));
-        let (part, range) = content.find(self.model.index().owner(tensor), &self.model.index().place(tensor))?;
-        let before: usize = content.parts[..part].iter().map(|part| part.bytes).sum();
-        Some(before + range.start..before + range.end)
-    }
-
     /// Returns the caller's slots, which carry the events of their last uses. Empty for a streamer that uses the model's
     /// slots.
     ///
@@ -288,7 +280,8 @@ impl Streamer {
             return Ok(Vec::new());
         }
         (0..self.slots.count()).for_each(|slot| self.schedule.empty(slot));
-        self.slots.take_all(self.deadline).ok_or_else(|| Box::new(self))
+        let slots = self.slots.take_all(self.deadline);
+        slots.map(|slots| slots.into_iter().flatten().collect()).ok_or_else(|| Box::new(self))
     }
 
     /// The number and parts of a layer's slot. All its copies are complete or queued on a stream of the device.
@@ -351,7 +344,7 @@ impl Streamer {
     }
 
     /// Takes the memory of the first of these slots that is available, and marks the slot empty.
-    fn take_first(&mut self, candidates: &[usize], patience: Duration) -> Option<(usize, Vec<BufMut>)> {
+    fn take_first(&mut self, candidates: &[usize], patience: Duration) -> Option<(usize, Writable)> {
         for &slot in candidates {
             if self.slots.cancel(slot, patience) {
                 self.schedule.empty(slot);
@@ -373,10 +366,11 @@ impl Streamer {
 impl Streamed {
     /// The parts that the layers of `model` fetch. Creates the lanes for them.
     fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
-        let contents = Contents::new(model.layout(), model.index().groups(), &lanes.of_modules(model)?);
+        let (layout, blocks) = (model.layout(), model.plan().slot_blocks(model.layout()));
+        let contents = Contents::new(layout, model.index().groups(), &lanes.of_modules(model)?, &blocks);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
-        let on_compute = |module: &ModuleId| model.home(*module).is_some_and(|home| home.device() == compute);
+        let on_compute = |module: &ModuleId| model.bufs(*module).first().is_some_and(|buf| buf.device() == compute);
         let resident = |layer| model.layout().needs(layer).into_iter().filter(on_compute).collect();
         Ok(Streamed { contents, resident: model.layout().layers().iter().map(resident).collect() })
     }

@@ -79,8 +79,22 @@ impl CudaDevice {
         bytes: usize,
         keep: Arc<dyn Any + Send + Sync>,
     ) -> Result<BufMut> {
-        let memory = DeviceMemory::foreign(&self.context, address, bytes, keep);
+        // SAFETY: the caller's promise.
+        let memory = unsafe { self.foreign_memory(address, bytes, keep) };
         BufMut::new(Box::new(memory), Charge::uncounted(self.info.id, bytes as u64))
+    }
+
+    /// As [`foreign`](CudaDevice::foreign), for an allocation with a charge.
+    ///
+    /// # Safety
+    /// As [`foreign`](CudaDevice::foreign).
+    pub(crate) unsafe fn foreign_memory(
+        &self,
+        address: u64,
+        bytes: usize,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> DeviceMemory {
+        DeviceMemory::foreign(&self.context, address, bytes, keep)
     }
 
     pub(super) fn context(&self) -> &Arc<Context> {

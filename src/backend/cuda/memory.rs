@@ -130,9 +130,9 @@ enum Origin {
     Pool(Arc<Pool>),
     /// An allocation of the driver, or of zero bytes.
     Driver,
-    /// The caller's memory, which is freed when `_keep` is dropped.
+    /// The caller's memory, which is freed when `keep` is dropped.
     Caller {
-        _keep: Arc<dyn Any + Send + Sync>,
+        keep: Arc<dyn Any + Send + Sync>,
     },
 }
 
@@ -171,7 +171,7 @@ impl DeviceMemory {
         bytes: usize,
         keep: Arc<dyn Any + Send + Sync>,
     ) -> DeviceMemory {
-        DeviceMemory { address, bytes, context: Arc::clone(context), origin: Origin::Caller { _keep: keep } }
+        DeviceMemory { address, bytes, context: Arc::clone(context), origin: Origin::Caller { keep } }
     }
 
     pub(super) fn device_address(&self) -> Address {
@@ -180,6 +180,14 @@ impl DeviceMemory {
 
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// What keeps the caller's memory alive.
+    pub(crate) fn owner(&self) -> Option<&Arc<dyn Any + Send + Sync>> {
+        match &self.origin {
+            Origin::Caller { keep } => Some(keep),
+            Origin::Pool(_) | Origin::Driver => None,
+        }
     }
 
     /// The device of the memory.

@@ -1,0 +1,129 @@
+//! Memory of a caller's framework for the tensors of a model.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::backend::{BufMut, Charge, Device, MemoryKind, Storage};
+use crate::checkpoint::{Layout, ModuleId};
+use crate::device::DeviceId;
+use crate::dtype::DType;
+use crate::error::{Mismatch, Result};
+use crate::plan::{Plan, TensorStorage};
+
+/// Allocates a device's memory for the tensors of models, in place of the device itself: a framework whose tensors own their
+/// memory lets the library fill and stream it.
+///
+/// It is asked for resident tensors, for tensors that are used in place, and for the slots of streamed layers. All of it is
+/// counted by the plan and charged to the device's ledger, and no more memory is taken. What is streamed away from the device
+/// stays in the library's own memory.
+///
+/// Give it to a load with [`Loader::allocator`](super::Loader::allocator), and plan with the [`storage`](Self::storage) that it
+/// needs; [`ModelBuilder::allocator`](super::ModelBuilder::allocator) does both.
+pub trait TensorAllocator: Send + Sync {
+    /// The device whose memory it allocates.
+    fn device(&self) -> DeviceId;
+
+    /// How its tensors share allocations: [`PerTensor`](TensorStorage::PerTensor) or [`PerType`](TensorStorage::PerType).
+    fn storage(&self) -> TensorStorage;
+
+    /// Whether it can hold elements of this type. A load asks before it takes any memory.
+    fn supports(&self, dtype: DType) -> bool;
+
+    /// Allocates memory for `request`. Its contents do not matter, but every byte must be initialised.
+    ///
+    /// # Errors
+    /// Any; the load fails with it, and releases all memory.
+    fn allocate(&self, request: &TensorRequest<'_>) -> Result<Box<dyn Storage>>;
+}
+
+/// Memory that a [`TensorAllocator`] is asked for.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct TensorRequest<'a> {
+    /// The type of all elements.
+    pub dtype: DType,
+    /// The size in bytes, not zero.
+    pub bytes: usize,
+    /// The name of the tensor that stays there. `None` for a slot, whose tensors change.
+    pub tensor: Option<&'a str>,
+}
+
+/// The allocators of a load, by device.
+#[derive(Clone, Default)]
+pub(crate) struct Allocators(BTreeMap<DeviceId, Arc<dyn TensorAllocator>>);
+
+impl Allocators {
+    /// Adds an allocator; it replaces an earlier one for the same device.
+    pub(super) fn add(&mut self, allocator: Arc<dyn TensorAllocator>) {
+        self.0.insert(allocator.device(), allocator);
+    }
+
+    /// These allocators, with those of `others` for devices that have none.
+    pub(super) fn or(&self, others: &Allocators) -> Allocators {
+        let mut all = others.0.clone();
+        all.extend(self.0.iter().map(|(&device, allocator)| (device, Arc::clone(allocator))));
+        Allocators(all)
+    }
+
+    /// The allocator of a device.
+    pub(super) fn of(&self, device: DeviceId) -> Option<&Arc<dyn TensorAllocator>> {
+        self.0.get(&device)
+    }
+
+    /// Whether memory of `device` comes from the same place with `other`.
+    pub(super) fn agree(&self, other: &Allocators, device: DeviceId) -> bool {
+        match (self.of(device), other.of(device)) {
+            (Some(one), Some(other)) => std::ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other)),
+            (None, None) => true,
+            _ => false,
+        }
+    }
+
+    /// Checks that the plan divides tensors as the allocators need it, and that these can hold all tensors that they get.
+    pub(super) fn check(&self, layout: &Layout, plan: &Plan) -> Result<()> {
+        for allocator in self.0.values() {
+            let (device, planned, needed) = (allocator.device(), plan.storage(), allocator.storage());
+            // Elsewhere there are no slots, in which alone the divisions differ.
+            if planned != needed && (device == plan.compute() || !planned.is_apart()) {
+                return Err(Mismatch::Storage { device, planned, needed }.into());
+            }
+        }
+        layout.module_ids().try_for_each(|module| self.check_module(layout, plan, module))
+    }
+
+    fn check_module(&self, layout: &Layout, plan: &Plan, module: ModuleId) -> Result<()> {
+        // What is streamed comes into a slot.
+        let device = if plan.is_apart(module) { plan.at(module).device } else { plan.compute() };
+        let Some(allocator) = self.of(device) else { return Ok(()) };
+        for info in layout.own_tensors(module).map(|tensor| layout.at(tensor)).filter(|info| info.bytes > 0) {
+            if !allocator.supports(info.dtype) {
+                let (tensor, dtype) = (info.name.clone(), info.dtype);
+                return Err(Mismatch::Unsupported { tensor, dtype, device }.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates the bytes of a charge for tensors of one type, from the device's allocator if there is one.
+    pub(super) fn alloc(
+        &self,
+        device: &dyn Device,
+        charge: Charge,
+        (dtype, tensor): (Option<DType>, Option<&str>),
+        kind: MemoryKind,
+        near: Option<DeviceId>,
+    ) -> Result<BufMut> {
+        let (Some(allocator), Some(dtype)) = (self.of(device.id()).filter(|_| charge.bytes() > 0), dtype) else {
+            return device.back(charge, kind, near);
+        };
+        let request = TensorRequest { dtype, bytes: charge.bytes() as usize, tensor };
+        BufMut::new(allocator.allocate(&request)?, charge)
+    }
+}
+
+impl fmt::Debug for Allocators {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
