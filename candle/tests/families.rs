@@ -1,6 +1,8 @@
 //! The networks of the examples compute what other implementations of them do. `tests/data` has tiny checkpoints with what
 //! transformers and diffusers computed over them; `tests/data/reference.py` wrote it.
 
+#[path = "../examples/support/flux.rs"]
+mod flux;
 #[path = "../examples/support/llama.rs"]
 mod llama;
 
@@ -98,5 +100,49 @@ fn the_steps_of_a_llama_are_its_layers_in_the_layouts_order() {
             layers.push(layers[0].clone());
         }
         assert_eq!(config.steps().map(|step| step.layer).collect::<Vec<_>>(), layers, "{name}");
+    }
+}
+
+fn flux_config(folder: &Path) -> flux::Config {
+    serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
+}
+
+#[track_caller]
+fn denoises(name: &str) {
+    let folder = data("flux").join(name);
+    let (config, vb, given) = (flux_config(&folder), weights(&folder), expected(&folder.join("expected.safetensors")));
+    let of = |name: &str| given[name].clone();
+    let inputs = flux::Inputs {
+        txt: of("txt"),
+        txt_ids: of("txt_ids"),
+        img_ids: of("img_ids"),
+        timesteps: of("timesteps"),
+        y: of("y"),
+        guidance: given.get("guidance").cloned(),
+    };
+    let mut state = flux::State::new(&config, &inputs).unwrap();
+    let mut x = of("img");
+    for step in config.steps() {
+        x = flux::Part::new(&config, &step.layer, vb.clone()).unwrap().forward(&x, &mut state).unwrap();
+    }
+    assert_close(&x, &given["velocity"]);
+}
+
+#[test]
+fn a_guided_flux_gives_diffusers_velocity() {
+    denoises("guided");
+}
+
+#[test]
+fn a_flux_without_guidance_and_biases_gives_diffusers_velocity() {
+    denoises("plain");
+}
+
+#[test]
+fn the_steps_of_a_flux_are_its_layers_in_the_layouts_order() {
+    for name in ["guided", "plain"] {
+        let folder = data("flux").join(name);
+        let steps: Vec<_> = flux_config(&folder).steps().map(|step| step.layer).collect();
+        assert_eq!(steps, layers(folder.join("model.safetensors")), "{name}");
     }
 }
