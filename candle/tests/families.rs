@@ -6,11 +6,12 @@ mod flux;
 #[path = "../examples/support/llama.rs"]
 mod llama;
 
+use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 use tensor_offload::checkpoint::Checkpoint;
 
 fn data(name: &str) -> PathBuf {
@@ -36,13 +37,45 @@ fn layers(file: PathBuf) -> Vec<String> {
     checkpoint.layout().layers().iter().map(|layer| layer.name.clone()).collect()
 }
 
+/// Tensors that are NaN until they are written, in place.
+struct Late {
+    variables: VarMap,
+    tensors: HashMap<String, Tensor>,
+}
+
+impl Late {
+    fn new(folder: &Path) -> Late {
+        let variables = VarMap::new();
+        let tensors: HashMap<_, _> = expected(&folder.join("model.safetensors"))
+            .into_iter()
+            .map(|(name, tensor)| (name, tensor.to_dtype(DType::F32).unwrap()))
+            .collect();
+        for (name, tensor) in &tensors {
+            let nan = Tensor::full(f32::NAN, tensor.shape(), &Device::Cpu).unwrap();
+            variables.data().lock().unwrap().insert(name.clone(), Var::from_tensor(&nan).unwrap());
+        }
+        Late { variables, tensors }
+    }
+
+    fn builder(&self) -> VarBuilder<'_> {
+        VarBuilder::from_varmap(&self.variables, DType::F32, &Device::Cpu)
+    }
+
+    fn write(&self) {
+        for (name, variable) in &*self.variables.data().lock().unwrap() {
+            variable.set(&self.tensors[name]).unwrap();
+        }
+    }
+}
+
 #[track_caller]
 fn assert_close(computed: &Tensor, expected: &Tensor) {
     assert_eq!(computed.dims(), expected.dims());
-    let largest = |x: &Tensor| x.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
-    let difference = largest(&(computed - expected).unwrap());
-    let allowed = 2e-5 * largest(expected);
-    assert!(difference <= allowed, "{difference} is above {allowed}");
+    let numbers = |x: &Tensor| x.abs().unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let allowed = 2e-5 * numbers(expected).into_iter().fold(0.0, f32::max);
+    let differences = numbers(&(computed - expected).unwrap());
+    // Not that all are above: NaN is neither.
+    assert!(differences.iter().all(|&difference| difference <= allowed), "{differences:?}: at most {allowed}");
 }
 
 fn llama_config(folder: &Path) -> llama::Config {
@@ -50,13 +83,16 @@ fn llama_config(folder: &Path) -> llama::Config {
 }
 
 /// A sequence that comes in pieces, as `reference.py` gave it to transformers.
-fn decode(config: &llama::Config, vb: &VarBuilder<'_>, ids: &Tensor) -> Result<Tensor> {
+fn decode<P>(config: &llama::Config, part: impl Fn(&str) -> Result<P>, ids: &Tensor) -> Result<Tensor>
+where
+    P: Borrow<llama::Part>,
+{
     let mut state = llama::State::new(config, &Device::Cpu)?;
     let mut logits = Vec::new();
     for tokens in [7, 1, 1, 1, 2] {
         let mut x = ids.narrow(1, state.position(), tokens)?;
         for step in config.steps() {
-            x = llama::Part::new(config, &step.layer, vb.clone())?.forward(&x, &mut state)?;
+            x = part(&step.layer)?.borrow().forward(&x, &mut state)?;
         }
         logits.push(x);
     }
@@ -65,8 +101,8 @@ fn decode(config: &llama::Config, vb: &VarBuilder<'_>, ids: &Tensor) -> Result<T
 
 #[track_caller]
 fn agrees(folder: &Path, file: &Path) {
-    let expected = expected(file);
-    let logits = decode(&llama_config(folder), &weights(folder), &expected["ids"]).unwrap();
+    let (config, vb, expected) = (llama_config(folder), weights(folder), expected(file));
+    let logits = decode(&config, |layer| llama::Part::new(&config, layer, vb.clone()), &expected["ids"]).unwrap();
     assert_close(&logits, &expected["logits"]);
 }
 
@@ -91,6 +127,110 @@ fn the_tiny_llama_gives_transformers_logits() {
 }
 
 #[test]
+fn the_last_token_alone_has_the_same_logits() {
+    let (folder, given) = (data("llama/biases"), expected(&data("llama/biases/expected.safetensors")));
+    let (config, vb) = (llama_config(&folder), weights(&folder));
+    let mut state = llama::State::new(&config, &Device::Cpu).unwrap().last_only();
+    let mut x = given["ids"].clone();
+    for step in config.steps() {
+        x = llama::Part::new(&config, &step.layer, vb.clone()).unwrap().forward(&x, &mut state).unwrap();
+    }
+    assert_eq!(state.position(), 12);
+    assert_close(&x, &given["logits"].narrow(1, 11, 1).unwrap());
+}
+
+#[test]
+fn parts_use_weights_that_are_written_after_they_were_made() {
+    let (folder, given) = (data("llama/biases"), expected(&data("llama/biases/expected.safetensors")));
+    let (config, late) = (llama_config(&folder), Late::new(&folder));
+    let part = |layer: &str| llama::Part::new(&config, layer, late.builder()).unwrap();
+    let parts: HashMap<_, _> = config.steps().map(|step| (step.layer.clone(), part(&step.layer))).collect();
+    late.write();
+    let logits = decode(&config, |layer| Ok(&parts[layer]), &given["ids"]).unwrap();
+    assert_close(&logits, &given["logits"]);
+
+    let (folder, given) = (data("flux/guided"), expected(&data("flux/guided/expected.safetensors")));
+    let (config, late) = (flux_config(&folder), Late::new(&folder));
+    let part = |layer: &str| flux::Part::new(&config, layer, late.builder()).unwrap();
+    let parts: HashMap<_, _> = config.steps().map(|step| (step.layer.clone(), part(&step.layer))).collect();
+    late.write();
+    assert_close(&denoise(&config, |layer| Ok(&parts[layer]), &given).unwrap(), &given["velocity"]);
+}
+
+#[test]
+fn bf16_is_near_f32() {
+    let near = |computed: Tensor, expected: &Tensor| {
+        assert_eq!(computed.dtype(), DType::BF16);
+        let difference =
+            (computed.to_dtype(DType::F32).unwrap() - expected).unwrap().sqr().unwrap().mean_all().unwrap();
+        let size = expected.sqr().unwrap().mean_all().unwrap();
+        let ratio = (difference / size).unwrap().sqrt().unwrap().to_scalar::<f32>().unwrap();
+        assert!(ratio < 0.03, "{ratio}");
+    };
+    let (folder, given) = (data("llama/biases"), expected(&data("llama/biases/expected.safetensors")));
+    let (config, vb) = (llama_config(&folder), weights(&folder).to_dtype(DType::BF16));
+    near(
+        decode(&config, |layer| llama::Part::new(&config, layer, vb.clone()), &given["ids"]).unwrap(),
+        &given["logits"],
+    );
+
+    let (folder, mut given) = (data("flux/guided"), expected(&data("flux/guided/expected.safetensors")));
+    for name in ["img", "txt", "y"] {
+        given.insert(name.to_owned(), given[name].to_dtype(DType::BF16).unwrap());
+    }
+    let (config, vb) = (flux_config(&folder), weights(&folder).to_dtype(DType::BF16));
+    near(denoise(&config, |layer| flux::Part::new(&config, layer, vb.clone()), &given).unwrap(), &given["velocity"]);
+}
+
+#[test]
+fn a_llama_that_is_not_here_is_refused() {
+    let given = std::fs::read_to_string(data("llama/biases/config.json")).unwrap();
+    let refused = |old: &str, new: &str| {
+        let text = given.replace(old, new);
+        assert_ne!(text, given);
+        llama::Config::parse(&text).unwrap_err().to_string()
+    };
+    assert!(refused("\"model_type\": \"llama\"", "\"model_type\": \"gemma\"").contains("`gemma`"));
+    assert!(refused("\"silu\"", "\"gelu\"").contains("`gelu`"));
+    assert!(refused("\"llama3\"", "\"yarn\"").contains("`yarn`"));
+    assert!(refused("\"low_freq_factor\": 1.0,", "").contains("`low_freq_factor`"));
+    assert!(
+        refused("\"rope_theta\"", "\"partial_rotary_factor\": 0.5, \"rope_theta\"").contains("`partial_rotary_factor`")
+    );
+    assert!(refused("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3").contains("4 heads"));
+    assert!(refused("\"num_attention_heads\": 4", "\"num_attention_heads\": 0").contains("0 heads"));
+    assert!(refused("\"use_cache\": true", "\"sliding_window\": 8").contains("`sliding_window`"));
+    assert!(refused("\"hidden_size\": 16,", "").contains("hidden_size"));
+}
+
+#[test]
+fn the_older_spelling_of_rotary_positions_is_read() {
+    let (folder, given) = (data("llama/biases"), expected(&data("llama/biases/expected.safetensors")));
+    let mut json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(folder.join("config.json")).unwrap()).unwrap();
+    let mut scaling = json["rope_parameters"].take();
+    json["rope_theta"] = scaling["rope_theta"].take();
+    json["rope_scaling"] = scaling;
+    let (config, vb) = (llama::Config::parse(&json.to_string()).unwrap(), weights(&folder));
+    let logits = decode(&config, |layer| llama::Part::new(&config, layer, vb.clone()), &given["ids"]).unwrap();
+    assert_close(&logits, &given["logits"]);
+}
+
+#[test]
+fn layers_that_a_network_does_not_have_are_refused() {
+    let (folder, vb) = (data("llama/biases"), weights(&data("llama/biases")));
+    let config = llama_config(&folder);
+    for name in ["model.layers.2", "model.layers", "visual.blocks.0"] {
+        assert!(llama::Part::new(&config, name, vb.clone()).unwrap_err().to_string().contains(name));
+    }
+    let (folder, vb) = (data("flux/plain"), weights(&data("flux/plain")));
+    let config = flux_config(&folder);
+    for name in ["double_blocks.1", "single_blocks.1", "transformer_blocks.0"] {
+        assert!(flux::Part::new(&config, name, vb.clone()).unwrap_err().to_string().contains(name));
+    }
+}
+
+#[test]
 fn the_steps_of_a_llama_are_its_layers_in_the_layouts_order() {
     for name in ["biases", "tied", "qwen2"] {
         let folder = data("llama").join(name);
@@ -107,10 +247,14 @@ fn flux_config(folder: &Path) -> flux::Config {
     serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
 }
 
-#[track_caller]
-fn denoises(name: &str) {
-    let folder = data("flux").join(name);
-    let (config, vb, given) = (flux_config(&folder), weights(&folder), expected(&folder.join("expected.safetensors")));
+fn denoise<P>(
+    config: &flux::Config,
+    part: impl Fn(&str) -> Result<P>,
+    given: &HashMap<String, Tensor>,
+) -> Result<Tensor>
+where
+    P: Borrow<flux::Part>,
+{
     let of = |name: &str| given[name].clone();
     let inputs = flux::Inputs {
         txt: of("txt"),
@@ -120,12 +264,20 @@ fn denoises(name: &str) {
         y: of("y"),
         guidance: given.get("guidance").cloned(),
     };
-    let mut state = flux::State::new(&config, &inputs).unwrap();
+    let mut state = flux::State::new(config, &inputs)?;
     let mut x = of("img");
     for step in config.steps() {
-        x = flux::Part::new(&config, &step.layer, vb.clone()).unwrap().forward(&x, &mut state).unwrap();
+        x = part(&step.layer)?.borrow().forward(&x, &mut state)?;
     }
-    assert_close(&x, &given["velocity"]);
+    Ok(x)
+}
+
+#[track_caller]
+fn denoises(name: &str) {
+    let folder = data("flux").join(name);
+    let (config, vb, given) = (flux_config(&folder), weights(&folder), expected(&folder.join("expected.safetensors")));
+    let velocity = denoise(&config, |layer| flux::Part::new(&config, layer, vb.clone()), &given).unwrap();
+    assert_close(&velocity, &given["velocity"]);
 }
 
 #[test]
