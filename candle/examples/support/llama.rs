@@ -1,0 +1,341 @@
+//! A Llama over candle-nn with its block loop open: grouped queries, rotary positions with Llama 3's scaling, a key-value
+//! cache, and a head that may be the embedding. The caller goes through [`Config::steps`] and gets each [`Part`] from
+//! wherever its weights are:
+//!
+//! ```text
+//! let mut x = ids;                                          // [batch, tokens]
+//! for step in config.steps() {
+//!     x = provider(&step.layer)?.forward(&x, &mut state)?;
+//! }                                                         // x: logits, [batch, tokens, vocabulary]
+//! ```
+//!
+//! The arithmetic is that of transformers, models/llama/modeling_llama.py and modeling_rope_utils.py.
+
+#![allow(dead_code, reason = "each program uses its part")]
+
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::kv_cache::ConcatKvCache;
+use candle_nn::{Embedding, Linear, RmsNorm, VarBuilder, ops, rotary_emb};
+use serde::Deserialize;
+
+const EMBEDDING: &str = "model.embed_tokens";
+const BLOCKS: &str = "model.layers.";
+const NORM: &str = "model.norm";
+const HEAD: &str = "lm_head";
+
+/// What `config.json` says of a Llama, or of a Mistral or Qwen2 whose attention has no sliding window.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Config {
+    pub(crate) model_type: String,
+    pub(crate) hidden_size: usize,
+    pub(crate) intermediate_size: usize,
+    pub(crate) num_hidden_layers: usize,
+    pub(crate) num_attention_heads: usize,
+    pub(crate) num_key_value_heads: Option<usize>,
+    pub(crate) head_dim: Option<usize>,
+    pub(crate) vocab_size: usize,
+    pub(crate) rms_norm_eps: f64,
+    #[serde(default = "silu")]
+    pub(crate) hidden_act: String,
+    #[serde(default)]
+    pub(crate) tie_word_embeddings: bool,
+    #[serde(default)]
+    pub(crate) attention_bias: bool,
+    #[serde(default)]
+    pub(crate) mlp_bias: bool,
+    pub(crate) sliding_window: Option<usize>,
+    pub(crate) use_sliding_window: Option<bool>,
+    rope_theta: Option<f32>,
+    rope_scaling: Option<Rope>,
+    rope_parameters: Option<Rope>,
+}
+
+fn silu() -> String {
+    "silu".to_owned()
+}
+
+/// `rope_scaling`, or `rope_parameters`, which has the base as well.
+#[derive(Clone, Debug, Default, Deserialize)]
+struct Rope {
+    rope_theta: Option<f32>,
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    partial_rotary_factor: Option<f32>,
+    factor: Option<f32>,
+    low_freq_factor: Option<f32>,
+    high_freq_factor: Option<f32>,
+    original_max_position_embeddings: Option<f32>,
+}
+
+/// A layer's turn in a pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    /// The layer's name in the checkpoint's layout.
+    pub(crate) layer: String,
+}
+
+impl Config {
+    /// Reads the text of a `config.json`.
+    ///
+    /// # Errors
+    /// What is missing in the text, or what it asks for that is not here.
+    pub(crate) fn parse(json: &str) -> Result<Config> {
+        let config: Config =
+            serde_json::from_str(json).map_err(|e| candle_core::Error::msg(format!("config.json: {e}")))?;
+        if !["llama", "mistral", "qwen2"].contains(&config.model_type.as_str()) {
+            bail!(
+                "config.json: `model_type` is `{}`; this is a Llama, and Mistral and Qwen2 run as one",
+                config.model_type
+            );
+        }
+        if config.hidden_act != "silu" {
+            bail!("config.json: `hidden_act` is `{}`, not `silu`", config.hidden_act);
+        }
+        if config.sliding_window.is_some() && config.use_sliding_window != Some(false) {
+            bail!("config.json: attention with a `sliding_window` is not here");
+        }
+        if config.num_attention_heads == 0
+            || config.kv_heads() == 0
+            || config.num_attention_heads % config.kv_heads() != 0
+        {
+            bail!("config.json: {} heads cannot share {} of keys", config.num_attention_heads, config.kv_heads());
+        }
+        config.inverse_frequencies()?;
+        Ok(config)
+    }
+
+    /// The layers of a pass in their order. With a tied head the embedding's layer has the last turn too.
+    pub(crate) fn steps(&self) -> impl Iterator<Item = Step> + use<> {
+        let head = if self.tie_word_embeddings { EMBEDDING } else { HEAD };
+        let blocks = (0..self.num_hidden_layers).map(|index| format!("{BLOCKS}{index}"));
+        let names = std::iter::once(EMBEDDING.to_owned()).chain(blocks).chain([NORM.to_owned(), head.to_owned()]);
+        names.map(|layer| Step { layer })
+    }
+
+    fn kv_heads(&self) -> usize {
+        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
+    }
+
+    fn head_dim(&self) -> usize {
+        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
+    }
+
+    /// The angles by which one position turns a head's pairs, `[head_dim / 2]`.
+    fn inverse_frequencies(&self) -> Result<Vec<f32>> {
+        let rope = self.rope_parameters.clone().or_else(|| self.rope_scaling.clone()).unwrap_or_default();
+        let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
+        let dim = self.head_dim();
+        let plain = (0..dim / 2).map(|pair| 1.0 / theta.powf((2 * pair) as f32 / dim as f32));
+        let needed = |value: Option<f32>, name: &str| match value {
+            Some(value) => Ok(value),
+            None => bail!("config.json: the scaling of rotary positions has no `{name}`"),
+        };
+        if rope.partial_rotary_factor.is_some_and(|part| part != 1.0) {
+            bail!("config.json: heads of which only a part is turned (`partial_rotary_factor`) are not here");
+        }
+        match rope.rope_type.as_deref() {
+            None | Some("default") => Ok(plain.collect()),
+            Some("linear") => {
+                let factor = needed(rope.factor, "factor")?;
+                Ok(plain.map(|angle| angle / factor).collect())
+            }
+            Some("llama3") => {
+                let factor = needed(rope.factor, "factor")?;
+                let low = needed(rope.low_freq_factor, "low_freq_factor")?;
+                let high = needed(rope.high_freq_factor, "high_freq_factor")?;
+                let trained = needed(rope.original_max_position_embeddings, "original_max_position_embeddings")?;
+                // What turns often within the trained length stays, what does not is slowed, and between them is a ramp.
+                let scaled = plain.map(|angle| {
+                    let turns = trained * angle / (2.0 * std::f32::consts::PI);
+                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                    angle * (kept + (1.0 - kept) / factor)
+                });
+                Ok(scaled.collect())
+            }
+            Some(other) => bail!("config.json: rotary positions of type `{other}` are not here"),
+        }
+    }
+}
+
+/// What a sequence leaves behind for its next tokens: each block's keys and values. It holds no weights.
+#[derive(Debug)]
+pub(crate) struct State {
+    caches: Vec<ConcatKvCache>,
+    inverse_frequencies: Tensor,
+    /// The rotary tables and the mask of this pass: from the first block for the others.
+    pass: Option<Pass>,
+    last_only: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Pass {
+    position: usize,
+    tokens: usize,
+    cos: Tensor,
+    sin: Tensor,
+    /// `[tokens, position + tokens]`, 0 or minus infinity; `None` for one token, which sees all.
+    mask: Option<Tensor>,
+}
+
+impl State {
+    /// An empty sequence, or several of one length in a batch.
+    pub(crate) fn new(config: &Config, device: &Device) -> Result<State> {
+        let inverse_frequencies = Tensor::new(config.inverse_frequencies()?, device)?.reshape((1, ()))?;
+        let caches = vec![ConcatKvCache::new(2); config.num_hidden_layers];
+        Ok(State { caches, inverse_frequencies, pass: None, last_only: false })
+    }
+
+    /// Passes give the logits of their last token alone, `[batch, 1, vocabulary]`.
+    #[must_use]
+    pub(crate) fn last_only(mut self) -> State {
+        self.last_only = true;
+        self
+    }
+
+    /// How many tokens the first block has seen. After a pass that failed half-way, begin again with a new state.
+    pub(crate) fn position(&self) -> usize {
+        self.caches.first().map_or(0, ConcatKvCache::current_seq_len)
+    }
+
+    fn pass(&mut self, position: usize, tokens: usize, dtype: DType) -> Result<Pass> {
+        if let Some(pass) = &self.pass
+            && (pass.position, pass.tokens, pass.cos.dtype()) == (position, tokens, dtype)
+        {
+            return Ok(pass.clone());
+        }
+        let device = self.inverse_frequencies.device();
+        let end = position + tokens;
+        let positions = Tensor::arange(position as u32, end as u32, device)?.to_dtype(DType::F32)?.reshape(((), 1))?;
+        let angles = positions.matmul(&self.inverse_frequencies)?;
+        let visible =
+            |row: usize| (0..end).map(move |column| if column <= position + row { 0.0 } else { f32::NEG_INFINITY });
+        let mask = match tokens {
+            1 => None,
+            _ => Some(Tensor::from_iter((0..tokens).flat_map(visible), device)?.reshape((tokens, end))?),
+        };
+        let (cos, sin) = (angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?);
+        Ok(self.pass.insert(Pass { position, tokens, cos, sin, mask }).clone())
+    }
+}
+
+/// A layer of the checkpoint, as a network's part over its weights, which it does not copy.
+#[derive(Debug)]
+pub(crate) enum Part {
+    /// Token ids become hidden states; hidden states become logits, where the head is tied.
+    Embedding(Embedding),
+    Block(Box<Block>),
+    Norm(RmsNorm),
+    Head(Linear),
+}
+
+impl Part {
+    /// The part for layer `name`. `vb` is at the root of the checkpoint's names.
+    ///
+    /// # Errors
+    /// A name that a Llama has no layer of, and what `vb` says of tensors and their shapes.
+    pub(crate) fn new(config: &Config, name: &str, vb: VarBuilder<'_>) -> Result<Part> {
+        let (vocabulary, hidden) = (config.vocab_size, config.hidden_size);
+        let vb = vb.pp(name);
+        match name {
+            EMBEDDING => Ok(Part::Embedding(candle_nn::embedding(vocabulary, hidden, vb)?)),
+            NORM => Ok(Part::Norm(candle_nn::rms_norm(hidden, config.rms_norm_eps, vb)?)),
+            HEAD => Ok(Part::Head(candle_nn::linear_no_bias(hidden, vocabulary, vb)?)),
+            _ => match name.strip_prefix(BLOCKS).and_then(|index| index.parse().ok()) {
+                Some(index) if index < config.num_hidden_layers => {
+                    Ok(Part::Block(Box::new(Block::new(config, index, vb)?)))
+                }
+                _ => bail!("a Llama of {} blocks has no layer `{name}`", config.num_hidden_layers),
+            },
+        }
+    }
+
+    /// The layer's turn: from token ids, `[batch, tokens]`, or hidden states, `[batch, tokens, width]`, to hidden states or
+    /// logits.
+    pub(crate) fn forward(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
+        match self {
+            Part::Embedding(embedding) if x.dtype().is_int() => embedding.forward(x),
+            Part::Embedding(embedding) => Linear::new(embedding.embeddings().clone(), None).forward(x),
+            Part::Block(block) => block.forward(x, state),
+            Part::Norm(norm) if state.last_only => norm.forward(&x.narrow(1, x.dim(1)? - 1, 1)?.contiguous()?),
+            Part::Norm(norm) => norm.forward(x),
+            Part::Head(head) => head.forward(x),
+        }
+    }
+}
+
+/// A decoder block: attention and a gated feed-forward network, each behind a norm and beside a residual connection.
+#[derive(Debug)]
+pub(crate) struct Block {
+    index: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    attention_norm: RmsNorm,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    o: Linear,
+    mlp_norm: RmsNorm,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Block {
+    fn new(config: &Config, index: usize, vb: VarBuilder<'_>) -> Result<Block> {
+        let (hidden, inner, eps) = (config.hidden_size, config.intermediate_size, config.rms_norm_eps);
+        let (heads, kv_heads, head_dim) = (config.num_attention_heads, config.kv_heads(), config.head_dim());
+        let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
+        // Qwen2 has biases of which its configuration says nothing.
+        let linear = |inputs, outputs, bias: bool, vb: VarBuilder<'_>| {
+            candle_nn::linear_b(inputs, outputs, bias || vb.contains_tensor("bias"), vb)
+        };
+        let (a, m) = (config.attention_bias, config.mlp_bias);
+        Ok(Block {
+            index,
+            heads,
+            kv_heads,
+            head_dim,
+            attention_norm: candle_nn::rms_norm(hidden, eps, vb.pp("input_layernorm"))?,
+            q: linear(hidden, heads * head_dim, a, attention.pp("q_proj"))?,
+            k: linear(hidden, kv_heads * head_dim, a, attention.pp("k_proj"))?,
+            v: linear(hidden, kv_heads * head_dim, a, attention.pp("v_proj"))?,
+            o: linear(heads * head_dim, hidden, a, attention.pp("o_proj"))?,
+            mlp_norm: candle_nn::rms_norm(hidden, eps, vb.pp("post_attention_layernorm"))?,
+            gate: linear(hidden, inner, m, mlp.pp("gate_proj"))?,
+            up: linear(hidden, inner, m, mlp.pp("up_proj"))?,
+            down: linear(inner, hidden, m, mlp.pp("down_proj"))?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
+        let x = (x + self.attention(&self.attention_norm.forward(x)?, state)?)?;
+        let normed = self.mlp_norm.forward(&x)?;
+        let inner = (ops::silu(&self.gate.forward(&normed)?)? * self.up.forward(&normed)?)?;
+        x + self.down.forward(&inner)?
+    }
+
+    fn attention(&self, x: &Tensor, state: &mut State) -> Result<Tensor> {
+        let (batch, tokens, _) = x.dims3()?;
+        let split =
+            |x: Tensor, heads: usize| x.reshape((batch, tokens, heads, self.head_dim))?.transpose(1, 2)?.contiguous();
+        let q = split(self.q.forward(x)?, self.heads)?;
+        let k = split(self.k.forward(x)?, self.kv_heads)?;
+        let v = split(self.v.forward(x)?, self.kv_heads)?;
+        let pass = state.pass(state.caches[self.index].current_seq_len(), tokens, x.dtype())?;
+        let q = rotary_emb::rope(&q, &pass.cos, &pass.sin)?;
+        let k = rotary_emb::rope(&k, &pass.cos, &pass.sin)?;
+        let (k, v) = state.caches[self.index].append(&k, &v)?;
+        // The queries that share keys are rows of one product.
+        let group = self.heads / self.kv_heads;
+        let q = (q.reshape((batch, self.kv_heads, group * tokens, self.head_dim))? / (self.head_dim as f64).sqrt())?;
+        let mut scores = q.matmul(&k.t()?)?.to_dtype(DType::F32)?;
+        if let Some(mask) = &pass.mask {
+            let apart = scores.reshape((batch, self.kv_heads, group, tokens, ()))?;
+            scores = apart.broadcast_add(mask)?.reshape(scores.shape())?;
+        }
+        let weights = ops::softmax_last_dim(&scores)?.to_dtype(x.dtype())?;
+        let mixed = weights.matmul(&v)?.reshape((batch, self.heads, tokens, self.head_dim))?.transpose(1, 2)?;
+        self.o.forward(&mixed.reshape((batch, tokens, self.heads * self.head_dim))?)
+    }
+}
