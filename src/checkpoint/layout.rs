@@ -376,6 +376,11 @@ impl Layout {
         self.at(module).tensors.iter().copied().filter(|&tensor| self.storage(tensor) == tensor)
     }
 
+    /// The layer of a tensor. `None` for a tensor of another layout.
+    pub fn layer_of(&self, tensor: TensorId) -> Option<LayerId> {
+        self.tensor(tensor).map(|_| self.layer_with(tensor))
+    }
+
     /// As [`needs_of`](Layout::needs_of), for a layer of this very layout.
     pub(crate) fn needs(&self, layer: &Layer) -> Vec<ModuleId> {
         let mut needs = layer.modules.clone();

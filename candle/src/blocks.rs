@@ -1,0 +1,232 @@
+//! A model's blocks over weights that are streamed.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+use candle_nn::VarBuilder;
+use tensor_offload::checkpoint::Layer;
+use tensor_offload::error::Missing;
+use tensor_offload::{LayerGuard, LayerId, Model, Streamer};
+
+use crate::error::{Error, Result};
+use crate::weights::LayerWeights;
+
+/// Bytes of this value are NaN in every floating-point type.
+const NAN: u8 = 0xff;
+
+/// The blocks of a model, one for each layer and each slot that may hold it, and the stream of their weights.
+///
+/// [`layer`](Streamed::layer) hands out a layer's block over weights that have arrived, and prefetches the layers that come
+/// next. Ask for layers in any order; the order is learned from the first pass.
+pub struct Streamed<B> {
+    streamer: Streamer,
+    layers: Vec<Layers<B>>,
+}
+
+/// The blocks of one layer.
+struct Layers<B> {
+    name: String,
+    /// By slot, or by `None` where nothing of the layer is streamed.
+    blocks: BTreeMap<Option<usize>, Built<B>>,
+}
+
+/// A block, and its weights until its first output has been looked at.
+struct Built<B> {
+    block: B,
+    unchecked: Option<Vec<Tensor>>,
+}
+
+impl<B> Streamed<B> {
+    /// Builds the blocks of all layers. `build` is called for each layer, once for each slot that may hold it, with a builder of
+    /// that layer's weights. It is at the root of the model's names, and what it gives are views: of the type and shape that
+    /// the model holds, or it is an error.
+    ///
+    /// The model must be in candle's memory, loaded with [`cpu_memory`](crate::cpu_memory).
+    ///
+    /// # Errors
+    /// [`Error::NotOfCandle`]; what `build` returns, with [`Error::Shape`], [`Error::Type`], [`Error::OtherLayer`] and
+    /// [`Error::NoTensor`] for what it asks for in vain; as [`Streamer::new`].
+    pub fn new(
+        model: &Arc<Model>,
+        build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        Streamed::over(Streamer::new(model)?, build)
+    }
+
+    /// As [`new`](Streamed::new), with a streamer that has its own settings.
+    ///
+    /// # Errors
+    /// As [`new`](Streamed::new).
+    pub fn over(
+        mut streamer: Streamer,
+        mut build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        streamer.overwrite_slots(NAN)?;
+        let mut of_layer = |layer: &Layer| -> Result<Layers<B>> {
+            let slots = streamer.slots_of(layer.id);
+            let slots: Vec<Option<usize>> = match slots.is_empty() {
+                true => vec![None],
+                false => slots.into_iter().map(Some).collect(),
+            };
+            let built = |slot: Option<usize>| -> Result<(Option<usize>, Built<B>)> {
+                let weights = LayerWeights::new(&streamer, layer, slot)?;
+                // What stays where it is holds its values already, so a copy of it is right.
+                let unchecked = slot.map(|_| weights.tensors().cloned().collect());
+                Ok((slot, Built { block: build(layer, weights.builder())?, unchecked }))
+            };
+            Ok(Layers { name: layer.name.clone(), blocks: slots.into_iter().map(built).collect::<Result<_>>()? })
+        };
+        let layers = streamer.model().layout().layers().iter().map(&mut of_layer).collect::<Result<_>>()?;
+        Ok(Streamed { streamer, layers })
+    }
+
+    /// The block of the layer `name` (`model.layers.7`), over weights that have arrived. Drop it before you ask for the next
+    /// one; its slot is then free for another layer.
+    ///
+    /// # Errors
+    /// As [`Streamer::layer_named`].
+    pub fn layer(&mut self, name: &str) -> Result<Block<'_, B>> {
+        let missing = || tensor_offload::Error::from(Missing::Layer { name: name.to_owned() });
+        let layer = self.streamer.model().layout().find_layer(name).ok_or_else(missing)?;
+        self.layer_at(layer)
+    }
+
+    /// As [`layer`](Streamed::layer), by the layer's id.
+    ///
+    /// # Errors
+    /// As [`Streamer::layer`].
+    pub fn layer_at(&mut self, layer: LayerId) -> Result<Block<'_, B>> {
+        let guard = self.streamer.layer(layer)?;
+        let Layers { name, blocks } = &mut self.layers[layer.index()];
+        let missing = || tensor_offload::Error::from(Missing::Layer { name: name.clone() });
+        let built = blocks.get_mut(&guard.slot()).ok_or_else(missing)?;
+        Ok(Block { built, guard })
+    }
+
+    /// The stream of the weights, with its report.
+    pub fn streamer(&self) -> &Streamer {
+        &self.streamer
+    }
+
+    /// The model. It is not unloaded while the blocks live.
+    pub fn model(&self) -> &Arc<Model> {
+        self.streamer.model()
+    }
+
+    /// Drops the blocks and returns the stream of their weights.
+    pub fn into_streamer(self) -> Streamer {
+        self.streamer
+    }
+}
+
+impl<B> fmt::Debug for Streamed<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Streamed").field("layers", &self.layers.len()).field("streamer", &self.streamer).finish()
+    }
+}
+
+/// A layer's turn: its block, whose weights stay until this is dropped.
+pub struct Block<'s, B> {
+    built: &'s mut Built<B>,
+    guard: LayerGuard,
+}
+
+impl<B> Block<'_, B> {
+    /// Runs the block and ends its turn.
+    ///
+    /// In the block's first turn the output is looked at. NaN from weights that have none means that the block computes with
+    /// copies which it made of its weights when it was built.
+    ///
+    /// # Errors
+    /// What `forward` returns; [`Error::Copied`].
+    pub fn run<T: Output>(self, forward: impl FnOnce(&B) -> candle_core::Result<T>) -> Result<T> {
+        let Built { block, unchecked } = self.built;
+        let output = forward(block)?;
+        if let Some(weights) = unchecked {
+            if has_nan(&output)? && !has_nan(weights)? {
+                let (layer, block) = (self.guard.name().to_owned(), std::any::type_name::<B>());
+                return Err(Error::Copied { layer, block });
+            }
+            *unchecked = None;
+        }
+        Ok(output)
+    }
+
+    /// The layer's tensors in the library's terms.
+    pub fn guard(&self) -> &LayerGuard {
+        &self.guard
+    }
+}
+
+impl<B> Deref for Block<'_, B> {
+    type Target = B;
+
+    fn deref(&self) -> &B {
+        &self.built.block
+    }
+}
+
+/// What a block may return: tensors, alone or together. Its first output is searched for NaN.
+pub trait Output {
+    /// Calls `visit` for each tensor.
+    ///
+    /// # Errors
+    /// Those of `visit`.
+    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()>;
+}
+
+impl Output for Tensor {
+    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        visit(self)
+    }
+}
+
+impl<T: Output> Output for Option<T> {
+    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.iter().try_for_each(|output| output.each(visit))
+    }
+}
+
+impl<T: Output> Output for Vec<T> {
+    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.iter().try_for_each(|output| output.each(visit))
+    }
+}
+
+impl<A: Output, B: Output> Output for (A, B) {
+    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.0.each(visit)?;
+        self.1.each(visit)
+    }
+}
+
+impl<A: Output, B: Output, C: Output> Output for (A, B, C) {
+    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.0.each(visit)?;
+        self.1.each(visit)?;
+        self.2.each(visit)
+    }
+}
+
+impl Output for () {
+    fn each(&self, _: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        Ok(())
+    }
+}
+
+/// Whether a floating-point tensor among these has NaN.
+fn has_nan(output: &impl Output) -> Result<bool> {
+    let mut found = false;
+    output.each(&mut |tensor| {
+        if !found && tensor.dtype().is_float() && tensor.elem_count() > 0 {
+            let values = tensor.to_dtype(DType::F32)?;
+            // NaN alone differs from itself.
+            found = values.ne(&values)?.to_dtype(DType::F32)?.max_all()?.to_scalar::<f32>()? > 0.0;
+        }
+        Ok(())
+    })?;
+    Ok(found)
+}

@@ -1,0 +1,279 @@
+//! Candle's memory on the CPU.
+
+#![expect(unsafe_code, reason = "the library copies into candle's memory, under candle's own lock")]
+
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage as CandleStorage, Tensor, WithDType};
+use tensor_offload::backend::{SharedMemory, Storage};
+use tensor_offload::load::{TensorAllocator, TensorRequest};
+use tensor_offload::plan::TensorStorage;
+use tensor_offload::{DType, DeviceId, Error, Result};
+
+use crate::dtype;
+
+/// The alignment of a tensor's first byte. A large `Vec` begins 16 bytes into a page, and reading a file there takes
+/// several times as long as reading it to an aligned address.
+const ALIGNMENT: usize = 64;
+
+/// An allocator of candle tensors on the CPU, for [`ModelBuilder::allocator`](tensor_offload::ModelBuilder::allocator) and
+/// [`Loader::allocator`](tensor_offload::Loader::allocator): the tensors that stay in host memory, and, where the CPU computes,
+/// the slots.
+///
+/// Each tensor has a storage of its own, and so has each tensor of a layer in a slot. For candle's product on the CPU widens
+/// the whole storage of a bf16 or f16 weight to f32, not only the part that it multiplies with.
+///
+/// The memory is written under the lock that candle itself takes. So a program that reads a weight at the wrong time gets
+/// another layer's values, and no data race. A storage takes up to 64 bytes beyond what the plan counts.
+pub fn cpu_memory() -> Arc<dyn TensorAllocator> {
+    Arc::new(CpuMemory)
+}
+
+/// The allocator.
+struct CpuMemory;
+
+impl TensorAllocator for CpuMemory {
+    fn device(&self) -> DeviceId {
+        DeviceId::CPU
+    }
+
+    fn storage(&self) -> TensorStorage {
+        TensorStorage::PerTensor
+    }
+
+    fn supports(&self, dtype: DType) -> bool {
+        dtype::of(dtype).is_some()
+    }
+
+    fn allocate(&self, request: &TensorRequest<'_>) -> Result<Box<dyn Storage>> {
+        // Slots hold NaN until they are filled.
+        let byte = if request.tensor.is_none() { 0xff } else { 0 };
+        Ok(Box::new(CpuTensor::new(request.dtype, request.bytes, byte)?))
+    }
+}
+
+/// A storage of candle's.
+pub(crate) struct CpuTensor {
+    /// Its aligned part, of one dimension.
+    tensor: Tensor,
+    bytes: usize,
+}
+
+impl CpuTensor {
+    fn new(dtype: DType, bytes: usize, byte: u8) -> Result<CpuTensor> {
+        let bits = u64::from_ne_bytes([byte; 8]);
+        let half = bits as u16;
+        let tensor = match dtype {
+            DType::U8 => aligned(bytes, byte),
+            DType::U32 => aligned(bytes, bits as u32),
+            DType::I16 => aligned(bytes, bits as i16),
+            DType::I32 => aligned(bytes, bits as i32),
+            DType::I64 => aligned(bytes, bits as i64),
+            DType::BF16 => aligned(bytes, half::bf16::from_bits(half)),
+            DType::F16 => aligned(bytes, half::f16::from_bits(half)),
+            DType::F32 => aligned(bytes, f32::from_bits(bits as u32)),
+            DType::F64 => aligned(bytes, f64::from_bits(bits)),
+            DType::F8E4M3 => aligned(bytes, float8::F8E4M3::from_bits(byte)),
+            other => return Err(Error::Invalid { reason: format!("candle has no tensors of {other} on the CPU") }),
+        };
+        let tensor = tensor.map_err(|error| Error::Invalid { reason: error.to_string() })?;
+        Ok(CpuTensor { tensor, bytes })
+    }
+
+    /// The memory as a tensor of one dimension.
+    pub(crate) fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+}
+
+/// A tensor of one dimension that takes so many bytes and begins at an aligned address.
+fn aligned<T: WithDType>(bytes: usize, element: T) -> candle_core::Result<Tensor> {
+    let (size, count) = (size_of::<T>(), bytes / size_of::<T>());
+    let elements = vec![element; count + ALIGNMENT / size];
+    // An element's size divides the address and the alignment.
+    let skipped = (elements.as_ptr().addr().wrapping_neg() % ALIGNMENT) / size;
+    let all = elements.len();
+    Tensor::from_vec(elements, all, &Device::Cpu)?.narrow(0, skipped, count)
+}
+
+// SAFETY: it has no lasting address.
+unsafe impl Storage for CpuTensor {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn shared(&self) -> Option<&dyn SharedMemory> {
+        Some(self)
+    }
+}
+
+// SAFETY: both hold candle's lock of the storage while `work` runs, for reading and for writing; everything that candle does
+// with a storage is done under this lock. The memory is that of a vector of numbers, whose length is checked at each access.
+unsafe impl SharedMemory for CpuTensor {
+    fn read(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()> {
+        let entered = Cell::new(false);
+        accessed(&entered, || {
+            let (storage, layout) = self.tensor.storage_and_layout();
+            let CandleStorage::Cpu(storage) = &*storage else { return Err(gone()) };
+            let start = address(storage, layout, self.bytes).ok_or_else(gone)?;
+            entered.set(true);
+            work(start);
+            Ok(())
+        })
+    }
+
+    fn write(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()> {
+        let write = Write { bytes: self.bytes, entered: Cell::new(false), work: RefCell::new(work) };
+        accessed(&write.entered, || self.tensor.inplace_op1(&write))
+    }
+}
+
+/// Runs an access. Candle panics where a lock is poisoned, and that is an error; a panic of the work itself goes on.
+fn accessed(entered: &Cell<bool>, access: impl FnOnce() -> candle_core::Result<()>) -> Result<()> {
+    let invalid = |reason| Error::Invalid { reason };
+    match catch_unwind(AssertUnwindSafe(access)) {
+        Ok(outcome) => outcome.map_err(|error| invalid(error.to_string())),
+        Err(panic) if entered.get() => resume_unwind(panic),
+        Err(_) => Err(invalid("the lock of a tensor of candle is poisoned: an operation on it panicked".to_owned())),
+    }
+}
+
+fn gone() -> candle_core::Error {
+    candle_core::Error::msg("the storage of a tensor was replaced, so that the memory of its weights is gone")
+}
+
+/// An operation that hands the memory of a tensor to the library while candle has it locked for writing.
+struct Write<'a> {
+    bytes: usize,
+    entered: Cell<bool>,
+    work: RefCell<&'a mut dyn FnMut(NonNull<u8>)>,
+}
+
+impl InplaceOp1 for Write<'_> {
+    fn name(&self) -> &'static str {
+        "tensor-offload"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        let start = address_mut(storage, layout, self.bytes).ok_or_else(gone)?;
+        self.entered.set(true);
+        (self.work.borrow_mut())(start);
+        Ok(())
+    }
+}
+
+/// Does the same with the elements of a storage, whatever their type.
+macro_rules! with_elements {
+    ($storage:expr, $elements:ident => $work:expr) => {
+        match $storage {
+            CpuStorage::U8($elements) => $work,
+            CpuStorage::U32($elements) => $work,
+            CpuStorage::I16($elements) => $work,
+            CpuStorage::I32($elements) => $work,
+            CpuStorage::I64($elements) => $work,
+            CpuStorage::BF16($elements) => $work,
+            CpuStorage::F16($elements) => $work,
+            CpuStorage::F32($elements) => $work,
+            CpuStorage::F64($elements) => $work,
+            CpuStorage::F8E4M3($elements) => $work,
+            CpuStorage::F6E2M3($elements) => $work,
+            CpuStorage::F6E3M2($elements) => $work,
+            CpuStorage::F4($elements) => $work,
+            CpuStorage::F8E8M0($elements) => $work,
+        }
+    };
+}
+
+/// The address of a storage from `layout`'s offset on; `None` if fewer bytes follow.
+fn address(storage: &CpuStorage, layout: &Layout, bytes: usize) -> Option<NonNull<u8>> {
+    let first = layout.start_offset();
+    with_elements!(storage, elements => {
+        let rest = elements.get(first..)?;
+        (size_of_val(rest) >= bytes).then(|| NonNull::from(rest).cast())
+    })
+}
+
+/// As [`address`], for writing.
+fn address_mut(storage: &mut CpuStorage, layout: &Layout, bytes: usize) -> Option<NonNull<u8>> {
+    let first = layout.start_offset();
+    with_elements!(storage, elements => {
+        let rest = elements.get_mut(first..)?;
+        (size_of_val(rest) >= bytes).then(|| NonNull::from(rest).cast())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(tensor: &CpuTensor) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        tensor.read(&mut |start| {
+            // SAFETY: so many bytes are there, and locked.
+            bytes = unsafe { std::slice::from_raw_parts(start.as_ptr(), tensor.bytes) }.to_vec();
+        })?;
+        Ok(bytes)
+    }
+
+    #[test]
+    fn every_type_has_aligned_memory_of_its_size() {
+        let types = [
+            DType::U8, DType::U32, DType::I16, DType::I32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64,
+            DType::F8E4M3,
+        ];
+        for (dtype, count) in types.into_iter().flat_map(|dtype| [1, 3, 1000, 100_000].map(|count| (dtype, count))) {
+            let bytes = count * dtype.bits() as usize / 8;
+            let tensor = CpuTensor::new(dtype, bytes, 0xff).unwrap();
+            assert_eq!((tensor.tensor().elem_count(), tensor.tensor().dtype()), (count, dtype::of(dtype).unwrap()));
+            assert_eq!(read(&tensor).unwrap(), vec![0xff; bytes]);
+            tensor.write(&mut |start| assert_eq!(start.addr().get() % ALIGNMENT, 0)).unwrap();
+        }
+        assert!(CpuTensor::new(DType::F8E5M2, 8, 0).is_err());
+    }
+
+    #[test]
+    fn what_is_written_is_what_candle_reads() {
+        let tensor = CpuTensor::new(DType::F32, 12, 0).unwrap();
+        let view = tensor.tensor().narrow(0, 1, 2).unwrap();
+        let values = [1.0_f32, 2.0, 3.0];
+        tensor.write(&mut |start| {
+            // SAFETY: there are twelve bytes, which nobody else has now.
+            unsafe { start.cast::<[f32; 3]>().write_unaligned(values) }
+        }).unwrap();
+        assert_eq!(view.to_vec1::<f32>().unwrap(), [2.0, 3.0]);
+    }
+
+    /// Candle lets anyone put another storage in a tensor's place.
+    #[test]
+    fn a_storage_that_was_replaced_is_an_error() {
+        struct Replace(CpuStorage);
+        impl InplaceOp1 for Replace {
+            fn name(&self) -> &'static str {
+                "replace"
+            }
+            fn cpu_fwd(&self, storage: &mut CpuStorage, _layout: &Layout) -> candle_core::Result<()> {
+                *storage = self.0.clone();
+                Ok(())
+            }
+        }
+        let tensor = CpuTensor::new(DType::F32, 4096, 0).unwrap();
+        tensor.tensor().inplace_op1(&Replace(CpuStorage::F32(vec![1.0; 8]))).unwrap();
+        assert!(read(&tensor).unwrap_err().to_string().contains("was replaced"));
+        assert!(tensor.write(&mut |_| panic!("there is nothing to write")).is_err());
+        // As many bytes, in another vector, are still the tensor's.
+        tensor.tensor().inplace_op1(&Replace(CpuStorage::F32(vec![1.0; 2048]))).unwrap();
+        assert_eq!(read(&tensor).unwrap().len(), 4096);
+    }
+
+    #[test]
+    fn a_poisoned_lock_is_an_error_and_a_panic_of_the_work_is_none() {
+        let tensor = CpuTensor::new(DType::U8, 8, 0).unwrap();
+        let panicked = catch_unwind(AssertUnwindSafe(|| tensor.write(&mut |_| panic!("the work's own"))));
+        assert_eq!(panicked.unwrap_err().downcast_ref::<&str>(), Some(&"the work's own"));
+        assert!(tensor.write(&mut |_| ()).unwrap_err().to_string().contains("poisoned"));
+        assert!(read(&tensor).unwrap_err().to_string().contains("poisoned"));
+    }
+}

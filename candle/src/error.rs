@@ -1,0 +1,125 @@
+//! What can go wrong between candle and the library.
+
+use std::fmt;
+
+use candle_core::{DType, Shape};
+
+/// The result of this crate's operations.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of the library, of candle, or of a block that does not fit the weights.
+///
+/// It converts to candle's own error, so `?` works in functions that return candle's `Result`.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Error {
+    /// The library's.
+    Offload(tensor_offload::Error),
+    /// Candle's.
+    Candle(candle_core::Error),
+    /// The model's memory is not candle's: load it with an allocator of this crate.
+    NotOfCandle {
+        /// The first tensor whose memory is not.
+        tensor: String,
+    },
+    /// No layer has a tensor of this name.
+    NoTensor {
+        /// The name.
+        tensor: String,
+    },
+    /// A block asked for a tensor of another layer, which is not there in its turn.
+    OtherLayer {
+        /// The tensor.
+        tensor: String,
+        /// The layer that the tensor belongs to.
+        of: String,
+        /// The layer of the block.
+        layer: String,
+    },
+    /// A tensor has another shape than it was asked for.
+    Shape {
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        stored: Shape,
+        /// The shape that was asked for.
+        asked: Shape,
+    },
+    /// A tensor holds another type than it was asked for. Views cannot be cast; the load can
+    /// (`ModelBuilder::cast`).
+    Type {
+        /// The tensor.
+        tensor: String,
+        /// Its element type.
+        stored: DType,
+        /// The element type that was asked for.
+        asked: DType,
+    },
+    /// A block computed NaN in its first turn, from weights that have none: it copied them when it was built, at a time
+    /// when the slots held NaN, in place of keeping views. (Or its input had NaN.)
+    Copied {
+        /// The layer.
+        layer: String,
+        /// The type of its block.
+        block: &'static str,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Offload(error) => write!(f, "{error}"),
+            Error::Candle(error) => write!(f, "{error}"),
+            Error::NotOfCandle { tensor } => {
+                write!(f, "tensor `{tensor}` is not in candle's memory; load the model with an allocator of this crate")
+            }
+            Error::NoTensor { tensor } => write!(f, "the model has no tensor `{tensor}`"),
+            Error::OtherLayer { tensor, of, layer } => {
+                write!(f, "tensor `{tensor}` is of layer `{of}`; the block is of `{layer}` and has its weights alone")
+            }
+            Error::Shape { tensor, stored, asked } => {
+                write!(f, "tensor `{tensor}` has the shape {:?}, not {:?}", stored.dims(), asked.dims())
+            }
+            Error::Type { tensor, stored, asked } => {
+                let (stored, asked) = (stored.as_str(), asked.as_str());
+                write!(f, "tensor `{tensor}` holds {stored}, not {asked}; cast it when the model is loaded")
+            }
+            Error::Copied { layer, block } => write!(
+                f,
+                "layer `{layer}` computes NaN: its block ({block}) copies weights when it is built, where it should keep \
+                 views of them (or the input of its turn has NaN)"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Error::Offload(error) => Some(error),
+            Error::Candle(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<tensor_offload::Error> for Error {
+    fn from(error: tensor_offload::Error) -> Error {
+        Error::Offload(error)
+    }
+}
+
+impl From<candle_core::Error> for Error {
+    fn from(error: candle_core::Error) -> Error {
+        Error::Candle(error)
+    }
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> candle_core::Error {
+        match error {
+            Error::Candle(error) => error,
+            other => candle_core::Error::wrap(other),
+        }
+    }
+}

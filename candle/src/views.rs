@@ -1,0 +1,35 @@
+//! The library's tensors as candle's, without a copy.
+
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use tensor_offload::backend::MemoryBlock;
+use tensor_offload::checkpoint::TensorInfo;
+
+use crate::cpu::CpuTensor;
+use crate::dtype;
+use crate::error::{Error, Result};
+
+/// A tensor of the library at a byte range of an allocation that is candle's.
+pub(crate) fn view(info: &TensorInfo, block: &MemoryBlock, range: &Range<usize>) -> Result<Tensor> {
+    let not_of_candle = || Error::NotOfCandle { tensor: info.name.clone() };
+    let whole = block.downcast::<CpuTensor>().ok_or_else(not_of_candle)?.tensor();
+    let size = whole.dtype().size_in_bytes();
+    let dims = dims(info);
+    let count: usize = dims.iter().product();
+    let inside = range.start.is_multiple_of(size) && range.len() == count * size;
+    if !inside || Some(whole.dtype()) != dtype::of(info.dtype) {
+        return Err(not_of_candle());
+    }
+    Ok(whole.narrow(0, range.start / size, count)?.reshape(dims)?)
+}
+
+/// A tensor without elements, which has no memory.
+pub(crate) fn empty(info: &TensorInfo, device: &Device) -> Result<Tensor> {
+    let dtype = dtype::of(info.dtype).ok_or_else(|| Error::NotOfCandle { tensor: info.name.clone() })?;
+    Ok(Tensor::zeros(dims(info), dtype, device)?)
+}
+
+fn dims(info: &TensorInfo) -> Vec<usize> {
+    info.shape.iter().map(|&dim| dim as usize).collect()
+}
