@@ -201,6 +201,7 @@ fn a_llama_that_is_not_here_is_refused() {
         refused("\"rope_theta\"", "\"partial_rotary_factor\": 0.5, \"rope_theta\"").contains("`partial_rotary_factor`")
     );
     assert!(refused("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3").contains("4 heads"));
+    assert!(refused("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 0").contains("share 0"));
     assert!(refused("\"num_attention_heads\": 4", "\"num_attention_heads\": 0").contains("0 heads"));
     assert!(refused("\"use_cache\": true", "\"sliding_window\": 8").contains("`sliding_window`"));
     assert!(refused("\"hidden_size\": 16,", "").contains("hidden_size"));
@@ -317,7 +318,7 @@ fn a_tokenizer_without_the_marks_of_a_conversation_is_refused() {
 
 /// `SMOLLM2` names a folder that `scripts/fetch-model FOLDER --dtype f32` wrote.
 #[test]
-#[ignore = "needs the weights that scripts/fetch-model fetches, and minutes"]
+#[ignore = "needs the weights that scripts/fetch-model fetches"]
 fn smollm2_says_what_it_says_in_transformers() {
     let folder = PathBuf::from(std::env::var_os("SMOLLM2").expect("SMOLLM2 names the model's folder"));
     let (config, vb) = (llama_config(&folder), weights(&folder));
@@ -346,6 +347,18 @@ fn flux_config(folder: &Path) -> flux::Config {
     serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
 }
 
+fn flux_inputs(given: &HashMap<String, Tensor>) -> flux::Inputs {
+    let of = |name: &str| given[name].clone();
+    flux::Inputs {
+        txt: of("txt"),
+        txt_ids: of("txt_ids"),
+        img_ids: of("img_ids"),
+        timesteps: of("timesteps"),
+        y: of("y"),
+        guidance: given.get("guidance").cloned(),
+    }
+}
+
 fn denoise<P>(
     config: &flux::Config,
     part: impl Fn(&str) -> Result<P>,
@@ -354,17 +367,8 @@ fn denoise<P>(
 where
     P: Borrow<flux::Part>,
 {
-    let of = |name: &str| given[name].clone();
-    let inputs = flux::Inputs {
-        txt: of("txt"),
-        txt_ids: of("txt_ids"),
-        img_ids: of("img_ids"),
-        timesteps: of("timesteps"),
-        y: of("y"),
-        guidance: given.get("guidance").cloned(),
-    };
-    let mut state = flux::State::new(config, &inputs)?;
-    let mut x = of("img");
+    let mut state = flux::State::new(config, &flux_inputs(given))?;
+    let mut x = given["img"].clone();
     for step in config.steps() {
         x = part(&step.layer)?.borrow().forward(&x, &mut state)?;
     }
@@ -387,6 +391,45 @@ fn a_guided_flux_gives_diffusers_velocity() {
 #[test]
 fn a_flux_without_guidance_and_biases_gives_diffusers_velocity() {
     denoises("plain");
+}
+
+#[test]
+fn inputs_that_do_not_fit_a_flux_are_refused() {
+    let (folder, given) = (data("flux/guided"), expected(&data("flux/guided/expected.safetensors")));
+    let (config, vb) = (flux_config(&folder), weights(&folder));
+    let refused = |config: &flux::Config, given: &HashMap<String, Tensor>| {
+        denoise(config, |layer| flux::Part::new(config, layer, vb.clone()), given).unwrap_err().to_string()
+    };
+    let mut without = given.clone();
+    without.remove("guidance");
+    assert!(refused(&config, &without).contains("takes a guidance strength"));
+    let plain = flux::Config { guidance_embed: false, ..config.clone() };
+    assert!(refused(&plain, &given).contains("takes no guidance strength"));
+    for other in [
+        flux::Config { num_heads: 4, ..config.clone() },
+        flux::Config { num_heads: 0, ..config.clone() },
+        flux::Config { axes_dim: vec![4, 4], ..config.clone() },
+    ] {
+        assert!(refused(&other, &given).contains("do not fit positions"));
+    }
+}
+
+#[test]
+fn parts_of_a_flux_out_of_turn_say_what_is_missing() {
+    let (folder, given) = (data("flux/guided"), expected(&data("flux/guided/expected.safetensors")));
+    let (config, vb) = (flux_config(&folder), weights(&folder));
+    for (layer, missing) in [
+        ("double_blocks.0", "the text's embedder"),
+        ("single_blocks.1", "the text's embedder"),
+        ("final_layer.adaLN_modulation.1", "the embedders"),
+        ("time_in.out_layer", "an embedder's first half"),
+        ("final_layer.linear", "the last layer's modulation"),
+    ] {
+        let mut state = flux::State::new(&config, &flux_inputs(&given)).unwrap();
+        let part = flux::Part::new(&config, layer, vb.clone()).unwrap();
+        let error = part.forward(&given["img"], &mut state).unwrap_err().to_string();
+        assert!(error.contains(missing), "{error}");
+    }
 }
 
 #[test]
