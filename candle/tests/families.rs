@@ -3,6 +3,8 @@
 
 #[path = "../examples/support/flux.rs"]
 mod flux;
+#[path = "../examples/support/generate.rs"]
+mod generate;
 #[path = "../examples/support/llama.rs"]
 mod llama;
 
@@ -13,6 +15,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use tensor_offload::checkpoint::Checkpoint;
+use tokenizers::Tokenizer;
 
 fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
@@ -198,6 +201,7 @@ fn a_llama_that_is_not_here_is_refused() {
         refused("\"rope_theta\"", "\"partial_rotary_factor\": 0.5, \"rope_theta\"").contains("`partial_rotary_factor`")
     );
     assert!(refused("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3").contains("4 heads"));
+    assert!(refused("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 0").contains("share 0"));
     assert!(refused("\"num_attention_heads\": 4", "\"num_attention_heads\": 0").contains("0 heads"));
     assert!(refused("\"use_cache\": true", "\"sliding_window\": 8").contains("`sliding_window`"));
     assert!(refused("\"hidden_size\": 16,", "").contains("hidden_size"));
@@ -243,8 +247,116 @@ fn the_steps_of_a_llama_are_its_layers_in_the_layouts_order() {
     }
 }
 
+/// What a Llama says, at most `most` tokens of it.
+fn greedy(config: &llama::Config, vb: &VarBuilder<'_>, prompt: &[u32], end: u32, most: usize) -> Result<Vec<u32>> {
+    let mut state = llama::State::new(config, &Device::Cpu)?.last_only();
+    let parts: Vec<_> =
+        config.steps().map(|step| llama::Part::new(config, &step.layer, vb.clone())).collect::<Result<_>>()?;
+    let pass = |ids| parts.iter().try_fold(ids, |x, part| part.forward(&x, &mut state));
+    generate::greedy(prompt, end, &Device::Cpu, pass).take(most).collect()
+}
+
+#[test]
+fn greedy_tokens_are_those_of_transformers() {
+    let given = expected(&data("llama/tiny-llama.safetensors"));
+    let tokens =
+        |name: &str| given[name].flatten_all().unwrap().to_dtype(DType::U32).unwrap().to_vec1::<u32>().unwrap();
+    let (config, vb, expected) = (llama_config(&tiny_llama()), weights(&tiny_llama()), tokens("greedy"));
+    let none = u32::MAX;
+    assert_eq!(greedy(&config, &vb, &tokens("ids"), none, 20).unwrap(), expected);
+    let end = expected[7];
+    let before: Vec<u32> = expected.iter().copied().take_while(|&token| token != end).collect();
+    assert_eq!(greedy(&config, &vb, &tokens("ids"), end, 20).unwrap(), before);
+}
+
+#[test]
+fn a_pass_that_fails_ends_the_text_with_its_error() {
+    let mut passes = 0;
+    let pass = |_| {
+        passes += 1;
+        candle_core::bail!("the device is gone")
+    };
+    let tokens: Vec<Result<u32>> = generate::greedy(&[1, 2], 0, &Device::Cpu, pass).collect();
+    assert!(tokens.len() == 1 && tokens[0].as_ref().unwrap_err().to_string().contains("gone"));
+    assert_eq!(passes, 1);
+}
+
+#[test]
+fn a_conversation_has_smollm2s_form() {
+    let chat = generate::Chat::open(&data("llama/tokenizer.json")).unwrap();
+    let plain = Tokenizer::from_file(data("llama/tokenizer.json")).unwrap();
+    let prompt = chat.prompt("What is 12 + 30?").unwrap();
+    let text = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n\
+                <|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(plain.decode(&prompt, false).unwrap(), text);
+    let start = plain.token_to_id("<|im_start|>").unwrap();
+    assert_eq!(prompt.iter().filter(|&&token| token == start).count(), 3);
+    assert_eq!(prompt.iter().filter(|&&token| token == chat.end()).count(), 2);
+
+    let tokens = plain.encode("Größe, 漢字 🙂", false).unwrap().get_ids().to_vec();
+    let mut piece = chat.pieces();
+    let pieces: Vec<String> = tokens.iter().map(|&token| piece(token).unwrap()).collect();
+    assert!(pieces.iter().any(String::is_empty), "{pieces:?}");
+    assert_eq!(
+        (pieces.concat(), chat.text(&tokens).unwrap()),
+        ("Größe, 漢字 🙂".to_owned(), "Größe, 漢字 🙂".to_owned())
+    );
+    assert_eq!(chat.text(&[chat.end()]).unwrap(), "");
+}
+
+#[test]
+fn a_tokenizer_without_the_marks_of_a_conversation_is_refused() {
+    let text = std::fs::read_to_string(data("llama/tokenizer.json")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokenizer.json");
+    std::fs::write(&file, text.replace("<|im_end|>", "<|end|>")).unwrap();
+    let error = generate::Chat::open(&file).err().unwrap().to_string();
+    assert!(error.contains("<|im_end|>") && error.contains("tokenizer.json"), "{error}");
+    let missing = generate::Chat::open(&folder.path().join("none.json")).err().unwrap().to_string();
+    assert!(missing.contains("none.json"), "{missing}");
+}
+
+/// `SMOLLM2` names a folder that `scripts/fetch-model FOLDER --dtype f32` wrote.
+#[test]
+#[ignore = "needs the weights that scripts/fetch-model fetches"]
+fn smollm2_says_what_it_says_in_transformers() {
+    let folder = PathBuf::from(std::env::var_os("SMOLLM2").expect("SMOLLM2 names the model's folder"));
+    let (config, vb) = (llama_config(&folder), weights(&folder));
+    let chat = generate::Chat::open(&folder.join("tokenizer.json")).unwrap();
+    for (question, answer) in [
+        ("What is the capital of France?", "The capital of France is Paris."),
+        (
+            "Write a Rust function that adds two numbers.",
+            "```rust\nfn add_two_numbers(a: uint, b: uint) -> uint {\n    return a + b;\n}\n```\n\nThis function takes two arguments, `a` and `b",
+        ),
+        (
+            "List three colours of the rainbow.",
+            "The rainbow is often associated with three colours: the first is the colour of the rainbow itself, which is a celestial event that occurs when the Earth orbits the Sun. The second colour is the colour of the rainbow's upper atmosphere, which is",
+        ),
+        (
+            "Who are you?",
+            "I'm here to help with any kind of creative writing project. Whether it's a story idea, a character concept, or just a need for inspiration, I'm always happy to assist. Whether you're looking for a quick idea or need",
+        ),
+    ] {
+        let tokens = greedy(&config, &vb, &chat.prompt(question).unwrap(), chat.end(), 48).unwrap();
+        assert_eq!(chat.text(&tokens).unwrap(), answer);
+    }
+}
+
 fn flux_config(folder: &Path) -> flux::Config {
     serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap()
+}
+
+fn flux_inputs(given: &HashMap<String, Tensor>) -> flux::Inputs {
+    let of = |name: &str| given[name].clone();
+    flux::Inputs {
+        txt: of("txt"),
+        txt_ids: of("txt_ids"),
+        img_ids: of("img_ids"),
+        timesteps: of("timesteps"),
+        y: of("y"),
+        guidance: given.get("guidance").cloned(),
+    }
 }
 
 fn denoise<P>(
@@ -255,17 +367,8 @@ fn denoise<P>(
 where
     P: Borrow<flux::Part>,
 {
-    let of = |name: &str| given[name].clone();
-    let inputs = flux::Inputs {
-        txt: of("txt"),
-        txt_ids: of("txt_ids"),
-        img_ids: of("img_ids"),
-        timesteps: of("timesteps"),
-        y: of("y"),
-        guidance: given.get("guidance").cloned(),
-    };
-    let mut state = flux::State::new(config, &inputs)?;
-    let mut x = of("img");
+    let mut state = flux::State::new(config, &flux_inputs(given))?;
+    let mut x = given["img"].clone();
     for step in config.steps() {
         x = part(&step.layer)?.borrow().forward(&x, &mut state)?;
     }
@@ -288,6 +391,45 @@ fn a_guided_flux_gives_diffusers_velocity() {
 #[test]
 fn a_flux_without_guidance_and_biases_gives_diffusers_velocity() {
     denoises("plain");
+}
+
+#[test]
+fn inputs_that_do_not_fit_a_flux_are_refused() {
+    let (folder, given) = (data("flux/guided"), expected(&data("flux/guided/expected.safetensors")));
+    let (config, vb) = (flux_config(&folder), weights(&folder));
+    let refused = |config: &flux::Config, given: &HashMap<String, Tensor>| {
+        denoise(config, |layer| flux::Part::new(config, layer, vb.clone()), given).unwrap_err().to_string()
+    };
+    let mut without = given.clone();
+    without.remove("guidance");
+    assert!(refused(&config, &without).contains("takes a guidance strength"));
+    let plain = flux::Config { guidance_embed: false, ..config.clone() };
+    assert!(refused(&plain, &given).contains("takes no guidance strength"));
+    for other in [
+        flux::Config { num_heads: 4, ..config.clone() },
+        flux::Config { num_heads: 0, ..config.clone() },
+        flux::Config { axes_dim: vec![4, 4], ..config.clone() },
+    ] {
+        assert!(refused(&other, &given).contains("do not fit positions"));
+    }
+}
+
+#[test]
+fn parts_of_a_flux_out_of_turn_say_what_is_missing() {
+    let (folder, given) = (data("flux/guided"), expected(&data("flux/guided/expected.safetensors")));
+    let (config, vb) = (flux_config(&folder), weights(&folder));
+    for (layer, missing) in [
+        ("double_blocks.0", "the text's embedder"),
+        ("single_blocks.1", "the text's embedder"),
+        ("final_layer.adaLN_modulation.1", "the embedders"),
+        ("time_in.out_layer", "an embedder's first half"),
+        ("final_layer.linear", "the last layer's modulation"),
+    ] {
+        let mut state = flux::State::new(&config, &flux_inputs(&given)).unwrap();
+        let part = flux::Part::new(&config, layer, vb.clone()).unwrap();
+        let error = part.forward(&given["img"], &mut state).unwrap_err().to_string();
+        assert!(error.contains(missing), "{error}");
+    }
 }
 
 #[test]

@@ -90,7 +90,7 @@ impl Config {
     }
 
     fn head_dim(&self) -> usize {
-        self.hidden_size / self.num_heads
+        self.hidden_size.checked_div(self.num_heads).unwrap_or(0)
     }
 
     fn mlp_size(&self) -> usize {
@@ -136,6 +136,8 @@ pub(crate) struct State {
 /// Where the text's tokens are.
 #[derive(Debug)]
 enum Text {
+    /// As it was given.
+    Given,
     Apart(Tensor),
     /// So many, before the image's.
     Joined(usize),
@@ -156,7 +158,7 @@ impl State {
         let (dtype, device) = (inputs.txt.dtype(), inputs.txt.device());
         Ok(State {
             inputs: inputs.clone(),
-            text: Text::Apart(inputs.txt.clone()),
+            text: Text::Given,
             half: None,
             vec: None,
             last: None,
@@ -304,7 +306,7 @@ impl Part {
             Part::Last(linear) => {
                 let x = match state.text {
                     Text::Joined(tokens) => x.narrow(1, tokens, x.dim(1)? - tokens)?,
-                    Text::Apart(_) => x.clone(),
+                    Text::Given | Text::Apart(_) => x.clone(),
                 };
                 let modulation = state.last.as_ref().ok_or_else(|| early("the last layer's modulation"))?;
                 let [shift, scale] = rows(modulation)?;
@@ -322,7 +324,11 @@ fn number(name: &str, stack: &str) -> Option<usize> {
 
 /// The text's tokens and the image's in one sequence.
 fn joined(x: &Tensor, state: &mut State) -> Result<Tensor> {
-    let Text::Apart(text) = &state.text else { return Ok(x.clone()) };
+    let text = match &state.text {
+        Text::Given => return Err(early("the text's embedder")),
+        Text::Apart(text) => text,
+        Text::Joined(_) => return Ok(x.clone()),
+    };
     let (all, tokens) = (Tensor::cat(&[text, x], 1)?, text.dim(1)?);
     state.text = Text::Joined(tokens);
     Ok(all)
@@ -412,7 +418,11 @@ impl DoubleBlock {
     }
 
     fn forward(&self, img: &Tensor, state: &mut State) -> Result<Tensor> {
-        let Text::Apart(txt) = &state.text else { bail!("a double block had its turn after a single one") };
+        let txt = match &state.text {
+            Text::Given => return Err(early("the text's embedder")),
+            Text::Apart(txt) => txt,
+            Text::Joined(_) => bail!("a double block had its turn after a single one"),
+        };
         let vec = ops::silu(state.vec()?)?;
         let begin = |side: &Side, x: &Tensor| -> Result<([Tensor; 6], [Tensor; 3])> {
             let modulation: [Tensor; 6] = rows(&side.modulation.forward(&vec)?.unsqueeze(1)?)?;

@@ -94,10 +94,7 @@ impl Config {
         if config.sliding_window.is_some() && config.use_sliding_window != Some(false) {
             bail!("config.json: attention with a `sliding_window` is not here");
         }
-        if config.num_attention_heads == 0
-            || config.kv_heads() == 0
-            || config.num_attention_heads % config.kv_heads() != 0
-        {
+        if config.num_attention_heads == 0 || !config.num_attention_heads.is_multiple_of(config.kv_heads()) {
             bail!("config.json: {} heads cannot share {} of keys", config.num_attention_heads, config.kv_heads());
         }
         config.inverse_frequencies()?;

@@ -1,5 +1,5 @@
 """Writes what the tests compare with: tiny checkpoints of random weights, and what transformers and diffusers compute over
-them. Run once, with torch, transformers 5.24, diffusers and safetensors installed: python reference.py llama flux
+them. Run once, with torch, transformers 5.24, diffusers and safetensors installed: python reference.py llama tokenizer flux
 """
 
 import json
@@ -64,7 +64,25 @@ def llama():
         save_file({"ids": ids, "logits": decode(model, ids, splits)}, DATA / "llama" / name / "expected.safetensors")
     model = AutoModelForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.randint(0, model.config.vocab_size, (1, sum(splits)))
-    save_file({"ids": ids, "logits": decode(model, ids, splits)}, DATA / "llama" / "tiny-llama.safetensors")
+    logits = decode(model, ids, splits)
+    greedy = model.generate(ids, do_sample=False, max_new_tokens=20, eos_token_id=None)[:, ids.shape[1] :].contiguous()
+    save_file({"ids": ids, "logits": logits, "greedy": greedy}, DATA / "llama" / "tiny-llama.safetensors")
+
+
+def tokenizer():
+    """As many tokens as the tiny Llama has: bytes, a few merges and the marks of a conversation, split as SmolLM2's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
+    tokenizer.save(str(DATA / "llama" / "tokenizer.json"), pretty=False)
 
 
 def black_forest_labs_names(state, depth, depth_single):

@@ -1,0 +1,87 @@
+//! Text from a language model: SmolLM2's form of a conversation, and the most likely token after each.
+
+#![allow(dead_code, reason = "each program uses its part")]
+
+use std::path::Path;
+
+use candle_core::{D, Device, Error, IndexOp, Result, Tensor};
+use tokenizers::Tokenizer;
+
+/// What SmolLM2's own template puts first.
+const SYSTEM: &str = "You are a helpful AI assistant named SmolLM, trained by Hugging Face";
+const START: &str = "<|im_start|>";
+const END: &str = "<|im_end|>";
+
+/// A model's tokens, and how it was taught to hold conversations.
+pub(crate) struct Chat {
+    tokenizer: Tokenizer,
+    end: u32,
+}
+
+impl Chat {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// What is wrong with the file, or that it lacks the marks of a conversation.
+    pub(crate) fn open(file: &Path) -> Result<Chat> {
+        let in_file = |error: &dyn std::fmt::Display| Error::msg(format!("{}: {error}", file.display()));
+        let tokenizer = Tokenizer::from_file(file).map_err(|error| in_file(&error))?;
+        let id =
+            |mark: &str| tokenizer.token_to_id(mark).ok_or_else(|| in_file(&format!("there is no token `{mark}`")));
+        id(START)?;
+        let end = id(END)?;
+        Ok(Chat { tokenizer, end })
+    }
+
+    /// The token that ends an answer.
+    pub(crate) fn end(&self) -> u32 {
+        self.end
+    }
+
+    /// The tokens of a conversation that asks one question, up to where the answer begins.
+    pub(crate) fn prompt(&self, question: &str) -> Result<Vec<u32>> {
+        let turn = |role: &str, text: &str| format!("{START}{role}\n{text}{END}\n");
+        let text = format!("{}{}{START}assistant\n", turn("system", SYSTEM), turn("user", question));
+        Ok(self.tokenizer.encode(text, false).map_err(Error::msg)?.get_ids().to_vec())
+    }
+
+    /// The text of tokens, without marks.
+    pub(crate) fn text(&self, tokens: &[u32]) -> Result<String> {
+        self.tokenizer.decode(tokens, true).map_err(Error::msg)
+    }
+
+    /// Gives the text of tokens as they come; a token that ends within a character gives nothing yet.
+    pub(crate) fn pieces(&self) -> impl FnMut(u32) -> Result<String> {
+        let mut stream = self.tokenizer.decode_stream(true);
+        move |token| Ok(stream.step(token).map_err(Error::msg)?.unwrap_or_default())
+    }
+}
+
+/// The tokens that follow `prompt`, each the most likely one, before the first `end`; without it they go on, so
+/// [`take`](Iterator::take) some.
+///
+/// `pass` is a pass of the network: it takes what the sequence goes on with, `[1, tokens]`, and gives logits,
+/// `[1, any, vocabulary]`, of which the last count. Each token that is taken costs one pass.
+pub(crate) fn greedy<E: From<Error>>(
+    prompt: &[u32],
+    end: u32,
+    device: &Device,
+    mut pass: impl FnMut(Tensor) -> std::result::Result<Tensor, E>,
+) -> impl Iterator<Item = std::result::Result<u32, E>> {
+    let mut next = Some(prompt.to_vec());
+    std::iter::from_fn(move || {
+        let tokens = next.take()?;
+        let mut token = || -> std::result::Result<u32, E> {
+            let logits = pass(Tensor::new(tokens.as_slice(), device)?.unsqueeze(0)?)?;
+            Ok(logits.i((0, logits.dim(1)? - 1))?.argmax(D::Minus1)?.to_scalar::<u32>()?)
+        };
+        match token() {
+            Ok(token) if token == end => None,
+            Ok(token) => {
+                next = Some(vec![token]);
+                Some(Ok(token))
+            }
+            Err(error) => Some(Err(error)),
+        }
+    })
+}
