@@ -161,6 +161,12 @@ impl<B> Block<'_, B> {
     }
 }
 
+impl<B> fmt::Debug for Block<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Block").field("guard", &self.guard).finish_non_exhaustive()
+    }
+}
+
 impl<B> Deref for Block<'_, B> {
     type Target = B;
 

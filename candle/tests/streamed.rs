@@ -1,0 +1,394 @@
+//! Networks over streamed weights compute, bit for bit, what they compute over candle's own loading: for any allocation, donor,
+//! depth and order, with an adapter, and after its strength was changed.
+
+#[path = "../examples/support/flux.rs"]
+mod flux;
+#[path = "../examples/support/llama.rs"]
+mod llama;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::{Linear, VarBuilder};
+use proptest::prelude::*;
+use tensor_offload::backend::{Clock, Storage};
+use tensor_offload::load::{TensorAllocator, TensorRequest};
+use tensor_offload::plan::{TensorStorage, Unit};
+use tensor_offload::{
+    Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, Model, Order, Planner, Registry, TensorId, Weights,
+};
+use tensor_offload_candle::{Error, Streamed, cpu_memory};
+
+const CPU: DeviceId = DeviceId::CPU;
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+}
+
+fn tiny_llama() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/tiny-llama")
+}
+
+fn tiny_lora() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/tiny-llama-lora")
+}
+
+/// A machine whose host computes, with a disk and a card that only keep weights.
+fn devices() -> Registry {
+    let texts = ["cpu=1gb", "disk=1gb", "cuda:0=64mb"];
+    let devices: Vec<_> = texts.iter().map(|text| text.parse().unwrap()).collect();
+    Registry::described(Machine::described(&devices), Clock::Wall)
+}
+
+/// All merged weights, written by the library and loaded by candle.
+fn candles_own(weights: &Weights) -> VarBuilder<'static> {
+    let layout = weights.layout();
+    let tensor = |id: TensorId| {
+        let info = layout.tensor(id).unwrap();
+        let mut bytes = vec![0; info.bytes as usize];
+        weights.read(id, &mut bytes).unwrap();
+        let shape: Vec<usize> = info.shape.iter().map(|&dim| dim as usize).collect();
+        let dtype = match info.dtype {
+            tensor_offload::DType::F32 => DType::F32,
+            tensor_offload::DType::BF16 => DType::BF16,
+            other => panic!("{other}"),
+        };
+        (info.name.clone(), Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu).unwrap())
+    };
+    let tensors: std::collections::HashMap<_, _> = layout.tensor_ids().map(tensor).collect();
+    let dtype = tensors.values().next().unwrap().dtype();
+    VarBuilder::from_tensors(tensors, dtype, &Device::Cpu)
+}
+
+/// A network to run over some weights, one way or the other.
+#[derive(Clone)]
+enum Network {
+    Llama(llama::Config),
+    Flux(flux::Config, flux::Inputs, Tensor),
+}
+
+enum Part {
+    Llama(llama::Part),
+    Flux(flux::Part),
+}
+
+impl Network {
+    fn llama(folder: &Path) -> Network {
+        let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        Network::Llama(llama::Config::parse(&config).unwrap())
+    }
+
+    fn flux(folder: &Path) -> Network {
+        let config: flux::Config =
+            serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+        let given = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
+        let inputs = flux::Inputs {
+            txt: given["txt"].clone(),
+            txt_ids: given["txt_ids"].clone(),
+            img_ids: given["img_ids"].clone(),
+            timesteps: given["timesteps"].clone(),
+            y: given["y"].clone(),
+            guidance: given.get("guidance").cloned(),
+        };
+        Network::Flux(config, inputs, given["img"].clone())
+    }
+
+    fn part(&self, name: &str, vb: VarBuilder<'_>) -> Result<Part> {
+        Ok(match self {
+            Network::Llama(config) => Part::Llama(llama::Part::new(config, name, vb)?),
+            Network::Flux(config, ..) => Part::Flux(flux::Part::new(config, name, vb)?),
+        })
+    }
+
+    /// A few passes; their outputs as bits.
+    fn run(&self, mut turn: impl FnMut(&str, &mut dyn FnMut(&Part) -> Result<Tensor>) -> Result<Tensor>) -> Vec<u32> {
+        let mut outputs = Vec::new();
+        match self {
+            Network::Llama(config) => {
+                let mut state = llama::State::new(config, &Device::Cpu).unwrap();
+                for ids in [&[1_u32, 7, 3, 12][..], &[5], &[9]] {
+                    let mut x = Tensor::new(ids, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+                    for step in config.steps() {
+                        x = turn(&step.layer, &mut |part| match part {
+                            Part::Llama(part) => part.forward(&x, &mut state),
+                            Part::Flux(_) => unreachable!(),
+                        })
+                        .unwrap();
+                    }
+                    outputs.push(x);
+                }
+            }
+            Network::Flux(config, inputs, img) => {
+                for _ in 0..2 {
+                    let mut state = flux::State::new(config, inputs).unwrap();
+                    let mut x = img.clone();
+                    for step in config.steps() {
+                        x = turn(&step.layer, &mut |part| match part {
+                            Part::Flux(part) => part.forward(&x, &mut state),
+                            Part::Llama(_) => unreachable!(),
+                        })
+                        .unwrap();
+                    }
+                    outputs.push(x);
+                }
+            }
+        }
+        let bits = |output: &Tensor| {
+            let values = output.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        outputs.iter().flat_map(bits).collect()
+    }
+
+    fn resident(&self, vb: &VarBuilder<'_>) -> Vec<u32> {
+        self.run(|layer, forward| forward(&self.part(layer, vb.clone())?))
+    }
+
+    fn streamed(&self, model: &Arc<Model>) -> Vec<u32> {
+        let mut blocks = Streamed::new(model, |layer, vb| self.part(&layer.name, vb)).unwrap();
+        self.run(|layer, forward| Ok(blocks.layer(layer)?.run(|part| forward(part))?))
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Setting {
+    allocation: String,
+    depth: usize,
+    order: Order,
+    unit: Unit,
+    fixed: bool,
+}
+
+fn settings() -> impl Strategy<Value = Setting> {
+    let allocation = (0u32..=100, 0u32..=100).prop_map(|(cpu, card)| {
+        let cuda = (100 - cpu) * card / 100;
+        format!("cpu,{cpu}%;cuda:0,{cuda}%;disk,*")
+    });
+    let order = prop_oneof![Just(Order::Sequential), Just(Order::Interleaved)];
+    let unit = prop_oneof![Just(Unit::Module), Just(Unit::Uniform)];
+    (allocation, 0usize..4, order, unit, any::<bool>())
+        .prop_map(|(allocation, depth, order, unit, fixed)| Setting { allocation, depth, order, unit, fixed })
+}
+
+impl Setting {
+    fn plan(&self, weights: &Weights, devices: &Registry) -> tensor_offload::Plan {
+        let planner = Planner::new(weights.layout(), devices.machine())
+            .compute(CPU)
+            .allocation(self.allocation.parse().unwrap())
+            .order(self.order)
+            .unit(self.unit)
+            .depth(self.depth)
+            .fixed_slots(self.fixed)
+            .storage(TensorStorage::PerTensor);
+        planner.plan().unwrap()
+    }
+}
+
+fn at_strength(checkpoint: &Checkpoint, strength: f32) -> Weights {
+    let adapter = Adapter::open(tiny_lora(), strength).unwrap();
+    Weights::patched(checkpoint.clone(), vec![adapter], Matching::Strict).unwrap()
+}
+
+/// One drawn setting for one network: equal, and the ledger holds what the plan says.
+fn check(network: &Network, weights: &Weights, setting: &Setting) {
+    let devices = devices();
+    let plan = setting.plan(weights, &devices);
+    let model = Arc::new(Loader::new(&devices).allocator(cpu_memory()).load(weights, &plan).unwrap());
+    let host = devices.device(CPU).unwrap();
+    let planned = plan.device(CPU).map_or(0, |share| share.weights.bytes + share.beside.slots);
+    assert_eq!(host.ledger().charged(), planned);
+    let equal = network.streamed(&model) == network.resident(&candles_own(weights));
+    assert!(equal, "{setting:?}");
+    drop(model);
+    assert_eq!(host.ledger().charged(), 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_llama_is_equal_for_all_settings(setting in settings(), tied in any::<bool>()) {
+        let folder = if tied { data("llama/tied") } else { tiny_llama() };
+        let weights = Weights::new(Checkpoint::open(&folder).unwrap());
+        check(&Network::llama(&folder), &weights, &setting);
+    }
+
+    #[test]
+    fn a_flux_is_equal_for_all_settings(setting in settings(), guided in any::<bool>()) {
+        let folder = data(if guided { "flux/guided" } else { "flux/plain" });
+        let weights = Weights::new(Checkpoint::open(&folder).unwrap());
+        check(&Network::flux(&folder), &weights, &setting);
+    }
+
+    /// A strength that is changed gives another model, which shares what did not change.
+    #[test]
+    fn an_adapter_is_merged_and_its_strength_changed(setting in settings()) {
+        let (network, devices) = (Network::llama(&tiny_llama()), devices());
+        let checkpoint = Checkpoint::open(tiny_llama()).unwrap();
+        let (weak, strong) = (at_strength(&checkpoint, 0.5), at_strength(&checkpoint, -1.25));
+        let plan = setting.plan(&weak, &devices);
+        let loader = Loader::new(&devices).allocator(cpu_memory());
+        let first = Arc::new(loader.load(&weak, &plan).unwrap());
+        let (one, other) = (network.streamed(&first), network.resident(&candles_own(&weak)));
+        prop_assert!(one == other);
+        let second = Arc::new(loader.derive(&first, &strong, &plan).unwrap());
+        drop(first);
+        let (changed, wanted) = (network.streamed(&second), network.resident(&candles_own(&strong)));
+        prop_assert!(changed == wanted && changed != one);
+    }
+}
+
+/// A network of two equal layers and a larger one, in a file.
+fn linears() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let tensor = |name: &str, shape: (usize, usize)| {
+        (name.to_owned(), Tensor::randn(0f32, 1.0, shape, &Device::Cpu).unwrap())
+    };
+    let tensors = [
+        tensor("layers.0.weight", (8, 8)),
+        tensor("layers.1.weight", (8, 8)),
+        tensor("layers.2.weight", (8, 8)),
+        tensor("head.weight", (64, 8)),
+    ];
+    candle_core::safetensors::save(&tensors.into_iter().collect(), &path).unwrap();
+    (folder, path)
+}
+
+fn load(path: &Path, allocation: &str, allocator: Arc<dyn TensorAllocator>) -> Arc<Model> {
+    let model = Model::open(path).unwrap().allocator(allocator).compute(CPU).depth(1);
+    model.allocation(allocation).unwrap().load(&devices()).unwrap()
+}
+
+/// A block that multiplies with its weight as the caller makes it.
+fn linear(vb: &VarBuilder<'_>, name: &str, of: impl Fn(Tensor) -> Result<Tensor>) -> Result<Linear> {
+    let outputs = if name == "head" { 64 } else { 8 };
+    Ok(Linear::new(of(vb.get((outputs, 8), &format!("{name}.weight"))?)?, None))
+}
+
+#[test]
+fn a_block_that_copies_its_weights_is_found_in_its_first_turn() {
+    let (_folder, path) = linears();
+    let model = load(&path, "cpu,30%;disk,*", cpu_memory());
+    let x = Tensor::ones((1, 8), DType::F32, &Device::Cpu).unwrap();
+    let copies: [fn(Tensor) -> Result<Tensor>; 3] = [
+        |weight| weight.copy(),
+        |weight| weight.t()?.contiguous()?.t(),
+        |weight| weight.to_dtype(DType::BF16)?.to_dtype(DType::F32),
+    ];
+    for of in copies {
+        let mut blocks = Streamed::new(&model, |layer, vb| {
+            linear(&vb, &layer.name, |weight| if layer.name == "layers.1" { of(weight) } else { Ok(weight) })
+        })
+        .unwrap();
+        blocks.layer("layers.0").unwrap().run(|block| block.forward(&x)).unwrap();
+        for _ in 0..2 {
+            let error = blocks.layer("layers.1").unwrap().run(|block| block.forward(&x)).unwrap_err();
+            assert!(matches!(&error, Error::Copied { layer, .. } if layer == "layers.1"), "{error}");
+        }
+        // The others go on.
+        blocks.layer("layers.2").unwrap().run(|block| block.forward(&x)).unwrap();
+    }
+    // A second look is not taken: NaN may come later from inputs.
+    let mut blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
+    blocks.layer("layers.0").unwrap().run(|block| block.forward(&x)).unwrap();
+    let nan = (&x * f64::NAN).unwrap();
+    while blocks.layer("layers.1").unwrap().run(|block| block.forward(&x)).is_err() {}
+    blocks.layer("layers.0").unwrap().run(|block| block.forward(&nan)).unwrap();
+}
+
+#[test]
+fn weights_that_are_nan_are_no_copies() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let tensors = ["layers.0.weight", "layers.1.weight"].map(|name| {
+        let weight = Tensor::full(f32::NAN, (8, 8), &Device::Cpu).unwrap();
+        (name.to_owned(), weight)
+    });
+    candle_core::safetensors::save(&tensors.into_iter().collect(), &path).unwrap();
+    let model = load(&path, "disk,*", cpu_memory());
+    let mut blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
+    let x = Tensor::ones((1, 8), DType::F32, &Device::Cpu).unwrap();
+    assert!(blocks.layer("layers.0").unwrap().run(|block| block.forward(&x)).is_ok());
+}
+
+#[test]
+fn what_a_block_asks_for_in_vain_is_named() {
+    let (_folder, path) = linears();
+    let model = load(&path, "cpu,30%;disk,*", cpu_memory());
+    let refused = |ask: fn(&VarBuilder<'_>) -> Result<Tensor>, told: &str| {
+        let built = Streamed::new(&model, |layer, vb| if layer.name == "layers.1" { ask(&vb) } else { vb.get((), "x").or(Tensor::new(0f32, &Device::Cpu)) });
+        let error = built.unwrap_err().to_string();
+        assert!(error.contains(told), "{error}");
+    };
+    refused(|vb| vb.get((8, 4), "layers.1.weight"), "has the shape [8, 8], not [8, 4]");
+    refused(|vb| vb.get((8, 8), "layers.1.bias"), "the model has no tensor `layers.1.bias`");
+    refused(|vb| vb.get((8, 8), "layers.2.weight"), "is of layer `layers.2`; the block is of `layers.1`");
+    refused(|vb| vb.get_with_hints_dtype((8, 8), "layers.1.weight", Default::default(), DType::BF16), "holds f32, not bf16");
+}
+
+#[test]
+fn a_model_in_the_librarys_own_memory_is_refused() {
+    let (_folder, path) = linears();
+    let model = Model::open(&path).unwrap().compute(CPU).allocation("cpu,30%;disk,*").unwrap();
+    let model = model.load(&devices()).unwrap();
+    let error = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap_err();
+    assert!(matches!(error, Error::NotOfCandle { .. }), "{error}");
+}
+
+/// An allocator that counts what it is asked for.
+struct Counting(Arc<dyn TensorAllocator>, AtomicUsize);
+
+impl TensorAllocator for Counting {
+    fn device(&self) -> DeviceId {
+        self.0.device()
+    }
+
+    fn storage(&self) -> TensorStorage {
+        self.0.storage()
+    }
+
+    fn supports(&self, dtype: tensor_offload::DType) -> bool {
+        self.0.supports(dtype)
+    }
+
+    fn allocate(&self, request: &TensorRequest<'_>) -> tensor_offload::Result<Box<dyn Storage>> {
+        self.1.fetch_add(1, Ordering::Relaxed);
+        self.0.allocate(request)
+    }
+}
+
+#[test]
+fn nothing_is_allocated_after_the_load() {
+    let counting = Arc::new(Counting(cpu_memory(), AtomicUsize::new(0)));
+    let network = Network::llama(&tiny_llama());
+    let model = load(&tiny_llama(), "cpu,40%;disk,*", Arc::clone(&counting) as Arc<dyn TensorAllocator>);
+    let loaded = counting.1.load(Ordering::Relaxed);
+    let mut blocks = Streamed::new(&model, |layer, vb| network.part(&layer.name, vb)).unwrap();
+    for _ in 0..3 {
+        network.run(|layer, forward| Ok(blocks.layer(layer)?.run(|part| forward(part))?));
+    }
+    assert_eq!(counting.1.load(Ordering::Relaxed), loaded);
+    assert!(loaded > 0 && blocks.streamer().report().misses < blocks.streamer().report().hits);
+}
+
+/// The memory of a model is there for as long as its blocks are.
+#[test]
+fn living_blocks_keep_a_model_in_memory() {
+    let (_folder, path) = linears();
+    let devices = devices();
+    let model = Model::open(&path).unwrap().allocator(cpu_memory()).compute(CPU).depth(1);
+    let model = model.allocation("cpu,50%;disk,*").unwrap().load(&devices).unwrap();
+    let host = devices.device(CPU).unwrap();
+    let charged = host.ledger().charged();
+    let blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
+    drop(model);
+    assert_eq!(host.ledger().charged(), charged);
+    let model = Arc::clone(blocks.model());
+    // One set of blocks at a time.
+    assert!(Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).is_err());
+    drop((blocks, model));
+    assert_eq!(host.ledger().charged(), 0);
+}
