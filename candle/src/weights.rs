@@ -35,7 +35,8 @@ impl LayerWeights {
     /// bytes, and its device the one that most of them are on.
     pub(crate) fn builder(self) -> VarBuilder<'static> {
         let largest = self.tensors.values().max_by_key(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes());
-        let (dtype, device) = largest.map_or((DType::F32, Device::Cpu), |tensor| (tensor.dtype(), tensor.device().clone()));
+        let (dtype, device) =
+            largest.map_or((DType::F32, Device::Cpu), |tensor| (tensor.dtype(), tensor.device().clone()));
         VarBuilder::from_backend(Box::new(self), dtype, device)
     }
 

@@ -84,15 +84,17 @@ impl Network {
         let config: flux::Config =
             serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
         let given = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
+        // The weights are of bf16.
+        let of = |name: &str| given[name].to_dtype(DType::BF16).unwrap();
         let inputs = flux::Inputs {
-            txt: given["txt"].clone(),
+            txt: of("txt"),
             txt_ids: given["txt_ids"].clone(),
             img_ids: given["img_ids"].clone(),
             timesteps: given["timesteps"].clone(),
-            y: given["y"].clone(),
+            y: of("y"),
             guidance: given.get("guidance").cloned(),
         };
-        Network::Flux(config, inputs, given["img"].clone())
+        Network::Flux(config, inputs, of("img"))
     }
 
     fn part(&self, name: &str, vb: VarBuilder<'_>) -> Result<Part> {
@@ -168,8 +170,13 @@ fn settings() -> impl Strategy<Value = Setting> {
     });
     let order = prop_oneof![Just(Order::Sequential), Just(Order::Interleaved)];
     let unit = prop_oneof![Just(Unit::Module), Just(Unit::Uniform)];
-    (allocation, 0usize..4, order, unit, any::<bool>())
-        .prop_map(|(allocation, depth, order, unit, fixed)| Setting { allocation, depth, order, unit, fixed })
+    (allocation, 0usize..4, order, unit, any::<bool>()).prop_map(|(allocation, depth, order, unit, fixed)| Setting {
+        allocation,
+        depth,
+        order,
+        unit,
+        fixed,
+    })
 }
 
 impl Setting {
@@ -211,14 +218,14 @@ proptest! {
     #[test]
     fn a_llama_is_equal_for_all_settings(setting in settings(), tied in any::<bool>()) {
         let folder = if tied { data("llama/tied") } else { tiny_llama() };
-        let weights = Weights::new(Checkpoint::open(&folder).unwrap());
+        let weights = Weights::new(Checkpoint::open(folder.join("model.safetensors")).unwrap());
         check(&Network::llama(&folder), &weights, &setting);
     }
 
     #[test]
     fn a_flux_is_equal_for_all_settings(setting in settings(), guided in any::<bool>()) {
         let folder = data(if guided { "flux/guided" } else { "flux/plain" });
-        let weights = Weights::new(Checkpoint::open(&folder).unwrap());
+        let weights = Weights::new(Checkpoint::open(folder.join("model.safetensors")).unwrap());
         check(&Network::flux(&folder), &weights, &setting);
     }
 
@@ -244,9 +251,8 @@ proptest! {
 fn linears() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
-    let tensor = |name: &str, shape: (usize, usize)| {
-        (name.to_owned(), Tensor::randn(0f32, 1.0, shape, &Device::Cpu).unwrap())
-    };
+    let tensor =
+        |name: &str, shape: (usize, usize)| (name.to_owned(), Tensor::randn(0f32, 1.0, shape, &Device::Cpu).unwrap());
     let tensors = [
         tensor("layers.0.weight", (8, 8)),
         tensor("layers.1.weight", (8, 8)),
@@ -319,14 +325,19 @@ fn what_a_block_asks_for_in_vain_is_named() {
     let (_folder, path) = linears();
     let model = load(&path, "cpu,30%;disk,*", cpu_memory());
     let refused = |ask: fn(&VarBuilder<'_>) -> Result<Tensor>, told: &str| {
-        let built = Streamed::new(&model, |layer, vb| if layer.name == "layers.1" { ask(&vb) } else { vb.get((), "x").or(Tensor::new(0f32, &Device::Cpu)) });
+        let built = Streamed::new(&model, |layer, vb| {
+            if layer.name == "layers.1" { ask(&vb) } else { vb.get((), "x").or(Tensor::new(0f32, &Device::Cpu)) }
+        });
         let error = built.unwrap_err().to_string();
         assert!(error.contains(told), "{error}");
     };
     refused(|vb| vb.get((8, 4), "layers.1.weight"), "has the shape [8, 8], not [8, 4]");
     refused(|vb| vb.get((8, 8), "layers.1.bias"), "the model has no tensor `layers.1.bias`");
     refused(|vb| vb.get((8, 8), "layers.2.weight"), "is of layer `layers.2`; the block is of `layers.1`");
-    refused(|vb| vb.get_with_hints_dtype((8, 8), "layers.1.weight", Default::default(), DType::BF16), "holds f32, not bf16");
+    refused(
+        |vb| vb.get_with_hints_dtype((8, 8), "layers.1.weight", Default::default(), DType::BF16),
+        "holds f32, not bf16",
+    );
 }
 
 #[test]
