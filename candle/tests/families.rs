@@ -253,7 +253,7 @@ fn greedy(config: &llama::Config, vb: &VarBuilder<'_>, prompt: &[u32], end: u32,
     let parts: Vec<_> =
         config.steps().map(|step| llama::Part::new(config, &step.layer, vb.clone())).collect::<Result<_>>()?;
     let pass = |ids| parts.iter().try_fold(ids, |x, part| part.forward(&x, &mut state));
-    generate::greedy(prompt, end, &Device::Cpu, pass).take(most).collect()
+    generate::greedy(prompt, &[end], &Device::Cpu, pass).take(most).collect()
 }
 
 #[test]
@@ -276,7 +276,7 @@ fn a_pass_that_fails_ends_the_text_with_its_error() {
         passes += 1;
         candle_core::bail!("the device is gone")
     };
-    let tokens: Vec<Result<u32>> = generate::greedy(&[1, 2], 0, &Device::Cpu, pass).collect();
+    let tokens: Vec<Result<u32>> = generate::greedy(&[1, 2], &[0], &Device::Cpu, pass).collect();
     assert!(tokens.len() == 1 && tokens[0].as_ref().unwrap_err().to_string().contains("gone"));
     assert_eq!(passes, 1);
 }
@@ -289,9 +289,9 @@ fn a_conversation_has_smollm2s_form() {
     let text = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n\
                 <|im_start|>user\nWhat is 12 + 30?<|im_end|>\n<|im_start|>assistant\n";
     assert_eq!(plain.decode(&prompt, false).unwrap(), text);
-    let start = plain.token_to_id("<|im_start|>").unwrap();
+    let (start, end) = (plain.token_to_id("<|im_start|>").unwrap(), chat.end().unwrap());
     assert_eq!(prompt.iter().filter(|&&token| token == start).count(), 3);
-    assert_eq!(prompt.iter().filter(|&&token| token == chat.end()).count(), 2);
+    assert_eq!(prompt.iter().filter(|&&token| token == end).count(), 2);
 
     let tokens = plain.encode("Größe, 漢字 🙂", false).unwrap().get_ids().to_vec();
     let mut piece = chat.pieces();
@@ -301,19 +301,31 @@ fn a_conversation_has_smollm2s_form() {
         (pieces.concat(), chat.text(&tokens).unwrap()),
         ("Größe, 漢字 🙂".to_owned(), "Größe, 漢字 🙂".to_owned())
     );
-    assert_eq!(chat.text(&[chat.end()]).unwrap(), "");
+    assert_eq!(chat.text(&[end]).unwrap(), "");
 }
 
 #[test]
-fn a_tokenizer_without_the_marks_of_a_conversation_is_refused() {
+fn a_tokenizer_without_the_marks_of_a_conversation_has_the_text_gone_on_with() {
     let text = std::fs::read_to_string(data("llama/tokenizer.json")).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("tokenizer.json");
     std::fs::write(&file, text.replace("<|im_end|>", "<|end|>")).unwrap();
-    let error = generate::Chat::open(&file).err().unwrap().to_string();
-    assert!(error.contains("<|im_end|>") && error.contains("tokenizer.json"), "{error}");
+    let chat = generate::Chat::open(&file).unwrap();
+    assert_eq!(
+        (chat.end(), chat.text(&chat.prompt("What is 12?").unwrap()).unwrap()),
+        (None, "What is 12?".to_owned())
+    );
     let missing = generate::Chat::open(&folder.path().join("none.json")).err().unwrap().to_string();
     assert!(missing.contains("none.json"), "{missing}");
+}
+
+#[test]
+fn a_configuration_names_no_end_one_or_several() {
+    let ends = |text: &str| generate::ends(text).unwrap();
+    assert_eq!(ends("{}"), [0; 0]);
+    assert_eq!(ends(r#"{"eos_token_id": 2}"#), [2]);
+    assert_eq!(ends(r#"{"eos_token_id": [128001, 128009]}"#), [128001, 128009]);
+    assert!(generate::ends("eos").is_err());
 }
 
 /// `SMOLLM2` names a folder that `scripts/fetch-model FOLDER --dtype f32` wrote.

@@ -213,7 +213,7 @@ fn check(network: &Network, weights: &Weights, setting: &Setting) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn a_llama_is_equal_for_all_settings(setting in settings(), tied in any::<bool>()) {

@@ -15,31 +15,33 @@ const END: &str = "<|im_end|>";
 /// A model's tokens, and how it was taught to hold conversations.
 pub(crate) struct Chat {
     tokenizer: Tokenizer,
-    end: u32,
+    /// The token that ends an answer; `None` for models that were taught no conversation in this form.
+    end: Option<u32>,
 }
 
 impl Chat {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// What is wrong with the file, or that it lacks the marks of a conversation.
+    /// What is wrong with the file.
     pub(crate) fn open(file: &Path) -> Result<Chat> {
         let in_file = |error: &dyn std::fmt::Display| Error::msg(format!("{}: {error}", file.display()));
         let tokenizer = Tokenizer::from_file(file).map_err(|error| in_file(&error))?;
-        let id =
-            |mark: &str| tokenizer.token_to_id(mark).ok_or_else(|| in_file(&format!("there is no token `{mark}`")));
-        id(START)?;
-        let end = id(END)?;
+        let end = tokenizer.token_to_id(START).and_then(|_| tokenizer.token_to_id(END));
         Ok(Chat { tokenizer, end })
     }
 
     /// The token that ends an answer.
-    pub(crate) fn end(&self) -> u32 {
+    pub(crate) fn end(&self) -> Option<u32> {
         self.end
     }
 
-    /// The tokens of a conversation that asks one question, up to where the answer begins.
+    /// The tokens of a conversation that asks one question, up to where the answer begins; of the text alone, to be gone on
+    /// with, for models that were taught no conversation in this form.
     pub(crate) fn prompt(&self, question: &str) -> Result<Vec<u32>> {
+        if self.end.is_none() {
+            return Ok(self.tokenizer.encode(question, true).map_err(Error::msg)?.get_ids().to_vec());
+        }
         let turn = |role: &str, text: &str| format!("{START}{role}\n{text}{END}\n");
         let text = format!("{}{}{START}assistant\n", turn("system", SYSTEM), turn("user", question));
         Ok(self.tokenizer.encode(text, false).map_err(Error::msg)?.get_ids().to_vec())
@@ -57,14 +59,27 @@ impl Chat {
     }
 }
 
-/// The tokens that follow `prompt`, each the most likely one, before the first `end`; without it they go on, so
+/// The tokens that end a text, as a model's `config.json` has them: none, one or several.
+///
+/// # Errors
+/// What is wrong with the text.
+pub(crate) fn ends(config: &str) -> Result<Vec<u32>> {
+    let config: serde_json::Value = serde_json::from_str(config).map_err(Error::msg)?;
+    let id = |value: &serde_json::Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    Ok(match &config["eos_token_id"] {
+        serde_json::Value::Array(ids) => ids.iter().filter_map(id).collect(),
+        one => id(one).into_iter().collect(),
+    })
+}
+
+/// The tokens that follow `prompt`, each the most likely one, before the first of `ends`; without it they go on, so
 /// [`take`](Iterator::take) some.
 ///
 /// `pass` is a pass of the network: it takes what the sequence goes on with, `[1, tokens]`, and gives logits,
 /// `[1, any, vocabulary]`, of which the last count. Each token that is taken costs one pass.
 pub(crate) fn greedy<E: From<Error>>(
     prompt: &[u32],
-    end: u32,
+    ends: &[u32],
     device: &Device,
     mut pass: impl FnMut(Tensor) -> std::result::Result<Tensor, E>,
 ) -> impl Iterator<Item = std::result::Result<u32, E>> {
@@ -76,7 +91,7 @@ pub(crate) fn greedy<E: From<Error>>(
             Ok(logits.i((0, logits.dim(1)? - 1))?.argmax(D::Minus1)?.to_scalar::<u32>()?)
         };
         match token() {
-            Ok(token) if token == end => None,
+            Ok(token) if ends.contains(&token) => None,
             Ok(token) => {
                 next = Some(vec![token]);
                 Some(Ok(token))

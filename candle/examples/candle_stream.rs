@@ -1,0 +1,187 @@
+//! Text from a language model whose weights do not fit: a Llama over candle, its blocks streamed to the device that computes.
+//!
+//! `cargo run --release -p tensor-offload-candle --example candle_stream` runs a small Llama that comes with the repository;
+//! `scripts/fetch-model` gets one that writes sentences. The same text is generated three times, each in a process of its
+//! own: over streamed weights, with all weights in memory, and with a copy of each layer that does not fit.
+
+#[path = "../../examples/support/adapters.rs"]
+mod adapters;
+#[path = "support/generate.rs"]
+mod generate;
+#[path = "support/llama.rs"]
+mod llama;
+#[path = "support/peak.rs"]
+mod peak;
+#[path = "support/ways.rs"]
+mod ways;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use adapters::AdapterOptions;
+use clap::Parser;
+use generate::Chat;
+use serde_json::{Value, json};
+use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry};
+use ways::{Job, Run, Way};
+
+/// The model that comes with the repository.
+const TINY_LLAMA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/data/tiny-llama");
+
+type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
+
+/// Generates text with a Llama whose weights are streamed to the compute device, and compares speed, memory and logits with the
+/// same model all in memory, and with a plain copy of each layer that does not fit. Exits with 1 if the logits differ.
+#[derive(Parser)]
+#[command(name = "candle_stream")]
+struct Args {
+    /// A folder with a Llama's safetensors, config.json and tokenizer.json; scripts/fetch-model makes one
+    /// [default: the small Llama of the repository, which has no tokenizer]
+    model: Option<PathBuf>,
+    /// The question to answer. Without a tokenizer its bytes are taken for tokens
+    #[arg(long, value_name = "TEXT", default_value = "Why is the sky blue?")]
+    prompt: String,
+    #[command(flatten)]
+    adapters: AdapterOptions,
+    /// Which device keeps how much: `cpu,40%;disk,*` computes with 40 % of the weights in memory
+    #[arg(long, value_name = "ALLOCATION", default_value = "cpu,40%;disk,*")]
+    alloc: String,
+    /// How many layers are fetched ahead
+    #[arg(long, value_name = "LAYERS", default_value_t = 2)]
+    depth: usize,
+    /// How many tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..))]
+    tokens: u16,
+    /// Print one JSON value
+    #[arg(long)]
+    json: bool,
+    /// One of the three runs, in a process of its own
+    #[arg(long, hide = true)]
+    way: Option<Way>,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let (json, child) = (args.json, args.way.is_some());
+    match args.run() {
+        Ok(equal) => ExitCode::from(u8::from(!equal)),
+        Err(error) => {
+            if json && !child {
+                println!("{}", json!({ "error": { "kind": "Failed", "message": error.to_string() } }));
+            } else {
+                eprintln!("error: {}", error.to_string().replace('\n', " "));
+            }
+            ExitCode::from(2)
+        }
+    }
+}
+
+impl Args {
+    /// Runs one way, or all of them and compares them; whether the logits are equal.
+    fn run(&self) -> Result<bool> {
+        let folder = self.model.clone().unwrap_or_else(|| TINY_LLAMA.into());
+        let (job, chat) = self.job(&folder)?;
+        match self.way {
+            Some(way) => {
+                println!("{}", serde_json::to_string(&job.run(way)?)?);
+                Ok(true)
+            }
+            None => self.compare(&job, chat.as_ref()),
+        }
+    }
+
+    fn job(&self, folder: &Path) -> Result<(Job, Option<Chat>)> {
+        let file = folder.join("config.json");
+        let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+        let config = llama::Config::parse(&text)?;
+        let tokenizer = folder.join("tokenizer.json");
+        let chat = tokenizer.exists().then(|| Chat::open(&tokenizer)).transpose()?;
+        let bytes = || self.prompt.bytes().map(|byte| u32::from(byte) % config.vocab_size.max(1) as u32).collect();
+        let prompt = chat.as_ref().map_or_else(|| Ok(bytes()), |chat| chat.prompt(&self.prompt))?;
+        if prompt.is_empty() {
+            return Err("the prompt has no token".into());
+        }
+        let mut ends = generate::ends(&text)?;
+        ends.extend(chat.as_ref().and_then(Chat::end));
+        let weights = self.adapters.apply_to(Checkpoint::open(folder)?)?;
+        let (allocation, tokens) = (self.alloc.clone(), usize::from(self.tokens));
+        Ok((Job { config, weights, allocation, depth: self.depth, prompt, ends, tokens }, chat))
+    }
+
+    /// Runs all ways, and reports.
+    fn compare(&self, job: &Job, chat: Option<&Chat>) -> Result<bool> {
+        let plan = job.plan(&Registry::system())?;
+        if !self.json {
+            println!("{plan}");
+        }
+        let runs = [Way::Streamed, Way::Resident, Way::ToDevice].map(child);
+        let [streamed, resident, to_device] = runs;
+        let (streamed, resident, to_device) = (streamed?, resident?, to_device?);
+        let equal = streamed.logits == resident.logits && to_device.logits == resident.logits;
+        let text = match chat {
+            Some(chat) => chat.text(&streamed.tokens)?,
+            None => streamed.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
+        };
+        let planned = plan.device(DeviceId::CPU).map_or(0, |share| share.weights.bytes + share.beside.slots);
+        if self.json {
+            println!("{}", report(&text, planned, equal, [&streamed, &resident, &to_device]));
+        } else {
+            println!("{text}\n");
+            table(planned, [&streamed, &resident, &to_device]);
+            println!("logits: {}", if equal { "equal, bit for bit" } else { "they DIFFER" });
+        }
+        Ok(equal)
+    }
+}
+
+/// Runs this program once more, for one of the ways.
+fn child(way: Way) -> Result<Run> {
+    let name = clap::ValueEnum::to_possible_value(&way).map(|value| value.get_name().to_owned()).unwrap_or_default();
+    let mut command = Command::new(std::env::current_exe()?);
+    let output = command.args(std::env::args_os().skip(1)).args(["--way", &name]).stderr(Stdio::inherit()).output()?;
+    if !output.status.success() {
+        return Err(format!("the run with `--way {name}` failed: {}", output.status).into());
+    }
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+impl Run {
+    /// The tokens a second after the first one, whose pass reads the prompt; `None` without a second one.
+    fn tokens_per_second(&self) -> Option<f64> {
+        let passes = self.logits.len().saturating_sub(1);
+        (passes > 0 && self.seconds > 0.0).then(|| passes as f64 / self.seconds)
+    }
+}
+
+fn report(text: &str, planned: u64, equal: bool, [streamed, resident, to_device]: [&Run; 3]) -> Value {
+    json!({
+        "text": text,
+        "tokens": streamed.tokens.len(),
+        "token_ids": streamed.tokens,
+        "tokens_per_second": streamed.tokens_per_second(),
+        "resident_tokens_per_second": resident.tokens_per_second(),
+        "to_device_tokens_per_second": to_device.tokens_per_second(),
+        "prompt_seconds": streamed.prompt_seconds,
+        "compute_seconds": resident.seconds,
+        "transfer_seconds": streamed.transfer_seconds,
+        "peak_bytes": streamed.peak_bytes,
+        "resident_peak_bytes": resident.peak_bytes,
+        "to_device_peak_bytes": to_device.peak_bytes,
+        "plan_bytes": planned,
+        "logits_equal": equal,
+    })
+}
+
+fn table(planned: u64, [streamed, resident, to_device]: [&Run; 3]) {
+    println!("{:<28}{:>10}{:>16}{:>14}", "", "tokens/s", "ms a token", "peak memory");
+    let number = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.1}"));
+    for (name, run) in [("streamed", streamed), ("all in memory", resident), ("a copy of each layer", to_device)] {
+        let (rate, peak) = (run.tokens_per_second(), run.peak_bytes.map(|bytes| ByteSize(bytes).human().to_string()));
+        let each = rate.map(|rate| 1000.0 / rate);
+        println!("{name:<28}{:>10}{:>16}{:>14}", number(rate), number(each), peak.unwrap_or("-".to_owned()));
+    }
+    let passes = streamed.logits.len().saturating_sub(1).max(1) as f64;
+    let transfer = streamed.transfer_seconds.map(|seconds| 1000.0 * seconds / passes);
+    println!("{:<28}{:>10}{:>16}", "the copies alone", "", number(transfer));
+    println!("the plan has {} in memory", ByteSize(planned).human());
+}
