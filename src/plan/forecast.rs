@@ -128,6 +128,8 @@ struct Simulation<'a> {
     slots: Vec<Slot>,
     /// The time on the host.
     now: Duration,
+    /// Whether the host computes, so that it waits for each layer before it goes on.
+    on_host: bool,
     compute: Duration,
 }
 
@@ -209,6 +211,7 @@ impl<'a> Simulation<'a> {
             lanes,
             bookings: Bookings::of(topology),
             now: Duration::ZERO,
+            on_host: compute.is_host(),
             compute: Duration::ZERO,
         }
     }
@@ -240,6 +243,9 @@ impl<'a> Simulation<'a> {
         }
         let slot = self.schedule.slot_of(layer);
         let ready = slot.map_or(Duration::ZERO, |slot| self.slots[slot].ready);
+        if self.on_host {
+            self.now = self.now.max(ready);
+        }
         self.compute = self.compute.max(self.now).max(ready);
         self.schedule.ahead().into_iter().for_each(|next| self.fetch(next));
         self.compute = self.compute.saturating_add(time);
