@@ -152,15 +152,20 @@ impl Streamer {
     ///
     /// # Errors
     /// [`Error::WrongSize`] when there is no slot, or naming the first slot that is too small, or the largest one if none is
-    /// large enough; [`Error::Mismatch`] for a slot on another device; as [`on`](Streamer::on). On an error the slots are
+    /// large enough; [`Error::Mismatch`] for a slot on another device; [`Error::Plan`] when the plan
+    /// [divides](crate::Plan::storage) slots of the library's own; as [`on`](Streamer::on). On an error the slots are
     /// dropped.
     ///
     /// [`Slots::bytes_each`]: crate::plan::Slots::bytes_each
     /// [`Slots::large_bytes`]: crate::plan::Slots::large_bytes
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
+        let (plan, storage) = (model.plan(), model.plan().storage());
+        if storage.is_apart() && !plan.has_external_slots() {
+            return Err(PlanFault::SlotsDivided { storage }.into());
+        }
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
-        let (device, shape) = (compute.device(), model.plan().slots());
+        let (device, shape) = (compute.device(), plan.slots());
         let most = slots.iter().map(BufMut::bytes).max();
         if slots.is_empty() && streamed.contents.streamed() > 0 {
             return Err(Error::WrongSize { what: Measured::Slots, needed: 1, given: 0 });

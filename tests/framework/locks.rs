@@ -117,6 +117,51 @@ fn overwritten_slots_are_fetched_anew() {
     }
 }
 
+/// Slots of the caller's own are whole, so a plan that divides the library's must leave them to the caller.
+#[test]
+fn slots_of_the_callers_own_are_not_divided() {
+    let subject = Subject::patched(&small_mixed(3), 85);
+    let machine = machine();
+    let registry = Registry::described(machine.clone(), Clock::Wall);
+    let planner = planner(&subject, &machine, CPU, "cpu,20kb;disk,*").storage(DIVIDED[1]).depth(1);
+    for external in [false, true] {
+        let framework = Framework::new(CPU, DIVIDED[1], Memory::Locked);
+        let plan = planner.clone().external_slots(external).plan().unwrap();
+        let model = Arc::new(loader(&registry, &[&framework]).load(&subject.weights, &plan).unwrap());
+        let has_slots = framework.live().iter().any(|tensor| tensor.name.is_none());
+        assert_eq!(has_slots, !external, "the model's own slots");
+        let host = registry.device(CPU).unwrap();
+        let bytes = planner.clone().storage(TensorStorage::Joined).plan().unwrap().slots().largest();
+        let slot = |_| buffer(&framework, &host, bytes.next_multiple_of(4) as usize).1;
+        let compute = host.stream(Role::Compute).unwrap();
+        match Streamer::with_slots(&model, compute, (0..3).map(slot).collect()) {
+            Err(error) => assert!(!external && error.to_string().contains("external_slots"), "{error}"),
+            Ok(mut streamer) => {
+                assert!(external);
+                check_pass(&mut streamer, &subject).unwrap();
+                streamer.overwrite_slots(0xff).unwrap();
+                check_pass(&mut streamer, &subject).unwrap();
+                assert_eq!(streamer.into_slots().unwrap().len(), 3);
+            }
+        }
+    }
+}
+
+/// Vectors that are neighbours where they are streamed from are one piece in a block, too.
+#[test]
+fn neighbours_are_copied_together_into_a_block() {
+    let (subject, machine) = (Subject::plain(&norms(3), 86), machine());
+    let pieces = |storage| {
+        let watched = Watched::new(machine.clone(), Clock::Virtual);
+        let plan = planner(&subject, &machine, GPU0, "cpu,*").storage(storage).depth(0).plan().unwrap();
+        let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
+        watched.copies.take();
+        layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
+        watched.copies.take().len()
+    };
+    assert_eq!((pieces(TensorStorage::Joined), pieces(TensorStorage::PerType)), (9, 9));
+}
+
 #[test]
 fn slots_that_hold_nothing_are_overwritten_too() {
     let subject = Subject::plain(&[spec("layers.0.marker", tensor_offload::DType::U8, &[0])], 84);

@@ -281,6 +281,10 @@ fn slots_of_two_sizes_are_divided() {
             let plan = planner(&subject, &machine, compute, allocation).storage(storage).depth(1).plan().unwrap();
             let slots = plan.slots();
             assert!(slots.large == 1 && slots.count == 2 && slots.large_bytes > slots.bytes_each, "{plan}");
+            let times = vec![std::time::Duration::ZERO; subject.layout().layers().len()];
+            let forecast = plan.forecast(subject.layout(), machine.topology(), &times.into()).unwrap();
+            let least = plan.estimate(machine.topology(), std::time::Duration::ZERO);
+            assert!(least.pass <= forecast, "the large layer stays: {least}, and {forecast:?}\n{plan}");
             let framework = Framework::new(compute, storage, Memory::Locked);
             let model = Arc::new(loader(&registry, &[&framework]).load(&subject.weights, &plan).unwrap());
             check_tensors(&framework, &subject, &model);
