@@ -108,6 +108,7 @@
 //! | read a tensor | [`TensorView::as_slice`], [`LayerGuard::to_vec`], [`Model::to_vec`], [`Weights::read`] |
 //! | wait until a layer has arrived | [`LayerGuard::wait`], [`LayerGuard::arrived`] |
 //! | have layers in memory of your own | [`Streamer::with_slots`], [`Planner::external_slots`], [`Planner::fixed_slots`] |
+//! | have layers in memory of a framework | [`TensorAllocator`](load::TensorAllocator), [`ModelBuilder::allocator`], [`Streamer::in_slot`] |
 //! | change strengths, adapters, plan or device of a loaded model | [`Loader::derive`], [`Loader::relocate`] |
 //! | load a model once for all who ask | [`ModelCache::get_or_load`], [`Identity`](cache::Identity) |
 //! | free memory between two jobs, or under pressure | [`FreeRequest`](cache::FreeRequest), [`Pressure`](cache::Pressure), [`ModelCache::make_room`], [`Evict`](cache::Evict) |

@@ -75,6 +75,11 @@ impl BufMut {
         self.0.address()
     }
 
+    /// Whether it is memory that its owner locks for each access.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.0.allocation.is_locked()
+    }
+
     /// Keeps the first `at` bytes and returns the others as a separate buffer. From then on each part has its own events, so
     /// several copies can fill the parts of one allocation concurrently. The allocation lives as long as any part.
     ///
@@ -252,7 +257,8 @@ impl Buf {
         self.ready.iter().try_for_each(|event| event.wait(until.saturating_duration_since(Instant::now())))
     }
 
-    /// Waits for the contents and returns the bytes. `None` if the host cannot address them.
+    /// Waits for the contents and returns the bytes. `None` if the host cannot address them, or shares them with a framework
+    /// that locks them for each access ([`read_with`](Buf::read_with)).
     ///
     /// # Errors
     /// As [`wait`](Buf::wait); [`Error::Forked`] in a fork of the process that allocated them.

@@ -158,6 +158,11 @@ impl MemoryBlock {
         self.held.as_ref().and_then(|(storage, _)| storage.shared())
     }
 
+    /// Whether its owner locks the memory for each access, so that it has no address in between.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.shared().is_some()
+    }
+
     /// Runs `work` on the bytes of `range`. `None` if the host cannot access them.
     ///
     /// # Safety

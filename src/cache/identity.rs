@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use super::{Entry, ModelCache, Retention, release};
 use crate::adapter::Weights;
 use crate::error::{Error, InUse, Result};
-use crate::load::Model;
+use crate::load::{Allocators, Model, TensorAllocator};
 use crate::patch::{Origin, ScalePolicy};
 use crate::plan::Plan;
 use crate::rounding::Rounding;
 use crate::transfer::Stamp;
 
 /// The inputs that a model is loaded from: the checkpoint's files and their stamps, the adapters and their strengths, rounding
-/// and scales, the plan.
+/// and scales, the plan, and the allocators if they are [named](Identity::allocator).
 /// Requests of equal identity want the same model. Different files have different identities even if their shapes are equal,
 /// and so has a file that was replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +29,7 @@ struct Parts {
     adapters: Vec<Arc<Origin>>,
     policy: Option<(Rounding, ScalePolicy)>,
     plan: Plan,
+    allocators: Allocators,
 }
 
 impl Identity {
@@ -37,7 +38,16 @@ impl Identity {
         let (checkpoint, patches) = (weights.checkpoint(), weights.patches());
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
         let (checkpoint, adapters, plan) = (checkpoint.path().to_owned(), patches.origins().to_vec(), plan.clone());
-        Identity(Arc::new(Parts { checkpoint, files, adapters, policy: patches.policy(), plan }))
+        let (policy, allocators) = (patches.policy(), Allocators::default());
+        Identity(Arc::new(Parts { checkpoint, files, adapters, policy, plan, allocators }))
+    }
+
+    /// This identity for a load with this allocator, which need not be named if all loads under a key have the same.
+    #[must_use]
+    pub fn allocator(&self, allocator: Arc<dyn TensorAllocator>) -> Identity {
+        let mut parts = (*self.0).clone();
+        parts.allocators.add(allocator);
+        Identity(Arc::new(parts))
     }
 
     /// This identity with another plan.

@@ -133,6 +133,11 @@ pub enum Measured {
         /// Its name.
         name: String,
     },
+    /// The memory that an allocator made for a tensor, or for a slot.
+    Allocation {
+        /// The tensor that it was for; `None` for a slot.
+        tensor: Option<String>,
+    },
     /// The buffer for rows of a tensor.
     Rows {
         /// The tensor's name.
@@ -209,6 +214,10 @@ impl Measured {
             Measured::Patched { name } => {
                 write!(f, "tensor `{name}` has {needed} bytes once patched, the buffer for it {given}")
             }
+            Measured::Allocation { tensor } => {
+                let what = of_tensor(tensor.as_deref());
+                write!(f, "the allocator made {given} bytes for {what}, which needs {needed}")
+            }
             Measured::Rows { name, rows } => {
                 write!(f, "{rows} rows of tensor `{name}` have {needed} bytes, the buffer for them {given}")
             }
@@ -272,6 +281,18 @@ pub enum Mismatch {
         /// Where it has to be.
         device: DeviceId,
     },
+    /// Memory of an allocator for the host that the host cannot address.
+    #[error("the memory that the allocator made for {} has no address on the host", of_tensor(tensor.as_deref()))]
+    NotOnHost {
+        /// The tensor that it was for; `None` for a slot.
+        tensor: Option<String>,
+    },
+    /// A slice of a tensor whose memory others may write.
+    #[error("tensor `{tensor}` is in a framework's memory, behind its lock; copy it with to_vec, or read it there")]
+    Shared {
+        /// The tensor's name.
+        tensor: String,
+    },
     /// A tensor that was read as another element type.
     #[error("tensor `{tensor}` holds {dtype}, not {asked}")]
     Element {
@@ -316,6 +337,11 @@ pub enum Mismatch {
         /// The device of the patch.
         device: DeviceId,
     },
+}
+
+/// The words for what memory is for: a tensor, or a slot.
+fn of_tensor(tensor: Option<&str>) -> String {
+    tensor.map_or_else(|| "a slot".to_owned(), |tensor| format!("tensor `{tensor}`"))
 }
 
 /// A tensor as an error names it.

@@ -8,7 +8,7 @@ use crate::backend::{BufMut, Charge, Device, MemoryKind, Storage};
 use crate::checkpoint::{Layout, ModuleId};
 use crate::device::DeviceId;
 use crate::dtype::DType;
-use crate::error::{Mismatch, Result};
+use crate::error::{Error, Measured, Mismatch, Result};
 use crate::plan::{Plan, TensorStorage};
 
 /// Allocates a device's memory for the tensors of models, in place of the device itself: a framework whose tensors own their
@@ -33,7 +33,8 @@ pub trait TensorAllocator: Send + Sync {
     /// Allocates memory for `request`. Its contents do not matter, but every byte must be initialised.
     ///
     /// # Errors
-    /// Any; the load fails with it, and releases all memory.
+    /// Any; the load fails with it, and releases all memory. So it does with [`Error::WrongSize`] if the memory is smaller than
+    /// what is asked for, and with [`Error::Mismatch`] if the device is the host, which cannot address it.
     fn allocate(&self, request: &TensorRequest<'_>) -> Result<Box<dyn Storage>>;
 }
 
@@ -55,7 +56,7 @@ pub(crate) struct Allocators(BTreeMap<DeviceId, Arc<dyn TensorAllocator>>);
 
 impl Allocators {
     /// Adds an allocator; it replaces an earlier one for the same device.
-    pub(super) fn add(&mut self, allocator: Arc<dyn TensorAllocator>) {
+    pub(crate) fn add(&mut self, allocator: Arc<dyn TensorAllocator>) {
         self.0.insert(allocator.device(), allocator);
     }
 
@@ -71,6 +72,12 @@ impl Allocators {
         self.0.get(&device)
     }
 
+    /// The division of tensors that a plan needs that computes on `compute`. `None` without allocators.
+    pub(super) fn storage(&self, compute: DeviceId) -> Option<TensorStorage> {
+        let first = || self.0.values().next();
+        self.of(compute).or_else(first).map(|allocator| allocator.storage())
+    }
+
     /// Whether memory of `device` comes from the same place with `other`.
     pub(super) fn agree(&self, other: &Allocators, device: DeviceId) -> bool {
         match (self.of(device), other.of(device)) {
@@ -84,8 +91,13 @@ impl Allocators {
     pub(super) fn check(&self, layout: &Layout, plan: &Plan) -> Result<()> {
         for allocator in self.0.values() {
             let (device, planned, needed) = (allocator.device(), plan.storage(), allocator.storage());
-            // Elsewhere there are no slots, in which alone the divisions differ.
-            if planned != needed && (device == plan.compute() || !planned.is_apart()) {
+            if !needed.is_apart() {
+                let why = "which makes every tensor part of the library's own memory; it needs per type or per tensor";
+                return Err(Error::invalid(format!("the allocator for {device} says `{needed}`, {why}")));
+            }
+            // Without slots of the library's on the device, the two divisions do not differ.
+            let has_slots = device == plan.compute() && !plan.has_external_slots();
+            if !planned.is_apart() || (planned != needed && has_slots) {
                 return Err(Mismatch::Storage { device, planned, needed }.into());
             }
         }
@@ -93,8 +105,12 @@ impl Allocators {
     }
 
     fn check_module(&self, layout: &Layout, plan: &Plan, module: ModuleId) -> Result<()> {
-        // What is streamed comes into a slot.
-        let device = if plan.is_apart(module) { plan.at(module).device } else { plan.compute() };
+        // What is streamed comes into a slot, unless slots are the caller's.
+        let device = match plan.is_apart(module) {
+            true => plan.at(module).device,
+            false if plan.has_external_slots() => return Ok(()),
+            false => plan.compute(),
+        };
         let Some(allocator) = self.of(device) else { return Ok(()) };
         for info in layout.own_tensors(module).map(|tensor| layout.at(tensor)).filter(|info| info.bytes > 0) {
             if !allocator.supports(info.dtype) {
@@ -118,9 +134,37 @@ impl Allocators {
             return device.back(charge, kind, near);
         };
         let request = TensorRequest { dtype, bytes: charge.bytes() as usize, tensor };
-        BufMut::new(allocator.allocate(&request)?, charge)
+        let storage = allocator.allocate(&request)?;
+        if let Err(error) = request.check(&*storage, device.id()) {
+            storage.free(charge);
+            return Err(error);
+        }
+        BufMut::new(storage, charge)
     }
 }
+
+impl TensorRequest<'_> {
+    /// Checks memory that was allocated for the request, as far as it can be told.
+    fn check(&self, storage: &dyn Storage, device: DeviceId) -> Result<()> {
+        let (tensor, needed, given) = (self.tensor.map(str::to_owned), self.bytes as u64, storage.bytes() as u64);
+        if given < needed {
+            return Err(Error::WrongSize { what: Measured::Allocation { tensor }, needed, given });
+        }
+        if device.is_host() && storage.host().is_none() && storage.shared().is_none() {
+            return Err(Mismatch::NotOnHost { tensor }.into());
+        }
+        Ok(())
+    }
+}
+
+/// Equal if all memory comes from the same places.
+impl PartialEq for Allocators {
+    fn eq(&self, other: &Allocators) -> bool {
+        self.0.keys().eq(other.0.keys()) && self.0.keys().all(|&device| self.agree(other, device))
+    }
+}
+
+impl Eq for Allocators {}
 
 impl fmt::Debug for Allocators {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -144,11 +144,10 @@ impl ModelBuilder {
     }
 
     /// Has a framework allocate the memory of the model's tensors on its device, and plans as the allocator needs it. May be
-    /// called for several devices; slots are divided as the last one needs it.
+    /// called for several devices; slots are divided as the compute device's allocator needs it.
     pub fn allocator(mut self, allocator: Arc<dyn TensorAllocator>) -> ModelBuilder {
-        let storage = allocator.storage();
         self.allocators.add(allocator);
-        self.planner(move |planner| planner.storage(storage))
+        self
     }
 
     /// Sets anything else on the planner.
@@ -186,7 +185,10 @@ impl ModelBuilder {
         let (weights, machine) = (self.weights()?, self.machine(devices)?);
         let planner = self.settings.iter().fold(Planner::new(weights.layout(), &machine), |planner, set| set(planner));
         let planner = self.allocation.iter().cloned().fold(planner, Planner::allocation);
-        planner.plan()
+        match self.allocators.storage(planner.compute_device()) {
+            Some(storage) => planner.storage(storage).plan(),
+            None => planner.plan(),
+        }
     }
 
     /// Plans the model, merges the adapters, and loads every module onto the device that the plan gives it.

@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use allocator::Allocators;
+pub(crate) use allocator::Allocators;
 pub use allocator::{TensorAllocator, TensorRequest};
 pub use builder::ModelBuilder;
 pub use model::Model;

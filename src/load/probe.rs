@@ -45,8 +45,7 @@ impl Model {
         let mut reader = HostReader { model: self, staging: None, streams: BTreeMap::new() };
         for (home, place) in self.homes() {
             let (start, end) = (place.start, place.end.min(place.start.saturating_add(most)));
-            if let Some(bytes) = home.host(self.limits().work)? {
-                visit(&bytes[start..end]);
+            if home.read_with(self.limits().work, |bytes| visit(&bytes[start..end]))?.is_some() {
                 continue;
             }
             for at in (start..end).step_by(CHUNK) {

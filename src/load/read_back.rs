@@ -67,8 +67,8 @@ impl<'a> TensorView<'a> {
         self.range.clone()
     }
 
-    /// The tensor's bytes in host memory, without a copy; `None` if the host cannot address them. Waits until they have
-    /// arrived. [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy from any
+    /// The tensor's bytes in host memory, without a copy; `None` if the host cannot address them, or if they are in memory that
+    /// the library shares with a framework ([`Buf::read_with`] locks it meanwhile). Waits until they have arrived. [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy from any
     /// device.
     ///
     /// # Errors
@@ -89,14 +89,17 @@ impl<'a> TensorView<'a> {
     /// ```
     ///
     /// # Errors
-    /// As [`bytes`](TensorView::bytes); [`Error::Mismatch`] when the elements are of another type than `T`, or the host
-    /// cannot address the memory.
+    /// As [`bytes`](TensorView::bytes); [`Error::Mismatch`] when the elements are of another type than `T`, the host
+    /// cannot address the memory, or a framework may write it, behind its lock.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         self.check_element::<T>()?;
-        let not_here = || Mismatch::Memory {
-            what: format!("tensor `{}`", self.info.name),
-            memory: self.device(),
-            device: DeviceId::CPU,
+        let not_here = || match self.buf.block().is_locked() {
+            true => Mismatch::Shared { tensor: self.info.name.clone() },
+            false => Mismatch::Memory {
+                what: format!("tensor `{}`", self.info.name),
+                memory: self.device(),
+                device: DeviceId::CPU,
+            },
         };
         let bytes = self.bytes()?.ok_or_else(not_here)?;
         bytemuck::try_cast_slice(bytes).map_err(|why| Error::bug(format!("tensor `{}`: {why}", self.info.name)))

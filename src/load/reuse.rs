@@ -9,10 +9,11 @@ use super::allocator::Allocators;
 use super::model::{Model, home_kind};
 use super::store::{Home, SlotPool};
 use super::worker::{Job, Tensors};
-use crate::backend::{Buf, BufMut, Device, Health, Piece, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Route, Stream, Transfer};
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
+use crate::limits::STAGING_BYTES;
 use crate::plan::Plan;
 use crate::schedule::Groups;
 
@@ -190,9 +191,44 @@ impl Job<'_> {
         }
         for (from, pieces) in pieces {
             self.check_cancelled()?;
+            if memory.is_locked() {
+                pieces.into_iter().try_for_each(|piece| self.download_locked(from, piece, &mut memory))?;
+                continue;
+            }
             memory = self.download(from)?.send(Transfer::new(pieces, memory)?)?.chain();
         }
         Ok(memory)
+    }
+
+    /// Copies bytes of the base on another device to memory that its owner locks, through a buffer, since a device's copies
+    /// know no locks.
+    fn download_locked(&self, from: DeviceId, piece: Piece, memory: &mut BufMut) -> Result<()> {
+        let Piece { src, from: range, at } = piece;
+        let most = range.len().min(STAGING_BYTES);
+        let mut staging = self.host.alloc_near(most, MemoryKind::Pinned, from)?;
+        for done in (0..range.len()).step_by(most.max(1)) {
+            self.check_cancelled()?;
+            let (bytes, begin) = (most.min(range.len() - done), range.start + done);
+            let part = Piece { src: src.clone(), from: begin..begin + bytes, at: 0 };
+            staging = self.download(from)?.send(Transfer::new(vec![part], staging)?)?.wait(self.loader.deadline)?;
+            let landed = staging.host_mut().ok_or_else(|| Error::bug("staging memory that the host cannot address"))?;
+            let written = memory.write_with(|dst| dst[at + done..][..bytes].copy_from_slice(&landed[..bytes]))?;
+            written.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
+        }
+        Ok(())
+    }
+
+    /// Copies bytes of the base to a staging buffer, through which they go on to another device.
+    fn stage(&self, base: &Buf, range: Range<usize>, mut staging: BufMut) -> Result<Buf> {
+        if base.device().is_host() {
+            let dst = staging.host_mut().ok_or_else(|| Error::bug("staging memory that the host cannot address"))?;
+            let copied = base.read_with(self.loader.deadline, |src| dst[..range.len()].copy_from_slice(&src[range]))?;
+            copied.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
+            return Ok(staging.freeze());
+        }
+        let from = base.device();
+        let piece = Piece { src: base.clone(), from: range, at: 0 };
+        Ok(self.download(from)?.send(Transfer::new(vec![piece], staging)?)?.chain().freeze())
     }
 
     /// Copies a tensor from the base to another device's memory, straight or through staging buffers.
@@ -204,23 +240,24 @@ impl Job<'_> {
         stream: &dyn Stream,
     ) -> Result<BufMut> {
         let from = base.buf.device();
-        let through_host = self.routes.staged.contains(&(from, memory.device()));
+        // A device's copies know no locks.
+        let locked = from.is_host() && base.buf.block().is_locked();
+        let through_host = locked || self.routes.staged.contains(&(from, memory.device()));
         let most = if through_host { self.pool.bytes_each().max(1) } else { range.len().max(1) };
         let mut at = 0;
         while at < range.len() {
             self.check_cancelled()?;
             let bytes = most.min(range.len() - at);
             let begin = base.range.start + at;
-            let mut piece = Piece { src: base.buf.clone(), from: begin..begin + bytes, at: range.start + at };
             if through_host {
-                piece.at = 0;
                 let (staging, lease) = self.pool.acquire(self.loader.deadline)?;
-                let staging = self.download(from)?.send(Transfer::new(vec![piece], staging)?)?.chain().freeze();
+                let staging = self.stage(&base.buf, begin..begin + bytes, staging)?;
                 let onward = Piece { src: staging.clone(), from: 0..bytes, at: range.start + at };
                 let flight = stream.send(Transfer::new(vec![onward], memory)?)?;
                 lease.give_back(flight.done().clone(), staging);
                 memory = flight.chain();
             } else {
+                let piece = Piece { src: base.buf.clone(), from: begin..begin + bytes, at: range.start + at };
                 memory = stream.send(Transfer::new(vec![piece], memory)?)?.chain();
             }
             at += bytes;

@@ -39,7 +39,7 @@ pub(super) struct Job<'a> {
     pub(super) routes: CopyRoutes,
     /// The byte range of each tensor in its group's buffer.
     ranges: Per<TensorId, Range<usize>>,
-    host: Arc<dyn Device>,
+    pub(super) host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
     on_device: OnDevice,
     pub(super) pool: Pool,

@@ -86,9 +86,17 @@ impl Plan {
             streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add)
         };
         let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
-        let large: Vec<&[Assignment]> = layers.filter(|layer| streamed(layer) > slots.bytes_each).collect();
-        let stay = slots.large > 0 && large.len() <= slots.large;
-        let large = if stay { large } else { Vec::new() };
+        let large = if self.storage().is_apart() && !self.has_external_slots() {
+            // Which layers are large depends on their tensors, which a plan does not know. No others that stay have more bytes.
+            let mut layers: Vec<&[Assignment]> = layers.collect();
+            layers.sort_by_key(|layer| std::cmp::Reverse(streamed(layer)));
+            layers.truncate(slots.large);
+            layers
+        } else {
+            let large: Vec<&[Assignment]> = layers.filter(|layer| streamed(layer) > slots.bytes_each).collect();
+            let stay = slots.large > 0 && large.len() <= slots.large;
+            if stay { large } else { Vec::new() }
+        };
         large.into_iter().flatten().filter(|a| a.usage == Use::Streamed).collect()
     }
 

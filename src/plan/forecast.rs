@@ -128,12 +128,15 @@ struct Simulation<'a> {
     slots: Vec<Slot>,
     /// The time on the host.
     now: Duration,
+    /// Whether the host computes, so that it waits for each layer before it goes on.
+    on_host: bool,
     compute: Duration,
 }
 
-/// The copies of a layer on one lane: the bytes of each copy, in chunks if they go through the host.
+/// The copies of a layer on one lane into one block of a slot: the bytes of each copy, in chunks if they go through the host.
 struct LaneFetch {
     lane: usize,
+    block: usize,
     chunks: Vec<Vec<u64>>,
 }
 
@@ -154,12 +157,12 @@ struct ThroughHost {
     next: usize,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone)]
 struct Slot {
     /// When its contents have arrived.
     ready: Duration,
-    /// When its last use ends.
-    free: Duration,
+    /// When the last use of each of its blocks ends. A layer uses those that it has tensors in.
+    free: Vec<Duration>,
 }
 
 impl<'a> Simulation<'a> {
@@ -192,9 +195,11 @@ impl<'a> Simulation<'a> {
             if many {
                 chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
             }
-            LaneFetch { lane: part.lane, chunks }
+            LaneFetch { lane: part.lane, block: part.block, chunks }
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
+        let blocks = contents.iter().flat_map(|content| &content.parts).map(|part| part.block + 1).max();
+        let slot = Slot { ready: Duration::ZERO, free: vec![Duration::ZERO; blocks.unwrap_or(0)] };
         // A plan without slots uses the caller's.
         let slots: Vec<u64> = match plan.slots().sizes().next() {
             Some(_) => plan.slots().sizes().collect(),
@@ -202,13 +207,14 @@ impl<'a> Simulation<'a> {
         };
         Simulation {
             topology,
-            slots: vec![Slot::default(); slots.len()],
+            slots: vec![slot; slots.len()],
             schedule: Schedule::new(&contents, slots, plan.depth(), plan.fixed_slots()),
             fetches,
             from_host: topology.path(DeviceId::CPU, compute),
             lanes,
             bookings: Bookings::of(topology),
             now: Duration::ZERO,
+            on_host: compute.is_host(),
             compute: Duration::ZERO,
         }
     }
@@ -240,11 +246,15 @@ impl<'a> Simulation<'a> {
         }
         let slot = self.schedule.slot_of(layer);
         let ready = slot.map_or(Duration::ZERO, |slot| self.slots[slot].ready);
+        if self.on_host {
+            self.now = self.now.max(ready);
+        }
         self.compute = self.compute.max(self.now).max(ready);
         self.schedule.ahead().into_iter().for_each(|next| self.fetch(next));
         self.compute = self.compute.saturating_add(time);
         if let Some(slot) = slot {
-            self.slots[slot].free = self.compute;
+            let used = self.fetches[layer].iter().map(|fetch| fetch.block);
+            used.for_each(|block| self.slots[slot].free[block] = self.compute);
         }
     }
 
@@ -264,10 +274,10 @@ impl<'a> Simulation<'a> {
             bookings.transfer(topology, way, bytes, ready)
         };
         slot.ready = *now;
-        for LaneFetch { lane, chunks } in &fetches[layer] {
+        for LaneFetch { lane, block, chunks } in &fetches[layer] {
             let Lane { way, upload, through_host } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
-            let mut at = (*upload).max(*now).max(slot.free);
+            let mut at = (*upload).max(*now).max(slot.free[*block]);
             for chunk in chunks {
                 match through_host {
                     None => chunk.iter().for_each(|bytes| at = copy(way, *bytes, at)),

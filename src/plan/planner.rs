@@ -346,7 +346,7 @@ impl<'a> Planner<'a> {
         looked_up && matches!(&module.tensors[..], [tensor] if of_rows(tensor))
     }
 
-    pub(super) fn compute_device(&self) -> DeviceId {
+    pub(crate) fn compute_device(&self) -> DeviceId {
         let accelerator = |id: &DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let named = self.allocation.as_ref().and_then(Allocation::compute).or(self.compute);
         named.or_else(|| self.machine.ids().find(accelerator)).unwrap_or(DeviceId::CPU)

@@ -258,6 +258,11 @@ impl Plan {
         Groups::new(layout, |module| self.origin(module))
     }
 
+    /// Whether the caller provides the slots.
+    pub(crate) fn has_external_slots(&self) -> bool {
+        self.0.external_slots
+    }
+
     /// How tensors are divided into allocations on the compute device, and where they are used in place.
     pub fn storage(&self) -> TensorStorage {
         self.0.storage

@@ -83,8 +83,10 @@ impl Contents {
                 let bytes = pieces.iter().map(|piece| piece.room as u64).sum();
                 return Content::new(groups, pieces, bytes);
             };
-            let of_slot = || blocks.bytes_for(&LayerBlocks::of(layout, blocks.storage(), &modules));
-            let bytes = if modules.is_empty() { 0 } else { of_slot() };
+            let of_slot = |modules: &[ModuleId]| blocks.bytes_for(&LayerBlocks::of(layout, blocks.storage(), modules));
+            let bytes = if modules.is_empty() { 0 } else { of_slot(&modules) };
+            // Tensors that are neighbours at home are neighbours in a block, so that they are one piece.
+            let modules = groups.in_slot(modules);
             Content::new(groups, divided(layout, ranges, lanes, blocks, &modules), bytes)
         };
         Contents(layout.layers().iter().map(content).collect())

@@ -48,13 +48,13 @@ impl Streamer {
     }
 
     /// Where the tensor `name` lies while this slot holds its layer. It is always the same place, so a framework's tensor can be
-    /// a view of it, made once. `None` if the tensor is not streamed, the slot does not hold its layer, or there is no such
-    /// tensor or slot.
+    /// a view of it, made once. `None` if the tensor is not streamed or has no bytes, the slot does not hold its layer, or there
+    /// is no such tensor or slot.
     pub fn in_slot(&self, slot: usize, name: &str) -> Option<InSlot<'_>> {
         let tensor = self.model.index().find(name)?;
         let layer = self.model.layout().layer_with(tensor);
         self.slots_of(layer).contains(&slot).then_some(())?;
-        let (block, range) = self.place_in_slot(tensor)?;
+        let (block, range) = self.place_in_slot(tensor).filter(|(_, range)| !range.is_empty())?;
         let block = self.slots.allocation(slot, block)?;
         Some(InSlot { info: self.model.layout().at(tensor), block, range })
     }
@@ -82,12 +82,16 @@ impl Streamer {
     /// views of them: such code computes with what it copied, and bytes of 0xff are NaN in every floating-point type.
     ///
     /// # Errors
-    /// [`Error::InUse`] while a guard holds a slot; any error of the copies.
+    /// [`Error::InUse`] while a guard holds a slot; any error of the copies. Slots before that one are overwritten then, and
+    /// fetched anew like the others.
     pub fn overwrite_slots(&mut self, byte: u8) -> Result<()> {
         self.process.check()?;
         for slot in 0..self.slots.count() {
             self.slots.cancel(slot, self.deadline);
             self.schedule.empty(slot);
+            if !self.slots.has_memory(slot) {
+                continue;
+            }
             let memory = self.slots.take(slot).ok_or(InUse::Slots { count: self.slots.count() })?;
             let (mut blocks, mut outcome) = (Vec::with_capacity(memory.len()), Ok(()));
             for parts in memory {

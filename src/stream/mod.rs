@@ -35,8 +35,9 @@ use slots::{Fill, Slots, Writable};
 /// Asking for a layer makes the compute stream wait until the layer's tensors have arrived, and prefetches the `depth`
 /// layers that come next. In the first pass that follows the model's order, wrapping around from the last layer to the
 /// first for the next pass. Later passes follow the order of the pass before, until layers are asked for in another order.
-/// The host waits in one case only: where the device cannot wait for the bytes (pageable host memory, files), it waits for
-/// the thread that queues their copies.
+/// The host waits in two cases only: where the device cannot wait for the bytes (pageable host memory, files), it waits for
+/// the thread that queues their copies; and where the compute device is the host itself, it waits until the layer is there,
+/// since compute on the host begins as soon as the layer is handed out.
 ///
 /// A slot is filled again only after the compute that was queued while its [`LayerGuard`] lived: queue your
 /// kernels on [`compute`](Streamer::compute), then drop the guard. Depth 0 is the same without prefetching.
@@ -151,15 +152,20 @@ impl Streamer {
     ///
     /// # Errors
     /// [`Error::WrongSize`] when there is no slot, or naming the first slot that is too small, or the largest one if none is
-    /// large enough; [`Error::Mismatch`] for a slot on another device; as [`on`](Streamer::on). On an error the slots are
+    /// large enough; [`Error::Mismatch`] for a slot on another device; [`Error::Plan`] when the plan
+    /// [divides](crate::Plan::storage) slots of the library's own; as [`on`](Streamer::on). On an error the slots are
     /// dropped.
     ///
     /// [`Slots::bytes_each`]: crate::plan::Slots::bytes_each
     /// [`Slots::large_bytes`]: crate::plan::Slots::large_bytes
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
+        let (plan, storage) = (model.plan(), model.plan().storage());
+        if storage.is_apart() && !plan.has_external_slots() {
+            return Err(PlanFault::SlotsDivided { storage }.into());
+        }
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
-        let (device, shape) = (compute.device(), model.plan().slots());
+        let (device, shape) = (compute.device(), plan.slots());
         let most = slots.iter().map(BufMut::bytes).max();
         if slots.is_empty() && streamed.contents.streamed() > 0 {
             return Err(Error::WrongSize { what: Measured::Slots, needed: 1, given: 0 });
@@ -231,8 +237,9 @@ impl Streamer {
         let arrivals = slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::filled_by);
         // The parts that one lane fills share their event.
         for event in arrivals.filter(|event| known.insert(event.key())) {
+            let joined = self.compute.wait(event)?;
             // Compute on the host runs at once, in the caller's threads, and no stream can hold it back.
-            if self.compute.wait(event)? == Joined::HostMustWait || on_host {
+            if joined == Joined::HostMustWait || (on_host && !event.is_complete()) {
                 let begin = Instant::now();
                 let outcome = self.stall("a copy", event);
                 self.report.stalled(StallCause::Copy, begin.elapsed());

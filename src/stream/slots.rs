@@ -64,6 +64,11 @@ impl Slots {
         self.0.get(slot)?.0.get(block)?.allocation.as_ref()
     }
 
+    /// Whether a slot has any memory. It has none if its layers are streamed without a byte.
+    pub(super) fn has_memory(&self, slot: usize) -> bool {
+        self.0[slot].0.iter().any(|block| block.allocation.as_ref().is_some_and(|memory| memory.bytes() > 0))
+    }
+
     /// Whether no copy of the present layer failed.
     pub(super) fn is_sound(&self, slot: usize) -> bool {
         let failed = |memory: &Buf| {
