@@ -4,13 +4,12 @@ use super::auto;
 use super::check;
 use super::forecast::ComputeTime;
 use super::outlier::outliers_of;
-use super::pattern::Pattern;
 use super::place::{Placement, Quotas};
 use super::value::{Assignment, Order, Parts, Plan, Unit, Use};
 use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per, TensorId, TensorInfo, is_table};
+use crate::checkpoint::{Layer, Layout, Module, ModuleId, Pattern, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::error::{PlanFault, Result};
 
