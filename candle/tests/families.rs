@@ -350,7 +350,7 @@ fn smollm2_says_what_it_says_in_transformers() {
             "I'm here to help with any kind of creative writing project. Whether it's a story idea, a character concept, or just a need for inspiration, I'm always happy to assist. Whether you're looking for a quick idea or need",
         ),
     ] {
-        let tokens = greedy(&config, &vb, &chat.prompt(question).unwrap(), chat.end(), 48).unwrap();
+        let tokens = greedy(&config, &vb, &chat.prompt(question).unwrap(), chat.end().unwrap(), 48).unwrap();
         assert_eq!(chat.text(&tokens).unwrap(), answer);
     }
 }

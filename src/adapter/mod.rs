@@ -5,6 +5,7 @@
 //! tensor. This happens before planning, because adapters can change the size of a weight; the arithmetic happens while
 //! loading.
 
+mod casts;
 mod claims;
 mod config;
 mod experts;

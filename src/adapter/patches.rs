@@ -8,6 +8,7 @@ use super::report::{Applied, MatchReport, SkipReason, Skipped};
 use super::resolve::{self, Resolved};
 use super::tied::{Apart, Ends};
 use crate::checkpoint::{Checkpoint, Layout, Siblings, TensorId};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::patch::{Origin, ScalePolicy, TensorPatch};
 use crate::rounding::Rounding;
@@ -36,6 +37,8 @@ pub struct Patches {
     layout: Layout,
     report: MatchReport,
     origins: Vec<Arc<Origin>>,
+    /// How all of them are stored.
+    policy: (Rounding, ScalePolicy),
 }
 
 impl Patches {
@@ -74,7 +77,7 @@ impl Patches {
     ) -> Result<Patches> {
         let Resolved { tensors, layout: patched, report, origins } =
             resolve::all(siblings, layout, adapters, matching)?;
-        Ok(Patches { tensors, with_head: None, layout: patched, report, origins })
+        Ok(Patches { tensors, layout: patched, report, origins, ..Patches::default() })
     }
 
     /// Takes the head for one with the embedding again, unless they came to differ. `layout` is the checkpoint's.
@@ -124,6 +127,7 @@ impl Patches {
     /// Sets how all patched tensors are rounded.
     #[must_use]
     pub fn rounding(mut self, rounding: Rounding) -> Patches {
+        self.policy.0 = rounding;
         self.tensors.values_mut().for_each(|patch| patch.set_rounding(rounding));
         self
     }
@@ -136,6 +140,7 @@ impl Patches {
     /// # Errors
     /// [`Error::Invalid`] when a scale belongs to several weights.
     pub fn scales(mut self, policy: ScalePolicy) -> Result<Patches> {
+        self.policy.1 = policy;
         self.tensors.retain(|_, patch| !patch.is_of_scale());
         self.tensors.values_mut().for_each(|patch| patch.set_scale_policy(policy));
         if policy == ScalePolicy::Keep {
@@ -151,7 +156,9 @@ impl Patches {
             scales.extend(patch.of_scale(weight, info).map(|patch| (scale, patch)));
         }
         let own: Vec<_> = scales.iter().map(|(tensor, patch)| (*tensor, patch.patched_shape().to_vec())).collect();
-        let weights = self.tensors.iter().map(|(&tensor, patch)| (tensor, patch.patched_shape().to_vec()));
+        // Tensors that are only cast still share their bytes.
+        let weights = self.tensors.iter().filter(|(_, patch)| !patch.only_casts());
+        let weights = weights.map(|(&tensor, patch)| (tensor, patch.patched_shape().to_vec()));
         self.layout = self.layout.patched(&weights.chain(own).collect::<Vec<_>>())?;
         self.tensors.extend(scales);
         Ok(self)
@@ -164,7 +171,33 @@ impl Patches {
 
     /// The rounding and scale policy of all patched tensors; `None` if nothing changes.
     pub(crate) fn policy(&self) -> Option<(Rounding, ScalePolicy)> {
-        self.tensors.values().find(|patch| !patch.is_of_scale()).map(TensorPatch::policy)
+        (!self.tensors.is_empty()).then_some(self.policy)
+    }
+
+    /// The tensors that are cast, with their new types.
+    pub(crate) fn casts(&self) -> Vec<(TensorId, DType)> {
+        let casts = self.tensors.iter().filter(|(_, patch)| patch.casts());
+        casts.map(|(&tensor, patch)| (tensor, patch.dtype())).collect()
+    }
+
+    /// The patch of a tensor, to be changed.
+    pub(super) fn patch_mut(&mut self, tensor: TensorId) -> Option<&mut TensorPatch> {
+        self.tensors.get_mut(&tensor)
+    }
+
+    /// Adds the patch of a tensor that is only cast.
+    pub(super) fn add_cast(&mut self, tensor: TensorId, mut patch: TensorPatch) {
+        let (rounding, scales) = self.policy;
+        patch.set_rounding(rounding);
+        patch.set_scale_policy(scales);
+        self.tensors.insert(tensor, patch);
+    }
+
+    /// Gives tensors whose patches cast them their types in the layout. Patches that do nothing any more are dropped.
+    pub(super) fn recast(mut self, types: &[(TensorId, DType)]) -> Result<Patches> {
+        self.layout = self.layout.cast(types)?;
+        self.tensors.retain(|_, patch| patch.casts() || !patch.only_casts());
+        Ok(self)
     }
 
     /// How every tensor of the adapters was used.
@@ -172,17 +205,18 @@ impl Patches {
         &self.report
     }
 
-    /// The patch of a tensor; `None` if no adapter changes it.
+    /// The patch of a tensor; `None` if no adapter changes it and it is not cast.
     pub fn tensor(&self, tensor: TensorId) -> Option<&TensorPatch> {
         self.tensors.get(&tensor)
     }
 
-    /// The tensors that change, in the layout's order, with their patches.
+    /// The tensors that change, in the layout's order, with their patches; those that are only cast among them.
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &TensorPatch)> {
         self.tensors.iter().map(|(&tensor, patch)| (tensor, patch))
     }
 
-    /// The layout with the patched tensors' sizes. A patched tensor never shares its bytes, even if it did before.
+    /// The layout with the patched tensors' types and sizes. A tensor that an adapter changes never shares its bytes, even if it
+    /// did before; those that are only cast still do.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }

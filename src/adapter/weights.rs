@@ -1,12 +1,14 @@
 //! A checkpoint and its adapters, as one value.
 
 use super::Adapter;
+use super::casts::Which;
 use super::patches::{Matching, Patches};
 use super::report::MatchReport;
 use crate::checkpoint::{Checkpoint, Layout, TensorId};
-#[cfg(doc)]
-use crate::error::Error;
+use crate::dtype::DType;
 use crate::error::Result;
+#[cfg(doc)]
+use crate::error::{CastFault, Error};
 use crate::patch::{PatchOutcome, ScalePolicy};
 use crate::rounding::Rounding;
 
@@ -52,7 +54,7 @@ impl Weights {
         Ok(Weights { checkpoint, patches })
     }
 
-    /// Sets how all patched tensors are rounded.
+    /// Sets how all tensors that are patched or cast are rounded.
     #[must_use]
     pub fn rounding(mut self, rounding: Rounding) -> Weights {
         self.patches = self.patches.rounding(rounding);
@@ -68,18 +70,67 @@ impl Weights {
         Ok(self)
     }
 
+    /// Casts the tensors that `pattern` names to `dtype` while they load. May be called several times; a later call decides for
+    /// the tensors that both name. A cast to the type that a tensor has in the checkpoint undoes an earlier one.
+    ///
+    /// A pattern is one of [`Planner::keep_resident`](crate::Planner::keep_resident), for names of modules and of tensors: `mlp`
+    /// and `*.mlp.*` name all tensors of such modules, `*.bias` all biases, and the whole name of a tensor that one. Tensors of
+    /// integers, booleans or codes in a named module stay as they are.
+    ///
+    /// Cast are F32, F16, BF16, F8_E4M3 and F8_E5M2, from any to any. A value is lifted to f32, changed by the adapters, and
+    /// rounded once, as [`rounding`](Weights::rounding) says; F8_E4M3 and F8_E5M2 saturate beyond their range, which is counted
+    /// ([`LoadReport::saturated`](crate::load::LoadReport::saturated)), F16 and BF16 become infinite, and every NaN is stored as
+    /// one. [`layout`](Weights::layout) has the new types and sizes, so plans count them. Tensors that share their bytes are
+    /// of one type: a cast of one of them is a cast of all.
+    ///
+    /// ```
+    /// use tensor_offload::{Checkpoint, DType, Weights};
+    /// let weights = Weights::new(Checkpoint::open("examples/data/tiny-llama")?);
+    /// let bytes = weights.layout().bytes();
+    /// let weights = weights.cast("*", DType::F32)?.cast("mlp", DType::F16)?;
+    /// let types = weights.layout().tensors().iter().map(|tensor| tensor.dtype);
+    /// assert!(types.eq(weights.layout().tensors().iter().map(|tensor| match tensor.name.contains(".mlp.") {
+    ///     true => DType::F16,
+    ///     false => DType::F32,
+    /// })));
+    /// assert!(weights.layout().bytes() > bytes); // the file has bf16
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when the pattern names nothing; [`Error::Uncastable`] naming the tensor, with a [`CastFault`]: `dtype` is
+    /// none of these types, a tensor is of another floating-point type (F64, say), or all that is named are integers; a tensor holds
+    /// codes (a weight with a scale, a packed one) or says what codes stand for.
+    pub fn cast(self, pattern: impl Into<String>, dtype: DType) -> Result<Weights> {
+        self.cast_all(Which::Named(pattern.into()), dtype)
+    }
+
+    /// Casts all tensors of floating-point numbers to `dtype` while they load, as [`cast`](Weights::cast) does. Those of integers,
+    /// booleans or codes in integers stay as they are.
+    ///
+    /// # Errors
+    /// As [`cast`](Weights::cast).
+    pub fn cast_floats(self, dtype: DType) -> Result<Weights> {
+        self.cast_all(Which::Floats, dtype)
+    }
+
+    fn cast_all(mut self, which: Which, dtype: DType) -> Result<Weights> {
+        self.patches = self.patches.cast(&self.checkpoint, which, dtype)?;
+        Ok(self)
+    }
+
     /// The unpatched checkpoint. If the [report](Weights::report) tells of an untied head, it has that as a last tensor, with the
     /// embedding's bytes.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
     }
 
-    /// The patches of the tensors that the adapters change.
+    /// The patches of the tensors that the adapters change or that are cast.
     pub fn patches(&self) -> &Patches {
         &self.patches
     }
 
-    /// The tensors after patching, as they are planned and loaded.
+    /// The tensors after patching and casting, as they are planned and loaded.
     pub fn layout(&self) -> &Layout {
         self.patches.layout()
     }
@@ -89,7 +140,8 @@ impl Weights {
         self.patches.report()
     }
 
-    /// Reads one tensor, merged if an adapter changes it. `dst` must be as long as the merged tensor.
+    /// Reads one tensor, merged if an adapter changes it, and cast if it is. `dst` must be as long as the tensor of
+    /// [`layout`](Weights::layout).
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is of another length; any error of

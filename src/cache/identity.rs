@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::{Entry, ModelCache, Retention, release};
 use crate::adapter::Weights;
+use crate::checkpoint::TensorId;
+use crate::dtype::DType;
 use crate::error::{Error, InUse, Result};
 use crate::load::{Allocators, Model, TensorAllocator};
 use crate::patch::{Origin, ScalePolicy};
@@ -15,8 +17,8 @@ use crate::plan::Plan;
 use crate::rounding::Rounding;
 use crate::transfer::Stamp;
 
-/// The inputs that a model is loaded from: the checkpoint's files and their stamps, the adapters and their strengths, rounding
-/// and scales, the plan, and the allocators if they are [named](Identity::allocator).
+/// The inputs that a model is loaded from: the checkpoint's files and their stamps, the adapters and their strengths, rounding,
+/// scales and casts, the plan, and the allocators if they are [named](Identity::allocator).
 /// Requests of equal identity want the same model. Different files have different identities even if their shapes are equal,
 /// and so has a file that was replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +30,7 @@ struct Parts {
     files: Vec<(PathBuf, Stamp)>,
     adapters: Vec<Arc<Origin>>,
     policy: Option<(Rounding, ScalePolicy)>,
+    casts: Vec<(TensorId, DType)>,
     plan: Plan,
     allocators: Allocators,
 }
@@ -38,8 +41,8 @@ impl Identity {
         let (checkpoint, patches) = (weights.checkpoint(), weights.patches());
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
         let (checkpoint, adapters, plan) = (checkpoint.path().to_owned(), patches.origins().to_vec(), plan.clone());
-        let (policy, allocators) = (patches.policy(), Allocators::default());
-        Identity(Arc::new(Parts { checkpoint, files, adapters, policy, plan, allocators }))
+        let (policy, casts, allocators) = (patches.policy(), patches.casts(), Allocators::default());
+        Identity(Arc::new(Parts { checkpoint, files, adapters, policy, casts, plan, allocators }))
     }
 
     /// This identity for a load with this allocator, which need not be named if all loads under a key have the same.

@@ -237,10 +237,23 @@ impl Layout {
         for module in self.modules.iter().filter_map(|m| m.alias_of) {
             layout.modules[module.index()].tied = false;
         }
-        let place = |layer: &Layer| Place { rank: Rank::Stack, stack: 0, number: layer.id.index() as u64 };
-        let placed = std::mem::take(&mut layout.layers).into_iter().map(|layer| (place(&layer), layer));
-        let placed = placed.collect();
-        layout.arrange(placed);
+        layout.arrange_again();
+        Ok(layout)
+    }
+
+    /// The same layout once some tensors are of other types. Tensors of the same bytes are given together, and still share
+    /// storage. Their `offset`s still say where their bytes were.
+    ///
+    /// # Errors
+    /// As [`TensorInfo::new`] for a type.
+    pub(crate) fn cast(&self, types: &[(TensorId, DType)]) -> Result<Layout> {
+        let mut layout = self.clone();
+        for (tensor, dtype) in types {
+            let info = layout.tensors.get_mut(tensor.index());
+            let info = info.ok_or_else(|| Error::bug(format!("there is no tensor at {}", tensor.index())))?;
+            *info = TensorInfo::new(info.name.clone(), *dtype, &info.shape, info.file, info.offset)?;
+        }
+        layout.arrange_again();
         Ok(layout)
     }
 
@@ -397,6 +410,14 @@ impl Layout {
     pub(crate) fn slot(&self, layer: &Layer) -> u64 {
         let slot = |module: ModuleId| Layout::slot_bytes(self.at(module).bytes);
         self.needs(layer).into_iter().map(slot).fold(0, u64::saturating_add)
+    }
+
+    /// Computes bytes and classes of the layers, which keep their order.
+    fn arrange_again(&mut self) {
+        let place = |layer: &Layer| Place { rank: Rank::Stack, stack: 0, number: layer.id.index() as u64 };
+        let placed = std::mem::take(&mut self.layers).into_iter().map(|layer| (place(&layer), layer));
+        let placed = placed.collect();
+        self.arrange(placed);
     }
 
     /// Sorts layers by place and their modules by name, renumbers both, and computes bytes and classes.
@@ -622,6 +643,19 @@ mod tests {
         assert!(!grown.modules[0].tied && grown.modules.iter().all(|m| m.alias_of.is_none()));
         let at = |index, size| tied.patched(&[(TensorId::new(index), vec![size])]);
         assert!(at(3, 6).is_err() && at(0, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn cast_tensors_still_share_their_bytes() {
+        let at = |name: &str, offset| TensorInfo::new(name, DType::F32, &[4], 0, offset).unwrap();
+        let tied = [at("model.embed_tokens.weight", 0), at("model.layers.0.w.weight", 16), at("lm_head.weight", 0)];
+        let tied = Layout::new(tied.to_vec());
+        assert_eq!(tied.cast(&[]).unwrap(), tied);
+        let types = [0, 2].map(|index| (TensorId::new(index), DType::BF16));
+        let cast = tied.cast(&types).unwrap();
+        assert_eq!((cast.bytes(), cast.tensors[2].bytes, &cast.storage), (24, 8, &tied.storage));
+        assert!(cast.modules[0].tied && cast.modules[2].alias_of == Some(ModuleId::new(0)));
+        assert!(tied.cast(&[(TensorId::new(3), DType::F16)]).is_err());
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod id;
 mod json;
 mod layout;
 mod names;
+mod pattern;
 mod quantised;
 mod temporary;
 mod text;
@@ -33,7 +34,8 @@ pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
 pub use layout::{Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
-pub(crate) use quantised::{Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
+pub(crate) use pattern::Pattern;
+pub(crate) use quantised::{Coded, Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
 pub(crate) use text::read_text;
 pub use write::{TensorSpec, TensorWriter, write_safetensors};
 

@@ -39,6 +39,7 @@ pub enum ErrorKind {
     InUse,
     Corrupted,
     Unpatchable,
+    Uncastable,
     Unreachable,
     Missing,
     WrongSize,
@@ -63,6 +64,7 @@ impl Error {
             Error::File { .. } => ErrorKind::File,
             Error::Adapter { .. } => ErrorKind::Adapter,
             Error::Unpatchable { .. } => ErrorKind::Unpatchable,
+            Error::Uncastable { .. } => ErrorKind::Uncastable,
             Error::Io { .. } => ErrorKind::Io,
             Error::DeviceLost { .. } => ErrorKind::DeviceLost,
             Error::Driver { .. } => ErrorKind::Driver,
@@ -95,9 +97,12 @@ impl AllocationError {
 
 impl fmt::Display for ErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use ErrorKind::{Bug, Corrupted, InUse, Invalid, Mismatch, Missing, Plan, Unpatchable, Unreachable, WrongSize};
+        use ErrorKind::{
+            Bug, Corrupted, InUse, Invalid, Mismatch, Missing, Plan, Uncastable, Unpatchable, Unreachable, WrongSize,
+        };
         let printed = match self {
-            Plan | InUse | Corrupted | Unpatchable | Unreachable | Missing | WrongSize | Mismatch | Bug => &Invalid,
+            Plan | InUse | Corrupted | Unpatchable | Uncastable | Unreachable | Missing | WrongSize | Mismatch
+            | Bug => &Invalid,
             other => other,
         };
         fmt::Debug::fmt(printed, f)

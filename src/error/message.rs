@@ -34,6 +34,7 @@ impl Display for Error {
                 write!(f, "{}{}: {fault}", adapter.display(), Part(", key", key.as_deref()))
             }
             Error::Unpatchable { tensor, fault } => write!(f, "tensor `{tensor}`: {fault}"),
+            Error::Uncastable { tensor, to, fault } => write!(f, "tensor `{tensor}` cannot be cast to {to}: {fault}"),
             Error::Io { path, action, source } => write!(f, "cannot {action} {}: {source}", path.display()),
             Error::DeviceLost { device, why } => write!(f, "{device} is lost: {why}"),
             Error::Driver { device, call, code, text } => write!(f, "{device}: {call} failed with {code}: {text}"),
@@ -75,6 +76,7 @@ impl StdError for Error {
             Error::ModelsLost { cause, .. } | Error::Failed { cause, .. } => Some(&**cause),
             Error::File { fault, .. } => Some(&**fault),
             Error::Adapter { fault, .. } | Error::Unpatchable { fault, .. } => Some(&**fault),
+            Error::Uncastable { fault, .. } => Some(&**fault),
             Error::Io { source, .. } => Some(source),
             _ => None,
         }

@@ -4,6 +4,7 @@
 //! these are at the root of the crate too.
 
 mod allocation;
+mod cast;
 mod fault;
 mod kind;
 mod message;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use allocation::AllocationError;
+pub use cast::CastFault;
 pub use fault::{AdapterFault, FileFault};
 pub use kind::ErrorKind;
 pub use packing::Packing;
@@ -28,6 +30,7 @@ pub use room::{Holder, InUse, NoRoom};
 
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
+use crate::dtype::DType;
 
 /// The result of this library's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -110,6 +113,15 @@ pub enum Error {
         tensor: String,
         /// The fault of the tensor, or of its scale.
         fault: Box<AdapterFault>,
+    },
+    /// A tensor cannot be cast; name others, or another type.
+    Uncastable {
+        /// The tensor.
+        tensor: String,
+        /// The type that it was to be cast to.
+        to: DType,
+        /// Why it cannot be.
+        fault: Box<CastFault>,
     },
     /// The system refused an operation on a file.
     Io {

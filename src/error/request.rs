@@ -39,6 +39,12 @@ pub enum Missing {
         /// The number of files.
         count: usize,
     },
+    /// No module and no tensor has a name like this pattern.
+    #[error("no module and no tensor is named like `{pattern}`")]
+    Named {
+        /// The pattern.
+        pattern: String,
+    },
     /// No layer has this name.
     #[error("there is no layer `{name}`")]
     Layer {
@@ -322,6 +328,18 @@ pub enum Mismatch {
         dtype: DType,
         /// The allocator's device.
         device: DeviceId,
+    },
+    /// A tensor that is cast, in a patch that is to be applied in place.
+    #[error(
+        "tensor `{tensor}` is cast from {dtype} to {asked}, which is not done in place; use TensorPatch::apply_from"
+    )]
+    InPlace {
+        /// The tensor's name.
+        tensor: String,
+        /// Its element type in the checkpoint.
+        dtype: DType,
+        /// The element type that it is cast to.
+        asked: DType,
     },
     /// Memory of one device behind the charge of another.
     #[error("memory of {device} for a charge of {charge}")]

@@ -11,6 +11,7 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::Checkpoint;
 use crate::device::{DeviceId, Machine};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::patch::ScalePolicy;
 use crate::plan::{Plan, Planner};
@@ -46,6 +47,8 @@ pub struct ModelBuilder {
     matching: Matching,
     rounding: Rounding,
     scales: ScalePolicy,
+    /// Patterns, none for all tensors of floating-point numbers, and the types to cast to.
+    casts: Vec<(Option<String>, DType)>,
     allocation: Option<Allocation>,
     settings: Vec<Setting>,
     allocators: Allocators,
@@ -75,6 +78,7 @@ impl ModelBuilder {
             matching: Matching::Strict,
             rounding: Rounding::default(),
             scales: ScalePolicy::default(),
+            casts: Vec::new(),
             allocation: None,
             settings: Vec::new(),
             allocators: Allocators::default(),
@@ -111,6 +115,29 @@ impl ModelBuilder {
     /// Sets whether the scales of merged fp8 weights are kept. Default: [`ScalePolicy::Keep`].
     pub fn scales(mut self, policy: ScalePolicy) -> ModelBuilder {
         self.scales = policy;
+        self.unresolved()
+    }
+
+    /// Casts the tensors that `pattern` names to `dtype` while they load; see [`Weights::cast`]. May be called several times; a later
+    /// call decides for the tensors that both name. Default: every tensor keeps its type.
+    ///
+    /// ```
+    /// use tensor_offload::{DType, DeviceId, Model, Registry};
+    /// let model = Model::open("examples/data/tiny-llama")?.cast("*", DType::F32).compute(DeviceId::CPU);
+    /// let model = model.load(&Registry::system())?;
+    /// let norm = model.tensor("model.norm.weight").expect("every Llama has one");
+    /// let scales: &[f32] = norm.as_slice()?; // bf16 in the file
+    /// # assert_eq!(norm.shape(), [scales.len() as u64]);
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    pub fn cast(mut self, pattern: impl Into<String>, dtype: DType) -> ModelBuilder {
+        self.casts.push((Some(pattern.into()), dtype));
+        self.unresolved()
+    }
+
+    /// Casts all tensors of floating-point numbers to `dtype` while they load; see [`Weights::cast_floats`].
+    pub fn cast_floats(mut self, dtype: DType) -> ModelBuilder {
+        self.casts.push((None, dtype));
         self.unresolved()
     }
 
@@ -166,13 +193,17 @@ impl ModelBuilder {
     /// The checkpoint with its adapters, the input of the planner and the loader. The adapters' factors are read once.
     ///
     /// # Errors
-    /// As [`Weights::patched`] and [`Weights::scales`].
+    /// As [`Weights::patched`], [`Weights::scales`] and [`Weights::cast`].
     pub fn weights(&self) -> Result<&Weights> {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
         let weights = Weights::patched(self.checkpoint.clone(), self.adapters.clone(), self.matching)?;
         let weights = weights.scales(self.scales)?.rounding(self.rounding);
+        let weights = self.casts.iter().try_fold(weights, |weights, (pattern, dtype)| match pattern {
+            Some(pattern) => weights.cast(pattern, *dtype),
+            None => weights.cast_floats(*dtype),
+        })?;
         Ok(self.weights.get_or_init(|| weights))
     }
 

@@ -22,7 +22,7 @@ pub struct LoadReport {
     pub copied: u64,
     /// Modules placed.
     pub modules: usize,
-    /// Tensors that adapters changed.
+    /// Tensors that adapters changed, or that were cast.
     pub patched: usize,
     /// The tensors among these that their device's kernels patched. The host patched the others, with the same bytes as
     /// result.

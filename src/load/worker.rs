@@ -3,7 +3,8 @@
 //! Workers take groups of modules in the plan's order. The pool of staging buffers has one buffer more than there are
 //! workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the host: these
 //! buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of factors
-//! for a device, and all factors of the adapters.
+//! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, and all factors of the
+//! adapters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -241,6 +242,7 @@ impl<'a> Job<'a> {
                 let dst = &mut bytes[range];
                 match (self.reuse.in_base(tensor), self.patch(tensor)) {
                     (Some(base), _) => self.copy_on_host(base, dst)?,
+                    (None, Some(patch)) if patch.only_casts() => self.read_cast(patch, tensor, dst)?,
                     (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
                     (None, None) => self.read_plain(tensor, dst)?,
                 }
@@ -262,6 +264,7 @@ impl<'a> Job<'a> {
         for (tensor, range) in tensors {
             memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
                 (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
+                (None, Some(patch)) if patch.only_casts() => self.send_cast(patch, tensor, range, memory, stream)?,
                 (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,
                 (None, None) => self.send_plain(tensor, range, memory, stream)?,
             };
@@ -270,19 +273,38 @@ impl<'a> Job<'a> {
     }
 
     /// Sends an unpatched tensor in pieces through the pool.
-    fn send_plain(
+    fn send_plain(&self, tensor: TensorId, range: Range<usize>, memory: BufMut, stream: &dyn Stream) -> Result<BufMut> {
+        self.send_parts(range, memory, stream, |at, dst| self.read_part(tensor, at as u64, dst))
+    }
+
+    /// Sends a tensor that is only cast in pieces through the pool.
+    fn send_cast(
         &self,
+        patch: &TensorPatch,
         tensor: TensorId,
+        range: Range<usize>,
+        memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
+        self.patched.fetch_add(1, Ordering::Relaxed);
+        // A piece is a whole tensor, or as large as the pool's largest buffers, which hold whole elements of any type.
+        self.send_parts(range, memory, stream, |at, dst| self.cast_part(patch, tensor, at, dst))
+    }
+
+    /// Sends a tensor in pieces through the pool. `read` fills a buffer with the tensor's bytes from a byte on.
+    fn send_parts(
+        &self,
         range: Range<usize>,
         mut memory: BufMut,
         stream: &dyn Stream,
+        mut read: impl FnMut(usize, &mut [u8]) -> Result<()>,
     ) -> Result<BufMut> {
         let mut at = 0;
         while at < range.len() {
             let bytes = self.pool.bytes_each().min(range.len() - at);
             let (mut staging, lease) = self.pool.acquire(self.loader.deadline)?;
             match staging.host_mut() {
-                Some(dst) => self.read_part(tensor, at as u64, &mut dst[..bytes])?,
+                Some(dst) => read(at, &mut dst[..bytes])?,
                 None => return Err(Error::bug("staging memory that the host cannot address")),
             }
             let staging = staging.freeze();
@@ -364,6 +386,26 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Reads a tensor that is only cast, a part at a time.
+    fn read_cast(&self, patch: &TensorPatch, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
+        self.patched.fetch_add(1, Ordering::Relaxed);
+        let mut at = 0;
+        for part in dst.chunks_mut(STAGING_BYTES) {
+            self.cast_part(patch, tensor, at, part)?;
+            at += part.len();
+        }
+        Ok(())
+    }
+
+    fn cast_part(&self, patch: &TensorPatch, tensor: TensorId, at: usize, dst: &mut [u8]) -> Result<()> {
+        self.check_cancelled()?;
+        let (outcome, read) = patch.read_part(self.files(tensor)?.checkpoint(), tensor, at, dst)?;
+        self.read.fetch_add(read, Ordering::Relaxed);
+        self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
+        self.advance(dst.len() as u64);
+        Ok(())
+    }
+
     /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
     fn read_patched(&self, patch: &TensorPatch, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         self.check_cancelled()?;
@@ -385,7 +427,7 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// The patch of a tensor, if adapters change it.
+    /// The patch of a tensor, if adapters change it or it is cast.
     fn patch(&self, tensor: TensorId) -> Option<&'a TensorPatch> {
         self.weights?.patches().tensor(tensor)
     }

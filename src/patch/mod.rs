@@ -9,7 +9,11 @@
 //! set: the sum over the rank in order with fused multiply-add, from zero; then times the scale; then added to the
 //! weight; each rounded to f32. So the bytes are the same on every machine, and a device that does the same
 //! operations computes the same bytes.
+//!
+//! A patch may also cast: its values are read in one type and rounded to another (`cast`). They are lifted, changed and
+//! rounded once, as those of any patch are; without steps they are only lifted and rounded.
 
+mod cast;
 mod pieces;
 mod products;
 mod scales;
@@ -22,7 +26,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
 use crate::dtype::DType;
-use crate::error::{AdapterFault, Error, Measured, Result};
+use crate::error::{AdapterFault, Error, Measured, Mismatch, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
 use crate::threads;
@@ -46,6 +50,9 @@ pub(crate) use whole::same_change;
 pub struct TensorPatch {
     /// The tensor's name, for messages.
     name: String,
+    /// Its type in the checkpoint.
+    stored: Float,
+    /// Its type afterwards.
     float: Float,
     /// Its shape in the checkpoint.
     shape: Vec<u64>,
@@ -100,6 +107,7 @@ pub(crate) struct Origin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Recipe {
     name: String,
+    float: Float,
     patched_shape: Vec<u64>,
     rounding: Rounding,
     scale_policy: ScalePolicy,
@@ -120,15 +128,20 @@ pub struct PatchOutcome {
 impl TensorPatch {
     /// Patches a weight in place. `bytes` is as long as the patched tensor; it begins with the tensor's bytes as the
     /// checkpoint holds them, in its storage type, at any alignment. `siblings` are the checkpoint's bytes of the
-    /// tensors that [`needs`](TensorPatch::needs) names, in its order.
+    /// tensors that [`needs`](TensorPatch::needs) names, in its order. A patch that casts is applied by
+    /// [`apply_from`](TensorPatch::apply_from).
     ///
     /// Weights that are NaN or infinite stay so. The work runs on the library's threads, one for each core, whatever thread
     /// calls this.
     ///
     /// # Errors
     /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite;
-    /// [`Error::Io`] when no threads can be created; then nothing is changed.
+    /// [`Error::Mismatch`] when the patch casts; [`Error::Io`] when no threads can be created; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
+        if self.casts() {
+            let (tensor, dtype, asked) = (self.name.clone(), self.stored.dtype(), self.float.dtype());
+            return Err(Mismatch::InPlace { tensor, dtype, asked }.into());
+        }
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
@@ -136,6 +149,11 @@ impl TensorPatch {
     /// recomputed scale.
     pub fn needs(&self) -> &[TensorId] {
         &self.needs
+    }
+
+    /// The tensor's element type after patching; another than in the checkpoint if it is [cast](crate::Weights::cast).
+    pub fn dtype(&self) -> DType {
+        self.float.dtype()
     }
 
     /// The tensor's shape after patching; larger than in the checkpoint if an adapter pads the weight.
@@ -167,6 +185,7 @@ impl TensorPatch {
         }
         Ok(TensorPatch {
             name: tensor.name.clone(),
+            stored: float,
             float,
             shape: tensor.shape.clone(),
             patched_shape,
@@ -196,11 +215,6 @@ impl TensorPatch {
         self.scale_policy = policy;
     }
 
-    /// How it is stored.
-    pub(crate) fn policy(&self) -> (Rounding, ScalePolicy) {
-        (self.rounding, self.scale_policy)
-    }
-
     /// The size of an element as it is stored.
     pub(crate) fn element_bytes(&self) -> usize {
         self.float.size()
@@ -223,6 +237,7 @@ impl TensorPatch {
     pub(crate) fn recipe(&self) -> Recipe {
         Recipe {
             name: self.name.clone(),
+            float: self.float,
             patched_shape: self.patched_shape.clone(),
             rounding: self.rounding,
             scale_policy: self.scale_policy,
@@ -234,6 +249,9 @@ impl TensorPatch {
 
     /// Reads its tensor, number `tensor` of the checkpoint, and patches it. `dst` has to be as long as the patched tensor.
     pub(crate) fn read(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        if self.casts() {
+            return self.read_cast(checkpoint, tensor, dst);
+        }
         let info = checkpoint.info(tensor)?;
         let (stored, room) = (info.bytes as usize, dst.len());
         let pristine = dst.get_mut(..stored).ok_or_else(|| {
@@ -256,27 +274,37 @@ impl TensorPatch {
 
     /// As [`apply`](TensorPatch::apply), on the current thread pool.
     fn apply_with(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
-        let wanted = bytes_of(&self.patched_shape, self.float.size());
-        if wanted != Some(bytes.len()) {
-            let (what, given) = (Measured::Patched { name: self.name.clone() }, bytes.len() as u64);
-            return Err(Error::WrongSize { what, needed: wanted.map_or(u64::MAX, |bytes| bytes as u64), given });
-        }
+        self.check_size(bytes)?;
         if let Some(weight) = &self.scale_of {
             return weight.apply_to_scale(tier, bytes, siblings);
         }
         let scales = self.scales(siblings)?;
         let weight = self.stored(scales.as_ref());
-        let in_pieces = self.steps.iter().all(|step| step.change.scope() < Scope::Weight);
         let saturated = match (&self.scaling, &scales) {
             (Some(scaling), Some(old)) if self.scale_policy == ScalePolicy::Recompute => {
                 let lifted = F32Weight::patched(tier, weight, bytes, &self.steps);
                 let new = lifted.scales(self.float, scaling.float, old);
                 lifted.store(Stored { scales: Some(&new), ..weight }, bytes)
             }
-            _ if in_pieces => pieces::apply(tier, weight, bytes, &self.steps),
+            _ if self.is_in_pieces() => pieces::apply(tier, weight, bytes, &self.steps),
             _ => whole::apply(tier, weight, bytes, &self.steps),
         };
         Ok(PatchOutcome { saturated })
+    }
+
+    /// Fails unless `patched` is as long as the patched tensor.
+    fn check_size(&self, patched: &[u8]) -> Result<()> {
+        let wanted = bytes_of(&self.patched_shape, self.float.size());
+        if wanted == Some(patched.len()) {
+            return Ok(());
+        }
+        let (what, given) = (Measured::Patched { name: self.name.clone() }, patched.len() as u64);
+        Err(Error::WrongSize { what, needed: wanted.map_or(u64::MAX, |bytes| bytes as u64), given })
+    }
+
+    /// Whether no step needs more of the weight than a row.
+    fn is_in_pieces(&self) -> bool {
+        self.steps.iter().all(|step| step.change.scope() < Scope::Weight)
     }
 
     /// Its rows and columns as the steps count them.
@@ -287,7 +315,8 @@ impl TensorPatch {
     fn stored<'a>(&self, scales: Option<&'a Scales>) -> Stored<'a> {
         let (rows, cols) = self.matrix();
         let (rows, cols) = if self.is_bias { (rows * cols, 1) } else { (rows, cols) };
-        Stored { float: self.float, scales, noise: self.rounding.noise(&self.name), rows, cols }
+        let (from, to) = (self.stored, self.float);
+        Stored { from, to, scales, noise: self.rounding.noise(&self.name), rows, cols }
     }
 }
 

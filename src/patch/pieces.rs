@@ -1,4 +1,5 @@
-//! Patching in pieces of eight rows by some columns: each piece is converted to f32, changed and rounded in place.
+//! Patching in pieces of eight rows by some columns: each piece is converted to f32, changed and rounded, in place or into
+//! memory of another type.
 
 use std::ops::Range;
 
@@ -15,7 +16,10 @@ use crate::rounding::Noise;
 /// A weight as a matrix in its storage type.
 #[derive(Clone, Copy)]
 pub(super) struct Stored<'a> {
-    pub(super) float: Float,
+    /// The type of the values that are read.
+    pub(super) from: Float,
+    /// The type that they are rounded to.
+    pub(super) to: Float,
     /// The scales of the stored values.
     pub(super) scales: Option<&'a Scales>,
     /// The noise of stochastic rounding; `None` rounds to the nearest value.
@@ -27,7 +31,7 @@ pub(super) struct Stored<'a> {
 impl Stored<'_> {
     /// The real values of some columns of a row.
     pub(super) fn lift(&self, tier: Tier, row: usize, cols: &Range<usize>, raw: &[u8], values: &mut [f32]) {
-        tier.lift(self.float, raw, values);
+        tier.lift(self.from, raw, values);
         if let Some(scales) = self.scales {
             scales.each(row * self.cols + cols.start, values, |value, scale| value * scale);
         }
@@ -39,10 +43,10 @@ impl Stored<'_> {
             scales.each(row * self.cols + cols.start, values, |value, scale| value / scale);
         }
         match self.noise {
-            None => tier.round(self.float, values, raw),
+            None => tier.round(self.to, values, raw),
             Some(noise) => {
                 let first = row as u64 * self.cols as u64 + cols.start as u64;
-                tier.round_noisy(self.float, noise, first, values, raw)
+                tier.round_noisy(self.to, noise, first, values, raw)
             }
         }
     }
@@ -58,20 +62,85 @@ fn task_rows(cols: usize) -> usize {
     (ELEMENTS / cols.max(1)).clamp(TILE_ROWS, 128) / TILE_ROWS * TILE_ROWS
 }
 
-/// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`. Returns the number of saturated
-/// values.
+/// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`, whose type stays. Returns the number
+/// of saturated values.
 pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
     let rows = task_rows(weight.cols);
-    let task_bytes = rows * weight.cols * weight.float.size();
+    let task_bytes = rows * weight.cols * weight.to.size();
     if task_bytes == 0 {
         return 0;
     }
     let tasks = bytes.par_chunks_mut(task_bytes).enumerate();
     tasks
         .map_init(Scratch::default, |scratch, (task, bytes)| {
-            Task { tier, weight, steps, first_row: task * rows }.run(bytes, scratch)
+            Task { tier, weight, steps, first_row: task * rows }.run(RowBytes::InPlace(bytes), scratch)
         })
         .sum()
+}
+
+/// As [`apply`], for some whole rows in `from` that are written to `to` in another type. The first is row `first_row` of the
+/// weight, a multiple of [`TILE_ROWS`].
+pub(super) fn convert(
+    tier: Tier,
+    weight: Stored<'_>,
+    first_row: usize,
+    from: &[u8],
+    to: &mut [u8],
+    steps: &[Step],
+) -> u64 {
+    let rows = task_rows(weight.cols);
+    let task = rows * weight.cols;
+    if task == 0 {
+        return 0;
+    }
+    let before = from.par_chunks(task * weight.from.size());
+    let tasks = before.zip(to.par_chunks_mut(task * weight.to.size())).enumerate();
+    tasks
+        .map_init(Scratch::default, |scratch, (task, (from, to))| {
+            let first_row = first_row + task * rows;
+            Task { tier, weight, steps, first_row }.run(RowBytes::Apart { from, to }, scratch)
+        })
+        .sum()
+}
+
+/// Casts values that nothing changes, from `from` to `to`; the first is element `first` of a tensor without scales. Returns
+/// the number of saturated values.
+pub(super) fn cast(tier: Tier, weight: Stored<'_>, first: usize, from: &[u8], to: &mut [u8]) -> u64 {
+    const TOGETHER: usize = 1 << 14;
+    let before = from.par_chunks(TOGETHER * weight.from.size());
+    let tasks = before.zip(to.par_chunks_mut(TOGETHER * weight.to.size())).enumerate();
+    tasks
+        .map_init(Vec::new, |values, (task, (from, to))| {
+            let first = first + task * TOGETHER;
+            let elements = first..first + to.len() / weight.to.size();
+            values.resize(elements.len(), 0.0);
+            // The elements as one row.
+            weight.lift(tier, 0, &elements, from, values);
+            weight.round(tier, 0, &elements, values, to)
+        })
+        .sum()
+}
+
+/// The bytes of some whole rows of a weight, before and after.
+enum RowBytes<'a> {
+    InPlace(&'a mut [u8]),
+    Apart { from: &'a [u8], to: &'a mut [u8] },
+}
+
+impl RowBytes<'_> {
+    fn before(&self) -> &[u8] {
+        match self {
+            RowBytes::InPlace(bytes) => bytes,
+            RowBytes::Apart { from, .. } => from,
+        }
+    }
+
+    fn after(&mut self) -> &mut [u8] {
+        match self {
+            RowBytes::InPlace(bytes) => bytes,
+            RowBytes::Apart { to, .. } => to,
+        }
+    }
 }
 
 /// The f32 values of the current piece.
@@ -97,9 +166,9 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    fn run(&self, bytes: &mut [u8], scratch: &mut Scratch) -> u64 {
-        let (cols, size) = (self.weight.cols, self.weight.float.size());
-        let rows = bytes.len() / (cols * size);
+    fn run(&self, mut bytes: RowBytes<'_>, scratch: &mut Scratch) -> u64 {
+        let (cols, from, to) = (self.weight.cols, self.weight.from.size(), self.weight.to.size());
+        let rows = bytes.before().len() / (cols * from);
         // Of a stack of experts, each step changes the rows of one.
         let all = Piece { rows: self.first_row..self.first_row + rows, cols: 0..cols };
         let steps: Vec<&Step> = self.steps.iter().filter(|step| all.shared_rows(&step.rows).is_some()).collect();
@@ -117,9 +186,9 @@ impl Task<'_> {
                 };
                 let stride = stride(piece_cols);
                 scratch.weight.resize(TILE_ROWS * stride, 0.0);
-                let row_bytes = |row: usize| ((first_row + row) * cols + first_col) * size..;
+                let row_bytes = |row: usize, size: usize| ((first_row + row) * cols + first_col) * size..;
                 for row in 0..piece_rows {
-                    let raw = &bytes[row_bytes(row)][..piece_cols * size];
+                    let raw = &bytes.before()[row_bytes(row, from)][..piece_cols * from];
                     self.lift(&piece, row, raw, &mut scratch.weight[row * stride..][..piece_cols]);
                 }
                 let mut strip = StridedRows { values: &mut scratch.weight, stride, cols: piece_cols };
@@ -127,7 +196,7 @@ impl Task<'_> {
                     self.change(step, &piece, &mut strip, &mut scratch.spare);
                 }
                 for row in 0..piece_rows {
-                    let raw = &mut bytes[row_bytes(row)][..piece_cols * size];
+                    let raw = &mut bytes.after()[row_bytes(row, to)][..piece_cols * to];
                     saturated += self.round(&piece, row, &mut scratch.weight[row * stride..][..piece_cols], raw);
                 }
             }

@@ -10,12 +10,14 @@ use crate::rounding::Rounding;
 const _: () = assert!(MatrixPatch::TILE[0] == TILE_ROWS && MatrixPatch::TILE[1] == TILE_COLS);
 
 impl TensorPatch {
-    /// Whether the patch only adds products, rounds to the nearest value and keeps the weight's scales.
+    /// Whether the patch only adds products, rounds to the nearest value of the type that the weight has, and keeps the
+    /// weight's scales.
     pub(crate) fn is_products(&self) -> bool {
         let added =
             |step: &Step| matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
         let (rows, cols) = self.matrix();
         self.scale_of.is_none()
+            && !self.casts()
             && self
                 .scaling
                 .as_ref()

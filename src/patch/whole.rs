@@ -20,7 +20,14 @@ pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[S
 impl F32Weight {
     /// The weight at the start of `bytes`, after `steps`.
     pub(super) fn patched(tier: Tier, weight: Stored<'_>, bytes: &[u8], steps: &[Step]) -> F32Weight {
-        let size = weight.float.size();
+        let mut lifted = F32Weight::lifted(tier, weight, bytes);
+        lifted.change(steps);
+        lifted
+    }
+
+    /// The weight at the start of `bytes`.
+    pub(super) fn lifted(tier: Tier, weight: Stored<'_>, bytes: &[u8]) -> F32Weight {
+        let size = weight.from.size();
         let mut lifted =
             F32Weight { tier, rows: weight.rows, cols: weight.cols, values: vec![0.0; weight.rows * weight.cols] };
         let cols = 0..weight.cols;
@@ -28,7 +35,6 @@ impl F32Weight {
             let rows = lifted.values.par_chunks_mut(weight.cols).zip(bytes.par_chunks(weight.cols * size)).enumerate();
             rows.for_each(|(row, (values, raw))| weight.lift(tier, row, &cols, raw, values));
         }
-        lifted.change(steps);
         lifted
     }
 
@@ -39,7 +45,7 @@ impl F32Weight {
         }
         let (tier, cols) = (self.tier, 0..self.cols);
         let weight = Stored { rows: self.rows, cols: self.cols, ..weight };
-        let raw = bytes.par_chunks_mut(self.cols * weight.float.size());
+        let raw = bytes.par_chunks_mut(self.cols * weight.to.size());
         let rows = self.values.par_chunks_mut(self.cols).zip(raw).enumerate();
         rows.map(|(row, (values, raw))| weight.round(tier, row, &cols, values, raw)).sum()
     }
@@ -49,7 +55,7 @@ impl F32Weight {
         old.recomputed(weight, stored, &self.values)
     }
 
-    fn change(&mut self, steps: &[Step]) {
+    pub(super) fn change(&mut self, steps: &[Step]) {
         let mut rest = steps;
         while let [step, later @ ..] = rest {
             rest = match &step.change {
@@ -160,7 +166,7 @@ pub(crate) fn same_change(one: &[Step], other: &[Step], rows: &[Range<usize>], c
 
 fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {
     let rows = values.len().checked_div(cols).unwrap_or(0);
-    let weight = Stored { float: Float::F32, scales: None, noise: None, rows, cols };
+    let weight = Stored { from: Float::F32, to: Float::F32, scales: None, noise: None, rows, cols };
     pieces::apply(tier, weight, bytemuck::cast_slice_mut(values), steps);
 }
 

@@ -13,7 +13,6 @@ mod estimate;
 mod explain;
 mod forecast;
 mod outlier;
-mod pattern;
 mod place;
 mod planner;
 mod preset;

@@ -42,6 +42,7 @@ impl TensorPatch {
         let scaling = self.scaling.as_ref()?;
         Some(TensorPatch {
             name: scale.name.clone(),
+            stored: scaling.float,
             float: scaling.float,
             shape: scale.shape.clone(),
             patched_shape: scale.shape.clone(),

@@ -1,31 +1,42 @@
 //! Names of modules, in which `*` stands for any run of characters.
 
-use crate::checkpoint::Layout;
+use super::{Layout, TensorId};
 
 /// A pattern of a layout's module names.
 #[derive(Clone, Debug)]
-pub(super) struct Pattern {
+pub(crate) struct Pattern {
     text: String,
     /// Whether it stands for the parts of a name as well: it has no `*`, and is not the whole name of a module.
     of_parts: bool,
 }
 
 impl Pattern {
-    pub(super) fn new(text: String, layout: &Layout) -> Pattern {
+    pub(crate) fn new(text: String, layout: &Layout) -> Pattern {
         let of_parts = !text.contains('*') && !layout.modules().iter().any(|module| module.name == text);
         Pattern { text, of_parts }
     }
 
-    pub(super) fn text(&self) -> &str {
+    pub(crate) fn text(&self) -> &str {
         &self.text
     }
 
     /// Whether the pattern matches a module's name: `*.mlp.*` and `experts` match `layers.0.mlp.experts.3`.
-    pub(super) fn matches(&self, name: &str) -> bool {
+    pub(crate) fn matches(&self, name: &str) -> bool {
         match self.of_parts {
             true => has_parts(name, &self.text),
             false => matches(&self.text, name),
         }
+    }
+
+    /// The tensors of the modules that the pattern matches, and those whose own names it matches: `*.bias`, or the whole name of a
+    /// tensor, which then stands for that one.
+    pub(crate) fn tensors(&self, layout: &Layout) -> Vec<TensorId> {
+        if let Some(tensor) = layout.find(&self.text) {
+            return vec![tensor];
+        }
+        let in_module =
+            |tensor: TensorId| layout.module_of(tensor).is_some_and(|module| self.matches(&layout.at(module).name));
+        layout.tensor_ids().filter(|&tensor| in_module(tensor) || self.matches(&layout.at(tensor).name)).collect()
     }
 }
 
@@ -56,6 +67,8 @@ fn matches(pattern: &str, name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::TensorInfo;
+    use crate::dtype::DType;
 
     #[test]
     fn a_star_stands_for_any_run() {
@@ -80,6 +93,27 @@ mod tests {
             ("", "x"),
         ] {
             assert!(!matches(pattern, name), "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn tensors_are_found_by_their_modules_and_by_their_own_names() {
+        let named = |name: &&str| TensorInfo::new(*name, DType::F32, &[1], 0, 0).unwrap();
+        let names = ["a.q.weight", "a.q.bias", "b.a.q.weight", "a.q_norm.weight", "table"];
+        let layout = Layout::new(names.iter().map(named).collect());
+        for (pattern, wanted) in [
+            ("a.q", &[0usize, 1][..]),
+            ("q", &[0, 1, 2]),
+            ("a.q.weight", &[0]),
+            ("*.bias", &[1]),
+            ("weight", &[0, 2, 3]),
+            ("a.*", &[0, 1, 3]),
+            ("table", &[4]),
+            ("*", &[0, 1, 2, 3, 4]),
+            ("norm", &[]),
+        ] {
+            let found = Pattern::new(pattern.to_owned(), &layout).tensors(&layout);
+            assert_eq!(found.iter().map(|tensor| tensor.index()).collect::<Vec<_>>(), wanted, "{pattern}");
         }
     }
 

@@ -1,0 +1,148 @@
+//! Patches that cast: a tensor is read in the checkpoint's type and stored in another.
+//!
+//! The bytes before and after have different lengths, so nothing is done in place. A tensor is read and cast a few MiB at a
+//! time, along with its steps, unless one of these needs the whole weight.
+
+use std::sync::Arc;
+
+use super::pieces;
+use super::steps::TILE_ROWS;
+use super::vector::Tier;
+use super::whole::F32Weight;
+use super::{Changes, PatchOutcome, TensorPatch, bytes_of};
+use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
+use crate::error::{AdapterFault, Error, Measured, Result};
+use crate::float::Float;
+use crate::limits::STAGING_BYTES;
+use crate::threads;
+
+impl TensorPatch {
+    /// Patches the weight whose bytes, as the checkpoint holds them, are `stored`, and writes it to `dst`, which is as long as the
+    /// patched tensor. Otherwise as [`apply`](TensorPatch::apply), also for a patch that casts.
+    ///
+    /// # Errors
+    /// [`Error::WrongSize`] when `stored`, `dst` or a sibling has another length; as [`apply`](TensorPatch::apply).
+    pub fn apply_from(&self, stored: &[u8], siblings: &[&[u8]], dst: &mut [u8]) -> Result<PatchOutcome> {
+        self.check_size(dst)?;
+        let needed = bytes_of(&self.shape, self.stored.size());
+        if needed != Some(stored.len()) {
+            let (what, given) = (Measured::Tensor { name: self.name.clone() }, stored.len() as u64);
+            return Err(Error::WrongSize { what, needed: needed.map_or(u64::MAX, |bytes| bytes as u64), given });
+        }
+        if !self.casts() {
+            dst[..stored.len()].copy_from_slice(stored);
+            return self.apply(dst, siblings);
+        }
+        // A weight with scales is never cast.
+        self.scales(siblings)?;
+        threads::run(|| self.cast_with(Tier::best(), stored, dst))
+    }
+
+    /// The patch that only casts a tensor; it has no steps.
+    ///
+    /// # Errors
+    /// [`AdapterFault::BadDType`] for a tensor that is not of floats.
+    pub(crate) fn of_cast(tensor: &TensorInfo, to: Float) -> Result<TensorPatch, AdapterFault> {
+        let changes = Changes { shape: tensor.shape.clone(), ..Changes::default() };
+        // Whoever casts has looked for scales.
+        let mut patch = TensorPatch::new(tensor, changes, &Siblings::default())?;
+        patch.set_type(to);
+        Ok(patch)
+    }
+
+    /// Sets the type that the tensor is stored in afterwards.
+    pub(crate) fn set_type(&mut self, to: Float) {
+        self.float = to;
+    }
+
+    /// Whether the tensor's type changes.
+    pub(crate) fn casts(&self) -> bool {
+        self.stored != self.float
+    }
+
+    /// Whether it does nothing else: it has no steps.
+    pub(crate) fn only_casts(&self) -> bool {
+        self.steps.is_empty() && !self.is_of_scale()
+    }
+
+    /// Reads a part of its tensor, number `tensor` of the checkpoint, and casts it into `dst`. The part is of whole elements and
+    /// begins at byte `at` of the cast tensor. For a patch that [only casts](TensorPatch::only_casts). Returns also how many
+    /// bytes were read.
+    pub(crate) fn read_part(
+        &self,
+        checkpoint: &Checkpoint,
+        tensor: TensorId,
+        at: usize,
+        dst: &mut [u8],
+    ) -> Result<(PatchOutcome, u64)> {
+        let (from, to) = (self.stored.size(), self.float.size());
+        let first = at / to;
+        let mut stored = vec![0; dst.len() / to * from];
+        checkpoint.read_at(tensor, (first * from) as u64, &mut stored)?;
+        let saturated = threads::run(|| pieces::cast(Tier::best(), self.weight(), first, &stored, dst))?;
+        Ok((PatchOutcome { saturated }, stored.len() as u64))
+    }
+
+    /// As [`read`](TensorPatch::read), for a patch that casts.
+    pub(super) fn read_cast(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        self.check_size(dst)?;
+        if self.only_casts() {
+            return self.read_in_parts(checkpoint, tensor, dst);
+        }
+        if self.is_in_pieces() {
+            return self.read_in_rows(checkpoint, tensor, dst);
+        }
+        let mut stored = vec![0; checkpoint.info(tensor)?.bytes as usize];
+        checkpoint.read(tensor, &mut stored)?;
+        let saturated = threads::run(|| {
+            let mut lifted = F32Weight::lifted(Tier::best(), self.weight(), &stored);
+            // Its memory is free for what the steps need.
+            drop(stored);
+            lifted.change(&self.steps);
+            lifted.store(self.weight(), dst)
+        })?;
+        Ok(PatchOutcome { saturated })
+    }
+
+    fn read_in_parts(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        let (mut at, mut saturated) = (0, 0);
+        for part in dst.chunks_mut(STAGING_BYTES) {
+            saturated += self.read_part(checkpoint, tensor, at, part)?.0.saturated;
+            at += part.len();
+        }
+        Ok(PatchOutcome { saturated })
+    }
+
+    /// A few MiB at a time, and eight rows at least.
+    fn read_in_rows(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        let weight = self.weight();
+        let (from, to) = (weight.cols * weight.from.size(), weight.cols * weight.to.size());
+        let rows = (STAGING_BYTES / from.max(1)).max(TILE_ROWS) / TILE_ROWS * TILE_ROWS;
+        let (mut stored, mut saturated) = (Vec::new(), 0);
+        for (part, dst) in dst.chunks_mut((rows * to).max(1)).enumerate() {
+            let first_row = part * rows;
+            stored.resize(dst.len() / weight.to.size() * weight.from.size(), 0);
+            checkpoint.read_at(tensor, (first_row * from) as u64, &mut stored)?;
+            saturated += threads::run(|| pieces::convert(Tier::best(), weight, first_row, &stored, dst, &self.steps))?;
+        }
+        Ok(PatchOutcome { saturated })
+    }
+
+    /// Casts the whole tensor, on the current thread pool.
+    pub(super) fn cast_with(&self, tier: Tier, stored: &[u8], dst: &mut [u8]) -> PatchOutcome {
+        let (weight, steps): (_, &Arc<_>) = (self.weight(), &self.steps);
+        let saturated = if self.only_casts() {
+            pieces::cast(tier, weight, 0, stored, dst)
+        } else if self.is_in_pieces() {
+            pieces::convert(tier, weight, 0, stored, dst, steps)
+        } else {
+            F32Weight::patched(tier, weight, stored, steps).store(weight, dst)
+        };
+        PatchOutcome { saturated }
+    }
+
+    /// The weight, which has no scales.
+    fn weight(&self) -> pieces::Stored<'static> {
+        self.stored(None)
+    }
+}
