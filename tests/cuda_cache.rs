@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use card::{DEADLINE, assert_clean, assert_comes_to, assert_given_back, driver, registry_of, spread, stand_in};
-use cuda_standin::{Config, Effect, Fault, FaultPlan, Session};
+use cuda_standin::{Config, Effect, Fault, FaultPlan};
 use tensor_offload::backend::Cuda;
 use tensor_offload::cache::{Evict, FreeRequest};
 use tensor_offload::{
@@ -212,7 +212,7 @@ fn round(devices: &Registry, cache: &ModelCache) -> Result<()> {
 #[test]
 fn cuda_every_failing_call_leaves_kept_models_usable() {
     let session = |fault: Option<(u64, Effect)>| -> Option<(u64, bool)> {
-        let cuda: Session = stand_in(&one_card())?;
+        let cuda = stand_in(&one_card())?;
         let devices = registry();
         let cache = filled(&devices, "k", "");
         let kept = cache.list().remove(0).bytes;

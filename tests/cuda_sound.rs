@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use card::{assert_clean, driver, has_calls, registry, stand_in, wait_until_closed};
+use card::{StandIn, assert_clean, driver, has_calls, registry, stand_in, wait_until_closed};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, Session};
 use cudarc::driver::{CudaContext, CudaStream, sys};
 use support::{GPU0, Subject, llama};
@@ -62,7 +62,7 @@ fn copy(stream: &dyn Stream, src: &Buf, dst: BufMut) -> BufMut {
 
 /// A session in which a device breaks. What still works is closed a moment after the last handle, and must not be in the
 /// next session.
-struct Broken(Session);
+struct Broken(StandIn);
 
 impl Drop for Broken {
     fn drop(&mut self) {

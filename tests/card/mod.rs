@@ -2,6 +2,7 @@
 //! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,8 +19,37 @@ static NAMED: Mutex<()> = Mutex::new(());
 
 /// What a test has to itself while it runs.
 pub(crate) enum Driver {
-    StandIn(Session),
+    StandIn(StandIn),
     Named(MutexGuard<'static, ()>),
+}
+
+/// The stand-in, for one test at a time. It ends when no device of the test's is open any more: the last handle of a context
+/// goes a moment after its device, and in the next session it would be that session's context that is given back.
+pub(crate) struct StandIn(Session);
+
+/// How long the stand-in waits for devices that a test keeps open.
+const KEPT_OPEN: Duration = Duration::from_secs(2);
+
+impl Deref for StandIn {
+    type Target = Session;
+
+    fn deref(&self) -> &Session {
+        &self.0
+    }
+}
+
+impl<'a> From<&'a StandIn> for Option<&'a Session> {
+    fn from(stand_in: &'a StandIn) -> Option<&'a Session> {
+        Some(&stand_in.0)
+    }
+}
+
+impl Drop for StandIn {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            wait_until_closed(&self.0, KEPT_OPEN);
+        }
+    }
 }
 
 /// Whether the tests run over a driver that the environment names.
@@ -31,18 +61,18 @@ pub(crate) fn named() -> bool {
 pub(crate) fn driver(config: &Config) -> Driver {
     match named() {
         true => Driver::Named(NAMED.lock().unwrap_or_else(PoisonError::into_inner)),
-        false => Driver::StandIn(session(config)),
+        false => Driver::StandIn(StandIn(session(config))),
     }
 }
 
 /// The stand-in, for what only it can do; none, with a word, over another driver.
-pub(crate) fn stand_in(config: &Config) -> Option<Session> {
+pub(crate) fn stand_in(config: &Config) -> Option<StandIn> {
     if named() {
         let thread = std::thread::current();
         eprintln!("skipped {}: its faults, links or machine need the stand-in", thread.name().unwrap_or("a test"));
         return None;
     }
-    Some(session(config))
+    Some(StandIn(session(config)))
 }
 
 /// A stream of cudarc's, of the primary context of the device, as one of the library's.
