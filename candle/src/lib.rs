@@ -44,3 +44,8 @@ mod weights;
 pub use blocks::{Block, Output, Streamed};
 pub use cpu::cpu_memory;
 pub use error::{Error, Result};
+
+/// The example of the guide, compiled and run with the documentation tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/guide/candle.md")]
+struct Guide;

@@ -23,7 +23,7 @@ use crate::adapter::Weights;
 use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, Per, TensorId};
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
 use crate::patch::TensorPatch;
@@ -54,6 +54,9 @@ pub(super) struct Job<'a> {
     saturated: AtomicU64,
     stop: AtomicBool,
 }
+
+/// The most bytes of a staging buffer on the way to a disk alone.
+const DISK_PIECE: u64 = 1 << 20;
 
 /// The tensors in a block of memory, with their byte ranges there.
 pub(super) type Tensors = Vec<(TensorId, Range<usize>)>;
@@ -89,7 +92,10 @@ impl<'a> Job<'a> {
         let routes = routes.unwrap_or_default();
         let largest = plan.assignments().iter().filter(|a| !a.device.is_host());
         let largest = largest.flat_map(|a| &layout.at(a.index).tensors).map(|&t| layout.at(t).bytes).max();
-        let largest = usize::try_from(largest.unwrap_or(0)).unwrap_or(usize::MAX);
+        // A disk takes small pieces as fast as large ones, and the memory that computes may be short.
+        let only_disks = reservation.devices().filter(away).all(|device| device.id().kind() == DeviceKind::Disk);
+        let most = if only_disks { DISK_PIECE } else { u64::MAX };
+        let largest = usize::try_from(largest.unwrap_or(0).min(most)).unwrap_or(usize::MAX);
         let pool = Pool::new(Arc::clone(&host), plan.compute(), largest, loader.workers.saturating_add(1));
         Ok(Job {
             weights,
