@@ -27,6 +27,8 @@ impl Loader<'_> {
     /// from the files' bytes, never from patched bytes. The files' stamps and the adapters decide whether bytes are
     /// unchanged; the bytes are not compared. What a lost device holds is read from the files again.
     ///
+    /// Memory that an [allocator](Loader::allocator) made is shared only by a loader with the same one, and copied otherwise.
+    ///
     /// Only new memory is reserved. The slots are shared if the compute device, their number and their size are the same; the
     /// models that share them can have one streamer at a time between them. The base never changes, and keeps its bytes
     /// for as long as anyone holds it. Without a base this is [`load`](Loader::load).

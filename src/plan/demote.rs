@@ -67,6 +67,7 @@ impl Plan {
         let (topology, form) = (machine.topology(), old.slot_form());
         let placed = Placed { layout, topology, compute, devices: &ids, home: &home, form, pinned_cap: 0 };
         let slots = placed.slots(&uses, &staged, &mut moved);
+        let slots = if old.external_slots { slots.left_to_caller() } else { slots };
         for (device, moved) in devices.iter_mut().zip(moved) {
             let here = || assignments.iter().filter(|a| a.device == device.id);
             let pinned = here().filter(|a| a.usage == Use::Streamed && !a.staged && device.id.is_host());

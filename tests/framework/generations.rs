@@ -175,6 +175,19 @@ fn a_model_of_a_framework_is_demoted_and_comes_back() {
     }
 }
 
+/// A plan that leaves the slots to the caller leaves them to the caller still once it is demoted.
+#[test]
+fn a_plan_without_slots_is_demoted_without_slots() {
+    let (subject, machine) = (Subject::plain(&llama(3, 32), 96), machine());
+    for storage in [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]] {
+        let planner = planner(&subject, &machine, GPU0, "cuda:0,30%;cpu,70%").storage(storage).external_slots(true);
+        let demoted = planner.clone().plan().unwrap().demoted(subject.layout(), &machine).unwrap();
+        let (slots, whole) =
+            (demoted.slots(), planner.storage(TensorStorage::Joined).allocation("cpu,*".parse().unwrap()));
+        assert_eq!((slots.bytes(), slots), (0, whole.plan().unwrap().slots()));
+    }
+}
+
 /// The same model for another framework is another model.
 #[test]
 fn a_cache_tells_models_of_two_frameworks_apart() {
@@ -195,4 +208,33 @@ fn a_cache_tells_models_of_two_frameworks_apart() {
     let second = get(&other);
     check(&second, &other, &subject);
     assert_gone(&one);
+}
+
+/// Kept models are read at each clean-up where they live, a framework's memory, too; one that cannot be read is named.
+#[test]
+fn a_clean_up_reads_memory_of_a_framework() {
+    let subject = Case::new(95).at(1.0);
+    let machine = machine();
+    let places = [(CPU, "cpu,*", "nothing"), (GPU0, "cpu,*", "*"), (GPU0, "cuda:0,*", "nothing")];
+    for ((compute, allocation, in_place), memory) in
+        places.into_iter().zip([Memory::Locked, Memory::Locked, Memory::Lent])
+    {
+        let registry = Registry::described(machine.clone(), Clock::Wall);
+        let planner = planner(&subject, &machine, compute, allocation).storage(DIVIDED[1]).in_place(in_place);
+        let [host, card] = [CPU, GPU0].map(|id| Framework::new(id, DIVIDED[1], memory));
+        let model = loader(&registry, &[&host, &card]).load(&subject.weights, &planner.plan().unwrap()).unwrap();
+        let cache = ModelCache::new();
+        drop(cache.insert("m", Arc::new(model), Retention::Keep));
+        for _ in 0..2 {
+            cache.full_cleanup(&registry).unwrap();
+        }
+        if memory == Memory::Locked {
+            host.live().last().unwrap().lose();
+            let error = cache.full_cleanup(&registry).unwrap_err();
+            assert_eq!(error.error.kind(), ErrorKind::ModelsLost, "{}", error.error);
+        }
+        cache.unload_everything();
+        comes_back(&registry);
+        [&host, &card].into_iter().for_each(|framework| assert_gone(framework));
+    }
 }

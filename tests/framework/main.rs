@@ -359,3 +359,21 @@ fn a_builder_plans_as_the_compute_devices_allocator_needs_it() {
         assert!(by_type.values().all(|&count| count == slots), "{by_type:?}");
     }
 }
+
+/// An estimate is the least time, and a large layer that stays in its slot takes none, however small modules are padded
+/// elsewhere.
+#[test]
+fn estimates_do_not_count_what_stays_in_a_divided_slot() {
+    let small = |layer| (0..20).map(move |n| spec(format!("layers.{layer}.n{n}.bias"), DType::U8, &[10]));
+    let large = spec("layers.2.table.weight", DType::U8, &[300_000]);
+    let tensors: Vec<TensorSpec> = (0..6).flat_map(small).chain([large]).collect();
+    let (subject, machine) = (Subject::plain(&tensors, 65), machine());
+    for storage in [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]] {
+        let plan = planner(&subject, &machine, GPU0, "cpu,*").storage(storage).depth(1).plan().unwrap();
+        assert_eq!((plan.slots().large, plan.streamed_layers()), (1, 6), "{plan}");
+        let times = vec![std::time::Duration::ZERO; 6];
+        let forecast = plan.forecast(subject.layout(), machine.topology(), &times.into()).unwrap();
+        let least = plan.estimate(machine.topology(), std::time::Duration::ZERO);
+        assert!(least.pass <= forecast, "{least}, and {forecast:?}\n{plan}");
+    }
+}

@@ -211,3 +211,37 @@ fn memory_that_is_gone_is_an_error() {
         assert_nothing_is_left(&registry, &framework);
     }
 }
+
+/// A copy into one allocation of a slot that is refused, or fails once it is queued, is an error where the layer is asked for
+/// or read. The other allocations of the slot are none the worse, and the next pass is right.
+#[test]
+fn after_a_copy_into_a_divided_slot_failed_the_next_pass_is_right() {
+    let subject = Subject::plain(&small_mixed(3), 77);
+    for (storage, clock) in DIVIDED.into_iter().flat_map(|s| [(s, Clock::Virtual), (s, Clock::Wall)]) {
+        let plan = plan_for(&subject, (GPU0, "cuda:1,30%;cpu,30%;xpu:0,40%"), storage);
+        for nth in (1..40).step_by(if clock == Clock::Wall { 4 } else { 1 }) {
+            for spoilt in [false, true] {
+                let (watched, framework) =
+                    (Watched::new(machine(), clock), Framework::new(GPU0, storage, Memory::Locked));
+                let model = Arc::new(loader(&watched.registry, &[&framework]).load(&subject.weights, &plan).unwrap());
+                let mut streamer = Streamer::new(&model).unwrap();
+                match spoilt {
+                    true => watched.copies.spoil_nth(nth as usize),
+                    false => watched.countdown.fail_nth(nth),
+                }
+                // What fails after it was fetched ahead is an error of the second pass.
+                for layer in layers(&streamer).chain(layers(&streamer).filter(|_| spoilt)) {
+                    if let Err(error) = streamer.layer(layer).and_then(|guard| check_layer(&guard, &subject)) {
+                        assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");
+                    }
+                }
+                watched.countdown.fail_nth(u64::MAX / 2);
+                watched.copies.spoil_nth(usize::MAX / 2);
+                let next = check_pass(&mut streamer, &subject);
+                next.unwrap_or_else(|error| panic!("{storage}, operation {nth}, spoilt {spoilt}: {error}"));
+                drop((streamer, model));
+                assert_nothing_is_left(&watched.registry, &framework);
+            }
+        }
+    }
+}

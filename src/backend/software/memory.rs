@@ -219,13 +219,15 @@ unsafe fn move_bytes(src: Access<'_>, from: Range<usize>, dst: Access<'_>, at: u
             }
             Ok(())
         }
-        // SAFETY: the caller's promise; the memory is locked until the work is done.
         (Access::Shared(shared), dst) => {
-            locked(|work| shared.read(work), |start| unsafe { move_bytes(Access::Ram(start), from.clone(), dst, at) })
+            // SAFETY: the caller's promise; the memory is locked until the work is done.
+            let copy = |start| unsafe { move_bytes(Access::Ram(start), from.clone(), dst, at) };
+            locked(|work| shared.read(work), copy)
         }
-        // SAFETY: as above.
         (src, Access::Shared(shared)) => {
-            locked(|work| shared.write(work), |start| unsafe { move_bytes(src, from.clone(), Access::Ram(start), at) })
+            // SAFETY: as above.
+            let copy = |start| unsafe { move_bytes(src, from.clone(), Access::Ram(start), at) };
+            locked(|work| shared.write(work), copy)
         }
         (Access::SizeOnly, _) | (_, Access::SizeOnly) => Ok(()),
     }
