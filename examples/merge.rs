@@ -1,4 +1,4 @@
-//! Applies adapters to a checkpoint and writes the result as one safetensors file.
+//! Applies adapters to a checkpoint, casts it if asked to, and writes the result as one safetensors file.
 //!
 //! `cargo run --release --example merge -- BASE --adapter LORA.safetensors:0.8 --out MERGED.safetensors`
 
@@ -17,8 +17,8 @@ use tensor_offload::{Checkpoint, Loader, Model, Planner, Result, TensorId, Weigh
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
 
-/// Applies adapters to a checkpoint and writes it as one safetensors file, with the names and element types of the
-/// checkpoint; without an adapter that is a copy.
+/// Applies adapters to a checkpoint and writes it as one safetensors file, with the names of the checkpoint, and with its element
+/// types but for what is cast; without an adapter or a cast that is a copy.
 #[derive(Parser)]
 #[command(name = "merge")]
 struct Args {
@@ -95,7 +95,7 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
     out.put(&bytes)
 }
 
-/// Writes a tensor from the checkpoint's file, patched where an adapter changes it; how many of its values saturated.
+/// Writes a tensor from the checkpoint's file, patched where an adapter changes it or it is cast; how many of its values saturated.
 fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<u64> {
     let (bytes, tensor) = (weights.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
     if weights.patches().tensor(tensor).is_some() {

@@ -6,6 +6,7 @@ mod support;
 
 use clap::Parser;
 use serde_json::{Value, json};
+use support::casts::CastOptions;
 use support::model::ModelOptions;
 use support::options::{DeviceOptions, Milliseconds, PlanOptions};
 use tensor_offload::{Plan, Planner, Registry, Result};
@@ -16,6 +17,8 @@ use tensor_offload::{Plan, Planner, Registry, Result};
 struct Args {
     #[command(flatten)]
     model: ModelOptions,
+    #[command(flatten)]
+    casts: CastOptions,
     /// Which device takes how much: `cuda:0,2.5gb;cpu,*`, `cuda:0,50%;cpu,50%`, `cuda:0,0.8` (of its memory),
     /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0), `auto` or `auto,reserve=2gb` (what makes a pass shortest)
     #[arg(long, value_name = "ALLOCATION")]
@@ -40,7 +43,7 @@ impl support::Example for Args {
     fn run(self) -> Result<Value> {
         let allocation = self.alloc.parse()?;
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
-        let layout = self.model.layout()?;
+        let layout = self.model.layout_of_cast(&self.casts)?;
         let planner = self.plan.apply(Planner::new(&layout, &machine))?.compute_time(self.compute_ms.0);
         let plan = planner.allocation(allocation).plan()?;
         if !self.json {

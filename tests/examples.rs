@@ -10,7 +10,7 @@ use std::process::Command;
 use run::{fails, folder, json_of, text, works};
 use serde_json::Value;
 use tempfile::TempDir;
-use tensor_offload::{Error, Registry};
+use tensor_offload::{Checkpoint, DType, Error, Registry};
 
 /// A model of about 5 MiB in three shards, and a LoRA for it.
 struct Model {
@@ -338,6 +338,37 @@ fn merge_is_the_same_wherever_the_model_is_placed() {
     let unmerged = model.path("copy.safetensors");
     works("merge", &[&path, "--out", &unmerged]);
     assert!(plain != fs::read(unmerged).unwrap(), "the adapter changes something");
+}
+
+#[test]
+fn merge_and_plan_cast() {
+    let model = Model::new();
+    let (base, out) = (model.path("model"), model.path("cast.safetensors"));
+    let own = Checkpoint::open(&base).unwrap();
+    let lora = format!("{}:0.8", model.path("lora.safetensors"));
+    let casts = ["--cast", "f32", "--cast", "*.mlp.*=F16"];
+    let merge = |more: &[&str]| {
+        works("merge", &[&[base.as_str(), "--adapter", &lora, "--out", &out], &casts[..], more].concat());
+        let merged = Checkpoint::open(&out).unwrap();
+        for (tensor, before) in merged.layout().tensors().iter().zip(own.layout().tensors()) {
+            let wanted = if tensor.name.contains(".mlp.") { DType::F16 } else { DType::F32 };
+            assert_eq!((&tensor.name, tensor.dtype, &tensor.shape), (&before.name, wanted, &before.shape));
+        }
+        (merged.layout().bytes(), fs::read(&out).unwrap())
+    };
+    let (bytes, alone) = merge(&[]);
+    let placed = ["--alloc", "cuda:0,1mb;cpu,*", "--device", "cuda:0=64mb", "--device", "cpu=64mb"];
+    assert!(merge(&placed) == (bytes, alone), "wherever the model is placed");
+    let plan = json_of("plan", &[&[base.as_str()], &casts[..], &placed].concat());
+    let planned: u64 = plan["assignments"].as_array().unwrap().iter().map(|a| a["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(planned, bytes);
+    let device = ["--alloc", "cpu,*", "--device", "cpu=64mb"];
+    for (cast, part) in [("mlp=F99", "no type"), ("nothing=F16", "`nothing`"), ("I8", "cast to F32")] {
+        let (_, message) = fails("plan", &[&[base.as_str(), "--cast", cast], &device[..]].concat());
+        assert!(message.contains(part), "{message}");
+    }
+    let (_, message) = fails("plan", &[&["--blocks", "2x1mb", "--cast", "F16"], &device[..]].concat());
+    assert!(message.contains("--blocks"), "{message}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The options that name adapters and say how they are applied.
+//! The options that name adapters and say how they are applied, and what is cast.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -6,6 +6,8 @@ use std::path::Path;
 use clap::{Args, ValueEnum};
 use tensor_offload::adapter::RotaryRows;
 use tensor_offload::{Adapter, Checkpoint, Error, Matching, Result, ScalePolicy, Weights};
+
+use super::casts::CastOptions;
 
 /// Which adapters are applied, and how.
 #[derive(Args, Clone, Debug)]
@@ -33,6 +35,8 @@ pub(crate) struct AdapterOptions {
     /// Whether the scales of fp8 weights that adapters change are kept, or recomputed so that no value saturates
     #[arg(long, value_enum, default_value_t = ScalesOption::Keep)]
     scales: ScalesOption,
+    #[command(flatten)]
+    casts: CastOptions,
 }
 
 /// What becomes of scales, as an option's value.
@@ -54,10 +58,11 @@ impl AdapterOptions {
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
         let adapters = adapters.into_iter().map(|adapter| self.settings(adapter)).collect::<Result<_>>()?;
         let weights = Weights::patched(checkpoint, adapters, matching)?;
-        match self.scales {
-            ScalesOption::Keep => Ok(weights),
-            ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute),
-        }
+        let weights = match self.scales {
+            ScalesOption::Keep => weights,
+            ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute)?,
+        };
+        self.casts.apply(weights)
     }
 
     /// The adapters, read.

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each example uses its part")]
 
 pub(crate) mod adapters;
+pub(crate) mod casts;
 pub(crate) mod devices;
 pub(crate) mod model;
 pub(crate) mod options;

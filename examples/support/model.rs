@@ -6,6 +6,8 @@ use clap::Args;
 use tensor_offload::checkpoint::Layout;
 use tensor_offload::{ByteSize, Checkpoint, Error, Result};
 
+use super::casts::CastOptions;
+
 /// The most blocks that `--blocks` makes.
 const MOST_BLOCKS: usize = 10_000_000;
 
@@ -26,6 +28,15 @@ impl ModelOptions {
             (Some(blocks), _) => Ok(Layout::blocks(sizes(blocks)?)),
             (None, Some(model)) => Ok(Checkpoint::open(model)?.layout().clone()),
             (None, None) => Err(invalid("name a model or give --blocks")),
+        }
+    }
+
+    /// The layout once the model's tensors are cast.
+    pub(crate) fn layout_of_cast(&self, casts: &CastOptions) -> Result<Layout> {
+        match &self.model {
+            _ if casts.casts.is_empty() => self.layout(),
+            Some(model) => Ok(casts.apply(Checkpoint::open(model)?.into())?.layout().clone()),
+            None => Err(invalid("--cast takes a model of tensors, and --blocks makes none")),
         }
     }
 }

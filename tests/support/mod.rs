@@ -249,10 +249,13 @@ impl Subject {
 }
 
 pub(crate) fn two_loras(tensors: &[TensorSpec], seed: u64) -> Vec<Adapter> {
-    vec![
-        Adapter::from_checkpoint(lora(tensors, DType::F32, 3, seed + 1), 0.75).unwrap(),
-        Adapter::from_checkpoint(lora(tensors, DType::BF16, 4, seed + 2), -1.25).unwrap(),
-    ]
+    let factors = factors_of_two_loras(tensors, seed).into_iter();
+    factors.map(|(factors, strength)| Adapter::from_checkpoint(factors, strength).unwrap()).collect()
+}
+
+/// The factors of [`two_loras`], with their strengths.
+pub(crate) fn factors_of_two_loras(tensors: &[TensorSpec], seed: u64) -> [(Checkpoint, f32); 2] {
+    [(lora(tensors, DType::F32, 3, seed + 1), 0.75), (lora(tensors, DType::BF16, 4, seed + 2), -1.25)]
 }
 
 /// What is known of the tensor of this name.
