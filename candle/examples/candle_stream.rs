@@ -6,6 +6,8 @@
 
 #[path = "../../examples/support/adapters.rs"]
 mod adapters;
+#[path = "../../examples/support/casts.rs"]
+mod casts;
 #[path = "support/generate.rs"]
 mod generate;
 #[path = "support/llama.rs"]
@@ -22,7 +24,7 @@ use adapters::AdapterOptions;
 use clap::Parser;
 use generate::Chat;
 use serde_json::{Value, json};
-use tensor_offload::{ByteSize, Checkpoint, DType, DeviceId, Registry, Weights};
+use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry};
 use ways::{Job, Run, Way};
 
 /// The model that comes with the repository.
@@ -46,9 +48,6 @@ struct Args {
     /// Which device keeps how much: `cpu,40%;disk,*` computes with 40 % of the weights in memory
     #[arg(long, value_name = "ALLOCATION", default_value = "cpu,40%;disk,*")]
     alloc: String,
-    /// The element type to compute with, to which weights are cast as they load: f32, bf16 or f16 [default: as stored]
-    #[arg(long, value_name = "TYPE", value_parser = dtype)]
-    dtype: Option<DType>,
     /// How many layers are fetched ahead
     #[arg(long, value_name = "LAYERS", default_value_t = 2)]
     depth: usize,
@@ -107,7 +106,6 @@ impl Args {
         let mut ends = generate::ends(&text)?;
         ends.extend(chat.as_ref().and_then(Chat::end));
         let weights = self.adapters.apply_to(Checkpoint::open(folder)?)?;
-        let weights = self.dtype.into_iter().try_fold(weights, Weights::cast_floats)?;
         let (allocation, tokens) = (self.alloc.clone(), usize::from(self.tokens));
         Ok((Job { config, weights, allocation, depth: self.depth, prompt, ends, tokens }, chat))
     }
@@ -135,14 +133,6 @@ impl Args {
             println!("logits: {}", if equal { "equal, bit for bit" } else { "they DIFFER" });
         }
         Ok(equal)
-    }
-}
-
-/// An element type as an option's value.
-fn dtype(text: &str) -> Result<DType, String> {
-    match text.to_ascii_uppercase().parse() {
-        Ok(dtype @ (DType::F32 | DType::BF16 | DType::F16)) => Ok(dtype),
-        _ => Err("it is f32, bf16 or f16".to_owned()),
     }
 }
 

@@ -173,7 +173,7 @@ fn read(weights: &Weights, tensors: impl IntoIterator<Item = TensorId>) -> Resul
             tensor_offload::DType::F32 => DType::F32,
             tensor_offload::DType::BF16 => DType::BF16,
             tensor_offload::DType::F16 => DType::F16,
-            other => candle_core::bail!("tensor `{}` holds {other}; cast it with --dtype", info.name),
+            other => candle_core::bail!("tensor `{}` holds {other}; cast it with --cast F32", info.name),
         };
         let mut bytes = vec![0; info.bytes as usize];
         weights.read(id, &mut bytes).map_err(Error::wrap)?;
