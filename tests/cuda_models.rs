@@ -12,7 +12,7 @@ use card::{
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use tensor_offload::backend::Cuda;
 use tensor_offload::{
-    Adapter, ByteSize, Checkpoint, Error, Loader, Matching, Model, ModelCache, Order, Planner, Registry, Result,
+    Adapter, ByteSize, Checkpoint, DType, Error, Loader, Matching, Model, ModelCache, Order, Planner, Registry, Result,
     Retention, Streamer, Weights,
 };
 
@@ -32,7 +32,10 @@ struct Source {
 
 fn source() -> Source {
     let adapters = vec![Adapter::open(LORA, 0.8).unwrap()];
-    let weights = Weights::patched(Checkpoint::open(MODEL).unwrap(), adapters, Matching::Strict).unwrap();
+    of_weights(Weights::patched(Checkpoint::open(MODEL).unwrap(), adapters, Matching::Strict).unwrap())
+}
+
+fn of_weights(weights: Weights) -> Source {
     let merged = weights.layout().tensor_ids().map(|tensor| {
         let mut bytes = vec![0; weights.layout().tensor(tensor).unwrap().bytes as usize];
         weights.read(tensor, &mut bytes).unwrap();
@@ -109,6 +112,22 @@ fn cuda_models_arrive_whole_from_every_home_in_both_memory_modes() {
                 drop(devices);
                 cuda.assert_clean();
             }
+        }
+    }
+}
+
+/// The kernels patch products in the type that a weight has; the host casts.
+#[test]
+fn cuda_models_arrive_cast() {
+    for to in [DType::F32, DType::F16] {
+        let source = of_weights(source().weights.cast_floats(to).unwrap());
+        for allocation in ["cuda:0,100%", "cuda:0,60kb;cpu,*"] {
+            let cuda = driver(&two_cards());
+            let devices = registry();
+            whole_path(&devices, &source, allocation, 1).unwrap();
+            assert_given_back(&devices, None, allocation);
+            drop(devices);
+            cuda.assert_clean();
         }
     }
 }

@@ -493,6 +493,38 @@ mod tests {
         }
     }
 
+    /// With a product, with norms over columns, and with nothing but the cast: each is the rounding of what f32 has.
+    #[test]
+    fn casts_give_the_same_bits_in_every_tier_and_split() {
+        let (rows, cols) = (60, 1030);
+        let dora = || {
+            let (magnitude, axis) = (noise(cols, 13), Axis::Columns { inner: 1 });
+            let dora = Dora { ratio: 1.0, magnitude, axis, of_original: false, epsilon: f32::EPSILON, strength: 0.5 };
+            Step::decompose(0..rows, Delta::Product(product(rows, cols, 3, 11)), dora)
+        };
+        let product = || lora(rows, cols, 5, 1, scale(1.0, 5));
+        for steps in [&(|| vec![]) as &dyn Fn() -> Vec<Step>, &|| vec![product()], &|| vec![product(), dora()]] {
+            let mut patch = patch(DType::BF16, rows, cols, steps());
+            let before = stored(Float::BF16, &noise(rows * cols, 5));
+            let mut wide = Vec::new();
+            for to in [Float::F32, Float::F16, Float::E4M3, Float::E5M2] {
+                patch.set_type(to);
+                for tier in Tier::all() {
+                    for threads in [1, 3] {
+                        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                        let mut bytes = vec![0; rows * cols * to.size()];
+                        pool.install(|| patch.cast_with(tier, &before, &mut bytes));
+                        if wide.is_empty() {
+                            wide = vec![0.0; rows * cols];
+                            Float::F32.lift(&bytes, &mut wide);
+                        }
+                        assert!(bytes == stored(to, &wide), "{to:?} {tier:?} on {threads} threads");
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn bytes_may_lie_at_any_address() {
         let patch = patch(DType::BF16, 20, 40, vec![lora(20, 40, 4, 1, scale(1.0, 4))]);
