@@ -22,6 +22,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use adapters::AdapterOptions;
 use clap::Parser;
+use clap::error::ErrorKind;
 use generate::Chat;
 use serde_json::{Value, json};
 use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry};
@@ -63,19 +64,32 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let args = Args::parse();
-    let (json, child) = (args.json, args.way.is_some());
+    let json = std::env::args_os().any(|arg| arg == "--json");
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(help) if matches!(help.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => help.exit(),
+        Err(usage) => {
+            let text = usage.render().to_string();
+            return fail("Usage", text.lines().next().unwrap_or_default().trim_start_matches("error: "), json);
+        }
+    };
     match args.run() {
         Ok(equal) => ExitCode::from(u8::from(!equal)),
         Err(error) => {
-            if json && !child {
-                println!("{}", json!({ "error": { "kind": "Failed", "message": error.to_string() } }));
-            } else {
-                eprintln!("error: {}", error.to_string().replace('\n', " "));
-            }
-            ExitCode::from(2)
+            let kind = error.downcast_ref::<tensor_offload::Error>().map(|error| error.kind().to_string());
+            // The process that runs one way has its error relayed on standard error.
+            fail(kind.as_deref().unwrap_or("Failed"), &error.to_string(), json && args.way.is_none())
         }
     }
+}
+
+/// Reports an error in one line.
+fn fail(kind: &str, message: &str, json: bool) -> ExitCode {
+    match json {
+        true => println!("{}", json!({ "error": { "kind": kind, "message": message } })),
+        false => eprintln!("error: {}", message.replace('\n', " ")),
+    }
+    ExitCode::from(2)
 }
 
 impl Args {
