@@ -454,3 +454,105 @@ fn nothing_is_made_of_a_device_that_fails_meanwhile() {
         }
     }
 }
+
+/// Where a tensor's bytes are.
+fn place(model: &Model, name: &str) -> (usize, Range<usize>) {
+    let view = model.tensor(name).unwrap();
+    (Arc::as_ptr(view.buf().block()).addr(), view.byte_range())
+}
+
+/// What nobody else has is written over, so that it takes no memory; what is unchanged stays, and only the rest is read.
+#[test]
+fn a_base_that_is_given_up_is_refilled_in_place() {
+    let tensors = norms(3);
+    let file = File::new(&tensors, 95);
+    // It changes matrices, and norms that lie in one buffer with others.
+    let factors = some_lora(&tensors, "layers.1.", 96);
+    let (weak, strong) = (file.subject(vec![at(0.5, &factors)]), file.subject(vec![at(-1.0, &factors)]));
+    for allocation in ["cpu,*", "cuda:0,*", SPLIT, "cuda:0,25%;disk,*"] {
+        for clock in [Clock::Virtual, Clock::Wall] {
+            let registry = Registry::described(machine(), clock);
+            let plan = weak.planner(&machine(), allocation).depth(1).plan().unwrap();
+            let base = load(&registry, &weak, &plan);
+            let (before, taken) = (plan_places(&base), levels(&registry));
+            file.read();
+            let model = Loader::new(&registry).refill(base, &strong.weights, &plan).unwrap();
+            assert_eq!(file.read().0, targeted(&strong), "{allocation}: what changes");
+            assert_eq!((plan_places(&model), levels(&registry)), (before, taken), "{allocation}");
+            let report = model.report();
+            assert_eq!((report.shared + report.read, report.copied), (plan.bytes(), 0), "{allocation}");
+            let model = Arc::new(model);
+            strong.check(&model);
+            check_streamed(&model, &strong);
+            // Someone else has it: then it is a derived model, and the base stays.
+            let other = Loader::new(&registry).refill(Arc::clone(&model), &weak.weights, &plan).unwrap();
+            strong.check(&model);
+            weak.check(&other);
+            // What the two share is not written over.
+            drop(model);
+            let last = Arc::new(Loader::new(&registry).refill(Arc::new(other), &strong.weights, &plan).unwrap());
+            strong.check(&last);
+            check_streamed(&last, &strong);
+            drop(last);
+            comes_back(&registry);
+        }
+    }
+}
+
+fn plan_places(model: &Model) -> Vec<(usize, Range<usize>)> {
+    model.layout().tensors().iter().map(|tensor| place(model, &tensor.name)).collect()
+}
+
+#[test]
+fn what_two_models_share_is_not_written_over() {
+    let tensors = llama(3, 32);
+    let file = File::new(&tensors, 97);
+    let (one, two) = (some_lora(&tensors, "q_proj", 98), some_lora(&tensors, "up_proj", 99));
+    let (plain, first, second) =
+        (file.subject(vec![]), file.subject(vec![at(0.5, &one)]), file.subject(vec![at(0.5, &two)]));
+    let registry = Registry::described(machine(), Clock::Wall);
+    let plan = plain.planner(&machine(), SPLIT).depth(1).plan().unwrap();
+    let kept = load(&registry, &plain, &plan);
+    let base = derive(&registry, &kept, &first, &plan).unwrap();
+    // It shares `up_proj` with the plain model, and has `q_proj` to itself.
+    let before =
+        (place(&base, "model.layers.1.self_attn.q_proj.weight"), place(&base, "model.layers.1.mlp.up_proj.weight"));
+    let model = Loader::new(&registry).refill(base, &second.weights, &plan).unwrap();
+    plain.check(&kept);
+    second.check(&model);
+    assert_eq!(place(&model, "model.layers.1.self_attn.q_proj.weight"), before.0);
+    assert_ne!(place(&model, "model.layers.1.mlp.up_proj.weight"), before.1);
+}
+
+/// A refill that fails leaves nothing: the base was given up.
+#[test]
+fn every_failing_operation_of_a_refill_gives_everything_back() {
+    let tensors = norms(2);
+    let plain = Subject::plain(&tensors, 100);
+    let factors = some_lora(&tensors, "layers.0.", 101);
+    let weights = Weights::patched(plain.checkpoint().clone(), vec![at(1.5, &factors)], Matching::Strict).unwrap();
+    let patched = Subject::new(weights);
+    let plan = plain.planner(&machine(), SPLIT).depth(1).plan().unwrap();
+    let run = |nth: Option<u64>| {
+        let watched = Watched::new(machine(), Clock::Virtual);
+        open_all(&watched.registry);
+        let base = load(&watched.registry, &plain, &plan);
+        let before = watched.countdown.calls();
+        if let Some(nth) = nth {
+            watched.countdown.fail_nth(nth);
+        }
+        let outcome = Loader::new(&watched.registry).refill(base, &patched.weights, &plan);
+        let calls = watched.countdown.calls() - before;
+        watched.countdown.fail_nth(1 << 60);
+        if let Ok(model) = &outcome {
+            patched.check(model);
+        }
+        let fine = outcome.map(drop).is_ok();
+        comes_back(&watched.registry);
+        (calls, fine)
+    };
+    let (calls, fine) = run(None);
+    assert!(fine);
+    let failed = (1..=calls).filter(|&nth| !run(Some(nth)).1).count();
+    assert!(failed > 0, "none of {calls} failed");
+}

@@ -65,6 +65,31 @@ impl Loader<'_> {
         self.place(inputs, provenance)
     }
 
+    /// As [`derive`](Loader::derive), for a base that is not needed any more: what changes is written over it, where its size,
+    /// device and kind of memory stay the same. So no more memory is taken for it, and its address stays: a framework's
+    /// tensor that is a view of a resident weight then shows the new one.
+    ///
+    /// Memory that another model shares is not written over, nor is any if someone else holds the base (a
+    /// [`Streamer`](crate::Streamer) does): that is new memory, as it is for [`derive`](Loader::derive).
+    ///
+    /// # Errors
+    /// As [`derive`](Loader::derive). The base is gone then, and all its memory that no other model shares is released.
+    pub fn refill(&self, base: Arc<Model>, weights: &Weights, plan: &Plan) -> Result<Model> {
+        let mut base = match Arc::try_unwrap(base) {
+            Ok(base) => base,
+            Err(shared) => return self.derive(&shared, weights, plan),
+        };
+        let layout = weights.layout();
+        plan.verify(layout)?;
+        self.check_base(&base)?;
+        let provenance = Provenance::of(weights);
+        let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
+        let mut reuse = Reuse::of(&base, layout, plan, &self.allocators, same);
+        reuse.refill(&mut base, layout, plan, &self.allocators);
+        let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(&base), reuse: &reuse };
+        self.place(inputs, provenance)
+    }
+
     /// Makes a model with the bytes of `base` and another plan, from the base's memory alone. As
     /// [`derive`](Loader::derive), without files.
     ///

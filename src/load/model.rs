@@ -325,6 +325,22 @@ impl Model {
         &self.allocators
     }
 
+    /// Takes the memory where a module lives, if nobody else has it. The model is not complete then.
+    pub(super) fn take_home(&mut self, module: ModuleId) -> Option<Home> {
+        let group = self.index.groups().of(module);
+        let home = match self.residency.homes[group].as_mut() {
+            Some(_) => &mut self.residency.homes[group],
+            None => &mut Arc::get_mut(&mut self.store)?.homes[group],
+        };
+        match Arc::try_unwrap(home.take()?) {
+            Ok(taken) => Some(taken),
+            Err(shared) => {
+                *home = Some(shared);
+                None
+            }
+        }
+    }
+
     /// The memory where a module lives; `None` if another module owns its storage.
     pub(super) fn home(&self, module: ModuleId) -> Option<&Arc<Home>> {
         let group = self.index.groups().of(module);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Reservation;
 use super::allocator::Allocators;
@@ -34,12 +34,25 @@ pub(super) struct Reuse {
     /// For each tensor, its bytes in the base, if the base has them.
     in_base: Per<TensorId, Option<BaseBytes>>,
     pub(super) slots: Option<Arc<SlotPool>>,
+    /// For each group, memory of the base that is filled again, if there is any.
+    refilled: Vec<Mutex<Option<Vec<BufMut>>>>,
+    /// The tensors that are in such memory already.
+    kept: BTreeSet<TensorId>,
 }
 
 impl Reuse {
     /// No reuse, for a model without a base.
     pub(super) fn nothing(layout: &Layout, plan: &Plan) -> Reuse {
-        Reuse { groups: plan.groups(layout), shared: Vec::new(), in_base: Per::default(), slots: None }
+        Reuse::with(plan.groups(layout), Vec::new(), Per::default(), None)
+    }
+
+    fn with(
+        groups: Groups,
+        shared: Vec<Option<Arc<Home>>>,
+        in_base: Per<TensorId, Option<BaseBytes>>,
+        slots: Option<Arc<SlotPool>>,
+    ) -> Reuse {
+        Reuse { groups, shared, in_base, slots, refilled: Vec::new(), kept: BTreeSet::new() }
     }
 
     /// What `base` has for a model of `layout` placed by `plan`. `same` says whether a tensor of the new model has the bytes
@@ -67,12 +80,7 @@ impl Reuse {
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
             let old = base.index().find(&layout.at(*own.peek()?).name)?;
             let home = base.home(base.index().owner(old))?;
-            let first = plan.at(members[0]);
-            let alike = home.device() == first.device
-                && home.bytes() == groups.bytes(group)
-                && home.kind == home_kind(first)
-                && home.apart == plan.is_apart(members[0])
-                && (!home.apart || allocators.agree(base.allocators(), first.device));
+            let alike = alike(home, base, &groups, group, plan, allocators);
             let in_home = |tensor: TensorId| {
                 let (bytes, place) = (in_base[tensor].as_ref(), home.find(&ranges[tensor]));
                 bytes.zip(place).is_some_and(|(bytes, (buf, range))| bytes.buf.is_same(buf) && bytes.range == range)
@@ -87,7 +95,52 @@ impl Reuse {
             && residency.slots.blocks == plan.slot_blocks(layout)
             && allocators.agree(base.allocators(), plan.compute())
             && residency.slots.is_whole();
-        Reuse { groups, shared, in_base, slots: slots_alike.then(|| Arc::clone(&residency.slots)) }
+        Reuse::with(groups, shared, in_base, slots_alike.then(|| Arc::clone(&residency.slots)))
+    }
+
+    /// Takes memory of the base to be filled again: that of groups of the same modules in the same place, some of whose
+    /// tensors change, if no other model has it.
+    pub(super) fn refill(&mut self, base: &mut Model, layout: &Layout, plan: &Plan, allocators: &Allocators) {
+        let ranges = self.groups.tensor_ranges(layout);
+        for group in 0..self.groups.len() {
+            let members = self.groups.members(group);
+            let own: Vec<TensorId> = members.iter().flat_map(|&module| layout.own_tensors(module)).collect();
+            let in_place = |home: &Home, tensor: TensorId| {
+                let old = base.index().find(&layout.at(tensor).name)?;
+                let (buf, range) = base.find(base.index().owner(old), &base.index().place(old))?;
+                let (same, place) = home.find(&ranges[tensor])?;
+                Some(buf.is_same(same) && range == place)
+            };
+            let old = own.first().and_then(|&first| base.index().find(&layout.at(first).name));
+            let owner = old.map(|old| base.index().owner(old)).filter(|_| self.shared(group).is_none());
+            let works = |id: DeviceId| base.devices().any(|d| d.id() == id && d.health() == Health::Good);
+            let fits = |home: &&Arc<Home>| {
+                works(home.device())
+                    && alike(home, base, &self.groups, group, plan, allocators)
+                    && own.iter().all(|&tensor| in_place(home, tensor) == Some(true))
+            };
+            let Some(owner) = owner.filter(|&owner| base.home(owner).filter(fits).is_some()) else { continue };
+            let Some(home) = base.take_home(owner) else { continue };
+            let unchanged =
+                own.iter().filter(|&&tensor| self.in_base[tensor].take().is_some()).copied().collect::<Vec<_>>();
+            // Work whose end is unknown may hold a buffer still. Then the group gets new memory, and is read whole.
+            let memory = home.into_bufs().into_iter().map(Buf::try_reclaim).collect::<Result<Vec<_>, _>>();
+            if let Ok(memory) = memory {
+                self.refilled.resize_with(self.groups.len(), Mutex::default);
+                self.refilled[group] = Mutex::new(Some(memory));
+                self.kept.extend(unchanged);
+            }
+        }
+    }
+
+    /// The memory of the base that a group is filled into again. It is given once.
+    pub(super) fn take_refilled(&self, group: usize) -> Option<Vec<BufMut>> {
+        self.refilled.get(group)?.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Whether a tensor is in such memory already.
+    pub(super) fn is_kept(&self, tensor: TensorId) -> bool {
+        self.kept.contains(&tensor)
     }
 
     /// The memory that a group shares with the base.
@@ -95,9 +148,13 @@ impl Reuse {
         self.shared.get(group)?.as_ref()
     }
 
-    /// The modules that get new memory: those of groups that are not shared.
+    /// The modules that get new memory: those of groups that are neither shared nor filled again.
     fn placed(&self) -> impl Iterator<Item = ModuleId> {
-        let unshared = (0..self.groups.len()).filter(|&group| self.shared(group).is_none());
+        let refilled = |group: usize| {
+            let memory = self.refilled.get(group).map(|memory| memory.lock().unwrap_or_else(PoisonError::into_inner));
+            memory.is_some_and(|memory| memory.is_some())
+        };
+        let unshared = (0..self.groups.len()).filter(move |&group| self.shared(group).is_none() && !refilled(group));
         unshared.flat_map(|group| self.groups.members(group)).copied()
     }
 
@@ -125,6 +182,17 @@ impl Reuse {
         }
         needed
     }
+}
+
+/// Whether a home of the base is of the kind that a group of the new model needs.
+fn alike(home: &Home, base: &Model, groups: &Groups, group: usize, plan: &Plan, allocators: &Allocators) -> bool {
+    let first = groups.members(group)[0];
+    let planned = plan.at(first);
+    home.device() == planned.device
+        && home.bytes() == groups.bytes(group)
+        && home.kind == home_kind(planned)
+        && home.apart == plan.is_apart(first)
+        && (!home.apart || allocators.agree(base.allocators(), planned.device))
 }
 
 /// The routes of bytes from the devices of the base to those of the new model.

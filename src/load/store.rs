@@ -75,6 +75,10 @@ impl Home {
         &self.bufs
     }
 
+    pub(super) fn into_bufs(self) -> Vec<Buf> {
+        self.bufs
+    }
+
     pub(super) fn device(&self) -> DeviceId {
         self.bufs[0].device()
     }

@@ -214,9 +214,13 @@ impl<'a> Job<'a> {
             }
             let assignment = self.plan.at(first);
             let (kind, device) = (home_kind(assignment), assignment.device);
+            let mut refilled = self.reuse.take_refilled(group).map(Vec::into_iter);
             let fill = |(alone, bytes): (Option<TensorId>, u64)| {
-                let (info, tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
-                let memory = lock(reservation).alloc_for(info, device, bytes, kind)?;
+                let (info, mut tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
+                let memory = match refilled.as_mut().and_then(Iterator::next) {
+                    Some(memory) => self.keep(&mut tensors, memory)?,
+                    None => lock(reservation).alloc_for(info, device, bytes, kind)?,
+                };
                 match self.streams.get(&device) {
                     None => self.fill_host(&tensors, memory),
                     Some(stream) => self.fill_device(tensors, memory, &**stream, &mut scratch),
@@ -239,6 +243,20 @@ impl<'a> Job<'a> {
         }
         let own = self.reuse.groups.members(group).iter().flat_map(|&module| self.layout.own_tensors(module));
         own.map(|tensor| (tensor, self.ranges[tensor].clone())).collect()
+    }
+
+    /// Leaves out the tensors that a block of the base holds already, and waits until nobody uses the block.
+    fn keep(&self, tensors: &mut Tensors, mut memory: BufMut) -> Result<BufMut> {
+        tensors.retain(|(tensor, range)| {
+            let kept = self.reuse.is_kept(*tensor);
+            if kept {
+                self.shared.fetch_add(range.len() as u64, Ordering::Relaxed);
+                self.advance(range.len() as u64);
+            }
+            !kept
+        });
+        memory.wait_unused(self.loader.deadline)?;
+        Ok(memory)
     }
 
     /// Fills a block that lives on the host, in place.
