@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::VarBuilder;
 use tensor_offload::checkpoint::Layer;
 use tensor_offload::error::Missing;
-use tensor_offload::{LayerGuard, LayerId, Model, Streamer};
+use tensor_offload::{LayerGuard, LayerId, Loader, Model, Plan, Streamer, Weights};
 
 use crate::error::{Error, Result};
 use crate::weights::LayerWeights;
@@ -81,6 +81,25 @@ impl<B> Streamed<B> {
         };
         let layers = streamer.model().layout().layers().iter().map(&mut of_layer).collect::<Result<_>>()?;
         Ok(Streamed { streamer, layers })
+    }
+
+    /// Gives the network other weights: another strength of an adapter, say. What changes is written over the old weights, so no
+    /// more memory is taken ([`Loader::refill`]), unless someone else holds the model. All blocks are built again, since a block
+    /// of resident weights may have copied them.
+    ///
+    /// # Errors
+    /// As [`Loader::refill`] and [`new`](Streamed::new). The blocks are gone then, and so is the model unless someone else
+    /// holds it.
+    pub fn refill(
+        self,
+        loader: &Loader<'_>,
+        weights: &Weights,
+        plan: &Plan,
+        build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        let model = Arc::clone(self.model());
+        drop(self);
+        Streamed::new(&Arc::new(loader.refill(model, weights, plan)?), build)
     }
 
     /// The block of the layer `name` (`model.layers.7`), over weights that have arrived. Drop it before you ask for the next

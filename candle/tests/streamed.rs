@@ -14,6 +14,7 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use proptest::prelude::*;
 use tensor_offload::backend::{Clock, Storage};
+use tensor_offload::checkpoint::Layer;
 use tensor_offload::load::{TensorAllocator, TensorRequest};
 use tensor_offload::plan::{TensorStorage, Unit};
 use tensor_offload::{
@@ -244,6 +245,37 @@ proptest! {
         drop(first);
         let (changed, wanted) = (network.streamed(&second), network.resident(&candles_own(&strong)));
         prop_assert!(changed == wanted && changed != one);
+    }
+}
+
+/// A strength that is changed in place takes no more memory, unless someone else holds the model.
+#[test]
+fn a_changed_strength_is_written_over_the_old_weights() {
+    let network = Network::llama(&tiny_llama());
+    let checkpoint = Checkpoint::open(tiny_llama()).unwrap();
+    let (weak, strong) = (at_strength(&checkpoint, 0.5), at_strength(&checkpoint, -1.25));
+    for (allocation, held) in [("cpu,50%;disk,*", false), ("cpu,*", false), ("disk,*", false), ("cpu,50%;disk,*", true)]
+    {
+        let (devices, counting) = (devices(), Arc::new(Counting(cpu_memory(), AtomicUsize::new(0))));
+        let planner = Planner::new(weak.layout(), devices.machine()).compute(CPU).depth(1);
+        let planner = planner.allocation(allocation.parse().unwrap()).storage(TensorStorage::PerTensor);
+        let plan = planner.plan().unwrap();
+        let loader = Loader::new(&devices).allocator(Arc::clone(&counting) as Arc<dyn TensorAllocator>);
+        let model = Arc::new(loader.load(&weak, &plan).unwrap());
+        let build = |layer: &Layer, vb: VarBuilder<'static>| network.part(&layer.name, vb);
+        let mut blocks = Streamed::new(&model, build).unwrap();
+        let other = held.then_some(model);
+        let run = |blocks: &mut Streamed<Part>| {
+            network.run(|layer, forward| Ok(blocks.layer(layer)?.run(|part| forward(part))?))
+        };
+        let level = || devices.device(CPU).unwrap().ledger().charged();
+        let (taken, allocated) = (level(), counting.1.load(Ordering::Relaxed));
+        assert!(run(&mut blocks) == network.resident(&candles_own(&weak)), "{allocation}");
+        let mut blocks = blocks.refill(&loader, &strong, &plan, build).unwrap();
+        assert!(run(&mut blocks) == network.resident(&candles_own(&strong)), "{allocation}");
+        assert_eq!((level() > taken, counting.1.load(Ordering::Relaxed) > allocated), (held, held), "{allocation}");
+        drop((blocks, other));
+        assert_eq!(level(), 0);
     }
 }
 

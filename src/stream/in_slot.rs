@@ -17,14 +17,14 @@ pub struct InSlot<'s> {
     range: Range<usize>,
 }
 
-impl InSlot<'_> {
+impl<'s> InSlot<'s> {
     /// The tensor.
-    pub fn info(&self) -> &TensorInfo {
+    pub fn info(&self) -> &'s TensorInfo {
         self.info
     }
 
     /// The allocation: the whole slot, or a part of it if the plan [divides](crate::Plan::storage) slots.
-    pub fn block(&self) -> &Arc<MemoryBlock> {
+    pub fn block(&self) -> &'s Arc<MemoryBlock> {
         self.block
     }
 
