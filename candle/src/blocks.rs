@@ -19,7 +19,7 @@ const NAN: u8 = 0xff;
 
 /// The blocks of a model, one for each layer and each slot that may hold it, and the stream of their weights.
 ///
-/// [`layer`](Streamed::layer) hands out a layer's block over weights that have arrived, and prefetches the layers that come
+/// [`layer_named`](Streamed::layer_named) hands out a layer's block over weights that have arrived, and prefetches the layers that come
 /// next. Ask for layers in any order; the order is learned from the first pass.
 pub struct Streamed<B> {
     streamer: Streamer,
@@ -47,20 +47,20 @@ impl<B> Streamed<B> {
     /// The model must be in candle's memory, loaded with [`cpu_memory`](crate::cpu_memory).
     ///
     /// # Errors
-    /// [`Error::NotOfCandle`]; what `build` returns, with [`Error::Shape`], [`Error::Type`], [`Error::OtherLayer`] and
-    /// [`Error::NoTensor`] for what it asks for in vain; as [`Streamer::new`].
+    /// [`Error::NotOfCandle`]; what `build` returns, with [`Error::Shape`], [`Error::Type`], [`Error::OtherLayer`],
+    /// [`Error::NoTensor`] and [`Error::Unsupported`] if it asks for a tensor that is not there like that; as [`Streamer::new`].
     pub fn new(
         model: &Arc<Model>,
         build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
-        Streamed::over(Streamer::new(model)?, build)
+        Streamed::from_streamer(Streamer::new(model)?, build)
     }
 
     /// As [`new`](Streamed::new), with a streamer that has its own settings.
     ///
     /// # Errors
     /// As [`new`](Streamed::new).
-    pub fn over(
+    pub fn from_streamer(
         mut streamer: Streamer,
         mut build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
@@ -81,6 +81,14 @@ impl<B> Streamed<B> {
         };
         let layers = streamer.model().layout().layers().iter().map(&mut of_layer).collect::<Result<_>>()?;
         Ok(Streamed { streamer, layers })
+    }
+
+    /// Leaves out the search for NaN in the first outputs, for networks that have NaN there by right.
+    #[must_use]
+    pub fn unchecked(mut self) -> Streamed<B> {
+        let built = self.layers.iter_mut().flat_map(|layer| layer.blocks.values_mut());
+        built.for_each(|built| built.unchecked = None);
+        self
     }
 
     /// Gives the network other weights: another strength of an adapter, say. What changes is written over the old weights, so no
@@ -107,17 +115,17 @@ impl<B> Streamed<B> {
     ///
     /// # Errors
     /// As [`Streamer::layer_named`].
-    pub fn layer(&mut self, name: &str) -> Result<Block<'_, B>> {
+    pub fn layer_named(&mut self, name: &str) -> Result<Block<'_, B>> {
         let missing = || tensor_offload::Error::from(Missing::Layer { name: name.to_owned() });
         let layer = self.streamer.model().layout().find_layer(name).ok_or_else(missing)?;
-        self.layer_at(layer)
+        self.layer(layer)
     }
 
-    /// As [`layer`](Streamed::layer), by the layer's id.
+    /// As [`layer_named`](Streamed::layer_named), by the layer's id.
     ///
     /// # Errors
     /// As [`Streamer::layer`].
-    pub fn layer_at(&mut self, layer: LayerId) -> Result<Block<'_, B>> {
+    pub fn layer(&mut self, layer: LayerId) -> Result<Block<'_, B>> {
         let guard = self.streamer.layer(layer)?;
         let Layers { name, blocks } = &mut self.layers[layer.index()];
         let missing = || tensor_offload::Error::from(Missing::Layer { name: name.clone() });
@@ -156,7 +164,7 @@ pub struct Block<'s, B> {
 impl<B> Block<'_, B> {
     /// Runs the block and ends its turn.
     ///
-    /// In the block's first turn the output is looked at. NaN from weights that have none means that the block computes with
+    /// In the block's first turn the output is searched for NaN. NaN from weights that have none means that the block computes with
     /// copies which it made of its weights when it was built.
     ///
     /// # Errors
@@ -200,44 +208,44 @@ pub trait Output {
     ///
     /// # Errors
     /// Those of `visit`.
-    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()>;
+    fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()>;
 }
 
 impl Output for Tensor {
-    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+    fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
         visit(self)
     }
 }
 
 impl<T: Output> Output for Option<T> {
-    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
-        self.iter().try_for_each(|output| output.each(visit))
+    fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.iter().try_for_each(|output| output.for_each_tensor(visit))
     }
 }
 
 impl<T: Output> Output for Vec<T> {
-    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
-        self.iter().try_for_each(|output| output.each(visit))
+    fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.iter().try_for_each(|output| output.for_each_tensor(visit))
     }
 }
 
 impl<A: Output, B: Output> Output for (A, B) {
-    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
-        self.0.each(visit)?;
-        self.1.each(visit)
+    fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.0.for_each_tensor(visit)?;
+        self.1.for_each_tensor(visit)
     }
 }
 
 impl<A: Output, B: Output, C: Output> Output for (A, B, C) {
-    fn each(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
-        self.0.each(visit)?;
-        self.1.each(visit)?;
-        self.2.each(visit)
+    fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+        self.0.for_each_tensor(visit)?;
+        self.1.for_each_tensor(visit)?;
+        self.2.for_each_tensor(visit)
     }
 }
 
 impl Output for () {
-    fn each(&self, _: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
+    fn for_each_tensor(&self, _: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>) -> candle_core::Result<()> {
         Ok(())
     }
 }
@@ -245,7 +253,7 @@ impl Output for () {
 /// Whether a floating-point tensor among these has NaN.
 fn has_nan(output: &impl Output) -> Result<bool> {
     let mut found = false;
-    output.each(&mut |tensor| {
+    output.for_each_tensor(&mut |tensor| {
         if !found && tensor.dtype().is_float() && tensor.elem_count() > 0 {
             let values = tensor.to_dtype(DType::F32)?;
             // NaN alone differs from itself.

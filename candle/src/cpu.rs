@@ -4,7 +4,7 @@
 
 use std::cell::RefCell;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage as CandleStorage, Tensor, WithDType};
 use tensor_offload::backend::{SharedMemory, Storage};
@@ -23,12 +23,15 @@ const ALIGNMENT: usize = 64;
 /// the slots.
 ///
 /// Each tensor has a storage of its own, and so has each tensor of a layer in a slot. For candle's product on the CPU widens
-/// the whole storage of a bf16 or f16 weight to f32, not only the part that it multiplies with.
+/// the whole storage of a bf16 or f16 weight to f32, not only the part that it multiplies with. Where layers of other shapes
+/// share slots, that is the storage of the larger tensor.
 ///
 /// The memory is written under the lock that candle itself takes. So a program that reads a weight at the wrong time gets
-/// another layer's values, and no data race. A storage takes up to 64 bytes beyond what the plan counts.
+/// another layer's values, and no data race. A storage takes 64 bytes beyond what the plan counts. All calls return the same
+/// allocator, so models derived from each other share memory.
 pub fn cpu_memory() -> Arc<dyn TensorAllocator> {
-    Arc::new(CpuMemory)
+    static MEMORY: LazyLock<Arc<CpuMemory>> = LazyLock::new(|| Arc::new(CpuMemory));
+    Arc::clone(&*MEMORY) as Arc<dyn TensorAllocator>
 }
 
 /// The allocator.
@@ -90,10 +93,12 @@ impl CpuTensor {
 /// A tensor of one dimension that takes so many bytes and begins at an aligned address.
 fn aligned<T: WithDType>(bytes: usize, element: T) -> candle_core::Result<Tensor> {
     let (size, count) = (size_of::<T>(), bytes / size_of::<T>());
-    let elements = vec![element; count + ALIGNMENT / size];
+    let (mut elements, all) = (Vec::new(), count + ALIGNMENT / size);
+    // Without memory this is an error, and not the end of the process.
+    elements.try_reserve_exact(all).map_err(candle_core::Error::wrap)?;
+    elements.resize(all, element);
     // An element's size divides the address and the alignment.
     let skipped = (elements.as_ptr().addr().wrapping_neg() % ALIGNMENT) / size;
-    let all = elements.len();
     Tensor::from_vec(elements, all, &Device::Cpu)?.narrow(0, skipped, count)
 }
 

@@ -55,6 +55,13 @@ pub enum Error {
         /// The element type that was asked for.
         asked: DType,
     },
+    /// A tensor holds elements of a type that candle's tensors cannot. Such tensors are loaded, in memory of the library's own.
+    Unsupported {
+        /// The tensor.
+        tensor: String,
+        /// Its element type.
+        stored: tensor_offload::DType,
+    },
     /// A block computed NaN in its first turn, from weights that have none: it copied them when it was built, at a time
     /// when the slots held NaN, in place of keeping views. (Or its input had NaN.)
     Copied {
@@ -83,6 +90,9 @@ impl fmt::Display for Error {
             Error::Type { tensor, stored, asked } => {
                 let (stored, asked) = (stored.as_str(), asked.as_str());
                 write!(f, "tensor `{tensor}` holds {stored}, not {asked}; cast it when the model is loaded")
+            }
+            Error::Unsupported { tensor, stored } => {
+                write!(f, "tensor `{tensor}` holds {stored}, which candle's tensors cannot hold")
             }
             Error::Copied { layer, block } => write!(
                 f,

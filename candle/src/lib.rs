@@ -24,15 +24,16 @@
 //! })?;
 //! let mut x = Tensor::ones((1, 16), DType::F32, &Device::Cpu)?;
 //! for k in 0..8 {
-//!     x = blocks.layer(&format!("layers.{k}"))?.run(|block| block.forward(&x))?;
+//!     x = blocks.layer_named(&format!("layers.{k}"))?.run(|block| block.forward(&x))?;
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! Every block is built by its own constructor, once for each slot that may hold its layer, and its parameters are views of
 //! the slot. So a block must keep the tensors that it gets, or views of them, and must not copy them (`contiguous` of a
-//! transposed weight, `cat`, `to_dtype`, `to_device`). One that does is found in its first turn: the slots hold NaN while
-//! blocks are built, so it computes NaN, and [`Error::Copied`] names its layer.
+//! transposed weight, `cat`, `to_dtype`, `to_device`). The slots hold NaN while blocks are built, so a block that copies
+//! computes NaN in its first turn, and [`Error::Copied`] names its layer. What hides NaN hides the copy, too: candle's `relu`,
+//! which makes it 0, and integer outputs.
 
 mod blocks;
 mod cpu;

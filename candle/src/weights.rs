@@ -9,6 +9,7 @@ use candle_nn::{Init, VarBuilder};
 use tensor_offload::checkpoint::{Layer, TensorInfo};
 use tensor_offload::{LayerId, Model, Streamer};
 
+use crate::dtype;
 use crate::error::{Error, Result};
 use crate::views;
 
@@ -26,13 +27,14 @@ impl LayerWeights {
         let layout = model.layout();
         let modules = layer.modules.iter().filter_map(|&module| layout.module(module));
         let infos = modules.flat_map(|module| &module.tensors).filter_map(|&tensor| layout.tensor(tensor));
+        let infos = infos.filter(|info| dtype::of(info.dtype).is_some());
         let tensor = |info: &TensorInfo| Ok((info.name.clone(), tensor(streamer, info, slot)?));
         let tensors = infos.map(tensor).collect::<Result<_>>()?;
         Ok(LayerWeights { layer: layer.id, tensors, model: Arc::clone(&model) })
     }
 
-    /// A builder of candle's for these weights, at the root of the model's names. Its element type is that of most of their
-    /// bytes, and its device the one that most of them are on.
+    /// A builder of candle's for these weights, at the root of the model's names. Its element type and device are those of the
+    /// largest tensor.
     pub(crate) fn builder(self) -> VarBuilder<'static> {
         let largest = self.tensors.values().max_by_key(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes());
         let (dtype, device) =
@@ -48,9 +50,14 @@ impl LayerWeights {
     fn find(&self, name: &str) -> Result<&Tensor> {
         self.tensors.get(name).ok_or_else(|| {
             let layout = self.model.layout();
-            let of = layout.find(name).and_then(|tensor| layout.layer_of(tensor)).and_then(|layer| layout.layer(layer));
-            let tensor = name.to_owned();
+            let id = layout.find(name);
+            let of = id.and_then(|tensor| layout.layer_of(tensor)).and_then(|layer| layout.layer(layer));
+            let (tensor, info) = (name.to_owned(), id.and_then(|tensor| layout.tensor(tensor)));
             match of.zip(layout.layer(self.layer)) {
+                Some((of, layer)) if of.id == layer.id => {
+                    let stored = info.map_or(tensor_offload::DType::Bool, |info| info.dtype);
+                    Error::Unsupported { tensor, stored }
+                }
                 Some((of, layer)) => Error::OtherLayer { tensor, of: of.name.clone(), layer: layer.name.clone() },
                 None => Error::NoTensor { tensor },
             }

@@ -151,7 +151,7 @@ impl Network {
 
     fn streamed(&self, model: &Arc<Model>) -> Vec<u32> {
         let mut blocks = Streamed::new(model, |layer, vb| self.part(&layer.name, vb)).unwrap();
-        self.run(|layer, forward| Ok(blocks.layer(layer)?.run(|part| forward(part))?))
+        self.run(|layer, forward| Ok(blocks.layer_named(layer)?.run(|part| forward(part))?))
     }
 }
 
@@ -266,7 +266,7 @@ fn a_changed_strength_is_written_over_the_old_weights() {
         let mut blocks = Streamed::new(&model, build).unwrap();
         let other = held.then_some(model);
         let run = |blocks: &mut Streamed<Part>| {
-            network.run(|layer, forward| Ok(blocks.layer(layer)?.run(|part| forward(part))?))
+            network.run(|layer, forward| Ok(blocks.layer_named(layer)?.run(|part| forward(part))?))
         };
         let level = || devices.device(CPU).unwrap().ledger().charged();
         let (taken, allocated) = (level(), counting.1.load(Ordering::Relaxed));
@@ -321,20 +321,20 @@ fn a_block_that_copies_its_weights_is_found_in_its_first_turn() {
             linear(&vb, &layer.name, |weight| if layer.name == "layers.1" { of(weight) } else { Ok(weight) })
         })
         .unwrap();
-        blocks.layer("layers.0").unwrap().run(|block| block.forward(&x)).unwrap();
+        blocks.layer_named("layers.0").unwrap().run(|block| block.forward(&x)).unwrap();
         for _ in 0..2 {
-            let error = blocks.layer("layers.1").unwrap().run(|block| block.forward(&x)).unwrap_err();
+            let error = blocks.layer_named("layers.1").unwrap().run(|block| block.forward(&x)).unwrap_err();
             assert!(matches!(&error, Error::Copied { layer, .. } if layer == "layers.1"), "{error}");
         }
         // The others go on.
-        blocks.layer("layers.2").unwrap().run(|block| block.forward(&x)).unwrap();
+        blocks.layer_named("layers.2").unwrap().run(|block| block.forward(&x)).unwrap();
     }
     // A second look is not taken: NaN may come later from inputs.
     let mut blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
-    blocks.layer("layers.0").unwrap().run(|block| block.forward(&x)).unwrap();
+    blocks.layer_named("layers.0").unwrap().run(|block| block.forward(&x)).unwrap();
     let nan = (&x * f64::NAN).unwrap();
-    while blocks.layer("layers.1").unwrap().run(|block| block.forward(&x)).is_err() {}
-    blocks.layer("layers.0").unwrap().run(|block| block.forward(&nan)).unwrap();
+    while blocks.layer_named("layers.1").unwrap().run(|block| block.forward(&x)).is_err() {}
+    blocks.layer_named("layers.0").unwrap().run(|block| block.forward(&nan)).unwrap();
 }
 
 #[test]
@@ -349,7 +349,7 @@ fn weights_that_are_nan_are_no_copies() {
     let model = load(&path, "disk,*", cpu_memory());
     let mut blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
     let x = Tensor::ones((1, 8), DType::F32, &Device::Cpu).unwrap();
-    assert!(blocks.layer("layers.0").unwrap().run(|block| block.forward(&x)).is_ok());
+    assert!(blocks.layer_named("layers.0").unwrap().run(|block| block.forward(&x)).is_ok());
 }
 
 #[test]
@@ -411,7 +411,7 @@ fn nothing_is_allocated_after_the_load() {
     let loaded = counting.1.load(Ordering::Relaxed);
     let mut blocks = Streamed::new(&model, |layer, vb| network.part(&layer.name, vb)).unwrap();
     for _ in 0..3 {
-        network.run(|layer, forward| Ok(blocks.layer(layer)?.run(|part| forward(part))?));
+        network.run(|layer, forward| Ok(blocks.layer_named(layer)?.run(|part| forward(part))?));
     }
     assert_eq!(counting.1.load(Ordering::Relaxed), loaded);
     assert!(loaded > 0 && blocks.streamer().report().misses < blocks.streamer().report().hits);

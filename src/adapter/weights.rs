@@ -77,7 +77,7 @@ impl Weights {
     /// and `*.mlp.*` name all tensors of such modules, `*.bias` all biases, and the whole name of a tensor that one. Tensors of
     /// integers, booleans or codes in a named module stay as they are.
     ///
-    /// Cast are F32, F16, BF16, F8_E4M3 and F8_E5M2, from any to any. A value is lifted to f32, changed by the adapters, and
+    /// F32, F16, BF16, F8_E4M3 and F8_E5M2 can be cast to one another. A value is lifted to f32, changed by the adapters, and
     /// rounded once, as [`rounding`](Weights::rounding) says; F8_E4M3 and F8_E5M2 saturate beyond their range, which is counted
     /// ([`LoadReport::saturated`](crate::load::LoadReport::saturated)), F16 and BF16 become infinite, and every NaN is stored as
     /// one. [`layout`](Weights::layout) has the new types and sizes, so plans count them. Tensors that share their bytes are

@@ -319,16 +319,6 @@ pub enum Mismatch {
         /// The division that the allocator needs.
         needed: TensorStorage,
     },
-    /// A tensor whose element type the allocator of its device cannot hold.
-    #[error("tensor `{tensor}` holds {dtype}, which the tensors on {device} cannot; cast it with Weights::cast")]
-    Unsupported {
-        /// The tensor's name.
-        tensor: String,
-        /// Its element type.
-        dtype: DType,
-        /// The allocator's device.
-        device: DeviceId,
-    },
     /// A tensor that is cast, in a patch that is to be applied in place.
     #[error(
         "tensor `{tensor}` is cast from {dtype} to {asked}, which is not done in place; use TensorPatch::apply_from"

@@ -5,7 +5,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::{BufMut, Charge, Device, MemoryKind, Storage};
-use crate::checkpoint::{Layout, ModuleId};
 use crate::device::DeviceId;
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Mismatch, Result};
@@ -27,14 +26,14 @@ pub trait TensorAllocator: Send + Sync {
     /// How its tensors share allocations: [`PerTensor`](TensorStorage::PerTensor) or [`PerType`](TensorStorage::PerType).
     fn storage(&self) -> TensorStorage;
 
-    /// Whether it can hold elements of this type. A load asks before it takes any memory.
+    /// Whether it can hold elements of this type. Tensors of other types are in memory of the device itself.
     fn supports(&self, dtype: DType) -> bool;
 
     /// Allocates memory for `request`. Its contents do not matter, but every byte must be initialised.
     ///
     /// # Errors
     /// Any; the load fails with it, and releases all memory. So it does with [`Error::WrongSize`] if the memory is smaller than
-    /// what is asked for, and with [`Error::Mismatch`] if the device is the host, which cannot address it.
+    /// what is asked for, and with [`Error::Mismatch`] if the device is the host and the memory has no host address.
     fn allocate(&self, request: &TensorRequest<'_>) -> Result<Box<dyn Storage>>;
 }
 
@@ -87,8 +86,8 @@ impl Allocators {
         }
     }
 
-    /// Checks that the plan divides tensors as the allocators need it, and that these can hold all tensors that they get.
-    pub(super) fn check(&self, layout: &Layout, plan: &Plan) -> Result<()> {
+    /// Checks that the plan divides tensors as the allocators need it.
+    pub(super) fn check(&self, plan: &Plan) -> Result<()> {
         for allocator in self.0.values() {
             let (device, planned, needed) = (allocator.device(), plan.storage(), allocator.storage());
             if !needed.is_apart() {
@@ -99,23 +98,6 @@ impl Allocators {
             let has_slots = device == plan.compute() && !plan.has_external_slots();
             if !planned.is_apart() || (planned != needed && has_slots) {
                 return Err(Mismatch::Storage { device, planned, needed }.into());
-            }
-        }
-        layout.module_ids().try_for_each(|module| self.check_module(layout, plan, module))
-    }
-
-    fn check_module(&self, layout: &Layout, plan: &Plan, module: ModuleId) -> Result<()> {
-        // What is streamed comes into a slot, unless slots are the caller's.
-        let device = match plan.is_apart(module) {
-            true => plan.at(module).device,
-            false if plan.has_external_slots() => return Ok(()),
-            false => plan.compute(),
-        };
-        let Some(allocator) = self.of(device) else { return Ok(()) };
-        for info in layout.own_tensors(module).map(|tensor| layout.at(tensor)).filter(|info| info.bytes > 0) {
-            if !allocator.supports(info.dtype) {
-                let (tensor, dtype) = (info.name.clone(), info.dtype);
-                return Err(Mismatch::Unsupported { tensor, dtype, device }.into());
             }
         }
         Ok(())
@@ -130,7 +112,10 @@ impl Allocators {
         kind: MemoryKind,
         near: Option<DeviceId>,
     ) -> Result<BufMut> {
-        let (Some(allocator), Some(dtype)) = (self.of(device.id()).filter(|_| charge.bytes() > 0), dtype) else {
+        let supports = |dtype: DType| self.of(device.id()).filter(|allocator| allocator.supports(dtype));
+        let Some((allocator, dtype)) =
+            dtype.and_then(|dtype| Some((supports(dtype)?, dtype))).filter(|_| charge.bytes() > 0)
+        else {
             return device.back(charge, kind, near);
         };
         let request = TensorRequest { dtype, bytes: charge.bytes() as usize, tensor };

@@ -155,7 +155,7 @@ impl<'a> Loader<'a> {
     }
 
     fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<FilledHomes> {
-        self.allocators.check(inputs.layout, inputs.plan)?;
+        self.allocators.check(inputs.plan)?;
         let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
         reservation.allocators = self.allocators.clone();
         let job = Job::new(self, inputs, &reservation)?;
@@ -254,9 +254,15 @@ impl Reservation {
         what: (Option<DType>, Option<&str>),
         kind: MemoryKind,
     ) -> Result<BufMut> {
+        let (device, charge) = self.split(id, bytes)?;
+        self.allocators.alloc(&*device, charge, what, kind, Some(self.compute))
+    }
+
+    /// Splits off a part of the reservation on `id`.
+    fn split(&mut self, id: DeviceId, bytes: u64) -> Result<(Arc<dyn Device>, Charge)> {
         let (Some(device), Some(charge)) = (self.devices.get(&id), self.charges.get_mut(&id)) else {
             return Err(Missing::Reserved { device: id, reserved: self.charges.keys().copied().collect() }.into());
         };
-        self.allocators.alloc(&**device, charge.split(bytes)?, what, kind, Some(self.compute))
+        Ok((Arc::clone(device), charge.split(bytes)?))
     }
 }

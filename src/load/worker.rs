@@ -219,7 +219,12 @@ impl<'a> Job<'a> {
                 let (info, mut tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
                 let memory = match refilled.as_mut().and_then(Iterator::next) {
                     Some(memory) => self.keep(&mut tensors, memory)?,
-                    None => lock(reservation).alloc_for(info, device, bytes, kind)?,
+                    None => {
+                        let what = info.map(|info| (info.dtype, info.name.as_str())).unzip();
+                        // A framework may take its time, or take part of the reservation itself.
+                        let (device, charge) = lock(reservation).split(device, bytes)?;
+                        self.loader.allocators.alloc(&*device, charge, what, kind, Some(self.plan.compute()))?
+                    }
                 };
                 match self.streams.get(&device) {
                     None => self.fill_host(&tensors, memory),

@@ -24,6 +24,8 @@ struct Block {
     used: usize,
     /// The orders of staging lanes, with the index of the part that each fills.
     orders: Vec<(usize, PendingOrder)>,
+    /// Whether an order of the present layer failed. Its memory tells nothing of that.
+    failed: bool,
     allocation: Option<Arc<MemoryBlock>>,
 }
 
@@ -74,7 +76,8 @@ impl Slots {
         let failed = |memory: &Buf| {
             memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_) | FenceState::Lost(_)))
         };
-        !self.0[slot].used().any(|part| part.as_ref().is_some_and(failed))
+        let slot = &self.0[slot];
+        !slot.0.iter().any(|block| block.failed) && !slot.used().any(|part| part.as_ref().is_some_and(failed))
     }
 
     /// Whether a lane still works on parts of the slot, so that [`collect`](Slots::collect) may block.
@@ -111,7 +114,7 @@ impl Slots {
     pub(super) fn take(&mut self, slot: usize) -> Option<Writable> {
         let slot = &mut self.0[slot];
         let reclaim = |block: &mut Block| {
-            block.used = 0;
+            (block.used, block.failed) = (0, false);
             block.parts.drain(..).flatten().filter_map(|part| part.try_reclaim().ok()).collect()
         };
         slot.is_free().then(|| slot.0.iter_mut().map(reclaim).collect())
@@ -207,7 +210,7 @@ impl Slot {
 impl Block {
     fn new(parts: Vec<Buf>) -> Block {
         let allocation = parts.first().map(|part| Arc::clone(part.block()));
-        Block { parts: parts.into_iter().map(Some).collect(), used: 0, orders: Vec::new(), allocation }
+        Block { parts: parts.into_iter().map(Some).collect(), used: 0, orders: Vec::new(), failed: false, allocation }
     }
 
     fn is_free(&self) -> bool {
@@ -248,6 +251,7 @@ impl Block {
                 Err(error) => return Err(error),
             };
             self.parts[*index] = finished.memory;
+            self.failed |= finished.outcome.is_err();
             if outcome.is_ok() {
                 *outcome = finished.outcome;
             }

@@ -81,12 +81,12 @@ impl Job {
         let model = Arc::new(loader.load(&self.weights, &plan).map_err(Error::wrap)?);
         let mut blocks = Streamed::new(&model, |layer, vb| Part::new(&self.config, &layer.name, vb))?;
         let mut run =
-            self.generate(|layer, state, x| Ok(blocks.layer(layer)?.run(|part| part.forward(x, state))?))?;
+            self.generate(|layer, state, x| Ok(blocks.layer_named(layer)?.run(|part| part.forward(x, state))?))?;
         run.peak_bytes = peak.bytes();
         let begin = Instant::now();
         for _ in 1..run.logits.len() {
             for step in self.config.steps() {
-                blocks.layer(&step.layer)?;
+                blocks.layer_named(&step.layer)?;
             }
         }
         run.transfer_seconds = Some(begin.elapsed().as_secs_f64());

@@ -204,8 +204,8 @@ unsafe fn move_bytes(src: Access<'_>, from: Range<usize>, dst: Access<'_>, at: u
         }
         (Access::File(src), Access::Ram(dst)) => src.read(from.start, written(dst)),
         (Access::Ram(src), Access::File(dst)) => dst.write(at, read(src)),
-        // Files have no address, and of shared memory only one is locked at a time, so that no two copies wait for each other.
-        (Access::File(_) | Access::Shared(_), Access::File(_) | Access::Shared(_)) => {
+        // Files have no address, and only one shared memory is locked at a time, so that no two copies wait for each other.
+        (Access::File(_), Access::File(_)) | (Access::Shared(_), Access::Shared(_)) => {
             let mut chunk = vec![0; bytes.min(MAPPED_FROM)];
             let here = NonNull::from(&mut *chunk).cast();
             for done in (0..bytes).step_by(chunk.len().max(1)) {
