@@ -12,11 +12,18 @@ use cuda_standin::{Config, MemoryMode};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode as Mode};
 use cudarc::driver::{CudaContext, CudaGraph, CudaSlice, CudaStream, DevicePtr, result};
 use tensor_offload::cuda::{self, LayerAddresses};
-use tensor_offload::{Checkpoint, DeviceId, LayerGuard, LayerId, Loader, Model, Planner, Registry, Streamer, TensorView, Weights};
+use tensor_offload::{
+    Checkpoint, DeviceId, LayerGuard, LayerId, Loader, Model, Planner, Registry, Streamer, TensorView, Weights,
+};
 
 /// What graphs take, beyond what the library calls itself.
-const GRAPHS: [&str; 5] =
-    ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphExecDestroy"];
+const GRAPHS: [&str; 5] = [
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphExecDestroy",
+];
 
 const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
 
