@@ -50,7 +50,7 @@
 
 #![expect(unsafe_code, reason = "raw handles and addresses are exchanged with the caller")]
 
-mod addresses;
+mod key;
 #[cfg(feature = "cudarc")]
 mod typed;
 
@@ -58,9 +58,9 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-pub use addresses::{LayerAddresses, addresses};
 #[cfg(feature = "cudarc")]
 pub use cudarc;
+pub use key::{LayerAddresses, addresses};
 #[cfg(feature = "cudarc")]
 pub use typed::{TensorSlice, adopt_stream, byte_slice, slice};
 
