@@ -35,14 +35,22 @@
 //! While an adopted stream is being captured, the library refuses work on it with [`Error::Capturing`] before anything is
 //! queued, and the capture continues. So ask for a layer before the capture of its kernels begins, and drop its guard after
 //! the capture has ended: a guard dropped during the capture cannot mark the end of its use, and its slot is withdrawn.
-//! Later, launch the graph while you hold the layer's guard. Resident weights and the slots of streamed layers stay at
-//! their addresses for as long as the model lives. But the slot of a layer is chosen each time, so a graph over streamed
-//! layers must fit the addresses that the guard returns, or first copy the weights to its own memory. Capture in
-//! thread-local or relaxed mode if other threads of yours use the library meanwhile: the global mode forbids them calls that
-//! the library needs (allocation, event queries). The library's own threads stay out of captures.
+//! Later, launch the graph while you hold the layer's guard.
+//!
+//! Resident weights stay at their addresses for as long as the model lives, and so do the slots of streamed layers. With
+//! [fixed slots](crate::Planner::fixed_slots) the k-th layer always uses slot k mod n, so one graph for each layer serves all
+//! passes. Without them a layer may come in another slot, where the graph would read another layer's weights. A
+//! [derived](crate::Loader::derive) model can have its resident weights elsewhere, too. So keep graphs by [`addresses`] of
+//! the guard that they were captured under: the key of a later guard is equal exactly if the layer's tensors are there again, and
+//! otherwise no graph is found. That covers the guard's tensors only; other memory in the graph is yours to keep. A
+//! graph does not keep the model alive.
+//!
+//! Capture in thread-local or relaxed mode if other threads of yours use the library meanwhile: the global mode forbids
+//! them calls that the library needs (allocation, event queries). The library's own threads stay out of captures.
 
 #![expect(unsafe_code, reason = "raw handles and addresses are exchanged with the caller")]
 
+mod key;
 #[cfg(feature = "cudarc")]
 mod typed;
 
@@ -52,6 +60,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cudarc")]
 pub use cudarc;
+pub use key::{LayerAddresses, addresses};
 #[cfg(feature = "cudarc")]
 pub use typed::{TensorSlice, adopt_stream, byte_slice, slice};
 

@@ -78,7 +78,7 @@
 //! | [`load`] | load, patch, distribute; all stages up to here in one expression | [`Loader`], [`Model`], [`ModelBuilder`] |
 //! | [`stream`] | layers on the compute device, one after the other | [`Streamer`], [`Pass`](stream::Pass), [`LayerGuard`] |
 //! | [`cache`] | models that stay, and leave when told to | [`ModelCache`] |
-//! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::adopt_raw_stream` |
+//! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::addresses`, `cuda::adopt_raw_stream` |
 //!
 //! Adapters stand before the plan because they can change a weight's size and its sharing. Their arithmetic is done by
 //! the load, after it, because only then is there memory for the result.

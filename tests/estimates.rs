@@ -9,6 +9,7 @@ use serde::Deserialize;
 use support::machines::{MachineData, clocked};
 use support::*;
 use tensor_offload::checkpoint::Layout;
+use tensor_offload::plan::Warning;
 use tensor_offload::{Allocation, ByteSize, Order, Plan, Planner};
 
 const GB: u64 = 1_000_000_000;
@@ -76,4 +77,37 @@ fn estimates_are_what_hand_and_clock_say() {
     let cases: Vec<Case> = serde_json::from_str(include_str!("data/estimates.json")).unwrap();
     assert!(cases.len() >= 10);
     cases.iter().for_each(Case::judge);
+}
+
+/// What fixed slots cost where they do not divide the layers: 19 layers of 1 GB over 10 GB/s, so a copy takes 100 ms, each
+/// computing for 50, 100 or 200 ms. With one layer over, the last layer of a pass and the first one of the next share a
+/// slot, so the copy of the first begins when the last has run. `docs/performance.md` has the same figures.
+#[test]
+fn fixed_slots_that_do_not_divide_the_layers_cost_a_bubble_a_pass() {
+    let layout = Layout::blocks(vec![GB; 19]);
+    let machine = described(&["cpu=64gb", "cuda:0=24gb,link=10"]);
+    let pass = |slots: usize, fixed: bool, compute: u64| {
+        let times = vec![Duration::from_millis(compute); 19];
+        let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap()).compute(GPU0);
+        let plan = planner.depth(slots - 1).fixed_slots(fixed).plan().unwrap();
+        let uneven = plan.warnings().contains(&Warning::UnevenSlots { slots, layers: 19 });
+        assert_eq!(uneven, fixed && slots < 19, "{slots} slots");
+        let clock = clocked(&machine, &layout, &plan, &times).unwrap();
+        assert_eq!(plan.forecast(&layout, machine.topology(), &times.into()).unwrap(), clock, "{slots} slots");
+        clock
+    };
+    // The milliseconds of a pass by those of a layer's compute; the last ones are of slots that any layer takes.
+    let times = [
+        (2, [(50, 1950, 1900), (100, 2000, 1900), (200, 3900, 3800)]),
+        (3, [(50, 1900, 1900), (100, 2000, 1900), (200, 3900, 3800)]),
+        (4, [(50, 1900, 1900), (100, 1900, 1900), (200, 3800, 3800)]),
+        (19, [(50, 950, 950), (100, 1900, 1900), (200, 3800, 3800)]),
+    ];
+    for (slots, passes) in times {
+        for (compute, fixed, free) in passes {
+            let [fixed, free] = [fixed, free].map(Duration::from_millis);
+            assert_eq!(pass(slots, true, compute), fixed, "{slots} fixed slots, {compute} ms");
+            assert_eq!(pass(slots, false, compute), free, "{slots} slots, {compute} ms");
+        }
+    }
 }

@@ -1,9 +1,11 @@
-//! Captures of streams: what is enqueued meanwhile is counted and not run, and what breaks a capture breaks it.
+//! Captures of streams: what is enqueued meanwhile becomes nodes of a graph and is not run, and what breaks a capture breaks it.
 
 use std::cell::Cell;
+use std::sync::Arc;
 use std::thread::ThreadId;
 
 use crate::code::{Code, Outcome};
+use crate::graph::{Graph, Node};
 use crate::world::{Call, State, new_handle};
 
 const GLOBAL: i32 = 0;
@@ -34,7 +36,8 @@ pub(crate) struct Capture {
     mode: i32,
     thread: ThreadId,
     broken: bool,
-    nodes: usize,
+    device: usize,
+    nodes: Vec<Node>,
 }
 
 impl Capture {
@@ -70,12 +73,12 @@ impl Call<'_> {
     }
 
     /// Adds work to the stream's capture, if it has one; the call has then done all it does.
-    pub(crate) fn capture(&self, state: &mut State, stream: u64) -> Outcome<()> {
+    pub(crate) fn capture(&self, state: &mut State, stream: u64, node: impl FnOnce() -> Node) -> Outcome<()> {
         match state.captures.get_mut(&stream) {
             None => Ok(()),
             Some(capture) if capture.broken => Err(Code::STREAM_CAPTURE_INVALIDATED),
             Some(capture) => {
-                capture.nodes += 1;
+                capture.nodes.push(node());
                 Err(Code::CAPTURED)
             }
         }
@@ -121,12 +124,12 @@ impl Call<'_> {
         if state.captures.contains_key(&stream) {
             return Err(Code::INVALID_VALUE);
         }
-        let capture = Capture { mode, thread: std::thread::current().id(), broken: false, nodes: 0 };
+        let capture = Capture { mode, thread: std::thread::current().id(), broken: false, device, nodes: Vec::new() };
         state.captures.insert(stream, capture);
         Ok(())
     }
 
-    /// Ends a capture: a graph that can be asked for its nodes, and for nothing else.
+    /// Ends a capture: a graph of what it took.
     pub(crate) fn end_capture(&self, stream: u64) -> Outcome<u64> {
         let mut state = self.state();
         self.device(&state)?;
@@ -134,8 +137,8 @@ impl Call<'_> {
         if capture.broken {
             return Err(Code::STREAM_CAPTURE_INVALIDATED);
         }
-        let graph = new_handle();
-        state.graphs.insert(graph, capture.nodes);
+        let (graph, nodes) = (new_handle(), Arc::from(capture.nodes));
+        state.graphs.insert(graph, Graph { device: capture.device, nodes });
         Ok(graph)
     }
 
@@ -150,14 +153,6 @@ impl Call<'_> {
         self.stream_info(stream)?;
         let state = self.state();
         Ok(state.captures.get(&stream).map_or(0, |capture| if capture.broken { 2 } else { 1 }))
-    }
-
-    pub(crate) fn graph_nodes(&self, graph: u64) -> Outcome<usize> {
-        self.state().graphs.get(&graph).copied().ok_or(Code::INVALID_VALUE)
-    }
-
-    pub(crate) fn destroy_graph(&self, graph: u64) -> Outcome<()> {
-        self.state().graphs.remove(&graph).map(|_| ()).ok_or(Code::INVALID_VALUE)
     }
 }
 

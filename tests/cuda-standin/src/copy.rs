@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::backing::{Backing, checksum, copy};
 use crate::code::{Code, Outcome};
+use crate::graph::Node;
 use crate::hazard::{Access, Clock, Stamp};
 use crate::lane::{Check, Copy, Place, Work};
 use crate::memory::Found;
@@ -24,7 +25,8 @@ pub(crate) enum HostRange {
 impl Call<'_> {
     pub(crate) fn upload(&self, dst: u64, src: *const u8, len: u64, stream: u64, wait: bool) -> Outcome<()> {
         let mut state = self.state();
-        let lane = self.lane(&mut state, stream)?;
+        let address = src.expose_provenance() as u64;
+        let lane = self.lane_for(&mut state, stream, || Node::Upload { dst, src: address, len })?;
         if len == 0 {
             return Ok(());
         }
@@ -49,7 +51,8 @@ impl Call<'_> {
     /// A download to memory that is not pinned is over when the call returns.
     pub(crate) fn download(&self, dst: *mut u8, src: u64, len: u64, stream: u64, wait: bool) -> Outcome<()> {
         let mut state = self.state();
-        let lane = self.lane(&mut state, stream)?;
+        let address = dst.expose_provenance() as u64;
+        let lane = self.lane_for(&mut state, stream, || Node::Download { dst: address, src, len })?;
         if len == 0 {
             return Ok(());
         }
@@ -80,7 +83,7 @@ impl Call<'_> {
         wait: bool,
     ) -> Outcome<()> {
         let mut state = self.state();
-        let lane = self.lane(&mut state, stream)?;
+        let lane = self.lane_for(&mut state, stream, || Node::Across { dst, src, len })?;
         if len == 0 {
             return Ok(());
         }
@@ -104,7 +107,7 @@ impl Call<'_> {
 
     pub(crate) fn fill(&self, dst: u64, byte: u8, len: u64, stream: u64) -> Outcome<()> {
         let mut state = self.state();
-        let lane = self.lane(&mut state, stream)?;
+        let lane = self.lane_for(&mut state, stream, || Node::Fill { dst, byte, len })?;
         if len == 0 {
             return Ok(());
         }

@@ -272,7 +272,11 @@ impl State {
         let modules = self.modules.iter().filter(|(_, module)| module.device == device);
         let modules = modules.flat_map(|(&handle, module)| module.functions.keys().copied().chain([handle]));
         let contexts = self.contexts.iter().filter(|(_, of)| **of == device).map(|(&handle, _)| handle);
-        let taken: Vec<u64> = streams.chain(events).chain(pools).chain(modules).chain(contexts).collect();
+        let graphs = self.graphs.iter().filter(|(_, graph)| graph.device == device).map(|(&handle, _)| handle);
+        let executables = self.executables.iter().filter(|(_, graph)| graph.device() == device);
+        let graphs = graphs.chain(executables.map(|(&handle, _)| handle));
+        let taken = streams.chain(events).chain(pools).chain(modules).chain(graphs).chain(contexts);
+        let taken: Vec<u64> = taken.collect();
         self.taken.extend(taken);
         self.pinned.drop_device(device, call.name);
         let retained = self.devices[device].retained;
@@ -288,6 +292,8 @@ impl State {
         self.events.retain(|_, event| event.device != device);
         self.pools.retain(|_, pool| pool.device != device);
         self.modules.retain(|_, module| module.device != device);
+        self.graphs.retain(|_, graph| graph.device != device);
+        self.executables.retain(|_, graph| graph.device() != device);
         self.memory.drop_device(device, call.name);
         self.contexts.retain(|_, of| *of != device);
         let (peak, reaches) = (self.devices[device].peak, BTreeSet::new());

@@ -3,7 +3,7 @@
 #![allow(unreachable_pub, reason = "exported by name")]
 #![allow(clippy::missing_safety_doc, reason = "the contracts are the driver's own")]
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use crate::batch::{Piece, SourceOrder};
 use crate::capture::exchange_mode;
@@ -255,6 +255,23 @@ mod calls {
             give(count, || call.graph_nodes(number(graph)))
         };
         fn cuGraphDestroy(graph: Handle) |call| call.destroy_graph(number(graph));
+        fn cuGraphInstantiateWithFlags(executable: Out<Handle>, graph: Handle, flags: c_ulonglong) |call| {
+            give(executable, || call.instantiate(number(graph), flags).map(handle))
+        };
+        fn cuGraphInstantiate_v2(
+            executable: Out<Handle>, graph: Handle, failed: Out<Handle>, log: Out<c_char>, room: usize,
+        ) |call| {
+            if !failed.is_null() {
+                failed.write(std::ptr::null_mut());
+            }
+            if !log.is_null() && room > 0 {
+                log.write(0);
+            }
+            give(executable, || call.instantiate(number(graph), 0).map(handle))
+        };
+        fn cuGraphUpload(executable: Handle, stream: Handle) |call| call.upload_graph(number(executable), number(stream));
+        fn cuGraphLaunch(executable: Handle, stream: Handle) |call| call.launch_graph(number(executable), number(stream));
+        fn cuGraphExecDestroy(executable: Handle) |call| call.destroy_executable(number(executable));
         fn cuLaunchHostFunc(stream: Handle, function: Option<unsafe extern "C" fn(*mut c_void)>, argument: *mut c_void) |call| {
             let function = function.ok_or(Code::INVALID_VALUE)?;
             call.launch_host_function(number(stream), HostCall { function, argument })

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use crate::code::{Code, Outcome};
+use crate::graph::Node;
 use crate::hazard::{Access, Stamp};
 use crate::lane::Work;
 use crate::ptx::{Function, Module};
@@ -134,7 +135,8 @@ impl Call<'_> {
     /// which of it is read and which is written is known from the text.
     pub(crate) fn launch(&self, function: u64, shape: Shape, stream: u64, params: Vec<u64>) -> Outcome<()> {
         let mut state = self.state();
-        let lane = self.lane(&mut state, stream)?;
+        let node = || Node::Kernel { function, shape, params: params.clone() };
+        let lane = self.lane_for(&mut state, stream, node)?;
         let device = state.lanes[lane as usize].lane.device;
         let (function, module) = self.known_function(&state, function, device)?;
         let threads: u64 = shape.threads.iter().map(|side| u64::from(*side)).product();

@@ -35,6 +35,7 @@ mod counted;
 mod device;
 mod fault;
 mod ffi;
+mod graph;
 mod hazard;
 mod kernel;
 mod lane;

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::code::{Code, Outcome};
 use crate::fault::Spoil;
+use crate::graph::Node;
 use crate::hazard::{Clock, Stamp};
 use crate::lane::{HostCall, Lane, Op, Record, Ticket, Work};
 use crate::report::Rule;
@@ -167,8 +168,14 @@ impl Call<'_> {
         lane.submit(op, &self.world.shared);
     }
 
-    /// The lane of a stream that work is enqueued on: it must be one of the current context.
+    /// The lane of a stream that work is enqueued on which no graph can run here.
     pub(crate) fn lane(&self, state: &mut State, stream: u64) -> Outcome<u32> {
+        self.lane_for(state, stream, || Node::Other)
+    }
+
+    /// The lane of a stream that work is enqueued on: it must be one of the current context. While the stream is captured,
+    /// the work becomes a node instead.
+    pub(crate) fn lane_for(&self, state: &mut State, stream: u64, node: impl FnOnce() -> Node) -> Outcome<u32> {
         let device = self.device(state)?;
         if LEGACY.contains(&stream) {
             self.legacy_beside_captures(state, device, true)?;
@@ -195,7 +202,7 @@ impl Call<'_> {
             });
             return Err(Code::INVALID_HANDLE);
         }
-        self.capture(state, stream)?;
+        self.capture(state, stream, node)?;
         Ok(found.lane)
     }
 
@@ -280,7 +287,8 @@ impl Call<'_> {
 
     pub(crate) fn launch_host_function(&self, stream: u64, host: HostCall) -> Outcome<()> {
         let mut state = self.state();
-        let lane = self.lane(&mut state, stream)?;
+        let argument = host.argument.expose_provenance() as u64;
+        let lane = self.lane_for(&mut state, stream, || Node::Host { function: host.function, argument })?;
         let turn = state.turn(lane, self.name);
         let clock = state.lanes[turn.lane].clock.clone();
         self.submit(&mut state, turn, Work::Host(host, clock));
@@ -320,7 +328,7 @@ impl Call<'_> {
         if let Some(event) = state.events.get_mut(&event) {
             event.captured = captured;
         }
-        let lane = self.lane(&mut state, stream)?;
+        let lane = self.lane_for(&mut state, stream, || Node::Order)?;
         let of_stream = state.lanes[lane as usize].lane.device;
         if device != of_stream {
             self.violation(Rule::WrongContext, || {
@@ -328,11 +336,7 @@ impl Call<'_> {
             });
             return Err(Code::INVALID_HANDLE);
         }
-        let turn = state.turn(lane, self.name);
-        let clock = state.lanes[turn.lane].clock.clone();
-        let stamp = turn.stamp;
-        self.submit(&mut state, turn, Work::Nothing);
-        let record = Arc::new(Record { ticket: state.ticket_of(&stamp), clock });
+        let record = self.point(&mut state, lane);
         if let Some(event) = state.events.get_mut(&event) {
             event.record = Some(record);
         }
@@ -344,15 +348,29 @@ impl Call<'_> {
         let known = self.known_event(&state, event)?;
         let (record, captured) = (known.record.clone(), known.captured);
         self.isolated(&mut state, stream, captured || record.is_none())?;
-        let lane = self.lane(&mut state, stream)?;
-        let mut turn = state.turn(lane, self.name);
-        if let Some(record) = record {
-            state.lanes[turn.lane].clock.join(&record.clock);
-            turn.ready = turn.ready.max(record.ticket.counted);
-            turn.after.push(record.ticket.clone());
-        }
-        self.submit(&mut state, turn, Work::Nothing);
+        let lane = self.lane_for(&mut state, stream, || Node::Order)?;
+        self.follow(&mut state, lane, record.as_deref());
         Ok(())
+    }
+
+    /// The point that a lane has come to: all that was enqueued on it by now.
+    pub(crate) fn point(&self, state: &mut State, lane: u32) -> Arc<Record> {
+        let turn = state.turn(lane, self.name);
+        let clock = state.lanes[turn.lane].clock.clone();
+        let stamp = turn.stamp;
+        self.submit(state, turn, Work::Nothing);
+        Arc::new(Record { ticket: state.ticket_of(&stamp), clock })
+    }
+
+    /// Lets what is enqueued on a lane from now on run after a point of another.
+    pub(crate) fn follow(&self, state: &mut State, lane: u32, point: Option<&Record>) {
+        let mut turn = state.turn(lane, self.name);
+        if let Some(point) = point {
+            state.lanes[turn.lane].clock.join(&point.clock);
+            turn.ready = turn.ready.max(point.ticket.counted);
+            turn.after.push(point.ticket.clone());
+        }
+        self.submit(state, turn, Work::Nothing);
     }
 
     pub(crate) fn query_event(&self, event: u64) -> Outcome<()> {

@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::counted::Counting;
 use crate::device::Device;
 use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
+use crate::graph::{Executable, Graph};
 use crate::hazard::Clock;
 use crate::kernel::Loaded;
 use crate::lane::{Lane, Ticket};
@@ -81,8 +82,9 @@ pub(crate) struct State {
     pub(crate) pinned: Pinned,
     /// The streams that are captured.
     pub(crate) captures: HashMap<u64, Capture>,
-    /// Graphs and how many nodes they have.
-    pub(crate) graphs: HashMap<u64, usize>,
+    pub(crate) graphs: HashMap<u64, Graph>,
+    /// Graphs made ready to launch.
+    pub(crate) executables: HashMap<u64, Executable>,
     /// Handles that went when someone reset their primary context, which their owner cannot know.
     pub(crate) taken: HashSet<u64>,
     pub(crate) counting: Counting,

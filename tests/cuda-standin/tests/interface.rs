@@ -23,7 +23,8 @@ const CALLS: &str = "cuCtxDisablePeerAccess cuCtxEnablePeerAccess cuCtxGetCurren
     cuModuleGetFunction cuModuleLoadData cuModuleUnload cuPointerGetAttribute cuStreamBeginCapture_v2 cuStreamCreate \
     cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamGetCtx cuStreamGetPriority cuStreamIsCapturing \
     cuStreamQuery cuStreamSynchronize cuStreamWaitEvent cuStreamEndCapture cuThreadExchangeStreamCaptureMode \
-    cuGraphGetNodes cuGraphDestroy cuDevicePrimaryCtxGetState nvmlInit_v2 nvmlShutdown nvmlDeviceGetHandleByUUID \
+    cuGraphGetNodes cuGraphDestroy cuGraphInstantiateWithFlags cuGraphInstantiate_v2 cuGraphUpload cuGraphLaunch \
+    cuGraphExecDestroy cuDevicePrimaryCtxGetState nvmlInit_v2 nvmlShutdown nvmlDeviceGetHandleByUUID \
     nvmlDeviceGetMemoryInfo nvmlDeviceGetMaxPcieLinkGeneration nvmlDeviceGetMaxPcieLinkWidth \
     nvmlDeviceGetCurrPcieLinkGeneration nvmlDeviceGetCurrPcieLinkWidth nvmlDeviceGetNvLinkState \
     nvmlDeviceGetNvLinkRemoteDeviceType nvmlDeviceGetNvLinkRemotePciInfo_v2";

@@ -7,7 +7,7 @@ use std::ffi::{CString, c_void};
 use common::{Cuda, MIB};
 use cuda_standin::{Config, Driver, Rule, session};
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{CUfunction, CUmodule, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUfunction, CUmodule, CUresult, CUstream, CUstreamCaptureMode};
 
 /// Stores `value` at `to`, once for each thread, and adds it to the 64 bits at `sum`.
 const STORE: &str = "
@@ -167,4 +167,42 @@ fn texts_that_a_driver_does_not_take() {
         CUresult::CUDA_ERROR_INVALID_PTX
     );
     assert_eq!(refused(Config { refuse_ptx: true, ..machine() }, STORE), CUresult::CUDA_ERROR_INVALID_PTX);
+}
+
+/// A graph launches a function with the parameters that it was captured with, as often as the graph is launched.
+#[test]
+fn a_function_in_a_graph_runs_at_each_launch() {
+    let standin = session(&Config::with_devices(&[64 * MIB]).late_micros(1000));
+    let cuda = Cuda::open(0);
+    let (stream, memory, sum) = (cuda.stream(), cuda.alloc(300), cuda.alloc(8));
+    let back = cuda.pin(&[0; 8]);
+    let module = load(STORE).unwrap();
+    cuda.fill(sum, 0, 8, stream);
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: handles are checked by the stand-in, here and below.
+    unsafe { result::stream::begin_capture(stream, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED) }.unwrap();
+    store(function(module), 2, memory + 4, sum, stream).unwrap();
+    // SAFETY: as above.
+    unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) }.result().unwrap();
+    // SAFETY: as above.
+    let executable = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) }.unwrap();
+    for launches in 1..=3 {
+        // SAFETY: as above.
+        unsafe { result::graph::launch(executable, stream) }.unwrap();
+        cuda.download(back, sum, 8, stream);
+        cuda.synchronize(stream);
+        assert_eq!(u64::from_le_bytes(cuda.host(back, 8).try_into().unwrap()), launches * 64 * 5);
+    }
+    // SAFETY: as above.
+    unsafe {
+        result::graph::exec_destroy(executable).unwrap();
+        result::graph::destroy(graph).unwrap();
+    }
+    unload(module);
+    cuda.free(memory);
+    cuda.free(sum);
+    cuda.unpin(back);
+    cuda.destroy(stream);
+    cuda.close();
+    standin.report().assert_clean();
 }
