@@ -18,13 +18,14 @@ pub struct Slots {
     /// The number of slots, without large ones: `min(depth + 1, streamed layers)` if all have one size; 0 if the caller
     /// provides the memory.
     pub count: usize,
-    /// The bytes of each of these slots: the streamed bytes of the largest layer that goes into them. Each module takes a
-    /// multiple of 256.
+    /// The bytes of each of these slots: the streamed bytes of the largest layer that goes into them, where each module takes a
+    /// multiple of 256. Slots that are divided ([`Plan::storage`](super::Plan::storage)) have blocks, each as large as the largest
+    /// tensor, or all tensors of a type, that goes into it.
     pub bytes_each: u64,
     /// The number of large slots; 0 if the caller provides the memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub large: usize,
-    /// The bytes of each large slot: those of the largest streamed layer. 0 if all slots have one size.
+    /// The bytes of each large slot, which holds any layer. 0 if all slots have one size.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub large_bytes: u64,
 }
