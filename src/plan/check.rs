@@ -322,14 +322,19 @@ mod tests {
         }
     }
 
-    /// Slots of two sizes are written only where there are such, and each of their figures is worked out again.
-    #[test]
-    fn slots_of_two_sizes_follow_from_the_layers() {
+    /// An embedding nine times as large as each of six layers, and a machine for it.
+    fn two_sizes() -> (Layout, Machine) {
         let tensor = |name: &str, bytes: u64, at: u64| TensorInfo::new(name, DType::U8, &[bytes], 0, at).unwrap();
         let mut tensors = vec![tensor("embed.weight", 9_000_000, 0)];
         tensors.extend((0..6).map(|n| tensor(&format!("layers.{n}.a.weight"), 1_000_000, 9_000_000 + n * 1_000_000)));
-        let layout = Layout::new(tensors);
         let machine = Machine::described(&["cuda:0=24mib", "cpu=24mib"].map(|device| device.parse().unwrap()));
+        (Layout::new(tensors), machine)
+    }
+
+    /// Slots of two sizes are written only where there are such, and each of their figures is worked out again.
+    #[test]
+    fn slots_of_two_sizes_follow_from_the_layers() {
+        let (layout, machine) = two_sizes();
         let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap());
         let plan = planner.clone().plan().unwrap();
         let slots = |count, large| Slots { count, bytes_each: 1_000_192, large, large_bytes: 9_000_192 };
@@ -365,6 +370,33 @@ mod tests {
                 parts.slots = Slots { count: parts.slots.count, bytes_each: 9_000_192, ..Slots::default() };
             });
         }
+    }
+
+    /// What a plan says of its slots is refused as it is read, before the layout is known.
+    #[test]
+    fn slots_that_no_streamed_layers_have_are_refused_without_the_layout() {
+        let (layout, machine) = two_sizes();
+        let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap());
+        let (plan, own) = (planner.clone().plan().unwrap(), planner.external_slots(true).plan().unwrap());
+        let refused = |plan: &Plan, needed: usize, change: &dyn Fn(&mut Parts)| {
+            let mut parts = plan.parts().clone();
+            parts.validate().unwrap();
+            change(&mut parts);
+            let bytes = parts.slots.bytes();
+            parts.devices.iter_mut().filter(|d| d.id == parts.compute).for_each(|d| d.beside.slots = bytes);
+            match parts.validate() {
+                Err(Contradiction::Slots { needed: count, bytes, .. }) => {
+                    assert_eq!((count, bytes), (needed, 9_000_192))
+                }
+                other => panic!("{:?}: {other:?}", parts.slots),
+            }
+        };
+        refused(&plan, 3, &|parts| parts.slots.count = 4);
+        refused(&plan, 3, &|parts| parts.slots.large = 0);
+        refused(&plan, 3, &|parts| parts.slots.large = 4);
+        refused(&plan, 3, &|parts| parts.slots.bytes_each = parts.slots.large_bytes);
+        refused(&plan, 3, &|parts| parts.fixed_slots = true);
+        refused(&own, 0, &|parts| parts.slots.count = 1);
     }
 
     /// Whoever writes a plan of their own, its checksum too: what follows from where the modules are has to follow.

@@ -2,7 +2,9 @@
 //! every plan.
 
 mod cases;
+mod demoted;
 mod properties;
+mod uniform;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -165,6 +167,9 @@ fn case_9_what_fits_no_quota_never_lands_on_the_compute_device() {
     }
     let plan = sequential(&blocks(3, 3 * GIB), &usual(), "cuda:0,50%;cuda:1,50%").unwrap();
     assert_eq!((on(&plan, GPU0), on(&plan, GPU1)), (vec![0], vec![1, 2]));
+    // A ratio's `*` takes it while it has anything left, though another has more.
+    let plan = sequential(&blocks(1, 10 * GIB), &usual(), "cuda:0,10%;cuda:1,50%;cpu,*").unwrap();
+    assert_eq!(on(&plan, CPU), [0]);
 }
 
 #[test]
@@ -252,6 +257,12 @@ fn devices_of_one_memory_share_it() {
     assert!(sequential(&blocks(10, GIB), &unified, "cuda:0,8gb").is_ok());
     let short = shortfall(sequential(&blocks(14, GIB), &unified, "cuda:0,8gb"));
     assert_eq!((short.device, short.term, short.needed, short.limit), (GPU0, Term::Slots, 17 * GIB, 16 * GIB));
+    // Of two equal limits the device's own is told.
+    let busy = |id, total| shared(tensor_offload::device::DeviceInfo::new(id, total).free(Some(8 * GIB)));
+    let unified = Machine::new([busy(CPU, 32 * GIB), busy(GPU0, 16 * GIB)], Topology::new());
+    let short = shortfall(sequential(&blocks(14, GIB), &unified, "cuda:0,9gb"));
+    assert_eq!((short.device, short.limit, short.total), (GPU0, 8 * GIB, 16 * GIB));
+    assert_eq!(short.limit_is, Limit::Free);
 }
 
 /// What is locked for an integrated device is not there to be pinned; and a copy within the memory passes no link.
@@ -696,6 +707,11 @@ fn a_plan_of_another_order_of_layers_is_told_from_one_of_another_model() {
     // The same layers, one of another size.
     let mut tensors: Vec<_> = layout.tensors().to_vec();
     tensors[0] = tensor_offload::checkpoint::TensorInfo::new(names[0], tensor_offload::DType::U8, &[5], 0, 0).unwrap();
+    let Err(Error::Plan(fault)) = plan.verify(&Layout::new(tensors)) else { panic!("another model") };
+    assert!(matches!(*fault, PlanFault::OtherModule { .. }), "{fault}");
+    // As many layers of the same sizes, one of another name.
+    let mut tensors: Vec<_> = layout.tensors().to_vec();
+    tensors[0].name = "y_embedder.weight".to_owned();
     let Err(Error::Plan(fault)) = plan.verify(&Layout::new(tensors)) else { panic!("another model") };
     assert!(matches!(*fault, PlanFault::OtherModule { .. }), "{fault}");
 }
