@@ -386,7 +386,7 @@ mod tests {
             parts.devices.iter_mut().filter(|d| d.id == parts.compute).for_each(|d| d.beside.slots = bytes);
             match parts.validate() {
                 Err(Contradiction::Slots { needed: count, bytes, .. }) => {
-                    assert_eq!((count, bytes), (needed, 9_000_192))
+                    assert_eq!((count, bytes), (needed, 9_000_192));
                 }
                 other => panic!("{:?}: {other:?}", parts.slots),
             }
