@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "the library copies into candle's memory, under candle's own lock")]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
 use std::sync::{Arc, LazyLock};
 
@@ -118,14 +118,18 @@ unsafe impl Storage for CpuTensor {
 unsafe impl SharedMemory for CpuTensor {
     fn read(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()> {
         let (storage, layout) = self.tensor.storage_and_layout();
-        let CandleStorage::Cpu(storage) = &*storage else { return Err(invalid(gone())) };
-        work(address(storage, layout, self.bytes).ok_or_else(|| invalid(gone()))?);
+        let start = match &*storage {
+            CandleStorage::Cpu(storage) => address(storage, layout, self.bytes),
+            _ => None,
+        };
+        work(start.ok_or_else(gone)?);
         Ok(())
     }
 
     fn write(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()> {
-        let write = Write { bytes: self.bytes, work: RefCell::new(work) };
-        self.tensor.inplace_op1(&write).map_err(invalid)
+        let write = Write { bytes: self.bytes, work: RefCell::new(work), done: Cell::new(false) };
+        self.tensor.inplace_op1(&write).map_err(invalid)?;
+        if write.done.get() { Ok(()) } else { Err(gone()) }
     }
 }
 
@@ -134,14 +138,17 @@ fn invalid(error: candle_core::Error) -> Error {
     Error::Invalid { reason: error.to_string() }
 }
 
-fn gone() -> candle_core::Error {
-    candle_core::Error::msg("the storage of a tensor was replaced, so that the memory of its weights is gone")
+fn gone() -> Error {
+    let reason = "the storage of a tensor was replaced, so that the memory of its weights is gone".to_owned();
+    Error::Invalid { reason }
 }
 
 /// An operation that hands the memory of a tensor to the library while candle has it locked for writing.
 struct Write<'a> {
     bytes: usize,
     work: RefCell<&'a mut dyn FnMut(NonNull<u8>)>,
+    /// Whether the memory was there.
+    done: Cell<bool>,
 }
 
 impl InplaceOp1 for Write<'_> {
@@ -150,8 +157,10 @@ impl InplaceOp1 for Write<'_> {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let start = address_mut(storage, layout, self.bytes).ok_or_else(gone)?;
-        (self.work.borrow_mut())(start);
+        if let Some(start) = address_mut(storage, layout, self.bytes) {
+            (self.work.borrow_mut())(start);
+            self.done.set(true);
+        }
         Ok(())
     }
 }

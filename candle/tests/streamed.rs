@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use proptest::prelude::*;
 use tensor_offload::backend::{Clock, Storage};
@@ -18,7 +18,8 @@ use tensor_offload::checkpoint::Layer;
 use tensor_offload::load::{TensorAllocator, TensorRequest};
 use tensor_offload::plan::{TensorStorage, Unit};
 use tensor_offload::{
-    Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, Model, Order, Planner, Registry, TensorId, Weights,
+    Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, Model, ModelCache, Order, Planner, Registry, Retention,
+    TensorId, Weights,
 };
 use tensor_offload_candle::{Error, Streamed, cpu_memory};
 
@@ -415,6 +416,63 @@ fn nothing_is_allocated_after_the_load() {
     }
     assert_eq!(counting.1.load(Ordering::Relaxed), loaded);
     assert!(loaded > 0 && blocks.streamer().report().misses < blocks.streamer().report().hits);
+}
+
+/// Puts another storage in a tensor's place, as candle lets anyone do.
+struct Replace(CpuStorage);
+
+impl InplaceOp1 for Replace {
+    fn name(&self) -> &'static str {
+        "replace"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &candle_core::Layout) -> Result<()> {
+        *storage = self.0.clone();
+        Ok(())
+    }
+}
+
+/// Compute on the host begins as soon as a layer is there, so a copy that failed must be known before, whether it failed while
+/// it was waited for or at once.
+#[test]
+fn weights_that_did_not_arrive_are_an_error() {
+    let (_folder, path) = linears();
+    for clock in [Clock::Wall, Clock::Virtual] {
+        let machine = Machine::described(&["cpu=1gb", "disk=1gb"].map(|text| text.parse().unwrap()));
+        let devices = Registry::described(machine, clock);
+        let model = Model::open(&path).unwrap().allocator(cpu_memory()).compute(CPU).depth(0);
+        let model = model.allocation("disk,*").unwrap().load(&devices).unwrap();
+        let mut blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
+        let block = blocks.layer_named("layers.0").unwrap();
+        block.weight().inplace_op1(&Replace(CpuStorage::F32(vec![1.0; 4]))).unwrap();
+        drop(block);
+        // All layers share one slot.
+        for name in ["layers.1", "layers.2", "head", "layers.0"].into_iter().cycle().take(1000) {
+            let error = blocks.layer_named(name).map(drop).expect_err("a layer whose memory is gone");
+            assert!(error.to_string().contains("was replaced"), "{clock:?}, {name}: {error}");
+        }
+    }
+}
+
+/// Unloading says what blocks that live still hold.
+#[test]
+fn a_model_that_is_unloaded_is_freed_with_its_last_block() {
+    let (_folder, path) = linears();
+    let devices = devices();
+    let cache = ModelCache::new();
+    let model = Model::open(&path).unwrap().allocator(cpu_memory()).compute(CPU).depth(1);
+    let model = model.allocation("cpu,50%;disk,*").unwrap().load(&devices).unwrap();
+    cache.insert("linears", Arc::clone(&model), Retention::Keep);
+    let held = model.bytes();
+    let blocks = Streamed::new(&model, |layer, vb| linear(&vb, &layer.name, Ok)).unwrap();
+    drop(model);
+    let report = cache.unload("linears").unwrap();
+    assert_eq!(report.deferred.iter().map(|model| &model.bytes).collect::<Vec<_>>(), [&held], "{report}");
+    assert!(report.unloaded.is_empty());
+    let host = devices.device(CPU).unwrap();
+    assert_eq!(host.ledger().charged(), held[&CPU]);
+    drop(blocks);
+    assert_eq!(host.ledger().charged(), 0);
 }
 
 /// The memory of a model is there for as long as its blocks are.

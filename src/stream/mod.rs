@@ -20,7 +20,7 @@ pub use pass::Pass;
 pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::process::Process;
-use crate::backend::{Buf, BufMut, Event, Joined, Role, Stream};
+use crate::backend::{Buf, BufMut, Event, FenceState, Joined, Role, Stream};
 use crate::checkpoint::{LayerId, ModuleId, Per};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::limits::LONGEST;
@@ -239,7 +239,7 @@ impl Streamer {
         for event in arrivals.filter(|event| known.insert(event.key())) {
             let joined = self.compute.wait(event)?;
             // Compute on the host runs at once, in the caller's threads, and no stream can hold it back.
-            if joined == Joined::HostMustWait || (on_host && !event.is_complete()) {
+            if joined == Joined::HostMustWait || (on_host && !matches!(event.state(), FenceState::Done)) {
                 let begin = Instant::now();
                 let outcome = self.stall("a copy", event);
                 self.report.stalled(StallCause::Copy, begin.elapsed());
