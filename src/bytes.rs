@@ -194,6 +194,14 @@ mod tests {
     }
 
     #[test]
+    fn sums_that_exceed_a_u64_are_none() {
+        let [seven, three, most] = [7, 3, u64::MAX].map(ByteSize);
+        assert_eq!((seven.checked_add(three), seven.checked_add(most)), (Some(ByteSize(10)), None));
+        assert_eq!((seven.checked_sub(three), three.checked_sub(seven)), (Some(ByteSize(4)), None));
+        assert_eq!((seven.checked_mul(3), most.checked_mul(2)), (Some(ByteSize(21)), None));
+    }
+
+    #[test]
     fn anything_else_is_refused() {
         for text in [
             "",

@@ -171,6 +171,15 @@ fn a_shape_that_does_not_fit_is_named_and_nothing_is_half_done() {
     assert_eq!(fault(resolve(base.layout(), &half, Matching::Strict)).1, missing);
 }
 
+/// A weight of integers is named with its own name, for the adapter's is another.
+#[test]
+fn a_target_that_is_not_of_floats_is_named() {
+    let codes = file("model", &[("a.weight".to_owned(), DType::I64, vec![4, 4], vec![0; 128])]);
+    let (key, found) = fault(resolve(codes.layout(), &pair("a.lora_B", "a.lora_A"), Matching::Strict));
+    let wanted = AdapterFault::BadDType { what: "its target `a.weight`".to_owned(), dtype: DType::I64 };
+    assert_eq!((key.as_deref(), found), (Some("a"), wanted));
+}
+
 #[test]
 fn factors_that_are_not_finite_name_their_key_and_element() {
     let base = model(&["a"]);

@@ -132,6 +132,8 @@ fn case_30_a_clean_up_with_only_kept_models_empties_allocator_caches() {
         kept.kept = vec!["d".into(), "e".into()];
         kept
     });
+    let text = report.to_string();
+    assert!(text.starts_with("unloaded nothing; kept d, e; allocator caches emptied"), "{text}");
     assert_eq!(watched.countdown.calls_of(Operation::Trim), watched.registry.opened().len() as u64);
     assert_eq!((handles(&cache), levels(&watched.registry)), (before, level));
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use card::stand_in;
 use cuda_standin::{Config, Effect, Fault, FaultPlan, Link, Peer, Session};
+use tensor_offload::backend::MemoryKind;
 use tensor_offload::device::{LinkKind, LinkMatrix};
 use tensor_offload::registry::{LinkTiming, measure_links};
 use tensor_offload::{ByteSize, DeviceId, Registry};
@@ -63,6 +64,25 @@ fn measured(measure: impl Fn() -> LinkMatrix, ways: &[Paced]) -> LinkMatrix {
 fn used(cuda: &Session, links: &[&str]) -> Vec<Duration> {
     let counted = cuda.report().counted;
     links.iter().map(|link| counted.busy(link)).collect()
+}
+
+/// A buffer keeps its address when it may no longer be written; memory of the host has none on a device.
+#[test]
+fn buffers_of_a_card_have_an_address() {
+    let Some(cuda) = stand_in(&paced()) else { return };
+    {
+        let registry = Registry::system();
+        let card = registry.device(A).unwrap();
+        let memory = card.alloc(4096, MemoryKind::Arena).unwrap();
+        let address = memory.address().unwrap();
+        assert!(address > 1);
+        let (mut memory, rest) = (memory, 256);
+        let tail = memory.split_off(rest).unwrap();
+        assert_eq!((memory.freeze().address(), tail.freeze().address()), (Some(address), Some(address + 256)));
+        let host = registry.device(HOST).unwrap();
+        assert_eq!(host.alloc(4096, MemoryKind::Pinned).unwrap().freeze().address(), None);
+    }
+    assert_clean(&cuda);
 }
 
 #[test]

@@ -263,3 +263,22 @@ impl fmt::Debug for MemoryBlock {
         write!(f, "{} bytes of {}", self.bytes, self.device)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::backend::{Backend, Host, MemoryKind};
+    use crate::device::DeviceId;
+
+    #[test]
+    fn no_range_outside_the_memory_has_an_address() {
+        let host = Host::new().open(DeviceId::CPU).unwrap();
+        let memory = host.alloc(8, MemoryKind::Pinned).unwrap();
+        let (block, start) = (memory.block(), memory.block().host().unwrap().as_ptr());
+        for (from, to, inside) in
+            [(0, 8, true), (3, 5, true), (8, 8, true), (0, 9, false), (9, 9, false), (5, 3, false)]
+        {
+            let address = inside.then(|| start.wrapping_add(from));
+            assert_eq!(block.host_at(&std::ops::Range { start: from, end: to }), address, "{from}..{to}");
+        }
+    }
+}

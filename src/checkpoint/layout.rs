@@ -583,6 +583,14 @@ mod tests {
         assert!(ordered.in_order(&["img_in", "img_in"]).is_err());
     }
 
+    /// Of two stacks only the files tell which is first, though no number is in both.
+    #[test]
+    fn several_stacks_stand_in_the_order_of_the_files() {
+        let order = |names: &[&str]| layout(names).order().clone();
+        assert_eq!(order(&["stack.1.up.weight", "stack.0.up.weight"]), OrderSource::NamesRule);
+        assert_eq!(order(&["far.0.up.weight", "near.1.up.weight"]), OrderSource::FileOrder);
+    }
+
     #[test]
     fn the_outermost_number_counts() {
         let moe = layout(&[

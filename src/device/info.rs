@@ -417,4 +417,13 @@ mod tests {
         let shared = Machine::new(devices(host, b), Topology::new()).with_topology(Topology::new());
         assert_eq!(domains(&shared), [host, b]);
     }
+
+    #[test]
+    #[cfg(not(windows))]
+    fn a_host_pins_most_of_its_memory_but_not_all() {
+        const GB: u64 = 1_000_000_000;
+        let cap = |total| DeviceInfo::new(DeviceId::CPU, total).pinned_cap();
+        assert_eq!((cap(100 * GB), cap(10 * GB), cap(5 * GB)), (90 * GB, 10 * GB - (4 << 30), 2 * GB));
+        assert_eq!(DeviceInfo::new(DeviceId::CPU, 100 * GB).pinnable(Some(7)).pinned_cap(), 7);
+    }
 }

@@ -368,6 +368,24 @@ mod tests {
         TensorPatch::new(&weight, changes, &Siblings::default()).unwrap()
     }
 
+    /// Rows longer than a piece: each piece takes its own columns of the change.
+    #[test]
+    fn a_dense_change_of_long_rows_is_added_column_by_column() {
+        let (rows, cols) = (3, 9_000);
+        let (weight, change) = (noise(rows * cols, 1), noise(rows * cols, 2));
+        let patch = patch(DType::F32, rows, cols, vec![Step::add(0..rows, Delta::Dense(change.clone()), 1.0)]);
+        let mut bytes = stored(Float::F32, &weight);
+        patch.apply(&mut bytes, &[]).unwrap();
+        let sums: Vec<f32> = weight.iter().zip(&change).map(|(weight, change)| weight + change).collect();
+        assert!(bytes == stored(Float::F32, &sums));
+    }
+
+    #[test]
+    fn an_element_has_the_size_of_its_type() {
+        let size = |dtype| patch(dtype, 2, 2, Vec::new()).element_bytes();
+        assert_eq!([DType::F32, DType::BF16, DType::F16].map(size), [4, 2, 2]);
+    }
+
     fn stored(float: Float, values: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; values.len() * float.size()];
         float.round(values, &mut bytes);

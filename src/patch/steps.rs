@@ -357,4 +357,13 @@ mod tests {
         assert_eq!(a.transposed().values, [1., 4., 2., 5., 3., 6.]);
         assert_eq!(a.times(&a.transposed()).values, [14., 32., 32., 77.]);
     }
+
+    /// Whole tiles of rows, counted from the weight's first, and whole tiles of columns.
+    #[test]
+    fn packed_factors_are_counted_with_their_padding() {
+        let ones = |rows: usize, cols: usize| Matrix { rows, cols, values: vec![1.0; rows * cols] };
+        let product = Product { up: ones(2, 3), down: ones(3, 5) };
+        assert_eq!(product.packed(0).values(), 3 * (TILE_ROWS + TILE_COLS));
+        assert_eq!(product.packed(TILE_ROWS - 1).values(), 3 * (2 * TILE_ROWS + TILE_COLS));
+    }
 }

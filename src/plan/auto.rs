@@ -416,3 +416,73 @@ impl Plan {
         Plan::new(Parts { mode: Mode::Auto, explanation: Some(Box::new(explanation)), ..parts })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::TensorInfo;
+    use crate::dtype::DType;
+
+    #[test]
+    fn a_quota_is_lowered_until_it_fits_and_then_raised() {
+        let mut quota = Quota::most(1_000);
+        // The slots leave 800; what the plan holds is lowered at least by a byte.
+        assert!(quota.is_too_much(800, 900) && quota.next == 800);
+        assert!(quota.is_too_much(790, 700) && quota.next == 699);
+        // It fits with more beside its slots: up to what did not fit.
+        assert!(quota.fits(750) && quota.next == 750);
+        assert!(quota.fits(5_000) && quota.next == 799);
+        // No more beside the slots: half the way.
+        let mut quota = Quota { next: 600, low: None, high: Some(800) };
+        assert!(quota.fits(600) && quota.next == 700);
+        assert!(quota.is_too_much(600, 650) && quota.next == 650);
+    }
+
+    #[test]
+    fn a_quota_that_fits_at_once_is_raised_to_what_fits_beside_its_slots() {
+        let mut quota = Quota::most(100);
+        assert!(quota.fits(120) && quota.next == 120);
+        assert!(!quota.fits(120));
+        // No further than asked.
+        let mut quota = Quota::at_most(100);
+        assert!(!quota.fits(200) && quota.next == 100);
+        let mut nothing = Quota::most(0);
+        assert!(!nothing.is_too_much(0, 0));
+    }
+
+    /// More than one part in a thousand is worth another plan.
+    #[test]
+    fn a_quota_is_not_raised_for_little() {
+        let gains = |next| Quota { next, low: Some(1_000_000), high: None }.gains();
+        assert_eq!([999_000, 1_000_000, 1_001_000, 1_001_001].map(gains), [false, false, false, true]);
+        assert!(Quota { next: 0, low: None, high: Some(1) }.gains());
+    }
+
+    #[test]
+    fn the_rest_goes_to_a_donor_with_room() {
+        let machine = |rooms: &[u64]| {
+            let devices =
+                rooms.iter().zip(1..).map(|(&room, n)| crate::device::DeviceInfo::new(DeviceId::cuda(n), room));
+            let devices = devices.chain([crate::device::DeviceInfo::new(DeviceId::cuda(0), 1)]);
+            crate::Machine::new(devices, crate::device::Topology::new())
+        };
+        let rest =
+            |rooms: &[u64], shares: &[u64]| takes_rest(&Donor::all(&machine(rooms), DeviceId::cuda(0), 0), shares, 5);
+        // Of those that get something, the one with the most room left.
+        assert_eq!(rest(&[10, 20, 90], &[5, 5, 0]), Some(1));
+        assert_eq!(rest(&[10, 90], &[5, 0]), Some(0));
+        // Too little room for a module more.
+        assert_eq!(rest(&[9, 90], &[5, 0]), Some(1));
+        assert_eq!(rest(&[0, 0], &[0, 0]), None);
+    }
+
+    #[test]
+    fn the_largest_module_is_told_without_outliers() {
+        let tensor = |name: &str, bytes, at| TensorInfo::new(name, DType::U8, &[bytes], 0, at).unwrap();
+        let names = ["layers.0.a.weight", "layers.1.a.weight"];
+        let tensors =
+            vec![tensor("embed.weight", 90_000, 0), tensor(names[0], 2_000, 90_000), tensor(names[1], 3_000, 92_000)];
+        assert_eq!(largest_but_outliers(&Layout::new(tensors)), 3_000);
+        assert_eq!(largest_but_outliers(&Layout::new(Vec::new())), 0);
+    }
+}

@@ -108,8 +108,7 @@ impl Plan {
         if let Some((a, m)) = planned.iter().zip(modules).find(differs) {
             let (index, planned) = (a.index.index(), known(&a.module, a.bytes, a.layer));
             let module = known(&m.name, m.bytes, m.layer);
-            let moved = *a.module != *m.name || a.layer != m.layer;
-            return Err(match moved && self.is_reordered(layout) {
+            return Err(match *a.module != *m.name && self.is_reordered(layout) {
                 true => PlanFault::OtherOrder { index, planned, module },
                 false => PlanFault::OtherModule { index, planned, module },
             }
@@ -224,7 +223,7 @@ fn short(
         module,
         needed,
         limit,
-        limit_is: if limit < memory.total || memory.free.is_some() { Limit::Free } else { Limit::InAll },
+        limit_is: if memory.free.is_some() { Limit::Free } else { Limit::InAll },
         total: memory.total,
         short: needed.saturating_sub(limit),
         remedies: Vec::new(),

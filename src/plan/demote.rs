@@ -32,10 +32,9 @@ impl Plan {
     /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) when the machine has no host;
     /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) as [`Planner::plan`](super::Planner::plan).
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
-        let mut plan = self.away(layout, machine, Use::Streamed)?;
+        let plan = self.away(layout, machine, Use::Streamed)?;
         let largest = plan.largest_streamed(layout);
         check::fits(machine, &plan.devices, &plan.assignments, largest)?;
-        plan.warnings.clone_from(&self.parts().warnings);
         Plan::new(plan)
     }
 
@@ -77,7 +76,7 @@ impl Plan {
             device.weights.modules = here().count();
             device.beside.slots = if device.id == compute { slots.bytes() } else { 0 };
         }
-        Ok(Parts { slots, devices, assignments, warnings: Vec::new(), explanation: None, ..old.clone() })
+        Ok(Parts { slots, devices, assignments, explanation: None, ..old.clone() })
     }
 
     /// The assignments with those on the compute device moved to the host. Moved and streamed modules get `usage`.
@@ -101,8 +100,7 @@ impl Plan {
         }
         for module in layout.modules() {
             if let Some(owner) = module.alias_of.filter(|_| moved[module.id.index()].usage == Use::Streamed) {
-                let owner = &moved[owner.index()];
-                moved[module.id.index()].staged = owner.staged && owner.usage == Use::Streamed;
+                moved[module.id.index()].staged = moved[owner.index()].staged;
             }
         }
         moved

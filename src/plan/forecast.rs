@@ -298,3 +298,18 @@ impl<'a> Simulation<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_time_are_exact_to_the_nanosecond() {
+        let time = Duration::new(10, 600_000_001);
+        assert_eq!(scaled(time, 1, 3), Duration::new(3, 533_333_333));
+        assert_eq!(scaled(time, 3, 3), time);
+        assert_eq!(scaled(Duration::new(7, 0), 1, 2), Duration::new(3, 500_000_000));
+        assert_eq!(scaled(Duration::new(7, 0), 0, 2), Duration::ZERO);
+        assert_eq!(scaled(Duration::MAX, 1, 1), Duration::MAX);
+    }
+}

@@ -327,7 +327,7 @@ impl<'a> Planner<'a> {
     pub(super) fn for_auto(&self) -> Planner<'a> {
         let reserve = self.allocation.as_ref().and_then(Allocation::reserve);
         let reserve = reserve.unwrap_or(ByteSize(self.reserve));
-        Planner { allocation: None, compute: Some(self.compute_device()), ..self.clone() }.reserve(reserve)
+        self.clone().compute(self.compute_device()).reserve(reserve)
     }
 
     /// Whether a module is used where it lives, if that is not the compute device.
@@ -376,4 +376,35 @@ fn any(patterns: &[Pattern], name: &str) -> bool {
 /// The most host memory that may be pinned; `None` if the machine has no host.
 pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
     machine.device(DeviceId::CPU).ok().map(|host| ByteSize(host.pinned_cap()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+
+    /// From the largest down, each module that fits with those before it stays in the slot.
+    #[test]
+    fn modules_that_exceed_a_slot_are_kept_out_of_it() {
+        let mut at = 0;
+        let tensor = |(name, kib): (&str, u64)| {
+            at += kib << 10;
+            TensorInfo::new(format!("layers.0.{name}.weight"), DType::U8, &[kib << 10], 0, at - (kib << 10)).unwrap()
+        };
+        let layout = Layout::new([("a", 5), ("b", 2), ("c", 3)].map(tensor).into());
+        let machine = Machine::described(&["cuda:0=1gib".parse().unwrap(), "cpu=1gib".parse().unwrap()]);
+        let planner = Planner::new(&layout, &machine);
+        let layer = &layout.layers()[0];
+        let kept = |planner: &Planner<'_>, kib: u64| {
+            let names =
+                planner.excess(layer, kib << 10).map(|module| layout.at(module).name["layers.0.".len()..].to_owned());
+            names.collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(planner.slot(layer), 10 << 10);
+        assert_eq!([11, 10, 9, 7, 4, 1].map(|kib| kept(&planner, kib)), ["", "", "b", "c", "a b", "a c b"]);
+        // Modules used in place take no slot.
+        let planner = planner.in_place("a");
+        assert_eq!(planner.slot(layer), 5 << 10);
+        assert_eq!([5, 4].map(|kib| kept(&planner, kib)), ["", "b"]);
+    }
 }

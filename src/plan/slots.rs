@@ -140,6 +140,11 @@ mod tests {
         // Not worth it, and not more than twice as large.
         assert_eq!(of(&[50, 7, 7], 0), (1, 50, 0, 0));
         assert_eq!(of(&[14, 7, 7, 7, 7], 2), (3, 14, 0, 0));
+        // Twice as large is not far larger.
+        assert_eq!(of(&[14, 7, 7, 7], 2), (3, 14, 0, 0));
+        assert_eq!(of(&[15, 7, 7, 7], 2), (3, 7, 1, 15));
+        // Two sizes that take as much as one are not worth it.
+        assert_eq!(of(&[15, 15, 5, 5, 5], 2), (3, 15, 0, 0));
         // All of them at once.
         assert_eq!(of(&[50, 7, 6, 3], usize::MAX), (3, 7, 1, 50));
         assert_eq!(Slots::of(&[50, 7, 7, 7], 2, true), Slots { count: 3, bytes_each: 50, large: 0, large_bytes: 0 });

@@ -74,7 +74,7 @@ impl Donor {
     fn load(&self, before: u64, bytes: u64, topology: &Topology, busy: &mut [Duration]) {
         let straight = bytes.min(self.pinned.saturating_sub(before));
         for (path, bytes) in [(&self.path, straight), (&self.staged_path, bytes - straight)] {
-            for &segment in path.iter().filter(|_| bytes > 0) {
+            for &segment in path {
                 busy[segment] = busy[segment].saturating_add(topology.segments()[segment].bandwidth.time(bytes));
             }
         }
@@ -158,4 +158,106 @@ fn level(donors: &[Donor], total: u64) -> Vec<u64> {
         left -= shares[donor];
     }
     shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{Bandwidth, DeviceInfo};
+
+    const GPU0: DeviceId = DeviceId::cuda(0);
+
+    fn gbps(n: u64) -> Bandwidth {
+        Bandwidth::bytes_per_second(n * 1_000_000_000)
+    }
+
+    /// A card that computes, beside these devices of so many bytes.
+    fn donors(devices: &[(&str, u64)], topology: Topology) -> (Vec<Donor>, Topology) {
+        let info = |(id, bytes): &(&str, u64)| DeviceInfo::new(id.parse().unwrap(), *bytes);
+        let machine = Machine::new(devices.iter().map(info).chain([DeviceInfo::new(GPU0, 1 << 30)]), topology.clone());
+        (Donor::all(&machine, GPU0, 1_000), topology)
+    }
+
+    fn shares(split: Split, donors: &(Vec<Donor>, Topology), total: u64, compute: Duration) -> Option<Vec<u64>> {
+        split.shares(&donors.0, total, &donors.1, compute)
+    }
+
+    #[test]
+    fn of_equal_links_the_nearest_memory_is_first() {
+        let peers = Topology::new().no_peer_access(GPU0, DeviceId::cuda(1));
+        let all = [("cpu", 5), ("disk", 5), ("cuda:1", 5), ("cuda:2", 5), ("xpu:0", 5)];
+        let (found, _) = donors(&all, peers);
+        let names: Vec<String> = found.iter().map(|donor| donor.device.to_string()).collect();
+        assert_eq!(names, ["cpu", "cuda:2", "cuda:1", "xpu:0", "disk"]);
+        // Only the host stages what it may not pin, and only for another device.
+        assert_eq!(
+            found.iter().map(|donor| donor.pinned).collect::<Vec<_>>(),
+            [1_000, u64::MAX, u64::MAX, u64::MAX, u64::MAX]
+        );
+        let machine = Machine::new([DeviceInfo::new(DeviceId::CPU, 5), DeviceInfo::new(GPU0, 5)], Topology::new());
+        assert_eq!(Donor::all(&machine, DeviceId::CPU, 1_000)[0].pinned, u64::MAX);
+    }
+
+    #[test]
+    fn devices_of_one_memory_are_one_donor() {
+        let shared = |id: &str, domain: DeviceId| DeviceInfo::new(id.parse().unwrap(), 9).domain(domain);
+        let infos = [
+            shared("cpu", DeviceId::CPU),
+            shared("xpu:0", DeviceId::CPU),
+            shared("xpu:1", GPU0),
+            shared("cuda:0", GPU0),
+        ];
+        let found = Donor::all(&Machine::new(infos, Topology::new()), GPU0, 1_000);
+        assert_eq!(found.iter().map(|donor| donor.device).collect::<Vec<_>>(), [DeviceId::CPU]);
+    }
+
+    #[test]
+    fn what_is_not_pinned_takes_the_staged_way() {
+        let memory = Topology::new().link(DeviceId::CPU, gbps(2)).link(GPU0, gbps(4));
+        let (found, topology) = donors(&[("cpu", 1 << 20)], memory);
+        // Pinned bytes are read once; staged ones twice.
+        assert_eq!(found[0].alone(0, 1_000, &topology), Duration::from_nanos(500));
+        assert_eq!(found[0].alone(1_000, 1_000, &topology), Duration::from_nanos(1_000));
+        assert_eq!(found[0].alone(400, 1_000, &topology), Duration::from_nanos(300 + 400));
+    }
+
+    #[test]
+    fn links_get_bytes_in_proportion_to_their_speed() {
+        let links = Topology::new().link(DeviceId::cuda(1), gbps(3)).link(DeviceId::cuda(2), gbps(1));
+        let roomy = donors(&[("cuda:1", 1 << 20), ("cuda:2", 1 << 20)], links.clone());
+        assert_eq!(shares(Split::Balanced, &roomy, 256_000, Duration::ZERO), Some(vec![192_000, 64_000]));
+        // While the compute hides all of it, the fastest donor has it.
+        let hidden = |micros| shares(Split::Hidden, &roomy, 256_000, Duration::from_micros(micros));
+        assert_eq!(hidden(100), Some(vec![256_000, 0]));
+        assert_eq!(hidden(0), Some(vec![192_000, 64_000]));
+        let alike = Topology::new().link(DeviceId::cuda(1), gbps(1)).link(DeviceId::cuda(2), gbps(1));
+        let alike = donors(&[("cuda:1", 1 << 20), ("cuda:2", 1 << 20)], alike);
+        assert_eq!(shares(Split::Hidden, &alike, 256_000, Duration::from_secs(1)), Some(vec![256_000, 0]));
+        // A donor that is full gets no more, and all of them together have to hold the bytes.
+        let tight = donors(&[("cuda:1", 100_500), ("cuda:2", 200_000)], links);
+        assert_eq!(shares(Split::Balanced, &tight, 256_000, Duration::ZERO), Some(vec![100_500, 155_500]));
+        assert_eq!(shares(Split::Balanced, &tight, 300_500, Duration::ZERO), Some(vec![100_500, 200_000]));
+        assert_eq!(Split::ALL.map(|split| shares(split, &tight, 300_501, Duration::ZERO)), [const { None }; 5]);
+        assert_eq!(
+            Split::ALL.map(|split| shares(split, &tight, 0, Duration::ZERO)),
+            [const { Some([0, 0]) }; 5].map(|s| s.map(Vec::from))
+        );
+    }
+
+    #[test]
+    fn donors_fill_in_turn_or_alike() {
+        let links = Topology::new()
+            .link(DeviceId::cuda(1), gbps(1))
+            .link(DeviceId::cuda(2), gbps(3))
+            .link(DeviceId::DISK, gbps(2));
+        let three = donors(&[("cuda:1", 300), ("cuda:2", 100), ("disk", 1_000)], links);
+        let of = |split, total| shares(split, &three, total, Duration::ZERO).unwrap();
+        assert_eq!(of(Split::Fastest, 1_150), [50, 100, 1_000]);
+        assert_eq!(of(Split::InOrder, 350), [300, 50, 0]);
+        assert_eq!(of(Split::InOrder, 450), [300, 100, 50]);
+        assert_eq!(of(Split::Equal, 240), [80, 80, 80]);
+        assert_eq!(of(Split::Equal, 500), [200, 100, 200]);
+        assert_eq!(of(Split::Equal, 1_000), [300, 100, 600]);
+        assert_eq!(of(Split::Equal, 7).iter().sum::<u64>(), 7);
+    }
 }

@@ -403,6 +403,37 @@ mod tests {
         assert!(Arc::ptr_eq(&matrix, &registry.links().unwrap()), "measured once");
     }
 
+    /// Pages where the memory limits the copy, and what was asked for where it does not.
+    #[test]
+    fn copies_fit_the_memory_that_is_left() {
+        let id = DeviceId::cuda(0);
+        let fit = |total: u64, bytes: u64| {
+            let machine = Machine::new([DeviceInfo::new(id, total)], Topology::new());
+            fitting(&*Registry::described(machine, Clock::Virtual).device(id).unwrap(), bytes, 4).ok()
+        };
+        assert_eq!(fit(1 << 20, 10_000), Some(10_000));
+        assert_eq!((fit(100_000, 1 << 20), fit(100_000, 25_001)), (Some(24_576), Some(24_576)));
+        assert_eq!(fit(100_000, 25_000), Some(25_000));
+        assert_eq!((fit(16_384, 1 << 20), fit(16_383, 1 << 20), fit(16, 9)), (Some(4_096), Some(4_095), Some(4)));
+        assert_eq!(fit(3, 1 << 20), None);
+    }
+
+    /// Copies in both directions at once share a link that they have in common.
+    #[test]
+    fn both_ways_are_measured_at_one_time() {
+        let id = DeviceId::cuda(0);
+        let topology = Topology::new().link(id, gbps(100)).shared("bus", gbps(100), [id]);
+        let machine = Machine::new([DeviceInfo::new(id, 1 << 30)], topology);
+        let mut timing = LinkTiming::quick().bytes(ByteSize(4 << 20)).copies(5);
+        timing.all_ways = true;
+        let matrix = measure_links(&Registry::described(machine, Clock::Virtual), &timing).unwrap();
+        for (from, to) in [(DeviceId::CPU, id), (id, DeviceId::CPU)] {
+            assert_eq!(of(&matrix, from, to, LinkKind::Pinned), 10_000_000_000);
+            let each = of(&matrix, from, to, LinkKind::BothWays);
+            assert!(each.abs_diff(5_000_000_000) < 1_000_000, "{matrix}");
+        }
+    }
+
     /// In real time a busy machine lowers the figures without bound. The evaluation of times is tested with made-up ones in
     /// `timing.rs`, and its accuracy is measured by `benches/transfer.rs`.
     #[test]

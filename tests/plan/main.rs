@@ -1,8 +1,10 @@
 //! Plans, behaviour by behaviour, with the cases of `data/cases.json` first; those of `data/plans.json`; and what holds of
 //! every plan.
 
+mod auto;
 mod cases;
 mod demoted;
+mod in_place;
 mod properties;
 mod uniform;
 
@@ -690,8 +692,13 @@ fn a_plan_knows_its_model() {
 /// A plan may be older than what is known of a network's order: it holds for the layout in the order that it was made for.
 #[test]
 fn a_plan_of_another_order_of_layers_is_told_from_one_of_another_model() {
-    let names =
-        ["x_embedder", "single_transformer_blocks.0.w", "single_transformer_blocks.1.w", "transformer_blocks.0.w"];
+    let names = [
+        "x_embedder",
+        "single_transformer_blocks.0.w",
+        "single_transformer_blocks.1.w",
+        "transformer_blocks.0.w",
+        "transformer_blocks.0.z",
+    ];
     let tensor = |(at, name): (u64, &str)| {
         let name = format!("{name}.weight");
         tensor_offload::checkpoint::TensorInfo::new(name, tensor_offload::DType::U8, &[GIB], 0, at * GIB).unwrap()
@@ -709,7 +716,11 @@ fn a_plan_of_another_order_of_layers_is_told_from_one_of_another_model() {
     tensors[0] = tensor_offload::checkpoint::TensorInfo::new(names[0], tensor_offload::DType::U8, &[5], 0, 0).unwrap();
     let Err(Error::Plan(fault)) = plan.verify(&Layout::new(tensors)) else { panic!("another model") };
     assert!(matches!(*fault, PlanFault::OtherModule { .. }), "{fault}");
-    // As many layers of the same sizes, one of another name.
+    // As many layers of the same sizes, one of another name; and a size that differs behind where the order does.
+    let mut tensors: Vec<_> = layout.tensors().to_vec();
+    tensors[4] = TensorInfo::new(format!("{}.weight", names[4]), DType::U8, &[5], 0, 4 * GIB).unwrap();
+    let Err(Error::Plan(fault)) = plan.verify(&Layout::new(tensors)) else { panic!("another model") };
+    assert!(matches!(*fault, PlanFault::OtherModule { .. }), "{fault}");
     let mut tensors: Vec<_> = layout.tensors().to_vec();
     tensors[0].name = "y_embedder.weight".to_owned();
     let Err(Error::Plan(fault)) = plan.verify(&Layout::new(tensors)) else { panic!("another model") };

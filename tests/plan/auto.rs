@@ -1,0 +1,70 @@
+//! Mode auto, as far as single plans show it; `tests/auto.rs` compares what it finds with what a careful user would write.
+
+use std::time::Duration;
+
+use tensor_offload::Planner;
+use tensor_offload::checkpoint::Layout;
+use tensor_offload::plan::{ComputeTime, Unit};
+
+use super::{GIB, GPU0, GPU1, MIB, blocks, machine, on, usual};
+
+/// The device after `#` computes, whatever the planner says; and a plan that auto found says so.
+#[test]
+fn auto_computes_where_the_allocation_says() {
+    let (layout, machine) = (blocks(30, GIB), usual());
+    for count in [4, 30] {
+        let layout = Layout::blocks(vec![GIB; count]);
+        let planner = Planner::new(&layout, &machine).compute(GPU0);
+        let plan = planner.allocation("auto#cuda:1;0;cpu".parse().unwrap()).plan().unwrap();
+        assert_eq!((plan.compute(), plan.mode().name()), (GPU1, "auto"));
+        assert!(on(&plan, GPU1).len() > count / 2, "{plan}");
+    }
+    // Two of the card's 24 GiB are kept free.
+    let reserved = Planner::new(&layout, &machine).allocation("auto,reserve=2gb".parse().unwrap()).plan().unwrap();
+    assert_eq!(reserved.device(GPU0).unwrap().beside.reserve, 2 * GIB);
+}
+
+/// Each of the other arrangements that the explanation gives takes the time that it says, with the quotas that it says.
+#[test]
+fn alternatives_take_the_time_that_they_say() {
+    let (layout, machine) = (blocks(10, GIB), machine(&["cuda:0=8gib,link=20", "cpu=64gib"]));
+    let time = ComputeTime::Pass(Duration::from_millis(250));
+    let planner = Planner::new(&layout, &machine).compute_time(time.clone());
+    let plan = planner.clone().allocation("auto".parse().unwrap()).plan().unwrap();
+    let explanation = plan.explanation().unwrap();
+    assert_eq!(plan.forecast(&layout, machine.topology(), &time).unwrap(), explanation.pass);
+    assert_eq!(explanation.others.len(), 2);
+    for other in &explanation.others {
+        assert_ne!((other.order, other.unit), (plan.order(), plan.unit()));
+        let planner = planner.clone().allocation(other.allocation.clone()).order(other.order).unit(other.unit);
+        let pass = planner.plan().unwrap().forecast(&layout, machine.topology(), &time).unwrap();
+        assert_eq!(pass, other.pass, "{} {:?}", other.order, other.unit);
+        assert!(pass >= explanation.pass);
+    }
+    let times: Vec<_> = explanation.others.iter().map(|other| (other.unit, other.pass)).collect();
+    assert!(times.iter().any(|(unit, pass)| *unit == Unit::Module && *pass > explanation.pass), "{times:?}");
+    assert!(explanation.tried > 3);
+}
+
+/// A donor is full when it has less left than one part in fifty.
+#[test]
+fn a_donor_with_little_left_is_full() {
+    let layout = blocks(10, GIB);
+    for (mib, full) in [(5120, true), (5180, true), (5300, false)] {
+        let host = format!("cpu={mib}mib,pinned={mib}mib");
+        let machine = machine(&["cuda:0=8gib,link=20", &host]);
+        let plan = Planner::new(&layout, &machine).allocation("auto".parse().unwrap()).plan().unwrap();
+        assert_eq!(plan.device(super::CPU).unwrap().weights.bytes, 5 * 1024 * MIB, "{plan}");
+        assert_eq!(plan.explanation().unwrap().to_string().contains(", full\n"), full, "{mib} MiB");
+    }
+}
+
+/// One time for each layer, or none of them is used.
+#[test]
+fn as_many_compute_times_as_layers() {
+    let (layout, machine) = (blocks(3, GIB), usual());
+    for (times, fits) in [(2, false), (3, true), (4, false)] {
+        let planner = Planner::new(&layout, &machine).compute_time(vec![Duration::from_millis(1); times]);
+        assert_eq!(planner.allocation("auto".parse().unwrap()).plan().is_ok(), fits, "{times}");
+    }
+}
