@@ -150,12 +150,12 @@ elements! {
 /// How the tensors of a model are divided into allocations on the compute device.
 ///
 /// A framework's tensors own typed memory, so a load into such memory needs allocations of one element type. With
-/// [`PerType`](TensorStorage::PerType) and [`PerTensor`](TensorStorage::PerTensor) each resident tensor, and each tensor that
+/// [`PerType`](TensorGrouping::PerType) and [`PerTensor`](TensorGrouping::PerTensor) each resident tensor, and each tensor that
 /// is used in place, is an allocation by itself; the two differ in slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum TensorStorage {
+pub enum TensorGrouping {
     /// The tensors of a module share an allocation, and so does all that a slot holds.
     #[default]
     Joined,
@@ -166,10 +166,10 @@ pub enum TensorStorage {
     PerTensor,
 }
 
-impl TensorStorage {
+impl TensorGrouping {
     /// Whether each tensor that stays where it is has an allocation by itself.
     pub(crate) fn is_apart(self) -> bool {
-        self != TensorStorage::Joined
+        self != TensorGrouping::Joined
     }
 
     /// Whether tensors share allocations whatever their types, for serde.
@@ -178,12 +178,12 @@ impl TensorStorage {
     }
 }
 
-impl fmt::Display for TensorStorage {
+impl fmt::Display for TensorGrouping {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
-            TensorStorage::Joined => "joined",
-            TensorStorage::PerType => "per type",
-            TensorStorage::PerTensor => "per tensor",
+            TensorGrouping::Joined => "joined",
+            TensorGrouping::PerType => "per type",
+            TensorGrouping::PerTensor => "per tensor",
         })
     }
 }

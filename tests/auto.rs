@@ -11,7 +11,7 @@ use support::machines::{MachineData, clocked};
 use support::*;
 use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::device::{Bandwidth, Described, DeviceInfo, Topology};
-use tensor_offload::plan::{ComputeTime, TensorStorage, Unit};
+use tensor_offload::plan::{ComputeTime, TensorGrouping, Unit};
 use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Planner};
 
 /// Layers of modules of these bytes, one after the other in one file, of three types in turn.
@@ -38,8 +38,8 @@ fn module_bytes() -> impl Strategy<Value = u64> {
     prop_oneof![2 => 1_000_000u64..500_000_000, 2 => (1u64..1_100).prop_map(|n| n * 256), 1 => 1u64..300_000]
 }
 
-fn storages() -> impl Strategy<Value = TensorStorage> {
-    prop::sample::select(vec![TensorStorage::Joined, TensorStorage::PerType, TensorStorage::PerTensor])
+fn storages() -> impl Strategy<Value = TensorGrouping> {
+    prop::sample::select(vec![TensorGrouping::Joined, TensorGrouping::PerType, TensorGrouping::PerTensor])
 }
 
 /// A host, a disk, two cards that share a switch, a third on a link of its own, and a device that cannot be reached.
@@ -67,7 +67,7 @@ proptest! {
         depth in 0usize..5,
         fixed in any::<bool>(),
         far_larger in prop::collection::vec(any::<prop::sample::Index>(), 0..3),
-        (storage, on_host) in (storages(), prop::bool::weighted(0.25)),
+        (grouping, on_host) in (storages(), prop::bool::weighted(0.25)),
     ) {
         prop_assume!(shares.iter().sum::<u64>() > 0);
         let mut sizes = sizes;
@@ -80,7 +80,7 @@ proptest! {
         let devices = ["cuda:0", "cuda:1", "cuda:2", "cpu", "disk", "xpu:0"];
         let quotas: Vec<String> = devices.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();
         let planner = Planner::new(&layout, &machine).order(order).unit(unit).depth(depth).fixed_slots(fixed);
-        let planner = planner.compute(if on_host { CPU } else { GPU0 }).storage(storage);
+        let planner = planner.compute(if on_host { CPU } else { GPU0 }).grouping(grouping);
         let plan = planner.allocation(quotas.join(";").parse().unwrap()).plan().unwrap();
         let times: Vec<Duration> = compute[..sizes.len()].iter().map(|&micros| Duration::from_micros(micros)).collect();
         let clock = clocked(&machine, &layout, &plan, &times).unwrap();

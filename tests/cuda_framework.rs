@@ -16,13 +16,13 @@ use support::framework::{Framework, Memory};
 use support::{CPU, DEADLINE, GPU0, Subject, check_pass, layers, llama, mixed};
 use tensor_offload::backend::{Cuda, Device, Storage};
 use tensor_offload::load::{TensorAllocator, TensorRequest};
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{
     ByteSize, DType, DeviceId, Error, ErrorKind, LayerId, Loader, Model, Plan, Planner, Registry, Result, Streamer,
     cuda,
 };
 
-const DIVIDED: [TensorStorage; 2] = [TensorStorage::PerType, TensorStorage::PerTensor];
+const DIVIDED: [TensorGrouping; 2] = [TensorGrouping::PerType, TensorGrouping::PerTensor];
 
 fn machine() -> Config {
     Config::with_devices(&[64 << 20, 64 << 20]).memory(MemoryMode::Reuse).late_micros(10_000_000)
@@ -43,7 +43,7 @@ struct Tensor {
 struct Card {
     device: Arc<dyn Device>,
     stream: Arc<CudaStream>,
-    storage: TensorStorage,
+    storage: TensorGrouping,
     /// Which request fails, the first being 1.
     fails_at: AtomicU64,
     requests: AtomicU64,
@@ -51,7 +51,7 @@ struct Card {
 }
 
 impl Card {
-    fn new(devices: &Registry, stream: &Arc<CudaStream>, storage: TensorStorage) -> Arc<Card> {
+    fn new(devices: &Registry, stream: &Arc<CudaStream>, storage: TensorGrouping) -> Arc<Card> {
         let (device, stream) = (devices.device(GPU0).unwrap(), Arc::clone(stream));
         let (fails_at, requests, tensors) = Default::default();
         Arc::new(Card { device, stream, storage, fails_at, requests, tensors })
@@ -75,7 +75,7 @@ impl TensorAllocator for Card {
         GPU0
     }
 
-    fn storage(&self) -> TensorStorage {
+    fn grouping(&self) -> TensorGrouping {
         self.storage
     }
 
@@ -108,9 +108,9 @@ fn tensor_of(block: &tensor_offload::backend::MemoryBlock) -> Arc<Tensor> {
     owner.downcast().expect("a tensor of the framework")
 }
 
-fn plan(devices: &Registry, subject: &Subject, allocation: &str, storage: TensorStorage, in_place: &str) -> Plan {
+fn plan(devices: &Registry, subject: &Subject, allocation: &str, storage: TensorGrouping, in_place: &str) -> Plan {
     let planner = Planner::new(subject.layout(), devices.machine()).allocation(allocation.parse().unwrap());
-    planner.compute(GPU0).depth(1).storage(storage).in_place(in_place).plan().unwrap()
+    planner.compute(GPU0).depth(1).grouping(storage).in_place(in_place).plan().unwrap()
 }
 
 /// Every tensor of every layer is memory of the framework, of its own type, and has its bytes there.

@@ -9,33 +9,7 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::cache::{Evict, Identity, UnloadReport, Unloaded};
-use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Error, ErrorKind, Loader, Matching, Model, ModelCache, Plan, Registry,
-    Result, Retention, Use, Weights,
-};
-
-/// A checkpoint, and an adapter for one of its layers.
-struct Case {
-    checkpoint: Checkpoint,
-    factors: Checkpoint,
-}
-
-impl Case {
-    fn new(seed: u64) -> Case {
-        let tensors = llama(3, 32);
-        let checkpoint = Checkpoint::from_bytes("model", safetensors(&tensors, seed)).unwrap();
-        let layer: Vec<_> = tensors.into_iter().filter(|tensor| tensor.name.contains("layers.1.")).collect();
-        Case { checkpoint, factors: lora(&layer, DType::F32, 3, seed + 1) }
-    }
-
-    /// The checkpoint with the adapter at a strength; zero for none.
-    fn at(&self, strength: f32) -> Subject {
-        let adapter = Adapter::from_checkpoint(self.factors.clone(), strength).unwrap();
-        let adapters = if strength == 0.0 { vec![] } else { vec![adapter] };
-        let weights = Weights::patched(self.checkpoint.clone(), adapters, Matching::Strict).unwrap();
-        Subject::new(weights)
-    }
-}
+use tensor_offload::{DeviceId, Error, ErrorKind, Loader, Model, ModelCache, Plan, Registry, Result, Retention, Use};
 
 fn plan(subject: &Subject, allocation: &str) -> Plan {
     subject.planner(&machine(), allocation).depth(1).plan().unwrap()
@@ -52,7 +26,7 @@ const SPLIT: &str = "cuda:0,30kb;xpu:0,10kb;cpu,*";
 
 #[test]
 fn a_key_with_another_strength_or_plan_derives_from_its_entry() {
-    let case = Case::new(110);
+    let case = OneLayerPatched::new(110);
     let (weak, full) = (case.at(0.9), case.at(1.0));
     let registry = Registry::described(machine(), Clock::Wall);
     let (cache, split) = (ModelCache::new(), plan(&weak, SPLIT));
@@ -90,7 +64,7 @@ fn tight(plan: &Plan, more: u64) -> Registry {
 
 #[test]
 fn what_does_not_fit_beside_its_predecessor_takes_its_place_when_nobody_uses_it() {
-    let case = Case::new(112);
+    let case = OneLayerPatched::new(112);
     let (weak, full) = (case.at(0.9), case.at(1.0));
     let resident = plan(&weak, "cuda:0,*");
     let registry = tight(&resident, 0);
@@ -123,7 +97,7 @@ fn what_does_not_fit_beside_its_predecessor_takes_its_place_when_nobody_uses_it(
 
 #[test]
 fn a_failed_derivation_leaves_the_entry_as_it_was() {
-    let case = Case::new(114);
+    let case = OneLayerPatched::new(114);
     let (weak, full) = (case.at(0.9), case.at(1.0));
     let split = plan(&weak, SPLIT);
     let watched = Watched::new(machine(), Clock::Virtual);
@@ -168,7 +142,7 @@ fn charged(registry: &Registry, id: DeviceId) -> u64 {
 
 #[test]
 fn room_is_made_by_demotion_before_anything_is_dropped() {
-    let subject = Case::new(120).at(1.0);
+    let subject = OneLayerPatched::new(120).at(1.0);
     let resident = plan(&subject, "cuda:0,*");
     let one = resident.device(GPU0).unwrap().needed();
     for clock in [Clock::Wall, Clock::Virtual] {
@@ -245,7 +219,7 @@ fn a_demoted_model_holds_what_it_held() {
 
 #[test]
 fn models_are_demoted_only_as_far_as_the_host_has_room() {
-    let subject = Case::new(121).at(1.0);
+    let subject = OneLayerPatched::new(121).at(1.0);
     let resident = plan(&subject, "cuda:0,*");
     let one = resident.device(GPU0).unwrap().needed();
     let (host, card) = (format!("cpu={}b", resident.bytes() * 3 / 2), format!("cuda:0={}b,link=10", 2 * one));
@@ -264,7 +238,7 @@ fn models_are_demoted_only_as_far_as_the_host_has_room() {
 /// Memory that several models share goes with the last of them, and is reckoned so.
 #[test]
 fn shared_memory_counts_once() {
-    let case = Case::new(122);
+    let case = OneLayerPatched::new(122);
     let (weak, full) = (case.at(0.9), case.at(1.0));
     let resident = plan(&weak, "cuda:0,*");
     let one = resident.device(GPU0).unwrap().needed();
@@ -292,7 +266,7 @@ fn shared_memory_counts_once() {
 /// Whatever operation fails while a kept model is demoted, it can be read, and no other memory is taken.
 #[test]
 fn a_kept_model_outlives_every_failure_of_its_demotion() {
-    let subject = Case::new(123).at(1.0);
+    let subject = OneLayerPatched::new(123).at(1.0);
     let resident = plan(&subject, "cuda:0,*");
     let card = format!("cuda:0={}b,link=10", resident.device(GPU0).unwrap().needed());
     let (mut failures, mut parked) = (0, 0);
@@ -336,7 +310,7 @@ fn a_kept_model_outlives_every_failure_of_its_demotion() {
 /// The same where an operation panics, and where the card fails while bytes leave it.
 #[test]
 fn a_kept_model_outlives_every_panic_of_its_demotion() {
-    let subject = Case::new(126).at(1.0);
+    let subject = OneLayerPatched::new(126).at(1.0);
     let resident = plan(&subject, "cuda:0,*");
     let card = format!("cuda:0={}b,link=10", resident.device(GPU0).unwrap().needed());
     let attempt = |prepare: &dyn Fn(&Watched), what: &str| {
@@ -387,7 +361,7 @@ fn a_kept_model_outlives_every_panic_of_its_demotion() {
 /// Models are demoted, asked for with other plans, and used, by several threads at once: each has its bytes throughout.
 #[test]
 fn threads_use_models_that_are_demoted() {
-    let case = Case::new(124);
+    let case = OneLayerPatched::new(124);
     let subjects = [case.at(0.9), case.at(1.0)];
     let resident = plan(&subjects[0], "cuda:0,*");
     let one = resident.device(GPU0).unwrap().needed();
@@ -421,7 +395,7 @@ fn threads_use_models_that_are_demoted() {
 /// One copy on the host, two compute devices that stream it at the same time.
 #[test]
 fn two_compute_devices_stream_one_host_copy() {
-    let case = Case::new(125);
+    let case = OneLayerPatched::new(125);
     let (subject, other) = (case.at(1.0), case.at(0.5));
     for clock in [Clock::Wall, Clock::Virtual] {
         let registry = Registry::described(machine(), clock);

@@ -11,7 +11,6 @@ use proptest::prelude::*;
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role, Transfer};
-use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::device::Topology;
 use tensor_offload::plan::{Unit, Warning};
 use tensor_offload::{
@@ -545,23 +544,11 @@ fn transfers_and_compute_overlap() {
 /// A head that uses the embedding's bytes: they live in one place, come with both layers, and move once in each.
 #[test]
 fn tied_weights_are_shared() {
-    let tensors = [
-        spec("model.embed_tokens.weight", DType::BF16, &[32, 16]),
-        spec("model.layers.0.up.weight", DType::BF16, &[16, 16]),
-        spec("model.layers.1.up.weight", DType::BF16, &[16, 16]),
-        spec("lm_head.weight", DType::BF16, &[32, 16]),
-        spec("lm_head.bias", DType::BF16, &[32]),
-    ];
-    let stored = Subject::plain(&tensors, 29);
-    let mut infos: Vec<TensorInfo> = stored.layout().tensors().to_vec();
-    (infos[3].file, infos[3].offset) = (infos[0].file, infos[0].offset);
-    let layout = Layout::new(infos);
-    assert_eq!(layout.bytes(), stored.layout().bytes() - 1024);
-    let mut tied = Subject::new(stored.checkpoint().with_layout(layout.clone()).unwrap().into());
-    tied.merged[3] = tied.merged[0].clone();
+    let tied = tied(29);
+    let layout = tied.layout();
     for (allocation, depth) in [("cpu,*", 0), ("cpu,*", 1), ("xpu:0,*", 1), ("cuda:0,1kb;cpu,*", 1), ("cuda:0,*", 1)] {
         let watched = Watched::new(machine(), Clock::Wall);
-        let plan = Planner::new(&layout, watched.machine())
+        let plan = Planner::new(layout, watched.machine())
             .compute(GPU0)
             .allocation(allocation.parse().unwrap())
             .depth(depth)

@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock};
 use candle_core::{CpuStorage, Device, InplaceOp1, Layout, Storage as CandleStorage, Tensor, WithDType};
 use tensor_offload::backend::{SharedMemory, Storage};
 use tensor_offload::load::{TensorAllocator, TensorRequest};
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{DType, DeviceId, Error, Result};
 
 use crate::dtype;
@@ -42,8 +42,8 @@ impl TensorAllocator for CpuMemory {
         DeviceId::CPU
     }
 
-    fn storage(&self) -> TensorStorage {
-        TensorStorage::PerTensor
+    fn grouping(&self) -> TensorGrouping {
+        TensorGrouping::PerTensor
     }
 
     fn supports(&self, dtype: DType) -> bool {

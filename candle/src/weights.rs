@@ -49,17 +49,13 @@ impl LayerWeights {
 
     fn find(&self, name: &str) -> Result<&Tensor> {
         self.tensors.get(name).ok_or_else(|| {
-            let layout = self.model.layout();
-            let id = layout.find(name);
-            let of = id.and_then(|tensor| layout.layer_of(tensor)).and_then(|layer| layout.layer(layer));
-            let (tensor, info) = (name.to_owned(), id.and_then(|tensor| layout.tensor(tensor)));
-            match of.zip(layout.layer(self.layer)) {
-                Some((of, layer)) if of.id == layer.id => {
-                    let stored = info.map_or(tensor_offload::DType::Bool, |info| info.dtype);
-                    Error::Unsupported { tensor, stored }
-                }
-                Some((of, layer)) => Error::OtherLayer { tensor, of: of.name.clone(), layer: layer.name.clone() },
+            let (layout, tensor) = (self.model.layout(), name.to_owned());
+            let found = layout.find(name).and_then(|id| Some((layout.tensor(id)?, layout.layer_of(id)?)));
+            let name = |layer| layout.layer(layer).map_or_else(String::new, |layer| layer.name.clone());
+            match found {
                 None => Error::NoTensor { tensor },
+                Some((info, layer)) if layer == self.layer => Error::Unsupported { tensor, stored: info.dtype },
+                Some((_, of)) => Error::OtherLayer { tensor, of: name(of), layer: name(self.layer) },
             }
         })
     }

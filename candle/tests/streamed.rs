@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use tensor_offload::backend::{Clock, Storage};
 use tensor_offload::checkpoint::Layer;
 use tensor_offload::load::{TensorAllocator, TensorRequest};
-use tensor_offload::plan::{TensorStorage, Unit};
+use tensor_offload::plan::{TensorGrouping, Unit};
 use tensor_offload::{
     Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, Model, ModelCache, Order, Planner, Registry, Retention,
     TensorId, Weights,
@@ -190,7 +190,7 @@ impl Setting {
             .unit(self.unit)
             .depth(self.depth)
             .fixed_slots(self.fixed)
-            .storage(TensorStorage::PerTensor);
+            .grouping(TensorGrouping::PerTensor);
         planner.plan().unwrap()
     }
 }
@@ -259,7 +259,7 @@ fn a_changed_strength_is_written_over_the_old_weights() {
     {
         let (devices, counting) = (devices(), Arc::new(Counting(cpu_memory(), AtomicUsize::new(0))));
         let planner = Planner::new(weak.layout(), devices.machine()).compute(CPU).depth(1);
-        let planner = planner.allocation(allocation.parse().unwrap()).storage(TensorStorage::PerTensor);
+        let planner = planner.allocation(allocation.parse().unwrap()).grouping(TensorGrouping::PerTensor);
         let plan = planner.plan().unwrap();
         let loader = Loader::new(&devices).allocator(Arc::clone(&counting) as Arc<dyn TensorAllocator>);
         let model = Arc::new(loader.load(&weak, &plan).unwrap());
@@ -390,8 +390,8 @@ impl TensorAllocator for Counting {
         self.0.device()
     }
 
-    fn storage(&self) -> TensorStorage {
-        self.0.storage()
+    fn grouping(&self) -> TensorGrouping {
+        self.0.grouping()
     }
 
     fn supports(&self, dtype: tensor_offload::DType) -> bool {

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::device::DeviceId;
-use crate::dtype::TensorStorage;
+use crate::dtype::TensorGrouping;
 
 /// The reason why a plan does not fit: the device, the part of the plan that exceeds its memory, and both numbers.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -169,10 +169,10 @@ pub enum PlanFault {
     #[error("the plan leaves the slots to the caller; give them with Streamer::with_slots")]
     SlotsLeftToCaller,
     /// The plan divides slots, which those of the caller are not.
-    #[error("the plan divides slots {storage}, and slots of your own are whole; plan with Planner::external_slots")]
+    #[error("the plan divides slots {grouping}, and slots of your own are whole; plan with Planner::external_slots")]
     SlotsDivided {
         /// How the plan divides them.
-        storage: TensorStorage,
+        grouping: TensorGrouping,
     },
     /// The plan computes on the host, and what would leave a compute device would go there.
     #[error("the plan computes on the host, so there is nowhere to demote to")]

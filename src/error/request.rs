@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::fault::List;
 use crate::device::DeviceId;
-use crate::dtype::{DType, TensorStorage};
+use crate::dtype::{DType, TensorGrouping};
 
 /// What was requested and does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -310,14 +310,14 @@ pub enum Mismatch {
         asked: DType,
     },
     /// A plan that divides tensors otherwise than an allocator needs it.
-    #[error("tensors on {device} are allocated {needed}, the plan has them {planned}; plan with Planner::storage")]
-    Storage {
+    #[error("tensors on {device} are allocated {needed}, the plan has them {planned}; plan with Planner::grouping")]
+    Grouping {
         /// The allocator's device.
         device: DeviceId,
         /// The division of the plan.
-        planned: TensorStorage,
+        planned: TensorGrouping,
         /// The division that the allocator needs.
-        needed: TensorStorage,
+        needed: TensorGrouping,
     },
     /// A tensor that is cast, in a patch that is to be applied in place.
     #[error(

@@ -8,7 +8,7 @@ use crate::backend::{BufMut, Charge, Device, MemoryKind, Storage};
 use crate::device::DeviceId;
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Mismatch, Result};
-use crate::plan::{Plan, TensorStorage};
+use crate::plan::{Plan, TensorGrouping};
 
 /// Allocates a device's memory for the tensors of models, in place of the device itself: a framework whose tensors own their
 /// memory lets the library fill and stream it.
@@ -17,14 +17,14 @@ use crate::plan::{Plan, TensorStorage};
 /// counted by the plan and charged to the device's ledger, and no more memory is taken. What is streamed away from the device
 /// stays in the library's own memory.
 ///
-/// Give it to a load with [`Loader::allocator`](super::Loader::allocator), and plan with the [`storage`](Self::storage) that it
+/// Give it to a load with [`Loader::allocator`](super::Loader::allocator), and plan with the [`grouping`](Self::grouping) that it
 /// needs; [`ModelBuilder::allocator`](super::ModelBuilder::allocator) does both.
 pub trait TensorAllocator: Send + Sync {
     /// The device whose memory it allocates.
     fn device(&self) -> DeviceId;
 
-    /// How its tensors share allocations: [`PerTensor`](TensorStorage::PerTensor) or [`PerType`](TensorStorage::PerType).
-    fn storage(&self) -> TensorStorage;
+    /// How its tensors share allocations: [`PerTensor`](TensorGrouping::PerTensor) or [`PerType`](TensorGrouping::PerType).
+    fn grouping(&self) -> TensorGrouping;
 
     /// Whether it can hold elements of this type. Tensors of other types are in memory of the device itself.
     fn supports(&self, dtype: DType) -> bool;
@@ -72,9 +72,9 @@ impl Allocators {
     }
 
     /// The division of tensors that a plan needs that computes on `compute`. `None` without allocators.
-    pub(super) fn storage(&self, compute: DeviceId) -> Option<TensorStorage> {
+    pub(super) fn grouping(&self, compute: DeviceId) -> Option<TensorGrouping> {
         let first = || self.0.values().next();
-        self.of(compute).or_else(first).map(|allocator| allocator.storage())
+        self.of(compute).or_else(first).map(|allocator| allocator.grouping())
     }
 
     /// Whether memory of `device` comes from the same place with `other`.
@@ -89,7 +89,7 @@ impl Allocators {
     /// Checks that the plan divides tensors as the allocators need it.
     pub(super) fn check(&self, plan: &Plan) -> Result<()> {
         for allocator in self.0.values() {
-            let (device, planned, needed) = (allocator.device(), plan.storage(), allocator.storage());
+            let (device, planned, needed) = (allocator.device(), plan.grouping(), allocator.grouping());
             if !needed.is_apart() {
                 let why = "which makes every tensor part of the library's own memory; it needs per type or per tensor";
                 return Err(Error::invalid(format!("the allocator for {device} says `{needed}`, {why}")));
@@ -97,7 +97,7 @@ impl Allocators {
             // Without slots of the library's on the device, the two divisions do not differ.
             let has_slots = device == plan.compute() && !plan.has_external_slots();
             if !planned.is_apart() || (planned != needed && has_slots) {
-                return Err(Mismatch::Storage { device, planned, needed }.into());
+                return Err(Mismatch::Grouping { device, planned, needed }.into());
             }
         }
         Ok(())

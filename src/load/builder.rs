@@ -216,8 +216,8 @@ impl ModelBuilder {
         let (weights, machine) = (self.weights()?, self.machine(devices)?);
         let planner = self.settings.iter().fold(Planner::new(weights.layout(), &machine), |planner, set| set(planner));
         let planner = self.allocation.iter().cloned().fold(planner, Planner::allocation);
-        match self.allocators.storage(planner.compute_device()) {
-            Some(storage) => planner.storage(storage).plan(),
+        match self.allocators.grouping(planner.compute_device()) {
+            Some(grouping) => planner.grouping(grouping).plan(),
             None => planner.plan(),
         }
     }

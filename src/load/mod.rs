@@ -42,7 +42,7 @@ use worker::{Inputs, Job};
 
 use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
-use crate::checkpoint::{Per, TensorId, TensorInfo};
+use crate::checkpoint::{Per, TensorId};
 use crate::device::DeviceId;
 use crate::dtype::DType;
 use crate::error::{Error, Missing, Result};
@@ -109,7 +109,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Has a framework allocate the memory of the model's tensors on its device. May be called for several devices. The plan
-    /// must divide tensors as the allocator needs it ([`Planner::storage`](crate::Planner::storage)).
+    /// must divide tensors as the allocator needs it ([`Planner::grouping`](crate::Planner::grouping)).
     #[must_use]
     pub fn allocator(mut self, allocator: Arc<dyn TensorAllocator>) -> Loader<'a> {
         self.allocators.add(allocator);
@@ -233,29 +233,14 @@ impl Reservation {
     /// # Errors
     /// [`Error::OutOfMemory`] when less is left, or when the device refuses.
     pub fn alloc(&mut self, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
-        self.alloc_of(id, bytes, (None, None), kind)
-    }
-
-    /// As [`alloc`](Reservation::alloc), for memory that `tensor` has for itself: from the device's allocator, if it has one.
-    fn alloc_for(&mut self, tensor: Option<&TensorInfo>, id: DeviceId, bytes: u64, kind: MemoryKind) -> Result<BufMut> {
-        let what = tensor.map(|info| (info.dtype, info.name.as_str())).unzip();
-        self.alloc_of(id, bytes, what, kind)
+        let (device, charge) = self.split(id, bytes)?;
+        device.back(charge, kind, Some(self.compute))
     }
 
     /// As [`alloc`](Reservation::alloc), for a block of a slot: from the compute device's allocator, if it has one.
     fn alloc_block(&mut self, dtype: Option<DType>, bytes: u64) -> Result<BufMut> {
-        self.alloc_of(self.compute, bytes, (dtype, None), MemoryKind::Arena)
-    }
-
-    fn alloc_of(
-        &mut self,
-        id: DeviceId,
-        bytes: u64,
-        what: (Option<DType>, Option<&str>),
-        kind: MemoryKind,
-    ) -> Result<BufMut> {
-        let (device, charge) = self.split(id, bytes)?;
-        self.allocators.alloc(&*device, charge, what, kind, Some(self.compute))
+        let (device, charge) = self.split(self.compute, bytes)?;
+        self.allocators.alloc(&*device, charge, (dtype, None), MemoryKind::Arena, Some(self.compute))
     }
 
     /// Splits off a part of the reservation on `id`.

@@ -94,10 +94,7 @@ impl Model {
             let home = |()| {
                 let (kind, apart) = (home_kind(first), plan.is_apart(first.index));
                 let blocks = home_blocks(layout, plan, &groups, group);
-                let alloc = |(tensor, bytes): (Option<TensorId>, u64)| {
-                    let tensor = tensor.map(|tensor| layout.at(tensor));
-                    reservation.alloc_for(tensor, first.device, bytes, kind).map(BufMut::freeze)
-                };
+                let alloc = |(_, bytes)| reservation.alloc(first.device, bytes, kind).map(BufMut::freeze);
                 let bufs = blocks.into_iter().map(alloc).collect::<Result<_>>()?;
                 Ok(Arc::new(Home::new(bufs, kind, apart)))
             };

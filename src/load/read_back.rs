@@ -68,8 +68,8 @@ impl<'a> TensorView<'a> {
     }
 
     /// The tensor's bytes in host memory, without a copy; `None` if the host cannot address them, or if they are in memory that
-    /// the library shares with a framework ([`Buf::read_with`] locks it meanwhile). Waits until they have arrived. [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy from any
-    /// device.
+    /// the library shares with a framework ([`Buf::read_with`] locks it meanwhile). Waits until they have arrived.
+    /// [`LayerGuard::to_vec`](crate::LayerGuard::to_vec) and [`Model::to_vec`](crate::Model::to_vec) copy from any device.
     ///
     /// # Errors
     /// [`Error::TimedOut`] when they do not arrive in time; [`Error::Failed`] when their copy failed.

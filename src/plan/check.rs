@@ -57,7 +57,7 @@ impl Parts {
             let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
             streamed_layers += usize::from(streamed.peek().is_some());
             // Divided slots are not padded by module.
-            let in_slot = |a: &Assignment| if self.storage.is_apart() { a.bytes } else { Layout::slot_bytes(a.bytes) };
+            let in_slot = |a: &Assignment| if self.grouping.is_apart() { a.bytes } else { Layout::slot_bytes(a.bytes) };
             largest = largest.max(streamed.map(in_slot).fold(0, u64::saturating_add));
         }
         // With two sizes, the number of each follows from the layout; `verify` recomputes it.

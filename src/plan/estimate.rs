@@ -86,7 +86,7 @@ impl Plan {
             streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add)
         };
         let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
-        let large = if self.storage().is_apart() && !self.has_external_slots() {
+        let large = if self.grouping().is_apart() && !self.has_external_slots() {
             // Which layers are large depends on their tensors, which a plan does not know. No others that stay have more bytes.
             let mut layers: Vec<&[Assignment]> = layers.collect();
             layers.sort_by_key(|layer| std::cmp::Reverse(streamed(layer)));

@@ -25,7 +25,7 @@ mod uniform;
 mod value;
 mod warning;
 
-pub use crate::dtype::TensorStorage;
+pub use crate::dtype::TensorGrouping;
 pub use estimate::{Estimate, SegmentTime};
 pub use explain::{Alternative, DeviceReason, Explanation};
 pub use forecast::ComputeTime;

@@ -11,7 +11,7 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Pattern, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
-use crate::dtype::TensorStorage;
+use crate::dtype::TensorGrouping;
 use crate::error::{PlanFault, Result};
 
 /// The most bytes of a plan; the product of two such numbers fits `u128`.
@@ -49,7 +49,7 @@ pub struct Planner<'a> {
     gather: bool,
     pub(super) external_slots: bool,
     pub(super) fixed_slots: bool,
-    pub(super) storage: TensorStorage,
+    pub(super) grouping: TensorGrouping,
     pub(super) compute_time: ComputeTime,
     /// The largest slot; modules of a layer that would exceed it are kept resident.
     largest_slot: Option<u64>,
@@ -74,7 +74,7 @@ impl<'a> Planner<'a> {
             gather: false,
             external_slots: false,
             fixed_slots: false,
-            storage: TensorStorage::default(),
+            grouping: TensorGrouping::default(),
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -177,9 +177,9 @@ impl<'a> Planner<'a> {
 
     /// Sets how tensors are divided into allocations on the compute device, and where they are used in place: as the
     /// [allocator](crate::load::TensorAllocator) needs it that a load is given. Slots of the caller's own are not divided.
-    /// Default: [`TensorStorage::Joined`].
-    pub fn storage(mut self, storage: TensorStorage) -> Self {
-        self.storage = storage;
+    /// Default: [`TensorGrouping::Joined`].
+    pub fn grouping(mut self, grouping: TensorGrouping) -> Self {
+        self.grouping = grouping;
         self
     }
 
@@ -262,7 +262,7 @@ impl<'a> Planner<'a> {
             depth: self.depth,
             external_slots: self.external_slots,
             fixed_slots: self.fixed_slots,
-            storage: self.storage,
+            grouping: self.grouping,
             slots,
             devices,
             assignments,

@@ -19,7 +19,7 @@ pub struct Slots {
     /// provides the memory.
     pub count: usize,
     /// The bytes of each of these slots: the streamed bytes of the largest layer that goes into them, where each module takes a
-    /// multiple of 256. Slots that are divided ([`Plan::storage`](super::Plan::storage)) have blocks, each as large as the largest
+    /// multiple of 256. Slots that are divided ([`Plan::grouping`](super::Plan::grouping)) have blocks, each as large as the largest
     /// tensor, or all tensors of a type, that goes into it.
     pub bytes_each: u64,
     /// The number of large slots; 0 if the caller provides the memory.

@@ -10,7 +10,7 @@ use super::warning::Warning;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
-use crate::dtype::TensorStorage;
+use crate::dtype::TensorGrouping;
 use crate::error::Result;
 use crate::schedule::LayerBlocks;
 
@@ -34,7 +34,7 @@ pub(super) struct SlotForm {
     pub(super) depth: usize,
     /// Whether each layer always uses the same slot.
     pub(super) fixed: bool,
-    pub(super) storage: TensorStorage,
+    pub(super) grouping: TensorGrouping,
 }
 
 /// The traffic of a placement.
@@ -124,8 +124,8 @@ impl<'a> Planner<'a> {
     ) -> Result<(Vec<DevicePlan>, Vec<Assignment>, Slots)> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology) = (self.layout, self.machine.topology());
-        let storage = if self.external_slots { TensorStorage::Joined } else { self.storage };
-        let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, storage };
+        let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
+        let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping };
         let pinned_cap = self.pinnable(&ids, home);
         let placed = Placed { layout, topology, compute, devices: &ids, home, form, pinned_cap };
         let mut traffic = placed.traffic(|module| self.is_in_place(module));
@@ -245,20 +245,20 @@ pub(super) fn slots_of(
             bin.staged = bin.staged.saturating_add(if staged { bytes } else { 0 });
         }
     }
-    let layers = streamed_blocks(layout, form.storage, |module| streamed(module).is_some());
+    let layers = streamed_blocks(layout, form.grouping, |module| streamed(module).is_some());
     Slots::of_blocks(&layers, form.depth, form.fixed).0
 }
 
 /// The blocks of each layer that streams anything, in order.
 pub(super) fn streamed_blocks(
     layout: &Layout,
-    storage: TensorStorage,
+    grouping: TensorGrouping,
     is_streamed: impl Fn(ModuleId) -> bool,
 ) -> Vec<LayerBlocks> {
     let blocks = |layer: &Layer| {
         let mut needs = layout.needs(layer);
         needs.retain(|&module| is_streamed(module));
-        LayerBlocks::of(layout, storage, &needs)
+        LayerBlocks::of(layout, grouping, &needs)
     };
     let layers = layout.layers().iter().filter(|layer| layer.modules.iter().any(|&module| is_streamed(module)));
     layers.map(blocks).collect()

@@ -12,7 +12,7 @@ use super::warning::Warning;
 use crate::allocation::Mode;
 use crate::checkpoint::{LayerId, Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo};
-use crate::dtype::TensorStorage;
+use crate::dtype::TensorGrouping;
 use crate::error::Result;
 use crate::schedule::{Groups, Origin, SlotBlocks};
 
@@ -158,8 +158,8 @@ pub(super) struct Parts {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) fixed_slots: bool,
     /// How tensors are divided into allocations.
-    #[serde(default, skip_serializing_if = "TensorStorage::is_joined")]
-    pub(super) storage: TensorStorage,
+    #[serde(default, skip_serializing_if = "TensorGrouping::is_joined")]
+    pub(super) grouping: TensorGrouping,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -264,24 +264,24 @@ impl Plan {
     }
 
     /// How tensors are divided into allocations on the compute device, and where they are used in place.
-    pub fn storage(&self) -> TensorStorage {
-        self.0.storage
+    pub fn grouping(&self) -> TensorGrouping {
+        self.0.grouping
     }
 
     /// The blocks into which the slots are divided, for the plan's layout.
     pub(crate) fn slot_blocks(&self, layout: &Layout) -> SlotBlocks {
         let (form, slots) = (self.0.slot_form(), self.slots());
-        if !form.storage.is_apart() {
+        if !form.grouping.is_apart() {
             return SlotBlocks::whole(slots.bytes_each, slots.large_bytes);
         }
-        let layers = streamed_blocks(layout, form.storage, |module| self.origin(module).is_some());
+        let layers = streamed_blocks(layout, form.grouping, |module| self.origin(module).is_some());
         let (_, most) = Slots::of_blocks(&layers, form.depth, form.fixed);
-        SlotBlocks::divided(form.storage, &layers, most)
+        SlotBlocks::divided(form.grouping, &layers, most)
     }
 
     /// Whether the tensors of a module are allocations by themselves where it lives, rather than parts of one.
     pub(crate) fn is_apart(&self, module: ModuleId) -> bool {
-        self.0.storage.is_apart() && self.origin(module).is_none()
+        self.0.grouping.is_apart() && self.origin(module).is_none()
     }
 
     /// The bytes of all weights. Shared storage counts once.
@@ -302,8 +302,8 @@ impl Plan {
 
 impl Parts {
     pub(super) fn slot_form(&self) -> SlotForm {
-        let storage = if self.external_slots { TensorStorage::Joined } else { self.storage };
-        SlotForm { depth: self.depth, fixed: self.fixed_slots, storage }
+        let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
+        SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::checkpoint::{Layout, ModuleId, TensorId};
-use crate::dtype::{DType, TensorStorage};
+use crate::dtype::{DType, TensorGrouping};
 
 /// A block of a slot: its element type, and its number among the blocks of that type. `None` if types are mixed.
 pub(crate) type BlockKey = (Option<DType>, usize);
@@ -17,15 +17,15 @@ pub(crate) struct LayerBlocks(BTreeMap<BlockKey, u64>);
 
 impl LayerBlocks {
     /// The blocks for the tensors of these modules, all those of a layer that are streamed.
-    pub(crate) fn of(layout: &Layout, storage: TensorStorage, modules: &[ModuleId]) -> LayerBlocks {
-        if !storage.is_apart() {
+    pub(crate) fn of(layout: &Layout, grouping: TensorGrouping, modules: &[ModuleId]) -> LayerBlocks {
+        if !grouping.is_apart() {
             let bytes = modules.iter().map(|&module| Layout::slot_bytes(layout.at(module).bytes));
             return LayerBlocks::whole(bytes.fold(0, u64::saturating_add));
         }
         let mut blocks = LayerBlocks::default();
-        for Position { tensor, block } in positions(layout, storage, modules) {
+        for Position { tensor, block } in positions(layout, grouping, modules) {
             let block = blocks.0.entry(block).or_default();
-            *block = block.saturating_add(room(storage, layout.at(tensor).bytes));
+            *block = block.saturating_add(room(grouping, layout.at(tensor).bytes));
         }
         blocks
     }
@@ -57,9 +57,9 @@ impl LayerBlocks {
 }
 
 /// The bytes that a tensor of `bytes` takes in a block of a divided slot.
-fn room(storage: TensorStorage, bytes: u64) -> u64 {
-    match storage {
-        TensorStorage::PerType => Layout::slot_bytes(bytes),
+fn room(grouping: TensorGrouping, bytes: u64) -> u64 {
+    match grouping {
+        TensorGrouping::PerType => Layout::slot_bytes(bytes),
         _ => bytes,
     }
 }
@@ -72,10 +72,10 @@ pub(super) struct Position {
 }
 
 /// The positions of the tensors that these modules own in a divided slot, in order. Tensors without bytes have none.
-pub(super) fn positions(layout: &Layout, storage: TensorStorage, modules: &[ModuleId]) -> Vec<Position> {
+pub(super) fn positions(layout: &Layout, grouping: TensorGrouping, modules: &[ModuleId]) -> Vec<Position> {
     let own = modules.iter().flat_map(|&module| layout.own_tensors(module));
     let mut tensors: Vec<TensorId> = own.filter(|&tensor| layout.at(tensor).bytes > 0).collect();
-    if storage == TensorStorage::PerTensor {
+    if grouping == TensorGrouping::PerTensor {
         // The sort is stable, so layers of a class have their tensors in the same blocks.
         tensors.sort_by_key(|&tensor| std::cmp::Reverse(layout.at(tensor).bytes));
     }
@@ -84,7 +84,7 @@ pub(super) fn positions(layout: &Layout, storage: TensorStorage, modules: &[Modu
         let dtype = layout.at(tensor).dtype;
         let number = next.entry(dtype).or_default();
         let block = (Some(dtype), *number);
-        *number += usize::from(storage == TensorStorage::PerTensor);
+        *number += usize::from(grouping == TensorGrouping::PerTensor);
         Position { tensor, block }
     };
     tensors.into_iter().map(position).collect()
@@ -94,7 +94,7 @@ pub(super) fn positions(layout: &Layout, storage: TensorStorage, modules: &[Modu
 /// that only large layers need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SlotBlocks {
-    storage: TensorStorage,
+    grouping: TensorGrouping,
     keys: Vec<BlockKey>,
     /// The bytes of each block of an ordinary slot, and of a large one.
     sizes: [Vec<u64>; 2],
@@ -106,11 +106,11 @@ impl SlotBlocks {
     /// Slots that are not divided, of these sizes.
     pub(crate) fn whole(bytes: u64, large_bytes: u64) -> SlotBlocks {
         let sizes = [vec![bytes], vec![large_bytes]];
-        SlotBlocks { storage: TensorStorage::Joined, keys: vec![WHOLE], sizes, most: bytes }
+        SlotBlocks { grouping: TensorGrouping::Joined, keys: vec![WHOLE], sizes, most: bytes }
     }
 
     /// Divided slots for these streamed layers, the ordinary ones for layers of at most `most` bytes.
-    pub(crate) fn divided(storage: TensorStorage, layers: &[LayerBlocks], most: u64) -> SlotBlocks {
+    pub(crate) fn divided(grouping: TensorGrouping, layers: &[LayerBlocks], most: u64) -> SlotBlocks {
         let all = LayerBlocks::for_any(layers);
         let ordinary = LayerBlocks::for_any(layers.iter().filter(|layer| layer.bytes() <= most));
         let keys: Vec<BlockKey> = all.0.keys().copied().collect();
@@ -118,17 +118,17 @@ impl SlotBlocks {
             let bytes = |key| blocks.0.get(key).copied().unwrap_or(0);
             keys.iter().map(bytes).collect()
         });
-        SlotBlocks { storage, keys, sizes, most }
+        SlotBlocks { grouping, keys, sizes, most }
     }
 
     /// How slots are divided.
-    pub(crate) fn storage(&self) -> TensorStorage {
-        self.storage
+    pub(crate) fn grouping(&self) -> TensorGrouping {
+        self.grouping
     }
 
     /// The bytes that a tensor of `bytes` takes in a block of a divided slot.
     pub(super) fn room(&self, bytes: u64) -> u64 {
-        room(self.storage, bytes)
+        room(self.grouping, bytes)
     }
 
     /// The number of a block.
@@ -164,8 +164,8 @@ mod tests {
         Layout::new(tensors.iter().map(tensor).collect())
     }
 
-    fn blocks_of(layout: &Layout, storage: TensorStorage) -> Vec<LayerBlocks> {
-        layout.layers().iter().map(|layer| LayerBlocks::of(layout, storage, &layer.modules)).collect()
+    fn blocks_of(layout: &Layout, grouping: TensorGrouping) -> Vec<LayerBlocks> {
+        layout.layers().iter().map(|layer| LayerBlocks::of(layout, grouping, &layer.modules)).collect()
     }
 
     const TENSORS: [(&str, DType, &[u64]); 6] = [
@@ -180,9 +180,9 @@ mod tests {
     #[test]
     fn a_slot_holds_the_largest_of_each_rank_of_each_type() {
         let layout = layout(&TENSORS);
-        let layers = blocks_of(&layout, TensorStorage::PerTensor);
+        let layers = blocks_of(&layout, TensorGrouping::PerTensor);
         assert_eq!(layers.iter().map(LayerBlocks::bytes).collect::<Vec<_>>(), [32 + 512 + 64, 64 + 128 + 32]);
-        let slots = SlotBlocks::divided(TensorStorage::PerTensor, &layers, u64::MAX);
+        let slots = SlotBlocks::divided(TensorGrouping::PerTensor, &layers, u64::MAX);
         let (f16, f32) = (Some(DType::F16), Some(DType::F32));
         let mut blocks: Vec<_> = slots.of_slot(false).collect();
         blocks.sort_by_key(|&(dtype, bytes)| (dtype != f16, std::cmp::Reverse(bytes)));
@@ -193,8 +193,8 @@ mod tests {
     #[test]
     fn ordinary_slots_lack_what_only_large_layers_need() {
         let layout = layout(&TENSORS);
-        let layers = blocks_of(&layout, TensorStorage::PerTensor);
-        let slots = SlotBlocks::divided(TensorStorage::PerTensor, &layers, layers[1].bytes());
+        let layers = blocks_of(&layout, TensorGrouping::PerTensor);
+        let slots = SlotBlocks::divided(TensorGrouping::PerTensor, &layers, layers[1].bytes());
         let sizes = |large| slots.of_slot(large).map(|(_, bytes)| bytes).collect::<Vec<_>>();
         assert_eq!(sizes(true).iter().sum::<u64>(), 640);
         assert_eq!(sizes(false).iter().sum::<u64>(), 224);
@@ -205,9 +205,9 @@ mod tests {
     #[test]
     fn types_have_a_block_each_with_room_for_aligned_tensors() {
         let layout = layout(&TENSORS);
-        let layers = blocks_of(&layout, TensorStorage::PerType);
+        let layers = blocks_of(&layout, TensorGrouping::PerType);
         assert_eq!(layers.iter().map(LayerBlocks::bytes).collect::<Vec<_>>(), [256 + 512 + 256, 256 + 256 + 256]);
-        let slots = SlotBlocks::divided(TensorStorage::PerType, &layers, u64::MAX);
+        let slots = SlotBlocks::divided(TensorGrouping::PerType, &layers, u64::MAX);
         let mut blocks: Vec<_> = slots.of_slot(false).collect();
         blocks.sort_by_key(|&(_, bytes)| bytes);
         assert_eq!(blocks, [(Some(DType::F32), 256), (Some(DType::F16), 768)]);
@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn an_undivided_slot_is_one_block_of_padded_modules() {
         let layout = layout(&TENSORS);
-        let layers = blocks_of(&layout, TensorStorage::Joined);
+        let layers = blocks_of(&layout, TensorGrouping::Joined);
         assert_eq!(layers[0], LayerBlocks::whole(256 + 768));
         assert_eq!(LayerBlocks::for_any(&layers).bytes(), 1024);
     }

@@ -73,7 +73,7 @@ impl Contents {
         lanes: &Per<ModuleId, Option<usize>>,
         blocks: &SlotBlocks,
     ) -> Contents {
-        let ranges = blocks.storage().is_apart().then(|| groups.tensor_ranges(layout));
+        let ranges = blocks.grouping().is_apart().then(|| groups.tensor_ranges(layout));
         let content = |layer: &Layer| {
             let mut modules = layout.needs(layer);
             modules.retain(|&module| lanes[module].is_some());
@@ -83,7 +83,7 @@ impl Contents {
                 let bytes = pieces.iter().map(|piece| piece.room as u64).sum();
                 return Content::new(groups, pieces, bytes);
             };
-            let of_slot = |modules: &[ModuleId]| blocks.bytes_for(&LayerBlocks::of(layout, blocks.storage(), modules));
+            let of_slot = |modules: &[ModuleId]| blocks.bytes_for(&LayerBlocks::of(layout, blocks.grouping(), modules));
             let bytes = if modules.is_empty() { 0 } else { of_slot(&modules) };
             // Tensors that are neighbours at home are neighbours in a block, so that they are one piece.
             let modules = groups.in_slot(modules);
@@ -142,7 +142,7 @@ fn divided(
         let room = blocks.room(range.len() as u64) as usize;
         Some(Piece { block: blocks.number(position.block)?, lane: lanes[module]?, module, range, room })
     };
-    positions(layout, blocks.storage(), modules).into_iter().filter_map(piece).collect()
+    positions(layout, blocks.grouping(), modules).into_iter().filter_map(piece).collect()
 }
 
 impl Content {

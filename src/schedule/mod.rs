@@ -3,8 +3,8 @@
 //!
 //! [`Contents`] has the byte ranges that each layer fetches by each lane (`contents`). Small modules that share memory are one
 //! range (`groups`), slots may be divided into blocks (`blocks`), and ranges are split into chunks if they go through buffers on
-//! the host (`chunks`). [`Schedule`] predicts
-//! from the layers asked for so far what comes next (`order`), and chooses the slot that it goes into.
+//! the host (`chunks`). [`Schedule`] predicts from the layers asked for so far what comes next (`order`), and chooses the slot
+//! that it goes into.
 
 mod blocks;
 mod chunks;

@@ -23,7 +23,7 @@ impl<'s> InSlot<'s> {
         self.info
     }
 
-    /// The allocation: the whole slot, or a part of it if the plan [divides](crate::Plan::storage) slots.
+    /// The allocation: the whole slot, or a part of it if the plan [divides](crate::Plan::grouping) slots.
     pub fn block(&self) -> &'s Arc<MemoryBlock> {
         self.block
     }
@@ -60,7 +60,7 @@ impl Streamer {
     }
 
     /// The byte range of the tensor `name` in a slot that holds its layer, or in its block if the plan
-    /// [divides](crate::Plan::storage) slots. Unless slots are divided by tensor, it starts at a multiple of 256 for the first
+    /// [divides](crate::Plan::grouping) slots. Unless slots are divided by tensor, it starts at a multiple of 256 for the first
     /// tensor of each module. `None` if the tensor is not streamed, or there is no such tensor.
     pub fn range_in_slot(&self, name: &str) -> Option<Range<usize>> {
         let tensor = self.model.index().find(name)?;
@@ -78,12 +78,11 @@ impl Streamer {
         Some((block, before + range.start..before + range.end))
     }
 
-    /// Overwrites all slots with `byte`, so that layers are fetched anew. It finds code that copies weights where it should keep
+    /// Overwrites all slots with `byte`, so that layers are fetched again. It finds code that copies weights where it should keep
     /// views of them: such code computes with what it copied, and bytes of 0xff are NaN in every floating-point type.
     ///
     /// # Errors
-    /// [`Error::InUse`] while a guard holds a slot; any error of the copies. Slots before that one are overwritten then, and
-    /// fetched anew like the others.
+    /// [`Error::InUse`] while a guard holds a slot; any error of the copies. The slots before that one are overwritten then.
     pub fn overwrite_slots(&mut self, byte: u8) -> Result<()> {
         self.process.check()?;
         for slot in 0..self.slots.count() {

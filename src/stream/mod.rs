@@ -153,15 +153,15 @@ impl Streamer {
     /// # Errors
     /// [`Error::WrongSize`] when there is no slot, or naming the first slot that is too small, or the largest one if none is
     /// large enough; [`Error::Mismatch`] for a slot on another device; [`Error::Plan`] when the plan
-    /// [divides](crate::Plan::storage) slots of the library's own; as [`on`](Streamer::on). On an error the slots are
+    /// [divides](crate::Plan::grouping) slots of the library's own; as [`on`](Streamer::on). On an error the slots are
     /// dropped.
     ///
     /// [`Slots::bytes_each`]: crate::plan::Slots::bytes_each
     /// [`Slots::large_bytes`]: crate::plan::Slots::large_bytes
     pub fn with_slots(model: &Arc<Model>, compute: Arc<dyn Stream>, slots: Vec<BufMut>) -> Result<Streamer> {
-        let (plan, storage) = (model.plan(), model.plan().storage());
-        if storage.is_apart() && !plan.has_external_slots() {
-            return Err(PlanFault::SlotsDivided { storage }.into());
+        let (plan, grouping) = (model.plan(), model.plan().grouping());
+        if grouping.is_apart() && !plan.has_external_slots() {
+            return Err(PlanFault::SlotsDivided { grouping }.into());
         }
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;

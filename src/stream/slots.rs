@@ -288,3 +288,34 @@ fn joined(memory: Vec<BufMut>) -> Result<BufMut> {
     joined.map_err(|_| Error::bug("parts of two slots were mixed up"))?;
     Ok(whole)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Backend, Host, MemoryKind};
+    use crate::device::DeviceId;
+    use crate::transfer::Finished;
+
+    /// The memory that a failed order returns does not show that bytes are missing, and its error is told to one caller alone,
+    /// if to any: here a later order is late.
+    #[test]
+    fn a_layer_that_an_order_failed_stays_unsound_until_its_slot_is_taken() {
+        let host = Host::new().open(DeviceId::CPU).unwrap();
+        let memory = || host.alloc(8, MemoryKind::Whole).unwrap().freeze();
+        let block = |order| {
+            let block = Block::new(vec![memory()]);
+            Block { parts: vec![None], used: 1, orders: vec![(0, PendingOrder::in_state(order))], ..block }
+        };
+        let failed = Finished { memory: Some(memory()), outcome: Err(Error::bug("the file is damaged")) };
+        let mut slots = Slots(vec![Slot(vec![block(Some(failed)), block(None)])]);
+        assert!(matches!(slots.collect(0, Duration::ZERO), Err(Error::TimedOut { .. })));
+        assert!(!slots.is_sound(0));
+        let late = Finished { memory: Some(memory()), outcome: Ok(()) };
+        slots.0[0].0[1].orders = vec![(0, PendingOrder::in_state(Some(late)))];
+        assert_eq!(slots.collect(0, Duration::ZERO).unwrap().len(), 2);
+        assert!(!slots.is_sound(0));
+        let memory = slots.take(0).unwrap();
+        slots.put(0, memory);
+        assert!(slots.is_sound(0));
+    }
+}

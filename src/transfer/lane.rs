@@ -113,6 +113,14 @@ impl Drop for StagingLane {
 }
 
 impl PendingOrder {
+    /// An order with this outcome, or one that a lane is still at.
+    #[cfg(test)]
+    pub(crate) fn in_state(finished: Option<Finished>) -> PendingOrder {
+        let state = Mutex::new(finished.map_or(State::Running, State::Finished));
+        let (cancelled, finished) = (AtomicBool::new(false), Condvar::new());
+        PendingOrder(Arc::new(Job { bytes: 0, deadline: Duration::ZERO, cancelled, state, finished }))
+    }
+
     /// Whether the lane is done with the order.
     pub(crate) fn is_finished(&self) -> bool {
         !matches!(*self.0.state(), State::Waiting(..) | State::Running)

@@ -11,6 +11,8 @@ mod stamp;
 
 pub(crate) use engine::Engine;
 pub use file::FileSource;
+#[cfg(test)]
+pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;

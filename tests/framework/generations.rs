@@ -6,10 +6,8 @@ use std::sync::Arc;
 use tensor_offload::backend::Clock;
 use tensor_offload::cache::{Evict, Identity};
 use tensor_offload::load::TensorAllocator;
-use tensor_offload::plan::TensorStorage;
-use tensor_offload::{
-    Adapter, Checkpoint, DType, ErrorKind, Matching, Model, ModelCache, Plan, Registry, Retention, Streamer, Weights,
-};
+use tensor_offload::plan::TensorGrouping;
+use tensor_offload::{ErrorKind, Model, ModelCache, Plan, Registry, Retention, Streamer};
 
 use super::support::framework::{Framework, Memory};
 use super::support::*;
@@ -17,26 +15,6 @@ use super::{
     DIVIDED, assert_gone, check_levels, check_levels_settle, check_streams, check_tensors, framework_bytes, loader,
     planner,
 };
-
-/// A checkpoint, and an adapter for one of its layers.
-struct Case {
-    checkpoint: Checkpoint,
-    factors: Checkpoint,
-}
-
-impl Case {
-    fn new(seed: u64) -> Case {
-        let tensors = llama(3, 32);
-        let checkpoint = Checkpoint::from_bytes("model", safetensors(&tensors, seed)).unwrap();
-        let layer: Vec<_> = tensors.into_iter().filter(|tensor| tensor.name.contains("layers.1.")).collect();
-        Case { checkpoint, factors: lora(&layer, DType::F32, 3, seed + 1) }
-    }
-
-    fn at(&self, strength: f32) -> Subject {
-        let adapter = Adapter::from_checkpoint(self.factors.clone(), strength).unwrap();
-        Subject::new(Weights::patched(self.checkpoint.clone(), vec![adapter], Matching::Strict).unwrap())
-    }
-}
 
 fn check(model: &Arc<Model>, framework: &Framework, subject: &Subject) {
     check_tensors(framework, subject, model);
@@ -48,15 +26,15 @@ fn check(model: &Arc<Model>, framework: &Framework, subject: &Subject) {
 /// was; without one the memory is the library's.
 #[test]
 fn another_strength_shares_what_is_unchanged_and_of_the_same_framework() {
-    let case = Case::new(91);
+    let case = OneLayerPatched::new(91);
     let (weak, strong) = (case.at(0.5), case.at(1.0));
     let machine = machine();
-    for storage in DIVIDED {
+    for grouping in DIVIDED {
         for (compute, allocation) in [(CPU, "cpu,50%;disk,50%"), (GPU0, "cuda:0,50%;cpu,30%;xpu:0,20%")] {
             let registry = Registry::described(machine.clone(), Clock::Wall);
             open_all(&registry);
-            let plan = planner(&weak, &machine, compute, allocation).storage(storage).depth(1).plan().unwrap();
-            let new = || Framework::new(compute, storage, Memory::Locked);
+            let plan = planner(&weak, &machine, compute, allocation).grouping(grouping).depth(1).plan().unwrap();
+            let new = || Framework::new(compute, grouping, Memory::Locked);
             let (own, other) = (new(), new());
             let base = Arc::new(loader(&registry, &[&own]).load(&weak.weights, &plan).unwrap());
             let before = (own.live().len(), own.live_bytes());
@@ -99,8 +77,8 @@ fn another_strength_shares_what_is_unchanged_and_of_the_same_framework() {
 fn a_model_is_relocated_between_frameworks() {
     let subject = Subject::patched(&llama(3, 32), 92);
     let machine = machine();
-    let plan = |compute, allocation: &str, storage, in_place: &str| -> Plan {
-        planner(&subject, &machine, compute, allocation).storage(storage).in_place(in_place).plan().unwrap()
+    let plan = |compute, allocation: &str, grouping, in_place: &str| -> Plan {
+        planner(&subject, &machine, compute, allocation).grouping(grouping).in_place(in_place).plan().unwrap()
     };
     let plans = [
         plan(GPU0, "cuda:0,*", DIVIDED[1], "nothing"),
@@ -127,7 +105,7 @@ fn a_model_is_relocated_between_frameworks() {
         comes_back(&registry);
         // To memory that is the library's, and is not divided.
         let base = Arc::new(loader(&registry, &[&host, &card]).load(&subject.weights, &plans[2]).unwrap());
-        let joined = plan(GPU0, "cuda:0,30%;cpu,70%", TensorStorage::Joined, "*.mlp.*");
+        let joined = plan(GPU0, "cuda:0,30%;cpu,70%", TensorGrouping::Joined, "*.mlp.*");
         let model = Arc::new(loader(&registry, &[]).relocate(&base, &joined).unwrap());
         drop(base);
         [&host, &card].into_iter().for_each(|framework| assert_gone(framework));
@@ -140,14 +118,14 @@ fn a_model_is_relocated_between_frameworks() {
 /// card.
 #[test]
 fn a_model_of_a_framework_is_demoted_and_comes_back() {
-    let subject = Case::new(93).at(1.0);
-    for (storage, clock) in DIVIDED.into_iter().zip([Clock::Wall, Clock::Virtual]) {
+    let subject = OneLayerPatched::new(93).at(1.0);
+    for (grouping, clock) in DIVIDED.into_iter().zip([Clock::Wall, Clock::Virtual]) {
         let all = machine();
-        let resident = planner(&subject, &all, GPU0, "cuda:0,*").storage(storage).depth(1).plan().unwrap();
+        let resident = planner(&subject, &all, GPU0, "cuda:0,*").grouping(grouping).depth(1).plan().unwrap();
         let one = resident.device(GPU0).unwrap().needed();
         let card = format!("cuda:0={one}b,link=10");
         let registry = Registry::described(described(&["cpu=64mb", &card]), clock);
-        let framework = Framework::new(GPU0, storage, Memory::Locked);
+        let framework = Framework::new(GPU0, grouping, Memory::Locked);
         let (cache, identity) = (ModelCache::new(), Identity::of(&subject.weights, &resident));
         let get = || {
             cache.get_or_load("m", &identity, Retention::Keep, |base| {
@@ -156,7 +134,7 @@ fn a_model_of_a_framework_is_demoted_and_comes_back() {
         };
         check(&get().unwrap(), &framework, &subject);
         let demoted = resident.demoted(subject.layout(), registry.machine()).unwrap();
-        assert_eq!(demoted.storage(), storage);
+        assert_eq!(demoted.grouping(), grouping);
         let report = cache.make_room(&registry, GPU0, one - demoted.slots().bytes(), Evict::Demote).unwrap();
         assert_eq!(report.demoted.len(), 1, "{report}");
         let model = cache.get("m").unwrap();
@@ -179,11 +157,11 @@ fn a_model_of_a_framework_is_demoted_and_comes_back() {
 #[test]
 fn a_plan_without_slots_is_demoted_without_slots() {
     let (subject, machine) = (Subject::plain(&llama(3, 32), 96), machine());
-    for storage in [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]] {
-        let planner = planner(&subject, &machine, GPU0, "cuda:0,30%;cpu,70%").storage(storage).external_slots(true);
+    for grouping in [TensorGrouping::Joined, DIVIDED[0], DIVIDED[1]] {
+        let planner = planner(&subject, &machine, GPU0, "cuda:0,30%;cpu,70%").grouping(grouping).external_slots(true);
         let demoted = planner.clone().plan().unwrap().demoted(subject.layout(), &machine).unwrap();
         let (slots, whole) =
-            (demoted.slots(), planner.storage(TensorStorage::Joined).allocation("cpu,*".parse().unwrap()));
+            (demoted.slots(), planner.grouping(TensorGrouping::Joined).allocation("cpu,*".parse().unwrap()));
         assert_eq!((slots.bytes(), slots), (0, whole.plan().unwrap().slots()));
     }
 }
@@ -191,9 +169,9 @@ fn a_plan_without_slots_is_demoted_without_slots() {
 /// The same model for another framework is another model.
 #[test]
 fn a_cache_tells_models_of_two_frameworks_apart() {
-    let subject = Case::new(94).at(1.0);
+    let subject = OneLayerPatched::new(94).at(1.0);
     let machine = machine();
-    let plan = planner(&subject, &machine, CPU, "cpu,*").storage(DIVIDED[1]).plan().unwrap();
+    let plan = planner(&subject, &machine, CPU, "cpu,*").grouping(DIVIDED[1]).plan().unwrap();
     let registry = Registry::described(machine, Clock::Wall);
     let cache = ModelCache::new();
     let get = |framework: &Arc<Framework>| {
@@ -213,14 +191,14 @@ fn a_cache_tells_models_of_two_frameworks_apart() {
 /// Kept models are read at each clean-up where they live, a framework's memory, too; one that cannot be read is named.
 #[test]
 fn a_clean_up_reads_memory_of_a_framework() {
-    let subject = Case::new(95).at(1.0);
+    let subject = OneLayerPatched::new(95).at(1.0);
     let machine = machine();
     let places = [(CPU, "cpu,*", "nothing"), (GPU0, "cpu,*", "*"), (GPU0, "cuda:0,*", "nothing")];
     for ((compute, allocation, in_place), memory) in
         places.into_iter().zip([Memory::Locked, Memory::Locked, Memory::Lent])
     {
         let registry = Registry::described(machine.clone(), Clock::Wall);
-        let planner = planner(&subject, &machine, compute, allocation).storage(DIVIDED[1]).in_place(in_place);
+        let planner = planner(&subject, &machine, compute, allocation).grouping(DIVIDED[1]).in_place(in_place);
         let [host, card] = [CPU, GPU0].map(|id| Framework::new(id, DIVIDED[1], memory));
         let model = loader(&registry, &[&host, &card]).load(&subject.weights, &planner.plan().unwrap()).unwrap();
         let cache = ModelCache::new();

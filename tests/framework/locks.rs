@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tensor_offload::backend::{Backend, Buf, BufMut, Clock, Device, Host, MemoryKind, Piece, Role, Stream, Transfer};
 use tensor_offload::error::Mismatch;
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::stream::{StallCause, Stalls};
 use tensor_offload::{Error, ErrorKind, LayerId, Model, Registry, Streamer};
 
@@ -18,7 +18,7 @@ use super::{DIVIDED, loader, planner, small_mixed};
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
 fn on_host(registry: &Registry, subject: &Subject, memory: Memory, allocation: &str) -> (Arc<Framework>, Arc<Model>) {
-    let plan = planner(subject, registry.machine(), CPU, allocation).storage(DIVIDED[1]).depth(1).plan().unwrap();
+    let plan = planner(subject, registry.machine(), CPU, allocation).grouping(DIVIDED[1]).depth(1).plan().unwrap();
     let framework = Framework::new(CPU, DIVIDED[1], memory);
     let model = Arc::new(loader(registry, &[&framework]).load(&subject.weights, &plan).unwrap());
     (framework, model)
@@ -68,7 +68,7 @@ fn rows_of_a_frameworks_table_are_sent_to_a_card() {
     for clock in [Clock::Wall, Clock::Virtual] {
         let registry = Registry::described(machine.clone(), clock);
         let plan =
-            planner(&subject, &machine, GPU0, "cpu,*").storage(DIVIDED[0]).gather_embeddings(true).plan().unwrap();
+            planner(&subject, &machine, GPU0, "cpu,*").grouping(DIVIDED[0]).gather_embeddings(true).plan().unwrap();
         let framework = Framework::new(CPU, DIVIDED[0], Memory::Locked);
         let model = Arc::new(loader(&registry, &[&framework]).load(&subject.weights, &plan).unwrap());
         assert_eq!(framework.live().len(), 1);
@@ -91,11 +91,11 @@ fn overwritten_slots_are_fetched_anew() {
     let machine = machine();
     let settings = [(CPU, "disk,*"), (GPU0, "cpu,30%;xpu:0,40%;disk,30%")];
     for ((compute, allocation), clock) in settings.into_iter().flat_map(|s| [(s, Clock::Wall), (s, Clock::Virtual)]) {
-        for storage in [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]] {
+        for grouping in [TensorGrouping::Joined, DIVIDED[0], DIVIDED[1]] {
             let registry = Registry::described(machine.clone(), clock);
-            let plan = planner(&subject, &machine, compute, allocation).storage(storage).depth(2).plan().unwrap();
-            let framework = Framework::new(compute, storage, Memory::Locked);
-            let frameworks = if storage == TensorStorage::Joined { vec![] } else { vec![&framework] };
+            let plan = planner(&subject, &machine, compute, allocation).grouping(grouping).depth(2).plan().unwrap();
+            let framework = Framework::new(compute, grouping, Memory::Locked);
+            let frameworks = if grouping == TensorGrouping::Joined { vec![] } else { vec![&framework] };
             let model = Arc::new(loader(&registry, &frameworks).load(&subject.weights, &plan).unwrap());
             let mut streamer = Streamer::new(&model).unwrap();
             check_pass(&mut streamer, &subject).unwrap();
@@ -123,7 +123,7 @@ fn slots_of_the_callers_own_are_not_divided() {
     let subject = Subject::patched(&small_mixed(3), 85);
     let machine = machine();
     let registry = Registry::described(machine.clone(), Clock::Wall);
-    let planner = planner(&subject, &machine, CPU, "cpu,20kb;disk,*").storage(DIVIDED[1]).depth(1);
+    let planner = planner(&subject, &machine, CPU, "cpu,20kb;disk,*").grouping(DIVIDED[1]).depth(1);
     for external in [false, true] {
         let framework = Framework::new(CPU, DIVIDED[1], Memory::Locked);
         let plan = planner.clone().external_slots(external).plan().unwrap();
@@ -131,7 +131,7 @@ fn slots_of_the_callers_own_are_not_divided() {
         let has_slots = framework.live().iter().any(|tensor| tensor.name.is_none());
         assert_eq!(has_slots, !external, "the model's own slots");
         let host = registry.device(CPU).unwrap();
-        let bytes = planner.clone().storage(TensorStorage::Joined).plan().unwrap().slots().largest();
+        let bytes = planner.clone().grouping(TensorGrouping::Joined).plan().unwrap().slots().largest();
         let slot = |_| buffer(&framework, &host, bytes.next_multiple_of(4) as usize).1;
         let compute = host.stream(Role::Compute).unwrap();
         match Streamer::with_slots(&model, compute, (0..3).map(slot).collect()) {
@@ -151,24 +151,24 @@ fn slots_of_the_callers_own_are_not_divided() {
 #[test]
 fn neighbours_are_copied_together_into_a_block() {
     let (subject, machine) = (Subject::plain(&norms(3), 86), machine());
-    let pieces = |storage| {
+    let pieces = |grouping| {
         let watched = Watched::new(machine.clone(), Clock::Virtual);
-        let plan = planner(&subject, &machine, GPU0, "cpu,*").storage(storage).depth(0).plan().unwrap();
+        let plan = planner(&subject, &machine, GPU0, "cpu,*").grouping(grouping).depth(0).plan().unwrap();
         let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
         watched.copies.take();
         layers(&streamer).for_each(|layer| drop(streamer.layer(layer).unwrap()));
         watched.copies.take().len()
     };
-    assert_eq!((pieces(TensorStorage::Joined), pieces(TensorStorage::PerType)), (9, 9));
+    assert_eq!((pieces(TensorGrouping::Joined), pieces(TensorGrouping::PerType)), (9, 9));
 }
 
 #[test]
 fn slots_that_hold_nothing_are_overwritten_too() {
     let subject = Subject::plain(&[spec("layers.0.marker", tensor_offload::DType::U8, &[0])], 84);
     let machine = machine();
-    for storage in [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]] {
+    for grouping in [TensorGrouping::Joined, DIVIDED[0], DIVIDED[1]] {
         let registry = Registry::described(machine.clone(), Clock::Wall);
-        let plan = planner(&subject, &machine, GPU0, "cpu,*").storage(storage).plan().unwrap();
+        let plan = planner(&subject, &machine, GPU0, "cpu,*").grouping(grouping).plan().unwrap();
         let model = load(&registry, &subject, &plan);
         let mut streamer = Streamer::new(&model).unwrap();
         check_pass(&mut streamer, &subject).unwrap();
@@ -227,7 +227,7 @@ fn copies_crosswise_do_not_wait_for_each_other() {
 fn a_slow_reader_is_waited_for() {
     let subject = Subject::plain(&llama(4, 16), 86);
     let registry = Registry::described(machine(), Clock::Wall);
-    let plan = planner(&subject, registry.machine(), CPU, "disk,*").storage(DIVIDED[1]).depth(0).plan().unwrap();
+    let plan = planner(&subject, registry.machine(), CPU, "disk,*").grouping(DIVIDED[1]).depth(0).plan().unwrap();
     let framework = Framework::new(CPU, DIVIDED[1], Memory::Locked);
     let model = Arc::new(loader(&registry, &[&framework]).load(&subject.weights, &plan).unwrap());
     let mut streamer = Streamer::new(&model).unwrap();
@@ -257,11 +257,11 @@ fn on_the_host_a_layer_has_arrived_when_it_is_handed_out() {
     let subject = Subject::patched(&llama(5, 48), 87);
     let machine = described(&["cpu=64mb", "disk=64mb,link=0.01", "cuda:1=24mb,link=0.01"]);
     let framed = [None, Some(DIVIDED[0]), Some(DIVIDED[1])];
-    for (storage, depth) in framed.into_iter().flat_map(|storage| [0, 1, 9].map(|depth| (storage, depth))) {
+    for (grouping, depth) in framed.into_iter().flat_map(|grouping| [0, 1, 9].map(|depth| (grouping, depth))) {
         let registry = Registry::described(machine.clone(), Clock::Wall);
         let planner = planner(&subject, &machine, CPU, "disk,50%;cuda:1,50%").depth(depth);
-        let plan = planner.storage(storage.unwrap_or_default()).plan().unwrap();
-        let framework = storage.map(|storage| Framework::new(CPU, storage, Memory::Locked));
+        let plan = planner.grouping(grouping.unwrap_or_default()).plan().unwrap();
+        let framework = grouping.map(|grouping| Framework::new(CPU, grouping, Memory::Locked));
         let frameworks: Vec<_> = framework.iter().collect();
         let model = Arc::new(loader(&registry, &frameworks).load(&subject.weights, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap();
@@ -287,7 +287,8 @@ fn on_the_host_a_failed_copy_is_the_error_of_its_layer() {
     let subject = Subject::plain(&llama(3, 16), 88);
     for (nth, depth) in (1..12).flat_map(|nth| [0, 1].map(|depth| (nth, depth))) {
         let watched = Watched::new(machine(), Clock::Wall);
-        let plan = planner(&subject, watched.machine(), CPU, "disk,*").storage(DIVIDED[1]).depth(depth).plan().unwrap();
+        let plan =
+            planner(&subject, watched.machine(), CPU, "disk,*").grouping(DIVIDED[1]).depth(depth).plan().unwrap();
         let framework = Framework::new(CPU, DIVIDED[1], Memory::Locked);
         let model = Arc::new(loader(&watched.registry, &[&framework]).load(&subject.weights, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap();

@@ -14,14 +14,14 @@ use proptest::prelude::*;
 use support::framework::{Framework, Memory, tensor_of};
 use support::*;
 use tensor_offload::backend::{Clock, MemoryBlock};
-use tensor_offload::checkpoint::{Layout, TensorInfo, TensorSpec};
+use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::load::TensorAllocator;
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{
     DType, DeviceId, LayerGuard, Loader, Machine, Model, Plan, Planner, Registry, Streamer, TensorView, Use,
 };
 
-const DIVIDED: [TensorStorage; 2] = [TensorStorage::PerType, TensorStorage::PerTensor];
+const DIVIDED: [TensorGrouping; 2] = [TensorGrouping::PerType, TensorGrouping::PerTensor];
 
 /// A loader that has the frameworks allocate.
 fn loader<'r>(registry: &'r Registry, frameworks: &[&Arc<Framework>]) -> Loader<'r> {
@@ -89,7 +89,7 @@ fn check_places(streamer: &Streamer, typed: bool) {
                     let others = taken.iter().filter(|(other, _)| std::ptr::eq(*other, &**block));
                     for (_, other) in others {
                         assert!(other.end <= range.start || range.end <= other.start, "{} overlaps", info.name);
-                        assert_ne!(model.plan().storage(), TensorStorage::PerTensor, "{} is not alone", info.name);
+                        assert_ne!(model.plan().grouping(), TensorGrouping::PerTensor, "{} is not alone", info.name);
                     }
                     if typed {
                         let tensor = tensor_of(block).expect("memory of the framework");
@@ -131,8 +131,8 @@ fn check_written(plan: &Plan) {
     assert_eq!(&serde_json::from_str::<Plan>(&text).unwrap(), plan);
     for other in ["joined", "per_type", "per_tensor"] {
         let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
-        let before = json["storage"].as_str().unwrap_or("joined").to_owned();
-        json["storage"] = other.into();
+        let before = json["grouping"].as_str().unwrap_or("joined").to_owned();
+        json["grouping"] = other.into();
         let read = serde_json::from_value::<Plan>(json);
         assert_eq!(read.is_ok(), before == other, "{before} as {other}");
     }
@@ -144,7 +144,7 @@ struct Case {
     model: usize,
     patched: bool,
     setting: usize,
-    storage: TensorStorage,
+    grouping: TensorGrouping,
     memory: Memory,
     /// Whether there is a framework; without one the memory is the library's, divided all the same.
     owned: bool,
@@ -183,15 +183,15 @@ impl Case {
         let (machine, (compute, allocation, in_place)) = (machine(), SETTINGS[self.setting]);
         let registry = Registry::described(machine.clone(), clock);
         open_all(&registry);
-        let mut planner = planner(&subject, &machine, compute, allocation).storage(self.storage);
+        let mut planner = planner(&subject, &machine, compute, allocation).grouping(self.grouping);
         planner = planner.depth(self.depth).fixed_slots(self.fixed);
         if in_place {
             planner = planner.in_place("*.mlp.*").in_place("*norm_1*").gather_embeddings(true);
         }
         let plan = planner.plan().unwrap();
         check_written(&plan);
-        let apart = self.storage != TensorStorage::Joined;
-        let new = |device| Framework::new(device, self.storage, self.memory);
+        let apart = self.grouping != TensorGrouping::Joined;
+        let new = |device| Framework::new(device, self.grouping, self.memory);
         let frameworks: Vec<Arc<Framework>> =
             [CPU, GPU0].into_iter().filter(|_| self.owned && apart).map(new).collect();
         let loader = loader(&registry, &frameworks.iter().collect::<Vec<_>>());
@@ -249,13 +249,13 @@ fn small_mixed(layers: u64) -> Vec<TensorSpec> {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let storage = prop::sample::select(vec![TensorStorage::Joined, DIVIDED[0], DIVIDED[1], DIVIDED[0], DIVIDED[1]]);
+    let grouping = prop::sample::select(vec![TensorGrouping::Joined, DIVIDED[0], DIVIDED[1], DIVIDED[0], DIVIDED[1]]);
     let memory = prop::sample::select(vec![Memory::Locked, Memory::Locked, Memory::Lent]);
     let slots = (0usize..4, any::<bool>());
-    let rest = (storage, memory, prop::bool::weighted(0.85), slots, any::<bool>());
+    let rest = (grouping, memory, prop::bool::weighted(0.85), slots, any::<bool>());
     (0usize..4, any::<bool>(), 0..SETTINGS.len(), rest).prop_map(|(model, patched, setting, rest)| {
-        let (storage, memory, owned, (depth, fixed), virtual_time) = rest;
-        Case { model, patched, setting, storage, memory, owned, depth, fixed, virtual_time }
+        let (grouping, memory, owned, (depth, fixed), virtual_time) = rest;
+        Case { model, patched, setting, grouping, memory, owned, depth, fixed, virtual_time }
     })
 }
 
@@ -275,17 +275,17 @@ fn slots_of_two_sizes_are_divided() {
     tensors.push(spec("model.layers.2.table.codes", DType::U8, &[300_003]));
     tensors.push(spec("model.layers.2.table.more", DType::F32, &[5_000]));
     let (subject, machine) = (Subject::patched(&tensors, 62), machine());
-    for storage in DIVIDED {
+    for grouping in DIVIDED {
         for (compute, allocation) in [(CPU, "disk,*"), (GPU0, "cpu,50%;xpu:0,50%")] {
             let registry = Registry::described(machine.clone(), Clock::Wall);
-            let plan = planner(&subject, &machine, compute, allocation).storage(storage).depth(1).plan().unwrap();
+            let plan = planner(&subject, &machine, compute, allocation).grouping(grouping).depth(1).plan().unwrap();
             let slots = plan.slots();
             assert!(slots.large == 1 && slots.count == 2 && slots.large_bytes > slots.bytes_each, "{plan}");
             let times = vec![std::time::Duration::ZERO; subject.layout().layers().len()];
             let forecast = plan.forecast(subject.layout(), machine.topology(), &times.into()).unwrap();
             let least = plan.estimate(machine.topology(), std::time::Duration::ZERO);
             assert!(least.pass <= forecast, "the large layer stays: {least}, and {forecast:?}\n{plan}");
-            let framework = Framework::new(compute, storage, Memory::Locked);
+            let framework = Framework::new(compute, grouping, Memory::Locked);
             let model = Arc::new(loader(&registry, &[&framework]).load(&subject.weights, &plan).unwrap());
             check_tensors(&framework, &subject, &model);
             check_streams(&model, &subject, true);
@@ -304,25 +304,13 @@ fn slots_of_two_sizes_are_divided() {
 /// A head that uses the embedding's bytes is in the same memory with it, at home and in slots.
 #[test]
 fn tied_weights_are_one_tensor_of_the_framework() {
-    let tensors = [
-        spec("model.embed_tokens.weight", DType::BF16, &[32, 16]),
-        spec("model.layers.0.up.weight", DType::BF16, &[16, 16]),
-        spec("model.layers.1.up.weight", DType::BF16, &[16, 16]),
-        spec("lm_head.weight", DType::BF16, &[32, 16]),
-        spec("lm_head.bias", DType::BF16, &[32]),
-    ];
-    let stored = Subject::plain(&tensors, 63);
-    let mut infos: Vec<TensorInfo> = stored.layout().tensors().to_vec();
-    (infos[3].file, infos[3].offset) = (infos[0].file, infos[0].offset);
-    let layout = Layout::new(infos);
-    let mut tied = Subject::new(stored.checkpoint().with_layout(layout).unwrap().into());
-    tied.merged[3] = tied.merged[0].clone();
+    let tied = tied(63);
     let machine = machine();
-    for storage in DIVIDED {
+    for grouping in DIVIDED {
         for allocation in ["disk,*", "cpu,1kb;disk,*", "cpu,*"] {
             let registry = Registry::described(machine.clone(), Clock::Wall);
-            let plan = planner(&tied, &machine, CPU, allocation).storage(storage).depth(1).plan().unwrap();
-            let framework = Framework::new(CPU, storage, Memory::Locked);
+            let plan = planner(&tied, &machine, CPU, allocation).grouping(grouping).depth(1).plan().unwrap();
+            let framework = Framework::new(CPU, grouping, Memory::Locked);
             let model = Arc::new(loader(&registry, &[&framework]).load(&tied.weights, &plan).unwrap());
             check_levels(&registry, &plan);
             check_tensors(&framework, &tied, &model);
@@ -348,7 +336,7 @@ fn a_builder_plans_as_the_compute_devices_allocator_needs_it() {
         let builder =
             order.into_iter().fold(builder, |builder, framework| builder.allocator(Arc::clone(framework) as _));
         let model = builder.planner(|planner| planner.in_place("*.mlp.*")).load(&registry).unwrap();
-        assert_eq!(model.plan().storage(), TensorStorage::PerType);
+        assert_eq!(model.plan().grouping(), TensorGrouping::PerType);
         for framework in order {
             check_tensors(framework, &subject, &model);
             assert!(framework.live().len() > 3);
@@ -368,8 +356,8 @@ fn estimates_do_not_count_what_stays_in_a_divided_slot() {
     let large = spec("layers.2.table.weight", DType::U8, &[300_000]);
     let tensors: Vec<TensorSpec> = (0..6).flat_map(small).chain([large]).collect();
     let (subject, machine) = (Subject::plain(&tensors, 65), machine());
-    for storage in [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]] {
-        let plan = planner(&subject, &machine, GPU0, "cpu,*").storage(storage).depth(1).plan().unwrap();
+    for grouping in [TensorGrouping::Joined, DIVIDED[0], DIVIDED[1]] {
+        let plan = planner(&subject, &machine, GPU0, "cpu,*").grouping(grouping).depth(1).plan().unwrap();
         assert_eq!((plan.slots().large, plan.streamed_layers()), (1, 6), "{plan}");
         let times = vec![std::time::Duration::ZERO; 6];
         let forecast = plan.forecast(subject.layout(), machine.topology(), &times.into()).unwrap();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tensor_offload::backend::{Clock, Storage};
 use tensor_offload::error::{Measured, Mismatch};
 use tensor_offload::load::{TensorAllocator, TensorRequest};
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{DType, DeviceId, Error, ErrorKind, Model, Plan, Registry, Result, Streamer};
 
 use super::support::framework::{Framework, Memory, Wrong};
@@ -18,8 +18,8 @@ use super::{DIVIDED, assert_gone, check_tensors, framework_bytes, loader, planne
 /// Where models of these tests are: resident ones and streamed ones, on the host and on a card.
 const PLACES: [(DeviceId, &str); 2] = [(CPU, "cpu,30%;disk,70%"), (GPU0, "cuda:0,30%;cpu,30%;xpu:0,40%")];
 
-fn plan_for(subject: &Subject, (compute, allocation): (DeviceId, &str), storage: TensorStorage) -> Plan {
-    planner(subject, &machine(), compute, allocation).storage(storage).depth(1).plan().unwrap()
+fn plan_for(subject: &Subject, (compute, allocation): (DeviceId, &str), grouping: TensorGrouping) -> Plan {
+    planner(subject, &machine(), compute, allocation).grouping(grouping).depth(1).plan().unwrap()
 }
 
 fn assert_nothing_is_left(registry: &Registry, framework: &Framework) {
@@ -31,9 +31,9 @@ fn assert_nothing_is_left(registry: &Registry, framework: &Framework) {
 #[test]
 fn a_framework_that_goes_wrong_leaves_nothing_behind() {
     let subject = Subject::patched(&llama(2, 16), 71);
-    for ((place, storage), memory) in PLACES.into_iter().zip(DIVIDED).zip([Memory::Locked, Memory::Lent]) {
-        let (plan, registry) = (plan_for(&subject, place, storage), Registry::described(machine(), Clock::Virtual));
-        let framework = Framework::new(place.0, storage, memory);
+    for ((place, grouping), memory) in PLACES.into_iter().zip(DIVIDED).zip([Memory::Locked, Memory::Lent]) {
+        let (plan, registry) = (plan_for(&subject, place, grouping), Registry::described(machine(), Clock::Virtual));
+        let framework = Framework::new(place.0, grouping, memory);
         drop(loader(&registry, &[&framework]).load(&subject.weights, &plan).unwrap());
         let requests = framework.requests();
         assert!(requests > 5, "{requests}");
@@ -76,8 +76,8 @@ impl TensorAllocator for Unreached {
         self.0
     }
 
-    fn storage(&self) -> TensorStorage {
-        TensorStorage::PerTensor
+    fn grouping(&self) -> TensorGrouping {
+        TensorGrouping::PerTensor
     }
 
     fn supports(&self, _: DType) -> bool {
@@ -94,7 +94,7 @@ fn memory_of_another_kind_of_device_is_refused() {
     let subject = Subject::plain(&llama(2, 16), 72);
     for (place, clock) in PLACES.into_iter().flat_map(|place| [(place, Clock::Wall), (place, Clock::Virtual)]) {
         let (plan, registry) =
-            (plan_for(&subject, place, TensorStorage::PerTensor), Registry::described(machine(), clock));
+            (plan_for(&subject, place, TensorGrouping::PerTensor), Registry::described(machine(), clock));
         let loader = tensor_offload::Loader::new(&registry).allocator(Arc::new(Unreached(place.0)));
         let error = loader.load(&subject.weights, &plan).unwrap_err();
         let wanted = if place.0 == CPU { ErrorKind::Mismatch } else { ErrorKind::Unreachable };
@@ -124,19 +124,19 @@ fn tensors_of_types_that_a_framework_lacks_are_in_the_librarys_memory() {
 fn a_plan_that_divides_tensors_otherwise_is_refused() {
     let subject = Subject::plain(&llama(2, 16), 74);
     let registry = Registry::described(machine(), Clock::Virtual);
-    let all = [TensorStorage::Joined, DIVIDED[0], DIVIDED[1]];
+    let all = [TensorGrouping::Joined, DIVIDED[0], DIVIDED[1]];
     for (planned, needed) in all.into_iter().flat_map(|planned| all.map(|needed| (planned, needed))) {
         for (id, place) in [(CPU, PLACES[0]), (GPU0, PLACES[1]), (CPU, PLACES[1])] {
             let framework = Framework::new(id, needed, Memory::Locked);
             let outcome = loader(&registry, &[&framework]).load(&subject.weights, &plan_for(&subject, place, planned));
-            let joined = [planned, needed].contains(&TensorStorage::Joined);
+            let joined = [planned, needed].contains(&TensorGrouping::Joined);
             // Where there are no slots, tensors are apart in either way.
             let fits = !joined && (planned == needed || id != place.0);
             match outcome {
                 Ok(model) => assert!(fits, "{planned} for {needed} on {id}: {}", model.plan()),
-                Err(Error::Invalid { .. }) => assert_eq!(needed, TensorStorage::Joined),
+                Err(Error::Invalid { .. }) => assert_eq!(needed, TensorGrouping::Joined),
                 Err(Error::Mismatch(why)) => {
-                    assert!(!fits && matches!(*why, Mismatch::Storage { device, .. } if device == id), "{why}");
+                    assert!(!fits && matches!(*why, Mismatch::Grouping { device, .. } if device == id), "{why}");
                 }
                 Err(other) => panic!("{other}"),
             }
@@ -156,12 +156,12 @@ fn load_and_stream(registry: &Registry, framework: &Arc<Framework>, subject: &Su
 #[test]
 fn nothing_is_kept_whatever_operation_fails() {
     let subject = Subject::patched(&llama(2, 16), 75);
-    for (place, storage) in PLACES.into_iter().zip(DIVIDED) {
-        let plan = plan_for(&subject, place, storage);
+    for (place, grouping) in PLACES.into_iter().zip(DIVIDED) {
+        let plan = plan_for(&subject, place, grouping);
         let (mut failures, mut nth) = (0, 1);
         loop {
             let watched = Watched::new(machine(), Clock::Virtual);
-            let framework = Framework::new(place.0, storage, Memory::Locked);
+            let framework = Framework::new(place.0, grouping, Memory::Locked);
             watched.countdown.fail_nth(nth);
             let outcome = load_and_stream(&watched.registry, &framework, &subject, &plan);
             assert_nothing_is_left(&watched.registry, &framework);
@@ -205,12 +205,12 @@ fn memory_that_is_gone_is_an_error() {
 #[test]
 fn after_a_copy_into_a_divided_slot_failed_the_next_pass_is_right() {
     let subject = Subject::plain(&small_mixed(3), 77);
-    for (storage, clock) in DIVIDED.into_iter().flat_map(|s| [(s, Clock::Virtual), (s, Clock::Wall)]) {
-        let plan = plan_for(&subject, (GPU0, "cuda:1,30%;cpu,30%;xpu:0,40%"), storage);
+    for (grouping, clock) in DIVIDED.into_iter().flat_map(|s| [(s, Clock::Virtual), (s, Clock::Wall)]) {
+        let plan = plan_for(&subject, (GPU0, "cuda:1,30%;cpu,30%;xpu:0,40%"), grouping);
         for nth in (1..40).step_by(if clock == Clock::Wall { 4 } else { 1 }) {
             for spoilt in [false, true] {
                 let (watched, framework) =
-                    (Watched::new(machine(), clock), Framework::new(GPU0, storage, Memory::Locked));
+                    (Watched::new(machine(), clock), Framework::new(GPU0, grouping, Memory::Locked));
                 let model = Arc::new(loader(&watched.registry, &[&framework]).load(&subject.weights, &plan).unwrap());
                 let mut streamer = Streamer::new(&model).unwrap();
                 match spoilt {
@@ -226,7 +226,7 @@ fn after_a_copy_into_a_divided_slot_failed_the_next_pass_is_right() {
                 watched.countdown.fail_nth(u64::MAX / 2);
                 watched.copies.spoil_nth(usize::MAX / 2);
                 let next = check_pass(&mut streamer, &subject);
-                next.unwrap_or_else(|error| panic!("{storage}, operation {nth}, spoilt {spoilt}: {error}"));
+                next.unwrap_or_else(|error| panic!("{grouping}, operation {nth}, spoilt {spoilt}: {error}"));
                 drop((streamer, model));
                 assert_nothing_is_left(&watched.registry, &framework);
             }

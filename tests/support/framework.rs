@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGua
 use half::{bf16, f16};
 use tensor_offload::backend::{MemoryBlock, SharedMemory, Storage};
 use tensor_offload::load::{TensorAllocator, TensorRequest};
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{DType, DeviceId, Error, Result};
 
 /// The elements of a tensor, in memory of their type.
@@ -175,7 +175,7 @@ pub(crate) enum Wrong {
 /// A framework that allocates the tensors of models on one device.
 pub(crate) struct Framework {
     device: DeviceId,
-    storage: TensorStorage,
+    storage: TensorGrouping,
     memory: Memory,
     unsupported: Vec<DType>,
     /// What goes wrong, and at which request from now on, the first being 1.
@@ -185,14 +185,14 @@ pub(crate) struct Framework {
 }
 
 impl Framework {
-    pub(crate) fn new(device: DeviceId, storage: TensorStorage, memory: Memory) -> Arc<Framework> {
+    pub(crate) fn new(device: DeviceId, storage: TensorGrouping, memory: Memory) -> Arc<Framework> {
         Framework::without(device, storage, memory, &[])
     }
 
     /// A framework that has no tensors of these types.
     pub(crate) fn without(
         device: DeviceId,
-        storage: TensorStorage,
+        storage: TensorGrouping,
         memory: Memory,
         unsupported: &[DType],
     ) -> Arc<Framework> {
@@ -265,7 +265,7 @@ impl TensorAllocator for Framework {
         self.device
     }
 
-    fn storage(&self) -> TensorStorage {
+    fn grouping(&self) -> TensorGrouping {
         self.storage
     }
 

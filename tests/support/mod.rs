@@ -248,6 +248,47 @@ impl Subject {
     }
 }
 
+/// A model whose head uses the embedding's bytes: its fourth tensor those of the first.
+pub(crate) fn tied(seed: u64) -> Subject {
+    let tensors = [
+        spec("model.embed_tokens.weight", DType::BF16, &[32, 16]),
+        spec("model.layers.0.up.weight", DType::BF16, &[16, 16]),
+        spec("model.layers.1.up.weight", DType::BF16, &[16, 16]),
+        spec("lm_head.weight", DType::BF16, &[32, 16]),
+        spec("lm_head.bias", DType::BF16, &[32]),
+    ];
+    let stored = Subject::plain(&tensors, seed);
+    let mut infos: Vec<TensorInfo> = stored.layout().tensors().to_vec();
+    (infos[3].file, infos[3].offset) = (infos[0].file, infos[0].offset);
+    let layout = Layout::new(infos);
+    assert_eq!(layout.bytes(), stored.layout().bytes() - 1024);
+    let mut tied = Subject::new(stored.checkpoint().with_layout(layout).unwrap().into());
+    tied.merged[3] = tied.merged[0].clone();
+    tied
+}
+
+/// A checkpoint, and an adapter for one of its layers.
+pub(crate) struct OneLayerPatched {
+    pub(crate) checkpoint: Checkpoint,
+    factors: Checkpoint,
+}
+
+impl OneLayerPatched {
+    pub(crate) fn new(seed: u64) -> OneLayerPatched {
+        let tensors = llama(3, 32);
+        let checkpoint = Checkpoint::from_bytes("model", safetensors(&tensors, seed)).unwrap();
+        let layer: Vec<_> = tensors.into_iter().filter(|tensor| tensor.name.contains("layers.1.")).collect();
+        OneLayerPatched { checkpoint, factors: lora(&layer, DType::F32, 3, seed + 1) }
+    }
+
+    /// The checkpoint with the adapter at a strength; zero for none.
+    pub(crate) fn at(&self, strength: f32) -> Subject {
+        let adapter = Adapter::from_checkpoint(self.factors.clone(), strength).unwrap();
+        let adapters = if strength == 0.0 { vec![] } else { vec![adapter] };
+        Subject::new(Weights::patched(self.checkpoint.clone(), adapters, Matching::Strict).unwrap())
+    }
+}
+
 pub(crate) fn two_loras(tensors: &[TensorSpec], seed: u64) -> Vec<Adapter> {
     let factors = factors_of_two_loras(tensors, seed).into_iter();
     factors.map(|(factors, strength)| Adapter::from_checkpoint(factors, strength).unwrap()).collect()

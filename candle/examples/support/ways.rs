@@ -12,7 +12,7 @@ use candle_nn::VarBuilder;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use tensor_offload::checkpoint::{Layer, TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::plan::TensorStorage;
+use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{Checkpoint, DeviceId, Loader, Plan, Planner, Registry, TensorId, Use, Weights};
 use tensor_offload_candle::{Streamed, cpu_memory};
 
@@ -69,7 +69,7 @@ impl Job {
             .compute(DeviceId::CPU)
             .allocation(self.allocation.parse()?)
             .depth(self.depth)
-            .storage(TensorStorage::PerTensor)
+            .grouping(TensorGrouping::PerTensor)
             .plan()
     }
 
