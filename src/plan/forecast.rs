@@ -128,7 +128,7 @@ struct Simulation<'a> {
     slots: Vec<Slot>,
     /// The time on the host.
     now: Duration,
-    /// Whether the host computes, so that it waits for each layer before it goes on.
+    /// Whether the host computes, so that it waits for each layer, and asks for the next one when it has computed.
     on_host: bool,
     compute: Duration,
 }
@@ -252,6 +252,10 @@ impl<'a> Simulation<'a> {
         self.compute = self.compute.max(self.now).max(ready);
         self.schedule.ahead().into_iter().for_each(|next| self.fetch(next));
         self.compute = self.compute.saturating_add(time);
+        if self.on_host {
+            // The caller's thread computes.
+            self.now = self.compute;
+        }
         if let Some(slot) = slot {
             let used = self.fetches[layer].iter().map(|fetch| fetch.block);
             used.for_each(|block| self.slots[slot].free[block] = self.compute);

@@ -56,6 +56,10 @@ pub(crate) fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &
         for (layer, &time) in layout.layer_ids().zip(layers) {
             let _guard = streamer.layer(layer)?;
             streamer.compute().occupy(time)?;
+            if plan.compute().is_host() {
+                // Compute on the host is the caller's own.
+                streamer.compute().record(&[])?.wait(DEADLINE)?;
+            }
         }
         streamer.compute().record(&[])?.wait(DEADLINE)
     };
