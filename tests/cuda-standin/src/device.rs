@@ -137,7 +137,11 @@ impl Call<'_> {
             drop(state);
             self.world.shared.nudge();
             tickets.iter().for_each(Ticket::wait);
-            self.state().destroy_context(self, index);
+            let mut state = self.state();
+            // Someone may have retained it meanwhile.
+            if state.devices[index].retained == 0 {
+                state.destroy_context(self, index);
+            }
         }
         self.whole(index)
     }

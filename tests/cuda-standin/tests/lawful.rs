@@ -2,7 +2,9 @@
 
 mod common;
 
-use std::time::Instant;
+use std::ffi::c_void;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
 
 use common::{Cuda, MIB, pattern};
 use cuda_standin::{Config, Link, MemoryMode, session};
@@ -27,6 +29,34 @@ fn a_round_trip_through_pinned_memory_keeps_its_bytes() {
     cuda.unpin(target);
     cuda.destroy(stream);
     cuda.close();
+    standin.report().assert_clean();
+}
+
+/// The last release waits for the work in the context. Whoever retains the context meanwhile keeps it.
+#[test]
+fn a_context_that_is_retained_while_the_last_one_releases_it_stays() {
+    unsafe extern "C" fn wait(gate: *mut c_void) {
+        // SAFETY: the test gives a barrier that outlives the work.
+        unsafe { &*gate.cast::<Barrier>() }.wait();
+    }
+    let standin = session(&Config::with_devices(&[64 * MIB]));
+    let (cuda, gate) = (Cuda::open(0), Barrier::new(2));
+    let stream = cuda.stream();
+    // SAFETY: the barrier outlives the function, which ends before the release does.
+    unsafe { sys::cuLaunchHostFunc(stream, Some(wait), (&raw const gate).cast_mut().cast()) }.result().unwrap();
+    cuda.destroy(stream);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Time for the other thread to be in the release.
+            std::thread::sleep(Duration::from_millis(100));
+            let later = Cuda::open(0);
+            gate.wait();
+            std::thread::sleep(Duration::from_millis(100));
+            later.destroy(later.stream());
+            later.close();
+        });
+        cuda.close();
+    });
     standin.report().assert_clean();
 }
 
