@@ -14,7 +14,7 @@ use cuda_standin::{Config, MemoryMode};
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use support::framework::{Framework, Memory};
 use support::{CPU, DEADLINE, GPU0, Subject, check_pass, layers, llama, mixed};
-use tensor_offload::backend::{Cuda, Device, Storage};
+use tensor_offload::backend::{Cuda, Storage};
 use tensor_offload::load::{TensorAllocator, TensorRequest};
 use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{
@@ -41,7 +41,6 @@ struct Tensor {
 
 /// A framework that allocates on a card with cudarc.
 struct Card {
-    device: Arc<dyn Device>,
     stream: Arc<CudaStream>,
     storage: TensorGrouping,
     /// Which request fails, the first being 1.
@@ -51,10 +50,10 @@ struct Card {
 }
 
 impl Card {
-    fn new(devices: &Registry, stream: &Arc<CudaStream>, storage: TensorGrouping) -> Arc<Card> {
-        let (device, stream) = (devices.device(GPU0).unwrap(), Arc::clone(stream));
+    fn new(stream: &Arc<CudaStream>, storage: TensorGrouping) -> Arc<Card> {
+        let stream = Arc::clone(stream);
         let (fails_at, requests, tensors) = Default::default();
-        Arc::new(Card { device, stream, storage, fails_at, requests, tensors })
+        Arc::new(Card { stream, storage, fails_at, requests, tensors })
     }
 
     fn live(&self) -> Vec<Arc<Tensor>> {
@@ -98,7 +97,7 @@ impl TensorAllocator for Card {
         let keep: Arc<dyn Any + Send + Sync> = tensor;
         // SAFETY: the slice has these bytes at this address as long as the `Arc` lives, and is read only while nothing is
         // written there.
-        unsafe { cuda::storage(&self.device, address, request.bytes, keep) }
+        unsafe { cuda::storage(request.device, address, request.bytes, keep) }
     }
 }
 
@@ -146,7 +145,7 @@ fn cuda_layers_come_into_memory_of_a_framework() {
     {
         let context = CudaContext::new(0).unwrap();
         let devices = registry();
-        let card = Card::new(&devices, &context.new_stream().unwrap(), storage);
+        let card = Card::new(&context.new_stream().unwrap(), storage);
         let plan = plan(&devices, subject, allocation, storage, "nothing");
         let loader = Loader::new(&devices).workers(2).allocator(Arc::clone(&card) as _);
         let model = Arc::new(loader.load(&subject.weights, &plan).unwrap());
@@ -173,7 +172,7 @@ fn cuda_a_framework_that_fails_leaves_nothing_on_the_card() {
     {
         let context = CudaContext::new(0).unwrap();
         let (subject, devices) = (Subject::plain(&llama(2, 32), 97), registry());
-        let card = Card::new(&devices, &context.new_stream().unwrap(), DIVIDED[1]);
+        let card = Card::new(&context.new_stream().unwrap(), DIVIDED[1]);
         let plan = plan(&devices, &subject, "cuda:0,30%;cpu,70%", DIVIDED[1], "nothing");
         let load = || Loader::new(&devices).workers(2).allocator(Arc::clone(&card) as _).load(&subject.weights, &plan);
         drop(load().unwrap());

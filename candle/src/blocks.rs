@@ -5,11 +5,11 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use tensor_offload::checkpoint::Layer;
 use tensor_offload::error::Missing;
-use tensor_offload::{LayerGuard, LayerId, Loader, Model, Plan, Streamer, Weights};
+use tensor_offload::{DeviceId, LayerGuard, LayerId, Loader, Model, Plan, Streamer, Weights};
 
 use crate::error::{Error, Result};
 use crate::weights::LayerWeights;
@@ -44,22 +44,37 @@ impl<B> Streamed<B> {
     /// that layer's weights. It is at the root of the model's names, and what it gives are views: of the type and shape that
     /// the model holds, or it is an error.
     ///
-    /// The model must be in candle's memory, loaded with [`cpu_memory`](crate::cpu_memory).
+    /// The model must be in candle's memory on the CPU, loaded with [`cpu_memory`](crate::cpu_memory).
     ///
     /// # Errors
     /// [`Error::NotOfCandle`]; what `build` returns, with [`Error::Shape`], [`Error::Type`], [`Error::OtherLayer`],
-    /// [`Error::NoTensor`] and [`Error::Unsupported`] if it asks for a tensor that is not there like that; as [`Streamer::new`].
+    /// [`Error::NoTensor`] and [`Error::Unsupported`] if it asks for a tensor that is not there like that;
+    /// [`Error::OtherDevice`] if the model computes elsewhere; as [`Streamer::new`].
     pub fn new(
         model: &Arc<Model>,
         build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
-        Streamed::from_streamer(Streamer::new(model)?, build)
+        Streamed::on(model, &Device::Cpu, build)
     }
 
-    /// As [`new`](Streamed::new), with a streamer that has its own settings.
+    /// As [`new`](Streamed::new), for a model that is in the memory of any device of candle's. On a CUDA device it is loaded
+    /// with `cuda_memory` (the feature `cuda`), and the weights are there for what candle queues on the device's stream between
+    /// [`layer_named`](Streamed::layer_named) and the end of the turn.
     ///
     /// # Errors
-    /// As [`new`](Streamed::new).
+    /// As [`new`](Streamed::new); [`Error::PerThreadStream`].
+    pub fn on(
+        model: &Arc<Model>,
+        device: &Device,
+        build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        Streamed::from_streamer(streamer(model, device)?, build)
+    }
+
+    /// As [`on`](Streamed::on), with a streamer that has its own settings. On a CUDA device it computes on candle's stream.
+    ///
+    /// # Errors
+    /// As [`on`](Streamed::on); [`Error::OtherStream`] if the streamer computes on another stream.
     pub fn from_streamer(
         mut streamer: Streamer,
         mut build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
@@ -73,6 +88,8 @@ impl<B> Streamed<B> {
             };
             let built = |slot: Option<usize>| -> Result<(Option<usize>, Built<B>)> {
                 let weights = LayerWeights::new(&streamer, layer, slot)?;
+                #[cfg(feature = "cuda")]
+                weights.tensors().try_for_each(|tensor| crate::cuda::check_order(&streamer, tensor))?;
                 // What stays where it is holds its values already, so a copy of it is right.
                 let unchecked = slot.map(|_| weights.tensors().cloned().collect());
                 Ok((slot, Built { block: build(layer, weights.builder())?, unchecked }))
@@ -96,7 +113,7 @@ impl<B> Streamed<B> {
     /// of resident weights may have copied them.
     ///
     /// # Errors
-    /// As [`Loader::refill`] and [`new`](Streamed::new). The blocks are gone then, and so is the model unless someone else
+    /// As [`Loader::refill`] and [`on`](Streamed::on). The blocks are gone then, and so is the model unless someone else
     /// holds it.
     pub fn refill(
         self,
@@ -105,9 +122,10 @@ impl<B> Streamed<B> {
         plan: &Plan,
         build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
-        let model = Arc::clone(self.model());
+        let (model, compute) = (Arc::clone(self.model()), Arc::clone(self.streamer.compute()));
         drop(self);
-        Streamed::new(&Arc::new(loader.refill(model, weights, plan)?), build)
+        let model = Arc::new(loader.refill(model, weights, plan)?);
+        Streamed::from_streamer(Streamer::on(&model, compute)?, build)
     }
 
     /// The block of the layer `name` (`model.layers.7`), over weights that have arrived. Drop it before you ask for the next
@@ -146,6 +164,18 @@ impl<B> Streamed<B> {
     /// Drops the blocks and returns the stream of their weights.
     pub fn into_streamer(self) -> Streamer {
         self.streamer
+    }
+}
+
+/// A streamer whose compute is candle's on this device.
+fn streamer(model: &Arc<Model>, device: &Device) -> Result<Streamer> {
+    let computes = model.residency().device().id();
+    match device {
+        Device::Cpu if computes.is_host() => Ok(Streamer::new(model)?),
+        Device::Cpu => Err(Error::OtherDevice { device: DeviceId::CPU, computes }),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => Ok(Streamer::on(model, crate::cuda::compute(model, cuda)?)?),
+        _ => Err(Error::NotCuda),
     }
 }
 

@@ -13,6 +13,7 @@ use tensor_offload::plan::TensorGrouping;
 use tensor_offload::{DType, DeviceId, Error, Result};
 
 use crate::dtype;
+use crate::error::invalid;
 
 /// The alignment of a tensor's first byte. A large `Vec` begins 16 bytes into a page, and reading a file there takes
 /// several times as long as reading it to an aligned address.
@@ -81,7 +82,7 @@ impl CpuTensor {
             DType::F8E4M3 => aligned(bytes, float8::F8E4M3::from_bits(byte)),
             other => return Err(Error::Invalid { reason: format!("candle has no tensors of {other} on the CPU") }),
         };
-        Ok(CpuTensor { tensor: tensor.map_err(invalid)?, bytes })
+        Ok(CpuTensor { tensor: tensor.map_err(|error| invalid(&error))?, bytes })
     }
 
     /// The memory as a tensor of one dimension.
@@ -128,14 +129,9 @@ unsafe impl SharedMemory for CpuTensor {
 
     fn write(&self, work: &mut dyn FnMut(NonNull<u8>)) -> Result<()> {
         let write = Write { bytes: self.bytes, work: RefCell::new(work), done: Cell::new(false) };
-        self.tensor.inplace_op1(&write).map_err(invalid)?;
+        self.tensor.inplace_op1(&write).map_err(|error| invalid(&error))?;
         if write.done.get() { Ok(()) } else { Err(gone()) }
     }
-}
-
-/// The library's error for one of candle's.
-fn invalid(error: candle_core::Error) -> Error {
-    Error::Invalid { reason: error.to_string() }
 }
 
 fn gone() -> Error {

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use candle_core::{DType, Shape};
+use tensor_offload::DeviceId;
 
 /// The result of this crate's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -21,6 +22,27 @@ pub enum Error {
     NotOfCandle {
         /// The first tensor whose memory is not.
         tensor: String,
+    },
+    /// Candle's device is no CUDA device.
+    NotCuda,
+    /// Candle's device works on the per-thread default stream, which is another one in every thread, so its work has no
+    /// order with the library's. `Device::new_cuda_with_stream` opens one that has a stream of its own.
+    PerThreadStream {
+        /// The device.
+        device: DeviceId,
+    },
+    /// The model computes on another device than candle is to.
+    OtherDevice {
+        /// Candle's device.
+        device: DeviceId,
+        /// The compute device of the model's plan.
+        computes: DeviceId,
+    },
+    /// The streamer computes on another stream than candle does, so that candle would not wait for the weights. Make it with
+    /// [`Streamed::on`](crate::Streamed::on), or with `Streamer::on` and candle's stream.
+    OtherStream {
+        /// The device.
+        device: DeviceId,
     },
     /// No layer has a tensor of this name.
     NoTensor {
@@ -80,6 +102,20 @@ impl fmt::Display for Error {
             Error::NotOfCandle { tensor } => {
                 write!(f, "tensor `{tensor}` is not in candle's memory; load the model with an allocator of this crate")
             }
+            Error::NotCuda => f.write_str("candle's device is not a CUDA device"),
+            Error::PerThreadStream { device } => write!(
+                f,
+                "candle works on the per-thread default stream of {device}, with which no order can be had; open the device \
+                 with `Device::new_cuda_with_stream`"
+            ),
+            Error::OtherDevice { device, computes } => {
+                write!(f, "the model computes on {computes}, and candle on {device}")
+            }
+            Error::OtherStream { device } => write!(
+                f,
+                "candle computes on another stream of {device} than the streamer, and would not wait for the weights; give \
+                 `Streamed::on` candle's device"
+            ),
             Error::NoTensor { tensor } => write!(f, "the model has no tensor `{tensor}`"),
             Error::OtherLayer { tensor, of, layer } => {
                 write!(f, "tensor `{tensor}` is of layer `{of}`; the block is of `{layer}` and has its weights alone")
@@ -131,5 +167,13 @@ impl From<Error> for candle_core::Error {
             Error::Candle(error) => error,
             other => candle_core::Error::wrap(other),
         }
+    }
+}
+
+/// The library's error for one of candle's, in one line: without the backtrace that candle takes along.
+pub(crate) fn invalid(error: &candle_core::Error) -> tensor_offload::Error {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => invalid(inner),
+        other => tensor_offload::Error::Invalid { reason: other.to_string() },
     }
 }

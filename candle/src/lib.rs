@@ -37,6 +37,8 @@
 
 mod blocks;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod dtype;
 mod error;
 mod views;
@@ -44,6 +46,8 @@ mod weights;
 
 pub use blocks::{Block, Output, Streamed};
 pub use cpu::cpu_memory;
+#[cfg(feature = "cuda")]
+pub use cuda::cuda_memory;
 pub use error::{Error, Result};
 
 /// The example of the guide, compiled and run with the documentation tests.

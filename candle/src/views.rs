@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 /// A tensor of the library at a byte range of an allocation that is candle's.
 pub(crate) fn view(info: &TensorInfo, block: &MemoryBlock, range: &Range<usize>) -> Result<Tensor> {
     let not_of_candle = || Error::NotOfCandle { tensor: info.name.clone() };
-    let whole = block.downcast::<CpuTensor>().ok_or_else(not_of_candle)?.tensor();
+    let whole = whole(block).ok_or_else(not_of_candle)?;
     let size = whole.dtype().size_in_bytes();
     let dims = dims(info);
     let count: usize = dims.iter().product();
@@ -22,6 +22,14 @@ pub(crate) fn view(info: &TensorInfo, block: &MemoryBlock, range: &Range<usize>)
         return Err(not_of_candle());
     }
     Ok(whole.narrow(0, range.start / size, count)?.reshape(dims)?)
+}
+
+/// Candle's tensor that an allocation is, of one dimension; `None` if it is none of candle's.
+fn whole(block: &MemoryBlock) -> Option<&Tensor> {
+    let on_cpu = block.downcast::<CpuTensor>().map(CpuTensor::tensor);
+    #[cfg(feature = "cuda")]
+    let on_cpu = on_cpu.or_else(|| crate::cuda::tensor(block));
+    on_cpu
 }
 
 /// A tensor without elements, which has no memory.

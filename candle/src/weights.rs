@@ -28,17 +28,21 @@ impl LayerWeights {
         let modules = layer.modules.iter().filter_map(|&module| layout.module(module));
         let infos = modules.flat_map(|module| &module.tensors).filter_map(|&tensor| layout.tensor(tensor));
         let infos = infos.filter(|info| dtype::of(info.dtype).is_some());
+        let (empty, infos): (Vec<&TensorInfo>, Vec<&TensorInfo>) = infos.partition(|info| info.bytes == 0);
         let tensor = |info: &TensorInfo| Ok((info.name.clone(), tensor(streamer, info, slot)?));
-        let tensors = infos.map(tensor).collect::<Result<_>>()?;
+        let mut tensors = infos.into_iter().map(tensor).collect::<Result<HashMap<_, _>>>()?;
+        let device = largest(&tensors).map_or(Device::Cpu, |tensor| tensor.device().clone());
+        for info in empty {
+            tensors.insert(info.name.clone(), views::empty(info, &device)?);
+        }
         Ok(LayerWeights { layer: layer.id, tensors, model: Arc::clone(&model) })
     }
 
     /// A builder of candle's for these weights, at the root of the model's names. Its element type and device are those of the
     /// largest tensor.
     pub(crate) fn builder(self) -> VarBuilder<'static> {
-        let largest = self.tensors.values().max_by_key(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes());
-        let (dtype, device) =
-            largest.map_or((DType::F32, Device::Cpu), |tensor| (tensor.dtype(), tensor.device().clone()));
+        let of = |tensor: &Tensor| (tensor.dtype(), tensor.device().clone());
+        let (dtype, device) = largest(&self.tensors).map_or((DType::F32, Device::Cpu), of);
         VarBuilder::from_backend(Box::new(self), dtype, device)
     }
 
@@ -61,11 +65,13 @@ impl LayerWeights {
     }
 }
 
+/// The tensor with the most bytes.
+fn largest(tensors: &HashMap<String, Tensor>) -> Option<&Tensor> {
+    tensors.values().max_by_key(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes())
+}
+
 /// A tensor in a slot, or where it lives if it is not streamed.
 fn tensor(streamer: &Streamer, info: &TensorInfo, slot: Option<usize>) -> Result<Tensor> {
-    if info.bytes == 0 {
-        return views::empty(info, &Device::Cpu);
-    }
     if let Some(place) = slot.and_then(|slot| streamer.in_slot(slot, &info.name)) {
         return views::view(info, place.block(), &place.byte_range());
     }

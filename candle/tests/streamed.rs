@@ -1,10 +1,7 @@
 //! Networks over streamed weights compute, bit for bit, what they compute over candle's own loading: for any allocation, donor,
 //! depth and order, with an adapter, and after its strength was changed.
 
-#[path = "../examples/support/flux.rs"]
-mod flux;
-#[path = "../examples/support/llama.rs"]
-mod llama;
+mod support;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,147 +10,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use proptest::prelude::*;
+use support::{Network, Part, at_strength, candles_own, data, tiny_llama};
 use tensor_offload::backend::{Clock, Storage};
 use tensor_offload::checkpoint::Layer;
 use tensor_offload::load::{TensorAllocator, TensorRequest};
 use tensor_offload::plan::{TensorGrouping, Unit};
 use tensor_offload::{
-    Adapter, Checkpoint, DeviceId, Loader, Machine, Matching, Model, ModelCache, Order, Planner, Registry, Retention,
-    TensorId, Weights,
+    Checkpoint, DeviceId, Loader, Machine, Model, ModelCache, Order, Planner, Registry, Retention, Weights,
 };
 use tensor_offload_candle::{Error, Streamed, cpu_memory};
 
 const CPU: DeviceId = DeviceId::CPU;
-
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
-}
-
-fn tiny_llama() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/tiny-llama")
-}
-
-fn tiny_lora() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/tiny-llama-lora")
-}
 
 /// A machine whose host computes, with a disk and a card that only keep weights.
 fn devices() -> Registry {
     let texts = ["cpu=1gb", "disk=1gb", "cuda:0=64mb"];
     let devices: Vec<_> = texts.iter().map(|text| text.parse().unwrap()).collect();
     Registry::described(Machine::described(&devices), Clock::Wall)
-}
-
-/// All merged weights, written by the library and loaded by candle.
-fn candles_own(weights: &Weights) -> VarBuilder<'static> {
-    let layout = weights.layout();
-    let tensor = |id: TensorId| {
-        let info = layout.tensor(id).unwrap();
-        let mut bytes = vec![0; info.bytes as usize];
-        weights.read(id, &mut bytes).unwrap();
-        let shape: Vec<usize> = info.shape.iter().map(|&dim| dim as usize).collect();
-        let dtype = match info.dtype {
-            tensor_offload::DType::F32 => DType::F32,
-            tensor_offload::DType::BF16 => DType::BF16,
-            other => panic!("{other}"),
-        };
-        (info.name.clone(), Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu).unwrap())
-    };
-    let tensors: std::collections::HashMap<_, _> = layout.tensor_ids().map(tensor).collect();
-    let dtype = tensors.values().next().unwrap().dtype();
-    VarBuilder::from_tensors(tensors, dtype, &Device::Cpu)
-}
-
-/// A network to run over some weights, one way or the other.
-#[derive(Clone)]
-enum Network {
-    Llama(llama::Config),
-    Flux(flux::Config, flux::Inputs, Tensor),
-}
-
-enum Part {
-    Llama(llama::Part),
-    Flux(flux::Part),
-}
-
-impl Network {
-    fn llama(folder: &Path) -> Network {
-        let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
-        Network::Llama(llama::Config::parse(&config).unwrap())
-    }
-
-    fn flux(folder: &Path) -> Network {
-        let config: flux::Config =
-            serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
-        let given = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
-        // The weights are of bf16.
-        let of = |name: &str| given[name].to_dtype(DType::BF16).unwrap();
-        let inputs = flux::Inputs {
-            txt: of("txt"),
-            txt_ids: given["txt_ids"].clone(),
-            img_ids: given["img_ids"].clone(),
-            timesteps: given["timesteps"].clone(),
-            y: of("y"),
-            guidance: given.get("guidance").cloned(),
-        };
-        Network::Flux(config, inputs, of("img"))
-    }
-
-    fn part(&self, name: &str, vb: VarBuilder<'_>) -> Result<Part> {
-        Ok(match self {
-            Network::Llama(config) => Part::Llama(llama::Part::new(config, name, vb)?),
-            Network::Flux(config, ..) => Part::Flux(flux::Part::new(config, name, vb)?),
-        })
-    }
-
-    /// A few passes; their outputs as bits.
-    fn run(&self, mut turn: impl FnMut(&str, &mut dyn FnMut(&Part) -> Result<Tensor>) -> Result<Tensor>) -> Vec<u32> {
-        let mut outputs = Vec::new();
-        match self {
-            Network::Llama(config) => {
-                let mut state = llama::State::new(config, &Device::Cpu).unwrap();
-                for ids in [&[1_u32, 7, 3, 12][..], &[5], &[9]] {
-                    let mut x = Tensor::new(ids, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
-                    for step in config.steps() {
-                        x = turn(&step.layer, &mut |part| match part {
-                            Part::Llama(part) => part.forward(&x, &mut state),
-                            Part::Flux(_) => unreachable!(),
-                        })
-                        .unwrap();
-                    }
-                    outputs.push(x);
-                }
-            }
-            Network::Flux(config, inputs, img) => {
-                for _ in 0..2 {
-                    let mut state = flux::State::new(config, inputs).unwrap();
-                    let mut x = img.clone();
-                    for step in config.steps() {
-                        x = turn(&step.layer, &mut |part| match part {
-                            Part::Flux(part) => part.forward(&x, &mut state),
-                            Part::Llama(_) => unreachable!(),
-                        })
-                        .unwrap();
-                    }
-                    outputs.push(x);
-                }
-            }
-        }
-        let bits = |output: &Tensor| {
-            let values = output.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-        };
-        outputs.iter().flat_map(bits).collect()
-    }
-
-    fn resident(&self, vb: &VarBuilder<'_>) -> Vec<u32> {
-        self.run(|layer, forward| forward(&self.part(layer, vb.clone())?))
-    }
-
-    fn streamed(&self, model: &Arc<Model>) -> Vec<u32> {
-        let mut blocks = Streamed::new(model, |layer, vb| self.part(&layer.name, vb)).unwrap();
-        self.run(|layer, forward| Ok(blocks.layer_named(layer)?.run(|part| forward(part))?))
-    }
 }
 
 #[derive(Clone, Debug)]
@@ -195,11 +68,6 @@ impl Setting {
     }
 }
 
-fn at_strength(checkpoint: &Checkpoint, strength: f32) -> Weights {
-    let adapter = Adapter::open(tiny_lora(), strength).unwrap();
-    Weights::patched(checkpoint.clone(), vec![adapter], Matching::Strict).unwrap()
-}
-
 /// One drawn setting for one network: equal, and the ledger holds what the plan says.
 fn check(network: &Network, weights: &Weights, setting: &Setting) {
     let devices = devices();
@@ -208,7 +76,7 @@ fn check(network: &Network, weights: &Weights, setting: &Setting) {
     let host = devices.device(CPU).unwrap();
     let planned = plan.device(CPU).map_or(0, |share| share.weights.bytes + share.beside.slots);
     assert_eq!(host.ledger().charged(), planned);
-    let equal = network.streamed(&model) == network.resident(&candles_own(weights));
+    let equal = network.streamed(&model) == network.resident(&candles_own(weights, &Device::Cpu));
     assert!(equal, "{setting:?}");
     drop(model);
     assert_eq!(host.ledger().charged(), 0);
@@ -221,30 +89,30 @@ proptest! {
     fn a_llama_is_equal_for_all_settings(setting in settings(), tied in any::<bool>()) {
         let folder = if tied { data("llama/tied") } else { tiny_llama() };
         let weights = Weights::new(Checkpoint::open(folder.join("model.safetensors")).unwrap());
-        check(&Network::llama(&folder), &weights, &setting);
+        check(&Network::llama(&folder, &Device::Cpu), &weights, &setting);
     }
 
     #[test]
     fn a_flux_is_equal_for_all_settings(setting in settings(), guided in any::<bool>()) {
         let folder = data(if guided { "flux/guided" } else { "flux/plain" });
         let weights = Weights::new(Checkpoint::open(folder.join("model.safetensors")).unwrap());
-        check(&Network::flux(&folder), &weights, &setting);
+        check(&Network::flux(&folder, &Device::Cpu), &weights, &setting);
     }
 
     /// A strength that is changed gives another model, which shares what did not change.
     #[test]
     fn an_adapter_is_merged_and_its_strength_changed(setting in settings()) {
-        let (network, devices) = (Network::llama(&tiny_llama()), devices());
+        let (network, devices) = (Network::llama(&tiny_llama(), &Device::Cpu), devices());
         let checkpoint = Checkpoint::open(tiny_llama()).unwrap();
         let (weak, strong) = (at_strength(&checkpoint, 0.5), at_strength(&checkpoint, -1.25));
         let plan = setting.plan(&weak, &devices);
         let loader = Loader::new(&devices).allocator(cpu_memory());
         let first = Arc::new(loader.load(&weak, &plan).unwrap());
-        let (one, other) = (network.streamed(&first), network.resident(&candles_own(&weak)));
+        let (one, other) = (network.streamed(&first), network.resident(&candles_own(&weak, &Device::Cpu)));
         prop_assert!(one == other);
         let second = Arc::new(loader.derive(&first, &strong, &plan).unwrap());
         drop(first);
-        let (changed, wanted) = (network.streamed(&second), network.resident(&candles_own(&strong)));
+        let (changed, wanted) = (network.streamed(&second), network.resident(&candles_own(&strong, &Device::Cpu)));
         prop_assert!(changed == wanted && changed != one);
     }
 }
@@ -252,7 +120,7 @@ proptest! {
 /// A strength that is changed in place takes no more memory, unless someone else holds the model.
 #[test]
 fn a_changed_strength_is_written_over_the_old_weights() {
-    let network = Network::llama(&tiny_llama());
+    let network = Network::llama(&tiny_llama(), &Device::Cpu);
     let checkpoint = Checkpoint::open(tiny_llama()).unwrap();
     let (weak, strong) = (at_strength(&checkpoint, 0.5), at_strength(&checkpoint, -1.25));
     for (allocation, held) in [("cpu,50%;disk,*", false), ("cpu,*", false), ("disk,*", false), ("cpu,50%;disk,*", true)]
@@ -271,9 +139,9 @@ fn a_changed_strength_is_written_over_the_old_weights() {
         };
         let level = || devices.device(CPU).unwrap().ledger().charged();
         let (taken, allocated) = (level(), counting.1.load(Ordering::Relaxed));
-        assert!(run(&mut blocks) == network.resident(&candles_own(&weak)), "{allocation}");
+        assert!(run(&mut blocks) == network.resident(&candles_own(&weak, &Device::Cpu)), "{allocation}");
         let mut blocks = blocks.refill(&loader, &strong, &plan, build).unwrap();
-        assert!(run(&mut blocks) == network.resident(&candles_own(&strong)), "{allocation}");
+        assert!(run(&mut blocks) == network.resident(&candles_own(&strong, &Device::Cpu)), "{allocation}");
         assert_eq!((level() > taken, counting.1.load(Ordering::Relaxed) > allocated), (held, held), "{allocation}");
         drop((blocks, other));
         assert_eq!(level(), 0);
@@ -407,7 +275,7 @@ impl TensorAllocator for Counting {
 #[test]
 fn nothing_is_allocated_after_the_load() {
     let counting = Arc::new(Counting(cpu_memory(), AtomicUsize::new(0)));
-    let network = Network::llama(&tiny_llama());
+    let network = Network::llama(&tiny_llama(), &Device::Cpu);
     let model = load(&tiny_llama(), "cpu,40%;disk,*", Arc::clone(&counting) as Arc<dyn TensorAllocator>);
     let loaded = counting.1.load(Ordering::Relaxed);
     let mut blocks = Streamed::new(&model, |layer, vb| network.part(&layer.name, vb)).unwrap();

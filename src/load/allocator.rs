@@ -38,9 +38,11 @@ pub trait TensorAllocator: Send + Sync {
 }
 
 /// Memory that a [`TensorAllocator`] is asked for.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[non_exhaustive]
 pub struct TensorRequest<'a> {
+    /// The device whose memory it is.
+    pub device: &'a Arc<dyn Device>,
     /// The type of all elements.
     pub dtype: DType,
     /// The size in bytes, not zero.
@@ -106,7 +108,7 @@ impl Allocators {
     /// Allocates the bytes of a charge for tensors of one type, from the device's allocator if there is one.
     pub(super) fn alloc(
         &self,
-        device: &dyn Device,
+        device: &Arc<dyn Device>,
         charge: Charge,
         (dtype, tensor): (Option<DType>, Option<&str>),
         kind: MemoryKind,
@@ -118,9 +120,9 @@ impl Allocators {
         else {
             return device.back(charge, kind, near);
         };
-        let request = TensorRequest { dtype, bytes: charge.bytes() as usize, tensor };
+        let request = TensorRequest { device, dtype, bytes: charge.bytes() as usize, tensor };
         let storage = allocator.allocate(&request)?;
-        if let Err(error) = request.check(&*storage, device.id()) {
+        if let Err(error) = request.check(&*storage) {
             storage.free(charge);
             return Err(error);
         }
@@ -130,15 +132,23 @@ impl Allocators {
 
 impl TensorRequest<'_> {
     /// Checks memory that was allocated for the request, as far as it can be told.
-    fn check(&self, storage: &dyn Storage, device: DeviceId) -> Result<()> {
+    fn check(&self, storage: &dyn Storage) -> Result<()> {
         let (tensor, needed, given) = (self.tensor.map(str::to_owned), self.bytes as u64, storage.bytes() as u64);
         if given < needed {
             return Err(Error::WrongSize { what: Measured::Allocation { tensor }, needed, given });
         }
-        if device.is_host() && storage.host().is_none() && storage.shared().is_none() {
+        if self.device.id().is_host() && storage.host().is_none() && storage.shared().is_none() {
             return Err(Mismatch::NotOnHost { tensor }.into());
         }
         Ok(())
+    }
+}
+
+impl fmt::Debug for TensorRequest<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TensorRequest { device, dtype, bytes, tensor } = self;
+        let mut debug = f.debug_struct("TensorRequest");
+        debug.field("device", &device.id()).field("dtype", dtype).field("bytes", bytes).field("tensor", tensor).finish()
     }
 }
 

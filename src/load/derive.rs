@@ -152,7 +152,7 @@ impl PreparedDemotion {
         let base = std::mem::replace(entry, model);
         let device = Arc::clone(base.residency().device());
         let wanted = Wanted {
-            device: &*device,
+            device: &device,
             allocators: entry.allocators().clone(),
             blocks: plan.slot_blocks(entry.layout()),
         };
@@ -171,7 +171,7 @@ impl PreparedDemotion {
 
 /// Slots to allocate outside a reservation.
 struct Wanted<'a> {
-    device: &'a dyn Device,
+    device: &'a Arc<dyn Device>,
     allocators: Allocators,
     blocks: SlotBlocks,
 }

@@ -240,7 +240,7 @@ impl Reservation {
     /// As [`alloc`](Reservation::alloc), for a block of a slot: from the compute device's allocator, if it has one.
     fn alloc_block(&mut self, dtype: Option<DType>, bytes: u64) -> Result<BufMut> {
         let (device, charge) = self.split(self.compute, bytes)?;
-        self.allocators.alloc(&*device, charge, (dtype, None), MemoryKind::Arena, Some(self.compute))
+        self.allocators.alloc(&device, charge, (dtype, None), MemoryKind::Arena, Some(self.compute))
     }
 
     /// Splits off a part of the reservation on `id`.

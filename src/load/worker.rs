@@ -223,7 +223,7 @@ impl<'a> Job<'a> {
                         let what = info.map(|info| (info.dtype, info.name.as_str())).unzip();
                         // A framework may take its time, or take part of the reservation itself.
                         let (device, charge) = lock(reservation).split(device, bytes)?;
-                        self.loader.allocators.alloc(&*device, charge, what, kind, Some(self.plan.compute()))?
+                        self.loader.allocators.alloc(&device, charge, what, kind, Some(self.plan.compute()))?
                     }
                 };
                 match self.streams.get(&device) {
