@@ -8,6 +8,8 @@
 mod adapters;
 #[path = "../../examples/support/casts.rs"]
 mod casts;
+#[path = "support/compute.rs"]
+mod compute;
 #[path = "support/generate.rs"]
 mod generate;
 #[path = "support/llama.rs"]
@@ -23,6 +25,7 @@ use std::process::{Command, ExitCode, Stdio};
 use adapters::AdapterOptions;
 use clap::Parser;
 use clap::error::ErrorKind;
+use compute::Compute;
 use generate::Chat;
 use serde_json::{Value, json};
 use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry};
@@ -46,9 +49,14 @@ struct Args {
     prompt: String,
     #[command(flatten)]
     adapters: AdapterOptions,
-    /// Which device keeps how much: `cpu,40%;disk,*` computes with 40 % of the weights in memory
-    #[arg(long, value_name = "ALLOCATION", default_value = "cpu,40%;disk,*")]
-    alloc: String,
+    /// Which device keeps how much [default: `cpu,40%;disk,*`, which computes with 40 % of the weights in memory; on a card
+    /// `cuda:0,40%;cpu,*`]
+    #[arg(long, value_name = "ALLOCATION")]
+    alloc: Option<String>,
+    /// The device that computes: cpu, or a card if the program was built with the feature cuda
+    /// [default: the first card, or else cpu]
+    #[arg(long, value_name = "DEVICE")]
+    compute: Option<DeviceId>,
     /// How many layers are fetched ahead
     #[arg(long, value_name = "LAYERS", default_value_t = 2)]
     depth: usize,
@@ -120,8 +128,10 @@ impl Args {
         let mut ends = generate::ends(&text)?;
         ends.extend(chat.as_ref().and_then(Chat::end));
         let weights = self.adapters.apply_to(Checkpoint::open(folder)?)?;
-        let (allocation, tokens) = (self.alloc.clone(), usize::from(self.tokens));
-        Ok((Job { config, weights, allocation, depth: self.depth, prompt, ends, tokens }, chat))
+        let compute = Compute::open(self.compute, &Registry::system())?;
+        let allocation = self.alloc.clone().unwrap_or_else(|| compute.allocation());
+        let tokens = usize::from(self.tokens);
+        Ok((Job { compute, config, weights, allocation, depth: self.depth, prompt, ends, tokens }, chat))
     }
 
     /// Runs all ways, and reports.
@@ -138,7 +148,7 @@ impl Args {
             Some(chat) => chat.text(&streamed.tokens)?,
             None => streamed.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
         };
-        let planned = plan.device(DeviceId::CPU).map_or(0, |share| share.weights.bytes + share.beside.slots);
+        let planned = plan.device(job.compute.id).map_or(0, |share| share.weights.bytes + share.beside.slots);
         if self.json {
             println!("{}", report(&text, planned, equal, [&streamed, &resident, &to_device]));
         } else {

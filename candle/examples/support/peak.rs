@@ -8,8 +8,9 @@ use std::time::Duration;
 /// How often the system is asked.
 const EVERY: Duration = Duration::from_millis(1);
 
-/// Watches the process's memory until it is asked for the peak. Pages of files, which the system can drop, do not count.
+/// Watches how much memory is taken until it is asked for the peak.
 pub(crate) struct Peak {
+    used: Box<dyn Fn() -> Option<u64>>,
     before: Option<u64>,
     most: Arc<AtomicU64>,
     done: Arc<AtomicBool>,
@@ -18,23 +19,26 @@ pub(crate) struct Peak {
 
 impl Peak {
     /// Begins now; what the process has already does not count.
-    pub(crate) fn watch() -> Peak {
-        let (before, most, done) = (anonymous(), Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+    ///
+    /// `used` tells how many bytes are taken now; `None` where the system does not tell.
+    pub(crate) fn watch(used: impl Fn() -> Option<u64> + Clone + Send + 'static) -> Peak {
+        let (before, most, done) = (used(), Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let (shared, stop) = (Arc::clone(&most), Arc::clone(&done));
+        let watched = used.clone();
         let watch = move || {
             while !stop.load(Ordering::Relaxed) {
-                shared.fetch_max(anonymous().unwrap_or(0), Ordering::Relaxed);
+                shared.fetch_max(watched().unwrap_or(0), Ordering::Relaxed);
                 std::thread::sleep(EVERY);
             }
         };
         let thread = before.map(|_| std::thread::spawn(watch));
-        Peak { before, most, done, thread }
+        Peak { used: Box::new(used), before, most, done, thread }
     }
 
     /// The most bytes since then; `None` where the system does not tell.
     pub(crate) fn bytes(mut self) -> Option<u64> {
         self.stop();
-        let now = anonymous()?;
+        let now = (self.used)()?;
         Some(self.most.load(Ordering::Relaxed).max(now).saturating_sub(self.before?))
     }
 
@@ -53,8 +57,8 @@ impl Drop for Peak {
     }
 }
 
-/// The process's memory that is not of files, in bytes: `RssAnon` of Linux.
-fn anonymous() -> Option<u64> {
+/// The process's memory without pages of files, which the system can drop, in bytes: `RssAnon` of Linux.
+pub(crate) fn anonymous() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
     line.trim().trim_end_matches("kB").trim_end().parse::<u64>().ok()?.checked_mul(1024)

@@ -12,13 +12,12 @@ use candle_nn::VarBuilder;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use tensor_offload::checkpoint::{Layer, TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::plan::TensorGrouping;
-use tensor_offload::{Checkpoint, DeviceId, Loader, Plan, Planner, Registry, TensorId, Use, Weights};
-use tensor_offload_candle::{Streamed, cpu_memory};
+use tensor_offload::{Checkpoint, Loader, Plan, Planner, Registry, TensorId, Use, Weights};
+use tensor_offload_candle::Streamed;
 
+use super::compute::Compute;
 use super::generate;
 use super::llama::{Config, Part, State};
-use super::peak::Peak;
 
 /// How the weights come to the compute device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -30,6 +29,7 @@ pub(crate) enum Way {
 
 /// What all ways run.
 pub(crate) struct Job {
+    pub(crate) compute: Compute,
     pub(crate) config: Config,
     pub(crate) weights: Weights,
     pub(crate) allocation: String,
@@ -66,20 +66,20 @@ impl Job {
     /// The plan of the streamed weights.
     pub(crate) fn plan(&self, devices: &Registry) -> tensor_offload::Result<Plan> {
         Planner::new(self.weights.layout(), devices.machine())
-            .compute(DeviceId::CPU)
+            .compute(self.compute.id)
             .allocation(self.allocation.parse()?)
             .depth(self.depth)
-            .grouping(TensorGrouping::PerTensor)
+            .grouping(self.compute.grouping())
             .plan()
     }
 
     fn streamed(&self) -> Result<Run> {
-        let peak = Peak::watch();
+        let peak = self.compute.watch();
         let devices = Registry::system();
         let plan = self.plan(&devices).map_err(Error::wrap)?;
-        let loader = Loader::new(&devices).allocator(cpu_memory());
+        let loader = Loader::new(&devices).allocator(self.compute.memory()?);
         let model = Arc::new(loader.load(&self.weights, &plan).map_err(Error::wrap)?);
-        let mut blocks = Streamed::new(&model, |layer, vb| Part::new(&self.config, &layer.name, vb))?;
+        let mut blocks = Streamed::on(&model, self.device(), |layer, vb| Part::new(&self.config, &layer.name, vb))?;
         let mut run =
             self.generate(|layer, state, x| Ok(blocks.layer_named(layer)?.run(|part| part.forward(x, state))?))?;
         run.peak_bytes = peak.bytes();
@@ -94,8 +94,8 @@ impl Job {
     }
 
     fn resident(&self) -> Result<Run> {
-        let peak = Peak::watch();
-        let tensors = read(&self.weights, self.weights.layout().tensor_ids())?;
+        let peak = self.compute.watch();
+        let tensors = self.read(&self.weights, self.weights.layout().tensor_ids())?;
         let parts = self.config.steps().map(|step| Ok((step.layer.clone(), self.part(&step.layer, tensors.clone())?)));
         let parts: HashMap<String, Part> = parts.collect::<Result<_>>()?;
         let mut run = self.generate(|layer, state, x| parts[layer].forward(x, state))?;
@@ -105,7 +105,7 @@ impl Job {
 
     fn to_device(&self) -> Result<Run> {
         let merged = Merged::new(&self.weights)?;
-        let peak = Peak::watch();
+        let peak = self.compute.watch();
         let devices = Registry::system();
         let plan = self.plan(&devices).map_err(Error::wrap)?;
         let layout = self.weights.layout();
@@ -115,7 +115,7 @@ impl Job {
         };
         let of_layer = |layer: &Layer| -> Result<Part> {
             let tensors = layout.modules_in(layer.id).flat_map(|module| module.tensors.clone());
-            self.part(&layer.name, read(&merged.weights, tensors)?)
+            self.part(&layer.name, self.read(&merged.weights, tensors)?)
         };
         let kept = layout.layers().iter().filter(stays).map(|layer| Ok((layer.name.as_str(), of_layer(layer)?)));
         let kept: HashMap<&str, Part> = kept.collect::<Result<_>>()?;
@@ -131,12 +131,34 @@ impl Job {
     fn part(&self, layer: &str, tensors: HashMap<String, Tensor>) -> Result<Part> {
         let largest = tensors.values().max_by_key(|tensor| tensor.elem_count());
         let dtype = largest.map_or(DType::F32, Tensor::dtype);
-        Part::new(&self.config, layer, VarBuilder::from_tensors(tensors, dtype, &Device::Cpu))
+        Part::new(&self.config, layer, VarBuilder::from_tensors(tensors, dtype, self.device()))
+    }
+
+    /// Tensors of a checkpoint in memory of candle's, merged.
+    fn read(&self, weights: &Weights, tensors: impl IntoIterator<Item = TensorId>) -> Result<HashMap<String, Tensor>> {
+        let tensor = |id: TensorId| {
+            let info = weights.layout().tensor(id).ok_or_else(|| Error::msg("a tensor of another layout"))?;
+            let dtype = match info.dtype {
+                tensor_offload::DType::F32 => DType::F32,
+                tensor_offload::DType::BF16 => DType::BF16,
+                tensor_offload::DType::F16 => DType::F16,
+                other => candle_core::bail!("tensor `{}` holds {other}; cast it with --cast F32", info.name),
+            };
+            let mut bytes = vec![0; info.bytes as usize];
+            weights.read(id, &mut bytes).map_err(Error::wrap)?;
+            let shape: Vec<usize> = info.shape.iter().map(|&dim| dim as usize).collect();
+            Ok((info.name.clone(), Tensor::from_raw_buffer(&bytes, dtype, &shape, self.device())?))
+        };
+        tensors.into_iter().map(tensor).collect()
+    }
+
+    fn device(&self) -> &Device {
+        &self.compute.device
     }
 
     /// Generates the tokens; `turn` runs one layer.
     fn generate(&self, mut turn: impl FnMut(&str, &mut State, &Tensor) -> Result<Tensor>) -> Result<Run> {
-        let mut state = State::new(&self.config, &Device::Cpu)?.last_only();
+        let mut state = State::new(&self.config, self.device())?.last_only();
         let mut logits = Vec::new();
         let pass = |ids: Tensor| {
             let mut x = ids;
@@ -147,7 +169,7 @@ impl Job {
             Ok::<_, Error>(x)
         };
         let begin = Instant::now();
-        let tokens = generate::greedy(&self.prompt, &self.ends, &Device::Cpu, pass).take(self.tokens);
+        let tokens = generate::greedy(&self.prompt, &self.ends, self.device(), pass).take(self.tokens);
         let tokens = tokens.collect::<Result<Vec<u32>>>()?;
         let ends: Vec<f64> = logits.iter().map(|(at, _)| (*at - begin).as_secs_f64()).collect();
         let (first, last) = (ends.first().copied().unwrap_or(0.0), ends.last().copied().unwrap_or(0.0));
@@ -163,24 +185,6 @@ fn hash(tensor: &Tensor) -> Result<u64> {
     let values = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
     values.iter().for_each(|value| hasher.write_u32(value.to_bits()));
     Ok(hasher.finish())
-}
-
-/// Tensors of a checkpoint in memory of candle's, merged.
-fn read(weights: &Weights, tensors: impl IntoIterator<Item = TensorId>) -> Result<HashMap<String, Tensor>> {
-    let tensor = |id: TensorId| {
-        let info = weights.layout().tensor(id).ok_or_else(|| Error::msg("a tensor of another layout"))?;
-        let dtype = match info.dtype {
-            tensor_offload::DType::F32 => DType::F32,
-            tensor_offload::DType::BF16 => DType::BF16,
-            tensor_offload::DType::F16 => DType::F16,
-            other => candle_core::bail!("tensor `{}` holds {other}; cast it with --cast F32", info.name),
-        };
-        let mut bytes = vec![0; info.bytes as usize];
-        weights.read(id, &mut bytes).map_err(Error::wrap)?;
-        let shape: Vec<usize> = info.shape.iter().map(|&dim| dim as usize).collect();
-        Ok((info.name.clone(), Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?))
-    };
-    tensors.into_iter().map(tensor).collect()
 }
 
 /// Weights that need no patching: a program that copies layers by hand would merge adapters before.
