@@ -85,9 +85,19 @@ fn main() -> ExitCode {
         Ok(equal) => ExitCode::from(u8::from(!equal)),
         Err(error) => {
             let kind = error.downcast_ref::<tensor_offload::Error>().map(|error| error.kind().to_string());
+            let candles = error.downcast_ref::<candle_core::Error>();
+            let message = candles.map_or_else(|| error.to_string(), |error| without_backtrace(error).to_string());
             // The process that runs one way has its error relayed on standard error.
-            fail(kind.as_deref().unwrap_or("Failed"), &error.to_string(), json && args.way.is_none())
+            fail(kind.as_deref().unwrap_or("Failed"), &message, json && args.way.is_none())
         }
+    }
+}
+
+/// An error of candle's whose text is one line.
+fn without_backtrace(error: &candle_core::Error) -> &candle_core::Error {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => without_backtrace(inner),
+        other => other,
     }
 }
 

@@ -98,7 +98,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Error::Offload(error) => write!(f, "{error}"),
-            Error::Candle(error) => write!(f, "{error}"),
+            Error::Candle(error) => write!(f, "{}", without_backtrace(error)),
             Error::NotOfCandle { tensor } => {
                 write!(f, "tensor `{tensor}` is not in candle's memory; load the model with an allocator of this crate")
             }
@@ -170,10 +170,15 @@ impl From<Error> for candle_core::Error {
     }
 }
 
-/// The library's error for one of candle's, in one line: without the backtrace that candle takes along.
+/// The library's error for one of candle's.
 pub(crate) fn invalid(error: &candle_core::Error) -> tensor_offload::Error {
+    tensor_offload::Error::Invalid { reason: without_backtrace(error).to_string() }
+}
+
+/// An error of candle's whose text is one line. With `RUST_BACKTRACE` candle prints its backtrace, too.
+fn without_backtrace(error: &candle_core::Error) -> &candle_core::Error {
     match error {
-        candle_core::Error::WithBacktrace { inner, .. } => invalid(inner),
-        other => tensor_offload::Error::Invalid { reason: other.to_string() },
+        candle_core::Error::WithBacktrace { inner, .. } => without_backtrace(inner),
+        other => other,
     }
 }
