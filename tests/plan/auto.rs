@@ -68,3 +68,32 @@ fn as_many_compute_times_as_layers() {
         assert_eq!(planner.allocation("auto".parse().unwrap()).plan().is_ok(), fits, "{times}");
     }
 }
+
+/// The slots of a caller who holds all streamed layers at once are filled once, so a pass takes its compute alone. With a slot
+/// less, or with slots of the plan's own, each pass copies.
+#[test]
+fn layers_that_stay_in_the_callers_slots_take_no_time() {
+    let (layout, machine) = (blocks(3, GIB), machine(&["cuda:0=1gib,link=20", "cpu=64gib,link=10"]));
+    let compute = Duration::from_millis(10);
+    for (depth, stays) in [(0, false), (1, true), (2, true)] {
+        let planner = Planner::new(&layout, &machine).external_slots(true).depth(depth).compute_time(compute);
+        let plan = planner.allocation("auto".parse().unwrap()).plan().unwrap();
+        assert_eq!(plan.streamed_layers(), 2, "{plan}");
+        assert_eq!(plan.explanation().unwrap().pass == compute, stays, "{plan}");
+    }
+}
+
+/// Where the compute hides all copies, nothing near the best plan is tried: no plan is faster.
+#[test]
+fn a_hidden_pass_is_not_improved() {
+    let (layout, machine) = (blocks(10, GIB), machine(&["cuda:0=8gib,link=20", "cpu=64gib"]));
+    let tried = |millis| {
+        let planner = Planner::new(&layout, &machine).compute_time(Duration::from_millis(millis));
+        let plan = planner.allocation("auto".parse().unwrap()).plan().unwrap();
+        let explanation = plan.explanation().unwrap();
+        (explanation.pass == Duration::from_millis(millis), explanation.tried)
+    };
+    let [(true, half), (true, more)] = [tried(500), tried(5_000)] else { panic!("copies that take time") };
+    let (hidden, all) = tried(0);
+    assert!(!hidden && half == more && half + 100 < all, "{half} {more} {all}");
+}
