@@ -105,6 +105,9 @@ impl<'a> Search<'a> {
         let layers = planner.compute_time.of_layers(planner.layout)?;
         let info = planner.machine.device(compute)?;
         let domain = planner.machine.device(info.domain).unwrap_or(info);
+        let pinned_cap = planner.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        let mut donors = Donor::all(planner.machine, compute, pinned_cap);
+        leave_room_for_staging(&mut donors, planner, compute);
         Ok(Search {
             planner,
             compute,
@@ -112,7 +115,7 @@ impl<'a> Search<'a> {
             layers,
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
-            donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
+            donors,
             unit: largest_but_outliers(planner.layout),
             found: Vec::new(),
             tried: 0,
@@ -159,13 +162,8 @@ impl<'a> Search<'a> {
             let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.at(module).bytes));
             kept.saturating_add(most.saturating_mul(slots)) <= self.room
         };
-        let sizes = candidates::slot_sizes(self.largest_layer(), fits);
+        let sizes = candidates::slot_sizes(largest_layer(self.planner), fits);
         std::iter::once(None).chain(sizes.into_iter().map(Some)).collect()
-    }
-
-    /// The bytes of a slot for the layer that needs the most.
-    fn largest_layer(&self) -> u64 {
-        self.planner.layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0)
     }
 
     /// Tries the other splits of the streamed bytes for the best candidate of each order.
@@ -219,7 +217,6 @@ impl<'a> Search<'a> {
         shares: Option<&[u64]>,
     ) -> Result<()> {
         let mut donors = self.donors.clone();
-        self.leave_room_for_staging(&mut donors);
         for _ in 0..ROUNDS {
             let (streamed, topology) = (self.total - quota.next, self.planner.machine.topology());
             let by_split = || split.shares(&donors, streamed, topology, self.time);
@@ -261,20 +258,6 @@ impl<'a> Search<'a> {
     fn placed(&mut self, planner: &Planner<'_>) -> Result<Parts> {
         self.tried += 1;
         planner.placed()
-    }
-
-    /// Leaves room on the host for buffers: a few for each device that the compute device cannot reach.
-    fn leave_room_for_staging(&self, donors: &mut [Donor]) {
-        let topology = self.planner.machine.topology();
-        let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
-        let staging = self
-            .largest_layer()
-            .min(STAGING_BYTES as u64)
-            .saturating_mul(STAGING_BUFFERS as u64)
-            .saturating_mul(staged);
-        for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
-            donor.room = donor.room.saturating_sub(staging);
-        }
     }
 
     /// The quotas of the compute device and of the donors, last the donor that takes the rest.
@@ -337,6 +320,22 @@ impl<'a> Search<'a> {
 
     fn planner_of(&self, Arrangement { order, unit, largest_slot }: Arrangement) -> Planner<'a> {
         self.planner.clone().order(order).unit(unit).largest_slot(largest_slot)
+    }
+}
+
+/// The bytes of a slot for the layer that needs the most.
+fn largest_layer(planner: &Planner<'_>) -> u64 {
+    planner.layout.layers().iter().map(|layer| planner.slot(layer)).max().unwrap_or(0)
+}
+
+/// Leaves room on the host for buffers: a few for each device that the compute device cannot reach.
+fn leave_room_for_staging(donors: &mut [Donor], planner: &Planner<'_>, compute: DeviceId) {
+    let topology = planner.machine.topology();
+    let staged = donors.iter().filter(|donor| !topology.reaches(compute, donor.device)).count() as u64;
+    let buffer = largest_layer(planner).min(STAGING_BYTES as u64);
+    let staging = buffer.saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
+    for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
+        donor.room = donor.room.saturating_sub(staging);
     }
 }
 

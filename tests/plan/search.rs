@@ -159,17 +159,7 @@ fn small_pieces_are_moved_between_donors() {
 fn staging_counts_in_the_time_of_a_pass() {
     let case = Case {
         devices: &["cuda:0=3500mib,link=30", "cpu=5000mib,link=2,pinned=2500mib", "cuda:1=3000mib,link=10"],
-        layers: &[
-            &[320, 800],
-            &[100, 600],
-            &[700, 640],
-            &[320],
-            &[320, 60],
-            &[360],
-            &[720, 540],
-            &[120, 20],
-            &[680],
-        ],
+        layers: &[&[320, 800], &[100, 600], &[700, 640], &[320], &[320, 60], &[360], &[720, 540], &[120, 20], &[680]],
         compute: Duration::from_millis(500),
         depth: 1,
         by_hand: "cuda:0,2060mib;cuda:1,2120mib;cpu,*",

@@ -421,3 +421,22 @@ unsafe impl Fence for VirtualFence {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Work that waited for several that failed fails with the first cause, and is over only if all of them are.
+    #[test]
+    fn work_after_two_failures_is_over_when_both_are() {
+        let failure = |why: &str, over| Failure { cause: Arc::new(Error::bug(why)), over };
+        for (one, two) in [(true, true), (true, false), (false, true), (false, false)] {
+            let first = failure("one", one);
+            let cause = Arc::clone(&first.cause);
+            let both = Failure::first(vec![first, failure("two", two)]).unwrap();
+            assert!(Arc::ptr_eq(&both.cause, &cause));
+            assert_eq!(both.over, one && two);
+        }
+        assert!(Failure::first(Vec::new()).is_none());
+    }
+}
