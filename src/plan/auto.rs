@@ -166,8 +166,11 @@ impl<'a> Search<'a> {
         std::iter::once(None).chain(sizes.into_iter().map(Some)).collect()
     }
 
-    /// Tries the other splits of the streamed bytes for the best candidate of each order.
+    /// Tries the other splits of the streamed bytes for the best candidate of each order. For one donor there are no others.
     fn splits(&mut self) -> Result<()> {
+        if self.donors.len() < 2 {
+            return Ok(());
+        }
         for (order, unit) in ORDERS {
             let Some(arrangement) = self.fastest(order, unit).map(|found| found.arrangement) else { continue };
             for split in Split::ALL.into_iter().filter(|&split| split != Split::Hidden) {
