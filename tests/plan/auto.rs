@@ -83,7 +83,8 @@ fn layers_that_stay_in_the_callers_slots_take_no_time() {
     }
 }
 
-/// Where the compute hides all copies, nothing near the best plan is tried: no plan is faster.
+/// Where the compute hides all copies, nothing near the best plan is tried: no plan is faster. Nor are other splits tried where
+/// there is one donor.
 #[test]
 fn a_hidden_pass_is_not_improved() {
     let (layout, machine) = (blocks(10, GIB), machine(&["cuda:0=8gib,link=20", "cpu=64gib"]));
@@ -95,25 +96,25 @@ fn a_hidden_pass_is_not_improved() {
     };
     let [(true, half), (true, more)] = [tried(500), tried(5_000)] else { panic!("copies that take time") };
     let (hidden, all) = tried(0);
-    assert!(!hidden && half == more && half + 100 < all, "{half} {more} {all}");
+    assert!(!hidden && half == more && half + 100 < all && half < 50, "{half} {more} {all}");
 }
 
 /// A module that is far larger than a layer is named once: by the explanation, where it is kept for smaller slots, or else by a
 /// line of its own.
 #[test]
 fn an_outlier_that_the_explanation_names_has_no_line_of_its_own() {
-    for (card, kept) in [(7_000, true), (8_000, false)] {
+    let uneven: &[&[u64]] = &[&[600], &[220, 440, 520], &[780], &[160, 20], &[360, 780], &[760]];
+    for (layers, kept) in [(uneven, true), (&[&[500][..]; 16], false)] {
         let mut tensors = vec![("model.embed_tokens.weight".to_owned(), 3_000 * MIB)];
-        let layers: [&[u64]; 6] = [&[600], &[220, 440, 520], &[780], &[160, 20], &[360, 780], &[760]];
         for (layer, modules) in layers.iter().enumerate() {
             let tensor = |(n, mib): (usize, &u64)| (format!("model.layers.{layer}.{n}.weight"), mib * MIB);
             tensors.extend(modules.iter().enumerate().map(tensor));
         }
         let layout = named(&tensors.iter().map(|(name, bytes)| (name.as_str(), *bytes)).collect::<Vec<_>>());
-        let machine = machine(&[&format!("cuda:0={card}mib,link=30"), "cpu=100000mib,link=2,pinned=100000mib"]);
+        let machine = machine(&["cuda:0=7000mib,link=30", "cpu=100000mib,link=2,pinned=100000mib"]);
         let planner = Planner::new(&layout, &machine).compute_time(Duration::from_secs(1));
         let plan = planner.allocation("auto".parse().unwrap()).plan().unwrap();
-        let outliers: Vec<&str> = plan.outliers().iter().map(|outlier| &*outlier.module).collect();
+        let outliers: Vec<String> = plan.outliers().iter().map(|outlier| outlier.module.to_string()).collect();
         assert_eq!(outliers, ["model.embed_tokens"]);
         assert_eq!(plan.explanation().unwrap().kept.iter().any(|name| name == "model.embed_tokens"), kept, "{plan}");
         assert_eq!(plan.to_string().matches("\nmodel.embed_tokens (").count(), usize::from(!kept), "{plan}");
