@@ -4,7 +4,7 @@
 //! slots, which depend on what is streamed. So each candidate is planned like any allocation and timed by its forecast.
 //! First all arrangements (order and unit, and which large layers are kept resident so that slots stay small) with one
 //! split of the streamed bytes; then for the best of each order the other splits; then, as whole modules fall better on
-//! one quota than on another, somewhat smaller quotas, and bytes moved from donor to donor. The search is deterministic,
+//! one quota than on another, larger quotas of the compute device, and bytes moved from donor to donor. The search is deterministic,
 //! and its result an allocation that a user could have written.
 
 use std::time::Duration;
@@ -25,9 +25,6 @@ use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 /// The most corrections of a quota until its plan fits.
 const ROUNDS: usize = 12;
 
-/// Smaller quotas of the compute device to try, in hundredths of the quota found.
-const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
-
 /// The number of larger quotas to try, up to all of the device's memory.
 const LARGER: u64 = 16;
 
@@ -45,8 +42,8 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     }
     search.arrangements(|_| true)?;
     search.splits()?;
-    search.other_quotas()?;
-    search.other_quotas()?;
+    search.larger_quotas()?;
+    search.larger_quotas()?;
     search.moves()?;
     search.finish()
 }
@@ -180,13 +177,13 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries quotas of the compute device near the best candidate's, then near the best of these.
-    fn other_quotas(&mut self) -> Result<()> {
+    /// Tries quotas of the compute device between the best candidate's and all that it has room for. Called again, between the
+    /// best of these and that.
+    fn larger_quotas(&mut self) -> Result<()> {
         let Some(best) = self.improvable() else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
         let above = self.room.min(self.total).saturating_sub(resident) / LARGER;
-        let larger = (1..LARGER).map(|parts| resident + above * parts);
-        for quota in larger.chain(SMALLER.map(|hundredths| resident / 100 * hundredths)) {
+        for quota in (1..LARGER).map(|parts| resident + above * parts) {
             self.attempt(arrangement, split, Quota::at_most(quota), None)?;
         }
         Ok(())

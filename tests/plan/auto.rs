@@ -83,7 +83,7 @@ fn layers_that_stay_in_the_callers_slots_take_no_time() {
     }
 }
 
-/// Where the compute hides all copies, nothing near the best plan is tried: no plan is faster. Nor are other splits tried where
+/// Where the compute hides all copies, no larger quota is tried: no plan is faster. Nor are other splits tried where
 /// there is one donor.
 #[test]
 fn a_hidden_pass_is_not_improved() {

@@ -98,7 +98,7 @@ fn a_fast_donor_is_filled() {
 
 /// The compute device takes more than the quota that was found first, though not all that it could.
 #[test]
-fn quotas_near_the_first_are_tried() {
+fn larger_quotas_are_tried() {
     let case = Case {
         devices: &["cuda:0=5000mib,link=10", "cpu=100000mib,link=5,pinned=50000mib", "cuda:1=2000mib,link=2"],
         layers: &[&[100u64, 460, 280][..]; 10],
