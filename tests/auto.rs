@@ -168,6 +168,25 @@ impl GridModel {
     }
 }
 
+/// What two cards hold that the third cannot read goes through buffers on the host. Auto leaves room for these there, though
+/// the host's link is the fastest, so that the plan runs.
+#[test]
+fn auto_leaves_the_host_room_for_staging_buffers() {
+    let machine = described(&["cuda:0=1gib,link=20", "cpu=1gib,link=20", "cuda:1=2gib,link=5", "cuda:2=2gib,link=5"]);
+    let [gpu1, gpu2] = [1, 2].map(DeviceId::cuda);
+    let topology = machine.topology().clone().no_peer_access(GPU0, gpu1).no_peer_access(GPU0, gpu2);
+    let machine = machine.with_topology(topology);
+    let layout = layers(&vec![vec![16 << 20]; 240]);
+    let times = vec![Duration::ZERO; 240];
+    let plan = Planner::new(&layout, &machine).allocation("auto".parse().unwrap()).plan().unwrap();
+    assert!([gpu1, gpu2].iter().all(|&card| plan.device(card).unwrap().weights.bytes > 0), "{plan}");
+    // Eight buffers of 16 MiB.
+    let host = plan.device(CPU).unwrap();
+    assert_eq!(host.weights.bytes, (1 << 30) - (128 << 20), "{plan}");
+    let pass = clocked(&machine, &layout, &plan, &times).unwrap();
+    assert!(pass <= plan.explanation().unwrap().pass, "{pass:?}\n{plan}");
+}
+
 const ORDERS: [(&str, Order, Unit); 3] = [
     ("sequential", Order::Sequential, Unit::Module),
     ("interleaved", Order::Interleaved, Unit::Module),

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use support::machines::clocked;
 use support::outliers::{bert, layout, many_tokens, mini_lm};
+use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Role, Transfer};
 use tensor_offload::checkpoint::Layout;
@@ -241,6 +242,26 @@ fn rows_come_from_wherever_a_tensor_lives() {
         // More than a staging buffer holds.
         let many: Vec<u64> = (0..70_000).map(|n| n * 7 % 8_000).collect();
         check_rows(&mut streamer, &subject, "embeddings.word_embeddings.weight", &many);
+    }
+}
+
+/// The buffers for rows are kept for as many rows or fewer, and replaced for more.
+#[test]
+fn buffers_for_rows_grow_and_do_not_shrink() {
+    let (subject, machine) = (small_bert(), described(&["cpu=64mb", "cuda:0=1500kb"]));
+    let watched = Watched::new(machine.clone(), Clock::Virtual);
+    let registry = &watched.registry;
+    let plan = subject.planner(&machine, "cuda:0,300kb;cpu,*").gather_embeddings(true).plan().unwrap();
+    let mut streamer = Streamer::new(&load(registry, &subject, &plan)).unwrap();
+    let host = registry.device(CPU).unwrap();
+    let before = host.ledger().charged();
+    // The bytes of buffers after rows of 256 bytes were sent so often. A buffer has 64 KiB or more; at most four are made.
+    for (rows, times, buffers) in [(1, 1, 64), (250, 2, 3 * 64), (256, 5, 4 * 64), (1_000, 3, 3 * 256), (9, 9, 4 * 256)]
+    {
+        for _ in 0..times {
+            check_rows(&mut streamer, &subject, &format!("{WORDS}.weight"), &(0..rows).collect::<Vec<_>>());
+        }
+        assert_eq!(host.ledger().charged() - before, buffers << 10, "{rows} rows");
     }
 }
 

@@ -167,6 +167,22 @@ mod tests {
         assert_eq!(names(folder.path()).iter().filter(|name| is_ours(name.as_ref())).count(), 1, "the folder");
     }
 
+    /// What has the name of a temporary file and is none stays, and another name is taken.
+    #[test]
+    fn a_name_that_is_taken_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let process = std::process::id();
+        let taken = |number: usize| folder.path().join(format!("{}{process}-{number}{}", NAME.0, NAME.1));
+        (0..1_000).for_each(|number| fs::create_dir(taken(number)).unwrap());
+        let target = folder.path().join("m");
+        let mut file = Temporary::beside(&target, 4).unwrap();
+        file.out.write_all(b"full").unwrap();
+        file.rename_to(&target).unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"full");
+        assert_eq!(names(folder.path()).len(), 1_001);
+        assert!(Temporary::beside(&folder.path().join("none").join("m"), 4).is_err());
+    }
+
     /// Writers that begin and end while others look for what was left behind.
     #[test]
     fn writers_at_one_time_do_not_lose_their_files() {

@@ -44,7 +44,7 @@ impl F32Weight {
             return 0;
         }
         let (tier, cols) = (self.tier, 0..self.cols);
-        let weight = Stored { rows: self.rows, cols: self.cols, ..weight };
+        let weight = Stored { cols: self.cols, ..weight };
         let raw = bytes.par_chunks_mut(self.cols * weight.to.size());
         let rows = self.values.par_chunks_mut(self.cols).zip(raw).enumerate();
         rows.map(|(row, (values, raw))| weight.round(tier, row, &cols, values, raw)).sum()

@@ -4,11 +4,12 @@
 //! slots, which depend on what is streamed. So each candidate is planned like any allocation and timed by its forecast.
 //! First all arrangements (order and unit, and which large layers are kept resident so that slots stay small) with one
 //! split of the streamed bytes; then for the best of each order the other splits; then, as whole modules fall better on
-//! one quota than on another, somewhat smaller quotas, and bytes moved from donor to donor. The search is deterministic,
+//! one quota than on another, larger quotas of the compute device, and bytes moved from donor to donor. The search is deterministic,
 //! and its result an allocation that a user could have written.
 
 use std::time::Duration;
 
+use super::candidates::{self, Quota, is_worth, takes_rest};
 use super::explain::{Alternative, Explanation};
 use super::outlier::outliers_of;
 use super::planner::Planner;
@@ -24,18 +25,11 @@ use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 /// The most corrections of a quota until its plan fits.
 const ROUNDS: usize = 12;
 
-/// A candidate replaces an earlier one only if it is faster by one part in this many.
-const WORTH: u32 = 1000;
-
-/// Smaller quotas of the compute device to try, in hundredths of the quota found.
-const SMALLER: [u64; 5] = [99, 98, 97, 95, 92];
-
 /// The number of larger quotas to try, up to all of the device's memory.
 const LARGER: u64 = 16;
 
-/// Slot sizes are searched in steps of the largest layer over this many; the smallest few are tried.
-const SLOT_SIZES: u64 = 32;
-const USEFUL_SIZES: usize = 5;
+/// The parts of the streamed bytes that are moved from donor to donor: first large pieces, then small ones.
+const PIECES: [u64; 2] = [16, 64];
 
 /// The plan with the shortest pass for `planner`'s model and machine. The planner's allocation is ignored.
 ///
@@ -48,8 +42,8 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     }
     search.arrangements(|_| true)?;
     search.splits()?;
-    search.other_quotas()?;
-    search.other_quotas()?;
+    search.larger_quotas()?;
+    search.larger_quotas()?;
     search.moves()?;
     search.finish()
 }
@@ -108,6 +102,9 @@ impl<'a> Search<'a> {
         let layers = planner.compute_time.of_layers(planner.layout)?;
         let info = planner.machine.device(compute)?;
         let domain = planner.machine.device(info.domain).unwrap_or(info);
+        let pinned_cap = planner.pinned_cap.map_or(u64::MAX, ByteSize::get);
+        let mut donors = Donor::all(planner.machine, compute, pinned_cap);
+        leave_room_for_staging(&mut donors, planner, compute);
         Ok(Search {
             planner,
             compute,
@@ -115,7 +112,7 @@ impl<'a> Search<'a> {
             layers,
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
-            donors: Donor::all(planner.machine, compute, planner.pinned_cap.map_or(u64::MAX, ByteSize::get)),
+            donors,
             unit: largest_but_outliers(planner.layout),
             found: Vec::new(),
             tried: 0,
@@ -127,8 +124,7 @@ impl<'a> Search<'a> {
     fn whole(&mut self) -> Result<Option<Plan>> {
         let allocation = Allocation::all_on(self.compute);
         let planner = self.planner.clone().allocation(allocation.clone());
-        self.tried += 1;
-        match planner.placed().and_then(|parts| planner.checked(parts)) {
+        match self.placed(&planner).and_then(|parts| planner.checked(parts)) {
             Ok(plan) => {
                 let explanation = Explanation::whole(&plan, allocation, self.time);
                 Ok(Some(plan.found(explanation)?))
@@ -143,7 +139,7 @@ impl<'a> Search<'a> {
 
     /// Tries all arrangements while `goes_on`. Returns whether any fits.
     fn arrangements(&mut self, goes_on: impl Fn(&Self) -> bool) -> Result<bool> {
-        for largest_slot in self.slot_sizes() {
+        for largest_slot in self.largest_slots() {
             for (order, unit) in ORDERS {
                 if !goes_on(self) {
                     return Ok(true);
@@ -154,39 +150,26 @@ impl<'a> Search<'a> {
         Ok(!self.found.is_empty())
     }
 
-    /// The slot sizes to try. Modules that make a layer exceed the size are kept resident. The sizes are: no limit; the smallest
-    /// that the compute device has room for, which keeps the most bytes resident; a few above it.
-    fn slot_sizes(&self) -> Vec<Option<u64>> {
+    /// The limits of the slots to try: none, and some that keep the modules resident which make a layer exceed them.
+    fn largest_slots(&self) -> Vec<Option<u64>> {
         let layout = self.planner.layout;
         let slots = self.planner.depth.saturating_add(1).min(layout.layers().len()) as u64;
-        let largest = layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0);
         let fits = |most: u64| {
             let kept = layout.layers().iter().flat_map(|layer| self.planner.excess(layer, most));
             let kept = kept.fold(0u64, |sum, module| sum.saturating_add(layout.at(module).bytes));
             kept.saturating_add(most.saturating_mul(slots)) <= self.room
         };
-        let mut useful: Vec<u64> =
-            (1..SLOT_SIZES).map(|n| largest / SLOT_SIZES * n).filter(|&most| fits(most)).collect();
-        if let Some(&smallest) = useful.first() {
-            let (mut high, mut low) = (smallest, smallest - largest / SLOT_SIZES);
-            while high - low > largest / 512 {
-                let middle = low.midpoint(high);
-                if fits(middle) { high = middle } else { low = middle }
-            }
-            useful.insert(0, high);
-        }
-        useful.truncate(USEFUL_SIZES);
-        std::iter::once(None).chain(useful.into_iter().map(Some)).collect()
+        let sizes = candidates::slot_sizes(largest_layer(self.planner), fits);
+        std::iter::once(None).chain(sizes.into_iter().map(Some)).collect()
     }
 
+    /// Tries the other splits of the streamed bytes for the best candidate of each order. For one donor there are no others.
     fn splits(&mut self) -> Result<()> {
         if self.donors.len() < 2 {
             return Ok(());
         }
         for (order, unit) in ORDERS {
-            let of_order = |found: &&Found| (found.arrangement.order, found.arrangement.unit) == (order, unit);
-            let best = self.found.iter().filter(of_order).min_by_key(|found| found.pass);
-            let Some(arrangement) = best.map(|found| found.arrangement) else { continue };
+            let Some(arrangement) = self.fastest(order, unit).map(|found| found.arrangement) else { continue };
             for split in Split::ALL.into_iter().filter(|&split| split != Split::Hidden) {
                 self.try_split(arrangement, split)?;
             }
@@ -194,13 +177,13 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Tries quotas of the compute device near the best candidate's, then near the best of these.
-    fn other_quotas(&mut self) -> Result<()> {
-        let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
+    /// Tries quotas of the compute device between the best candidate's and all that it has room for. Called again, between the
+    /// best of these and that.
+    fn larger_quotas(&mut self) -> Result<()> {
+        let Some(best) = self.improvable() else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
         let above = self.room.min(self.total).saturating_sub(resident) / LARGER;
-        let larger = (1..LARGER).map(|parts| resident + above * parts);
-        for quota in larger.chain(SMALLER.map(|hundredths| resident / 100 * hundredths)) {
+        for quota in (1..LARGER).map(|parts| resident + above * parts) {
             self.attempt(arrangement, split, Quota::at_most(quota), None)?;
         }
         Ok(())
@@ -208,18 +191,12 @@ impl<'a> Search<'a> {
 
     /// Tries moving bytes from donor to donor, in large pieces and then in smaller ones.
     fn moves(&mut self) -> Result<()> {
-        for part in [16, 64] {
-            let Some(best) = self.best().filter(|best| best.pass > self.time) else { return Ok(()) };
+        let rooms: Vec<u64> = self.donors.iter().map(|donor| donor.room).collect();
+        for pieces in PIECES {
+            let Some(best) = self.improvable() else { return Ok(()) };
             let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
-            let (shares, rooms) = (best.shares.clone(), self.donors.iter().map(|donor| donor.room).collect::<Vec<_>>());
-            for from in (0..shares.len()).filter(|&from| shares[from] > 0) {
-                for to in (0..shares.len()).filter(|&to| to != from && shares[to] < rooms[to]) {
-                    let moved = (shares.iter().sum::<u64>() / part).min(shares[from]).min(rooms[to] - shares[to]);
-                    let mut shares = shares.clone();
-                    shares[from] -= moved;
-                    shares[to] += moved;
-                    self.attempt(arrangement, split, Quota::at_most(resident), Some(&shares))?;
-                }
+            for shares in candidates::moved(&best.shares, &rooms, pieces) {
+                self.attempt(arrangement, split, Quota::at_most(resident), Some(&shares))?;
             }
         }
         Ok(())
@@ -240,7 +217,6 @@ impl<'a> Search<'a> {
         shares: Option<&[u64]>,
     ) -> Result<()> {
         let mut donors = self.donors.clone();
-        self.leave_room_for_staging(&mut donors);
         for _ in 0..ROUNDS {
             let (streamed, topology) = (self.total - quota.next, self.planner.machine.topology());
             let by_split = || split.shares(&donors, streamed, topology, self.time);
@@ -248,8 +224,7 @@ impl<'a> Search<'a> {
             let Some(rest) = takes_rest(&donors, &shares, self.unit) else { break };
             let allocation = self.allocation(quota.next, &shares, rest)?;
             let planner = self.planner_of(arrangement).allocation(allocation.clone());
-            let parts = planner.placed()?;
-            self.tried += 1;
+            let parts = self.placed(&planner)?;
             let own = parts.devices.iter().find(|device| device.id == self.compute);
             let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.bytes, own.weights.bytes));
             let beside = self.room.saturating_sub(beside);
@@ -279,16 +254,10 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Leaves room on the host for buffers: a few for each device that the compute device cannot reach.
-    fn leave_room_for_staging(&self, donors: &mut [Donor]) {
-        let topology = self.planner.machine.topology();
-        let staged = donors.iter().filter(|donor| !topology.reaches(self.compute, donor.device)).count() as u64;
-        let layout = self.planner.layout;
-        let largest = layout.layers().iter().map(|layer| self.planner.slot(layer)).max().unwrap_or(0);
-        let staging = largest.min(STAGING_BYTES as u64).saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
-        for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
-            donor.room = donor.room.saturating_sub(staging);
-        }
+    /// Places every module, and counts that it was tried.
+    fn placed(&mut self, planner: &Planner<'_>) -> Result<Parts> {
+        self.tried += 1;
+        planner.placed()
     }
 
     /// The quotas of the compute device and of the donors, last the donor that takes the rest.
@@ -312,7 +281,19 @@ impl<'a> Search<'a> {
 
     /// The first candidate that no later one beats by enough to replace it.
     fn best(&self) -> Option<&Found> {
-        self.found.iter().reduce(|best, found| if found.pass + found.pass / WORTH < best.pass { found } else { best })
+        self.found.iter().reduce(|best, found| if is_worth(found.pass, best.pass) { found } else { best })
+    }
+
+    /// The best candidate, unless the compute alone takes as long.
+    fn improvable(&self) -> Option<&Found> {
+        self.best().filter(|best| best.pass > self.time)
+    }
+
+    /// The first of the fastest candidates of an order and unit.
+    fn fastest(&self, order: Order, unit: Unit) -> Option<&Found> {
+        let alike =
+            self.found.iter().filter(|found| (found.arrangement.order, found.arrangement.unit) == (order, unit));
+        alike.min_by_key(|found| found.pass)
     }
 
     fn finish(self) -> Result<Plan> {
@@ -320,9 +301,8 @@ impl<'a> Search<'a> {
             return Err(self.refused.unwrap_or_else(|| Error::bug("no allocation was tried, and none was refused")));
         };
         let others = ORDERS.map(|(order, unit)| {
-            let of_order = |found: &&Found| (found.arrangement.order, found.arrangement.unit) == (order, unit);
-            let fastest = self.found.iter().filter(of_order).min_by_key(|found| found.pass);
-            fastest.map(|found| Alternative::new(order, unit, found.allocation.clone(), found.pass))
+            let fastest = self.fastest(order, unit)?;
+            Some(Alternative::new(order, unit, fastest.allocation.clone(), fastest.pass))
         });
         let chosen = (best.arrangement.order, best.arrangement.unit);
         let others = others.into_iter().flatten().filter(|other| (other.order, other.unit) != chosen).collect();
@@ -343,54 +323,19 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The search for a quota of the compute device.
-#[derive(Debug)]
-struct Quota {
-    /// The quota to try next.
-    next: u64,
-    /// The largest quota known to fit.
-    low: Option<u64>,
-    /// The smallest quota that does not fit or must not be tried.
-    high: Option<u64>,
+/// The bytes of a slot for the layer that needs the most.
+fn largest_layer(planner: &Planner<'_>) -> u64 {
+    planner.layout.layers().iter().map(|layer| planner.slot(layer)).max().unwrap_or(0)
 }
 
-impl Quota {
-    /// A search from `most` down to what fits.
-    fn most(most: u64) -> Quota {
-        Quota { next: most, low: None, high: None }
-    }
-
-    /// As [`most`](Quota::most), without raising the first quota that fits.
-    fn at_most(most: u64) -> Quota {
-        Quota { next: most, low: None, high: Some(most.saturating_add(1)) }
-    }
-
-    /// Records that the quota fits, and that `beside` bytes would fit beside the slots. Returns whether to try another.
-    fn fits(&mut self, beside: u64) -> bool {
-        let low = self.next;
-        self.low = Some(low);
-        self.next = match self.high {
-            None => beside,
-            Some(high) if beside > low => beside.min(high - 1),
-            Some(high) => low.midpoint(high),
-        };
-        self.gains()
-    }
-
-    /// Records that the quota does not fit. Its plan holds `held` bytes; `beside` bytes would fit beside its slots.
-    fn is_too_much(&mut self, beside: u64, held: u64) -> bool {
-        let high = self.next;
-        self.high = Some(high);
-        self.next = match self.low {
-            Some(low) => low.midpoint(high),
-            None => beside.min(held.saturating_sub(1)).min(high.saturating_sub(1)),
-        };
-        high > 0 && self.gains()
-    }
-
-    /// Whether the next quota gains enough to be tried.
-    fn gains(&self) -> bool {
-        self.low.is_none_or(|low| self.next > low + low / u64::from(WORTH))
+/// Leaves room on the host for buffers: a few for each device that the compute device cannot reach.
+fn leave_room_for_staging(donors: &mut [Donor], planner: &Planner<'_>, compute: DeviceId) {
+    let topology = planner.machine.topology();
+    let staged = donors.iter().filter(|donor| !topology.reaches(compute, donor.device)).count() as u64;
+    let buffer = largest_layer(planner).min(STAGING_BYTES as u64);
+    let staging = buffer.saturating_mul(STAGING_BUFFERS as u64).saturating_mul(staged);
+    for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
+        donor.room = donor.room.saturating_sub(staging);
     }
 }
 
@@ -398,15 +343,6 @@ fn largest_but_outliers(layout: &Layout) -> u64 {
     let outliers = outliers_of(layout);
     let others = layout.modules().iter().filter(|module| !outliers.contains(&module.id));
     others.map(|module| module.bytes).max().unwrap_or(0)
-}
-
-/// The donor that takes whatever is left. Whole modules seldom fill a quota, so it must have room: one of the donors that get
-/// something anyway, if it has room for `unit` more bytes.
-fn takes_rest(donors: &[Donor], shares: &[u64], unit: u64) -> Option<usize> {
-    let spare = |donor: &usize| donors[*donor].room.saturating_sub(shares[*donor]);
-    let usable = (0..shares.len()).filter(|&donor| donors[donor].room > 0);
-    let roomy = usable.clone().filter(|donor| shares[*donor] > 0 && spare(donor) >= unit);
-    roomy.max_by_key(spare).or_else(|| usable.max_by_key(spare))
 }
 
 impl Plan {
@@ -422,59 +358,6 @@ mod tests {
     use super::*;
     use crate::checkpoint::TensorInfo;
     use crate::dtype::DType;
-
-    #[test]
-    fn a_quota_is_lowered_until_it_fits_and_then_raised() {
-        let mut quota = Quota::most(1_000);
-        // The slots leave 800; what the plan holds is lowered at least by a byte.
-        assert!(quota.is_too_much(800, 900) && quota.next == 800);
-        assert!(quota.is_too_much(790, 700) && quota.next == 699);
-        // It fits with more beside its slots: up to what did not fit.
-        assert!(quota.fits(750) && quota.next == 750);
-        assert!(quota.fits(5_000) && quota.next == 799);
-        // No more beside the slots: half the way.
-        let mut quota = Quota { next: 600, low: None, high: Some(800) };
-        assert!(quota.fits(600) && quota.next == 700);
-        assert!(quota.is_too_much(600, 650) && quota.next == 650);
-    }
-
-    #[test]
-    fn a_quota_that_fits_at_once_is_raised_to_what_fits_beside_its_slots() {
-        let mut quota = Quota::most(100);
-        assert!(quota.fits(120) && quota.next == 120);
-        assert!(!quota.fits(120));
-        // No further than asked.
-        let mut quota = Quota::at_most(100);
-        assert!(!quota.fits(200) && quota.next == 100);
-        let mut nothing = Quota::most(0);
-        assert!(!nothing.is_too_much(0, 0));
-    }
-
-    /// More than one part in a thousand is worth another plan.
-    #[test]
-    fn a_quota_is_not_raised_for_little() {
-        let gains = |next| Quota { next, low: Some(1_000_000), high: None }.gains();
-        assert_eq!([999_000, 1_000_000, 1_001_000, 1_001_001].map(gains), [false, false, false, true]);
-        assert!(Quota { next: 0, low: None, high: Some(1) }.gains());
-    }
-
-    #[test]
-    fn the_rest_goes_to_a_donor_with_room() {
-        let machine = |rooms: &[u64]| {
-            let devices =
-                rooms.iter().zip(1..).map(|(&room, n)| crate::device::DeviceInfo::new(DeviceId::cuda(n), room));
-            let devices = devices.chain([crate::device::DeviceInfo::new(DeviceId::cuda(0), 1)]);
-            crate::Machine::new(devices, crate::device::Topology::new())
-        };
-        let rest =
-            |rooms: &[u64], shares: &[u64]| takes_rest(&Donor::all(&machine(rooms), DeviceId::cuda(0), 0), shares, 5);
-        // Of those that get something, the one with the most room left.
-        assert_eq!(rest(&[10, 20, 90], &[5, 5, 0]), Some(1));
-        assert_eq!(rest(&[10, 90], &[5, 0]), Some(0));
-        // Too little room for a module more.
-        assert_eq!(rest(&[9, 90], &[5, 0]), Some(1));
-        assert_eq!(rest(&[0, 0], &[0, 0]), None);
-    }
 
     #[test]
     fn the_largest_module_is_told_without_outliers() {

@@ -65,6 +65,11 @@ impl Alternative {
 }
 
 impl Explanation {
+    /// Whether it says that `module` is kept resident for smaller slots.
+    pub(super) fn keeps(&self, module: &str) -> bool {
+        self.kept.iter().any(|kept| kept == module)
+    }
+
     /// The explanation of a plan with everything on the compute device.
     pub(super) fn whole(plan: &Plan, allocation: Allocation, compute: Duration) -> Explanation {
         let reason = |device: &super::DevicePlan| DeviceReason {
@@ -151,5 +156,25 @@ impl fmt::Display for Explanation {
             write!(f, "\n  {}{unit}: {:.3} s with {}", other.order, seconds(other.pass), other.allocation)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_explanation_keeps_the_modules_that_it_names() {
+        let explanation = Explanation {
+            allocation: Allocation::all_on(DeviceId::CPU),
+            kept: vec!["embed".to_owned(), "layers.1.mlp".to_owned()],
+            compute: Duration::ZERO,
+            pass: Duration::ZERO,
+            devices: Vec::new(),
+            others: Vec::new(),
+            tried: 1,
+        };
+        assert!(explanation.keeps("embed") && explanation.keeps("layers.1.mlp"));
+        assert!(!explanation.keeps("layers.1") && !explanation.keeps("head"));
     }
 }

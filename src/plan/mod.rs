@@ -4,9 +4,10 @@
 //! gets a device (`place`, `uniform`); the needs of streaming follow (`traffic`); then `check` makes sure that the devices hold
 //! the result and that its parts agree. `demote` moves a plan's resident modules to the host. The resulting [`Plan`] is a
 //! value: it prints, serialises, compares, and estimates the time of a pass (`estimate`, and `forecast` by the schedule of
-//! streaming). Mode auto (`auto`, `split`) searches quotas and an order by the forecasts of the plans that they give.
+//! streaming). Mode auto (`auto`, `candidates`, `split`) searches quotas and an order by the forecasts of the plans that they give.
 
 mod auto;
+mod candidates;
 mod check;
 mod demote;
 mod estimate;

@@ -27,8 +27,7 @@ impl fmt::Display for Plan {
         }
         self.write_streaming(f)?;
         let streams = self.streamed_layers() > 0;
-        let explained =
-            |outlier: &Outlier| self.explanation().is_some_and(|e| e.kept.iter().any(|k| **k == *outlier.module));
+        let explained = |outlier: &Outlier| self.explanation().is_some_and(|e| e.keeps(&outlier.module));
         let shown = |outlier: &&Outlier| (streams || outlier.usage != Use::Resident) && !explained(outlier);
         for outlier in self.outliers().iter().filter(shown) {
             write!(f, "\n{outlier}")?;

@@ -337,7 +337,11 @@ pub(super) fn speed(bytes: u64, time: Duration) -> Bandwidth {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::backend::{Backend, Flight, Host, MemoryKind, Rejected, Role};
+    use crate::device::DeviceId;
     use proptest::prelude::*;
 
     #[test]
@@ -387,6 +391,51 @@ mod tests {
         assert_eq!((&short.gaps, short.mean), (&ms(&[6, 6, 6, 6]), Duration::from_millis(6)));
         assert!(long.plausible() && short.plausible());
         assert_eq!(median(long.gaps.clone()), Duration::from_millis(10));
+    }
+
+    /// A stream on which no copy is queued before the last one has ended.
+    #[derive(Debug)]
+    struct Slow(Arc<dyn Stream>);
+
+    impl Stream for Slow {
+        fn device(&self) -> DeviceId {
+            self.0.device()
+        }
+
+        fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
+            self.0.record(&[]).unwrap().wait(WAIT).unwrap();
+            self.0.copy(transfer)
+        }
+
+        fn wait(&self, event: &Event) -> Result<Joined> {
+            self.0.wait(event)
+        }
+
+        fn record(&self, uses: &[Buf]) -> Result<Event> {
+            self.0.record(uses)
+        }
+
+        fn occupy(&self, time: Duration) -> Result<()> {
+            self.0.occupy(time)
+        }
+    }
+
+    const WAIT: Duration = Duration::from_secs(60);
+
+    /// Copies that began before all of them were queued would measure how fast they were queued.
+    #[test]
+    fn copies_count_only_if_all_were_queued_while_the_stream_was_held() {
+        let host = Host::new().open(DeviceId::CPU).unwrap();
+        let stream = host.stream(Role::Upload).unwrap();
+        let watch = Watch::of(&*stream, WAIT).unwrap();
+        let run = |stream: &dyn Stream, hold| {
+            let memory = || host.alloc(4096, MemoryKind::Arena).unwrap();
+            let mut lanes = [Lane::new(stream, memory().freeze(), memory(), 4096)];
+            held(watch, &mut lanes, 3, Duration::ZERO, hold).unwrap()
+        };
+        let [queued] = &run(&*stream, Duration::from_millis(500)).unwrap()[..] else { panic!("one lane") };
+        assert_eq!(queued.gaps.len(), 3);
+        assert!(run(&Slow(Arc::clone(&stream)), Duration::from_millis(1)).is_none());
     }
 
     proptest! {

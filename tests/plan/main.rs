@@ -6,6 +6,7 @@ mod cases;
 mod demoted;
 mod in_place;
 mod properties;
+mod search;
 mod uniform;
 
 use std::collections::BTreeMap;

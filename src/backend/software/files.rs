@@ -234,6 +234,64 @@ mod tests {
         assert_eq!(lock(&disk.files).len(), 1, "the first was closed");
     }
 
+    /// The limit is a process's, so the test runs in one of its own.
+    #[cfg(unix)]
+    #[test]
+    fn memory_goes_on_in_another_file_where_one_may_not_grow() {
+        use rustix::process::{Resource, Rlimit, setrlimit};
+        const IN_CHILD: &str = "TENSOR_OFFLOAD_FILES_IN_CHILD";
+        const MOST: u64 = 64 << 10;
+        if std::env::var_os(IN_CHILD).is_none() {
+            let test = "backend::software::files::tests::memory_goes_on_in_another_file_where_one_may_not_grow";
+            let program = std::env::current_exe().unwrap();
+            let child =
+                std::process::Command::new(program).args([test, "--exact"]).env(IN_CHILD, "1").output().unwrap();
+            let said = String::from_utf8_lossy(&child.stdout).into_owned();
+            assert!(child.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        setrlimit(Resource::Fsize, Rlimit { current: Some(MOST), maximum: Some(MOST) }).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let disk = DiskFolder::new(folder.path());
+        let kept: Vec<FileMemory> = (0..3).map(|_| disk.allocate(40 << 10).unwrap()).collect();
+        for (memory, byte) in kept.iter().zip(1..) {
+            memory.write(0, &[byte; 40 << 10]).unwrap();
+        }
+        for (memory, byte) in kept.iter().zip(1..) {
+            let mut bytes = vec![0; memory.len()];
+            memory.read(0, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|&found| found == byte));
+        }
+        assert_eq!(lock(&disk.files).len(), 3);
+        // What fits no file is an error.
+        assert!(matches!(disk.allocate(65 << 10), Err(Error::Io { .. })));
+    }
+
+    /// No other file helps against an error of another kind, such as that of a file that cannot be written.
+    #[test]
+    fn a_file_that_cannot_be_written_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("m"), "").unwrap();
+        let file = File::open(folder.path().join("m")).unwrap();
+        let file = Arc::new(SharedFile { file: PositionalFile::new(file), extents: Mutex::default() });
+        let disk = DiskFolder::new(folder.path());
+        lock(&disk.files).push(Arc::downgrade(&file));
+        assert!(matches!(disk.allocate(1), Err(Error::Io { .. })));
+    }
+
+    /// Names left by a process that had the same id and was killed before it removed them.
+    #[test]
+    fn a_name_that_is_taken_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let taken = |number: usize| folder.path().join(format!(".tensor-offload-{}-{number}", std::process::id()));
+        (0..500).for_each(|number| std::fs::write(taken(number), "left").unwrap());
+        let memory = DiskFolder::new(folder.path()).allocate(4).unwrap();
+        memory.write(0, b"ours").unwrap();
+        (0..500).for_each(|number| assert_eq!(std::fs::read(taken(number)).unwrap(), b"left"));
+        let missing = DiskFolder::new(folder.path().join("none")).allocate(4);
+        assert!(matches!(missing, Err(Error::Io { .. })));
+    }
+
     proptest! {
         /// Whatever is taken and given back, what is taken never overlaps, and all given back leaves nothing.
         #[test]

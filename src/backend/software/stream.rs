@@ -204,6 +204,12 @@ impl Failure {
         Failure { cause, over: events.iter().all(Event::is_over) }
     }
 
+    /// The failure of work that waited for all of these: the first, and over only if all of them are.
+    fn first(failures: Vec<Failure>) -> Option<Failure> {
+        let over = failures.iter().all(|failure| failure.over);
+        failures.into_iter().next().map(|Failure { cause, .. }| Failure { cause, over })
+    }
+
     fn state(&self) -> FenceState {
         let cause = Arc::clone(&self.cause);
         if self.over { FenceState::Failed(cause) } else { FenceState::Lost(cause) }
@@ -265,7 +271,7 @@ impl Work {
 /// Does the work immediately and advances `tail`, the end of the stream's work, by the time that it would have taken.
 fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Timeline>) -> Event {
     let mut at = (*tail).max(timeline.now());
-    let mut failed = None;
+    let mut failures = Vec::new();
     for event in waits {
         // A virtual fence knows its outcome before its time has come.
         let outcome = match event.downcast::<VirtualFence>() {
@@ -273,11 +279,9 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
             None => event.wait(WORK).map_err(|error| Failure::of(std::slice::from_ref(event), Arc::new(error))),
         };
         at = at.max(event.time().unwrap_or_default());
-        failed = match (failed, outcome.err()) {
-            (Some(Failure { cause, over }), Some(later)) => Some(Failure { cause, over: over && later.over }),
-            (one, other) => one.or(other),
-        };
+        failures.extend(outcome.err());
     }
+    let mut failed = Failure::first(failures);
     if failed.is_none() {
         match work {
             Work::Nothing => {}
@@ -416,4 +420,23 @@ unsafe impl Fence for VirtualFence {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Work that waited for several that failed fails with the first cause, and is over only if all of them are.
+    #[test]
+    fn work_after_two_failures_is_over_when_both_are() {
+        let failure = |why: &str, over| Failure { cause: Arc::new(Error::bug(why)), over };
+        for (one, two) in [(true, true), (true, false), (false, true), (false, false)] {
+            let first = failure("one", one);
+            let cause = Arc::clone(&first.cause);
+            let both = Failure::first(vec![first, failure("two", two)]).unwrap();
+            assert!(Arc::ptr_eq(&both.cause, &cause));
+            assert_eq!(both.over, one && two);
+        }
+        assert!(Failure::first(Vec::new()).is_none());
+    }
 }
