@@ -384,6 +384,14 @@ fn a_set_opens_from_any_of_its_files_and_from_its_folder() {
 }
 
 #[test]
+fn a_set_whose_download_has_not_finished_is_refused() {
+    let folder = write(&set());
+    fs::write(folder.path().join("m-00003-of-00003.gguf.aria2"), "").unwrap();
+    let (_, fault) = parts(Checkpoint::open(folder.path()).unwrap_err(), "m-00003-of-00003.gguf");
+    assert!(matches!(fault, FileFault::Unfinished { .. }), "{fault}");
+}
+
+#[test]
 fn an_incomplete_set_names_all_missing_files() {
     let folder = write(&set());
     fs::remove_file(part(folder.path(), 1)).unwrap();
@@ -425,6 +433,8 @@ fn files_that_are_no_set_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("renamed.gguf");
     fs::write(&path, set()[1].build()).unwrap();
+    let lone = refused(set()[1].build()).1;
+    assert_eq!(lone, FileFault::Gguf(GgufFault::LonePart { number: 1, count: 3 }));
     let (_, unnamed) = parts(Checkpoint::open(&path).unwrap_err(), "renamed.gguf");
     assert_eq!(unnamed, FileFault::Gguf(GgufFault::UnnamedPart { number: 1, count: 3 }));
     assert!(unnamed.to_string().contains("NAME-00002-of-00003.gguf"), "{unnamed}");

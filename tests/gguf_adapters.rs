@@ -205,6 +205,21 @@ fn an_adapter_changes_a_conversion_as_it_changes_the_original() {
 }
 
 #[test]
+fn names_of_a_language_model_inside_another_are_found_too() {
+    let modules = [attention(0), dense(0)].concat();
+    let base = gguf(&converted(&transformers(&modules, false), "gemma3"), header("gemma3"));
+    let (wanted, _) = merged(&base, vec![adapter(&lora(&modules))], Matching::Strict);
+    for root in ["language_model.model.", "model.language_model.", "language_model."] {
+        let other = |(name, dtype, shape, bytes): Tensor| {
+            (name.replace(".model.model.", &format!(".model.{root}")), dtype, shape, bytes)
+        };
+        let tensors: Vec<Tensor> = lora(&modules).into_iter().map(other).collect();
+        assert!(tensors[0].0.contains(root));
+        assert!(merged(&base, vec![adapter(&tensors)], Matching::Strict).0 == wanted, "{root}");
+    }
+}
+
+#[test]
 fn biases_of_queries_and_keys_are_moved_as_their_rows() {
     let modules = attention(0);
     let base = transformers(&modules, true);

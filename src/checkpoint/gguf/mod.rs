@@ -23,7 +23,7 @@ use crate::transfer::Source;
 use cursor::Cursor;
 use value::Stored;
 
-pub(super) use split::{complete, one_set};
+pub(super) use split::{alone, complete, one_set};
 pub use value::{GgufArray, GgufKind, GgufValue};
 
 /// The first bytes of a file.
