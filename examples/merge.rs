@@ -22,7 +22,7 @@ const CHUNK: usize = 16 << 20;
 #[derive(Parser)]
 #[command(name = "merge")]
 struct Args {
-    /// The checkpoint: a safetensors file, or a folder with one or with an index
+    /// The checkpoint: a safetensors or GGUF file, or a folder with one or with an index
     base: PathBuf,
     #[command(flatten)]
     adapters: AdapterOptions,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use super::gguf::GgufFault;
 use super::packing::Packing;
 use crate::dtype::DType;
 
@@ -151,7 +152,7 @@ pub enum FileFault {
         reason: String,
     },
     /// A folder without any weights.
-    #[error("the folder holds no safetensors file")]
+    #[error("the folder holds no safetensors file and no GGUF file")]
     NoWeights,
     /// Files that an index names and the folder lacks.
     #[error("{} files named by the index are missing: {}", files.len(), List(files))]
@@ -171,6 +172,9 @@ pub enum FileFault {
         /// The entry.
         entry: String,
     },
+    /// A fault that only GGUF files have.
+    #[error(transparent)]
+    Gguf(#[from] GgufFault),
     /// The file is not the one that was opened.
     #[error("the file changed while it was in use")]
     Changed,
@@ -266,6 +270,19 @@ pub enum AdapterFault {
     RowOrder {
         /// The module of the checkpoint.
         target: String,
+    },
+    /// A name of transformers for a module of a GGUF file of an architecture whose conversion is not known: its rows may be ordered
+    /// otherwise, or its values changed.
+    #[error(
+        "`{target}` is of a GGUF file of architecture `{architecture}`, and what the conversion to it changes is not known; use \
+         the adapter on the original checkpoint, convert it with llama.cpp's convert_lora_to_gguf, or, if nothing but the rows of \
+         queries and keys can differ, say their order with Adapter::rotary_rows"
+    )]
+    UnknownConversion {
+        /// The module of the checkpoint.
+        target: String,
+        /// The file's `general.architecture`.
+        architecture: String,
     },
     /// An element type that a factor or its target cannot have.
     #[error("{what} has element type {dtype}, which cannot be patched")]
