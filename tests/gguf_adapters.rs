@@ -231,6 +231,23 @@ fn biases_of_queries_and_keys_are_moved_as_their_rows() {
 }
 
 #[test]
+fn whole_norms_are_replaced_where_they_are_the_same() {
+    let modules = attention(0);
+    let base = transformers(&modules, false);
+    let norm = f32s("model.layers.0.input_layernorm.set_weight", &[HIDDEN], &numbers(HIDDEN, "new"));
+    check("qwen3", &base, &[adapter(&lora(&modules)), adapter(&[norm.clone()])]);
+    let gemma = gguf(&converted(&base, "gemma3"), header("gemma3"));
+    let refused = fault(&gemma, adapter(&[norm]));
+    assert!(matches!(&refused, AdapterFault::Unsupported { kind } if kind.contains("blk.0.attn_norm")), "{refused}");
+    let change = f32s("model.layers.0.input_layernorm.diff", &[HIDDEN], &numbers(HIDDEN, "change"));
+    let merged = merged(&gemma, vec![adapter(&[change])], Matching::Strict).0;
+    let before = converted(&base, "gemma3");
+    assert!(
+        merged.iter().filter(|tensor| tensor.3 != before[&tensor.0].3).map(|t| &*t.0).eq(["blk.0.attn_norm.weight"])
+    );
+}
+
+#[test]
 fn experts_are_found_in_the_stack() {
     for (architecture, holder, names) in [
         ("llama", "block_sparse_moe", ["w1", "w3", "w2"]),
