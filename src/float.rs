@@ -141,7 +141,7 @@ fn round_each<const N: usize>(values: &[f32], bytes: &mut [u8], round: impl Fn(f
 const INFINITY: u32 = 0x7f80_0000;
 
 #[inline(always)]
-fn lift_f16(raw: u16) -> f32 {
+pub(crate) fn lift_f16(raw: u16) -> f32 {
     let magnitude = u32::from(raw) & 0x7fff;
     let finite = lift_magnitude::<10, 15>(magnitude);
     let special = INFINITY | (magnitude & 0x3ff) << 13;

@@ -148,6 +148,7 @@ mod dtype;
 pub mod error;
 mod file;
 mod float;
+mod ggml;
 mod limits;
 pub mod load;
 pub mod patch;
