@@ -154,7 +154,7 @@ fn every_value(dtype: DType) -> Checkpoint {
         DType::F16 | DType::BF16 => (0..=u16::MAX).flat_map(u16::to_le_bytes).collect(),
         _ => (0..=u32::MAX).step_by(65_521).flat_map(u32::to_le_bytes).collect(),
     };
-    let count = bytes.len() as u64 * 8 / dtype.bits();
+    let count = (bytes.len() / dtype.element_bytes().unwrap()) as u64;
     let mut file = safetensors(&[spec("w.weight", dtype, &[count])], 1);
     let begin = file.len() - bytes.len();
     file[begin..].copy_from_slice(&bytes);
@@ -170,7 +170,7 @@ fn every_value_is_cast_as_half_casts_it() {
             assert_eq!(dtype_of(&weights, "w.weight"), to);
             let wanted = &oracle(&weights)[0];
             let got = read_one(&weights, TensorId::new(0));
-            let size = to.bits() as usize / 8;
+            let size = to.element_bytes().unwrap();
             let other = got.chunks(size).zip(wanted.chunks(size)).position(|(got, wanted)| got != wanted);
             assert_eq!(other, None, "{from} to {to}: {got:?}", got = other.map(|at| &got[at * size..][..size]));
         }
@@ -237,7 +237,7 @@ fn a_large_tensor_is_cast_in_parts() {
         let file = raw(cast.checkpoint(), TensorId::new(0));
         assert!(homes[0] == homes[1] && homes[0] == read_one(&cast, TensorId::new(0)));
         let places = (0..rows as usize).step_by(65_537).chain([rows as usize - 1]);
-        let (old, new) = (from.bits() as usize / 8, to.bits() as usize / 8);
+        let (old, new) = (from.element_bytes().unwrap(), to.element_bytes().unwrap());
         for at in places {
             let wanted = stored(to, &lifted(from, &file[at * old..][..old]));
             assert_eq!(homes[0][at * new..][..new], wanted, "{from} to {to} at {at}");

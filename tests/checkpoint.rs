@@ -397,7 +397,7 @@ fn a_name_that_stands_twice_is_refused() {
 
 #[test]
 fn unknown_element_types_are_named() {
-    for name in ["f32", "Q4_K", ""] {
+    for name in ["f32", "Q4_K", "MXFP4", "Q4_2", ""] {
         let header = format!(r#"{{"a":{{"dtype":"{name}","shape":[4],"data_offsets":[0,4]}}}}"#);
         assert_eq!(refused(file(&header, 4)), (Some("a".into()), FileFault::UnknownDType { name: name.into() }));
     }

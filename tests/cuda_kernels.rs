@@ -111,7 +111,7 @@ impl Subject {
         for (info, wanted) in self.weights.layout().tensors().iter().zip(&self.wanted) {
             let mut bytes = vec![0; wanted.len()];
             model.read(&info.name, &mut bytes)?;
-            let size = info.dtype.bits() as usize / 8;
+            let size = info.dtype.element_bytes().unwrap();
             let wrong = bytes.chunks(size).zip(wanted.chunks(size)).position(|(got, wanted)| got != wanted);
             if let Some(at) = wrong {
                 let (got, wanted) = (&bytes[at * size..][..size], &wanted[at * size..][..size]);

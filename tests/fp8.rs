@@ -106,7 +106,7 @@ fn scale(name: &str, dtype: DType, shape: &[u64]) -> Tensor {
     let count = shape.iter().product::<u64>() as usize;
     let bytes = match dtype {
         DType::F8E8M0 | DType::U8 => (0..count).map(|at| 118 + (at * 5 % 9) as u8).collect(),
-        DType::F8E4M3 | DType::F64 => vec![0x3f; count * dtype.bits() as usize / 8],
+        DType::F8E4M3 | DType::F64 => vec![0x3f; count * dtype.element_bytes().unwrap()],
         _ => {
             let values: Vec<f32> = (0..count).map(|at| (1 + at * 7 % 31) as f32 / 512.0).collect();
             reference::stored(dtype, &values)

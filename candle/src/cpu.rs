@@ -235,7 +235,7 @@ mod tests {
             DType::F8E4M3,
         ];
         for (dtype, count) in types.into_iter().flat_map(|dtype| [1, 3, 1000, 100_000].map(|count| (dtype, count))) {
-            let bytes = count * dtype.bits() as usize / 8;
+            let bytes = count * dtype.element_bytes().unwrap();
             let tensor = CpuTensor::new(dtype, bytes, 0xff).unwrap();
             assert_eq!((tensor.tensor().elem_count(), tensor.tensor().dtype()), (count, dtype::of(dtype).unwrap()));
             assert_eq!(read(&tensor).unwrap(), vec![0xff; bytes]);

@@ -188,7 +188,13 @@ impl<'a> MatrixPatch<'a> {
 
     /// The size of the matrix, in bytes.
     pub fn matrix_bytes(&self) -> usize {
-        self.rows.saturating_mul(self.cols).saturating_mul(self.dtype.bits() as usize / 8)
+        self.rows.saturating_mul(self.cols).saturating_mul(self.element_bytes())
+    }
+
+    /// The size of an element of the matrix, in bytes.
+    pub(super) fn element_bytes(&self) -> usize {
+        // A patch exists only of types whose elements have a size.
+        self.dtype.element_bytes().unwrap_or(1)
     }
 
     /// The size of the work memory, in bytes. The matrix is not part of it.

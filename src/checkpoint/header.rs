@@ -141,7 +141,8 @@ impl RawTensor {
     /// Checks what can be seen from the entry alone; the offset counts from the header's end.
     fn check(self, name: String, path: &Path) -> Result<TensorInfo> {
         let refuse = |fault| Err(Error::file(path, Some(&name), fault));
-        let Ok(dtype) = self.dtype.parse::<DType>() else {
+        // The block types of GGML are none of this format.
+        let Some(dtype) = self.dtype.parse().ok().filter(|dtype: &DType| !dtype.is_ggml_block()) else {
             return refuse(FileFault::UnknownDType { name: self.dtype });
         };
         let (begin, end) = self.data_offsets;

@@ -34,12 +34,12 @@ impl TensorInfo {
     /// A tensor whose bytes begin at `offset` of file number `file`.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the size exceeds `u64` or is not a whole number of bytes.
+    /// [`Error::Invalid`] when the size exceeds `u64`, or a row is not a whole number of blocks of the type.
     pub fn new(name: impl Into<String>, dtype: DType, shape: &[u64], file: usize, offset: u64) -> Result<TensorInfo> {
         let name = name.into();
-        let bytes = dtype
-            .bytes_of(shape)
-            .ok_or_else(|| Error::invalid(format!("tensor `{name}`: {dtype} {shape:?} is no whole number of bytes")))?;
+        let bytes = dtype.bytes_of(shape).ok_or_else(|| {
+            Error::invalid(format!("tensor `{name}`: {dtype} {shape:?}: {}", dtype.why_no_size(shape)))
+        })?;
         Ok(TensorInfo { name, dtype, shape: shape.to_vec(), bytes, file, offset })
     }
 }

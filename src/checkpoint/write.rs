@@ -171,6 +171,9 @@ impl<'a> Header<'a> {
         let mut begin = 0u64;
         let entry = |spec: &'a TensorSpec| {
             let TensorSpec { name, dtype, shape } = spec;
+            if dtype.is_ggml_block() {
+                return Err(Error::invalid(format!("tensor `{name}`: safetensors has no element type {dtype}")));
+            }
             let bytes = dtype.bytes_of(shape);
             let end = bytes.and_then(|bytes| begin.checked_add(bytes)).ok_or_else(|| {
                 Error::invalid(format!("tensor `{name}`: {dtype} {shape:?} does not end on a byte of a 64-bit file"))
@@ -294,6 +297,7 @@ mod tests {
             vec![spec("a", DType::U8, &[]), spec("a", DType::U8, &[])],
             vec![spec("__metadata__", DType::U8, &[])],
             vec![spec("a", DType::F4, &[3])],
+            vec![spec("a", DType::Q8_0, &[32])],
             vec![spec("a", DType::U8, &[u64::MAX]), spec("b", DType::U8, &[1])],
         ] {
             assert_eq!(write(&path, &tensors, &[]).unwrap_err().kind(), ErrorKind::Invalid);

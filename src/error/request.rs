@@ -119,6 +119,8 @@ pub enum NoRows {
     Scalar,
     /// Its elements are so small that a row is no whole number of bytes.
     PartOfAByte,
+    /// It has one dimension, and its elements are encoded in blocks: a row, which is one element, is a part of one.
+    PartOfABlock,
 }
 
 impl fmt::Display for NoRows {
@@ -126,6 +128,7 @@ impl fmt::Display for NoRows {
         f.pad(match self {
             NoRows::Scalar => "it is a scalar",
             NoRows::PartOfAByte => "a row is no whole number of bytes",
+            NoRows::PartOfABlock => "a row is a part of a block",
         })
     }
 }

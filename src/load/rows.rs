@@ -10,7 +10,7 @@ impl TensorView<'_> {
     /// The bytes of one row. The first dimension is the number of rows.
     ///
     /// # Errors
-    /// [`Error::Missing`] for a scalar, and when a row is not a whole number of bytes.
+    /// [`Error::Missing`] for a scalar, and when a row is not a whole number of bytes, or of blocks.
     pub fn row_bytes(&self) -> Result<u64> {
         let info = self.info();
         let none = |why| {
@@ -18,7 +18,9 @@ impl TensorView<'_> {
             Missing::Rows { tensor: TensorShape { name, dtype, shape }, why }.into()
         };
         let Some((_, row)) = info.shape.split_first() else { return Err(none(NoRows::Scalar)) };
-        info.dtype.bytes_of(row).ok_or_else(|| none(NoRows::PartOfAByte))
+        info.dtype
+            .bytes_of(row)
+            .ok_or_else(|| none(if info.dtype.is_ggml_block() { NoRows::PartOfABlock } else { NoRows::PartOfAByte }))
     }
 
     /// The byte ranges of these rows in the buffer, in their order. Adjacent rows share one range.

@@ -96,9 +96,8 @@ impl Groups {
         self.members[group].last().map_or(0, |&last| self.of[last].1.end as u64)
     }
 
-    /// The byte range of each tensor in the memory of its module's group. Within a module the tensors with the largest
-    /// elements come first, so that each begins at a multiple of its element's size without a gap; among equals, the largest
-    /// tensor.
+    /// The byte range of each tensor in the memory of its module's group. Within a module the tensors with the greatest
+    /// alignment come first, so that each begins at a multiple of its own without a gap; among equals, the largest tensor.
     pub(crate) fn tensor_ranges(&self, layout: &Layout) -> Per<TensorId, Range<usize>> {
         let mut ranges = Per::all(layout.tensors().len(), 0..0);
         layout.module_ids().flat_map(|module| self.ranges_of(layout, module)).for_each(|(t, range)| ranges[t] = range);
@@ -108,7 +107,7 @@ impl Groups {
     /// The tensors that a module owns, in order of their byte ranges in the memory of its group.
     pub(crate) fn ranges_of(&self, layout: &Layout, module: ModuleId) -> Vec<(TensorId, Range<usize>)> {
         let mut own: Vec<TensorId> = layout.own_tensors(module).collect();
-        let largest_first = |info: &TensorInfo| Reverse((info.dtype.bits(), info.bytes));
+        let largest_first = |info: &TensorInfo| Reverse((info.dtype.alignment(), info.bytes));
         own.sort_by_key(|&tensor| largest_first(layout.at(tensor)));
         let mut at = self.place(module).start;
         let range = |tensor: TensorId| {

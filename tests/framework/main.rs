@@ -84,7 +84,7 @@ fn check_places(streamer: &Streamer, typed: bool) {
                     assert_eq!(range.len() as u64, info.bytes);
                     assert!(
                         range.end <= block.bytes()
-                            && range.start.is_multiple_of((info.dtype.bits() / 8).max(1) as usize)
+                            && range.start.is_multiple_of(info.dtype.element_bytes().unwrap_or(1))
                     );
                     let others = taken.iter().filter(|(other, _)| std::ptr::eq(*other, &**block));
                     for (_, other) in others {

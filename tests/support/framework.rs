@@ -232,7 +232,7 @@ impl Framework {
             }
             Some(Wrong::Panic) => panic!("an allocation on purpose"),
             // A whole element less.
-            Some(Wrong::Small) => asked - dtype.bits() as usize / 8,
+            Some(Wrong::Small) => asked - dtype.block().bytes as usize,
             None => asked,
         };
         let mut elements = Elements::zeros(dtype, bytes).expect("whole elements of a type that it has");

@@ -151,7 +151,7 @@ impl Kernels for CudaDevice {
         if !trusted {
             return Err(Mismatch::Sender { device: id }.into());
         }
-        let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.dtype().bits() as usize / 8)?;
+        let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.element_bytes())?;
         let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;
         let (blocks, mut numbers) = numbers(&patch)?;
         let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
