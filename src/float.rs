@@ -202,7 +202,7 @@ fn round_bf16(value: f32) -> u16 {
 const SIGN: u32 = 0x8000_0000;
 
 #[inline(always)]
-fn round_f16(value: f32) -> u16 {
+pub(crate) fn round_f16(value: f32) -> u16 {
     let bits = value.to_bits();
     let magnitude = bits & !SIGN;
     let rounded = round_magnitude::<10, 15>(magnitude).min(0x7c00) | (bits & SIGN) >> 16;

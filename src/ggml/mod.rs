@@ -12,6 +12,8 @@ mod grids;
 mod k_quants;
 mod lattices;
 mod parts;
+mod quantise;
+mod quantise_k;
 mod ternary;
 
 use crate::dtype::DType;
@@ -49,13 +51,54 @@ pub(crate) enum Format {
     NVFP4,
 }
 
+impl Format {
+    /// The format of a tensor of `dtype`; `None` if that is no block type of GGML.
+    pub(crate) fn of(dtype: DType) -> Option<Format> {
+        NAMES.iter().find(|(_, other)| *other == dtype).map(|(format, _)| *format)
+    }
+
+    /// The element type.
+    pub(crate) fn dtype(self) -> DType {
+        NAMES[self as usize].1
+    }
+
+    /// Whether values can become blocks of it.
+    pub(crate) fn is_written(self) -> bool {
+        self.quantise(&[], &mut []).is_some()
+    }
+
+    /// The element types of all formats that are written.
+    pub(crate) fn written() -> impl Iterator<Item = DType> {
+        NAMES.iter().filter(|(format, _)| format.is_written()).map(|(_, dtype)| *dtype)
+    }
+
+    /// `values` as blocks, block by block up to the shorter of the two. Returns how many blocks the format cannot express: those with
+    /// a value that is not finite, or, in the "K" formats and IQ4_NL, with a scale beyond f16. `None` if it is not
+    /// [written](Format::is_written).
+    #[inline(always)]
+    pub(crate) fn quantise(self, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
+        Some(match self {
+            Format::Q4_0 => each_written(values, blocks, quantise::q4_0),
+            Format::Q4_1 => each_written(values, blocks, quantise::q4_1),
+            Format::Q5_0 => each_written(values, blocks, quantise::q5_0),
+            Format::Q5_1 => each_written(values, blocks, quantise::q5_1),
+            Format::Q8_0 => each_written(values, blocks, quantise::q8_0),
+            Format::Q4_K => each_written(values, blocks, quantise_k::q4_k),
+            Format::Q5_K => each_written(values, blocks, quantise_k::q5_k),
+            Format::Q6_K => each_written(values, blocks, quantise_k::q6_k),
+            Format::IQ4_NL => each_written(values, blocks, quantise::iq4_nl),
+            Format::MXFP4 => each_written(values, blocks, quantise::mxfp4),
+            _ => return None,
+        })
+    }
+}
+
 macro_rules! formats {
     ($($format:ident = $bytes:literal => $elements:literal, $decode:path;)*) => {
-        impl Format {
-            /// All of them.
-            #[cfg(test)]
-            pub(crate) const ALL: &[Format] = &[$(Format::$format),*];
+        /// All of them, in the order of the enum, and their element types.
+        const NAMES: &[(Format, DType)] = &[$((Format::$format, DType::$format)),*];
 
+        impl Format {
             /// Values of a block.
             pub(crate) fn elements(self) -> usize {
                 match self {
@@ -72,7 +115,7 @@ macro_rules! formats {
 
             /// `blocks` as values, block by block up to the shorter of the two.
             #[inline(always)]
-            pub(crate) fn dequantize(self, blocks: &[u8], values: &mut [f32]) {
+            pub(crate) fn dequantise(self, blocks: &[u8], values: &mut [f32]) {
                 match self {
                     $(Format::$format => each::<$bytes, $elements>(blocks, values, $decode),)*
                 }
@@ -119,4 +162,31 @@ fn each<const BYTES: usize, const ELEMENTS: usize>(
 ) {
     let (blocks, values) = (blocks.as_chunks::<BYTES>().0, values.as_chunks_mut::<ELEMENTS>().0);
     blocks.iter().zip(values).for_each(|(block, values)| decode(block, values));
+}
+
+#[inline(always)]
+fn each_written<const BYTES: usize, const ELEMENTS: usize>(
+    values: &[f32],
+    blocks: &mut [u8],
+    encode: impl Fn(&[f32; ELEMENTS], &mut [u8; BYTES]) -> bool,
+) -> u64 {
+    let (values, blocks) = (values.as_chunks::<ELEMENTS>().0, blocks.as_chunks_mut::<BYTES>().0);
+    values.iter().zip(blocks).map(|(values, block)| u64::from(!encode(values, block))).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formats_have_the_blocks_of_their_element_types() {
+        for (index, &(format, dtype)) in NAMES.iter().enumerate() {
+            let block = dtype.block();
+            assert_eq!((format.elements() as u64, format.bytes() as u64), (block.elements, block.bytes), "{dtype}");
+            assert_eq!((format as usize, Format::of(dtype), format.dtype()), (index, Some(format), dtype));
+        }
+        for dtype in DType::all() {
+            assert_eq!(Format::of(dtype).is_some(), dtype.is_ggml_block(), "{dtype}");
+        }
+    }
 }

@@ -13,6 +13,7 @@
 //! A patch may also cast: its values are read in one type and rounded to another (`cast`). They are lifted, changed and
 //! rounded once, as those of any patch are; without steps they are only lifted and rounded.
 
+mod blocks;
 mod cast;
 mod pieces;
 mod products;
@@ -31,6 +32,7 @@ use crate::float::Float;
 use crate::rounding::Rounding;
 use crate::threads;
 use crate::transfer::Stamp;
+pub use blocks::{dequantise, quantise};
 use pieces::Stored;
 use scales::Grid;
 pub use scales::ScalePolicy;
