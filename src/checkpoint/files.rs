@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use super::folder;
+use super::gguf::one_set;
 use super::header::Header;
 use super::hub::model_folder;
 use super::json::Entries;
 use super::quantised::Stated;
 use super::text::read_json;
-use crate::error::{Error, FileFault, Result};
+use crate::error::{Error, FileFault, GgufFault, Result};
 use crate::transfer::open_error;
 
 /// The files of a checkpoint.
@@ -58,7 +59,14 @@ impl FileSet {
         }
         match ending(folder::SAFETENSORS).as_slice() {
             [file] => Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(file)], index: None }),
-            [] => Err(folder::no_safetensors(folder, &names)),
+            [] => match ending(folder::GGUF).as_slice() {
+                [] => Err(folder::no_safetensors(folder, &names)),
+                // Any file of a set leads to the others.
+                files if files.len() == 1 || one_set(files) => {
+                    Ok(FileSet { folder: folder.to_owned(), files: vec![folder.join(files[0])], index: None })
+                }
+                several => refuse(GgufFault::SeveralFiles { files: listed(several) }.into()),
+            },
             several => {
                 let pipeline = folder::pipeline(folder, &names);
                 refuse(pipeline.unwrap_or_else(|| FileFault::NoIndex { files: listed(several) }))
@@ -175,9 +183,10 @@ pub(super) fn tied_embeddings(folder: &Path) -> Result<Tied> {
 }
 
 /// What a configuration says of the embedding and the head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Tied {
     Yes,
+    #[default]
     No,
     /// Nothing, and the model has a head: transformers ties it unless told otherwise, so a file without one has it tied.
     IfHeadless,

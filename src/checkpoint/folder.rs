@@ -12,6 +12,9 @@ use crate::transfer::FileSource;
 /// Endings of safetensors files.
 pub(super) const SAFETENSORS: &str = ".safetensors";
 
+/// The ending of GGUF files.
+pub(super) const GGUF: &str = ".gguf";
+
 /// Endings of the index of a sharded checkpoint.
 pub(super) const INDEX: &str = ".safetensors.index.json";
 

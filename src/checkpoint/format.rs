@@ -1,4 +1,4 @@
-//! Files that are no safetensors files, recognised by their first bytes.
+//! Files that are neither safetensors nor GGUF files, recognised by their first bytes.
 
 use crate::error::FileFault;
 use crate::transfer::Source;
@@ -11,7 +11,7 @@ const UNPACK: &str = "unpack it, and open the safetensors file in it";
 const AGAIN: &str = "download it again";
 
 /// First bytes, the format that has them, and what to do.
-const FORMATS: [(&[u8], &str, &str); 28] = [
+const FORMATS: [(&[u8], &str, &str); 27] = [
     (b"\x80\x02", "a Python pickle", CONVERT),
     (b"\x80\x03", "a Python pickle", CONVERT),
     (b"\x80\x04", "a Python pickle", CONVERT),
@@ -19,7 +19,6 @@ const FORMATS: [(&[u8], &str, &str); 28] = [
     // The first protocol is text.
     (b"(dp0\n", "a Python pickle", CONVERT),
     (b"(lp0\n", "a Python pickle", CONVERT),
-    (b"GGUF", "a GGUF file", CONVERT),
     // GGML wrote its marks as numbers, so they stand backwards in a file.
     (b"lmgg", "a GGML file", CONVERT),
     (b"fmgg", "a GGML file", CONVERT),
@@ -47,7 +46,7 @@ const FORMATS: [(&[u8], &str, &str); 28] = [
 /// The mark of a tar archive, and where it stands.
 const TAR: (usize, &[u8]) = (257, b"ustar");
 
-/// The fault of a file of another format than safetensors; `None` for one that is not recognised.
+/// The fault of a file of a format that is not read; `None` for one that is not recognised.
 pub(super) fn other_format(source: &dyn Source) -> Option<FileFault> {
     let len = source.stamp().len();
     let mut start = vec![0; len.min(START) as usize];

@@ -1,4 +1,4 @@
-//! The header of a safetensors file.
+//! The header of a file, and how one of safetensors is read.
 //!
 //! A file is the header's length (8 bytes, little endian), the header (a JSON object), and the tensors' bytes without
 //! a gap. See <https://github.com/huggingface/safetensors#format>.
@@ -10,12 +10,14 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::TensorInfo;
 use super::format::other_format;
+use super::gguf::{self, GgufHeader};
 use super::json::{Entries, repeated};
 use crate::dtype::DType;
 use crate::error::{Error, FileFault, Result};
@@ -36,11 +38,16 @@ pub(super) struct Header {
     pub(super) metadata: BTreeMap<String, String>,
     /// In order of offset.
     pub(super) tensors: Vec<TensorInfo>,
+    /// The metadata of a GGUF file.
+    pub(super) gguf: Option<Arc<GgufHeader>>,
 }
 
 impl Header {
     /// Reads and checks the header of file number `number`.
     pub(super) fn read(source: &dyn Source, number: usize) -> Result<Header> {
+        if gguf::is_gguf(source)? {
+            return GgufHeader::read(source, number);
+        }
         Header::read_safetensors(source, number).map_err(|error| match (&error, other_format(source)) {
             (Error::File { .. }, Some(fault)) => Error::file(source.path(), None, fault),
             _ => error,
@@ -70,7 +77,7 @@ impl Header {
         let tensors = raw.tensors.into_iter().map(|(name, entry)| entry.check(name, path)).collect::<Result<_>>()?;
         let tensors = check_ranges(tensors, path, data_start, file_len)?;
         let tensors = tensors.into_iter().map(|t| TensorInfo { file: number, ..t }).collect();
-        Ok(Header { metadata: raw.metadata, tensors })
+        Ok(Header { metadata: raw.metadata, tensors, gguf: None })
     }
 }
 

@@ -5,6 +5,7 @@ mod families;
 mod files;
 mod folder;
 mod format;
+mod gguf;
 mod header;
 mod hub;
 mod id;
@@ -25,10 +26,12 @@ use std::sync::Arc;
 use crate::error::{Error, Measured, Missing, Result};
 use crate::transfer::{FileSource, MemorySource, Source};
 use files::{FileSet, Tied};
+use gguf::GgufHeader;
 use header::Header;
 
 pub use execution::OrderSource;
 pub(crate) use folder::{lacks_weights, weights_in};
+pub use gguf::{Gguf, GgufArray, GgufKind, GgufValue};
 pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
@@ -64,16 +67,20 @@ struct Inner {
     sources: Vec<Arc<dyn Source>>,
     layout: Layout,
     metadata: BTreeMap<String, String>,
+    /// The header of the (first) GGUF file.
+    gguf: Option<Arc<GgufHeader>>,
     by_name: HashMap<String, TensorId>,
     /// What the configuration says of quantised weights.
     stated: Stated,
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file, the `.json` index of a sharded checkpoint, or a folder that holds either.
+    /// Opens a safetensors or GGUF file, the `.json` index of a sharded checkpoint, or a folder that holds any of these. The first
+    /// bytes of a file say which format it has, whatever it is called.
     ///
     /// A folder's index lists the files and tensors of the model; without an index the folder must hold exactly one
-    /// `.safetensors` file. `config.json` in the folder says whether the embeddings are tied, and how weights are quantised. A
+    /// `.safetensors` file, or none and the files of one GGUF model. Any file of a GGUF set (`NAME-00001-of-00003.gguf`) opens the
+    /// whole set. A GGUF model whose architecture has a head, and no tensor of it, uses the embedding at both ends. `config.json` in the folder says whether the embeddings are tied, and how weights are quantised. A
     /// folder in a cache of the Hugging Face hub (`models--ORG--NAME`) stands for the snapshot that its `refs/main` names.
     ///
     /// # Errors
@@ -100,20 +107,26 @@ impl Checkpoint {
             sources.push(source);
         }
         set.select(&mut headers)?;
-        let tied = files::tied_embeddings(&set.folder)?;
-        let stated = files::quantisation(&set.folder)?;
+        if let [file] = &set.files[..] {
+            gguf::complete(file, &mut sources, &mut headers, open_file)?;
+        }
+        // GGUF files say all of this themselves.
+        let (tied, stated) = match headers.iter().all(|header| header.gguf.is_some()) {
+            true => Default::default(),
+            false => (files::tied_embeddings(&set.folder)?, files::quantisation(&set.folder)?),
+        };
         Ok(Checkpoint::assemble(path.to_owned(), sources, headers, tied, stated))
     }
 
-    /// Opens a safetensors file in memory, called `name` in errors.
+    /// Opens a safetensors or GGUF file in memory, called `name` in errors.
     ///
     /// # Errors
     /// [`Error::File`] with the tensor if one is to blame, and the fault.
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
         let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
         let header = Header::read(&*source, 0)?;
-        let stated = Stated::default();
-        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], Tied::No, stated))
+        let (tied, stated) = Default::default();
+        Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], tied, stated))
     }
 
     fn assemble(
@@ -123,17 +136,20 @@ impl Checkpoint {
         tied: Tied,
         stated: Stated,
     ) -> Checkpoint {
-        let (mut tensors, mut metadata) = (Vec::new(), None);
+        let (mut tensors, mut first) = (Vec::new(), None);
         for header in headers {
-            metadata.get_or_insert(header.metadata);
+            first.get_or_insert((header.metadata, header.gguf));
             tensors.extend(header.tensors);
         }
+        let (metadata, gguf) = first.unwrap_or_default();
+        let headed = gguf.as_ref().is_some_and(|gguf| gguf.has_language_head());
+        let tied = if headed { Tied::IfHeadless } else { tied };
         let layout = Layout::new(tensors);
         let by_name = by_name(&layout);
         let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
         let tied = tied == Tied::Yes || (tied == Tied::IfHeadless && headless());
         let layout = if tied { layout.tie_embeddings() } else { layout };
-        Checkpoint(Arc::new(Inner { path, sources, layout, metadata: metadata.unwrap_or_default(), by_name, stated }))
+        Checkpoint(Arc::new(Inner { path, sources, layout, metadata, gguf, by_name, stated }))
     }
 
     /// The same files with another layout: layers in [another order](Layout::in_order), an embedding that is [used at both
@@ -168,9 +184,15 @@ impl Checkpoint {
         &self.0.layout
     }
 
-    /// The metadata in the (first) file's header: `__metadata__`.
+    /// The metadata in the (first) file's header: `__metadata__` of safetensors; of a GGUF file what is not an array, as text.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.0.metadata
+    }
+
+    /// The metadata of a GGUF file, of the first one of a set; `None` for other files.
+    pub fn gguf(&self) -> Option<Gguf<'_>> {
+        let (header, source) = self.0.gguf.as_ref().zip(self.0.sources.first())?;
+        Some(Gguf::new(header, &**source))
     }
 
     /// The path that was opened: the file, the index or the folder.

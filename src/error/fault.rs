@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use super::gguf::GgufFault;
 use super::packing::Packing;
 use crate::dtype::DType;
 
@@ -151,7 +152,7 @@ pub enum FileFault {
         reason: String,
     },
     /// A folder without any weights.
-    #[error("the folder holds no safetensors file")]
+    #[error("the folder holds no safetensors file and no GGUF file")]
     NoWeights,
     /// Files that an index names and the folder lacks.
     #[error("{} files named by the index are missing: {}", files.len(), List(files))]
@@ -171,6 +172,9 @@ pub enum FileFault {
         /// The entry.
         entry: String,
     },
+    /// A fault that only GGUF files have.
+    #[error(transparent)]
+    Gguf(#[from] GgufFault),
     /// The file is not the one that was opened.
     #[error("the file changed while it was in use")]
     Changed,

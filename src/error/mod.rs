@@ -6,6 +6,7 @@
 mod allocation;
 mod cast;
 mod fault;
+mod gguf;
 mod kind;
 mod message;
 mod packing;
@@ -22,6 +23,7 @@ use std::time::Duration;
 pub use allocation::AllocationError;
 pub use cast::CastFault;
 pub use fault::{AdapterFault, FileFault};
+pub use gguf::GgufFault;
 pub use kind::ErrorKind;
 pub use packing::Packing;
 pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Remedy, Shortfall, Term};

@@ -1,0 +1,167 @@
+//! Sets of files (llama.cpp, `tools/gguf-split` and `src/llama-model-loader.cpp`). Each file says its number, from 0, the number of
+//! files, and the number of tensors in all of them; its name says its number from 1: `NAME-00001-of-00003.gguf`.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{GgufHeader, GgufValue, unlike};
+use crate::checkpoint::header::Header;
+use crate::error::{Error, GgufFault, Result};
+use crate::transfer::Source;
+
+const NUMBER: &str = "split.no";
+const COUNT: &str = "split.count";
+const TENSORS: &str = "split.tensors.count";
+
+/// The most files of a set; names have five digits.
+const MOST: u64 = 99_999;
+
+/// What a file says of its set.
+struct Split {
+    number: u64,
+    count: u64,
+    tensors: u64,
+}
+
+impl Split {
+    /// `None` for a file that is not of a set of several.
+    fn of(header: &GgufHeader, path: &Path) -> Result<Option<Split>> {
+        let number = |key, wanted: &'static str, fits: &dyn Fn(u64) -> bool| match header.value(key) {
+            None => Ok(None),
+            Some(value) => match value.as_u64().filter(|number| fits(*number)) {
+                Some(number) => Ok(Some(number)),
+                None => Err(Error::file(path, None, unlike(key, value, wanted).into())),
+            },
+        };
+        let Some(count) = number(COUNT, "a number of files up to 99999", &|count| count <= MOST)? else {
+            return Ok(None);
+        };
+        if count <= 1 {
+            return Ok(None);
+        }
+        let missing = |key: &str, wanted| {
+            let fault = GgufFault::Value { key: key.to_owned(), found: "missing".to_owned(), wanted };
+            Error::file(path, None, fault.into())
+        };
+        const BELOW: &str = "a number below that of the files";
+        let own = number(NUMBER, BELOW, &|number| number < count)?.ok_or_else(|| missing(NUMBER, BELOW))?;
+        const OF_TENSORS: &str = "a number of tensors";
+        let tensors = number(TENSORS, OF_TENSORS, &|_| true)?.ok_or_else(|| missing(TENSORS, OF_TENSORS))?;
+        Ok(Some(Split { number: own, count, tensors }))
+    }
+}
+
+/// The beginning of a file's name, its number from 1, and the number of files.
+fn parse(name: &str) -> Option<(&str, u64, u64)> {
+    let stem = name.get(..name.len().checked_sub(5)?).filter(|_| name.to_ascii_lowercase().ends_with(".gguf"))?;
+    let (rest, count) = stem.rsplit_once("-of-")?;
+    let (base, number) = rest.rsplit_once('-')?;
+    let digits =
+        |text: &str| Some(text).filter(|t| t.len() == 5 && t.bytes().all(|b| b.is_ascii_digit()))?.parse().ok();
+    Some((base, digits(number)?, digits(count)?))
+}
+
+/// The name of a file of a set, with the ending of `like`.
+fn name(base: &str, number: u64, count: u64, like: &str) -> String {
+    format!("{base}-{number:05}-of-{count:05}{}", &like[like.len() - 5..])
+}
+
+/// Whether these names are of files of one set, some of which may be missing.
+pub(in crate::checkpoint) fn one_set(names: &[&PathBuf]) -> bool {
+    let set = |name: &&PathBuf| name.to_str().and_then(parse).map(|(base, _, count)| (base.to_owned(), count));
+    let first = names.first().and_then(set);
+    first.is_some() && names.iter().all(|name| set(name) == first)
+}
+
+/// Opens the other files of the set that the file at `path` is of. Nothing changes for a file that is not of a set.
+///
+/// # Errors
+/// [`Error::File`] when a file is missing or is not of the set, or two have tensors of one name; those of `open`.
+pub(in crate::checkpoint) fn complete(
+    path: &Path,
+    sources: &mut Vec<Arc<dyn Source>>,
+    headers: &mut Vec<Header>,
+    mut open: impl FnMut(&Path) -> Result<Arc<dyn Source>>,
+) -> Result<()> {
+    let [Header { gguf: Some(own), .. }] = &headers[..] else { return Ok(()) };
+    let Some(split) = Split::of(own, path)? else { return Ok(()) };
+    let Split { number, count, tensors } = split;
+    let file_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let Some((base, ..)) = parse(file_name).filter(|(_, own, of)| (*own, *of) == (number + 1, count)) else {
+        return Err(Error::file(path, None, GgufFault::UnnamedPart { number, count }.into()));
+    };
+    let names: Vec<String> = (1..=count).map(|number| name(base, number, count, file_name)).collect();
+    let missing = |name: &&String| {
+        let found = std::fs::metadata(path.with_file_name(name));
+        found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+    };
+    let files: Vec<String> = names.iter().filter(missing).cloned().collect();
+    if !files.is_empty() {
+        return Err(Error::file(path, None, GgufFault::MissingParts { count, files }.into()));
+    }
+    let (mut all_sources, mut all): (Vec<Arc<dyn Source>>, Vec<Header>) = Default::default();
+    for (index, name) in names.iter().enumerate() {
+        let file = path.with_file_name(name);
+        let source = if index as u64 == number { Arc::clone(&sources[0]) } else { open(&file)? };
+        let header = Header::read(&*source, index)?;
+        check_part(&file, path, &header, index as u64, &split)?;
+        all.push(header);
+        all_sources.push(source);
+    }
+    check_whole(path, &all_sources, &all, tensors)?;
+    (*sources, *headers) = (all_sources, all);
+    Ok(())
+}
+
+/// Returns an error unless a file says that it is number `number` of the set of `path`.
+fn check_part(file: &Path, path: &Path, header: &Header, number: u64, set: &Split) -> Result<()> {
+    let other = |key: &str, found: String, wanted: String| {
+        let (key, set) = (key.to_owned(), path.display().to_string());
+        Err(Error::file(file, None, GgufFault::OtherSet { set, key, found, wanted }.into()))
+    };
+    let Some(gguf) = &header.gguf else {
+        return other("format", "safetensors".to_owned(), "GGUF".to_owned());
+    };
+    let Some(part) = Split::of(gguf, file)? else {
+        let found = gguf.value(COUNT).map_or("missing".to_owned(), GgufValue::to_string);
+        return other(COUNT, found, set.count.to_string());
+    };
+    let pairs = [(COUNT, part.count, set.count), (NUMBER, part.number, number), (TENSORS, part.tensors, set.tensors)];
+    match pairs.into_iter().find(|(_, found, wanted)| found != wanted) {
+        Some((key, found, wanted)) => other(key, found.to_string(), wanted.to_string()),
+        None => Ok(()),
+    }
+}
+
+/// Returns an error if two files have tensors of one name, or all have more or fewer than `wanted`.
+fn check_whole(path: &Path, sources: &[Arc<dyn Source>], headers: &[Header], wanted: u64) -> Result<()> {
+    let mut holders: HashMap<&str, usize> = HashMap::new();
+    for tensor in headers.iter().flat_map(|header| &header.tensors) {
+        if let Some(other) = holders.insert(&tensor.name, tensor.file) {
+            let fault = GgufFault::InTwoParts { other: sources[other].path().display().to_string() };
+            return Err(Error::file(sources[tensor.file].path(), Some(&tensor.name), fault.into()));
+        }
+    }
+    let found = holders.len() as u64;
+    match found == wanted {
+        true => Ok(()),
+        false => Err(Error::file(path, None, GgufFault::TensorsOfSet { found, wanted }.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_sets_have_five_digits() {
+        assert_eq!(parse("m-Q4_K_M-00001-of-00003.gguf"), Some(("m-Q4_K_M", 1, 3)));
+        assert_eq!(parse("-00001-of-00003.GGUF"), Some(("", 1, 3)));
+        for other in ["m-1-of-3.gguf", "m-00001-of-00003", "m.gguf", "gguf", "é.gguf", "m-00001-of-0000x.gguf"] {
+            assert_eq!(parse(other), None, "{other}");
+        }
+        assert_eq!(name("m", 2, 3, "m-00001-of-00003.gguf"), "m-00002-of-00003.gguf");
+    }
+}
