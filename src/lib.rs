@@ -145,6 +145,7 @@ pub mod checkpoint;
 pub mod cuda;
 pub mod device;
 mod dtype;
+mod encoding;
 pub mod error;
 mod file;
 mod float;
