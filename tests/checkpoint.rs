@@ -465,7 +465,7 @@ fn other_formats_are_recognised() {
         (b"\x80\x03}q\0(X\x06\0\0\0weight", "pickle", "convert"),
         (b"\x80\x04\x95", "pickle", "convert"),
         (b"\x80\x05\x95\x0b\0\0\0\0\0\0\0", "pickle", "convert"),
-        (b"GGUF\x03\0\0\0{\0\0\0", "GGUF", "convert"),
+        (b"lmgg\x03\0\0\0{\0\0\0", "GGML", "convert"),
         (b"\x89HDF\r\n\x1a\n\0\0\0\0\0\x08\x08\0", "HDF5", "convert"),
         (b"\x93NUMPY\x01\0v\0{'descr': '<f4'", "NumPy", "convert"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", "git lfs pull"),

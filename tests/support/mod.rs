@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test uses its part")]
 
 pub(crate) mod framework;
+pub(crate) mod gguf;
 pub(crate) mod machines;
 pub(crate) mod outliers;
 pub(crate) mod watched;
