@@ -185,3 +185,42 @@ impl TensorPatch {
         self.stored(None)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::rounding::Rounding;
+
+    /// Parts that begin and end inside blocks hold what the whole holds there.
+    #[test]
+    fn any_part_of_a_cast_tensor_is_that_part_of_the_whole() {
+        let (rows, cols) = (3u64, 512u64);
+        let mut file = b"GGUF".to_vec();
+        file.extend(3u32.to_le_bytes());
+        file.extend([1u64, 0].map(u64::to_le_bytes).as_flattened());
+        file.extend([&8u64.to_le_bytes()[..], b"w.weight", &2u32.to_le_bytes()].concat());
+        file.extend([cols, rows].map(u64::to_le_bytes).as_flattened());
+        file.extend(DType::Q4_K.ggml_number().unwrap().to_le_bytes());
+        file.extend(0u64.to_le_bytes());
+        file.resize(file.len().next_multiple_of(32), 0);
+        file.extend((0..6 * 144u32).map(|at| (at * 37 % 113) as u8));
+        let checkpoint = Checkpoint::from_bytes("model.gguf", file).unwrap();
+        let (tensor, info) = (TensorId::new(0), checkpoint.layout().at(TensorId::new(0)));
+        let mut patch = TensorPatch::of_cast(info, Float::BF16).unwrap();
+        for rounding in [Rounding::NearestEven, Rounding::Stochastic { seed: 3 }] {
+            patch.set_rounding(rounding);
+            let mut whole = vec![0; 2 * (rows * cols) as usize];
+            patch.read(&checkpoint, tensor, &mut whole).unwrap();
+            assert!(whole.iter().any(|byte| *byte != 0));
+            for (at, length) in
+                [(0, 2), (2, 510), (510, 2), (512, 512), (300, 1000), (1024, 2048), (514, 2558), (3070, 2)]
+            {
+                let mut part = vec![0; length];
+                let (_, read) = patch.read_part(&checkpoint, tensor, at, &mut part).unwrap();
+                assert!(part == whole[at..at + length], "{length} bytes from {at}");
+                assert!(read.is_multiple_of(144) && read >= (length as u64).div_ceil(512) * 144, "{read}");
+            }
+        }
+    }
+}

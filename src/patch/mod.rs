@@ -339,6 +339,7 @@ fn bytes_of(shape: &[u64], stored: Encoding) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ggml::Format;
     use proptest::prelude::*;
 
     /// Values in -1..1 that look random.
@@ -552,6 +553,61 @@ mod tests {
                             Float::F32.lift(&bytes, &mut wide);
                         }
                         assert!(bytes == stored(to, &wide), "{to:?} {tier:?} on {threads} threads");
+                    }
+                }
+            }
+        }
+    }
+
+    /// In pieces, with norms over columns, and of a bias, whose rows are parts of blocks: as floats, and as blocks again.
+    #[test]
+    fn values_of_blocks_are_changed_as_floats_are_in_every_tier_and_split() {
+        let (rows, cols) = (60, 768);
+        let dora = || {
+            let (magnitude, axis) = (noise(cols, 13), Axis::Columns { inner: 1 });
+            let dora = Dora { ratio: 1.0, magnitude, axis, of_original: false, epsilon: f32::EPSILON, strength: 0.5 };
+            Step::decompose(0..rows, Delta::Product(product(rows, cols, 3, 11)), dora)
+        };
+        let product = || lora(rows, cols, 5, 1, scale(1.0, 5));
+        let dense = || Step::add(0..rows * cols, Delta::Dense(noise(rows * cols, 6)), 0.5);
+        let kinds: [&dyn Fn() -> Vec<Step>; 4] =
+            [&|| vec![], &|| vec![product()], &|| vec![product(), dora()], &|| vec![dense()]];
+        for (kind, steps) in kinds.into_iter().enumerate() {
+            for dtype in [DType::Q8_0, DType::Q5_1, DType::Q4_K, DType::Q6_K] {
+                let format = Format::of(dtype).unwrap();
+                let of = |dtype| {
+                    let mut patch = patch(dtype, rows, cols, steps());
+                    patch.is_bias = kind == 3;
+                    patch
+                };
+                let (mut blocks, mut values) =
+                    (vec![0; Encoding::Blocks(format).bytes(rows * cols)], noise(rows * cols, 5));
+                format.quantise(&values, &mut blocks).unwrap();
+                format.dequantise(&blocks, &mut values);
+                let mut wide = stored(Float::F32, &values);
+                of(DType::F32).apply(&mut wide, &[]).unwrap();
+                Float::F32.lift(&wide, &mut values);
+                let mut again = blocks.clone();
+                format.quantise(&values, &mut again).unwrap();
+                for tier in Tier::all() {
+                    for threads in [1, 3] {
+                        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                        for to in [Float::F32, Float::BF16] {
+                            let mut cast = of(dtype);
+                            cast.set_type(to);
+                            let mut bytes = vec![0; rows * cols * to.size()];
+                            pool.install(|| cast.cast_with(tier, &blocks, &mut bytes));
+                            assert!(bytes == stored(to, &values), "{kind} {dtype} {to:?} {tier:?}");
+                        }
+                        if kind > 0 {
+                            let mut requantised = of(dtype);
+                            let mut bytes = blocks.clone();
+                            let refused = pool.install(|| requantised.apply_with(tier, &mut bytes, &[]));
+                            assert!(matches!(refused, Err(Error::Unpatchable { .. })) && bytes == blocks);
+                            requantised.requantise().unwrap();
+                            pool.install(|| requantised.apply_with(tier, &mut bytes, &[])).unwrap();
+                            assert!(bytes == again, "{kind} {dtype} {tier:?}");
+                        }
                     }
                 }
             }
