@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `experts.gate_up_proj` [E, 2 i, h] or [E, h, 2 i], `experts.down_proj` | one pair of factors for each expert (`experts.3.up_proj`) |
 //! | the same | PEFT's for a whole parameter (`target_parameters`), under its module's name |
+//! | GGUF's `ffn_gate_exps` [E, i, h], … | one pair of factors for each expert |
 //! | `experts.3.gate_proj.weight` [i, h], … | PEFT's for a whole parameter; mlx-lm's (`switch_mlp.gate_proj`) |
 //!
 //! Mixtral's older files say w1, w3 and w2 for gate, up and down, and `block_sparse_moe` for `mlp`.
@@ -203,8 +204,8 @@ pub(super) fn find<'a>(layout: &'a Layout, targets: &Targets<'a>, name: &str) ->
         return Found::Nothing;
     }
     for holder in holders(holder) {
-        let whole = [(own, ExpertPart::Whole), (fused, part)];
-        for (own, part) in whole {
+        let whole = same_part(own).map(|own| (own, ExpertPart::Whole));
+        for (own, part) in whole.chain([(fused, part)]) {
             if let Some((target, expert)) = stack(layout, targets, &format!("{holder}.{own}")) {
                 return Found::One(vec![Target { expert: Some(Expert { number, part, ..expert }), ..target }]);
             }
@@ -240,7 +241,9 @@ fn stack<'a>(layout: &'a Layout, targets: &Targets<'a>, name: &str) -> Option<(T
         "down_proj" => other("gate_up_proj").zip(Some(shape)),
         _ => None,
     };
-    let transposed = shapes.and_then(|([_, a, b], [_, c, d])| {
+    // llama.cpp's stacks are of matrices of outputs by inputs.
+    let of_gguf = target.module.ends_with("_exps").then_some(false);
+    let of_shapes = shapes.and_then(|([_, a, b], [_, c, d])| {
         // [2 i, h] and [h, i], or [h, 2 i] and [i, h]; no sizes are both.
         match (Some(a) == d.checked_mul(2) && b == c, Some(b) == c.checked_mul(2) && a == d) {
             (true, false) => Some(false),
@@ -248,6 +251,7 @@ fn stack<'a>(layout: &'a Layout, targets: &Targets<'a>, name: &str) -> Option<(T
             _ => None,
         }
     });
+    let transposed = of_gguf.or(of_shapes);
     let interleaved = one(targets.find(&format!("{name}_bias"))).is_some();
     Some((target, Expert { stacked: Some(number), number: None, part: ExpertPart::Whole, transposed, interleaved }))
 }
@@ -276,11 +280,18 @@ fn with_part(target: Target<'_>, part: ExpertPart) -> Option<Target<'_>> {
     Some(Target { expert: Some(expert), ..target })
 }
 
+/// The names of the same part of an expert, the given one first; nothing for a name of none.
+fn same_part(own: &str) -> impl Iterator<Item = &'static str> + Clone {
+    let of_name = SINGLE.iter().find(|(single, ..)| *single == own);
+    let others = SINGLE.iter().filter(move |other| of_name.is_some_and(|one| (one.1, one.2) == (other.1, other.2)));
+    let own = of_name.map(|(name, ..)| *name);
+    own.into_iter().chain(others.map(|(name, ..)| *name).filter(move |name| Some(*name) != own))
+}
+
 /// The weight of one expert, by any of its names.
 fn single<'a>(targets: &Targets<'a>, module: &str, number: u32, own: &str) -> Option<Target<'a>> {
-    let &(_, fused, part) = SINGLE.iter().find(|(single, ..)| *single == own)?;
-    let same = || SINGLE.iter().filter(move |(_, of, is)| *of == fused && *is == part).map(|(name, ..)| *name);
-    let names = holders(module).flat_map(|holder| same().map(move |own| format!("{holder}.{number}.{own}")));
+    let same = same_part(own);
+    let names = holders(module).flat_map(|holder| same.clone().map(move |own| format!("{holder}.{number}.{own}")));
     let target = names.map(|name| one(targets.find(&name))).find_map(|found| found)?;
     let expert =
         Expert { stacked: None, number: Some(number), part: ExpertPart::Whole, transposed: None, interleaved: false };

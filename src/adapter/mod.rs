@@ -9,6 +9,7 @@ mod casts;
 mod claims;
 mod config;
 mod experts;
+mod gguf;
 mod kinds;
 mod names;
 mod patches;
@@ -25,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::checkpoint::{
-    Checkpoint, Siblings, TensorId, TensorInfo, lacks_weights, model_folder, read_text, weights_in,
+    Checkpoint, Gguf, Siblings, TensorId, TensorInfo, lacks_weights, model_folder, read_text, weights_in,
 };
 use crate::dtype::DType;
 use crate::error::{AdapterFault, Error, Result};
@@ -52,6 +53,8 @@ pub struct Adapter {
     metadata: Arc<Metadata>,
     /// The caller's alpha.
     alpha: Option<f64>,
+    /// That of a GGUF file.
+    gguf_alpha: Option<f64>,
     modules: Vec<AdapterModule>,
     /// Tensors beside factors that take the place of the checkpoint's, if it has any of their names and shapes.
     replacements: Vec<AdapterModule>,
@@ -81,7 +84,8 @@ const PEFT_PREFIX: &str = "base_model.model.";
 
 impl Adapter {
     /// Opens a safetensors file, or a folder as PEFT or mlx-lm writes it: `adapter_config.json` and one safetensors file. That
-    /// file, named by itself, is read with its configuration; so is any file in the folder with PEFT's names.
+    /// file, named by itself, is read with its configuration; so is any file in the folder with PEFT's names. A GGUF file is read
+    /// as llama.cpp's `convert_lora_to_gguf` writes it.
     ///
     /// A module's factors are multiplied by `strength` times a [`ScaleFactor`], which the match report tells. Strength zero
     /// changes nothing.
@@ -200,8 +204,8 @@ impl Adapter {
     }
 
     /// Sets the order of the checkpoint's query and key rows, for an adapter with transformers' names on a checkpoint with the
-    /// names of GGUF or Meta, or the reverse. Without it, changes of `q_proj` and `k_proj` between these are an error, since
-    /// the order cannot be known from the names.
+    /// names of GGUF or Meta, or the reverse. Without it, changes of `q_proj` and `k_proj` between these are an error, unless a GGUF
+    /// file's metadata tell the order: names do not.
     #[must_use]
     pub fn rotary_rows(mut self, rows: RotaryRows) -> Adapter {
         self.rotary = Some(rows);
@@ -211,6 +215,16 @@ impl Adapter {
     /// The file or folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The same adapter, with the order of query and key rows that the checkpoint's GGUF file, or the adapter's, is known to have
+    /// unless the caller said one.
+    fn with_known_rows(&self, checkpoint: Option<Gguf<'_>>) -> Cow<'_, Adapter> {
+        let known = || checkpoint.or(self.checkpoint.gguf()).and_then(gguf::rotary_rows);
+        match self.rotary.is_none().then(known).flatten() {
+            Some(rows) => Cow::Owned(Adapter { rotary: Some(rows), ..self.clone() }),
+            None => Cow::Borrowed(self),
+        }
     }
 
     /// The identity of the adapter.
@@ -230,11 +244,14 @@ impl Adapter {
         if !strength.is_finite() {
             return Err(Error::invalid(format!("{}: the strength is {strength}, not a finite number", path.display())));
         }
+        let gguf_alpha = checkpoint.gguf().map_or(Ok(None), gguf::alpha);
+        let gguf_alpha = gguf_alpha.map_err(|fault| Error::adapter(path, None, fault))?;
         let metadata = Metadata::parse(checkpoint.metadata()).map_err(|fault| Error::adapter(path, None, fault))?;
         let (mut modules, mut unknown) = (Modules::default(), Vec::new());
         for (id, tensor) in checkpoint.layout().tensor_ids().zip(checkpoint.layout().tensors()) {
             let fault = |fault| Error::adapter(path, Some(&tensor.name), fault);
             let key = match &config {
+                _ if checkpoint.gguf().is_some() => keys::parse_gguf(&tensor.name),
                 None => keys::parse(&tensor.name),
                 Some(Config::Peft(_)) => keys::parse_peft(&tensor.name),
                 Some(Config::Mlx(_)) => keys::parse_mlx(&tensor.name),
@@ -265,6 +282,7 @@ impl Adapter {
             config,
             metadata,
             alpha,
+            gguf_alpha,
             modules,
             replacements,
             unknown,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::claims::{Change, Claimed, Claims};
 use super::experts::{self, Wrapped};
+use super::gguf;
 use super::kinds::{self, Built, FactorCache, Weight};
 use super::names::keys::Part;
 use super::names::{Found, Target, Targets};
@@ -37,7 +38,8 @@ pub(super) fn all(
     let mut resolving = Resolving::new(layout, siblings);
     for adapter in adapters {
         resolving.origins.push(Arc::new(adapter.origin()));
-        resolving.adapter(adapter, &targets, matching)?;
+        let known = adapter.with_known_rows(resolving.siblings.gguf());
+        resolving.adapter(&known, &targets, matching)?;
     }
     resolving.finish()
 }
@@ -67,7 +69,7 @@ impl<'a> Resolving<'a> {
                 self.skip(adapter, module.parts.values(), SkipReason::OtherComponent);
                 continue;
             }
-            let found = self.find(adapter, module, targets);
+            let found = self.find(adapter, module, targets).and_then(|found| self.converted(adapter, module, found));
             match found.map_err(|fault| Error::adapter(&adapter.path, Some(&module.name), fault))? {
                 Found::One(targets) => matched.push((module, targets)),
                 Found::Several(candidates) => {
@@ -139,6 +141,21 @@ impl<'a> Resolving<'a> {
             Found::Nothing => experts::find(self.layout, targets, &name),
             several => several,
         })
+    }
+
+    /// The same targets, unless they are of a GGUF file, under names of another program, and what its conversion did is not known.
+    fn converted(
+        &self,
+        adapter: &Adapter,
+        module: &AdapterModule,
+        found: Found<'a>,
+    ) -> Result<Found<'a>, AdapterFault> {
+        let (Some(gguf), Found::One(targets), None) = (self.siblings.gguf(), &found, adapter.rotary) else {
+            return Ok(found);
+        };
+        let name = adapter.renamed(&module.name);
+        let fault = targets.iter().find_map(|target| gguf::unknown_conversion(gguf, &name, target.module));
+        fault.map_or(Ok(found), Err)
     }
 
     /// Finds the targets of whole tensors beside factors: tensors of the checkpoint with their names and shapes. Others are not

@@ -271,6 +271,19 @@ pub enum AdapterFault {
         /// The module of the checkpoint.
         target: String,
     },
+    /// A name of transformers for a module of a GGUF file of an architecture whose conversion is not known: its rows may be ordered
+    /// otherwise, or its values changed.
+    #[error(
+        "`{target}` is of a GGUF file of architecture `{architecture}`, and what the conversion to it changes is not known; use \
+         the adapter on the original checkpoint, convert it with llama.cpp's convert_lora_to_gguf, or, if nothing but the rows of \
+         queries and keys can differ, say their order with Adapter::rotary_rows"
+    )]
+    UnknownConversion {
+        /// The module of the checkpoint.
+        target: String,
+        /// The file's `general.architecture`.
+        architecture: String,
+    },
     /// An element type that a factor or its target cannot have.
     #[error("{what} has element type {dtype}, which cannot be patched")]
     BadDType {

@@ -294,6 +294,9 @@ impl Parts<'_> {
         if let Some(alpha) = self.alpha()? {
             return Ok(over_rank(alpha, FactorSource::Tensor));
         }
+        if let Some(alpha) = self.adapter.gguf_alpha {
+            return Ok(over_rank(alpha, FactorSource::Metadata("adapter.lora.alpha".to_owned())));
+        }
         let said = match config.as_deref() {
             Some(Config::Peft(config)) => Some(config.scale(&self.configured_name(config))),
             Some(Config::Mlx(config)) => config.scale,

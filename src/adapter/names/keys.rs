@@ -176,6 +176,20 @@ pub(crate) fn parse_peft(name: &str) -> Key<'_> {
     }
 }
 
+/// Reads a name of a GGUF file (llama.cpp, `convert_lora_to_gguf.py`), whose factors stand as PEFT's do. Those of a token embedding
+/// do not.
+pub(crate) fn parse_gguf(name: &str) -> Key<'_> {
+    const ENDINGS: &[(&str, Part)] = &[(".weight.lora_b", Part::Up), (".weight.lora_a", Part::Down)];
+    match find(name, ENDINGS.iter()) {
+        Some(Key::Part(module, _)) if module == "token_embd" => {
+            Key::Unsupported("LoRA of a token embedding in a GGUF file")
+        }
+        Some(key) => key,
+        None if name.contains("_norm.") => whole(name),
+        None => Key::Unknown,
+    }
+}
+
 /// Reads a name of an mlx-lm folder.
 pub(crate) fn parse_mlx(name: &str) -> Key<'_> {
     const ENDINGS: &[(&str, Part)] =

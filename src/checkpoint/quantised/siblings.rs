@@ -5,7 +5,7 @@ use std::ops::Bound;
 
 use super::config::Stated;
 use super::note::{self, Note};
-use crate::checkpoint::{Checkpoint, Layout, TensorId, TensorInfo};
+use crate::checkpoint::{Checkpoint, Gguf, Layout, TensorId, TensorInfo};
 
 /// A checkpoint's tensors by name, to look around a weight in.
 #[derive(Default)]
@@ -57,6 +57,11 @@ impl<'a> Siblings<'a> {
             Some(Sibling { id, info, role })
         };
         own.filter_map(sibling).collect()
+    }
+
+    /// The metadata of the model's GGUF file.
+    pub(crate) fn gguf(&self) -> Option<Gguf<'a>> {
+        self.checkpoint.and_then(Checkpoint::gguf)
     }
 
     /// What the model's configuration says of all weights.
