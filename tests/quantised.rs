@@ -155,10 +155,9 @@ fn mean_error(values: &[f32], back: &[f32]) -> f64 {
     (squares.sum::<f64>() / values.len() as f64).sqrt()
 }
 
-/// Each row of the data: constants, zeros, outliers and all sizes among them. Where values are few and alike, which of two equally good
-/// scales is found depends on the order of sums.
+/// Blocks have the values of llama.cpp's; where a scale is zero, codes may differ.
 #[test]
-fn searched_scales_are_as_good_as_llama_cpps() {
+fn searched_scales_are_those_of_llama_cpp() {
     let file = data("quantized.safetensors");
     let file = SafeTensors::deserialize(&file).unwrap();
     let values = floats(file.tensor("values").unwrap().data());
@@ -167,11 +166,14 @@ fn searched_scales_are_as_good_as_llama_cpps() {
         let theirs = values_of(dtype, file.tensor(name).unwrap().data());
         let (blocks, beyond) = blocks_of(dtype, &values);
         assert_eq!(beyond, 0, "{name}");
-        let ours = values_of(dtype, &blocks);
-        for (row, values) in values.chunks(256).enumerate() {
-            let error = |back: &[f32]| mean_error(values, &back[row * 256..][..256]);
-            let (ours, theirs) = (error(&ours), error(&theirs));
-            assert!(ours <= theirs * 1.1, "{name}, row {row}: {ours}, llama.cpp's {theirs}");
+        for (row, (ours, theirs)) in values_of(dtype, &blocks).chunks(256).zip(theirs.chunks(256)).enumerate() {
+            if (name, row) == ("Q6_K", 8) {
+                // Of values of a million, its products of squares are infinite, and its search ends early.
+                let values = &values[row * 256..][..256];
+                assert!(mean_error(values, ours) < mean_error(values, theirs));
+                continue;
+            }
+            assert_eq!(ours, theirs, "{name}, row {row}");
         }
     }
 }
@@ -201,7 +203,7 @@ fn mean_errors_are_those_of_llama_cpp() {
                 .collect();
             let error = mean_error(&values, &values_of(dtype(name), &blocks_of(dtype(name), &values).0));
             println!("{name} {kind}: {error:.6}, {:.5} of llama.cpp's", error / wanted);
-            assert!((error / wanted - 1.0).abs() < 0.001, "{name} {kind}: {error}, llama.cpp's {wanted}");
+            assert!((error / wanted - 1.0).abs() < 1e-9, "{name} {kind}: {error}, llama.cpp's {wanted}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Formats whose blocks have one scale, or one for each few values, and codes of whole bits or of a fixed table.
 
-use super::parts::{bytes, double, half, nibble, nibbles, word};
+use super::parts::{bytes, double, fill, fill_by_nibbles, half, nibble, word};
 use crate::float::Float;
 
 /// The values that the four bits of IQ4_NL and IQ4_XS stand for.
@@ -9,64 +9,64 @@ pub(super) const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 1
 #[inline(always)]
 pub(super) fn q1_0(block: &[u8; 18], values: &mut [f32; 128]) {
     let (scale, signs): (_, [u8; 16]) = (half::<0, 18>(block), bytes::<2, 16, 18>(block));
-    *values = std::array::from_fn(|at| if signs[at / 8] >> (at % 8) & 1 == 1 { scale } else { -scale });
+    fill(values, |at| if signs[at / 8] >> (at % 8) & 1 == 1 { scale } else { -scale });
 }
 
 #[inline(always)]
 pub(super) fn q2_0(block: &[u8; 18], values: &mut [f32; 64]) {
     let (scale, codes): (_, [u8; 16]) = (half::<0, 18>(block), bytes::<2, 16, 18>(block));
-    *values = std::array::from_fn(|at| scale * f32::from((codes[at / 4] >> (2 * (at % 4)) & 3) as i8 - 1));
+    fill(values, |at| scale * f32::from((codes[at / 4] >> (2 * (at % 4)) & 3) as i8 - 1));
 }
 
 #[inline(always)]
 pub(super) fn q4_0(block: &[u8; 18], values: &mut [f32; 32]) {
     let (scale, codes): (_, [u8; 16]) = (half::<0, 18>(block), bytes::<2, 16, 18>(block));
-    *values = std::array::from_fn(|at| scale * f32::from(nibbles(&codes, at) as i8 - 8));
+    fill_by_nibbles(&codes, values, |code, _| scale * f32::from(code as i8 - 8));
 }
 
 #[inline(always)]
 pub(super) fn q4_1(block: &[u8; 20], values: &mut [f32; 32]) {
     let (scale, least) = (half::<0, 20>(block), half::<2, 20>(block));
     let codes: [u8; 16] = bytes::<4, 16, 20>(block);
-    *values = std::array::from_fn(|at| scale * f32::from(nibbles(&codes, at)) + least);
+    fill_by_nibbles(&codes, values, |code, _| scale * f32::from(code) + least);
 }
 
 #[inline(always)]
 pub(super) fn q5_0(block: &[u8; 22], values: &mut [f32; 32]) {
     let (scale, fifth) = (half::<0, 22>(block), double::<2, 22>(block));
     let codes: [u8; 16] = bytes::<6, 16, 22>(block);
-    *values = std::array::from_fn(|at| scale * f32::from(five_bits(&codes, fifth, at) as i8 - 16));
+    fill_by_nibbles(&codes, values, |code, at| scale * f32::from(five_bits(code, fifth, at) as i8 - 16));
 }
 
 #[inline(always)]
 pub(super) fn q5_1(block: &[u8; 24], values: &mut [f32; 32]) {
     let (scale, least, fifth) = (half::<0, 24>(block), half::<2, 24>(block), double::<4, 24>(block));
     let codes: [u8; 16] = bytes::<8, 16, 24>(block);
-    *values = std::array::from_fn(|at| scale * f32::from(five_bits(&codes, fifth, at)) + least);
+    fill_by_nibbles(&codes, values, |code, at| scale * f32::from(five_bits(code, fifth, at)) + least);
 }
 
 #[inline(always)]
-fn five_bits(codes: &[u8; 16], fifth: u32, at: usize) -> u8 {
-    nibbles(codes, at) | ((fifth >> at & 1) as u8) << 4
+fn five_bits(code: u8, fifth: u32, at: usize) -> u8 {
+    code | ((fifth >> at & 1) as u8) << 4
 }
 
 #[inline(always)]
 pub(super) fn q8_0(block: &[u8; 34], values: &mut [f32; 32]) {
     let (scale, codes): (_, [u8; 32]) = (half::<0, 34>(block), bytes::<2, 32, 34>(block));
-    *values = std::array::from_fn(|at| scale * f32::from(codes[at] as i8));
+    fill(values, |at| scale * f32::from(codes[at] as i8));
 }
 
 /// Behind the scale stands the block's sum, which only products need.
 #[inline(always)]
 pub(super) fn q8_1(block: &[u8; 36], values: &mut [f32; 32]) {
     let (scale, codes): (_, [u8; 32]) = (half::<0, 36>(block), bytes::<4, 32, 36>(block));
-    *values = std::array::from_fn(|at| scale * f32::from(codes[at] as i8));
+    fill(values, |at| scale * f32::from(codes[at] as i8));
 }
 
 #[inline(always)]
 pub(super) fn iq4_nl(block: &[u8; 18], values: &mut [f32; 32]) {
     let (scale, codes): (_, [u8; 16]) = (half::<0, 18>(block), bytes::<2, 16, 18>(block));
-    *values = std::array::from_fn(|at| scale * f32::from(IQ4[usize::from(nibbles(&codes, at))]));
+    fill_by_nibbles(&codes, values, |code, _| scale * f32::from(IQ4[usize::from(code & 15)]));
 }
 
 /// Eight sub-blocks of 32, with scales of six bits in two fields.
@@ -77,7 +77,7 @@ pub(super) fn iq4_xs(block: &[u8; 136], values: &mut [f32; 256]) {
     for (sub, (codes, values)) in codes.as_chunks::<16>().0.iter().zip(values.as_chunks_mut::<32>().0).enumerate() {
         let factor = nibble(&low, sub) | ((high >> (2 * sub) & 3) as u8) << 4;
         let scale = scale * f32::from(factor as i8 - 32);
-        *values = std::array::from_fn(|at| scale * f32::from(IQ4[usize::from(nibbles(codes, at))]));
+        fill_by_nibbles(codes, values, |code, _| scale * f32::from(IQ4[usize::from(code & 15)]));
     }
 }
 
@@ -85,7 +85,7 @@ pub(super) fn iq4_xs(block: &[u8; 136], values: &mut [f32; 256]) {
 #[inline(always)]
 pub(super) fn mxfp4(block: &[u8; 17], values: &mut [f32; 32]) {
     let (scale, codes): (_, [u8; 16]) = (half_power(block[0]), bytes::<1, 16, 17>(block));
-    *values = std::array::from_fn(|at| scale * doubled_e2m1(nibbles(&codes, at)));
+    fill_by_nibbles(&codes, values, |code, _| scale * doubled_e2m1(code));
 }
 
 /// Half of two to the power of an exponent of eight bits, biased by 127.
@@ -98,9 +98,11 @@ pub(super) fn half_power(exponent: u8) -> f32 {
 /// Twice the value of a sign, two bits of exponent and one of fraction. Zero has one sign here.
 #[inline(always)]
 pub(super) fn doubled_e2m1(code: u8) -> f32 {
-    let (exponent, fraction) = (u32::from(code) >> 1 & 3, u32::from(code) & 1);
-    let magnitude = if exponent == 0 { fraction } else { (2 | fraction) << (exponent - 1) } as i32;
-    (if code & 8 == 0 { magnitude } else { -magnitude }) as f32
+    let magnitude = code & 7;
+    // Up to 4 it is the code itself; then 6, 8 and 12.
+    let magnitude = magnitude + (magnitude.max(4) - 4) + 2 * (magnitude.max(6) - 6);
+    let magnitude = magnitude as i8;
+    f32::from(if code & 8 == 0 { magnitude } else { -magnitude })
 }
 
 /// Four sub-blocks of sixteen, with scales in E4M3, of which only the magnitude counts.
@@ -110,7 +112,7 @@ pub(super) fn nvfp4(block: &[u8; 36], values: &mut [f32; 64]) {
     let subs = codes.as_chunks::<8>().0.iter().zip(values.as_chunks_mut::<16>().0);
     for (scale, (codes, values)) in scales.iter().zip(subs) {
         let scale = half_e4m3(*scale);
-        *values = std::array::from_fn(|at| scale * doubled_e2m1(nibbles(codes, at)));
+        fill_by_nibbles(codes, values, |code, _| scale * doubled_e2m1(code));
     }
 }
 

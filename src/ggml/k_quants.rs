@@ -1,6 +1,6 @@
 //! The "K" formats: blocks of 256 values in sub-blocks, whose scales are themselves codes of a scale of the block.
 
-use super::parts::{bytes, half};
+use super::parts::{bytes, fill, half};
 
 /// Sixteen sub-blocks of sixteen.
 #[inline(always)]
@@ -10,7 +10,7 @@ pub(super) fn q2_k(block: &[u8; 84], values: &mut [f32; 256]) {
     for (sub, values) in values.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let (scale, least) = (scale * f32::from(factors[sub] & 15), least * f32::from(factors[sub] >> 4));
         let (first, shift) = two_bits(sub);
-        *values = std::array::from_fn(|at| scale * f32::from(codes[first + at] >> shift & 3) - least);
+        fill(values, |at| scale * f32::from(codes[first + at] >> shift & 3) - least);
     }
 }
 
@@ -31,7 +31,7 @@ pub(super) fn q3_k(block: &[u8; 110], values: &mut [f32; 256]) {
         let high = factors[8 + sub % 4] >> (sub / 4 * 2) & 3;
         let scale = scale * f32::from((low | high << 4) as i8 - 32);
         let (first, shift) = two_bits(sub);
-        *values = std::array::from_fn(|at| {
+        fill(values, |at| {
             let third = mask[sub % 2 * 16 + at] >> (sub / 2) & 1;
             scale * f32::from((codes[first + at] >> shift & 3 | third << 2) as i8 - 4)
         });
@@ -57,7 +57,7 @@ pub(super) fn q4_k(block: &[u8; 144], values: &mut [f32; 256]) {
         let (of_scale, of_least) = six_bits(&factors, sub);
         let (scale, least) = (scale * f32::from(of_scale), least * f32::from(of_least));
         let (first, shift) = (sub / 2 * 32, sub % 2 * 4);
-        *values = std::array::from_fn(|at| scale * f32::from(codes[first + at] >> shift & 15) - least);
+        fill(values, |at| scale * f32::from(codes[first + at] >> shift & 15) - least);
     }
 }
 
@@ -71,9 +71,7 @@ pub(super) fn q5_k(block: &[u8; 176], values: &mut [f32; 256]) {
         let (of_scale, of_least) = six_bits(&factors, sub);
         let (scale, least) = (scale * f32::from(of_scale), least * f32::from(of_least));
         let (first, shift) = (sub / 2 * 32, sub % 2 * 4);
-        *values = std::array::from_fn(|at| {
-            scale * f32::from(codes[first + at] >> shift & 15 | (fifth[at] >> sub & 1) << 4) - least
-        });
+        fill(values, |at| scale * f32::from(codes[first + at] >> shift & 15 | (fifth[at] >> sub & 1) << 4) - least);
     }
 }
 
@@ -87,7 +85,7 @@ pub(super) fn q6_k(block: &[u8; 210], values: &mut [f32; 256]) {
         let (first, shift) = (sub / 4 * 64 + sub % 2 * 32, sub % 4 / 2 * 4);
         let (high_first, high_shift) = (sub / 4 * 32, sub % 4 * 2);
         let scales = [0, 1].map(|half| scale * f32::from(factors[2 * sub + half] as i8));
-        *values = std::array::from_fn(|at| {
+        fill(values, |at| {
             let code = low[first + at] >> shift & 15 | (high[high_first + at] >> high_shift & 3) << 4;
             scales[at / 16] * f32::from(code as i8 - 32)
         });
@@ -98,5 +96,5 @@ pub(super) fn q6_k(block: &[u8; 210], values: &mut [f32; 256]) {
 #[inline(always)]
 pub(super) fn q8_k(block: &[u8; 292], values: &mut [f32; 256]) {
     let (scale, codes): (_, [u8; 256]) = (f32::from_le_bytes(bytes::<0, 4, 292>(block)), bytes::<4, 256, 292>(block));
-    *values = std::array::from_fn(|at| scale * f32::from(codes[at] as i8));
+    fill(values, |at| scale * f32::from(codes[at] as i8));
 }

@@ -1,19 +1,19 @@
 //! The "IQ" formats of one to three bits: blocks of 256 values, in groups that are points of a [lattice](super::grids).
 
 use super::grids;
-use super::parts::{bytes, double, even_signs, half, nibble, signed, words};
+use super::parts::{bytes, double, even_signs, fill, half, nibble, signed, words};
 use crate::float::lift_f16;
 
 /// Eight values: a point times a scale, with signs.
 #[inline(always)]
 fn point(values: &mut [f32; 8], scale: f32, point: &[i8; 8], signs: u8) {
-    *values = std::array::from_fn(|at| signed(scale * f32::from(point[at]), signs, at));
+    fill(values, |at| signed(scale * f32::from(point[at]), signs, at));
 }
 
 /// As [`point`], of two points with four coordinates.
 #[inline(always)]
 fn points(values: &mut [f32; 8], scale: f32, points: [&[i8; 4]; 2], signs: u8) {
-    *values = std::array::from_fn(|at| signed(scale * f32::from(points[at / 4][at % 4]), signs, at));
+    fill(values, |at| signed(scale * f32::from(points[at / 4][at % 4]), signs, at));
 }
 
 /// For each 32 values four indexes, and in 32 bits the signs of each eight and the scale.
@@ -91,7 +91,7 @@ pub(super) fn iq3_s(block: &[u8; 110], values: &mut [f32; 256]) {
 #[inline(always)]
 fn moved(values: &mut [f32; 8], scale: f32, point: &[i8; 8], down: bool) {
     let by = if down { -0.125 } else { 0.125 };
-    *values = std::array::from_fn(|at| scale * (f32::from(point[at]) + by));
+    fill(values, |at| scale * (f32::from(point[at]) + by));
 }
 
 /// For each eight values an index of eleven bits, for each 32 a scale of three bits and a direction.

@@ -160,8 +160,10 @@ fn each<const BYTES: usize, const ELEMENTS: usize>(
     values: &mut [f32],
     decode: impl Fn(&[u8; BYTES], &mut [f32; ELEMENTS]),
 ) {
-    let (blocks, values) = (blocks.as_chunks::<BYTES>().0, values.as_chunks_mut::<ELEMENTS>().0);
-    blocks.iter().zip(values).for_each(|(block, values)| decode(block, values));
+    // A loop, since a closure here would be compiled for the baseline.
+    for (block, values) in blocks.as_chunks::<BYTES>().0.iter().zip(values.as_chunks_mut::<ELEMENTS>().0) {
+        decode(block, values);
+    }
 }
 
 #[inline(always)]
@@ -170,8 +172,11 @@ fn each_written<const BYTES: usize, const ELEMENTS: usize>(
     blocks: &mut [u8],
     encode: impl Fn(&[f32; ELEMENTS], &mut [u8; BYTES]) -> bool,
 ) -> u64 {
-    let (values, blocks) = (values.as_chunks::<ELEMENTS>().0, blocks.as_chunks_mut::<BYTES>().0);
-    values.iter().zip(blocks).map(|(values, block)| u64::from(!encode(values, block))).sum()
+    let mut beyond = 0;
+    for (values, block) in values.as_chunks::<ELEMENTS>().0.iter().zip(blocks.as_chunks_mut::<BYTES>().0) {
+        beyond += u64::from(!encode(values, block));
+    }
+    beyond
 }
 
 #[cfg(test)]

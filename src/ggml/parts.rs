@@ -2,11 +2,32 @@
 
 use crate::float::lift_f16;
 
+/// Sets each value by its place. A loop, since the standard library's functions on arrays are compiled for the baseline where
+/// they are not inlined.
+#[inline(always)]
+pub(super) fn fill<const N: usize>(values: &mut [f32; N], of: impl Fn(usize) -> f32) {
+    for (at, value) in values.iter_mut().enumerate() {
+        *value = of(at);
+    }
+}
+
+/// What a function makes of each value, as [`fill`] sets them.
+#[inline(always)]
+pub(super) fn mapped<T: Copy + Default, const N: usize>(values: &[f32; N], of: impl Fn(f32) -> T) -> [T; N] {
+    let mut mapped = [T::default(); N];
+    for (mapped, value) in mapped.iter_mut().zip(values) {
+        *mapped = of(*value);
+    }
+    mapped
+}
+
 /// The `N` bytes of a block from byte `AT` on.
 #[inline(always)]
 pub(super) fn bytes<const AT: usize, const N: usize, const BYTES: usize>(block: &[u8; BYTES]) -> [u8; N] {
     const { assert!(AT + N <= BYTES) };
-    std::array::from_fn(|at| block[AT + at])
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(&block[AT..AT + N]);
+    bytes
 }
 
 /// The half float at byte `AT`.
@@ -25,7 +46,11 @@ pub(super) fn word<const AT: usize, const BYTES: usize>(block: &[u8; BYTES]) -> 
 #[inline(always)]
 pub(super) fn words<const AT: usize, const N: usize, const BYTES: usize>(block: &[u8; BYTES]) -> [u16; N] {
     const { assert!(AT + 2 * N <= BYTES) };
-    std::array::from_fn(|at| u16::from_le_bytes([block[AT + 2 * at], block[AT + 2 * at + 1]]))
+    let mut words = [0; N];
+    for (word, raw) in words.iter_mut().zip(block[AT..].as_chunks().0) {
+        *word = u16::from_le_bytes(*raw);
+    }
+    words
 }
 
 /// The 32 bits at byte `AT`.
@@ -34,10 +59,16 @@ pub(super) fn double<const AT: usize, const BYTES: usize>(block: &[u8; BYTES]) -
     u32::from_le_bytes(bytes::<AT, 4, BYTES>(block))
 }
 
-/// The low halves of all bytes, and after these the high halves.
+/// Sets values by their half bytes and their places: those of the low halves of all bytes, and after these of the high ones.
 #[inline(always)]
-pub(super) fn nibbles<const N: usize>(bytes: &[u8; N], at: usize) -> u8 {
-    if at < N { bytes[at] & 15 } else { bytes[at - N] >> 4 }
+pub(super) fn fill_by_nibbles<const N: usize>(bytes: &[u8; N], values: &mut [f32], of: impl Fn(u8, usize) -> f32) {
+    let (low, high) = values.split_at_mut(N);
+    for (at, (value, byte)) in low.iter_mut().zip(bytes).enumerate() {
+        *value = of(byte & 15, at);
+    }
+    for (at, (value, byte)) in high.iter_mut().zip(bytes).enumerate() {
+        *value = of(byte >> 4, N + at);
+    }
 }
 
 /// Half byte number `at`, of which a byte has the low one first.

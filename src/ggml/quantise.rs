@@ -5,6 +5,7 @@
 //! such scale; its block becomes infinite. Where values are so small that the reciprocal of their scale is infinite, they become zero.
 
 use super::blocks::{IQ4, doubled_e2m1, half_power};
+use super::parts::mapped;
 use crate::float::{Float, round_f16};
 
 /// A half float as bytes.
@@ -95,7 +96,7 @@ fn around_zero<const ZERO: u8>(values: &[f32; 32], scale_bytes: &mut [u8]) -> Op
     let scale = extreme(values, largest) / -zero;
     scale_bytes.copy_from_slice(&half(scale));
     let by = reciprocal(scale);
-    Some(values.map(|value| ((value * by + (zero + 0.5)) as u8).min(2 * ZERO - 1)))
+    Some(mapped(values, |value| ((value * by + (zero + 0.5)) as u8).min(2 * ZERO - 1)))
 }
 
 #[inline(always)]
@@ -133,7 +134,7 @@ fn from_least<const TOP: u8>(values: &[f32; 32], bytes: &mut [u8]) -> Option<[u8
     of_scale.copy_from_slice(&half(scale));
     of_least.copy_from_slice(&half(least));
     let by = reciprocal(scale);
-    Some(values.map(|value| (((value - least) * by + 0.5) as u8).min(TOP)))
+    Some(mapped(values, |value| (((value - least) * by + 0.5) as u8).min(TOP)))
 }
 
 #[inline(always)]
@@ -168,7 +169,7 @@ pub(super) fn mxfp4(values: &[f32; 32], block: &mut [u8; 17]) -> bool {
     if !largest.is_finite() {
         block[0] = 255;
         let code = |value: f32| 7 | ((value.to_bits() >> 31) as u8) << 3;
-        put_nibbles(&values.map(code), &mut block[1..]);
+        put_nibbles(&mapped(values, code), &mut block[1..]);
         return false;
     }
     let exponent = (f64::from(largest).log2() as f32).floor() + 125.0;
@@ -203,12 +204,12 @@ pub(super) fn iq4_nl(values: &[f32; 32], block: &mut [u8; 18]) -> bool {
     if largest >= ZERO {
         // Scaled by a power of two, so that no square overflows.
         let unit = unit(largest);
-        let scaled = values.map(|value| value / unit);
+        let scaled = mapped(values, |value| value / unit);
         scale = iq4_scale(&scaled, extreme(&scaled, largest / unit)) * unit;
     }
     block[..2].copy_from_slice(&half(scale));
     let by = reciprocal(scale);
-    put_nibbles(&values.map(|value| iq4_code(value * by)), &mut block[2..]);
+    put_nibbles(&mapped(values, |value| iq4_code(value * by)), &mut block[2..]);
     half_is_finite(scale)
 }
 

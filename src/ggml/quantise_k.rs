@@ -1,17 +1,18 @@
 //! Values as blocks of the "K" formats: scales are searched for that make the weighted squares of errors least.
 //!
 //! What is minimised and the scales that are tried are those of `make_qkx2_quants` and `make_qx_quants` in llama.cpp,
-//! `ggml/src/ggml-quants.c`, as its `quantize_row_q4_K_ref`, `…_q5_K_ref` and `…_q6_K_ref` use them. Here sums have eight parts, so
-//! that they are vector code, and values are divided by a power of two first, so that no square overflows or vanishes.
+//! `ggml/src/ggml-quants.c`, as its `quantize_row_q4_K_ref`, `…_q5_K_ref` and `…_q6_K_ref` use them, with sums in the same order, so that
+//! the values of blocks are the same. Here values are divided by a power of two first, so that no square overflows or vanishes.
 //!
 //! A block with a value that is NaN or infinite, or with a scale beyond the range of f16, becomes NaN as a whole.
 
 use super::k_quants::six_bits;
+use super::parts::mapped;
 use super::quantise::{NAN, extreme, half, half_is_finite, largest, unit};
 use crate::float::{lift_f16, round_f16};
 
 /// The magnitude below which a block is zero; the least scale of f16 is far above it.
-const ZERO: f32 = 1e-30;
+const ZERO: f32 = 1e-15;
 
 #[inline(always)]
 pub(super) fn q4_k(values: &[f32; 256], block: &mut [u8; 144]) -> bool {
@@ -59,7 +60,7 @@ fn with_least<const TOP: u8>(values: &[f32; 256], fields: &mut [u8], first: f32,
     let mut fits = [(0.0, 0.0); 8];
     let unit = if largest.is_finite() { unit(largest) } else { f32::NAN };
     for (fit, values) in fits.iter_mut().zip(values.as_chunks::<32>().0) {
-        *fit = fitted::<TOP>(&values.map(|value| value / unit), first, steps);
+        *fit = fitted::<TOP>(&mapped(values, |value| value / unit), first, steps);
     }
     let (scale, least) = fits.iter().fold((0.0f32, 0.0f32), |most, fit| (most.0.max(fit.0), most.1.max(fit.1)));
     let (of_scale, of_least) = (scale * unit / 63.0, least * unit / 63.0);
@@ -81,7 +82,7 @@ fn with_least<const TOP: u8>(values: &[f32; 256], fields: &mut [u8], first: f32,
         let (scale, least) = six_bits(&factors, sub);
         let (scale, least) = (of_scale * f32::from(scale), of_least * f32::from(least));
         if scale != 0.0 {
-            *codes = values.map(|value| nearest((value + least) / scale).max(0.0).min(f32::from(TOP)) as u8);
+            *codes = mapped(values, |value| nearest((value + least) / scale).max(0.0).min(f32::from(TOP)) as u8);
         }
     }
     Some(codes)
@@ -111,47 +112,35 @@ fn nearest(value: f32) -> f32 {
     (value + WHOLE) - WHOLE
 }
 
-/// The sum over `N` places, which is a multiple of eight.
+/// The sum over `N` places, in order.
 #[inline(always)]
 fn sum<const N: usize>(of: impl Fn(usize) -> f32) -> f32 {
-    let mut parts = [0.0; 8];
-    for first in (0..N).step_by(8) {
-        for (at, part) in parts.iter_mut().enumerate() {
-            *part += of(first + at);
-        }
+    let mut sum = 0.0;
+    for at in 0..N {
+        sum += of(at);
     }
-    let [a, b, c, d, e, f, g, h] = parts;
-    ((a + e) + (c + g)) + ((b + f) + (d + h))
+    sum
 }
 
 /// The scale of a sub-block, and what is taken off its codes times the scale: of those tried, the two with the least weighted
 /// squares of errors. Values of large magnitude weigh more.
 #[inline(always)]
 fn fitted<const TOP: u8>(values: &[f32; 32], first: f32, steps: u8) -> (f32, f32) {
-    let top = f32::from(TOP);
     let typical = (sum::<32>(|at| values[at] * values[at]) / 32.0).sqrt();
-    let weights = values.map(|value| typical + value.abs());
+    let weights = mapped(values, |value| typical + value.abs());
     let mut least = values.iter().copied().fold(0.0f32, |least, value| if value < least { value } else { least });
     let most = values.iter().copied().fold(f32::NEG_INFINITY, |most, value| if value > most { value } else { most });
     if most <= least {
         return (0.0, -least);
     }
-    let codes = |span: f32, least: f32| {
-        let by = span / (most - least);
-        values.map(|value| nearest(by * (value - least)).max(0.0).min(top))
-    };
-    let error = |codes: &[f32; 32], scale: f32, least: f32| {
-        sum::<32>(|at| {
-            let off = scale * codes[at] + least - values[at];
-            weights[at] * (off * off)
-        })
-    };
+    let top = f32::from(TOP);
     let mut scale = 1.0 / (top / (most - least));
-    let mut best = error(&codes(top, least), scale, least);
+    let mut best = error(values, &weights, &codes(values, top, top / (most - least), least), scale, least);
     let (all, of_values) = (sum::<32>(|at| weights[at]), sum::<32>(|at| weights[at] * values[at]));
     for step in 0..=steps {
         // From the least value of the best so far.
-        let codes = codes(first + 0.1 * f32::from(step) + top, least);
+        let by = (first + 0.1 * f32::from(step) + top) / (most - least);
+        let codes = codes(values, top, by, least);
         let linear = sum::<32>(|at| weights[at] * codes[at]);
         let squares = sum::<32>(|at| weights[at] * codes[at] * codes[at]);
         let products = sum::<32>(|at| weights[at] * codes[at] * values[at]);
@@ -164,12 +153,27 @@ fn fitted<const TOP: u8>(values: &[f32; 32], first: f32, steps: u8) -> (f32, f32
         if off > 0.0 {
             (now, off) = (products / squares, 0.0);
         }
-        let error = error(&codes, now, off);
+        let error = error(values, &weights, &codes, now, off);
         if error < best {
             (best, scale, least) = (error, now, off);
         }
     }
     (scale, -least)
+}
+
+/// The codes of values at `by` codes for each unit from the least value on.
+#[inline(always)]
+fn codes(values: &[f32; 32], top: f32, by: f32, least: f32) -> [f32; 32] {
+    mapped(values, |value| nearest(by * (value - least)).max(0.0).min(top))
+}
+
+/// The weighted squares of the errors of codes.
+#[inline(always)]
+fn error(values: &[f32; 32], weights: &[f32; 32], codes: &[f32; 32], scale: f32, least: f32) -> f32 {
+    sum::<32>(|at| {
+        let off = scale * codes[at] + least - values[at];
+        weights[at] * (off * off)
+    })
 }
 
 #[inline(always)]
@@ -182,7 +186,7 @@ pub(super) fn q6_k(values: &[f32; 256], block: &mut [u8; 210]) -> bool {
     let unit = if largest.is_finite() { unit(largest) } else { f32::NAN };
     let mut fits = [0.0; 16];
     for (fit, values) in fits.iter_mut().zip(values.as_chunks::<16>().0) {
-        *fit = fitted_around_zero(&values.map(|value| value / unit));
+        *fit = fitted_around_zero(&mapped(values, |value| value / unit));
     }
     // The first of the largest magnitude.
     let most = fits.iter().fold(0.0f32, |most, fit| if fit.abs() > most.abs() { *fit } else { most });
@@ -200,7 +204,7 @@ pub(super) fn q6_k(values: &[f32; 256], block: &mut [u8; 210]) -> bool {
         block[192 + sub] = factor as i8 as u8;
         let scale = of_scale * factor;
         if scale != 0.0 {
-            *codes = values.map(|value| (nearest(value / scale).max(-32.0).min(31.0) + 32.0) as u8);
+            *codes = mapped(values, |value| (nearest(value / scale).max(-32.0).min(31.0) + 32.0) as u8);
         }
     }
     for (half, codes) in codes.as_chunks::<128>().0.iter().enumerate() {
@@ -222,21 +226,24 @@ fn fitted_around_zero(values: &[f32; 16]) -> f32 {
     if extreme == 0.0 {
         return 0.0;
     }
-    let weights = values.map(|value| value * value);
-    let sums = |by: f32| {
-        let codes = values.map(|value| nearest(by * value).max(-32.0).min(31.0));
-        let products = sum::<16>(|at| weights[at] * values[at] * codes[at]);
-        (products, sum::<16>(|at| weights[at] * codes[at] * codes[at]))
-    };
-    let (products, squares) = sums(-32.0 / extreme);
+    let weights = mapped(values, |value| value * value);
+    let (products, squares) = sums(values, &weights, -32.0 / extreme);
     let mut scale = if squares > 0.0 { products / squares } else { 0.0 };
     let mut best = scale * products;
     for step in (-9i8..=9).filter(|&step| step != 0) {
-        let (products, squares) = sums(-(32.0 + 0.1 * f32::from(step)) / extreme);
+        let (products, squares) = sums(values, &weights, -(32.0 + 0.1 * f32::from(step)) / extreme);
         if squares > 0.0 && products * products > best * squares {
             scale = products / squares;
             best = scale * products;
         }
     }
     scale
+}
+
+/// The weighted products of values and their codes, and the weighted squares of these.
+#[inline(always)]
+fn sums(values: &[f32; 16], weights: &[f32; 16], by: f32) -> (f32, f32) {
+    let codes = mapped(values, |value| nearest(by * value).max(-32.0).min(31.0));
+    let products = sum::<16>(|at| weights[at] * values[at] * codes[at]);
+    (products, sum::<16>(|at| weights[at] * codes[at] * codes[at]))
 }
