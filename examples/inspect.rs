@@ -17,7 +17,7 @@ use tensor_offload::{ByteSize, Result, TensorId};
 /// Show a checkpoint's tensors, modules and layers.
 #[derive(Parser)]
 struct Inspect {
-    /// A .safetensors file, the index of a sharded checkpoint, or a folder that holds either.
+    /// A .safetensors or .gguf file, the index of a sharded checkpoint, or a folder that holds any of these.
     model: PathBuf,
     /// Read every tensor and report its SHA-256.
     #[arg(long)]
@@ -52,7 +52,7 @@ impl support::Example for Inspect {
                 print_tensors(layout, &hashes);
             }
         }
-        Ok(report(layout, &hashes))
+        Ok(report(&checkpoint, &hashes))
     }
 }
 
@@ -69,7 +69,8 @@ fn sha256(checkpoint: &Checkpoint, tensor: TensorId, bytes: u64) -> Result<Strin
     Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-fn report(layout: &Layout, hashes: &[Option<String>]) -> Value {
+fn report(checkpoint: &Checkpoint, hashes: &[Option<String>]) -> Value {
+    let layout = checkpoint.layout();
     let tensors = layout.tensor_ids().zip(layout.tensors()).zip(hashes).map(|((id, tensor), hash)| {
         let module = layout.module_of(id).and_then(|module| layout.module(module));
         let layer = module.and_then(|module| layout.layer(module.layer));
@@ -92,6 +93,7 @@ fn report(layout: &Layout, hashes: &[Option<String>]) -> Value {
         "layers": layers.collect::<Vec<_>>(),
         "order": layout.order(),
         "total_bytes": layout.bytes(),
+        "gguf": checkpoint.gguf().map(|gguf| json!({ "version": gguf.version(), "architecture": gguf.architecture() })),
     })
 }
 
@@ -110,6 +112,9 @@ fn print_layers(checkpoint: &Checkpoint) {
     let (total, files) = (ByteSize(layout.bytes()).human(), count(checkpoint.sources().len(), "file"));
     println!("{total} in {tensors}, {layers}, {files}");
     println!("order of execution: {}", layout.order());
+    if let Some(gguf) = checkpoint.gguf() {
+        println!("GGUF of version {}, architecture {}", gguf.version(), gguf.architecture().unwrap_or("not stated"));
+    }
 }
 
 /// One line of the table: the layers' names, how many they are, the bytes of each, and what each is made of.

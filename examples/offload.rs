@@ -38,7 +38,7 @@ const DEADLINE: Duration = Duration::from_secs(600);
 #[derive(Parser)]
 #[command(name = "offload")]
 struct Args {
-    /// The checkpoint: a safetensors file, or a folder with one or with an index
+    /// The checkpoint: a safetensors or GGUF file, or a folder with one or with an index
     model: Option<PathBuf>,
     #[command(flatten)]
     adapters: AdapterOptions,

@@ -114,6 +114,7 @@
 //! | load a model once for all who ask | [`ModelCache::get_or_load`], [`Identity`](cache::Identity) |
 //! | free memory between two jobs, or under pressure | [`FreeRequest`](cache::FreeRequest), [`Pressure`](cache::Pressure), [`ModelCache::make_room`], [`Evict`](cache::Evict) |
 //! | compare what this process counts with what drivers say | [`MemorySeries`](device::MemorySeries) |
+//! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
 //! | write a checkpoint | [`checkpoint::write_safetensors`] |
 //! | patch matrices of your own on a card | [`backend::Kernels`] |
 //! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |

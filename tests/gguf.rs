@@ -7,9 +7,11 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use support::gguf::{Gguf, Tensor, Value};
+use support::{Subject, check_streamed, load, machine};
+use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::{GgufKind, GgufValue, TensorSpec, write_safetensors};
-use tensor_offload::error::{FileFault, GgufFault};
-use tensor_offload::{Checkpoint, DType, Error, ErrorKind};
+use tensor_offload::error::{FileFault, GgufFault, Missing, NoRows};
+use tensor_offload::{Checkpoint, DType, Error, ErrorKind, Registry, Weights};
 
 fn open(file: &Gguf) -> Checkpoint {
     Checkpoint::from_bytes("weights/model.gguf", file.build()).unwrap()
@@ -382,6 +384,14 @@ fn a_set_opens_from_any_of_its_files_and_from_its_folder() {
 }
 
 #[test]
+fn a_set_whose_download_has_not_finished_is_refused() {
+    let folder = write(&set());
+    fs::write(folder.path().join("m-00003-of-00003.gguf.aria2"), "").unwrap();
+    let (_, fault) = parts(Checkpoint::open(folder.path()).unwrap_err(), "m-00003-of-00003.gguf");
+    assert!(matches!(fault, FileFault::Unfinished { .. }), "{fault}");
+}
+
+#[test]
 fn an_incomplete_set_names_all_missing_files() {
     let folder = write(&set());
     fs::remove_file(part(folder.path(), 1)).unwrap();
@@ -423,6 +433,8 @@ fn files_that_are_no_set_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("renamed.gguf");
     fs::write(&path, set()[1].build()).unwrap();
+    let lone = refused(set()[1].build()).1;
+    assert_eq!(lone, FileFault::Gguf(GgufFault::LonePart { number: 1, count: 3 }));
     let (_, unnamed) = parts(Checkpoint::open(&path).unwrap_err(), "renamed.gguf");
     assert_eq!(unnamed, FileFault::Gguf(GgufFault::UnnamedPart { number: 1, count: 3 }));
     assert!(unnamed.to_string().contains("NAME-00002-of-00003.gguf"), "{unnamed}");
@@ -479,6 +491,44 @@ fn layers_run_in_order_of_their_numbers() {
     let layers = &model.layout().layers()[1..13];
     assert!(layers.iter().all(|layer| layer.class == layers[0].class && layer.modules.len() == 5));
     assert_eq!(layers[0].bytes, 2 * 256 * 4 + 2 * 6 * 144 + 8 * 210 + 256 * 4);
+}
+
+#[test]
+fn blocks_are_loaded_and_streamed_as_they_are() {
+    let kinds = DType::all().filter(|dtype| dtype.ggml_number().is_some());
+    let mut file = Gguf::new("llama").some("token_embd.weight", DType::Q8_0, &[6, 64]);
+    for (number, dtype) in kinds.enumerate() {
+        let row = 2 * dtype.block().elements;
+        file = file.some(&format!("blk.{}.ffn_{number}.weight", number / 3), dtype, &[3, row]);
+        file = file.some(&format!("blk.{}.attn_{number}.weight", number / 3), dtype, &[1, row]);
+    }
+    let subject = Subject::new(Weights::new(open(&file)));
+    let machine = machine();
+    for allocation in ["cuda:0,20%;cpu,*", "cuda:0,20%;cpu,30%;disk,*", "cuda:0,*"] {
+        let registry = Registry::described(machine.clone(), Clock::Virtual);
+        let plan = subject.planner(&machine, allocation).plan().unwrap();
+        let model = load(&registry, &subject, &plan);
+        subject.check(&model);
+        check_streamed(&model, &subject);
+    }
+}
+
+#[test]
+fn rows_of_blocks_are_read_where_they_lie() {
+    let file = Gguf::new("llama").some("token_embd.weight", DType::Q6_K, &[6, 512]);
+    let file = file.some("blk.0.attn_q.weight", DType::Q8_0, &[64]).some("blk.1.attn_q.weight", DType::Q8_0, &[64]);
+    let subject = Subject::new(Weights::new(open(&file)));
+    let machine = machine();
+    let plan = subject.planner(&machine, "cpu,*").gather_embeddings(true).plan().unwrap();
+    let model = load(&Registry::described(machine.clone(), Clock::Virtual), &subject, &plan);
+    let bytes = model.tensor("token_embd.weight").unwrap().row_bytes().unwrap();
+    assert_eq!(bytes, 420);
+    let mut rows = vec![0; 3 * 420];
+    model.read_rows("token_embd.weight", &[5, 0, 5], &mut rows).unwrap();
+    let row = |row: usize| &file.tensors[0].bytes[row * 420..][..420];
+    assert!(rows == [row(5), row(0), row(5)].concat());
+    let error = model.tensor("blk.0.attn_q.weight").unwrap().row_bytes().unwrap_err();
+    assert!(matches!(error, Error::Missing(Missing::Rows { why: NoRows::PartOfABlock, .. })), "{error}");
 }
 
 #[test]

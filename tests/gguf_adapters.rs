@@ -205,6 +205,21 @@ fn an_adapter_changes_a_conversion_as_it_changes_the_original() {
 }
 
 #[test]
+fn names_of_a_language_model_inside_another_are_found_too() {
+    let modules = [attention(0), dense(0)].concat();
+    let base = gguf(&converted(&transformers(&modules, false), "gemma3"), header("gemma3"));
+    let (wanted, _) = merged(&base, vec![adapter(&lora(&modules))], Matching::Strict);
+    for root in ["language_model.model.", "model.language_model.", "language_model."] {
+        let other = |(name, dtype, shape, bytes): Tensor| {
+            (name.replace(".model.model.", &format!(".model.{root}")), dtype, shape, bytes)
+        };
+        let tensors: Vec<Tensor> = lora(&modules).into_iter().map(other).collect();
+        assert!(tensors[0].0.contains(root));
+        assert!(merged(&base, vec![adapter(&tensors)], Matching::Strict).0 == wanted, "{root}");
+    }
+}
+
+#[test]
 fn biases_of_queries_and_keys_are_moved_as_their_rows() {
     let modules = attention(0);
     let base = transformers(&modules, true);
@@ -213,6 +228,23 @@ fn biases_of_queries_and_keys_are_moved_as_their_rows() {
     };
     let of_biases: Vec<Tensor> = modules[..3].iter().map(change).collect();
     check("llama", &base, &[adapter(&lora(&modules)), adapter(&of_biases)]);
+}
+
+#[test]
+fn whole_norms_are_replaced_where_they_are_the_same() {
+    let modules = attention(0);
+    let base = transformers(&modules, false);
+    let norm = f32s("model.layers.0.input_layernorm.set_weight", &[HIDDEN], &numbers(HIDDEN, "new"));
+    check("qwen3", &base, &[adapter(&lora(&modules)), adapter(&[norm.clone()])]);
+    let gemma = gguf(&converted(&base, "gemma3"), header("gemma3"));
+    let refused = fault(&gemma, adapter(&[norm]));
+    assert!(matches!(&refused, AdapterFault::Unsupported { kind } if kind.contains("blk.0.attn_norm")), "{refused}");
+    let change = f32s("model.layers.0.input_layernorm.diff", &[HIDDEN], &numbers(HIDDEN, "change"));
+    let merged = merged(&gemma, vec![adapter(&[change])], Matching::Strict).0;
+    let before = converted(&base, "gemma3");
+    assert!(
+        merged.iter().filter(|tensor| tensor.3 != before[&tensor.0].3).map(|t| &*t.0).eq(["blk.0.attn_norm.weight"])
+    );
 }
 
 #[test]

@@ -12,7 +12,7 @@ use super::casts::CastOptions;
 /// Which adapters are applied, and how.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct AdapterOptions {
-    /// An adapter, as PATH[:STRENGTH]: a safetensors file, or a folder of PEFT's or mlx-lm's; applied in the order given. What is the path of a
+    /// An adapter, as PATH[:STRENGTH]: a safetensors or GGUF file, or a folder of PEFT's or mlx-lm's; applied in the order given. What is the path of a
     /// file as a whole is that file
     #[arg(long = "adapter", value_name = "PATH[:STRENGTH]")]
     pub(crate) adapters: Vec<OsString>,

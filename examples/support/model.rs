@@ -14,7 +14,7 @@ const MOST_BLOCKS: usize = 10_000_000;
 /// A model of which only the layout matters.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ModelOptions {
-    /// The model: a safetensors file, or a folder with one or with an index
+    /// The model: a safetensors or GGUF file, or a folder with one or with an index
     #[arg(required_unless_present = "blocks", conflicts_with = "blocks")]
     model: Option<PathBuf>,
     /// A model of blocks instead of a file, as COUNTxSIZE[,COUNTxSIZE…]: 10x1gib, or 1x5gib,3x1gib

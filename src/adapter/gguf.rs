@@ -9,10 +9,10 @@ use crate::checkpoint::{Gguf, GgufValue};
 use crate::error::AdapterFault;
 
 /// Architectures in whose files the partners of a rotary pair stand side by side (`LlamaModel.permute`).
-const PAIRED: [&str; 4] = ["llama", "mistral3", "minicpm", "arctic"];
+const PAIRED: [&str; 3] = ["llama", "mistral3", "arcee"];
 
 /// Architectures in whose files all rows are in transformers' order.
-const SAME: [&str; 13] = [
+const SAME: [&str; 18] = [
     "qwen2",
     "qwen2moe",
     "qwen2vl",
@@ -26,6 +26,11 @@ const SAME: [&str; 13] = [
     "gemma-embedding",
     "phi3",
     "phimoe",
+    "olmo2",
+    "olmoe",
+    "seed_oss",
+    "command-r",
+    "cohere2",
 ];
 
 /// The names of llama.cpp for modules outside the blocks.
@@ -57,6 +62,16 @@ fn heads(gguf: Gguf<'_>, key: &str) -> Option<usize> {
     layers.all(|heads| heads == first).then(|| first.try_into().ok())?
 }
 
+/// Whether a file's norms are those of transformers.
+pub(super) fn keeps_norms(gguf: Gguf<'_>) -> bool {
+    gguf.architecture().is_some_and(|name| is_known(name) && !name.starts_with("gemma"))
+}
+
+/// Whether it is known what the conversion to an architecture changes.
+fn is_known(architecture: &str) -> bool {
+    PAIRED.contains(&architecture) || SAME.contains(&architecture)
+}
+
 /// The fault of a name of transformers for a module of a file whose conversion is not known.
 pub(super) fn unknown_conversion(gguf: Gguf<'_>, name: &str, module: &str) -> Option<AdapterFault> {
     let of_llama_cpp = module.starts_with("blk.") || OUTSIDE.contains(&module);
@@ -65,7 +80,7 @@ pub(super) fn unknown_conversion(gguf: Gguf<'_>, name: &str, module: &str) -> Op
         return None;
     }
     let architecture = gguf.architecture().unwrap_or("none");
-    let known = PAIRED.contains(&architecture) || SAME.contains(&architecture);
+    let known = is_known(architecture);
     let (target, architecture) = (module.to_owned(), architecture.to_owned());
     (!known).then_some(AdapterFault::UnknownConversion { target, architecture })
 }

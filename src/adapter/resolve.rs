@@ -9,6 +9,7 @@ use super::experts::{self, Wrapped};
 use super::gguf;
 use super::kinds::{self, Built, FactorCache, Weight};
 use super::names::keys::Part;
+use super::names::rows::RowOrder;
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule, Matching};
@@ -143,19 +144,25 @@ impl<'a> Resolving<'a> {
         })
     }
 
-    /// The same targets, unless they are of a GGUF file, under names of another program, and what its conversion did is not known.
+    /// The same targets, with what is known of a GGUF file's conversion; an error where they are under names of another program, and
+    /// nothing is known of it.
     fn converted(
         &self,
         adapter: &Adapter,
         module: &AdapterModule,
         found: Found<'a>,
     ) -> Result<Found<'a>, AdapterFault> {
-        let (Some(gguf), Found::One(targets), None) = (self.siblings.gguf(), &found, adapter.rotary) else {
-            return Ok(found);
-        };
+        let (Some(gguf), Found::One(targets)) = (self.siblings.gguf(), &found) else { return Ok(found) };
         let name = adapter.renamed(&module.name);
-        let fault = targets.iter().find_map(|target| gguf::unknown_conversion(gguf, &name, target.module));
-        fault.map_or(Ok(found), Err)
+        let unknown = |target: &Target<'_>| gguf::unknown_conversion(gguf, &name, target.module);
+        if let Some(fault) = targets.iter().filter(|_| adapter.rotary.is_none()).find_map(unknown) {
+            return Err(fault);
+        }
+        let unshifted = |target: &Target<'a>| match target.order {
+            RowOrder::Shifted if gguf::keeps_norms(gguf) => Target { order: RowOrder::Same, ..*target },
+            _ => *target,
+        };
+        Ok(Found::One(targets.iter().map(unshifted).collect()))
     }
 
     /// Finds the targets of whole tensors beside factors: tensors of the checkpoint with their names and shapes. Others are not
@@ -175,7 +182,8 @@ impl<'a> Resolving<'a> {
                     target.projection.is_none() && own.is_some_and(|own| self.layout.at(own).shape == *shape_of(tensor))
                 })
             };
-            match targets.find(&adapter.renamed(&module.name)) {
+            let found = targets.find(&adapter.renamed(&module.name));
+            match self.converted(adapter, module, found).unwrap_or(Found::Nothing) {
                 _ if !wanted(&module.name) => self.skip(adapter, module.parts.values(), SkipReason::OtherComponent),
                 Found::One(targets) if matches!(&targets[..], [target] if fits(target)) => {
                     matched.push((module, targets));

@@ -125,6 +125,7 @@ impl Checkpoint {
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
         let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
         let header = Header::read(&*source, 0)?;
+        gguf::alone(source.path(), &header)?;
         let (tied, stated) = Default::default();
         Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], tied, stated))
     }

@@ -147,6 +147,14 @@ pub enum GgufFault {
         /// The number of files.
         count: u64,
     },
+    /// Bytes in memory of one file of a set.
+    #[error("it is file {} of a set of {count}; write the files to a folder, and open any of them by its path", number + 1)]
+    LonePart {
+        /// Its number, from 0.
+        number: u64,
+        /// The number of files.
+        count: u64,
+    },
     /// Files of a set that are not there.
     #[error("{} of the {count} files of the set are missing: {}", files.len(), List(files))]
     MissingParts {

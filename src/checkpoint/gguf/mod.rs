@@ -23,7 +23,7 @@ use crate::transfer::Source;
 use cursor::Cursor;
 use value::Stored;
 
-pub(super) use split::{complete, one_set};
+pub(super) use split::{alone, complete, one_set};
 pub use value::{GgufArray, GgufKind, GgufValue};
 
 /// The first bytes of a file.
@@ -143,7 +143,7 @@ impl<'a> Gguf<'a> {
     /// Reads the array `key` from the file; `None` if there is no array of this key.
     ///
     /// # Errors
-    /// As [`Source::read_at`](crate::transfer::Source::read_at).
+    /// As [`Source::read_at`].
     pub fn array(&self, key: &str) -> Option<Result<GgufArray>> {
         self.header.array(self.source, key)
     }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::{GgufHeader, GgufValue, unlike};
+use crate::checkpoint::folder::noted_unfinished;
 use crate::checkpoint::header::Header;
 use crate::error::{Error, GgufFault, Result};
 use crate::transfer::Source;
@@ -75,6 +76,17 @@ pub(in crate::checkpoint) fn one_set(names: &[&PathBuf]) -> bool {
     first.is_some() && names.iter().all(|name| set(name) == first)
 }
 
+/// Returns an error for bytes in memory of a file of a set, since the others are nowhere.
+///
+/// # Errors
+/// [`Error::File`] called `path`.
+pub(in crate::checkpoint) fn alone(path: &Path, header: &Header) -> Result<()> {
+    match header.gguf.as_ref().map_or(Ok(None), |gguf| Split::of(gguf, path))? {
+        Some(Split { number, count, .. }) => Err(Error::file(path, None, GgufFault::LonePart { number, count }.into())),
+        None => Ok(()),
+    }
+}
+
 /// Opens the other files of the set that the file at `path` is of. Nothing changes for a file that is not of a set.
 ///
 /// # Errors
@@ -104,6 +116,9 @@ pub(in crate::checkpoint) fn complete(
     let (mut all_sources, mut all): (Vec<Arc<dyn Source>>, Vec<Header>) = Default::default();
     for (index, name) in names.iter().enumerate() {
         let file = path.with_file_name(name);
+        if let Some(unfinished) = noted_unfinished(&file) {
+            return Err(Error::file(&file, None, unfinished));
+        }
         let source = if index as u64 == number { Arc::clone(&sources[0]) } else { open(&file)? };
         let header = Header::read(&*source, index)?;
         check_part(&file, path, &header, index as u64, &split)?;

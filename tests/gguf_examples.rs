@@ -1,0 +1,96 @@
+//! The examples on GGUF files, as a user runs them.
+
+#[path = "support/examples.rs"]
+mod run;
+mod support;
+
+use std::fs;
+
+use run::{fails, json_of, works};
+use serde_json::Value as Json;
+use sha2::{Digest, Sha256};
+use support::gguf::{Gguf, Value};
+use tensor_offload::DType;
+
+/// A mixture of experts in as many types as one has, split or not.
+fn moe(layers: u64) -> Gguf {
+    let mut file = Gguf::new("qwen3moe").entry("qwen3moe.block_count", Value::U32(layers as u32));
+    file = file.some("token_embd.weight", DType::Q4_K, &[64, 256]);
+    for layer in 0..layers {
+        for (name, dtype, shape) in [
+            ("attn_norm", DType::F32, &[256][..]),
+            ("attn_q", DType::Q4_K, &[256, 256]),
+            ("attn_k", DType::Q8_0, &[64, 256]),
+            ("attn_v", DType::Q6_K, &[64, 256]),
+            ("attn_output", DType::IQ4_XS, &[256, 256]),
+            ("ffn_gate_inp", DType::F32, &[4, 256]),
+            ("ffn_gate_exps", DType::MXFP4, &[4, 32, 256]),
+            ("ffn_up_exps", DType::IQ2_XXS, &[4, 32, 256]),
+            ("ffn_down_exps", DType::TQ1_0, &[4, 256, 256]),
+        ] {
+            file = file.some(&format!("blk.{layer}.{name}.weight"), dtype, shape);
+        }
+    }
+    file.some("output_norm.weight", DType::F32, &[256]).some("output.weight", DType::Q6_K, &[64, 256])
+}
+
+fn total(file: &Gguf) -> u64 {
+    file.tensors.iter().map(|tensor| tensor.bytes.len() as u64).sum()
+}
+
+#[test]
+fn inspect_shows_names_types_sizes_and_hashes() {
+    let (file, folder) = (moe(3), tempfile::tempdir().unwrap());
+    let path = folder.path().join("moe.gguf").display().to_string();
+    fs::write(&path, file.build()).unwrap();
+    let report = json_of("inspect", &[path.as_str(), "--hash"]);
+    assert_eq!(report["total_bytes"], total(&file));
+    assert_eq!(report["gguf"]["architecture"], "qwen3moe");
+    for tensor in &file.tensors {
+        let found = report["tensors"].as_array().unwrap().iter().find(|row| row["name"] == *tensor.name).unwrap();
+        let hash: String = Sha256::digest(&tensor.bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!((&found["sha256"], &found["bytes"]), (&Json::from(hash), &Json::from(tensor.bytes.len())));
+        assert_eq!(found["dtype"], DType::from_ggml_number(tensor.kind).unwrap().name());
+    }
+    let layers: Vec<&str> =
+        report["layers"].as_array().unwrap().iter().map(|layer| layer["name"].as_str().unwrap()).collect();
+    assert_eq!(layers, ["token_embd", "blk.0", "blk.1", "blk.2", "output_norm", "output"]);
+    let text = works("inspect", &[path.as_str(), "--tensors"]);
+    assert!(
+        text.contains("blk.0 … blk.2") && text.contains("IQ2_XXS") && text.contains("architecture qwen3moe"),
+        "{text}"
+    );
+}
+
+#[test]
+fn plans_have_the_bytes_of_the_file_and_streams_bring_them() {
+    let (file, folder) = (moe(6), tempfile::tempdir().unwrap());
+    let path = folder.path().join("model").display().to_string();
+    fs::write(&path, file.build()).unwrap();
+    let device = ["--device", "cuda:0=16mb", "--device", "cpu=64mb"];
+    let plan = json_of("plan", &[&[path.as_str(), "--alloc", "cuda:0,50%;cpu,50%"], &device[..]].concat());
+    let planned: u64 = plan["assignments"].as_array().unwrap().iter().map(|row| row["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(planned, total(&file));
+    let options = ["--alloc", "cuda:0,30%;cpu,*", "--compute-ms", "1"];
+    let offload = json_of("offload", &[&[path.as_str()], &options[..], &device].concat());
+    // The example compares every streamed tensor with the file's bytes, and fails if one differs.
+    assert_eq!(offload["sha256"].as_str().map(str::len), Some(64));
+    let whatif = json_of("whatif", &[&[path.as_str(), "--alloc", "cuda:0,30%;cpu,*"], &device[..]].concat());
+    assert!(whatif.is_object());
+}
+
+#[test]
+fn errors_name_the_file_and_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("old.gguf").display().to_string();
+    fs::write(&path, Gguf { version: 1, ..moe(1) }.build()).unwrap();
+    for (example, args) in [("inspect", vec![]), ("plan", vec!["--alloc", "cpu,*"]), ("offload", vec![])] {
+        let (kind, message) = fails(example, &[&[path.as_str()], &args[..]].concat());
+        assert!(kind == "File" && message.contains("old.gguf") && message.contains("version 1"), "{message}");
+    }
+    let path = folder.path().join("q4.gguf").display().to_string();
+    fs::write(&path, moe(1).build()).unwrap();
+    let out = folder.path().join("out.safetensors").display().to_string();
+    let (_, message) = fails("merge", &[path.as_str(), "--out", &out]);
+    assert!(message.contains("token_embd.weight") && message.contains("Q4_K"), "{message}");
+}
