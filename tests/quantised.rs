@@ -167,8 +167,8 @@ fn searched_scales_are_those_of_llama_cpp() {
         let (blocks, beyond) = blocks_of(dtype, &values);
         assert_eq!(beyond, 0, "{name}");
         for (row, (ours, theirs)) in values_of(dtype, &blocks).chunks(256).zip(theirs.chunks(256)).enumerate() {
-            if (name, row) == ("Q6_K", 8) {
-                // Of values of a million, its products of squares are infinite, and its search ends early.
+            if row == 8 && matches!(name, "Q6_K" | "IQ4_NL") {
+                // Of values of a million, llama.cpp's squares of products are infinite, and its search ends early.
                 let values = &values[row * 256..][..256];
                 assert!(mean_error(values, ours) < mean_error(values, theirs));
                 continue;
