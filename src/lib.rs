@@ -191,6 +191,8 @@ mod guides {
     struct Allocations;
     #[doc = include_str!("../docs/guide/cache.md")]
     struct Cache;
+    #[doc = include_str!("../docs/guide/gguf.md")]
+    struct Gguf;
     #[doc = include_str!("../docs/guide/streaming.md")]
     struct Streaming;
 
