@@ -204,7 +204,7 @@ pub(super) fn q6_k(values: &[f32; 256], block: &mut [u8; 210]) -> bool {
         block[192 + sub] = factor as i8 as u8;
         let scale = of_scale * factor;
         if scale != 0.0 {
-            *codes = mapped(values, |value| (nearest(value / scale).max(-32.0).min(31.0) + 32.0) as u8);
+            *codes = mapped(values, |value| (nearest(value / scale).clamp(-32.0, 31.0) + 32.0) as u8);
         }
     }
     for (half, codes) in codes.as_chunks::<128>().0.iter().enumerate() {
@@ -243,7 +243,7 @@ fn fitted_around_zero(values: &[f32; 16]) -> f32 {
 /// The weighted products of values and their codes, and the weighted squares of these.
 #[inline(always)]
 fn sums(values: &[f32; 16], weights: &[f32; 16], by: f32) -> (f32, f32) {
-    let codes = mapped(values, |value| nearest(by * value).max(-32.0).min(31.0));
+    let codes = mapped(values, |value| nearest(by * value).clamp(-32.0, 31.0));
     let products = sum::<16>(|at| weights[at] * values[at] * codes[at]);
     (products, sum::<16>(|at| weights[at] * codes[at] * codes[at]))
 }

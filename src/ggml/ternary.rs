@@ -5,7 +5,7 @@ use super::parts::{bytes, fill, half};
 /// Five values in a byte, as digits of base three of a fraction: the value of byte `code` times `power`, a power of three.
 #[inline(always)]
 fn digit(code: u8, power: u8) -> i8 {
-    (u16::from(code.wrapping_mul(power)) * 3 >> 8) as i8 - 1
+    ((u16::from(code.wrapping_mul(power)) * 3) >> 8) as i8 - 1
 }
 
 const POWERS: [u8; 5] = [1, 3, 9, 27, 81];
