@@ -494,6 +494,24 @@ fn layers_run_in_order_of_their_numbers() {
 }
 
 #[test]
+fn image_models_keep_the_order_of_their_networks() {
+    let mut file = Gguf::new("flux");
+    for name in ["final_layer.linear", "img_in", "txt_in", "time_in.in_layer", "vector_in.in_layer"] {
+        file = file.some(&format!("{name}.weight"), DType::F16, &[4, 32]);
+    }
+    for block in [10, 2, 0, 1] {
+        file = file.some(&format!("single_blocks.{block}.linear1.weight"), DType::Q8_0, &[4, 32]);
+        file = file.some(&format!("double_blocks.{block}.img_attn.qkv.weight"), DType::Q4_0, &[4, 32]);
+    }
+    let model = open(&file);
+    let stacks: Vec<_> = order(&model).into_iter().filter(|name| name.contains("blocks")).collect();
+    let wanted = ["double", "single"].map(|stack| [0, 1, 2, 10].map(|block| format!("{stack}_blocks.{block}")));
+    assert_eq!(stacks, wanted.concat());
+    assert_eq!(order(&model).last(), Some(&"final_layer.linear"));
+    assert!(model.layout().modules().iter().all(|module| !module.tied));
+}
+
+#[test]
 fn blocks_are_loaded_and_streamed_as_they_are() {
     let kinds = DType::all().filter(|dtype| dtype.ggml_number().is_some());
     let mut file = Gguf::new("llama").some("token_embd.weight", DType::Q8_0, &[6, 64]);

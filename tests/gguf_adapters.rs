@@ -235,7 +235,7 @@ fn whole_norms_are_replaced_where_they_are_the_same() {
     let modules = attention(0);
     let base = transformers(&modules, false);
     let norm = f32s("model.layers.0.input_layernorm.set_weight", &[HIDDEN], &numbers(HIDDEN, "new"));
-    check("qwen3", &base, &[adapter(&lora(&modules)), adapter(&[norm.clone()])]);
+    check("qwen3", &base, &[adapter(&lora(&modules)), adapter(std::slice::from_ref(&norm))]);
     let gemma = gguf(&converted(&base, "gemma3"), header("gemma3"));
     let refused = fault(&gemma, adapter(&[norm]));
     assert!(matches!(&refused, AdapterFault::Unsupported { kind } if kind.contains("blk.0.attn_norm")), "{refused}");
@@ -245,6 +245,29 @@ fn whole_norms_are_replaced_where_they_are_the_same() {
     assert!(
         merged.iter().filter(|tensor| tensor.3 != before[&tensor.0].3).map(|t| &*t.0).eq(["blk.0.attn_norm.weight"])
     );
+}
+
+#[test]
+fn a_head_that_is_the_embedding_becomes_one_of_its_own() {
+    let modules = attention(0);
+    let headed = transformers(&modules, false);
+    let base: Vec<Tensor> = headed.iter().filter(|tensor| tensor.0 != "lm_head.weight").cloned().collect();
+    let ends = vec![("lm_head".to_owned(), [8, HIDDEN])];
+    // The same with a head that has the embedding's values.
+    let mut apart = base.clone();
+    let embedding = base.iter().find(|tensor| tensor.0 == "model.embed_tokens.weight").unwrap();
+    apart.push(("lm_head.weight".into(), embedding.1, embedding.2.clone(), embedding.3.clone()));
+    let (wanted, _) = merged(&file("model", &apart), vec![adapter(&lora(&ends))], Matching::Strict);
+    let tied = gguf(&converted(&base, "qwen3"), header("qwen3"));
+    let weights = Weights::patched(tied, vec![adapter(&lora(&ends))], Matching::Strict).unwrap();
+    let read = |name: &str| {
+        let tensor = weights.layout().find(name).unwrap();
+        let mut bytes = vec![0; weights.layout().tensor(tensor).unwrap().bytes as usize];
+        weights.read(tensor, &mut bytes).unwrap();
+        bytes
+    };
+    assert!(read("output.weight") == wanted.last().unwrap().3);
+    assert!(read("token_embd.weight") == embedding.3);
 }
 
 #[test]
