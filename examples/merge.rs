@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
-use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::{Checkpoint, Loader, Model, Planner, Result, TensorId, Weights};
+use tensor_offload::checkpoint::{Layout, TensorSpec, TensorWriter, write_safetensors};
+use tensor_offload::{Checkpoint, DType, Error, Loader, Model, Planner, Result, TensorId, Weights};
 
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
@@ -26,6 +26,9 @@ struct Args {
     base: PathBuf,
     #[command(flatten)]
     adapters: AdapterOptions,
+    /// Store all values as this type, those of GGML's blocks among them: F32, F16 or BF16
+    #[arg(long, value_name = "TYPE", value_parser = promoted)]
+    promote: Option<DType>,
     /// The file to write; one that is there is replaced once the new one is whole
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
@@ -48,7 +51,8 @@ impl support::Example for Args {
 
     fn run(self) -> Result<Value> {
         let checkpoint = Checkpoint::open(&self.base)?;
-        let weights = self.adapters.apply_to(checkpoint)?;
+        let weights = self.adapters.apply_to_promoted(checkpoint, self.promote)?;
+        check_types(weights.layout())?;
         let tensors = weights.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
         let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &weights)).transpose()?;
@@ -85,6 +89,32 @@ impl Args {
         }
         Loader::new(&devices).load(weights, &plan)
     }
+}
+
+/// A type that tensors are promoted to.
+fn promoted(text: &str) -> std::result::Result<DType, String> {
+    let dtype = text.to_uppercase().parse().ok();
+    dtype
+        .filter(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16))
+        .ok_or_else(|| "tensors are promoted to F32, F16 or BF16".to_owned())
+}
+
+/// Fails if a safetensors file cannot hold what is to be written.
+fn check_types(layout: &Layout) -> Result<()> {
+    let blocks: Vec<_> = layout.tensors().iter().filter(|tensor| tensor.dtype.is_ggml_block()).collect();
+    if blocks.is_empty() {
+        return Ok(());
+    }
+    let named: Vec<_> = blocks.iter().take(3).map(|tensor| format!("`{}` ({})", tensor.name, tensor.dtype)).collect();
+    let reason = format!(
+        "{} of {} tensors are in GGML's blocks, which a safetensors file cannot hold: {}{}; --promote F32, F16 or BF16 \
+         stores their values",
+        blocks.len(),
+        layout.tensors().len(),
+        named.join(", "),
+        if blocks.len() > named.len() { ", …" } else { "" }
+    );
+    Err(Error::Invalid { reason })
 }
 
 /// Writes a tensor from where it was placed.

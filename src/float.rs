@@ -141,7 +141,7 @@ fn round_each<const N: usize>(values: &[f32], bytes: &mut [u8], round: impl Fn(f
 const INFINITY: u32 = 0x7f80_0000;
 
 #[inline(always)]
-fn lift_f16(raw: u16) -> f32 {
+pub(crate) fn lift_f16(raw: u16) -> f32 {
     let magnitude = u32::from(raw) & 0x7fff;
     let finite = lift_magnitude::<10, 15>(magnitude);
     let special = INFINITY | (magnitude & 0x3ff) << 13;
@@ -202,7 +202,7 @@ fn round_bf16(value: f32) -> u16 {
 const SIGN: u32 = 0x8000_0000;
 
 #[inline(always)]
-fn round_f16(value: f32) -> u16 {
+pub(crate) fn round_f16(value: f32) -> u16 {
     let bits = value.to_bits();
     let magnitude = bits & !SIGN;
     let rounded = round_magnitude::<10, 15>(magnitude).min(0x7c00) | (bits & SIGN) >> 16;

@@ -146,9 +146,11 @@ pub mod checkpoint;
 pub mod cuda;
 pub mod device;
 mod dtype;
+mod encoding;
 pub mod error;
 mod file;
 mod float;
+mod ggml;
 mod limits;
 pub mod load;
 pub mod patch;
@@ -189,6 +191,8 @@ mod guides {
     struct Allocations;
     #[doc = include_str!("../docs/guide/cache.md")]
     struct Cache;
+    #[doc = include_str!("../docs/guide/gguf.md")]
+    struct Gguf;
     #[doc = include_str!("../docs/guide/streaming.md")]
     struct Streaming;
 

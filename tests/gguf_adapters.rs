@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use reference::{Tensor, f32s, file, merged};
 use support::gguf::{Gguf, Value};
 use tensor_offload::adapter::{Adapter, FactorSource, Matching, RotaryRows, Weights};
-use tensor_offload::error::{AdapterFault, Packing};
+use tensor_offload::error::AdapterFault;
 use tensor_offload::{Checkpoint, DType, Error};
 
 const HIDDEN: u64 = 16;
@@ -326,16 +326,21 @@ fn what_a_conversion_changes_has_to_be_known() {
 }
 
 #[test]
-fn a_weight_of_blocks_is_refused_with_its_type() {
+fn a_weight_of_blocks_needs_a_type_for_its_new_values() {
     let modules = vec![("model.layers.0.mlp.up_proj".to_owned(), [4, 256])];
     let base = header("qwen2").some("blk.0.ffn_up.weight", DType::Q4_K, &[4, 256]);
     let base = Checkpoint::from_bytes("m.gguf", base.build()).unwrap();
-    let found = fault(&base, adapter(&lora(&modules)));
-    let AdapterFault::Packed { tensor, dtype, packing, .. } = &found else { panic!("{found}") };
-    assert_eq!((&**tensor, *dtype, *packing), ("blk.0.ffn_up.weight", DType::Q4_K, Packing::Ggml));
-    assert!(found.to_string().contains("`blk.0.ffn_up.weight` of element type Q4_K"), "{found}");
-    let cast = Weights::new(base).cast("blk.0.ffn_up", DType::BF16).unwrap_err();
-    assert!(cast.to_string().contains("Q4_K"), "{cast}");
+    let weights = Weights::patched(base, vec![adapter(&lora(&modules))], Matching::Strict).unwrap();
+    let tensor = weights.layout().find("blk.0.ffn_up.weight").unwrap();
+    let read = |weights: &Weights| {
+        let mut bytes = vec![0; weights.layout().tensor(tensor).unwrap().bytes as usize];
+        weights.read(tensor, &mut bytes).map(|_| bytes.len())
+    };
+    let found = read(&weights).unwrap_err().to_string();
+    for part in ["`blk.0.ffn_up.weight`", "Q4_K", "Weights::cast"] {
+        assert!(found.contains(part), "{found}");
+    }
+    assert_eq!(read(&weights.cast("blk.0.ffn_up", DType::BF16).unwrap()).unwrap(), 2 * 4 * 256);
 }
 
 /// An adapter as llama.cpp's `convert_lora_to_gguf.py` writes it.

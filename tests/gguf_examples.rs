@@ -10,7 +10,7 @@ use run::{fails, json_of, works};
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 use support::gguf::{Gguf, Value};
-use tensor_offload::DType;
+use tensor_offload::{Checkpoint, DType, Weights};
 
 /// A mixture of experts in as many types as one has, split or not.
 fn moe(layers: u64) -> Gguf {
@@ -93,4 +93,31 @@ fn errors_name_the_file_and_the_reason() {
     let out = folder.path().join("out.safetensors").display().to_string();
     let (_, message) = fails("merge", &[path.as_str(), "--out", &out]);
     assert!(message.contains("token_embd.weight") && message.contains("Q4_K"), "{message}");
+}
+
+#[test]
+fn merge_promotes_a_file_of_blocks_and_says_how_where_it_cannot_write_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let base = format!("{}/tests/data/gguf/mixed.gguf", env!("CARGO_MANIFEST_DIR"));
+    let out = folder.path().join("out.safetensors").display().to_string();
+    let (_, message) = fails("merge", &[base.as_str(), "--out", &out]);
+    for part in ["15 of 18 tensors", "`blk.0.q8_0.weight` (Q8_0)", "--promote F32, F16 or BF16"] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(!fs::exists(&out).unwrap());
+    for (text, dtype) in [("f32", DType::F32), ("F16", DType::F16), ("bf16", DType::BF16)] {
+        works("merge", &[base.as_str(), "--promote", text, "--out", &out]);
+        let (merged, file) = (Checkpoint::open(&out).unwrap(), Checkpoint::open(&base).unwrap());
+        let promoted = Weights::new(file.clone()).cast_floats(dtype).unwrap();
+        for (tensor, info) in file.layout().tensor_ids().zip(file.layout().tensors()) {
+            let written = merged.find(&info.name).unwrap();
+            let found = merged.layout().tensor(written).unwrap();
+            assert_eq!((found.dtype, &found.shape), (dtype, &info.shape), "{}", info.name);
+            let mut bytes = [vec![0; found.bytes as usize], vec![0; found.bytes as usize]];
+            merged.read(written, &mut bytes[0]).unwrap();
+            promoted.read(tensor, &mut bytes[1]).unwrap();
+            assert!(bytes[0] == bytes[1], "{} as {dtype}", info.name);
+        }
+    }
+    works("offload", &[base.as_str(), "--cast", "bf16"]);
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Args, ValueEnum};
 use tensor_offload::adapter::RotaryRows;
-use tensor_offload::{Adapter, Checkpoint, Error, Matching, Result, ScalePolicy, Weights};
+use tensor_offload::{Adapter, Checkpoint, DType, Error, Matching, Result, ScalePolicy, Weights};
 
 use super::casts::CastOptions;
 
@@ -35,6 +35,9 @@ pub(crate) struct AdapterOptions {
     /// Whether the scales of fp8 weights that adapters change are kept, or recomputed so that no value saturates
     #[arg(long, value_enum, default_value_t = ScalesOption::Keep)]
     scales: ScalesOption,
+    /// Store weights in GGML's blocks that adapters change in blocks of the same type again
+    #[arg(long)]
+    requantise: bool,
     #[command(flatten)]
     casts: CastOptions,
 }
@@ -53,16 +56,32 @@ impl AdapterOptions {
         self.merge(checkpoint, adapters)
     }
 
+    /// As [`apply_to`](AdapterOptions::apply_to), with all floating-point numbers as `promoted`, but for what is cast.
+    #[allow(dead_code, reason = "each program uses its part")]
+    pub(crate) fn apply_to_promoted(&self, checkpoint: Checkpoint, promoted: Option<DType>) -> Result<Weights> {
+        let weights = self.patched(checkpoint, self.open()?)?;
+        self.store(promoted.into_iter().try_fold(weights, Weights::cast_floats)?)
+    }
+
     /// The checkpoint with adapters that are open already.
     pub(crate) fn merge(&self, checkpoint: Checkpoint, adapters: Vec<Adapter>) -> Result<Weights> {
+        self.store(self.patched(checkpoint, adapters)?)
+    }
+
+    fn patched(&self, checkpoint: Checkpoint, adapters: Vec<Adapter>) -> Result<Weights> {
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
         let adapters = adapters.into_iter().map(|adapter| self.settings(adapter)).collect::<Result<_>>()?;
         let weights = Weights::patched(checkpoint, adapters, matching)?;
-        let weights = match self.scales {
-            ScalesOption::Keep => weights,
-            ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute)?,
-        };
-        self.casts.apply(weights)
+        match self.scales {
+            ScalesOption::Keep => Ok(weights),
+            ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute),
+        }
+    }
+
+    /// The weights as they are to be stored.
+    fn store(&self, weights: Weights) -> Result<Weights> {
+        let weights = self.casts.apply(weights)?;
+        if self.requantise { weights.requantise() } else { Ok(weights) }
     }
 
     /// The adapters, read.

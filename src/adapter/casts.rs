@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::patches::Patches;
 use crate::checkpoint::{Checkpoint, Coded, Layout, Pattern, Siblings, TensorId, TensorInfo};
 use crate::dtype::DType;
+use crate::encoding::Encoding;
 use crate::error::{CastFault, Error, Missing, Result};
 use crate::float::Float;
 use crate::patch::{Scaling, TensorPatch};
@@ -53,11 +54,11 @@ fn chosen(layout: &Layout, which: Which) -> Result<Vec<TensorId>> {
     }
 }
 
-/// Whether the elements of a type are floating-point numbers, each a value of its own. Those of the others are integers, codes of
-/// a block format, or exponents that scale it.
+/// Whether the elements of a type are floating-point numbers, each a value of its own or in blocks that say what all their values are.
+/// Those of the others are integers, codes whose scales are elsewhere, or exponents that scale these.
 fn is_float(dtype: DType) -> bool {
     let other = matches!(dtype, DType::F64 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz);
-    other || Float::of(dtype).is_some()
+    other || Encoding::of(dtype).is_some()
 }
 
 fn uncastable(tensor: String, to: DType, fault: CastFault) -> Error {
@@ -88,7 +89,7 @@ impl Casting<'_> {
         for &tensor in &casts {
             let info = stored.at(tensor);
             let fault = |fault| uncastable(info.name.clone(), self.to.dtype(), fault);
-            if Float::of(info.dtype).is_none() {
+            if Encoding::of(info.dtype).is_none() {
                 return Err(fault(CastFault::Source { dtype: info.dtype }));
             }
             let owner = stored.at(now.storage(tensor));

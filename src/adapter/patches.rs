@@ -180,6 +180,20 @@ impl Patches {
         casts.map(|(&tensor, patch)| (tensor, patch.dtype())).collect()
     }
 
+    /// Lets weights in blocks of GGML that the adapters change become blocks again.
+    pub(super) fn requantise(mut self) -> Result<Patches> {
+        self.tensors.values_mut().try_for_each(TensorPatch::requantise)?;
+        Ok(self)
+    }
+
+    /// Fails unless each patched tensor has a type afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Unpatchable`] for the first weight in blocks that is neither cast nor requantised.
+    pub(crate) fn check_targets(&self) -> Result<()> {
+        self.tensors.values().try_for_each(TensorPatch::check_target)
+    }
+
     /// The patch of a tensor, to be changed.
     pub(super) fn patch_mut(&mut self, tensor: TensorId) -> Option<&mut TensorPatch> {
         self.tensors.get_mut(&tensor)

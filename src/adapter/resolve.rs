@@ -14,6 +14,7 @@ use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule, Matching};
 use crate::checkpoint::{Layout, Packed, Siblings, TensorId};
+use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
 use crate::patch::{Changes, Maker, Origin, Scaling, TensorPatch};
@@ -328,7 +329,7 @@ impl<'a> Resolving<'a> {
 
     fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: TensorId) -> Result<()> {
         let info = self.layout.at(tensor);
-        if Float::of(info.dtype).is_some() {
+        if Encoding::of(info.dtype).is_some() {
             return Ok(());
         }
         let fault = AdapterFault::BadDType { what: format!("its target `{}`", info.name), dtype: info.dtype };

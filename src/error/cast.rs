@@ -11,7 +11,7 @@ pub enum CastFault {
     #[error("tensors are cast to F32, F16, BF16, F8_E4M3 and F8_E5M2")]
     Target,
     /// The tensor is of a type that is not cast: of integers or codes, or of values that f32 does not hold.
-    #[error("it is of {dtype}; tensors of F32, F16, BF16, F8_E4M3 and F8_E5M2 are cast")]
+    #[error("it is of {dtype}; tensors of F32, F16, BF16, F8_E4M3, F8_E5M2 and blocks of GGML are cast")]
     Source {
         /// The tensor's type.
         dtype: DType,

@@ -292,6 +292,26 @@ pub enum AdapterFault {
         /// Its type.
         dtype: DType,
     },
+    /// The target is in blocks of GGML, and its new values have no type.
+    #[error(
+        "it is in blocks of {dtype}, and nothing says what its new values become: F32, F16 or BF16 by Weights::cast, or blocks \
+         again by Weights::requantise"
+    )]
+    Blocks {
+        /// Its type.
+        dtype: DType,
+    },
+    /// The target is in blocks of a type of GGML that values cannot become.
+    #[error(
+        "it is in blocks of {dtype}, which values cannot become again, as they can those of {}; cast it with Weights::cast",
+        List(written)
+    )]
+    NotWritten {
+        /// Its type.
+        dtype: DType,
+        /// The types that values can become.
+        written: Vec<DType>,
+    },
     /// A factor holds NaN or an infinity.
     #[error("element {index} is {value}")]
     NotFinite {

@@ -36,8 +36,6 @@ pub enum Packing {
     Exl3,
     Vptq,
     QuipSharp,
-    /// The blocks of a GGUF file; the element type says which.
-    Ggml,
     /// Codes of a packing that the library does not know.
     Unknown,
 }
@@ -68,7 +66,6 @@ impl Packing {
             Packing::Exl3 => "EXL3",
             Packing::Vptq => "VPTQ",
             Packing::QuipSharp => "QuIP#",
-            Packing::Ggml => "GGML blocks",
             Packing::Unknown => "codes of an unknown packing",
         }
     }

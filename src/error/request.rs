@@ -203,6 +203,13 @@ pub enum Measured {
         /// Where the matrix begins.
         at: usize,
     },
+    /// The memory of blocks of a type of GGML, which hold so many values.
+    Blocks {
+        /// The type.
+        dtype: DType,
+        /// The number of values.
+        values: usize,
+    },
     /// The number of slots for streamed layers.
     Slots,
     /// One slot.
@@ -247,6 +254,10 @@ impl Measured {
             Measured::Work => write!(f, "work memory of {needed} bytes does not fit into {given}"),
             Measured::Matrix { device, at } => {
                 write!(f, "the matrix at {at} that {device} is to patch ends at {needed}, in a buffer of {given}")
+            }
+            Measured::Blocks { dtype, values } => {
+                let block = dtype.block().elements;
+                write!(f, "{values} values are blocks of {block} in {dtype}, of {needed} bytes, not {given}")
             }
             Measured::Slots => {
                 write!(f, "{given} slots were given for layers that are streamed, they need {needed} at least")
@@ -333,6 +344,20 @@ pub enum Mismatch {
         dtype: DType,
         /// The element type that it is cast to.
         asked: DType,
+    },
+    /// A type of other elements, where blocks of GGML are to be read.
+    #[error("{dtype} is no block type of GGML")]
+    NoBlocks {
+        /// The type.
+        dtype: DType,
+    },
+    /// A type that values cannot become.
+    #[error("values become blocks of {}, not of {dtype}", List(written))]
+    NotWritten {
+        /// The type.
+        dtype: DType,
+        /// Those that they can become.
+        written: Vec<DType>,
     },
     /// Memory of one device behind the charge of another.
     #[error("memory of {device} for a charge of {charge}")]

@@ -49,6 +49,8 @@ pub struct ModelBuilder {
     scales: ScalePolicy,
     /// Patterns, none for all tensors of floating-point numbers, and the types to cast to.
     casts: Vec<(Option<String>, DType)>,
+    /// Whether weights in blocks that adapters change become blocks again.
+    requantises: bool,
     allocation: Option<Allocation>,
     settings: Vec<Setting>,
     allocators: Allocators,
@@ -79,6 +81,7 @@ impl ModelBuilder {
             rounding: Rounding::default(),
             scales: ScalePolicy::default(),
             casts: Vec::new(),
+            requantises: false,
             allocation: None,
             settings: Vec::new(),
             allocators: Allocators::default(),
@@ -141,6 +144,13 @@ impl ModelBuilder {
         self.unresolved()
     }
 
+    /// Lets weights in blocks of GGML's types that adapters change become blocks again; see [`Weights::requantise`]. Default: each of
+    /// them has to be cast.
+    pub fn requantise(mut self) -> ModelBuilder {
+        self.requantises = true;
+        self.unresolved()
+    }
+
     /// Sets how much each device takes: an [`Allocation`], or its text (`cuda:0,50%;cpu,*`). Default: everything on the
     /// compute device.
     ///
@@ -193,7 +203,7 @@ impl ModelBuilder {
     /// The checkpoint with its adapters, the input of the planner and the loader. The adapters' factors are read once.
     ///
     /// # Errors
-    /// As [`Weights::patched`], [`Weights::scales`] and [`Weights::cast`].
+    /// As [`Weights::patched`], [`Weights::scales`], [`Weights::cast`] and [`Weights::requantise`].
     pub fn weights(&self) -> Result<&Weights> {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
@@ -204,6 +214,7 @@ impl ModelBuilder {
             Some(pattern) => weights.cast(pattern, *dtype),
             None => weights.cast_floats(*dtype),
         })?;
+        let weights = if self.requantises { weights.requantise()? } else { weights };
         Ok(self.weights.get_or_init(|| weights))
     }
 

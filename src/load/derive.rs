@@ -57,6 +57,7 @@ impl Loader<'_> {
         let Some(base) = base.into() else { return self.load(weights, plan) };
         let layout = weights.layout();
         plan.verify(layout)?;
+        weights.patches().check_targets()?;
         self.check_base(base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
@@ -81,6 +82,7 @@ impl Loader<'_> {
         };
         let layout = weights.layout();
         plan.verify(layout)?;
+        weights.patches().check_targets()?;
         self.check_base(&base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);

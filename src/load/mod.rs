@@ -133,6 +133,7 @@ impl<'a> Loader<'a> {
     pub fn load(&self, weights: &Weights, plan: &Plan) -> Result<Model> {
         let layout = weights.layout();
         plan.verify(layout)?;
+        weights.patches().check_targets()?;
         let (provenance, reuse) = (Provenance::of(weights), Reuse::nothing(layout, plan));
         let inputs = Inputs { weights: Some(weights), layout, plan, base: None, reuse: &reuse };
         self.place(inputs, provenance)

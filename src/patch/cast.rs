@@ -11,8 +11,10 @@ use super::vector::Tier;
 use super::whole::F32Weight;
 use super::{Changes, PatchOutcome, TensorPatch, bytes_of};
 use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
+use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
+use crate::ggml::Format;
 use crate::limits::STAGING_BYTES;
 use crate::threads;
 
@@ -24,11 +26,12 @@ impl TensorPatch {
     /// [`Error::WrongSize`] when `stored`, `dst` or a sibling has another length; as [`apply`](TensorPatch::apply).
     pub fn apply_from(&self, stored: &[u8], siblings: &[&[u8]], dst: &mut [u8]) -> Result<PatchOutcome> {
         self.check_size(dst)?;
-        let needed = bytes_of(&self.shape, self.stored.size());
+        let needed = bytes_of(&self.shape, self.stored);
         if needed != Some(stored.len()) {
             let (what, given) = (Measured::Tensor { name: self.name.clone() }, stored.len() as u64);
             return Err(Error::WrongSize { what, needed: needed.map_or(u64::MAX, |bytes| bytes as u64), given });
         }
+        self.check_target()?;
         if !self.casts() {
             dst[..stored.len()].copy_from_slice(stored);
             return self.apply(dst, siblings);
@@ -52,12 +55,37 @@ impl TensorPatch {
 
     /// Sets the type that the tensor is stored in afterwards.
     pub(crate) fn set_type(&mut self, to: Float) {
-        self.float = to;
+        self.target = Encoding::Float(to);
+    }
+
+    /// Lets the values of blocks that its steps change become blocks of the same type again.
+    ///
+    /// # Errors
+    /// [`Error::Unpatchable`] for a type that is not written.
+    pub(crate) fn requantise(&mut self) -> Result<()> {
+        let unwritten = |format: &Format| !format.is_written() && !self.only_casts();
+        if let Some(format) = self.target.blocks().filter(unwritten) {
+            let fault = AdapterFault::NotWritten { dtype: format.dtype(), written: Format::written().collect() };
+            return Err(Error::Unpatchable { tensor: self.name.clone(), fault: Box::new(fault) });
+        }
+        self.requantises = true;
+        Ok(())
+    }
+
+    /// Fails if the values of blocks are changed and nothing says what becomes of them.
+    pub(crate) fn check_target(&self) -> Result<()> {
+        match self.target.blocks() {
+            Some(format) if !self.requantises && !self.only_casts() => {
+                let fault = AdapterFault::Blocks { dtype: format.dtype() };
+                Err(Error::Unpatchable { tensor: self.name.clone(), fault: Box::new(fault) })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether the tensor's type changes.
     pub(crate) fn casts(&self) -> bool {
-        self.stored != self.float
+        self.stored != self.target
     }
 
     /// Whether it does nothing else: it has no steps.
@@ -75,11 +103,22 @@ impl TensorPatch {
         at: usize,
         dst: &mut [u8],
     ) -> Result<(PatchOutcome, u64)> {
-        let (from, to) = (self.stored.size(), self.float.size());
-        let first = at / to;
-        let mut stored = vec![0; dst.len() / to * from];
-        checkpoint.read_at(tensor, (first * from) as u64, &mut stored)?;
-        let saturated = threads::run(|| pieces::cast(Tier::best(), self.weight(), first, &stored, dst))?;
+        let (from, weight) = (self.stored, self.weight());
+        let (first, count) = (self.target.count(at), self.target.count(dst.len()));
+        // The blocks that the part lies in.
+        let before = first % from.together();
+        let count_read = (before + count).next_multiple_of(from.together());
+        let mut stored = vec![0; from.bytes(count_read)];
+        checkpoint.read_at(tensor, from.bytes(first - before) as u64, &mut stored)?;
+        let saturated = threads::run(|| match count_read == count {
+            true => pieces::cast(Tier::best(), weight, first, &stored, dst),
+            false => {
+                let tier = Tier::best();
+                let mut values = vec![0.0; count_read];
+                weight.lift(tier, 0, &(0..count_read), &stored, &mut values);
+                weight.round(tier, 0, &(first..first + count), &mut values[before..before + count], dst)
+            }
+        })?;
         Ok((PatchOutcome { saturated }, stored.len() as u64))
     }
 
@@ -116,12 +155,12 @@ impl TensorPatch {
     /// A few MiB at a time, and eight rows at least.
     fn read_in_rows(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
         let weight = self.weight();
-        let (from, to) = (weight.cols * weight.from.size(), weight.cols * weight.to.size());
+        let (from, to) = (weight.from.bytes(weight.cols), weight.to.bytes(weight.cols));
         let rows = (STAGING_BYTES / from.max(1)).max(TILE_ROWS) / TILE_ROWS * TILE_ROWS;
         let (mut stored, mut saturated) = (Vec::new(), 0);
         for (part, dst) in dst.chunks_mut((rows * to).max(1)).enumerate() {
             let first_row = part * rows;
-            stored.resize(dst.len() / weight.to.size() * weight.from.size(), 0);
+            stored.resize(weight.from.bytes(weight.to.count(dst.len())), 0);
             checkpoint.read_at(tensor, (first_row * from) as u64, &mut stored)?;
             saturated += threads::run(|| pieces::convert(Tier::best(), weight, first_row, &stored, dst, &self.steps))?;
         }
@@ -144,5 +183,44 @@ impl TensorPatch {
     /// The weight, which has no scales.
     fn weight(&self) -> pieces::Stored<'static> {
         self.stored(None)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::rounding::Rounding;
+
+    /// Parts that begin and end inside blocks hold what the whole holds there.
+    #[test]
+    fn any_part_of_a_cast_tensor_is_that_part_of_the_whole() {
+        let (rows, cols) = (3u64, 512u64);
+        let mut file = b"GGUF".to_vec();
+        file.extend(3u32.to_le_bytes());
+        file.extend([1u64, 0].map(u64::to_le_bytes).as_flattened());
+        file.extend([&8u64.to_le_bytes()[..], b"w.weight", &2u32.to_le_bytes()].concat());
+        file.extend([cols, rows].map(u64::to_le_bytes).as_flattened());
+        file.extend(DType::Q4_K.ggml_number().unwrap().to_le_bytes());
+        file.extend(0u64.to_le_bytes());
+        file.resize(file.len().next_multiple_of(32), 0);
+        file.extend((0..6 * 144u32).map(|at| (at * 37 % 113) as u8));
+        let checkpoint = Checkpoint::from_bytes("model.gguf", file).unwrap();
+        let (tensor, info) = (TensorId::new(0), checkpoint.layout().at(TensorId::new(0)));
+        let mut patch = TensorPatch::of_cast(info, Float::BF16).unwrap();
+        for rounding in [Rounding::NearestEven, Rounding::Stochastic { seed: 3 }] {
+            patch.set_rounding(rounding);
+            let mut whole = vec![0; 2 * (rows * cols) as usize];
+            patch.read(&checkpoint, tensor, &mut whole).unwrap();
+            assert!(whole.iter().any(|byte| *byte != 0));
+            for (at, length) in
+                [(0, 2), (2, 510), (510, 2), (512, 512), (300, 1000), (1024, 2048), (514, 2558), (3070, 2)]
+            {
+                let mut part = vec![0; length];
+                let (_, read) = patch.read_part(&checkpoint, tensor, at, &mut part).unwrap();
+                assert!(part == whole[at..at + length], "{length} bytes from {at}");
+                assert!(read.is_multiple_of(144) && read >= (length as u64).div_ceil(512) * 144, "{read}");
+            }
+        }
     }
 }

@@ -13,6 +13,7 @@
 //! A patch may also cast: its values are read in one type and rounded to another (`cast`). They are lifted, changed and
 //! rounded once, as those of any patch are; without steps they are only lifted and rounded.
 
+mod blocks;
 mod cast;
 mod pieces;
 mod products;
@@ -26,11 +27,13 @@ use std::sync::Arc;
 
 use crate::checkpoint::{Checkpoint, Siblings, TensorId, TensorInfo};
 use crate::dtype::DType;
+use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Measured, Mismatch, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
 use crate::threads;
 use crate::transfer::Stamp;
+pub use blocks::{dequantise, quantise};
 use pieces::Stored;
 use scales::Grid;
 pub use scales::ScalePolicy;
@@ -50,10 +53,12 @@ pub(crate) use whole::same_change;
 pub struct TensorPatch {
     /// The tensor's name, for messages.
     name: String,
-    /// Its type in the checkpoint.
-    stored: Float,
-    /// Its type afterwards.
-    float: Float,
+    /// How the checkpoint stores it.
+    stored: Encoding,
+    /// How it is stored afterwards.
+    target: Encoding,
+    /// Whether its values may become blocks again.
+    requantises: bool,
     /// Its shape in the checkpoint.
     shape: Vec<u64>,
     /// Its shape afterwards.
@@ -107,7 +112,7 @@ pub(crate) struct Origin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Recipe {
     name: String,
-    float: Float,
+    target: Encoding,
     patched_shape: Vec<u64>,
     rounding: Rounding,
     scale_policy: ScalePolicy,
@@ -139,7 +144,7 @@ impl TensorPatch {
     /// [`Error::Mismatch`] when the patch casts; [`Error::Io`] when no threads can be created; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         if self.casts() {
-            let (tensor, dtype, asked) = (self.name.clone(), self.stored.dtype(), self.float.dtype());
+            let (tensor, dtype, asked) = (self.name.clone(), self.stored.dtype(), self.dtype());
             return Err(Mismatch::InPlace { tensor, dtype, asked }.into());
         }
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
@@ -153,7 +158,7 @@ impl TensorPatch {
 
     /// The tensor's element type after patching; another than in the checkpoint if it is [cast](crate::Weights::cast).
     pub fn dtype(&self) -> DType {
-        self.float.dtype()
+        self.target.dtype()
     }
 
     /// The tensor's shape after patching; larger than in the checkpoint if an adapter pads the weight.
@@ -176,7 +181,7 @@ impl TensorPatch {
         siblings: &Siblings<'_>,
     ) -> Result<TensorPatch, AdapterFault> {
         let bad_type = || AdapterFault::BadDType { what: "it".to_owned(), dtype: tensor.dtype };
-        let float = Float::of(tensor.dtype).ok_or_else(bad_type)?;
+        let encoding = Encoding::of(tensor.dtype).ok_or_else(bad_type)?;
         let scaling = Scaling::of(tensor, siblings)?;
         let Changes { steps, shape: patched_shape, is_bias, view, makers } = changes;
         if patched_shape != tensor.shape && scaling.as_ref().is_some_and(|scaling| scaling.count() > 1) {
@@ -185,8 +190,9 @@ impl TensorPatch {
         }
         Ok(TensorPatch {
             name: tensor.name.clone(),
-            stored: float,
-            float,
+            stored: encoding,
+            target: encoding,
+            requantises: false,
             shape: tensor.shape.clone(),
             patched_shape,
             needs: scaling.iter().map(|scaling| scaling.tensor()).collect(),
@@ -215,9 +221,9 @@ impl TensorPatch {
         self.scale_policy = policy;
     }
 
-    /// The size of an element as it is stored.
+    /// The size of an element as it is stored; of a block of elements that are stored together.
     pub(crate) fn element_bytes(&self) -> usize {
-        self.float.size()
+        self.target.block_bytes()
     }
 
     /// Whether it recomputes a weight's scale.
@@ -237,7 +243,7 @@ impl TensorPatch {
     pub(crate) fn recipe(&self) -> Recipe {
         Recipe {
             name: self.name.clone(),
-            float: self.float,
+            target: self.target,
             patched_shape: self.patched_shape.clone(),
             rounding: self.rounding,
             scale_policy: self.scale_policy,
@@ -275,15 +281,16 @@ impl TensorPatch {
     /// As [`apply`](TensorPatch::apply), on the current thread pool.
     fn apply_with(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         self.check_size(bytes)?;
+        self.check_target()?;
         if let Some(weight) = &self.scale_of {
             return weight.apply_to_scale(tier, bytes, siblings);
         }
         let scales = self.scales(siblings)?;
         let weight = self.stored(scales.as_ref());
-        let saturated = match (&self.scaling, &scales) {
-            (Some(scaling), Some(old)) if self.scale_policy == ScalePolicy::Recompute => {
+        let saturated = match (&self.scaling, &scales, self.target) {
+            (Some(scaling), Some(old), Encoding::Float(float)) if self.scale_policy == ScalePolicy::Recompute => {
                 let lifted = F32Weight::patched(tier, weight, bytes, &self.steps);
-                let new = lifted.scales(self.float, scaling.float, old);
+                let new = lifted.scales(float, scaling.float, old);
                 lifted.store(Stored { scales: Some(&new), ..weight }, bytes)
             }
             _ if self.is_in_pieces() => pieces::apply(tier, weight, bytes, &self.steps),
@@ -294,7 +301,7 @@ impl TensorPatch {
 
     /// Fails unless `patched` is as long as the patched tensor.
     fn check_size(&self, patched: &[u8]) -> Result<()> {
-        let wanted = bytes_of(&self.patched_shape, self.float.size());
+        let wanted = bytes_of(&self.patched_shape, self.target);
         if wanted == Some(patched.len()) {
             return Ok(());
         }
@@ -302,9 +309,13 @@ impl TensorPatch {
         Err(Error::WrongSize { what, needed: wanted.map_or(u64::MAX, |bytes| bytes as u64), given })
     }
 
-    /// Whether no step needs more of the weight than a row.
+    /// Whether no step needs more of the weight than a row, and rows are whole blocks.
     fn is_in_pieces(&self) -> bool {
-        self.steps.iter().all(|step| step.change.scope() < Scope::Weight)
+        let (stored, target) = (self.stored.together(), self.target.together());
+        let cols = if self.is_bias { 1 } else { self.matrix().1 };
+        cols.is_multiple_of(stored)
+            && cols.is_multiple_of(target)
+            && self.steps.iter().all(|step| step.change.scope() < Scope::Weight)
     }
 
     /// Its rows and columns as the steps count them.
@@ -315,20 +326,20 @@ impl TensorPatch {
     fn stored<'a>(&self, scales: Option<&'a Scales>) -> Stored<'a> {
         let (rows, cols) = self.matrix();
         let (rows, cols) = if self.is_bias { (rows * cols, 1) } else { (rows, cols) };
-        let (from, to) = (self.stored, self.float);
+        let (from, to) = (self.stored, self.target);
         Stored { from, to, scales, noise: self.rounding.noise(&self.name), rows, cols }
     }
 }
 
 /// The bytes of a shape.
-fn bytes_of(shape: &[u64], element: usize) -> Option<usize> {
-    let elements = DType::U8.bytes_of(shape)?;
-    usize::try_from(elements).ok()?.checked_mul(element)
+fn bytes_of(shape: &[u64], stored: Encoding) -> Option<usize> {
+    usize::try_from(stored.dtype().bytes_of(shape)?).ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ggml::Format;
     use proptest::prelude::*;
 
     /// Values in -1..1 that look random.
@@ -386,6 +397,11 @@ mod tests {
         assert_eq!([DType::F32, DType::BF16, DType::F16].map(size), [4, 2, 2]);
     }
 
+    /// The float type that a patch rounds to.
+    fn float(patch: &TensorPatch) -> Float {
+        Float::of(patch.dtype()).unwrap()
+    }
+
     fn stored(float: Float, values: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0; values.len() * float.size()];
         float.round(values, &mut bytes);
@@ -413,10 +429,10 @@ mod tests {
             for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
                 let steps = Vec::from(all.map(|(rank, seed, scale)| lora(rows, cols, rank, seed, scale)));
                 let patch = patch(dtype, rows, cols, steps);
-                let before = stored(patch.float, &noise(rows * cols, 3));
+                let before = stored(float(&patch), &noise(rows * cols, 3));
                 let mut weights = vec![0.0; rows * cols];
-                patch.float.lift(&before, &mut weights);
-                let wanted = stored(patch.float, &expected(&weights, cols, &factors));
+                float(&patch).lift(&before, &mut weights);
+                let wanted = stored(float(&patch), &expected(&weights, cols, &factors));
                 for tier in Tier::all() {
                     for threads in [1, 3] {
                         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -460,7 +476,7 @@ mod tests {
         ];
         for (kind, step) in kinds {
             let patch = patch(DType::BF16, 60, 70, vec![lora(60, 70, 5, 1, scale(1.0, 5)), step]);
-            let before = stored(patch.float, &noise(4200, 5));
+            let before = stored(float(&patch), &noise(4200, 5));
             let mut results = Vec::new();
             for tier in Tier::all() {
                 for threads in [1, 3] {
@@ -493,7 +509,7 @@ mod tests {
                 let nearest = patch(dtype, rows, cols, steps());
                 let mut patch = nearest.clone();
                 patch.rounding = Rounding::Stochastic { seed: 5 };
-                let before = stored(patch.float, &noise(rows * cols, 3));
+                let before = stored(float(&patch), &noise(rows * cols, 3));
                 let mut results = Vec::new();
                 for tier in Tier::all() {
                     for threads in [1, 3] {
@@ -543,10 +559,65 @@ mod tests {
         }
     }
 
+    /// In pieces, with norms over columns, and of a bias, whose rows are parts of blocks: as floats, and as blocks again.
+    #[test]
+    fn values_of_blocks_are_changed_as_floats_are_in_every_tier_and_split() {
+        let (rows, cols) = (60, 768);
+        let dora = || {
+            let (magnitude, axis) = (noise(cols, 13), Axis::Columns { inner: 1 });
+            let dora = Dora { ratio: 1.0, magnitude, axis, of_original: false, epsilon: f32::EPSILON, strength: 0.5 };
+            Step::decompose(0..rows, Delta::Product(product(rows, cols, 3, 11)), dora)
+        };
+        let product = || lora(rows, cols, 5, 1, scale(1.0, 5));
+        let dense = || Step::add(0..rows * cols, Delta::Dense(noise(rows * cols, 6)), 0.5);
+        let kinds: [&dyn Fn() -> Vec<Step>; 4] =
+            [&|| vec![], &|| vec![product()], &|| vec![product(), dora()], &|| vec![dense()]];
+        for (kind, steps) in kinds.into_iter().enumerate() {
+            for dtype in [DType::Q8_0, DType::Q5_1, DType::Q4_K, DType::Q6_K] {
+                let format = Format::of(dtype).unwrap();
+                let of = |dtype| {
+                    let mut patch = patch(dtype, rows, cols, steps());
+                    patch.is_bias = kind == 3;
+                    patch
+                };
+                let (mut blocks, mut values) =
+                    (vec![0; Encoding::Blocks(format).bytes(rows * cols)], noise(rows * cols, 5));
+                format.quantise(&values, &mut blocks).unwrap();
+                format.dequantise(&blocks, &mut values);
+                let mut wide = stored(Float::F32, &values);
+                of(DType::F32).apply(&mut wide, &[]).unwrap();
+                Float::F32.lift(&wide, &mut values);
+                let mut again = blocks.clone();
+                format.quantise(&values, &mut again).unwrap();
+                for tier in Tier::all() {
+                    for threads in [1, 3] {
+                        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                        for to in [Float::F32, Float::BF16] {
+                            let mut cast = of(dtype);
+                            cast.set_type(to);
+                            let mut bytes = vec![0; rows * cols * to.size()];
+                            pool.install(|| cast.cast_with(tier, &blocks, &mut bytes));
+                            assert!(bytes == stored(to, &values), "{kind} {dtype} {to:?} {tier:?}");
+                        }
+                        if kind > 0 {
+                            let mut requantised = of(dtype);
+                            let mut bytes = blocks.clone();
+                            let refused = pool.install(|| requantised.apply_with(tier, &mut bytes, &[]));
+                            assert!(matches!(refused, Err(Error::Unpatchable { .. })) && bytes == blocks);
+                            requantised.requantise().unwrap();
+                            pool.install(|| requantised.apply_with(tier, &mut bytes, &[])).unwrap();
+                            assert!(bytes == again, "{kind} {dtype} {tier:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn bytes_may_lie_at_any_address() {
         let patch = patch(DType::BF16, 20, 40, vec![lora(20, 40, 4, 1, scale(1.0, 4))]);
-        let before = stored(patch.float, &noise(800, 5));
+        let before = stored(float(&patch), &noise(800, 5));
         let mut aligned = before.clone();
         patch.apply(&mut aligned, &[]).unwrap();
         let mut shifted = vec![0u8; before.len() + 1];
@@ -559,10 +630,10 @@ mod tests {
     #[test]
     fn weights_that_are_not_finite_stay_so() {
         let patch = patch(DType::F16, 1, 3, vec![lora(1, 3, 4, 1, scale(1.0, 4))]);
-        let mut bytes = stored(patch.float, &[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
+        let mut bytes = stored(float(&patch), &[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
         patch.apply(&mut bytes, &[]).unwrap();
         let mut values = [0.0; 3];
-        patch.float.lift(&bytes, &mut values);
+        float(&patch).lift(&bytes, &mut values);
         assert!(values[0].is_nan());
         assert_eq!(values[1..], [f32::INFINITY, f32::NEG_INFINITY]);
     }
@@ -574,12 +645,12 @@ mod tests {
             prop_assume!(s != 0.0);
             let scale = scale(s, rank);
             let patch = patch(DType::BF16, rows, cols, vec![lora(rows, cols, rank, 3, scale)]);
-            let mut bytes = stored(patch.float, &noise(rows * cols, 8));
+            let mut bytes = stored(float(&patch), &noise(rows * cols, 8));
             let mut weights = vec![0.0; rows * cols];
-            patch.float.lift(&bytes, &mut weights);
+            float(&patch).lift(&bytes, &mut weights);
             let factors = [(noise(rows * rank, 3), noise(rank * cols, 4), rank, scale)];
             patch.apply(&mut bytes, &[]).unwrap();
-            prop_assert!(bytes == stored(patch.float, &expected(&weights, cols, &factors)));
+            prop_assert!(bytes == stored(float(&patch), &expected(&weights, cols, &factors)));
         }
     }
 }

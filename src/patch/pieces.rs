@@ -10,16 +10,16 @@ use super::steps::{
     BlockTransform, Change, Columns, Delta, Dora, Kronecker, Linear, Packed, Scope, Step, TILE_COLS, TILE_ROWS,
 };
 use super::vector::{Output, StridedRows, Tier};
-use crate::float::Float;
+use crate::encoding::Encoding;
 use crate::rounding::Noise;
 
 /// A weight as a matrix in its storage type.
 #[derive(Clone, Copy)]
 pub(super) struct Stored<'a> {
-    /// The type of the values that are read.
-    pub(super) from: Float,
-    /// The type that they are rounded to.
-    pub(super) to: Float,
+    /// How the values that are read are stored.
+    pub(super) from: Encoding,
+    /// How they are stored afterwards.
+    pub(super) to: Encoding,
     /// The scales of the stored values.
     pub(super) scales: Option<&'a Scales>,
     /// The noise of stochastic rounding; `None` rounds to the nearest value.
@@ -31,7 +31,10 @@ pub(super) struct Stored<'a> {
 impl Stored<'_> {
     /// The real values of some columns of a row.
     pub(super) fn lift(&self, tier: Tier, row: usize, cols: &Range<usize>, raw: &[u8], values: &mut [f32]) {
-        tier.lift(self.from, raw, values);
+        match self.from {
+            Encoding::Float(float) => tier.lift(float, raw, values),
+            Encoding::Blocks(format) => tier.dequantise(format, raw, values),
+        }
         if let Some(scales) = self.scales {
             scales.each(row * self.cols + cols.start, values, |value, scale| value * scale);
         }
@@ -42,17 +45,25 @@ impl Stored<'_> {
         if let Some(scales) = self.scales {
             scales.each(row * self.cols + cols.start, values, |value, scale| value / scale);
         }
-        match self.noise {
-            None => tier.round(self.to, values, raw),
-            Some(noise) => {
+        match (self.to, self.noise) {
+            (Encoding::Float(float), None) => tier.round(float, values, raw),
+            (Encoding::Float(float), Some(noise)) => {
                 let first = row as u64 * self.cols as u64 + cols.start as u64;
-                tier.round_noisy(self.to, noise, first, values, raw)
+                tier.round_noisy(float, noise, first, values, raw)
+            }
+            // Codes are always the nearest.
+            (Encoding::Blocks(format), _) => {
+                tier.quantise(format, values, raw);
+                0
             }
         }
     }
 }
 
-/// The columns of a piece, a multiple of [`TILE_COLS`]. Its f32 values fit in the first-level cache, and the factors of as
+/// Values that are worked on without regard to rows; a multiple of every block.
+pub(super) const TOGETHER: usize = 1 << 14;
+
+/// The columns of a piece, a multiple of [`TILE_COLS`] and of every block. Its f32 values fit in the first-level cache, and the factors of as
 /// many columns in the second-level cache.
 const PIECE_COLS: usize = 512;
 
@@ -66,7 +77,7 @@ fn task_rows(cols: usize) -> usize {
 /// of saturated values.
 pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
     let rows = task_rows(weight.cols);
-    let task_bytes = rows * weight.cols * weight.to.size();
+    let task_bytes = weight.to.bytes(rows * weight.cols);
     if task_bytes == 0 {
         return 0;
     }
@@ -93,8 +104,8 @@ pub(super) fn convert(
     if task == 0 {
         return 0;
     }
-    let before = from.par_chunks(task * weight.from.size());
-    let tasks = before.zip(to.par_chunks_mut(task * weight.to.size())).enumerate();
+    let before = from.par_chunks(weight.from.bytes(task));
+    let tasks = before.zip(to.par_chunks_mut(weight.to.bytes(task))).enumerate();
     tasks
         .map_init(Scratch::default, |scratch, (task, (from, to))| {
             let first_row = first_row + task * rows;
@@ -106,13 +117,12 @@ pub(super) fn convert(
 /// Casts values that nothing changes, from `from` to `to`; the first is element `first` of a tensor without scales. Returns
 /// the number of saturated values.
 pub(super) fn cast(tier: Tier, weight: Stored<'_>, first: usize, from: &[u8], to: &mut [u8]) -> u64 {
-    const TOGETHER: usize = 1 << 14;
-    let before = from.par_chunks(TOGETHER * weight.from.size());
-    let tasks = before.zip(to.par_chunks_mut(TOGETHER * weight.to.size())).enumerate();
+    let before = from.par_chunks(weight.from.bytes(TOGETHER));
+    let tasks = before.zip(to.par_chunks_mut(weight.to.bytes(TOGETHER))).enumerate();
     tasks
         .map_init(Vec::new, |values, (task, (from, to))| {
             let first = first + task * TOGETHER;
-            let elements = first..first + to.len() / weight.to.size();
+            let elements = first..first + weight.to.count(to.len());
             values.resize(elements.len(), 0.0);
             // The elements as one row.
             weight.lift(tier, 0, &elements, from, values);
@@ -167,8 +177,8 @@ struct Task<'a> {
 
 impl Task<'_> {
     fn run(&self, mut bytes: RowBytes<'_>, scratch: &mut Scratch) -> u64 {
-        let (cols, from, to) = (self.weight.cols, self.weight.from.size(), self.weight.to.size());
-        let rows = bytes.before().len() / (cols * from);
+        let (cols, from, to) = (self.weight.cols, self.weight.from, self.weight.to);
+        let rows = bytes.before().len() / from.bytes(cols);
         // Of a stack of experts, each step changes the rows of one.
         let all = Piece { rows: self.first_row..self.first_row + rows, cols: 0..cols };
         let steps: Vec<&Step> = self.steps.iter().filter(|step| all.shared_rows(&step.rows).is_some()).collect();
@@ -186,9 +196,9 @@ impl Task<'_> {
                 };
                 let stride = stride(piece_cols);
                 scratch.weight.resize(TILE_ROWS * stride, 0.0);
-                let row_bytes = |row: usize, size: usize| ((first_row + row) * cols + first_col) * size..;
+                let row_bytes = |row: usize, stored: Encoding| stored.bytes((first_row + row) * cols + first_col)..;
                 for row in 0..piece_rows {
-                    let raw = &bytes.before()[row_bytes(row, from)][..piece_cols * from];
+                    let raw = &bytes.before()[row_bytes(row, from)][..from.bytes(piece_cols)];
                     self.lift(&piece, row, raw, &mut scratch.weight[row * stride..][..piece_cols]);
                 }
                 let mut strip = StridedRows { values: &mut scratch.weight, stride, cols: piece_cols };
@@ -196,7 +206,7 @@ impl Task<'_> {
                     self.change(step, &piece, &mut strip, &mut scratch.spare);
                 }
                 for row in 0..piece_rows {
-                    let raw = &mut bytes.after()[row_bytes(row, to)][..piece_cols * to];
+                    let raw = &mut bytes.after()[row_bytes(row, to)][..to.bytes(piece_cols)];
                     saturated += self.round(&piece, row, &mut scratch.weight[row * stride..][..piece_cols], raw);
                 }
             }

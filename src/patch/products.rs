@@ -18,6 +18,7 @@ impl TensorPatch {
         let (rows, cols) = self.matrix();
         self.scale_of.is_none()
             && !self.casts()
+            && self.target.blocks().is_none()
             && self
                 .scaling
                 .as_ref()
@@ -43,7 +44,7 @@ impl TensorPatch {
             Some(scales) => Some(scales.blocks(rows, cols)?),
             None => None,
         };
-        MatrixPatch::new(self.float.dtype(), (rows, cols), products, scales).ok()
+        MatrixPatch::new(self.dtype(), (rows, cols), products, scales).ok()
     }
 }
 

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use super::steps::{TILE_COLS, TILE_ROWS};
 use crate::float::Float;
+use crate::ggml::Format;
 use crate::rounding::Noise;
 
 /// An instruction set that this processor has; made by asking the processor only.
@@ -127,6 +128,8 @@ tiers! {
     fn lift(float: Float, bytes: &[u8], values: &mut [f32]);
     fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64;
     fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64;
+    fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]);
+    fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64>;
     fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>);
     fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]);
 }
@@ -151,6 +154,16 @@ mod avx512 {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
         float.lift(bytes, values);
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
+        format.dequantise(blocks, values);
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
+        format.quantise(values, blocks)
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
@@ -198,6 +211,16 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,fma")]
+    pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
+        format.dequantise(blocks, values);
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
+        format.quantise(values, blocks)
+    }
+
+    #[target_feature(enable = "avx2,fma")]
     pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
         float.round(values, bytes)
     }
@@ -223,6 +246,14 @@ mod plain {
 
     pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
         float.lift(bytes, values);
+    }
+
+    pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
+        format.dequantise(blocks, values);
+    }
+
+    pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
+        format.quantise(values, blocks)
     }
 
     pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {

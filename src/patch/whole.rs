@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
-use super::pieces::{self, Stored, mixed};
+use super::pieces::{self, Stored, TOGETHER, mixed};
 use super::scales::Scales;
 use super::steps::{Axis, Change, Delta, Dora, Scope, Step, matrix_of};
 use super::vector::Tier;
+use crate::encoding::Encoding;
 use crate::float::Float;
 
 /// Applies `steps` in order to the weight at the start of `bytes`, which is as long as the patched weight. Returns the
@@ -27,14 +28,21 @@ impl F32Weight {
 
     /// The weight at the start of `bytes`.
     pub(super) fn lifted(tier: Tier, weight: Stored<'_>, bytes: &[u8]) -> F32Weight {
-        let size = weight.from.size();
         let mut lifted =
             F32Weight { tier, rows: weight.rows, cols: weight.cols, values: vec![0.0; weight.rows * weight.cols] };
-        let cols = 0..weight.cols;
-        if !lifted.values.is_empty() {
-            let rows = lifted.values.par_chunks_mut(weight.cols).zip(bytes.par_chunks(weight.cols * size)).enumerate();
-            rows.for_each(|(row, (values, raw))| weight.lift(tier, row, &cols, raw, values));
+        if lifted.values.is_empty() {
+            return lifted;
         }
+        if weight.from.blocks().is_some() {
+            // Rows, as steps count them, may be parts of blocks.
+            let blocks = bytes.par_chunks(weight.from.bytes(TOGETHER));
+            let runs = lifted.values.par_chunks_mut(TOGETHER).zip(blocks);
+            runs.for_each(|(values, raw)| weight.lift(tier, 0, &(0..values.len()), raw, values));
+            return lifted;
+        }
+        let cols = 0..weight.cols;
+        let rows = lifted.values.par_chunks_mut(weight.cols).zip(bytes.par_chunks(weight.from.bytes(weight.cols)));
+        rows.enumerate().for_each(|(row, (values, raw))| weight.lift(tier, row, &cols, raw, values));
         lifted
     }
 
@@ -44,8 +52,13 @@ impl F32Weight {
             return 0;
         }
         let (tier, cols) = (self.tier, 0..self.cols);
+        if weight.to.blocks().is_some() {
+            let blocks = bytes.par_chunks_mut(weight.to.bytes(TOGETHER));
+            let runs = self.values.par_chunks_mut(TOGETHER).zip(blocks);
+            return runs.map(|(values, raw)| weight.round(tier, 0, &(0..values.len()), values, raw)).sum();
+        }
         let weight = Stored { cols: self.cols, ..weight };
-        let raw = bytes.par_chunks_mut(self.cols * weight.to.size());
+        let raw = bytes.par_chunks_mut(weight.to.bytes(self.cols));
         let rows = self.values.par_chunks_mut(self.cols).zip(raw).enumerate();
         rows.map(|(row, (values, raw))| weight.round(tier, row, &cols, values, raw)).sum()
     }
@@ -166,7 +179,8 @@ pub(crate) fn same_change(one: &[Step], other: &[Step], rows: &[Range<usize>], c
 
 fn change_in_pieces(tier: Tier, values: &mut [f32], cols: usize, steps: &[Step]) {
     let rows = values.len().checked_div(cols).unwrap_or(0);
-    let weight = Stored { from: Float::F32, to: Float::F32, scales: None, noise: None, rows, cols };
+    let f32s = Encoding::Float(Float::F32);
+    let weight = Stored { from: f32s, to: f32s, scales: None, noise: None, rows, cols };
     pieces::apply(tier, weight, bytemuck::cast_slice_mut(values), steps);
 }
 

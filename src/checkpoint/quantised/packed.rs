@@ -85,8 +85,9 @@ fn is_of_codes(info: &TensorInfo) -> bool {
 impl Packed {
     /// How the tensor of a module's weight is packed; none if its elements are values.
     pub(crate) fn of(weight: &TensorInfo, siblings: &Siblings<'_>) -> Option<Packed> {
+        // Blocks of GGML say what all of their values are.
         if weight.dtype.is_ggml_block() {
-            return Some(Packed { packing: Packing::Ggml, sign: None });
+            return None;
         }
         match split(weight, siblings) {
             Some((module, ending)) => Some(under_own_name(weight, Around { module, siblings }, ending)),

@@ -12,6 +12,7 @@ use super::{PatchOutcome, TensorPatch, bytes_of};
 use crate::backend::BlockScales;
 use crate::checkpoint::{Format, Note, Role, Sibling, Siblings, Stated, TensorId, TensorInfo};
 use crate::dtype::DType;
+use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Measured, Result};
 use crate::float::Float;
 use crate::rounding::Rounding;
@@ -42,8 +43,9 @@ impl TensorPatch {
         let scaling = self.scaling.as_ref()?;
         Some(TensorPatch {
             name: scale.name.clone(),
-            stored: scaling.float,
-            float: scaling.float,
+            stored: Encoding::Float(scaling.float),
+            target: Encoding::Float(scaling.float),
+            requantises: false,
             shape: scale.shape.clone(),
             patched_shape: scale.shape.clone(),
             scaling: None,
@@ -61,17 +63,18 @@ impl TensorPatch {
     /// Recomputes the scale in `bytes`; the only sibling is the weight, as the checkpoint holds it.
     pub(super) fn apply_to_scale(&self, tier: Tier, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         let [weight] = siblings else { return Err(self.miscounted(1, siblings.len())) };
-        let wanted = bytes_of(&self.shape, self.float.size());
+        let wanted = bytes_of(&self.shape, self.stored);
         if wanted != Some(weight.len()) {
             let (name, given) = (self.name.clone(), weight.len() as u64);
             let needed = wanted.map_or(u64::MAX, |bytes| bytes as u64);
             return Err(Error::WrongSize { what: Measured::Sibling { name }, needed, given });
         }
-        let (Some(scaling), Some(old)) = (&self.scaling, self.scales(&[bytes])?) else {
+        let (Some(scaling), Some(old), Encoding::Float(float)) = (&self.scaling, self.scales(&[bytes])?, self.target)
+        else {
             return Ok(PatchOutcome::default());
         };
         let lifted = F32Weight::patched(tier, self.stored(Some(&old)), weight, &self.steps);
-        lifted.scales(self.float, scaling.float, &old).write(scaling.float, bytes);
+        lifted.scales(float, scaling.float, &old).write(scaling.float, bytes);
         Ok(PatchOutcome::default())
     }
 
