@@ -71,7 +71,7 @@ pub enum DType {
 /// The smallest part of a tensor of a type that is a whole number of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub struct Block {
+pub struct BlockSize {
     /// The number of elements.
     pub elements: u64,
     /// Their size in bytes.
@@ -82,12 +82,12 @@ pub struct Block {
 struct Row {
     dtype: DType,
     name: &'static str,
-    block: Block,
+    block: BlockSize,
     ggml: Option<u32>,
 }
 
 const fn row(dtype: DType, name: &'static str, elements: u64, bytes: u64, ggml: Option<u32>) -> Row {
-    Row { dtype, name, block: Block { elements, bytes }, ggml }
+    Row { dtype, name, block: BlockSize { elements, bytes }, ggml }
 }
 
 /// In the order of the enum. The numbers and blocks of GGML's types are those of `ggml_type` and of the `block_` structures in
@@ -157,7 +157,7 @@ impl DType {
     }
 
     /// The smallest part of a tensor that is a whole number of bytes: one element of most types, two of `F4`, 256 of `Q4_K`.
-    pub fn block(self) -> Block {
+    pub fn block(self) -> BlockSize {
         self.row().block
     }
 
@@ -203,7 +203,7 @@ impl DType {
 
     /// The size of an element in bytes; `None` for a type whose elements are not whole numbers of bytes.
     pub fn element_bytes(self) -> Option<usize> {
-        let Block { elements, bytes } = self.block();
+        let BlockSize { elements, bytes } = self.block();
         (elements == 1).then_some(bytes as usize)
     }
 
@@ -370,7 +370,7 @@ mod tests {
         assert_eq!(DType::Q2_K.bytes_of(&[1 << 55, 256]), Some(84 << 55));
         assert_eq!(DType::Q2_K.bytes_of(&[1 << 56, 256]), None, "64 bits do not count these bytes");
         for dtype in DType::all().filter(|dtype| dtype.is_ggml_block()) {
-            let Block { elements, bytes } = dtype.block();
+            let BlockSize { elements, bytes } = dtype.block();
             assert_eq!(dtype.bytes_of(&[5, 3 * elements]), Some(15 * bytes), "{dtype}");
             assert_eq!(dtype.bytes_of(&[elements, 3 * elements - 1]), None, "{dtype}");
             assert_eq!(dtype.element_bytes(), None, "{dtype}");
@@ -387,7 +387,7 @@ mod tests {
         for line in GGML_QUANT_SIZES.lines().filter(|line| !line.starts_with('#')) {
             let [number, name, elements, bytes] = line.split(' ').collect::<Vec<_>>()[..] else { panic!("{line}") };
             let dtype: DType = name.parse().unwrap();
-            let Block { elements: found, bytes: size } = dtype.block();
+            let BlockSize { elements: found, bytes: size } = dtype.block();
             let number = number.parse().unwrap();
             assert_eq!((dtype.ggml_number(), DType::from_ggml_number(number)), (Some(number), Some(dtype)));
             let bytes = if dtype == DType::Q8_1 { "36" } else { bytes };

@@ -170,7 +170,7 @@ pub use bytes::ByteSize;
 pub use cache::{ModelCache, Retention};
 pub use checkpoint::{Checkpoint, LayerId, ModuleId, TensorId};
 pub use device::{DeviceId, Machine};
-pub use dtype::{Block, DType, Element, UnknownDType};
+pub use dtype::{BlockSize, DType, Element, UnknownDType};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
 pub use load::{Cancel, Loader, Model, ModelBuilder, TensorView};
