@@ -125,7 +125,8 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
     out.put(&bytes)
 }
 
-/// Writes a tensor from the checkpoint's file, patched where an adapter changes it or it is cast; how many of its values saturated.
+/// Writes a tensor from the checkpoint's file, patched where an adapter changes it or it is cast; how many of its values
+/// saturated.
 fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<u64> {
     let (bytes, tensor) = (weights.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
     if weights.patches().tensor(tensor).is_some() {

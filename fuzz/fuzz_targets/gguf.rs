@@ -1,5 +1,5 @@
-//! Any bytes as a GGUF file: refused, or every tensor of it can be read and lies inside the file, and every array of its metadata has
-//! as many elements as it says.
+//! Any bytes as a GGUF file: refused, or every tensor of it can be read and lies inside the file, and every array of its
+//! metadata has as many elements as it says.
 
 #![no_main]
 

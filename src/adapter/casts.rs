@@ -54,8 +54,8 @@ fn chosen(layout: &Layout, which: Which) -> Result<Vec<TensorId>> {
     }
 }
 
-/// Whether the elements of a type are floating-point numbers, each a value of its own or in blocks that say what all their values are.
-/// Those of the others are integers, codes whose scales are elsewhere, or exponents that scale these.
+/// Whether the elements of a type are floating-point numbers, each a value of its own or in blocks that say what all their
+/// values are. Those of the others are integers, codes whose scales are elsewhere, or exponents that scale these.
 fn is_float(dtype: DType) -> bool {
     let other = matches!(dtype, DType::F64 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz);
     other || Encoding::of(dtype).is_some()

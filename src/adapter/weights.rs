@@ -77,11 +77,11 @@ impl Weights {
     /// and `*.mlp.*` name all tensors of such modules, `*.bias` all biases, and the whole name of a tensor that one. Tensors of
     /// integers, booleans or codes in a named module stay as they are.
     ///
-    /// F32, F16, BF16, F8_E4M3 and F8_E5M2 can be cast to one another, and blocks of GGML's types to any of these. A value is lifted to f32, changed by the adapters, and
-    /// rounded once, as [`rounding`](Weights::rounding) says; F8_E4M3 and F8_E5M2 saturate beyond their range, which is counted
-    /// ([`LoadReport::saturated`](crate::load::LoadReport::saturated)), F16 and BF16 become infinite, and every NaN is stored as
-    /// one. [`layout`](Weights::layout) has the new types and sizes, so plans count them. Tensors that share their bytes are
-    /// of one type: a cast of one of them is a cast of all.
+    /// F32, F16, BF16, F8_E4M3 and F8_E5M2 can be cast to one another, and blocks of GGML's types to any of these. A value is
+    /// lifted to f32, changed by the adapters, and rounded once, as [`rounding`](Weights::rounding) says; F8_E4M3 and F8_E5M2
+    /// saturate beyond their range, which is counted ([`LoadReport::saturated`](crate::load::LoadReport::saturated)), F16 and
+    /// BF16 become infinite, and every NaN is stored as one. [`layout`](Weights::layout) has the new types and sizes, so
+    /// plans count them. Tensors that share their bytes are of one type: a cast of one of them is a cast of all.
     ///
     /// ```
     /// use tensor_offload::{Checkpoint, DType, Weights};
@@ -105,8 +105,8 @@ impl Weights {
         self.cast_all(Which::Named(pattern.into()), dtype)
     }
 
-    /// Casts all tensors of floating-point numbers, blocks of GGML's types among them, to `dtype` while they load, as [`cast`](Weights::cast) does. Those of integers,
-    /// booleans or codes in integers stay as they are.
+    /// Casts all tensors of floating-point numbers, blocks of GGML's types among them, to `dtype` while they load, as
+    /// [`cast`](Weights::cast) does. Those of integers, booleans or codes in integers stay as they are.
     ///
     /// # Errors
     /// As [`cast`](Weights::cast).
@@ -114,9 +114,10 @@ impl Weights {
         self.cast_all(Which::Floats, dtype)
     }
 
-    /// Lets weights in blocks of GGML's types become blocks of the same type again where an adapter changes them: their values are
-    /// computed, changed in f32 and [quantised](crate::patch::quantise). That loses more than the first quantisation did, and small
-    /// changes may vanish; a [cast](Weights::cast) loses none. Without either, reading or loading such a weight is an error.
+    /// Lets weights in blocks of GGML's types become blocks of the same type again where an adapter changes them: their
+    /// values are computed, changed in f32 and [quantised](crate::patch::quantise). That loses more than the first
+    /// quantisation did, and small changes may vanish; a [cast](Weights::cast) loses none. Without either, reading or loading
+    /// such a weight is an error.
     ///
     /// Codes are the nearest ones, whatever the [`rounding`](Weights::rounding). Weights that are cast are not affected.
     ///

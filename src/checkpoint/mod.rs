@@ -75,13 +75,14 @@ struct Inner {
 }
 
 impl Checkpoint {
-    /// Opens a safetensors or GGUF file, the `.json` index of a sharded checkpoint, or a folder that holds any of these. The first
-    /// bytes of a file say which format it has, whatever it is called.
+    /// Opens a safetensors or GGUF file, the `.json` index of a sharded checkpoint, or a folder that holds any of these. The
+    /// first bytes of a file say which format it has, whatever it is called.
     ///
     /// A folder's index lists the files and tensors of the model; without an index the folder must hold exactly one
-    /// `.safetensors` file, or none and the files of one GGUF model. Any file of a GGUF set (`NAME-00001-of-00003.gguf`) opens the
-    /// whole set. A GGUF model whose architecture has a head, and no tensor of it, uses the embedding at both ends. `config.json` in the folder says whether the embeddings are tied, and how weights are quantised. A
-    /// folder in a cache of the Hugging Face hub (`models--ORG--NAME`) stands for the snapshot that its `refs/main` names.
+    /// `.safetensors` file, or none and the files of one GGUF model. Any file of a GGUF set (`NAME-00001-of-00003.gguf`)
+    /// opens the whole set. A GGUF model whose architecture has a head, and no tensor of it, uses the embedding at both ends.
+    /// `config.json` in the folder says whether the embeddings are tied, and how weights are quantised. A folder in a cache
+    /// of the Hugging Face hub (`models--ORG--NAME`) stands for the snapshot that its `refs/main` names.
     ///
     /// # Errors
     /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;

@@ -1,8 +1,9 @@
 //! Values as blocks, in the formats with one scale for all values of a block.
 //!
-//! The bytes are those of gguf-py's `quantize` (for IQ4_NL, of `quantize_iq4_nl` in llama.cpp, `ggml/src/ggml-quants.c`), on finite
-//! values whose scale f32 can divide by. A block with a value that is NaN or infinite becomes NaN as a whole: its scale is NaN. MXFP4 has no
-//! such scale; its block becomes infinite. Where values are so small that the reciprocal of their scale is infinite, they become zero.
+//! The bytes are those of gguf-py's `quantize` (for IQ4_NL, of `quantize_iq4_nl` in llama.cpp, `ggml/src/ggml-quants.c`), on
+//! finite values whose scale f32 can divide by. A block with a value that is NaN or infinite becomes NaN as a whole: its
+//! scale is NaN. MXFP4 has no such scale; its block becomes infinite. Where values are so small that the reciprocal of their
+//! scale is infinite, they become zero.
 
 use super::blocks::{IQ4, doubled_e2m1, half_power};
 use super::parts::mapped;

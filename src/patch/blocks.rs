@@ -49,12 +49,13 @@ pub fn dequantise(dtype: DType, blocks: &[u8], values: &mut [f32]) -> Result<()>
 
 /// Computes the blocks of a type of GGML that come nearest to `values`. Returns how many of them the type cannot express.
 ///
-/// For Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4 they are, byte for byte, those of gguf-py's `quantize`; for Q4_K, Q5_K, Q6_K and IQ4_NL their
-/// errors are those of llama.cpp's `quantize_row_…_ref` and `quantize_iq4_nl`, without an importance matrix. Other types cannot be written.
+/// For Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4 they are, byte for byte, those of gguf-py's `quantize`; for Q4_K, Q5_K, Q6_K
+/// and IQ4_NL their errors are those of llama.cpp's `quantize_row_…_ref` and `quantize_iq4_nl`, without an importance matrix.
+/// Other types cannot be written.
 ///
-/// A block with a value that is NaN or infinite is one that the type cannot express, as is, in Q4_K, Q5_K, Q6_K and IQ4_NL, one whose scale
-/// is beyond f16: all its values become NaN (in MXFP4, which has no NaN, infinite). In Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 a scale beyond f16
-/// is stored as an infinity.
+/// A block with a value that is NaN or infinite is one that the type cannot express, as is, in Q4_K, Q5_K, Q6_K and IQ4_NL,
+/// one whose scale is beyond f16: all its values become NaN (in MXFP4, which has no NaN, infinite). In Q4_0, Q4_1, Q5_0, Q5_1
+/// and Q8_0 a scale beyond f16 is stored as an infinity.
 ///
 /// # Errors
 /// [`Error::Mismatch`] for a type that is not written; otherwise as [`dequantise`].

@@ -63,8 +63,8 @@ impl Stored<'_> {
 /// Values that are worked on without regard to rows; a multiple of every block.
 pub(super) const TOGETHER: usize = 1 << 14;
 
-/// The columns of a piece, a multiple of [`TILE_COLS`] and of every block. Its f32 values fit in the first-level cache, and the factors of as
-/// many columns in the second-level cache.
+/// The columns of a piece, a multiple of [`TILE_COLS`] and of every block. Its f32 values fit in the first-level cache, and
+/// the factors of as many columns in the second-level cache.
 const PIECE_COLS: usize = 512;
 
 /// The rows of one task for a weight of `cols` columns: enough work for a task, and few enough rows to occupy all threads.
