@@ -63,7 +63,10 @@ impl support::Example for Args {
         })?;
         let report = weights.report();
         if !self.json {
-            print!("{report}");
+            // A copy without adapters has nothing to tell of them.
+            if !(report.applied.is_empty() && report.skipped.is_empty() && report.unmatched.is_empty()) {
+                print!("{report}");
+            }
             println!("{} tensors written to {}", specs.len(), self.out.display());
             if saturated > 0 {
                 println!(
