@@ -49,9 +49,10 @@ impl support::Example for Args {
         self.json
     }
 
-    fn run(self) -> Result<Value> {
-        let checkpoint = Checkpoint::open(&self.base)?;
-        let weights = self.adapters.apply_to_promoted(checkpoint, self.promote)?;
+    fn run(mut self) -> Result<Value> {
+        // A cast of its own comes later, and counts.
+        self.adapters.casts.casts.splice(..0, self.promote.map(|dtype| dtype.to_string()));
+        let weights = self.adapters.apply_to(Checkpoint::open(&self.base)?)?;
         check_types(weights.layout())?;
         let tensors = weights.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Args, ValueEnum};
 use tensor_offload::adapter::RotaryRows;
-use tensor_offload::{Adapter, Checkpoint, DType, Error, Matching, Result, ScalePolicy, Weights};
+use tensor_offload::{Adapter, Checkpoint, Error, Matching, Result, ScalePolicy, Weights};
 
 use super::casts::CastOptions;
 
@@ -39,7 +39,7 @@ pub(crate) struct AdapterOptions {
     #[arg(long)]
     requantise: bool,
     #[command(flatten)]
-    casts: CastOptions,
+    pub(crate) casts: CastOptions,
 }
 
 /// What becomes of scales, as an option's value.
@@ -56,30 +56,15 @@ impl AdapterOptions {
         self.merge(checkpoint, adapters)
     }
 
-    /// As [`apply_to`](AdapterOptions::apply_to), with all floating-point numbers as `promoted`, but for what is cast.
-    #[allow(dead_code, reason = "each program uses its part")]
-    pub(crate) fn apply_to_promoted(&self, checkpoint: Checkpoint, promoted: Option<DType>) -> Result<Weights> {
-        let weights = self.patched(checkpoint, self.open()?)?;
-        self.store(promoted.into_iter().try_fold(weights, Weights::cast_floats)?)
-    }
-
     /// The checkpoint with adapters that are open already.
     pub(crate) fn merge(&self, checkpoint: Checkpoint, adapters: Vec<Adapter>) -> Result<Weights> {
-        self.store(self.patched(checkpoint, adapters)?)
-    }
-
-    fn patched(&self, checkpoint: Checkpoint, adapters: Vec<Adapter>) -> Result<Weights> {
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
         let adapters = adapters.into_iter().map(|adapter| self.settings(adapter)).collect::<Result<_>>()?;
         let weights = Weights::patched(checkpoint, adapters, matching)?;
-        match self.scales {
-            ScalesOption::Keep => Ok(weights),
-            ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute),
-        }
-    }
-
-    /// The weights as they are to be stored.
-    fn store(&self, weights: Weights) -> Result<Weights> {
+        let weights = match self.scales {
+            ScalesOption::Keep => weights,
+            ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute)?,
+        };
         let weights = self.casts.apply(weights)?;
         if self.requantise { weights.requantise() } else { Ok(weights) }
     }
