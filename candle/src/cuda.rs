@@ -27,7 +27,8 @@ const PER_THREAD: usize = 2;
 ///
 /// Each tensor that stays has a storage of its own. A slot has one for each element type, and the parameters are views of it:
 /// candle's products on CUDA read a view where it is. The memory is candle's, from the pool that it allocates from.
-/// What does not stay on the device is in the library's pinned memory, on the host or on other devices.
+/// What does not stay on the device is in the library's pinned memory, on the host or on other devices. A load waits until candle
+/// has done what it has queued on the stream, however long that takes.
 ///
 /// `device` has to come from [`Device::new_cuda_with_stream`]. That of [`Device::new_cuda`] works on the per-thread default
 /// stream, which is another one in every thread, so nothing could be ordered before or after its work.
