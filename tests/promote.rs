@@ -6,12 +6,13 @@ use half::{bf16, f16};
 use support::gguf::Gguf;
 use support::*;
 use tensor_offload::backend::Clock;
+use tensor_offload::cache::Identity;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{AdapterFault, CastFault};
 use tensor_offload::patch::{dequantise, quantise};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Error, Loader, Matching, ModelBuilder, Planner, Registry, Rounding, TensorId,
-    Weights,
+    Adapter, Checkpoint, DType, DeviceId, Error, Loader, Matching, ModelBuilder, ModelCache, Planner, Registry,
+    Retention, Rounding, TensorId, Weights,
 };
 
 const SPLIT: &str = "cuda:0,40kb;cuda:1,40kb;xpu:0,30kb;disk,30kb;cpu,*";
@@ -336,6 +337,35 @@ fn a_load_counts_blocks_that_are_not_finite() {
     let model = Loader::new(&registry).load(&weights, &plan).unwrap();
     assert_eq!(model.report().requantised, requantised);
     assert!(model.report().to_string().contains("2 blocks not finite"), "{}", model.report());
+}
+
+/// A program that did not ask for it gets the error, whatever another one has in the cache.
+#[test]
+fn a_cache_gives_requantised_weights_only_to_those_who_ask_for_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = [spec("model.layers.0.mlp.up_proj.weight", DType::Q8_0, &[24, 512])];
+    let path = folder.path().join("model.gguf");
+    let bytes = blocks(DType::Q8_0, 24 * 512, "up");
+    let file = Gguf::new("llama").tensor(tensors[0].name.clone(), DType::Q8_0, &[24, 512], bytes);
+    std::fs::write(&path, file.build()).unwrap();
+    // Opened once, as an adapter in memory is another each time.
+    let strict = Weights::patched(Checkpoint::open(&path).unwrap(), two_loras(&tensors, 5), Matching::Strict).unwrap();
+    let asked = strict.clone().requantise().unwrap();
+    let registry = Registry::described(machine(), Clock::Virtual);
+    let plan = Planner::new(strict.layout(), &machine()).compute(DeviceId::CPU).plan().unwrap();
+    let (cache, loader) = (ModelCache::new(), Loader::new(&registry));
+    let get = |weights: &Weights| {
+        let load = |base: Option<&_>| loader.derive(base, weights, &plan);
+        cache.get_or_load("model", &Identity::of(weights, &plan), Retention::Keep, load)
+    };
+    let model = get(&asked).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&model, &get(&asked).unwrap()));
+    let refused = get(&strict).unwrap_err();
+    assert!(std::error::Error::source(&refused).unwrap().to_string().contains("Weights::requantise"), "{refused}");
+    // Where all is cast it makes no difference.
+    let [strict, asked] = [strict, asked].map(|weights| weights.cast_floats(DType::F16).unwrap());
+    let plan = Planner::new(strict.layout(), &machine()).compute(DeviceId::CPU).plan().unwrap();
+    assert_eq!(Identity::of(&strict, &plan), Identity::of(&asked, &plan));
 }
 
 #[test]

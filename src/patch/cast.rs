@@ -83,6 +83,11 @@ impl TensorPatch {
         }
     }
 
+    /// Whether it makes blocks of changed values.
+    pub(crate) fn requantises(&self) -> bool {
+        self.requantises && self.target.blocks().is_some() && !self.only_casts()
+    }
+
     /// Whether the tensor's type changes.
     pub(crate) fn casts(&self) -> bool {
         self.stored != self.target
