@@ -3,7 +3,7 @@
 mod support;
 
 use half::{bf16, f16};
-use support::gguf::Gguf;
+use support::gguf::{Gguf, Value};
 use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::cache::Identity;
@@ -337,6 +337,34 @@ fn a_load_counts_blocks_that_are_not_finite() {
     let model = Loader::new(&registry).load(&weights, &plan).unwrap();
     assert_eq!(model.report().requantised, requantised);
     assert!(model.report().to_string().contains("2 blocks not finite"), "{}", model.report());
+}
+
+/// As `convert_lora_to_gguf.py --outtype q8_0` writes them.
+#[test]
+fn factors_of_an_adapter_may_be_in_blocks() {
+    let factors = [("lora_a", [32, 64]), ("lora_b", [64, 32])];
+    let adapter = |dtype: DType| {
+        let file = Gguf::new("llama").entry("general.type", "adapter").entry("adapter.type", "lora");
+        let file = factors.iter().fold(file.entry("adapter.lora.alpha", Value::F32(32.0)), |file, (end, shape)| {
+            let (name, of) = (format!("blk.0.ffn_up.weight.{end}"), shape.iter().product::<u64>() as usize);
+            let mut bytes = blocks(DType::Q8_0, of, end);
+            if dtype == DType::F32 {
+                let mut values = vec![0.0; of];
+                dequantise(DType::Q8_0, &bytes, &mut values).unwrap();
+                bytes = rounded(&values, DType::F32);
+            }
+            file.tensor(name, dtype, shape, bytes)
+        });
+        Adapter::from_checkpoint(Checkpoint::from_bytes("adapter.gguf", file.build()).unwrap(), 1.0).unwrap()
+    };
+    let model = Gguf::new("llama").some("blk.0.ffn_up.weight", DType::F32, &[64, 64]).build();
+    let model = Checkpoint::from_bytes("model.gguf", model).unwrap();
+    let merged = |dtype| {
+        let weights = Weights::patched(model.clone(), vec![adapter(dtype)], Matching::Strict).unwrap();
+        read_one(&weights, TensorId::new(0))
+    };
+    assert!(merged(DType::Q8_0) == merged(DType::F32));
+    assert!(merged(DType::Q8_0) != read_one(&Weights::new(model.clone()), TensorId::new(0)));
 }
 
 /// A program that did not ask for it gets the error, whatever another one has in the cache.
