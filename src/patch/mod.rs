@@ -134,7 +134,8 @@ impl TensorPatch {
     /// calls this.
     ///
     /// # Errors
-    /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite;
+    /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite,
+    /// and for blocks of GGML that are not to be [requantised](crate::Weights::requantise);
     /// [`Error::Mismatch`] when the patch casts; [`Error::Io`] when no threads can be created; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         if self.casts() {
