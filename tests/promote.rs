@@ -3,15 +3,16 @@
 mod support;
 
 use half::{bf16, f16};
-use support::gguf::Gguf;
+use support::gguf::{Gguf, Value};
 use support::*;
 use tensor_offload::backend::Clock;
+use tensor_offload::cache::Identity;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{AdapterFault, CastFault};
 use tensor_offload::patch::{dequantise, quantise};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, Error, Loader, Matching, ModelBuilder, Planner, Registry, Rounding, TensorId,
-    Weights,
+    Adapter, Checkpoint, DType, DeviceId, Error, Loader, Matching, ModelBuilder, ModelCache, Planner, Registry,
+    Retention, Rounding, TensorId, Weights,
 };
 
 const SPLIT: &str = "cuda:0,40kb;cuda:1,40kb;xpu:0,30kb;disk,30kb;cpu,*";
@@ -272,6 +273,127 @@ fn changed_blocks_become_blocks_again_if_that_is_asked_for() {
     let registry = Registry::described(machine(), Clock::Virtual);
     let plan = subject.planner(&machine(), SPLIT).plan().unwrap();
     check_streamed(&load(&registry, &subject, &plan), &subject);
+}
+
+/// In its own order, so that the number of threads does not show in the last digit.
+#[test]
+fn a_load_tells_how_near_blocks_come_to_the_changed_values() {
+    let tensors: Vec<_> =
+        tensors().into_iter().filter(|tensor| !["part4", "part5"].iter().any(|p| tensor.name.contains(p))).collect();
+    let model = model(&tensors);
+    let wide = Weights::patched(as_f32(&model), two_loras(&tensors, 5), Matching::Strict).unwrap();
+    let weights = Weights::patched(model, two_loras(&tensors, 5), Matching::Strict).unwrap().requantise().unwrap();
+    let (mut count, mut errors, mut squares, mut worst) = (0, 0.0, 0.0, (0.0, String::new()));
+    for (tensor, info) in weights.layout().tensor_ids().zip(weights.layout().tensors()) {
+        if !info.dtype.is_ggml_block() {
+            continue;
+        }
+        let wanted = floats(&read_one(&wide, wide.layout().find(&info.name).unwrap()));
+        let mut stored = vec![0.0; wanted.len()];
+        dequantise(info.dtype, &read_one(&weights, tensor), &mut stored).unwrap();
+        let error: f64 = stored.iter().zip(&wanted).map(|(s, w)| (f64::from(*s) - f64::from(*w)).powi(2)).sum();
+        let square: f64 = wanted.iter().map(|value| f64::from(*value).powi(2)).sum();
+        (count, errors, squares) = (count + wanted.len(), errors + error, squares + square);
+        if error / square > worst.0 {
+            worst = (error / square, info.name.clone());
+        }
+    }
+    let registry = Registry::described(machine(), Clock::Virtual);
+    let subject = Subject::new(weights);
+    let plan = subject.planner(&machine(), SPLIT).plan().unwrap();
+    let mut reports = Vec::new();
+    for workers in [1, 4] {
+        let model = Loader::new(&registry).workers(workers).load(&subject.weights, &plan).unwrap();
+        let requantised = model.report().requantised;
+        assert_eq!((requantised.values, requantised.inexpressible), (count as u64, 0));
+        let (error, rms) = ((errors / count as f64).sqrt(), (squares / count as f64).sqrt());
+        assert!((requantised.rms_error() / error - 1.0).abs() < 1e-9, "{requantised:?} {error}");
+        assert!((requantised.rms() / rms - 1.0).abs() < 1e-9, "{requantised:?} {rms}");
+        assert_eq!(model.report().worst_requantised.as_ref(), Some(&worst.1));
+        assert!(model.report().to_string().contains("values requantised with an RMS error of"));
+        reports.push(requantised);
+    }
+    assert_eq!(reports[0], reports[1]);
+    let json = serde_json::to_value(reports[0]).unwrap();
+    assert_eq!(json["rms_error"], reports[0].rms_error());
+}
+
+/// A scale that is NaN in the file makes NaN values, and these a block of NaN; a scale that overflows makes infinities.
+#[test]
+fn a_load_counts_blocks_that_are_not_finite() {
+    let tensors = [spec("model.layers.0.mlp.up_proj.weight", DType::Q8_0, &[24, 512])];
+    let mut bytes = blocks(DType::Q8_0, 24 * 512, "up");
+    bytes[34 * 5..][..2].copy_from_slice(&f16::NAN.to_le_bytes());
+    bytes[34 * 9..][..2].copy_from_slice(&f16::INFINITY.to_le_bytes());
+    let file = Gguf::new("llama").tensor(tensors[0].name.clone(), DType::Q8_0, &[24, 512], bytes);
+    let model = Checkpoint::from_bytes("model.gguf", file.build()).unwrap();
+    let weights = Weights::patched(model, two_loras(&tensors, 5), Matching::Strict).unwrap().requantise().unwrap();
+    let mut bytes = vec![0; weights.layout().bytes() as usize];
+    let requantised = weights.read(TensorId::new(0), &mut bytes).unwrap().requantised;
+    assert_eq!((requantised.values, requantised.inexpressible), (24 * 512, 2));
+    assert!(requantised.rms_error() > 0.0 && requantised.rms_error() < 0.01 * requantised.rms(), "{requantised:?}");
+    let registry = Registry::described(machine(), Clock::Virtual);
+    let plan = Planner::new(weights.layout(), &machine()).compute(DeviceId::CPU).plan().unwrap();
+    let model = Loader::new(&registry).load(&weights, &plan).unwrap();
+    assert_eq!(model.report().requantised, requantised);
+    assert!(model.report().to_string().contains("2 blocks not finite"), "{}", model.report());
+}
+
+/// As `convert_lora_to_gguf.py --outtype q8_0` writes them.
+#[test]
+fn factors_of_an_adapter_may_be_in_blocks() {
+    let factors = [("lora_a", [32, 64]), ("lora_b", [64, 32])];
+    let adapter = |dtype: DType| {
+        let file = Gguf::new("llama").entry("general.type", "adapter").entry("adapter.type", "lora");
+        let file = factors.iter().fold(file.entry("adapter.lora.alpha", Value::F32(32.0)), |file, (end, shape)| {
+            let (name, of) = (format!("blk.0.ffn_up.weight.{end}"), shape.iter().product::<u64>() as usize);
+            let mut bytes = blocks(DType::Q8_0, of, end);
+            if dtype == DType::F32 {
+                let mut values = vec![0.0; of];
+                dequantise(DType::Q8_0, &bytes, &mut values).unwrap();
+                bytes = rounded(&values, DType::F32);
+            }
+            file.tensor(name, dtype, shape, bytes)
+        });
+        Adapter::from_checkpoint(Checkpoint::from_bytes("adapter.gguf", file.build()).unwrap(), 1.0).unwrap()
+    };
+    let model = Gguf::new("llama").some("blk.0.ffn_up.weight", DType::F32, &[64, 64]).build();
+    let model = Checkpoint::from_bytes("model.gguf", model).unwrap();
+    let merged = |dtype| {
+        let weights = Weights::patched(model.clone(), vec![adapter(dtype)], Matching::Strict).unwrap();
+        read_one(&weights, TensorId::new(0))
+    };
+    assert!(merged(DType::Q8_0) == merged(DType::F32));
+    assert!(merged(DType::Q8_0) != read_one(&Weights::new(model.clone()), TensorId::new(0)));
+}
+
+/// A program that did not ask for it gets the error, whatever another one has in the cache.
+#[test]
+fn a_cache_gives_requantised_weights_only_to_those_who_ask_for_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let tensors = [spec("model.layers.0.mlp.up_proj.weight", DType::Q8_0, &[24, 512])];
+    let path = folder.path().join("model.gguf");
+    let bytes = blocks(DType::Q8_0, 24 * 512, "up");
+    let file = Gguf::new("llama").tensor(tensors[0].name.clone(), DType::Q8_0, &[24, 512], bytes);
+    std::fs::write(&path, file.build()).unwrap();
+    // Opened once, as an adapter in memory is another each time.
+    let strict = Weights::patched(Checkpoint::open(&path).unwrap(), two_loras(&tensors, 5), Matching::Strict).unwrap();
+    let asked = strict.clone().requantise().unwrap();
+    let registry = Registry::described(machine(), Clock::Virtual);
+    let plan = Planner::new(strict.layout(), &machine()).compute(DeviceId::CPU).plan().unwrap();
+    let (cache, loader) = (ModelCache::new(), Loader::new(&registry));
+    let get = |weights: &Weights| {
+        let load = |base: Option<&_>| loader.derive(base, weights, &plan);
+        cache.get_or_load("model", &Identity::of(weights, &plan), Retention::Keep, load)
+    };
+    let model = get(&asked).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&model, &get(&asked).unwrap()));
+    let refused = get(&strict).unwrap_err();
+    assert!(std::error::Error::source(&refused).unwrap().to_string().contains("Weights::requantise"), "{refused}");
+    // Where all is cast it makes no difference.
+    let [strict, asked] = [strict, asked].map(|weights| weights.cast_floats(DType::F16).unwrap());
+    let plan = Planner::new(strict.layout(), &machine()).compute(DeviceId::CPU).plan().unwrap();
+    assert_eq!(Identity::of(&strict, &plan), Identity::of(&asked, &plan));
 }
 
 #[test]

@@ -29,6 +29,7 @@ use crate::checkpoint::{
     Checkpoint, Gguf, Siblings, TensorId, TensorInfo, lacks_weights, model_folder, read_text, weights_in,
 };
 use crate::dtype::DType;
+use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
 use crate::patch::{Matrix, Origin, Scaling};
@@ -347,7 +348,7 @@ impl Adapter {
         }
     }
 
-    /// A tensor, as a factor.
+    /// A tensor, as a factor: floats, or blocks of GGML (`convert_lora_to_gguf.py --outtype q8_0`).
     ///
     /// # Errors
     /// [`AdapterFault::Shape`] when it is empty, [`AdapterFault::BadDType`] for integers, [`AdapterFault::UnknownScale`] and
@@ -362,10 +363,13 @@ impl Adapter {
             let what = "a factor, which has elements,".to_owned();
             return Err(fault(AdapterFault::Shape { found: info.shape.clone(), what, wanted: vec![] }));
         }
-        let values = match (info.dtype, Float::of(info.dtype)) {
-            (_, Some(float)) => {
-                let mut values = vec![0.0; bytes.len() / float.size()];
-                float.lift(&bytes, &mut values);
+        let values = match (info.dtype, Encoding::of(info.dtype)) {
+            (_, Some(encoding)) => {
+                let mut values = vec![0.0; encoding.count(bytes.len())];
+                match encoding {
+                    Encoding::Float(float) => float.lift(&bytes, &mut values),
+                    Encoding::Blocks(format) => format.dequantise(&bytes, &mut values),
+                }
                 values
             }
             (DType::F64, _) => bytes.as_chunks().0.iter().map(|raw| f64::from_le_bytes(*raw) as f32).collect(),

@@ -174,6 +174,11 @@ impl Patches {
         (!self.tensors.is_empty()).then_some(self.policy)
     }
 
+    /// Whether weights in blocks that the adapters change become blocks again.
+    pub(crate) fn requantises(&self) -> bool {
+        self.tensors.values().any(TensorPatch::requantises)
+    }
+
     /// The tensors that are cast, with their new types.
     pub(crate) fn casts(&self) -> Vec<(TensorId, DType)> {
         let casts = self.tensors.iter().filter(|(_, patch)| patch.casts());

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::bytes::ByteSize;
+use crate::patch::Requantised;
 
 /// The figures of a load.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -31,6 +32,12 @@ pub struct LoadReport {
     pub host_instead: Vec<String>,
     /// Values beyond the range of the storage type, set to its largest.
     pub saturated: u64,
+    /// The values of changed weights that became blocks of GGML's types [again](crate::Weights::requantise), and how near these
+    /// came to them.
+    pub requantised: Requantised,
+    /// Of the tensors of these, the one whose error is the largest for the size of its values, or that has the most
+    /// inexpressible blocks if any has one.
+    pub worst_requantised: Option<String>,
     /// The time that the load took.
     pub time: Duration,
 }
@@ -47,6 +54,15 @@ impl fmt::Display for LoadReport {
         }
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
+        }
+        let requantised = &self.requantised;
+        if requantised.values > 0 {
+            let (error, rms) = (requantised.rms_error(), requantised.rms());
+            write!(f, ", {} values requantised with an RMS error of {error:.3e} (RMS {rms:.3e})", requantised.values)?;
+            self.worst_requantised.iter().try_for_each(|worst| write!(f, ", worst in `{worst}`"))?;
+        }
+        if requantised.inexpressible > 0 {
+            write!(f, ", {} blocks not finite", requantised.inexpressible)?;
         }
         if self.patched_on_device > 0 {
             write!(f, ", {} patched on the device", self.patched_on_device)?;

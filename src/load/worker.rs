@@ -26,7 +26,7 @@ use crate::checkpoint::{Layout, Per, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
-use crate::patch::TensorPatch;
+use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
 use crate::staging::Pool;
 
@@ -52,6 +52,8 @@ pub(super) struct Job<'a> {
     copied: AtomicU64,
     patched: AtomicUsize,
     saturated: AtomicU64,
+    /// By tensor, so that the order of the sum is not that of the workers.
+    requantised: Mutex<BTreeMap<TensorId, Requantised>>,
     stop: AtomicBool,
 }
 
@@ -116,6 +118,7 @@ impl<'a> Job<'a> {
             copied: AtomicU64::new(0),
             patched: AtomicUsize::new(0),
             saturated: AtomicU64::new(0),
+            requantised: Mutex::default(),
             stop: AtomicBool::new(false),
         })
     }
@@ -179,6 +182,8 @@ impl<'a> Job<'a> {
 
     pub(super) fn report(&self, time: Duration) -> LoadReport {
         let (patched_on_device, host_instead) = self.on_device.report();
+        let requantised = lock(&self.requantised);
+        let worst = requantised.iter().max_by(|(_, one), (_, other)| one.severity(other));
         LoadReport {
             patched_on_device,
             host_instead,
@@ -189,6 +194,8 @@ impl<'a> Job<'a> {
             modules: self.plan.assignments().len(),
             patched: self.patched.load(Ordering::Relaxed),
             saturated: self.saturated.load(Ordering::Relaxed),
+            requantised: requantised.values().copied().sum(),
+            worst_requantised: worst.map(|(&tensor, _)| self.layout.at(tensor).name.clone()),
             time,
         }
     }
@@ -444,6 +451,9 @@ impl<'a> Job<'a> {
         self.read.fetch_add(patch.needs().iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
         self.patched.fetch_add(1, Ordering::Relaxed);
         self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
+        if outcome.requantised.values > 0 {
+            lock(&self.requantised).insert(tensor, outcome.requantised);
+        }
         self.advance(dst.len() as u64);
         Ok(())
     }

@@ -83,6 +83,11 @@ impl TensorPatch {
         }
     }
 
+    /// Whether it makes blocks of changed values.
+    pub(crate) fn requantises(&self) -> bool {
+        self.requantises && self.target.blocks().is_some() && !self.only_casts()
+    }
+
     /// Whether the tensor's type changes.
     pub(crate) fn casts(&self) -> bool {
         self.stored != self.target
@@ -110,7 +115,7 @@ impl TensorPatch {
         let count_read = (before + count).next_multiple_of(from.together());
         let mut stored = vec![0; from.bytes(count_read)];
         checkpoint.read_at(tensor, from.bytes(first - before) as u64, &mut stored)?;
-        let saturated = threads::run(|| match count_read == count {
+        let outcome = threads::run(|| match count_read == count {
             true => pieces::cast(Tier::best(), weight, first, &stored, dst),
             false => {
                 let tier = Tier::best();
@@ -119,7 +124,7 @@ impl TensorPatch {
                 weight.round(tier, 0, &(first..first + count), &mut values[before..before + count], dst)
             }
         })?;
-        Ok((PatchOutcome { saturated }, stored.len() as u64))
+        Ok((outcome, stored.len() as u64))
     }
 
     /// As [`read`](TensorPatch::read), for a patch that casts.
@@ -133,23 +138,23 @@ impl TensorPatch {
         }
         let mut stored = vec![0; checkpoint.info(tensor)?.bytes as usize];
         checkpoint.read(tensor, &mut stored)?;
-        let saturated = threads::run(|| {
+        let outcome = threads::run(|| {
             let mut lifted = F32Weight::lifted(Tier::best(), self.weight(), &stored);
             // Its memory is free for what the steps need.
             drop(stored);
             lifted.change(&self.steps);
             lifted.store(self.weight(), dst)
         })?;
-        Ok(PatchOutcome { saturated })
+        Ok(outcome)
     }
 
     fn read_in_parts(&self, checkpoint: &Checkpoint, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
-        let (mut at, mut saturated) = (0, 0);
+        let (mut at, mut outcome) = (0, PatchOutcome::default());
         for part in dst.chunks_mut(STAGING_BYTES) {
-            saturated += self.read_part(checkpoint, tensor, at, part)?.0.saturated;
+            outcome += self.read_part(checkpoint, tensor, at, part)?.0;
             at += part.len();
         }
-        Ok(PatchOutcome { saturated })
+        Ok(outcome)
     }
 
     /// A few MiB at a time, and eight rows at least.
@@ -157,27 +162,26 @@ impl TensorPatch {
         let weight = self.weight();
         let (from, to) = (weight.from.bytes(weight.cols), weight.to.bytes(weight.cols));
         let rows = (STAGING_BYTES / from.max(1)).max(TILE_ROWS) / TILE_ROWS * TILE_ROWS;
-        let (mut stored, mut saturated) = (Vec::new(), 0);
+        let (mut stored, mut outcome) = (Vec::new(), PatchOutcome::default());
         for (part, dst) in dst.chunks_mut((rows * to).max(1)).enumerate() {
             let first_row = part * rows;
             stored.resize(weight.from.bytes(weight.to.count(dst.len())), 0);
             checkpoint.read_at(tensor, (first_row * from) as u64, &mut stored)?;
-            saturated += threads::run(|| pieces::convert(Tier::best(), weight, first_row, &stored, dst, &self.steps))?;
+            outcome += threads::run(|| pieces::convert(Tier::best(), weight, first_row, &stored, dst, &self.steps))?;
         }
-        Ok(PatchOutcome { saturated })
+        Ok(outcome)
     }
 
     /// Casts the whole tensor, on the current thread pool.
     pub(super) fn cast_with(&self, tier: Tier, stored: &[u8], dst: &mut [u8]) -> PatchOutcome {
         let (weight, steps): (_, &Arc<_>) = (self.weight(), &self.steps);
-        let saturated = if self.only_casts() {
+        if self.only_casts() {
             pieces::cast(tier, weight, 0, stored, dst)
         } else if self.is_in_pieces() {
             pieces::convert(tier, weight, 0, stored, dst, steps)
         } else {
             F32Weight::patched(tier, weight, stored, steps).store(weight, dst)
-        };
-        PatchOutcome { saturated }
+        }
     }
 
     /// The weight, which has no scales.

@@ -15,6 +15,7 @@
 
 mod blocks;
 mod cast;
+mod outcome;
 mod pieces;
 mod products;
 mod scales;
@@ -34,6 +35,7 @@ use crate::rounding::Rounding;
 use crate::threads;
 use crate::transfer::Stamp;
 pub use blocks::{dequantise, quantise};
+pub use outcome::{PatchOutcome, Requantised};
 use pieces::Stored;
 use scales::Grid;
 pub use scales::ScalePolicy;
@@ -122,14 +124,6 @@ pub(crate) struct Recipe {
     scale_of: Option<Box<Recipe>>,
 }
 
-/// The outcome of [`TensorPatch::apply`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PatchOutcome {
-    /// The number of values beyond the range of an eight-bit storage type, stored as its largest value.
-    pub saturated: u64,
-}
-
 impl TensorPatch {
     /// Patches a weight in place. `bytes` is as long as the patched tensor; it begins with the tensor's bytes as the
     /// checkpoint holds them, in its storage type, at any alignment. `siblings` are the checkpoint's bytes of the
@@ -140,7 +134,8 @@ impl TensorPatch {
     /// calls this.
     ///
     /// # Errors
-    /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite;
+    /// [`Error::WrongSize`] when `bytes` or a sibling has another length; [`Error::Unpatchable`] when a scale is zero or not finite,
+    /// and for blocks of GGML that are not to be [requantised](crate::Weights::requantise);
     /// [`Error::Mismatch`] when the patch casts; [`Error::Io`] when no threads can be created; then nothing is changed.
     pub fn apply(&self, bytes: &mut [u8], siblings: &[&[u8]]) -> Result<PatchOutcome> {
         if self.casts() {
@@ -287,7 +282,7 @@ impl TensorPatch {
         }
         let scales = self.scales(siblings)?;
         let weight = self.stored(scales.as_ref());
-        let saturated = match (&self.scaling, &scales, self.target) {
+        Ok(match (&self.scaling, &scales, self.target) {
             (Some(scaling), Some(old), Encoding::Float(float)) if self.scale_policy == ScalePolicy::Recompute => {
                 let lifted = F32Weight::patched(tier, weight, bytes, &self.steps);
                 let new = lifted.scales(float, scaling.float, old);
@@ -295,8 +290,7 @@ impl TensorPatch {
             }
             _ if self.is_in_pieces() => pieces::apply(tier, weight, bytes, &self.steps),
             _ => whole::apply(tier, weight, bytes, &self.steps),
-        };
-        Ok(PatchOutcome { saturated })
+        })
     }
 
     /// Fails unless `patched` is as long as the patched tensor.
@@ -589,6 +583,7 @@ mod tests {
                 Float::F32.lift(&wide, &mut values);
                 let mut again = blocks.clone();
                 format.quantise(&values, &mut again).unwrap();
+                let mut outcomes = Vec::new();
                 for tier in Tier::all() {
                     for threads in [1, 3] {
                         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -605,8 +600,11 @@ mod tests {
                             let refused = pool.install(|| requantised.apply_with(tier, &mut bytes, &[]));
                             assert!(matches!(refused, Err(Error::Unpatchable { .. })) && bytes == blocks);
                             requantised.requantise().unwrap();
-                            pool.install(|| requantised.apply_with(tier, &mut bytes, &[])).unwrap();
+                            outcomes.push(pool.install(|| requantised.apply_with(tier, &mut bytes, &[])).unwrap());
                             assert!(bytes == again, "{kind} {dtype} {tier:?}");
+                            assert_eq!(outcomes[0], *outcomes.last().unwrap(), "{kind} {dtype} {tier:?}");
+                            assert_eq!(outcomes[0].requantised.values, values.len() as u64);
+                            assert!(outcomes[0].requantised.rms_error() > 0.0);
                         }
                     }
                 }

@@ -10,7 +10,9 @@ use super::steps::{
     BlockTransform, Change, Columns, Delta, Dora, Kronecker, Linear, Packed, Scope, Step, TILE_COLS, TILE_ROWS,
 };
 use super::vector::{Output, StridedRows, Tier};
+use super::{PatchOutcome, Requantised};
 use crate::encoding::Encoding;
+use crate::ggml::Format;
 use crate::rounding::Noise;
 
 /// A weight as a matrix in its storage type.
@@ -40,24 +42,46 @@ impl Stored<'_> {
         }
     }
 
-    /// Rounds `values` back into `raw`, and leaves the rounded values in `values`. Returns the number of saturated values.
-    pub(super) fn round(&self, tier: Tier, row: usize, cols: &Range<usize>, values: &mut [f32], raw: &mut [u8]) -> u64 {
+    /// Rounds `values`, whole blocks if they become such, into `raw`; with scales, `values` are divided by them.
+    pub(super) fn round(
+        &self,
+        tier: Tier,
+        row: usize,
+        cols: &Range<usize>,
+        values: &mut [f32],
+        raw: &mut [u8],
+    ) -> PatchOutcome {
         if let Some(scales) = self.scales {
             scales.each(row * self.cols + cols.start, values, |value, scale| value / scale);
         }
         match (self.to, self.noise) {
-            (Encoding::Float(float), None) => tier.round(float, values, raw),
+            (Encoding::Float(float), None) => PatchOutcome::of_saturated(tier.round(float, values, raw)),
             (Encoding::Float(float), Some(noise)) => {
                 let first = row as u64 * self.cols as u64 + cols.start as u64;
-                tier.round_noisy(float, noise, first, values, raw)
+                PatchOutcome::of_saturated(tier.round_noisy(float, noise, first, values, raw))
             }
             // Codes are always the nearest.
             (Encoding::Blocks(format), _) => {
-                tier.quantise(format, values, raw);
-                0
+                let requantised = requantise(tier, format, values, raw);
+                PatchOutcome { requantised, ..PatchOutcome::default() }
             }
         }
     }
+}
+
+/// Turns values into blocks, and compares these with them.
+fn requantise(tier: Tier, format: Format, values: &[f32], raw: &mut [u8]) -> Requantised {
+    /// Values that are compared at once, a multiple of every block.
+    const COMPARED: usize = 256;
+    let (mut requantised, mut stored) = (Requantised::default(), [0.0; COMPARED]);
+    let blocks = raw.chunks_mut(COMPARED / format.elements() * format.bytes());
+    for (values, blocks) in values.chunks(COMPARED).zip(blocks) {
+        tier.quantise(format, values, blocks);
+        tier.dequantise(format, blocks, &mut stored);
+        let of_blocks = values.chunks(format.elements()).zip(stored.chunks(format.elements()));
+        of_blocks.for_each(|(wanted, stored)| requantised.count(wanted, stored));
+    }
+    requantised
 }
 
 /// Values that are worked on without regard to rows; a multiple of every block.
@@ -73,20 +97,17 @@ fn task_rows(cols: usize) -> usize {
     (ELEMENTS / cols.max(1)).clamp(TILE_ROWS, 128) / TILE_ROWS * TILE_ROWS
 }
 
-/// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`, whose type stays. Returns the number
-/// of saturated values.
-pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
+/// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`, whose type stays.
+pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> PatchOutcome {
     let rows = task_rows(weight.cols);
     let task_bytes = weight.to.bytes(rows * weight.cols);
     if task_bytes == 0 {
-        return 0;
+        return PatchOutcome::default();
     }
     let tasks = bytes.par_chunks_mut(task_bytes).enumerate();
-    tasks
-        .map_init(Scratch::default, |scratch, (task, bytes)| {
-            Task { tier, weight, steps, first_row: task * rows }.run(RowBytes::InPlace(bytes), scratch)
-        })
-        .sum()
+    PatchOutcome::of_tasks(tasks.map_init(Scratch::default, |scratch, (task, bytes)| {
+        Task { tier, weight, steps, first_row: task * rows }.run(RowBytes::InPlace(bytes), scratch)
+    }))
 }
 
 /// As [`apply`], for some whole rows in `from` that are written to `to` in another type. The first is row `first_row` of the
@@ -98,37 +119,32 @@ pub(super) fn convert(
     from: &[u8],
     to: &mut [u8],
     steps: &[Step],
-) -> u64 {
+) -> PatchOutcome {
     let rows = task_rows(weight.cols);
     let task = rows * weight.cols;
     if task == 0 {
-        return 0;
+        return PatchOutcome::default();
     }
     let before = from.par_chunks(weight.from.bytes(task));
     let tasks = before.zip(to.par_chunks_mut(weight.to.bytes(task))).enumerate();
-    tasks
-        .map_init(Scratch::default, |scratch, (task, (from, to))| {
-            let first_row = first_row + task * rows;
-            Task { tier, weight, steps, first_row }.run(RowBytes::Apart { from, to }, scratch)
-        })
-        .sum()
+    PatchOutcome::of_tasks(tasks.map_init(Scratch::default, |scratch, (task, (from, to))| {
+        let first_row = first_row + task * rows;
+        Task { tier, weight, steps, first_row }.run(RowBytes::Apart { from, to }, scratch)
+    }))
 }
 
-/// Casts values that nothing changes, from `from` to `to`; the first is element `first` of a tensor without scales. Returns
-/// the number of saturated values.
-pub(super) fn cast(tier: Tier, weight: Stored<'_>, first: usize, from: &[u8], to: &mut [u8]) -> u64 {
+/// Casts values that nothing changes, from `from` to `to`; the first is element `first` of a tensor without scales.
+pub(super) fn cast(tier: Tier, weight: Stored<'_>, first: usize, from: &[u8], to: &mut [u8]) -> PatchOutcome {
     let before = from.par_chunks(weight.from.bytes(TOGETHER));
     let tasks = before.zip(to.par_chunks_mut(weight.to.bytes(TOGETHER))).enumerate();
-    tasks
-        .map_init(Vec::new, |values, (task, (from, to))| {
-            let first = first + task * TOGETHER;
-            let elements = first..first + weight.to.count(to.len());
-            values.resize(elements.len(), 0.0);
-            // The elements as one row.
-            weight.lift(tier, 0, &elements, from, values);
-            weight.round(tier, 0, &elements, values, to)
-        })
-        .sum()
+    PatchOutcome::of_tasks(tasks.map_init(Vec::new, |values, (task, (from, to))| {
+        let first = first + task * TOGETHER;
+        let elements = first..first + weight.to.count(to.len());
+        values.resize(elements.len(), 0.0);
+        // The elements as one row.
+        weight.lift(tier, 0, &elements, from, values);
+        weight.round(tier, 0, &elements, values, to)
+    }))
 }
 
 /// The bytes of some whole rows of a weight, before and after.
@@ -176,7 +192,7 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    fn run(&self, mut bytes: RowBytes<'_>, scratch: &mut Scratch) -> u64 {
+    fn run(&self, mut bytes: RowBytes<'_>, scratch: &mut Scratch) -> PatchOutcome {
         let (cols, from, to) = (self.weight.cols, self.weight.from, self.weight.to);
         let rows = bytes.before().len() / from.bytes(cols);
         // Of a stack of experts, each step changes the rows of one.
@@ -184,7 +200,7 @@ impl Task<'_> {
         let steps: Vec<&Step> = self.steps.iter().filter(|step| all.shared_rows(&step.rows).is_some()).collect();
         let whole_rows = steps.iter().any(|step| step.change.scope() > Scope::Element);
         let piece_cols = if whole_rows { cols } else { PIECE_COLS };
-        let mut saturated = 0;
+        let mut outcome = PatchOutcome::default();
         // Columns are the outer loop, so that the factors of a piece's columns stay in cache for all rows of the task.
         for first_col in (0..cols).step_by(piece_cols) {
             let piece_cols = piece_cols.min(cols - first_col);
@@ -207,18 +223,18 @@ impl Task<'_> {
                 }
                 for row in 0..piece_rows {
                     let raw = &mut bytes.after()[row_bytes(row, to)][..to.bytes(piece_cols)];
-                    saturated += self.round(&piece, row, &mut scratch.weight[row * stride..][..piece_cols], raw);
+                    outcome += self.round(&piece, row, &mut scratch.weight[row * stride..][..piece_cols], raw);
                 }
             }
         }
-        saturated
+        outcome
     }
 
     fn lift(&self, piece: &Piece, row: usize, raw: &[u8], values: &mut [f32]) {
         self.weight.lift(self.tier, piece.rows.start + row, &piece.cols, raw, values);
     }
 
-    fn round(&self, piece: &Piece, row: usize, values: &mut [f32], raw: &mut [u8]) -> u64 {
+    fn round(&self, piece: &Piece, row: usize, values: &mut [f32], raw: &mut [u8]) -> PatchOutcome {
         self.weight.round(self.tier, piece.rows.start + row, &piece.cols, values, raw)
     }
 

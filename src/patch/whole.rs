@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::PatchOutcome;
 use super::pieces::{self, Stored, TOGETHER, mixed};
 use super::scales::Scales;
 use super::steps::{Axis, Change, Delta, Dora, Scope, Step, matrix_of};
@@ -12,9 +13,8 @@ use super::vector::Tier;
 use crate::encoding::Encoding;
 use crate::float::Float;
 
-/// Applies `steps` in order to the weight at the start of `bytes`, which is as long as the patched weight. Returns the
-/// number of saturated values.
-pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> u64 {
+/// Applies `steps` in order to the weight at the start of `bytes`, which is as long as the patched weight.
+pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[Step]) -> PatchOutcome {
     F32Weight::patched(tier, weight, bytes, steps).store(weight, bytes)
 }
 
@@ -46,21 +46,22 @@ impl F32Weight {
         lifted
     }
 
-    /// Rounds it into `bytes`, in the type and with the scales of `weight`. Returns the number of saturated values.
-    pub(super) fn store(mut self, weight: Stored<'_>, bytes: &mut [u8]) -> u64 {
+    /// Rounds it into `bytes`, in the type and with the scales of `weight`.
+    pub(super) fn store(mut self, weight: Stored<'_>, bytes: &mut [u8]) -> PatchOutcome {
         if self.values.is_empty() {
-            return 0;
+            return PatchOutcome::default();
         }
         let (tier, cols) = (self.tier, 0..self.cols);
         if weight.to.blocks().is_some() {
             let blocks = bytes.par_chunks_mut(weight.to.bytes(TOGETHER));
             let runs = self.values.par_chunks_mut(TOGETHER).zip(blocks);
-            return runs.map(|(values, raw)| weight.round(tier, 0, &(0..values.len()), values, raw)).sum();
+            let tasks = runs.map(|(values, raw)| weight.round(tier, 0, &(0..values.len()), values, raw));
+            return PatchOutcome::of_tasks(tasks);
         }
         let weight = Stored { cols: self.cols, ..weight };
         let raw = bytes.par_chunks_mut(weight.to.bytes(self.cols));
         let rows = self.values.par_chunks_mut(self.cols).zip(raw).enumerate();
-        rows.map(|(row, (values, raw))| weight.round(tier, row, &cols, values, raw)).sum()
+        PatchOutcome::of_tasks(rows.map(|(row, (values, raw))| weight.round(tier, row, &cols, values, raw)))
     }
 
     /// The new scales of the weight.
