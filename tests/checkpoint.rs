@@ -1,8 +1,12 @@
 //! Checkpoints by behaviour: what opens, and how what does not is refused.
 
+#[path = "support/fault.rs"]
+mod fault;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use fault::parts;
 use serde_json::json;
 use tensor_offload::checkpoint::{Checkpoint, Layout, TensorInfo, TensorSpec, write_safetensors};
 use tensor_offload::error::FileFault;
@@ -20,15 +24,6 @@ fn file(header: &str, bytes: usize) -> Vec<u8> {
 /// Opens bytes that must be refused; -> the tensor blamed and the fault. The message has to name both.
 fn refused(bytes: Vec<u8>) -> (Option<String>, FileFault) {
     parts(Checkpoint::from_bytes("weights/bad.safetensors", bytes).unwrap_err(), "weights/bad.safetensors")
-}
-
-/// Takes an error on a file apart, having checked that its message names the file and the tensor.
-fn parts(error: Error, path: &str) -> (Option<String>, FileFault) {
-    let message = error.to_string();
-    let Error::File { file, tensor, fault } = error else { panic!("{message}") };
-    assert!(file.ends_with(path) && message.contains(path), "{message}");
-    assert!(tensor.as_ref().is_none_or(|name| message.contains(&format!("`{name}`"))), "{message}");
-    (tensor, *fault)
 }
 
 fn data(path: &str) -> PathBuf {

@@ -312,6 +312,11 @@ fn what_a_conversion_changes_has_to_be_known() {
     let each = |heads: &[i32]| Value::Array(5, heads.iter().map(|&heads| Value::I32(heads)).collect());
     let uneven = found(Gguf::new("llama").entry(key, each(&[4, 2])));
     assert_eq!(uneven, AdapterFault::RowOrder { target: "blk.0.attn_q".into() });
+    // Heads that the rows are not made of, whatever twice their number comes to.
+    for heads in [0, 3, 5, 1 << 62, 1 << 63, u64::MAX] {
+        let found = found(Gguf::new("llama").entry(key, Value::U64(heads)));
+        assert!(matches!(found, AdapterFault::Shape { .. } | AdapterFault::RowOrder { .. }), "{heads}: {found}");
+    }
     let even = Gguf::new("llama").entry(key, each(&[4, 4])).entry("llama.attention.head_count_kv", each(&[2, 2]));
     let even = gguf(&base, even);
     Weights::patched(even, vec![adapter(&lora(&modules))], Matching::Strict).unwrap();

@@ -96,12 +96,6 @@ pub enum GgufFault {
         /// The number of dimensions.
         count: u32,
     },
-    /// A tensor has a dimension of no elements.
-    #[error("its shape {shape:?} has no elements")]
-    NoElements {
-        /// The shape, outermost first.
-        shape: Vec<u64>,
-    },
     /// A tensor is of a type that GGML has removed, or that is not known.
     #[error("its element type is number {number} of GGML, which {}", why_no_type(*number))]
     Type {

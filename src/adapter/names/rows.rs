@@ -159,7 +159,10 @@ impl Target<'_> {
             RowOrder::HalvesSwapped => Box::new(|row| (row + len / 2) % len),
             RowOrder::RotaryPaired(of) | RowOrder::RotaryHalved(of) => match self.heads(of, rotary)? {
                 None => Box::new(|row| row),
-                Some(heads) if heads == 0 || len % (2 * heads) != 0 => return Err(misfit("the heads")),
+                // A file may say any number.
+                Some(heads) if heads == 0 || heads > len / 2 || len % (2 * heads) != 0 => {
+                    return Err(misfit("the heads"));
+                }
                 Some(heads) => {
                     let paired = matches!(self.order, RowOrder::RotaryPaired(_));
                     Box::new(move |row| rotary_source(row, len / heads, paired))

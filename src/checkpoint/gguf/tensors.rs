@@ -53,9 +53,6 @@ fn tensor(cursor: &mut Cursor<'_>, name: &str, alignment: u64, file: usize) -> R
     let number = cursor.u32()?;
     let dtype = DType::from_ggml_number(number).ok_or_else(|| cursor.error(GgufFault::Type { number }))?;
     let offset = cursor.u64()?;
-    if shape.contains(&0) {
-        return Err(cursor.error(GgufFault::NoElements { shape }));
-    }
     let (row, block) = (shape.last().copied().unwrap_or(1), dtype.block().elements);
     let Some(bytes) = dtype.bytes_of(&shape) else {
         return Err(cursor.error(match row.is_multiple_of(block) {
@@ -86,7 +83,8 @@ fn place(cursor: &Cursor<'_>, tensors: &mut [TensorInfo], alignment: u64) -> Res
     let fault = |tensor: &TensorInfo, fault| Err(Error::file(path, Some(&tensor.name), fault));
     // Neither overflows: a header ends within 1 GiB, and an alignment is of 32 bits.
     let start = cursor.at().next_multiple_of(alignment);
-    tensors.sort_by_key(|tensor| tensor.offset);
+    // A tensor without elements begins where the one after it does.
+    tensors.sort_by_key(|tensor| (tensor.offset, tensor.bytes));
     let mut end = 0u64;
     for index in 0..tensors.len() {
         let tensor = &tensors[index];
