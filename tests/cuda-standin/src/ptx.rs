@@ -319,6 +319,18 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn the_shipped_text_of_blocks_is_understood() {
+        let text = include_str!("../../../src/backend/cuda/kernels/dequantise.ptx");
+        let module = Module::parse(text).unwrap();
+        assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 10));
+        for function in &module.functions {
+            assert_eq!((function.params.len(), function.most_threads), (4, 256), "{}", function.name);
+            // The blocks are read, and the values written.
+            assert_eq!((function.reads & 3, function.writes & 3), (1, 2), "{}", function.name);
+        }
+    }
+
+    #[test]
     fn what_is_not_known_is_refused() {
         let refused = |from: &str, to: &str| {
             assert!(SHIPPED.contains(from), "{from}");

@@ -97,6 +97,11 @@ pub(crate) enum Kind {
         b: Value,
         c: Value,
     },
+    Four {
+        op: Four,
+        dst: u16,
+        values: [Value; 4],
+    },
     /// To the place in the code.
     Branch(usize),
     Return,
@@ -108,6 +113,7 @@ pub(crate) enum One {
     Low16,
     Low32,
     Not32,
+    Negative32,
     NotPredicate,
     FloatOfS32,
 }
@@ -117,22 +123,26 @@ pub(crate) enum Two {
     Add32,
     Add64,
     Sub32,
+    Sub64,
     Mul32,
     Mul64,
     MulWide,
     Div32,
-    Min32,
+    Min,
     And,
     Or,
+    Shl16,
     Shl32,
     Shl64,
     Shr,
     Equal,
+    NotEqual,
     Less,
     LessOrEqual,
     Greater,
     GreaterOrEqual,
     AddFloat,
+    SubFloat,
     MulFloat,
     DivFloat,
 }
@@ -141,14 +151,30 @@ pub(crate) enum Two {
 pub(crate) enum Three {
     FusedFloat,
     Select,
+    /// Four of the eight bytes of two numbers.
+    Permute,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Four {
+    /// The low bits of the first in place of so many bits of the second.
+    InsertBits,
 }
 
 /// The instruction of this name with these operands; none where there is no such one.
 pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
     use Operand as O;
-    if let Some(op) = three(name) {
+    if name == "bfi.b32" {
+        let [O::Register(dst), ref values @ ..] = *operands else { return None };
+        let values: [O; 4] = values.try_into().ok()?;
+        let [Some(a), Some(b), Some(c), Some(d)] = values.map(O::value) else { return None };
+        let values = [a, b, c, d].map(|value| value.cut(32));
+        return Some(Kind::Four { op: Four::InsertBits, dst, values });
+    }
+    if let Some((op, bits)) = three(name) {
         let [O::Register(dst), a, b, c] = *operands else { return None };
-        return Some(Kind::Three { op, dst, a: a.value()?.cut(32), b: b.value()?.cut(32), c: c.value()?.cut(32) });
+        let (a, b, c) = (a.value()?.cut(bits), b.value()?.cut(bits), c.value()?.cut(32));
+        return Some(Kind::Three { op, dst, a, b, c });
     }
     if let Some((op, bits)) = two(name) {
         let [O::Register(dst), a, b] = *operands else { return None };
@@ -215,6 +241,7 @@ fn one(name: &str) -> Option<(One, u32)> {
         "cvt.u16.u32" => (One::Low16, 32),
         "cvt.u32.u64" => (One::Low32, 64),
         "not.b32" => (One::Not32, 32),
+        "neg.s32" => (One::Negative32, 32),
         "not.pred" => (One::NotPredicate, 1),
         "cvt.rn.f32.s32" => (One::FloatOfS32, 32),
         _ => return None,
@@ -227,37 +254,47 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "add.s32" => (Two::Add32, 32),
         "add.s64" => (Two::Add64, 64),
         "sub.s32" => (Two::Sub32, 32),
+        "sub.s64" => (Two::Sub64, 64),
         "mul.lo.s32" => (Two::Mul32, 32),
         "mul.lo.s64" => (Two::Mul64, 64),
+        "mul.wide.u16" => (Two::MulWide, 16),
         "mul.wide.u32" => (Two::MulWide, 32),
         "div.u32" => (Two::Div32, 32),
-        "min.u32" => (Two::Min32, 32),
+        "min.u32" => (Two::Min, 32),
+        "min.u64" => (Two::Min, 64),
         "and.pred" | "and.b16" => (Two::And, 16),
         "and.b32" => (Two::And, 32),
         "or.pred" | "or.b16" => (Two::Or, 16),
         "or.b32" => (Two::Or, 32),
+        "shl.b16" => (Two::Shl16, 32),
         "shl.b32" => (Two::Shl32, 32),
         "shl.b64" => (Two::Shl64, 64),
-        "shr.u16" | "shr.u32" => (Two::Shr, 32),
+        "shr.u16" | "shr.u32" | "shr.u64" => (Two::Shr, 32),
         "setp.eq.s16" => (Two::Equal, 16),
         "setp.eq.s32" => (Two::Equal, 32),
+        "setp.ne.s32" => (Two::NotEqual, 32),
         "setp.lt.u16" => (Two::Less, 16),
         "setp.lt.u32" => (Two::Less, 32),
         "setp.le.u32" => (Two::LessOrEqual, 32),
         "setp.gt.u16" => (Two::Greater, 16),
         "setp.gt.u32" => (Two::Greater, 32),
         "setp.ge.u32" => (Two::GreaterOrEqual, 32),
+        "setp.ge.u64" => (Two::GreaterOrEqual, 64),
         "add.rn.f32" => (Two::AddFloat, 32),
+        "sub.rn.f32" => (Two::SubFloat, 32),
         "mul.rn.f32" => (Two::MulFloat, 32),
         "div.rn.f32" => (Two::DivFloat, 32),
         _ => return None,
     })
 }
 
-fn three(name: &str) -> Option<Three> {
+/// Instructions of three sources, and the bits that the first two have as immediates.
+fn three(name: &str) -> Option<(Three, u32)> {
     Some(match name {
-        "fma.rn.f32" => Three::FusedFloat,
-        "selp.b32" | "selp.u32" => Three::Select,
+        "fma.rn.f32" => (Three::FusedFloat, 32),
+        "selp.b32" | "selp.u32" => (Three::Select, 32),
+        "selp.b64" | "selp.u64" => (Three::Select, 64),
+        "prmt.b32" => (Three::Permute, 32),
         _ => return None,
     })
 }
@@ -293,6 +330,7 @@ impl Kind {
             Kind::One { dst, a, .. } => (dst, vec![a]),
             Kind::Two { dst, a, b, .. } => (dst, vec![a, b]),
             Kind::Three { dst, a, b, c, .. } => (dst, vec![a, b, c]),
+            Kind::Four { dst, values, .. } => (dst, values.to_vec()),
             _ => return None,
         };
         Some((dst, values.into_iter().filter_map(Value::register).collect()))
@@ -315,6 +353,7 @@ impl One {
             One::Low16 => a & 0xffff,
             One::Low32 => a & 0xffff_ffff,
             One::Not32 => u64::from(!(a as u32)),
+            One::Negative32 => u64::from((a as u32).wrapping_neg()),
             One::NotPredicate => a ^ 1,
             One::FloatOfS32 => bits(a as u32 as i32 as f32),
         }
@@ -330,24 +369,28 @@ impl Two {
             Two::Add32 => low_a.wrapping_add(low_b).into(),
             Two::Add64 => a.wrapping_add(b),
             Two::Sub32 => low_a.wrapping_sub(low_b).into(),
+            Two::Sub64 => a.wrapping_sub(b),
             Two::Mul32 => low_a.wrapping_mul(low_b).into(),
             Two::Mul64 => a.wrapping_mul(b),
             Two::MulWide => a * b,
             // What a card gives for a division by zero is not said.
             Two::Div32 => low_a.checked_div(low_b).unwrap_or(u32::MAX).into(),
-            Two::Min32 => low_a.min(low_b).into(),
+            Two::Min => a.min(b),
             Two::And => a & b,
             Two::Or => a | b,
             // Shifts by the width and more give zero.
+            Two::Shl16 => a.checked_shl(low_b).unwrap_or(0) & 0xffff,
             Two::Shl32 => low_a.checked_shl(low_b).unwrap_or(0).into(),
             Two::Shl64 => a.checked_shl(low_b).unwrap_or(0),
             Two::Shr => a.checked_shr(low_b).unwrap_or(0),
             Two::Equal => u64::from(a == b),
+            Two::NotEqual => u64::from(a != b),
             Two::Less => u64::from(a < b),
             Two::LessOrEqual => u64::from(a <= b),
             Two::Greater => u64::from(a > b),
             Two::GreaterOrEqual => u64::from(a >= b),
             Two::AddFloat => bits(float(a) + float(b)),
+            Two::SubFloat => bits(float(a) - float(b)),
             Two::MulFloat => bits(float(a) * float(b)),
             Two::DivFloat => bits(float(a) / float(b)),
         }
@@ -365,6 +408,30 @@ impl Three {
                 } else {
                     b
                 }
+            }
+            Three::Permute => {
+                let bytes = ((b & 0xffff_ffff) << 32 | a & 0xffff_ffff).to_le_bytes();
+                let byte = |place: u32| {
+                    let selected = (c >> (4 * place)) as usize;
+                    let byte = bytes[selected & 7];
+                    // With the highest bit of a selector, the sign in all bits.
+                    if selected & 8 == 0 { byte } else { 0u8.wrapping_sub(byte >> 7) }
+                };
+                u32::from_le_bytes([0, 1, 2, 3].map(byte)).into()
+            }
+        }
+    }
+}
+
+impl Four {
+    pub(crate) fn of(self, [a, b, c, d]: [u64; 4]) -> u64 {
+        match self {
+            Four::InsertBits => {
+                // Positions and lengths count by their low eight bits; what lies beyond the number is dropped.
+                let (from, count) = (c & 0xff, d & 0xff);
+                let bits = 1u64.checked_shl(count as u32).unwrap_or(0).wrapping_sub(1);
+                let mask = bits.checked_shl(from as u32).unwrap_or(0) & 0xffff_ffff;
+                (a.checked_shl(from as u32).unwrap_or(0) & mask) | (b & !mask & 0xffff_ffff)
             }
         }
     }
@@ -391,6 +458,13 @@ mod tests {
         assert_eq!((Two::Shl32.of(3, 31), Two::Shl32.of(3, 32), Two::Shr.of(3, 40)), (1 << 31, 0, 0));
         assert_eq!(One::FloatOfS32.of(0xffff_fffe), u64::from((-2.0f32).to_bits()));
         assert_eq!(Two::DivFloat.of(0, 0), 0x7fff_ffff);
+        assert_eq!((Two::Shl16.of(0xff00, 4), Two::Sub64.of(1, 2), One::Negative32.of(1)), (0xf000, u64::MAX, 0xffff_ffff));
+        // The low half of the first in the high half of the second; bytes with their signs.
+        assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x7604), 0x5566_4490);
+        assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x0dc4), 0x44ff_ff90);
+        assert_eq!(Four::InsertBits.of([0xff, 0x8000_0001, 4, 2]), 0x8000_0031);
+        assert_eq!(Four::InsertBits.of([3, 0, 31, 2]), 0x8000_0000);
+        assert_eq!(Four::InsertBits.of([u64::from(u32::MAX), 0, 0, 32]), 0xffff_ffff);
         let negative = decode("and.b32", &[Operand::Register(0), Operand::Register(1), Operand::Number(-8i64 as u64)]);
         assert!(matches!(negative, Some(Kind::Two { b: Value::Number(0xffff_fff8), .. })));
     }

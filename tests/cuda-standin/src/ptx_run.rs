@@ -90,6 +90,7 @@ impl Thread<'_> {
             }
             match op.kind {
                 Kind::Three { op, dst, a, b, c } => self.set(dst, op.of(self.value(a), self.value(b), self.value(c))),
+                Kind::Four { op, dst, values } => self.set(dst, op.of(values.map(|value| self.value(value)))),
                 Kind::Two { op, dst, a, b } => self.set(dst, op.of(self.value(a), self.value(b))),
                 Kind::One { op, dst, a } => self.set(dst, op.of(self.value(a))),
                 Kind::Load { dst, count, width, from } => self.load(&dst[..usize::from(count)], width, from)?,
