@@ -7,11 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryBlock, MemoryKind,
-    PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
+    Backend, BufMut, Charge, Dequantise, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryBlock,
+    MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// A kind of operation that a [`Countdown`] counts.
@@ -29,6 +30,7 @@ pub enum Operation {
     Record,
     Occupy,
     Patch,
+    Dequantise,
 }
 
 /// Counts the operations of a [`Faulty`] backend and fails the n-th.
@@ -179,7 +181,7 @@ impl Device for FaultyDevice {
 }
 
 impl Kernels for FaultyDevice {
-    /// Forwards to the device. Only patches are counted.
+    /// Forwards to the device. Only work is counted.
     fn ready(&self) -> Result<(), String> {
         self.inner.kernels().map_or_else(|| Err("the device has no kernels".to_owned()), Kernels::ready)
     }
@@ -193,9 +195,28 @@ impl Kernels for FaultyDevice {
     ) -> Result<PatchFlight<'a>> {
         self.count(Operation::Patch)?;
         let Some(kernels) = self.inner.kernels() else { return Err(Error::bug("the device has no kernels")) };
-        let inner = (stream as &dyn Any).downcast_ref::<FaultyStream>().map(|stream| &*stream.inner);
-        kernels.patch(inner.unwrap_or(stream), patch, weight, at)
+        kernels.patch(inner_of(stream), patch, weight, at)
     }
+
+    fn dequantises(&self, from: DType, to: DType) -> Result<(), String> {
+        let none = || Err("the device has no kernels".to_owned());
+        self.inner.kernels().map_or_else(none, |kernels| kernels.dequantises(from, to))
+    }
+
+    fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+        if let Err(error) = self.count(Operation::Dequantise) {
+            return Err(work.rejected(error));
+        }
+        match self.inner.kernels() {
+            Some(kernels) => kernels.dequantise(inner_of(stream), work),
+            None => Err(work.rejected(Error::bug("the device has no kernels"))),
+        }
+    }
+}
+
+/// The stream that a stream of a faulty device wraps, or itself.
+fn inner_of(stream: &dyn Stream) -> &dyn Stream {
+    (stream as &dyn Any).downcast_ref::<FaultyStream>().map_or(stream, |stream| &*stream.inner)
 }
 
 /// The type of the innermost stream, which does the work.

@@ -1,4 +1,4 @@
-//! Computation on a device: adding low-rank products to a matrix in place.
+//! Computation on a device: adding low-rank products to a matrix in place, and the values of blocks.
 //!
 //! The operations and their order are the same as on the host (`src/patch`), so the bytes are the same wherever a matrix is
 //! patched. Nothing here knows of models or adapters.
@@ -7,17 +7,17 @@ use std::any::TypeId;
 use std::fmt;
 use std::ops::Range;
 
-use super::{Buf, BufMut, Event, Flight, Piece, Stream, Transfer, faulty};
+use super::{Buf, BufMut, Dequantise, Event, Flight, Piece, Rejected, Stream, Transfer, faulty};
 use crate::device::DeviceId;
 use crate::dtype::DType;
 use crate::error::{Error, InUse, Measured, Mismatch, Result};
 
-/// The patch kernels of a device.
+/// The kernels of a device.
 pub trait Kernels: Send + Sync {
-    /// Prepares the kernels at the first call. Later calls return the same result.
+    /// Prepares the kernels that patch at the first call. Later calls return the same result.
     ///
     /// # Errors
-    /// The reason why the device has no usable kernels, for the user.
+    /// The reason why the device has no usable kernels for that, for the user.
     fn ready(&self) -> Result<(), String>;
 
     /// Queues a patch that was [sent](MatrixPatch::send) to this device on `stream`, a stream of this device. It applies to
@@ -35,6 +35,29 @@ pub trait Kernels: Send + Sync {
         weight: BufMut,
         at: usize,
     ) -> Result<PatchFlight<'a>>;
+
+    /// Prepares the kernel that computes values of type `to` from blocks of type `from` at the first call. Later calls return the
+    /// same result. The default has none.
+    ///
+    /// # Errors
+    /// The reason why the device has no such kernel, for the user.
+    fn dequantises(&self, from: DType, to: DType) -> Result<(), String> {
+        Err(format!("the device has no kernel that computes {to} of {from}"))
+    }
+
+    /// Queues the computation of values from blocks on `stream`, a stream of this device. Both ends are in the device's memory.
+    /// It runs after the pending events of both buffers, and gives the bits that the host does: those of
+    /// [`patch::dequantise`](crate::patch::dequantise), rounded once to nearest, with one NaN.
+    ///
+    /// # Errors
+    /// [`Rejected`], which returns the destination: with [`Error::Invalid`] when there is no
+    /// [such kernel](Kernels::dequantises), and for a destination that is not aligned to its elements; with
+    /// [`Error::Mismatch`] for a buffer of another device; when the stream accepts no more work.
+    fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+        let (from, to) = work.types();
+        let why = format!("{} has no kernel that computes {to} of {from}", stream.device());
+        Err(work.rejected(Error::invalid(why)))
+    }
 }
 
 /// A patch in flight, with the matrix's buffer.

@@ -14,6 +14,7 @@ pub mod conformance;
 mod copy;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod dequantise;
 mod event;
 mod faulty;
 mod host;
@@ -35,6 +36,7 @@ pub use buffer::{Buf, BufMut};
 pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
+pub use dequantise::Dequantise;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
@@ -121,7 +123,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// The route by which a stream of this device can copy from memory of `source`.
     fn route_from(&self, source: &dyn Device) -> Route;
 
-    /// The patch kernels of the device. `None` if it has none, as software devices do.
+    /// The kernels of the device. `None` if it has none, as software devices do.
     fn kernels(&self) -> Option<&dyn Kernels> {
         None
     }

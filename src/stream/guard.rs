@@ -105,7 +105,7 @@ impl LayerGuard {
         self.model.elements(&self.known(name)?)
     }
 
-    fn known(&self, name: &str) -> Result<TensorView<'_>> {
+    pub(super) fn known(&self, name: &str) -> Result<TensorView<'_>> {
         let missing = || Missing::Tensor { name: name.to_owned(), layer: Some(self.name().to_owned()) };
         Ok(self.tensor(name).ok_or_else(missing)?)
     }

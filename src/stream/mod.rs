@@ -1,5 +1,6 @@
 //! Streams layers to the compute device, one after the other, each fetched while the layer before it runs.
 
+mod dequantise;
 mod guard;
 mod in_slot;
 mod lanes;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::calls::{Calls, Code, ContextHandle, DeviceHandle, EVENT_WITHOUT_TIMING, EventHandle, Failure, Outcome};
 use super::driver::{Driver, shown};
-use super::kernels::Module;
+use super::module::Module;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -21,7 +21,14 @@ pub(super) struct Context {
     events: Mutex<Vec<RecycledEvent>>,
     /// The kernels, or the reason why the driver refused them. They are here because memory in use by a launch holds the
     /// context.
-    kernels: OnceLock<Result<Module, String>>,
+    kernels: Modules,
+}
+
+/// The texts of kernels, each loaded at its first use.
+#[derive(Default)]
+pub(super) struct Modules {
+    pub(super) patch: OnceLock<Result<Module, String>>,
+    pub(super) dequantise: OnceLock<Result<Module, String>>,
 }
 
 // SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
@@ -39,7 +46,7 @@ impl Context {
         // SAFETY: the pointer is to a living handle, the device comes from the driver.
         let retained = unsafe { driver.calls.context_retain(&raw mut handle, device) };
         retained.map_err(|failure| absent(driver.describe(failure)))?;
-        let (events, kernels, driver) = (Mutex::default(), OnceLock::new(), Arc::clone(driver));
+        let (events, kernels, driver) = (Mutex::default(), Modules::default(), Arc::clone(driver));
         Ok(Context { id, device, handle, driver, lost: OnceLock::new(), events, kernels })
     }
 
@@ -59,7 +66,7 @@ impl Context {
         &self.driver
     }
 
-    pub(super) fn kernels(&self) -> &OnceLock<Result<Module, String>> {
+    pub(super) fn kernels(&self) -> &Modules {
         &self.kernels
     }
 
@@ -184,7 +191,8 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         self.trim_events();
-        if let Some(Ok(module)) = self.kernels.take() {
+        let Modules { patch, dequantise } = std::mem::take(&mut self.kernels);
+        for module in [patch, dequantise].into_iter().filter_map(|mut module| module.take()?.ok()) {
             module.unload(self);
         }
         if self.lost().is_none() && self.driver.process.is_current() {

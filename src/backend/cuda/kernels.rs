@@ -1,15 +1,16 @@
-//! Patching on the device: the module with the kernels, loaded once per context, and their launch.
+//! Computation on the device: patching matrices, and the values of blocks (`dequantise`). The texts of kernels are loaded once
+//! per context.
 
 use std::any::Any;
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use super::calls::{FunctionHandle, KernelCalls, ModuleHandle, Outcome};
-use super::context::{Context, Refusal};
+use super::dequantise;
 use super::device::CudaDevice;
 use super::memory::DeviceMemory;
+use super::module::{Module, launch};
 use super::stream::CudaStream;
-use crate::backend::{BufMut, Flight, Kernels, MatrixPatch, PatchFlight, SentPatch, Stream};
+use crate::backend::{BufMut, Dequantise, Flight, Kernels, MatrixPatch, PatchFlight, Rejected, SentPatch, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Mismatch, Result};
 
@@ -26,70 +27,20 @@ const FUNCTIONS: [(DType, &CStr); 5] = [
 ];
 
 /// The threads of a block: a warp patches eight rows by 128 columns, and a block has eight warps, one below the other.
-const BLOCK: (u32, u32, u32) = (32, 8, 1);
+const BLOCK: [u32; 2] = [32, 8];
 /// The rows and columns that a block patches.
 const BLOCK_TILE: [usize; 2] = [64, 128];
-
-/// The loaded kernels of a context.
-pub(super) struct Module {
-    handle: ModuleHandle,
-    functions: [FunctionHandle; FUNCTIONS.len()],
-}
-
-// SAFETY: the driver allows any thread to use a module and its functions.
-unsafe impl Send for Module {}
-// SAFETY: as above.
-unsafe impl Sync for Module {}
-
-impl Module {
-    /// Loads the kernels.
-    ///
-    /// # Errors
-    /// The reason why the driver refuses them.
-    fn load(context: &Context) -> Result<Module, String> {
-        let calls = context.driver().kernels.as_ref().map_err(|missing| format!("the driver has no {missing}"))?;
-        let text = CString::new(TEXT).map_err(|error| error.to_string())?;
-        let why = |refusal| match refusal {
-            Refusal::Code(failure) => context.driver().describe(failure),
-            refusal => context.error(refusal).to_string(),
-        };
-        let run = |call: &mut dyn FnMut(&KernelCalls) -> Outcome| context.raw(|_| call(calls)).map_err(why);
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: the text ends with a zero and outlives the call, the pointer is to a living handle.
-        run(&mut |calls| unsafe { calls.load(&raw mut handle, text.as_ptr().cast()) })?;
-        let mut module = Module { handle, functions: [std::ptr::null_mut(); FUNCTIONS.len()] };
-        for (function, (_, name)) in module.functions.iter_mut().zip(FUNCTIONS) {
-            // SAFETY: the module was just loaded, the pointer is to a living handle.
-            if let Err(why) = run(&mut |calls| unsafe { calls.function(function, handle, name.as_ptr()) }) {
-                module.unload(context);
-                return Err(why);
-            }
-        }
-        Ok(module)
-    }
-
-    /// Unloads the module. No launch of its kernels may be pending any more.
-    pub(super) fn unload(self, context: &Context) {
-        if let Ok(calls) = &context.driver().kernels {
-            // SAFETY: loaded by `load`, unloaded once. If a lost or unloaded driver refuses, the module is already gone.
-            let _ = context.raw(|_| unsafe { calls.unload(self.handle) });
-        }
-    }
-
-    fn function(&self, dtype: DType) -> Option<FunctionHandle> {
-        FUNCTIONS.iter().zip(self.functions).find(|((of, _), _)| *of == dtype).map(|(_, function)| function)
-    }
-}
 
 impl CudaDevice {
     fn module(&self) -> Result<&Module, String> {
         let context = self.context();
-        context.kernels().get_or_init(|| Module::load(context)).as_ref().map_err(Clone::clone)
+        let load = || Module::load(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name));
+        context.kernels().patch.get_or_init(load).as_ref().map_err(Clone::clone)
     }
 
     /// The address of `bytes` bytes at offset `at` of a buffer in this device's memory. Checks that it is a multiple of
     /// `align`.
-    fn address(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
+    pub(super) fn address_in(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
         let id = self.context().id();
         let memory = buffer.block().downcast::<DeviceMemory>();
         let own = memory.is_some_and(|memory| memory.context().id() == id);
@@ -142,7 +93,8 @@ impl Kernels for CudaDevice {
         let trusted = sent.was_sent_by::<CudaStream>();
         let SentPatch { patch, memory: work, sent_by } = sent;
         let id = self.context().id();
-        let function = self.module().map(|module| module.function(patch.dtype()));
+        let index = FUNCTIONS.iter().position(|(of, _)| *of == patch.dtype());
+        let function = self.module().map(|module| index.and_then(|index| module.function(index)));
         let function = function.map_err(|why| Error::invalid(format!("{id} does not patch: {why}")))?;
         let stream = (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id);
         let (Some(function), Some(stream)) = (function, stream) else {
@@ -151,45 +103,59 @@ impl Kernels for CudaDevice {
         if !trusted {
             return Err(Mismatch::Sender { device: id }.into());
         }
-        let mut weight_at = self.address(&weight, at, patch.matrix_bytes(), patch.element_bytes())?;
-        let mut work_at = self.address(&work, 0, patch.work_bytes(), 16)?;
+        let mut weight_at = self.address_in(&weight, at, patch.matrix_bytes(), patch.element_bytes())?;
+        let mut work_at = self.address_in(&work, 0, patch.work_bytes(), 16)?;
         let (blocks, mut numbers) = numbers(&patch)?;
         let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
         let memory = vec![Arc::clone(weight.block()), Arc::clone(work.block())];
-        let done = stream.run(&waits, memory, |handle| {
+        let done = stream.run("patching", &waits, memory, |handle| {
             let pointers = [&raw mut weight_at, &raw mut work_at].map(|at| at.cast::<c_void>());
             let mut arguments = [std::ptr::null_mut(); 9];
             arguments[..2].copy_from_slice(&pointers);
             let rest = arguments[2..].iter_mut().zip(&mut numbers);
             rest.for_each(|(argument, number)| *argument = (number as *mut u32).cast());
-            let Ok(calls) = &self.context().driver().kernels else { return Ok(()) };
-            let (x, y, z) = BLOCK;
-            let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
-            // SAFETY: the arguments match the kernel's in number and size, and outlive the call. The kernel accesses the matrix
-            // and the work memory, whose bounds were checked and which are kept until the event after it. The offsets at which
-            // it reads the work memory were copied there by a stream of this backend.
-            let launch = || unsafe { calls.launch(function, blocks, 1, 1, x, y, z, 0, handle, arguments, extra) };
-            self.context().call(|_| launch())
+            // SAFETY: the arguments match the kernel's in number and size. The kernel accesses the matrix and the work memory,
+            // whose bounds were checked and which are kept until the event after it. The offsets at which it reads the work
+            // memory were copied there by a stream of this backend.
+            unsafe { launch(self.context(), function, (blocks, BLOCK), handle, &mut arguments) }
         })?;
         let weight = Flight::of(weight, done.clone());
         let patch = SentPatch { patch, memory: Flight::of(work, done).chain(), sent_by };
         Ok(PatchFlight { weight, patch })
     }
+
+    fn dequantises(&self, from: DType, to: DType) -> Result<(), String> {
+        dequantise::covers(self, from, to)
+    }
+
+    fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+        dequantise::queue(self, stream, work)
+    }
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::backend::cuda) mod tests {
     use super::*;
     use sha2::{Digest, Sha256};
 
     #[test]
     fn the_text_is_made_of_the_source() {
-        let source = Sha256::digest(include_bytes!("kernels/patch.cu"));
-        let hash: String = source.iter().map(|byte| format!("{byte:02x}")).collect();
-        let head = TEXT.lines().next().unwrap_or_default();
-        assert!(head.ends_with(&hash), "patch.cu has changed since; run scripts/kernels/regenerate");
-        for (_, name) in FUNCTIONS {
-            assert!(TEXT.contains(&format!(".visible .entry {}(", name.to_string_lossy())));
+        let names = FUNCTIONS.iter().map(|(_, name)| *name);
+        assert_made_of(TEXT, include_bytes!("kernels/patch.cu"), names);
+    }
+
+    /// Checks that a text was made of `source` and the header as they are, and has these functions.
+    pub(in crate::backend::cuda) fn assert_made_of<'n>(
+        text: &str,
+        source: &[u8],
+        names: impl Iterator<Item = &'n CStr>,
+    ) {
+        let made_of = [include_bytes!("kernels/float.cuh"), source].concat();
+        let hash: String = Sha256::digest(made_of).iter().map(|byte| format!("{byte:02x}")).collect();
+        let head = text.lines().next().unwrap_or_default();
+        assert!(head.ends_with(&hash), "the source has changed since; run scripts/kernels/regenerate");
+        for name in names {
+            assert!(text.contains(&format!(".visible .entry {}(", name.to_string_lossy())));
         }
     }
 }

@@ -8,11 +8,13 @@
 
 mod calls;
 mod context;
+mod dequantise;
 mod device;
 mod driver;
 mod event;
 mod kernels;
 mod memory;
+mod module;
 mod numa;
 mod nvml;
 mod peers;

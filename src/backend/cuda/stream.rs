@@ -196,14 +196,16 @@ impl CudaStream {
         now
     }
 
-    /// Queues work of the device with `queue`, after `waits`. Returns the event after it, until which `memory` is kept.
+    /// Queues work of the device with `queue`, after `waits`. Returns the event after it, until which `memory` is kept. `what` is
+    /// what is refused while the stream is captured.
     pub(super) fn run(
         &self,
+        what: &'static str,
         waits: &[Event],
         memory: Vec<Arc<MemoryBlock>>,
         queue: impl FnOnce(StreamHandle) -> Result<()>,
     ) -> Result<Event> {
-        let _entered = self.enter("patching")?;
+        let _entered = self.enter(what)?;
         let others = self.join(waits)?;
         let queued = self.queue(others, Memory::All(memory), tracing::Span::none(), || queue(self.handle()));
         queued.map_err(|(error, _)| error)

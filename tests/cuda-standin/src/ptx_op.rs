@@ -458,7 +458,10 @@ mod tests {
         assert_eq!((Two::Shl32.of(3, 31), Two::Shl32.of(3, 32), Two::Shr.of(3, 40)), (1 << 31, 0, 0));
         assert_eq!(One::FloatOfS32.of(0xffff_fffe), u64::from((-2.0f32).to_bits()));
         assert_eq!(Two::DivFloat.of(0, 0), 0x7fff_ffff);
-        assert_eq!((Two::Shl16.of(0xff00, 4), Two::Sub64.of(1, 2), One::Negative32.of(1)), (0xf000, u64::MAX, 0xffff_ffff));
+        assert_eq!(
+            (Two::Shl16.of(0xff00, 4), Two::Sub64.of(1, 2), One::Negative32.of(1)),
+            (0xf000, u64::MAX, 0xffff_ffff)
+        );
         // The low half of the first in the high half of the second; bytes with their signs.
         assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x7604), 0x5566_4490);
         assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x0dc4), 0x44ff_ff90);

@@ -147,7 +147,7 @@ struct Q6_K {
 };
 
 template <class Format>
-__device__ __forceinline__ void dequantise(const u8 *blocks, u8 *values, u64 runs, u32 kind) {
+__device__ __forceinline__ void dequantise(const u8 *blocks, u8 *values, u32 runs, u32 kind) {
     const u64 first = ((u64)blockIdx.x * WARPS + threadIdx.y) * RUNS;
     const u32 at = threadIdx.x;
     if (first >= runs) return;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void dequantise(const u8 *blocks, u8 *values, u64 run
 }
 
 #define KERNEL(name, format)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(WARP *WARPS) name(const u8 *blocks, u8 *values, u64 runs, u32 kind) { \
+    extern "C" __global__ void __launch_bounds__(WARP *WARPS) name(const u8 *blocks, u8 *values, u32 runs, u32 kind) { \
         dequantise<format>(blocks, values, runs, kind);                                                               \
     }
 

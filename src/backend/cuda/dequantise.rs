@@ -1,0 +1,129 @@
+//! The values of GGML's blocks, computed on the device.
+
+use std::any::Any;
+use std::ffi::{CStr, c_void};
+use std::sync::Arc;
+
+use super::device::CudaDevice;
+use super::memory::DeviceMemory;
+use super::module::{Module, launch};
+use super::stream::CudaStream;
+use crate::backend::{Buf, Dequantise, Event, Flight, Rejected, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, Mismatch, Result};
+
+/// The PTX that `scripts/kernels/regenerate` generates from `kernels/dequantise.cu`.
+const TEXT: &str = include_str!("kernels/dequantise.ptx");
+
+/// The block types and the functions for them.
+const FUNCTIONS: [(DType, &CStr); 10] = [
+    (DType::Q4_0, c"dequantise_q4_0"),
+    (DType::Q4_1, c"dequantise_q4_1"),
+    (DType::Q5_0, c"dequantise_q5_0"),
+    (DType::Q5_1, c"dequantise_q5_1"),
+    (DType::Q8_0, c"dequantise_q8_0"),
+    (DType::Q4_K, c"dequantise_q4_k"),
+    (DType::Q5_K, c"dequantise_q5_k"),
+    (DType::Q6_K, c"dequantise_q6_k"),
+    (DType::IQ4_NL, c"dequantise_iq4_nl"),
+    (DType::MXFP4, c"dequantise_mxfp4"),
+];
+
+/// The types of values, by their numbers in the kernels.
+const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// The threads of a block: eight warps.
+const BLOCK: [u32; 2] = [32, 8];
+/// The values of a run, which a thread has one of.
+const RUN: u64 = 32;
+/// The runs of a block of threads: eight for each warp.
+const RUNS: u32 = 64;
+
+/// Whether there is a kernel for these types that the driver takes; otherwise why not.
+pub(super) fn covers(device: &CudaDevice, from: DType, to: DType) -> Result<(), String> {
+    let id = device.context().id();
+    let known = index(from).is_some() && kind(to).is_some();
+    if !known {
+        return Err(format!("{id} has no kernel that computes {to} of {from}"));
+    }
+    module(device).map(drop)
+}
+
+fn index(from: DType) -> Option<usize> {
+    FUNCTIONS.iter().position(|(of, _)| *of == from)
+}
+
+fn kind(to: DType) -> Option<usize> {
+    VALUES.iter().position(|of| *of == to)
+}
+
+fn module(device: &CudaDevice) -> Result<&Module, String> {
+    let context = device.context();
+    let load = || Module::load(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name));
+    context.kernels().dequantise.get_or_init(load).as_ref().map_err(Clone::clone)
+}
+
+/// Queues the kernel.
+pub(super) fn queue(device: &CudaDevice, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+    match launched(device, stream, &work) {
+        Ok(done) => Ok(work.launched(done)),
+        Err(error) => Err(work.rejected(error)),
+    }
+}
+
+fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Dequantise) -> Result<Event> {
+    let id = device.context().id();
+    let (from, to) = work.types();
+    let module = module(device).map_err(|why| Error::invalid(format!("{id} does not dequantise: {why}")))?;
+    let function = index(from).and_then(|index| module.function(index));
+    let stream = (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id);
+    let (Some(function), Some(kind), Some(stream)) = (function, kind(to), stream) else {
+        return Err(Error::invalid(format!("{to} of {from} is not computed on {id}, or not on this stream")));
+    };
+    let mut kind = kind as u32;
+    let too_many = || Error::invalid(format!("{} values are too many for one launch", work.values()));
+    let mut runs = u32::try_from(work.values() as u64 / RUN).map_err(|_| too_many())?;
+    let blocks = runs.div_ceil(RUNS);
+    let mut source = address_of(device, work.source())? + work.from() as u64;
+    let align = to.element_bytes().unwrap_or(1) as usize;
+    let mut target = device.address_in(work.dst(), 0, work.bytes(), align)?;
+    if runs == 0 {
+        return stream.record(&[]);
+    }
+    let memory = vec![Arc::clone(work.source().block()), Arc::clone(work.dst().block())];
+    stream.run("dequantisation", &work.waits(), memory, |handle| {
+        let (source, target) = ((&raw mut source).cast::<c_void>(), (&raw mut target).cast());
+        let mut arguments = [source, target, (&raw mut runs).cast(), (&raw mut kind).cast()];
+        // SAFETY: the arguments match the kernel's in number and size. The kernel reads the blocks of so many runs and writes
+        // as many values, which are inside of both buffers, whose memory is kept until the event after it.
+        unsafe { launch(device.context(), function, (blocks, BLOCK), handle, &mut arguments) }
+    })
+}
+
+/// The address of a buffer in this device's memory.
+fn address_of(device: &CudaDevice, buffer: &Buf) -> Result<u64> {
+    let id = device.context().id();
+    let memory = buffer.block().downcast::<DeviceMemory>();
+    let own = memory.is_some_and(|memory| memory.context().id() == id);
+    let mismatch =
+        || Mismatch::Memory { what: "what is to be dequantised".to_owned(), memory: buffer.device(), device: id };
+    Ok(buffer.address().filter(|_| own).ok_or_else(mismatch)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kernels::tests::assert_made_of;
+    use super::*;
+
+    #[test]
+    fn the_text_is_made_of_the_source() {
+        assert_made_of(TEXT, include_bytes!("kernels/dequantise.cu"), FUNCTIONS.iter().map(|(_, name)| *name));
+    }
+
+    #[test]
+    fn runs_are_whole_blocks() {
+        for (dtype, _) in FUNCTIONS {
+            assert!(dtype.block().elements.is_multiple_of(RUN), "{dtype}");
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! The values of GGML's blocks by the kernels of CUDA devices, from the slots of streamed layers: the text that ships, interpreted
+//! by the stand-in driver or run by a card, gives the bits of the host.
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+mod card;
+mod support;
+
+use std::sync::Arc;
+
+use card::{
+    DEADLINE, assert_at_most_one_leak, assert_given_back, driver, registry, spread, stand_in, wait_until_closed,
+};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
+use half::{bf16, f16};
+use support::gguf::Gguf;
+use tensor_offload::backend::{
+    Backend, Buf, BufMut, Countdown, Cuda, Dequantise, Device, Faulty, Host, MemoryKind, Operation, Role, Transfer,
+};
+use tensor_offload::patch::dequantise;
+use tensor_offload::{Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights};
+
+const BY_KERNELS: [DType; 10] = [
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q8_0,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+    DType::IQ4_NL,
+    DType::MXFP4,
+];
+const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+fn one_card() -> Config {
+    Config::with_devices(&[64 << 20]).memory(MemoryMode::Reuse).late_micros(2000).seed(3)
+}
+
+/// Bytes of any value: all codes, and scales that are subnormal, infinite and NaN.
+fn random_bytes(seed: u64, count: usize) -> Vec<u8> {
+    let mut random = support::Random::new(seed);
+    (0..count.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(count).collect()
+}
+
+/// The values of blocks as bytes of `to`, by the crate half.
+fn wanted(dtype: DType, blocks: &[u8], to: DType) -> Vec<u8> {
+    let block = dtype.block();
+    let mut values = vec![0.0; blocks.len() / block.bytes as usize * block.elements as usize];
+    dequantise(dtype, blocks, &mut values).unwrap();
+    let stored = |value: &f32| match to {
+        DType::F32 => (if value.is_nan() { 0x7fc0_0000 } else { value.to_bits() }).to_le_bytes().to_vec(),
+        DType::F16 if value.is_nan() => 0x7e00u16.to_le_bytes().to_vec(),
+        DType::F16 => f16::from_f32(*value).to_le_bytes().to_vec(),
+        _ if value.is_nan() => 0x7fc0u16.to_le_bytes().to_vec(),
+        _ => bf16::from_f32(*value).to_le_bytes().to_vec(),
+    };
+    values.iter().flat_map(stored).collect()
+}
+
+fn sent(device: &Arc<dyn Device>, bytes: &[u8]) -> Buf {
+    let host = Host::new().open(DeviceId::CPU).unwrap();
+    let mut staged = host.alloc(bytes.len(), MemoryKind::Whole).unwrap();
+    staged.host_mut().unwrap().copy_from_slice(bytes);
+    let memory = device.alloc(bytes.len(), MemoryKind::Whole).unwrap();
+    let stream = device.stream(Role::Upload).unwrap();
+    let flight = stream.copy(Transfer::whole(&staged.freeze(), memory).unwrap()).unwrap();
+    flight.wait(DEADLINE).unwrap().freeze()
+}
+
+/// The first bytes of a buffer on a device.
+fn read(device: &Arc<dyn Device>, values: BufMut, count: usize) -> Result<Vec<u8>> {
+    let host = Host::new().open(DeviceId::CPU)?;
+    let memory = host.alloc(values.bytes(), MemoryKind::Whole)?;
+    let stream = device.stream(Role::Download)?;
+    let mut back = stream.copy(Transfer::whole(&values.freeze(), memory)?)?.wait(DEADLINE)?;
+    Ok(back.host_mut().unwrap()[..count].to_vec())
+}
+
+#[track_caller]
+fn assert_same(got: &[u8], wanted: &[u8], size: usize, what: &str) {
+    let wrong = got.chunks(size).zip(wanted.chunks(size)).position(|(got, wanted)| got != wanted);
+    if let Some(at) = wrong {
+        panic!("{what}, value {at}: {:02x?}, not {:02x?}", &got[at * size..][..size], &wanted[at * size..][..size]);
+    }
+    assert_eq!(got.len(), wanted.len(), "{what}");
+}
+
+/// Numbers of blocks that end in the midst of a warp's and of a block of threads, at an odd address, into memory that keeps what
+/// is behind the values.
+#[test]
+fn cuda_kernels_give_the_values_of_the_host() {
+    let driver = driver(&one_card());
+    let devices = registry();
+    let device = devices.device(DeviceId::cuda(0)).unwrap();
+    let (kernels, stream) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
+    for (seed, dtype) in BY_KERNELS.into_iter().enumerate() {
+        if let Err(why) = kernels.dequantises(dtype, DType::F32) {
+            assert!(card::named(), "{why}");
+            eprintln!("skipped: the driver has no kernels for its device: {why}");
+            return;
+        }
+        let block = dtype.block();
+        for (count, to) in [1, 0, 7, 64, 2500 / block.elements as usize].into_iter().zip(VALUES.iter().cycle()).chain(
+            // All bits of a scale and of most codes, in each type.
+            VALUES.iter().map(|to| (32_768 / block.elements as usize + 3, to)),
+        ) {
+            let size = to.element_bytes().unwrap() as usize;
+            let (blocks, values) =
+                (random_bytes(seed as u64, count * block.bytes as usize), count * block.elements as usize);
+            let src = sent(&device, &[&[0xa5; 3], &*blocks].concat());
+            let dst = device.alloc((values + 5) * size, MemoryKind::Whole).unwrap();
+            let behind = random_bytes(9, dst.bytes());
+            let dst = {
+                let kept = sent(&device, &behind);
+                stream.copy(Transfer::whole(&kept, dst).unwrap()).unwrap().chain()
+            };
+            let work = Dequantise::new((src, 3, dtype), values, (dst, *to)).unwrap();
+            let dst = kernels.dequantise(&*stream, work).unwrap().chain();
+            let all = read(&device, dst, (values + 5) * size).unwrap();
+            let what = format!("{count} blocks of {dtype} as {to}");
+            assert_same(&all[..values * size], &wanted(dtype, &blocks, *to), size, &what);
+            assert_eq!(all[values * size..], behind[values * size..], "{what}: behind the values");
+        }
+    }
+    drop((stream, device, devices));
+    driver.assert_clean();
+}
+
+#[test]
+fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() {
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20, 64 << 20])) else { return };
+    let devices = registry();
+    let [device, other] = [0, 1].map(|number| devices.device(DeviceId::cuda(number)).unwrap());
+    let (kernels, stream) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
+    let memory = |device: &Arc<dyn Device>, bytes| device.alloc(bytes, MemoryKind::Whole).unwrap();
+    let refused = |src: BufMut, dtype, dst: BufMut, stream: &dyn tensor_offload::backend::Stream| {
+        let work = Dequantise::new((src.freeze(), 0, dtype), 256, (dst, DType::F32)).unwrap();
+        let rejected = kernels.dequantise(stream, work).unwrap_err();
+        assert!(rejected.dst.bytes() >= 1024);
+        rejected.error.to_string()
+    };
+    assert!(kernels.dequantises(DType::Q2_K, DType::F32).unwrap_err().contains("F32 of Q2_K"));
+    assert!(kernels.dequantises(DType::Q4_0, DType::F64).unwrap_err().contains("F64 of Q4_0"));
+    assert!(
+        refused(memory(&device, 84), DType::Q2_K, memory(&device, 1024), &*stream).contains("not computed on cuda:0")
+    );
+    assert!(refused(memory(&other, 144), DType::Q4_K, memory(&device, 1024), &*stream).contains("cuda:1"));
+    assert!(refused(memory(&device, 144), DType::Q4_K, memory(&other, 1024), &*stream).contains("cuda:1"));
+    let elsewhere = other.stream(Role::Compute).unwrap();
+    assert!(refused(memory(&device, 144), DType::Q4_K, memory(&device, 1024), &*elsewhere).contains("this stream"));
+    let odd = memory(&device, 1026).split_off(2).unwrap();
+    assert!(refused(memory(&device, 144), DType::Q4_K, odd, &*stream).contains("aligned to 4"));
+    assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 0);
+    drop((stream, elsewhere, device, other));
+    assert_given_back(&devices, &cuda, "refusals");
+    drop(devices);
+    card::assert_clean(&cuda);
+}
+
+/// Four layers of two quantised tensors and a norm. Q2_K has no kernel.
+fn weights() -> Weights {
+    let file = (0..4).fold(Gguf::new("llama"), |file, layer| {
+        let bytes =
+            |dtype: DType, rows: u64| random_bytes(layer * 7 + rows, dtype.bytes_of(&[rows, 256]).unwrap() as usize);
+        file.tensor(format!("blk.{layer}.attn_q.weight"), DType::Q4_K, &[40, 256], bytes(DType::Q4_K, 40))
+            .tensor(format!("blk.{layer}.attn_v.weight"), DType::Q2_K, &[8, 256], bytes(DType::Q2_K, 8))
+            .tensor(format!("blk.{layer}.ffn_up.weight"), DType::Q8_0, &[24, 256], bytes(DType::Q8_0, 24))
+            .some(&format!("blk.{layer}.attn_norm.weight"), DType::F32, &[256])
+    });
+    Weights::new(Checkpoint::from_bytes("model.gguf", file.build()).unwrap())
+}
+
+fn load(devices: &Registry, weights: &Weights) -> Result<Arc<Model>> {
+    let planner = Planner::new(weights.layout(), devices.machine()).allocation("cuda:0,30%;cpu,*".parse()?);
+    let plan = planner.compute(DeviceId::cuda(0)).depth(1).plan()?;
+    Ok(Arc::new(Loader::new(devices).deadline(DEADLINE).load(weights, &plan)?))
+}
+
+/// Two passes over all layers, with one buffer for all values; each is compared before the next is queued.
+fn passes(devices: &Registry, weights: &Weights, to: DType) -> Result<()> {
+    let model = load(devices, weights)?;
+    let device = model.residency().device();
+    let mut streamer = Streamer::new(&model)?.deadline(DEADLINE);
+    let mut values = device.alloc(40 * 256 * 4, MemoryKind::Whole)?;
+    for layer in model.layout().layer_ids().chain(model.layout().layer_ids()) {
+        let guard = streamer.layer(layer)?;
+        for name in ["attn_q.weight", "attn_v.weight", "ffn_up.weight"] {
+            let view = guard.tensor(name).unwrap();
+            let (tensor, dtype) = (weights.layout().find(view.name()).unwrap(), view.dtype());
+            let mut blocks = vec![0; view.size()];
+            weights.read(tensor, &mut blocks)?;
+            let wanted = wanted(dtype, &blocks, to);
+            values = guard.dequantise(name, to, values)?.chain();
+            let copied = device.alloc(values.bytes(), MemoryKind::Whole)?;
+            let now = values.freeze();
+            let copied = streamer.compute().copy(Transfer::whole(&now, copied)?)?.chain();
+            let got = read(device, copied, wanted.len())?;
+            assert_same(&got, &wanted, to.element_bytes().unwrap() as usize, view.name());
+            values = now.try_reclaim().unwrap_or_else(|now| panic!("{now:?} is shared"));
+        }
+    }
+    // What crossed the link are the blocks.
+    let sizes = |layer| model.layout().layer(layer).unwrap().bytes;
+    let whole: u64 = model.layout().layer_ids().map(sizes).sum();
+    let streamed: u64 = streamer.report().bytes.values().sum();
+    assert!(streamed > 0 && streamed <= 2 * whole, "{streamed} of {whole} bytes");
+    Ok(())
+}
+
+#[test]
+fn cuda_streamed_blocks_have_their_values_on_the_compute_stream() {
+    let weights = weights();
+    for to in VALUES {
+        let driver = driver(&one_card());
+        let devices = registry();
+        passes(&devices, &weights, to).unwrap();
+        if let Some(cuda) = (!card::named()).then(|| ()).and(match &driver {
+            card::Driver::StandIn(cuda) => Some(cuda),
+            card::Driver::Named(_) => None,
+        }) {
+            // Three tensors of each of four layers in two passes, without those of Q2_K.
+            assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 16);
+        }
+        drop(devices);
+        driver.assert_clean();
+    }
+}
+
+#[test]
+fn cuda_drivers_that_refuse_the_kernels_leave_the_values_to_the_host() {
+    let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..one_card() }) else { return };
+    let devices = registry();
+    passes(&devices, &weights(), DType::BF16).unwrap();
+    assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (0, 1));
+    drop(devices);
+    card::assert_clean(&cuda);
+}
+
+#[test]
+fn cuda_dequantising_keeps_nothing_whatever_call_fails() {
+    let weights = weights();
+    let calls: u64 = {
+        let Some(cuda) = stand_in(&one_card()) else { return };
+        passes(&registry(), &weights, DType::F16).unwrap();
+        wait_until_closed(&cuda, DEADLINE);
+        cuda.report().calls.values().sum()
+    };
+    for effect in [Effect::Fail(304), Effect::Sticky(700)] {
+        for nth in spread(0, calls + 5) {
+            let Some(cuda) = stand_in(&one_card()) else { return };
+            cuda.fault(&FaultPlan::one(Fault::any(nth, effect)));
+            let devices = registry();
+            let outcome = passes(&devices, &weights, DType::F16);
+            if let Err(Error::TimedOut { what, .. }) = &outcome {
+                panic!("{effect:?} at call {nth}: hung on {what}");
+            }
+            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
+            drop(devices);
+            assert_at_most_one_leak(&cuda, &format!("{effect:?} at call {nth}"));
+        }
+    }
+}
+
+/// Operations of the backend fail one by one. One that fails is told, and the buffer for the values comes back.
+#[test]
+fn cuda_dequantising_that_fails_is_told() {
+    let Some(cuda) = stand_in(&one_card()) else { return };
+    let weights = weights();
+    let countdown = Countdown::new();
+    let faulty = Faulty::new(Cuda::new(), countdown.clone());
+    let devices = Registry::new([Arc::new(faulty) as Arc<dyn Backend>, Arc::new(Host::new())]);
+    let model = load(&devices, &weights).unwrap();
+    let mut streamer = Streamer::new(&model).unwrap();
+    let guard = streamer.layer(model.layout().layer_ids().next().unwrap()).unwrap();
+    let values = model.residency().device().alloc(40 * 256 * 4, MemoryKind::Whole).unwrap();
+    countdown.fail_nth(1);
+    let rejected = guard.dequantise("attn_q.weight", DType::F32, values).unwrap_err();
+    assert!(rejected.error.to_string().contains("Dequantise failed on purpose"), "{}", rejected.error);
+    let values = guard.dequantise("attn_q.weight", DType::F32, rejected.dst).unwrap().wait(DEADLINE).unwrap();
+    assert_eq!(countdown.calls_of(Operation::Dequantise), 2);
+    let refused = |name: &str, to, wanted: &str, values| {
+        let rejected = guard.dequantise(name, to, values).unwrap_err();
+        assert!(rejected.error.to_string().contains(wanted), "{}", rejected.error);
+        rejected.dst
+    };
+    let values = refused("attn_norm.weight", DType::F32, "F32 is no block type", values);
+    let values = refused("attn_k.weight", DType::F32, "attn_k.weight", values);
+    let mut values = refused("attn_q.weight", DType::F8E5M2, "not F8_E5M2", values);
+    let small = values.split_off(40 * 256 * 4 - 4).unwrap();
+    refused("attn_q.weight", DType::BF16, "a buffer of 4", small);
+    drop((values, guard, streamer, model));
+    assert_given_back(&devices, &cuda, "refusals");
+    drop(devices);
+    card::assert_clean(&cuda);
+}
