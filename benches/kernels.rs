@@ -1,6 +1,7 @@
 //! Patching by a CUDA device's kernels: a bf16 weight of [4096, 4096] (`--size N` for another) at rank 16 and 64, beside
-//! a copy of the weight on the device in the same turns. Where there is no device, or its driver takes no kernels, it
-//! says so and ends.
+//! a copy of the weight on the device in the same turns; and the same weight computed from blocks of GGML's types, beside what
+//! reading them and writing it would take at the pace of that copy. Where there is no device, or its driver takes no
+//! kernels, it says so and ends.
 //!
 //! A turn queues its work while the stream is held, and events of the driver around it tell the time; what is printed
 //! are medians of alternating turns.
@@ -13,12 +14,26 @@ use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use cudarc::driver::{CudaContext, CudaStream};
 use half::bf16;
 use tensor_offload::backend::{
-    Backend, Buf, BufMut, Cuda, Device, Flight, Found, MatrixPatch, MemoryKind, PackedProduct, Stream, Transfer,
+    Backend, Buf, BufMut, Cuda, Dequantise, Device, Flight, Found, Kernels, MatrixPatch, MemoryKind, PackedProduct,
+    Stream, Transfer,
 };
 use tensor_offload::device::DeviceKind;
 use tensor_offload::{DType, DeviceId, cuda};
 
 const RANKS: [usize; 2] = [16, 64];
+/// The block types that the kernels read.
+const BLOCKS: [DType; 10] = [
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q8_0,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+    DType::IQ4_NL,
+    DType::MXFP4,
+];
 /// How long the stream is held while a turn is queued.
 const HOLD: Duration = Duration::from_millis(20);
 /// Pieces of work in a turn.
@@ -126,6 +141,46 @@ fn run(id: DeviceId, size: usize) -> Outcome<()> {
             median / *of_copy.get_or_insert(median)
         );
     }
+    for dtype in BLOCKS {
+        dequantise((&raw, stream), (device, host, kernels), (dtype, size * size), (&source, &mut target))?;
+    }
+    Ok(())
+}
+
+/// Times the values of blocks of one type in bf16, in turns with a copy of as many values, and prints both.
+fn dequantise(
+    (raw, stream): (&CudaStream, &dyn Stream),
+    (device, host, kernels): (&dyn Device, &dyn Device, &dyn Kernels),
+    (dtype, values): (DType, usize),
+    (source, target): (&Buf, &mut Option<BufMut>),
+) -> Outcome<()> {
+    if let Err(why) = kernels.dequantises(dtype, DType::BF16) {
+        println!("  {why}");
+        return Ok(());
+    }
+    let bytes = dtype.bytes_of(&[values as u64]).ok_or("the weight is not of whole blocks; choose a multiple of 16")?;
+    let bytes: Vec<u8> = noise(bytes as usize, 5).iter().map(|value| ((value + 0.5) * 63.0) as u8).collect();
+    let blocks = sent(device, host, stream, &bytes)?.freeze();
+    let mut times = [Vec::new(), Vec::new()];
+    for turn in 0..=TURNS {
+        let copied = time(raw, stream, target, |memory| Ok(copy(stream, source, memory)?.chain()))?;
+        let computed = time(raw, stream, target, |memory| {
+            let work = Dequantise::new((blocks.clone(), 0, dtype), values, (memory, DType::BF16))?;
+            Ok(kernels.dequantise(stream, work)?.chain())
+        })?;
+        if turn > 0 {
+            times.iter_mut().zip([copied, computed]).for_each(|(times, time)| times.push(time));
+        }
+    }
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    let [copied, computed] = times.each_ref().map(|times| times[TURNS / 2]);
+    // A copy reads and writes each byte of the values once.
+    let floor = copied * (bytes.len() + 2 * values) as f64 / (4 * values) as f64;
+    let (name, ratio, rate) = (format!("from {dtype}"), computed / floor, (2 * values) as f64 / computed / 1e6);
+    println!(
+        "  {name:18} {:8.1} us, {ratio:5.2} x its bytes at the copy's pace, {rate:.0} GB/s written",
+        computed * 1e3
+    );
     Ok(())
 }
 

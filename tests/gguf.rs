@@ -4,15 +4,17 @@ mod support;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use support::fault::parts;
 use support::gguf::{Gguf, Tensor, Value};
 use support::{Subject, check_streamed, load, machine};
-use tensor_offload::backend::Clock;
+use tensor_offload::backend::{Clock, MemoryKind, Role, Transfer};
 use tensor_offload::checkpoint::{GgufKind, GgufValue, TensorSpec, write_safetensors};
 use tensor_offload::error::{FileFault, GgufFault, Missing, NoRows};
-use tensor_offload::{Checkpoint, DType, Error, ErrorKind, Registry, Weights};
+use tensor_offload::{Checkpoint, DType, DeviceId, Error, ErrorKind, Loader, Planner, Registry, Streamer, Weights};
 
 fn open(file: &Gguf) -> Checkpoint {
     Checkpoint::from_bytes("weights/model.gguf", file.build()).unwrap()
@@ -718,4 +720,42 @@ fn the_other_reader_agrees_on_real_types() {
     assert_eq!(tensors, seen(&model));
     let metadata: Vec<_> = model.metadata().clone().into_iter().collect();
     assert_eq!(scalars, metadata);
+}
+
+/// On devices without kernels the host computes the values of a layer's blocks: the bytes of a cast, wherever the layer lives.
+#[test]
+fn a_guard_has_the_values_of_its_blocks_on_every_device() {
+    let file = (0..3).fold(Gguf::new("llama"), |file, layer| {
+        let types = [DType::Q4_K, DType::IQ2_XXS, DType::Q8_0];
+        types.into_iter().fold(file, |file, dtype| {
+            file.some(&format!("blk.{layer}.{}.weight", dtype.name().to_lowercase()), dtype, &[6, 512])
+        })
+    });
+    let weights = Weights::new(open(&file));
+    let cast = Weights::new(open(&file)).cast_floats(DType::F16).unwrap();
+    let deadline = Duration::from_secs(20);
+    for compute in ["cpu", "cuda:0", "xpu:0"] {
+        let devices = Registry::described(machine(), Clock::Wall);
+        let planner = Planner::new(weights.layout(), devices.machine()).compute(compute.parse().unwrap());
+        let plan = planner.allocation("cuda:0,20%;disk,40%;cpu,*".parse().unwrap()).depth(1).plan().unwrap();
+        let model = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
+        let (device, host) = (model.residency().device(), devices.device(DeviceId::CPU).unwrap());
+        let down = device.stream(Role::Download).unwrap();
+        let mut streamer = Streamer::new(&model).unwrap();
+        let mut values = device.alloc(6 * 512 * 2, MemoryKind::Whole).unwrap();
+        for layer in support::layers(&streamer) {
+            let guard = streamer.layer(layer).unwrap();
+            for view in guard.tensors() {
+                let tensor = cast.layout().find(view.name()).unwrap();
+                let mut wanted = vec![0; values.bytes()];
+                cast.read(tensor, &mut wanted).unwrap();
+                let filled = guard.dequantise(view.name(), DType::F16, values).unwrap().chain().freeze();
+                let back = host.alloc(filled.bytes(), MemoryKind::Whole).unwrap();
+                let back = down.copy(Transfer::whole(&filled, back).unwrap()).unwrap().wait(deadline).unwrap().freeze();
+                let got = back.host(deadline).unwrap().unwrap();
+                assert!(got == wanted, "{} on {compute}", view.name());
+                values = filled.try_reclaim().unwrap();
+            }
+        }
+    }
 }

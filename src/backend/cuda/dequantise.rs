@@ -85,7 +85,7 @@ fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Dequantise) -> Resu
     let mut runs = u32::try_from(work.values() as u64 / RUN).map_err(|_| too_many())?;
     let blocks = runs.div_ceil(RUNS);
     let mut source = address_of(device, work.source())? + work.from() as u64;
-    let align = to.element_bytes().unwrap_or(1) as usize;
+    let align = to.element_bytes().unwrap_or(1);
     let mut target = device.address_in(work.dst(), 0, work.bytes(), align)?;
     if runs == 0 {
         return stream.record(&[]);
