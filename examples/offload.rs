@@ -16,13 +16,14 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
+use support::values::Values;
 use tensor_offload::adapter::MatchReport;
 use tensor_offload::allocation::Mode;
 use tensor_offload::backend::Clock;
 use tensor_offload::device::{Bandwidth, DeviceInfo, DeviceKind, Topology};
 use tensor_offload::{
-    Adapter, Allocation, ByteSize, Checkpoint, DeviceId, Error, Loader, Machine, Model, ModelCache, Plan, Planner,
-    Registry, Result, Retention, Streamer, Weights,
+    Adapter, Allocation, ByteSize, Checkpoint, DType, DeviceId, Error, Loader, Machine, Model, ModelCache, Plan,
+    Planner, Registry, Result, Retention, Streamer, Weights,
 };
 
 /// The model and the adapter that come with the crate.
@@ -57,6 +58,10 @@ struct Args {
     /// Milliseconds of compute in one step, spread evenly over the layers
     #[arg(long, value_name = "MS", default_value_t = 20.0)]
     compute_ms: f64,
+    /// In each layer's turn, compute the values of its weights in GGML's blocks on the compute device, as F32, F16 or BF16,
+    /// into memory that all of them share
+    #[arg(long, value_name = "TYPE")]
+    dequantise: Option<DType>,
     /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; a real card's copies from when
     /// they are queued until they were seen to be done
     #[arg(long, value_name = "FILE")]
@@ -92,12 +97,18 @@ impl support::Example for Args {
         cache.insert("model", Arc::clone(&model), Retention::Unload);
         let mut streamer = Streamer::new(&model)?;
         let topology = self.topology(&plan, &devices)?;
-        let steps = self.steps(&mut streamer, &plan, &topology)?;
+        let mut values = self.dequantise.map(|dtype| Values::new(&model, dtype)).transpose()?;
+        let steps = self.steps(&mut streamer, &plan, &topology, values.as_mut())?;
         let segments = streamer.report().segments(&topology);
         let carried = |(name, bytes): (&&str, &u64)| format!("; {} over {name}", ByteSize(*bytes).human());
         self.say(|| format!("streamed {}{}", streamer.report(), segments.iter().map(carried).collect::<String>()));
-        let hash = verify(&mut streamer, &weights)?;
-        self.say(|| format!("every tensor matches a merge on the host: sha256 {hash}\n"));
+        let hash = verify(&mut streamer, &weights, &devices, values.as_mut())?;
+        self.say(|| format!("every tensor matches a merge on the host: sha256 {hash}"));
+        let values = values.map(Values::checked).zip(self.dequantise);
+        if let Some(((tensors, hash), dtype)) = &values {
+            self.say(|| format!("the values of {tensors} tensors, as {dtype}, match the host's: sha256 {hash}"));
+        }
+        self.say(String::new);
         let stream = streamer.report().clone();
         let load = model.report().clone();
         drop((streamer, model));
@@ -108,10 +119,14 @@ impl support::Example for Args {
         self.say(|| format!("{cleanup}\n{end}\n{}", peaks.iter().map(peak_line).collect::<String>()));
         let peaks: Vec<_> =
             peaks.iter().map(|(id, peak, limit)| json!({ "id": id, "peak": peak, "limit": limit })).collect();
-        Ok(json!({
+        let mut report = json!({
             "plan": plan, "load": load, "steps": steps, "stream": stream, "segments": segments, "sha256": hash, "unload": cleanup.unload,
             "devices": peaks, "snapshots": [start.to_string(), loaded.to_string(), end.to_string()],
-        }))
+        });
+        if let Some(((tensors, hash), dtype)) = values {
+            report["values"] = json!({ "dtype": dtype, "tensors": tensors, "sha256": hash });
+        }
+        Ok(report)
     }
 }
 
@@ -176,6 +191,9 @@ impl Args {
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
         let planner = self.plan.apply(Planner::new(weights.layout(), machine))?;
         let mut planner = planner.compute_time(vec![per_layer; layers]);
+        if let Some(dtype) = self.dequantise {
+            planner = planner.reserve(ByteSize(self.plan.reserve()? + Values::room(weights.layout(), dtype)?));
+        }
         if self.model.is_none() && self.plan.depth.is_none() {
             // Three slots would hold all of the small model's three blocks, and there would be nothing to see.
             planner = planner.depth(1);
@@ -211,7 +229,13 @@ impl Args {
     }
 
     /// Goes through the model, as a caller would that computes for a while in every layer.
-    fn steps(&self, streamer: &mut Streamer, plan: &Plan, topology: &Topology) -> Result<Vec<Value>> {
+    fn steps(
+        &self,
+        streamer: &mut Streamer,
+        plan: &Plan,
+        topology: &Topology,
+        mut values: Option<&mut Values>,
+    ) -> Result<Vec<Value>> {
         let layers = streamer.model().layout().layer_ids();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.len().max(1)).unwrap_or(u32::MAX);
@@ -222,7 +246,8 @@ impl Args {
         for step in 1..=self.steps {
             let (begin, before) = (Instant::now(), streamed(streamer));
             for layer in layers.clone() {
-                let _guard = streamer.layer(layer)?;
+                let guard = streamer.layer(layer)?;
+                values.as_mut().map_or(Ok(()), |values| values.compute(&guard))?;
                 streamer.compute().occupy(per_layer)?;
             }
             streamer.compute().record(&[])?.wait(DEADLINE)?;
@@ -259,8 +284,14 @@ fn streamed(streamer: &Streamer) -> u64 {
     streamer.report().bytes.values().sum()
 }
 
-/// Streams the model once more and compares every tensor with what patching on the host alone gives.
-fn verify(streamer: &mut Streamer, weights: &Weights) -> Result<String> {
+/// Streams the model once more and compares every tensor with what patching on the host alone gives, and the values of
+/// blocks with the host's.
+fn verify(
+    streamer: &mut Streamer,
+    weights: &Weights,
+    devices: &Registry,
+    mut values: Option<&mut Values>,
+) -> Result<String> {
     let model = Arc::clone(streamer.model());
     let mut whole = Sha256::new();
     for layer in model.layout().layer_ids() {
@@ -275,6 +306,7 @@ fn verify(streamer: &mut Streamer, weights: &Weights) -> Result<String> {
             if streamed != merged {
                 return Err(invalid(format!("tensor `{name}` did not arrive as it was patched")));
             }
+            values.as_mut().map_or(Ok(()), |values| values.check(devices, &guard, name, &merged))?;
             whole.update(name);
             whole.update(&streamed);
         }

@@ -79,6 +79,38 @@ fn plans_have_the_bytes_of_the_file_and_streams_bring_them() {
     assert!(whatif.is_object());
 }
 
+/// The values of all tensors in blocks, by a hash of names and values in the order of execution.
+#[test]
+fn offload_computes_the_values_of_blocks_in_their_layers_turns() {
+    let (file, folder) = (moe(2), tempfile::tempdir().unwrap());
+    let path = folder.path().join("model.gguf").display().to_string();
+    fs::write(&path, file.build()).unwrap();
+    let options = ["--alloc", "cuda:0,30%;cpu,*", "--compute-ms", "1", "--dequantise", "BF16"];
+    let device = ["--device", "cuda:0=16mb", "--device", "cpu=64mb"];
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let layout = checkpoint.layout();
+    let modules = layout.layer_ids().flat_map(|layer| layout.modules_in(layer));
+    let in_order: Vec<_> =
+        modules.flat_map(|module| &module.tensors).map(|tensor| layout.tensor(*tensor).unwrap()).collect();
+    for device in [&device[..], &[]] {
+        let report = json_of("offload", &[&[path.as_str()], &options[..], device].concat());
+        let (mut hash, mut tensors) = (Sha256::new(), 0);
+        for tensor in in_order.iter().filter(|tensor| tensor.dtype.is_ggml_block()) {
+            let bytes = &file.tensors.iter().find(|other| other.name == tensor.name).unwrap().bytes;
+            let mut values = vec![0.0; tensor.shape.iter().product::<u64>() as usize];
+            tensor_offload::patch::dequantise(tensor.dtype, bytes, &mut values).unwrap();
+            hash.update(&tensor.name);
+            let one_nan = |value: &f32| if value.is_nan() { f32::NAN } else { *value };
+            values.iter().map(one_nan).for_each(|value| hash.update(half::bf16::from_f32(value).to_le_bytes()));
+            tensors += 1;
+        }
+        let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(report["values"], serde_json::json!({ "dtype": "BF16", "tensors": tensors, "sha256": hash }));
+    }
+    let (_, message) = fails("offload", &[path.as_str(), "--alloc", "cpu,*", "--dequantise", "I8"]);
+    assert!(message.contains("--dequantise I8") && message.contains("F32, F16 or BF16"), "{message}");
+}
+
 #[test]
 fn errors_name_the_file_and_the_reason() {
     let folder = tempfile::tempdir().unwrap();

@@ -10,6 +10,7 @@ pub(crate) mod options;
 pub(crate) mod replay;
 pub(crate) mod table;
 pub(crate) mod trace;
+pub(crate) mod values;
 
 use clap::Parser;
 use clap::error::ErrorKind;

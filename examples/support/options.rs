@@ -120,9 +120,14 @@ impl FromStr for Milliseconds {
 }
 
 impl PlanOptions {
+    /// The memory to leave free on the compute device, in bytes.
+    pub(crate) fn reserve(&self) -> Result<u64> {
+        Ok(self.reserve.parse::<ByteSize>()?.get())
+    }
+
     /// The planner with these options set.
     pub(crate) fn apply<'a>(&self, planner: Planner<'a>) -> Result<Planner<'a>> {
-        let planner = self.order.apply(planner).reserve(self.reserve.parse::<ByteSize>()?);
+        let planner = self.order.apply(planner).reserve(ByteSize(self.reserve()?));
         let planner = self.keep.iter().fold(planner, Planner::keep_resident).gather_embeddings(self.gather_embeddings);
         let planner = self.in_place.iter().fold(planner, Planner::in_place);
         let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));

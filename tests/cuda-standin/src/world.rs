@@ -147,8 +147,12 @@ impl World {
         }
         let mut report = world.state().report(&world.shared);
         report.calls = named(&lock(&world.calls));
-        report.own_calls =
-            OWN_CALLS.with_borrow(|(of, own)| if *of == world.number { named(own) } else { BTreeMap::new() });
+        // At the end of the process this thread's own may be gone.
+        let own_calls = OWN_CALLS.try_with(|own| match &*own.borrow() {
+            (of, own) if *of == world.number => named(own),
+            _ => BTreeMap::new(),
+        });
+        report.own_calls = own_calls.unwrap_or_default();
         report
     }
 
@@ -167,7 +171,9 @@ impl World {
     /// Counts a call, of all threads and of this one.
     fn count(&self, name: &'static str) {
         *lock(&self.calls).entry(name).or_default() += 1;
-        OWN_CALLS.with_borrow_mut(|(of, own)| {
+        // A call may come from the end of a thread, when its own are gone.
+        let _ = OWN_CALLS.try_with(|own| {
+            let (of, own) = &mut *own.borrow_mut();
             if *of != self.number {
                 (*of, *own) = (self.number, Counts::new());
             }
