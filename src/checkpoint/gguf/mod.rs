@@ -1,4 +1,4 @@
-//! GGUF files: the header, its metadata, and sets of files.
+//! GGUF files: the header, its metadata, sets of files, and how one is written.
 //!
 //! A file is the mark `GGUF`, the version, the numbers of tensors and of entries of the metadata, these entries, what is known of
 //! each tensor, and the tensors' bytes from the next multiple of the alignment on. See ggml, `docs/gguf.md`, and the reader
