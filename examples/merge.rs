@@ -70,7 +70,7 @@ impl support::Example for Args {
         let weights = self.adapters.apply_to(Checkpoint::open(&self.base)?)?;
         let gguf = self.gguf_metadata(&weights)?;
         if gguf.is_none() || !self.keeps_blocks(&weights) {
-            check_types(weights.layout())?;
+            check_types(weights.layout(), gguf.is_some())?;
         }
         let tensors = weights.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
@@ -196,16 +196,20 @@ fn promoted(text: &str) -> std::result::Result<DType, String> {
         .ok_or_else(|| "tensors are promoted to F32, F16 or BF16".to_owned())
 }
 
-/// Fails if there are blocks, which a safetensors file cannot hold.
-fn check_types(layout: &Layout) -> Result<()> {
+/// Fails if there are blocks, which a safetensors file cannot hold, and of which a GGUF file needs to know what becomes of them.
+fn check_types(layout: &Layout, gguf: bool) -> Result<()> {
     let blocks: Vec<_> = layout.tensors().iter().filter(|tensor| tensor.dtype.is_ggml_block()).collect();
     if blocks.is_empty() {
         return Ok(());
     }
     let named: Vec<_> = blocks.iter().take(3).map(|tensor| format!("`{}` ({})", tensor.name, tensor.dtype)).collect();
+    let (trouble, end) = match gguf {
+        true => ("", ""),
+        false => (", which a safetensors file cannot hold", " in an --out that ends in .gguf"),
+    };
     let reason = format!(
-        "{} of {} tensors are in GGML's blocks, which a safetensors file cannot hold: {}{}; --promote F32, F16 or BF16 \
-         stores their values, and --requantise with an --out that ends in .gguf writes a GGUF file of blocks",
+        "{} of {} tensors are in GGML's blocks{trouble}: {}{}; --promote F32, F16 or BF16 stores their values, and \
+         --requantise keeps blocks and makes those that adapters change anew{end}",
         blocks.len(),
         layout.tensors().len(),
         named.join(", "),

@@ -83,20 +83,24 @@ fn llama() -> Gguf {
     file.some("output_norm.weight", DType::F32, &[256]).some("output.weight", DType::Q6_K, &[8, 256])
 }
 
-/// Writes an adapter of rank 4 for the parts of attention.
-fn adapter(folder: &Path) -> String {
+/// Writes an adapter of rank 4 for modules of so many rows.
+fn adapter(folder: &Path, modules: &[(&str, u64)]) -> String {
     let path = folder.join("lora.safetensors");
-    let mut tensors = Vec::new();
-    for (number, part) in ["q", "k", "v", "o"].into_iter().enumerate() {
-        let name = format!("base_model.model.model.layers.0.self_attn.{part}_proj");
-        let seed = 100 + 2 * number as u64;
-        tensors.push((TensorSpec::new(format!("{name}.lora_A.weight"), DType::F32, [4, 256]), seed));
-        tensors.push((TensorSpec::new(format!("{name}.lora_B.weight"), DType::F32, [256, 4]), seed + 1));
+    let mut specs = Vec::new();
+    for (module, rows) in modules {
+        let name = format!("base_model.model.{module}");
+        specs.push(TensorSpec::new(format!("{name}.lora_A.weight"), DType::F32, [4, 256]));
+        specs.push(TensorSpec::new(format!("{name}.lora_B.weight"), DType::F32, [*rows, 4]));
     }
-    let specs: Vec<_> = tensors.iter().map(|(spec, _)| spec.clone()).collect();
-    let fill = |index: usize| bytes_of(&numbers(1024, tensors[index].1));
-    write_safetensors(&path, &specs, &BTreeMap::new(), |index, out| out.put(&fill(index))).unwrap();
+    let fill = |index: usize, left: u64| bytes_of(&numbers(left as usize / 4, 100 + index as u64));
+    write_safetensors(&path, &specs, &BTreeMap::new(), |index, out| out.put(&fill(index, out.left()))).unwrap();
     path.display().to_string()
+}
+
+/// One for the parts of attention.
+fn of_attention(folder: &Path) -> String {
+    let parts = ["q", "k", "v", "o"].map(|part| format!("model.layers.0.self_attn.{part}_proj"));
+    adapter(folder, &parts.each_ref().map(|part| (part.as_str(), 256)))
 }
 
 #[test]
@@ -132,6 +136,8 @@ fn another_reader_finds_what_was_written() {
     let path = folder.path().join("m.gguf");
     let mut file = llama().entry("general.alignment", Value::U32(128));
     file.alignment = 128;
+    // The other reader refuses texts that are not UTF-8.
+    file.entries.retain(|(key, _)| key != "aa.last");
     let model = Checkpoint::from_bytes("m.gguf", file.build()).unwrap();
     copy(&model, &path);
     let bytes = fs::read(&path).unwrap();
@@ -193,7 +199,7 @@ fn merge_requantises_what_adapters_change_and_copies_the_rest() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     let (base, out, placed) = (path("base.gguf"), path("out.gguf"), path("placed"));
-    let lora = adapter(folder.path());
+    let lora = of_attention(folder.path());
     fs::write(&base, llama().build()).unwrap();
     let args = [base.as_str(), "--adapter", &lora, "--requantise", "--out"];
     let report = json_of("merge", &[&args[..], &[&out]].concat());
@@ -252,6 +258,24 @@ fn merge_requantises_what_adapters_change_and_copies_the_rest() {
 }
 
 #[test]
+fn a_head_that_an_adapter_unties_is_the_last_tensor() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (base, out, lora) = (path("base.gguf"), path("out.gguf"), adapter(folder.path(), &[("lm_head", 8)]));
+    let (mut blocks, embedding) = (vec![0; 8 * 210], numbers(8 * 256, 1));
+    quantise(DType::Q6_K, &embedding, &mut blocks).unwrap();
+    let file = Gguf::new("llama").tensor("token_embd.weight", DType::Q6_K, &[8, 256], blocks.clone());
+    fs::write(&base, file.some("blk.0.ffn_up.weight", DType::F32, &[256, 256]).build()).unwrap();
+    works("merge", &[base.as_str(), "--adapter", &lora, "--requantise", "--out", &out]);
+    let (before, model) = (contents(&Checkpoint::open(&base).unwrap()), Checkpoint::open(&out).unwrap());
+    let mut after = contents(&model);
+    assert_eq!(model.layout().tensors().last().unwrap().name, "output.weight");
+    let (dtype, shape, bytes) = after.remove("output.weight").unwrap();
+    assert!((dtype, shape) == (DType::Q6_K, vec![8, 256]) && bytes != blocks);
+    assert!(before == after);
+}
+
+#[test]
 fn merge_writes_floats_as_gguf_where_the_name_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
@@ -304,7 +328,7 @@ fn what_is_said_of_shapes_stays_true() {
 fn merge_refuses_what_it_cannot_write_and_leaves_no_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
-    let (base, lora) = (path("base.gguf"), adapter(folder.path()));
+    let (base, lora) = (path("base.gguf"), of_attention(folder.path()));
     fs::write(&base, llama().build()).unwrap();
     let (gguf, safetensors) = (path("out.gguf"), path("out.safetensors"));
     let refused = |args: &[&str], wanted: &[&str]| {
@@ -320,7 +344,7 @@ fn merge_refuses_what_it_cannot_write_and_leaves_no_file() {
     refused(&[&base, "--adapter", &lora, "--out", &gguf], &undecided);
     refused(&[&base, "--adapter", &lora, "--out", &safetensors], &undecided);
     refused(&[&base, "--adapter", &lora, "--requantise", "--out", &safetensors], &undecided);
-    refused(&[&base, "--cast", "blk.0.attn_q.weight=F16", "--adapter", &lora, "--out", &gguf], &undecided);
+    refused(&[&base, "--cast", "blk.0.attn_q.weight=F16", "--adapter", &lora, "--out", &gguf], &["5 of 8 tensors"]);
     refused(&[&base, "--promote", "f32", "--cast", "*norm*=F8_E4M3", "--out", &gguf], &["output_norm", "F8_E4M3"]);
     let plain = format!("{}/examples/data/tiny-llama", env!("CARGO_MANIFEST_DIR"));
     refused(&[&plain, "--requantise", "--out", &gguf], &["convert_hf_to_gguf.py"]);
