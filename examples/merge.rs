@@ -1,6 +1,8 @@
-//! Applies adapters to a checkpoint, casts it if asked to, and writes the result as one safetensors file.
+//! Applies adapters to a checkpoint, casts it if asked to, and writes the result as one safetensors or GGUF file.
 //!
 //! `cargo run --release --example merge -- BASE --adapter LORA.safetensors:0.8 --out MERGED.safetensors`
+//!
+//! `cargo run --release --example merge -- BASE.gguf --adapter LORA.safetensors --requantise --out MERGED.gguf`
 
 mod support;
 
@@ -11,18 +13,31 @@ use serde_json::{Value, json};
 use support::adapters::AdapterOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use tensor_offload::backend::Clock;
-use tensor_offload::checkpoint::{Layout, TensorSpec, TensorWriter, write_safetensors};
+use tensor_offload::checkpoint::{
+    GgufMetadata, GgufValue, Layout, TensorSpec, TensorWriter, write_gguf, write_safetensors,
+};
+use tensor_offload::load::LoadReport;
+use tensor_offload::patch::{PatchOutcome, Requantised};
 use tensor_offload::{Checkpoint, DType, Error, Loader, Model, Planner, Result, TensorId, Weights};
+
+/// The entry of a GGUF file's metadata that says of which type most tensors are.
+const FILE_TYPE: &str = "general.file_type";
+
+/// Why a checkpoint of another format is not written as GGUF.
+const NOT_GGUF: &str = "a GGUF file needs llama.cpp's names and metadata, which only a GGUF checkpoint has: let --out end in \
+    .safetensors, and convert the merged file with llama.cpp's convert_hf_to_gguf.py";
 
 /// Bytes of an unpatched tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
 
-/// Applies adapters to a checkpoint and writes it as one safetensors file, with the names of the checkpoint, and with its element
-/// types but for what is cast; without an adapter or a cast that is a copy.
+/// Applies adapters to a checkpoint and writes it as one file, with the names of the checkpoint, and with its element types but
+/// for what is cast; without an adapter or a cast that is a copy. A GGUF checkpoint is written as GGUF, with its metadata, if
+/// the file's name ends in .gguf, or with --requantise under any name that does not end in .safetensors. All else is written
+/// as safetensors.
 #[derive(Parser)]
 #[command(name = "merge")]
 struct Args {
-    /// The checkpoint: a safetensors or GGUF file, or a folder with one or with an index
+    /// The checkpoint: a safetensors or GGUF file, any file of a GGUF set, or a folder with one or with an index
     base: PathBuf,
     #[command(flatten)]
     adapters: AdapterOptions,
@@ -53,15 +68,22 @@ impl support::Example for Args {
         // A cast of its own comes later, and counts.
         self.adapters.casts.casts.splice(..0, self.promote.map(|dtype| dtype.to_string()));
         let weights = self.adapters.apply_to(Checkpoint::open(&self.base)?)?;
-        check_types(weights.layout())?;
+        let gguf = self.gguf_metadata(&weights)?;
+        if gguf.is_none() || !self.keeps_blocks(&weights) {
+            check_types(weights.layout(), gguf.is_some())?;
+        }
         let tensors = weights.layout().tensors();
         let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
         let placed = self.alloc.as_deref().map(|alloc| self.place(alloc, &weights)).transpose()?;
-        let mut saturated = placed.as_ref().map_or(0, |model| model.report().saturated);
-        write_safetensors(&self.out, &specs, weights.checkpoint().metadata(), |tensor, out| match &placed {
+        let mut merged = placed.as_ref().map_or_else(Merged::default, |model| Merged::of(model.report()));
+        let fill = |tensor, out: &mut TensorWriter<'_>| match &placed {
             Some(model) => read_back(model, tensor, out),
-            None => patch(&weights, tensor, out).map(|here| saturated += here),
-        })?;
+            None => patch(&weights, tensor, out).map(|outcome| merged.add(&tensors[tensor].name, outcome)),
+        };
+        match &gguf {
+            Some(metadata) => write_gguf(&self.out, &specs, metadata, fill)?,
+            None => write_safetensors(&self.out, &specs, weights.checkpoint().metadata(), fill)?,
+        }
         let report = weights.report();
         if !self.json {
             // A copy without adapters has nothing to tell of them.
@@ -69,19 +91,90 @@ impl support::Example for Args {
                 print!("{report}");
             }
             println!("{} tensors written to {}", specs.len(), self.out.display());
-            if saturated > 0 {
-                println!(
-                    "{saturated} values saturated: they are beyond the range of their type, and became its largest"
-                );
-            }
+            merged.print();
         }
         Ok(json!({
-            "applied": report.applied, "skipped": report.skipped, "unmatched": report.unmatched, "saturated": saturated,
+            "applied": report.applied, "skipped": report.skipped, "unmatched": report.unmatched,
+            "saturated": merged.saturated, "requantised": merged.requantised, "worst_requantised": merged.worst(),
         }))
     }
 }
 
+/// What storing the changed values came to.
+#[derive(Default)]
+struct Merged {
+    saturated: u64,
+    requantised: Requantised,
+    worst: Option<(String, Requantised)>,
+}
+
+impl Merged {
+    /// As a load reports it.
+    fn of(report: &LoadReport) -> Merged {
+        let worst = report.worst_requantised.clone().map(|name| (name, Requantised::default()));
+        Merged { saturated: report.saturated, requantised: report.requantised, worst }
+    }
+
+    fn add(&mut self, tensor: &str, outcome: PatchOutcome) {
+        let new = outcome.requantised;
+        self.saturated += outcome.saturated;
+        self.requantised += new;
+        if new.values > 0 && self.worst.as_ref().is_none_or(|(_, worst)| new.severity(worst).is_ge()) {
+            self.worst = Some((tensor.to_owned(), new));
+        }
+    }
+
+    fn worst(&self) -> Option<&str> {
+        self.worst.as_ref().map(|(name, _)| name.as_str())
+    }
+
+    fn print(&self) {
+        let Merged { saturated, requantised, .. } = self;
+        if *saturated > 0 {
+            println!("{saturated} values saturated: they are beyond the range of their type, and became its largest");
+        }
+        if let Some(worst) = self.worst() {
+            let (values, error, rms) = (requantised.values, requantised.rms_error(), requantised.rms());
+            println!(
+                "{values} values requantised with an RMS error of {error:.3e} (RMS {rms:.3e}), worst in `{worst}`"
+            );
+        }
+        if requantised.inexpressible > 0 {
+            println!("{} blocks store no finite values", requantised.inexpressible);
+        }
+    }
+}
+
 impl Args {
+    /// The metadata of the GGUF file to write; `None` if it is to be of safetensors.
+    fn gguf_metadata(&self, weights: &Weights) -> Result<Option<GgufMetadata>> {
+        let named = |end: &str| self.out.extension().is_some_and(|own| own.eq_ignore_ascii_case(end));
+        let Some(gguf) = weights.checkpoint().gguf() else {
+            return match named("gguf") {
+                true => Err(Error::Invalid { reason: NOT_GGUF.to_owned() }),
+                false => Ok(None),
+            };
+        };
+        if !named("gguf") && (named("safetensors") || !self.adapters.requantise) {
+            return Ok(None);
+        }
+        let mut metadata = gguf.to_metadata()?;
+        // The kind of file (llama.cpp, include/llama.h, `llama_ftype`).
+        let kinds = [(DType::F32, 0), (DType::F16, 1), (DType::BF16, 32)];
+        let kind = kinds.into_iter().find(|(dtype, _)| Some(*dtype) == self.promote);
+        if let Some((_, kind)) = kind.filter(|_| gguf.get(FILE_TYPE).is_some()) {
+            metadata.set(FILE_TYPE, GgufValue::U32(kind))?;
+        }
+        Ok(Some(metadata))
+    }
+
+    /// Whether it was said what becomes of blocks that adapters change, so that the others may stay as they are.
+    fn keeps_blocks(&self, weights: &Weights) -> bool {
+        let mut patches = weights.patches().iter();
+        let casts = &self.adapters.casts.casts;
+        self.adapters.requantise || (!casts.is_empty() && !patches.any(|(_, patch)| patch.dtype().is_ggml_block()))
+    }
+
     /// The model as the allocation places it.
     fn place(&self, alloc: &str, weights: &Weights) -> Result<Model> {
         // Nobody waits for the links of described devices here.
@@ -103,16 +196,20 @@ fn promoted(text: &str) -> std::result::Result<DType, String> {
         .ok_or_else(|| "tensors are promoted to F32, F16 or BF16".to_owned())
 }
 
-/// Fails if a safetensors file cannot hold what is to be written.
-fn check_types(layout: &Layout) -> Result<()> {
+/// Fails if there are blocks, which a safetensors file cannot hold, and of which a GGUF file needs to know what becomes of them.
+fn check_types(layout: &Layout, gguf: bool) -> Result<()> {
     let blocks: Vec<_> = layout.tensors().iter().filter(|tensor| tensor.dtype.is_ggml_block()).collect();
     if blocks.is_empty() {
         return Ok(());
     }
     let named: Vec<_> = blocks.iter().take(3).map(|tensor| format!("`{}` ({})", tensor.name, tensor.dtype)).collect();
+    let (trouble, end) = match gguf {
+        true => ("", ""),
+        false => (", which a safetensors file cannot hold", " in an --out that ends in .gguf"),
+    };
     let reason = format!(
-        "{} of {} tensors are in GGML's blocks, which a safetensors file cannot hold: {}{}; --promote F32, F16 or BF16 \
-         stores their values",
+        "{} of {} tensors are in GGML's blocks{trouble}: {}{}; --promote F32, F16 or BF16 stores their values, and \
+         --requantise keeps blocks and makes those that adapters change anew{end}",
         blocks.len(),
         layout.tensors().len(),
         named.join(", "),
@@ -129,15 +226,14 @@ fn read_back(model: &Model, tensor: usize, out: &mut TensorWriter<'_>) -> Result
     out.put(&bytes)
 }
 
-/// Writes a tensor from the checkpoint's file, patched where an adapter changes it or it is cast; how many of its values
-/// saturated.
-fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<u64> {
+/// Writes a tensor from the checkpoint's file, patched where an adapter changes it or it is cast.
+fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result<PatchOutcome> {
     let (bytes, tensor) = (weights.layout().tensors()[tensor].bytes as usize, TensorId::new(tensor));
     if weights.patches().tensor(tensor).is_some() {
         let mut patched = vec![0; bytes];
         let outcome = weights.read(tensor, &mut patched)?;
         out.put(&patched)?;
-        return Ok(outcome.saturated);
+        return Ok(outcome);
     }
     let mut chunk = vec![0; bytes.min(CHUNK)];
     for at in (0..bytes).step_by(CHUNK) {
@@ -145,7 +241,7 @@ fn patch(weights: &Weights, tensor: usize, out: &mut TensorWriter<'_>) -> Result
         weights.checkpoint().read_at(tensor, at as u64, part)?;
         out.put(part)?;
     }
-    Ok(0)
+    Ok(PatchOutcome::default())
 }
 
 fn main() {

@@ -116,7 +116,7 @@
 //! | free memory between two jobs, or under pressure | [`FreeRequest`](cache::FreeRequest), [`Pressure`](cache::Pressure), [`ModelCache::make_room`], [`Evict`](cache::Evict) |
 //! | compare what this process counts with what drivers say | [`MemorySeries`](device::MemorySeries) |
 //! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
-//! | write a checkpoint | [`checkpoint::write_safetensors`] |
+//! | write a checkpoint | [`checkpoint::write_safetensors`], [`checkpoint::write_gguf`] |
 //! | patch matrices of your own on a card | [`backend::Kernels`] |
 //! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |
 //! | add a kind of device, and test it | [`backend::Backend`], [`backend::conformance`], [`backend::Faulty`] |

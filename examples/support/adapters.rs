@@ -37,7 +37,7 @@ pub(crate) struct AdapterOptions {
     scales: ScalesOption,
     /// Store weights in GGML's blocks that adapters change in blocks of the same type again
     #[arg(long)]
-    requantise: bool,
+    pub(crate) requantise: bool,
     #[command(flatten)]
     pub(crate) casts: CastOptions,
 }

@@ -31,7 +31,7 @@ use header::Header;
 
 pub use execution::OrderSource;
 pub(crate) use folder::{lacks_weights, weights_in};
-pub use gguf::{Gguf, GgufArray, GgufKind, GgufValue};
+pub use gguf::{Gguf, GgufArray, GgufKind, GgufMetadata, GgufValue, write_gguf};
 pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
@@ -67,8 +67,8 @@ struct Inner {
     sources: Vec<Arc<dyn Source>>,
     layout: Layout,
     metadata: BTreeMap<String, String>,
-    /// The header of the (first) GGUF file.
-    gguf: Option<Arc<GgufHeader>>,
+    /// The headers of the sources that are GGUF files.
+    gguf: Vec<Option<Arc<GgufHeader>>>,
     by_name: HashMap<String, TensorId>,
     /// What the configuration says of quantised weights.
     stated: Stated,
@@ -138,13 +138,14 @@ impl Checkpoint {
         tied: Tied,
         stated: Stated,
     ) -> Checkpoint {
-        let (mut tensors, mut first) = (Vec::new(), None);
+        let (mut tensors, mut metadata, mut gguf) = (Vec::new(), None, Vec::new());
         for header in headers {
-            first.get_or_insert((header.metadata, header.gguf));
+            metadata.get_or_insert(header.metadata);
+            gguf.push(header.gguf);
             tensors.extend(header.tensors);
         }
-        let (metadata, gguf) = first.unwrap_or_default();
-        let headed = gguf.as_ref().is_some_and(|gguf| gguf.has_language_head());
+        let metadata = metadata.unwrap_or_default();
+        let headed = gguf.first().is_some_and(|first| first.as_ref().is_some_and(|gguf| gguf.has_language_head()));
         let tied = if headed { Tied::IfHeadless } else { tied };
         let layout = Layout::new(tensors);
         let by_name = by_name(&layout);
@@ -193,8 +194,7 @@ impl Checkpoint {
 
     /// The metadata of a GGUF file, of the first one of a set; `None` for other files.
     pub fn gguf(&self) -> Option<Gguf<'_>> {
-        let (header, source) = self.0.gguf.as_ref().zip(self.0.sources.first())?;
-        Some(Gguf::new(header, &**source))
+        Gguf::of(&self.0.gguf, &self.0.sources)
     }
 
     /// The path that was opened: the file, the index or the folder.

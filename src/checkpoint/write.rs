@@ -1,8 +1,8 @@
-//! Writing safetensors files, tensor by tensor.
+//! Writing files tensor by tensor: what every format has in common, and safetensors.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
@@ -64,26 +64,58 @@ pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &[TensorSpec],
     metadata: &BTreeMap<String, String>,
-    mut fill: impl FnMut(usize, &mut TensorWriter<'_>) -> Result<()>,
+    fill: impl FnMut(usize, &mut TensorWriter<'_>) -> Result<()>,
 ) -> Result<()> {
     let path = path.as_ref();
     let header = Header::new(tensors, metadata)?;
     let json = header.padded_json(path)?;
-    let bytes = header.tensors.last().map_or(0, |entry| entry.end);
-    let mut file = Temporary::beside(path, bytes.saturating_add(LENGTH_BYTES + json.len() as u64))?;
     let start = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
-    file.out.write_all(&start).map_err(Error::io("write", path))?;
-    for (index, entry) in header.tensors.iter().enumerate() {
-        let mut writer = TensorWriter { path, entry, out: &mut file.out, left: entry.bytes(), refused: None };
-        fill(index, &mut writer)?;
-        let written = entry.bytes() - writer.left;
-        match writer.refused {
-            Some(given) => return Err(entry.wrong_size(given)),
-            None if written < entry.bytes() => return Err(entry.wrong_size(written)),
-            None => {}
+    let (at, tensors) = (start.len() as u64, header.tensors);
+    let bytes = tensors.last().map_or(0, |entry| entry.end);
+    Contents { start, at, tensors, bytes }.write(path, fill)
+}
+
+/// What a file is to hold: a header, and tensors behind it. Zeros are between them.
+pub(super) struct Contents<'a> {
+    /// The header.
+    pub(super) start: Vec<u8>,
+    /// Where the tensors' bytes begin, not before the header's end. Their places count from there.
+    pub(super) at: u64,
+    /// In order of their places.
+    pub(super) tensors: Vec<Entry<'a>>,
+    /// From there to the file's end.
+    pub(super) bytes: u64,
+}
+
+impl Contents<'_> {
+    /// Writes the file `path`, with the tensors' bytes from `fill`.
+    pub(super) fn write(
+        &self,
+        path: &Path,
+        mut fill: impl FnMut(usize, &mut TensorWriter<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let mut file = Temporary::beside(path, self.at.saturating_add(self.bytes))?;
+        let pad = |out: &mut BufWriter<File>, bytes| {
+            io::copy(&mut io::repeat(0).take(bytes), out).map(drop).map_err(Error::io("write", path))
+        };
+        file.out.write_all(&self.start).map_err(Error::io("write", path))?;
+        pad(&mut file.out, self.at - self.start.len() as u64)?;
+        let mut at = 0;
+        for (index, entry) in self.tensors.iter().enumerate() {
+            pad(&mut file.out, entry.begin - at)?;
+            let mut writer = TensorWriter { path, entry, out: &mut file.out, left: entry.bytes(), refused: None };
+            fill(index, &mut writer)?;
+            let written = entry.bytes() - writer.left;
+            match writer.refused {
+                Some(given) => return Err(entry.wrong_size(given)),
+                None if written < entry.bytes() => return Err(entry.wrong_size(written)),
+                None => {}
+            }
+            at = entry.end;
         }
+        pad(&mut file.out, self.bytes - at)?;
+        file.rename_to(path)
     }
-    file.rename_to(path)
 }
 
 /// Receives the bytes of one tensor, exactly as many as it has.
@@ -141,15 +173,16 @@ struct Header<'a> {
     tensors: Vec<Entry<'a>>,
 }
 
+/// A tensor and its place, counted from the beginning of the tensors' bytes.
 #[derive(Debug)]
-struct Entry<'a> {
-    spec: &'a TensorSpec,
-    begin: u64,
-    end: u64,
+pub(super) struct Entry<'a> {
+    pub(super) spec: &'a TensorSpec,
+    pub(super) begin: u64,
+    pub(super) end: u64,
 }
 
 impl Entry<'_> {
-    fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.end - self.begin
     }
 

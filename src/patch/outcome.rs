@@ -52,8 +52,8 @@ impl Requantised {
         self.root_mean(self.squares)
     }
 
-    /// Orders by the inexpressible blocks, then by the error for the size of the values.
-    pub(crate) fn severity(&self, other: &Requantised) -> Ordering {
+    /// Orders by the inexpressible blocks, then by the error for the size of the values. The greatest is the worst.
+    pub fn severity(&self, other: &Requantised) -> Ordering {
         let ratio = |of: &Requantised| if of.squares > 0.0 { of.errors / of.squares } else { of.errors };
         let blocks = self.inexpressible.cmp(&other.inexpressible);
         blocks.then_with(|| ratio(self).total_cmp(&ratio(other)))

@@ -9,7 +9,7 @@ use crate::transfer::Source;
 pub(super) const HEADER_LIMIT: u64 = 1 << 30;
 
 /// The longest name of a tensor or key, in bytes (ggml, `docs/gguf.md`, of keys).
-const NAME_LIMIT: u64 = (1 << 16) - 1;
+pub(super) const NAME_LIMIT: u64 = (1 << 16) - 1;
 
 /// The bytes that are read at once.
 const PIECE: u64 = 1 << 18;

@@ -1,4 +1,4 @@
-//! GGUF files: the header, its metadata, and sets of files.
+//! GGUF files: the header, its metadata, sets of files, and how one is written.
 //!
 //! A file is the mark `GGUF`, the version, the numbers of tensors and of entries of the metadata, these entries, what is known of
 //! each tensor, and the tensors' bytes from the next multiple of the alignment on. See ggml, `docs/gguf.md`, and the reader
@@ -10,9 +10,11 @@
 //! they are asked for.
 
 mod cursor;
+mod metadata;
 mod split;
 mod tensors;
 mod value;
+mod write;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,10 +23,13 @@ use super::header::Header;
 use crate::error::{Error, GgufFault, Result};
 use crate::transfer::Source;
 use cursor::Cursor;
+use tensors::StoredShapes;
 use value::Stored;
 
+pub use metadata::GgufMetadata;
 pub(super) use split::{alone, complete, one_set};
 pub use value::{GgufArray, GgufKind, GgufValue};
+pub use write::write_gguf;
 
 /// The first bytes of a file.
 pub(super) const MARK: &[u8] = b"GGUF";
@@ -44,6 +49,7 @@ pub(super) struct GgufHeader {
     version: u32,
     alignment: u64,
     values: BTreeMap<String, Stored>,
+    stored_shapes: StoredShapes,
 }
 
 impl GgufHeader {
@@ -56,9 +62,10 @@ impl GgufHeader {
         cursor.check_count(|| "tensors".to_owned(), tensors, tensors::LEAST)?;
         let values = entries_of(&mut cursor, entries)?;
         let alignment = alignment(&cursor, &values)?;
-        let header = GgufHeader { version, alignment, values };
+        let mut header = GgufHeader { version, alignment, values, stored_shapes: StoredShapes::new() };
         let shape = |name: &str| header.shape(source, name);
-        let tensors = tensors::read(&mut cursor, tensors, alignment, shape, number)?;
+        let (tensors, stored_shapes) = tensors::read(&mut cursor, tensors, alignment, shape, number)?;
+        header.stored_shapes = stored_shapes;
         Ok(Header { metadata: header.texts(), tensors, gguf: Some(Arc::new(header)) })
     }
 
@@ -73,7 +80,9 @@ impl GgufHeader {
     }
 
     fn array(&self, source: &dyn Source, key: &str) -> Option<Result<GgufArray>> {
-        let Stored { value: GgufValue::Array { kind, len }, at, bytes } = self.values.get(key)? else { return None };
+        let Stored { value: GgufValue::Array { kind, len }, at, bytes, .. } = self.values.get(key)? else {
+            return None;
+        };
         let mut array = GgufArray { kind: *kind, len: *len, bytes: vec![0; *bytes as usize] };
         Some(source.read_at(*at, &mut array.bytes).map(|()| array))
     }
@@ -102,12 +111,15 @@ impl GgufHeader {
 #[derive(Clone, Copy, Debug)]
 pub struct Gguf<'a> {
     header: &'a GgufHeader,
-    source: &'a dyn Source,
+    /// Those of all files, in order; `None` for files of another format.
+    headers: &'a [Option<Arc<GgufHeader>>],
+    sources: &'a [Arc<dyn Source>],
 }
 
 impl<'a> Gguf<'a> {
-    pub(super) fn new(header: &'a GgufHeader, source: &'a dyn Source) -> Gguf<'a> {
-        Gguf { header, source }
+    /// `None` if the first file is of another format.
+    pub(super) fn of(headers: &'a [Option<Arc<GgufHeader>>], sources: &'a [Arc<dyn Source>]) -> Option<Gguf<'a>> {
+        headers.first()?.as_deref().map(|header| Gguf { header, headers, sources })
     }
 
     /// The version of the format: 2 or 3.
@@ -145,7 +157,7 @@ impl<'a> Gguf<'a> {
     /// # Errors
     /// As [`Source::read_at`].
     pub fn array(&self, key: &str) -> Option<Result<GgufArray>> {
-        self.header.array(self.source, key)
+        self.header.array(&**self.sources.first()?, key)
     }
 }
 
@@ -181,9 +193,16 @@ fn alignment(cursor: &Cursor<'_>, values: &BTreeMap<String, Stored>) -> Result<u
     let (key, default) = ALIGNMENT;
     let Some(Stored { value, .. }) = values.get(key) else { return Ok(default) };
     match value {
-        GgufValue::U32(alignment) if alignment.is_power_of_two() && *alignment >= 8 => Ok((*alignment).into()),
-        other => Err(cursor.error(unlike(key, other, "a power of two of at least 8, of type u32"))),
+        GgufValue::U32(alignment) if is_alignment(*alignment) => Ok((*alignment).into()),
+        other => Err(cursor.error(unlike(key, other, ALIGNMENTS))),
     }
+}
+
+/// What an alignment is.
+const ALIGNMENTS: &str = "a power of two of at least 8, of type u32";
+
+fn is_alignment(alignment: u32) -> bool {
+    alignment.is_power_of_two() && alignment >= 8
 }
 
 /// The fault of a value that is not what it should be.

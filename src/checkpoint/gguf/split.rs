@@ -16,6 +16,9 @@ const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";
 const TENSORS: &str = "split.tensors.count";
 
+/// The keys that say which file of a set one is.
+pub(super) const KEYS: [&str; 3] = [NUMBER, COUNT, TENSORS];
+
 /// The most files of a set; names have five digits.
 const MOST: u64 = 99_999;
 

@@ -1,5 +1,7 @@
 //! What a header says of the tensors.
 
+use std::collections::HashMap;
+
 use super::cursor::Cursor;
 use super::of_tensor;
 use crate::checkpoint::TensorInfo;
@@ -11,17 +13,29 @@ use crate::error::{Error, FileFault, GgufFault, Result};
 pub(super) const LEAST: u64 = 8 + 4 + 4 + 8;
 
 /// The most dimensions (ggml, `include/ggml.h`, `GGML_MAX_DIMS`).
-const DIMENSIONS: u32 = 4;
+pub(super) const DIMENSIONS: u32 = 4;
+
+/// The tensors that have another shape than the one that they are stored in, by name.
+pub(super) type StoredShapes = HashMap<String, Reshaped>;
+
+/// The shapes of such a tensor, outermost first.
+#[derive(Clone, Debug)]
+pub(super) struct Reshaped {
+    /// In the file.
+    pub(super) stored: Vec<u64>,
+    /// In the layout.
+    pub(super) shape: Vec<u64>,
+}
 
 /// Reads what follows the metadata: `count` tensors of file number `number`. `shape` is the shape that a tensor had before it was
-/// stored in another one. The tensors come in order of offset.
+/// stored in another one. The tensors come in order of offset, with the shapes in the file of those that got another one.
 pub(super) fn read(
     cursor: &mut Cursor<'_>,
     count: u64,
     alignment: u64,
     shape: impl Fn(&str) -> Result<Option<Vec<u64>>>,
     number: usize,
-) -> Result<Vec<TensorInfo>> {
+) -> Result<(Vec<TensorInfo>, StoredShapes)> {
     cursor.check_count(|| "tensors".to_owned(), count, LEAST)?;
     let mut tensors = Vec::new();
     for _ in 0..count {
@@ -32,13 +46,18 @@ pub(super) fn read(
     if let Some(name) = repeated(tensors.iter().map(|tensor| tensor.name.as_str())) {
         return Err(Error::file(cursor.path(), Some(name), FileFault::DuplicateKey));
     }
+    let mut stored = StoredShapes::new();
     for tensor in &mut tensors {
         if let Some(shape) = shape(&tensor.name)? {
+            let own = tensor.shape.clone();
             reshape(tensor, shape);
+            if tensor.shape != own {
+                stored.insert(tensor.name.clone(), Reshaped { stored: own, shape: tensor.shape.clone() });
+            }
         }
     }
     place(cursor, &mut tensors, alignment)?;
-    Ok(tensors)
+    Ok((tensors, stored))
 }
 
 /// Reads one tensor, whose offset counts from the beginning of the tensors' bytes.

@@ -1,6 +1,7 @@
 //! The values of the metadata. Arrays stay in the file until they are asked for: a tokenizer has some 100,000 strings.
 
 use std::fmt;
+use std::ops::Range;
 
 use super::cursor::Cursor;
 use crate::error::{GgufFault, Result};
@@ -126,6 +127,31 @@ impl GgufValue {
         if let GgufValue::Bool(truth) = self { Some(*truth) } else { None }
     }
 
+    /// Its kind, and its bytes in a file; none of an array's elements.
+    pub(super) fn encoded(&self) -> (GgufKind, Vec<u8>) {
+        match self {
+            GgufValue::U8(n) => (GgufKind::U8, n.to_le_bytes().to_vec()),
+            GgufValue::I8(n) => (GgufKind::I8, n.to_le_bytes().to_vec()),
+            GgufValue::U16(n) => (GgufKind::U16, n.to_le_bytes().to_vec()),
+            GgufValue::I16(n) => (GgufKind::I16, n.to_le_bytes().to_vec()),
+            GgufValue::U32(n) => (GgufKind::U32, n.to_le_bytes().to_vec()),
+            GgufValue::I32(n) => (GgufKind::I32, n.to_le_bytes().to_vec()),
+            GgufValue::U64(n) => (GgufKind::U64, n.to_le_bytes().to_vec()),
+            GgufValue::I64(n) => (GgufKind::I64, n.to_le_bytes().to_vec()),
+            GgufValue::F32(n) => (GgufKind::F32, n.to_le_bytes().to_vec()),
+            GgufValue::F64(n) => (GgufKind::F64, n.to_le_bytes().to_vec()),
+            GgufValue::Bool(truth) => (GgufKind::Bool, vec![u8::from(*truth)]),
+            GgufValue::Text(text) => {
+                let mut bytes = Vec::new();
+                put_text(&mut bytes, text);
+                (GgufKind::Text, bytes)
+            }
+            GgufValue::Array { kind, len } => {
+                (GgufKind::Array, [&(*kind as u32).to_le_bytes()[..], &len.to_le_bytes()].concat())
+            }
+        }
+    }
+
     /// A text.
     pub fn as_str(&self) -> Option<&str> {
         if let GgufValue::Text(text) = self { Some(text) } else { None }
@@ -159,17 +185,21 @@ pub(super) struct Stored {
     /// Where the elements of an array begin, and their bytes.
     pub(super) at: u64,
     pub(super) bytes: u64,
+    /// Where the number of its type and the value lie in the file.
+    pub(super) place: Range<u64>,
 }
 
 impl Stored {
     /// Reads the value of `key`. Arrays are checked and skipped.
     pub(super) fn read(cursor: &mut Cursor<'_>, key: &str) -> Result<Stored> {
+        let from = cursor.at();
         let kind = GgufKind::read(cursor, key)?;
         if kind == GgufKind::Array {
             let (kind, len) = array_head(cursor, key)?;
             let at = cursor.at();
             check_elements(cursor, key, kind, len, 1)?;
-            return Ok(Stored { value: GgufValue::Array { kind, len }, at, bytes: cursor.at() - at });
+            let (value, to) = (GgufValue::Array { kind, len }, cursor.at());
+            return Ok(Stored { value, at, bytes: to - at, place: from..to });
         }
         let at = cursor.at();
         let value = if kind == GgufKind::Text {
@@ -179,7 +209,7 @@ impl Stored {
             let value = plain(kind, cursor.take(kind.least())?);
             value.map_err(|byte| cursor.error(GgufFault::Bool { key: key.to_owned(), byte }))?
         };
-        Ok(Stored { value, at, bytes: 0 })
+        Ok(Stored { value, at, bytes: 0, place: from..cursor.at() })
     }
 }
 
@@ -243,6 +273,14 @@ fn check_elements(cursor: &mut Cursor<'_>, key: &str, kind: GgufKind, len: u64, 
 /// let tokens = model.gguf().and_then(|gguf| gguf.array("tokenizer.ggml.tokens")).transpose()?;
 /// let tokens: Vec<&[u8]> = tokens.as_ref().and_then(|tokens| tokens.texts()).into_iter().flatten().collect();
 /// # Ok::<(), tensor_offload::Error>(())
+/// ```
+///
+/// One to be written is collected from its elements:
+///
+/// ```
+/// use tensor_offload::checkpoint::{GgufArray, GgufKind};
+/// let tokens: GgufArray = ["<s>", "</s>", "a"].into_iter().collect();
+/// assert_eq!((tokens.kind(), tokens.len()), (GgufKind::Text, 3));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufArray {
@@ -311,4 +349,48 @@ impl GgufArray {
     pub fn bools(&self) -> Option<impl Iterator<Item = bool>> {
         (self.kind == GgufKind::Bool).then(|| self.bytes.iter().map(|byte| *byte == 1))
     }
+}
+
+/// Arrays collected from elements of these types.
+macro_rules! collected {
+    ($($element:ty => $kind:ident),* $(,)?) => {$(
+        impl FromIterator<$element> for GgufArray {
+            fn from_iter<I: IntoIterator<Item = $element>>(elements: I) -> GgufArray {
+                let (mut len, mut bytes) = (0, Vec::new());
+                for element in elements {
+                    len += 1;
+                    bytes.extend(element.to_le_bytes());
+                }
+                GgufArray { kind: GgufKind::$kind, len, bytes }
+            }
+        }
+    )*};
+}
+
+collected! {
+    u8 => U8, i8 => I8, u16 => U16, i16 => I16, u32 => U32, i32 => I32, u64 => U64, i64 => I64, f32 => F32, f64 => F64,
+}
+
+impl FromIterator<bool> for GgufArray {
+    fn from_iter<I: IntoIterator<Item = bool>>(elements: I) -> GgufArray {
+        let bytes: GgufArray = elements.into_iter().map(u8::from).collect();
+        GgufArray { kind: GgufKind::Bool, ..bytes }
+    }
+}
+
+impl<'a> FromIterator<&'a str> for GgufArray {
+    fn from_iter<I: IntoIterator<Item = &'a str>>(elements: I) -> GgufArray {
+        let (mut len, mut bytes) = (0, Vec::new());
+        for element in elements {
+            len += 1;
+            put_text(&mut bytes, element);
+        }
+        GgufArray { kind: GgufKind::Text, len, bytes }
+    }
+}
+
+/// A text or name, after its length.
+pub(super) fn put_text(out: &mut Vec<u8>, text: &str) {
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text.as_bytes());
 }
