@@ -418,3 +418,20 @@ fn what_is_no_lora_is_refused_by_name() {
     let embedding = adapter().some("token_embd.weight.lora_a", DType::F32, &[8, 2]);
     assert!(open(embedding).contains("token embedding"));
 }
+
+#[test]
+fn an_adapter_of_llama_cpp_is_for_its_architecture_alone() {
+    let modules = attention(0);
+    let base = |architecture| gguf(&converted(&transformers(&modules, false), architecture), header(architecture));
+    for (own, model) in [("qwen2", "llama"), ("llama", "qwen2"), ("qwen3", "plamo")] {
+        let adapter = Adapter::from_checkpoint(llama_cpp(own, &modules, Some(4.0)), 1.0).unwrap();
+        let found = fault(&base(model), adapter);
+        assert_eq!(found, AdapterFault::OtherArchitecture { adapter: own.into(), model: model.into() });
+    }
+    // Of an architecture whose conversion is not known it fits files of that architecture, and not the original.
+    let plamo = Adapter::from_checkpoint(llama_cpp("plamo", &modules[2..].to_vec(), Some(4.0)), 1.0).unwrap();
+    Weights::patched(base("plamo"), vec![plamo.clone()], Matching::Strict).unwrap();
+    let found = fault(&file("model", &transformers(&modules, false)), plamo);
+    let unknown = AdapterFault::UnknownConversion { target: "blk.0.attn_v".into(), architecture: "plamo".into() };
+    assert_eq!(found, unknown);
+}

@@ -72,7 +72,14 @@ fn is_known(architecture: &str) -> bool {
     PAIRED.contains(&architecture) || SAME.contains(&architecture)
 }
 
-/// The fault of a name of transformers for a module of a file whose conversion is not known.
+/// The fault of an adapter's file for models of another architecture, whose modules may have the same names (llama.cpp,
+/// `src/llama-adapter.cpp`). Nothing is known of a file that names none.
+pub(super) fn other_architecture(model: Option<Gguf<'_>>, adapter: Option<Gguf<'_>>) -> Option<AdapterFault> {
+    let [model, adapter] = [model?.architecture()?, adapter?.architecture()?].map(str::to_owned);
+    (model != adapter).then_some(AdapterFault::OtherArchitecture { adapter, model })
+}
+
+/// The fault of the name that a module of a file, whose conversion is not known, has in transformers.
 pub(super) fn unknown_conversion(gguf: Gguf<'_>, name: &str, module: &str) -> Option<AdapterFault> {
     let of_llama_cpp = module.starts_with("blk.") || OUTSIDE.contains(&module);
     let flat = |text: &str| text.replace('.', "_");
