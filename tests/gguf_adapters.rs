@@ -435,3 +435,29 @@ fn an_adapter_of_llama_cpp_is_for_its_architecture_alone() {
     let unknown = AdapterFault::UnknownConversion { target: "blk.0.attn_v".into(), architecture: "plamo".into() };
     assert_eq!(found, unknown);
 }
+
+#[test]
+fn an_adapter_of_llama_cpp_has_the_factors_of_all_experts_in_one_tensor() {
+    const SIDES: [(&str, [u64; 2]); 3] = [("gate", [WIDE, HIDDEN]), ("up", [WIDE, HIDDEN]), ("down", [HIDDEN, WIDE])];
+    let (mut modules, mut own) = (Modules::new(), Gguf::new("qwen3moe").entry("general.type", "adapter"));
+    own = own.entry("adapter.type", "lora").entry("adapter.lora.alpha", Value::F32(4.0));
+    for (part, [rows, cols]) in SIDES {
+        let name = |expert: usize| format!("model.layers.0.mlp.experts.{expert}.{part}_proj");
+        let stack: Modules = (0..EXPERTS).map(|expert| (name(expert), [rows, cols])).collect();
+        let factors = lora(&stack);
+        let all = |of: &str| -> Vec<u8> {
+            factors.iter().filter(|tensor| tensor.0.contains(of)).flat_map(|tensor| tensor.3.clone()).collect()
+        };
+        let of_part = format!("blk.0.ffn_{part}_exps.weight");
+        let count = EXPERTS as u64;
+        own = own.tensor(format!("{of_part}.lora_a"), DType::F32, &[count, RANK, cols], all("lora_A"));
+        own = own.tensor(format!("{of_part}.lora_b"), DType::F32, &[count, rows, RANK], all("lora_B"));
+        modules.extend(stack);
+    }
+    let base = gguf(&converted(&transformers(&modules, false), "qwen3moe"), header("qwen3moe"));
+    let (wanted, _) = merged(&base, vec![adapter(&lora(&modules))], Matching::Strict);
+    let own = Adapter::from_checkpoint(Checkpoint::from_bytes("a.gguf", own.build()).unwrap(), 1.0).unwrap();
+    let (got, weights) = merged(&base, vec![own], Matching::Strict);
+    assert!(got == wanted);
+    assert_eq!(weights.patches().iter().count(), 3);
+}
