@@ -461,3 +461,21 @@ fn an_adapter_of_llama_cpp_has_the_factors_of_all_experts_in_one_tensor() {
     assert!(got == wanted);
     assert_eq!(weights.patches().iter().count(), 3);
 }
+
+#[test]
+fn a_weight_that_is_multiplied_by_a_scale_is_not_changed() {
+    let modules = vec![("model.layers.0.mlp.up_proj".to_owned(), [4, 64])];
+    for dtype in [DType::NVFP4, DType::F16] {
+        let base = header("qwen3").some("blk.0.ffn_up.weight", dtype, &[4, 64]);
+        let with = |name: &str| {
+            let file = base.clone().some(name, DType::F32, &[1]);
+            Checkpoint::from_bytes("m.gguf", file.build()).unwrap()
+        };
+        let found = fault(&with("blk.0.ffn_up.scale"), adapter(&lora(&modules)));
+        let (weight, scale) = ("blk.0.ffn_up.weight".to_owned(), "blk.0.ffn_up.scale".to_owned());
+        assert_eq!(found, AdapterFault::UnknownScale { weight, scale });
+        // A scale of what the weight is given is none of the weight's.
+        let input = with("blk.0.ffn_up.input_scale");
+        Weights::patched(input, vec![adapter(&lora(&modules))], Matching::Strict).unwrap();
+    }
+}

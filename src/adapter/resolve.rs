@@ -319,6 +319,10 @@ impl<'a> Resolving<'a> {
                 let packed = AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign };
                 return Err((SkipReason::Packed(packing), fault(packed)));
             }
+            if let Some(scale) = self.siblings.scale_in_gguf(weight) {
+                let (weight, scale) = (weight.name.clone(), scale.name.clone());
+                return Err((SkipReason::UnknownScale, fault(AdapterFault::UnknownScale { weight, scale })));
+            }
             let scaling = Scaling::of(weight, &self.siblings);
             let scaling = scaling.map_err(|unknown| (SkipReason::UnknownScale, fault(unknown)))?;
             let Some(scale) = scaling.map(|scaling| scaling.tensor()) else { continue };
