@@ -415,6 +415,8 @@ fn what_is_no_lora_is_refused_by_name() {
     let tokens = Value::Array(4, vec![Value::U32(1)]);
     assert!(open(adapter().entry("adapter.alora.invocation_tokens", tokens)).contains("activated LoRA"));
     assert!(open(adapter().entry("adapter.lora.alpha", Value::F32(f32::NAN))).contains("adapter.lora.alpha is NaN"));
+    let whole = open(adapter().entry("adapter.lora.alpha", Value::U32(16)));
+    assert!(whole.contains("adapter.lora.alpha is 16, no finite floating-point number"), "{whole}");
     let embedding = adapter().some("token_embd.weight.lora_a", DType::F32, &[8, 2]);
     assert!(open(embedding).contains("token embedding"));
 }

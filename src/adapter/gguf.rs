@@ -111,6 +111,7 @@ pub(super) fn alpha(gguf: Gguf<'_>) -> Result<Option<f64>, AdapterFault> {
     }
     let Some(value) = gguf.get("adapter.lora.alpha") else { return Ok(None) };
     let alpha = value.as_f64().filter(|alpha| alpha.is_finite());
-    let wrong = || AdapterFault::Metadata { reason: format!("adapter.lora.alpha is {value}, not a finite number") };
+    let wrong =
+        || AdapterFault::Metadata { reason: format!("adapter.lora.alpha is {value}, no finite floating-point number") };
     alpha.map(|alpha| (alpha != 0.0).then_some(alpha)).ok_or_else(wrong)
 }
