@@ -481,3 +481,21 @@ fn a_weight_that_is_multiplied_by_a_scale_is_not_changed() {
         Weights::patched(input, vec![adapter(&lora(&modules))], Matching::Strict).unwrap();
     }
 }
+
+#[test]
+fn a_whole_norm_of_llama_cpps_adapter_replaces_the_originals_where_it_is_the_same() {
+    let new = f32s("blk.0.attn_norm.weight", &[HIDDEN], &numbers(HIDDEN, "new"));
+    let own = |architecture: &str| {
+        let file = Gguf::new(architecture).entry("general.type", "adapter").entry("adapter.type", "lora");
+        let file = file.tensor(&*new.0, DType::F32, &[HIDDEN], new.3.clone());
+        Adapter::from_checkpoint(Checkpoint::from_bytes("a.gguf", file.build()).unwrap(), 1.0).unwrap()
+    };
+    let original = file("model", &transformers(&attention(0), false));
+    let (got, weights) = merged(&original, vec![own("qwen3")], Matching::Strict);
+    let norm = got.iter().find(|tensor| tensor.0 == "model.layers.0.input_layernorm.weight").unwrap();
+    assert!(norm.3 == new.3);
+    assert_eq!(weights.patches().iter().count(), 1);
+    // Gemma's has one added.
+    let refused = fault(&original, own("gemma3"));
+    assert!(matches!(refused, AdapterFault::Unsupported { .. }), "{refused}");
+}
