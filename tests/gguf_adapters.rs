@@ -415,6 +415,87 @@ fn what_is_no_lora_is_refused_by_name() {
     let tokens = Value::Array(4, vec![Value::U32(1)]);
     assert!(open(adapter().entry("adapter.alora.invocation_tokens", tokens)).contains("activated LoRA"));
     assert!(open(adapter().entry("adapter.lora.alpha", Value::F32(f32::NAN))).contains("adapter.lora.alpha is NaN"));
+    let whole = open(adapter().entry("adapter.lora.alpha", Value::U32(16)));
+    assert!(whole.contains("adapter.lora.alpha is 16, no finite floating-point number"), "{whole}");
     let embedding = adapter().some("token_embd.weight.lora_a", DType::F32, &[8, 2]);
     assert!(open(embedding).contains("token embedding"));
+}
+
+#[test]
+fn an_adapter_of_llama_cpp_is_for_its_architecture_alone() {
+    let modules = attention(0);
+    let base = |architecture| gguf(&converted(&transformers(&modules, false), architecture), header(architecture));
+    for (own, model) in [("qwen2", "llama"), ("llama", "qwen2"), ("qwen3", "plamo")] {
+        let adapter = Adapter::from_checkpoint(llama_cpp(own, &modules, Some(4.0)), 1.0).unwrap();
+        let found = fault(&base(model), adapter);
+        assert_eq!(found, AdapterFault::OtherArchitecture { adapter: own.into(), model: model.into() });
+    }
+    // Of an architecture whose conversion is not known it fits files of that architecture, and not the original.
+    let plamo = Adapter::from_checkpoint(llama_cpp("plamo", &modules[2..].to_vec(), Some(4.0)), 1.0).unwrap();
+    Weights::patched(base("plamo"), vec![plamo.clone()], Matching::Strict).unwrap();
+    let found = fault(&file("model", &transformers(&modules, false)), plamo);
+    let unknown = AdapterFault::UnknownConversion { target: "blk.0.attn_v".into(), architecture: "plamo".into() };
+    assert_eq!(found, unknown);
+}
+
+#[test]
+fn an_adapter_of_llama_cpp_has_the_factors_of_all_experts_in_one_tensor() {
+    const SIDES: [(&str, [u64; 2]); 3] = [("gate", [WIDE, HIDDEN]), ("up", [WIDE, HIDDEN]), ("down", [HIDDEN, WIDE])];
+    let (mut modules, mut own) = (Modules::new(), Gguf::new("qwen3moe").entry("general.type", "adapter"));
+    own = own.entry("adapter.type", "lora").entry("adapter.lora.alpha", Value::F32(4.0));
+    for (part, [rows, cols]) in SIDES {
+        let name = |expert: usize| format!("model.layers.0.mlp.experts.{expert}.{part}_proj");
+        let stack: Modules = (0..EXPERTS).map(|expert| (name(expert), [rows, cols])).collect();
+        let factors = lora(&stack);
+        let all = |of: &str| -> Vec<u8> {
+            factors.iter().filter(|tensor| tensor.0.contains(of)).flat_map(|tensor| tensor.3.clone()).collect()
+        };
+        let of_part = format!("blk.0.ffn_{part}_exps.weight");
+        let count = EXPERTS as u64;
+        own = own.tensor(format!("{of_part}.lora_a"), DType::F32, &[count, RANK, cols], all("lora_A"));
+        own = own.tensor(format!("{of_part}.lora_b"), DType::F32, &[count, rows, RANK], all("lora_B"));
+        modules.extend(stack);
+    }
+    let base = gguf(&converted(&transformers(&modules, false), "qwen3moe"), header("qwen3moe"));
+    let (wanted, _) = merged(&base, vec![adapter(&lora(&modules))], Matching::Strict);
+    let own = Adapter::from_checkpoint(Checkpoint::from_bytes("a.gguf", own.build()).unwrap(), 1.0).unwrap();
+    let (got, weights) = merged(&base, vec![own], Matching::Strict);
+    assert!(got == wanted);
+    assert_eq!(weights.patches().iter().count(), 3);
+}
+
+#[test]
+fn a_weight_that_is_multiplied_by_a_scale_is_not_changed() {
+    let modules = vec![("model.layers.0.mlp.up_proj".to_owned(), [4, 64])];
+    for dtype in [DType::NVFP4, DType::F16] {
+        let base = header("qwen3").some("blk.0.ffn_up.weight", dtype, &[4, 64]);
+        let with = |name: &str| {
+            let file = base.clone().some(name, DType::F32, &[1]);
+            Checkpoint::from_bytes("m.gguf", file.build()).unwrap()
+        };
+        let found = fault(&with("blk.0.ffn_up.scale"), adapter(&lora(&modules)));
+        let (weight, scale) = ("blk.0.ffn_up.weight".to_owned(), "blk.0.ffn_up.scale".to_owned());
+        assert_eq!(found, AdapterFault::UnknownScale { weight, scale });
+        // A scale of what the weight is given is none of the weight's.
+        let input = with("blk.0.ffn_up.input_scale");
+        Weights::patched(input, vec![adapter(&lora(&modules))], Matching::Strict).unwrap();
+    }
+}
+
+#[test]
+fn a_whole_norm_of_llama_cpps_adapter_replaces_the_originals_where_it_is_the_same() {
+    let new = f32s("blk.0.attn_norm.weight", &[HIDDEN], &numbers(HIDDEN, "new"));
+    let own = |architecture: &str| {
+        let file = Gguf::new(architecture).entry("general.type", "adapter").entry("adapter.type", "lora");
+        let file = file.tensor(&*new.0, DType::F32, &[HIDDEN], new.3.clone());
+        Adapter::from_checkpoint(Checkpoint::from_bytes("a.gguf", file.build()).unwrap(), 1.0).unwrap()
+    };
+    let original = file("model", &transformers(&attention(0), false));
+    let (got, weights) = merged(&original, vec![own("qwen3")], Matching::Strict);
+    let norm = got.iter().find(|tensor| tensor.0 == "model.layers.0.input_layernorm.weight").unwrap();
+    assert!(norm.3 == new.3);
+    assert_eq!(weights.patches().iter().count(), 1);
+    // Gemma's has one added.
+    let refused = fault(&original, own("gemma3"));
+    assert!(matches!(refused, AdapterFault::Unsupported { .. }), "{refused}");
 }

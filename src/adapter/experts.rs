@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `experts.gate_up_proj` [E, 2 i, h] or [E, h, 2 i], `experts.down_proj` | one pair of factors for each expert (`experts.3.up_proj`) |
 //! | the same | PEFT's for a whole parameter (`target_parameters`), under its module's name |
-//! | GGUF's `ffn_gate_exps` [E, i, h], … | one pair of factors for each expert |
+//! | GGUF's `ffn_gate_exps` [E, i, h], … | one pair of factors for each expert; llama.cpp's of all, under the same name |
 //! | `experts.3.gate_proj.weight` [i, h], … | PEFT's for a whole parameter; mlx-lm's (`switch_mlp.gate_proj`) |
 //!
 //! Mixtral's older files say w1, w3 and w2 for gate, up and down, and `block_sparse_moe` for `mlp`.
@@ -50,6 +50,9 @@ const SINGLE: [(&str, &str, ExpertPart); 6] = [
     ("w3", "gate_up_proj", ExpertPart::Up),
     ("w2", "down_proj", ExpertPart::Whole),
 ];
+
+/// The ending of the names of llama.cpp's stacks: `ffn_gate_exps`, `ffn_up_exps`, `ffn_down_exps`.
+const GGUF_ENDING: &str = "_exps";
 
 /// The names of the module that holds the experts: the same module in files of different age.
 const HOLDERS: [&str; 4] = ["mlp.experts", "block_sparse_moe.experts", "feed_forward.experts", "mlp.switch_mlp"];
@@ -184,7 +187,8 @@ impl Wrapped {
 /// The same target, with what it stacks if that is experts.
 pub(super) fn stacked<'a>(layout: &'a Layout, targets: &Targets<'a>, target: Target<'a>) -> Target<'a> {
     const WORDS: [&str; 2] = ["experts", "switch_mlp"];
-    let of_experts = target.module.split('.').any(|word| WORDS.contains(&word)) && target.projection.is_none();
+    let is_of_experts = |word: &str| WORDS.contains(&word) || word.ends_with(GGUF_ENDING);
+    let of_experts = target.module.split('.').any(is_of_experts) && target.projection.is_none();
     match of_experts.then(|| stack(layout, targets, target.module)).flatten() {
         Some((_, expert)) => Target { expert: Some(expert), ..target },
         None => target,
@@ -242,7 +246,7 @@ fn stack<'a>(layout: &'a Layout, targets: &Targets<'a>, name: &str) -> Option<(T
         _ => None,
     };
     // llama.cpp's stacks are of matrices of outputs by inputs.
-    let of_gguf = target.module.ends_with("_exps").then_some(false);
+    let of_gguf = target.module.ends_with(GGUF_ENDING).then_some(false);
     let of_shapes = shapes.and_then(|([_, a, b], [_, c, d])| {
         // [2 i, h] and [h, i], or [h, 2 i] and [i, h]; no sizes are both.
         match (Some(a) == d.checked_mul(2) && b == c, Some(b) == c.checked_mul(2) && a == d) {

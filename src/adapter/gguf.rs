@@ -72,7 +72,14 @@ fn is_known(architecture: &str) -> bool {
     PAIRED.contains(&architecture) || SAME.contains(&architecture)
 }
 
-/// The fault of a name of transformers for a module of a file whose conversion is not known.
+/// The fault of an adapter's file for models of another architecture, whose modules may have the same names (llama.cpp,
+/// `src/llama-adapter.cpp`). Nothing is known of a file that names none.
+pub(super) fn other_architecture(model: Option<Gguf<'_>>, adapter: Option<Gguf<'_>>) -> Option<AdapterFault> {
+    let [model, adapter] = [model?.architecture()?, adapter?.architecture()?].map(str::to_owned);
+    (model != adapter).then_some(AdapterFault::OtherArchitecture { adapter, model })
+}
+
+/// The fault of the name that a module of a file, whose conversion is not known, has in transformers.
 pub(super) fn unknown_conversion(gguf: Gguf<'_>, name: &str, module: &str) -> Option<AdapterFault> {
     let of_llama_cpp = module.starts_with("blk.") || OUTSIDE.contains(&module);
     let flat = |text: &str| text.replace('.', "_");
@@ -104,6 +111,7 @@ pub(super) fn alpha(gguf: Gguf<'_>) -> Result<Option<f64>, AdapterFault> {
     }
     let Some(value) = gguf.get("adapter.lora.alpha") else { return Ok(None) };
     let alpha = value.as_f64().filter(|alpha| alpha.is_finite());
-    let wrong = || AdapterFault::Metadata { reason: format!("adapter.lora.alpha is {value}, not a finite number") };
+    let wrong =
+        || AdapterFault::Metadata { reason: format!("adapter.lora.alpha is {value}, no finite floating-point number") };
     alpha.map(|alpha| (alpha != 0.0).then_some(alpha)).ok_or_else(wrong)
 }

@@ -62,6 +62,9 @@ impl<'a> Resolving<'a> {
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
         adapter.check_component()?;
+        if let Some(fault) = gguf::other_architecture(self.siblings.gguf(), adapter.checkpoint.gguf()) {
+            return Err(Error::adapter(&adapter.path, None, fault));
+        }
         let wanted = |key: &str| adapter.wants(key);
         let mut matched = Vec::new();
         let (first_unmatched, first_skipped) = (self.report.unmatched.len(), self.report.skipped.len());
@@ -144,17 +147,21 @@ impl<'a> Resolving<'a> {
         })
     }
 
-    /// The same targets, with what is known of a GGUF file's conversion; an error where they are under names of another program, and
-    /// nothing is known of it.
+    /// The same targets, with what is known of the conversion to the one GGUF file among checkpoint and adapter; an error where
+    /// nothing is known of it. Between two GGUF files nothing is converted.
     fn converted(
         &self,
         adapter: &Adapter,
         module: &AdapterModule,
         found: Found<'a>,
     ) -> Result<Found<'a>, AdapterFault> {
-        let (Some(gguf), Found::One(targets)) = (self.siblings.gguf(), &found) else { return Ok(found) };
+        let (of_model, of_adapter) = (self.siblings.gguf(), adapter.checkpoint.gguf());
+        let (Some(gguf), Found::One(targets)) = (of_model.or(of_adapter), &found) else { return Ok(found) };
         let name = adapter.renamed(&module.name);
-        let unknown = |target: &Target<'_>| gguf::unknown_conversion(gguf, &name, target.module);
+        let unknown = |target: &Target<'_>| match of_model {
+            Some(_) => gguf::unknown_conversion(gguf, &name, target.module),
+            None => gguf::unknown_conversion(gguf, target.module, &name),
+        };
         if let Some(fault) = targets.iter().filter(|_| adapter.rotary.is_none()).find_map(unknown) {
             return Err(fault);
         }
@@ -311,6 +318,10 @@ impl<'a> Resolving<'a> {
             if let Some(Packed { packing, sign }) = Packed::of(weight, &self.siblings) {
                 let packed = AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign };
                 return Err((SkipReason::Packed(packing), fault(packed)));
+            }
+            if let Some(scale) = self.siblings.scale_in_gguf(weight) {
+                let (weight, scale) = (weight.name.clone(), scale.name.clone());
+                return Err((SkipReason::UnknownScale, fault(AdapterFault::UnknownScale { weight, scale })));
             }
             let scaling = Scaling::of(weight, &self.siblings);
             let scaling = scaling.map_err(|unknown| (SkipReason::UnknownScale, fault(unknown)))?;

@@ -271,15 +271,26 @@ pub enum AdapterFault {
         /// The module of the checkpoint.
         target: String,
     },
-    /// A name of transformers for a module of a GGUF file of an architecture whose conversion is not known: its rows may be ordered
-    /// otherwise, or its values changed.
+    /// An adapter's GGUF file is for models of another architecture than the checkpoint's, whose rows may be ordered otherwise.
+    #[error(
+        "it is for GGUF files of architecture `{adapter}`, and the checkpoint is one of `{model}`; use it on the model that it was \
+         made for, or convert the original adapter for this one with llama.cpp's convert_lora_to_gguf"
+    )]
+    OtherArchitecture {
+        /// The adapter's `general.architecture`.
+        adapter: String,
+        /// The checkpoint's.
+        model: String,
+    },
+    /// A checkpoint or an adapter is a GGUF file of an architecture whose conversion is not known, and the other is in
+    /// transformers' names: rows may be ordered otherwise, or values changed.
     #[error(
         "`{target}` is of a GGUF file of architecture `{architecture}`, and what the conversion to it changes is not known; use \
-         the adapter on the original checkpoint, convert it with llama.cpp's convert_lora_to_gguf, or, if nothing but the rows of \
-         queries and keys can differ, say their order with Adapter::rotary_rows"
+         checkpoint and adapter before their conversion, or both after it (llama.cpp's convert_lora_to_gguf), or, if nothing but \
+         the rows of queries and keys can differ, say their order with Adapter::rotary_rows"
     )]
     UnknownConversion {
-        /// The module of the checkpoint.
+        /// The module in the GGUF file.
         target: String,
         /// The file's `general.architecture`.
         architecture: String,

@@ -64,6 +64,13 @@ impl<'a> Siblings<'a> {
         self.checkpoint.and_then(Checkpoint::gguf)
     }
 
+    /// The scale of a weight in a GGUF file, of any type: llama.cpp multiplies what the weight gives by it (NVFP4, BitNet;
+    /// `src/llama-graph.cpp`, `build_lora_mm`). That beside a router (Gemma 4) is of what it is given.
+    pub(crate) fn scale_in_gguf(&self, weight: &TensorInfo) -> Option<&'a TensorInfo> {
+        let stem = weight.name.strip_suffix(".weight").filter(|stem| !stem.ends_with(".ffn_gate_inp"));
+        self.gguf().and_then(|_| self.ending(stem?, ".scale"))
+    }
+
     /// What the model's configuration says of all weights.
     pub(crate) fn stated(&self) -> Stated {
         self.checkpoint.map(Checkpoint::stated).unwrap_or_default()
