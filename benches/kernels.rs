@@ -154,7 +154,7 @@ fn dequantise(
     (dtype, values): (DType, usize),
     (source, target): (&Buf, &mut Option<BufMut>),
 ) -> Outcome<()> {
-    if let Err(why) = kernels.dequantises(dtype, DType::BF16) {
+    if let Err(why) = kernels.dequantises(stream, dtype, DType::BF16) {
         println!("  {why}");
         return Ok(());
     }

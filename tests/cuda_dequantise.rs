@@ -11,6 +11,9 @@ use card::{
     DEADLINE, assert_at_most_one_leak, assert_given_back, driver, registry, spread, stand_in, wait_until_closed,
 };
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
+use cudarc::driver::CudaContext;
+use cudarc::driver::sys::CUgraphInstantiate_flags;
+use cudarc::driver::sys::CUstreamCaptureMode as Mode;
 use half::{bf16, f16};
 use support::gguf::Gguf;
 use tensor_offload::backend::{
@@ -41,6 +44,28 @@ fn one_card() -> Config {
 fn random_bytes(seed: u64, count: usize) -> Vec<u8> {
     let mut random = support::Random::new(seed);
     (0..count.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).take(count).collect()
+}
+
+/// Scales at the edges of f16: zeros, subnormals, the largest, infinities and NaN.
+const SCALES: [u16; 8] = [0x0000, 0x8000, 0x0001, 0x83ff, 0x7bff, 0x7c00, 0xfc00, 0x7e01];
+
+/// Random blocks. The scales of the first are at the edges, those of MXFP4 all that there are.
+fn edged(seed: u64, dtype: DType, count: usize) -> Vec<u8> {
+    let block = dtype.block().bytes as usize;
+    let mut blocks = random_bytes(seed, count * block);
+    for (at, block) in blocks.chunks_exact_mut(block).enumerate().take(256) {
+        let scale = SCALES[at % SCALES.len()].to_le_bytes();
+        match dtype {
+            DType::MXFP4 => block[0] = at as u8,
+            DType::Q6_K if at < 32 => block[208..].copy_from_slice(&scale),
+            _ if at < 32 => block[..2].copy_from_slice(&scale),
+            _ => {}
+        }
+        if at < 32 && matches!(dtype, DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K) {
+            block[2..4].copy_from_slice(&SCALES[at / 8 * 2 + at % 2].to_le_bytes());
+        }
+    }
+    blocks
 }
 
 /// The values of blocks as bytes of `to`, by the crate half.
@@ -95,19 +120,17 @@ fn cuda_kernels_give_the_values_of_the_host() {
     let device = devices.device(DeviceId::cuda(0)).unwrap();
     let (kernels, stream) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
     for (seed, dtype) in BY_KERNELS.into_iter().enumerate() {
-        if let Err(why) = kernels.dequantises(dtype, DType::F32) {
+        if let Err(why) = kernels.dequantises(&*stream, dtype, DType::F32) {
             assert!(card::named(), "{why}");
             eprintln!("skipped: the driver has no kernels for its device: {why}");
             return;
         }
         let block = dtype.block();
-        for (count, to) in [1, 0, 7, 64, 2500 / block.elements as usize].into_iter().zip(VALUES.iter().cycle()).chain(
-            // All bits of a scale and of most codes, in each type.
-            VALUES.iter().map(|to| (32_768 / block.elements as usize + 3, to)),
-        ) {
+        let per_32k = 32_768 / block.elements as usize;
+        let counts = [0, 1, 7, 64, per_32k + 3];
+        for (count, to) in counts.into_iter().flat_map(|count| VALUES.iter().map(move |to| (count, to))) {
             let size = to.element_bytes().unwrap();
-            let (blocks, values) =
-                (random_bytes(seed as u64, count * block.bytes as usize), count * block.elements as usize);
+            let (blocks, values) = (edged(seed as u64, dtype, count), count * block.elements as usize);
             let src = sent(&device, &[&[0xa5; 3], &*blocks].concat());
             let dst = device.alloc((values + 5) * size, MemoryKind::Whole).unwrap();
             let behind = random_bytes(9, dst.bytes());
@@ -127,6 +150,101 @@ fn cuda_kernels_give_the_values_of_the_host() {
     driver.assert_clean();
 }
 
+/// The blocks are still on their way, the memory for the values is being filled by another stream, and as soon as the work is
+/// queued the blocks are overwritten. Without an order between any two of these the stand-in reports them.
+#[test]
+fn cuda_values_come_after_their_blocks_and_before_what_follows() {
+    let Some(cuda) = stand_in(&one_card().late_micros(10_000)) else { return };
+    let devices = registry();
+    let (device, host) = (devices.device(DeviceId::cuda(0)).unwrap(), devices.device(DeviceId::CPU).unwrap());
+    let streams = [(); 3].map(|()| device.stream(Role::Upload).unwrap());
+    let compute = device.stream(Role::Compute).unwrap();
+    let pinned = |bytes: &[u8]| {
+        let mut memory = host.alloc(bytes.len(), MemoryKind::Pinned).unwrap();
+        memory.host_mut().unwrap().copy_from_slice(bytes);
+        memory.freeze()
+    };
+    let blocks = random_bytes(5, 34 * 1024);
+    let there = |stream: usize, bytes: &[u8], dst: BufMut| {
+        streams[stream].copy(Transfer::whole(&pinned(bytes), dst).unwrap()).unwrap().chain()
+    };
+    let memory = |bytes| device.alloc(bytes, MemoryKind::Whole).unwrap();
+    let src = there(0, &blocks, memory(blocks.len())).freeze();
+    let dst = there(1, &random_bytes(6, 32 * 1024 * 4), memory(32 * 1024 * 4));
+    let work = Dequantise::new((src.clone(), 0, DType::Q8_0), 32 * 1024, (dst, DType::F32)).unwrap();
+    let flight = device.kernels().unwrap().dequantise(&*compute, work).unwrap();
+    let reclaimed = src.try_reclaim().unwrap();
+    let overwritten = there(2, &random_bytes(7, blocks.len()), reclaimed);
+    let got = read(&device, flight.chain(), 32 * 1024 * 4).unwrap();
+    assert_same(&got, &wanted(DType::Q8_0, &blocks, DType::F32), 4, "values");
+    drop((overwritten, streams, compute, device, host));
+    assert_given_back(&devices, &cuda, "an order of streams");
+    drop(devices);
+    card::assert_clean(&cuda);
+}
+
+/// A launch that the driver refuses returns the memory with the event after whatever may be under way.
+#[test]
+fn cuda_memory_of_a_refused_launch_is_not_free_before_its_stream() {
+    let Some(cuda) = stand_in(&one_card()) else { return };
+    let devices = registry();
+    let device = devices.device(DeviceId::cuda(0)).unwrap();
+    let (kernels, compute) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
+    let blocks = sent(&device, &random_bytes(8, 34));
+    kernels.dequantises(&*compute, DType::Q8_0, DType::F32).unwrap();
+    cuda.fault(&FaultPlan::one(Fault::nth("cuLaunchKernel", 1, Effect::Fail(701))));
+    compute.occupy(std::time::Duration::from_millis(50)).unwrap();
+    let dst = device.alloc(128, MemoryKind::Whole).unwrap();
+    let work = Dequantise::new((blocks.clone(), 0, DType::Q8_0), 32, (dst, DType::F32)).unwrap();
+    let rejected = kernels.dequantise(&*compute, work).unwrap_err();
+    assert!(rejected.error.to_string().contains("cuLaunchKernel"), "{}", rejected.error);
+    assert_eq!(rejected.dst.pending().len(), 1);
+    drop((rejected, blocks, compute, device));
+    assert_given_back(&devices, &cuda, "a refused launch");
+    drop(devices);
+    card::assert_clean(&cuda);
+}
+
+/// Without memory for the kernels the host does the work once, and the next call asks the driver again.
+#[test]
+fn cuda_kernels_without_memory_are_asked_for_again() {
+    let Some(cuda) = stand_in(&one_card()) else { return };
+    let devices = registry();
+    cuda.fault(&FaultPlan::one(Fault::nth("cuModuleLoadData", 1, Effect::OutOfMemory)));
+    passes(&devices, &weights(), DType::BF16).unwrap();
+    // Fifteen of sixteen, and the second try to load.
+    assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (15, 2));
+    drop(devices);
+    card::assert_clean(&cuda);
+}
+
+/// While the caller captures the compute stream, neither kernels are loaded nor bytes read back.
+#[test]
+fn cuda_dequantising_is_refused_while_its_stream_is_captured() {
+    let Some(cuda) = stand_in(&one_card()) else { return };
+    let devices = registry();
+    let weights = weights();
+    let model = load(&devices, &weights).unwrap();
+    let raw = CudaContext::new(0).unwrap().new_stream().unwrap();
+    let compute = card::adopted(model.residency().device(), &raw);
+    let mut streamer = Streamer::on(&model, Arc::clone(&compute)).unwrap();
+    let guard = streamer.layer(model.layout().layer_ids().next().unwrap()).unwrap();
+    let mut values = model.residency().device().alloc(40 * 256 * 4, MemoryKind::Whole).unwrap();
+    raw.begin_capture(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    let before = cuda.report().calls_of("cuMemAlloc_v2");
+    for name in ["attn_q.weight", "attn_v.weight"] {
+        let rejected = guard.dequantise(name, DType::F32, values).unwrap_err();
+        assert!(matches!(rejected.error, Error::Capturing { .. }), "{}", rejected.error);
+        values = rejected.dst;
+    }
+    assert_eq!((cuda.report().calls_of("cuModuleLoadData"), cuda.report().calls_of("cuMemAlloc_v2")), (0, before));
+    raw.end_capture(CUgraphInstantiate_flags(0)).unwrap();
+    values = guard.dequantise("attn_q.weight", DType::F32, values).unwrap().wait(DEADLINE).unwrap();
+    assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 1);
+    drop((values, guard, streamer, compute, raw, model));
+    assert_given_back(&devices, &cuda, "a capture");
+}
+
 #[test]
 fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() {
     let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20, 64 << 20])) else { return };
@@ -140,17 +258,22 @@ fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() 
         assert!(rejected.dst.bytes() >= 1024);
         rejected.error.to_string()
     };
-    assert!(kernels.dequantises(DType::Q2_K, DType::F32).unwrap_err().contains("F32 of Q2_K"));
-    assert!(kernels.dequantises(DType::Q4_0, DType::F64).unwrap_err().contains("F64 of Q4_0"));
+    assert!(kernels.dequantises(&*stream, DType::Q2_K, DType::F32).unwrap_err().contains("F32 of Q2_K"));
+    assert!(kernels.dequantises(&*stream, DType::Q4_0, DType::F64).unwrap_err().contains("F64 of Q4_0"));
     assert!(
         refused(memory(&device, 84), DType::Q2_K, memory(&device, 1024), &*stream).contains("not computed on cuda:0")
     );
-    assert!(refused(memory(&other, 144), DType::Q4_K, memory(&device, 1024), &*stream).contains("cuda:1"));
-    assert!(refused(memory(&device, 144), DType::Q4_K, memory(&other, 1024), &*stream).contains("cuda:1"));
+    let from_other = refused(memory(&other, 144), DType::Q4_K, memory(&device, 1024), &*stream);
+    assert!(from_other.contains("what is to be dequantised") && from_other.contains("cuda:1"), "{from_other}");
+    let to_other = refused(memory(&device, 144), DType::Q4_K, memory(&other, 1024), &*stream);
+    assert!(to_other.contains("the memory for the values") && to_other.contains("cuda:1"), "{to_other}");
     let elsewhere = other.stream(Role::Compute).unwrap();
     assert!(refused(memory(&device, 144), DType::Q4_K, memory(&device, 1024), &*elsewhere).contains("this stream"));
     let odd = memory(&device, 1026).split_off(2).unwrap();
-    assert!(refused(memory(&device, 144), DType::Q4_K, odd, &*stream).contains("aligned to 4"));
+    let blocks = memory(&device, 144).freeze();
+    let rejected = Dequantise::new((blocks, 0, DType::Q4_K), 256, (odd, DType::F32)).unwrap_err();
+    assert!(rejected.error.to_string().contains("not aligned to F32"), "{}", rejected.error);
+    drop(rejected);
     assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 0);
     drop((stream, elsewhere, device, other));
     assert_given_back(&devices, &cuda, "refusals");
@@ -286,6 +409,9 @@ fn cuda_dequantising_that_fails_is_told() {
     let mut values = refused("attn_q.weight", DType::F8E5M2, "not F8_E5M2", values);
     let small = values.split_off(40 * 256 * 4 - 4).unwrap();
     refused("attn_q.weight", DType::BF16, "a buffer of 4", small);
+    let elsewhere = devices.device(DeviceId::CPU).unwrap().alloc(40 * 256 * 4, MemoryKind::Whole).unwrap();
+    let elsewhere = refused("attn_q.weight", DType::F32, "the memory for the values", elsewhere);
+    refused("attn_v.weight", DType::F32, "the memory for the values", elsewhere);
     drop((values, guard, streamer, model));
     assert_given_back(&devices, &cuda, "refusals");
     drop(devices);

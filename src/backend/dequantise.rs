@@ -11,7 +11,7 @@ use crate::error::{Error, Measured, Mismatch, Result};
 #[derive(Debug)]
 pub struct Dequantise {
     src: Buf,
-    from: usize,
+    offset: usize,
     dtype: DType,
     values: usize,
     dst: BufMut,
@@ -20,26 +20,26 @@ pub struct Dequantise {
 }
 
 impl Dequantise {
-    /// `values` values of blocks of `dtype`, which begin at byte `from` of `src`, as elements of type `to` from the beginning
-    /// of `dst` on.
+    /// `values` values of blocks of `dtype`, which begin at byte `offset` of `src`, as elements of type `to` from the beginning
+    /// of `dst` on, which is aligned to them.
     ///
     /// # Errors
     /// [`Rejected`] with [`Error::Mismatch`] when `dtype` is no block type of GGML; with [`Error::Invalid`] when `to` is not F32,
-    /// F16 or BF16; with [`Error::WrongSize`] when the values are not whole blocks, and when these exceed `src`, or the
+    /// F16 or BF16, or `dst` is not aligned to its elements; with [`Error::WrongSize`] when the values are not whole blocks, and when these exceed `src`, or the
     /// values `dst`.
     pub fn new(
-        (src, from, dtype): (Buf, usize, DType),
+        (src, offset, dtype): (Buf, usize, DType),
         values: usize,
         (dst, to): (BufMut, DType),
     ) -> Result<Dequantise, Box<Rejected>> {
-        match Dequantise::sizes((&src, from, dtype), values, (&dst, to)) {
-            Ok(bytes) => Ok(Dequantise { src, from, dtype, values, dst, to, bytes }),
+        match Dequantise::sizes((&src, offset, dtype), values, (&dst, to)) {
+            Ok(bytes) => Ok(Dequantise { src, offset, dtype, values, dst, to, bytes }),
             Err(error) => Err(Box::new(Rejected { error, dst })),
         }
     }
 
     /// The bytes of the values, if they and the blocks fit.
-    fn sizes((src, from, dtype): (&Buf, usize, DType), values: usize, (dst, to): (&BufMut, DType)) -> Result<usize> {
+    fn sizes((src, offset, dtype): (&Buf, usize, DType), values: usize, (dst, to): (&BufMut, DType)) -> Result<usize> {
         if !dtype.is_ggml_block() {
             return Err(Mismatch::NoBlocks { dtype }.into());
         }
@@ -53,12 +53,16 @@ impl Dequantise {
         let block = dtype.block();
         let blocks = (values as u64).div_ceil(block.elements).saturating_mul(block.bytes);
         if !(values as u64).is_multiple_of(block.elements) {
-            let (what, given) = (Measured::Blocks { dtype, values }, src.bytes().saturating_sub(from) as u64);
+            let (what, given) = (Measured::Blocks { dtype, values }, src.bytes().saturating_sub(offset) as u64);
             return Err(Error::WrongSize { what, needed: blocks, given });
         }
-        fits(Measured::Source, blocks.saturating_add(from as u64), src.bytes())?;
+        fits(Measured::Source, blocks.saturating_add(offset as u64), src.bytes())?;
         let bytes = to.bytes_of(&[values as u64]).unwrap_or(u64::MAX);
         fits(Measured::Destination, bytes, dst.bytes())?;
+        let align = to.element_bytes().unwrap_or(1);
+        if dst.address().is_some_and(|address| !address.is_multiple_of(align as u64)) {
+            return Err(Error::invalid(format!("{} bytes of {} are not aligned to {to}", dst.bytes(), dst.device())));
+        }
         Ok(bytes as usize)
     }
 
@@ -83,8 +87,8 @@ impl Dequantise {
     }
 
     /// The byte of the source at which the blocks begin.
-    pub fn from(&self) -> usize {
-        self.from
+    pub fn offset(&self) -> usize {
+        self.offset
     }
 
     /// The buffer for the values, which begin with its first byte.
@@ -104,6 +108,16 @@ impl Dequantise {
     pub fn launched(self, done: Event) -> Flight {
         self.src.used_until(done.clone());
         Flight::of(self.dst, done)
+    }
+
+    /// Turns the work into a rejection, if queueing it failed and some of it may be under way until an event.
+    #[cfg(feature = "cuda")]
+    pub(super) fn refused(mut self, error: Error, under_way: Option<Event>) -> Box<Rejected> {
+        if let Some(event) = under_way {
+            self.src.used_until(event.clone());
+            self.dst.after(event);
+        }
+        self.rejected(error)
     }
 
     /// Abandons the work and returns the destination.

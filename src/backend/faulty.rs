@@ -198,9 +198,9 @@ impl Kernels for FaultyDevice {
         kernels.patch(inner_of(stream), patch, weight, at)
     }
 
-    fn dequantises(&self, from: DType, to: DType) -> Result<(), String> {
+    fn dequantises(&self, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
         let none = || Err("the device has no kernels".to_owned());
-        self.inner.kernels().map_or_else(none, |kernels| kernels.dequantises(from, to))
+        self.inner.kernels().map_or_else(none, |kernels| kernels.dequantises(inner_of(stream), from, to))
     }
 
     fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {

@@ -14,7 +14,8 @@ use crate::error::{Error, InUse, Measured, Mismatch, Result};
 
 /// The kernels of a device.
 pub trait Kernels: Send + Sync {
-    /// Prepares the kernels that patch at the first call. Later calls return the same result.
+    /// At the first call, prepares the kernels that patch. Later calls return the same result, unless what was missing may have
+    /// come: a device without memory for them is asked again.
     ///
     /// # Errors
     /// The reason why the device has no usable kernels for that, for the user.
@@ -36,12 +37,13 @@ pub trait Kernels: Send + Sync {
         at: usize,
     ) -> Result<PatchFlight<'a>>;
 
-    /// Prepares the kernel that computes values of type `to` from blocks of type `from` at the first call. Later calls return the
-    /// same result. The default has none.
+    /// At the first call, prepares the kernels that compute values from blocks. Returns whether there is one for values of type
+    /// `to` and blocks of type `from`, on `stream`. The default has none.
     ///
     /// # Errors
     /// The reason why the device has no such kernel, for the user.
-    fn dequantises(&self, from: DType, to: DType) -> Result<(), String> {
+    fn dequantises(&self, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
+        let _ = stream;
         Err(format!("the device has no kernel that computes {to} of {from}"))
     }
 

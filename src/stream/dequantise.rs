@@ -3,7 +3,7 @@
 use super::LayerGuard;
 use crate::backend::{BufMut, Dequantise, Flight, Kernels, MemoryKind, Piece, Rejected, Transfer};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Mismatch, Result};
 use crate::float::Float;
 use crate::load::TensorView;
 use crate::patch::TensorPatch;
@@ -19,7 +19,7 @@ impl LayerGuard {
     /// [reserve](crate::Planner::reserve). Register your own work that uses it with
     /// [`record`](crate::backend::Stream::record) before you drop it.
     ///
-    /// CUDA devices have kernels for Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4. For other types,
+    /// The first call loads the kernels, which takes the driver a moment. CUDA devices have kernels for Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4. For other types,
     /// and on devices without kernels, the host reads the blocks back, computes the values and sends them; it then waits
     /// for the layer and for the copies, which takes far longer.
     ///
@@ -31,19 +31,21 @@ impl LayerGuard {
     /// # fn main() -> Result<()> {
     /// let model = Model::open("model-Q4_K_M.gguf")?.allocation("cuda:0,50%;cpu,*")?.load(&Registry::system())?;
     /// let mut values = model.residency().device().alloc(64 << 20, MemoryKind::Whole)?;
-    /// let mut pass = model.stream()?;
-    /// for layer in pass.pass() {
+    /// let mut stream = model.stream()?;
+    /// for layer in stream.pass() {
     ///     let layer = layer?;
     ///     values = layer.dequantise("attn_q.weight", DType::BF16, values)?.chain();
     ///     // Queue the product that reads `values` here.
     /// }
+    /// stream.compute().record(&[values.freeze()])?; // keeps it until the products are done
     /// # Ok(())
     /// # }
     /// ```
     ///
     /// # Errors
     /// [`Rejected`], which returns `dst`: with [`Error::Missing`] when the layer has no such tensor; with [`Error::Mismatch`] when it
-    /// is not in blocks, or `dst` is on another device; with [`Error::Invalid`] for another `dtype`; with
+    /// is not in blocks, or `dst` is on another device; with [`Error::Invalid`] for another `dtype`, or when `dst` is not
+    /// aligned to its elements; with
     /// [`Error::WrongSize`] when the values do not fit into `dst`; when the stream accepts no more work; any error of the
     /// copies.
     pub fn dequantise(&self, name: &str, dtype: DType, dst: BufMut) -> Result<Flight, Box<Rejected>> {
@@ -51,9 +53,15 @@ impl LayerGuard {
             Ok(view) => view,
             Err(error) => return Err(Box::new(Rejected { error, dst })),
         };
-        let values = view.shape().iter().product::<u64>() as usize;
+        let device = self.compute.device();
+        if dst.device() != device {
+            let (what, memory) = (format!("the memory for the values of `{}`", view.name()), dst.device());
+            return Err(Box::new(Rejected { error: Mismatch::Memory { what, memory, device }.into(), dst }));
+        }
+        let count = view.shape().iter().product::<u64>();
         let blocks = (view.buf().clone(), view.byte_range().start, view.dtype());
-        let work = Dequantise::new(blocks, values, (dst, dtype))?;
+        // More values than there are addresses do not fit into any memory.
+        let work = Dequantise::new(blocks, usize::try_from(count).unwrap_or(usize::MAX), (dst, dtype))?;
         match self.kernels_for(view.dtype(), dtype) {
             Some(kernels) => kernels.dequantise(&*self.compute, work),
             None => self.dequantise_on_host(&view, work),
@@ -63,7 +71,7 @@ impl LayerGuard {
     /// The device's kernels, if they compute these values.
     fn kernels_for(&self, from: DType, to: DType) -> Option<&dyn Kernels> {
         let kernels = self.model.residency().device().kernels()?;
-        match kernels.dequantises(from, to) {
+        match kernels.dequantises(&*self.compute, from, to) {
             Ok(()) => Some(kernels),
             Err(why) => {
                 tracing::debug!(why, "the host dequantises in the place of the device");
@@ -74,6 +82,10 @@ impl LayerGuard {
 
     fn dequantise_on_host(&self, view: &TensorView<'_>, work: Dequantise) -> Result<Flight, Box<Rejected>> {
         let bytes = work.bytes();
+        // A stream that accepts no work says so before anything is read.
+        if let Err(error) = self.compute.record(&[]) {
+            return Err(work.rejected(error));
+        }
         let staged = match self.values_on_host(view, &work) {
             Ok(staged) => staged.freeze(),
             Err(error) => return Err(work.rejected(error)),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::calls::{Calls, Code, ContextHandle, DeviceHandle, EVENT_WITHOUT_TIMING, EventHandle, Failure, Outcome};
 use super::driver::{Driver, shown};
-use super::module::Module;
+use super::module::Loaded;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -27,8 +27,8 @@ pub(super) struct Context {
 /// The texts of kernels, each loaded at its first use.
 #[derive(Default)]
 pub(super) struct Modules {
-    pub(super) patch: OnceLock<Result<Module, String>>,
-    pub(super) dequantise: OnceLock<Result<Module, String>>,
+    pub(super) patch: Loaded,
+    pub(super) dequantise: Loaded,
 }
 
 // SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
@@ -192,9 +192,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         self.trim_events();
         let Modules { patch, dequantise } = std::mem::take(&mut self.kernels);
-        for module in [patch, dequantise].into_iter().filter_map(|mut module| module.take()?.ok()) {
-            module.unload(self);
-        }
+        [patch, dequantise].into_iter().filter_map(Loaded::into_module).for_each(|module| module.unload(self));
         if self.lost().is_none() && self.driver.process.is_current() {
             // SAFETY: retained by `retain`, released once. At process exit an unloaded driver refuses; then there is nothing
             // to release.

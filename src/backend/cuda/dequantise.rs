@@ -4,6 +4,7 @@ use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
+use super::calls::FunctionHandle;
 use super::device::CudaDevice;
 use super::memory::DeviceMemory;
 use super::module::{Module, launch};
@@ -39,14 +40,27 @@ const RUN: u64 = 32;
 /// The runs of a block of threads: eight for each warp.
 const RUNS: u32 = 64;
 
-/// Whether there is a kernel for these types that the driver takes; otherwise why not.
-pub(super) fn covers(device: &CudaDevice, from: DType, to: DType) -> Result<(), String> {
+/// What is refused while a stream is captured.
+const OPERATION: &str = "dequantisation";
+
+/// Whether there is a kernel for these types that the driver takes; otherwise why not. Nothing is loaded while `stream` accepts
+/// no work, which the work itself will be told.
+pub(super) fn covers(device: &CudaDevice, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
     let id = device.context().id();
-    let known = index(from).is_some() && kind(to).is_some();
-    if !known {
+    if index(from).is_none() || kind(to).is_none() {
         return Err(format!("{id} has no kernel that computes {to} of {from}"));
     }
+    let stream = own(device, stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
+    if stream.check_accepts(OPERATION).is_err() {
+        return Ok(());
+    }
     module(device).map(drop)
+}
+
+/// The stream, if it is one of the device.
+fn own<'s>(device: &CudaDevice, stream: &'s dyn Stream) -> Option<&'s CudaStream> {
+    let id = device.context().id();
+    (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id)
 }
 
 fn index(from: DType) -> Option<usize> {
@@ -59,46 +73,65 @@ fn kind(to: DType) -> Option<usize> {
 
 fn module(device: &CudaDevice) -> Result<&Module, String> {
     let context = device.context();
-    let load = || Module::load(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name));
-    context.kernels().dequantise.get_or_init(load).as_ref().map_err(Clone::clone)
+    context.kernels().dequantise.get(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name))
 }
 
 /// Queues the kernel.
 pub(super) fn queue(device: &CudaDevice, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
     match launched(device, stream, &work) {
         Ok(done) => Ok(work.launched(done)),
-        Err(error) => Err(work.rejected(error)),
+        Err((error, under_way)) => Err(work.refused(error, under_way)),
     }
 }
 
-fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Dequantise) -> Result<Event> {
-    let id = device.context().id();
-    let (from, to) = work.types();
-    let module = module(device).map_err(|why| Error::invalid(format!("{id} does not dequantise: {why}")))?;
-    let function = index(from).and_then(|index| module.function(index));
-    let stream = (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id);
-    let (Some(function), Some(kind), Some(stream)) = (function, kind(to), stream) else {
-        return Err(Error::invalid(format!("{to} of {from} is not computed on {id}, or not on this stream")));
-    };
-    let mut kind = kind as u32;
-    let too_many = || Error::invalid(format!("{} values are too many for one launch", work.values()));
-    let mut runs = u32::try_from(work.values() as u64 / RUN).map_err(|_| too_many())?;
-    let blocks = runs.div_ceil(RUNS);
-    let mut source = address_of(device, work.source())? + work.from() as u64;
-    let align = to.element_bytes().unwrap_or(1);
-    let mut target = device.address_in(work.dst(), 0, work.bytes(), align)?;
-    if runs == 0 {
-        return stream.record(&[]);
-    }
+/// The event after the kernel; or the error, with the event after what may be under way.
+fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Dequantise) -> Result<Event, (Error, Option<Event>)> {
+    let (stream, mut launching) = prepared(device, stream, work).map_err(|error| (error, None))?;
     let memory = vec![Arc::clone(work.source().block()), Arc::clone(work.dst().block())];
-    stream.run("dequantisation", &work.waits(), memory, |handle| {
-        let (source, target) = ((&raw mut source).cast::<c_void>(), (&raw mut target).cast());
-        let mut arguments = [source, target, (&raw mut runs).cast(), (&raw mut kind).cast()];
+    stream.run(OPERATION, &work.waits(), memory, |handle| {
+        let Launching { function, blocks, source, target, runs, kind } = &mut launching;
+        if *blocks == 0 {
+            return Ok(());
+        }
+        let (source, target) = ((&raw mut *source).cast::<c_void>(), (&raw mut *target).cast());
+        let mut arguments = [source, target, (&raw mut *runs).cast(), (&raw mut *kind).cast()];
         // SAFETY: the arguments match the kernel's in number and size. The kernel reads the blocks of so many runs and writes
         // as many values, which are inside of both buffers, whose memory is kept until the event after it.
-        unsafe { launch(device.context(), function, (blocks, BLOCK), handle, &mut arguments) }
+        unsafe { launch(device.context(), *function, (*blocks, BLOCK), handle, &mut arguments) }
     })
 }
+
+/// A launch, without its stream.
+struct Launching {
+    function: FunctionHandle,
+    blocks: u32,
+    /// The address of the blocks of values, and that for the values.
+    source: u64,
+    target: u64,
+    runs: u32,
+    /// The number of the type of the values.
+    kind: u32,
+}
+
+/// Checks everything that can be checked before anything is queued.
+fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Dequantise) -> Result<(&'s CudaStream, Launching)> {
+    let id = device.context().id();
+    let (from, to) = work.types();
+    let (Some(index), Some(kind), Some(stream)) = (index(from), kind(to), own(device, stream)) else {
+        return Err(Error::invalid(format!("{to} of {from} is not computed on {id}, or not on this stream")));
+    };
+    stream.check_accepts(OPERATION)?;
+    let module = module(device).map_err(|why| Error::invalid(format!("{id} does not dequantise: {why}")))?;
+    let function = module.function(index).ok_or_else(|| Error::bug("a function that was not loaded"))?;
+    let too_many = || Error::invalid(format!("{} values are too many for one launch", work.values()));
+    let runs = u32::try_from(work.values() as u64 / RUN).map_err(|_| too_many())?;
+    let source = address_of(device, work.source())? + work.offset() as u64;
+    let target = device.address_in(VALUES_OF, work.dst(), 0, work.bytes(), to.element_bytes().unwrap_or(1))?;
+    Ok((stream, Launching { function, blocks: runs.div_ceil(RUNS), source, target, runs, kind: kind as u32 }))
+}
+
+/// What the destination is called.
+const VALUES_OF: &str = "the memory for the values of blocks";
 
 /// The address of a buffer in this device's memory.
 fn address_of(device: &CudaDevice, buffer: &Buf) -> Result<u64> {

@@ -28,24 +28,26 @@ const FUNCTIONS: [(DType, &CStr); 5] = [
 
 /// The threads of a block: a warp patches eight rows by 128 columns, and a block has eight warps, one below the other.
 const BLOCK: [u32; 2] = [32, 8];
+/// What a buffer of a patch is called.
+const PATCHED: &str = "what is to be patched";
+
 /// The rows and columns that a block patches.
 const BLOCK_TILE: [usize; 2] = [64, 128];
 
 impl CudaDevice {
     fn module(&self) -> Result<&Module, String> {
         let context = self.context();
-        let load = || Module::load(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name));
-        context.kernels().patch.get_or_init(load).as_ref().map_err(Clone::clone)
+        context.kernels().patch.get(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name))
     }
 
     /// The address of `bytes` bytes at offset `at` of a buffer in this device's memory. Checks that it is a multiple of
-    /// `align`.
-    pub(super) fn address_in(&self, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
+    /// `align`. `what` is what a buffer of another device is.
+    pub(super) fn address_in(&self, what: &str, buffer: &BufMut, at: usize, bytes: usize, align: usize) -> Result<u64> {
         let id = self.context().id();
         let memory = buffer.block().downcast::<DeviceMemory>();
         let own = memory.is_some_and(|memory| memory.context().id() == id);
         let Some(start) = buffer.address().filter(|_| own) else {
-            let (what, memory) = ("what is to be patched".to_owned(), buffer.device());
+            let (what, memory) = (what.to_owned(), buffer.device());
             return Err(Mismatch::Memory { what, memory, device: id }.into());
         };
         let end = at.saturating_add(bytes);
@@ -103,8 +105,8 @@ impl Kernels for CudaDevice {
         if !trusted {
             return Err(Mismatch::Sender { device: id }.into());
         }
-        let mut weight_at = self.address_in(&weight, at, patch.matrix_bytes(), patch.element_bytes())?;
-        let mut work_at = self.address_in(&work, 0, patch.work_bytes(), 16)?;
+        let mut weight_at = self.address_in(PATCHED, &weight, at, patch.matrix_bytes(), patch.element_bytes())?;
+        let mut work_at = self.address_in(PATCHED, &work, 0, patch.work_bytes(), 16)?;
         let (blocks, mut numbers) = numbers(&patch)?;
         let waits: Vec<_> = weight.pending().into_iter().chain(work.pending()).collect();
         let memory = vec![Arc::clone(weight.block()), Arc::clone(work.block())];
@@ -118,14 +120,16 @@ impl Kernels for CudaDevice {
             // whose bounds were checked and which are kept until the event after it. The offsets at which it reads the work
             // memory were copied there by a stream of this backend.
             unsafe { launch(self.context(), function, (blocks, BLOCK), handle, &mut arguments) }
-        })?;
+        });
+        // If it fails, both buffers go; their memory is kept for what may be under way.
+        let done = done.map_err(|(error, _)| error)?;
         let weight = Flight::of(weight, done.clone());
         let patch = SentPatch { patch, memory: Flight::of(work, done).chain(), sent_by };
         Ok(PatchFlight { weight, patch })
     }
 
-    fn dequantises(&self, from: DType, to: DType) -> Result<(), String> {
-        dequantise::covers(self, from, to)
+    fn dequantises(&self, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
+        dequantise::covers(self, stream, from, to)
     }
 
     fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {

@@ -1,10 +1,63 @@
 //! A text of kernels that the driver has compiled for its device.
 
 use std::ffi::{CStr, CString, c_void};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::calls::{FunctionHandle, KernelCalls, ModuleHandle, Outcome, StreamHandle};
+use super::calls::{Code, FunctionHandle, KernelCalls, ModuleHandle, Outcome, StreamHandle};
 use super::context::{Context, Refusal};
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+/// A text that is loaded at its first use.
+#[derive(Default)]
+pub(super) struct Loaded {
+    /// The module, or the reason why the driver refused it for good.
+    known: OnceLock<Result<Module, String>>,
+    loading: Mutex<()>,
+}
+
+impl Loaded {
+    /// The functions `names` of a PTX `text`, which are the same in every call. What the driver refuses once it refuses always,
+    /// unless it had no memory or was in a capture; then a later call tries again.
+    ///
+    /// # Errors
+    /// The reason why the driver refuses them.
+    pub(super) fn get<'n>(
+        &self,
+        context: &Context,
+        text: &str,
+        names: impl Iterator<Item = &'n CStr>,
+    ) -> Result<&Module, String> {
+        let known = || self.known.get().map(|known| known.as_ref().map_err(Clone::clone));
+        if let Some(known) = known() {
+            return known;
+        }
+        let _loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = known() {
+            return known;
+        }
+        let outcome = Module::load(context, text, names).map_err(|unloaded| {
+            let Unloaded { why, lasts } = unloaded;
+            tracing::warn!(device = %context.id(), why, "kernels are not loaded; the host does their work");
+            (why, lasts)
+        });
+        let outcome = match outcome {
+            Err((why, false)) => return Err(why),
+            other => other.map_err(|(why, _)| why),
+        };
+        self.known.get_or_init(|| outcome).as_ref().map_err(Clone::clone)
+    }
+
+    pub(super) fn into_module(self) -> Option<Module> {
+        self.known.into_inner()?.ok()
+    }
+}
+
+/// Why a text is not loaded.
+struct Unloaded {
+    why: String,
+    /// Whether it would be the same again.
+    lasts: bool,
+}
 
 /// A loaded text of a context.
 pub(super) struct Module {
@@ -20,19 +73,18 @@ unsafe impl Sync for Module {}
 
 impl Module {
     /// Loads the functions `names` of a PTX `text`.
-    ///
-    /// # Errors
-    /// The reason why the driver refuses them.
-    pub(super) fn load<'n>(
-        context: &Context,
-        text: &str,
-        names: impl Iterator<Item = &'n CStr>,
-    ) -> Result<Module, String> {
-        let calls = context.driver().kernels.as_ref().map_err(|missing| format!("the driver has no {missing}"))?;
-        let text = CString::new(text).map_err(|error| error.to_string())?;
-        let why = |refusal| match refusal {
-            Refusal::Code(failure) => context.driver().describe(failure),
-            refusal => context.error(refusal).to_string(),
+    fn load<'n>(context: &Context, text: &str, names: impl Iterator<Item = &'n CStr>) -> Result<Module, Unloaded> {
+        let lasting = |why| Unloaded { why, lasts: true };
+        let missing = |missing| lasting(format!("the driver has no {missing}"));
+        let calls = context.driver().kernels.as_ref().map_err(missing)?;
+        let text = CString::new(text).map_err(|error| lasting(error.to_string()))?;
+        let why = |refusal: Refusal| {
+            let lasts = !refusal.is(Code::OUT_OF_MEMORY) && !refusal.is_of_captures();
+            let why = match refusal {
+                Refusal::Code(failure) => context.driver().describe(failure),
+                refusal => context.error(refusal).to_string(),
+            };
+            Unloaded { why, lasts }
         };
         let run = |call: &mut dyn FnMut(&KernelCalls) -> Outcome| context.raw(|_| call(calls)).map_err(why);
         let mut handle = std::ptr::null_mut();
@@ -77,7 +129,7 @@ pub(super) unsafe fn launch(
     stream: StreamHandle,
     arguments: &mut [*mut c_void],
 ) -> Result<()> {
-    let Ok(calls) = &context.driver().kernels else { return Ok(()) };
+    let Ok(calls) = &context.driver().kernels else { return Err(Error::bug("a kernel was loaded without its calls")) };
     let ([x, y], arguments, extra) = (threads, arguments.as_mut_ptr(), std::ptr::null_mut());
     // SAFETY: the caller's promise; the arguments outlive the call.
     let launch = || unsafe { calls.launch(function, blocks, 1, 1, x, y, 1, 0, stream, arguments, extra) };

@@ -196,19 +196,27 @@ impl CudaStream {
         now
     }
 
+    /// Fails if the stream accepts no work now. `what` is what is refused.
+    pub(super) fn check_accepts(&self, what: &'static str) -> Result<()> {
+        self.enter(what).map(drop)
+    }
+
     /// Queues work of the device with `queue`, after `waits`. Returns the event after it, until which `memory` is kept. `what` is
     /// what is refused while the stream is captured.
+    ///
+    /// # Errors
+    /// The error, with the event after which any work that may have been queued is complete, if it may be under way.
     pub(super) fn run(
         &self,
         what: &'static str,
         waits: &[Event],
         memory: Vec<Arc<MemoryBlock>>,
         queue: impl FnOnce(StreamHandle) -> Result<()>,
-    ) -> Result<Event> {
-        let _entered = self.enter(what)?;
-        let others = self.join(waits)?;
-        let queued = self.queue(others, Memory::All(memory), tracing::Span::none(), || queue(self.handle()));
-        queued.map_err(|(error, _)| error)
+    ) -> Result<Event, (Error, Option<Event>)> {
+        let not_queued = |error| (error, None);
+        let _entered = self.enter(what).map_err(not_queued)?;
+        let others = self.join(waits).map_err(not_queued)?;
+        self.queue(others, Memory::All(memory), tracing::Span::none(), || queue(self.handle()))
     }
 
     /// Queues work with `queue`. Returns the event after it, until which `memory` is kept and `span` is open.
