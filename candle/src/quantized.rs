@@ -17,8 +17,8 @@ use crate::views;
 ///
 /// Products are, bit for bit, those of a `QMatMul` over the same weight. Candle's `QTensor` keeps a second copy of its blocks in
 /// another order after its first product: another layer's, once the slot has been filled again, and memory that nothing
-/// counts. So each product makes a `QTensor` over the slot's bytes, which it does not copy, and reads them under candle's lock. Weights of F16 and BF16 are
-/// widened to f32 in each product, as `QMatMul` does once.
+/// counts. So each product makes a `QTensor` over the slot's bytes, which it does not copy, and reads them under candle's
+/// lock. Weights of F16 and BF16 are widened to f32 in each product, as `QMatMul` does once.
 ///
 /// [`LayerWeights::quantized`](crate::LayerWeights::quantized) gives it. Candle takes the environment's `CANDLE_DEQUANTIZE_ALL`
 /// into account for a `QMatMul`, and this does not.
