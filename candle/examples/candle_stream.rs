@@ -140,10 +140,10 @@ impl Args {
         }
         ends.extend(chat.as_ref().and_then(Chat::end));
         let compute = self.compute.or(in_blocks.then_some(DeviceId::CPU));
-        let compute = Compute::open(compute, &Registry::system())?;
-        if in_blocks && !compute.id.is_host() {
-            return Err(tensor_offload_candle::Error::QuantizedDevice { device: compute.id }.into());
+        if let Some(device) = compute.filter(|device| in_blocks && !device.is_host()) {
+            return Err(tensor_offload_candle::Error::QuantizedDevice { device }.into());
         }
+        let compute = Compute::open(compute, &Registry::system())?;
         let allocation = self.alloc.clone().unwrap_or_else(|| compute.allocation());
         let (tokens, depth) = (usize::from(self.tokens), self.depth);
         let unchanged =
