@@ -12,6 +12,10 @@ mod casts;
 mod compute;
 #[path = "support/generate.rs"]
 mod generate;
+#[path = "support/gguf.rs"]
+mod gguf;
+#[path = "support/gguf_tokenizer.rs"]
+mod gguf_tokenizer;
 #[path = "support/llama.rs"]
 mod llama;
 #[path = "support/peak.rs"]
@@ -28,7 +32,7 @@ use clap::error::ErrorKind;
 use compute::Compute;
 use generate::Chat;
 use serde_json::{Value, json};
-use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry};
+use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry, Weights};
 use ways::{Job, Run, Way};
 
 /// The model that comes with the repository.
@@ -41,8 +45,8 @@ type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 #[derive(Parser)]
 #[command(name = "candle_stream")]
 struct Args {
-    /// A folder with a Llama's safetensors, config.json and tokenizer.json; scripts/fetch-model makes one
-    /// [default: the small Llama of the repository, which has no tokenizer]
+    /// A folder with a Llama's safetensors, config.json and tokenizer.json, which scripts/fetch-model makes, or a Llama's GGUF file,
+    /// which has all of it and runs on the CPU in its blocks [default: the small Llama of the repository, which has no tokenizer]
     model: Option<PathBuf>,
     /// The question to answer. Without a tokenizer its bytes are taken for tokens
     #[arg(long, value_name = "TEXT", default_value = "Why is the sky blue?")]
@@ -51,7 +55,7 @@ struct Args {
     adapters: AdapterOptions,
     /// Which device keeps how much [default: `cpu,40%;disk,*`, which computes with 40 % of the weights in memory; on a card
     /// `cuda:0,40%;cpu,*`]
-    #[arg(long, value_name = "ALLOCATION")]
+    #[arg(long, alias = "allocation", value_name = "ALLOCATION")]
     alloc: Option<String>,
     /// The device that computes: cpu, or a card if the program was built with the feature cuda
     /// [default: the first card, or else cpu]
@@ -124,24 +128,28 @@ impl Args {
         }
     }
 
-    fn job(&self, folder: &Path) -> Result<(Job, Option<Chat>)> {
-        let file = folder.join("config.json");
-        let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
-        let config = llama::Config::parse(&text)?;
-        let tokenizer = folder.join("tokenizer.json");
-        let chat = tokenizer.exists().then(|| Chat::open(&tokenizer)).transpose()?;
+    fn job(&self, path: &Path) -> Result<(Job, Option<Chat>)> {
+        let checkpoint = Checkpoint::open(path)?;
+        let in_blocks = checkpoint.gguf().is_some();
+        let weights = self.adapters.apply_to(checkpoint)?;
+        let Family { config, chat, mut ends } = if in_blocks { in_file(path, &weights)? } else { in_folder(path)? };
         let bytes = || self.prompt.bytes().map(|byte| u32::from(byte) % config.vocab_size.max(1) as u32).collect();
         let prompt = chat.as_ref().map_or_else(|| Ok(bytes()), |chat| chat.prompt(&self.prompt))?;
         if prompt.is_empty() {
             return Err("the prompt has no token".into());
         }
-        let mut ends = generate::ends(&text)?;
         ends.extend(chat.as_ref().and_then(Chat::end));
-        let weights = self.adapters.apply_to(Checkpoint::open(folder)?)?;
-        let compute = Compute::open(self.compute, &Registry::system())?;
+        let compute = self.compute.or(in_blocks.then_some(DeviceId::CPU));
+        if let Some(device) = compute.filter(|device| in_blocks && !device.is_host()) {
+            return Err(tensor_offload_candle::Error::QuantizedDevice { device }.into());
+        }
+        let compute = Compute::open(compute, &Registry::system())?;
         let allocation = self.alloc.clone().unwrap_or_else(|| compute.allocation());
-        let tokens = usize::from(self.tokens);
-        Ok((Job { compute, config, weights, allocation, depth: self.depth, prompt, ends, tokens }, chat))
+        let (tokens, depth) = (usize::from(self.tokens), self.depth);
+        let unchanged =
+            path.is_file() && weights.layout().tensor_ids().all(|id| weights.patches().tensor(id).is_none());
+        let gguf = (in_blocks && unchanged && gguf::is_alone(&weights)).then(|| path.to_owned());
+        Ok((Job { compute, config, weights, gguf, allocation, depth, prompt, ends, tokens }, chat))
     }
 
     /// Runs all ways, and reports.
@@ -168,6 +176,35 @@ impl Args {
         }
         Ok(equal)
     }
+}
+
+/// What a model's files say of it beside its weights.
+struct Family {
+    config: llama::Config,
+    chat: Option<Chat>,
+    ends: Vec<u32>,
+}
+
+/// The family of a folder with `config.json` and, if it has one, `tokenizer.json`.
+fn in_folder(folder: &Path) -> Result<Family> {
+    let file = folder.join("config.json");
+    let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let tokenizer = folder.join("tokenizer.json");
+    let chat = tokenizer.exists().then(|| Chat::open(&tokenizer)).transpose()?;
+    Ok(Family { config: llama::Config::parse(&text)?, chat, ends: generate::ends(&text)? })
+}
+
+/// The family of a GGUF file. A `tokenizer.json` beside it comes before the tokenizer in it.
+fn in_file(path: &Path, weights: &Weights) -> Result<Family> {
+    let file = weights.checkpoint().gguf().ok_or("this is no GGUF file")?;
+    gguf::check(weights)?;
+    let folder = if path.is_dir() { Some(path) } else { path.parent() };
+    let beside = folder.map(|folder| folder.join("tokenizer.json")).filter(|tokenizer| tokenizer.exists());
+    let chat = match beside {
+        Some(tokenizer) => Some(Chat::open(&tokenizer)?),
+        None => gguf_tokenizer::tokenizer(file)?.map(Chat::of),
+    };
+    Ok(Family { config: gguf::config(file, weights)?, chat, ends: gguf::ends(file) })
 }
 
 /// Runs this program once more, for one of the ways.
@@ -200,6 +237,7 @@ fn report(text: &str, planned: u64, equal: bool, [streamed, resident, to_device]
         "prompt_seconds": streamed.prompt_seconds,
         "compute_seconds": resident.seconds,
         "transfer_seconds": streamed.transfer_seconds,
+        "pass_bytes": streamed.pass_bytes,
         "peak_bytes": streamed.peak_bytes,
         "resident_peak_bytes": resident.peak_bytes,
         "to_device_peak_bytes": to_device.peak_bytes,
@@ -219,5 +257,8 @@ fn table(planned: u64, [streamed, resident, to_device]: [&Run; 3]) {
     let passes = streamed.logits.len().saturating_sub(1).max(1) as f64;
     let transfer = streamed.transfer_seconds.map(|seconds| 1000.0 * seconds / passes);
     println!("{:<28}{:>10}{:>16}", "the copies alone", "", number(transfer));
+    if let Some(bytes) = streamed.pass_bytes {
+        println!("a pass takes {} to the slots", ByteSize(bytes).human());
+    }
     println!("the plan has {} in memory", ByteSize(planned).human());
 }

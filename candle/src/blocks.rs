@@ -36,7 +36,7 @@ struct Layers<B> {
 /// A block, and its weights until its first output has been looked at.
 struct Built<B> {
     block: B,
-    unchecked: Option<Vec<Tensor>>,
+    unchecked: Option<LayerWeights>,
 }
 
 impl<B> Streamed<B> {
@@ -76,8 +76,62 @@ impl<B> Streamed<B> {
     /// # Errors
     /// As [`on`](Streamed::on); [`Error::OtherStream`] if the streamer computes on another stream.
     pub fn from_streamer(
-        mut streamer: Streamer,
+        streamer: Streamer,
         mut build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        Streamed::build(streamer, |layer, weights| build(layer, weights.builder()))
+    }
+
+    /// As [`new`](Streamed::new), for networks that multiply with weights in GGML's blocks, such as those of GGUF files.
+    /// `build` gets the layer's weights: blocks from [`LayerWeights::quantized`], all else from [`LayerWeights::builder`] too.
+    ///
+    /// ```
+    /// # use candle_core::{Device, Module, Tensor};
+    /// # use tensor_offload::{DeviceId, Model, Registry};
+    /// # use tensor_offload_candle::{Streamed, cpu_memory};
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("model.safetensors");
+    /// # let tensors = (0..4).map(|k| (format!("blk.{k}.up.weight"), Tensor::ones((8, 8), candle_core::DType::F32, &Device::Cpu).unwrap()));
+    /// # candle_core::safetensors::save(&tensors.collect(), &path)?;
+    /// # let model = Model::open(&path)?.allocator(cpu_memory()).compute(DeviceId::CPU);
+    /// # let model = model.allocation("cpu,25%;disk,*")?.load(&Registry::system())?;
+    /// let mut blocks = Streamed::quantized(&model, |layer, weights| {
+    ///     Ok(weights.quantized(&format!("{}.up.weight", layer.name))?)
+    /// })?;
+    /// # let mut x = Tensor::ones((1, 8), candle_core::DType::F32, &Device::Cpu)?;
+    /// x = blocks.layer_named("blk.2")?.run(|up| up.forward(&x))?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Streamed::new); [`Error::QuantizedDevice`] if the model computes on another device than the CPU; what
+    /// [`LayerWeights::quantized`] returns.
+    pub fn quantized(
+        model: &Arc<Model>,
+        build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        Streamed::quantized_from_streamer(Streamer::new(model)?, build)
+    }
+
+    /// As [`quantized`](Streamed::quantized), with a streamer that has its own settings.
+    ///
+    /// # Errors
+    /// As [`quantized`](Streamed::quantized).
+    pub fn quantized_from_streamer(
+        streamer: Streamer,
+        mut build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        let device = streamer.model().residency().device().id();
+        if !device.is_host() {
+            return Err(Error::QuantizedDevice { device });
+        }
+        Streamed::build(streamer, |layer, weights| build(layer, weights))
+    }
+
+    /// Builds the blocks of all layers while the slots hold NaN.
+    fn build(
+        mut streamer: Streamer,
+        mut build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
         streamer.overwrite_slots(NAN)?;
         let mut of_layer = |layer: &Layer| -> Result<Layers<B>> {
@@ -91,8 +145,8 @@ impl<B> Streamed<B> {
                 #[cfg(feature = "cuda")]
                 weights.tensors().try_for_each(|tensor| crate::cuda::check_order(&streamer, tensor))?;
                 // What stays where it is holds its values already, so a copy of it is right.
-                let unchecked = slot.map(|_| weights.tensors().cloned().collect());
-                Ok((slot, Built { block: build(layer, weights.builder())?, unchecked }))
+                let block = build(layer, &weights)?;
+                Ok((slot, Built { block, unchecked: slot.map(|_| weights) }))
             };
             Ok(Layers { name: layer.name.clone(), blocks: slots.into_iter().map(built).collect::<Result<_>>()? })
         };
@@ -122,10 +176,29 @@ impl<B> Streamed<B> {
         plan: &Plan,
         build: impl FnMut(&Layer, VarBuilder<'static>) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
+        Streamed::from_streamer(self.refilled(loader, weights, plan)?, build)
+    }
+
+    /// As [`refill`](Streamed::refill), for blocks of [`quantized`](Streamed::quantized).
+    ///
+    /// # Errors
+    /// As [`refill`](Streamed::refill) and [`quantized`](Streamed::quantized).
+    pub fn refill_quantized(
+        self,
+        loader: &Loader<'_>,
+        weights: &Weights,
+        plan: &Plan,
+        build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        Streamed::quantized_from_streamer(self.refilled(loader, weights, plan)?, build)
+    }
+
+    /// A streamer of other weights in the memory of these, without the blocks.
+    fn refilled(self, loader: &Loader<'_>, weights: &Weights, plan: &Plan) -> Result<Streamer> {
         let (model, compute) = (Arc::clone(self.model()), Arc::clone(self.streamer.compute()));
         drop(self);
         let model = Arc::new(loader.refill(model, weights, plan)?);
-        Streamed::from_streamer(Streamer::on(&model, compute)?, build)
+        Ok(Streamer::on(&model, compute)?)
     }
 
     /// The block of the layer `name` (`model.layers.7`), over weights that have arrived. Drop it before you ask for the next
@@ -203,7 +276,7 @@ impl<B> Block<'_, B> {
         let Built { block, unchecked } = self.built;
         let output = forward(block)?;
         if let Some(weights) = unchecked {
-            if has_nan(&output)? && !has_nan(weights)? {
+            if has_nan(&output)? && !weights.has_nan()? {
                 let (layer, block) = (self.guard.name().to_owned(), std::any::type_name::<B>());
                 return Err(Error::Copied { layer, block });
             }
@@ -281,7 +354,7 @@ impl Output for () {
 }
 
 /// Whether a floating-point tensor among these has NaN.
-fn has_nan(output: &impl Output) -> Result<bool> {
+pub(crate) fn has_nan(output: &impl Output) -> Result<bool> {
     let mut found = false;
     output.for_each_tensor(&mut |tensor| {
         if !found && tensor.dtype().is_float() && tensor.elem_count() > 0 {

@@ -28,7 +28,8 @@ const ALIGNMENT: usize = 64;
 /// share slots, that is the storage of the larger tensor.
 ///
 /// The memory is written under the lock that candle itself takes. So a program that reads a weight at the wrong time gets
-/// another layer's values, and no data race. A storage takes 64 bytes beyond what the plan counts. All calls return the same
+/// another layer's values, and no data race. GGML's blocks are held as single bytes
+/// ([`QuantizedWeight`](crate::QuantizedWeight)). A storage takes 64 bytes beyond what the plan counts. All calls return the same
 /// allocator, so models derived from each other share memory.
 pub fn cpu_memory() -> Arc<dyn TensorAllocator> {
     static MEMORY: LazyLock<Arc<CpuMemory>> = LazyLock::new(|| Arc::new(CpuMemory));
@@ -48,7 +49,7 @@ impl TensorAllocator for CpuMemory {
     }
 
     fn supports(&self, dtype: DType) -> bool {
-        dtype::of(dtype).is_some()
+        dtype::held(dtype).is_some()
     }
 
     fn allocate(&self, request: &TensorRequest<'_>) -> Result<Box<dyn Storage>> {
@@ -71,6 +72,7 @@ impl CpuTensor {
         let half = bits as u16;
         let tensor = match dtype {
             DType::U8 => aligned(bytes, byte),
+            blocks if dtype::blocks(blocks).is_some() => aligned(bytes, byte),
             DType::U32 => aligned(bytes, bits as u32),
             DType::I16 => aligned(bytes, bits as i16),
             DType::I32 => aligned(bytes, bits as i32),

@@ -84,6 +84,20 @@ pub enum Error {
         /// Its element type.
         stored: tensor_offload::DType,
     },
+    /// A tensor holds blocks of GGML that were asked for as a tensor of candle's. Candle's quantised products take them:
+    /// [`Streamed::quantized`](crate::Streamed::quantized), [`LayerWeights::quantized`](crate::LayerWeights::quantized).
+    Blocks {
+        /// The tensor.
+        tensor: String,
+        /// Its type.
+        stored: tensor_offload::DType,
+    },
+    /// Quantised products over weights that are streamed were asked for on a device that has none: candle's quantised tensors
+    /// on CUDA devices cannot be made over memory that exists.
+    QuantizedDevice {
+        /// The compute device of the model's plan.
+        device: DeviceId,
+    },
     /// A block computed NaN in its first turn, from weights that have none: it copied them when it was built, at a time
     /// when the slots held NaN, in place of keeping views. (Or its input had NaN.)
     Copied {
@@ -127,9 +141,24 @@ impl fmt::Display for Error {
                 let (stored, asked) = (stored.as_str(), asked.as_str());
                 write!(f, "tensor `{tensor}` holds {stored}, not {asked}; cast it when the model is loaded")
             }
+            Error::Unsupported { tensor, stored } if stored.is_ggml_block() => write!(
+                f,
+                "tensor `{tensor}` holds {stored}, blocks that candle has no products with; cast it when the model is loaded \
+                 (`ModelBuilder::cast`, `--cast {tensor}=F32`)"
+            ),
             Error::Unsupported { tensor, stored } => {
                 write!(f, "tensor `{tensor}` holds {stored}, which candle's tensors cannot hold")
             }
+            Error::Blocks { tensor, stored } => write!(
+                f,
+                "tensor `{tensor}` holds {stored}, blocks that candle's quantised products take; build with \
+                 `Streamed::quantized`, or cast it when the model is loaded (`ModelBuilder::cast`, `--cast {tensor}=F32`)"
+            ),
+            Error::QuantizedDevice { device } => write!(
+                f,
+                "candle's quantised products can have weights that are streamed on cpu, not on {device}; compute on cpu, or cast \
+                 the weights when the model is loaded (`ModelBuilder::cast_floats`, `--cast BF16`)"
+            ),
             Error::Copied { layer, block } => write!(
                 f,
                 "layer `{layer}` computes NaN: its block ({block}) copies weights when it is built, where it should keep \

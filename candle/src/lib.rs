@@ -34,6 +34,8 @@
 //! transposed weight, `cat`, `to_dtype`, `to_device`). The slots hold NaN while blocks are built, so a block that copies
 //! computes NaN in its first turn, and [`Error::Copied`] names its layer. What hides NaN hides the copy, too: candle's `relu`,
 //! which makes it 0, and integer outputs.
+//!
+//! Weights of GGUF files stay in their blocks: [`Streamed::quantized`] builds blocks that multiply with them, on the CPU.
 
 mod blocks;
 mod cpu;
@@ -41,6 +43,7 @@ mod cpu;
 mod cuda;
 mod dtype;
 mod error;
+mod quantized;
 mod views;
 mod weights;
 
@@ -49,6 +52,8 @@ pub use cpu::cpu_memory;
 #[cfg(feature = "cuda")]
 pub use cuda::cuda_memory;
 pub use error::{Error, Result};
+pub use quantized::QuantizedWeight;
+pub use weights::LayerWeights;
 
 /// The example of the guide, compiled and run with the documentation tests.
 #[cfg(doctest)]

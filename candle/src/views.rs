@@ -10,15 +10,15 @@ use crate::cpu::CpuTensor;
 use crate::dtype;
 use crate::error::{Error, Result};
 
-/// A tensor of the library at a byte range of an allocation that is candle's.
+/// A tensor of the library at a byte range of an allocation that is candle's. One of GGML's blocks has one dimension, of bytes.
 pub(crate) fn view(info: &TensorInfo, block: &MemoryBlock, range: &Range<usize>) -> Result<Tensor> {
     let not_of_candle = || Error::NotOfCandle { tensor: info.name.clone() };
     let whole = whole(block).ok_or_else(not_of_candle)?;
     let size = whole.dtype().size_in_bytes();
-    let dims = dims(info);
+    let dims = if info.dtype.is_ggml_block() { vec![info.bytes as usize] } else { dims(info) };
     let count: usize = dims.iter().product();
     let inside = range.start.is_multiple_of(size) && range.len() == count * size;
-    if !inside || Some(whole.dtype()) != dtype::of(info.dtype) {
+    if !inside || Some(whole.dtype()) != dtype::held(info.dtype) {
         return Err(not_of_candle());
     }
     Ok(whole.narrow(0, range.start / size, count)?.reshape(dims)?)
@@ -34,10 +34,11 @@ fn whole(block: &MemoryBlock) -> Option<&Tensor> {
 
 /// A tensor without elements, which has no memory.
 pub(crate) fn empty(info: &TensorInfo, device: &Device) -> Result<Tensor> {
-    let dtype = dtype::of(info.dtype).ok_or_else(|| Error::NotOfCandle { tensor: info.name.clone() })?;
+    let dtype = dtype::held(info.dtype).ok_or_else(|| Error::NotOfCandle { tensor: info.name.clone() })?;
     Ok(Tensor::zeros(dims(info), dtype, device)?)
 }
 
-fn dims(info: &TensorInfo) -> Vec<usize> {
+/// A tensor's shape in candle's terms.
+pub(crate) fn dims(info: &TensorInfo) -> Vec<usize> {
     info.shape.iter().map(|&dim| dim as usize).collect()
 }

@@ -26,9 +26,13 @@ impl Chat {
     /// What is wrong with the file.
     pub(crate) fn open(file: &Path) -> Result<Chat> {
         let in_file = |error: &dyn std::fmt::Display| Error::msg(format!("{}: {error}", file.display()));
-        let tokenizer = Tokenizer::from_file(file).map_err(|error| in_file(&error))?;
+        Ok(Chat::of(Tokenizer::from_file(file).map_err(|error| in_file(&error))?))
+    }
+
+    /// A model's tokenizer.
+    pub(crate) fn of(tokenizer: Tokenizer) -> Chat {
         let end = tokenizer.token_to_id(START).and_then(|_| tokenizer.token_to_id(END));
-        Ok(Chat { tokenizer, end })
+        Chat { tokenizer, end }
     }
 
     /// The token that ends an answer.

@@ -9,9 +9,13 @@
 //! }                                                         // x: logits, [batch, tokens, vocabulary]
 //! ```
 //!
+//! The weights are candle's tensors, or in GGML's blocks as GGUF files have them: [`Parts`].
+//!
 //! The arithmetic is that of transformers, models/llama/modeling_llama.py and modeling_rope_utils.py.
 
 #![allow(dead_code, reason = "each program uses its part")]
+
+use std::fmt;
 
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::kv_cache::ConcatKvCache;
@@ -48,6 +52,20 @@ pub(crate) struct Config {
     rope_theta: Option<f32>,
     rope_scaling: Option<Rope>,
     rope_parameters: Option<Rope>,
+    /// By what the angle of each pair is divided, where the file says so.
+    pub(crate) rope_factors: Option<Vec<f32>>,
+    /// How a GGUF file orders the rows of queries and keys; `None` for a checkpoint in transformers' names and order.
+    #[serde(skip)]
+    pub(crate) gguf: Option<Rows>,
+}
+
+/// The order of the rows of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rows {
+    /// The partners of a rotary pair are half a head apart.
+    Halves,
+    /// The partners stand side by side.
+    Pairs,
 }
 
 fn silu() -> String {
@@ -103,9 +121,13 @@ impl Config {
 
     /// The layers of a pass in their order. With a tied head the embedding's layer has the last turn too.
     pub(crate) fn steps(&self) -> impl Iterator<Item = Step> + use<> {
-        let head = if self.tie_word_embeddings { EMBEDDING } else { HEAD };
-        let blocks = (0..self.num_hidden_layers).map(|index| format!("{BLOCKS}{index}"));
-        let names = std::iter::once(EMBEDDING.to_owned()).chain(blocks).chain([NORM.to_owned(), head.to_owned()]);
+        let [embedding, block, norm, head] = match self.gguf {
+            None => [EMBEDDING, BLOCKS, NORM, HEAD],
+            Some(_) => ["token_embd", "blk.", "output_norm", "output"],
+        };
+        let head = if self.tie_word_embeddings { embedding } else { head };
+        let blocks = (0..self.num_hidden_layers).map(move |index| format!("{block}{index}"));
+        let names = std::iter::once(embedding.to_owned()).chain(blocks).chain([norm.to_owned(), head.to_owned()]);
         names.map(|layer| Step { layer })
     }
 
@@ -119,6 +141,17 @@ impl Config {
 
     /// The angles by which one position turns a head's pairs, `[head_dim / 2]`.
     fn inverse_frequencies(&self) -> Result<Vec<f32>> {
+        let mut angles = self.angles()?;
+        if let Some(factors) = &self.rope_factors {
+            if factors.len() != angles.len() {
+                bail!("{} factors of rotary positions for {} pairs of a head", factors.len(), angles.len());
+            }
+            angles.iter_mut().zip(factors).for_each(|(angle, factor)| *angle /= factor);
+        }
+        Ok(angles)
+    }
+
+    fn angles(&self) -> Result<Vec<f32>> {
         let rope = self.rope_parameters.clone().or_else(|| self.rope_scaling.clone()).unwrap_or_default();
         let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
         let dim = self.head_dim();
@@ -216,13 +249,52 @@ impl State {
 }
 
 /// A layer of the checkpoint, as a network's part over its weights, which it does not copy.
-#[derive(Debug)]
 pub(crate) enum Part {
     /// Token ids become hidden states; hidden states become logits, where the head is tied.
     Embedding(Embedding),
+    /// The same of a table that may be in blocks.
+    Table(Box<dyn Table>),
     Block(Box<Block>),
     Norm(RmsNorm),
-    Head(Linear),
+    Head(Box<dyn Module>),
+}
+
+impl fmt::Debug for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Part::Embedding(_) | Part::Table(_) => "Embedding",
+            Part::Block(_) => "Block",
+            Part::Norm(_) => "Norm",
+            Part::Head(_) => "Head",
+        })
+    }
+}
+
+/// A weight whose rows can be looked up.
+pub(crate) trait Table: Module {
+    /// The rows that ids name, `[…ids, width]`.
+    fn rows(&self, ids: &Tensor) -> Result<Tensor>;
+}
+
+/// The weights of a layer of a GGUF file by name.
+pub(crate) trait Parts {
+    /// A weight of products.
+    fn weight(&self, name: &str) -> Result<Box<dyn Table>>;
+    /// A tensor of f32; `None` if the file has none of this name.
+    fn tensor(&self, name: &str) -> Result<Option<Tensor>>;
+}
+
+/// A product and what is added to it.
+struct Biased {
+    weight: Box<dyn Table>,
+    bias: Option<Tensor>,
+}
+
+impl Module for Biased {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let product = self.weight.forward(x)?;
+        self.bias.as_ref().map_or(Ok(product.clone()), |bias| product.broadcast_add(bias))
+    }
 }
 
 impl Part {
@@ -236,10 +308,28 @@ impl Part {
         match name {
             EMBEDDING => Ok(Part::Embedding(candle_nn::embedding(vocabulary, hidden, vb)?)),
             NORM => Ok(Part::Norm(candle_nn::rms_norm(hidden, config.rms_norm_eps, vb)?)),
-            HEAD => Ok(Part::Head(candle_nn::linear_no_bias(hidden, vocabulary, vb)?)),
+            HEAD => Ok(Part::Head(Box::new(candle_nn::linear_no_bias(hidden, vocabulary, vb)?))),
             _ => match name.strip_prefix(BLOCKS).and_then(|index| index.parse().ok()) {
                 Some(index) if index < config.num_hidden_layers => {
                     Ok(Part::Block(Box::new(Block::new(config, index, vb)?)))
+                }
+                _ => bail!("a Llama of {} blocks has no layer `{name}`", config.num_hidden_layers),
+            },
+        }
+    }
+
+    /// The part for layer `name` of a GGUF file.
+    ///
+    /// # Errors
+    /// As [`new`](Part::new).
+    pub(crate) fn gguf(config: &Config, name: &str, weights: &dyn Parts) -> Result<Part> {
+        match name {
+            "token_embd" => Ok(Part::Table(weights.weight("token_embd.weight")?)),
+            "output_norm" => Ok(Part::Norm(norm(config, "output_norm.weight", weights)?)),
+            "output" => Ok(Part::Head(Box::new(Biased { weight: weights.weight("output.weight")?, bias: None }))),
+            _ => match name.strip_prefix("blk.").and_then(|index| index.parse().ok()) {
+                Some(index) if index < config.num_hidden_layers => {
+                    Ok(Part::Block(Box::new(Block::gguf(config, index, weights)?)))
                 }
                 _ => bail!("a Llama of {} blocks has no layer `{name}`", config.num_hidden_layers),
             },
@@ -252,6 +342,8 @@ impl Part {
         match self {
             Part::Embedding(embedding) if x.dtype().is_int() => embedding.forward(x),
             Part::Embedding(embedding) => Linear::new(embedding.embeddings().clone(), None).forward(x),
+            Part::Table(table) if x.dtype().is_int() => table.rows(x),
+            Part::Table(table) => table.forward(x),
             Part::Block(block) => block.forward(x, state),
             Part::Norm(norm) if state.last_only => norm.forward(&x.narrow(1, x.dim(1)? - 1, 1)?.contiguous()?),
             Part::Norm(norm) => norm.forward(x),
@@ -260,22 +352,28 @@ impl Part {
     }
 }
 
+/// A norm of a GGUF file.
+fn norm(config: &Config, name: &str, weights: &dyn Parts) -> Result<RmsNorm> {
+    let Some(weight) = weights.tensor(name)? else { bail!("the file has no tensor `{name}`") };
+    Ok(RmsNorm::new(weight, config.rms_norm_eps))
+}
+
 /// A decoder block: attention and a gated feed-forward network, each behind a norm and beside a residual connection.
-#[derive(Debug)]
 pub(crate) struct Block {
     index: usize,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    rows: Rows,
     attention_norm: RmsNorm,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    o: Linear,
+    q: Box<dyn Module>,
+    k: Box<dyn Module>,
+    v: Box<dyn Module>,
+    o: Box<dyn Module>,
     mlp_norm: RmsNorm,
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    gate: Box<dyn Module>,
+    up: Box<dyn Module>,
+    down: Box<dyn Module>,
 }
 
 impl Block {
@@ -284,8 +382,8 @@ impl Block {
         let (heads, kv_heads, head_dim) = (config.num_attention_heads, config.kv_heads(), config.head_dim());
         let (attention, mlp) = (vb.pp("self_attn"), vb.pp("mlp"));
         // Qwen2 has biases of which its configuration says nothing.
-        let linear = |inputs, outputs, bias: bool, vb: VarBuilder<'_>| {
-            candle_nn::linear_b(inputs, outputs, bias || vb.contains_tensor("bias"), vb)
+        let linear = |inputs, outputs, bias: bool, vb: VarBuilder<'_>| -> Result<Box<dyn Module>> {
+            Ok(Box::new(candle_nn::linear_b(inputs, outputs, bias || vb.contains_tensor("bias"), vb)?))
         };
         let (a, m) = (config.attention_bias, config.mlp_bias);
         Ok(Block {
@@ -293,6 +391,7 @@ impl Block {
             heads,
             kv_heads,
             head_dim,
+            rows: Rows::Halves,
             attention_norm: candle_nn::rms_norm(hidden, eps, vb.pp("input_layernorm"))?,
             q: linear(hidden, heads * head_dim, a, attention.pp("q_proj"))?,
             k: linear(hidden, kv_heads * head_dim, a, attention.pp("k_proj"))?,
@@ -302,6 +401,31 @@ impl Block {
             gate: linear(hidden, inner, m, mlp.pp("gate_proj"))?,
             up: linear(hidden, inner, m, mlp.pp("up_proj"))?,
             down: linear(inner, hidden, m, mlp.pp("down_proj"))?,
+        })
+    }
+
+    /// The names are those of gguf-py, `gguf/constants.py`.
+    fn gguf(config: &Config, index: usize, weights: &dyn Parts) -> Result<Block> {
+        let linear = |name: &str| -> Result<Box<dyn Module>> {
+            let (weight, bias) = (format!("blk.{index}.{name}.weight"), format!("blk.{index}.{name}.bias"));
+            Ok(Box::new(Biased { weight: weights.weight(&weight)?, bias: weights.tensor(&bias)? }))
+        };
+        let norm = |name: &str| norm(config, &format!("blk.{index}.{name}.weight"), weights);
+        Ok(Block {
+            index,
+            heads: config.num_attention_heads,
+            kv_heads: config.kv_heads(),
+            head_dim: config.head_dim(),
+            rows: config.gguf.unwrap_or(Rows::Halves),
+            attention_norm: norm("attn_norm")?,
+            q: linear("attn_q")?,
+            k: linear("attn_k")?,
+            v: linear("attn_v")?,
+            o: linear("attn_output")?,
+            mlp_norm: norm("ffn_norm")?,
+            gate: linear("ffn_gate")?,
+            up: linear("ffn_up")?,
+            down: linear("ffn_down")?,
         })
     }
 
@@ -320,8 +444,11 @@ impl Block {
         let k = split(self.k.forward(x)?, self.kv_heads)?;
         let v = split(self.v.forward(x)?, self.kv_heads)?;
         let pass = state.pass(state.caches[self.index].current_seq_len(), tokens, x.dtype())?;
-        let q = rotary_emb::rope(&q, &pass.cos, &pass.sin)?;
-        let k = rotary_emb::rope(&k, &pass.cos, &pass.sin)?;
+        let turned = match self.rows {
+            Rows::Halves => rotary_emb::rope,
+            Rows::Pairs => rotary_emb::rope_i,
+        };
+        let (q, k) = (turned(&q, &pass.cos, &pass.sin)?, turned(&k, &pass.cos, &pass.sin)?);
         let (k, v) = state.caches[self.index].append(&k, &v)?;
         // The queries that share keys are rows of one product.
         let group = self.heads / self.kv_heads;

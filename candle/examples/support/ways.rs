@@ -12,12 +12,12 @@ use candle_nn::VarBuilder;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use tensor_offload::checkpoint::{Layer, TensorSpec, TensorWriter, write_safetensors};
-use tensor_offload::{Checkpoint, Loader, Plan, Planner, Registry, TensorId, Use, Weights};
-use tensor_offload_candle::Streamed;
+use tensor_offload::{Checkpoint, Loader, Model, Plan, Planner, Registry, TensorId, Use, Weights};
+use tensor_offload_candle::{LayerWeights, Streamed};
 
 use super::compute::Compute;
-use super::generate;
 use super::llama::{Config, Part, State};
+use super::{generate, gguf};
 
 /// How the weights come to the compute device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -32,6 +32,8 @@ pub(crate) struct Job {
     pub(crate) compute: Compute,
     pub(crate) config: Config,
     pub(crate) weights: Weights,
+    /// The file that the weights are in, if it is one of GGUF and they are as it has them.
+    pub(crate) gguf: Option<PathBuf>,
     pub(crate) allocation: String,
     pub(crate) depth: usize,
     pub(crate) prompt: Vec<u32>,
@@ -52,6 +54,8 @@ pub(crate) struct Run {
     pub(crate) peak_bytes: Option<u64>,
     /// As many passes as `seconds` had, without the network; of streamed weights alone.
     pub(crate) transfer_seconds: Option<f64>,
+    /// The bytes that a pass takes to the slots; of streamed weights alone.
+    pub(crate) pass_bytes: Option<u64>,
 }
 
 impl Job {
@@ -79,10 +83,13 @@ impl Job {
         let plan = self.plan(&devices).map_err(Error::wrap)?;
         let loader = Loader::new(&devices).allocator(self.compute.memory()?);
         let model = Arc::new(loader.load(&self.weights, &plan).map_err(Error::wrap)?);
-        let mut blocks = Streamed::on(&model, self.device(), |layer, vb| Part::new(&self.config, &layer.name, vb))?;
-        let mut run =
-            self.generate(|layer, state, x| Ok(blocks.layer_named(layer)?.run(|part| part.forward(x, state))?))?;
+        let mut blocks = self.blocks(&model)?;
+        let mut run = self.generate(|layer, state, x| {
+            let block = blocks.layer_named(layer)?;
+            Ok(block.run(|part| part.as_ref().map_or_else(|| Err(no_turn(layer)), |part| part.forward(x, state)))?)
+        })?;
         run.peak_bytes = peak.bytes();
+        run.pass_bytes = Some(plan.devices().iter().map(|share| share.weights.streamed).sum());
         let begin = Instant::now();
         for _ in 1..run.logits.len() {
             for step in self.config.steps() {
@@ -93,8 +100,34 @@ impl Job {
         Ok(run)
     }
 
+    /// The blocks over the slots; `None` for a layer that has no turn.
+    fn blocks(&self, model: &Arc<Model>) -> Result<Streamed<Option<Part>>> {
+        let turns: Vec<String> = self.config.steps().map(|step| step.layer).collect();
+        let has_turn = |layer: &Layer| turns.contains(&layer.name);
+        if self.config.gguf.is_some() {
+            let part = |layer: &Layer, weights: &LayerWeights| {
+                has_turn(layer).then(|| Part::gguf(&self.config, &layer.name, &gguf::Streamed(weights))).transpose()
+            };
+            return Ok(Streamed::quantized(model, part)?);
+        }
+        Ok(Streamed::on(model, self.device(), |layer, vb| Part::new(&self.config, &layer.name, vb).map(Some))?)
+    }
+
     fn resident(&self) -> Result<Run> {
         let peak = self.compute.watch();
+        if self.config.gguf.is_some() {
+            let weights = match &self.gguf {
+                Some(file) => gguf::Owned::open(file)?,
+                None => gguf::Owned::read(&self.weights, self.weights.layout().tensor_ids())?,
+            };
+            let part = |layer: String| Ok((layer.clone(), Part::gguf(&self.config, &layer, &weights)?));
+            let parts: HashMap<String, Part> =
+                self.config.steps().map(|step| part(step.layer)).collect::<Result<_>>()?;
+            drop(weights);
+            let mut run = self.generate(|layer, state, x| parts[layer].forward(x, state))?;
+            run.peak_bytes = peak.bytes();
+            return Ok(run);
+        }
         let tensors = self.read(&self.weights, self.weights.layout().tensor_ids())?;
         let parts = self.config.steps().map(|step| Ok((step.layer.clone(), self.part(&step.layer, tensors.clone())?)));
         let parts: HashMap<String, Part> = parts.collect::<Result<_>>()?;
@@ -104,7 +137,11 @@ impl Job {
     }
 
     fn to_device(&self) -> Result<Run> {
-        let merged = Merged::new(&self.weights)?;
+        let merged = match self.config.gguf {
+            // A safetensors file holds no blocks.
+            Some(_) => Merged { weights: self.weights.clone(), _folder: None },
+            None => Merged::new(&self.weights)?,
+        };
         let peak = self.compute.watch();
         let devices = Registry::system();
         let plan = self.plan(&devices).map_err(Error::wrap)?;
@@ -115,9 +152,19 @@ impl Job {
         };
         let of_layer = |layer: &Layer| -> Result<Part> {
             let tensors = layout.modules_in(layer.id).flat_map(|module| module.tensors.clone());
-            self.part(&layer.name, self.read(&merged.weights, tensors)?)
+            match self.config.gguf {
+                Some(_) => Part::gguf(&self.config, &layer.name, &gguf::Owned::read(&self.weights, tensors)?),
+                None => self.part(&layer.name, self.read(&merged.weights, tensors)?),
+            }
         };
-        let kept = layout.layers().iter().filter(stays).map(|layer| Ok((layer.name.as_str(), of_layer(layer)?)));
+        let turns: Vec<String> = self.config.steps().map(|step| step.layer).collect();
+        let has_turn = |layer: &&Layer| turns.contains(&layer.name);
+        let kept = layout
+            .layers()
+            .iter()
+            .filter(has_turn)
+            .filter(stays)
+            .map(|layer| Ok((layer.name.as_str(), of_layer(layer)?)));
         let kept: HashMap<&str, Part> = kept.collect::<Result<_>>()?;
         let layers: HashMap<&str, &Layer> = layout.layers().iter().map(|layer| (layer.name.as_str(), layer)).collect();
         let mut run = self.generate(|layer, state, x| match kept.get(layer) {
@@ -175,8 +222,12 @@ impl Job {
         let (first, last) = (ends.first().copied().unwrap_or(0.0), ends.last().copied().unwrap_or(0.0));
         let logits = logits.iter().map(|(_, logits)| hash(logits)).collect::<Result<_>>()?;
         let (prompt_seconds, seconds) = (first, last - first);
-        Ok(Run { tokens, logits, prompt_seconds, seconds, peak_bytes: None, transfer_seconds: None })
+        Ok(Run { tokens, logits, prompt_seconds, seconds, peak_bytes: None, transfer_seconds: None, pass_bytes: None })
     }
+}
+
+fn no_turn(layer: &str) -> Error {
+    Error::msg(format!("layer `{layer}` has no turn"))
 }
 
 /// A hash of a tensor's bits.
