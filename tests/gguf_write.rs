@@ -91,8 +91,12 @@ fn adapter(folder: &Path, modules: &[(&str, u64)]) -> String {
         let name = format!("base_model.model.{module}");
         specs.push(TensorSpec::new(format!("{name}.lora_A.weight"), DType::F32, [4, 256]));
         specs.push(TensorSpec::new(format!("{name}.lora_B.weight"), DType::F32, [*rows, 4]));
+        specs.push(TensorSpec::new(format!("{name}.alpha"), DType::F32, []));
     }
-    let fill = |index: usize, left: u64| bytes_of(&numbers(left as usize / 4, 100 + index as u64));
+    let fill = |index: usize, left: u64| match left {
+        4 => bytes_of(&[4.0]),
+        _ => bytes_of(&numbers(left as usize / 4, 100 + index as u64)),
+    };
     write_safetensors(&path, &specs, &BTreeMap::new(), |index, out| out.put(&fill(index, out.left()))).unwrap();
     path.display().to_string()
 }
