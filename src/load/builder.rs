@@ -208,7 +208,8 @@ impl ModelBuilder {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
-        let weights = Weights::patched(self.checkpoint.clone(), self.adapters.clone(), self.matching)?;
+        let matched = if self.requantises { Weights::repacked } else { Weights::patched };
+        let weights = matched(self.checkpoint.clone(), self.adapters.clone(), self.matching)?;
         let weights = weights.scales(self.scales)?.rounding(self.rounding);
         let weights = self.casts.iter().try_fold(weights, |weights, (pattern, dtype)| match pattern {
             Some(pattern) => weights.cast(pattern, *dtype),
