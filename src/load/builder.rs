@@ -144,8 +144,8 @@ impl ModelBuilder {
         self.unresolved()
     }
 
-    /// Lets weights in blocks of GGML's types that adapters change become blocks again; see [`Weights::requantise`]. Default: each of
-    /// them has to be cast.
+    /// Lets weights in blocks of GGML's types that adapters change become blocks again, and packed ones be packed again; see
+    /// [`Weights::requantise`] and [`Weights::repacked`]. Default: blocks have to be cast, and packed weights are refused.
     pub fn requantise(mut self) -> ModelBuilder {
         self.requantises = true;
         self.unresolved()

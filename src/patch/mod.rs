@@ -151,8 +151,8 @@ impl TensorPatch {
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
-    /// The other tensors whose bytes [`apply`](TensorPatch::apply) needs: the scale of an fp8 weight, or the weight of a
-    /// recomputed scale.
+    /// The other tensors whose bytes [`apply`](TensorPatch::apply) needs: the scale of an fp8 weight, the weight of a recomputed
+    /// scale, or the others that a packed weight is made of.
     pub fn needs(&self) -> &[TensorId] {
         &self.needs
     }
