@@ -270,7 +270,7 @@ fn set_nibble(byte: &mut u8, high: bool, code: u8) {
 
 /// Whether any of the values was changed.
 fn differ(old: &[f32], new: &[f32]) -> bool {
-    old.iter().zip(new).any(|(old, new)| old.to_bits() != new.to_bits())
+    old.iter().zip(new).any(|(old, new)| old != new)
 }
 
 /// The largest magnitude.
