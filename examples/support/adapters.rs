@@ -35,7 +35,7 @@ pub(crate) struct AdapterOptions {
     /// Whether the scales of fp8 weights that adapters change are kept, or recomputed so that no value saturates
     #[arg(long, value_enum, default_value_t = ScalesOption::Keep)]
     scales: ScalesOption,
-    /// Store weights in GGML's blocks that adapters change in blocks of the same type again
+    /// Store weights in GGML's blocks, or packed as NF4, FP4 or NVFP4, that adapters change in that form again
     #[arg(long)]
     pub(crate) requantise: bool,
     #[command(flatten)]
@@ -60,7 +60,8 @@ impl AdapterOptions {
     pub(crate) fn merge(&self, checkpoint: Checkpoint, adapters: Vec<Adapter>) -> Result<Weights> {
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
         let adapters = adapters.into_iter().map(|adapter| self.settings(adapter)).collect::<Result<_>>()?;
-        let weights = Weights::patched(checkpoint, adapters, matching)?;
+        let matched = if self.requantise { Weights::repacked } else { Weights::patched };
+        let weights = matched(checkpoint, adapters, matching)?;
         let weights = match self.scales {
             ScalesOption::Keep => weights,
             ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute)?,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Adapter;
 use super::report::{Applied, MatchReport, SkipReason, Skipped};
-use super::resolve::{self, Resolved};
+use super::resolve::{self, PackedWeights, Resolved};
 use super::tied::{Apart, Ends};
 use crate::checkpoint::{Checkpoint, Layout, Siblings, TensorId};
 use crate::dtype::DType;
@@ -56,16 +56,23 @@ impl Patches {
     pub fn resolve(layout: &Layout, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
         let ends = Ends::of(layout, &adapters)?;
         let now = ends.layout().unwrap_or(layout);
-        let patches = Patches::resolve_among(Siblings::of(now), now, &adapters, matching)?;
+        let siblings = Siblings::of(now);
+        let patches = Patches::resolve_among(siblings, now, &adapters, matching, PackedWeights::Refuse)?;
         patches.with_ends(ends, layout)
     }
 
     /// As [`resolve`](Patches::resolve), with all that the checkpoint's files say of its scales.
-    pub(super) fn resolve_in(checkpoint: &Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Patches> {
+    pub(super) fn resolve_in(
+        checkpoint: &Checkpoint,
+        adapters: Vec<Adapter>,
+        matching: Matching,
+        packed: PackedWeights,
+    ) -> Result<Patches> {
         let ends = Ends::of(checkpoint.layout(), &adapters)?;
         let with_head = ends.layout().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
         let now = with_head.as_ref().unwrap_or(checkpoint);
-        let patches = Patches::resolve_among(Siblings::of_checkpoint(now), now.layout(), &adapters, matching)?;
+        let siblings = Siblings::of_checkpoint(now);
+        let patches = Patches::resolve_among(siblings, now.layout(), &adapters, matching, packed)?;
         patches.with_ends(ends, checkpoint.layout())
     }
 
@@ -74,9 +81,10 @@ impl Patches {
         layout: &Layout,
         adapters: &[Adapter],
         matching: Matching,
+        packed: PackedWeights,
     ) -> Result<Patches> {
         let Resolved { tensors, layout: patched, report, origins } =
-            resolve::all(siblings, layout, adapters, matching)?;
+            resolve::all(siblings, layout, adapters, matching, packed)?;
         Ok(Patches { tensors, layout: patched, report, origins, ..Patches::default() })
     }
 
@@ -174,7 +182,7 @@ impl Patches {
         (!self.tensors.is_empty()).then_some(self.policy)
     }
 
-    /// Whether weights in blocks that the adapters change become blocks again.
+    /// Whether weights in blocks or codes that the adapters change become such again.
     pub(crate) fn requantises(&self) -> bool {
         self.tensors.values().any(TensorPatch::requantises)
     }

@@ -17,7 +17,7 @@ use crate::checkpoint::{Layout, Packed, Siblings, TensorId};
 use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
-use crate::patch::{Changes, Maker, Origin, Scaling, TensorPatch};
+use crate::patch::{Changes, Codes, Maker, Origin, Scaling, TensorPatch};
 
 /// The outcome of resolving.
 pub(super) struct Resolved {
@@ -28,15 +28,25 @@ pub(super) struct Resolved {
     pub(super) origins: Vec<Arc<Origin>>,
 }
 
+/// What becomes of changed weights that are packed into codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PackedWeights {
+    /// They are refused.
+    Refuse,
+    /// They are packed again, if their codes are understood.
+    Repack,
+}
+
 /// Resolves adapters in order, each against the tensors as those before it leave them.
 pub(super) fn all(
     siblings: Siblings<'_>,
     layout: &Layout,
     adapters: &[Adapter],
     matching: Matching,
+    packed: PackedWeights,
 ) -> Result<Resolved> {
     let targets = Targets::new(layout);
-    let mut resolving = Resolving::new(layout, siblings);
+    let mut resolving = Resolving::new(layout, siblings, packed);
     for adapter in adapters {
         resolving.origins.push(Arc::new(adapter.origin()));
         let known = adapter.with_known_rows(resolving.siblings.gguf());
@@ -49,6 +59,9 @@ pub(super) fn all(
 struct Resolving<'a> {
     layout: &'a Layout,
     siblings: Siblings<'a>,
+    packed: PackedWeights,
+    /// The packed weights that may change.
+    codes: BTreeMap<TensorId, Codes>,
     changed: BTreeMap<TensorId, Changes>,
     report: MatchReport,
     /// The origins of the adapters so far; the last is the current adapter's.
@@ -56,8 +69,10 @@ struct Resolving<'a> {
 }
 
 impl<'a> Resolving<'a> {
-    fn new(layout: &'a Layout, siblings: Siblings<'a>) -> Resolving<'a> {
-        Resolving { layout, siblings, changed: BTreeMap::new(), report: MatchReport::default(), origins: Vec::new() }
+    fn new(layout: &'a Layout, siblings: Siblings<'a>, packed: PackedWeights) -> Resolving<'a> {
+        let (codes, changed) = (BTreeMap::new(), BTreeMap::new());
+        let (report, origins) = (MatchReport::default(), Vec::new());
+        Resolving { layout, siblings, packed, codes, changed, report, origins }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -304,7 +319,7 @@ impl<'a> Resolving<'a> {
 
     /// Fails if the module would change a weight whose elements are codes of something that is not understood.
     fn check_codes(
-        &self,
+        &mut self,
         adapter: &Adapter,
         module: &AdapterModule,
         targets: &[Target<'_>],
@@ -314,10 +329,14 @@ impl<'a> Resolving<'a> {
             return Ok(());
         }
         let fault = |fault| Error::adapter(&adapter.path, Some(&module.name), fault);
-        for weight in targets.iter().filter_map(|target| target.weight).map(|weight| self.layout.at(weight)) {
-            if let Some(Packed { packing, sign }) = Packed::of(weight, &self.siblings) {
-                let packed = AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign };
-                return Err((SkipReason::Packed(packing), fault(packed)));
+        for tensor in targets.iter().filter_map(|target| target.weight) {
+            let weight = self.layout.at(tensor);
+            if let Some(packed) = Packed::of(weight, &self.siblings) {
+                let packing = packed.packing;
+                let codes = self.codes_of(tensor, packed);
+                let codes = codes.map_err(|refused| (SkipReason::Packed(packing), fault(refused)))?;
+                self.codes.insert(tensor, codes);
+                continue;
             }
             if let Some(scale) = self.siblings.scale_in_gguf(weight) {
                 let (weight, scale) = (weight.name.clone(), scale.name.clone());
@@ -338,9 +357,19 @@ impl<'a> Resolving<'a> {
         Ok(())
     }
 
+    /// The codes of a packed weight, which is to be changed.
+    fn codes_of(&self, tensor: TensorId, packed: Packed) -> Result<Codes, AdapterFault> {
+        let weight = self.layout.at(tensor);
+        if self.packed == PackedWeights::Repack && packed.packing.is_written() {
+            return Codes::of((tensor, weight), &packed, &self.siblings);
+        }
+        let Packed { packing, sign } = packed;
+        Err(AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign })
+    }
+
     fn check_dtype(&self, adapter: &Adapter, module: &AdapterModule, tensor: TensorId) -> Result<()> {
         let info = self.layout.at(tensor);
-        if Encoding::of(info.dtype).is_some() {
+        if Encoding::of(info.dtype).is_some() || self.codes.contains_key(&tensor) {
             return Ok(());
         }
         let fault = AdapterFault::BadDType { what: format!("its target `{}`", info.name), dtype: info.dtype };
@@ -350,8 +379,9 @@ impl<'a> Resolving<'a> {
     /// The tensor after the steps so far.
     fn weight(&self, tensor: TensorId) -> Weight<'a> {
         let info = self.layout.at(tensor);
-        let shape = self.changed.get(&tensor).map_or(&info.shape, |changed| &changed.shape);
-        Weight::new(&info.name, shape.clone())
+        let stored = self.codes.get(&tensor).map_or(&info.shape[..], Codes::shape);
+        let shape = self.changed.get(&tensor).map_or(stored, |changed| &changed.shape);
+        Weight::new(&info.name, shape.to_vec())
     }
 
     fn skip<'i>(&mut self, adapter: &Adapter, tensors: impl IntoIterator<Item = &'i TensorId>, why: SkipReason) {
@@ -374,20 +404,31 @@ impl<'a> Resolving<'a> {
     }
 
     fn finish(self) -> Result<Resolved> {
-        let Resolving { layout, siblings, changed, report, origins } = self;
-        let shapes: Vec<(TensorId, Vec<u64>)> =
+        let Resolving { layout, siblings, mut codes, changed, report, origins, .. } = self;
+        let mut shapes: BTreeMap<TensorId, Vec<u64>> =
             changed.iter().map(|(&tensor, changed)| (tensor, changed.shape.clone())).collect();
         let mut tensors = BTreeMap::new();
         for (tensor, changes) in changed {
             let info = layout.at(tensor);
             let fault = |fault| Error::Unpatchable { tensor: info.name.clone(), fault: Box::new(fault) };
+            let changed_scale =
+                |scale: TensorId| fault(AdapterFault::ChangedScale { scale: layout.at(scale).name.clone() });
+            if let Some(codes) = codes.remove(&tensor) {
+                for (part, patch) in TensorPatch::of_codes(codes, changes).map_err(fault)? {
+                    if shapes.insert(part, patch.patched_shape().to_vec()).is_some() && part != tensor {
+                        return Err(changed_scale(part));
+                    }
+                    tensors.insert(part, patch);
+                }
+                continue;
+            }
             let patch = TensorPatch::new(info, changes, &siblings).map_err(fault)?;
-            let is_changed = |scale: &TensorId| shapes.binary_search_by_key(scale, |(tensor, _)| *tensor).is_ok();
-            if let Some(scale) = patch.scale().filter(is_changed) {
-                return Err(fault(AdapterFault::ChangedScale { scale: layout.at(scale).name.clone() }));
+            if let Some(scale) = patch.scale().filter(|scale| shapes.contains_key(scale)) {
+                return Err(changed_scale(scale));
             }
             tensors.insert(tensor, patch);
         }
+        let shapes: Vec<(TensorId, Vec<u64>)> = shapes.into_iter().collect();
         Ok(Resolved { tensors, layout: layout.patched(&shapes)?, report, origins })
     }
 }

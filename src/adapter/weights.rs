@@ -4,6 +4,7 @@ use super::Adapter;
 use super::casts::Which;
 use super::patches::{Matching, Patches};
 use super::report::MatchReport;
+use super::resolve::PackedWeights;
 use crate::checkpoint::{Checkpoint, Layout, TensorId};
 use crate::dtype::DType;
 use crate::error::Result;
@@ -48,7 +49,35 @@ impl Weights {
     /// # Errors
     /// As [`Patches::resolve`].
     pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
-        let patches = Patches::resolve_in(&checkpoint, adapters, matching)?;
+        Weights::resolved(checkpoint, adapters, matching, PackedWeights::Refuse)
+    }
+
+    /// As [`patched`](Weights::patched), but weights that are packed into codes of bitsandbytes (NF4 and FP4) or NVFP4 may be changed
+    /// too: their values are computed and changed in f32, their scales are recomputed, and the values are packed again. The
+    /// tensors beside such a weight that hold its scales are among those that change.
+    ///
+    /// That loses about as much as the first packing did, and small changes may vanish; a load reports the error
+    /// ([`LoadReport::requantised`](crate::load::LoadReport::requantised)). A block of values that no adapter changes keeps its
+    /// codes and its scale, unless a scale that it shares with others has to change. Codes are the nearest ones, whatever the
+    /// [`rounding`](Weights::rounding).
+    ///
+    /// Each tensor of a changed weight is computed from the checkpoint's bytes of all of them, so the arithmetic of the weight is
+    /// repeated for each; all work on f32 copies of the weight.
+    ///
+    /// # Errors
+    /// As [`Patches::resolve`]; [`Error::Adapter`] with [`AdapterFault::Codes`] for a packed weight whose codes are not understood, a
+    /// tensor of which is missing, or that would be padded; with [`AdapterFault::Packed`] for one of another packing.
+    pub fn repacked(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
+        Weights::resolved(checkpoint, adapters, matching, PackedWeights::Repack)
+    }
+
+    fn resolved(
+        checkpoint: Checkpoint,
+        adapters: Vec<Adapter>,
+        matching: Matching,
+        packed: PackedWeights,
+    ) -> Result<Weights> {
+        let patches = Patches::resolve_in(&checkpoint, adapters, matching, packed)?;
         let with_head = patches.with_head().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
         let checkpoint = with_head.unwrap_or(checkpoint);
         Ok(Weights { checkpoint, patches })
@@ -119,7 +148,8 @@ impl Weights {
     /// quantisation did, and small changes may vanish; a [cast](Weights::cast) loses none. Without either, reading or loading
     /// such a weight is an error.
     ///
-    /// Codes are the nearest ones, whatever the [`rounding`](Weights::rounding). Weights that are cast are not affected.
+    /// Codes are the nearest ones, whatever the [`rounding`](Weights::rounding). Weights that are cast are not affected, nor are those
+    /// packed into codes, which [`repacked`](Weights::repacked) changes.
     ///
     /// # Errors
     /// [`Error::Unpatchable`] naming a weight whose type values cannot become, with [`AdapterFault::NotWritten`].

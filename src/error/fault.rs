@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use super::gguf::GgufFault;
-use super::packing::Packing;
+use super::packing::{Packing, PackingFault};
 use crate::dtype::DType;
 
 /// The fault of a model file.
@@ -393,8 +393,12 @@ pub enum AdapterFault {
         /// The scale.
         scale: String,
     },
-    /// A weight is packed into codes, which cannot be patched.
-    #[error("its target `{tensor}` of element type {dtype} is packed ({packing}{}); {DEQUANTISE}", Sign(sign.as_deref()))]
+    /// A weight is packed into codes, and nothing says that its new values may be packed again, or they cannot be.
+    #[error(
+        "its target `{tensor}` of element type {dtype} is packed ({packing}{}); {DEQUANTISE}{}",
+        Sign(sign.as_deref()),
+        packed_again(*packing)
+    )]
     Packed {
         /// The tensor that holds the codes.
         tensor: String,
@@ -404,6 +408,16 @@ pub enum AdapterFault {
         packing: Packing,
         /// The tensor beside it that shows this.
         sign: Option<String>,
+    },
+    /// A weight is packed into codes that are not understood, or that its new values cannot become.
+    #[error("its target `{tensor}` is packed ({packing}), and {fault}; {DEQUANTISE}")]
+    Codes {
+        /// The tensor that holds the codes.
+        tensor: String,
+        /// How.
+        packing: Packing,
+        /// What is wrong.
+        fault: PackingFault,
     },
     /// The metadata in the header of the adapter's file contradicts itself, or is not understood.
     #[error("the metadata in its header: {reason}")]
@@ -429,6 +443,14 @@ pub enum AdapterFault {
 
 /// What the caller can do about codes that are not understood.
 const DEQUANTISE: &str = "dequantise the file first, to BF16 for example, and use that";
+
+/// What else the caller can do about a weight of this packing.
+fn packed_again(packing: Packing) -> &'static str {
+    match packing.is_written() {
+        true => ", or have its new values packed again by ModelBuilder::requantise or Weights::repacked (--requantise)",
+        false => "",
+    }
+}
 
 /// The tensor that shows a packing.
 struct Sign<'a>(Option<&'a str>);

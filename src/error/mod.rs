@@ -25,7 +25,7 @@ pub use cast::CastFault;
 pub use fault::{AdapterFault, FileFault};
 pub use gguf::GgufFault;
 pub use kind::ErrorKind;
-pub use packing::Packing;
+pub use packing::{Packing, PackingFault};
 pub use plan::{Contradiction, Limit, PlanFault, PlannedModule, Remedy, Shortfall, Term};
 pub use request::{Measured, Mismatch, Missing, NoRows, TensorShape};
 pub use room::{Holder, InUse, NoRoom};

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Serialize, Serializer};
 
+use crate::dtype::DType;
+
 /// How the codes of a weight are packed, by the program that writes them so.
 ///
 /// It prints and serialises as its name.
@@ -71,6 +73,13 @@ impl Packing {
     }
 }
 
+impl Packing {
+    /// Whether changed values can be packed so again.
+    pub(crate) fn is_written(self) -> bool {
+        matches!(self, Packing::BitsAndBytesNf4 | Packing::BitsAndBytesFp4 | Packing::Nvfp4)
+    }
+}
+
 impl fmt::Display for Packing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
@@ -81,4 +90,69 @@ impl Serialize for Packing {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(self.name())
     }
+}
+
+/// Why the codes of a packed weight are not understood, or not written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PackingFault {
+    /// A tensor that belongs to the codes is missing.
+    #[error("`{tensor}` is missing")]
+    Missing {
+        /// Its name.
+        tensor: String,
+    },
+    /// A tensor beside the codes is not one that the packing has, and may change what they stand for.
+    #[error("`{tensor}` beside it is not understood")]
+    Unknown {
+        /// Its name.
+        tensor: String,
+    },
+    /// A tensor has an element type that it cannot have.
+    #[error("`{tensor}` has element type {dtype}")]
+    BadDType {
+        /// Its name.
+        tensor: String,
+        /// Its type.
+        dtype: DType,
+    },
+    /// A tensor has a shape that does not fit the values.
+    #[error("`{tensor}` has shape {found:?} where the values need {wanted:?}")]
+    Shape {
+        /// Its name.
+        tensor: String,
+        /// Its shape.
+        found: Vec<u64>,
+        /// The shape of as many elements as are needed.
+        wanted: Vec<u64>,
+    },
+    /// What a file notes about the codes is not understood.
+    #[error("`{tensor}` is not understood: {reason}")]
+    Note {
+        /// The tensor with the note, or the entry of the metadata.
+        tensor: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A number among those that make values of codes cannot be one of them.
+    #[error("`{tensor}` holds {value} at {index}")]
+    Value {
+        /// The tensor.
+        tensor: String,
+        /// The place in row-major order.
+        index: u64,
+        /// The number.
+        value: String,
+    },
+    /// A changed value is NaN or infinite, which no codes stand for.
+    #[error("its changed value {index} is {value}, which cannot be packed")]
+    NotFinite {
+        /// The place in row-major order.
+        index: u64,
+        /// `NaN`, `inf` or `-inf`.
+        value: String,
+    },
+    /// Such a weight cannot be packed again at all.
+    #[error("only bitsandbytes NF4 and FP4 and NVFP4 can be packed again")]
+    NotWritten,
 }

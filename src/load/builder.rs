@@ -144,8 +144,8 @@ impl ModelBuilder {
         self.unresolved()
     }
 
-    /// Lets weights in blocks of GGML's types that adapters change become blocks again; see [`Weights::requantise`]. Default: each of
-    /// them has to be cast.
+    /// Lets weights in blocks of GGML's types that adapters change become blocks again, and packed ones be packed again; see
+    /// [`Weights::requantise`] and [`Weights::repacked`]. Default: blocks have to be cast, and packed weights are refused.
     pub fn requantise(mut self) -> ModelBuilder {
         self.requantises = true;
         self.unresolved()
@@ -208,7 +208,8 @@ impl ModelBuilder {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
-        let weights = Weights::patched(self.checkpoint.clone(), self.adapters.clone(), self.matching)?;
+        let matched = if self.requantises { Weights::repacked } else { Weights::patched };
+        let weights = matched(self.checkpoint.clone(), self.adapters.clone(), self.matching)?;
         let weights = weights.scales(self.scales)?.rounding(self.rounding);
         let weights = self.casts.iter().try_fold(weights, |weights, (pattern, dtype)| match pattern {
             Some(pattern) => weights.cast(pattern, *dtype),

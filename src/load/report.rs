@@ -32,8 +32,8 @@ pub struct LoadReport {
     pub host_instead: Vec<String>,
     /// Values beyond the range of the storage type, set to its largest.
     pub saturated: u64,
-    /// The values of changed weights that became blocks of GGML's types [again](crate::Weights::requantise), and how near these
-    /// came to them.
+    /// The values of changed weights that became blocks of GGML's types [again](crate::Weights::requantise), or were
+    /// [packed again](crate::Weights::repacked), and how near these came to them.
     pub requantised: Requantised,
     /// Of the tensors of these, the one whose error is the largest for the size of its values, or that has the most
     /// inexpressible blocks if any has one.

@@ -26,7 +26,8 @@ impl TensorPatch {
     /// [`Error::WrongSize`] when `stored`, `dst` or a sibling has another length; as [`apply`](TensorPatch::apply).
     pub fn apply_from(&self, stored: &[u8], siblings: &[&[u8]], dst: &mut [u8]) -> Result<PatchOutcome> {
         self.check_size(dst)?;
-        let needed = bytes_of(&self.shape, self.stored);
+        // What packed weights are made of keeps its length.
+        let needed = if self.codes.is_some() { Some(dst.len()) } else { bytes_of(&self.shape, self.stored) };
         if needed != Some(stored.len()) {
             let (what, given) = (Measured::Tensor { name: self.name.clone() }, stored.len() as u64);
             return Err(Error::WrongSize { what, needed: needed.map_or(u64::MAX, |bytes| bytes as u64), given });
@@ -85,7 +86,7 @@ impl TensorPatch {
 
     /// Whether it makes blocks of changed values.
     pub(crate) fn requantises(&self) -> bool {
-        self.requantises && self.target.blocks().is_some() && !self.only_casts()
+        self.requantises && (self.target.blocks().is_some() || self.codes.is_some()) && !self.only_casts()
     }
 
     /// Whether the tensor's type changes.

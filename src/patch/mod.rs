@@ -15,6 +15,7 @@
 
 mod blocks;
 mod cast;
+mod codes;
 mod outcome;
 mod pieces;
 mod products;
@@ -35,6 +36,8 @@ use crate::rounding::Rounding;
 use crate::threads;
 use crate::transfer::Stamp;
 pub use blocks::{dequantise, quantise};
+pub(crate) use codes::Codes;
+use codes::OfCodes;
 pub use outcome::{PatchOutcome, Requantised};
 use pieces::Stored;
 use scales::Grid;
@@ -75,6 +78,9 @@ pub struct TensorPatch {
     scale_policy: ScalePolicy,
     /// For a recomputed scale, the weight that it belongs to.
     scale_of: Option<Arc<TensorPatch>>,
+    /// For a tensor of a packed weight, which one it is. `shape` is then that of the weight's values, and `patched_shape` the
+    /// tensor's own.
+    codes: Option<OfCodes>,
     makers: Vec<Maker>,
 }
 
@@ -145,15 +151,15 @@ impl TensorPatch {
         threads::run(|| self.apply_with(Tier::best(), bytes, siblings))?
     }
 
-    /// The other tensors whose bytes [`apply`](TensorPatch::apply) needs: the scale of an fp8 weight, or the weight of a
-    /// recomputed scale.
+    /// The other tensors whose bytes [`apply`](TensorPatch::apply) needs: the scale of an fp8 weight, the weight of a recomputed
+    /// scale, or the others that a packed weight is made of.
     pub fn needs(&self) -> &[TensorId] {
         &self.needs
     }
 
     /// The tensor's element type after patching; another than in the checkpoint if it is [cast](crate::Weights::cast).
     pub fn dtype(&self) -> DType {
-        self.target.dtype()
+        self.codes.as_ref().map_or_else(|| self.target.dtype(), OfCodes::dtype)
     }
 
     /// The tensor's shape after patching; larger than in the checkpoint if an adapter pads the weight.
@@ -198,6 +204,7 @@ impl TensorPatch {
             rounding: Rounding::default(),
             scale_policy: ScalePolicy::default(),
             scale_of: None,
+            codes: None,
             makers,
         })
     }
@@ -228,7 +235,8 @@ impl TensorPatch {
 
     /// Whether it changes its tensor by the same numbers as another patch changes one of the same shape.
     pub(crate) fn changes_as(&self, other: &TensorPatch) -> bool {
-        let (rows, cols) = matrix_of(&self.patched_shape).unwrap_or_default();
+        let shape = if self.codes.is_some() { &self.shape } else { &self.patched_shape };
+        let (rows, cols) = matrix_of(shape).unwrap_or_default();
         let all = 0..rows;
         self.patched_shape == other.patched_shape
             && same_change(&self.steps, &other.steps, std::slice::from_ref(&all), cols)
@@ -280,6 +288,9 @@ impl TensorPatch {
         if let Some(weight) = &self.scale_of {
             return weight.apply_to_scale(tier, bytes, siblings);
         }
+        if let Some(of) = &self.codes {
+            return self.repack(tier, of, bytes, siblings);
+        }
         let scales = self.scales(siblings)?;
         let weight = self.stored(scales.as_ref());
         Ok(match (&self.scaling, &scales, self.target) {
@@ -295,7 +306,10 @@ impl TensorPatch {
 
     /// Fails unless `patched` is as long as the patched tensor.
     fn check_size(&self, patched: &[u8]) -> Result<()> {
-        let wanted = bytes_of(&self.patched_shape, self.target);
+        let wanted = match &self.codes {
+            Some(of) => Some(of.bytes()),
+            None => bytes_of(&self.patched_shape, self.target),
+        };
         if wanted == Some(patched.len()) {
             return Ok(());
         }

@@ -17,6 +17,7 @@ impl TensorPatch {
             |step: &Step| matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
         let (rows, cols) = self.matrix();
         self.scale_of.is_none()
+            && self.codes.is_none()
             && !self.casts()
             && self.target.blocks().is_none()
             && self

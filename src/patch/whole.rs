@@ -19,6 +19,13 @@ pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[S
 }
 
 impl F32Weight {
+    /// The values of a matrix of `rows` by `cols` after `steps`.
+    pub(super) fn changed(tier: Tier, (rows, cols): (usize, usize), values: Vec<f32>, steps: &[Step]) -> Vec<f32> {
+        let mut weight = F32Weight { tier, rows, cols, values };
+        weight.change(steps);
+        weight.values
+    }
+
     /// The weight at the start of `bytes`, after `steps`.
     pub(super) fn patched(tier: Tier, weight: Stored<'_>, bytes: &[u8], steps: &[Step]) -> F32Weight {
         let mut lifted = F32Weight::lifted(tier, weight, bytes);

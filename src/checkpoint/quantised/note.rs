@@ -11,7 +11,7 @@ pub(super) const TENSOR: &str = "comfy_quant";
 /// The entry of the metadata.
 pub(super) const METADATA: &str = "_quantization_metadata";
 
-/// What a note says of an fp8 weight.
+/// What a note says of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Note {
     pub(crate) format: Format,
@@ -26,6 +26,8 @@ pub(crate) enum Format {
     Fp8,
     /// fp8 with a power of two for each 32 columns of a row.
     Mxfp8,
+    /// Codes of four bits, two in a byte, with a scale for each 16 columns of a row and one for all.
+    Nvfp4,
 }
 
 /// The most bytes of a note. ComfyUI's have some dozens.
@@ -36,6 +38,16 @@ const MOST: u64 = 1 << 16;
 /// # Errors
 /// Why it is not understood.
 pub(super) fn read(checkpoint: Option<&Checkpoint>, tensor: TensorId, info: &TensorInfo) -> Result<Note, String> {
+    let bytes = text(checkpoint, tensor, info)?;
+    let fields: Map<String, Value> = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
+    parse(&fields)
+}
+
+/// Reads a tensor of text.
+///
+/// # Errors
+/// Why it cannot be read.
+pub(super) fn text(checkpoint: Option<&Checkpoint>, tensor: TensorId, info: &TensorInfo) -> Result<Vec<u8>, String> {
     let Some(checkpoint) = checkpoint else {
         return Err("its text is not at hand; resolve the adapters with `Weights::patched`".to_owned());
     };
@@ -44,8 +56,7 @@ pub(super) fn read(checkpoint: Option<&Checkpoint>, tensor: TensorId, info: &Ten
     }
     let mut bytes = vec![0; info.bytes as usize];
     checkpoint.read(tensor, &mut bytes).map_err(|error| error.to_string())?;
-    let fields: Map<String, Value> = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
-    parse(&fields)
+    Ok(bytes)
 }
 
 /// The note about the module `stem` in the text of the metadata; none if there is none.
@@ -99,6 +110,7 @@ fn format_of(name: &str) -> Result<Format, String> {
         "float8_e4m3fn" | "float8_e5m2" => Ok(Format::Fp8),
         "float8_e4m3fn_rowwise" | "float8_e4m3fn_blockwise" | "float8_e4m3fn_block3d" => Ok(Format::Fp8),
         "mxfp8" => Ok(Format::Mxfp8),
+        "nvfp4" => Ok(Format::Nvfp4),
         other => Err(format!("the format is `{other}`")),
     }
 }
@@ -124,6 +136,7 @@ mod tests {
     fn known_formats_are_read() {
         let note = |format, block: Option<u64>| Ok(Note { format, block: block.map(|side| [side; 2]) });
         assert_eq!(parsed(r#"{"format": "float8_e4m3fn"}"#), note(Format::Fp8, None));
+        assert_eq!(parsed(r#"{"format": "nvfp4"}"#), note(Format::Nvfp4, None));
         assert_eq!(parsed(r#"{"format": "mxfp8", "full_precision_matrix_mult": true}"#), note(Format::Mxfp8, None));
         for text in [
             r#"{"format": "float8_e4m3fn_blockwise", "group_size": 64, "convrot": false}"#,
@@ -136,7 +149,6 @@ mod tests {
     #[test]
     fn what_changes_the_values_is_refused() {
         for (text, word) in [
-            (r#"{"format": "nvfp4"}"#, "nvfp4"),
             (r#"{"format": "hybrid_mxfp8"}"#, "hybrid_mxfp8"),
             (r#"{"format": "float8_e4m3fn", "convrot": true}"#, "convrot"),
             (r#"{"format": "float8_e4m3fn", "params": {"convrot": true}}"#, "convrot"),

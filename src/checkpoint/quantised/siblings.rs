@@ -38,7 +38,7 @@ impl<'a> Siblings<'a> {
     }
 
     /// The tensors whose names begin with `stem`, with what follows it.
-    pub(super) fn under<'s>(
+    pub(crate) fn under<'s>(
         &'s self,
         stem: &'s str,
     ) -> impl Iterator<Item = (&'a str, TensorId, &'a TensorInfo)> + use<'a, 's> {
@@ -57,6 +57,14 @@ impl<'a> Siblings<'a> {
             Some(Sibling { id, info, role })
         };
         own.filter_map(sibling).collect()
+    }
+
+    /// The bytes of a tensor that holds text.
+    ///
+    /// # Errors
+    /// Why they cannot be read.
+    pub(crate) fn text(&self, id: TensorId, info: &TensorInfo) -> Result<Vec<u8>, String> {
+        note::text(self.checkpoint, id, info)
     }
 
     /// The metadata of the model's GGUF file.

@@ -81,14 +81,23 @@ impl Grid {
         if rows == 0 || cols == 0 || !cols.is_multiple_of(MX) {
             return None;
         }
-        let n = cols / MX;
-        let grid = Grid::new(1, [rows, cols], [Some(1), Some(MX)], [rows, n])?;
-        let tiles = [rows.next_multiple_of(TILE[0] as u64), n.next_multiple_of(TILE[1] as u64)];
-        match [a, b] {
-            given if given == tiles => Some(Grid { order: Order::Tiles, ..grid }),
-            given if given == [rows, n] => Some(grid),
-            _ => None,
-        }
+        let fits = |grid: &Grid| grid.stored_shape() == [a, b];
+        [true, false].into_iter().find_map(|tiles| Grid::of_runs([rows, cols], MX, tiles).filter(fits))
+    }
+
+    /// A scale for each `wide` columns of a row of a matrix, of which rows are whole runs; in tiles or row by row.
+    pub(in crate::patch) fn of_runs([rows, cols]: [u64; 2], wide: u64, tiles: bool) -> Option<Grid> {
+        let grid = Grid::new(1, [rows, cols], [Some(1), Some(wide)], [rows, cols / wide])?;
+        Some(Grid { order: if tiles { Order::Tiles } else { Order::Rows }, ..grid })
+    }
+
+    /// The rows and columns of the scales of one matrix, as they are stored.
+    pub(in crate::patch) fn stored_shape(&self) -> Vec<u64> {
+        let sides = match self.order {
+            Order::Rows => self.blocks,
+            Order::Tiles => [0, 1].map(|axis| self.blocks[axis].next_multiple_of(TILE[axis])),
+        };
+        sides.map(|side| side as u64).to_vec()
     }
 
     fn new(matrices: u64, matrix: [u64; 2], block: [Option<u64>; 2], blocks: [u64; 2]) -> Option<Grid> {
@@ -104,7 +113,7 @@ impl Grid {
     }
 
     /// How many scales there are.
-    pub(super) fn count(&self) -> usize {
+    pub(in crate::patch) fn count(&self) -> usize {
         self.matrices * self.blocks[0] * self.blocks[1]
     }
 
@@ -117,7 +126,7 @@ impl Grid {
     }
 
     /// Where scale number `index` is stored.
-    pub(super) fn place(&self, index: usize) -> usize {
+    pub(in crate::patch) fn place(&self, index: usize) -> usize {
         let Order::Tiles = self.order else { return index };
         // https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
         let (row, col) = (index / self.blocks[1], index % self.blocks[1]);

@@ -56,6 +56,7 @@ impl TensorPatch {
             rounding: Rounding::NearestEven,
             scale_policy: self.scale_policy,
             scale_of: Some(Arc::new(self.clone())),
+            codes: None,
             makers: Vec::new(),
         })
     }
@@ -87,7 +88,7 @@ impl TensorPatch {
         Scales::read(scaling, bytes, &self.name).map(Some)
     }
 
-    fn miscounted(&self, needs: usize, given: usize) -> Error {
+    pub(super) fn miscounted(&self, needs: usize, given: usize) -> Error {
         let what = Measured::Siblings { name: self.name.clone() };
         Error::WrongSize { what, needed: needs as u64, given: given as u64 }
     }
@@ -112,7 +113,7 @@ impl Scaling {
         if !Float::of(weight.dtype).is_some_and(Float::is_fp8) {
             return Ok(None);
         }
-        let (weight_name, beside) = (|| weight.name.clone(), siblings.beside(weight));
+        let (weight_name, weight_type, beside) = (|| weight.name.clone(), weight.dtype, siblings.beside(weight));
         let note = siblings.note(weight).map_err(|(note, reason)| {
             let weight = weight_name();
             AdapterFault::QuantisationNote { weight, note, reason }
@@ -120,6 +121,11 @@ impl Scaling {
         let unknown = |sibling: &Sibling<'_>| {
             Err(AdapterFault::UnknownScale { weight: weight_name(), scale: sibling.info.name.clone() })
         };
+        if let Some(Note { format: Format::Nvfp4, .. }) = note {
+            let (weight, note) = (weight_name(), "NVFP4".to_owned());
+            let reason = format!("the weight has element type {}", weight_type);
+            return Err(AdapterFault::QuantisationNote { weight, note, reason });
+        }
         if let Some(sibling) = beside.iter().find(|sibling| sibling.role == Role::Unknown) {
             return unknown(sibling);
         }
