@@ -453,7 +453,9 @@ fn cuda_kernels_calls_that_fail_are_told() {
             (_, Ok(model)) => {
                 subject.check(&model).unwrap();
                 assert!(model.report().host_instead[0].contains(call), "{}", model.report());
-                assert_eq!(model.report().patched_on_device, 0);
+                // A lack of memory is not for good: the next of the three asks again.
+                let there = if effect == Effect::OutOfMemory { 2 } else { 0 };
+                assert_eq!(model.report().patched_on_device, there, "{}", model.report());
             }
         }
         assert_given_back(&devices, &cuda, call);
