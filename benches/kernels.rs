@@ -21,19 +21,6 @@ use tensor_offload::device::DeviceKind;
 use tensor_offload::{DType, DeviceId, cuda};
 
 const RANKS: [usize; 2] = [16, 64];
-/// The block types that the kernels read.
-const BLOCKS: [DType; 10] = [
-    DType::Q4_0,
-    DType::Q4_1,
-    DType::Q5_0,
-    DType::Q5_1,
-    DType::Q8_0,
-    DType::Q4_K,
-    DType::Q5_K,
-    DType::Q6_K,
-    DType::IQ4_NL,
-    DType::MXFP4,
-];
 /// How long the stream is held while a turn is queued.
 const HOLD: Duration = Duration::from_millis(20);
 /// Pieces of work in a turn.
@@ -141,7 +128,8 @@ fn run(id: DeviceId, size: usize) -> Outcome<()> {
             median / *of_copy.get_or_insert(median)
         );
     }
-    for dtype in BLOCKS {
+    let has_kernel = |dtype: &DType| dtype.is_ggml_block() && kernels.dequantises(stream, *dtype, DType::BF16).is_ok();
+    for dtype in DType::all().filter(has_kernel) {
         dequantise((&raw, stream), (device, host, kernels), (dtype, size * size), (&source, &mut target))?;
     }
     Ok(())
@@ -154,10 +142,6 @@ fn dequantise(
     (dtype, values): (DType, usize),
     (source, target): (&Buf, &mut Option<BufMut>),
 ) -> Outcome<()> {
-    if let Err(why) = kernels.dequantises(stream, dtype, DType::BF16) {
-        println!("  {why}");
-        return Ok(());
-    }
     let bytes = dtype.bytes_of(&[values as u64]).ok_or("the weight is not of whole blocks; choose a multiple of 16")?;
     let bytes: Vec<u8> = noise(bytes as usize, 5).iter().map(|value| ((value + 0.5) * 63.0) as u8).collect();
     let blocks = sent(device, host, stream, &bytes)?.freeze();

@@ -209,7 +209,7 @@ fn check_types(layout: &Layout, gguf: bool) -> Result<()> {
     };
     let reason = format!(
         "{} of {} tensors are in GGML's blocks{trouble}: {}{}; --promote F32, F16 or BF16 stores their values, and \
-         --requantise keeps blocks and makes those that adapters change anew{end}",
+         --requantise keeps blocks, and makes blocks of the values that adapters change{end}",
         blocks.len(),
         layout.tensors().len(),
         named.join(", "),

@@ -7,9 +7,7 @@ mod support;
 
 use std::sync::Arc;
 
-use card::{
-    DEADLINE, assert_at_most_one_leak, assert_given_back, driver, registry, spread, stand_in, wait_until_closed,
-};
+use card::{DEADLINE, assert_given_back, driver, registry, stand_in, whatever_call_fails};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUgraphInstantiate_flags;
@@ -360,26 +358,8 @@ fn cuda_drivers_that_refuse_the_kernels_leave_the_values_to_the_host() {
 #[test]
 fn cuda_dequantising_keeps_nothing_whatever_call_fails() {
     let weights = weights();
-    let calls: u64 = {
-        let Some(cuda) = stand_in(&one_card()) else { return };
-        passes(&registry(), &weights, DType::F16).unwrap();
-        wait_until_closed(&cuda, DEADLINE);
-        cuda.report().calls.values().sum()
-    };
-    for effect in [Effect::Fail(304), Effect::Sticky(700)] {
-        for nth in spread(0, calls + 5) {
-            let Some(cuda) = stand_in(&one_card()) else { return };
-            cuda.fault(&FaultPlan::one(Fault::any(nth, effect)));
-            let devices = registry();
-            let outcome = passes(&devices, &weights, DType::F16);
-            if let Err(Error::TimedOut { what, .. }) = &outcome {
-                panic!("{effect:?} at call {nth}: hung on {what}");
-            }
-            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
-            drop(devices);
-            assert_at_most_one_leak(&cuda, &format!("{effect:?} at call {nth}"));
-        }
-    }
+    let path = |devices: &Registry| passes(devices, &weights, DType::F16);
+    whatever_call_fails(&one_card(), &[Effect::Fail(304), Effect::Sticky(700)], 0, registry, path);
 }
 
 /// Operations of the backend fail one by one. One that fails is told, and the buffer for the values comes back.

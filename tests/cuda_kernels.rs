@@ -8,8 +8,8 @@ mod reference;
 use std::sync::Arc;
 
 use card::{
-    DEADLINE, Driver, assert_at_most_one_leak, assert_clean, assert_given_back, driver, named, registry, stand_in,
-    wait_until_closed,
+    DEADLINE, Driver, assert_clean, assert_given_back, driver, named, registry, stand_in, wait_until_closed,
+    whatever_call_fails,
 };
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use half::{bf16, f16};
@@ -405,26 +405,8 @@ fn whole_path(devices: &Registry, subject: &Subject) -> Result<()> {
 #[test]
 fn cuda_kernels_keep_nothing_whatever_call_fails() {
     let (subject, _) = a_model();
-    let calls: u64 = {
-        let Some(cuda) = stand_in(&one_card()) else { return };
-        whole_path(&registry(), &subject).unwrap();
-        wait_until_closed(&cuda, DEADLINE);
-        cuda.report().calls.values().sum()
-    };
-    for effect in [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)] {
-        for nth in (1..calls + 5).step_by(usize::try_from(calls / 40).unwrap().max(1)) {
-            let Some(cuda) = stand_in(&one_card()) else { return };
-            cuda.fault(&FaultPlan::one(Fault::any(nth, effect)));
-            let devices = registry();
-            let outcome = whole_path(&devices, &subject);
-            if let Err(Error::TimedOut { what, .. }) = &outcome {
-                panic!("{effect:?} at call {nth}: hung on {what}");
-            }
-            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
-            drop(devices);
-            assert_at_most_one_leak(&cuda, &format!("{effect:?} at call {nth}"));
-        }
-    }
+    let effects = [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)];
+    whatever_call_fails(&one_card(), &effects, 0, registry, |devices| whole_path(devices, &subject));
 }
 
 /// The calls of kernels fail one by one: refusals at loading leave the host to patch, a launch that fails is an error.

@@ -6,13 +6,12 @@ mod card;
 use std::sync::Arc;
 
 use card::{
-    DEADLINE, assert_at_most_one_leak, assert_clean, assert_given_back, devices, driver, named, registry_of, spread,
-    stand_in,
+    DEADLINE, assert_clean, assert_given_back, devices, driver, named, registry_of, stand_in, whatever_call_fails,
 };
-use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
+use cuda_standin::{Config, Effect, MemoryMode};
 use tensor_offload::backend::Cuda;
 use tensor_offload::{
-    Adapter, ByteSize, Checkpoint, DType, Error, Loader, Matching, Model, ModelCache, Order, Planner, Registry, Result,
+    Adapter, ByteSize, Checkpoint, DType, Loader, Matching, Model, ModelCache, Order, Planner, Registry, Result,
     Retention, Streamer, Weights,
 };
 
@@ -148,26 +147,9 @@ fn cuda_opens_no_device_that_a_plan_does_not_use() {
 fn cuda_every_failing_call_gives_an_error_or_a_right_result() {
     let source = source();
     let allocation = "cuda:0,60kb;cuda:1,100kb;cpu,*";
-    let calls: u64 = {
-        let Some(cuda) = stand_in(&two_cards()) else { return };
-        let devices = registry();
-        whole_path(&devices, &source, allocation, 1).unwrap();
-        cuda.report().calls.values().sum()
-    };
-    for effect in [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)] {
-        for nth in spread(100, calls + 20) {
-            let Some(cuda) = stand_in(&two_cards()) else { return };
-            cuda.fault(&FaultPlan::one(Fault::any(nth, effect)));
-            let devices = registry();
-            let outcome = whole_path(&devices, &source, allocation, 1);
-            if let Err(Error::TimedOut { what, .. }) = &outcome {
-                panic!("{effect:?} at call {nth}: hung on {what}");
-            }
-            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
-            drop(devices);
-            assert_at_most_one_leak(&cuda, &format!("{effect:?} at call {nth}"));
-        }
-    }
+    let effects = [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)];
+    let path = |devices: &Registry| whole_path(devices, &source, allocation, 1);
+    whatever_call_fails(&two_cards(), &effects, 100, registry, path);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use support::fault::parts;
 use support::gguf::{Gguf, Tensor, Value};
 use support::{Subject, check_streamed, load, machine};
 use tensor_offload::backend::{Clock, MemoryKind, Role, Transfer};
-use tensor_offload::checkpoint::{GgufKind, GgufValue, TensorSpec, write_safetensors};
+use tensor_offload::checkpoint::{GgufKind, GgufValue, TensorSpec, write_gguf, write_safetensors};
 use tensor_offload::error::{FileFault, GgufFault, Missing, NoRows};
 use tensor_offload::{Checkpoint, DType, DeviceId, Error, ErrorKind, Loader, Planner, Registry, Streamer, Weights};
 
@@ -392,6 +392,41 @@ fn a_set_opens_from_any_of_its_files_and_from_its_folder() {
         // The head is in no file of the set.
         assert!(model.layout().modules()[0].tied);
     }
+}
+
+/// llama.cpp's splitter leaves the metadata in the first file.
+#[test]
+fn the_first_file_of_a_set_has_the_shapes_of_tensors_in_the_others() {
+    let mut files = set();
+    let name = files[2].tensors[0].name.clone();
+    let (elements, stored) = (files[2].tensors[0].shape.iter().product::<u64>(), files[2].tensors[0].shape.clone());
+    let shape = |sides: &[u64]| Value::Array(5, sides.iter().map(|side| Value::I32(*side as i32)).collect());
+    let sides = [1, stored[0], elements / stored[0]];
+    files[0].entries.push((format!("comfy.gguf.orig_shape.{name}"), shape(&sides)));
+    let shape_of = |model: &Checkpoint| model.layout().tensor(model.find(&name).unwrap()).unwrap().shape.clone();
+    let folder = write(&files);
+    let model = Checkpoint::open(part(folder.path(), 2)).unwrap();
+    assert_eq!(shape_of(&model), sides);
+    // In one file it is as it was in the set: stored in one shape, with another one noted.
+    let metadata = model.gguf().unwrap().to_metadata().unwrap();
+    let tensors = model.layout().tensors();
+    let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
+    let joined = folder.path().join("joined.gguf");
+    write_gguf(&joined, &specs, &metadata, |tensor, out| out.put(&bytes_of(&model, &tensors[tensor].name))).unwrap();
+    assert_eq!(shape_of(&Checkpoint::open(&joined).unwrap()), sides);
+    assert_eq!(header_shape(&fs::read(&joined).unwrap(), &name), stored);
+    // What the tensor's own file says counts.
+    files[2].entries.push((format!("comfy.gguf.orig_shape.{name}"), shape(&stored)));
+    let folder = write(&files);
+    assert_eq!(shape_of(&Checkpoint::open(folder.path()).unwrap()), stored);
+}
+
+/// The shape that a file's header has of a tensor, outermost first.
+fn header_shape(file: &[u8], name: &str) -> Vec<u64> {
+    let at = file.windows(name.len()).rposition(|window| window == name.as_bytes()).unwrap() + name.len();
+    let count = u32::from_le_bytes(file[at..at + 4].try_into().unwrap()) as usize;
+    let sides = file[at + 4..].as_chunks().0[..count].iter().map(|side| u64::from_le_bytes(*side));
+    sides.rev().collect()
 }
 
 #[test]

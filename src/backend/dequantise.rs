@@ -25,8 +25,8 @@ impl Dequantise {
     ///
     /// # Errors
     /// [`Rejected`] with [`Error::Mismatch`] when `dtype` is no block type of GGML; with [`Error::Invalid`] when `to` is not F32,
-    /// F16 or BF16, or `dst` is not aligned to its elements; with [`Error::WrongSize`] when the values are not whole blocks, and when these exceed `src`, or the
-    /// values `dst`.
+    /// F16 or BF16, or `dst` is not aligned to its elements; with [`Error::WrongSize`] when the values are not whole blocks, and
+    /// when these exceed `src`, or the values `dst`.
     pub fn new(
         (src, offset, dtype): (Buf, usize, DType),
         values: usize,

@@ -63,7 +63,7 @@ impl LayerGuard {
         // More values than there are addresses do not fit into any memory.
         let work = Dequantise::new(blocks, usize::try_from(count).unwrap_or(usize::MAX), (dst, dtype))?;
         match self.kernels_for(view.dtype(), dtype) {
-            Some(kernels) => kernels.dequantise(&*self.compute, work),
+            Some(kernels) => self.queue(kernels, work),
             None => self.dequantise_on_host(&view, work),
         }
     }
@@ -78,6 +78,17 @@ impl LayerGuard {
                 None
             }
         }
+    }
+
+    /// Queues the work, and checks that the flight returns its destination: the kernels may be another crate's.
+    fn queue(&self, kernels: &dyn Kernels, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+        let wanted = work.dst().shape();
+        let flight = kernels.dequantise(&*self.compute, work)?;
+        if flight.shape() == wanted {
+            return Ok(flight);
+        }
+        let error = Error::bug(format!("the kernels of {} mixed their memory up", self.compute.device()));
+        Err(Box::new(Rejected { error, dst: flight.chain() }))
     }
 
     fn dequantise_on_host(&self, view: &TensorView<'_>, work: Dequantise) -> Result<Flight, Box<Rejected>> {

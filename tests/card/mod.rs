@@ -7,11 +7,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cuda_standin::{Config, Rule, Session, session};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, Rule, Session, session};
 use cudarc::driver::CudaStream;
 use tensor_offload::backend::{Backend, Cuda, Device, Found, Health, Host, Stream};
 use tensor_offload::device::DeviceKind;
-use tensor_offload::{DeviceId, Registry, cuda};
+use tensor_offload::{DeviceId, Error, Registry, Result, cuda};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -121,6 +121,37 @@ pub(crate) fn registry_of(cuda: Cuda) -> Registry {
 /// The numbers of calls to fail: each of the first, where each call is another, then about forty spread over the rest.
 pub(crate) fn spread(first: u64, calls: u64) -> impl Iterator<Item = u64> {
     (1..=first).chain((first + 1..=calls).step_by(usize::try_from(calls / 40).unwrap().max(1)))
+}
+
+/// Runs `path` over the stand-in as `config` says, with one call of the driver after another failing in each of these ways, the
+/// `first` ones all. Its outcome may be an error or right: nothing hangs or keeps memory.
+pub(crate) fn whatever_call_fails(
+    config: &Config,
+    effects: &[Effect],
+    first: u64,
+    registry: impl Fn() -> Registry,
+    path: impl Fn(&Registry) -> Result<()>,
+) {
+    let calls: u64 = {
+        let Some(cuda) = stand_in(config) else { return };
+        path(&registry()).unwrap();
+        wait_until_closed(&cuda, DEADLINE);
+        cuda.report().calls.values().sum()
+    };
+    for &effect in effects {
+        for nth in spread(first, calls + 20) {
+            let Some(cuda) = stand_in(config) else { return };
+            cuda.fault(&FaultPlan::one(Fault::any(nth, effect)));
+            let devices = registry();
+            let outcome = path(&devices);
+            if let Err(Error::TimedOut { what, .. }) = &outcome {
+                panic!("{effect:?} at call {nth}: hung on {what}");
+            }
+            assert_given_back(&devices, &cuda, &format!("{effect:?} at call {nth}, {outcome:?}"));
+            drop(devices);
+            assert_at_most_one_leak(&cuda, &format!("{effect:?} at call {nth}"));
+        }
+    }
 }
 
 /// The CUDA devices that there are.

@@ -95,6 +95,11 @@ impl GgufHeader {
         Ok(shape)
     }
 
+    /// Whether it has the shape of a tensor.
+    fn has_shape(&self, tensor: &str) -> bool {
+        self.values.contains_key(&format!("{SHAPE}{tensor}"))
+    }
+
     /// Whether the model has a head that computes the logits of tokens. Encoders have a token table and none.
     pub(super) fn has_language_head(&self) -> bool {
         // llama.cpp, src/llama-arch.cpp and src/llama-model.cpp: these have no `output`, and no `token_embd` in its place.

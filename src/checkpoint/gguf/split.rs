@@ -6,6 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::tensors::restore;
 use super::{GgufHeader, GgufValue, unlike};
 use crate::checkpoint::folder::noted_unfinished;
 use crate::checkpoint::header::Header;
@@ -128,8 +129,24 @@ pub(in crate::checkpoint) fn complete(
         all.push(header);
         all_sources.push(source);
     }
+    restore_shapes(&*all_sources[0], &mut all)?;
     check_whole(path, &all_sources, &all, tensors)?;
     (*sources, *headers) = (all_sources, all);
+    Ok(())
+}
+
+/// Gives the tensors of later files the shapes that the first file has of them: a model's metadata is all in the first file of its
+/// set (llama.cpp, `tools/gguf-split/gguf-split.cpp`). What a file says of its own tensors counts.
+fn restore_shapes(source: &dyn Source, headers: &mut [Header]) -> Result<()> {
+    let Some((Header { gguf: Some(first), .. }, others)) = headers.split_first_mut() else { return Ok(()) };
+    for Header { gguf, tensors, .. } in others {
+        let Some(gguf) = gguf.as_mut().map(Arc::make_mut) else { continue };
+        for tensor in tensors {
+            if let Some(shape) = first.shape(source, &tensor.name)?.filter(|_| !gguf.has_shape(&tensor.name)) {
+                restore(tensor, shape, &mut gguf.stored_shapes);
+            }
+        }
+    }
     Ok(())
 }
 

@@ -49,11 +49,7 @@ pub(super) fn read(
     let mut stored = StoredShapes::new();
     for tensor in &mut tensors {
         if let Some(shape) = shape(&tensor.name)? {
-            let own = tensor.shape.clone();
-            reshape(tensor, shape);
-            if tensor.shape != own {
-                stored.insert(tensor.name.clone(), Reshaped { stored: own, shape: tensor.shape.clone() });
-            }
+            restore(tensor, shape, &mut stored);
         }
     }
     place(cursor, &mut tensors, alignment)?;
@@ -85,13 +81,14 @@ fn tensor(cursor: &mut Cursor<'_>, name: &str, alignment: u64, file: usize) -> R
     Ok(TensorInfo { name: name.to_owned(), dtype, shape, bytes, file, offset })
 }
 
-/// Gives a tensor another shape of as many elements, if its rows are whole numbers of blocks. Programs that store a tensor in
-/// other rows, of 256 elements, do so because its own are not.
-fn reshape(tensor: &mut TensorInfo, shape: Vec<u64>) {
+/// Gives a tensor another shape of as many elements, if its rows are whole numbers of blocks, and notes the one that it had.
+/// Programs that store a tensor in other rows, of 256 elements, do so because its own are not.
+pub(super) fn restore(tensor: &mut TensorInfo, shape: Vec<u64>, stored: &mut StoredShapes) {
     let elements = |shape: &[u64]| shape.iter().try_fold(1u64, |count, &side| count.checked_mul(side));
     let same = elements(&shape) == elements(&tensor.shape);
-    if same && tensor.dtype.bytes_of(&shape) == Some(tensor.bytes) {
-        tensor.shape = shape;
+    if same && shape != tensor.shape && tensor.dtype.bytes_of(&shape) == Some(tensor.bytes) {
+        let own = std::mem::replace(&mut tensor.shape, shape.clone());
+        stored.insert(tensor.name.clone(), Reshaped { stored: own, shape });
     }
 }
 
