@@ -149,7 +149,7 @@ fn dequantise(
     for turn in 0..=TURNS {
         let copied = time(raw, stream, target, |memory| Ok(copy(stream, source, memory)?.chain()))?;
         let computed = time(raw, stream, target, |memory| {
-            let work = Dequantise::new((blocks.clone(), 0, dtype), values, (memory, DType::BF16))?;
+            let work = Dequantise::new((blocks.clone(), 0, dtype), values, (memory, 0, DType::BF16))?;
             Ok(kernels.dequantise(stream, work)?.chain())
         })?;
         if turn > 0 {

@@ -60,7 +60,7 @@ struct Args {
     compute_ms: f64,
     /// In each layer's turn, compute the values of its weights in GGML's blocks on the compute device, as F32, F16 or BF16,
     /// into memory that all of them share
-    #[arg(long, value_name = "TYPE")]
+    #[arg(long, value_name = "TYPE", conflicts_with = "unpack")]
     dequantise: Option<DType>,
     /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; a real card's copies from when
     /// they are queued until they were seen to be done
@@ -97,14 +97,18 @@ impl support::Example for Args {
         cache.insert("model", Arc::clone(&model), Retention::Unload);
         let mut streamer = Streamer::new(&model)?;
         let topology = self.topology(&plan, &devices)?;
-        let mut values = self.dequantise.map(|dtype| Values::new(&model, dtype)).transpose()?;
+        let mut values = match (self.dequantise, self.plan.unpack) {
+            (Some(dtype), _) => Some(Values::new(&model, dtype)?),
+            (None, Some(dtype)) => Some(Values::in_slots(dtype)),
+            (None, None) => None,
+        };
         let steps = self.steps(&mut streamer, &plan, &topology, values.as_mut())?;
         let segments = streamer.report().segments(&topology);
         let carried = |(name, bytes): (&&str, &u64)| format!("; {} over {name}", ByteSize(*bytes).human());
         self.say(|| format!("streamed {}{}", streamer.report(), segments.iter().map(carried).collect::<String>()));
         let hash = verify(&mut streamer, &weights, &devices, values.as_mut())?;
         self.say(|| format!("every tensor matches a merge on the host: sha256 {hash}"));
-        let values = values.map(Values::checked).zip(self.dequantise);
+        let values = values.map(Values::checked).zip(self.dequantise.or(self.plan.unpack));
         if let Some(((tensors, hash), dtype)) = &values {
             self.say(|| format!("the values of {tensors} tensors, as {dtype}, match the host's: sha256 {hash}"));
         }
@@ -297,16 +301,21 @@ fn verify(
     for layer in model.layout().layer_ids() {
         let guard = streamer.layer(layer)?;
         for view in guard.tensors() {
-            let (name, bytes) = (&view.info().name, view.info().bytes as usize);
-            let (mut streamed, mut merged) = (vec![0; bytes], vec![0; bytes]);
-            guard.read(name, &mut streamed)?;
+            let name = view.name();
+            let stored = model.tensor(name).ok_or_else(|| invalid(format!("the model has no tensor `{name}`")))?;
+            let (mut streamed, mut merged) = (vec![0; stored.size()], vec![0; stored.size()]);
+            match view.dtype() == stored.dtype() {
+                true => guard.read(name, &mut streamed)?,
+                // What is unpacked is compared below.
+                false => model.read(name, &mut streamed)?,
+            }
             let tensor = weights.checkpoint().find(name);
             let tensor = tensor.ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
             weights.read(tensor, &mut merged)?;
             if streamed != merged {
                 return Err(invalid(format!("tensor `{name}` did not arrive as it was patched")));
             }
-            values.as_mut().map_or(Ok(()), |values| values.check(devices, &guard, name, &merged))?;
+            values.as_mut().map_or(Ok(()), |values| values.check(devices, &guard, (name, stored.dtype()), &merged))?;
             whole.update(name);
             whole.update(&streamed);
         }

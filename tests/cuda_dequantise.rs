@@ -136,7 +136,7 @@ fn cuda_kernels_give_the_values_of_the_host() {
                 let kept = sent(&device, &behind);
                 stream.copy(Transfer::whole(&kept, dst).unwrap()).unwrap().chain()
             };
-            let work = Dequantise::new((src, 3, dtype), values, (dst, *to)).unwrap();
+            let work = Dequantise::new((src, 3, dtype), values, (dst, 0, *to)).unwrap();
             let dst = kernels.dequantise(&*stream, work).unwrap().chain();
             let all = read(&device, dst, (values + 5) * size).unwrap();
             let what = format!("{count} blocks of {dtype} as {to}");
@@ -169,7 +169,7 @@ fn cuda_values_come_after_their_blocks_and_before_what_follows() {
     let memory = |bytes| device.alloc(bytes, MemoryKind::Whole).unwrap();
     let src = there(0, &blocks, memory(blocks.len())).freeze();
     let dst = there(1, &random_bytes(6, 32 * 1024 * 4), memory(32 * 1024 * 4));
-    let work = Dequantise::new((src.clone(), 0, DType::Q8_0), 32 * 1024, (dst, DType::F32)).unwrap();
+    let work = Dequantise::new((src.clone(), 0, DType::Q8_0), 32 * 1024, (dst, 0, DType::F32)).unwrap();
     let flight = device.kernels().unwrap().dequantise(&*compute, work).unwrap();
     let reclaimed = src.try_reclaim().unwrap();
     let overwritten = there(2, &random_bytes(7, blocks.len()), reclaimed);
@@ -193,7 +193,7 @@ fn cuda_memory_of_a_refused_launch_is_not_free_before_its_stream() {
     cuda.fault(&FaultPlan::one(Fault::nth("cuLaunchKernel", 1, Effect::Fail(701))));
     compute.occupy(std::time::Duration::from_millis(50)).unwrap();
     let dst = device.alloc(128, MemoryKind::Whole).unwrap();
-    let work = Dequantise::new((blocks.clone(), 0, DType::Q8_0), 32, (dst, DType::F32)).unwrap();
+    let work = Dequantise::new((blocks.clone(), 0, DType::Q8_0), 32, (dst, 0, DType::F32)).unwrap();
     let rejected = kernels.dequantise(&*compute, work).unwrap_err();
     assert!(rejected.error.to_string().contains("cuLaunchKernel"), "{}", rejected.error);
     assert_eq!(rejected.dst.pending().len(), 1);
@@ -251,7 +251,7 @@ fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() 
     let (kernels, stream) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
     let memory = |device: &Arc<dyn Device>, bytes| device.alloc(bytes, MemoryKind::Whole).unwrap();
     let refused = |src: BufMut, dtype, dst: BufMut, stream: &dyn tensor_offload::backend::Stream| {
-        let work = Dequantise::new((src.freeze(), 0, dtype), 256, (dst, DType::F32)).unwrap();
+        let work = Dequantise::new((src.freeze(), 0, dtype), 256, (dst, 0, DType::F32)).unwrap();
         let rejected = kernels.dequantise(stream, work).unwrap_err();
         assert!(rejected.dst.bytes() >= 1024);
         rejected.error.to_string()
@@ -269,7 +269,7 @@ fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() 
     assert!(refused(memory(&device, 144), DType::Q4_K, memory(&device, 1024), &*elsewhere).contains("this stream"));
     let odd = memory(&device, 1026).split_off(2).unwrap();
     let blocks = memory(&device, 144).freeze();
-    let rejected = Dequantise::new((blocks, 0, DType::Q4_K), 256, (odd, DType::F32)).unwrap_err();
+    let rejected = Dequantise::new((blocks, 0, DType::Q4_K), 256, (odd, 0, DType::F32)).unwrap_err();
     assert!(rejected.error.to_string().contains("not aligned to F32"), "{}", rejected.error);
     drop(rejected);
     assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 0);

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use tensor_offload::backend::Clock;
 use tensor_offload::device::Described;
 use tensor_offload::plan::Unit;
-use tensor_offload::{ByteSize, DeviceId, Machine, Order, Plan, Planner, Registry, Result};
+use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Plan, Planner, Registry, Result};
 
 /// Which devices there are.
 #[derive(Args, Clone, Debug)]
@@ -58,6 +58,10 @@ pub(crate) struct PlanOptions {
     /// Use embeddings where they live, where the compute device's quota does not hold them: their rows are gathered
     #[arg(long)]
     gather_embeddings: bool,
+    /// Have slots hold the values of weights in GGML's blocks, as F32, F16 or BF16: blocks cross the links, and the compute
+    /// device unpacks them
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) unpack: Option<DType>,
     /// Memory to leave free on the compute device for activations, such as 1.5gib
     #[arg(long, value_name = "SIZE", default_value = "0b")]
     reserve: String,
@@ -131,6 +135,7 @@ impl PlanOptions {
         let planner = self.keep.iter().fold(planner, Planner::keep_resident).gather_embeddings(self.gather_embeddings);
         let planner = self.in_place.iter().fold(planner, Planner::in_place);
         let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));
+        let planner = self.unpack.iter().fold(planner, |planner, &dtype| planner.unpack(dtype));
         match &self.compute {
             Some(compute) => Ok(planner.compute(compute.parse::<DeviceId>()?)),
             None => Ok(planner),

@@ -1,4 +1,4 @@
-//! The values of weights in GGML's blocks, computed on the compute device in each layer's turn.
+//! The values of weights in GGML's blocks, computed on the compute device: in each layer's turn, or into its slot.
 
 use std::time::Duration;
 
@@ -12,10 +12,12 @@ use tensor_offload::{DType, DeviceId, Error, LayerGuard, Model, Registry, Result
 /// How long values may take to come back.
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// Memory on the compute device that holds the values of one tensor at a time.
+/// The values of a model's tensors, which are compared with the host's.
 pub(crate) struct Values {
     dtype: DType,
+    /// Memory on the compute device that holds the values of one tensor at a time. Without it slots hold them.
     memory: Option<BufMut>,
+    in_slots: bool,
     hash: Sha256,
     tensors: usize,
 }
@@ -32,13 +34,19 @@ impl Values {
     pub(crate) fn new(model: &Model, dtype: DType) -> Result<Values> {
         let room = Values::room(model.layout(), dtype)? as usize;
         let memory = model.residency().device().alloc(room, MemoryKind::Whole)?;
-        Ok(Values { dtype, memory: Some(memory), hash: Sha256::new(), tensors: 0 })
+        Ok(Values { dtype, memory: Some(memory), in_slots: false, hash: Sha256::new(), tensors: 0 })
+    }
+
+    /// Values that slots hold.
+    pub(crate) fn in_slots(dtype: DType) -> Values {
+        Values { dtype, memory: None, in_slots: true, hash: Sha256::new(), tensors: 0 }
     }
 
     /// Queues the values of all of a layer's tensors in blocks, one after the other.
     pub(crate) fn compute(&mut self, layer: &LayerGuard) -> Result<()> {
-        let blocks = layer.tensors().filter(|tensor| tensor.dtype().is_ggml_block());
-        blocks.map(|tensor| tensor.name()).try_for_each(|name| self.queue(layer, name))
+        let blocks = layer.tensors().filter(|tensor| !self.in_slots && tensor.dtype().is_ggml_block());
+        let blocks: Vec<_> = blocks.collect();
+        blocks.iter().map(|tensor| tensor.name()).try_for_each(|name| self.queue(layer, name))
     }
 
     fn queue(&mut self, layer: &LayerGuard, name: &str) -> Result<()> {
@@ -47,10 +55,38 @@ impl Values {
         Ok(())
     }
 
-    /// Computes a tensor's values, and compares them with what the host makes of its `blocks`.
-    pub(crate) fn check(&mut self, devices: &Registry, layer: &LayerGuard, name: &str, blocks: &[u8]) -> Result<()> {
-        let Some(tensor) = layer.tensor(name).filter(|tensor| tensor.dtype().is_ggml_block()) else { return Ok(()) };
-        let wanted = stored(tensor.dtype(), blocks, self.dtype)?;
+    /// Compares the values of a tensor on the compute device with what the host makes of its `blocks`, which are of type `stored`.
+    pub(crate) fn check(
+        &mut self,
+        devices: &Registry,
+        layer: &LayerGuard,
+        (name, stored): (&str, DType),
+        blocks: &[u8],
+    ) -> Result<()> {
+        let here = layer.tensor(name).filter(|tensor| stored.is_ggml_block() && (!self.in_slots || tensor.dtype() != stored));
+        if here.is_none() {
+            return Ok(());
+        }
+        let wanted = values_of(stored, blocks, self.dtype)?;
+        let same = match self.in_slots {
+            true => {
+                let mut values = vec![0; wanted.len()];
+                layer.read(name, &mut values)?;
+                values == wanted
+            }
+            false => self.computed(devices, layer, name, &wanted)?,
+        };
+        if !same {
+            return Err(Error::Invalid { reason: format!("the values of `{name}` are not those of the host") });
+        }
+        self.hash.update(name);
+        self.hash.update(&wanted);
+        self.tensors += 1;
+        Ok(())
+    }
+
+    /// Computes a tensor's values. Returns whether they are these.
+    fn computed(&mut self, devices: &Registry, layer: &LayerGuard, name: &str, wanted: &[u8]) -> Result<bool> {
         self.queue(layer, name)?;
         let memory = self.memory.take().ok_or_else(lost)?.freeze();
         let device = devices.device(memory.device())?;
@@ -58,14 +94,9 @@ impl Values {
         let flight = device.stream(Role::Download)?.copy(Transfer::whole(&memory, back)?)?;
         let back = flight.wait(DEADLINE)?.freeze();
         let values = back.host(DEADLINE)?.ok_or_else(lost)?;
-        if values.get(..wanted.len()) != Some(&*wanted) {
-            return Err(Error::Invalid { reason: format!("the values of `{name}` are not those of the host") });
-        }
-        self.hash.update(name);
-        self.hash.update(&wanted);
-        self.tensors += 1;
+        let same = values.get(..wanted.len()) == Some(wanted);
         self.memory = memory.try_reclaim().ok();
-        Ok(())
+        Ok(same)
     }
 
     /// The number of tensors that were checked, and a hash of their names and values.
@@ -83,7 +114,7 @@ fn lost() -> Error {
 }
 
 /// The values of blocks as elements of type `to`.
-fn stored(dtype: DType, blocks: &[u8], to: DType) -> Result<Vec<u8>> {
+fn values_of(dtype: DType, blocks: &[u8], to: DType) -> Result<Vec<u8>> {
     let block = dtype.block();
     let mut values = vec![0.0; blocks.len() / block.bytes as usize * block.elements as usize];
     dequantise(dtype, blocks, &mut values)?;

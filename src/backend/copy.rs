@@ -113,10 +113,9 @@ impl Transfer {
 
     /// As [`launched`](Transfer::launched), for a stream whose event completes after all events that the transfer
     /// [waits](Transfer::waits) for, and fails if they fail: it replaces the destination's other events.
-    pub(super) fn launched_in_order(mut self, done: Event) -> Flight {
+    pub(super) fn launched_in_order(self, done: Event) -> Flight {
         self.sources_used_until(&done);
-        self.dst.written_until(done.clone());
-        Flight { done, dst: self.dst }
+        Flight::in_order(self.dst, done)
     }
 
     fn sources_used_until(&self, done: &Event) {
@@ -166,6 +165,12 @@ impl Flight {
     /// The flight of a buffer that queued work other than a copy writes until `done`.
     pub fn of(mut buffer: BufMut, done: Event) -> Flight {
         buffer.after(done.clone());
+        Flight { done, dst: buffer }
+    }
+
+    /// As [`of`](Flight::of), if `done` completes after all uses of the buffer, and fails if they fail.
+    pub(super) fn in_order(mut buffer: BufMut, done: Event) -> Flight {
+        buffer.written_until(done.clone());
         Flight { done, dst: buffer }
     }
 

@@ -181,6 +181,10 @@ impl Device for FaultyDevice {
 }
 
 impl Kernels for FaultyDevice {
+    fn patches(&self) -> bool {
+        self.inner.kernels().is_some_and(Kernels::patches)
+    }
+
     /// Forwards to the device. Only work is counted.
     fn ready(&self) -> Result<(), String> {
         self.inner.kernels().map_or_else(|| Err("the device has no kernels".to_owned()), Kernels::ready)

@@ -14,6 +14,11 @@ use crate::error::{Error, InUse, Measured, Mismatch, Result};
 
 /// The kernels of a device.
 pub trait Kernels: Send + Sync {
+    /// Whether there are kernels that patch. If not, the host patches, and that is nothing to report. The default has them.
+    fn patches(&self) -> bool {
+        true
+    }
+
     /// At the first call, prepares the kernels that patch. Later calls return the same result, unless what was missing may have
     /// come: a device without memory for them is asked again.
     ///
@@ -59,6 +64,22 @@ pub trait Kernels: Send + Sync {
         let (from, to) = work.types();
         let why = format!("{} has no kernel that computes {to} of {from}", stream.device());
         Err(work.rejected(Error::invalid(why)))
+    }
+}
+
+impl dyn Kernels + '_ {
+    /// Queues the computation of values, and checks that the flight returns its destination: the kernels may be another crate's.
+    ///
+    /// # Errors
+    /// As [`dequantise`](Kernels::dequantise); [`Error::Bug`] with the buffer that came back in place of the destination.
+    pub(crate) fn send(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+        let wanted = work.dst().shape();
+        let flight = self.dequantise(stream, work)?;
+        if flight.shape() == wanted {
+            return Ok(flight);
+        }
+        let error = Error::bug(format!("the kernels of {} mixed their memory up", stream.device()));
+        Err(Box::new(Rejected { error, dst: flight.chain() }))
     }
 }
 

@@ -123,7 +123,7 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     /// The route by which a stream of this device can copy from memory of `source`.
     fn route_from(&self, source: &dyn Device) -> Route;
 
-    /// The kernels of the device. `None` if it has none, as software devices do.
+    /// The kernels of the device. `None` if it has none.
     fn kernels(&self) -> Option<&dyn Kernels> {
         None
     }

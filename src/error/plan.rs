@@ -296,6 +296,22 @@ pub enum Contradiction {
         /// How many large ones it has, and the bytes of each.
         given_large: (usize, u64),
     },
+    /// The landing buffers are not those that the tensors in blocks need.
+    #[error(
+        "what it unpacks needs {} landing buffers of {} bytes, not {} of {}", needed.0, needed.1, given.0, given.1
+    )]
+    Landings {
+        /// How many it needs, and the bytes of each.
+        needed: (usize, u64),
+        /// How many the plan has, and the bytes of each.
+        given: (usize, u64),
+    },
+    /// Slots cannot hold values of this type in place of blocks.
+    #[error("its slots hold values of type {dtype}, and blocks are unpacked to F32, F16 or BF16")]
+    Unpacked {
+        /// The type's name.
+        dtype: String,
+    },
     /// The bytes that a device sends in a pass differ from those of its modules.
     #[error(
         "{device} streams {} bytes, {} of them staged, and pins {}, not {}, {} and {}",

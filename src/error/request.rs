@@ -103,6 +103,17 @@ pub enum Missing {
         /// The device.
         device: DeviceId,
     },
+    /// A device cannot unpack a tensor into slots.
+    #[error(
+        "tensor `{tensor}` cannot be unpacked into slots: {why}; cast it, or plan without `unpack` and compute its values \
+         with `LayerGuard::dequantise`"
+    )]
+    Unpacking {
+        /// The tensor.
+        tensor: String,
+        /// Why not.
+        why: String,
+    },
     /// The memory of a described device has a size and no bytes.
     #[error("the memory of {device} has only sizes, no bytes that could be copied elsewhere")]
     Bytes {

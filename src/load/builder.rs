@@ -175,6 +175,11 @@ impl ModelBuilder {
         self.planner(move |planner| planner.depth(layers))
     }
 
+    /// Has slots hold the values of tensors in GGML's blocks, as F32, F16 or BF16; see [`Planner::unpack`].
+    pub fn unpack(self, dtype: DType) -> ModelBuilder {
+        self.planner(move |planner| planner.unpack(dtype))
+    }
+
     /// Sets how much memory stays free on the compute device for activations. Default: 0.
     pub fn reserve(self, size: ByteSize) -> ModelBuilder {
         self.planner(move |planner| planner.reserve(size))

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::allocator::Allocators;
-use super::model::{Parts, slot_memory};
+use super::model::{Parts, fetch_memory};
 use super::provenance::Provenance;
 use super::reuse::Reuse;
-use super::store::SlotPool;
+use super::store::{FetchMemory, SlotPool};
 use super::worker::Inputs;
 use super::{Loader, Model};
 use crate::adapter::Weights;
@@ -119,7 +119,7 @@ impl Loader<'_> {
         let (homes, reservation, report) = loader.fill(inputs, &reuse.needed(&plan), start)?;
         let (layout, provenance, from) = (Arc::new(base.layout().clone()), base.provenance().clone(), reuse.from(base));
         let blocks = parked.slot_blocks(base.layout());
-        let slots = Some(Arc::new(SlotPool::new(parked.slots(), blocks, Vec::new())));
+        let slots = Some(Arc::new(SlotPool::new(parked.slots(), blocks, FetchMemory::default())));
         let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, provenance, slots, from };
         let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
         Ok(PreparedDemotion { model: Arc::new(model), plan, slots: reuse.slots })
@@ -193,8 +193,8 @@ impl Wanted<'_> {
         let mut charge = device.ledger().charge(requested)?;
         let alloc =
             |dtype, bytes| self.allocators.alloc(device, charge.split(bytes)?, (dtype, None), MemoryKind::Arena, None);
-        let slots = slot_memory(shape, &self.blocks, alloc)?;
-        Ok(Arc::new(SlotPool::new(shape, self.blocks.clone(), slots)))
+        let memory = fetch_memory(shape, &self.blocks, alloc)?;
+        Ok(Arc::new(SlotPool::new(shape, self.blocks.clone(), memory)))
     }
 
     /// As [`slots`](Wanted::slots), waiting for memory that was just released.

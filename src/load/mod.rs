@@ -31,7 +31,7 @@ pub use model::Model;
 pub use progress::{Cancel, Progress};
 pub use read_back::TensorView;
 pub use report::LoadReport;
-pub(crate) use store::{Part, SlotMemory};
+pub(crate) use store::{FetchMemory, Part, SlotMemory};
 pub use store::{Residency, WeightStore};
 
 use model::Parts;

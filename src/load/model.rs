@@ -12,7 +12,7 @@ use super::probe::lost;
 use super::provenance::Provenance;
 use super::read_back::{ReadBack, TensorView};
 use super::report::LoadReport;
-use super::store::{Home, Part, Residency, SlotMemory, SlotPool, WeightStore};
+use super::store::{FetchMemory, Home, Part, Residency, SlotMemory, SlotPool, WeightStore};
 use crate::backend::{Buf, BufMut, Device, MemoryKind};
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
@@ -116,8 +116,8 @@ impl Model {
             None => {
                 let blocks = plan.slot_blocks(&layout);
                 let alloc = |dtype, bytes| reservation.alloc_block(dtype, bytes);
-                let slots = slot_memory(shape, &blocks, alloc)?;
-                Arc::new(SlotPool::new(shape, blocks, slots))
+                let memory = fetch_memory(shape, &blocks, alloc)?;
+                Arc::new(SlotPool::new(shape, blocks, memory))
             }
         };
         let devices: BTreeMap<_, _> = reservation.devices().map(|d| (d.id(), Arc::clone(d))).collect();
@@ -257,8 +257,9 @@ impl Model {
         own.flat_map(|home| home.bufs()).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
         let pool = &self.residency.slots;
         let slots = pool.idle();
-        let own = slots.iter().flatten().flatten().flatten().filter(|_| Arc::strong_count(pool) == 1);
-        own.into_iter().try_for_each(|buf| buf.wait_unused(self.limits.work))
+        let buffers = slots.iter().flat_map(|memory| memory.slots.iter().flatten().flatten().chain(&memory.landings));
+        let mut own = buffers.filter(|_| Arc::strong_count(pool) == 1);
+        own.try_for_each(|buf| buf.wait_unused(self.limits.work))
     }
 
     /// The parts of its memory.
@@ -373,12 +374,12 @@ pub(super) fn home_blocks(layout: &Layout, plan: &Plan, groups: &Groups, group: 
     ranges.filter(|(_, range)| !range.is_empty()).map(|(tensor, range)| (Some(tensor), range.len() as u64)).collect()
 }
 
-/// Allocates slots block by block: `alloc` is given the element type and the size in bytes.
-pub(super) fn slot_memory(
+/// Allocates slots block by block, and landing buffers: `alloc` is given the element type and the size in bytes.
+pub(super) fn fetch_memory(
     shape: Slots,
     blocks: &SlotBlocks,
     mut alloc: impl FnMut(Option<DType>, u64) -> Result<BufMut>,
-) -> Result<Vec<SlotMemory>> {
+) -> Result<FetchMemory> {
     let mut slot = |large: bool| {
         let block = |(dtype, bytes)| match bytes {
             0 => Ok(Vec::new()),
@@ -387,7 +388,9 @@ pub(super) fn slot_memory(
         blocks.of_slot(large).map(block).collect::<Result<SlotMemory>>()
     };
     let large = std::iter::repeat_n(false, shape.count).chain(std::iter::repeat_n(true, shape.large));
-    large.map(&mut slot).collect()
+    let slots = large.map(&mut slot).collect::<Result<_>>()?;
+    let landing = |_| Ok(alloc(None, shape.landing_bytes)?.freeze());
+    Ok(FetchMemory { slots, landings: (0..shape.landings).map(landing).collect::<Result<_>>()? })
 }
 
 /// The kind of memory of a module's home: pinned if it is copied from host memory straight to the device.

@@ -79,7 +79,7 @@ impl OnDevice {
     ) -> Result<Option<Planned<'a>>> {
         let kernels = self.devices.get(&id).and_then(|device| device.kernels());
         let covered = patch.is_products() && at.is_multiple_of(patch.element_bytes());
-        let Some(kernels) = kernels.filter(|_| covered) else { return Ok(None) };
+        let Some(kernels) = kernels.filter(|kernels| covered && kernels.patches()) else { return Ok(None) };
         if let Err(why) = kernels.ready() {
             self.fall_back(id, why);
             return Ok(None);

@@ -29,6 +29,13 @@ pub struct WeightStore {
 /// The memory of one slot: for each block the parts into which it was last split. No part for a block that the slot lacks.
 pub(crate) type SlotMemory = Vec<Vec<Buf>>;
 
+/// What streamed layers take on the compute device: slots, and landing buffers for what is unpacked into them.
+#[derive(Debug, Default)]
+pub(crate) struct FetchMemory {
+    pub(crate) slots: Vec<SlotMemory>,
+    pub(crate) landings: Vec<Buf>,
+}
+
 /// A model's memory on its compute device: resident modules, and the slots for streamed layers.
 #[derive(Debug)]
 pub struct Residency {
@@ -43,11 +50,11 @@ pub(super) struct SlotPool {
     pub(super) shape: Slots,
     /// How the slots are divided.
     pub(super) blocks: SlotBlocks,
-    /// The slots; `None` while a [`Streamer`](crate::Streamer) has them.
-    slots: Mutex<Option<Vec<SlotMemory>>>,
+    /// The slots and landing buffers; `None` while a [`Streamer`](crate::Streamer) has them.
+    memory: Mutex<Option<FetchMemory>>,
     /// Memory in use by work whose end could not be recorded, with the stream of that work.
     withdrawn: Mutex<Vec<Withdrawn>>,
-    /// Whether a slot was withdrawn.
+    /// Whether a slot was withdrawn, or a landing buffer lost.
     incomplete: AtomicBool,
 }
 
@@ -115,14 +122,17 @@ impl Residency {
         &self.device
     }
 
-    /// Takes the slots, for one streamer at a time.
-    pub(crate) fn take_slots(&self) -> Option<Vec<SlotMemory>> {
+    /// Takes the slots and landing buffers, for one streamer at a time.
+    pub(crate) fn take_slots(&self) -> Option<FetchMemory> {
         self.slots.idle().take()
     }
 
-    /// Returns the slots.
-    pub(crate) fn return_slots(&self, slots: Vec<SlotMemory>) {
-        *self.slots.idle() = Some(slots);
+    /// Returns them.
+    pub(crate) fn return_slots(&self, memory: FetchMemory) {
+        // What a lane did not let go of is missing.
+        let lost = memory.landings.len() < self.slots.shape.landings;
+        self.slots.incomplete.fetch_or(lost, Ordering::Relaxed);
+        *self.slots.idle() = Some(memory);
     }
 
     /// Keeps the memory of a `slot` and of `resident` modules that work on `stream` may use for an unknown time. The slot is
@@ -136,17 +146,17 @@ impl Residency {
 }
 
 impl SlotPool {
-    pub(super) fn new(shape: Slots, blocks: SlotBlocks, slots: Vec<SlotMemory>) -> SlotPool {
+    pub(super) fn new(shape: Slots, blocks: SlotBlocks, memory: FetchMemory) -> SlotPool {
         let incomplete = AtomicBool::new(false);
-        SlotPool { shape, blocks, slots: Mutex::new(Some(slots)), withdrawn: Mutex::default(), incomplete }
+        SlotPool { shape, blocks, memory: Mutex::new(Some(memory)), withdrawn: Mutex::default(), incomplete }
     }
 
-    /// The slots; `None` while a streamer has them.
-    pub(super) fn idle(&self) -> MutexGuard<'_, Option<Vec<SlotMemory>>> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The slots and landing buffers; `None` while a streamer has them.
+    pub(super) fn idle(&self) -> MutexGuard<'_, Option<FetchMemory>> {
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether no slot was withdrawn.
+    /// Whether no slot was withdrawn, and no landing buffer lost.
     pub(super) fn is_whole(&self) -> bool {
         !self.incomplete.load(Ordering::Relaxed)
     }

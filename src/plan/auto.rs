@@ -275,7 +275,7 @@ impl<'a> Search<'a> {
         let topology = self.planner.machine.topology();
         let forecast = plan.forecast_of(self.planner.layout, topology, &self.layers);
         let slots = plan.slots().sizes().count().max(plan.depth().saturating_add(1));
-        let stays_in_slots = plan.streamed_layers() <= slots;
+        let stays_in_slots = plan.fetched_layers() <= slots;
         if stays_in_slots { forecast } else { forecast.max(plan.estimate(topology, self.time).pass) }
     }
 

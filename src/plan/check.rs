@@ -6,10 +6,11 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::slots::Slots;
-use super::traffic::{BinTraffic, slots_of};
+use super::traffic::{BinTraffic, Fetch, slots_of};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
 use crate::device::{DeviceId, DeviceInfo, Machine};
+use crate::dtype::DType;
 use crate::error::{Contradiction, Error, Limit, PlanFault, PlannedModule, Result, Shortfall, Term};
 
 impl Parts {
@@ -28,7 +29,9 @@ impl Parts {
                 return Err(Contradiction::OutOfOrder { module: a.module.to_string(), index });
             }
             previous_layer = layer;
-            if (a.usage == Use::Resident) != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) {
+            let here = matches!(a.usage, Use::Resident | Use::Unpacked);
+            let unpacks = a.usage != Use::Unpacked || self.unpacked.is_some();
+            if here != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) || !unpacks {
                 let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
                 return Err(Contradiction::Usage { module, usage, device });
             }
@@ -52,27 +55,31 @@ impl Parts {
     }
 
     fn validate_slots(&self) -> Result<(), Contradiction> {
-        let (mut streamed_layers, mut largest) = (0usize, 0u64);
+        if self.unpacked.is_some_and(|dtype| !is_unpacked_type(dtype)) {
+            return Err(Contradiction::Unpacked { dtype: self.unpacked.map_or("", DType::name).to_owned() });
+        }
+        let (mut fetched_layers, mut largest) = (0usize, 0u64);
         for layer in self.assignments.chunk_by(|a, b| a.layer == b.layer) {
-            let mut streamed = layer.iter().filter(|a| a.usage == Use::Streamed).peekable();
-            streamed_layers += usize::from(streamed.peek().is_some());
-            // Divided slots are not padded by module.
+            let mut fetched = layer.iter().filter(|a| a.usage.is_fetched()).peekable();
+            fetched_layers += usize::from(fetched.peek().is_some());
+            // Divided slots are not padded by module. Values take more than blocks; how much more follows from the layout.
             let in_slot = |a: &Assignment| if self.grouping.is_apart() { a.bytes } else { Layout::slot_bytes(a.bytes) };
-            largest = largest.max(streamed.map(in_slot).fold(0, u64::saturating_add));
+            largest = largest.max(fetched.map(in_slot).fold(0, u64::saturating_add));
         }
         // With two sizes, the number of each follows from the layout; `verify` recomputes it.
-        let window = streamed_layers.min(self.depth.saturating_add(1));
-        let Slots { count, bytes_each, large, large_bytes } = self.slots;
+        let window = fetched_layers.min(self.depth.saturating_add(1));
+        let Slots { count, bytes_each, large, large_bytes, landings, landing_bytes } = self.slots;
         let counts = match (self.external_slots, large_bytes > 0) {
             (true, _) => (count, large) == (0, 0),
             (false, false) => (count, large) == (window, 0),
             (false, true) => count <= window && (1..=window).contains(&large),
         };
         let two_sizes = large_bytes == 0 || (large_bytes > bytes_each && !self.fixed_slots);
-        if !counts || !two_sizes || self.slots.largest() < largest {
+        let lands = (landings == 0 && landing_bytes == 0) || (self.unpacked.is_some() && landings > 0);
+        if !counts || !two_sizes || !lands || self.slots.largest() < largest {
             let needed =
                 Slots { count: if self.external_slots { 0 } else { window }, bytes_each: largest, ..Slots::default() };
-            return Err(other_slots(streamed_layers, needed, self.slots));
+            return Err(other_slots(fetched_layers, needed, self.slots));
         }
         let listed = self.devices.iter().any(|d| d.id == self.compute);
         if listed { Ok(()) } else { Err(Contradiction::NotListed { device: self.compute }) }
@@ -133,14 +140,15 @@ impl Plan {
         let parts = self.parts();
         let places: BTreeMap<DeviceId, usize> = parts.devices.iter().enumerate().map(|(i, d)| (d.id, i)).collect();
         let mut moved = vec![BinTraffic::default(); parts.devices.len()];
-        let streamed = |module: ModuleId| {
+        let fetch = |module: ModuleId| {
             let a = &parts.assignments[module.index()];
-            (a.usage == Use::Streamed).then(|| (places[&a.device], a.staged))
+            Fetch::of(a.usage, places[&a.device], a.staged)
         };
-        let slots = slots_of(layout, parts.slot_form(), streamed, &mut moved);
+        let form = parts.slot_form();
+        let slots = slots_of((layout, &form.in_slots(layout)), form, fetch, &mut moved);
         let slots = if parts.external_slots { slots.left_to_caller() } else { slots };
         if slots != parts.slots {
-            return Err(other_slots(self.streamed_layers(), slots, parts.slots));
+            return Err(other_slots(self.fetched_layers(), slots, parts.slots));
         }
         for a in parts.assignments.iter().filter(|a| a.usage == Use::Streamed && !a.staged && a.device.is_host()) {
             moved[places[&a.device]].pinned += a.bytes;
@@ -162,9 +170,18 @@ impl Plan {
 
 /// The error for slots other than those that so many streamed layers need.
 fn other_slots(layers: usize, needed: Slots, given: Slots) -> Contradiction {
+    let [needed_landings, given_landings] = [needed, given].map(|slots| (slots.landings, slots.landing_bytes));
     let [(needed, bytes, needed_large), (given, bytes_each, given_large)] =
         [needed, given].map(|slots| (slots.count, slots.bytes_each, (slots.large, slots.large_bytes)));
+    if (needed, bytes, needed_large) == (given, bytes_each, given_large) {
+        return Contradiction::Landings { needed: needed_landings, given: given_landings };
+    }
     Contradiction::Slots { layers, needed, bytes, needed_large, given, bytes_each, given_large }
+}
+
+/// Whether slots can hold values of this type in place of blocks.
+pub(super) fn is_unpacked_type(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
 /// Checks every device, and every memory that several devices share, against its free memory, or against its total if the

@@ -64,7 +64,8 @@ impl Plan {
         let staged: Per<ModuleId, bool> = assignments.iter().map(|a| a.staged).collect();
         let mut moved = vec![BinTraffic::default(); ids.len()];
         let (topology, form) = (machine.topology(), old.slot_form());
-        let placed = Placed { layout, topology, compute, devices: &ids, home: &home, form, pinned_cap: 0 };
+        let in_slots = &*form.in_slots(layout);
+        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home: &home, form, pinned_cap: 0 };
         let slots = placed.slots(&uses, &staged, &mut moved);
         let slots = if old.external_slots { slots.left_to_caller() } else { slots };
         for (device, moved) in devices.iter_mut().zip(moved) {
@@ -90,7 +91,7 @@ impl Plan {
         let mut left = if capped { 0 } else { cap.saturating_sub(pinned) };
         let mut moved: Vec<Assignment> = self.assignments().to_vec();
         for a in &mut moved {
-            if a.usage == Use::Resident {
+            if matches!(a.usage, Use::Resident | Use::Unpacked) {
                 (a.device, a.usage, a.staged) = (DeviceId::CPU, Use::Streamed, a.bytes > left);
                 left -= if a.staged { 0 } else { a.bytes };
             }

@@ -86,7 +86,8 @@ impl Plan {
             streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add)
         };
         let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
-        let large = if self.grouping().is_apart() && !self.has_external_slots() {
+        let divided = self.grouping().is_apart() && !self.has_external_slots();
+        let large = if divided || self.unpacked().is_some() {
             // Which layers are large depends on their tensors, which a plan does not know. No others that stay have more bytes.
             let mut layers: Vec<&[Assignment]> = layers.collect();
             layers.sort_by_key(|layer| std::cmp::Reverse(streamed(layer)));
@@ -104,6 +105,12 @@ impl Plan {
     /// only.
     pub fn streamed_bytes(&self) -> u64 {
         self.devices().iter().fold(0, |sum, d| sum.saturating_add(d.weights.streamed))
+    }
+
+    /// The number of layers that use slots: those with a part that is streamed, or unpacked on the compute device.
+    pub(super) fn fetched_layers(&self) -> usize {
+        let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
+        layers.filter(|layer| layer.iter().any(|a| a.usage.is_fetched())).count()
     }
 
     /// The number of layers with a streamed part.

@@ -8,7 +8,7 @@ use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{PlanFault, Result};
 use crate::limits::STAGING_BUFFERS;
-use crate::schedule::{Contents, Part, Schedule, Slice, chunks};
+use crate::schedule::{Contents, Part, Schedule, Slice, chunks, rounds};
 
 /// The network's compute time.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -133,11 +133,18 @@ struct Simulation<'a> {
     compute: Duration,
 }
 
-/// The copies of a layer on one lane into one block of a slot: the bytes of each copy, in chunks if they go through the host.
+/// The copies of a layer on one lane for one block of a slot.
 struct LaneFetch {
     lane: usize,
     block: usize,
+    copies: Vec<Copies>,
+}
+
+/// Copies into a slot, or into a landing buffer, from where values are computed into the slot. That takes no time here.
+struct Copies {
+    /// The bytes of each copy, in chunks if they go through the host.
     chunks: Vec<Vec<u64>>,
+    lands: bool,
 }
 
 /// The route from a device, and the times when its streams are free.
@@ -177,7 +184,8 @@ impl<'a> Simulation<'a> {
             }))
         };
         let of_modules: Per<ModuleId, Option<usize>> = plan.assignments().iter().map(lane_of).collect();
-        let contents = Contents::new(layout, &plan.groups(layout), &of_modules, &plan.slot_blocks(layout));
+        let (in_slots, blocks) = (plan.in_slots(layout), plan.slot_blocks(layout));
+        let contents = Contents::new((layout, &in_slots), &plan.groups(layout), &of_modules, &blocks);
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.path(device, if straight { compute } else { DeviceId::CPU });
@@ -185,17 +193,24 @@ impl<'a> Simulation<'a> {
         };
         let lanes: Vec<Lane> = devices.into_iter().map(lane).collect();
         let many = of_modules.values().flatten().count() > MOST_PIECES;
+        let landing = plan.slots().landing_bytes;
         let fetch = |part: &Part| {
             let straight = lanes[part.lane].through_host.is_none();
             let bytes = |slice: &Slice| slice.range.len() as u64;
-            let mut chunks: Vec<Vec<u64>> = match straight {
-                true => vec![part.slices.iter().map(bytes).collect()],
-                false => chunks(part).iter().map(|chunk| chunk.iter().map(bytes).collect()).collect(),
+            let copies = |slices: &[Slice], lands: bool| {
+                let mut chunks: Vec<Vec<u64>> = match straight {
+                    true => vec![slices.iter().map(bytes).collect()],
+                    false => chunks(slices).iter().map(|chunk| chunk.iter().map(bytes).collect()).collect(),
+                };
+                if many {
+                    chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
+                }
+                Copies { chunks, lands }
             };
-            if many {
-                chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
-            }
-            LaneFetch { lane: part.lane, block: part.block, chunks }
+            let mut all = vec![copies(&part.slices, false)];
+            all.retain(|_| !part.slices.is_empty());
+            all.extend(rounds(&part.unpacked, landing).iter().map(|round| copies(&round.slices(), true)));
+            LaneFetch { lane: part.lane, block: part.block, copies: all }
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
         let blocks = contents.iter().flat_map(|content| &content.parts).map(|part| part.block + 1).max();
@@ -278,24 +293,31 @@ impl<'a> Simulation<'a> {
             bookings.transfer(topology, way, bytes, ready)
         };
         slot.ready = *now;
-        for LaneFetch { lane, block, chunks } in &fetches[layer] {
+        for LaneFetch { lane, block, copies } in &fetches[layer] {
             let Lane { way, upload, through_host } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
-            let mut at = (*upload).max(*now).max(slot.free[*block]);
-            for chunk in chunks {
-                match through_host {
-                    None => chunk.iter().for_each(|bytes| at = copy(way, *bytes, at)),
-                    Some(host) => {
-                        let buffer = &mut host.buffers[host.next];
-                        host.next = (host.next + 1) % STAGING_BUFFERS;
-                        let mut here = host.download.max(*now).max(*buffer);
-                        chunk.iter().for_each(|bytes| here = copy(way, *bytes, here));
-                        host.download = here;
-                        at = at.max(here);
-                        chunk.iter().for_each(|bytes| at = copy(from_host, *bytes, at));
-                        *buffer = at;
+            let (mut at, free) = ((*upload).max(*now), slot.free[*block]);
+            for Copies { chunks, lands } in copies {
+                if !lands {
+                    at = at.max(free);
+                }
+                for chunk in chunks {
+                    match through_host {
+                        None => chunk.iter().for_each(|bytes| at = copy(way, *bytes, at)),
+                        Some(host) => {
+                            let buffer = &mut host.buffers[host.next];
+                            host.next = (host.next + 1) % STAGING_BUFFERS;
+                            let mut here = host.download.max(*now).max(*buffer);
+                            chunk.iter().for_each(|bytes| here = copy(way, *bytes, here));
+                            host.download = here;
+                            at = at.max(here);
+                            chunk.iter().for_each(|bytes| at = copy(from_host, *bytes, at));
+                            *buffer = at;
+                        }
                     }
                 }
+                // What has landed is unpacked when the slot is free.
+                at = at.max(free);
             }
             *upload = at;
             slot.ready = slot.ready.max(at);

@@ -1,5 +1,7 @@
 //! The planner: inputs in, a checked plan out.
 
+use std::sync::Arc;
+
 use super::auto;
 use super::check;
 use super::forecast::ComputeTime;
@@ -11,8 +13,8 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Pattern, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
-use crate::dtype::TensorGrouping;
-use crate::error::{PlanFault, Result};
+use crate::dtype::{DType, TensorGrouping};
+use crate::error::{Error, PlanFault, Result};
 
 /// The most bytes of a plan; the product of two such numbers fits `u128`.
 const MOST_BYTES: u64 = 1 << 63;
@@ -50,6 +52,9 @@ pub struct Planner<'a> {
     pub(super) external_slots: bool,
     pub(super) fixed_slots: bool,
     pub(super) grouping: TensorGrouping,
+    /// The type of the values that slots hold in place of blocks, and the layout with its tensors as slots hold them.
+    pub(super) unpacked: Option<DType>,
+    in_slots: Option<Arc<Layout>>,
     pub(super) compute_time: ComputeTime,
     /// The largest slot; modules of a layer that would exceed it are kept resident.
     largest_slot: Option<u64>,
@@ -75,6 +80,8 @@ impl<'a> Planner<'a> {
             external_slots: false,
             fixed_slots: false,
             grouping: TensorGrouping::default(),
+            unpacked: None,
+            in_slots: None,
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -183,6 +190,35 @@ impl<'a> Planner<'a> {
         self
     }
 
+    /// Has slots hold the values of quantised tensors, as elements of `dtype` (F32, F16 or BF16), in place of GGML's blocks. Blocks
+    /// alone live on the devices and cross the links: they arrive in a landing buffer on the compute device, which computes the
+    /// values into the slot before the layer's turn. Blocks that live on the compute device are computed into a slot from there.
+    /// So the plan counts blocks where tensors live, and values in slots. Tensors that are not in blocks, and modules that are
+    /// used in place, stay as they are. Default: slots hold what crosses the link, for callers with kernels of their own and
+    /// for [`LayerGuard::dequantise`](crate::LayerGuard::dequantise), which takes less memory.
+    ///
+    /// A table of embeddings is computed whole, into a slot of its size. Gather its rows instead
+    /// ([`gather_embeddings`](Planner::gather_embeddings)), or cast it.
+    ///
+    /// ```
+    /// # use tensor_offload::checkpoint::{Layout, TensorInfo};
+    /// # use tensor_offload::{DType, Machine, Planner};
+    /// let tensor = |n: u64| TensorInfo::new(format!("blk.{n}.ffn_up.weight"), DType::Q8_0, &[1024, 1024], 0, n * (1088 << 10));
+    /// let layout = Layout::new((0..8).map(tensor).collect::<Result<_, _>>()?);
+    /// let machine = Machine::described(&["cuda:0=24mib".parse()?, "cpu=64mib".parse()?]);
+    /// let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse()?).depth(1);
+    /// assert_eq!(planner.clone().plan()?.slots().to_string(), "2 x 1.06 MiB");
+    /// let plan = planner.unpack(DType::BF16).plan()?;
+    /// assert_eq!(plan.slots().to_string(), "2 x 2.00 MiB + 1 x 1.06 MiB to unpack from");
+    /// assert_eq!(plan.streamed_bytes(), 8 * (1088 << 10));
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    pub fn unpack(mut self, dtype: DType) -> Self {
+        self.in_slots = Some(Arc::new(self.layout.unpacked(dtype)));
+        self.unpacked = Some(dtype);
+        self
+    }
+
     /// Sets the most host memory that streamed weights may pin. `None` is no limit, though a backend pins no more than its own
     /// limit. Default: the limit of the machine's host ([`DeviceInfo::pinned_cap`](crate::device::DeviceInfo::pinned_cap)).
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
@@ -211,8 +247,12 @@ impl<'a> Planner<'a> {
     /// was planned and fits;
     /// [`AllocationError::DuplicateDevice`](crate::error::AllocationError::DuplicateDevice) when the allocation names the compute
     /// device by name and without; [`Error::Plan`](crate::Error::Plan) for more than 2^63 bytes;
-    /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers.
+    /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers, and for a type that blocks are not
+    /// [unpacked](Planner::unpack) to.
     pub fn plan(&self) -> Result<Plan> {
+        if let Some(dtype) = self.unpacked.filter(|&dtype| !check::is_unpacked_type(dtype)) {
+            return Err(Error::invalid(format!("blocks are unpacked to F32, F16 or BF16, not {dtype}")));
+        }
         let plan = match self.is_auto() {
             true => auto::plan(&self.for_auto(), self.compute_device()),
             false => self.placed().and_then(|parts| self.checked(parts)),
@@ -263,6 +303,7 @@ impl<'a> Planner<'a> {
             external_slots: self.external_slots,
             fixed_slots: self.fixed_slots,
             grouping: self.grouping,
+            unpacked: self.unpacked,
             slots,
             devices,
             assignments,
@@ -291,8 +332,8 @@ impl<'a> Planner<'a> {
     /// The modules of `layer` to keep resident so that the rest fits a slot of `most` bytes: from the largest down, each module
     /// that does not fit with those that fit before it.
     pub(super) fn excess(&self, layer: &Layer, most: u64) -> impl Iterator<Item = ModuleId> + use<'a> {
-        let layout = self.layout;
-        let bytes = |module: &ModuleId| Layout::slot_bytes(layout.at(*module).bytes);
+        let (layout, in_slots) = (self.layout, self.in_slots());
+        let bytes = |module: &ModuleId| Layout::slot_bytes(in_slots.at(*module).bytes);
         let mut modules = if self.slot(layer) > most { layer.modules.clone() } else { Vec::new() };
         modules.retain(|&module| !self.is_in_place(layout.at(module)));
         modules.sort_by_key(|module| std::cmp::Reverse(bytes(module)));
@@ -302,20 +343,30 @@ impl<'a> Planner<'a> {
             in_slot += if fits { bytes(module) } else { 0 };
             !fits
         });
+        // Blocks need a slot wherever they live.
+        modules.retain(|&module| layout.at(module).bytes == in_slots.at(module).bytes);
         modules.into_iter()
     }
 
     /// The bytes of a slot for `layer` if all of it is streamed except what is used in place.
     pub(super) fn slot(&self, layer: &Layer) -> u64 {
         let moves = self.layout.needs(layer).into_iter().map(|module| self.layout.at(module));
-        let moves = moves.filter(|module| !self.is_in_place(module));
+        let moves = moves.filter(|module| !self.is_in_place(module)).map(|module| self.in_slots().at(module.id));
         moves.map(|module| Layout::slot_bytes(module.bytes)).fold(0, u64::saturating_add)
     }
 
+    /// The layout with its tensors as slots hold them.
+    pub(super) fn in_slots(&self) -> &Layout {
+        self.in_slots.as_deref().unwrap_or(self.layout)
+    }
+
     pub(super) fn total(&self) -> Result<u64> {
-        let bytes = self.layout.modules().iter().map(|module| u128::from(module.bytes)).sum();
-        let countable = u64::try_from(bytes).ok().filter(|&bytes| bytes <= MOST_BYTES);
-        countable.ok_or_else(|| PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into())
+        // As slots hold them the tensors take more bytes, if they take other ones.
+        let bytes = self.in_slots().modules().iter().map(|module| u128::from(module.bytes)).sum();
+        match u64::try_from(bytes).is_ok_and(|bytes| bytes <= MOST_BYTES) {
+            true => Ok(self.layout.bytes()),
+            false => Err(PlanFault::TooManyBytes { bytes, most: MOST_BYTES }.into()),
+        }
     }
 
     /// Whether the allocation is of mode auto.
@@ -381,7 +432,6 @@ pub(super) fn default_pinned_cap(machine: &Machine) -> Option<ByteSize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::DType;
 
     /// From the largest down, each module that fits with those before it stays in the slot.
     #[test]

@@ -28,6 +28,13 @@ pub struct Slots {
     /// The bytes of each large slot, which holds any layer. 0 if all slots have one size.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub large_bytes: u64,
+    /// The number of landing buffers, in which tensors in blocks arrive that are unpacked into slots
+    /// ([`Planner::unpack`](super::Planner::unpack)): one for each kind of route.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub landings: usize,
+    /// The bytes of each landing buffer: those of the largest tensor in blocks, or up to 16 MiB for several small ones.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub landing_bytes: u64,
 }
 
 /// Large slots must be more than this many times the size of the others. A smaller difference gains too little.
@@ -56,7 +63,7 @@ impl Slots {
         let bytes: Vec<u64> = layers.iter().map(LayerBlocks::bytes).collect();
         let largest = bytes.iter().copied().max().unwrap_or(0);
         let for_any = LayerBlocks::for_any(layers).bytes();
-        let alike = Slots { count: window, bytes_each: for_any, large: 0, large_bytes: 0 };
+        let alike = Slots { count: window, bytes_each: for_any, ..Slots::default() };
         if fixed || window < 2 {
             return (alike, largest);
         }
@@ -68,7 +75,7 @@ impl Slots {
             let bytes_each = LayerBlocks::for_any(ordinary).bytes();
             let count = most_at_once(&bytes, window, |bytes| bytes <= most);
             let large = most_at_once(&bytes, window, |bytes| bytes > most);
-            (Slots { count, bytes_each, large, large_bytes: for_any }, most)
+            (Slots { count, bytes_each, large, large_bytes: for_any, ..Slots::default() }, most)
         };
         let best = sizes.iter().rev().step_by(step).map(split).min_by_key(|(slots, _)| slots.bytes());
         best.filter(|(slots, _)| slots.bytes() < alike.bytes()).unwrap_or((alike, largest))
@@ -79,13 +86,14 @@ impl Slots {
         Slots { count: 0, large: 0, ..self }
     }
 
-    /// The bytes of all slots.
+    /// The bytes of all slots and landing buffers.
     pub fn bytes(self) -> u64 {
-        let large = self.large_bytes.saturating_mul(self.large as u64);
-        self.bytes_each.saturating_mul(self.count as u64).saturating_add(large)
+        let Slots { count, bytes_each, large, large_bytes, landings, landing_bytes } = self;
+        let all = [(count, bytes_each), (large, large_bytes), (landings, landing_bytes)];
+        all.into_iter().fold(0, |sum, (count, bytes)| sum.saturating_add(bytes.saturating_mul(count as u64)))
     }
 
-    /// The bytes of each slot, the large ones last.
+    /// The bytes of each slot, the large ones last. Landing buffers are not among them.
     pub fn sizes(self) -> impl Iterator<Item = u64> {
         let large = std::iter::repeat_n(self.large_bytes, self.large);
         std::iter::repeat_n(self.bytes_each, self.count).chain(large)
@@ -112,10 +120,10 @@ impl fmt::Display for Slots {
     /// The number and size of the slots.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} x {}", self.count, ByteSize(self.bytes_each).human())?;
-        match self.large {
-            0 => Ok(()),
-            large => write!(f, " + {large} x {}", ByteSize(self.large_bytes).human()),
-        }
+        let more = [(self.large, self.large_bytes, ""), (self.landings, self.landing_bytes, " to unpack from")];
+        more.iter().filter(|(count, ..)| *count > 0).try_for_each(|(count, bytes, what)| {
+            write!(f, " + {count} x {}{what}", ByteSize(*bytes).human())
+        })
     }
 }
 
@@ -128,7 +136,7 @@ mod tests {
     #[test]
     fn a_few_large_layers_have_slots_of_their_own() {
         let of = |layers: &[u64], depth| {
-            let Slots { count, bytes_each, large, large_bytes } = Slots::of(layers, depth, false);
+            let Slots { count, bytes_each, large, large_bytes, .. } = Slots::of(layers, depth, false);
             (count, bytes_each, large, large_bytes)
         };
         assert_eq!(of(&[], 2), (0, 0, 0, 0));
@@ -147,7 +155,7 @@ mod tests {
         assert_eq!(of(&[15, 15, 5, 5, 5], 2), (3, 15, 0, 0));
         // All of them at once.
         assert_eq!(of(&[50, 7, 6, 3], usize::MAX), (3, 7, 1, 50));
-        assert_eq!(Slots::of(&[50, 7, 7, 7], 2, true), Slots { count: 3, bytes_each: 50, large: 0, large_bytes: 0 });
+        assert_eq!(Slots::of(&[50, 7, 7, 7], 2, true), Slots { count: 3, bytes_each: 50, ..Slots::default() });
         assert_eq!(Slots::of(&[50 << 20, 7 << 20, 7 << 20, 1], 2, false).to_string(), "3 x 7.00 MiB + 1 x 50.00 MiB");
     }
 

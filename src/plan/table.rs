@@ -84,6 +84,9 @@ impl Plan {
             write!(f, "{layers} streamed, {} per pass: ", human(bytes))?;
             write!(f, "{} pinned, {} staged", human(pinned), human(staged))?;
         }
+        if let Some(dtype) = self.unpacked() {
+            write!(f, "; slots hold the values of blocks as {dtype}")?;
+        }
         let in_place = self.assignments().iter().filter(|a| a.usage == Use::InPlace);
         let (modules, bytes) = in_place.fold((0usize, 0u64), |(n, sum), a| (n + 1, sum + a.bytes));
         if modules > 0 {

@@ -1,5 +1,7 @@
 //! The traffic of a placement in every pass, and the memory that it takes.
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::place::Quotas;
@@ -10,13 +12,15 @@ use super::warning::Warning;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
-use crate::dtype::TensorGrouping;
+use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
-use crate::schedule::LayerBlocks;
+use crate::schedule::{LayerBlocks, landed, landing_bytes};
 
 /// The inputs: where every module lives and what decides its use.
 pub(super) struct Placed<'a> {
     pub(super) layout: &'a Layout,
+    /// The layout with tensors as slots hold them.
+    pub(super) in_slots: &'a Layout,
     pub(super) topology: &'a Topology,
     pub(super) compute: DeviceId,
     /// Bin -> device.
@@ -35,6 +39,38 @@ pub(super) struct SlotForm {
     /// Whether each layer always uses the same slot.
     pub(super) fixed: bool,
     pub(super) grouping: TensorGrouping,
+    /// The type of the values that slots hold in place of blocks.
+    pub(super) unpacked: Option<DType>,
+}
+
+impl SlotForm {
+    /// `layout` with its tensors as slots hold them.
+    pub(super) fn in_slots(self, layout: &Layout) -> Cow<'_, Layout> {
+        match self.unpacked {
+            Some(dtype) => Cow::Owned(layout.unpacked(dtype)),
+            None => Cow::Borrowed(layout),
+        }
+    }
+}
+
+/// How a module gets into a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fetch {
+    /// From this bin, through the staging buffers or not.
+    Streamed { bin: usize, staged: bool },
+    /// From the compute device, which keeps it in blocks.
+    Unpacked,
+}
+
+impl Fetch {
+    /// How a module with this use in `bin` gets into a slot; `None` if it does not.
+    pub(super) fn of(usage: Use, bin: usize, staged: bool) -> Option<Fetch> {
+        match usage {
+            Use::Streamed => Some(Fetch::Streamed { bin, staged }),
+            Use::Unpacked => Some(Fetch::Unpacked),
+            Use::Resident | Use::InPlace => None,
+        }
+    }
 }
 
 /// The traffic of a placement.
@@ -59,17 +95,26 @@ pub(super) struct BinTraffic {
 
 impl Placed<'_> {
     pub(super) fn traffic(&self, in_place: impl Fn(&Module) -> bool) -> Traffic {
-        let usage =
-            self.layout.modules().iter().map(|module| match self.devices[self.home[module.id]] == self.compute {
-                true => Use::Resident,
-                false if in_place(module) => Use::InPlace,
-                false => Use::Streamed,
-            });
+        let usage = self.layout.modules().iter().map(|module| {
+            let here = self.devices[self.home[module.id]] == self.compute;
+            match (here, in_place(module)) {
+                (true, false) if self.form.unpacked.is_some() && self.has_blocks(module) => Use::Unpacked,
+                (true, _) => Use::Resident,
+                (false, true) => Use::InPlace,
+                (false, false) => Use::Streamed,
+            }
+        });
         let usage: Per<ModuleId, Use> = usage.collect();
         let mut bins = vec![BinTraffic::default(); self.devices.len()];
         let staged = self.staged(&usage, &mut bins);
         let slots = self.slots(&usage, &staged, &mut bins);
         Traffic { usage, staged, bins, slots }
+    }
+
+    /// Whether the module, or the one whose storage it shares, has tensors in blocks.
+    fn has_blocks(&self, module: &Module) -> bool {
+        let owner = module.alias_of.unwrap_or(module.id);
+        self.layout.own_tensors(owner).any(|tensor| self.layout.at(tensor).dtype.is_ggml_block())
     }
 
     /// Pins the modules streamed from the host, in order, up to the cap. Returns whether each module is staged: the rest is.
@@ -109,8 +154,8 @@ impl Placed<'_> {
         staged: &Per<ModuleId, bool>,
         bins: &mut [BinTraffic],
     ) -> Slots {
-        let streamed = |module| (usage[module] == Use::Streamed).then(|| (self.home[module], staged[module]));
-        slots_of(self.layout, self.form, streamed, bins)
+        let fetch = |module| Fetch::of(usage[module], self.home[module], staged[module]);
+        slots_of((self.layout, self.in_slots), self.form, fetch, bins)
     }
 }
 
@@ -125,9 +170,9 @@ impl<'a> Planner<'a> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology) = (self.layout, self.machine.topology());
         let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
-        let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping };
-        let pinned_cap = self.pinnable(&ids, home);
-        let placed = Placed { layout, topology, compute, devices: &ids, home, form, pinned_cap };
+        let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping, unpacked: self.unpacked };
+        let (pinned_cap, in_slots) = (self.pinnable(&ids, home), self.in_slots());
+        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home, form, pinned_cap };
         let mut traffic = placed.traffic(|module| self.is_in_place(module));
         if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
@@ -221,45 +266,85 @@ impl<'a> Planner<'a> {
     /// A warning if the number of fixed slots does not divide the number of layers.
     pub(super) fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
         let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);
-        let layers = by_layer.filter(|layer| layer.iter().any(|a| a.usage == Use::Streamed)).count();
+        let layers = by_layer.filter(|layer| layer.iter().any(|a| a.usage.is_fetched())).count();
         let slots = self.depth.saturating_add(1);
         let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
         uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
 }
 
-/// Sums up the traffic layer by layer, and returns the slots. `streamed` returns the bin of each streamed module and whether it is
-/// staged. Storage that several modules of a layer share moves once.
+/// Sums up the traffic layer by layer, and returns the slots. `layout` is given with its tensors at home, and as slots hold them;
+/// `fetch` tells how each module gets into a slot, if it does. Storage that several modules of a layer share moves once.
 pub(super) fn slots_of(
-    layout: &Layout,
+    (layout, in_slots): (&Layout, &Layout),
     form: SlotForm,
-    streamed: impl Fn(ModuleId) -> Option<(usize, bool)>,
+    fetch: impl Fn(ModuleId) -> Option<Fetch>,
     bins: &mut [BinTraffic],
 ) -> Slots {
+    let mut landings = Landings::default();
     for layer in layout.layers() {
         for module in layout.needs(layer) {
-            let Some((bin, staged)) = streamed(module) else { continue };
+            let Some(Fetch::Streamed { bin, staged }) = fetch(module) else { continue };
             let bytes = layout.at(module).bytes;
+            if form.unpacked.is_some() {
+                landings.add((bin, staged), layout, module);
+            }
             let bin = &mut bins[bin];
             bin.streamed = bin.streamed.saturating_add(bytes);
             bin.staged = bin.staged.saturating_add(if staged { bytes } else { 0 });
         }
+        landings.end_layer();
     }
-    let layers = streamed_blocks(layout, form.grouping, |module| streamed(module).is_some());
-    Slots::of_blocks(&layers, form.depth, form.fixed).0
+    let layers = fetched_blocks((layout, in_slots), form.grouping, |module| fetch(module).is_some());
+    let (landings, landing_bytes) = landings.count_and_bytes();
+    Slots { landings, landing_bytes, ..Slots::of_blocks(&layers, form.depth, form.fixed).0 }
 }
 
-/// The blocks of each layer that streams anything, in order.
-pub(super) fn streamed_blocks(
-    layout: &Layout,
+/// The tensors in blocks that arrive by each route: from a bin, through the staging buffers or not.
+#[derive(Default)]
+struct Landings {
+    /// For each route the bytes of the present layer, as they lie in a landing buffer.
+    of_layer: BTreeMap<(usize, bool), u64>,
+    /// The most bytes of a tensor, and of a layer on one route.
+    largest: u64,
+    most: u64,
+}
+
+impl Landings {
+    /// Counts the tensors of a module of the present layer.
+    fn add(&mut self, route: (usize, bool), layout: &Layout, module: ModuleId) {
+        for tensor in layout.own_tensors(module).map(|tensor| layout.at(tensor)) {
+            if tensor.dtype.is_ggml_block() && tensor.bytes > 0 {
+                let (bytes, layer) = (landed(tensor.bytes), self.of_layer.entry(route).or_default());
+                self.largest = self.largest.max(bytes);
+                *layer = layer.saturating_add(bytes);
+            }
+        }
+    }
+
+    fn end_layer(&mut self) {
+        for bytes in self.of_layer.values_mut() {
+            self.most = self.most.max(std::mem::take(bytes));
+        }
+    }
+
+    /// The number of landing buffers, and the bytes of each.
+    fn count_and_bytes(&self) -> (usize, u64) {
+        (self.of_layer.len(), landing_bytes(self.largest, self.most))
+    }
+}
+
+/// The blocks of each layer that fetches anything, in order.
+pub(super) fn fetched_blocks(
+    (layout, in_slots): (&Layout, &Layout),
     grouping: TensorGrouping,
-    is_streamed: impl Fn(ModuleId) -> bool,
+    is_fetched: impl Fn(ModuleId) -> bool,
 ) -> Vec<LayerBlocks> {
     let blocks = |layer: &Layer| {
         let mut needs = layout.needs(layer);
-        needs.retain(|&module| is_streamed(module));
-        LayerBlocks::of(layout, grouping, &needs)
+        needs.retain(|&module| is_fetched(module));
+        LayerBlocks::of(in_slots, grouping, &needs)
     };
-    let layers = layout.layers().iter().filter(|layer| layer.modules.iter().any(|&module| is_streamed(module)));
+    let layers = layout.layers().iter().filter(|layer| layer.modules.iter().any(|&module| is_fetched(module)));
     layers.map(blocks).collect()
 }

@@ -1,5 +1,6 @@
 //! The plan as a value.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -7,12 +8,12 @@ use serde::{Deserialize, Serialize};
 
 use super::explain::Explanation;
 use super::slots::Slots;
-use super::traffic::{SlotForm, streamed_blocks};
+use super::traffic::{SlotForm, fetched_blocks};
 use super::warning::Warning;
 use crate::allocation::Mode;
 use crate::checkpoint::{LayerId, Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo};
-use crate::dtype::TensorGrouping;
+use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
 use crate::schedule::{Groups, Origin, SlotBlocks};
 
@@ -52,6 +53,8 @@ pub enum Use {
     Streamed,
     /// The module lives elsewhere and is used there.
     InPlace,
+    /// The module lives on the compute device in blocks, and its values are computed into a slot for each use of its layer.
+    Unpacked,
 }
 
 /// The home and use of one module.
@@ -160,6 +163,9 @@ pub(super) struct Parts {
     /// How tensors are divided into allocations.
     #[serde(default, skip_serializing_if = "TensorGrouping::is_joined")]
     pub(super) grouping: TensorGrouping,
+    /// The type of the values that slots hold in place of blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) unpacked: Option<DType>,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -246,11 +252,22 @@ impl Plan {
         self.0.fixed_slots
     }
 
-    /// The origin of a module's bytes, if it is streamed.
+    /// The origin of a module's bytes, if it is fetched into slots: the compute device for one that is only unpacked there.
     pub(crate) fn origin(&self, module: ModuleId) -> Option<Origin> {
         let assignment = self.at(module);
         let origin = Origin { device: assignment.device, staged: assignment.staged };
-        (assignment.usage == Use::Streamed).then_some(origin)
+        assignment.usage.is_fetched().then_some(origin)
+    }
+
+    /// The type of the values that slots hold in place of GGML's blocks; `None` if slots hold the blocks. See
+    /// [`Planner::unpack`](super::Planner::unpack).
+    pub fn unpacked(&self) -> Option<DType> {
+        self.0.unpacked
+    }
+
+    /// The plan's layout with its tensors as slots hold them.
+    pub(crate) fn in_slots<'l>(&self, layout: &'l Layout) -> Cow<'l, Layout> {
+        self.0.slot_form().in_slots(layout)
     }
 
     /// The groups of modules that share memory where they live, for the plan's layout.
@@ -274,7 +291,8 @@ impl Plan {
         if !form.grouping.is_apart() {
             return SlotBlocks::whole(slots.bytes_each, slots.large_bytes);
         }
-        let layers = streamed_blocks(layout, form.grouping, |module| self.origin(module).is_some());
+        let in_slots = form.in_slots(layout);
+        let layers = fetched_blocks((layout, &in_slots), form.grouping, |module| self.origin(module).is_some());
         let (_, most) = Slots::of_blocks(&layers, form.depth, form.fixed);
         SlotBlocks::divided(form.grouping, &layers, most)
     }
@@ -303,7 +321,7 @@ impl Plan {
 impl Parts {
     pub(super) fn slot_form(&self) -> SlotForm {
         let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
-        SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping }
+        SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping, unpacked: self.unpacked }
     }
 }
 
@@ -347,7 +365,13 @@ impl Use {
             Use::Resident => "resident",
             Use::Streamed => "streamed",
             Use::InPlace => "in_place",
+            Use::Unpacked => "unpacked",
         }
+    }
+
+    /// Whether the module gets into a slot for each use of its layer.
+    pub(super) fn is_fetched(self) -> bool {
+        matches!(self, Use::Streamed | Use::Unpacked)
     }
 }
 

@@ -3,19 +3,19 @@
 
 use std::ops::Range;
 
-use super::contents::{Part, Slice};
+use super::contents::Slice;
 use crate::limits::STAGING_BYTES;
 
 /// Byte ranges that share a buffer, one after the other.
 pub(crate) type Chunk = Vec<Slice>;
 
-/// Splits the slices of a part into chunks that each fit one buffer.
-pub(crate) fn chunks(part: &Part) -> Vec<Chunk> {
+/// Splits slices into chunks that each fit one buffer.
+pub(crate) fn chunks(slices: &[Slice]) -> Vec<Chunk> {
     let slice = |(index, range): (usize, Range<usize>)| {
-        let whole: &Slice = &part.slices[index];
+        let whole: &Slice = &slices[index];
         Slice { module: whole.module, at: whole.at + range.start - whole.range.start, range }
     };
-    let ranges = part.slices.iter().map(|slice| slice.range.clone());
+    let ranges = slices.iter().map(|slice| slice.range.clone());
     split(ranges, STAGING_BYTES).into_iter().map(|chunk| chunk.into_iter().map(slice).collect()).collect()
 }
 

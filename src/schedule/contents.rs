@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::blocks::{LayerBlocks, Position, SlotBlocks, positions};
 use super::groups::Groups;
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per, TensorId};
+use crate::dtype::DType;
 
 /// The contents of all layers of a model.
 #[derive(Clone, Debug)]
@@ -32,6 +33,8 @@ pub(crate) struct Part {
     pub(crate) bytes: usize,
     /// The byte ranges that are copied into it, in order of offset.
     pub(crate) slices: Vec<Slice>,
+    /// The tensors in blocks whose values are computed into it, in order of offset.
+    pub(crate) unpacked: Vec<Unpacked>,
 }
 
 /// A byte range of the memory that a module lives in, its own or its group's, with its offset in the part.
@@ -42,12 +45,26 @@ pub(crate) struct Slice {
     pub(crate) at: usize,
 }
 
+/// A tensor in blocks at home that is values in a slot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Unpacked {
+    /// The byte range of its blocks in the memory that a module lives in, and the offset of its values in the part.
+    pub(crate) slice: Slice,
+    /// The type of the blocks, and that of the values.
+    pub(crate) from: DType,
+    pub(crate) to: DType,
+    /// The number of values.
+    pub(crate) values: usize,
+}
+
 #[derive(Clone, Debug)]
 struct Located {
     module: ModuleId,
     range: Range<usize>,
     part: usize,
     at: usize,
+    /// The bytes in the slot, if these are not the bytes at home.
+    values: Option<usize>,
 }
 
 /// Bytes on their way into a slot: a module, or a tensor of one.
@@ -59,35 +76,48 @@ struct Piece {
     range: Range<usize>,
     /// The bytes that they take in the slot.
     room: usize,
+    /// The tensor, if it is unpacked on its way.
+    unpacked: Option<TensorId>,
+}
+
+/// The tensors of a model where they live, and as slots hold them.
+struct Forms<'a> {
+    home: &'a Layout,
+    slot: &'a Layout,
+    groups: &'a Groups,
+    /// The byte range of each tensor at home.
+    ranges: Per<TensorId, Range<usize>>,
 }
 
 impl Contents {
-    /// The contents of the layers of `layout`. `lanes` has the number of each module's lane, or `None` for a module that is
-    /// not streamed or has no bytes.
+    /// The contents of the layers of `layout`, whose tensors are those of `in_slots` in a slot. `lanes` has the number of each
+    /// module's lane, or `None` for a module that is not fetched or has no bytes.
     ///
     /// A slot has a part for each block and lane. In a slot of one block each module begins at a multiple of 256 bytes, and
     /// the modules of a group are adjacent, as they are at home.
     pub(crate) fn new(
-        layout: &Layout,
+        (layout, in_slots): (&Layout, &Layout),
         groups: &Groups,
         lanes: &Per<ModuleId, Option<usize>>,
         blocks: &SlotBlocks,
     ) -> Contents {
-        let ranges = blocks.grouping().is_apart().then(|| groups.tensor_ranges(layout));
+        let forms = Forms { home: layout, slot: in_slots, groups, ranges: groups.tensor_ranges(layout) };
         let content = |layer: &Layer| {
             let mut modules = layout.needs(layer);
             modules.retain(|&module| lanes[module].is_some());
-            let Some(ranges) = &ranges else {
-                let modules = groups.in_slot(modules).into_iter();
-                let pieces: Vec<Piece> = modules.filter_map(|module| whole(layout, groups, lanes, module)).collect();
-                let bytes = pieces.iter().map(|piece| piece.room as u64).sum();
-                return Content::new(groups, pieces, bytes);
+            let grouping = blocks.grouping();
+            let bytes = match grouping.is_apart() {
+                true if modules.is_empty() => 0,
+                true => blocks.bytes_for(&LayerBlocks::of(in_slots, grouping, &modules)),
+                false => LayerBlocks::of(in_slots, grouping, &modules).bytes(),
             };
-            let of_slot = |modules: &[ModuleId]| blocks.bytes_for(&LayerBlocks::of(layout, blocks.grouping(), modules));
-            let bytes = if modules.is_empty() { 0 } else { of_slot(&modules) };
-            // Tensors that are neighbours at home are neighbours in a block, so that they are one piece.
+            // Tensors that are neighbours at home are neighbours in a slot, so that they are one piece.
             let modules = groups.in_slot(modules);
-            Content::new(groups, divided(layout, ranges, lanes, blocks, &modules), bytes)
+            let pieces = match grouping.is_apart() {
+                true => forms.divided(lanes, blocks, &modules),
+                false => modules.into_iter().flat_map(|module| forms.whole(lanes, module)).collect(),
+            };
+            Content::new(&forms, pieces, bytes)
         };
         Contents(layout.layers().iter().map(content).collect())
     }
@@ -123,37 +153,67 @@ impl Contents {
     }
 }
 
-/// A module in a slot of one block.
-fn whole(layout: &Layout, groups: &Groups, lanes: &Per<ModuleId, Option<usize>>, module: ModuleId) -> Option<Piece> {
-    let room = Layout::slot_bytes(layout.at(module).bytes) as usize;
-    Some(Piece { block: 0, lane: lanes[module]?, module, range: groups.place(module), room })
-}
+impl Forms<'_> {
+    /// Whether a tensor is unpacked on its way into a slot.
+    fn is_unpacked(&self, tensor: TensorId) -> bool {
+        self.home.at(tensor).dtype != self.slot.at(tensor).dtype
+    }
 
-/// The tensors of `modules` in a slot that is divided into blocks.
-fn divided(
-    layout: &Layout,
-    ranges: &Per<TensorId, Range<usize>>,
-    lanes: &Per<ModuleId, Option<usize>>,
-    blocks: &SlotBlocks,
-    modules: &[ModuleId],
-) -> Vec<Piece> {
-    let piece = |position: Position| {
-        let (module, range) = (layout.owner(position.tensor), ranges[position.tensor].clone());
-        let room = blocks.room(range.len() as u64) as usize;
-        Some(Piece { block: blocks.number(position.block)?, lane: lanes[module]?, module, range, room })
-    };
-    positions(layout, blocks.grouping(), modules).into_iter().filter_map(piece).collect()
+    /// A module in a slot of one block: in one piece, or tensor by tensor if any is unpacked.
+    fn whole(&self, lanes: &Per<ModuleId, Option<usize>>, module: ModuleId) -> Vec<Piece> {
+        let Some(lane) = lanes[module] else { return Vec::new() };
+        let all = Layout::slot_bytes(self.slot.at(module).bytes) as usize;
+        let piece = |range, room, unpacked| Piece { block: 0, lane, module, range, room, unpacked };
+        if !self.home.own_tensors(module).any(|tensor| self.is_unpacked(tensor)) {
+            return vec![piece(self.groups.place(module), all, None)];
+        }
+        let places = self.groups.ranges_of(self.slot, module);
+        let begin = places.first().map_or(0, |(_, first)| first.start);
+        let end_of = |place: usize| places.get(place + 1).map_or(all, |(_, next)| next.start - begin);
+        let tensor = |(number, (tensor, place)): (usize, &(TensorId, Range<usize>))| {
+            let room = end_of(number) - (place.start - begin);
+            piece(self.ranges[*tensor].clone(), room, self.is_unpacked(*tensor).then_some(*tensor))
+        };
+        places.iter().enumerate().map(tensor).collect()
+    }
+
+    /// The tensors of `modules` in a slot that is divided into blocks.
+    fn divided(
+        &self,
+        lanes: &Per<ModuleId, Option<usize>>,
+        blocks: &SlotBlocks,
+        modules: &[ModuleId],
+    ) -> Vec<Piece> {
+        let piece = |Position { tensor, block }: Position| {
+            let (module, range) = (self.home.owner(tensor), self.ranges[tensor].clone());
+            let room = blocks.room(self.slot.at(tensor).bytes) as usize;
+            let unpacked = self.is_unpacked(tensor).then_some(tensor);
+            Some(Piece { block: blocks.number(block)?, lane: lanes[module]?, module, range, room, unpacked })
+        };
+        positions(self.slot, blocks.grouping(), modules).into_iter().filter_map(piece).collect()
+    }
+
+    /// A tensor that is unpacked to `at` in its part.
+    fn unpacked(&self, tensor: TensorId, slice: Slice) -> Unpacked {
+        let (home, slot) = (self.home.at(tensor), self.slot.at(tensor));
+        let values = home.shape.iter().product::<u64>() as usize;
+        Unpacked { slice, from: home.dtype, to: slot.dtype, values }
+    }
 }
 
 impl Content {
-    fn new(groups: &Groups, pieces: Vec<Piece>, bytes: u64) -> Content {
+    fn new(forms: &Forms<'_>, pieces: Vec<Piece>, bytes: u64) -> Content {
         let (mut parts, mut located) = (BTreeMap::<(usize, usize), Part>::new(), Vec::new());
-        for Piece { block, lane, module, range, room } in pieces {
-            let new = || Part { block, lane, bytes: 0, slices: Vec::new() };
+        for Piece { block, lane, module, range, room, unpacked } in pieces {
+            let new = || Part { block, lane, bytes: 0, slices: Vec::new(), unpacked: Vec::new() };
             let part = parts.entry((block, lane)).or_insert_with(new);
-            let at = part.bytes;
-            located.push(((block, lane), Located { module, range: range.clone(), part: 0, at }));
-            part.push(groups, Slice { module, range, at });
+            let (at, values) = (part.bytes, unpacked.map(|tensor| forms.slot.at(tensor).bytes as usize));
+            located.push(((block, lane), Located { module, range: range.clone(), part: 0, at, values }));
+            let slice = Slice { module, range, at };
+            match unpacked {
+                Some(tensor) => part.unpacked.push(forms.unpacked(tensor, slice)),
+                None => part.push(forms.groups, slice),
+            }
             part.bytes += room;
         }
         let keys: Vec<(usize, usize)> = parts.keys().copied().collect();
@@ -174,10 +234,15 @@ impl Content {
         !self.parts.is_empty()
     }
 
-    /// Finds bytes of a module in the slot: the part, and the range in it. `None` if they are not fetched.
+    /// Finds bytes of a module in the slot: the part, and the range in it, which is that of their values if they are unpacked.
+    /// `None` if they are not fetched.
     pub(crate) fn find(&self, module: ModuleId, range: &Range<usize>) -> Option<(usize, Range<usize>)> {
         let after = self.located.partition_point(|l| (l.module, l.range.start) <= (module, range.start));
         let found = &self.located[after.checked_sub(1)?];
+        if let Some(values) = found.values {
+            let whole = (found.module, &found.range) == (module, range);
+            return whole.then_some((found.part, found.at..found.at + values));
+        }
         let at = found.at + range.start.checked_sub(found.range.start)?;
         (found.module == module && range.end <= found.range.end).then(|| (found.part, at..at + range.len()))
     }
@@ -198,9 +263,10 @@ impl Part {
         }
     }
 
-    /// The number of bytes that are copied into the part.
+    /// The number of bytes that travel for the part.
     pub(crate) fn copied(&self) -> u64 {
-        self.slices.iter().map(|slice| slice.range.len() as u64).sum()
+        let unpacked = self.unpacked.iter().map(|unpacked| &unpacked.slice);
+        self.slices.iter().chain(unpacked).map(|slice| slice.range.len() as u64).sum()
     }
 }
 
@@ -226,7 +292,7 @@ mod tests {
                 let module = ModuleId::new(module);
                 Slice { module, range: groups.place(module), at }
             };
-            let mut part = Part { block: 0, lane: 0, bytes: 0, slices: Vec::new() };
+            let mut part = Part { block: 0, lane: 0, bytes: 0, slices: Vec::new(), unpacked: Vec::new() };
             part.push(&groups, slice(0, 0));
             part.push(&groups, slice(second, at));
             part.slices.len() == 1

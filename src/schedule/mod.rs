@@ -3,7 +3,7 @@
 //!
 //! [`Contents`] has the byte ranges that each layer fetches by each lane (`contents`). Small modules that share memory are one
 //! range (`groups`), slots may be divided into blocks (`blocks`), and ranges are split into chunks if they go through buffers on
-//! the host (`chunks`). [`Schedule`] predicts from the layers asked for so far what comes next (`order`), and chooses the slot
+//! the host (`chunks`). Tensors that are unpacked arrive in rounds (`rounds`). [`Schedule`] predicts from the layers asked for so far what comes next (`order`), and chooses the slot
 //! that it goes into.
 
 mod blocks;
@@ -11,13 +11,15 @@ mod chunks;
 mod contents;
 mod groups;
 mod order;
+mod rounds;
 
 pub(crate) use blocks::{LayerBlocks, SlotBlocks};
 pub(crate) use chunks::{Chunk, chunks, split};
 use contents::Content;
-pub(crate) use contents::{Contents, Part, Slice};
+pub(crate) use contents::{Contents, Part, Slice, Unpacked};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
+pub(crate) use rounds::{Round, landed, landing_bytes, rounds};
 
 use crate::checkpoint::{LayerId, Per};
 
@@ -134,7 +136,7 @@ mod tests {
     fn contents_of(streamed: &[bool], sizes: &[u64]) -> Contents {
         let layout = Layout::blocks(sizes.iter().copied());
         let lanes: Per<ModuleId, Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
-        Contents::new(&layout, &Groups::new(&layout, |_| None), &lanes, &SlotBlocks::whole(0, 0))
+        Contents::new((&layout, &layout), &Groups::new(&layout, |_| None), &lanes, &SlotBlocks::whole(0, 0))
     }
 
     /// Simulates a caller that asks for layers in this order and keeps no guard. Returns whether each layer was a hit, and the

@@ -61,9 +61,9 @@ impl LayerGuard {
         let count = view.shape().iter().product::<u64>();
         let blocks = (view.buf().clone(), view.byte_range().start, view.dtype());
         // More values than there are addresses do not fit into any memory.
-        let work = Dequantise::new(blocks, usize::try_from(count).unwrap_or(usize::MAX), (dst, dtype))?;
+        let work = Dequantise::new(blocks, usize::try_from(count).unwrap_or(usize::MAX), (dst, 0, dtype))?;
         match self.kernels_for(view.dtype(), dtype) {
-            Some(kernels) => self.queue(kernels, work),
+            Some(kernels) => kernels.send(&*self.compute, work),
             None => self.dequantise_on_host(&view, work),
         }
     }
@@ -78,17 +78,6 @@ impl LayerGuard {
                 None
             }
         }
-    }
-
-    /// Queues the work, and checks that the flight returns its destination: the kernels may be another crate's.
-    fn queue(&self, kernels: &dyn Kernels, work: Dequantise) -> Result<Flight, Box<Rejected>> {
-        let wanted = work.dst().shape();
-        let flight = kernels.dequantise(&*self.compute, work)?;
-        if flight.shape() == wanted {
-            return Ok(flight);
-        }
-        let error = Error::bug(format!("the kernels of {} mixed their memory up", self.compute.device()));
-        Err(Box::new(Rejected { error, dst: flight.chain() }))
     }
 
     fn dequantise_on_host(&self, view: &TensorView<'_>, work: Dequantise) -> Result<Flight, Box<Rejected>> {

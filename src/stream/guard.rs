@@ -43,7 +43,8 @@ impl LayerGuard {
         self.slot.as_ref().map(|(number, _)| *number)
     }
 
-    /// The layer's tensors, module after module.
+    /// The layer's tensors, module after module. If the plan [unpacks](crate::Planner::unpack) them, those that files have in
+    /// blocks are values here, and have the type of these.
     pub fn tensors(&self) -> impl Iterator<Item = TensorView<'_>> {
         let modules = self.layer().modules.iter().map(|&module| self.model.layout().at(module));
         modules.flat_map(|module| module.tensors.iter().filter_map(|&tensor| self.view(tensor)))
@@ -117,11 +118,11 @@ impl LayerGuard {
     /// A view of a tensor in the slot, or in its home if the tensor is not streamed.
     fn view(&self, tensor: TensorId) -> Option<TensorView<'_>> {
         let owner = self.model.index().owner(tensor);
-        let info = self.model.layout().at(tensor);
         let range: Range<usize> = self.model.index().place(tensor);
         let deadline = self.model.limits().work;
         let fetched = self.streamed.contents.of(self.layer).find(owner, &range);
         if let (Some((_, parts)), Some((part, range))) = (&self.slot, fetched) {
+            let info = self.streamed.unpacked.as_ref().unwrap_or(self.model.layout()).at(tensor);
             return Some(TensorView::new(info, &parts[part], range, deadline));
         }
         self.model.view(tensor)

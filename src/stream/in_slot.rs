@@ -18,7 +18,7 @@ pub struct InSlot<'s> {
 }
 
 impl<'s> InSlot<'s> {
-    /// The tensor.
+    /// The tensor, as slots hold it: values have the type that the plan [unpacks](crate::Planner::unpack) to.
     pub fn info(&self) -> &'s TensorInfo {
         self.info
     }
@@ -56,7 +56,8 @@ impl Streamer {
         self.slots_of(layer).contains(&slot).then_some(())?;
         let (block, range) = self.place_in_slot(tensor).filter(|(_, range)| !range.is_empty())?;
         let block = self.slots.allocation(slot, block)?;
-        Some(InSlot { info: self.model.layout().at(tensor), block, range })
+        let layout = self.streamed.unpacked.as_ref().unwrap_or(self.model.layout());
+        Some(InSlot { info: layout.at(tensor), block, range })
     }
 
     /// The byte range of the tensor `name` in a slot that holds its layer, or in its block if the plan

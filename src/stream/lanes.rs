@@ -12,8 +12,8 @@ use crate::checkpoint::{ModuleId, Per};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::schedule::{Contents, Part, Slice};
-use crate::transfer::{Engine, Order, PendingOrder, StagingLane};
+use crate::schedule::{Contents, Part, Round, Slice, Unpacked, rounds};
+use crate::transfer::{Engine, Landing, Order, Ordered, PendingOrder, StagingLane, Values, dequantise};
 
 /// Bytes with the same key share a lane.
 type LaneKey = (DeviceId, Via);
@@ -22,6 +22,10 @@ type LaneKey = (DeviceId, Via);
 pub(super) struct Lanes {
     lanes: Vec<Lane>,
     by_key: BTreeMap<LaneKey, usize>,
+    /// The buffers in which tensors arrive that are unpacked, and the bytes of each. There is one for each lane, unless memory
+    /// that the plan has as pinned is not, and has a lane of its own; then lanes take turns.
+    landings: Vec<Arc<Landing>>,
+    landing_bytes: u64,
     device: Arc<dyn Device>,
     host: Arc<dyn Device>,
     /// The device's staging engine and this streamer's client number. `None` while no lane is staged.
@@ -35,9 +39,13 @@ struct Lane {
     route: LaneRoute,
     /// The most bytes that one layer sends along this lane.
     largest: usize,
+    /// The number of the lane among those whose bytes land.
+    landing: usize,
 }
 
 enum LaneRoute {
+    /// From the compute device's own memory.
+    Local(Arc<dyn Stream>),
     Direct(Arc<dyn Stream>),
     ThroughHost(ThroughHost),
     Staged(Arc<StagingLane>),
@@ -46,7 +54,22 @@ enum LaneRoute {
 impl Lanes {
     pub(super) fn new(model: &Model) -> Lanes {
         let (device, host) = (Arc::clone(model.residency().device()), Arc::clone(model.host()));
-        Lanes { lanes: Vec::new(), by_key: BTreeMap::new(), device, host, engine: None }
+        let (landings, landing_bytes) = (Vec::new(), model.plan().slots().landing_bytes);
+        Lanes { lanes: Vec::new(), by_key: BTreeMap::new(), landings, landing_bytes, device, host, engine: None }
+    }
+
+    /// Gives the lanes their landing buffers. Returns those that are in use, which are lost.
+    pub(super) fn land(&mut self, memory: Vec<Buf>) -> Vec<Buf> {
+        let mut in_use = Vec::new();
+        let landing = |memory: Buf| memory.try_reclaim().map_err(|memory| in_use.push(memory)).ok();
+        self.landings = memory.into_iter().filter_map(landing).map(|memory| Arc::new(Landing::new(memory))).collect();
+        in_use
+    }
+
+    /// Takes the landing buffers back, but for those that a lane has not let go of.
+    pub(super) fn take_landings(&mut self) -> Vec<Buf> {
+        let memory = |landing: Arc<Landing>| Arc::into_inner(landing)?.into_memory().map(BufMut::freeze);
+        std::mem::take(&mut self.landings).into_iter().filter_map(memory).collect()
     }
 
     /// The lane of each module that is streamed and owns bytes. Lanes are numbered by the first module that uses them.
@@ -56,8 +79,8 @@ impl Lanes {
 
     /// The lane of a module, created for the first module that needs it.
     fn lane_of(&mut self, model: &Model, module: ModuleId) -> Result<Option<usize>> {
-        let streamed = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
-        let Some(home) = model.bufs(module).first().filter(|_| streamed) else { return Ok(None) };
+        let fetched = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
+        let Some(home) = model.bufs(module).first().filter(|_| fetched) else { return Ok(None) };
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {
             return Ok(Some(lane));
@@ -65,6 +88,7 @@ impl Lanes {
         let (from, via) = key;
         let source = model.device(from)?;
         let route = match via {
+            Via::Local => LaneRoute::Local(self.device.stream(Role::Upload)?),
             Via::Direct => LaneRoute::Direct(self.device.stream(Role::Upload)?),
             Via::Host => {
                 let (down, up) = (source.stream(Role::Download)?, self.device.stream(Role::Upload)?);
@@ -72,7 +96,8 @@ impl Lanes {
             }
             Via::Staging => LaneRoute::Staged(self.engine()?.lane(source)?),
         };
-        self.lanes.push(Lane { from, via, route, largest: 0 });
+        let landing = self.lanes.iter().filter(|lane| lane.via != Via::Local).count();
+        self.lanes.push(Lane { from, via, route, largest: 0, landing });
         self.by_key.insert(key, self.lanes.len() - 1);
         Ok(Some(self.lanes.len() - 1))
     }
@@ -85,23 +110,60 @@ impl Lanes {
         }
     }
 
+    /// Whether a lane's bytes cross a link.
+    pub(super) fn is_local(&self, lane: usize) -> bool {
+        self.lanes[lane].via == Via::Local
+    }
+
     pub(super) fn is_staged(&self, lane: usize) -> bool {
         matches!(self.lanes[lane].route, LaneRoute::Staged(_))
     }
 
-    /// Queues the copies of a part of a layer. Returns the part's memory.
+    /// Queues the copies of a part of a layer, and the computation of what is unpacked. Returns the part's memory.
     ///
     /// # Errors
     /// Carries the memory; copies into it may already be in flight.
-    pub(super) fn queue(&self, model: &Model, part: &Part, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+    pub(super) fn queue(&self, model: &Model, part: &Part, mut dst: BufMut) -> Result<BufMut, Box<Rejected>> {
         let lane = &self.lanes[part.lane];
-        match &lane.route {
-            LaneRoute::Direct(stream) => Ok(stream.send(Transfer::new(pieces(model, part), dst)?)?.chain()),
-            LaneRoute::ThroughHost(through) => through.send(model, part, dst, lane.largest),
-            LaneRoute::Staged(_) => {
-                Err(Box::new(Rejected { error: Error::bug("a staged part is an order, not a copy"), dst }))
-            }
+        if !part.slices.is_empty() {
+            dst = lane.copy(model, &part.slices, dst)?;
         }
+        let stream = match &lane.route {
+            LaneRoute::Direct(stream) => stream,
+            LaneRoute::ThroughHost(through) => through.up(),
+            LaneRoute::Local(stream) => return self.unpack_here(model, part, stream, dst),
+            LaneRoute::Staged(_) => return Err(Box::new(Rejected { error: not_a_copy(), dst })),
+        };
+        rounds(&part.unpacked, self.landing_bytes).iter().try_fold(dst, |dst, round| {
+            let Some(landing) = self.landing(lane) else {
+                return Err(Box::new(Rejected { error: no_landing(), dst }));
+            };
+            let fill = |memory| {
+                let filled = lane.copy(model, &round.slices(), memory);
+                filled.map_err(|rejected| (rejected.error, Some(rejected.dst)))
+            };
+            landing.unpack((&*self.device, &**stream), &values(round), dst, fill)
+        })
+    }
+
+    /// Queues the computation of what is unpacked from the memory where it lives.
+    fn unpack_here(
+        &self,
+        model: &Model,
+        part: &Part,
+        stream: &Arc<dyn Stream>,
+        dst: BufMut,
+    ) -> Result<BufMut, Box<Rejected>> {
+        part.unpacked.iter().try_fold(dst, |dst, tensor| {
+            let Slice { module, range, .. } = &tensor.slice;
+            let home = |_: &Values| model.find(*module, range).map(|(home, range)| (home.clone(), range.start));
+            dequantise(&*self.device, &**stream, &[values_of(tensor, 0)], dst, home)
+        })
+    }
+
+    /// The landing buffer of a lane.
+    fn landing(&self, lane: &Lane) -> Option<&Arc<Landing>> {
+        self.landings.get(lane.landing % self.landings.len().max(1))
     }
 
     /// Submits a part of a layer to its staging lane.
@@ -113,10 +175,15 @@ impl Lanes {
         urgent: bool,
         deadline: Duration,
     ) -> Result<PendingOrder> {
-        let (LaneRoute::Staged(staging), Some((_, client))) = (&self.lanes[part.lane].route, &self.engine) else {
+        let lane = &self.lanes[part.lane];
+        let (LaneRoute::Staged(staging), Some((_, client))) = (&lane.route, &self.engine) else {
             return Err(Error::bug("a part that needs no staging was given to a staging lane"));
         };
-        Ok(staging.submit(Order { client: *client, dst, pieces: pieces(model, part), urgent, deadline }))
+        let rounds = rounds(&part.unpacked, self.landing_bytes);
+        let rounds = rounds.iter().map(|round| (pieces(model, &round.slices()), values(round))).collect();
+        let landing = self.landing(lane).filter(|_| !part.unpacked.is_empty()).cloned();
+        let bytes = Ordered { pieces: pieces(model, &part.slices), rounds, landing };
+        Ok(staging.submit(Order { client: *client, dst, bytes, urgent, deadline }))
     }
 
     /// The lanes' entries of a new report, with nothing sent yet.
@@ -137,17 +204,51 @@ impl Lanes {
     }
 }
 
-/// The pieces of a part, from the homes of its modules.
-fn pieces(model: &Model, part: &Part) -> Vec<Piece> {
+impl Lane {
+    /// Queues copies of slices. Returns the memory that they go to.
+    fn copy(&self, model: &Model, slices: &[Slice], dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+        match &self.route {
+            LaneRoute::Direct(stream) | LaneRoute::Local(stream) => {
+                Ok(stream.send(Transfer::new(pieces(model, slices), dst)?)?.chain())
+            }
+            LaneRoute::ThroughHost(through) => through.send(model, slices, dst, self.largest),
+            LaneRoute::Staged(_) => Err(Box::new(Rejected { error: not_a_copy(), dst })),
+        }
+    }
+}
+
+fn not_a_copy() -> Error {
+    Error::bug("a staged part is an order, not a copy")
+}
+
+fn no_landing() -> Error {
+    Error::bug("tensors to unpack, and no landing buffer")
+}
+
+/// The values of a round's tensors, out of a landing buffer.
+fn values(round: &Round<'_>) -> Vec<Values> {
+    round.tensors().map(|(tensor, at)| values_of(tensor, at)).collect()
+}
+
+/// The values of a tensor whose blocks begin at byte `begin` of their buffer.
+fn values_of(tensor: &Unpacked, begin: usize) -> Values {
+    Values { begin, from: tensor.from, count: tensor.values, at: tensor.slice.at, to: tensor.to }
+}
+
+/// The pieces that slices are, from the homes of their modules.
+fn pieces(model: &Model, slices: &[Slice]) -> Vec<Piece> {
     let piece = |Slice { module, range, at }: &Slice| {
         model.find(*module, range).map(|(home, from)| Piece { src: home.clone(), from, at: *at })
     };
-    part.slices.iter().filter_map(piece).collect()
+    slices.iter().filter_map(piece).collect()
 }
 
 /// The kind of route from `home` to the compute device.
 fn via(model: &Model, home: &Buf) -> Result<Via> {
     let (device, source) = (model.residency().device(), model.device(home.device())?);
+    if device.id() == source.id() {
+        return Ok(Via::Local);
+    }
     Ok(match device.route_from(&**source) {
         _ if device.copies_block(home.block()) => Via::Staging,
         Route::Direct => Via::Direct,

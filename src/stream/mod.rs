@@ -22,11 +22,11 @@ pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::process::Process;
 use crate::backend::{Buf, BufMut, Event, FenceState, Joined, Role, Stream};
-use crate::checkpoint::{LayerId, ModuleId, Per};
+use crate::checkpoint::{LayerId, Layout, ModuleId, Per};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::limits::LONGEST;
-use crate::load::{Model, SlotMemory};
-use crate::schedule::{Contents, Schedule};
+use crate::load::{FetchMemory, Model, SlotMemory};
+use crate::schedule::{Contents, Part, Schedule};
 use crate::staging::Pool;
 use lanes::Lanes;
 use slots::{Fill, Slots, Writable};
@@ -87,6 +87,8 @@ pub struct Streamer {
 struct Streamed {
     /// The parts that each layer fetches.
     contents: Contents,
+    /// The layout with its tensors as slots hold them, if any are unpacked.
+    unpacked: Option<Layout>,
     /// The modules that each layer needs and that stay on the compute device.
     resident: Per<LayerId, Vec<ModuleId>>,
 }
@@ -96,7 +98,8 @@ impl Streamer {
     ///
     /// # Errors
     /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the
-    /// caller; any error of making the streams.
+    /// caller; [`Error::Missing`] when the device has no kernel for a type that the plan [unpacks](crate::Planner::unpack); any
+    /// error of making the streams.
     pub fn new(model: &Arc<Model>) -> Result<Streamer> {
         let compute = model.residency().device().stream(Role::Compute)?;
         Streamer::on(model, compute)
@@ -106,15 +109,17 @@ impl Streamer {
     ///
     /// # Errors
     /// [`Error::InUse`] while another streamer of this model lives; [`Error::Plan`] when its plan leaves the slots to the
-    /// caller; [`Error::Mismatch`] when `compute` belongs to another device; any error of making the streams.
+    /// caller; [`Error::Missing`] when the device has no kernel for a type that the plan [unpacks](crate::Planner::unpack);
+    /// [`Error::Mismatch`] when `compute` belongs to another device; any error of making the streams.
     pub fn on(model: &Arc<Model>, compute: Arc<dyn Stream>) -> Result<Streamer> {
         let mut lanes = lanes(model, &*compute)?;
         let streamed = Streamed::new(model, &mut lanes)?;
         if streamed.contents.streamed() > 0 && model.plan().slots().sizes().next().is_none() {
             return Err(PlanFault::SlotsLeftToCaller.into());
         }
-        let slots = Slots::new(model.residency().take_slots().ok_or(InUse::Streamed)?);
-        Ok(Streamer::from(model, compute, lanes, streamed, slots, None))
+        let memory = model.residency().take_slots().ok_or(InUse::Streamed)?;
+        lanes.land(memory.landings);
+        Ok(Streamer::from(model, compute, lanes, streamed, Slots::new(memory.slots), None))
     }
 
     /// Creates a streamer that fills the caller's memory. All layers share the slots; each is one buffer of at least
@@ -183,8 +188,9 @@ impl Streamer {
             }
         }
         let spare = model.residency().take_slots().ok_or(InUse::Streamed)?;
+        lanes.land(spare.landings);
         let slots = Slots::new(slots.into_iter().map(|slot| vec![vec![slot.freeze()]]));
-        Ok(Streamer::from(model, compute, lanes, streamed, slots, Some(spare)))
+        Ok(Streamer::from(model, compute, lanes, streamed, slots, Some(spare.slots)))
     }
 
     fn from(
@@ -347,7 +353,8 @@ impl Streamer {
         let fill = Fill { model: &self.model, lanes: &self.lanes, parts, on_demand, deadline: self.deadline };
         self.slots.fill(&fill, slot, memory)?;
         self.schedule.hold(slot, layer);
-        parts.iter().for_each(|part| self.report.sent(part.lane, part.copied()));
+        let crossing = |part: &Part| if self.lanes.is_local(part.lane) { 0 } else { part.copied() };
+        parts.iter().for_each(|part| self.report.sent(part.lane, crossing(part)));
         Ok(Some(slot))
     }
 
@@ -375,22 +382,46 @@ impl Streamed {
     /// The parts that the layers of `model` fetch. Creates the lanes for them.
     fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
         let (layout, blocks) = (model.layout(), model.plan().slot_blocks(model.layout()));
-        let contents = Contents::new(layout, model.index().groups(), &lanes.of_modules(model)?, &blocks);
+        let in_slots = model.plan().in_slots(layout);
+        let contents =
+            Contents::new((layout, &in_slots), model.index().groups(), &lanes.of_modules(model)?, &blocks);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
+        // The compute reads no blocks that are unpacked.
+        let stays = |module: &ModuleId| model.plan().origin(*module).is_none();
         let on_compute = |module: &ModuleId| model.bufs(*module).first().is_some_and(|buf| buf.device() == compute);
-        let resident = |layer| model.layout().needs(layer).into_iter().filter(on_compute).collect();
-        Ok(Streamed { contents, resident: model.layout().layers().iter().map(resident).collect() })
+        let resident =
+            |layer| model.layout().needs(layer).into_iter().filter(stays).filter(on_compute).collect();
+        let resident = layout.layers().iter().map(resident).collect();
+        let unpacked = model.plan().unpacked().map(|_| in_slots.into_owned());
+        Ok(Streamed { contents, unpacked, resident })
     }
 }
 
 /// The lanes of a streamer that computes on `compute`.
 fn lanes(model: &Arc<Model>, compute: &dyn Stream) -> Result<Lanes> {
     let (device, other) = (model.residency().device().id(), compute.device());
-    match device == other {
-        true => Ok(Lanes::new(model)),
-        false => Err(Mismatch::Compute { model: device, stream: other }.into()),
+    if device != other {
+        return Err(Mismatch::Compute { model: device, stream: other }.into());
     }
+    check_kernels(model, compute)?;
+    Ok(Lanes::new(model))
+}
+
+/// Checks that the compute device unpacks all types that the plan has it unpack.
+fn check_kernels(model: &Model, compute: &dyn Stream) -> Result<()> {
+    let (layout, plan, device) = (model.layout(), model.plan(), model.residency().device());
+    let Some(to) = plan.unpacked() else { return Ok(()) };
+    let fetched = layout.module_ids().filter(|&module| plan.origin(module).is_some());
+    let tensors = fetched.flat_map(|module| layout.own_tensors(module)).map(|tensor| layout.at(tensor));
+    let mut known = HashSet::new();
+    for tensor in tensors.filter(|tensor| tensor.dtype.is_ggml_block() && known.insert(tensor.dtype)) {
+        let none = || Err(format!("{} has no kernels", device.id()));
+        if let Err(why) = device.kernels().map_or_else(none, |kernels| kernels.dequantises(compute, tensor.dtype, to)) {
+            return Err(Missing::Unpacking { tensor: tensor.name.clone(), why }.into());
+        }
+    }
+    Ok(())
 }
 
 impl Drop for Streamer {
@@ -398,8 +429,9 @@ impl Drop for Streamer {
         if !self.process.is_current() {
             return;
         }
-        let memory = self.slots.drain(self.deadline);
-        self.model.residency().return_slots(self.spare.take().unwrap_or(memory));
+        let slots = self.slots.drain(self.deadline);
+        let (slots, landings) = (self.spare.take().unwrap_or(slots), self.lanes.take_landings());
+        self.model.residency().return_slots(FetchMemory { slots, landings });
     }
 }
 

@@ -57,6 +57,9 @@ pub enum Via {
     Host,
     /// Copies through pinned buffers that a thread fills.
     Staging,
+    /// No link: the bytes live on the compute device, which [unpacks](crate::Planner::unpack) them into a slot. They are not
+    /// counted.
+    Local,
 }
 
 /// The cause of a stall of the thread that asks for layers. It is displayed, and serialised, as a phrase.
@@ -117,6 +120,7 @@ impl Via {
             Via::Direct => "",
             Via::Host => " through the host",
             Via::Staging => " through pinned buffers",
+            Via::Local => " itself",
         }
     }
 }

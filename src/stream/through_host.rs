@@ -8,7 +8,7 @@ use crate::backend::{Buf, BufMut, Device, Piece, Rejected, Stream, Transfer};
 use crate::error::Result;
 use crate::limits::STAGING_BUFFERS;
 use crate::load::Model;
-use crate::schedule::{Chunk, Part, Slice, chunks};
+use crate::schedule::{Chunk, Slice, chunks};
 use crate::staging::{Lease, Pool};
 
 /// A stream from the source to the host, a stream from the host to the compute device, and the buffers between them.
@@ -21,21 +21,26 @@ pub(super) struct ThroughHost {
 }
 
 impl ThroughHost {
+    /// The stream to the compute device.
+    pub(super) fn up(&self) -> &Arc<dyn Stream> {
+        &self.up
+    }
+
     pub(super) fn new(down: Arc<dyn Stream>, up: Arc<dyn Stream>, host: Arc<dyn Device>) -> ThroughHost {
         ThroughHost { down, up, host, pool: OnceLock::new() }
     }
 
-    /// Queues the copies of a part of a layer. No part is larger than `largest` bytes. Returns the part's memory.
+    /// Queues the copies of slices of a layer. No part of one is larger than `largest` bytes. Returns the memory that they go to.
     pub(super) fn send(
         &self,
         model: &Model,
-        part: &Part,
+        slices: &[Slice],
         dst: BufMut,
         largest: usize,
     ) -> Result<BufMut, Box<Rejected>> {
         let make = || Pool::new(Arc::clone(&self.host), self.up.device(), largest, STAGING_BUFFERS);
         let pool = self.pool.get_or_init(make);
-        chunks(part).into_iter().try_fold(dst, |dst, chunk| {
+        chunks(slices).into_iter().try_fold(dst, |dst, chunk| {
             let (filled, lease) = match self.to_host(model, pool, &chunk) {
                 Ok(filled) => filled,
                 Err(error) => return Err(Box::new(Rejected { error, dst })),

@@ -86,7 +86,7 @@ impl Engine {
             return Ok(Arc::clone(lane));
         }
         let (up, down) = (self.device.stream(Role::Upload)?, source.stream(Role::Download)?);
-        let lane = Arc::new(StagingLane::start(up, down, source.id(), self.shared.clone())?);
+        let lane = Arc::new(StagingLane::start(Arc::clone(&self.device), up, down, source.id(), self.shared.clone())?);
         lanes.insert(source.id(), Arc::clone(&lane));
         Ok(lane)
     }

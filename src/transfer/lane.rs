@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::arbiter::Arbiter;
 use super::engine::Shared;
-use crate::backend::{Buf, BufMut, Event, Piece, Stream, Transfer};
+use super::landing::{Landing, Values};
+use crate::backend::{Buf, BufMut, Device, Event, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -28,12 +29,23 @@ const SLICE: Duration = Duration::from_millis(20);
 pub(crate) struct Order {
     pub(crate) client: u64,
     pub(crate) dst: BufMut,
-    /// The bytes to copy into `dst`, in order of their offsets there.
-    pub(crate) pieces: Vec<Piece>,
+    /// The bytes that go to `dst`.
+    pub(crate) bytes: Ordered,
     /// Whether the caller waits for it, so that it precedes prefetches.
     pub(crate) urgent: bool,
     /// How long the lane may take once it has begun.
     pub(crate) deadline: Duration,
+}
+
+/// The bytes of an order.
+#[derive(Default)]
+pub(crate) struct Ordered {
+    /// Those to copy, in order of their offsets in the destination.
+    pub(crate) pieces: Vec<Piece>,
+    /// Those to copy into a landing buffer, in rounds, and the values to compute of each round.
+    pub(crate) rounds: Vec<(Vec<Piece>, Vec<Values>)>,
+    /// The landing buffer, if there are rounds.
+    pub(crate) landing: Option<Arc<Landing>>,
 }
 
 /// The outcome of an order: its copies are queued, or not all of them.
@@ -56,7 +68,7 @@ struct Job {
 }
 
 enum State {
-    Waiting(BufMut, Vec<Piece>),
+    Waiting(BufMut, Ordered),
     Running,
     Finished(Finished),
     /// The client has taken the outcome.
@@ -70,14 +82,16 @@ pub(crate) struct StagingLane(Arc<Arbiter<Arc<Job>>>);
 struct Worker {
     source: DeviceId,
     to: DeviceId,
+    device: Arc<dyn Device>,
     up: Arc<dyn Stream>,
     down: Arc<dyn Stream>,
     shared: Shared,
 }
 
 impl StagingLane {
-    /// A lane from `source`, whose stream is `down`, to the device of `up`.
+    /// A lane from `source`, whose stream is `down`, to `device`, whose stream is `up`.
     pub(super) fn start(
+        device: Arc<dyn Device>,
         up: Arc<dyn Stream>,
         down: Arc<dyn Stream>,
         source: DeviceId,
@@ -85,7 +99,7 @@ impl StagingLane {
     ) -> Result<StagingLane> {
         let arbiter = Arc::new(Arbiter::new(QUANTUM));
         let to = up.device();
-        let worker = Worker { source, to, up, down, shared };
+        let worker = Worker { source, to, device, up, down, shared };
         let orders = Arc::clone(&arbiter);
         let thread = std::thread::Builder::new().name(format!("{source} to {to}"));
         thread.spawn(move || worker.run(&orders)).map_err(Error::io("start a thread for", source.to_string()))?;
@@ -94,15 +108,23 @@ impl StagingLane {
 
     /// Submits an order. It begins when no earlier use of its destination is pending.
     pub(crate) fn submit(&self, order: Order) -> PendingOrder {
-        let Order { client, dst, pieces, urgent, deadline } = order;
-        let bytes = pieces.iter().map(|piece| piece.from.len() as u64).sum();
+        let Order { client, dst, bytes: ordered, urgent, deadline } = order;
+        let bytes = ordered.bytes();
         let (cancelled, finished) = (AtomicBool::new(false), Condvar::new());
         let job =
-            Arc::new(Job { bytes, deadline, cancelled, state: Mutex::new(State::Waiting(dst, pieces)), finished });
+            Arc::new(Job { bytes, deadline, cancelled, state: Mutex::new(State::Waiting(dst, ordered)), finished });
         if let Err(job) = self.0.submit(client, bytes, Arc::clone(&job), urgent) {
             job.cancel(0);
         }
         PendingOrder(job)
+    }
+}
+
+impl Ordered {
+    /// The number of bytes that are copied.
+    fn bytes(&self) -> u64 {
+        let landing = self.rounds.iter().flat_map(|(pieces, _)| pieces);
+        self.pieces.iter().chain(landing).map(|piece| piece.from.len() as u64).sum()
     }
 }
 
@@ -166,11 +188,11 @@ impl Job {
         }
     }
 
-    /// Starts the order. Returns its destination and pieces, or `None` if it was cancelled.
-    fn begin(&self) -> Option<(BufMut, Vec<Piece>)> {
+    /// Starts the order. Returns its destination and bytes, or `None` if it was cancelled.
+    fn begin(&self) -> Option<(BufMut, Ordered)> {
         let mut state = self.state();
         match std::mem::replace(&mut *state, State::Running) {
-            State::Waiting(dst, pieces) => Some((dst, pieces)),
+            State::Waiting(dst, ordered) => Some((dst, ordered)),
             other => {
                 *state = other;
                 None
@@ -207,11 +229,13 @@ impl Worker {
         let ready = |job: &Arc<Job>| catch_unwind(AssertUnwindSafe(|| job.can_begin())).unwrap_or(true);
         let (from, to) = (self.source, self.to);
         while let Some(job) = orders.next(ready, PATIENCE) {
-            let Some((dst, pieces)) = job.begin() else { continue };
+            let Some((dst, ordered)) = job.begin() else { continue };
             let finished = catch_unwind(AssertUnwindSafe(|| {
                 let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
-                self.serve(&job, dst, &pieces)
+                self.serve(&job, dst, &ordered)
             }));
+            // Whoever sees the order finished has its landing buffer alone.
+            drop(ordered);
             job.finish(finished.unwrap_or_else(|_| {
                 let why = "the thread that stages its bytes panicked".to_owned();
                 Finished { memory: None, outcome: Err(Error::DeviceLost { device: to, why }) }
@@ -219,19 +243,55 @@ impl Worker {
         }
     }
 
-    fn serve(&self, job: &Job, mut dst: BufMut, pieces: &[Piece]) -> Finished {
+    fn serve(&self, job: &Job, mut dst: BufMut, ordered: &Ordered) -> Finished {
         // An earlier failed use of this destination is complete; its bytes are overwritten.
         drop(dst.wait_unused(Duration::ZERO));
         let until = Instant::now() + job.deadline;
-        let end = pieces.last().map_or(0, |piece| piece.at + piece.from.len());
-        for at in (0..end).step_by(self.shared.pool.bytes_each()) {
-            let load = at..end.min(at + self.shared.pool.bytes_each());
-            match self.send(job, until, load, pieces, dst) {
-                Ok(sent) => dst = sent,
-                Err((error, memory)) => return Finished { memory: memory.map(BufMut::freeze), outcome: Err(error) },
-            }
+        let copied = self.copy(job, until, &ordered.pieces, dst);
+        let served = copied.and_then(|dst| {
+            ordered.rounds.iter().try_fold(dst, |dst, round| self.unpack(job, until, ordered, round, dst))
+        });
+        match served {
+            Ok(dst) => Finished { memory: Some(dst.freeze()), outcome: Ok(()) },
+            Err((error, memory)) => Finished { memory: memory.map(BufMut::freeze), outcome: Err(error) },
         }
-        Finished { memory: Some(dst.freeze()), outcome: Ok(()) }
+    }
+
+    /// Stages a round of tensors into the order's landing buffer, and queues the computation of their values.
+    ///
+    /// # Errors
+    /// The first error, with the destination.
+    fn unpack(
+        &self,
+        job: &Job,
+        until: Instant,
+        ordered: &Ordered,
+        (pieces, values): &(Vec<Piece>, Vec<Values>),
+        dst: BufMut,
+    ) -> Result<BufMut, (Error, Option<BufMut>)> {
+        let Some(landing) = &ordered.landing else {
+            return Err((Error::bug("tensors to unpack, and no landing buffer"), Some(dst)));
+        };
+        let fill = |memory| self.copy(job, until, pieces, memory);
+        let unpacked = landing.unpack((&*self.device, &*self.up), values, dst, fill);
+        unpacked.map_err(|rejected| (rejected.error, Some(rejected.dst)))
+    }
+
+    /// Stages pieces, in order of their offsets in the destination. Returns the destination.
+    ///
+    /// # Errors
+    /// The first error, with the destination.
+    fn copy(
+        &self,
+        job: &Job,
+        until: Instant,
+        pieces: &[Piece],
+        dst: BufMut,
+    ) -> Result<BufMut, (Error, Option<BufMut>)> {
+        let end = pieces.last().map_or(0, |piece| piece.at + piece.from.len());
+        let loads = (0..end).step_by(self.shared.pool.bytes_each());
+        let load = |at: usize| at..end.min(at + self.shared.pool.bytes_each());
+        loads.map(load).try_fold(dst, |dst, load| self.send(job, until, load, pieces, dst))
     }
 
     /// Stages the range `load` of the destination through one pinned buffer. Returns the destination.
@@ -367,8 +427,9 @@ mod tests {
             let dst = card.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
             dst.used_until(Event::new(Arc::clone(&gate) as Arc<dyn Fence>));
             let pieces = vec![Piece { src: src.clone(), from: 0..bytes, at: 0 }];
+            let ordered = Ordered { pieces, ..Ordered::default() };
             let dst = dst.try_reclaim().unwrap();
-            lane.submit(Order { client, dst, pieces, urgent: false, deadline: Duration::from_secs(20) })
+            lane.submit(Order { client, dst, bytes: ordered, urgent: false, deadline: Duration::from_secs(20) })
         };
         let (many, one) = (engine.client(), engine.client());
         let many: Vec<PendingOrder> = (0..5).map(|_| order(many)).collect();

@@ -3,6 +3,7 @@
 mod arbiter;
 mod engine;
 mod file;
+mod landing;
 mod lane;
 mod mapping;
 mod open_files;
@@ -13,7 +14,8 @@ pub(crate) use engine::Engine;
 pub use file::FileSource;
 #[cfg(test)]
 pub(crate) use lane::Finished;
-pub(crate) use lane::{Order, PendingOrder, StagingLane};
+pub(crate) use landing::{Landing, Values, dequantise};
+pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;
 pub use source::{MemorySource, Source};

@@ -79,7 +79,7 @@ fn module(device: &CudaDevice) -> Result<&Module, String> {
 /// Queues the kernel.
 pub(super) fn queue(device: &CudaDevice, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
     match launched(device, stream, &work) {
-        Ok(done) => Ok(work.launched(done)),
+        Ok(done) => Ok(work.launched_in_order(done)),
         Err((error, under_way)) => Err(work.refused(error, under_way)),
     }
 }
@@ -126,7 +126,7 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Dequantise) 
     let too_many = || Error::invalid(format!("{} values are too many for one launch", work.values()));
     let runs = u32::try_from(work.values() as u64 / RUN).map_err(|_| too_many())?;
     let source = address_of(device, work.source())? + work.offset() as u64;
-    let target = device.address_in(VALUES_OF, work.dst(), 0, work.bytes(), to.element_bytes().unwrap_or(1))?;
+    let target = device.address_in(VALUES_OF, work.dst(), work.at(), work.bytes(), to.element_bytes().unwrap_or(1))?;
     Ok((stream, Launching { function, blocks: runs.div_ceil(RUNS), source, target, runs, kind: kind as u32 }))
 }
 

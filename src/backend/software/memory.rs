@@ -183,6 +183,39 @@ pub(super) unsafe fn copy(src: &MemoryBlock, from: Range<usize>, dst: &MemoryBlo
     }
 }
 
+/// Writes what `work` makes of the range `from` of `src` to the offset `at` of `dst`. It is given a few bytes at a time: `each`
+/// of the source for as many as the second figure of the destination, and at the end the rest.
+///
+/// # Safety
+/// As [`copy`], for all that is written.
+pub(super) unsafe fn convert(
+    (src, from): (&MemoryBlock, Range<usize>),
+    (dst, at): (&MemoryBlock, usize),
+    each: (usize, usize),
+    work: impl Fn(&[u8], &mut [u8]) -> Result<()>,
+) -> Result<()> {
+    let (Some(src_access), Some(dst_access)) = (Access::of(src), Access::of(dst)) else {
+        return Err(Error::bug(format!("values of {src:?} for {dst:?} that were queued and cannot be computed")));
+    };
+    match (src_access, dst_access) {
+        (_, Access::SizeOnly) => return Ok(()),
+        (Access::SizeOnly, _) => return Err(no_bytes(src)),
+        _ => {}
+    }
+    let (mut read, mut written) = (vec![0; each.0.min(from.len())], vec![0; each.1]);
+    for (part, begin) in from.clone().step_by(each.0.max(1)).enumerate() {
+        let bytes = each.0.min(from.end - begin);
+        let values = bytes / each.0.max(1) * each.1 + bytes % each.0.max(1) * each.1 / each.0.max(1);
+        let here = |chunk: &mut [u8]| Access::Ram(NonNull::from(chunk).cast());
+        // SAFETY: the caller's promise; nobody else has the chunks.
+        unsafe { move_bytes(src_access, begin..begin + bytes, here(&mut read), 0)? };
+        work(&read[..bytes], &mut written[..values])?;
+        // SAFETY: as above.
+        unsafe { move_bytes(here(&mut written), 0..values, dst_access, at + part * each.1)? };
+    }
+    Ok(())
+}
+
 /// As [`copy`], between memory that has bytes.
 ///
 /// # Safety

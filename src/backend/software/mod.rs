@@ -1,6 +1,7 @@
 //! Software devices: host memory or files, with streams that are threads. The host backend and the simulated devices use
 //! them.
 
+mod dequantise;
 mod files;
 mod memory;
 mod stream;
@@ -18,7 +19,7 @@ use memory::{RamMemory, SizeOnly};
 use stream::SoftwareStream;
 
 use super::process::Process;
-use super::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
+use super::{BufMut, Charge, Device, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -90,6 +91,10 @@ impl Device for SoftwareDevice {
             None => matches!(other.kind(), DeviceKind::Cpu | DeviceKind::Disk),
         };
         if reaches { Route::Direct } else { Route::Staged(format!("{this} cannot reach the memory of {other}")) }
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        Some(self)
     }
 
     fn trim(&self) -> Result<u64> {

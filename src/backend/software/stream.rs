@@ -11,12 +11,15 @@ use std::task::Waker;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::dequantise::Values;
 use super::memory;
 use super::timeline::{Clock, Timeline};
 use crate::backend::event::until;
 use crate::backend::process::Process;
 use crate::backend::watcher::wake_all;
-use crate::backend::{Buf, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Stream, Transfer};
+use crate::backend::{
+    Buf, Dequantise, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Stream, Transfer,
+};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
@@ -68,6 +71,8 @@ enum Work {
         pieces: Vec<(Arc<MemoryBlock>, Range<usize>, usize)>,
         dst: Arc<MemoryBlock>,
     },
+    /// Values of blocks. It takes no time on a clock.
+    Dequantise(Values),
     Occupy(Duration),
     Nothing,
 }
@@ -108,6 +113,22 @@ impl SoftwareStream {
                 lock(sender).send(job).map_err(|_| why())?;
                 Ok(Event::new(done))
             }
+        }
+    }
+}
+
+impl SoftwareStream {
+    /// Queues the computation of values of blocks.
+    pub(super) fn dequantise(&self, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+        if let Err(error) = memory::copyable(self.device, work.source().block(), work.dst().block()) {
+            return Err(work.rejected(error));
+        }
+        let Some(values) = Values::of(&work) else {
+            return Err(work.rejected(Error::bug("values of other types than blocks have")));
+        };
+        match self.enqueue(work.waits(), Work::Dequantise(values), Vec::new()) {
+            Ok(done) => Ok(work.launched_in_order(done)),
+            Err(error) => Err(work.rejected(error)),
         }
     }
 }
@@ -231,6 +252,9 @@ impl Work {
         match self {
             Work::Nothing => tracing::Span::none(),
             Work::Occupy(time) => tracing::debug_span!("compute", %device, ?time),
+            Work::Dequantise(Values { src, from, dst, .. }) => {
+                tracing::debug_span!("dequantise", from = %src.device(), to = %dst.device(), bytes = from.len())
+            }
             Work::Copy { pieces, dst } => {
                 let bytes = || pieces.iter().map(|(_, from, _)| from.len()).sum::<usize>();
                 let from = || pieces.first().map_or(dst.device(), |(src, ..)| src.device());
@@ -250,6 +274,9 @@ impl Work {
                 Some(_) => end += *time,
                 None => thread::sleep(*time),
             },
+            // SAFETY: the ranges are inside their buffers. The events that the work waits for are complete, and its own event,
+            // which all later users wait for, is not.
+            Work::Dequantise(values) => unsafe { values.compute() }?,
             Work::Copy { pieces, dst } => {
                 for (src, from, at) in pieces {
                     let bytes = from.len() as u64;
@@ -286,6 +313,11 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
         match work {
             Work::Nothing => {}
             Work::Occupy(time) => at += *time,
+            Work::Dequantise(values) => {
+                // SAFETY: the ranges are inside their buffers. The work that it waits for is complete, and so is this before
+                // anyone has its event.
+                failed = unsafe { values.compute() }.err().map(Failure::over);
+            }
             Work::Copy { pieces, dst } => {
                 for (src, from, offset) in pieces {
                     at = timeline.transfer(src.device(), dst.device(), from.len() as u64, at);

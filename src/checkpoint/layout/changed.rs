@@ -101,4 +101,16 @@ impl Layout {
         layout.arrange_again();
         Ok(layout)
     }
+
+    /// The same layout with the values of blocks as elements of type `dtype`: what slots hold if they are unpacked. A size beyond
+    /// `u64` is the largest number.
+    pub(crate) fn unpacked(&self, dtype: DType) -> Layout {
+        let mut layout = self.clone();
+        for info in layout.tensors.iter_mut().filter(|info| info.dtype.is_ggml_block()) {
+            info.dtype = dtype;
+            info.bytes = dtype.bytes_of(&info.shape).unwrap_or(u64::MAX);
+        }
+        layout.arrange_again();
+        layout
+    }
 }
