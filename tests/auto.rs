@@ -14,16 +14,21 @@ use tensor_offload::device::{Bandwidth, Described, DeviceInfo, Topology};
 use tensor_offload::plan::{ComputeTime, TensorGrouping, Unit};
 use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Planner};
 
-/// Layers of modules of these bytes, one after the other in one file, of three types in turn.
-fn layers(sizes: &[Vec<u64>]) -> Layout {
+/// Layers of modules of these bytes or a few less, one after the other in one file, of three types in turn: the first of them
+/// blocks, if `blocks` says so.
+fn layers(sizes: &[Vec<u64>], blocks: bool) -> Layout {
     let mut offset = 0;
     let mut tensors = Vec::new();
     for (layer, modules) in sizes.iter().enumerate() {
         for (module, &bytes) in modules.iter().enumerate() {
             let name = format!("layers.{layer}.{module}.weight");
             let dtype = [DType::U8, DType::F8E4M3, DType::Bool][module % 3];
-            tensors.push(TensorInfo::new(name, dtype, &[bytes], 0, offset).unwrap());
-            offset += bytes;
+            let tensor = match blocks && module % 3 == 0 {
+                true => TensorInfo::new(name, DType::Q8_0, &[bytes.div_ceil(34) * 32], 0, offset),
+                false => TensorInfo::new(name, dtype, &[bytes], 0, offset),
+            };
+            tensors.push(tensor.unwrap());
+            offset += bytes.next_multiple_of(34);
         }
     }
     Layout::new(tensors)
@@ -68,6 +73,7 @@ proptest! {
         fixed in any::<bool>(),
         far_larger in prop::collection::vec(any::<prop::sample::Index>(), 0..3),
         (grouping, on_host) in (storages(), prop::bool::weighted(0.25)),
+        unpacked in prop::option::of(prop::sample::select(vec![DType::F32, DType::BF16])),
     ) {
         prop_assume!(shares.iter().sum::<u64>() > 0);
         let mut sizes = sizes;
@@ -76,11 +82,12 @@ proptest! {
             let layer = layer.index(sizes.len());
             sizes[layer].push(6_000_000_000);
         }
-        let (layout, machine) = (layers(&sizes), mixed_machine(&speeds));
+        let (layout, machine) = (layers(&sizes, unpacked.is_some()), mixed_machine(&speeds));
         let devices = ["cuda:0", "cuda:1", "cuda:2", "cpu", "disk", "xpu:0"];
         let quotas: Vec<String> = devices.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();
         let planner = Planner::new(&layout, &machine).order(order).unit(unit).depth(depth).fixed_slots(fixed);
         let planner = planner.compute(if on_host { CPU } else { GPU0 }).grouping(grouping);
+        let planner = unpacked.into_iter().fold(planner, Planner::unpack);
         let plan = planner.allocation(quotas.join(";").parse().unwrap()).plan().unwrap();
         let times: Vec<Duration> = compute[..sizes.len()].iter().map(|&micros| Duration::from_micros(micros)).collect();
         let clock = clocked(&machine, &layout, &plan, &times).unwrap();
@@ -176,7 +183,7 @@ fn auto_leaves_the_host_room_for_staging_buffers() {
     let [gpu1, gpu2] = [1, 2].map(DeviceId::cuda);
     let topology = machine.topology().clone().no_peer_access(GPU0, gpu1).no_peer_access(GPU0, gpu2);
     let machine = machine.with_topology(topology);
-    let layout = layers(&vec![vec![16 << 20]; 240]);
+    let layout = layers(&vec![vec![16 << 20]; 240], false);
     let times = vec![Duration::ZERO; 240];
     let plan = Planner::new(&layout, &machine).allocation("auto".parse().unwrap()).plan().unwrap();
     assert!([gpu1, gpu2].iter().all(|&card| plan.device(card).unwrap().weights.bytes > 0), "{plan}");

@@ -39,8 +39,8 @@ struct Lane {
     route: LaneRoute,
     /// The most bytes that one layer sends along this lane.
     largest: usize,
-    /// The number of the lane among those whose bytes land.
-    landing: usize,
+    /// The number of the lane among those whose bytes land; `None` if none do.
+    landing: Option<usize>,
 }
 
 enum LaneRoute {
@@ -96,17 +96,21 @@ impl Lanes {
             }
             Via::Staging => LaneRoute::Staged(self.engine()?.lane(source)?),
         };
-        let landing = self.lanes.iter().filter(|lane| lane.via != Via::Local).count();
-        self.lanes.push(Lane { from, via, route, largest: 0, landing });
+        self.lanes.push(Lane { from, via, route, largest: 0, landing: None });
         self.by_key.insert(key, self.lanes.len() - 1);
         Ok(Some(self.lanes.len() - 1))
     }
 
-    /// Records the most bytes that one layer sends along each lane.
+    /// Records the most bytes that one layer sends along each lane, and which lanes need a landing buffer.
     pub(super) fn expect(&mut self, contents: &Contents) {
+        let mut landings = 0;
         for part in contents.iter().flat_map(|content| &content.parts) {
             let lane = &mut self.lanes[part.lane];
             lane.largest = lane.largest.max(part.copied() as usize);
+            if !part.unpacked.is_empty() && lane.via != Via::Local && lane.landing.is_none() {
+                lane.landing = Some(landings);
+                landings += 1;
+            }
         }
     }
 
@@ -163,7 +167,7 @@ impl Lanes {
 
     /// The landing buffer of a lane.
     fn landing(&self, lane: &Lane) -> Option<&Arc<Landing>> {
-        self.landings.get(lane.landing % self.landings.len().max(1))
+        self.landings.get(lane.landing? % self.landings.len().max(1))
     }
 
     /// Submits a part of a layer to its staging lane.

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use crate::code::{Code, Outcome};
+use crate::extents::extent;
 use crate::graph::Node;
 use crate::hazard::{Access, Stamp};
 use crate::lane::Work;
@@ -131,8 +132,8 @@ impl Call<'_> {
         found.next().ok_or_else(missing)
     }
 
-    /// Enqueues a function. What it may touch, of each allocation that a parameter points into, is all from there on:
-    /// which of it is read and which is written is known from the text.
+    /// Enqueues a function. What it may touch, of each allocation that a parameter points into, is all from there on, or less for a
+    /// function that is known (`extents`): which of it is read and which is written is known from the text.
     pub(crate) fn launch(&self, function: u64, shape: Shape, stream: u64, params: Vec<u64>) -> Outcome<()> {
         let mut state = self.state();
         let node = || Node::Kernel { function, shape, params: params.clone() };
@@ -155,7 +156,8 @@ impl Call<'_> {
                 continue;
             }
             let mut range = self.own(&state, *address, 1, lane)?;
-            range.len = state.memory.get(range.base).map_or(1, |allocation| allocation.len - range.offset);
+            let rest = state.memory.get(range.base).map_or(1, |allocation| allocation.len - range.offset);
+            range.len = extent(&function.name, &params, index).map_or(rest, |most| rest.min(most));
             found.push((*address, range, if writes { Access::Write } else { Access::Read }));
         }
         let mut windows = Vec::new();

@@ -33,6 +33,7 @@ mod control;
 mod copy;
 mod counted;
 mod device;
+mod extents;
 mod fault;
 mod ffi;
 mod graph;
