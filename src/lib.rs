@@ -107,7 +107,7 @@
 //! | show progress, cancel a load | [`Loader::progress`], [`Loader::cancel`], [`ModelBuilder::load_with`] |
 //! | have weights in another element type than the file's | [`ModelBuilder::cast`], [`Weights::cast`] |
 //! | have values of weights in GGML's blocks, or such blocks again | the same, [`ModelBuilder::requantise`], [`patch::dequantise`] |
-//! | have values of such blocks on the card, in a layer's turn | [`LayerGuard::dequantise`] |
+//! | have values of such blocks on the card, in a layer's turn or in slots | [`LayerGuard::dequantise`], [`Planner::unpack`] |
 //! | read a tensor | [`TensorView::as_slice`], [`LayerGuard::to_vec`], [`Model::to_vec`], [`Weights::read`] |
 //! | wait until a layer has arrived | [`LayerGuard::wait`], [`LayerGuard::arrived`] |
 //! | have layers in memory of your own | [`Streamer::with_slots`], [`Planner::external_slots`], [`Planner::fixed_slots`] |

@@ -11,9 +11,7 @@ use card::{DEADLINE, Driver, driver, has_devices, registry, stand_in, whatever_c
 use cuda_standin::{Config, Effect, MemoryMode};
 use support::gguf::Gguf;
 use tensor_offload::error::Missing;
-use tensor_offload::{
-    Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights,
-};
+use tensor_offload::{Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights};
 
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

@@ -15,8 +15,8 @@ use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::plan::{TensorGrouping, Use};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, ErrorKind, LayerGuard, Loader, Machine, Matching, ModelCache, Plan,
-    Planner, Registry, Result, Retention, Streamer, Weights,
+    Adapter, Checkpoint, DType, DeviceId, ErrorKind, LayerGuard, Loader, Machine, Matching, ModelCache, Plan, Planner,
+    Registry, Result, Retention, Streamer, Weights,
 };
 
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -163,7 +163,8 @@ fn blocks_land_one_tensor_after_the_other_in_a_buffer_that_the_plan_counts() {
     let written = serde_json::to_value(&plan).unwrap();
     assert_eq!((&written["unpacked"], &written["slots"]["landings"]), (&"F16".into(), &2.into()));
     assert_eq!(serde_json::from_value::<Plan>(written).unwrap(), plan);
-    let packed = Planner::new(quantised.weights.layout(), &machine).allocation("cpu,*".parse().unwrap()).plan().unwrap();
+    let packed =
+        Planner::new(quantised.weights.layout(), &machine).allocation("cpu,*".parse().unwrap()).plan().unwrap();
     let written = serde_json::to_value(&packed).unwrap();
     assert!(written["unpacked"].is_null() && written["slots"]["landings"].is_null(), "{written}");
     assert_eq!(packed.unpacked(), None);

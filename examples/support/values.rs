@@ -63,7 +63,8 @@ impl Values {
         (name, stored): (&str, DType),
         blocks: &[u8],
     ) -> Result<()> {
-        let here = layer.tensor(name).filter(|tensor| stored.is_ggml_block() && (!self.in_slots || tensor.dtype() != stored));
+        let here =
+            layer.tensor(name).filter(|tensor| stored.is_ggml_block() && (!self.in_slots || tensor.dtype() != stored));
         if here.is_none() {
             return Ok(());
         }

@@ -353,7 +353,8 @@ mod tests {
         let (layout, machine) = two_sizes();
         let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse().unwrap());
         let plan = planner.clone().plan().unwrap();
-        let slots = |count, large| Slots { count, bytes_each: 1_000_192, large, large_bytes: 9_000_192 };
+        let slots =
+            |count, large| Slots { count, bytes_each: 1_000_192, large, large_bytes: 9_000_192, ..Slots::default() };
         assert_eq!((plan.slots(), plan.slots().bytes()), (slots(3, 1), 3 * 1_000_192 + 9_000_192));
         assert!(plan.to_string().contains("3 x 976.75 KiB + 1 x 8.58 MiB"), "{plan}");
         let written = serde_json::to_value(&plan).unwrap();
@@ -455,5 +456,39 @@ mod tests {
                 });
             }
         }
+    }
+
+    /// What slots hold in place of blocks, and the buffers that these land in, follow from the layout.
+    #[test]
+    fn what_a_plan_unpacks_is_worked_out_again() {
+        let tensor = |name: &str, at: u64| TensorInfo::new(name, DType::Q8_0, &[256, 32], 0, at * 8704).unwrap();
+        let tensors = (0..6).flat_map(|n| {
+            [tensor(&format!("blk.{n}.a.weight"), 2 * n), tensor(&format!("blk.{n}.b.weight"), 2 * n + 1)]
+        });
+        let layout = Layout::new(tensors.collect());
+        let machine = Machine::described(&["cuda:0=24mib", "cpu=24mib"].map(|device| device.parse().unwrap()));
+        let planner = Planner::new(&layout, &machine).allocation("cuda:0,30kib;cpu,*".parse().unwrap());
+        let plan = planner.unpack(DType::F16).plan().unwrap();
+        plan.verify(&layout).unwrap();
+        let Slots { count, bytes_each, landings, landing_bytes, .. } = plan.slots();
+        assert_eq!((count, bytes_each, landings, landing_bytes), (3, 2 * 16384, 1, 2 * 8704), "{plan}");
+        assert!(plan.assignments().iter().any(|a| a.usage == Use::Unpacked), "{plan}");
+        let refused = |what: &str, change: &dyn Fn(&mut Parts)| {
+            let mut parts = plan.parts().clone();
+            change(&mut parts);
+            let bytes = parts.slots.bytes();
+            parts.devices.iter_mut().filter(|d| d.id == parts.compute).for_each(|d| d.beside.slots = bytes);
+            assert_ne!(&parts, plan.parts(), "{what}");
+            Plan::new(parts).and_then(|plan| plan.verify(&layout)).unwrap_err().to_string()
+        };
+        let said = refused("a landing buffer more", &|parts| parts.slots.landings = 2);
+        assert!(said.contains("needs 1 landing buffers of 17408 bytes, not 2 of 17408"), "{said}");
+        refused("a larger landing buffer", &|parts| parts.slots.landing_bytes += 256);
+        refused("none", &|parts| (parts.slots.landings, parts.slots.landing_bytes) = (0, 0));
+        refused("slots of blocks", &|parts| parts.unpacked = None);
+        refused("other values", &|parts| parts.unpacked = Some(DType::F32));
+        refused("slots as large as blocks", &|parts| parts.slots.bytes_each = 2 * 8704);
+        let said = refused("values of a type that has none", &|parts| parts.unpacked = Some(DType::Q8_0));
+        assert!(said.contains("Q8_0"), "{said}");
     }
 }

@@ -121,9 +121,9 @@ impl fmt::Display for Slots {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} x {}", self.count, ByteSize(self.bytes_each).human())?;
         let more = [(self.large, self.large_bytes, ""), (self.landings, self.landing_bytes, " to unpack from")];
-        more.iter().filter(|(count, ..)| *count > 0).try_for_each(|(count, bytes, what)| {
-            write!(f, " + {count} x {}{what}", ByteSize(*bytes).human())
-        })
+        more.iter()
+            .filter(|(count, ..)| *count > 0)
+            .try_for_each(|(count, bytes, what)| write!(f, " + {count} x {}{what}", ByteSize(*bytes).human()))
     }
 }
 

@@ -178,12 +178,7 @@ impl Forms<'_> {
     }
 
     /// The tensors of `modules` in a slot that is divided into blocks.
-    fn divided(
-        &self,
-        lanes: &Per<ModuleId, Option<usize>>,
-        blocks: &SlotBlocks,
-        modules: &[ModuleId],
-    ) -> Vec<Piece> {
+    fn divided(&self, lanes: &Per<ModuleId, Option<usize>>, blocks: &SlotBlocks, modules: &[ModuleId]) -> Vec<Piece> {
         let piece = |Position { tensor, block }: Position| {
             let (module, range) = (self.home.owner(tensor), self.ranges[tensor].clone());
             let room = blocks.room(self.slot.at(tensor).bytes) as usize;

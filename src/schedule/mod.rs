@@ -331,19 +331,20 @@ mod tests {
             lanes[module].map(|lane| Origin { device: crate::DeviceId::cuda(lane as u32), staged: false })
         };
         let groups = Groups::new(&layout, origin);
-        let contents = Contents::new(&layout, &groups, &lanes, &SlotBlocks::whole(0, 0));
+        let contents = Contents::new((&layout, &layout), &groups, &lanes, &SlotBlocks::whole(0, 0));
         let content = contents.of(LayerId::new(0));
         let slice = |module, range, at| Slice { module: ModuleId::new(module), range, at };
         assert_eq!(
             content.parts,
             [
-                Part { block: 0, lane: 0, bytes: 512, slices: vec![slice(1, 0..300, 0)] },
+                Part { block: 0, lane: 0, bytes: 512, slices: vec![slice(1, 0..300, 0)], unpacked: vec![] },
                 // The two small modules are adjacent at home and are copied as one.
                 Part {
                     block: 0,
                     lane: 1,
                     bytes: 768 + 700_160,
-                    slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)]
+                    slices: vec![slice(0, 0..768, 0), slice(3, 0..700_000, 768)],
+                    unpacked: vec![],
                 },
             ]
         );
@@ -359,7 +360,7 @@ mod tests {
         let (piece, half) = (crate::limits::STAGING_BYTES, crate::limits::STAGING_BYTES / 2);
         let slice = |module, bytes: usize, at| Slice { module: ModuleId::new(module), range: 0..bytes, at };
         let slices = vec![slice(0, half, 0), slice(1, piece, piece), slice(2, piece, 2 * piece)];
-        let chunks = chunks(&Part { block: 0, lane: 0, bytes: 3 * piece, slices });
+        let chunks = chunks(&slices);
         let sizes: Vec<Vec<(usize, usize, usize)>> = chunks
             .iter()
             .map(|chunk| chunk.iter().map(|s| (s.module.index(), s.at, s.range.len())).collect())
@@ -374,7 +375,7 @@ mod tests {
         );
         // A range in the middle of a group's memory.
         let middle = Slice { module: ModuleId::new(0), range: 100..piece + 150, at: 7 };
-        let ranges = super::chunks(&Part { block: 0, lane: 0, bytes: piece + 57, slices: vec![middle] });
+        let ranges = super::chunks(&[middle]);
         let ranges: Vec<_> = ranges.iter().flatten().map(|slice| (slice.range.clone(), slice.at)).collect();
         assert_eq!(ranges, [(100..piece + 100, 7), (piece + 100..piece + 150, piece + 7)]);
     }

@@ -63,7 +63,8 @@ mod tests {
         };
         let tensors = [34, 340, 34, 3400, 34, 34].map(tensor);
         let of = |room: u64| {
-            let bytes = |round: &Round<'_>| round.tensors().map(|(t, at)| (t.slice.range.len(), at)).collect::<Vec<_>>();
+            let bytes =
+                |round: &Round<'_>| round.tensors().map(|(t, at)| (t.slice.range.len(), at)).collect::<Vec<_>>();
             rounds(&tensors, room).iter().map(bytes).collect::<Vec<_>>()
         };
         let wanted = [vec![(34, 0), (340, 256), (34, 768)], vec![(3400, 0)], vec![(34, 0), (34, 256)]];

@@ -383,15 +383,13 @@ impl Streamed {
     fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
         let (layout, blocks) = (model.layout(), model.plan().slot_blocks(model.layout()));
         let in_slots = model.plan().in_slots(layout);
-        let contents =
-            Contents::new((layout, &in_slots), model.index().groups(), &lanes.of_modules(model)?, &blocks);
+        let contents = Contents::new((layout, &in_slots), model.index().groups(), &lanes.of_modules(model)?, &blocks);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
         // The compute reads no blocks that are unpacked.
         let stays = |module: &ModuleId| model.plan().origin(*module).is_none();
         let on_compute = |module: &ModuleId| model.bufs(*module).first().is_some_and(|buf| buf.device() == compute);
-        let resident =
-            |layer| model.layout().needs(layer).into_iter().filter(stays).filter(on_compute).collect();
+        let resident = |layer| model.layout().needs(layer).into_iter().filter(stays).filter(on_compute).collect();
         let resident = layout.layers().iter().map(resident).collect();
         let unpacked = model.plan().unpacked().map(|_| in_slots.into_owned());
         Ok(Streamed { contents, unpacked, resident })

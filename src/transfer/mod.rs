@@ -12,9 +12,9 @@ mod stamp;
 
 pub(crate) use engine::Engine;
 pub use file::FileSource;
+pub(crate) use landing::{Landing, Values, dequantise};
 #[cfg(test)]
 pub(crate) use lane::Finished;
-pub(crate) use landing::{Landing, Values, dequantise};
 pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;

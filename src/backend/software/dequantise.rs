@@ -5,12 +5,10 @@ use std::sync::Arc;
 
 use rayon::prelude::*;
 
+use super::SoftwareDevice;
 use super::memory;
 use super::stream::SoftwareStream;
-use super::SoftwareDevice;
-use crate::backend::{
-    BufMut, Dequantise, Flight, Kernels, MemoryBlock, PatchFlight, Rejected, SentPatch, Stream,
-};
+use crate::backend::{BufMut, Dequantise, Flight, Kernels, MemoryBlock, PatchFlight, Rejected, SentPatch, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::float::Float;
@@ -95,7 +93,11 @@ impl Kernels for SoftwareDevice {
     fn dequantises(&self, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
         let known = from.is_ggml_block() && matches!(to, DType::F32 | DType::F16 | DType::BF16);
         let here = own(stream).is_some_and(|stream| stream.device() == self.id());
-        if known && here { Ok(()) } else { Err(format!("{} does not compute {to} of {from} on this stream", self.id())) }
+        if known && here {
+            Ok(())
+        } else {
+            Err(format!("{} does not compute {to} of {from} on this stream", self.id()))
+        }
     }
 
     fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
