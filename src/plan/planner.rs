@@ -242,12 +242,12 @@ impl<'a> Planner<'a> {
     /// Places every module, and checks that the devices hold the result.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`](crate::Error::UnknownDevice) for a device that the machine lacks;
-    /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) with the device, the term, the missing bytes, and remedies, each of which
+    /// [`Error::UnknownDevice`] for a device that the machine lacks;
+    /// [`Error::DoesNotFit`] with the device, the term, the missing bytes, and remedies, each of which
     /// was planned and fits;
     /// [`AllocationError::DuplicateDevice`](crate::error::AllocationError::DuplicateDevice) when the allocation names the compute
-    /// device by name and without; [`Error::Plan`](crate::Error::Plan) for more than 2^63 bytes;
-    /// [`Error::Invalid`](crate::Error::Invalid) for compute times of another number of layers, and for a type that blocks are not
+    /// device by name and without; [`Error::Plan`] for more than 2^63 bytes;
+    /// [`Error::Invalid`] for compute times of another number of layers, and for a type that blocks are not
     /// [unpacked](Planner::unpack) to.
     pub fn plan(&self) -> Result<Plan> {
         if let Some(dtype) = self.unpacked.filter(|&dtype| !check::is_unpacked_type(dtype)) {
