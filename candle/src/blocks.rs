@@ -104,25 +104,39 @@ impl<B> Streamed<B> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Streamed::new); [`Error::QuantizedDevice`] if the model computes on another device than the CPU; what
-    /// [`LayerWeights::quantized`] returns.
+    /// As [`new`](Streamed::new); what [`LayerWeights::quantized`] returns.
     pub fn quantized(
         model: &Arc<Model>,
         build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
-        Streamed::quantized_from_streamer(Streamer::new(model)?, build)
+        Streamed::quantized_on(model, &Device::Cpu, build)
+    }
+
+    /// As [`quantized`](Streamed::quantized), on any device of candle's. Candle has no quantised products over memory that exists
+    /// on CUDA devices. There a plan that unpacks ([`Planner::unpack`](tensor_offload::Planner::unpack)) gives
+    /// [`LayerWeights::quantized`] values in place of blocks, which still live and travel as blocks.
+    ///
+    /// # Errors
+    /// As [`quantized`](Streamed::quantized) and [`on`](Streamed::on); [`Error::QuantizedDevice`] on another device than the CPU,
+    /// unless the plan unpacks.
+    pub fn quantized_on(
+        model: &Arc<Model>,
+        device: &Device,
+        build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
+    ) -> Result<Streamed<B>> {
+        Streamed::quantized_from_streamer(streamer(model, device)?, build)
     }
 
     /// As [`quantized`](Streamed::quantized), with a streamer that has its own settings.
     ///
     /// # Errors
-    /// As [`quantized`](Streamed::quantized).
+    /// As [`quantized_on`](Streamed::quantized_on).
     pub fn quantized_from_streamer(
         streamer: Streamer,
         mut build: impl FnMut(&Layer, &LayerWeights) -> candle_core::Result<B>,
     ) -> Result<Streamed<B>> {
         let device = streamer.model().residency().device().id();
-        if !device.is_host() {
+        if !device.is_host() && streamer.model().plan().unpacked().is_none() {
             return Err(Error::QuantizedDevice { device });
         }
         Streamed::build(streamer, |layer, weights| build(layer, weights))

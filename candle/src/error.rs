@@ -152,12 +152,14 @@ impl fmt::Display for Error {
             Error::Blocks { tensor, stored } => write!(
                 f,
                 "tensor `{tensor}` holds {stored}, blocks that candle's quantised products take; build with \
-                 `Streamed::quantized`, or cast it when the model is loaded (`ModelBuilder::cast`, `--cast {tensor}=F32`)"
+                 `Streamed::quantized`, have blocks unpacked into slots (`ModelBuilder::unpack`), or cast it when the model is \
+                 loaded (`ModelBuilder::cast`, `--cast {tensor}=F32`)"
             ),
             Error::QuantizedDevice { device } => write!(
                 f,
-                "candle's quantised products can have weights that are streamed on cpu, not on {device}; compute on cpu, or cast \
-                 the weights when the model is loaded (`ModelBuilder::cast_floats`, `--cast BF16`)"
+                "candle's quantised products can have weights that are streamed on cpu, not on {device}; compute on cpu, have them \
+                 unpacked into slots (`ModelBuilder::unpack`, `--unpack BF16`), or cast them when the model is loaded \
+                 (`ModelBuilder::cast_floats`, `--cast BF16`)"
             ),
             Error::Copied { layer, block } => write!(
                 f,

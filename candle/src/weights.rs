@@ -26,6 +26,8 @@ pub struct LayerWeights {
     layer: LayerId,
     /// All that candle can hold; blocks of GGML as single bytes.
     tensors: HashMap<String, Tensor>,
+    /// What each of these is in the layer's turn: values where the plan unpacks blocks into slots.
+    infos: HashMap<String, TensorInfo>,
 }
 
 impl LayerWeights {
@@ -35,19 +37,25 @@ impl LayerWeights {
         let layout = model.layout();
         let modules = layer.modules.iter().filter_map(|&module| layout.module(module));
         let infos = modules.flat_map(|module| &module.tensors).filter_map(|&tensor| layout.tensor(tensor));
-        let held = |info: &&TensorInfo| match info.dtype.is_ggml_block() {
+        let here = |info: &TensorInfo| {
+            let place = slot.and_then(|slot| streamer.in_slot(slot, &info.name));
+            place.map_or(info, |place| place.info()).clone()
+        };
+        let held = |info: &TensorInfo| match info.dtype.is_ggml_block() {
             // Only the host's allocator takes blocks.
             true => dtype::blocks(info.dtype).is_some() && model.residency().device().id().is_host(),
             false => dtype::of(info.dtype).is_some(),
         };
-        let (empty, infos): (Vec<&TensorInfo>, Vec<&TensorInfo>) = infos.filter(held).partition(|info| info.bytes == 0);
+        let infos: Vec<TensorInfo> = infos.map(here).filter(held).collect();
+        let (empty, filled): (Vec<&TensorInfo>, Vec<&TensorInfo>) = infos.iter().partition(|info| info.bytes == 0);
         let tensor = |info: &TensorInfo| Ok((info.name.clone(), tensor(streamer, info, slot)?));
-        let mut tensors = infos.into_iter().map(tensor).collect::<Result<HashMap<_, _>>>()?;
+        let mut tensors = filled.into_iter().map(tensor).collect::<Result<HashMap<_, _>>>()?;
         let device = largest(&tensors).map_or(Device::Cpu, |tensor| tensor.device().clone());
         for info in empty {
             tensors.insert(info.name.clone(), views::empty(info, &device)?);
         }
-        Ok(LayerWeights { layer: layer.id, tensors, model: Arc::clone(&model) })
+        let infos = infos.into_iter().map(|info| (info.name.clone(), info)).collect();
+        Ok(LayerWeights { layer: layer.id, tensors, infos, model: Arc::clone(&model) })
     }
 
     /// A builder of candle's for these weights, at the root of the model's names. Its element type and device are those of the
@@ -108,7 +116,8 @@ impl LayerWeights {
 
     fn info(&self, name: &str) -> Option<&TensorInfo> {
         let layout = self.model.layout();
-        layout.tensor(layout.find(name)?)
+        let stored = || layout.tensor(layout.find(name)?);
+        self.infos.get(name).or_else(stored)
     }
 
     fn is_blocks(&self, name: &str) -> bool {
@@ -158,7 +167,7 @@ fn bytes(tensor: &Tensor) -> usize {
 /// A tensor in a slot, or where it lives if it is not streamed.
 fn tensor(streamer: &Streamer, info: &TensorInfo, slot: Option<usize>) -> Result<Tensor> {
     if let Some(place) = slot.and_then(|slot| streamer.in_slot(slot, &info.name)) {
-        return views::view(info, place.block(), &place.byte_range());
+        return views::view(place.info(), place.block(), &place.byte_range());
     }
     let missing = || Error::NoTensor { tensor: info.name.clone() };
     let home = streamer.model().tensor(&info.name).ok_or_else(missing)?;

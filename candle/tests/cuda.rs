@@ -14,10 +14,10 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
 use support::{Network, at_strength, candles_own, data, tiny_llama};
-use tensor_offload::checkpoint::Layer;
+use tensor_offload::checkpoint::{GgufMetadata, GgufValue, Layer, TensorSpec, write_gguf};
 use tensor_offload::load::TensorAllocator;
 use tensor_offload::plan::TensorGrouping;
-use tensor_offload::{Checkpoint, DeviceId, Loader, Model, Planner, Registry, Streamer, Weights};
+use tensor_offload::{Checkpoint, DType as Stored, DeviceId, Loader, Model, Planner, Registry, Streamer, Weights};
 use tensor_offload_candle::{Error, Streamed, cpu_memory, cuda_memory};
 
 const ALLOCATIONS: [&str; 4] = ["cpu,*", "cuda:0,30%;cpu,*", "cuda:0,75%;disk,*", "cuda:0,*"];
@@ -113,6 +113,71 @@ fn products_are_those_of_weights_that_stay() {
             assert!(std::time::Instant::now() < until, "{} bytes stay", level());
             std::thread::yield_now();
         }
+    }
+}
+
+/// Blocks cross the link and live on the card, and what candle multiplies with are their values.
+#[test]
+fn products_of_unpacked_slots_are_those_of_values_that_stay() {
+    let (device, id) = card();
+    let types = [Stored::Q8_0, Stored::Q4_0, Stored::Q5_1];
+    let spec = |(k, name): (usize, String)| {
+        TensorSpec::new(format!("{name}.weight"), types[k % 3], &[if name == "head" { 40 } else { 32 }, 32])
+    };
+    let specs: Vec<TensorSpec> = names().enumerate().map(spec).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let mut metadata = GgufMetadata::new();
+    metadata.set("general.architecture", GgufValue::Text("llama".to_owned())).unwrap();
+    let written = write_gguf(&path, &specs, &metadata, |index, out| {
+        // Codes of any value, and scales of 2^-6.
+        let mut bytes: Vec<u8> = (0..out.left() as usize).map(|at| (at * 37 + index * 11) as u8).collect();
+        for block in bytes.chunks_mut(specs[index].dtype.block().bytes as usize) {
+            block[..2].copy_from_slice(&0x2400_u16.to_le_bytes());
+            if specs[index].dtype == Stored::Q5_1 {
+                block[2..4].copy_from_slice(&0xa400_u16.to_le_bytes());
+            }
+        }
+        out.put(&bytes)
+    });
+    written.unwrap();
+    let wide = |name: &str, vb: &VarBuilder<'_>| {
+        let outputs = if name == "head" { 40 } else { 32 };
+        Ok(Linear::new(vb.pp(name).get((outputs, 32), "weight")?, None))
+    };
+    let passes = |turn: &mut dyn FnMut(&str, &Tensor) -> Result<Tensor>| -> Vec<Vec<Vec<f32>>> {
+        let pass = |k: usize| {
+            let input: Vec<f32> = (0..3 * 32).map(|i| ((i * 7 + k * 5) % 11) as f32 - 5.0).collect();
+            let mut x = Tensor::from_vec(input, (3, 32), &device).unwrap();
+            for name in names() {
+                x = turn(&name, &x).unwrap();
+            }
+            x.to_vec2().unwrap()
+        };
+        (0..3).map(pass).collect()
+    };
+    let values = Model::open(&path).unwrap().cast_floats(Stored::F32).allocator(memory(&device)).compute(id);
+    let values = values.load(&Registry::system()).unwrap();
+    let mut stay = Streamed::on(&values, &device, |layer, vb| wide(&layer.name, &vb)).unwrap().unchecked();
+    let expected = passes(&mut |name, x| Ok(stay.layer_named(name)?.run(|block| block.forward(x))?));
+    drop((stay, values));
+    for allocation in ALLOCATIONS {
+        let model = Model::open(&path).unwrap().allocator(memory(&device)).compute(id).depth(1).unpack(Stored::F32);
+        let model = model.allocation(allocation).unwrap().load(&Registry::system()).unwrap();
+        let mut blocks = Streamed::on(&model, &device, |layer, vb| wide(&layer.name, &vb)).unwrap().unchecked();
+        let outputs = passes(&mut |name, x| Ok(blocks.layer_named(name)?.run(|block| block.forward(x))?));
+        assert!(outputs == expected && outputs[0][0][0].is_finite(), "{allocation}");
+        let crossed: u64 = blocks.streamer().report().bytes.values().sum();
+        assert!(crossed <= 4 * model.plan().streamed_bytes(), "{allocation}: {crossed} bytes");
+        drop(blocks);
+        let unpacked = Streamed::quantized_on(&model, &device, |layer, weights| {
+            let weight = weights.quantized(&format!("{}.weight", layer.name))?;
+            assert_eq!(weight.dtype(), candle_core::quantized::GgmlDType::F32);
+            Ok(weight)
+        });
+        let mut unpacked = unpacked.unwrap().unchecked();
+        let outputs = passes(&mut |name, x| Ok(unpacked.layer_named(name)?.run(|weight| weight.forward(x))?));
+        assert!(outputs == expected, "{allocation}");
     }
 }
 

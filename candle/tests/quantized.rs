@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
-use candle_core::{Device, Module, Result, Tensor};
+use candle_core::{Device, Module, Result, Tensor, bail};
 use gguf::Owned;
 use gguf_file::{Gguf, Value};
 use llama::{Config, Part, State};
@@ -139,8 +139,14 @@ fn devices() -> Registry {
 }
 
 fn load(weights: &Weights, allocation: &str, depth: usize) -> Arc<Model> {
+    load_as(weights, allocation, depth, None)
+}
+
+/// As [`load`], with slots of values if a type of these is given.
+fn load_as(weights: &Weights, allocation: &str, depth: usize, unpacked: Option<DType>) -> Arc<Model> {
     let devices = devices();
     let planner = Planner::new(weights.layout(), devices.machine()).compute(CPU).depth(depth);
+    let planner = unpacked.into_iter().fold(planner, Planner::unpack);
     let plan = planner.allocation(allocation.parse().unwrap()).grouping(TensorGrouping::PerTensor).plan().unwrap();
     Arc::new(Loader::new(&devices).allocator(cpu_memory()).load(weights, &plan).unwrap())
 }
@@ -180,6 +186,44 @@ fn open(path: &Path) -> (Weights, Config) {
     gguf::check(&weights).unwrap();
     let config = gguf::config(weights.checkpoint().gguf().unwrap(), &weights).unwrap();
     (weights, config)
+}
+
+/// Slots hold what a cast would: blocks live on the devices, and products are those of floats.
+#[test]
+fn values_that_slots_hold_are_those_of_a_model_that_is_cast() {
+    let (_folder, path) = written(DType::Q6_K, Some(DType::Q8_0), q4_k_m);
+    let (weights, config) = open(&path);
+    for dtype in [DType::F32, DType::BF16] {
+        let cast = Weights::new(Checkpoint::open(&path).unwrap()).cast_floats(dtype).unwrap();
+        let cast = cast.cast("*norm.weight", DType::F32).unwrap();
+        let expected = streamed(&config, &load(&cast, "cpu,*", 1));
+        for allocation in ["disk,*", "cpu,40%;disk,*", "cpu,*"] {
+            let model = load_as(&weights, allocation, 1, Some(dtype));
+            assert!(streamed(&config, &model) == expected, "{allocation} as {dtype}");
+            let plan = model.plan();
+            assert_eq!(plan.bytes(), weights.layout().bytes(), "homes hold blocks");
+            // Candle's builder has them as tensors, too.
+            let built = Streamed::new(&model, |layer, vb| {
+                let named = layer.name == "blk.1";
+                named.then(|| vb.get((WIDTH as usize, WIDTH as usize), "blk.1.attn_q.weight")).transpose()
+            });
+            let mut built = built.unwrap();
+            let values = built.layer_named("blk.1").unwrap().run(|weight| match weight {
+                Some(weight) => weight.to_dtype(candle_core::DType::F32),
+                None => bail!("the layer was built"),
+            });
+            let mut wanted = vec![0; (WIDTH * WIDTH) as usize * dtype.element_bytes().unwrap()];
+            cast.read(cast.layout().find("blk.1.attn_q.weight").unwrap(), &mut wanted).unwrap();
+            let wanted: Vec<f32> = match dtype {
+                DType::F32 => wanted.as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect(),
+                _ => wanted.chunks(2).map(|raw| half::bf16::from_le_bytes([raw[0], raw[1]]).to_f32()).collect(),
+            };
+            assert!(
+                values.unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap() == wanted,
+                "{allocation} as {dtype}"
+            );
+        }
+    }
 }
 
 /// A quantised tensor of candle's that is kept for a slot has a copy of Q4_K, and of Q6_K after passes of several tokens, of
