@@ -244,10 +244,21 @@ fn rivals(case: &GridMachine, machine: &Machine, layout: &Layout, times: &[Durat
     found
 }
 
-/// On every machine of the grid, for every model and compute time, `auto` is no slower than what a careful user would
-/// have written, by more than one part in a hundred.
+/// On machines of the grid, for models and compute times, `auto` is no slower than what a careful user would have written, by
+/// more than one part in a hundred. This takes one case of seven, each machine, model and time among them.
 #[test]
 fn auto_is_never_worse_than_a_careful_user() {
+    never_worse(7);
+}
+
+#[test]
+#[ignore = "all cases take half a minute, and come out the same whenever they are run"]
+fn auto_is_never_worse_than_a_careful_user_on_the_whole_grid() {
+    never_worse(1);
+}
+
+/// Judges one case of so many.
+fn never_worse(of: usize) {
     let grid: Grid = serde_json::from_str(include_str!("data/auto_grid.json")).unwrap();
     let layouts: Vec<Layout> = grid.models.iter().map(GridModel::layout).collect();
     let mut cases = Vec::new();
@@ -256,6 +267,7 @@ fn auto_is_never_worse_than_a_careful_user() {
             cases.extend(grid.compute_ms_per_gb.iter().map(|&ms| (machine, model, layout, ms)));
         }
     }
+    let cases: Vec<_> = cases.into_iter().step_by(of).collect();
     let judged: Vec<Option<String>> = cases
         .par_iter()
         .map(|&(case, model, layout, ms)| {
