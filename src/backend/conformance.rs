@@ -15,8 +15,11 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use super::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
+use super::{Buf, BufMut, Dequantise, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
+use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Missing};
+use crate::float::Float;
+use crate::ggml::Format;
 
 /// The longest time that a check waits for anything.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -27,7 +30,7 @@ const BYTES: usize = 10_007;
 /// A check with its name.
 type Check = (&'static str, fn(&dyn Device, &dyn Device));
 
-const CHECKS: [Check; 12] = [
+const CHECKS: [Check; 13] = [
     ("bytes come back", bytes_come_back),
     ("pieces land where they should", pieces_land_where_they_should),
     ("parts are filled by streams of their own", parts_are_filled_by_streams_of_their_own),
@@ -40,6 +43,7 @@ const CHECKS: [Check; 12] = [
     ("nothing passes the limit", nothing_passes_the_limit),
     ("wrong copies are refused", wrong_copies_are_refused),
     ("empty buffers work", empty_buffers_work),
+    ("kernels compute the values of blocks", kernels_compute_the_values_of_blocks),
 ];
 
 /// Runs every check on `device`, with `host` at the other end of its copies. Nobody else may use the two devices meanwhile,
@@ -277,4 +281,42 @@ fn empty_buffers_work(device: &dyn Device, host: &dyn Device) {
     let src = host.alloc(0, MemoryKind::Pinned).expect("no memory").freeze();
     let dst = upload(device, &src).freeze();
     assert!(download(device, host, &dst).is_empty());
+}
+
+/// For every type that the device says it covers: the host's values, after the blocks have arrived, where they should be and nowhere
+/// else.
+fn kernels_compute_the_values_of_blocks(device: &dyn Device, host: &dyn Device) {
+    let Some(kernels) = device.kernels() else { return };
+    let (upload, compute) =
+        (device.stream(Role::Upload).expect("a stream"), device.stream(Role::Compute).expect("a stream"));
+    let source = pattern(11, BYTES);
+    for (number, from) in DType::all().filter(|dtype| dtype.is_ggml_block()).enumerate() {
+        let to = [DType::F32, DType::F16, DType::BF16][number % 3];
+        let (Some(format), Some(float)) = (Format::of(from), Float::of(to)) else { continue };
+        if kernels.dequantises(&*compute, from, to).is_err() {
+            continue;
+        }
+        // Blocks at an odd byte, that are still on their way, and values behind others.
+        let (offset, at, values) = (3, 64, 512);
+        let before = host_bytes(host, &vec![0xa5; at + values * float.size() + 64]);
+        let dst = device.alloc(before.bytes(), MemoryKind::Arena).expect("memory");
+        let dst = upload.copy(Transfer::whole(&before, dst).expect("fits")).expect("queued").chain();
+        let blocks = device.alloc(BYTES, MemoryKind::Arena).expect("memory");
+        busy(&*upload, 1, &before, device);
+        let blocks = upload.copy(Transfer::whole(&host_bytes(host, &source), blocks).expect("fits")).expect("queued");
+        let work = Dequantise::new((blocks.chain().freeze(), offset, from), values, (dst, at, to)).expect("fits");
+        let dst = kernels.dequantise(&*compute, work).expect("queued").chain().freeze();
+        let mut wanted = vec![0.0; values];
+        format.dequantise(&source[offset..offset + values / format.elements() * format.bytes()], &mut wanted);
+        let mut stored = vec![0xa5; before.bytes()];
+        float.round(&wanted, &mut stored[at..at + values * float.size()]);
+        assert!(download(device, host, &dst) == stored, "{to} of {from}");
+    }
+}
+
+/// Bytes in host memory.
+fn host_bytes(host: &dyn Device, bytes: &[u8]) -> Buf {
+    let mut buffer = host.alloc(bytes.len(), MemoryKind::Pinned).expect("host memory");
+    buffer.host_mut().expect("fresh host memory can be written").copy_from_slice(bytes);
+    buffer.freeze()
 }
