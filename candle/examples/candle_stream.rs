@@ -197,6 +197,7 @@ fn in_folder(folder: &Path) -> Result<Family> {
 /// The family of a GGUF file. A `tokenizer.json` beside it comes before the tokenizer in it.
 fn in_file(path: &Path, weights: &Weights) -> Result<Family> {
     let file = weights.checkpoint().gguf().ok_or("this is no GGUF file")?;
+    let config = gguf::config(file, weights)?;
     gguf::check(weights)?;
     let folder = if path.is_dir() { Some(path) } else { path.parent() };
     let beside = folder.map(|folder| folder.join("tokenizer.json")).filter(|tokenizer| tokenizer.exists());
@@ -204,7 +205,7 @@ fn in_file(path: &Path, weights: &Weights) -> Result<Family> {
         Some(tokenizer) => Some(Chat::open(&tokenizer)?),
         None => gguf_tokenizer::tokenizer(file)?.map(Chat::of),
     };
-    Ok(Family { config: gguf::config(file, weights)?, chat, ends: gguf::ends(file) })
+    Ok(Family { config, chat, ends: gguf_tokenizer::ends(file)? })
 }
 
 /// Runs this program once more, for one of the ways.
