@@ -71,6 +71,7 @@ pub(crate) fn config(gguf: Gguf<'_>, weights: &Weights) -> Result<Config> {
     let text = keys.json(weights)?.to_string();
     let mut config = Config::read(&text).map_err(|wrong| Error::msg(format!("the file's metadata: {wrong}")))?;
     config.gguf = Some(rows);
+    config.rope_factors = rope_factors(weights, config.head_dim() / 2)?;
     check_tensors(&config, weights)?;
     Ok(config)
 }
@@ -123,7 +124,6 @@ impl Keys<'_> {
             "rms_norm_eps": eps,
             "rope_theta": self.float("rope.freq_base")?.unwrap_or(10_000.0),
             "rope_scaling": self.scaling()?,
-            "rope_factors": rope_factors(weights)?,
             "tie_word_embeddings": layout.find("output.weight").is_none(),
             "sliding_window": self.number("attention.sliding_window")?.filter(|window| *window > 0),
         }))
@@ -216,10 +216,13 @@ impl Keys<'_> {
 }
 
 /// By what the angles of rotary positions are divided, in the order of the pairs: how converters store Llama 3's scaling.
-fn rope_factors(weights: &Weights) -> Result<Option<Vec<f32>>> {
+fn rope_factors(weights: &Weights, pairs: usize) -> Result<Option<Vec<f32>>> {
     let layout = weights.layout();
     let Some(id) = layout.find("rope_freqs.weight") else { return Ok(None) };
     let factors: Vec<f32> = tensor(weights, id)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+    if factors.len() != pairs {
+        bail!("tensor `rope_freqs.weight` has {} factors for {pairs} pairs of a head", factors.len());
+    }
     match factors.iter().find(|factor| !factor.is_finite() || **factor <= 0.0) {
         None => Ok(Some(factors)),
         Some(factor) => bail!("tensor `rope_freqs.weight` divides an angle by {factor}"),

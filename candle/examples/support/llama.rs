@@ -57,7 +57,8 @@ pub(crate) struct Config {
     rope_theta: Option<f32>,
     rope_scaling: Option<Rope>,
     rope_parameters: Option<Rope>,
-    /// By what the angle of each pair is divided, where the file says so.
+    /// By what the angle of each pair is divided, in a GGUF file that says so.
+    #[serde(skip)]
     pub(crate) rope_factors: Option<Vec<f32>>,
     /// How a GGUF file orders the rows of queries and keys; `None` for a checkpoint in transformers' names and order.
     #[serde(skip)]
@@ -148,10 +149,6 @@ impl Config {
         let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
         let mut rotary = rope.rotary(theta, self.head_dim())?;
         if let Some(factors) = &self.rope_factors {
-            let pairs = rotary.angles.len();
-            if factors.len() != pairs {
-                return Err(format!("{} factors of rotary positions for {pairs} pairs of a head", factors.len()));
-            }
             rotary.angles.iter_mut().zip(factors).for_each(|(angle, factor)| *angle /= factor);
         }
         match rotary.angles.iter().all(|angle| angle.is_finite()) {
