@@ -435,7 +435,7 @@ fn tensors_that_a_model_does_not_use_or_lacks_are_refused_by_name() {
 fn other_architectures_and_kinds_of_files_are_refused_by_name() {
     let mut file = Case::named("llama").file();
     file.entries[0].1 = "gemma2".into();
-    assert!(refused(&file).contains("`gemma2`; llama, qwen2 and qwen3 run here"));
+    assert!(refused(&file).contains("`gemma2`; llama, qwen2 and qwen3 run here: give"));
     let adapter = Case::named("llama").file().entry("general.type", "adapter");
     assert!(refused(&adapter).contains("`adapter`, not `model`"));
 }
@@ -448,27 +448,65 @@ fn equal_layers_in_an_array_are_one_number() {
     assert_near("an array", &resident(&config, &Owned::open(&path).unwrap(), &reference().tokens), &case.logits);
 }
 
-/// Norms and biases of other types than f32 would be added to f32.
-#[test]
-fn norms_and_biases_are_f32_or_cast() {
+/// A file with norms and a bias of another type. Blocks are of as many values as these have.
+fn with_vectors(dtype: DType) -> (Gguf, [&'static str; 2]) {
+    let names = ["blk.1.attn_q.bias", "blk.0.ffn_norm.weight"];
     let mut file = Case::named("qwen2").file();
-    for name in ["blk.1.attn_k.bias", "blk.0.ffn_norm.weight"] {
-        let tensor = file.tensors.iter_mut().find(|tensor| tensor.name == name).unwrap();
+    for tensor in file.tensors.iter_mut().filter(|tensor| names.contains(&&*tensor.name)) {
         let values = tensor.bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
-        tensor.bytes = values.flat_map(|value| half::f16::from_f32(value).to_le_bytes()).collect();
-        tensor.kind = DType::F16.ggml_number().unwrap();
+        tensor.bytes = match dtype {
+            DType::F16 => values.flat_map(|value| half::f16::from_f32(value).to_le_bytes()).collect(),
+            _ => values.flat_map(|value| half::bf16::from_f32(value).to_le_bytes()).collect(),
+        };
+        tensor.kind = dtype.ggml_number().unwrap();
     }
-    let (_folder, path) = save(&file);
-    let error = refused(&file);
-    assert!(error.contains("`blk.0.ffn_norm.weight` holds F16") && error.contains("--cast"), "{error}");
-    let cast = ["blk.1.attn_k.bias", "blk.0.ffn_norm.weight"];
-    let weights = Weights::new(Checkpoint::open(&path).unwrap());
-    let weights = cast.iter().fold(weights, |weights, name| weights.cast(*name, DType::F32).unwrap());
-    let config = gguf::config(weights.checkpoint().gguf().unwrap(), &weights).unwrap();
-    gguf::check(&weights).unwrap();
+    (file, names)
+}
+
+#[test]
+fn norms_and_biases_of_any_floats_are_taken() {
     let tokens = reference().tokens;
-    let own = resident(&config, &Owned::read(&weights, weights.layout().tensor_ids()).unwrap(), &tokens);
-    assert_eq!(streamed(&config, &weights, &tokens), own);
+    for dtype in [DType::F16, DType::BF16] {
+        let (file, names) = with_vectors(dtype);
+        let (_folder, path) = save(&file);
+        let (weights, config) = open(&path);
+        let own = resident(&config, &Owned::open(&path).unwrap(), &tokens);
+        assert_eq!(streamed(&config, &weights, &tokens), own, "{dtype}");
+        let cast = names.iter().fold(weights, |weights, name| weights.cast(*name, DType::F32).unwrap());
+        assert_eq!(streamed(&config, &cast, &tokens), own, "{dtype}, cast");
+    }
+}
+
+#[test]
+fn norms_and_biases_in_blocks_are_refused_with_what_helps() {
+    let mut file = Case::named("qwen2").file();
+    let key = |file: &mut Gguf, key: &str, value: u32| {
+        let entry = file.entries.iter_mut().find(|(own, _)| own == key).unwrap();
+        entry.1 = Value::U32(value);
+    };
+    // Heads wide enough for a block of a bias.
+    let wide = |tensor: &mut gguf_file::Tensor, name: &str, rows: u64| {
+        if tensor.name.ends_with(&format!("{name}.weight")) {
+            tensor.shape = if name == "attn_output" { vec![HIDDEN, rows] } else { vec![rows, HIDDEN] };
+            tensor.bytes = vec![0; (4 * rows * HIDDEN) as usize];
+        } else if tensor.name.ends_with(&format!("{name}.bias")) {
+            (tensor.shape, tensor.bytes) = (vec![rows], vec![0; 4 * rows as usize]);
+        }
+    };
+    for tensor in &mut file.tensors {
+        for (name, rows) in [("attn_q", 64), ("attn_k", 32), ("attn_v", 32), ("attn_output", 64)] {
+            wide(tensor, name, rows);
+        }
+        if tensor.name == "blk.1.attn_k.bias" {
+            (tensor.kind, tensor.bytes) = (DType::Q8_0.ggml_number().unwrap(), vec![0; 34]);
+        }
+    }
+    for name in ["attention.key_length", "attention.value_length", "rope.dimension_count"] {
+        key(&mut file, &format!("qwen2.{name}"), 32);
+    }
+    let error = refused(&file);
+    let told = ["`blk.1.attn_k.bias` holds Q8_0", "--cast blk.1.attn_k.bias=F32"];
+    assert!(told.iter().all(|told| error.contains(told)), "{error}");
 }
 
 /// Any file of a set stands for the set; its metadata is in the first.

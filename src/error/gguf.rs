@@ -150,7 +150,7 @@ pub enum GgufFault {
         count: u64,
     },
     /// Files of a set that are not there.
-    #[error("{} of the {count} files of the set are missing: {}", files.len(), List(files))]
+    #[error("{} of the {count} files of the set are missing: {}; put them beside it", files.len(), List(files))]
     MissingParts {
         /// The number of files.
         count: u64,

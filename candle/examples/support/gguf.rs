@@ -107,7 +107,8 @@ fn tensor(weights: &Weights, id: TensorId) -> Result<Tensor> {
     quantized(weights, id)?.dequantize(&Device::Cpu)
 }
 
-/// Checks that candle can compute with all weights: products with blocks and floats, and norms and biases in f32.
+/// Checks that candle can compute with all weights: products with blocks and floats, and norms and biases
+/// of floats.
 ///
 /// # Errors
 /// The first tensor that it cannot compute with, and what would help.
@@ -117,8 +118,8 @@ pub(crate) fn check(weights: &Weights) -> Result<()> {
         if ggml(stored).is_none() {
             bail!("tensor `{name}` holds {stored}, which candle has no products with; cast it with --cast {name}=F32");
         }
-        if config::is_vector(info) && stored != tensor_offload::DType::F32 {
-            bail!("tensor `{name}` holds {stored}; norms and biases are F32 here: cast it with --cast {name}=F32");
+        if config::is_vector(info) && stored.is_ggml_block() {
+            bail!("tensor `{name}` holds {stored}; norms and biases are floats here: cast it with --cast {name}=F32");
         }
     }
     Ok(())

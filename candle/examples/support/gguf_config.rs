@@ -64,7 +64,7 @@ pub(crate) fn config(gguf: Gguf<'_>, weights: &Weights) -> Result<Config> {
     }
     let Some(&(name, rows)) = ARCHITECTURES.iter().find(|(name, _)| gguf.architecture() == Some(name)) else {
         let other = gguf.architecture().unwrap_or("none");
-        bail!("the file's architecture is `{other}`; llama, qwen2 and qwen3 run here")
+        bail!("the file's architecture is `{other}`; llama, qwen2 and qwen3 run here: give a file of one of these")
     };
     let keys = Keys { gguf, name };
     keys.check()?;
@@ -307,7 +307,7 @@ impl fmt::Display for Named<'_> {
     }
 }
 
-/// Whether a tensor is added or scaled by, and not multiplied with: a norm's or a bias, which candle's products have in f32.
+/// Whether a tensor is a norm's weight or a bias, of which no product is made.
 pub(crate) fn is_vector(info: &TensorInfo) -> bool {
     info.shape.len() == 1
 }

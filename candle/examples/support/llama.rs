@@ -230,7 +230,7 @@ pub(crate) enum Part {
     /// The same of a table that may be in blocks.
     Table(Box<dyn Table>),
     Block(Box<Block>),
-    Norm(RmsNorm),
+    Norm(Norm),
     Head(Box<dyn Module>),
 }
 
@@ -255,7 +255,7 @@ pub(crate) trait Table: Module {
 pub(crate) trait Parts {
     /// A weight of products.
     fn weight(&self, name: &str) -> Result<Box<dyn Table>>;
-    /// A tensor of f32; `None` if the file has none of this name.
+    /// A tensor of floats; `None` if the file has none of this name.
     fn tensor(&self, name: &str) -> Result<Option<Tensor>>;
 }
 
@@ -268,7 +268,10 @@ struct Biased {
 impl Module for Biased {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let product = self.weight.forward(x)?;
-        self.bias.as_ref().map_or(Ok(product.clone()), |bias| product.broadcast_add(bias))
+        match &self.bias {
+            Some(bias) => product.broadcast_add(&bias.to_dtype(product.dtype())?),
+            None => Ok(product),
+        }
     }
 }
 
@@ -282,7 +285,7 @@ impl Part {
         let vb = vb.pp(name);
         match name {
             EMBEDDING => Ok(Part::Embedding(candle_nn::embedding(vocabulary, hidden, vb)?)),
-            NORM => Ok(Part::Norm(candle_nn::rms_norm(hidden, config.rms_norm_eps, vb)?)),
+            NORM => Ok(Part::Norm(Norm::new(hidden, config.rms_norm_eps, vb)?)),
             HEAD => Ok(Part::Head(Box::new(candle_nn::linear_no_bias(hidden, vocabulary, vb)?))),
             _ => match name.strip_prefix(BLOCKS).and_then(|index| index.parse().ok()) {
                 Some(index) if index < config.num_hidden_layers => {
@@ -327,10 +330,28 @@ impl Part {
     }
 }
 
+/// An RMS norm, of a weight that may be of another type than what it scales.
+pub(crate) struct Norm {
+    weight: Tensor,
+    eps: f64,
+}
+
+impl Norm {
+    fn new(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Norm> {
+        Ok(Norm { weight: vb.get(width, "weight")?, eps })
+    }
+}
+
+impl Module for Norm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        RmsNorm::new(self.weight.to_dtype(x.dtype())?, self.eps).forward(x)
+    }
+}
+
 /// A norm of a GGUF file.
-fn norm(config: &Config, name: &str, weights: &dyn Parts) -> Result<RmsNorm> {
+fn norm(config: &Config, name: &str, weights: &dyn Parts) -> Result<Norm> {
     let Some(weight) = weights.tensor(name)? else { bail!("the file has no tensor `{name}`") };
-    Ok(RmsNorm::new(weight, config.rms_norm_eps))
+    Ok(Norm { weight, eps: config.rms_norm_eps })
 }
 
 /// A decoder block: attention and a gated feed-forward network, each behind a norm and beside a residual connection.
@@ -340,14 +361,14 @@ pub(crate) struct Block {
     kv_heads: usize,
     head_dim: usize,
     rows: Rows,
-    attention_norm: RmsNorm,
+    attention_norm: Norm,
     q: Box<dyn Module>,
     k: Box<dyn Module>,
     v: Box<dyn Module>,
     o: Box<dyn Module>,
     /// The norms of each head's queries and keys.
-    head_norms: Option<[RmsNorm; 2]>,
-    mlp_norm: RmsNorm,
+    head_norms: Option<[Norm; 2]>,
+    mlp_norm: Norm,
     gate: Box<dyn Module>,
     up: Box<dyn Module>,
     down: Box<dyn Module>,
@@ -363,20 +384,20 @@ impl Block {
             Ok(Box::new(candle_nn::linear_b(inputs, outputs, bias || vb.contains_tensor("bias"), vb)?))
         };
         let (a, m) = (config.attention_bias, config.mlp_bias);
-        let head_norm = |name| candle_nn::rms_norm(head_dim, eps, attention.pp(name));
+        let head_norm = |name| Norm::new(head_dim, eps, attention.pp(name));
         Ok(Block {
             index,
             heads,
             kv_heads,
             head_dim,
             rows: Rows::Halves,
-            attention_norm: candle_nn::rms_norm(hidden, eps, vb.pp("input_layernorm"))?,
+            attention_norm: Norm::new(hidden, eps, vb.pp("input_layernorm"))?,
             q: linear(hidden, heads * head_dim, a, attention.pp("q_proj"))?,
             k: linear(hidden, kv_heads * head_dim, a, attention.pp("k_proj"))?,
             v: linear(hidden, kv_heads * head_dim, a, attention.pp("v_proj"))?,
             o: linear(heads * head_dim, hidden, a, attention.pp("o_proj"))?,
             head_norms: if config.head_norms() { Some([head_norm("q_norm")?, head_norm("k_norm")?]) } else { None },
-            mlp_norm: candle_nn::rms_norm(hidden, eps, vb.pp("post_attention_layernorm"))?,
+            mlp_norm: Norm::new(hidden, eps, vb.pp("post_attention_layernorm"))?,
             gate: linear(hidden, inner, m, mlp.pp("gate_proj"))?,
             up: linear(hidden, inner, m, mlp.pp("up_proj"))?,
             down: linear(inner, hidden, m, mlp.pp("down_proj"))?,
