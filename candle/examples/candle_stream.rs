@@ -138,6 +138,13 @@ impl Args {
         if prompt.is_empty() {
             return Err("the prompt has no token; give a text with --prompt".into());
         }
+        if let Some(id) = prompt.iter().find(|id| **id as usize >= config.vocab_size) {
+            let tokens = config.vocab_size;
+            return Err(format!(
+                "the tokenizer gives token {id}, and the model has {tokens}: give it its own tokenizer"
+            )
+            .into());
+        }
         ends.extend(chat.as_ref().and_then(Chat::end));
         let compute = self.compute.or(in_blocks.then_some(DeviceId::CPU));
         if let Some(device) = compute.filter(|device| in_blocks && !device.is_host()) {
@@ -192,8 +199,12 @@ struct Family {
 
 /// The family of a folder with `config.json` and, if it has one, `tokenizer.json`.
 fn in_folder(folder: &Path) -> Result<Family> {
+    if !folder.is_dir() {
+        return Err(format!("{}: give the folder, which has the model's config.json too", folder.display()).into());
+    }
     let file = folder.join("config.json");
-    let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let text = std::fs::read_to_string(&file)
+        .map_err(|error| format!("{}: {error}; put the model's config.json there", file.display()))?;
     let tokenizer = folder.join("tokenizer.json");
     let chat = tokenizer.exists().then(|| Chat::open(&tokenizer)).transpose()?;
     Ok(Family { config: llama::Config::parse(&text)?, chat, ends: generate::ends(&text)? })

@@ -25,7 +25,9 @@ pub enum GgufFault {
         version: u32,
     },
     /// The rest of the file is too short for that many.
-    #[error("it is said to have {count} {of}, for which the {left} bytes that follow are too few")]
+    #[error(
+        "it is said to have {count} {of}, for which the {left} bytes that follow are too few; copy or download it again"
+    )]
     Count {
         /// What is counted.
         of: String,
