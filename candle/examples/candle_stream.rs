@@ -136,12 +136,19 @@ impl Args {
         let bytes = || self.prompt.bytes().map(|byte| u32::from(byte) % config.vocab_size.max(1) as u32).collect();
         let prompt = chat.as_ref().map_or_else(|| Ok(bytes()), |chat| chat.prompt(&self.prompt))?;
         if prompt.is_empty() {
-            return Err("the prompt has no token".into());
+            return Err("the prompt has no token; give a text with --prompt".into());
+        }
+        if let Some(id) = prompt.iter().find(|id| **id as usize >= config.vocab_size) {
+            let tokens = config.vocab_size;
+            return Err(format!(
+                "the tokenizer gives token {id}, and the model has {tokens}: give it its own tokenizer"
+            )
+            .into());
         }
         ends.extend(chat.as_ref().and_then(Chat::end));
         let compute = self.compute.or(in_blocks.then_some(DeviceId::CPU));
         if let Some(device) = compute.filter(|device| in_blocks && !device.is_host()) {
-            return Err(tensor_offload_candle::Error::QuantizedDevice { device }.into());
+            return Err(format!("GGUF files compute on cpu here, not on {device}; leave --compute out").into());
         }
         let compute = Compute::open(compute, &Registry::system())?;
         let allocation = self.alloc.clone().unwrap_or_else(|| compute.allocation());
@@ -157,6 +164,11 @@ impl Args {
         let plan = job.plan(&Registry::system())?;
         if !self.json {
             println!("{plan}");
+        }
+        if chat.is_none() && job.config.gguf.is_some() {
+            eprintln!(
+                "note: the file has no tokenizer, so bytes are taken for tokens; put the model's tokenizer.json beside it"
+            );
         }
         let runs = [Way::Streamed, Way::Resident, Way::ToDevice].map(child);
         let [streamed, resident, to_device] = runs;
@@ -187,8 +199,12 @@ struct Family {
 
 /// The family of a folder with `config.json` and, if it has one, `tokenizer.json`.
 fn in_folder(folder: &Path) -> Result<Family> {
+    if !folder.is_dir() {
+        return Err(format!("{}: give the folder, which has the model's config.json too", folder.display()).into());
+    }
     let file = folder.join("config.json");
-    let text = std::fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let text = std::fs::read_to_string(&file)
+        .map_err(|error| format!("{}: {error}; put the model's config.json there", file.display()))?;
     let tokenizer = folder.join("tokenizer.json");
     let chat = tokenizer.exists().then(|| Chat::open(&tokenizer)).transpose()?;
     Ok(Family { config: llama::Config::parse(&text)?, chat, ends: generate::ends(&text)? })
@@ -197,14 +213,17 @@ fn in_folder(folder: &Path) -> Result<Family> {
 /// The family of a GGUF file. A `tokenizer.json` beside it comes before the tokenizer in it.
 fn in_file(path: &Path, weights: &Weights) -> Result<Family> {
     let file = weights.checkpoint().gguf().ok_or("this is no GGUF file")?;
-    gguf::check(weights)?;
+    let named = |error: candle_core::Error| format!("{}: {}", path.display(), without_backtrace(&error));
+    let config = gguf::config(file, weights).and_then(|config| gguf::check(weights).map(|()| config)).map_err(named)?;
     let folder = if path.is_dir() { Some(path) } else { path.parent() };
     let beside = folder.map(|folder| folder.join("tokenizer.json")).filter(|tokenizer| tokenizer.exists());
     let chat = match beside {
-        Some(tokenizer) => Some(Chat::open(&tokenizer)?),
-        None => gguf_tokenizer::tokenizer(file)?.map(Chat::of),
+        Some(tokenizer) => Some(Chat::open(&tokenizer).map_err(|error| {
+            format!("{}; mend it, or remove it to have the file's own tokenizer", without_backtrace(&error))
+        })?),
+        None => gguf_tokenizer::tokenizer(file).map_err(named)?.map(Chat::of),
     };
-    Ok(Family { config: gguf::config(file, weights)?, chat, ends: gguf::ends(file) })
+    Ok(Family { config, chat, ends: gguf_tokenizer::ends(file).map_err(named)? })
 }
 
 /// Runs this program once more, for one of the ways.

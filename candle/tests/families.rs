@@ -195,7 +195,8 @@ fn a_llama_that_is_not_here_is_refused() {
     };
     assert!(refused("\"model_type\": \"llama\"", "\"model_type\": \"gemma\"").contains("`gemma`"));
     assert!(refused("\"silu\"", "\"gelu\"").contains("`gelu`"));
-    assert!(refused("\"llama3\"", "\"yarn\"").contains("`yarn`"));
+    assert!(refused("\"llama3\"", "\"longrope\"").contains("`longrope`"));
+    assert!(refused("\"factor\": 8.0", "\"factor\": -8.0").contains("`factor` -8"));
     assert!(refused("\"low_freq_factor\": 1.0,", "").contains("`low_freq_factor`"));
     assert!(
         refused("\"rope_theta\"", "\"partial_rotary_factor\": 0.5, \"rope_theta\"").contains("`partial_rotary_factor`")

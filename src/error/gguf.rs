@@ -25,7 +25,9 @@ pub enum GgufFault {
         version: u32,
     },
     /// The rest of the file is too short for that many.
-    #[error("it is said to have {count} {of}, for which the {left} bytes that follow are too few")]
+    #[error(
+        "it is said to have {count} {of}, for which the {left} bytes that follow are too few; copy or download it again"
+    )]
     Count {
         /// What is counted.
         of: String,
@@ -150,7 +152,7 @@ pub enum GgufFault {
         count: u64,
     },
     /// Files of a set that are not there.
-    #[error("{} of the {count} files of the set are missing: {}", files.len(), List(files))]
+    #[error("{} of the {count} files of the set are missing: {}; put them beside it", files.len(), List(files))]
     MissingParts {
         /// The number of files.
         count: u64,

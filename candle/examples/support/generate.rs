@@ -5,16 +5,54 @@
 use std::path::Path;
 
 use candle_core::{D, Device, Error, IndexOp, Result, Tensor};
-use tokenizers::Tokenizer;
+use tokenizers::{Decoder, Model, Normalizer, PostProcessor, PreTokenizer, Tokenizer, TokenizerImpl};
 
 /// What SmolLM2's own template puts first.
 const SYSTEM: &str = "You are a helpful AI assistant named SmolLM, trained by Hugging Face";
 const START: &str = "<|im_start|>";
 const END: &str = "<|im_end|>";
 
+/// A tokenizer, over a model of any kind.
+pub(crate) trait Tokens {
+    /// The id of a token.
+    fn id(&self, token: &str) -> Option<u32>;
+    /// The tokens of a text, with those that each text begins and ends with if `special`.
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>>;
+    /// The text of tokens, without marks.
+    fn decode(&self, tokens: &[u32]) -> Result<String>;
+    /// Gives the text of tokens as they come; a token that ends within a character gives nothing yet.
+    fn pieces(&self) -> Box<dyn FnMut(u32) -> Result<String> + '_>;
+}
+
+impl<M, N, T, P, D> Tokens for TokenizerImpl<M, N, T, P, D>
+where
+    M: Model,
+    N: Normalizer,
+    T: PreTokenizer,
+    P: PostProcessor,
+    D: Decoder,
+{
+    fn id(&self, token: &str) -> Option<u32> {
+        self.token_to_id(token)
+    }
+
+    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        Ok(TokenizerImpl::encode(self, text, special).map_err(Error::msg)?.get_ids().to_vec())
+    }
+
+    fn decode(&self, tokens: &[u32]) -> Result<String> {
+        TokenizerImpl::decode(self, tokens, true).map_err(Error::msg)
+    }
+
+    fn pieces(&self) -> Box<dyn FnMut(u32) -> Result<String> + '_> {
+        let mut stream = self.decode_stream(true);
+        Box::new(move |token| Ok(stream.step(token).map_err(Error::msg)?.unwrap_or_default()))
+    }
+}
+
 /// A model's tokens, and how it was taught to hold conversations.
 pub(crate) struct Chat {
-    tokenizer: Tokenizer,
+    tokenizer: Box<dyn Tokens>,
     /// The token that ends an answer; `None` for models that were taught no conversation in this form.
     end: Option<u32>,
 }
@@ -26,12 +64,13 @@ impl Chat {
     /// What is wrong with the file.
     pub(crate) fn open(file: &Path) -> Result<Chat> {
         let in_file = |error: &dyn std::fmt::Display| Error::msg(format!("{}: {error}", file.display()));
-        Ok(Chat::of(Tokenizer::from_file(file).map_err(|error| in_file(&error))?))
+        let tokenizer = Tokenizer::from_file(file).map_err(|error| in_file(&error))?;
+        Ok(Chat::of(Box::new(tokenizer.into_inner())))
     }
 
     /// A model's tokenizer.
-    pub(crate) fn of(tokenizer: Tokenizer) -> Chat {
-        let end = tokenizer.token_to_id(START).and_then(|_| tokenizer.token_to_id(END));
+    pub(crate) fn of(tokenizer: Box<dyn Tokens>) -> Chat {
+        let end = tokenizer.id(START).and_then(|_| tokenizer.id(END));
         Chat { tokenizer, end }
     }
 
@@ -44,22 +83,21 @@ impl Chat {
     /// with, for models that were taught no conversation in this form.
     pub(crate) fn prompt(&self, question: &str) -> Result<Vec<u32>> {
         if self.end.is_none() {
-            return Ok(self.tokenizer.encode(question, true).map_err(Error::msg)?.get_ids().to_vec());
+            return self.tokenizer.encode(question, true);
         }
         let turn = |role: &str, text: &str| format!("{START}{role}\n{text}{END}\n");
         let text = format!("{}{}{START}assistant\n", turn("system", SYSTEM), turn("user", question));
-        Ok(self.tokenizer.encode(text, false).map_err(Error::msg)?.get_ids().to_vec())
+        self.tokenizer.encode(&text, false)
     }
 
     /// The text of tokens, without marks.
     pub(crate) fn text(&self, tokens: &[u32]) -> Result<String> {
-        self.tokenizer.decode(tokens, true).map_err(Error::msg)
+        self.tokenizer.decode(tokens)
     }
 
     /// Gives the text of tokens as they come; a token that ends within a character gives nothing yet.
     pub(crate) fn pieces(&self) -> impl FnMut(u32) -> Result<String> {
-        let mut stream = self.tokenizer.decode_stream(true);
-        move |token| Ok(stream.step(token).map_err(Error::msg)?.unwrap_or_default())
+        self.tokenizer.pieces()
     }
 }
 

@@ -1,8 +1,9 @@
 //! A Llama's GGUF file: the configuration in its metadata, and its weights as blocks that candle multiplies with.
-//!
-//! The keys are those of llama.cpp, `gguf-py/gguf/constants.py`, and what they mean is in `src/llama-model.cpp` there.
 
 #![allow(dead_code, reason = "each program uses its part")]
+
+#[path = "gguf_config.rs"]
+mod config;
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -11,96 +12,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor, gguf_file};
-use candle_core::{DType, Device, Error, Result, Tensor, bail};
-use serde_json::json;
-use tensor_offload::checkpoint::{Gguf, GgufValue};
+use candle_core::{Device, Error, Result, Tensor, bail};
+pub(crate) use config::config;
+use tensor_offload::checkpoint::GgufValue;
 use tensor_offload::{TensorId, Weights};
 use tensor_offload_candle::{LayerWeights, QuantizedWeight};
 
-use super::llama::{Config, Parts, Rows, Table};
-
-/// Reads the configuration of a Llama from its file's metadata, or of a Qwen2, which runs as one.
-///
-/// # Errors
-/// What is missing in the file, or what it asks for that is not here.
-pub(crate) fn config(gguf: Gguf<'_>, weights: &Weights) -> Result<Config> {
-    let rows = match gguf.architecture() {
-        Some("llama") => Rows::Pairs,
-        Some("qwen2") => Rows::Halves,
-        other => bail!("the file's architecture is `{}`; llama and qwen2 run here", other.unwrap_or("none")),
-    };
-    let number = |key: &str| gguf.of_architecture(key).and_then(GgufValue::as_u64);
-    let needed = |key: &str| match (number(key), gguf.of_architecture(key)) {
-        (Some(number), _) => Ok(number),
-        (None, Some(_)) => bail!("the file's `{key}` is not one whole number; a Llama of equal layers runs here"),
-        (None, None) => bail!("the file's metadata has no `{key}`"),
-    };
-    let float = |key: &str| gguf.of_architecture(key).and_then(GgufValue::as_f64);
-    let (hidden, heads) = (needed("embedding_length")?, needed("attention.head_count")?);
-    if number("expert_count").is_some_and(|experts| experts > 0) {
-        bail!("the file's model has experts, which are not here");
-    }
-    let Some(eps) = float("attention.layer_norm_rms_epsilon") else {
-        bail!("the file's metadata has no `attention.layer_norm_rms_epsilon`")
-    };
-    let head_dim = number("attention.key_length").or_else(|| hidden.checked_div(heads)).unwrap_or(0);
-    let turned = number("rope.dimension_count").unwrap_or(head_dim);
-    if number("attention.value_length").is_some_and(|length| length != head_dim) || turned != head_dim {
-        bail!("heads whose values differ in length from their keys, or of which only a part is turned, are not here");
-    }
-    let scaling = gguf.of_architecture("rope.scaling.type").and_then(GgufValue::as_str);
-    let factor = float("rope.scaling.factor").or_else(|| float("rope.scale_linear"));
-    let scaling = scaling.or(factor.map(|_| "linear")).filter(|kind| *kind != "none");
-    let layout = weights.layout();
-    let table = layout.find("token_embd.weight").and_then(|id| layout.tensor(id));
-    let Some(&[vocabulary, _]) = table.map(|table| &table.shape[..]) else {
-        bail!("the file has no table `token_embd.weight`")
-    };
-    let text = json!({
-        "model_type": gguf.architecture(),
-        "hidden_size": hidden,
-        "intermediate_size": needed("feed_forward_length")?,
-        "num_hidden_layers": needed("block_count")?,
-        "num_attention_heads": heads,
-        "num_key_value_heads": if gguf.of_architecture("attention.head_count_kv").is_some() {
-            needed("attention.head_count_kv")?
-        } else {
-            heads
-        },
-        "head_dim": head_dim,
-        "vocab_size": vocabulary,
-        "rms_norm_eps": eps,
-        "rope_theta": float("rope.freq_base").unwrap_or(10_000.0),
-        "rope_scaling": scaling.map(|kind| json!({ "type": kind, "factor": factor })),
-        "rope_factors": rope_factors(weights)?,
-        "tie_word_embeddings": layout.find("output.weight").is_none(),
-        "sliding_window": number("attention.sliding_window").filter(|window| *window > 0),
-    });
-    let mut config = Config::parse(&text.to_string())?;
-    config.gguf = Some(rows);
-    Ok(config)
-}
-
-/// By what the angles of rotary positions are divided, in the order of the pairs: how converters store Llama 3's scaling.
-fn rope_factors(weights: &Weights) -> Result<Option<Vec<f32>>> {
-    let layout = weights.layout();
-    let Some(id) = layout.find("rope_freqs.weight") else { return Ok(None) };
-    let tensor = tensor(weights, id)?;
-    tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1().map(Some)
-}
+use super::llama::{Parts, Table};
 
 /// Whether candle's own reader takes the file: it knows no sets of files, and no Q8_K.
 pub(crate) fn is_alone(weights: &Weights) -> bool {
     let set = weights.checkpoint().gguf().and_then(|gguf| gguf.get("split.count")).and_then(GgufValue::as_u64);
     let read = |info: &tensor_offload::checkpoint::TensorInfo| info.dtype != tensor_offload::DType::Q8_K;
     set.is_none_or(|files| files <= 1) && weights.layout().tensors().iter().all(read)
-}
-
-/// The tokens that end a text.
-pub(crate) fn ends(gguf: Gguf<'_>) -> Vec<u32> {
-    let keys = ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
-    let ids = keys.iter().filter_map(|key| gguf.get(key).and_then(GgufValue::as_u64));
-    ids.filter_map(|id| id.try_into().ok()).collect()
 }
 
 /// Weights over slots.
@@ -183,21 +107,22 @@ fn tensor(weights: &Weights, id: TensorId) -> Result<Tensor> {
     quantized(weights, id)?.dequantize(&Device::Cpu)
 }
 
-/// Checks that candle can multiply with all weights.
+/// Checks that candle can compute with all weights: products with blocks and floats, and norms and biases
+/// of floats.
 ///
 /// # Errors
-/// The first tensor that it cannot multiply with, and what would help.
+/// The first tensor that it cannot compute with, and what would help.
 pub(crate) fn check(weights: &Weights) -> Result<()> {
-    let other = weights.layout().tensors().iter().find(|info| ggml(info.dtype).is_none());
-    match other {
-        None => Ok(()),
-        Some(info) => bail!(
-            "tensor `{}` holds {}, which candle has no products with; cast it with --cast {}=F32",
-            info.name,
-            info.dtype,
-            info.name
-        ),
+    for info in weights.layout().tensors() {
+        let (name, stored) = (&info.name, info.dtype);
+        if ggml(stored).is_none() {
+            bail!("tensor `{name}` holds {stored}, which candle has no products with; cast it with --cast {name}=F32");
+        }
+        if config::is_vector(info) && stored.is_ggml_block() {
+            bail!("tensor `{name}` holds {stored}; norms and biases are floats here: cast it with --cast {name}=F32");
+        }
     }
+    Ok(())
 }
 
 /// Candle's type of the blocks or floats of a file; `None` for those that it has no products with.

@@ -11,15 +11,20 @@
 //!
 //! The weights are candle's tensors, or in GGML's blocks as GGUF files have them: [`Parts`].
 //!
-//! The arithmetic is that of transformers, models/llama/modeling_llama.py and modeling_rope_utils.py.
+//! The arithmetic is that of transformers, models/llama/modeling_llama.py, and models/qwen3/modeling_qwen3.py for the norms of
+//! queries and keys.
 
 #![allow(dead_code, reason = "each program uses its part")]
 
+#[path = "rope.rs"]
+mod rope;
+
 use std::fmt;
 
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 use candle_nn::kv_cache::ConcatKvCache;
 use candle_nn::{Embedding, Linear, RmsNorm, VarBuilder, ops, rotary_emb};
+use rope::{Rope, Rotary};
 use serde::Deserialize;
 
 const EMBEDDING: &str = "model.embed_tokens";
@@ -27,7 +32,7 @@ const BLOCKS: &str = "model.layers.";
 const NORM: &str = "model.norm";
 const HEAD: &str = "lm_head";
 
-/// What `config.json` says of a Llama, or of a Mistral or Qwen2 whose attention has no sliding window.
+/// What `config.json` says of a Llama, or of a Mistral, Qwen2 or Qwen3 whose attention has no sliding window.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Config {
     pub(crate) model_type: String,
@@ -52,7 +57,8 @@ pub(crate) struct Config {
     rope_theta: Option<f32>,
     rope_scaling: Option<Rope>,
     rope_parameters: Option<Rope>,
-    /// By what the angle of each pair is divided, where the file says so.
+    /// By what the angle of each pair is divided, in a GGUF file that says so.
+    #[serde(skip)]
     pub(crate) rope_factors: Option<Vec<f32>>,
     /// How a GGUF file orders the rows of queries and keys; `None` for a checkpoint in transformers' names and order.
     #[serde(skip)]
@@ -72,19 +78,6 @@ fn silu() -> String {
     "silu".to_owned()
 }
 
-/// `rope_scaling`, or `rope_parameters`, which has the base as well.
-#[derive(Clone, Debug, Default, Deserialize)]
-struct Rope {
-    rope_theta: Option<f32>,
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    partial_rotary_factor: Option<f32>,
-    factor: Option<f32>,
-    low_freq_factor: Option<f32>,
-    high_freq_factor: Option<f32>,
-    original_max_position_embeddings: Option<f32>,
-}
-
 /// A layer's turn in a pass.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
@@ -98,24 +91,30 @@ impl Config {
     /// # Errors
     /// What is missing in the text, or what it asks for that is not here.
     pub(crate) fn parse(json: &str) -> Result<Config> {
-        let config: Config =
-            serde_json::from_str(json).map_err(|e| candle_core::Error::msg(format!("config.json: {e}")))?;
-        if !["llama", "mistral", "qwen2"].contains(&config.model_type.as_str()) {
-            bail!(
-                "config.json: `model_type` is `{}`; this is a Llama, and Mistral and Qwen2 run as one",
-                config.model_type
-            );
+        Config::read(json).map_err(|wrong| Error::msg(format!("config.json: {wrong}")))
+    }
+
+    /// [`parse`](Config::parse) of a text that is not in a file.
+    pub(crate) fn read(json: &str) -> std::result::Result<Config, String> {
+        let config: Config = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        if !["llama", "mistral", "qwen2", "qwen3"].contains(&config.model_type.as_str()) {
+            let kind = config.model_type;
+            return Err(format!("`model_type` is `{kind}`; this is a Llama, and Mistral, Qwen2 and Qwen3 run as one"));
         }
         if config.hidden_act != "silu" {
-            bail!("config.json: `hidden_act` is `{}`, not `silu`", config.hidden_act);
+            return Err(format!("`hidden_act` is `{}`, not `silu`", config.hidden_act));
         }
         if config.sliding_window.is_some() && config.use_sliding_window != Some(false) {
-            bail!("config.json: attention with a `sliding_window` is not here");
+            return Err("attention with a `sliding_window` is not here".to_owned());
         }
-        if config.num_attention_heads == 0 || !config.num_attention_heads.is_multiple_of(config.kv_heads()) {
-            bail!("config.json: {} heads cannot share {} of keys", config.num_attention_heads, config.kv_heads());
+        let (heads, kv_heads) = (config.num_attention_heads, config.kv_heads());
+        if heads == 0 || kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(format!("{heads} heads cannot share {kv_heads} of keys"));
         }
-        config.inverse_frequencies()?;
+        if config.head_dim() == 0 || !config.head_dim().is_multiple_of(2) {
+            return Err(format!("heads of {} values have no pairs that positions can turn", config.head_dim()));
+        }
+        config.rotary()?;
         Ok(config)
     }
 
@@ -131,58 +130,30 @@ impl Config {
         names.map(|layer| Step { layer })
     }
 
-    fn kv_heads(&self) -> usize {
+    pub(crate) fn kv_heads(&self) -> usize {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    fn head_dim(&self) -> usize {
+    pub(crate) fn head_dim(&self) -> usize {
         self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
     }
 
-    /// The angles by which one position turns a head's pairs, `[head_dim / 2]`.
-    fn inverse_frequencies(&self) -> Result<Vec<f32>> {
-        let mut angles = self.angles()?;
-        if let Some(factors) = &self.rope_factors {
-            if factors.len() != angles.len() {
-                bail!("{} factors of rotary positions for {} pairs of a head", factors.len(), angles.len());
-            }
-            angles.iter_mut().zip(factors).for_each(|(angle, factor)| *angle /= factor);
-        }
-        Ok(angles)
+    /// Whether the queries and keys of each head have norms.
+    fn head_norms(&self) -> bool {
+        self.model_type == "qwen3"
     }
 
-    fn angles(&self) -> Result<Vec<f32>> {
+    /// How positions turn a head's pairs.
+    fn rotary(&self) -> std::result::Result<Rotary, String> {
         let rope = self.rope_parameters.clone().or_else(|| self.rope_scaling.clone()).unwrap_or_default();
         let theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
-        let dim = self.head_dim();
-        let plain = (0..dim / 2).map(|pair| 1.0 / theta.powf((2 * pair) as f32 / dim as f32));
-        let needed = |value: Option<f32>, name: &str| match value {
-            Some(value) => Ok(value),
-            None => bail!("config.json: the scaling of rotary positions has no `{name}`"),
-        };
-        if rope.partial_rotary_factor.is_some_and(|part| part != 1.0) {
-            bail!("config.json: heads of which only a part is turned (`partial_rotary_factor`) are not here");
+        let mut rotary = rope.rotary(theta, self.head_dim())?;
+        if let Some(factors) = &self.rope_factors {
+            rotary.angles.iter_mut().zip(factors).for_each(|(angle, factor)| *angle /= factor);
         }
-        match rope.rope_type.as_deref() {
-            None | Some("default") => Ok(plain.collect()),
-            Some("linear") => {
-                let factor = needed(rope.factor, "factor")?;
-                Ok(plain.map(|angle| angle / factor).collect())
-            }
-            Some("llama3") => {
-                let factor = needed(rope.factor, "factor")?;
-                let low = needed(rope.low_freq_factor, "low_freq_factor")?;
-                let high = needed(rope.high_freq_factor, "high_freq_factor")?;
-                let trained = needed(rope.original_max_position_embeddings, "original_max_position_embeddings")?;
-                // What turns often within the trained length stays, what does not is slowed, and between them is a ramp.
-                let scaled = plain.map(|angle| {
-                    let turns = trained * angle / (2.0 * std::f32::consts::PI);
-                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
-                    angle * (kept + (1.0 - kept) / factor)
-                });
-                Ok(scaled.collect())
-            }
-            Some(other) => bail!("config.json: rotary positions of type `{other}` are not here"),
+        match rotary.angles.iter().all(|angle| angle.is_finite()) {
+            true => Ok(rotary),
+            false => Err("the angles of rotary positions are not finite".to_owned()),
         }
     }
 }
@@ -192,6 +163,8 @@ impl Config {
 pub(crate) struct State {
     caches: Vec<ConcatKvCache>,
     inverse_frequencies: Tensor,
+    /// What sines and cosines are multiplied by.
+    scale: f64,
     /// The rotary tables and the mask of this pass: from the first block for the others.
     pass: Option<Pass>,
     last_only: bool,
@@ -210,9 +183,10 @@ struct Pass {
 impl State {
     /// An empty sequence, or several of one length in a batch.
     pub(crate) fn new(config: &Config, device: &Device) -> Result<State> {
-        let inverse_frequencies = Tensor::new(config.inverse_frequencies()?, device)?.reshape((1, ()))?;
+        let Rotary { angles, scale } = config.rotary().map_err(Error::msg)?;
+        let inverse_frequencies = Tensor::new(angles, device)?.reshape((1, ()))?;
         let caches = vec![ConcatKvCache::new(2); config.num_hidden_layers];
-        Ok(State { caches, inverse_frequencies, pass: None, last_only: false })
+        Ok(State { caches, inverse_frequencies, scale: scale.into(), pass: None, last_only: false })
     }
 
     /// Passes give the logits of their last token alone, `[batch, 1, vocabulary]`.
@@ -243,7 +217,8 @@ impl State {
             1 => None,
             _ => Some(Tensor::from_iter((0..tokens).flat_map(visible), device)?.reshape((tokens, end))?),
         };
-        let (cos, sin) = (angles.cos()?.to_dtype(dtype)?, angles.sin()?.to_dtype(dtype)?);
+        let scaled = |x: Tensor| if self.scale == 1.0 { Ok(x) } else { x * self.scale };
+        let (cos, sin) = (scaled(angles.cos()?)?.to_dtype(dtype)?, scaled(angles.sin()?)?.to_dtype(dtype)?);
         Ok(self.pass.insert(Pass { position, tokens, cos, sin, mask }).clone())
     }
 }
@@ -255,7 +230,7 @@ pub(crate) enum Part {
     /// The same of a table that may be in blocks.
     Table(Box<dyn Table>),
     Block(Box<Block>),
-    Norm(RmsNorm),
+    Norm(Norm),
     Head(Box<dyn Module>),
 }
 
@@ -280,7 +255,7 @@ pub(crate) trait Table: Module {
 pub(crate) trait Parts {
     /// A weight of products.
     fn weight(&self, name: &str) -> Result<Box<dyn Table>>;
-    /// A tensor of f32; `None` if the file has none of this name.
+    /// A tensor of floats; `None` if the file has none of this name.
     fn tensor(&self, name: &str) -> Result<Option<Tensor>>;
 }
 
@@ -293,7 +268,10 @@ struct Biased {
 impl Module for Biased {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let product = self.weight.forward(x)?;
-        self.bias.as_ref().map_or(Ok(product.clone()), |bias| product.broadcast_add(bias))
+        match &self.bias {
+            Some(bias) => product.broadcast_add(&bias.to_dtype(product.dtype())?),
+            None => Ok(product),
+        }
     }
 }
 
@@ -307,7 +285,7 @@ impl Part {
         let vb = vb.pp(name);
         match name {
             EMBEDDING => Ok(Part::Embedding(candle_nn::embedding(vocabulary, hidden, vb)?)),
-            NORM => Ok(Part::Norm(candle_nn::rms_norm(hidden, config.rms_norm_eps, vb)?)),
+            NORM => Ok(Part::Norm(Norm::new(hidden, config.rms_norm_eps, vb)?)),
             HEAD => Ok(Part::Head(Box::new(candle_nn::linear_no_bias(hidden, vocabulary, vb)?))),
             _ => match name.strip_prefix(BLOCKS).and_then(|index| index.parse().ok()) {
                 Some(index) if index < config.num_hidden_layers => {
@@ -352,10 +330,28 @@ impl Part {
     }
 }
 
+/// An RMS norm, of a weight that may be of another type than what it scales.
+pub(crate) struct Norm {
+    weight: Tensor,
+    eps: f64,
+}
+
+impl Norm {
+    fn new(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Norm> {
+        Ok(Norm { weight: vb.get(width, "weight")?, eps })
+    }
+}
+
+impl Module for Norm {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        RmsNorm::new(self.weight.to_dtype(x.dtype())?, self.eps).forward(x)
+    }
+}
+
 /// A norm of a GGUF file.
-fn norm(config: &Config, name: &str, weights: &dyn Parts) -> Result<RmsNorm> {
+fn norm(config: &Config, name: &str, weights: &dyn Parts) -> Result<Norm> {
     let Some(weight) = weights.tensor(name)? else { bail!("the file has no tensor `{name}`") };
-    Ok(RmsNorm::new(weight, config.rms_norm_eps))
+    Ok(Norm { weight, eps: config.rms_norm_eps })
 }
 
 /// A decoder block: attention and a gated feed-forward network, each behind a norm and beside a residual connection.
@@ -365,12 +361,14 @@ pub(crate) struct Block {
     kv_heads: usize,
     head_dim: usize,
     rows: Rows,
-    attention_norm: RmsNorm,
+    attention_norm: Norm,
     q: Box<dyn Module>,
     k: Box<dyn Module>,
     v: Box<dyn Module>,
     o: Box<dyn Module>,
-    mlp_norm: RmsNorm,
+    /// The norms of each head's queries and keys.
+    head_norms: Option<[Norm; 2]>,
+    mlp_norm: Norm,
     gate: Box<dyn Module>,
     up: Box<dyn Module>,
     down: Box<dyn Module>,
@@ -386,18 +384,20 @@ impl Block {
             Ok(Box::new(candle_nn::linear_b(inputs, outputs, bias || vb.contains_tensor("bias"), vb)?))
         };
         let (a, m) = (config.attention_bias, config.mlp_bias);
+        let head_norm = |name| Norm::new(head_dim, eps, attention.pp(name));
         Ok(Block {
             index,
             heads,
             kv_heads,
             head_dim,
             rows: Rows::Halves,
-            attention_norm: candle_nn::rms_norm(hidden, eps, vb.pp("input_layernorm"))?,
+            attention_norm: Norm::new(hidden, eps, vb.pp("input_layernorm"))?,
             q: linear(hidden, heads * head_dim, a, attention.pp("q_proj"))?,
             k: linear(hidden, kv_heads * head_dim, a, attention.pp("k_proj"))?,
             v: linear(hidden, kv_heads * head_dim, a, attention.pp("v_proj"))?,
             o: linear(heads * head_dim, hidden, a, attention.pp("o_proj"))?,
-            mlp_norm: candle_nn::rms_norm(hidden, eps, vb.pp("post_attention_layernorm"))?,
+            head_norms: if config.head_norms() { Some([head_norm("q_norm")?, head_norm("k_norm")?]) } else { None },
+            mlp_norm: Norm::new(hidden, eps, vb.pp("post_attention_layernorm"))?,
             gate: linear(hidden, inner, m, mlp.pp("gate_proj"))?,
             up: linear(hidden, inner, m, mlp.pp("up_proj"))?,
             down: linear(inner, hidden, m, mlp.pp("down_proj"))?,
@@ -422,6 +422,7 @@ impl Block {
             k: linear("attn_k")?,
             v: linear("attn_v")?,
             o: linear("attn_output")?,
+            head_norms: if config.head_norms() { Some([norm("attn_q_norm")?, norm("attn_k_norm")?]) } else { None },
             mlp_norm: norm("ffn_norm")?,
             gate: linear("ffn_gate")?,
             up: linear("ffn_up")?,
@@ -440,9 +441,12 @@ impl Block {
         let (batch, tokens, _) = x.dims3()?;
         let split =
             |x: Tensor, heads: usize| x.reshape((batch, tokens, heads, self.head_dim))?.transpose(1, 2)?.contiguous();
-        let q = split(self.q.forward(x)?, self.heads)?;
-        let k = split(self.k.forward(x)?, self.kv_heads)?;
+        let mut q = split(self.q.forward(x)?, self.heads)?;
+        let mut k = split(self.k.forward(x)?, self.kv_heads)?;
         let v = split(self.v.forward(x)?, self.kv_heads)?;
+        if let Some([of_q, of_k]) = &self.head_norms {
+            (q, k) = (of_q.forward(&q)?, of_k.forward(&k)?);
+        }
         let pass = state.pass(state.caches[self.index].current_seq_len(), tokens, x.dtype())?;
         let turned = match self.rows {
             Rows::Halves => rotary_emb::rope,

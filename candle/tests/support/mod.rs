@@ -63,7 +63,7 @@ pub(crate) struct Network {
 
 #[derive(Clone)]
 enum Kind {
-    Llama(llama::Config),
+    Llama(Box<llama::Config>),
     Flux(flux::Config, flux::Inputs, Tensor),
 }
 
@@ -75,7 +75,7 @@ pub(crate) enum Part {
 impl Network {
     pub(crate) fn llama(folder: &Path, device: &Device) -> Network {
         let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
-        let kind = Kind::Llama(llama::Config::parse(&config).unwrap());
+        let kind = Kind::Llama(Box::new(llama::Config::parse(&config).unwrap()));
         Network { kind, device: device.clone() }
     }
 
