@@ -108,6 +108,7 @@
 //! | have weights in another element type than the file's | [`ModelBuilder::cast`], [`Weights::cast`] |
 //! | have values of weights in GGML's blocks, or such blocks again | the same, [`ModelBuilder::requantise`], [`patch::dequantise`] |
 //! | have values of such blocks on the card, in a layer's turn | [`LayerGuard::dequantise`] |
+//! | have LoRA beside weights that stay as they are | [`ModelBuilder::defer`], [`Weights::defer`], [`LayerGuard::deferred`] |
 //! | read a tensor | [`TensorView::as_slice`], [`LayerGuard::to_vec`], [`Model::to_vec`], [`Weights::read`] |
 //! | wait until a layer has arrived | [`LayerGuard::wait`], [`LayerGuard::arrived`] |
 //! | have layers in memory of your own | [`Streamer::with_slots`], [`Planner::external_slots`], [`Planner::fixed_slots`] |
@@ -175,7 +176,7 @@ pub use device::{DeviceId, Machine};
 pub use dtype::{BlockSize, DType, Element, UnknownDType};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
-pub use load::{Cancel, Loader, Model, ModelBuilder, TensorView};
+pub use load::{Cancel, Deferred, Loader, Model, ModelBuilder, TensorView};
 pub use patch::ScalePolicy;
 pub use plan::{Order, Plan, Planner, Use};
 pub use registry::Registry;

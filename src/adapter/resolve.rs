@@ -1,7 +1,7 @@
 //! Resolving adapters against a checkpoint: their modules are matched, and the steps of each tensor collected.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::claims::{Change, Claimed, Claims};
@@ -13,7 +13,7 @@ use super::names::rows::RowOrder;
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule, Matching};
-use crate::checkpoint::{Layout, Packed, Siblings, TensorId};
+use crate::checkpoint::{Layout, Packed, Pattern, Siblings, TensorId};
 use crate::encoding::Encoding;
 use crate::error::{AdapterFault, Error, Result};
 use crate::float::Float;
@@ -29,12 +29,27 @@ pub(super) struct Resolved {
 }
 
 /// What becomes of changed weights that are packed into codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum PackedWeights {
     /// They are refused.
     Refuse,
     /// They are packed again, if their codes are understood.
     Repack,
+    /// Those that these patterns name may change, as with `Repack`, and the others are refused.
+    Named(Vec<String>),
+}
+
+impl PackedWeights {
+    /// The tensors of `layout` that may change although they are packed.
+    fn allowed(&self, layout: &Layout) -> BTreeSet<TensorId> {
+        match self {
+            PackedWeights::Refuse => BTreeSet::new(),
+            PackedWeights::Repack => layout.tensor_ids().collect(),
+            PackedWeights::Named(patterns) => {
+                patterns.iter().flat_map(|text| Pattern::new(text.clone(), layout).tensors(layout)).collect()
+            }
+        }
+    }
 }
 
 /// Resolves adapters in order, each against the tensors as those before it leave them.
@@ -43,7 +58,7 @@ pub(super) fn all(
     layout: &Layout,
     adapters: &[Adapter],
     matching: Matching,
-    packed: PackedWeights,
+    packed: &PackedWeights,
 ) -> Result<Resolved> {
     let targets = Targets::new(layout);
     let mut resolving = Resolving::new(layout, siblings, packed);
@@ -59,8 +74,9 @@ pub(super) fn all(
 struct Resolving<'a> {
     layout: &'a Layout,
     siblings: Siblings<'a>,
-    packed: PackedWeights,
-    /// The packed weights that may change.
+    /// The tensors that may change even if they are packed weights.
+    allowed: BTreeSet<TensorId>,
+    /// The packed weights that change.
     codes: BTreeMap<TensorId, Codes>,
     changed: BTreeMap<TensorId, Changes>,
     report: MatchReport,
@@ -69,10 +85,10 @@ struct Resolving<'a> {
 }
 
 impl<'a> Resolving<'a> {
-    fn new(layout: &'a Layout, siblings: Siblings<'a>, packed: PackedWeights) -> Resolving<'a> {
+    fn new(layout: &'a Layout, siblings: Siblings<'a>, packed: &PackedWeights) -> Resolving<'a> {
         let (codes, changed) = (BTreeMap::new(), BTreeMap::new());
         let (report, origins) = (MatchReport::default(), Vec::new());
-        Resolving { layout, siblings, packed, codes, changed, report, origins }
+        Resolving { layout, siblings, allowed: packed.allowed(layout), codes, changed, report, origins }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -360,7 +376,7 @@ impl<'a> Resolving<'a> {
     /// The codes of a packed weight, which is to be changed.
     fn codes_of(&self, tensor: TensorId, packed: Packed) -> Result<Codes, AdapterFault> {
         let weight = self.layout.at(tensor);
-        if self.packed == PackedWeights::Repack && packed.packing.is_written() {
+        if self.allowed.contains(&tensor) && packed.packing.is_written() {
             return Codes::of((tensor, weight), &packed, &self.siblings);
         }
         let Packed { packing, sign } = packed;

@@ -3,8 +3,8 @@
 //! Workers take groups of modules in the plan's order. The pool of staging buffers has one buffer more than there are
 //! workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the host: these
 //! buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of factors
-//! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, and all factors of the
-//! adapters.
+//! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
+//! change, and all factors of the adapters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -196,6 +196,14 @@ impl<'a> Job<'a> {
             saturated: self.saturated.load(Ordering::Relaxed),
             requantised: requantised.values().copied().sum(),
             worst_requantised: worst.map(|(&tensor, _)| self.layout.at(tensor).name.clone()),
+            deferred: self.layout.factors().len(),
+            deferred_bytes: self
+                .layout
+                .factors()
+                .iter()
+                .flat_map(|of| [of.a, of.b])
+                .map(|t| self.layout.at(t).bytes)
+                .sum(),
             time,
         }
     }
@@ -278,6 +286,7 @@ impl<'a> Job<'a> {
                 let dst = &mut bytes[range];
                 match (self.reuse.in_base(tensor), self.patch(tensor)) {
                     (Some(base), _) => self.copy_on_host(base, dst)?,
+                    (None, None) if self.layout.factors_with(tensor).is_some() => self.make_factor(tensor, dst)?,
                     (None, Some(patch)) if patch.only_casts() => self.read_cast(patch, tensor, dst)?,
                     (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
                     (None, None) => self.read_plain(tensor, dst)?,
@@ -300,6 +309,9 @@ impl<'a> Job<'a> {
         for (tensor, range) in tensors {
             memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
                 (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
+                (None, None) if self.layout.factors_with(tensor).is_some() => {
+                    self.send_factor(tensor, range, memory, stream)?
+                }
                 (None, Some(patch)) if patch.only_casts() => self.send_cast(patch, tensor, range, memory, stream)?,
                 (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,
                 (None, None) => self.send_plain(tensor, range, memory, stream)?,
@@ -311,6 +323,23 @@ impl<'a> Job<'a> {
     /// Sends an unpatched tensor in pieces through the pool.
     fn send_plain(&self, tensor: TensorId, range: Range<usize>, memory: BufMut, stream: &dyn Stream) -> Result<BufMut> {
         self.send_parts(range, memory, stream, |at, dst| self.read_part(tensor, at as u64, dst))
+    }
+
+    /// Sends a factor of a deferred change in pieces through the pool.
+    fn send_factor(
+        &self,
+        tensor: TensorId,
+        range: Range<usize>,
+        memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
+        let mut factor = vec![0; range.len()];
+        self.make_factor(tensor, &mut factor)?;
+        self.send_parts(range, memory, stream, |at, dst| {
+            self.check_cancelled()?;
+            dst.copy_from_slice(&factor[at..][..dst.len()]);
+            Ok(())
+        })
     }
 
     /// Sends a tensor that is only cast in pieces through the pool.
@@ -454,6 +483,14 @@ impl<'a> Job<'a> {
         if outcome.requantised.values > 0 {
             lock(&self.requantised).insert(tensor, outcome.requantised);
         }
+        self.advance(dst.len() as u64);
+        Ok(())
+    }
+
+    /// Makes a factor of a deferred change from the adapters' factors.
+    fn make_factor(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
+        self.check_cancelled()?;
+        self.files(tensor)?.read(tensor, dst)?;
         self.advance(dst.len() as u64);
         Ok(())
     }

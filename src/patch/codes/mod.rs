@@ -182,6 +182,19 @@ impl OfCodes {
 }
 
 impl TensorPatch {
+    /// Whether it is for a tensor beside the codes of a packed weight.
+    pub(crate) fn is_beside_codes(&self) -> bool {
+        self.codes.as_ref().is_some_and(|of| of.part > 0)
+    }
+
+    /// Whether it and another are for tensors of one packed weight.
+    pub(crate) fn is_of_codes_of(&self, other: &TensorPatch) -> bool {
+        let both = self.codes.as_ref().zip(other.codes.as_ref());
+        both.is_some_and(|(one, other)| Arc::ptr_eq(&one.codes, &other.codes))
+    }
+}
+
+impl TensorPatch {
     /// The patches that make `changes` to the values of a packed weight: of the tensor of its codes, and of those beside it that
     /// change along with them.
     ///
