@@ -473,9 +473,9 @@ fn a_cache_tells_deferred_models_apart_and_demotes_them() {
     let registry = Registry::described(machine(), Clock::Virtual);
     let cache = tensor_offload::ModelCache::new();
     cache.insert("model", load(&registry, &half, &plan), tensor_offload::Retention::Keep);
-    let report = cache
-        .make_room(&registry, GPU0, machine().device(GPU0).unwrap().total - 200_000, tensor_offload::cache::Evict::Kept)
-        .unwrap();
+    let slots = plan.demoted(half.layout(), registry.machine()).unwrap().slots().bytes();
+    let room = machine().device(GPU0).unwrap().total - slots;
+    let report = cache.make_room(&registry, GPU0, room, tensor_offload::cache::Evict::Kept).unwrap();
     assert_eq!(report.demoted.len(), 1, "{report}");
     let model = cache.get("model").unwrap();
     check_everything(&model, &half);
