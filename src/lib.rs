@@ -88,7 +88,8 @@
 //! - A **tensor** is what a file stores under one name. A **module** is the tensors of one operation (`X.weight`,
 //!   `X.bias`, `X.weight_scale`). A **layer** is the modules that run together (`model.layers.7`); it is what is
 //!   streamed. Layers whose roles, types and sizes agree are of one **class**.
-//! - The **weights** of a model are a checkpoint and the adapters that are merged into it.
+//! - The **weights** of a model are a checkpoint and the adapters that are merged into it. A change is **deferred** when it
+//!   is not merged: its **factors** are tensors beside the weight, and the caller computes `W x + s B (A x)`.
 //! - The **compute device** runs the network. The **remainder device**, the one marked `*` or else `cpu`, takes what
 //!   no quota holds.
 //! - A module's **home** is the device that keeps it. It is **resident** when that is the compute device, **streamed**

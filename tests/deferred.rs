@@ -1,6 +1,8 @@
 //! Weights whose changes are not merged: their bytes stay, and the factors of the change come beside them.
 
 mod reference;
+#[path = "support/examples.rs"]
+mod run;
 mod support;
 
 use std::path::Path;
@@ -780,4 +782,61 @@ proptest! {
         let merged = patched(&checkpoint, adapters()).cast_floats(DType::F32).unwrap();
         check(&deferred(&checkpoint, adapters(), dtype), &merged, dtype);
     }
+}
+
+/// `offload` checks every tensor against what the weights give, factors too.
+#[test]
+fn the_example_shows_deferred_weights_and_merge_does_not_have_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let model = path("model.gguf");
+    let mut file = Gguf::new("llama");
+    for layer in 0..3 {
+        for (name, dtype) in [("attn_q", DType::Q8_0), ("ffn_up", DType::IQ2_XXS)] {
+            file = file.some(&format!("blk.{layer}.{name}.weight"), dtype, &[64, 256]);
+        }
+    }
+    std::fs::write(&model, file.build()).unwrap();
+    let factors = (0..3).flat_map(|layer| {
+        ["attn_q", "ffn_up"].into_iter().flat_map(move |name| {
+            let name = format!("blk.{layer}.{name}");
+            [
+                f32s(&format!("{name}.lora_A.weight"), &[4, 256], &numbers(layer, 1024)),
+                f32s(&format!("{name}.lora_B.weight"), &[64, 4], &numbers(layer + 9, 256)),
+            ]
+        })
+    });
+    let factors: Vec<Tensor> = factors.collect();
+    let specs: Vec<_> = factors.iter().map(|(name, dtype, shape, _)| spec(name.clone(), *dtype, shape)).collect();
+    let lora = path("lora.safetensors");
+    tensor_offload::checkpoint::write_safetensors(Path::new(&lora), &specs, &Default::default(), |tensor, out| {
+        out.put(&factors[tensor].3)
+    })
+    .unwrap();
+    let adapter = format!("{lora}:0.5");
+    let common = [model.as_str(), "--adapter", adapter.as_str(), "--steps", "1", "--compute-ms", "0"];
+    let devices = ["--device", "cuda:0=1mb,link=1", "--device", "cpu=64mb"];
+    let args = |more: &[&'static str]| [&common[..], &devices[..], more].concat();
+    let report = run::json_of("offload", &args(&["--defer", "bf16"]));
+    let deferred = report["deferred"].as_array().unwrap();
+    assert_eq!((deferred.len(), &report["load"]["deferred"], &report["load"]["patched"]), (6, &6.into(), &0.into()));
+    assert_eq!(report["load"]["deferred_bytes"], 6 * 2 * (4 * 256 + 64 * 4));
+    let first = &deferred[0];
+    assert_eq!((&first["weight"], &first["scale"]), (&"blk.0.attn_q.weight".into(), &0.5.into()));
+    assert_eq!((&first["b"], &first["b_shape"]), (&"blk.0.attn_q.lora_B.weight".into(), &serde_json::json!([64, 4])));
+    assert_eq!((&first["a_shape"], &first["dtype"]), (&serde_json::json!([4, 256]), &"BF16".into()));
+    let text = run::works("offload", &args(&["--defer", "F32"]));
+    assert!(text.contains("6 weights deferred with") && text.contains("every tensor matches"), "{text}");
+    // Some deferred, the others requantised or refused.
+    let (_, message) = run::fails("offload", &args(&["--defer", "*.ffn_up=f16"]));
+    assert!(message.contains("attn_q"), "{message}");
+    let report = run::json_of("offload", &args(&["--defer", "*.ffn_up=f16", "--requantise"]));
+    assert_eq!((&report["load"]["deferred"], &report["load"]["patched"]), (&3.into(), &3.into()));
+    for (text, word) in [("nothing=f16", "nothing"), ("*=f15", "f15"), ("q4_0", "F32, F16 or BF16")] {
+        let text = ["--defer", text];
+        let (_, message) = run::fails("offload", &[&common[..], &devices[..], &text[..]].concat());
+        assert!(message.contains(word), "{message}");
+    }
+    let (kind, message) = run::fails("merge", &[&common[..3], &["--out", "x.gguf", "--defer", "bf16"]].concat());
+    assert!(kind == "Usage" && message.contains("--defer"), "{kind}: {message}");
 }
