@@ -702,6 +702,81 @@ fn packed_weights_are_deferred_if_they_are_named() {
     assert_eq!((built.report().deferred, built.report().patched), (4, 0));
 }
 
+/// Nothing has to be known of codes that stay but the shape of their values.
+#[test]
+fn codes_that_cannot_be_written_stay_where_their_shape_is_known() {
+    use DType::{F8E4M3, F16, F32, I8, I32, I64, U8};
+    let zeros = |name: &str, dtype: DType, shape: &[u64]| {
+        reference::tensor(name, dtype, shape, vec![1; dtype.bytes_of(shape).unwrap() as usize])
+    };
+    let stated = |shape: [i64; 2]| {
+        let bytes = shape.into_iter().flat_map(i64::to_le_bytes).collect();
+        reference::tensor("a.q.weight_shape", I64, &[2], bytes)
+    };
+    let compressed = |shape| {
+        vec![zeros("a.q.weight_packed", I32, &[24, 8]), zeros("a.q.weight_scale", F16, &[24, 1]), stated(shape)]
+    };
+    // Each with the name of the codes, and whether the shape is known to be [24, 64].
+    let cases = [
+        (
+            "a.q.qweight",
+            true,
+            vec![
+                zeros("a.q.qweight", I32, &[8, 24]),
+                zeros("a.q.qzeros", I32, &[1, 3]),
+                zeros("a.q.scales", F16, &[1, 24]),
+            ],
+        ),
+        (
+            "a.q.qweight",
+            true,
+            vec![
+                zeros("a.q.qweight", I32, &[64, 3]),
+                zeros("a.q.qzeros", I32, &[1, 3]),
+                zeros("a.q.scales", F16, &[1, 24]),
+            ],
+        ),
+        ("a.q.weight", true, vec![zeros("a.q.weight", I8, &[24, 64]), zeros("a.q.SCB", F32, &[24])]),
+        ("a.q.weight", true, vec![zeros("a.q.weight", U8, &[24, 32]), zeros("a.q.weight_scale", U8, &[24, 2])]),
+        ("a.q.weight_packed", true, compressed([24, 64])),
+        ("a.q.weight_packed", false, compressed([24, 48])),
+        ("a.q.W_q", false, vec![zeros("a.q.W_q", U8, &[24, 32]), zeros("a.q.meta", U8, &[4])]),
+        // A scale that is not understood.
+        ("a.q.weight", true, vec![zeros("a.q.weight", F8E4M3, &[24, 64]), zeros("a.q.weight_zero_point", F32, &[7])]),
+    ];
+    let lora = || vec![loras(&[("a.q", 24, 64, 2, 1.0)], 1, 0.5)];
+    for (name, known, tensors) in cases {
+        let base = file("model", &tensors);
+        assert!(Weights::patched(base.clone(), lora(), Matching::Strict).is_err(), "{tensors:?}");
+        assert!(Weights::repacked(base.clone(), lora(), Matching::Strict).is_err());
+        let outcome = Weights::deferred(base.clone(), lora(), Matching::Strict, &[("a.q", F16)]);
+        if !known {
+            assert!(
+                matches!(outcome, Err(Error::Adapter { fault, .. }) if matches!(*fault, AdapterFault::Packed { .. }))
+            );
+            continue;
+        }
+        let weights = outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!((weights.layout().factors().len(), weights.patches().iter().count()), (1, 0));
+        let model = load_on_cpu(&weights);
+        for (name, _, _, bytes) in &tensors {
+            assert!(read(&model, name).unwrap() == *bytes, "{name}");
+        }
+        let of = model.deferred(name).unwrap();
+        assert_eq!((of.a.shape(), of.b.shape(), of.a.name()), (&[2, 64][..], &[24, 2][..], "a.q.lora_A.weight"));
+        // Factors of another shape, and other kinds.
+        let wide = vec![loras(&[("a.q", 24, 60, 2, 1.0)], 1, 0.5)];
+        assert!(Weights::deferred(base.clone(), wide, Matching::Strict, &[("*", F16)]).is_err());
+        let lokr = [f32s("a.q.lokr_w1", &[4, 8], &[0.5; 32]), f32s("a.q.lokr_w2", &[6, 8], &[0.5; 48])];
+        let lokr = vec![Adapter::from_checkpoint(file("lokr", &lokr), 1.0).unwrap()];
+        let error = Weights::deferred(base, lokr, Matching::Strict, &[("*", F16)]).unwrap_err();
+        assert!(error.to_string().contains("LoKr"), "{error}");
+    }
+    let layout =
+        deferred(&open(&llama(1, 32), 1), vec![on_all(&open(&llama(1, 32), 1), 1, 1, 1.0)], F16).layout().clone();
+    assert_eq!(open(&llama(1, 32), 1).with_layout(layout).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
 #[test]
 fn blocks_without_a_policy_are_refused_and_all_policies_are_named() {
     let checkpoint = blocks_model(1);

@@ -59,7 +59,7 @@ impl Patches {
         let ends = Ends::of(layout, &adapters)?;
         let now = ends.layout().unwrap_or(layout);
         let siblings = Siblings::of(now);
-        let patches = Patches::resolve_among(siblings, now, &adapters, matching, &PackedWeights::Refuse)?;
+        let patches = Patches::resolve_among(siblings, now, &adapters, matching, &PackedWeights::default())?;
         patches.with_ends(ends, layout)
     }
 

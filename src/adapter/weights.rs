@@ -49,7 +49,7 @@ impl Weights {
     /// # Errors
     /// As [`Patches::resolve`].
     pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
-        Weights::resolved(checkpoint, adapters, matching, &PackedWeights::Refuse)
+        Weights::resolved(checkpoint, adapters, matching, &PackedWeights::default())
     }
 
     /// As [`patched`](Weights::patched), but weights that are packed into codes of bitsandbytes (NF4 and FP4) or NVFP4 may be changed
@@ -68,13 +68,14 @@ impl Weights {
     /// As [`Patches::resolve`]; [`Error::Adapter`] with [`AdapterFault::Codes`] for a packed weight whose codes are not understood, a
     /// tensor of which is missing, or that would be padded; with [`AdapterFault::Packed`] for one of another packing.
     pub fn repacked(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
-        Weights::resolved(checkpoint, adapters, matching, &PackedWeights::Repack)
+        Weights::resolved(checkpoint, adapters, matching, &PackedWeights { repacked: true, deferred: Vec::new() })
     }
 
     /// As [`patched`](Weights::patched), with the changes of some weights [deferred](Weights::defer): of those that a pattern names, as
-    /// factors of the type beside it. A later pattern decides for the weights that several name. Weights that are packed into codes
-    /// of bitsandbytes (NF4 and FP4) or NVFP4 are among them, which `patched` refuses; those that no pattern names are refused
-    /// still.
+    /// factors of the type beside it. A later pattern decides for the weights that several name. Weights that `patched` refuses are
+    /// among them, since their codes and scales stay as they are: those that are packed into codes of bitsandbytes (NF4, FP4 and
+    /// int8), NVFP4, MXFP4, GPTQ, AWQ, int8, or four or eight bits of compressed-tensors, if the tensors beside the codes say which shape
+    /// the values have, and those with a scale that is not understood. What no pattern names is refused still.
     ///
     /// # Errors
     /// As [`patched`](Weights::patched) and [`defer`](Weights::defer).
@@ -84,9 +85,18 @@ impl Weights {
         matching: Matching,
         deferred: &[(impl AsRef<str>, DType)],
     ) -> Result<Weights> {
-        let patterns = deferred.iter().map(|(pattern, _)| pattern.as_ref().to_owned()).collect();
-        let weights = Weights::resolved(checkpoint, adapters, matching, &PackedWeights::Named(patterns))?;
-        deferred.iter().try_fold(weights, |weights, (pattern, dtype)| weights.defer(pattern.as_ref(), *dtype))
+        Weights::all_deferred((checkpoint, adapters, matching), false, deferred)
+    }
+
+    /// As [`deferred`](Weights::deferred). With `repacked`, packed weights that no pattern names are packed again.
+    pub(crate) fn all_deferred(
+        (checkpoint, adapters, matching): (Checkpoint, Vec<Adapter>, Matching),
+        repacked: bool,
+        rules: &[(impl AsRef<str>, DType)],
+    ) -> Result<Weights> {
+        let deferred = rules.iter().map(|(pattern, _)| pattern.as_ref().to_owned()).collect();
+        let weights = Weights::resolved(checkpoint, adapters, matching, &PackedWeights { repacked, deferred })?;
+        rules.iter().try_fold(weights, |weights, (pattern, dtype)| weights.defer(pattern.as_ref(), *dtype))
     }
 
     fn resolved(

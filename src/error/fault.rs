@@ -479,12 +479,17 @@ const DEQUANTISE: &str = "dequantise the file first, to BF16 for example, and us
 
 /// What else the caller can do about a weight of this packing.
 fn packed_again(packing: Packing) -> &'static str {
-    match packing.is_written() {
-        true => {
+    use Packing::{Awq, BitsAndBytesInt8, CompressedTensors, Gptq, Int8, Mxfp4};
+    match packing {
+        _ if packing.is_written() => {
             ", or have its new values packed again by ModelBuilder::requantise or Weights::repacked (--requantise), or the \
              factors of LoRA beside it by ModelBuilder::defer or Weights::deferred (--defer)"
         }
-        false => "",
+        Gptq | Awq | Int8 | BitsAndBytesInt8 | Mxfp4 | CompressedTensors => {
+            ", or, if the tensors beside it tell the shape of its values, have the factors of LoRA beside it by \
+             ModelBuilder::defer or Weights::deferred (--defer)"
+        }
+        _ => "",
     }
 }
 

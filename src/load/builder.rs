@@ -219,13 +219,8 @@ impl ModelBuilder {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
-        let (checkpoint, adapters, deferred) = (self.checkpoint.clone(), self.adapters.clone(), self.deferred.iter());
-        let weights = match self.requantises {
-            true => deferred
-                .cloned()
-                .try_fold(Weights::repacked(checkpoint, adapters, self.matching)?, |w, (p, dtype)| w.defer(p, dtype)),
-            false => Weights::deferred(checkpoint, adapters, self.matching, &self.deferred),
-        }?;
+        let inputs = (self.checkpoint.clone(), self.adapters.clone(), self.matching);
+        let weights = Weights::all_deferred(inputs, self.requantises, &self.deferred)?;
         let weights = weights.scales(self.scales)?.rounding(self.rounding);
         let weights = self.casts.iter().try_fold(weights, |weights, (pattern, dtype)| match pattern {
             Some(pattern) => weights.cast(pattern, *dtype),

@@ -161,5 +161,6 @@ impl Layout {
 
 /// What the names of a weight's factors begin with.
 fn factor_base(weight: &str) -> &str {
-    weight.strip_suffix(".weight").or_else(|| weight.strip_suffix(".weight_packed")).unwrap_or(weight)
+    let endings = [".weight", ".weight_packed", ".qweight"];
+    endings.iter().find_map(|ending| weight.strip_suffix(ending)).unwrap_or(weight)
 }
