@@ -1,12 +1,16 @@
 //! The factors of weights whose changes are not merged.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::model::Model;
 use super::read_back::TensorView;
+use super::worker::Job;
 use crate::adapter::Weights;
+use crate::backend::{BufMut, Stream};
 use crate::checkpoint::TensorId;
+use crate::error::Result;
 
 /// The changes of a weight W that are not merged into it: with them its output is `W x + scale B (A x)`.
 /// [`Weights::defer`](crate::Weights::defer) says what that means for weights of other shapes.
@@ -63,5 +67,32 @@ impl Model {
     ) -> Option<Deferred<'a>> {
         let (factors, scale) = (self.layout().factors_of(weight)?, *self.scales().get(&weight)?);
         Some(Deferred { a: view(factors.a)?, b: view(factors.b)?, scale })
+    }
+}
+
+impl Job<'_> {
+    /// Sends a factor of a deferred change in pieces through the pool.
+    pub(super) fn send_factor(
+        &self,
+        tensor: TensorId,
+        range: Range<usize>,
+        memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
+        let mut factor = vec![0; range.len()];
+        self.make_factor(tensor, &mut factor)?;
+        self.send_parts(range, memory, stream, |at, dst| {
+            self.check_cancelled()?;
+            dst.copy_from_slice(&factor[at..][..dst.len()]);
+            Ok(())
+        })
+    }
+
+    /// Makes a factor of a deferred change from the adapters' factors.
+    pub(super) fn make_factor(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
+        self.check_cancelled()?;
+        self.files(tensor)?.read(tensor, dst)?;
+        self.advance(dst.len() as u64);
+        Ok(())
     }
 }

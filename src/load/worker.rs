@@ -325,23 +325,6 @@ impl<'a> Job<'a> {
         self.send_parts(range, memory, stream, |at, dst| self.read_part(tensor, at as u64, dst))
     }
 
-    /// Sends a factor of a deferred change in pieces through the pool.
-    fn send_factor(
-        &self,
-        tensor: TensorId,
-        range: Range<usize>,
-        memory: BufMut,
-        stream: &dyn Stream,
-    ) -> Result<BufMut> {
-        let mut factor = vec![0; range.len()];
-        self.make_factor(tensor, &mut factor)?;
-        self.send_parts(range, memory, stream, |at, dst| {
-            self.check_cancelled()?;
-            dst.copy_from_slice(&factor[at..][..dst.len()]);
-            Ok(())
-        })
-    }
-
     /// Sends a tensor that is only cast in pieces through the pool.
     fn send_cast(
         &self,
@@ -357,7 +340,7 @@ impl<'a> Job<'a> {
     }
 
     /// Sends a tensor in pieces through the pool. `read` fills a buffer with the tensor's bytes from a byte on.
-    fn send_parts(
+    pub(super) fn send_parts(
         &self,
         range: Range<usize>,
         mut memory: BufMut,
@@ -487,16 +470,8 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Makes a factor of a deferred change from the adapters' factors.
-    fn make_factor(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
-        self.check_cancelled()?;
-        self.files(tensor)?.read(tensor, dst)?;
-        self.advance(dst.len() as u64);
-        Ok(())
-    }
-
     /// The weights' files, to read a tensor that the base does not have.
-    fn files(&self, tensor: TensorId) -> Result<&'a Weights> {
+    pub(super) fn files(&self, tensor: TensorId) -> Result<&'a Weights> {
         self.weights.ok_or_else(|| {
             let tensor = self.layout.at(tensor).name.clone();
             Missing::Held { tensor }.into()
@@ -523,7 +498,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    fn advance(&self, bytes: u64) {
+    pub(super) fn advance(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if let Some(progress) = self.loader.progress {
             progress.advance(done, self.plan.bytes());
