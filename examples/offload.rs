@@ -15,11 +15,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
+use support::deferred::DeferOptions;
 use support::options::{DeviceOptions, PlanOptions};
 use support::values::Values;
 use tensor_offload::adapter::MatchReport;
 use tensor_offload::allocation::Mode;
 use tensor_offload::backend::Clock;
+use tensor_offload::checkpoint::Factors;
 use tensor_offload::device::{Bandwidth, DeviceInfo, DeviceKind, Topology};
 use tensor_offload::{
     Adapter, Allocation, ByteSize, Checkpoint, DType, DeviceId, Error, Loader, Machine, Model, ModelCache, Plan,
@@ -43,6 +45,8 @@ struct Args {
     model: Option<PathBuf>,
     #[command(flatten)]
     adapters: AdapterOptions,
+    #[command(flatten)]
+    deferred: DeferOptions,
     /// Which device takes how much: `cuda:0,2.5gb;cpu,*`, `cuda:0,50%;cpu,50%`, `cuda:0,0.8` (of its memory),
     /// `#cuda:0;4.0;cpu` (GiB that leave cuda:0), `auto` or `auto,reserve=2gb` (what makes a step shortest)
     /// [default: a quarter on the compute device, the rest on cpu]
@@ -108,6 +112,10 @@ impl support::Example for Args {
         self.say(|| format!("streamed {}{}", streamer.report(), segments.iter().map(carried).collect::<String>()));
         let hash = verify(&mut streamer, &weights, &devices, values.as_mut())?;
         self.say(|| format!("every tensor matches a merge on the host: sha256 {hash}"));
+        let deferred = deferred(&model);
+        if !deferred.is_empty() {
+            self.say(|| deferred_lines(&deferred));
+        }
         let values = values.map(Values::checked).zip(self.dequantise.or(self.plan.unpack));
         if let Some(((tensors, hash), dtype)) = &values {
             self.say(|| format!("the values of {tensors} tensors, as {dtype}, match the host's: sha256 {hash}"));
@@ -127,6 +135,9 @@ impl support::Example for Args {
             "plan": plan, "load": load, "steps": steps, "stream": stream, "segments": segments, "sha256": hash, "unload": cleanup.unload,
             "devices": peaks, "snapshots": [start.to_string(), loaded.to_string(), end.to_string()],
         });
+        if !deferred.is_empty() {
+            report["deferred"] = json!(deferred);
+        }
         if let Some(((tensors, hash), dtype)) = values {
             report["values"] = json!({ "dtype": dtype, "tensors": tensors, "sha256": hash });
         }
@@ -136,12 +147,14 @@ impl support::Example for Args {
 
 impl Args {
     fn weights(&self) -> Result<Weights> {
+        let mut adapters = self.adapters.clone();
+        adapters.deferred = self.deferred.patterns()?;
         match &self.model {
-            Some(model) => self.adapters.apply_to(Checkpoint::open(model)?),
-            None if self.adapters.adapters.is_empty() => {
-                self.adapters.merge(Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?])
+            Some(model) => adapters.apply_to(Checkpoint::open(model)?),
+            None if adapters.adapters.is_empty() => {
+                adapters.merge(Checkpoint::open(TINY_LLAMA)?, vec![Adapter::open(TINY_LORA, 1.0)?])
             }
-            None => self.adapters.apply_to(Checkpoint::open(TINY_LLAMA)?),
+            None => adapters.apply_to(Checkpoint::open(TINY_LLAMA)?),
         }
     }
 
@@ -309,8 +322,8 @@ fn verify(
                 // What is unpacked is compared below.
                 false => model.read(name, &mut streamed)?,
             }
-            let tensor = weights.checkpoint().find(name);
-            let tensor = tensor.ok_or_else(|| invalid(format!("the checkpoint has no tensor `{name}`")))?;
+            let tensor = weights.layout().find(name);
+            let tensor = tensor.ok_or_else(|| invalid(format!("the weights have no tensor `{name}`")))?;
             weights.read(tensor, &mut merged)?;
             if streamed != merged {
                 return Err(invalid(format!("tensor `{name}` did not arrive as it was patched")));
@@ -321,6 +334,30 @@ fn verify(
         }
     }
     Ok(whole.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The weights whose changes are not merged, with their factors.
+fn deferred(model: &Model) -> Vec<Value> {
+    let layout = model.layout();
+    let describe = |of: &Factors| {
+        let weight = &layout.tensor(of.weight)?.name;
+        let factors = model.deferred(weight)?;
+        let (a, b) = (&factors.a, &factors.b);
+        Some(json!({
+            "weight": weight, "a": a.name(), "a_shape": a.shape(), "b": b.name(), "b_shape": b.shape(), "dtype": a.dtype(),
+            "scale": factors.scale, "bytes": a.size() + b.size(),
+        }))
+    };
+    layout.factors().iter().filter_map(describe).collect()
+}
+
+/// How many weights are deferred, and one of them.
+fn deferred_lines(deferred: &[Value]) -> String {
+    let (count, first) = (deferred.len(), &deferred[0]);
+    format!(
+        "{count} weights are as in the file, with factors beside them: the first is W x + s B (A x) with {} {}, {} {}, s {}",
+        first["a"], first["a_shape"], first["b"], first["b_shape"], first["scale"]
+    )
 }
 
 /// The checkpoint, and what became of the adapters where there are any.

@@ -88,7 +88,8 @@
 //! - A **tensor** is what a file stores under one name. A **module** is the tensors of one operation (`X.weight`,
 //!   `X.bias`, `X.weight_scale`). A **layer** is the modules that run together (`model.layers.7`); it is what is
 //!   streamed. Layers whose roles, types and sizes agree are of one **class**.
-//! - The **weights** of a model are a checkpoint and the adapters that are merged into it.
+//! - The **weights** of a model are a checkpoint and the adapters that are merged into it. A change is **deferred** when it
+//!   is not merged: its **factors** are tensors beside the weight, and the caller computes `W x + s B (A x)`.
 //! - The **compute device** runs the network. The **remainder device**, the one marked `*` or else `cpu`, takes what
 //!   no quota holds.
 //! - A module's **home** is the device that keeps it. It is **resident** when that is the compute device, **streamed**
@@ -108,6 +109,7 @@
 //! | have weights in another element type than the file's | [`ModelBuilder::cast`], [`Weights::cast`] |
 //! | have values of weights in GGML's blocks, or such blocks again | the same, [`ModelBuilder::requantise`], [`patch::dequantise`] |
 //! | have values of such blocks on the card, in a layer's turn or in slots | [`LayerGuard::dequantise`], [`Planner::unpack`] |
+//! | have LoRA beside weights that stay as they are | [`ModelBuilder::defer`], [`Weights::defer`], [`LayerGuard::deferred`] |
 //! | read a tensor | [`TensorView::as_slice`], [`LayerGuard::to_vec`], [`Model::to_vec`], [`Weights::read`] |
 //! | wait until a layer has arrived | [`LayerGuard::wait`], [`LayerGuard::arrived`] |
 //! | have layers in memory of your own | [`Streamer::with_slots`], [`Planner::external_slots`], [`Planner::fixed_slots`] |
@@ -175,7 +177,7 @@ pub use device::{DeviceId, Machine};
 pub use dtype::{BlockSize, DType, Element, UnknownDType};
 pub use error::{Error, ErrorKind, Result};
 pub use limits::Limits;
-pub use load::{Cancel, Loader, Model, ModelBuilder, TensorView};
+pub use load::{Cancel, Deferred, Loader, Model, ModelBuilder, TensorView};
 pub use patch::ScalePolicy;
 pub use plan::{Order, Plan, Planner, Use};
 pub use registry::Registry;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Args, ValueEnum};
 use tensor_offload::adapter::RotaryRows;
-use tensor_offload::{Adapter, Checkpoint, Error, Matching, Result, ScalePolicy, Weights};
+use tensor_offload::{Adapter, Checkpoint, DType, Error, Matching, Result, ScalePolicy, Weights};
 
 use super::casts::CastOptions;
 
@@ -40,6 +40,9 @@ pub(crate) struct AdapterOptions {
     pub(crate) requantise: bool,
     #[command(flatten)]
     pub(crate) casts: CastOptions,
+    /// Patterns of weights whose changes are not merged, and the types of their factors
+    #[arg(skip)]
+    pub(crate) deferred: Vec<(String, DType)>,
 }
 
 /// What becomes of scales, as an option's value.
@@ -60,8 +63,15 @@ impl AdapterOptions {
     pub(crate) fn merge(&self, checkpoint: Checkpoint, adapters: Vec<Adapter>) -> Result<Weights> {
         let matching = if self.allow_partial { Matching::AllowPartial } else { Matching::Strict };
         let adapters = adapters.into_iter().map(|adapter| self.settings(adapter)).collect::<Result<_>>()?;
-        let matched = if self.requantise { Weights::repacked } else { Weights::patched };
-        let weights = matched(checkpoint, adapters, matching)?;
+        let weights = match self.requantise {
+            true => self
+                .deferred
+                .iter()
+                .try_fold(Weights::repacked(checkpoint, adapters, matching)?, |weights, (pattern, dtype)| {
+                    weights.defer(pattern, *dtype)
+                })?,
+            false => Weights::deferred(checkpoint, adapters, matching, &self.deferred)?,
+        };
         let weights = match self.scales {
             ScalesOption::Keep => weights,
             ScalesOption::Recompute => weights.scales(ScalePolicy::Recompute)?,

@@ -4,6 +4,7 @@
 
 pub(crate) mod adapters;
 pub(crate) mod casts;
+pub(crate) mod deferred;
 pub(crate) mod devices;
 pub(crate) mod model;
 pub(crate) mod options;

@@ -8,6 +8,7 @@
 mod casts;
 mod claims;
 mod config;
+mod deferred;
 mod experts;
 mod gguf;
 mod kinds;

@@ -1,16 +1,16 @@
 //! The patches of a checkpoint: what its adapters change, tensor by tensor.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::Adapter;
 use super::report::{Applied, MatchReport, SkipReason, Skipped};
 use super::resolve::{self, PackedWeights, Resolved};
 use super::tied::{Apart, Ends};
-use crate::checkpoint::{Checkpoint, Layout, Siblings, TensorId};
+use crate::checkpoint::{Checkpoint, FactorShapes, Layout, Siblings, TensorId};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::patch::{Origin, ScalePolicy, TensorPatch};
+use crate::patch::{Deferral, Origin, ScalePolicy, Side, TensorPatch};
 use crate::rounding::Rounding;
 
 /// Whether every part of an adapter must match the checkpoint.
@@ -32,6 +32,8 @@ pub enum Matching {
 #[derive(Clone, Debug, Default)]
 pub struct Patches {
     tensors: BTreeMap<TensorId, TensorPatch>,
+    /// The weights whose changes are not merged.
+    deferred: BTreeMap<TensorId, Deferral>,
     /// The checkpoint's layout with an untied head, if there is one.
     with_head: Option<Layout>,
     layout: Layout,
@@ -57,7 +59,7 @@ impl Patches {
         let ends = Ends::of(layout, &adapters)?;
         let now = ends.layout().unwrap_or(layout);
         let siblings = Siblings::of(now);
-        let patches = Patches::resolve_among(siblings, now, &adapters, matching, PackedWeights::Refuse)?;
+        let patches = Patches::resolve_among(siblings, now, &adapters, matching, &PackedWeights::default())?;
         patches.with_ends(ends, layout)
     }
 
@@ -66,7 +68,7 @@ impl Patches {
         checkpoint: &Checkpoint,
         adapters: Vec<Adapter>,
         matching: Matching,
-        packed: PackedWeights,
+        packed: &PackedWeights,
     ) -> Result<Patches> {
         let ends = Ends::of(checkpoint.layout(), &adapters)?;
         let with_head = ends.layout().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
@@ -81,7 +83,7 @@ impl Patches {
         layout: &Layout,
         adapters: &[Adapter],
         matching: Matching,
-        packed: PackedWeights,
+        packed: &PackedWeights,
     ) -> Result<Patches> {
         let Resolved { tensors, layout: patched, report, origins } =
             resolve::all(siblings, layout, adapters, matching, packed)?;
@@ -182,6 +184,23 @@ impl Patches {
         (!self.tensors.is_empty()).then_some(self.policy)
     }
 
+    /// The weights whose changes are deferred, and the type of their factors.
+    pub(crate) fn deferred_types(&self) -> Vec<(TensorId, DType)> {
+        self.deferred.iter().map(|(&weight, deferral)| (weight, deferral.float().dtype())).collect()
+    }
+
+    /// The changes of a weight, if they are deferred.
+    pub(crate) fn deferral(&self, weight: TensorId) -> Option<&Deferral> {
+        self.deferred.get(&weight)
+    }
+
+    /// The changes that a tensor of the layout is a factor of, and which.
+    pub(crate) fn factor(&self, tensor: TensorId) -> Option<(&Deferral, Side)> {
+        let factors = self.layout.factors_with(tensor)?;
+        let side = if factors.a == tensor { Side::A } else { Side::B };
+        Some((self.deferred.get(&factors.weight)?, side))
+    }
+
     /// Whether weights in blocks or codes that the adapters change become such again.
     pub(crate) fn requantises(&self) -> bool {
         self.tensors.values().any(TensorPatch::requantises)
@@ -205,6 +224,50 @@ impl Patches {
     /// [`Error::Unpatchable`] for the first weight in blocks that is neither cast nor requantised.
     pub(crate) fn check_targets(&self) -> Result<()> {
         self.tensors.values().try_for_each(TensorPatch::check_target)
+    }
+
+    /// Takes the changes of these weights out of the patches. What is beside a packed one stays with it.
+    pub(super) fn put_off(&mut self, deferred: Vec<(TensorId, Deferral)>) {
+        for (weight, deferral) in deferred {
+            if let Some(mut patch) = self.tensors.remove(&weight) {
+                self.tensors.retain(|_, other| !other.is_of_codes_of(&patch));
+                patch.drop_steps();
+                if patch.casts() {
+                    self.tensors.insert(weight, patch);
+                }
+            }
+            self.deferred.insert(weight, deferral);
+        }
+    }
+
+    /// Lays the tensors out anew, from the checkpoint's layout.
+    ///
+    /// # Errors
+    /// As [`Weights::defer`](super::Weights::defer).
+    pub(super) fn lay_out(mut self, stored: &Layout) -> Result<Patches> {
+        // Tensors of the same bytes are cast together, but for one that changed when the others were cast.
+        let (mut types, mut apart) = (BTreeMap::new(), BTreeSet::new());
+        for tensor in stored.tensor_ids() {
+            let (owner, dtype) = (stored.storage(tensor), self.tensors.get(&tensor).map(TensorPatch::dtype));
+            if *types.entry(owner).or_insert(dtype) != dtype {
+                apart.insert(owner);
+            }
+        }
+        let changed = |(&tensor, patch): (&TensorId, &TensorPatch)| {
+            let own = !patch.only_casts() || apart.contains(&stored.storage(tensor));
+            own.then(|| (tensor, patch.patched_shape().to_vec()))
+        };
+        let changed: Vec<_> = self.tensors.iter().filter_map(changed).collect();
+        let factors = self.deferred.iter().map(|(&weight, deferral)| FactorShapes {
+            weight,
+            dtype: deferral.float().dtype(),
+            a: deferral.shape(Side::A),
+            b: deferral.shape(Side::B),
+        });
+        let factors: Vec<_> = factors.collect();
+        self.layout = stored.patched(&changed)?.cast(&self.casts())?.with_factors(&factors)?;
+        let policy = self.policy.1;
+        self.scales(policy)
     }
 
     /// The patch of a tensor, to be changed.
@@ -232,7 +295,8 @@ impl Patches {
         &self.report
     }
 
-    /// The patch of a tensor; `None` if no adapter changes it and it is not cast.
+    /// The patch of a tensor; `None` if its bytes stay: no adapter changes it, or its changes are
+    /// [deferred](crate::Weights::defer), and it is not cast.
     pub fn tensor(&self, tensor: TensorId) -> Option<&TensorPatch> {
         self.tensors.get(&tensor)
     }
@@ -242,14 +306,16 @@ impl Patches {
         self.tensors.iter().map(|(&tensor, patch)| (tensor, patch))
     }
 
-    /// The layout with the patched tensors' types and sizes. A tensor that an adapter changes never shares its bytes, even if it
-    /// did before; those that are only cast still do.
+    /// The layout with the patched tensors' types and sizes, and with the factors of deferred changes as its last tensors. A
+    /// tensor that an adapter changes never shares its bytes, even if it did before; those that are only cast, or whose changes
+    /// are deferred, still do.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
     /// The bytes of all factors in memory, as f32.
     pub fn factor_bytes(&self) -> u64 {
-        self.tensors.values().map(TensorPatch::factor_bytes).sum()
+        let merged = self.tensors.values().map(TensorPatch::factor_bytes).sum::<u64>();
+        merged + self.deferred.values().map(Deferral::factor_bytes).sum::<u64>()
     }
 }

@@ -1,7 +1,7 @@
 //! Resolving adapters against a checkpoint: their modules are matched, and the steps of each tensor collected.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::claims::{Change, Claimed, Claims};
@@ -13,9 +13,9 @@ use super::names::rows::RowOrder;
 use super::names::{Found, Target, Targets};
 use super::report::{Applied, MatchReport, SkipReason, Skipped, Unmatched};
 use super::{Adapter, AdapterModule, Matching};
-use crate::checkpoint::{Layout, Packed, Siblings, TensorId};
+use crate::checkpoint::{Layout, Packed, Pattern, Siblings, TensorId};
 use crate::encoding::Encoding;
-use crate::error::{AdapterFault, Error, Result};
+use crate::error::{AdapterFault, Error, Packing, Result};
 use crate::float::Float;
 use crate::patch::{Changes, Codes, Maker, Origin, Scaling, TensorPatch};
 
@@ -28,13 +28,13 @@ pub(super) struct Resolved {
     pub(super) origins: Vec<Arc<Origin>>,
 }
 
-/// What becomes of changed weights that are packed into codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PackedWeights {
-    /// They are refused.
-    Refuse,
-    /// They are packed again, if their codes are understood.
-    Repack,
+/// What becomes of changed weights that are packed into codes. Others are refused.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct PackedWeights {
+    /// Whether they are packed again, if their codes are understood.
+    pub(super) repacked: bool,
+    /// Patterns of weights whose changes are deferred afterwards, so that their codes need not be understood.
+    pub(super) deferred: Vec<String>,
 }
 
 /// Resolves adapters in order, each against the tensors as those before it leave them.
@@ -43,7 +43,7 @@ pub(super) fn all(
     layout: &Layout,
     adapters: &[Adapter],
     matching: Matching,
-    packed: PackedWeights,
+    packed: &PackedWeights,
 ) -> Result<Resolved> {
     let targets = Targets::new(layout);
     let mut resolving = Resolving::new(layout, siblings, packed);
@@ -59,8 +59,11 @@ pub(super) fn all(
 struct Resolving<'a> {
     layout: &'a Layout,
     siblings: Siblings<'a>,
-    packed: PackedWeights,
-    /// The packed weights that may change.
+    /// Whether packed weights may be packed again.
+    repacked: bool,
+    /// The tensors whose changes are deferred afterwards.
+    deferred: BTreeSet<TensorId>,
+    /// The packed weights that change.
     codes: BTreeMap<TensorId, Codes>,
     changed: BTreeMap<TensorId, Changes>,
     report: MatchReport,
@@ -69,10 +72,12 @@ struct Resolving<'a> {
 }
 
 impl<'a> Resolving<'a> {
-    fn new(layout: &'a Layout, siblings: Siblings<'a>, packed: PackedWeights) -> Resolving<'a> {
+    fn new(layout: &'a Layout, siblings: Siblings<'a>, packed: &PackedWeights) -> Resolving<'a> {
         let (codes, changed) = (BTreeMap::new(), BTreeMap::new());
         let (report, origins) = (MatchReport::default(), Vec::new());
-        Resolving { layout, siblings, packed, codes, changed, report, origins }
+        let patterns = packed.deferred.iter().map(|text| Pattern::new(text.clone(), layout));
+        let (repacked, deferred) = (packed.repacked, patterns.flat_map(|pattern| pattern.tensors(layout)).collect());
+        Resolving { layout, siblings, repacked, deferred, codes, changed, report, origins }
     }
 
     fn adapter(&mut self, adapter: &Adapter, targets: &Targets<'a>, matching: Matching) -> Result<()> {
@@ -338,7 +343,15 @@ impl<'a> Resolving<'a> {
                 self.codes.insert(tensor, codes);
                 continue;
             }
-            if let Some(scale) = self.siblings.scale_in_gguf(weight) {
+            let scale_in_gguf = self.siblings.scale_in_gguf(weight);
+            if self.deferred.contains(&tensor)
+                && (scale_in_gguf.is_some() || Scaling::of(weight, &self.siblings).is_err())
+            {
+                // Whatever the scale means is left to the caller, as the weight is.
+                self.codes.insert(tensor, Codes::unread((tensor, weight), Packing::Unknown, weight.shape.clone()));
+                continue;
+            }
+            if let Some(scale) = scale_in_gguf {
                 let (weight, scale) = (weight.name.clone(), scale.name.clone());
                 return Err((SkipReason::UnknownScale, fault(AdapterFault::UnknownScale { weight, scale })));
             }
@@ -360,8 +373,12 @@ impl<'a> Resolving<'a> {
     /// The codes of a packed weight, which is to be changed.
     fn codes_of(&self, tensor: TensorId, packed: Packed) -> Result<Codes, AdapterFault> {
         let weight = self.layout.at(tensor);
-        if self.packed == PackedWeights::Repack && packed.packing.is_written() {
+        let deferred = self.deferred.contains(&tensor);
+        if (self.repacked || deferred) && packed.packing.is_written() {
             return Codes::of((tensor, weight), &packed, &self.siblings);
+        }
+        if let Some(shape) = packed.shape(weight, &self.siblings).filter(|_| deferred) {
+            return Ok(Codes::unread((tensor, weight), packed.packing, shape));
         }
         let Packed { packing, sign } = packed;
         Err(AdapterFault::Packed { tensor: weight.name.clone(), dtype: weight.dtype, packing, sign })

@@ -7,9 +7,9 @@ use super::report::MatchReport;
 use super::resolve::PackedWeights;
 use crate::checkpoint::{Checkpoint, Layout, TensorId};
 use crate::dtype::DType;
-use crate::error::Result;
 #[cfg(doc)]
-use crate::error::{AdapterFault, CastFault, Error};
+use crate::error::{AdapterFault, CastFault};
+use crate::error::{Error, Measured, Result};
 use crate::patch::{PatchOutcome, ScalePolicy};
 use crate::rounding::Rounding;
 
@@ -49,7 +49,7 @@ impl Weights {
     /// # Errors
     /// As [`Patches::resolve`].
     pub fn patched(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
-        Weights::resolved(checkpoint, adapters, matching, PackedWeights::Refuse)
+        Weights::resolved(checkpoint, adapters, matching, &PackedWeights::default())
     }
 
     /// As [`patched`](Weights::patched), but weights that are packed into codes of bitsandbytes (NF4 and FP4) or NVFP4 may be changed
@@ -68,14 +68,42 @@ impl Weights {
     /// As [`Patches::resolve`]; [`Error::Adapter`] with [`AdapterFault::Codes`] for a packed weight whose codes are not understood, a
     /// tensor of which is missing, or that would be padded; with [`AdapterFault::Packed`] for one of another packing.
     pub fn repacked(checkpoint: Checkpoint, adapters: Vec<Adapter>, matching: Matching) -> Result<Weights> {
-        Weights::resolved(checkpoint, adapters, matching, PackedWeights::Repack)
+        Weights::resolved(checkpoint, adapters, matching, &PackedWeights { repacked: true, deferred: Vec::new() })
+    }
+
+    /// As [`patched`](Weights::patched), with the changes of some weights [deferred](Weights::defer): of those that a pattern names, as
+    /// factors of the type beside it. A later pattern decides for the weights that several name. Weights that `patched` refuses are
+    /// among them, since their codes and scales stay as they are: those that are packed into codes of bitsandbytes (NF4, FP4 and
+    /// int8), NVFP4, MXFP4, GPTQ, AWQ, int8, or four or eight bits of compressed-tensors, if the tensors beside the codes say which shape
+    /// the values have, and those with a scale that is not understood. What no pattern names is refused still.
+    ///
+    /// # Errors
+    /// As [`patched`](Weights::patched) and [`defer`](Weights::defer).
+    pub fn deferred(
+        checkpoint: Checkpoint,
+        adapters: Vec<Adapter>,
+        matching: Matching,
+        deferred: &[(impl AsRef<str>, DType)],
+    ) -> Result<Weights> {
+        Weights::all_deferred((checkpoint, adapters, matching), false, deferred)
+    }
+
+    /// As [`deferred`](Weights::deferred). With `repacked`, packed weights that no pattern names are packed again.
+    pub(crate) fn all_deferred(
+        (checkpoint, adapters, matching): (Checkpoint, Vec<Adapter>, Matching),
+        repacked: bool,
+        rules: &[(impl AsRef<str>, DType)],
+    ) -> Result<Weights> {
+        let deferred = rules.iter().map(|(pattern, _)| pattern.as_ref().to_owned()).collect();
+        let weights = Weights::resolved(checkpoint, adapters, matching, &PackedWeights { repacked, deferred })?;
+        rules.iter().try_fold(weights, |weights, (pattern, dtype)| weights.defer(pattern.as_ref(), *dtype))
     }
 
     fn resolved(
         checkpoint: Checkpoint,
         adapters: Vec<Adapter>,
         matching: Matching,
-        packed: PackedWeights,
+        packed: &PackedWeights,
     ) -> Result<Weights> {
         let patches = Patches::resolve_in(&checkpoint, adapters, matching, packed)?;
         let with_head = patches.with_head().map(|layout| checkpoint.with_layout(layout.clone())).transpose()?;
@@ -158,6 +186,60 @@ impl Weights {
         Ok(self)
     }
 
+    /// Leaves the weights that `pattern` names as they are in the file, and keeps what adapters change of them as factors of type
+    /// `dtype` (F32, F16 or BF16) beside them: the caller computes `W x + s B (A x)`. May be called several times; a later call decides
+    /// for the type of weights that both name. Patterns are those of [`cast`](Weights::cast); what no adapter changes stays as it is.
+    ///
+    /// So weights in blocks of GGML's types keep every bit that their quantisation left, and adapters every bit of theirs. Any
+    /// weight may be deferred: that of another type, too, since the base is then [shared](crate::Loader::derive) between strengths and
+    /// adapters. For weights that are packed into codes see [`deferred`](Weights::deferred).
+    ///
+    /// For `X.weight` of shape [out, in], [`layout`](Weights::layout) has two tensors more in the weight's layer, as the module
+    /// `X.lora`: A is `X.lora_A.weight`, [r, in], and B `X.lora_B.weight`, [out, r]. They are planned, placed, streamed and
+    /// cached as any others. [`LayerGuard::deferred`](crate::LayerGuard::deferred) and [`Model::deferred`](crate::Model::deferred) give
+    /// both with the scale s, a number that is in no tensor. Without rounding, the weight that [`patched`](Weights::patched) gives is
+    /// `W + s B A` of the values that W stands for (with its scale, if it has one), both seen as matrices of the first dimension by
+    /// all others:
+    ///
+    /// - All adapters together make one product: r is the sum of their ranks, unless modules for separate rows of a fused
+    ///   weight have the same A. The s with the largest magnitude is the scale, and B is made up for the others.
+    ///   For a single adapter A and B are its own, rounded once to the nearest, whatever its strength and alpha.
+    /// - Of a fused weight of which rows change (q, k and v in one), B has zeros in the other rows.
+    /// - Of a convolution, A is [r, in, height, width], a kernel with the stride and padding of the weight's; B is one of one
+    ///   element.
+    /// - Of a stack of experts [experts, out, in] that are changed one by one, A is [experts, r, in] and B [experts, out, r],
+    ///   where r is that of the expert with most and the others have zeros. If the network computes `x W` with it, that is
+    ///   `x W + s (x B) A`.
+    /// - Of an embedding, row i is `W[i] + s B[i] A`.
+    ///
+    /// The weight is still cast, if a cast names it, without its changes. The [rounding](Weights::rounding) is not that of the
+    /// factors.
+    ///
+    /// ```
+    /// use tensor_offload::{Adapter, Checkpoint, DType, Matching, Weights};
+    /// let checkpoint = Checkpoint::open("examples/data/tiny-llama")?;
+    /// let adapter = Adapter::open("examples/data/tiny-llama-lora", 0.5)?;
+    /// let weights = Weights::patched(checkpoint, vec![adapter], Matching::Strict)?.defer("*", DType::BF16)?;
+    /// assert!(weights.patches().iter().next().is_none()); // every tensor of the file stays as it is
+    /// for factors in weights.layout().factors() {
+    ///     let [w, a, b] = [factors.weight, factors.a, factors.b].map(|tensor| weights.layout().tensor(tensor).unwrap());
+    ///     assert_eq!((w.shape[1], w.shape[0], a.shape[0]), (a.shape[1], b.shape[0], b.shape[1]));
+    /// }
+    /// # assert_eq!(weights.layout().factors().len(), 9);
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when the pattern names nothing; [`Error::Unpatchable`] naming the tensor, with an [`AdapterFault`]:
+    /// [`NotDeferred`](AdapterFault::NotDeferred) and the kind of change for one that is no product of two factors (DoRA, LoHa, LoKr, GLoRA, OFT, (IA)^3,
+    /// whole differences and replacements, padding) or changes a vector (a bias, a norm);
+    /// [`FactorType`](AdapterFault::FactorType) for another type; [`FactorRange`](AdapterFault::FactorRange) for a factor that would be infinite
+    /// in it; [`FactorName`](AdapterFault::FactorName) when the checkpoint has tensors of the factors' names.
+    pub fn defer(mut self, pattern: impl Into<String>, dtype: DType) -> Result<Weights> {
+        self.patches = self.patches.defer(&self.checkpoint, pattern.into(), dtype)?;
+        Ok(self)
+    }
+
     fn cast_all(mut self, which: Which, dtype: DType) -> Result<Weights> {
         self.patches = self.patches.cast(&self.checkpoint, which, dtype)?;
         Ok(self)
@@ -174,7 +256,8 @@ impl Weights {
         &self.patches
     }
 
-    /// The tensors after patching and casting, as they are planned and loaded.
+    /// The tensors after patching and casting, as they are planned and loaded. The factors of [deferred](Weights::defer) changes are
+    /// the last ones; the others have the checkpoint's numbers.
     pub fn layout(&self) -> &Layout {
         self.patches.layout()
     }
@@ -184,13 +267,22 @@ impl Weights {
         self.patches.report()
     }
 
-    /// Reads one tensor, merged if an adapter changes it, and cast if it is. `dst` must be as long as the tensor of
-    /// [`layout`](Weights::layout).
+    /// Reads one tensor, merged if an adapter changes it, and cast if it is, or makes a factor. `dst` must be as long as the
+    /// tensor of [`layout`](Weights::layout).
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when `dst` is of another length; any error of
     /// reading; as [`TensorPatch::apply`](crate::patch::TensorPatch::apply).
     pub fn read(&self, tensor: TensorId, dst: &mut [u8]) -> Result<PatchOutcome> {
+        if let Some((deferral, side)) = self.patches.factor(tensor) {
+            let bytes = deferral.bytes(side);
+            if bytes.len() != dst.len() {
+                let what = Measured::Tensor { name: self.layout().at(tensor).name.clone() };
+                return Err(Error::WrongSize { what, needed: bytes.len() as u64, given: dst.len() as u64 });
+            }
+            dst.copy_from_slice(&bytes);
+            return Ok(PatchOutcome::default());
+        }
         match self.patches.tensor(tensor) {
             Some(patch) => patch.read(&self.checkpoint, tensor, dst),
             None => self.checkpoint.read(tensor, dst).map(|()| PatchOutcome::default()),

@@ -18,7 +18,7 @@ use crate::rounding::Rounding;
 use crate::transfer::Stamp;
 
 /// The inputs that a model is loaded from: the checkpoint's files and their stamps, the adapters and their strengths, rounding,
-/// scales, casts and whether changed blocks are requantised, the plan, and the allocators if they are [named](Identity::allocator).
+/// scales, casts, deferred changes and whether changed blocks are requantised, the plan, and the allocators if they are [named](Identity::allocator).
 /// Requests of equal identity want the same model. Different files have different identities even if their shapes are equal,
 /// and so has a file that was replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +32,7 @@ struct Parts {
     policy: Option<(Rounding, ScalePolicy)>,
     casts: Vec<(TensorId, DType)>,
     requantises: bool,
+    deferred: Vec<(TensorId, DType)>,
     plan: Plan,
     allocators: Allocators,
 }
@@ -43,8 +44,18 @@ impl Identity {
         let files = checkpoint.sources().iter().map(|source| (source.path().to_owned(), source.stamp())).collect();
         let (checkpoint, adapters, plan) = (checkpoint.path().to_owned(), patches.origins().to_vec(), plan.clone());
         let (policy, casts, requantises) = (patches.policy(), patches.casts(), patches.requantises());
-        let allocators = Allocators::default();
-        Identity(Arc::new(Parts { checkpoint, files, adapters, policy, casts, requantises, plan, allocators }))
+        let (deferred, allocators) = (patches.deferred_types(), Allocators::default());
+        Identity(Arc::new(Parts {
+            checkpoint,
+            files,
+            adapters,
+            policy,
+            casts,
+            requantises,
+            deferred,
+            plan,
+            allocators,
+        }))
     }
 
     /// This identity for a load with this allocator, which need not be named if all loads under a key have the same.

@@ -11,6 +11,7 @@ use super::id::{Id, LayerId, ModuleId, Per, TensorId, ids};
 use super::names::{Place, Rank, module_name, natural, numbered_prefix};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+pub(crate) use changed::FactorShapes;
 
 /// One stored tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -24,9 +25,9 @@ pub struct TensorInfo {
     pub shape: Vec<u64>,
     /// The size in bytes.
     pub bytes: u64,
-    /// The index of the checkpoint's file that holds it.
+    /// The index of the checkpoint's file that holds it; of a [factor](Factors), that of the weight's file.
     pub file: usize,
-    /// The offset of its bytes in that file.
+    /// The offset of its bytes in that file; of a factor, that of the weight's bytes.
     pub offset: u64,
 }
 
@@ -66,6 +67,24 @@ pub struct Module {
     /// Whether it is an embedding that the model uses at both ends.
     #[serde(rename = "both_ends")]
     pub tied: bool,
+    /// The module whose weight's [factors](Factors) it holds, if it holds any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub factors_of: Option<ModuleId>,
+}
+
+/// The tensors of a weight's low-rank change that is not merged into it; see [`Weights::defer`](crate::Weights::defer).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Factors {
+    /// The weight.
+    #[serde(skip)]
+    pub weight: TensorId,
+    /// The factor that is applied first, `X.lora_A.weight`.
+    #[serde(skip)]
+    pub a: TensorId,
+    /// The factor that is applied to its result, `X.lora_B.weight`.
+    #[serde(skip)]
+    pub b: TensorId,
 }
 
 /// Modules that run together; the unit of streaming.
@@ -113,6 +132,9 @@ pub struct Layout {
     /// The module of each tensor.
     module_of: Vec<ModuleId>,
     order: OrderSource,
+    /// The factors of deferred changes, in order of the weights and of the factors themselves.
+    #[serde(skip)]
+    factors: Vec<Factors>,
 }
 
 impl Layout {
@@ -142,7 +164,8 @@ impl Layout {
                 });
                 let role = name[layer_name.len()..].trim_start_matches('.').to_owned();
                 let (id, name, tensors) = (ModuleId::new(modules.len()), name.to_owned(), Vec::new());
-                modules.push(Module { id, name, layer, role, tensors, bytes: 0, alias_of: None, tied: false });
+                let (alias_of, factors_of) = (None, None);
+                modules.push(Module { id, name, layer, role, tensors, bytes: 0, alias_of, tied: false, factors_of });
                 id
             });
             modules[module.index()].tensors.push(tensor);
@@ -150,7 +173,9 @@ impl Layout {
         // All of these are given their modules below.
         let module_of = vec![ModuleId::new(0); tensors.len()];
         let order = in_order_of_execution(&mut layers, &modules);
-        let mut layout = Layout { tensors, modules, layers: Vec::new(), classes: 0, storage, module_of, order };
+        let (layer_list, factors) = (Vec::new(), Vec::new());
+        let mut layout =
+            Layout { tensors, modules, layers: layer_list, classes: 0, storage, module_of, order, factors };
         layout.arrange(layers);
         layout
     }
@@ -253,6 +278,25 @@ impl Layout {
         self.module_of.get(tensor.index()).copied()
     }
 
+    /// The factors of the weights whose changes are [deferred](crate::Weights::defer), in order of the weights.
+    pub fn factors(&self) -> &[Factors] {
+        &self.factors
+    }
+
+    /// The factors of a weight; `None` if its changes are not deferred.
+    pub fn factors_of(&self, weight: TensorId) -> Option<Factors> {
+        let found = self.factors.binary_search_by_key(&weight, |factors| factors.weight).ok()?;
+        Some(self.factors[found])
+    }
+
+    /// The factors that a tensor is one of.
+    pub(crate) fn factors_with(&self, factor: TensorId) -> Option<Factors> {
+        // The first factors were added after the last tensor of the checkpoint.
+        let next = self.factors.partition_point(|factors| factors.a <= factor);
+        let found = self.factors.get(next.checked_sub(1)?)?;
+        (found.a == factor || found.b == factor).then_some(*found)
+    }
+
     /// The sum of all tensors' bytes. Shared storage counts once.
     pub fn bytes(&self) -> u64 {
         self.modules.iter().map(|m| m.bytes).fold(0, u64::saturating_add)
@@ -347,6 +391,10 @@ impl Layout {
         for (id, module) in ids(self.modules.len()).zip(&mut self.modules) {
             module.id = id;
             module.tensors.iter().for_each(|t| self.module_of[t.index()] = id);
+        }
+        for factors in &self.factors {
+            let of = self.module_of[factors.weight.index()];
+            self.modules[self.module_of[factors.a.index()].index()].factors_of = Some(of);
         }
         for id in self.module_ids() {
             let owns = |t: TensorId| self.storage(t) == t || self.at(t).bytes == 0;

@@ -35,7 +35,8 @@ pub use gguf::{Gguf, GgufArray, GgufKind, GgufMetadata, GgufValue, write_gguf};
 pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
-pub use layout::{Layer, Layout, Module, TensorInfo};
+pub(crate) use layout::FactorShapes;
+pub use layout::{Factors, Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
 pub(crate) use pattern::Pattern;
 pub(crate) use quantised::{Coded, Format, Note, Packed, Role, Sibling, Siblings, Stated, packed_modules};
@@ -159,9 +160,13 @@ impl Checkpoint {
     /// ends](Layout::tie_embeddings), tensors that share their bytes.
     ///
     /// # Errors
-    /// [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
+    /// [`Error::Invalid`] for a layout with [factors](Layout::factors); [`Error::Missing`] when a tensor is in a file that the checkpoint does not have; [`Error::WrongSize`] when its bytes
     /// would exceed its file, or do not match its shape.
     pub fn with_layout(&self, layout: Layout) -> Result<Checkpoint> {
+        if !layout.factors().is_empty() {
+            let reason = "a layout with the factors of deferred changes, which are in no file, is none of a checkpoint";
+            return Err(Error::invalid(reason));
+        }
         let count = self.0.sources.len();
         for info in layout.tensors() {
             let source = self.0.sources.get(info.file);

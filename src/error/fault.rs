@@ -306,7 +306,7 @@ pub enum AdapterFault {
     /// The target is in blocks of GGML, and its new values have no type.
     #[error(
         "it is in blocks of {dtype}, and nothing says what its new values become: F32, F16 or BF16 by Weights::cast, or blocks \
-         again by Weights::requantise"
+         again by Weights::requantise; or it stays, and the factors of LoRA come beside it, by Weights::defer"
     )]
     Blocks {
         /// Its type.
@@ -322,6 +322,39 @@ pub enum AdapterFault {
         dtype: DType,
         /// The types that values can become.
         written: Vec<DType>,
+    },
+    /// The changes of a weight are to be deferred, and are not only products of two factors (LoRA).
+    #[error(
+        "it is changed by {kind}, which cannot be deferred, only products of two factors can; have its changes merged: defer \
+         other weights by a narrower pattern of Weights::defer (--defer PATTERN=TYPE), and if it is in blocks or codes promote it \
+         by Weights::cast (--cast) or requantise it by Weights::requantise (--requantise)"
+    )]
+    NotDeferred {
+        /// What else it is changed by: the kind of adapter, or of change.
+        kind: String,
+    },
+    /// The factors of a deferred change are to have a type that they cannot have.
+    #[error("the factors of its changes cannot be kept as {dtype}; choose F32, F16 or BF16")]
+    FactorType {
+        /// The type.
+        dtype: DType,
+    },
+    /// An element of a factor of a deferred change is beyond the range of the factor's type.
+    #[error("a factor of its changes has an element of magnitude {value}, beyond the range of {dtype}; keep it as F32")]
+    FactorRange {
+        /// The magnitude.
+        value: String,
+        /// The type.
+        dtype: DType,
+    },
+    /// The factors of a deferred change would have the name of another tensor or module of the checkpoint.
+    #[error(
+        "its changes cannot be deferred, since the checkpoint has a `{name}` already, as their factors would be called; have them \
+         merged: promote the weight by Weights::cast (--cast), or requantise it by Weights::requantise (--requantise)"
+    )]
+    FactorName {
+        /// The name.
+        name: String,
     },
     /// A factor holds NaN or an infinity.
     #[error("element {index} is {value}")]
@@ -446,9 +479,17 @@ const DEQUANTISE: &str = "dequantise the file first, to BF16 for example, and us
 
 /// What else the caller can do about a weight of this packing.
 fn packed_again(packing: Packing) -> &'static str {
-    match packing.is_written() {
-        true => ", or have its new values packed again by ModelBuilder::requantise or Weights::repacked (--requantise)",
-        false => "",
+    use Packing::{Awq, BitsAndBytesInt8, CompressedTensors, Gptq, Int8, Mxfp4};
+    match packing {
+        _ if packing.is_written() => {
+            ", or have its new values packed again by ModelBuilder::requantise or Weights::repacked (--requantise), or the \
+             factors of LoRA beside it by ModelBuilder::defer or Weights::deferred (--defer)"
+        }
+        Gptq | Awq | Int8 | BitsAndBytesInt8 | Mxfp4 | CompressedTensors => {
+            ", or, if the tensors beside it tell the shape of its values, have the factors of LoRA beside it by \
+             ModelBuilder::defer or Weights::deferred (--defer)"
+        }
+        _ => "",
     }
 }
 

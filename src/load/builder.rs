@@ -51,6 +51,8 @@ pub struct ModelBuilder {
     casts: Vec<(Option<String>, DType)>,
     /// Whether weights in blocks that adapters change become blocks again.
     requantises: bool,
+    /// Patterns of weights whose changes are not merged, and the types of their factors.
+    deferred: Vec<(String, DType)>,
     allocation: Option<Allocation>,
     settings: Vec<Setting>,
     allocators: Allocators,
@@ -82,6 +84,7 @@ impl ModelBuilder {
             scales: ScalePolicy::default(),
             casts: Vec::new(),
             requantises: false,
+            deferred: Vec::new(),
             allocation: None,
             settings: Vec::new(),
             allocators: Allocators::default(),
@@ -151,6 +154,14 @@ impl ModelBuilder {
         self.unresolved()
     }
 
+    /// Leaves the weights that `pattern` names as they are in the file, packed ones too, and keeps what LoRA changes of them as
+    /// factors of type `dtype` beside them, for the caller to compute `W x + s B (A x)`; see [`Weights::defer`] and
+    /// [`LayerGuard::deferred`](crate::LayerGuard::deferred). May be called several times. Default: all changes are merged.
+    pub fn defer(mut self, pattern: impl Into<String>, dtype: DType) -> ModelBuilder {
+        self.deferred.push((pattern.into(), dtype));
+        self.unresolved()
+    }
+
     /// Sets how much each device takes: an [`Allocation`], or its text (`cuda:0,50%;cpu,*`). Default: everything on the
     /// compute device.
     ///
@@ -208,13 +219,13 @@ impl ModelBuilder {
     /// The checkpoint with its adapters, the input of the planner and the loader. The adapters' factors are read once.
     ///
     /// # Errors
-    /// As [`Weights::patched`], [`Weights::scales`], [`Weights::cast`] and [`Weights::requantise`].
+    /// As [`Weights::patched`], [`Weights::scales`], [`Weights::cast`], [`Weights::defer`] and [`Weights::requantise`].
     pub fn weights(&self) -> Result<&Weights> {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
-        let matched = if self.requantises { Weights::repacked } else { Weights::patched };
-        let weights = matched(self.checkpoint.clone(), self.adapters.clone(), self.matching)?;
+        let inputs = (self.checkpoint.clone(), self.adapters.clone(), self.matching);
+        let weights = Weights::all_deferred(inputs, self.requantises, &self.deferred)?;
         let weights = weights.scales(self.scales)?.rounding(self.rounding);
         let weights = self.casts.iter().try_fold(weights, |weights, (pattern, dtype)| match pattern {
             Some(pattern) => weights.cast(pattern, *dtype),

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::allocator::Allocators;
+use super::deferred::scales_of;
 use super::model::{Parts, fetch_memory};
 use super::provenance::Provenance;
 use super::reuse::Reuse;
@@ -63,7 +64,7 @@ impl Loader<'_> {
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
         let reuse = Reuse::of(base, layout, plan, &self.allocators, same);
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(base), reuse: &reuse };
-        self.place(inputs, provenance)
+        self.place(inputs, provenance, scales_of(weights))
     }
 
     /// As [`derive`](Loader::derive), for a base that is not needed any more: what changes is written over it, where its size,
@@ -89,7 +90,7 @@ impl Loader<'_> {
         let mut reuse = Reuse::of(&base, layout, plan, &self.allocators, same);
         reuse.refill(&mut base, layout, plan, &self.allocators);
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(&base), reuse: &reuse };
-        self.place(inputs, provenance)
+        self.place(inputs, provenance, scales_of(weights))
     }
 
     /// Makes a model with the bytes of `base` and another plan, from the base's memory alone. As
@@ -105,7 +106,7 @@ impl Loader<'_> {
             return Err(lost);
         }
         let inputs = Inputs { weights: None, layout: base.layout(), plan, base: Some(base), reuse: &reuse };
-        self.place(inputs, base.provenance().clone())
+        self.place(inputs, base.provenance().clone(), base.scales().clone())
     }
 
     /// The first half of a demotion: copies all that `base` has on its compute device to the host, into a model that can
@@ -120,7 +121,8 @@ impl Loader<'_> {
         let (layout, provenance, from) = (Arc::new(base.layout().clone()), base.provenance().clone(), reuse.from(base));
         let blocks = parked.slot_blocks(base.layout());
         let slots = Some(Arc::new(SlotPool::new(parked.slots(), blocks, FetchMemory::default())));
-        let parts = Parts { layout, plan: parked, groups: reuse.groups, homes, provenance, slots, from };
+        let (scales, groups) = (base.scales().clone(), reuse.groups);
+        let parts = Parts { layout, plan: parked, groups, homes, provenance, scales, slots, from };
         let model = Model::assemble(parts, reservation, self.registry)?.with_report(report);
         Ok(PreparedDemotion { model: Arc::new(model), plan, slots: reuse.slots })
     }

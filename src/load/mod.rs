@@ -6,6 +6,7 @@
 
 mod allocator;
 mod builder;
+mod deferred;
 mod derive;
 mod index;
 mod model;
@@ -27,6 +28,7 @@ use std::time::{Duration, Instant};
 pub(crate) use allocator::Allocators;
 pub use allocator::{TensorAllocator, TensorRequest};
 pub use builder::ModelBuilder;
+pub use deferred::Deferred;
 pub use model::Model;
 pub use progress::{Cancel, Progress};
 pub use read_back::TensorView;
@@ -34,6 +36,7 @@ pub use report::LoadReport;
 pub(crate) use store::{FetchMemory, Part, SlotMemory};
 pub use store::{Residency, WeightStore};
 
+use deferred::{Scales, scales_of};
 use model::Parts;
 use provenance::Provenance;
 use reuse::Reuse;
@@ -136,11 +139,11 @@ impl<'a> Loader<'a> {
         weights.patches().check_targets()?;
         let (provenance, reuse) = (Provenance::of(weights), Reuse::nothing(layout, plan));
         let inputs = Inputs { weights: Some(weights), layout, plan, base: None, reuse: &reuse };
-        self.place(inputs, provenance)
+        self.place(inputs, provenance, scales_of(weights))
     }
 
     /// Reserves memory, fills it, and assembles the model.
-    fn place(&self, inputs: Inputs<'_>, provenance: Per<TensorId, Provenance>) -> Result<Model> {
+    fn place(&self, inputs: Inputs<'_>, provenance: Per<TensorId, Provenance>, scales: Scales) -> Result<Model> {
         let (plan, start) = (inputs.plan, Instant::now());
         let mut needed = inputs.reuse.needed(plan);
         if inputs.reuse.slots.is_none() {
@@ -151,7 +154,7 @@ impl<'a> Loader<'a> {
         let layout = Arc::new(inputs.layout.clone());
         let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
         let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
-        let parts = Parts { layout, plan, groups, homes, provenance, slots, from };
+        let parts = Parts { layout, plan, groups, homes, provenance, scales, slots, from };
         Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::Reservation;
 use super::allocator::Allocators;
+use super::deferred::Scales;
 use super::index::TensorIndex;
 use super::probe::lost;
 use super::provenance::Provenance;
@@ -34,6 +35,8 @@ pub struct Model {
     read_back: ReadBack,
     /// The provenance of each tensor; empty if the model was not filled.
     provenance: Per<TensorId, Provenance>,
+    /// The scales of its deferred changes; empty if the model was not filled.
+    scales: Scales,
     report: LoadReport,
     limits: Limits,
     /// The allocators that its memory is from.
@@ -48,6 +51,7 @@ pub(super) struct Parts<'a> {
     /// The memory of each group; `None` if another module owns its storage.
     pub(super) homes: Vec<Option<Arc<Home>>>,
     pub(super) provenance: Per<TensorId, Provenance>,
+    pub(super) scales: Scales,
     /// The slots of another model, if they are shared.
     pub(super) slots: Option<Arc<SlotPool>>,
     /// The devices of the base that bytes are copied from.
@@ -102,14 +106,15 @@ impl Model {
         };
         let homes = (0..groups.len()).map(home).collect::<Result<Vec<_>>>()?;
         let (layout, provenance, from) = (Arc::new(layout.clone()), Per::default(), Vec::new());
-        Model::assemble(Parts { layout, plan, groups, homes, provenance, slots: None, from }, reservation, registry)
+        let (scales, slots) = (Scales::default(), None);
+        Model::assemble(Parts { layout, plan, groups, homes, provenance, scales, slots, from }, reservation, registry)
     }
 
     /// Allocates the slots from the reservation, unless they are another model's, and checks that nothing else is left
     /// of it. Checks too that no device failed that bytes were read from or written to: copies that it never made may count
     /// as done elsewhere.
     pub(super) fn assemble(parts: Parts<'_>, mut reservation: Reservation, registry: &Registry) -> Result<Model> {
-        let Parts { layout, plan, groups, homes, provenance, slots, from } = parts;
+        let Parts { layout, plan, groups, homes, provenance, scales, slots, from } = parts;
         let (compute, shape) = (plan.compute(), plan.slots());
         let slots = match slots {
             Some(slots) => slots,
@@ -145,6 +150,7 @@ impl Model {
             devices,
             read_back: ReadBack::new(host, registry.limits().work),
             provenance,
+            scales,
             report: LoadReport::default(),
             limits: *registry.limits(),
             allocators: reservation.allocators.clone(),
@@ -295,6 +301,11 @@ impl Model {
     /// The provenance of each tensor; empty if the model was not filled.
     pub(super) fn provenance(&self) -> &Per<TensorId, Provenance> {
         &self.provenance
+    }
+
+    /// The scales of its deferred changes.
+    pub(super) fn scales(&self) -> &Scales {
+        &self.scales
     }
 
     /// The devices that the model is on.

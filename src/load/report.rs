@@ -38,6 +38,10 @@ pub struct LoadReport {
     /// Of the tensors of these, the one whose error is the largest for the size of its values, or that has the most
     /// inexpressible blocks if any has one.
     pub worst_requantised: Option<String>,
+    /// Weights whose changes are [deferred](crate::Weights::defer): they have the file's bytes, and factors beside them.
+    pub deferred: usize,
+    /// The bytes of these factors, which count as placed and not as read.
+    pub deferred_bytes: u64,
     /// The time that the load took.
     pub time: Duration,
 }
@@ -51,6 +55,14 @@ impl fmt::Display for LoadReport {
             if bytes > 0 {
                 write!(f, ", {} {how} another model", ByteSize(bytes).human())?;
             }
+        }
+        if self.deferred > 0 {
+            write!(
+                f,
+                ", {} weights deferred with {} of factors",
+                self.deferred,
+                ByteSize(self.deferred_bytes).human()
+            )?;
         }
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;

@@ -3,8 +3,8 @@
 //! Workers take groups of modules in the plan's order. The pool of staging buffers has one buffer more than there are
 //! workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the host: these
 //! buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of factors
-//! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, and all factors of the
-//! adapters.
+//! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
+//! change, and all factors of the adapters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -196,6 +196,14 @@ impl<'a> Job<'a> {
             saturated: self.saturated.load(Ordering::Relaxed),
             requantised: requantised.values().copied().sum(),
             worst_requantised: worst.map(|(&tensor, _)| self.layout.at(tensor).name.clone()),
+            deferred: self.layout.factors().len(),
+            deferred_bytes: self
+                .layout
+                .factors()
+                .iter()
+                .flat_map(|of| [of.a, of.b])
+                .map(|t| self.layout.at(t).bytes)
+                .sum(),
             time,
         }
     }
@@ -278,6 +286,7 @@ impl<'a> Job<'a> {
                 let dst = &mut bytes[range];
                 match (self.reuse.in_base(tensor), self.patch(tensor)) {
                     (Some(base), _) => self.copy_on_host(base, dst)?,
+                    (None, None) if self.layout.factors_with(tensor).is_some() => self.make_factor(tensor, dst)?,
                     (None, Some(patch)) if patch.only_casts() => self.read_cast(patch, tensor, dst)?,
                     (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
                     (None, None) => self.read_plain(tensor, dst)?,
@@ -300,6 +309,9 @@ impl<'a> Job<'a> {
         for (tensor, range) in tensors {
             memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
                 (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
+                (None, None) if self.layout.factors_with(tensor).is_some() => {
+                    self.send_factor(tensor, range, memory, stream)?
+                }
                 (None, Some(patch)) if patch.only_casts() => self.send_cast(patch, tensor, range, memory, stream)?,
                 (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,
                 (None, None) => self.send_plain(tensor, range, memory, stream)?,
@@ -328,7 +340,7 @@ impl<'a> Job<'a> {
     }
 
     /// Sends a tensor in pieces through the pool. `read` fills a buffer with the tensor's bytes from a byte on.
-    fn send_parts(
+    pub(super) fn send_parts(
         &self,
         range: Range<usize>,
         mut memory: BufMut,
@@ -459,7 +471,7 @@ impl<'a> Job<'a> {
     }
 
     /// The weights' files, to read a tensor that the base does not have.
-    fn files(&self, tensor: TensorId) -> Result<&'a Weights> {
+    pub(super) fn files(&self, tensor: TensorId) -> Result<&'a Weights> {
         self.weights.ok_or_else(|| {
             let tensor = self.layout.at(tensor).name.clone();
             Missing::Held { tensor }.into()
@@ -486,7 +498,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    fn advance(&self, bytes: u64) {
+    pub(super) fn advance(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if let Some(progress) = self.loader.progress {
             progress.advance(done, self.plan.bytes());

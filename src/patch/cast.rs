@@ -84,6 +84,13 @@ impl TensorPatch {
         }
     }
 
+    /// Drops its steps, so that it casts the tensor if it does anything.
+    pub(crate) fn drop_steps(&mut self) {
+        self.steps = Arc::default();
+        (self.is_bias, self.view) = (false, None);
+        self.makers.clear();
+    }
+
     /// Whether it makes blocks of changed values.
     pub(crate) fn requantises(&self) -> bool {
         self.requantises && (self.target.blocks().is_some() || self.codes.is_some()) && !self.only_casts()

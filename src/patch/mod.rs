@@ -16,6 +16,7 @@
 mod blocks;
 mod cast;
 mod codes;
+mod deferred;
 mod outcome;
 mod pieces;
 mod products;
@@ -38,6 +39,7 @@ use crate::transfer::Stamp;
 pub use blocks::{dequantise, quantise};
 pub(crate) use codes::Codes;
 use codes::OfCodes;
+pub(crate) use deferred::{Deferral, FactorRecipe, Side};
 pub use outcome::{PatchOutcome, Requantised};
 use pieces::Stored;
 use scales::Grid;

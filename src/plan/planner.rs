@@ -278,7 +278,7 @@ impl<'a> Planner<'a> {
             placement.keep_outliers(&others, &tables);
         }
         if order == Order::Interleaved {
-            placement.others_first(|module| any(&self.in_place, &self.layout.at(module).name));
+            placement.others_first(|module| self.names(&self.in_place, self.layout.at(module)));
         }
         match (allocation.virtual_vram(), order) {
             (Some(virtual_vram), _) if allocation.mode() == Mode::Virtual => {
@@ -322,7 +322,7 @@ impl<'a> Planner<'a> {
     fn kept(&self) -> Per<ModuleId, bool> {
         let layout = self.layout;
         let mut kept: Per<ModuleId, bool> =
-            layout.modules().iter().map(|module| any(&self.resident, &module.name)).collect();
+            layout.modules().iter().map(|module| self.names(&self.resident, module)).collect();
         if let Some(most) = self.largest_slot {
             layout.layers().iter().for_each(|layer| self.excess(layer, most).for_each(|module| kept[module] = true));
         }
@@ -381,9 +381,16 @@ impl<'a> Planner<'a> {
         self.clone().compute(self.compute_device()).reserve(reserve)
     }
 
+    /// Whether any of the patterns matches a module's name, or, of the factors of a deferred change, that of their weight's module.
+    fn names(&self, patterns: &[Pattern], module: &Module) -> bool {
+        let weights = module.factors_of.map(|of| self.layout.at(of).name.as_str());
+        let matches = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+        matches(&module.name) || weights.is_some_and(matches)
+    }
+
     /// Whether a module is used where it lives, if that is not the compute device.
     pub(super) fn is_in_place(&self, module: &Module) -> bool {
-        any(&self.in_place, &module.name) || self.is_gathered(module)
+        self.names(&self.in_place, module) || self.is_gathered(module)
     }
 
     /// Whether the module is a table whose rows the caller gathers.
@@ -418,10 +425,6 @@ impl<'a> Planner<'a> {
         let patterns = self.resident.iter().chain(&self.in_place);
         patterns.filter(idle).map(|pattern| Warning::IdlePattern { pattern: pattern.text().to_owned() })
     }
-}
-
-fn any(patterns: &[Pattern], name: &str) -> bool {
-    patterns.iter().any(|pattern| pattern.matches(name))
 }
 
 /// The most host memory that may be pinned; `None` if the machine has no host.

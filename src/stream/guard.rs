@@ -11,7 +11,7 @@ use crate::checkpoint::{Layer, LayerId, TensorId};
 use crate::dtype::Element;
 use crate::error::{Error, Missing, Result};
 use crate::limits::LONGEST;
-use crate::load::{Model, TensorView};
+use crate::load::{Deferred, Model, TensorView};
 
 /// The tensors of one layer, on the compute device.
 ///
@@ -53,10 +53,47 @@ impl LayerGuard {
     /// The layer's tensor `name`, by its full name (`model.layers.7.mlp.up_proj.weight`) or its name within the layer
     /// (`mlp.up_proj.weight`). `None` if the layer has no such tensor.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        self.view(self.find(name)?)
+    }
+
+    /// The factors of the layer's weight `name`, and their scale, if its changes are [deferred](crate::Weights::defer): the layer
+    /// computes `W x + s B (A x)`. Names are those of [`tensor`](LayerGuard::tensor). `None` if the layer has no such weight, or all
+    /// of its changes are merged.
+    ///
+    /// For a weight of shape [out, in], A is [r, in] and B [out, r]. Like the weight, both are available to work queued on the
+    /// compute stream, and are held by the guard.
+    ///
+    /// ```
+    /// # use tensor_offload::prelude::*;
+    /// # use tensor_offload::DType;
+    /// # let machine = Machine::described(&["cuda:0=256kb,link=1".parse()?, "cpu=64mb".parse()?]);
+    /// # let devices = Registry::described(machine, tensor_offload::backend::Clock::Virtual);
+    /// let model = Model::open("examples/data/tiny-llama")?
+    ///     .adapter("examples/data/tiny-llama-lora", 0.8)?
+    ///     .defer("*", DType::BF16)
+    ///     .allocation("cuda:0,25%;cpu,*")?
+    ///     .depth(1)
+    ///     .load(&devices)?;
+    /// let mut stream = model.stream()?;
+    /// for layer in stream.pass() {
+    ///     let layer = layer?;
+    ///     let weight = layer.tensor("mlp.down_proj.weight");
+    ///     if let (Some(weight), Some(of)) = (weight, layer.deferred("mlp.down_proj.weight")) {
+    ///         assert_eq!((of.b.shape()[0], of.a.shape()[1]), (weight.shape()[0], weight.shape()[1]));
+    ///         // Queue `y = W x`, `z = A x` and `y += of.scale * B z` here.
+    ///     }
+    /// }
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn deferred(&self, name: &str) -> Option<Deferred<'_>> {
+        self.model.deferred_of(self.find(name)?, |tensor| self.view(tensor))
+    }
+
+    fn find(&self, name: &str) -> Option<TensorId> {
         let (layout, index) = (self.model.layout(), self.model.index());
         let here = |tensor: &TensorId| layout.layer_with(*tensor) == self.layer;
         let in_layer = || index.find(&format!("{}.{name}", self.name())).filter(here);
-        index.find(name).filter(here).or_else(in_layer).and_then(|tensor| self.view(tensor))
+        index.find(name).filter(here).or_else(in_layer)
     }
 
     /// Blocks the host until the layer has arrived. The deadline is capped at a century.

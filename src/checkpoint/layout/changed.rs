@@ -1,13 +1,22 @@
-//! Layouts made of layouts: in another order of layers, with a tied head, with tensors of other shapes and types.
+//! Layouts made of layouts: in another order of layers, with a tied head, with tensors of other shapes and types, with the
+//! factors of deferred changes.
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Layout, Module, TensorInfo};
+use super::{Factors, Layout, Module, TensorInfo};
 use crate::checkpoint::execution::OrderSource;
-use crate::checkpoint::id::{LayerId, Per, TensorId};
+use crate::checkpoint::id::{LayerId, ModuleId, Per, TensorId};
 use crate::checkpoint::names::{Place, Rank, TOKEN_TABLES};
 use crate::dtype::DType;
-use crate::error::{Error, Missing, Result};
+use crate::error::{AdapterFault, Error, Missing, Result};
+
+/// The factors of a weight's deferred change, before they are tensors of a layout.
+pub(crate) struct FactorShapes {
+    pub(crate) weight: TensorId,
+    pub(crate) dtype: DType,
+    pub(crate) a: Vec<u64>,
+    pub(crate) b: Vec<u64>,
+}
 
 impl Layout {
     /// Marks the model's head as using the embedding's weights (`tie_word_embeddings`).
@@ -113,4 +122,57 @@ impl Layout {
         layout.arrange_again();
         layout
     }
+
+    /// This layout, which has no factors, with those of some weights, in their order: `X.lora_A.weight` and `X.lora_B.weight`
+    /// for `X.weight`, as the last tensors. They are a module by themselves, `X.lora`, in the weight's layer, so that they can
+    /// change while the weight stays where it is.
+    ///
+    /// # Errors
+    /// [`Error::Unpatchable`] with [`AdapterFault::FactorName`] for a weight beside which there is a tensor or a module of such a
+    /// name; as [`TensorInfo::new`] for a shape.
+    pub(crate) fn with_factors(&self, shapes: &[FactorShapes]) -> Result<Layout> {
+        let mut layout = self.clone();
+        let tensors: HashSet<&str> = self.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+        let modules: HashSet<&str> = self.modules.iter().map(|module| module.name.as_str()).collect();
+        for FactorShapes { weight, dtype, a, b } in shapes {
+            let info = self.tensor(*weight).ok_or_else(|| Error::bug(format!("no tensor at {}", weight.index())))?;
+            let base = factor_base(&info.name);
+            let (name, names) = (format!("{base}.lora"), ["A", "B"].map(|side| format!("{base}.lora_{side}.weight")));
+            let taken = names.iter().find(|name| tensors.contains(name.as_str()));
+            if let Some(taken) = taken.or(Some(&name).filter(|name| modules.contains(name.as_str()))) {
+                let fault = Box::new(AdapterFault::FactorName { name: taken.clone() });
+                return Err(Error::Unpatchable { tensor: info.name.clone(), fault });
+            }
+            let (id, layer) = (ModuleId::new(layout.modules.len()), self.layer_with(*weight));
+            let own = name.strip_prefix(&self.at(layer).name).unwrap_or(&name).trim_start_matches('.').to_owned();
+            let mut ids = Vec::new();
+            for (name, shape) in names.into_iter().zip([a, b]) {
+                ids.push(TensorId::new(layout.tensors.len()));
+                layout.tensors.push(TensorInfo::new(name, *dtype, shape, info.file, info.offset)?);
+            }
+            layout.storage.extend(&ids);
+            layout.module_of.extend([id, id]);
+            layout.factors.push(Factors { weight: *weight, a: ids[0], b: ids[1] });
+            let (alias_of, factors_of, tied) = (None, None, false);
+            layout.modules.push(Module {
+                id,
+                name,
+                layer,
+                role: own,
+                tensors: ids,
+                bytes: 0,
+                alias_of,
+                tied,
+                factors_of,
+            });
+        }
+        layout.arrange_again();
+        Ok(layout)
+    }
+}
+
+/// What the names of a weight's factors begin with.
+fn factor_base(weight: &str) -> &str {
+    let endings = [".weight", ".weight_packed", ".qweight"];
+    endings.iter().find_map(|ending| weight.strip_suffix(ending)).unwrap_or(weight)
 }

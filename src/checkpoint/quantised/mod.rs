@@ -7,6 +7,7 @@ mod coded;
 mod config;
 mod note;
 mod packed;
+mod shape;
 mod siblings;
 
 pub(crate) use coded::Coded;

@@ -67,6 +67,12 @@ impl<'a> Siblings<'a> {
         note::text(self.checkpoint, id, info)
     }
 
+    /// The bytes of a tensor; `None` if they cannot be read.
+    pub(super) fn bytes(&self, id: TensorId, info: &TensorInfo) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; usize::try_from(info.bytes).ok()?];
+        self.checkpoint?.read(id, &mut bytes).ok().map(|()| bytes)
+    }
+
     /// The metadata of the model's GGUF file.
     pub(crate) fn gguf(&self) -> Option<Gguf<'a>> {
         self.checkpoint.and_then(Checkpoint::gguf)

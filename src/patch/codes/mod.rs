@@ -38,6 +38,8 @@ pub(crate) struct Codes {
 enum Form {
     BitsAndBytes(BitsAndBytes),
     Nvfp4(Nvfp4),
+    /// It is not known, and need not be: the codes stay, and the changes come beside them.
+    Unread,
 }
 
 /// One of the tensors that a packed weight is made of.
@@ -135,6 +137,11 @@ impl Codes {
         Ok(Codes { packing, form, shape, parts })
     }
 
+    /// Codes that have to stay as they are, of values of this shape.
+    pub(crate) fn unread((tensor, weight): (TensorId, &TensorInfo), packing: Packing, shape: Vec<u64>) -> Codes {
+        Codes { packing, form: Form::Unread, shape, parts: vec![Part::of(tensor, weight, true)] }
+    }
+
     /// The shape of its values.
     pub(crate) fn shape(&self) -> &[u64] {
         &self.shape
@@ -145,6 +152,7 @@ impl Codes {
         match &self.form {
             Form::BitsAndBytes(form) => form.lift(&self.parts, parts),
             Form::Nvfp4(form) => form.lift(&self.parts, parts),
+            Form::Unread => Err(PackingFault::NotWritten),
         }
     }
 
@@ -156,6 +164,7 @@ impl Codes {
         match &self.form {
             Form::BitsAndBytes(form) => form.pack(&self.parts, parts, old, new),
             Form::Nvfp4(form) => form.pack(&self.parts, parts, old, new),
+            Form::Unread => Err(PackingFault::NotWritten),
         }
     }
 }
@@ -178,6 +187,19 @@ impl OfCodes {
 
     pub(super) fn bytes(&self) -> usize {
         self.part().bytes
+    }
+}
+
+impl TensorPatch {
+    /// Whether it is for a tensor beside the codes of a packed weight.
+    pub(crate) fn is_beside_codes(&self) -> bool {
+        self.codes.as_ref().is_some_and(|of| of.part > 0)
+    }
+
+    /// Whether it and another are for tensors of one packed weight.
+    pub(crate) fn is_of_codes_of(&self, other: &TensorPatch) -> bool {
+        let both = self.codes.as_ref().zip(other.codes.as_ref());
+        both.is_some_and(|(one, other)| Arc::ptr_eq(&one.codes, &other.codes))
     }
 }
 
