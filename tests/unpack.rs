@@ -330,6 +330,43 @@ fn a_host_that_computes_unpacks_into_its_own_memory() {
     }
 }
 
+/// A change that is deferred stays beside the values: the weight's are those of the file.
+#[test]
+fn factors_of_deferred_changes_are_in_the_slot_beside_values() {
+    let open = || Checkpoint::from_bytes("model.gguf", file().build()).unwrap();
+    let factors = [
+        spec("blk.3.ffn_up.lora_A.weight", DType::F32, &[4, 256]),
+        spec("blk.3.ffn_up.lora_B.weight", DType::F32, &[72, 4]),
+    ];
+    let lora = safetensors(&factors, 9);
+    let lora = || Checkpoint::from_bytes("lora.safetensors", lora.clone()).unwrap();
+    let adapter = Adapter::from_checkpoint(lora(), 0.5).unwrap();
+    let weights = Weights::patched(open(), vec![adapter], Matching::Strict).unwrap().defer("*", DType::F32).unwrap();
+    let plain = Quantised::new(DType::BF16);
+    let devices = Registry::described(machine(), Clock::Virtual);
+    for allocation in ["cpu,*", "cuda:0,*"] {
+        let planner = Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse().unwrap());
+        let plan = planner.unpack(DType::BF16).plan().unwrap();
+        let model = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
+        let mut streamer = Streamer::new(&model).unwrap();
+        let guard = streamer.layer(model.layout().find_layer("blk.3").unwrap()).unwrap();
+        let (dtype, wanted) = plain.wanted("blk.3.ffn_up.weight");
+        let mut values = vec![0; wanted.len()];
+        guard.read("blk.3.ffn_up.weight", &mut values).unwrap();
+        assert!(values == wanted && guard.tensor("ffn_up.weight").unwrap().dtype() == dtype, "{allocation}");
+        let deferred = guard.deferred("ffn_up.weight").unwrap();
+        assert_eq!((deferred.a.shape(), deferred.b.shape(), deferred.scale), (&[4, 256][..], &[72, 4][..], 0.5));
+        for (factor, name) in [(&deferred.a, "lora_A"), (&deferred.b, "lora_B")] {
+            let name = format!("blk.3.ffn_up.{name}.weight");
+            let mut wanted = vec![0; factor.size()];
+            lora().read(lora().find(&name).unwrap(), &mut wanted).unwrap();
+            let mut got = vec![0; factor.size()];
+            guard.read(factor.name(), &mut got).unwrap();
+            assert!(got == wanted, "{name}, {allocation}");
+        }
+    }
+}
+
 /// An adapter's changes are made to blocks where a policy allows it, and what is unpacked are the changed ones.
 #[test]
 fn changed_blocks_are_unpacked_as_they_were_changed() {
