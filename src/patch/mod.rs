@@ -19,8 +19,10 @@ mod codes;
 mod outcome;
 mod pieces;
 mod products;
+mod rows;
 mod scales;
 mod steps;
+mod tiles;
 mod vector;
 mod whole;
 
