@@ -1,4 +1,4 @@
-//! Patching in pieces of some rows by some columns: each piece is converted to f32, changed and rounded, in place or into
+//! Patching in pieces of twelve rows by some columns: each piece is converted to f32, changed and rounded, in place or into
 //! memory of another type. Where steps are products alone, which most adapters are, a piece never leaves the registers.
 
 use std::ops::Range;
@@ -88,17 +88,14 @@ fn requantise(tier: Tier, format: Format, values: &[f32], raw: &mut [u8]) -> Req
 /// Values that are worked on without regard to rows; a multiple of every block.
 pub(super) const TOGETHER: usize = 1 << 14;
 
-/// The rows of a piece. Where steps need whole rows, they are [`PANELS`], so that the piece stays in the second-level cache.
-const PIECE_ROWS: usize = 2 * PANELS;
-
-/// The columns of a piece, a multiple of [`TILE_COLS`]; those of a block if that has more. The f32 values fit in the first-level
-/// cache, beside a tile of the factors.
-const PIECE_COLS: usize = 128;
+/// The columns of a piece, a multiple of [`TILE_COLS`] and of every block. The f32 values of [`PANELS`] rows fit in the
+/// first-level cache, and the factors of as many columns in the second-level cache.
+const PIECE_COLS: usize = 512;
 
 /// The rows of one task for a weight of `cols` columns: enough work for a task, and few enough rows to occupy all threads.
 fn task_rows(cols: usize) -> usize {
     const ELEMENTS: usize = 1 << 18;
-    (ELEMENTS / cols.max(1)).clamp(PIECE_ROWS, 128) / PIECE_ROWS * PIECE_ROWS
+    (ELEMENTS / cols.max(1)).clamp(PANELS, 128) / PANELS * PANELS
 }
 
 /// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`, whose type stays.
@@ -229,8 +226,8 @@ impl Task<'_> {
         TaskStep { step, products: step.change.products().iter().map(panels).collect() }
     }
 
-    /// The float type of the weight, if the steps add products to all of the task's rows and nothing else is to be done. Of other
-    /// types the conversion takes many registers; it is faster for a run of values at once.
+    /// The float type of the weight, if the steps add products to all of the task's rows and nothing else is to be done. Not for
+    /// other types than these: their conversion takes many registers, so it is faster for a run of values at once.
     fn merges(&self, steps: &[TaskStep<'_>], rows: &Range<usize>) -> Option<Float> {
         let adds = |TaskStep { step, .. }: &TaskStep<'_>| {
             let product = matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
@@ -265,20 +262,19 @@ impl Task<'_> {
     ) -> PatchOutcome {
         let (cols, from, to) = (self.weight.cols, self.weight.from, self.weight.to);
         let whole_rows = steps.iter().any(|TaskStep { step, .. }| step.change.scope() > Scope::Element);
-        let most_rows = if whole_rows { PANELS } else { PIECE_ROWS };
-        let most_cols = if whole_rows { cols } else { PIECE_COLS.max(from.together()).max(to.together()) };
+        let most_cols = if whole_rows { cols } else { PIECE_COLS };
         let mut outcome = PatchOutcome::default();
         // Columns are the outer loop, so that the factors of a piece's columns stay in cache for all rows of the task.
         for first_col in (0..cols).step_by(most_cols) {
             let piece_cols = most_cols.min(cols - first_col);
-            for first_row in (0..rows).step_by(most_rows) {
-                let piece_rows = most_rows.min(rows - first_row);
+            for first_row in (0..rows).step_by(PANELS) {
+                let piece_rows = PANELS.min(rows - first_row);
                 let piece = Piece {
                     rows: self.first_row + first_row..self.first_row + first_row + piece_rows,
                     cols: first_col..first_col + piece_cols,
                 };
                 let stride = stride(piece_cols);
-                scratch.weight.resize(most_rows * stride, 0.0);
+                scratch.weight.resize(PANELS * stride, 0.0);
                 let row_bytes = |row: usize, stored: Encoding| stored.bytes((first_row + row) * cols + first_col)..;
                 for row in 0..piece_rows {
                     let raw = &bytes.before()[row_bytes(row, from)];

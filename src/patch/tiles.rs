@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::steps::TILE_COLS;
 use crate::float::Float;
 
-/// Rows that are whole panels in every tier.
+/// The rows of a piece, which are whole panels in every tier.
 pub(crate) const PANELS: usize = 12;
 
 /// The factors of a product, for some rows and columns of a weight.
@@ -45,14 +45,14 @@ pub(crate) enum Output {
 
 impl Output {
     #[inline(always)]
-    #[expect(clippy::needless_range_loop, reason = "a loop over two arrays of a constant length is made vectors")]
     fn put<const COLS: usize>(self, sums: &[f32; COLS], out: &mut [f32; COLS]) {
         match self {
             Output::Store => *out = *sums,
             Output::Add(scale) => {
-                for col in 0..COLS {
-                    out[col] += scale * sums[col];
-                }
+                // Read whole before it is written, so that no store can lie before a load.
+                let mut new = *out;
+                add(scale, sums, &mut new);
+                *out = new;
             }
         }
     }
@@ -92,10 +92,11 @@ pub(super) fn each_tile<const ROWS: usize, const COLS: usize>(
             for first_col in (0..TILE_COLS).step_by(COLS) {
                 let sums = sums(up, down, first_col);
                 for row in 0..ROWS {
-                    if !rows.contains(&(panel * ROWS + row)) {
+                    let of_strip = panel * ROWS + row;
+                    if of_strip < rows.start || of_strip >= rows.end {
                         continue;
                     }
-                    let at = (panel * ROWS + row) * strip.stride + tile * TILE_COLS + first_col;
+                    let at = of_strip * strip.stride + tile * TILE_COLS + first_col;
                     if let Some(out) = strip.values[at..].first_chunk_mut() {
                         output.put(&sums[row], out);
                     }
@@ -157,6 +158,7 @@ fn merge_as<const ROWS: usize, const COLS: usize>(
 
 /// As [`merge`], for a tile of `rows` by `width` values; `at` gives the place of a row in `bytes`.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "constant places keep the sums in registers")]
 fn merge_tile<const ROWS: usize, const COLS: usize>(
     float: Float,
     bytes: &mut [u8],
@@ -173,7 +175,7 @@ fn merge_tile<const ROWS: usize, const COLS: usize>(
             let raw = &mut bytes[at(row)..][..width * float.size()];
             let mut values = [0.0; COLS];
             float.lift(raw, &mut values[..width]);
-            Output::Add(*scale).put(&first_sums[row], &mut values);
+            add(*scale, &first_sums[row], &mut values);
             saturated += float.round(&values[..width], raw);
         }
         return saturated;
@@ -181,15 +183,24 @@ fn merge_tile<const ROWS: usize, const COLS: usize>(
     let mut values = [[0.0; COLS]; ROWS];
     for (row, values) in values.iter_mut().enumerate().take(rows) {
         float.lift(&bytes[at(row)..][..width * float.size()], &mut values[..width]);
-        Output::Add(*scale).put(&first_sums[row], values);
+        add(*scale, &first_sums[row], values);
     }
     for (other, scale) in others {
-        sums(other).iter().zip(&mut values).for_each(|(sums, values)| Output::Add(*scale).put(sums, values));
+        sums(other).iter().zip(&mut values).for_each(|(sums, values)| add(*scale, sums, values));
     }
     for (row, values) in values.iter().enumerate().take(rows) {
         saturated += float.round(&values[..width], &mut bytes[at(row)..][..width * float.size()]);
     }
     saturated
+}
+
+/// `values += scale sums`, for values that are in registers.
+#[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "a loop over arrays of a constant length becomes vectors")]
+fn add<const COLS: usize>(scale: f32, sums: &[f32; COLS], values: &mut [f32; COLS]) {
+    for col in 0..COLS {
+        values[col] += scale * sums[col];
+    }
 }
 
 /// `up down` for a panel and `COLS` columns of a tile.
