@@ -158,7 +158,6 @@ fn merge_as<const ROWS: usize, const COLS: usize>(
 
 /// As [`merge`], for a tile of `rows` by `width` values; `at` gives the place of a row in `bytes`.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "constant places keep the sums in registers")]
 fn merge_tile<const ROWS: usize, const COLS: usize>(
     float: Float,
     bytes: &mut [u8],
@@ -196,7 +195,6 @@ fn merge_tile<const ROWS: usize, const COLS: usize>(
 
 /// `values += scale sums`, for values that are in registers.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "a loop over arrays of a constant length becomes vectors")]
 fn add<const COLS: usize>(scale: f32, sums: &[f32; COLS], values: &mut [f32; COLS]) {
     for col in 0..COLS {
         values[col] += scale * sums[col];
