@@ -242,7 +242,9 @@ impl Torch {
         let answers = BufReader::new(child.stdout.take().expect("it is piped"));
         let mut torch = Torch(child, answers);
         println!("{}", torch.answer());
-        RANKS.iter().for_each(|rank| drop(torch.merge(*rank)));
+        for rank in RANKS {
+            torch.merge(rank);
+        }
         Some(torch)
     }
 
