@@ -16,7 +16,7 @@ pub(crate) const PANELS: usize = 12;
 #[derive(Clone, Copy)]
 pub(crate) struct Factors<'a> {
     pub(crate) rank: usize,
-    /// For each panel of [`panel_rows`](Tier::panel_rows) rows, values [rank, rows].
+    /// For each panel of [`panel_rows`](super::vector::Tier::panel_rows) rows, values [rank, rows].
     pub(crate) up: &'a [f32],
     /// For each [`TILE_COLS`] columns, values [rank, `TILE_COLS`].
     pub(crate) down: &'a [f32],

@@ -56,7 +56,7 @@ impl Tier {
         tiers
     }
 
-    /// The rows that its innermost loop takes at once, a divisor of [`PANELS`].
+    /// The rows that its innermost loop takes at once, a divisor of [`PANELS`](tiles::PANELS).
     pub(crate) fn panel_rows(self) -> usize {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
