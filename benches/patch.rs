@@ -4,10 +4,17 @@
 //! parameters in 64 such weights.
 //!
 //! After criterion's own figures it prints medians of alternating turns and their ratios, which is what to compare:
-//! absolute times move with whatever else the machine does.
+//! absolute times move with whatever else the machine does. Then, for several ranks, the floor: the weight's bytes read and
+//! written once at the pace of a copy by all threads, and the products at the rate of a loop that only multiplies and adds.
+//! With TORCH_PYTHON naming a Python that has torch, turns of torch alternate with these: the weight as f32 in memory made
+//! before, `addmm_` into that, and back.
+
+#![expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")]
 
 use std::hint::black_box;
-use std::time::Instant;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use half::bf16;
@@ -105,6 +112,162 @@ fn bench(criterion: &mut Criterion) {
         let mut model = weight.repeat(WEIGHTS);
         let mut works = over_all(works);
         print_ratios("a model of 1.07 billion parameters", &mut works, &mut model, 3);
+        drop((works, model));
+        print_floors(&weight, &mut bytes);
+    }
+}
+
+/// The ranks that are measured beside their floor.
+const RANKS: [usize; 6] = [4, 8, 16, 32, 64, 128];
+
+fn print_floors(weight: &[u8], bytes: &mut [u8]) {
+    const TURNS: usize = 15;
+    let mut torch = Torch::start();
+    let rate = multiply_add_rate();
+    println!("a weight and its floor, medians of {TURNS} turns; {:.0} G multiply-adds a second:", rate / 1e9);
+    for rank in RANKS {
+        let patches = patches(&[(rank, 3)]);
+        let patch = patches.tensor(TensorId::new(0)).expect("the weight is patched");
+        let (mut copies, mut merges, mut theirs) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..TURNS {
+            let start = Instant::now();
+            let pieces = bytes.par_chunks_mut(1 << 18).zip(weight.par_chunks(1 << 18));
+            pieces.for_each(|(to, from)| to.copy_from_slice(from));
+            copies.push(start.elapsed().as_secs_f64() * 1e3);
+            let start = Instant::now();
+            patch.apply(black_box(bytes), &[]).expect("it applies");
+            merges.push(start.elapsed().as_secs_f64() * 1e3);
+            theirs.extend(torch.as_mut().map(|torch| torch.merge(rank)));
+        }
+        let (copy, merge) = (median(copies), median(merges));
+        let products = (SIZE * SIZE * rank) as f64 / rate * 1e3;
+        let torch = if theirs.is_empty() { String::new() } else { beside(median(theirs), merge) };
+        println!("  rank {rank:3} {merge:6.2} ms; bytes {copy:5.2} ms, products {products:5.2} ms{torch}");
+    }
+}
+
+fn beside(theirs: f64, ours: f64) -> String {
+    format!("; torch {theirs:6.2} ms, {:.2} x as long", theirs / ours)
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Fused multiply-adds of f32 a second, of all threads together.
+fn multiply_add_rate() -> f64 {
+    const TIMES: usize = 4_000_000;
+    let rates = (0..9).map(|_| {
+        let start = Instant::now();
+        let done: usize = rayon::broadcast(|_| multiply_add(TIMES)).into_iter().sum();
+        done as f64 / start.elapsed().as_secs_f64()
+    });
+    rates.fold(0.0, f64::max)
+}
+
+/// Multiplies and adds in twelve independent vectors, `times` each. Returns how many values that were.
+#[cfg(target_arch = "x86_64")]
+fn multiply_add(times: usize) -> usize {
+    use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_set1_ps, _mm512_fmadd_ps, _mm512_set1_ps};
+
+    #[target_feature(enable = "avx512f")]
+    fn wide(times: usize) -> usize {
+        let (mut sums, one) = ([_mm512_set1_ps(0.5); 12], _mm512_set1_ps(black_box(0.5)));
+        (0..times).for_each(|_| sums.iter_mut().for_each(|sum| *sum = _mm512_fmadd_ps(*sum, one, one)));
+        black_box(sums);
+        times * 12 * 16
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    fn narrow(times: usize) -> usize {
+        let (mut sums, one) = ([_mm256_set1_ps(0.5); 12], _mm256_set1_ps(black_box(0.5)));
+        (0..times).for_each(|_| sums.iter_mut().for_each(|sum| *sum = _mm256_fmadd_ps(*sum, one, one)));
+        black_box(sums);
+        times * 12 * 8
+    }
+
+    if cfg!(not(at_most_avx2)) && is_x86_feature_detected!("avx512f") {
+        // SAFETY: the processor has it.
+        unsafe { wide(times) }
+    } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        // SAFETY: as above.
+        unsafe { narrow(times) }
+    } else {
+        plain_multiply_add(times)
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn multiply_add(times: usize) -> usize {
+    plain_multiply_add(times)
+}
+
+fn plain_multiply_add(times: usize) -> usize {
+    let (mut sums, one) = ([0.5f32; 48], black_box(0.5f32));
+    (0..times).for_each(|_| sums.iter_mut().for_each(|sum| *sum = sum.mul_add(one, one)));
+    black_box(sums);
+    times * 48
+}
+
+/// A Python with torch, which merges when it is told to.
+struct Torch(Child, BufReader<std::process::ChildStdout>);
+
+/// For each line, a rank, it merges once and writes the milliseconds.
+const TORCH: &str = "
+import sys, time, torch
+size = int(sys.argv[1])
+weight = torch.rand(size, size).sub(0.5).to(torch.bfloat16)
+lifted = torch.empty(size, size)
+factors = {int(rank): (torch.rand(size, int(rank)), torch.rand(int(rank), size)) for rank in sys.argv[2:]}
+print('torch', torch.__version__, 'on', torch.get_num_threads(), 'threads,', torch.backends.cpu.get_cpu_capability(), flush=True)
+for line in sys.stdin:
+    up, down = factors[int(line)]
+    start = time.perf_counter()
+    lifted.copy_(weight)
+    lifted.addmm_(up, down, alpha=0.8)
+    weight.copy_(lifted)
+    print((time.perf_counter() - start) * 1e3, flush=True)
+";
+
+impl Torch {
+    fn start() -> Option<Torch> {
+        let Some(python) = std::env::var_os("TORCH_PYTHON") else {
+            println!("TORCH_PYTHON names no Python with torch, so there is nothing to compare with");
+            return None;
+        };
+        let mut command = Command::new(python);
+        command.args(["-c", TORCH, &SIZE.to_string()]).args(RANKS.map(|rank| rank.to_string()));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("TORCH_PYTHON runs");
+        let answers = BufReader::new(child.stdout.take().expect("it is piped"));
+        let mut torch = Torch(child, answers);
+        println!("{}", torch.answer());
+        for rank in RANKS {
+            torch.merge(rank);
+        }
+        Some(torch)
+    }
+
+    /// Milliseconds of one merge.
+    fn merge(&mut self, rank: usize) -> f64 {
+        writeln!(self.0.stdin.as_mut().expect("it is piped"), "{rank}").expect("torch runs");
+        let time = self.answer().parse().expect("a number of milliseconds");
+        // Its threads wait busily for more work before they sleep.
+        std::thread::sleep(Duration::from_millis(20));
+        time
+    }
+
+    fn answer(&mut self) -> String {
+        let mut line = String::new();
+        self.1.read_line(&mut line).expect("torch runs");
+        line.trim().to_owned()
+    }
+}
+
+impl Drop for Torch {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
     }
 }
 

@@ -20,8 +20,10 @@ mod deferred;
 mod outcome;
 mod pieces;
 mod products;
+mod rows;
 mod scales;
 mod steps;
+mod tiles;
 mod vector;
 mod whole;
 

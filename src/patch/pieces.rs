@@ -1,17 +1,18 @@
-//! Patching in pieces of eight rows by some columns: each piece is converted to f32, changed and rounded, in place or into
-//! memory of another type.
+//! Patching in pieces of twelve rows by some columns: each piece is converted to f32, changed and rounded, in place or into
+//! memory of another type. Where steps are products alone, which most adapters are, a piece never leaves the registers.
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::rows::{Spare, decompose_row, transform_row};
 use super::scales::Scales;
-use super::steps::{
-    BlockTransform, Change, Columns, Delta, Dora, Kronecker, Linear, Packed, Scope, Step, TILE_COLS, TILE_ROWS,
-};
-use super::vector::{Output, StridedRows, Tier};
+use super::steps::{Change, Delta, Kronecker, Linear, Packed, Scope, Step, TILE_COLS};
+use super::tiles::{Factors, Output, PANELS, StridedRows, fetch};
+use super::vector::Tier;
 use super::{PatchOutcome, Requantised};
 use crate::encoding::Encoding;
+use crate::float::Float;
 use crate::ggml::Format;
 use crate::rounding::Noise;
 
@@ -87,14 +88,14 @@ fn requantise(tier: Tier, format: Format, values: &[f32], raw: &mut [u8]) -> Req
 /// Values that are worked on without regard to rows; a multiple of every block.
 pub(super) const TOGETHER: usize = 1 << 14;
 
-/// The columns of a piece, a multiple of [`TILE_COLS`] and of every block. Its f32 values fit in the first-level cache, and
-/// the factors of as many columns in the second-level cache.
+/// The columns of a piece, a multiple of [`TILE_COLS`] and of every block. The f32 values of [`PANELS`] rows fit in the
+/// first-level cache, and the factors of as many columns in the second-level cache.
 const PIECE_COLS: usize = 512;
 
 /// The rows of one task for a weight of `cols` columns: enough work for a task, and few enough rows to occupy all threads.
 fn task_rows(cols: usize) -> usize {
     const ELEMENTS: usize = 1 << 18;
-    (ELEMENTS / cols.max(1)).clamp(TILE_ROWS, 128) / TILE_ROWS * TILE_ROWS
+    (ELEMENTS / cols.max(1)).clamp(PANELS, 128) / PANELS * PANELS
 }
 
 /// Applies `steps`, none of which needs more than a row, in order to the weight in `bytes`, whose type stays.
@@ -111,7 +112,7 @@ pub(super) fn apply(tier: Tier, weight: Stored<'_>, bytes: &mut [u8], steps: &[S
 }
 
 /// As [`apply`], for some whole rows in `from` that are written to `to` in another type. The first is row `first_row` of the
-/// weight, a multiple of [`TILE_ROWS`].
+/// weight.
 pub(super) fn convert(
     tier: Tier,
     weight: Stored<'_>,
@@ -176,13 +177,6 @@ struct Scratch {
     spare: Spare,
 }
 
-/// Buffers for a delta of the same size and its intermediate values.
-#[derive(Default)]
-struct Spare {
-    delta: Vec<f32>,
-    other: Vec<f32>,
-}
-
 /// Some whole rows of a weight.
 struct Task<'a> {
     tier: Tier,
@@ -191,34 +185,105 @@ struct Task<'a> {
     first_row: usize,
 }
 
+/// A step of a task, with the factors of the task's rows in panels, for each of its products.
+struct TaskStep<'a> {
+    step: &'a Step,
+    products: Vec<Panels<'a>>,
+}
+
+/// A product, and its factor of the task's rows in panels.
+struct Panels<'a> {
+    product: &'a Packed,
+    panel_rows: usize,
+    up: Vec<f32>,
+}
+
+impl Panels<'_> {
+    /// The factors from a row of the task on, where a panel begins, and from a column of the weight on, where a tile begins.
+    fn factors(&self, row: usize, col: usize) -> Factors<'_> {
+        let rank = self.product.rank;
+        let up = &self.up[row / self.panel_rows * self.panel_rows * rank..];
+        Factors { rank, up, down: self.product.down(col / TILE_COLS) }
+    }
+}
+
 impl Task<'_> {
     fn run(&self, mut bytes: RowBytes<'_>, scratch: &mut Scratch) -> PatchOutcome {
-        let (cols, from, to) = (self.weight.cols, self.weight.from, self.weight.to);
-        let rows = bytes.before().len() / from.bytes(cols);
+        let rows = bytes.before().len() / self.weight.from.bytes(self.weight.cols);
+        let all = self.first_row..self.first_row + rows;
         // Of a stack of experts, each step changes the rows of one.
-        let all = Piece { rows: self.first_row..self.first_row + rows, cols: 0..cols };
-        let steps: Vec<&Step> = self.steps.iter().filter(|step| all.shared_rows(&step.rows).is_some()).collect();
-        let whole_rows = steps.iter().any(|step| step.change.scope() > Scope::Element);
-        let piece_cols = if whole_rows { cols } else { PIECE_COLS };
+        let in_task = |step: &&Step| step.rows.start.max(all.start) < step.rows.end.min(all.end);
+        let steps: Vec<TaskStep<'_>> = self.steps.iter().filter(in_task).map(|step| self.step(step, &all)).collect();
+        match (&mut bytes, self.merges(&steps, &all)) {
+            (RowBytes::InPlace(bytes), Some(float)) => self.merge(float, &steps, bytes),
+            _ => self.run_in_pieces(rows, &steps, bytes, scratch),
+        }
+    }
+
+    fn step<'a>(&self, step: &'a Step, rows: &Range<usize>) -> TaskStep<'a> {
+        let panel_rows = self.tier.panel_rows();
+        let panels = |product: &'a Packed| Panels { product, panel_rows, up: product.panels(rows, panel_rows) };
+        TaskStep { step, products: step.change.products().iter().map(panels).collect() }
+    }
+
+    /// The float type of the weight, if the steps add products to all of the task's rows and nothing else is to be done. Not for
+    /// other types than these: their conversion takes many registers, so it is faster for a run of values at once.
+    fn merges(&self, steps: &[TaskStep<'_>], rows: &Range<usize>) -> Option<Float> {
+        let adds = |TaskStep { step, .. }: &TaskStep<'_>| {
+            let product = matches!(&step.change, Change::Add { delta, .. } if matches!(**delta, Delta::Product(_)));
+            product && step.rows.start <= rows.start && rows.end <= step.rows.end
+        };
+        let Stored { from, to, scales: None, noise: None, .. } = self.weight else { return None };
+        match from {
+            Encoding::Float(float @ (Float::F32 | Float::BF16)) if from == to => {
+                (!steps.is_empty() && steps.iter().all(adds)).then_some(float)
+            }
+            _ => None,
+        }
+    }
+
+    /// Adds the products of all steps to whole rows.
+    fn merge(&self, float: Float, steps: &[TaskStep<'_>], bytes: &mut [u8]) -> PatchOutcome {
+        let mut products = Vec::with_capacity(steps.len());
+        for step in steps {
+            if let (Change::Add { scale, .. }, [product]) = (&step.step.change, &step.products[..]) {
+                products.push((product.factors(0, 0), *scale));
+            }
+        }
+        PatchOutcome::of_saturated(self.tier.merge(float, bytes, self.weight.cols, &products))
+    }
+
+    fn run_in_pieces(
+        &self,
+        rows: usize,
+        steps: &[TaskStep<'_>],
+        mut bytes: RowBytes<'_>,
+        scratch: &mut Scratch,
+    ) -> PatchOutcome {
+        let (cols, from, to) = (self.weight.cols, self.weight.from, self.weight.to);
+        let whole_rows = steps.iter().any(|TaskStep { step, .. }| step.change.scope() > Scope::Element);
+        let most_cols = if whole_rows { cols } else { PIECE_COLS };
         let mut outcome = PatchOutcome::default();
         // Columns are the outer loop, so that the factors of a piece's columns stay in cache for all rows of the task.
-        for first_col in (0..cols).step_by(piece_cols) {
-            let piece_cols = piece_cols.min(cols - first_col);
-            for first_row in (0..rows).step_by(TILE_ROWS) {
-                let piece_rows = TILE_ROWS.min(rows - first_row);
+        for first_col in (0..cols).step_by(most_cols) {
+            let piece_cols = most_cols.min(cols - first_col);
+            for first_row in (0..rows).step_by(PANELS) {
+                let piece_rows = PANELS.min(rows - first_row);
                 let piece = Piece {
                     rows: self.first_row + first_row..self.first_row + first_row + piece_rows,
                     cols: first_col..first_col + piece_cols,
                 };
                 let stride = stride(piece_cols);
-                scratch.weight.resize(TILE_ROWS * stride, 0.0);
+                scratch.weight.resize(PANELS * stride, 0.0);
                 let row_bytes = |row: usize, stored: Encoding| stored.bytes((first_row + row) * cols + first_col)..;
                 for row in 0..piece_rows {
-                    let raw = &bytes.before()[row_bytes(row, from)][..from.bytes(piece_cols)];
+                    let raw = &bytes.before()[row_bytes(row, from)];
+                    let (raw, next) = raw.split_at(from.bytes(piece_cols));
+                    fetch(next, 0, raw.len());
                     self.lift(&piece, row, raw, &mut scratch.weight[row * stride..][..piece_cols]);
                 }
                 let mut strip = StridedRows { values: &mut scratch.weight, stride, cols: piece_cols };
-                for step in &steps {
+                for step in steps {
                     self.change(step, &piece, &mut strip, &mut scratch.spare);
                 }
                 for row in 0..piece_rows {
@@ -238,16 +303,17 @@ impl Task<'_> {
         self.weight.round(self.tier, piece.rows.start + row, &piece.cols, values, raw)
     }
 
-    fn change(&self, step: &Step, piece: &Piece, strip: &mut StridedRows<'_>, spare: &mut Spare) {
+    fn change(&self, step: &TaskStep<'_>, piece: &Piece, strip: &mut StridedRows<'_>, spare: &mut Spare) {
+        let TaskStep { step, products } = step;
         let Some(rows) = piece.shared_rows(&step.rows) else { return };
         match &step.change {
             Change::Add { delta, scale } => {
-                if let Delta::Product(product) = &**delta {
+                if let (Delta::Product(_), [product]) = (&**delta, &products[..]) {
                     self.product(product, piece, strip, Output::Add(*scale), rows);
                     return;
                 }
                 let place = Place { first_row: step.rows.start, piece, rows: rows.clone() };
-                self.fill(delta, &place, strip, spare);
+                self.fill(delta, products, &place, strip, spare);
                 for row in rows {
                     let values = &spare.delta[row * strip.stride..];
                     strip.row(row).iter_mut().zip(values).for_each(|(weight, delta)| *weight += scale * delta);
@@ -262,7 +328,7 @@ impl Task<'_> {
             }
             Change::Decompose { delta, dora } => {
                 let place = Place { first_row: step.rows.start, piece, rows: rows.clone() };
-                self.fill(delta, &place, strip, spare);
+                self.fill(delta, products, &place, strip, spare);
                 for row in rows {
                     let delta = &spare.delta[row * strip.stride..][..strip.cols];
                     decompose_row(dora, piece.rows.start + row - step.rows.start, strip.row(row), delta);
@@ -281,32 +347,39 @@ impl Task<'_> {
 
     fn product(
         &self,
-        product: &Packed,
+        product: &Panels<'_>,
         piece: &Piece,
         strip: &mut StridedRows<'_>,
         output: Output,
         rows: Range<usize>,
     ) {
-        let up = product.up(piece.rows.start / TILE_ROWS);
-        self.tier.product(strip, up, product.down(piece.cols.start / TILE_COLS), output, rows);
+        let factors = product.factors(piece.rows.start - self.first_row, piece.cols.start);
+        self.tier.product(strip, factors, output, rows);
     }
 
     /// Computes D for the rows of a piece into `spare.delta`.
-    fn fill(&self, delta: &Delta, place: &Place<'_>, weight: &mut StridedRows<'_>, spare: &mut Spare) {
+    fn fill(
+        &self,
+        delta: &Delta,
+        products: &[Panels<'_>],
+        place: &Place<'_>,
+        weight: &mut StridedRows<'_>,
+        spare: &mut Spare,
+    ) {
         let (stride, cols, piece) = (weight.stride, weight.cols, place.piece);
         let Spare { delta: out, other } = spare;
-        out.resize(TILE_ROWS * stride, 0.0);
+        out.resize(piece.rows.len() * stride, 0.0);
         let mut out = StridedRows { values: out, stride, cols };
         match delta {
-            Delta::Product(product) => self.product(product, piece, &mut out, Output::Store, place.rows.clone()),
+            Delta::Product(_) => self.product(&products[0], piece, &mut out, Output::Store, place.rows.clone()),
             Delta::Dense(values) => {
                 for row in place.rows.clone() {
                     let at = place.of_step(row) * self.weight.cols + piece.cols.start;
                     out.row(row).copy_from_slice(&values[at..at + cols]);
                 }
             }
-            Delta::Hadamard(products) => {
-                other.resize(TILE_ROWS * stride, 0.0);
+            Delta::Hadamard(_) => {
+                other.resize(piece.rows.len() * stride, 0.0);
                 let mut second = StridedRows { values: other, stride, cols };
                 self.product(&products[0], piece, &mut out, Output::Store, place.rows.clone());
                 self.product(&products[1], piece, &mut second, Output::Store, place.rows.clone());
@@ -327,7 +400,7 @@ impl Task<'_> {
                 }
             }
             Delta::Linear(linear) => {
-                self.product(&linear.base, piece, &mut out, Output::Store, place.rows.clone());
+                self.product(&products[0], piece, &mut out, Output::Store, place.rows.clone());
                 for row in place.rows.clone() {
                     self.linear(linear, weight.row(row), other, out.row(row));
                 }
@@ -361,61 +434,6 @@ impl Task<'_> {
         }
         out.iter_mut().zip(sums).for_each(|(out, sum)| *out += *sum);
     }
-}
-
-/// `W += s (Wc m / n - W)` for one row, whose D is given.
-fn decompose_row(dora: &Dora, row: usize, weights: &mut [f32], delta: &[f32]) {
-    let changed = |weight: f32, delta: f32| weight + dora.ratio * delta;
-    let norm = if dora.of_original {
-        norm(weights.iter().copied())
-    } else {
-        norm(weights.iter().zip(delta).map(|(&weight, &delta)| changed(weight, delta)))
-    };
-    let factor = dora.magnitude[row] / (norm + dora.epsilon);
-    for (weight, &delta) in weights.iter_mut().zip(delta) {
-        *weight = mixed(*weight, changed(*weight, delta) * factor, dora.strength);
-    }
-}
-
-/// `w += s (w' - w)` for one row, see [`Columns`]. Each sum is in order of the columns.
-fn transform_row(tier: Tier, columns: &Columns, row: usize, weights: &mut [f32], spare: &mut Spare) {
-    let Spare { delta: from, other: to } = spare;
-    from.clear();
-    from.extend_from_slice(weights);
-    for BlockTransform { size, blocks, order } in &columns.transforms {
-        to.clear();
-        to.resize(from.len(), 0.0);
-        if let Some(order) = order {
-            from.iter().zip(order).for_each(|(value, &place)| to[place as usize] = *value);
-            std::mem::swap(from, to);
-            to.fill(0.0);
-        }
-        let sums = to.chunks_exact_mut(*size).zip(from.chunks_exact(*size)).zip(blocks.chunks_exact(size * size));
-        for ((sums, values), block) in sums {
-            for (value, column) in values.iter().zip(block.chunks_exact(*size)) {
-                tier.add_multiple(*value, column, sums);
-            }
-        }
-        std::mem::swap(from, to);
-        if let Some(order) = order {
-            to.iter_mut().zip(order).for_each(|(value, &place)| *value = from[place as usize]);
-            std::mem::swap(from, to);
-        }
-    }
-    let scale = columns.by_rows.as_ref().map_or(1.0, |scales| scales[row]);
-    for (weight, value) in weights.iter_mut().zip(from) {
-        *weight = mixed(*weight, *value * scale, columns.strength);
-    }
-}
-
-/// `weight + strength (whole - weight)`, exactly `whole` at strength 1.
-pub(super) fn mixed(weight: f32, whole: f32, strength: f32) -> f32 {
-    if strength == 1.0 { whole } else { weight + strength * (whole - weight) }
-}
-
-/// The Euclidean norm, summed in f64 in order.
-fn norm(values: impl Iterator<Item = f32>) -> f32 {
-    values.map(|value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt() as f32
 }
 
 /// Where rows of a piece are in a step.

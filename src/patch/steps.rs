@@ -90,6 +90,14 @@ impl Change {
         }
     }
 
+    /// The products that it is made of.
+    pub(super) fn products(&self) -> &[Packed] {
+        match self {
+            Change::Add { delta, .. } | Change::Decompose { delta, .. } => delta.products(),
+            Change::Set(_) | Change::Rotate { .. } | Change::Transform(_) | Change::Pad { .. } => &[],
+        }
+    }
+
     /// How much of the weight it needs at once.
     pub(super) fn scope(&self) -> Scope {
         match self {
@@ -141,6 +149,16 @@ impl Delta<Product> {
 }
 
 impl Delta {
+    /// The products that it is made of.
+    pub(super) fn products(&self) -> &[Packed] {
+        match self {
+            Delta::Product(product) => std::slice::from_ref(product),
+            Delta::Hadamard(products) => &**products,
+            Delta::Linear(linear) => std::slice::from_ref(&linear.base),
+            Delta::Dense(_) | Delta::Kronecker(_) => &[],
+        }
+    }
+
     fn values(&self) -> usize {
         match self {
             Delta::Product(product) => product.values(),
@@ -326,10 +344,23 @@ impl Product {
 }
 
 impl Packed {
-    /// The packed factor of the weight's tile of rows number `tile`.
-    pub(super) fn up(&self, tile: usize) -> &[f32] {
-        let length = self.rank * TILE_ROWS;
-        &self.up[(tile - self.first_tile) * length..][..length]
+    /// The factor of some rows of the weight in panels of `panel` rows, values [rank, panel] each. What is not packed is zero.
+    pub(super) fn panels(&self, rows: &Range<usize>, panel: usize) -> Vec<f32> {
+        let mut panels = vec![0.0; rows.len().div_ceil(panel) * panel * self.rank];
+        if self.rank == 0 {
+            return panels;
+        }
+        let first = self.first_tile * TILE_ROWS;
+        let tiles = self.up.chunks_exact(self.rank * TILE_ROWS);
+        let packed = first.max(rows.start)..(first + tiles.len() * TILE_ROWS).min(rows.end);
+        for row in packed {
+            let tile = (row - first) / TILE_ROWS * self.rank * TILE_ROWS;
+            let (tile, _) = self.up[tile..][..self.rank * TILE_ROWS].as_chunks::<TILE_ROWS>();
+            let (index, place) = ((row - rows.start) / panel, (row - rows.start) % panel);
+            let panel = panels[index * panel * self.rank..].chunks_exact_mut(panel);
+            panel.zip(tile).for_each(|(values, tile)| values[place] = tile[row % TILE_ROWS]);
+        }
+        panels
     }
 
     /// The packed factors from the tile of columns number `tile` on.

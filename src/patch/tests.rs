@@ -107,6 +107,44 @@ fn every_tier_and_split_gives_the_bits_of_the_definition() {
     }
 }
 
+/// Panels, tiles, pieces and tasks end within the weight, and steps change all of its rows or some.
+#[test]
+fn products_of_some_rows_give_the_bits_of_the_definition() {
+    for (rows, cols) in [(1, 31), (7, 33), (26, 129), (61, 64), (130, 300)] {
+        for ranks in [&[1][..], &[64], &[4, 33], &[17, 2, 128]] {
+            for slice in [0..rows, rows / 3..rows - rows / 4] {
+                let factors = |(seed, &rank): (u64, &usize)| {
+                    let Product { up, down } = product(slice.len(), cols, rank, 2 * seed);
+                    (up.values, down.values, rank, scale(0.7, rank))
+                };
+                let factors: Vec<_> = (5..).zip(ranks).map(factors).collect();
+                let step = |(seed, &rank): (u64, &usize)| {
+                    let product = product(slice.len(), cols, rank, 2 * seed);
+                    Step::add(slice.clone(), Delta::Product(product), scale(0.7, rank))
+                };
+                for dtype in [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
+                    let patch = patch(dtype, rows, cols, (5..).zip(ranks).map(step).collect());
+                    let before = stored(float(&patch), &noise(rows * cols, 3));
+                    let mut weights = vec![0.0; rows * cols];
+                    float(&patch).lift(&before, &mut weights);
+                    let of_slice = slice.start * cols..slice.end * cols;
+                    let changed = expected(&weights[of_slice.clone()], cols, &factors);
+                    weights[of_slice].copy_from_slice(&changed);
+                    let wanted = stored(float(&patch), &weights);
+                    for tier in Tier::all() {
+                        for threads in [1, 3] {
+                            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                            let mut bytes = before.clone();
+                            pool.install(|| patch.apply_with(tier, &mut bytes, &[])).unwrap();
+                            assert!(bytes == wanted, "{dtype} {rows}x{cols} {ranks:?} {slice:?} {tier:?} on {threads}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn every_kind_gives_the_same_bits_in_every_tier_and_split() {
     let rows = || 0..60;

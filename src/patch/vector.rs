@@ -8,7 +8,8 @@
 
 use std::ops::Range;
 
-use super::steps::{TILE_COLS, TILE_ROWS};
+use super::steps::TILE_COLS;
+use super::tiles::{self, Factors, Output, StridedRows, each_tile};
 use crate::float::Float;
 use crate::ggml::Format;
 use crate::rounding::Noise;
@@ -31,7 +32,8 @@ impl Tier {
     pub(crate) fn best() -> Tier {
         #[cfg(target_arch = "x86_64")]
         {
-            if Tier::has_avx512() {
+            // A build of its own measures the narrower one on any machine.
+            if cfg!(not(at_most_avx2)) && Tier::has_avx512() {
                 return Tier(Kind::Avx512);
             }
             if Tier::has_avx2() {
@@ -54,6 +56,17 @@ impl Tier {
         tiers
     }
 
+    /// The rows that its innermost loop takes at once, a divisor of [`PANELS`](tiles::PANELS).
+    pub(crate) fn panel_rows(self) -> usize {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => avx512::ROWS,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => avx2::ROWS,
+            Kind::Plain => plain::ROWS,
+        }
+    }
+
     #[cfg(target_arch = "x86_64")]
     fn has_avx512() -> bool {
         Tier::has_avx2()
@@ -66,43 +79,6 @@ impl Tier {
     #[cfg(target_arch = "x86_64")]
     fn has_avx2() -> bool {
         is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
-    }
-}
-
-/// What becomes of a product.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Output {
-    /// `out = up down`.
-    Store,
-    /// `out = out + scale (up down)`.
-    Add(f32),
-}
-
-impl Output {
-    #[inline(always)]
-    fn put<const COLS: usize>(self, sums: &[f32; COLS], out: &mut [f32; COLS]) {
-        match self {
-            Output::Store => *out = *sums,
-            // Read whole before it is written, so that no store can lie before a load.
-            Output::Add(scale) => {
-                let old = *out;
-                *out = std::array::from_fn(|col| old[col] + scale * sums[col]);
-            }
-        }
-    }
-}
-
-/// Rows of f32 values, `stride` apart; a stride is at least the columns rounded up to [`TILE_COLS`].
-pub(crate) struct StridedRows<'a> {
-    pub(crate) values: &'a mut [f32],
-    pub(crate) stride: usize,
-    pub(crate) cols: usize,
-}
-
-impl StridedRows<'_> {
-    /// The values of a row, without what pads it.
-    pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
-        &mut self.values[row * self.stride..][..self.cols]
     }
 }
 
@@ -130,7 +106,8 @@ tiers! {
     fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64;
     fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]);
     fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64>;
-    fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>);
+    fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>);
+    fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64;
     fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]);
 }
 
@@ -145,6 +122,8 @@ mod avx512 {
     use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps};
 
     use super::*;
+
+    pub(super) const ROWS: usize = 12;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
@@ -176,29 +155,43 @@ mod avx512 {
         float.round_noisy(noise, first, values, bytes)
     }
 
-    /// In intrinsics, since the compiler makes vectors of half this width of plain arrays.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
-        each_tile::<TILE_ROWS, TILE_COLS>(strip, up, down, output, rows, |up, down, _, _| {
-            let mut sums = [[_mm512_setzero_ps(); 2]; TILE_ROWS];
-            for (up, down) in up.iter().zip(down) {
-                // SAFETY: both reads are of sixteen of the 32 values of `down`.
-                let (left, right) = unsafe { (_mm512_loadu_ps(down.as_ptr()), _mm512_loadu_ps(down[16..].as_ptr())) };
-                for row in 0..TILE_ROWS {
-                    let up = _mm512_set1_ps(up[row]);
-                    sums[row][0] = _mm512_fmadd_ps(up, left, sums[row][0]);
-                    sums[row][1] = _mm512_fmadd_ps(up, right, sums[row][1]);
-                }
+    pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
+        each_tile(strip, factors, output, rows, |up, down, _| sums(up, down));
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
+        tiles::merge(float, bytes, cols, products, |up, down, _| sums(up, down))
+    }
+
+    /// `up down` for a panel and a tile. In intrinsics, since the compiler may make vectors of half this width, or single
+    /// values, of plain arrays.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn sums(up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]]) -> [[f32; TILE_COLS]; ROWS] {
+        let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
+        for (up, down) in up.iter().zip(down) {
+            // SAFETY: both reads are of sixteen of the 32 values of `down`.
+            let (left, right) = unsafe { (_mm512_loadu_ps(down.as_ptr()), _mm512_loadu_ps(down[16..].as_ptr())) };
+            for row in 0..ROWS {
+                let up = _mm512_set1_ps(up[row]);
+                sums[row][0] = _mm512_fmadd_ps(up, left, sums[row][0]);
+                sums[row][1] = _mm512_fmadd_ps(up, right, sums[row][1]);
             }
-            // SAFETY: two vectors of sixteen f32 are an array of 32.
-            unsafe { std::mem::transmute(sums) }
-        });
+        }
+        // SAFETY: two vectors of sixteen f32 are an array of 32.
+        unsafe { std::mem::transmute(sums) }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use super::*;
+
+    /// Twelve sums of eight values hide the latency of the additions, and leave four of the sixteen registers.
+    pub(super) const ROWS: usize = 6;
+    const COLS: usize = 16;
 
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
@@ -232,13 +225,22 @@ mod avx2 {
 
     #[target_feature(enable = "avx2,fma")]
     #[expect(clippy::redundant_closure, reason = "a closure is compiled for the instructions of what it stands in")]
-    pub(super) fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
-        each_tile::<4, 16>(strip, up, down, output, rows, |up, down, row, col| sums(up, down, row, col));
+    pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
+        each_tile::<ROWS, COLS>(strip, factors, output, rows, |up, down, col| tiles::sums(up, down, col));
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    #[expect(clippy::redundant_closure, reason = "as above")]
+    pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
+        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, |up, down, col| tiles::sums(up, down, col))
     }
 }
 
 mod plain {
     use super::*;
+
+    pub(super) const ROWS: usize = 4;
+    const COLS: usize = 16;
 
     pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
         super::add_multiple(factor, values, sums);
@@ -264,60 +266,11 @@ mod plain {
         float.round_noisy(noise, first, values, bytes)
     }
 
-    pub(super) fn product(strip: &mut StridedRows<'_>, up: &[f32], down: &[f32], output: Output, rows: Range<usize>) {
-        each_tile::<4, 16>(strip, up, down, output, rows, sums);
+    pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
+        each_tile::<ROWS, COLS>(strip, factors, output, rows, tiles::sums);
     }
-}
 
-/// The product of packed factors, for the `rows` of one tile of rows and all columns of the strip.
-///
-/// `sums` gives the product for `ROWS` by `COLS` of a tile, from a row and a column of the tile on.
-#[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "constant places keep the sums in registers")]
-fn each_tile<const ROWS: usize, const COLS: usize>(
-    strip: &mut StridedRows<'_>,
-    up: &[f32],
-    down: &[f32],
-    output: Output,
-    rows: Range<usize>,
-    sums: impl Fn(&[[f32; TILE_ROWS]], &[[f32; TILE_COLS]], usize, usize) -> [[f32; COLS]; ROWS],
-) {
-    let (up, _) = up.as_chunks::<TILE_ROWS>();
-    let (down, _) = down.as_chunks::<TILE_COLS>();
-    for (tile, down) in down.chunks_exact(up.len()).take(strip.cols.div_ceil(TILE_COLS)).enumerate() {
-        for first_col in (0..TILE_COLS).step_by(COLS) {
-            for first_row in (0..TILE_ROWS).step_by(ROWS) {
-                let sums = sums(up, down, first_row, first_col);
-                for row in 0..ROWS {
-                    if first_row + row < rows.start || first_row + row >= rows.end {
-                        continue;
-                    }
-                    let at = (first_row + row) * strip.stride + tile * TILE_COLS + first_col;
-                    if let Some(out) = strip.values[at..].first_chunk_mut() {
-                        output.put(&sums[row], out);
-                    }
-                }
-            }
-        }
+    pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
+        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, tiles::sums)
     }
-}
-
-/// `up down` for `ROWS` by `COLS` of a tile.
-#[inline(always)]
-fn sums<const ROWS: usize, const COLS: usize>(
-    up: &[[f32; TILE_ROWS]],
-    down: &[[f32; TILE_COLS]],
-    first_row: usize,
-    first_col: usize,
-) -> [[f32; COLS]; ROWS] {
-    let mut sums = [[0.0f32; COLS]; ROWS];
-    for (up, down) in up.iter().zip(down) {
-        let (up, down) = (&up[first_row..first_row + ROWS], &down[first_col..first_col + COLS]);
-        for row in 0..ROWS {
-            for col in 0..COLS {
-                sums[row][col] = up[row].mul_add(down[col], sums[row][col]);
-            }
-        }
-    }
-    sums
 }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::PatchOutcome;
-use super::pieces::{self, Stored, TOGETHER, mixed};
+use super::pieces::{self, Stored, TOGETHER};
+use super::rows::mixed;
 use super::scales::Scales;
 use super::steps::{Axis, Change, Delta, Dora, Scope, Step, matrix_of};
 use super::vector::Tier;
