@@ -49,6 +49,7 @@ mod pool;
 mod ptx;
 mod ptx_op;
 mod ptx_run;
+mod ptx_table;
 mod report;
 mod shared;
 mod stream;

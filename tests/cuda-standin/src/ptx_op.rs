@@ -30,6 +30,8 @@ pub(crate) enum Operand {
     Number(u64),
     Special(Special),
     Param(usize),
+    /// The address of a table of the module.
+    Table(usize),
     Memory(Address),
 }
 
@@ -67,6 +69,13 @@ pub(crate) enum Kind {
         count: u8,
         width: Width,
         from: Address,
+        /// Past the coherent caches: what is there must not change while the function runs.
+        constant: bool,
+    },
+    /// The address of a table.
+    Table {
+        dst: u16,
+        table: usize,
     },
     Store {
         value: Value,
@@ -107,6 +116,14 @@ pub(crate) enum Kind {
     Return,
 }
 
+/// How an instruction uses memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Access {
+    Load,
+    LoadConstant,
+    Store,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum One {
     Copy,
@@ -116,6 +133,7 @@ pub(crate) enum One {
     Negative32,
     NotPredicate,
     FloatOfS32,
+    CountOnes32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -124,6 +142,7 @@ pub(crate) enum Two {
     Add64,
     Sub32,
     Sub64,
+    Mul16,
     Mul32,
     Mul64,
     MulWide,
@@ -131,6 +150,7 @@ pub(crate) enum Two {
     Min,
     And,
     Or,
+    Xor,
     Shl16,
     Shl32,
     Shl64,
@@ -182,6 +202,7 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
     }
     match (name, operands) {
         ("mov.u32", [O::Register(dst), O::Special(what)]) => Some(Kind::Special { dst: *dst, what: *what }),
+        ("mov.u64", [O::Register(dst), O::Table(table)]) => Some(Kind::Table { dst: *dst, table: *table }),
         ("ld.param.u32" | "ld.param.u64", [O::Register(dst), O::Param(param)]) => {
             Some(Kind::LoadParam { dst: *dst, param: *param })
         }
@@ -204,6 +225,7 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
 
 fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
     let kind = name.strip_prefix("ld.global.")?;
+    let (constant, kind) = kind.strip_prefix("nc.").map_or((false, kind), |kind| (true, kind));
     let (count, kind) = match kind.split_once('.') {
         None => (1, kind),
         Some(("v2", kind)) => (2, kind),
@@ -218,7 +240,7 @@ fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
         let Operand::Register(register) = register else { return None };
         *place = *register;
     }
-    Some(Kind::Load { dst, count: count as u8, width: width(kind)?, from })
+    Some(Kind::Load { dst, count: count as u8, width: width(kind)?, from, constant })
 }
 
 fn width(kind: &str) -> Option<Width> {
@@ -244,6 +266,7 @@ fn one(name: &str) -> Option<(One, u32)> {
         "neg.s32" => (One::Negative32, 32),
         "not.pred" => (One::NotPredicate, 1),
         "cvt.rn.f32.s32" => (One::FloatOfS32, 32),
+        "popc.b32" => (One::CountOnes32, 32),
         _ => return None,
     })
 }
@@ -255,6 +278,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "add.s64" => (Two::Add64, 64),
         "sub.s32" => (Two::Sub32, 32),
         "sub.s64" => (Two::Sub64, 64),
+        "mul.lo.s16" => (Two::Mul16, 16),
         "mul.lo.s32" => (Two::Mul32, 32),
         "mul.lo.s64" => (Two::Mul64, 64),
         "mul.wide.u16" => (Two::MulWide, 16),
@@ -266,6 +290,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "and.b32" => (Two::And, 32),
         "or.pred" | "or.b16" => (Two::Or, 16),
         "or.b32" => (Two::Or, 32),
+        "xor.b32" => (Two::Xor, 32),
         "shl.b16" => (Two::Shl16, 32),
         "shl.b32" => (Two::Shl32, 32),
         "shl.b64" => (Two::Shl64, 64),
@@ -293,7 +318,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
 fn three(name: &str) -> Option<(Three, u32)> {
     Some(match name {
         "fma.rn.f32" => (Three::FusedFloat, 32),
-        "selp.b32" | "selp.u32" => (Three::Select, 32),
+        "selp.b32" | "selp.u32" | "selp.f32" => (Three::Select, 32),
         "selp.b64" | "selp.u64" => (Three::Select, 64),
         "prmt.b32" => (Three::Permute, 32),
         _ => return None,
@@ -337,11 +362,12 @@ impl Kind {
         Some((dst, values.into_iter().filter_map(Value::register).collect()))
     }
 
-    /// The address that it uses, and whether it writes there.
-    pub(crate) fn touches(&self) -> Option<(Address, bool)> {
+    /// The address that it uses, and how.
+    pub(crate) fn touches(&self) -> Option<(Address, Access)> {
         match *self {
-            Kind::Load { from, .. } => Some((from, false)),
-            Kind::Store { to, .. } | Kind::AtomicAdd { to, .. } => Some((to, true)),
+            Kind::Load { from, constant: false, .. } => Some((from, Access::Load)),
+            Kind::Load { from, constant: true, .. } => Some((from, Access::LoadConstant)),
+            Kind::Store { to, .. } | Kind::AtomicAdd { to, .. } => Some((to, Access::Store)),
             _ => None,
         }
     }
@@ -357,6 +383,7 @@ impl One {
             One::Negative32 => u64::from((a as u32).wrapping_neg()),
             One::NotPredicate => a ^ 1,
             One::FloatOfS32 => bits(a as u32 as i32 as f32),
+            One::CountOnes32 => u64::from((a as u32).count_ones()),
         }
     }
 }
@@ -371,6 +398,7 @@ impl Two {
             Two::Add64 => a.wrapping_add(b),
             Two::Sub32 => low_a.wrapping_sub(low_b).into(),
             Two::Sub64 => a.wrapping_sub(b),
+            Two::Mul16 => (low_a as u16).wrapping_mul(low_b as u16).into(),
             Two::Mul32 => low_a.wrapping_mul(low_b).into(),
             Two::Mul64 => a.wrapping_mul(b),
             Two::MulWide => a * b,
@@ -379,6 +407,7 @@ impl Two {
             Two::Min => a.min(b),
             Two::And => a & b,
             Two::Or => a | b,
+            Two::Xor => a ^ b,
             // Shifts by the width and more give zero.
             Two::Shl16 => a.checked_shl(low_b).unwrap_or(0) & 0xffff,
             Two::Shl32 => low_a.checked_shl(low_b).unwrap_or(0).into(),
@@ -456,6 +485,8 @@ mod tests {
         assert_eq!(Two::Add32.of(0xffff_ffff, 2), 1);
         assert_eq!(Two::Sub32.of(1, 2), 0xffff_ffff);
         assert_eq!(Two::MulWide.of(0xffff_ffff, 4), 0x3_ffff_fffc);
+        assert_eq!((Two::Mul16.of(0xffff, 3), Two::Xor.of(0b1100, 0b1010)), (0xfffd, 0b0110));
+        assert_eq!((One::CountOnes32.of(0), One::CountOnes32.of(0x8001_0103)), (0, 5));
         assert_eq!((Two::Shl32.of(3, 31), Two::Shl32.of(3, 32), Two::Shr.of(3, 40)), (1 << 31, 0, 0));
         assert_eq!(One::FloatOfS32.of(0xffff_fffe), u64::from((-2.0f32).to_bits()));
         assert_eq!(Two::DivFloat.of(0, 0), 0x7fff_ffff);
