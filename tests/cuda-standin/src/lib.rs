@@ -47,6 +47,7 @@ mod pinned;
 mod pointer;
 mod pool;
 mod ptx;
+mod ptx_compute;
 mod ptx_op;
 mod ptx_run;
 mod ptx_table;
