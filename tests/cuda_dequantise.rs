@@ -226,7 +226,7 @@ fn cuda_kernels_without_memory_are_asked_for_again() {
     let Some(cuda) = stand_in(&one_card()) else { return };
     let devices = registry();
     cuda.fault(&FaultPlan::one(Fault::nth("cuModuleLoadData", 1, Effect::OutOfMemory)));
-    passes(&devices, &weights(), DType::BF16).unwrap();
+    passes(&devices, &weights(4), DType::BF16).unwrap();
     // All but one of 24, and the second try to load.
     assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (23, 2));
     drop(devices);
@@ -238,7 +238,7 @@ fn cuda_kernels_without_memory_are_asked_for_again() {
 fn cuda_dequantising_is_refused_while_its_stream_is_captured() {
     let Some(cuda) = stand_in(&one_card()) else { return };
     let devices = registry();
-    let weights = weights();
+    let weights = weights(4);
     let model = load(&devices, &weights).unwrap();
     let raw = CudaContext::new(0).unwrap().new_stream().unwrap();
     let compute = card::adopted(model.residency().device(), &raw);
@@ -293,9 +293,9 @@ fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() 
     card::assert_clean(&cuda);
 }
 
-/// Four layers of three quantised tensors and a norm.
-fn weights() -> Weights {
-    let file = (0..4).fold(Gguf::new("llama"), |file, layer| {
+/// Layers of three quantised tensors and a norm.
+fn weights(layers: u64) -> Weights {
+    let file = (0..layers).fold(Gguf::new("llama"), |file, layer| {
         let bytes =
             |dtype: DType, rows: u64| random_bytes(layer * 7 + rows, dtype.bytes_of(&[rows, 256]).unwrap() as usize);
         file.tensor(format!("blk.{layer}.attn_q.weight"), DType::Q4_K, &[40, 256], bytes(DType::Q4_K, 40))
@@ -345,7 +345,7 @@ fn passes(devices: &Registry, weights: &Weights, to: DType) -> Result<()> {
 
 #[test]
 fn cuda_streamed_blocks_have_their_values_on_the_compute_stream() {
-    let weights = weights();
+    let weights = weights(4);
     for to in VALUES {
         let driver = driver(&one_card());
         let devices = registry();
@@ -363,7 +363,7 @@ fn cuda_streamed_blocks_have_their_values_on_the_compute_stream() {
 fn cuda_drivers_that_refuse_the_kernels_leave_the_values_to_the_host() {
     let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..one_card() }) else { return };
     let devices = registry();
-    passes(&devices, &weights(), DType::BF16).unwrap();
+    passes(&devices, &weights(4), DType::BF16).unwrap();
     assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (0, 1));
     drop(devices);
     card::assert_clean(&cuda);
@@ -372,7 +372,7 @@ fn cuda_drivers_that_refuse_the_kernels_leave_the_values_to_the_host() {
 /// By the kernels, and by the host.
 #[test]
 fn cuda_dequantising_keeps_nothing_whatever_call_fails() {
-    let weights = weights();
+    let weights = weights(2);
     let path = |devices: &Registry| passes(devices, &weights, DType::F16);
     let (by_kernels, by_host) =
         (one_card().late_micros(300), Config { refuse_ptx: true, ..one_card().late_micros(300) });
@@ -384,7 +384,7 @@ fn cuda_dequantising_keeps_nothing_whatever_call_fails() {
 #[test]
 fn cuda_dequantising_that_fails_is_told() {
     let Some(cuda) = stand_in(&one_card()) else { return };
-    let weights = weights();
+    let weights = weights(4);
     let countdown = Countdown::new();
     let faulty = Faulty::new(Cuda::new(), countdown.clone());
     let devices = Registry::new([Arc::new(faulty) as Arc<dyn Backend>, Arc::new(Host::new())]);
