@@ -20,18 +20,6 @@ use tensor_offload::backend::{
 use tensor_offload::patch::dequantise;
 use tensor_offload::{Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights};
 
-const BY_KERNELS: [DType; 10] = [
-    DType::Q4_0,
-    DType::Q4_1,
-    DType::Q5_0,
-    DType::Q5_1,
-    DType::Q8_0,
-    DType::Q4_K,
-    DType::Q5_K,
-    DType::Q6_K,
-    DType::IQ4_NL,
-    DType::MXFP4,
-];
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn one_card() -> Config {
@@ -47,23 +35,52 @@ fn random_bytes(seed: u64, count: usize) -> Vec<u8> {
 /// Scales at the edges of f16: zeros, subnormals, the largest, infinities and NaN.
 const SCALES: [u16; 8] = [0x0000, 0x8000, 0x0001, 0x83ff, 0x7bff, 0x7c00, 0xfc00, 0x7e01];
 
-/// Random blocks. The scales of the first are at the edges, those of MXFP4 all that there are.
+/// Scales in f32, likewise.
+const WHOLE_SCALES: [u32; 8] =
+    [0, 0x8000_0000, 0x0000_0001, 0x807f_ffff, 0x7f7f_ffff, 0x7f80_0000, 0xff80_0000, 0x7fc0_0001];
+
+/// Random blocks. The scales of the first 32 are at the edges; MXFP4 and NVFP4 have all scales that there are.
 fn edged(seed: u64, dtype: DType, count: usize) -> Vec<u8> {
-    let block = dtype.block().bytes as usize;
-    let mut blocks = random_bytes(seed, count * block);
-    for (at, block) in blocks.chunks_exact_mut(block).enumerate().take(256) {
-        let scale = SCALES[at % SCALES.len()].to_le_bytes();
+    let size = dtype.block().bytes as usize;
+    let mut blocks = random_bytes(seed, count * size);
+    for (at, block) in blocks.chunks_exact_mut(size).enumerate() {
         match dtype {
             DType::MXFP4 => block[0] = at as u8,
-            DType::Q6_K if at < 32 => block[208..].copy_from_slice(&scale),
-            _ if at < 32 => block[..2].copy_from_slice(&scale),
+            DType::NVFP4 => (0..4).for_each(|sub| block[sub] = (4 * at + sub) as u8),
+            _ if at < 32 => set_scale(dtype, block, at),
             _ => {}
-        }
-        if at < 32 && matches!(dtype, DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K) {
-            block[2..4].copy_from_slice(&SCALES[at / 8 * 2 + at % 2].to_le_bytes());
         }
     }
     blocks
+}
+
+/// Puts scale number `at`, and where there is one a least value, into a block.
+fn set_scale(dtype: DType, block: &mut [u8], at: usize) {
+    let (scale, least) = (SCALES[at % 8], SCALES[at / 8 * 2 + at % 2]);
+    let mut put = |offset: usize, bits: u16| block[offset..offset + 2].copy_from_slice(&bits.to_le_bytes());
+    match dtype {
+        // The high half of every other byte has four bits of it.
+        DType::IQ1_M => {
+            let quarters = block[49..].iter_mut().step_by(2).zip([0, 4, 8, 12]);
+            quarters.for_each(|(byte, shift)| *byte = *byte & 15 | ((scale >> shift) as u8) << 4);
+        }
+        DType::Q8_K => block[..4].copy_from_slice(&WHOLE_SCALES[at % 8].to_le_bytes()),
+        DType::Q2_K => {
+            put(80, scale);
+            put(82, least);
+        }
+        DType::Q3_K | DType::Q6_K | DType::TQ1_0 | DType::TQ2_0 => put(block_end(dtype), scale),
+        DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => {
+            put(0, scale);
+            put(2, least);
+        }
+        _ => put(0, scale),
+    }
+}
+
+/// Where the last two bytes of a block are.
+fn block_end(dtype: DType) -> usize {
+    dtype.block().bytes as usize - 2
 }
 
 /// The values of blocks as bytes of `to`, by the crate half.
@@ -109,23 +126,23 @@ fn assert_same(got: &[u8], wanted: &[u8], size: usize, what: &str) {
     assert_eq!(got.len(), wanted.len(), "{what}");
 }
 
-/// Numbers of blocks that end in the midst of a warp's and of a block of threads, at an odd address, into memory that keeps what
-/// is behind the values.
+/// All block types. Numbers of blocks that end in the midst of a warp's and of a block of threads, at an odd address, into memory
+/// that keeps what is behind the values.
 #[test]
 fn cuda_kernels_give_the_values_of_the_host() {
     let driver = driver(&one_card());
     let devices = registry();
     let device = devices.device(DeviceId::cuda(0)).unwrap();
     let (kernels, stream) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
-    for (seed, dtype) in BY_KERNELS.into_iter().enumerate() {
+    for (seed, dtype) in DType::all().filter(|dtype| dtype.is_ggml_block()).enumerate() {
         if let Err(why) = kernels.dequantises(&*stream, dtype, DType::F32) {
             assert!(card::named(), "{why}");
             eprintln!("skipped: the driver has no kernels for its device: {why}");
             return;
         }
         let block = dtype.block();
-        let per_32k = 32_768 / block.elements as usize;
-        let counts = [0, 1, 7, 64, per_32k + 3];
+        // Four blocks of threads and a part of one.
+        let counts = [0, 1, 7, 4 * 2048 / block.elements as usize + 3];
         for (count, to) in counts.into_iter().flat_map(|count| VALUES.iter().map(move |to| (count, to))) {
             let size = to.element_bytes().unwrap();
             let (blocks, values) = (edged(seed as u64, dtype, count), count * block.elements as usize);
@@ -209,9 +226,9 @@ fn cuda_kernels_without_memory_are_asked_for_again() {
     let Some(cuda) = stand_in(&one_card()) else { return };
     let devices = registry();
     cuda.fault(&FaultPlan::one(Fault::nth("cuModuleLoadData", 1, Effect::OutOfMemory)));
-    passes(&devices, &weights(), DType::BF16).unwrap();
-    // Fifteen of sixteen, and the second try to load.
-    assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (15, 2));
+    passes(&devices, &weights(4), DType::BF16).unwrap();
+    // All but one of 24, and the second try to load.
+    assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (23, 2));
     drop(devices);
     card::assert_clean(&cuda);
 }
@@ -221,7 +238,7 @@ fn cuda_kernels_without_memory_are_asked_for_again() {
 fn cuda_dequantising_is_refused_while_its_stream_is_captured() {
     let Some(cuda) = stand_in(&one_card()) else { return };
     let devices = registry();
-    let weights = weights();
+    let weights = weights(4);
     let model = load(&devices, &weights).unwrap();
     let raw = CudaContext::new(0).unwrap().new_stream().unwrap();
     let compute = card::adopted(model.residency().device(), &raw);
@@ -256,11 +273,8 @@ fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() 
         assert!(rejected.dst.bytes() >= 1024);
         rejected.error.to_string()
     };
-    assert!(kernels.dequantises(&*stream, DType::Q2_K, DType::F32).unwrap_err().contains("F32 of Q2_K"));
+    assert!(kernels.dequantises(&*stream, DType::F16, DType::F32).unwrap_err().contains("F32 of F16"));
     assert!(kernels.dequantises(&*stream, DType::Q4_0, DType::F64).unwrap_err().contains("F64 of Q4_0"));
-    assert!(
-        refused(memory(&device, 84), DType::Q2_K, memory(&device, 1024), &*stream).contains("not computed on cuda:0")
-    );
     let from_other = refused(memory(&other, 144), DType::Q4_K, memory(&device, 1024), &*stream);
     assert!(from_other.contains("what is to be dequantised") && from_other.contains("cuda:1"), "{from_other}");
     let to_other = refused(memory(&device, 144), DType::Q4_K, memory(&other, 1024), &*stream);
@@ -279,13 +293,13 @@ fn cuda_kernels_refuse_what_they_cannot_compute_and_give_the_destination_back() 
     card::assert_clean(&cuda);
 }
 
-/// Four layers of two quantised tensors and a norm. Q2_K has no kernel.
-fn weights() -> Weights {
-    let file = (0..4).fold(Gguf::new("llama"), |file, layer| {
+/// Layers of three quantised tensors and a norm.
+fn weights(layers: u64) -> Weights {
+    let file = (0..layers).fold(Gguf::new("llama"), |file, layer| {
         let bytes =
             |dtype: DType, rows: u64| random_bytes(layer * 7 + rows, dtype.bytes_of(&[rows, 256]).unwrap() as usize);
         file.tensor(format!("blk.{layer}.attn_q.weight"), DType::Q4_K, &[40, 256], bytes(DType::Q4_K, 40))
-            .tensor(format!("blk.{layer}.attn_v.weight"), DType::Q2_K, &[8, 256], bytes(DType::Q2_K, 8))
+            .tensor(format!("blk.{layer}.attn_v.weight"), DType::IQ2_XS, &[8, 256], bytes(DType::IQ2_XS, 8))
             .tensor(format!("blk.{layer}.ffn_up.weight"), DType::Q8_0, &[24, 256], bytes(DType::Q8_0, 24))
             .some(&format!("blk.{layer}.attn_norm.weight"), DType::F32, &[256])
     });
@@ -331,14 +345,14 @@ fn passes(devices: &Registry, weights: &Weights, to: DType) -> Result<()> {
 
 #[test]
 fn cuda_streamed_blocks_have_their_values_on_the_compute_stream() {
-    let weights = weights();
+    let weights = weights(4);
     for to in VALUES {
         let driver = driver(&one_card());
         let devices = registry();
         passes(&devices, &weights, to).unwrap();
         if let card::Driver::StandIn(cuda) = &driver {
-            // Three tensors of each of four layers in two passes, without those of Q2_K.
-            assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 16);
+            // Three tensors of each of four layers in two passes.
+            assert_eq!(cuda.report().calls_of("cuLaunchKernel"), 24);
         }
         drop(devices);
         driver.assert_clean();
@@ -349,24 +363,28 @@ fn cuda_streamed_blocks_have_their_values_on_the_compute_stream() {
 fn cuda_drivers_that_refuse_the_kernels_leave_the_values_to_the_host() {
     let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..one_card() }) else { return };
     let devices = registry();
-    passes(&devices, &weights(), DType::BF16).unwrap();
+    passes(&devices, &weights(4), DType::BF16).unwrap();
     assert_eq!((cuda.report().calls_of("cuLaunchKernel"), cuda.report().calls_of("cuModuleLoadData")), (0, 1));
     drop(devices);
     card::assert_clean(&cuda);
 }
 
+/// By the kernels, and by the host.
 #[test]
 fn cuda_dequantising_keeps_nothing_whatever_call_fails() {
-    let weights = weights();
+    let weights = weights(2);
     let path = |devices: &Registry| passes(devices, &weights, DType::F16);
-    whatever_call_fails(&one_card(), &[Effect::Fail(304), Effect::Sticky(700)], 0, registry, path);
+    let (by_kernels, by_host) =
+        (one_card().late_micros(300), Config { refuse_ptx: true, ..one_card().late_micros(300) });
+    whatever_call_fails(&by_kernels, &[Effect::Fail(304), Effect::Sticky(700)], 0, registry, path);
+    whatever_call_fails(&by_host, &[Effect::Fail(304)], 0, registry, path);
 }
 
 /// Operations of the backend fail one by one. One that fails is told, and the buffer for the values comes back.
 #[test]
 fn cuda_dequantising_that_fails_is_told() {
     let Some(cuda) = stand_in(&one_card()) else { return };
-    let weights = weights();
+    let weights = weights(4);
     let countdown = Countdown::new();
     let faulty = Faulty::new(Cuda::new(), countdown.clone());
     let devices = Registry::new([Arc::new(faulty) as Arc<dyn Backend>, Arc::new(Host::new())]);

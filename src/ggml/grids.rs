@@ -16,6 +16,17 @@ pub(super) static IQ3_S: Grid<512, 4> = unpacked(&IQ3_S_CODES, [1, 3, 5, 7, 9, 1
 /// Of IQ1_S and IQ1_M.
 pub(super) static IQ1: Grid<2048, 8> = unpacked(&IQ1_CODES, [-1, 0, 1]);
 
+/// The tables below by their names. `scripts/kernels/regenerate` takes those of the devices from here.
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) const TABLES: [(&str, &[u16]); 6] = [
+    ("IQ2_XXS_CODES", &IQ2_XXS_CODES),
+    ("IQ2_XS_CODES", &IQ2_XS_CODES),
+    ("IQ2_S_CODES", &IQ2_S_CODES),
+    ("IQ3_XXS_CODES", &IQ3_XXS_CODES),
+    ("IQ3_S_CODES", &IQ3_S_CODES),
+    ("IQ1_CODES", &IQ1_CODES),
+];
+
 const IQ2_COORDINATES: [i8; 3] = [8, 25, 43];
 
 const fn unpacked<const POINTS: usize, const DIMENSIONS: usize, const COUNT: usize>(

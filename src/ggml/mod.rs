@@ -17,6 +17,8 @@ mod quantise_k;
 mod ternary;
 
 use crate::dtype::DType;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use grids::TABLES;
 
 /// A block format that GGML stores tensors in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

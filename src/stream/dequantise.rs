@@ -19,9 +19,9 @@ impl LayerGuard {
     /// [reserve](crate::Planner::reserve). Register your own work that uses it with
     /// [`record`](crate::backend::Stream::record) before you drop it.
     ///
-    /// The first call loads the kernels, which takes the driver a moment. CUDA devices have kernels for Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL and MXFP4. For other types,
-    /// and on devices without kernels, the host reads the blocks back, computes the values and sends them; it then waits
-    /// for the layer and for the copies, which takes far longer.
+    /// The first call loads the kernels, which takes the driver a moment. CUDA devices have kernels for all block types. On
+    /// devices without kernels, and where a driver refuses them, the host reads the blocks back, computes the values and sends
+    /// them; it then waits for the layer and for the copies, which takes far longer.
     ///
     /// ```no_run
     /// # use std::sync::Arc;

@@ -13,21 +13,38 @@ use crate::backend::{Buf, Dequantise, Event, Flight, Rejected, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Mismatch, Result};
 
-/// The PTX that `scripts/kernels/regenerate` generates from `kernels/dequantise.cu`.
+/// The PTX that `scripts/kernels/regenerate` generates from `kernels/dequantise.cu` and the headers that it includes.
 const TEXT: &str = include_str!("kernels/dequantise.ptx");
 
-/// The block types and the functions for them.
-const FUNCTIONS: [(DType, &CStr); 10] = [
+/// The block types, all of GGML's, and the functions for them.
+const FUNCTIONS: [(DType, &CStr); 27] = [
+    (DType::Q1_0, c"dequantise_q1_0"),
+    (DType::Q2_0, c"dequantise_q2_0"),
     (DType::Q4_0, c"dequantise_q4_0"),
     (DType::Q4_1, c"dequantise_q4_1"),
     (DType::Q5_0, c"dequantise_q5_0"),
     (DType::Q5_1, c"dequantise_q5_1"),
     (DType::Q8_0, c"dequantise_q8_0"),
+    (DType::Q8_1, c"dequantise_q8_1"),
+    (DType::Q2_K, c"dequantise_q2_k"),
+    (DType::Q3_K, c"dequantise_q3_k"),
     (DType::Q4_K, c"dequantise_q4_k"),
     (DType::Q5_K, c"dequantise_q5_k"),
     (DType::Q6_K, c"dequantise_q6_k"),
+    (DType::Q8_K, c"dequantise_q8_k"),
+    (DType::IQ1_S, c"dequantise_iq1_s"),
+    (DType::IQ1_M, c"dequantise_iq1_m"),
+    (DType::IQ2_XXS, c"dequantise_iq2_xxs"),
+    (DType::IQ2_XS, c"dequantise_iq2_xs"),
+    (DType::IQ2_S, c"dequantise_iq2_s"),
+    (DType::IQ3_XXS, c"dequantise_iq3_xxs"),
+    (DType::IQ3_S, c"dequantise_iq3_s"),
     (DType::IQ4_NL, c"dequantise_iq4_nl"),
+    (DType::IQ4_XS, c"dequantise_iq4_xs"),
+    (DType::TQ1_0, c"dequantise_tq1_0"),
+    (DType::TQ2_0, c"dequantise_tq2_0"),
     (DType::MXFP4, c"dequantise_mxfp4"),
+    (DType::NVFP4, c"dequantise_nvfp4"),
 ];
 
 /// The types of values, by their numbers in the kernels.
@@ -35,9 +52,9 @@ const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The threads of a block: eight warps.
 const BLOCK: [u32; 2] = [32, 8];
-/// The values of a run, which a thread has one of.
+/// The values of a run, of which each thread of a warp computes one. A block of any type is 1, 2, 4 or 8 runs.
 const RUN: u64 = 32;
-/// The runs of a block of threads: eight for each warp.
+/// The runs of a block of threads: eight for each warp, so that a warp's first one begins a block of any type.
 const RUNS: u32 = 64;
 
 /// What is refused while a stream is captured.
@@ -147,16 +164,39 @@ fn address_of(device: &CudaDevice, buffer: &Buf) -> Result<u64> {
 mod tests {
     use super::super::kernels::tests::assert_made_of;
     use super::*;
+    use crate::ggml::TABLES;
 
     #[test]
-    fn the_text_is_made_of_the_source() {
-        assert_made_of(TEXT, include_bytes!("kernels/dequantise.cu"), FUNCTIONS.iter().map(|(_, name)| *name));
+    fn the_text_is_made_of_the_sources() {
+        let sources: [&[u8]; 7] = [
+            include_bytes!("kernels/float.cuh"),
+            include_bytes!("kernels/parts.cuh"),
+            include_bytes!("kernels/blocks.cuh"),
+            include_bytes!("kernels/k_quants.cuh"),
+            include_bytes!("kernels/ternary.cuh"),
+            include_bytes!("kernels/lattices.cuh"),
+            include_bytes!("kernels/dequantise.cu"),
+        ];
+        assert_made_of(TEXT, &sources, FUNCTIONS.iter().map(|(_, name)| *name));
+    }
+
+    /// The values of lattices stand in tables of the text.
+    #[test]
+    fn the_tables_of_the_text_are_those_of_the_host() {
+        for (name, codes) in TABLES {
+            let bytes: Vec<String> = codes.iter().flat_map(|code| code.to_le_bytes()).map(|b| b.to_string()).collect();
+            let table = format!("\n.global .align 2 .b8 {name}[{}] = {{{}}};\n", bytes.len(), bytes.join(", "));
+            assert!(TEXT.contains(&table), "{name} has changed since; run scripts/kernels/regenerate");
+        }
+        assert_eq!(TEXT.lines().filter(|line| line.starts_with(".global")).count(), TABLES.len());
     }
 
     #[test]
-    fn runs_are_whole_blocks() {
+    fn all_block_types_have_a_function_and_whole_runs() {
+        assert!(DType::all().all(|dtype| dtype.is_ggml_block() == index(dtype).is_some()));
         for (dtype, _) in FUNCTIONS {
-            assert!(dtype.block().elements.is_multiple_of(RUN), "{dtype}");
+            let runs = dtype.block().elements / RUN;
+            assert!(dtype.block().elements.is_multiple_of(RUN) && [1, 2, 4, 8].contains(&runs), "{dtype}");
         }
     }
 }

@@ -145,17 +145,16 @@ pub(in crate::backend::cuda) mod tests {
     #[test]
     fn the_text_is_made_of_the_source() {
         let names = FUNCTIONS.iter().map(|(_, name)| *name);
-        assert_made_of(TEXT, include_bytes!("kernels/patch.cu"), names);
+        assert_made_of(TEXT, &[include_bytes!("kernels/float.cuh"), include_bytes!("kernels/patch.cu")], names);
     }
 
-    /// Checks that a text was made of `source` and the header as they are, and has these functions.
+    /// Checks that a text was made of `sources` as they are, and has these functions.
     pub(in crate::backend::cuda) fn assert_made_of<'n>(
         text: &str,
-        source: &[u8],
+        sources: &[&[u8]],
         names: impl Iterator<Item = &'n CStr>,
     ) {
-        let made_of = [include_bytes!("kernels/float.cuh"), source].concat();
-        let hash: String = Sha256::digest(made_of).iter().map(|byte| format!("{byte:02x}")).collect();
+        let hash: String = Sha256::digest(sources.concat()).iter().map(|byte| format!("{byte:02x}")).collect();
         let head = text.lines().next().unwrap_or_default();
         assert!(head.ends_with(&hash), "the source has changed since; run scripts/kernels/regenerate");
         for name in names {

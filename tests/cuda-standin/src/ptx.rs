@@ -4,7 +4,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::ptx_op::{Address, Guard, Kind, Op, Operand, Special, Width, decode};
+use crate::ptx_op::{Access, Address, Guard, Kind, Op, Operand, Special, Width, decode};
+use crate::ptx_table::Table;
 
 /// One `.entry` of a module.
 #[derive(Debug)]
@@ -18,6 +19,8 @@ pub(crate) struct Function {
     /// The parameters that are addresses which the function reads from, and writes to, one bit each.
     pub(crate) reads: u64,
     pub(crate) writes: u64,
+    /// The tables of its module.
+    pub(crate) tables: Vec<Arc<Table>>,
 }
 
 /// Why a text is refused.
@@ -44,11 +47,21 @@ impl Module {
             },
         );
         let mut module = Module { version: (0, 0), target: 0, functions: Vec::new() };
+        let mut tables = Vec::new();
         let mut rest = text.trim_start();
         while !rest.is_empty() {
             if rest.starts_with(".visible") {
-                let (function, after) = entry(rest)?;
+                let (function, after) = entry(rest, &tables)?;
                 module.functions.push(Arc::new(function));
+                rest = after.trim_start();
+                continue;
+            }
+            if rest.starts_with(".global") {
+                let (table, after) = Table::parse(rest, tables.len())?;
+                if tables.iter().any(|other: &Arc<Table>| other.name == table.name) {
+                    return Err(format!("two tables {}", table.name));
+                }
+                tables.push(Arc::new(table));
                 rest = after.trim_start();
                 continue;
             }
@@ -81,8 +94,8 @@ impl Module {
     }
 }
 
-/// Parses the `.entry` that a text begins with; gives it and what comes after it.
-fn entry(text: &str) -> Result<(Function, &str), Refusal> {
+/// Parses the `.entry` that a text begins with, behind tables; gives it and what comes after it.
+fn entry<'t>(text: &'t str, tables: &[Arc<Table>]) -> Result<(Function, &'t str), Refusal> {
     let cut = |text: &'_ str| text.lines().next().unwrap_or_default().to_owned();
     let head = text.strip_prefix(".visible .entry ").ok_or_else(|| format!("`{}`", cut(text)))?;
     let (name, rest) = head.split_once('(').ok_or("an entry without parameters")?;
@@ -113,7 +126,7 @@ fn entry(text: &str) -> Result<(Function, &str), Refusal> {
         widths.push(width);
     }
     let mut body =
-        Body { params: names, bases: HashMap::new(), registers: 0, code: Vec::new(), labels: HashMap::new() };
+        Body { params: names, tables, bases: HashMap::new(), registers: 0, code: Vec::new(), labels: HashMap::new() };
     let mut jumps = Vec::new();
     for statement in rest[..end].split(';').map(str::trim).filter(|statement| !statement.is_empty()) {
         body.statement(statement, &mut jumps)?;
@@ -131,6 +144,7 @@ fn entry(text: &str) -> Result<(Function, &str), Refusal> {
         most_threads,
         reads,
         writes,
+        tables: tables.to_vec(),
     };
     Ok((function, &rest[end + 1..]))
 }
@@ -152,8 +166,9 @@ fn body_end(text: &str) -> Option<usize> {
     })
 }
 
-struct Body {
+struct Body<'t> {
     params: HashMap<String, usize>,
+    tables: &'t [Arc<Table>],
     /// For each prefix of registers the first one and their number.
     bases: HashMap<String, (usize, usize)>,
     registers: usize,
@@ -161,7 +176,7 @@ struct Body {
     labels: HashMap<String, usize>,
 }
 
-impl Body {
+impl Body<'_> {
     fn statement(&mut self, statement: &str, jumps: &mut Vec<(usize, String)>) -> Result<(), Refusal> {
         let mut rest = statement;
         while let Some((label, after)) = rest.split_once(':').filter(|(label, _)| label.starts_with('$')) {
@@ -252,6 +267,9 @@ impl Body {
         if text.starts_with('%') {
             return self.register(text).map(Operand::Register);
         }
+        if let Some(table) = self.tables.iter().position(|table| table.name == text) {
+            return Ok(Operand::Table(table));
+        }
         if let Some(bits) = text.strip_prefix("0f") {
             return u32::from_str_radix(bits, 16).map(|bits| Operand::Number(bits.into())).map_err(|_| unknown());
         }
@@ -259,18 +277,22 @@ impl Body {
     }
 }
 
-/// The parameters whose addresses are read from and written to: for each register the parameters that went into it,
-/// until nothing new is found.
+/// In the place of a parameter: a table.
+const TABLE: u128 = 1 << 64;
+
+/// The parameters whose addresses are read from and written to: for each register the parameters and tables that went into
+/// it, until nothing new is found.
 fn addresses(code: &[Op], registers: usize, params: &[Width]) -> Result<(u64, u64), Refusal> {
     if params.len() > 64 {
         return Err("more than 64 parameters".to_owned());
     }
-    let mut origins = vec![0u64; registers];
+    let mut origins = vec![0u128; registers];
     loop {
         let mut grew = false;
         for op in code {
             let (from, to) = match &op.kind {
                 Kind::LoadParam { dst, param, .. } if params[*param] == Width::Eight => (1 << param, *dst),
+                Kind::Table { dst, .. } => (TABLE, *dst),
                 kind => match kind.computes() {
                     Some((dst, sources)) => (sources.into_iter().fold(0, |all, s| all | origins[usize::from(s)]), dst),
                     None => continue,
@@ -284,20 +306,26 @@ fn addresses(code: &[Op], registers: usize, params: &[Width]) -> Result<(u64, u6
             break;
         }
     }
-    let (mut reads, mut writes) = (0, 0);
+    let (mut reads, mut constant, mut writes) = (0, 0, 0);
     for op in code {
-        let Some((address, stores)) = op.kind.touches() else { continue };
+        let Some((address, access)) = op.kind.touches() else { continue };
         let origin = origins[usize::from(address.base)];
         if origin == 0 {
             return Err("an address that no parameter gives".to_owned());
         }
-        if stores {
-            writes |= origin;
-        } else {
-            reads |= origin;
+        match access {
+            Access::Load => reads |= origin,
+            Access::LoadConstant => constant |= origin,
+            Access::Store => writes |= origin,
         }
     }
-    Ok((reads, writes))
+    if writes & TABLE != 0 {
+        return Err("a table that is written to".to_owned());
+    }
+    if writes & constant != 0 {
+        return Err("a constant that is written to".to_owned());
+    }
+    Ok(((reads | constant) as u64, writes as u64))
 }
 
 #[cfg(test)]
@@ -322,11 +350,12 @@ pub(crate) mod tests {
     fn the_shipped_text_of_blocks_is_understood() {
         let text = include_str!("../../../src/backend/cuda/kernels/dequantise.ptx");
         let module = Module::parse(text).unwrap();
-        assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 10));
+        assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 27));
         for function in &module.functions {
             assert_eq!((function.params.len(), function.most_threads), (4, 256), "{}", function.name);
             // The blocks are read, and the values written.
             assert_eq!((function.reads, function.writes), (1, 2), "{}", function.name);
+            assert_eq!(function.tables.len(), 6, "{}", function.name);
         }
     }
 

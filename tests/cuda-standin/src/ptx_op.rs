@@ -1,4 +1,4 @@
-//! The instructions that are known: how their text is read, and what they compute.
+//! The instructions that are known, and how their text is read. What they compute is in `ptx_compute`.
 
 /// Bytes of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +30,8 @@ pub(crate) enum Operand {
     Number(u64),
     Special(Special),
     Param(usize),
+    /// The address of a table of the module.
+    Table(usize),
     Memory(Address),
 }
 
@@ -67,6 +69,13 @@ pub(crate) enum Kind {
         count: u8,
         width: Width,
         from: Address,
+        /// Past the coherent caches: what is there must not change while the function runs.
+        constant: bool,
+    },
+    /// The address of a table.
+    Table {
+        dst: u16,
+        table: usize,
     },
     Store {
         value: Value,
@@ -107,6 +116,14 @@ pub(crate) enum Kind {
     Return,
 }
 
+/// How an instruction uses memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Access {
+    Load,
+    LoadConstant,
+    Store,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum One {
     Copy,
@@ -116,6 +133,7 @@ pub(crate) enum One {
     Negative32,
     NotPredicate,
     FloatOfS32,
+    CountOnes32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -124,6 +142,7 @@ pub(crate) enum Two {
     Add64,
     Sub32,
     Sub64,
+    Mul16,
     Mul32,
     Mul64,
     MulWide,
@@ -131,6 +150,7 @@ pub(crate) enum Two {
     Min,
     And,
     Or,
+    Xor,
     Shl16,
     Shl32,
     Shl64,
@@ -182,6 +202,7 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
     }
     match (name, operands) {
         ("mov.u32", [O::Register(dst), O::Special(what)]) => Some(Kind::Special { dst: *dst, what: *what }),
+        ("mov.u64", [O::Register(dst), O::Table(table)]) => Some(Kind::Table { dst: *dst, table: *table }),
         ("ld.param.u32" | "ld.param.u64", [O::Register(dst), O::Param(param)]) => {
             Some(Kind::LoadParam { dst: *dst, param: *param })
         }
@@ -204,6 +225,7 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
 
 fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
     let kind = name.strip_prefix("ld.global.")?;
+    let (constant, kind) = kind.strip_prefix("nc.").map_or((false, kind), |kind| (true, kind));
     let (count, kind) = match kind.split_once('.') {
         None => (1, kind),
         Some(("v2", kind)) => (2, kind),
@@ -218,7 +240,7 @@ fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
         let Operand::Register(register) = register else { return None };
         *place = *register;
     }
-    Some(Kind::Load { dst, count: count as u8, width: width(kind)?, from })
+    Some(Kind::Load { dst, count: count as u8, width: width(kind)?, from, constant })
 }
 
 fn width(kind: &str) -> Option<Width> {
@@ -244,6 +266,7 @@ fn one(name: &str) -> Option<(One, u32)> {
         "neg.s32" => (One::Negative32, 32),
         "not.pred" => (One::NotPredicate, 1),
         "cvt.rn.f32.s32" => (One::FloatOfS32, 32),
+        "popc.b32" => (One::CountOnes32, 32),
         _ => return None,
     })
 }
@@ -255,6 +278,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "add.s64" => (Two::Add64, 64),
         "sub.s32" => (Two::Sub32, 32),
         "sub.s64" => (Two::Sub64, 64),
+        "mul.lo.s16" => (Two::Mul16, 16),
         "mul.lo.s32" => (Two::Mul32, 32),
         "mul.lo.s64" => (Two::Mul64, 64),
         "mul.wide.u16" => (Two::MulWide, 16),
@@ -266,6 +290,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "and.b32" => (Two::And, 32),
         "or.pred" | "or.b16" => (Two::Or, 16),
         "or.b32" => (Two::Or, 32),
+        "xor.b32" => (Two::Xor, 32),
         "shl.b16" => (Two::Shl16, 32),
         "shl.b32" => (Two::Shl32, 32),
         "shl.b64" => (Two::Shl64, 64),
@@ -293,7 +318,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
 fn three(name: &str) -> Option<(Three, u32)> {
     Some(match name {
         "fma.rn.f32" => (Three::FusedFloat, 32),
-        "selp.b32" | "selp.u32" => (Three::Select, 32),
+        "selp.b32" | "selp.u32" | "selp.f32" => (Three::Select, 32),
         "selp.b64" | "selp.u64" => (Three::Select, 64),
         "prmt.b32" => (Three::Permute, 32),
         _ => return None,
@@ -337,114 +362,15 @@ impl Kind {
         Some((dst, values.into_iter().filter_map(Value::register).collect()))
     }
 
-    /// The address that it uses, and whether it writes there.
-    pub(crate) fn touches(&self) -> Option<(Address, bool)> {
+    /// The address that it uses, and how.
+    pub(crate) fn touches(&self) -> Option<(Address, Access)> {
         match *self {
-            Kind::Load { from, .. } => Some((from, false)),
-            Kind::Store { to, .. } | Kind::AtomicAdd { to, .. } => Some((to, true)),
+            Kind::Load { from, constant: false, .. } => Some((from, Access::Load)),
+            Kind::Load { from, constant: true, .. } => Some((from, Access::LoadConstant)),
+            Kind::Store { to, .. } | Kind::AtomicAdd { to, .. } => Some((to, Access::Store)),
             _ => None,
         }
     }
-}
-
-impl One {
-    pub(crate) fn of(self, a: u64) -> u64 {
-        match self {
-            One::Copy => a,
-            One::Low16 => a & 0xffff,
-            One::Low32 => a & 0xffff_ffff,
-            One::Not32 => u64::from(!(a as u32)),
-            One::Negative32 => u64::from((a as u32).wrapping_neg()),
-            One::NotPredicate => a ^ 1,
-            One::FloatOfS32 => bits(a as u32 as i32 as f32),
-        }
-    }
-}
-
-impl Two {
-    /// Registers hold their bits with zeros above, so that logic and comparisons need no width.
-    #[inline(always)]
-    pub(crate) fn of(self, a: u64, b: u64) -> u64 {
-        let (low_a, low_b) = (a as u32, b as u32);
-        match self {
-            Two::Add32 => low_a.wrapping_add(low_b).into(),
-            Two::Add64 => a.wrapping_add(b),
-            Two::Sub32 => low_a.wrapping_sub(low_b).into(),
-            Two::Sub64 => a.wrapping_sub(b),
-            Two::Mul32 => low_a.wrapping_mul(low_b).into(),
-            Two::Mul64 => a.wrapping_mul(b),
-            Two::MulWide => a * b,
-            // What a card gives for a division by zero is not said.
-            Two::Div32 => low_a.checked_div(low_b).unwrap_or(u32::MAX).into(),
-            Two::Min => a.min(b),
-            Two::And => a & b,
-            Two::Or => a | b,
-            // Shifts by the width and more give zero.
-            Two::Shl16 => a.checked_shl(low_b).unwrap_or(0) & 0xffff,
-            Two::Shl32 => low_a.checked_shl(low_b).unwrap_or(0).into(),
-            Two::Shl64 => a.checked_shl(low_b).unwrap_or(0),
-            Two::Shr => a.checked_shr(low_b).unwrap_or(0),
-            Two::Equal => u64::from(a == b),
-            Two::NotEqual => u64::from(a != b),
-            Two::Less => u64::from(a < b),
-            Two::LessOrEqual => u64::from(a <= b),
-            Two::Greater => u64::from(a > b),
-            Two::GreaterOrEqual => u64::from(a >= b),
-            Two::AddFloat => bits(float(a) + float(b)),
-            Two::SubFloat => bits(float(a) - float(b)),
-            Two::MulFloat => bits(float(a) * float(b)),
-            Two::DivFloat => bits(float(a) / float(b)),
-        }
-    }
-}
-
-impl Three {
-    #[inline(always)]
-    pub(crate) fn of(self, a: u64, b: u64, c: u64) -> u64 {
-        match self {
-            Three::FusedFloat => bits(float(a).mul_add(float(b), float(c))),
-            Three::Select => {
-                if c != 0 {
-                    a
-                } else {
-                    b
-                }
-            }
-            Three::Permute => {
-                let bytes = ((b & 0xffff_ffff) << 32 | a & 0xffff_ffff).to_le_bytes();
-                let byte = |place: u32| {
-                    let selected = (c >> (4 * place)) as usize;
-                    let byte = bytes[selected & 7];
-                    // With the highest bit of a selector, the sign in all bits.
-                    if selected & 8 == 0 { byte } else { 0u8.wrapping_sub(byte >> 7) }
-                };
-                u32::from_le_bytes([0, 1, 2, 3].map(byte)).into()
-            }
-        }
-    }
-}
-
-impl Four {
-    pub(crate) fn of(self, [a, b, c, d]: [u64; 4]) -> u64 {
-        match self {
-            Four::InsertBits => {
-                // Positions and lengths count by their low eight bits; what lies beyond the number is dropped.
-                let (from, count) = (c & 0xff, d & 0xff);
-                let bits = 1u64.checked_shl(count as u32).unwrap_or(0).wrapping_sub(1);
-                let mask = bits.checked_shl(from as u32).unwrap_or(0) & 0xffff_ffff;
-                (a.checked_shl(from as u32).unwrap_or(0) & mask) | (b & !mask & 0xffff_ffff)
-            }
-        }
-    }
-}
-
-fn float(bits: u64) -> f32 {
-    f32::from_bits(bits as u32)
-}
-
-/// The bits of a result; a card gives one NaN, whatever came in.
-fn bits(result: f32) -> u64 {
-    if result.is_nan() { 0x7fff_ffff } else { result.to_bits().into() }
 }
 
 #[cfg(test)]
@@ -452,23 +378,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_those_of_their_width() {
-        assert_eq!(Two::Add32.of(0xffff_ffff, 2), 1);
-        assert_eq!(Two::Sub32.of(1, 2), 0xffff_ffff);
-        assert_eq!(Two::MulWide.of(0xffff_ffff, 4), 0x3_ffff_fffc);
-        assert_eq!((Two::Shl32.of(3, 31), Two::Shl32.of(3, 32), Two::Shr.of(3, 40)), (1 << 31, 0, 0));
-        assert_eq!(One::FloatOfS32.of(0xffff_fffe), u64::from((-2.0f32).to_bits()));
-        assert_eq!(Two::DivFloat.of(0, 0), 0x7fff_ffff);
-        assert_eq!(
-            (Two::Shl16.of(0xff00, 4), Two::Sub64.of(1, 2), One::Negative32.of(1)),
-            (0xf000, u64::MAX, 0xffff_ffff)
-        );
-        // The low half of the first in the high half of the second; bytes with their signs.
-        assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x7604), 0x5566_4490);
-        assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x0dc4), 0x44ff_ff90);
-        assert_eq!(Four::InsertBits.of([0xff, 0x8000_0001, 4, 2]), 0x8000_0031);
-        assert_eq!(Four::InsertBits.of([3, 0, 31, 2]), 0x8000_0000);
-        assert_eq!(Four::InsertBits.of([u64::from(u32::MAX), 0, 0, 32]), 0xffff_ffff);
+    fn an_immediate_has_the_bits_of_its_instruction() {
         let negative = decode("and.b32", &[Operand::Register(0), Operand::Register(1), Operand::Number(-8i64 as u64)]);
         assert!(matches!(negative, Some(Kind::Two { b: Value::Number(0xffff_fff8), .. })));
     }

@@ -56,20 +56,37 @@ impl Launch {
         Ok(())
     }
 
-    /// The memory behind an address.
+    /// The memory behind an address that is read from: in what the launch was given, or in a table.
     #[inline(always)]
-    fn memory(&self, address: u64, bytes: u64) -> Result<*mut u8, Broken> {
-        let window = self.windows.iter().find(|w| address.wrapping_sub(w.address) < w.len);
-        let Some(window) = window.filter(|w| address - w.address + bytes <= w.len) else {
-            let detail = format!("{bytes} bytes at {address:#x}, outside of what {} was given", self.function.name);
-            return Err(Broken { code: Code::ILLEGAL_ADDRESS, detail });
-        };
-        if !address.is_multiple_of(bytes) {
-            let detail = format!("{bytes} bytes at {address:#x} by {}", self.function.name);
-            return Err(Broken { code: Code::MISALIGNED_ADDRESS, detail });
-        }
+    fn readable(&self, address: u64, bytes: u64) -> Result<*const u8, Broken> {
+        let found = self.in_windows(address, bytes).map(<*mut u8>::cast_const);
+        let in_tables = || self.function.tables.iter().find_map(|table| table.bytes_at(address, bytes));
+        self.checked(found.or_else(|| in_tables().map(<[u8]>::as_ptr)), address, bytes)
+    }
+
+    /// The memory behind an address that is written to.
+    #[inline(always)]
+    fn writable(&self, address: u64, bytes: u64) -> Result<*mut u8, Broken> {
+        self.checked(self.in_windows(address, bytes), address, bytes)
+    }
+
+    #[inline(always)]
+    fn in_windows(&self, address: u64, bytes: u64) -> Option<*mut u8> {
+        let window = self.windows.iter().find(|w| address.wrapping_sub(w.address) < w.len)?;
+        let from = address - window.address;
         let backing: &Backing = &window.place.backing;
-        Ok(backing.at(window.place.offset + (address - window.address) as usize))
+        (from + bytes <= window.len).then(|| backing.at(window.place.offset + from as usize))
+    }
+
+    /// What was found at an address, which has to be aligned to its bytes.
+    #[inline(always)]
+    fn checked<P>(&self, found: Option<P>, address: u64, bytes: u64) -> Result<P, Broken> {
+        let (code, what) = match found {
+            None => (Code::ILLEGAL_ADDRESS, "outside of what was given to"),
+            Some(_) if !address.is_multiple_of(bytes) => (Code::MISALIGNED_ADDRESS, "not aligned, by"),
+            Some(found) => return Ok(found),
+        };
+        Err(Broken { code, detail: format!("{bytes} bytes at {address:#x}, {what} {}", self.function.name) })
     }
 }
 
@@ -93,16 +110,17 @@ impl Thread<'_> {
                 Kind::Four { op, dst, values } => self.set(dst, op.of(values.map(|value| self.value(value)))),
                 Kind::Two { op, dst, a, b } => self.set(dst, op.of(self.value(a), self.value(b))),
                 Kind::One { op, dst, a } => self.set(dst, op.of(self.value(a))),
-                Kind::Load { dst, count, width, from } => self.load(&dst[..usize::from(count)], width, from)?,
+                Kind::Load { dst, count, width, from, .. } => self.load(&dst[..usize::from(count)], width, from)?,
                 Kind::Store { value, width, to } => self.store(value, width, to)?,
                 Kind::AtomicAdd { dst, value, to } => {
-                    let at = self.launch.memory(self.address(to), 8)?.cast::<u64>();
-                    // SAFETY: `memory` gives places inside of what the launch was given.
+                    let at = self.launch.writable(self.address(to), 8)?.cast::<u64>();
+                    // SAFETY: `writable` gives places inside of what the launch was given.
                     let old = unsafe { at.read_unaligned() };
                     // SAFETY: as above; threads run one after the other.
                     unsafe { at.write_unaligned(old.wrapping_add(self.value(value))) };
                     self.set(dst, old);
                 }
+                Kind::Table { dst, table } => self.set(dst, self.launch.function.tables[table].address),
                 Kind::LoadParam { dst, param } => self.set(dst, self.launch.params[param]),
                 Kind::Special { dst, what } => {
                     let [x, y, block] = self.place;
@@ -147,10 +165,10 @@ impl Thread<'_> {
     /// A vector is aligned to all of itself.
     fn load(&mut self, dst: &[u16], width: Width, from: Address) -> Result<(), Broken> {
         let bytes = width as usize;
-        let at = self.launch.memory(self.address(from), (bytes * dst.len()) as u64)?;
+        let at = self.launch.readable(self.address(from), (bytes * dst.len()) as u64)?;
         for (place, register) in dst.iter().enumerate() {
             let mut raw = [0; 8];
-            // SAFETY: `memory` gives places inside of what the launch was given, for all of the vector.
+            // SAFETY: `readable` gives places inside of a table or of what the launch was given, for all of the vector.
             unsafe { std::ptr::copy_nonoverlapping(at.add(place * bytes), raw.as_mut_ptr(), bytes) };
             self.set(*register, u64::from_le_bytes(raw));
         }
@@ -158,9 +176,9 @@ impl Thread<'_> {
     }
 
     fn store(&mut self, value: Value, width: Width, to: Address) -> Result<(), Broken> {
-        let at = self.launch.memory(self.address(to), width as u64)?;
+        let at = self.launch.writable(self.address(to), width as u64)?;
         let raw = self.value(value).to_le_bytes();
-        // SAFETY: `memory` gives places inside of what the launch was given.
+        // SAFETY: `writable` gives places inside of what the launch was given.
         unsafe { std::ptr::copy_nonoverlapping(raw.as_ptr(), at, width as usize) };
         Ok(())
     }

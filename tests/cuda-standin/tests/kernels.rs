@@ -42,6 +42,38 @@ $L_end:
 }
 ";
 
+/// Stores, for each thread, the number of a table that the byte at `at` is the index of.
+const LOOK_UP: &str = "
+.version 6.0
+.target sm_70
+.address_size 64
+.global .align 2 .b8 SQUARES[8] = {0, 0, 1, 0, 4, 0, 9, 1};
+.visible .entry store(
+    .param .u64 at,
+    .param .u64 to,
+    .param .u32 value
+)
+{
+    .reg .b16 %rs<2>;
+    .reg .b32 %r<3>;
+    .reg .b64 %rd<10>;
+    ld.param.u64 %rd1, [at];
+    ld.param.u64 %rd2, [to];
+    mov.u32 %r1, %tid.x;
+    cvt.u64.u32 %rd3, %r1;
+    add.s64 %rd4, %rd1, %rd3;
+    ld.global.u8 %r2, [%rd4];
+    mul.wide.u32 %rd5, %r2, 2;
+    mov.u64 %rd6, SQUARES;
+    add.s64 %rd7, %rd6, %rd5;
+    ld.global.nc.u16 %rs1, [%rd7];
+    mul.wide.u32 %rd8, %r1, 2;
+    add.s64 %rd9, %rd2, %rd8;
+    st.global.u16 [%rd9], %rs1;
+    ret;
+}
+";
+
 fn load(text: &str) -> Result<CUmodule, DriverError> {
     let text = CString::new(text).unwrap();
     // SAFETY: a text with its closing zero.
@@ -130,6 +162,61 @@ fn a_launch_past_the_end_of_its_memory_breaks_the_device() {
     assert!(detail.contains("store"), "{detail}");
 }
 
+/// What a function finds in its table by indexes, one of a thread.
+fn looked_up(cuda: &Cuda, text: &str, indexes: [u8; 32]) -> Result<Vec<u8>, CUresult> {
+    let (stream, at, to) = (cuda.stream(), cuda.alloc(32), cuda.alloc(64));
+    let (source, back) = (cuda.pin(&indexes), cuda.pin(&[0; 64]));
+    let module = load(text).unwrap();
+    cuda.upload(at, source, 32, stream);
+    store(function(module), 1, at, to, stream).unwrap();
+    // SAFETY: the stream is alive.
+    unsafe { result::stream::synchronize(stream) }.map_err(|error| error.0)?;
+    cuda.download(back, to, 64, stream);
+    cuda.synchronize(stream);
+    let got = cuda.host(back, 64).to_vec();
+    unload(module);
+    cuda.free(at);
+    cuda.free(to);
+    cuda.unpin(source);
+    cuda.unpin(back);
+    cuda.destroy(stream);
+    Ok(got)
+}
+
+#[test]
+fn a_function_reads_from_a_table_of_its_text() {
+    let standin = session(&Config::with_devices(&[64 * MIB]));
+    let cuda = Cuda::open(0);
+    let indexes = std::array::from_fn(|thread| (thread * 3 % 4) as u8);
+    let wanted: Vec<u8> =
+        indexes.iter().flat_map(|index| [[0, 0], [1, 0], [4, 0], [9, 1]][usize::from(*index)]).collect();
+    assert_eq!(looked_up(&cuda, LOOK_UP, indexes).unwrap(), wanted);
+    cuda.close();
+    standin.report().assert_clean();
+}
+
+#[test]
+fn a_function_that_misses_its_table_breaks_the_device() {
+    let behind = std::array::from_fn(|thread| if thread == 31 { 4 } else { 0 });
+    // Behind its end no other table is reached.
+    let two = LOOK_UP.replace(".visible", ".global .align 2 .b8 NEXT[2] = {7, 7};\n.visible");
+    let halfway = LOOK_UP.replace("[%rd7]", "[%rd7+7]");
+    let odd = LOOK_UP.replace("[%rd7]", "[%rd7+1]");
+    // The table is aligned to two bytes, so four of them need not be where a number of four may stand.
+    let wide = LOOK_UP.replace("ld.global.nc.u16 %rs1", "ld.global.nc.u32 %r2");
+    for (text, indexes, code) in [
+        (LOOK_UP, behind, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS),
+        (&two, behind, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS),
+        (&halfway, [0; 32], CUresult::CUDA_ERROR_ILLEGAL_ADDRESS),
+        (&odd, [0; 32], CUresult::CUDA_ERROR_MISALIGNED_ADDRESS),
+        (&wide, [0; 32], CUresult::CUDA_ERROR_MISALIGNED_ADDRESS),
+    ] {
+        let standin = session(&Config::with_devices(&[64 * MIB]));
+        assert_eq!(looked_up(&Cuda::open(0), text, indexes).unwrap_err(), code);
+        assert!(standin.report().violations.iter().all(|violation| violation.call == "cuLaunchKernel"));
+    }
+}
+
 #[test]
 fn modules_that_are_gone_in_use_or_left() {
     let standin = session(&Config::with_devices(&[64 * MIB]).late_micros(10_000_000));
@@ -167,6 +254,20 @@ fn texts_that_a_driver_does_not_take() {
         CUresult::CUDA_ERROR_INVALID_PTX
     );
     assert_eq!(refused(Config { refuse_ptx: true, ..machine() }, STORE), CUresult::CUDA_ERROR_INVALID_PTX);
+    for (from, to) in [
+        // Tables of other types and of other lengths, that are not there, or twice, and sums in the place of an address.
+        (".align 2 .b8", ".align 2 .u16"),
+        ("SQUARES[8]", "SQUARES[9]"),
+        ("%rd6, SQUARES", "%rd6, CUBES"),
+        (".visible", ".global .align 2 .b8 SQUARES[1] = {0};\n.visible"),
+        ("mov.u64 %rd6, SQUARES", "add.s64 %rd6, SQUARES, 2"),
+        // A table that is written to, and what is read as a constant and written to.
+        ("add.s64 %rd9, %rd2, %rd8", "add.s64 %rd9, %rd6, %rd8"),
+        ("add.s64 %rd7, %rd6, %rd5", "add.s64 %rd7, %rd2, %rd5"),
+    ] {
+        assert!(LOOK_UP.contains(from), "{from}");
+        assert_eq!(refused(machine(), &LOOK_UP.replacen(from, to, 1)), CUresult::CUDA_ERROR_INVALID_PTX, "{to}");
+    }
 }
 
 /// A graph launches a function with the parameters that it was captured with, as often as the graph is launched.
