@@ -6,6 +6,7 @@ mod file;
 mod lane;
 mod mapping;
 mod open_files;
+mod read;
 mod source;
 mod stamp;
 
@@ -16,6 +17,8 @@ pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;
+pub(crate) use read::Kept;
+pub use read::ReadWays;
 pub use source::{MemorySource, Source};
 pub use stamp::Stamp;
 
