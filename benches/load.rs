@@ -225,6 +225,20 @@ fn timed<T>(make: impl FnOnce() -> T) -> Duration {
     time
 }
 
+/// How many bytes more than before the process had resident at the most, while something was made.
+#[cfg(target_os = "linux")]
+fn peak_of<T>(make: impl FnOnce() -> T) -> i64 {
+    let of = |key: &str| {
+        let status = std::fs::read_to_string("/proc/self/status").expect("/proc");
+        let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("a line of the status");
+        line.trim().trim_end_matches(" kB").parse::<i64>().expect("a number") << 10
+    };
+    std::fs::write("/proc/self/clear_refs", "5").expect("a kernel that counts peaks anew");
+    let before = of("VmRSS:");
+    drop(make());
+    of("VmHWM:") - before
+}
+
 /// The times of things that take turns.
 struct Turns {
     title: &'static str,
@@ -233,10 +247,21 @@ struct Turns {
 }
 
 impl Turns {
-    fn add(&mut self, name: &'static str, time: Duration) {
-        match self.times.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, times)) => times.push(time),
-            None => self.times.push((name, vec![time])),
+    fn new(title: &'static str, bytes: u64) -> Turns {
+        Turns { title, bytes, times: Vec::new() }
+    }
+
+    /// Has all take their turns, each time in another order: what comes after something that freed memory finds it free.
+    fn take(&mut self, before: &mut dyn FnMut(), all: &[(&'static str, &dyn Fn() -> Duration)]) {
+        all.iter().for_each(|(name, _)| self.times.push((name, Vec::new())));
+        for turn in 0..TURNS {
+            for index in 0..all.len() {
+                // A prime, so that neighbours differ too.
+                let index = (index * (1 + 2 * (turn % 2)) + turn * 3) % all.len();
+                before();
+                let time = all[index].1();
+                self.times[index].1.push(time);
+            }
         }
     }
 
@@ -280,40 +305,55 @@ fn main() {
     let mut floors = Floors::new(&path, bytes as usize, threads);
     let (ring, owned) = (Load::new(&weights, "cuda:0,100%"), Load::new(&weights, "cpu,*"));
 
-    let mut warm = Turns { title: "warm", bytes, times: Vec::new() };
     floors.read(Way::Plain, threads);
-    for _ in 0..TURNS {
-        warm.add("floor: memcpy", timed(|| floors.copy()));
-        warm.add("plain reads into a buffer for each thread", timed(|| floors.read(Way::Plain, threads)));
-        warm.add("load into the ring", timed(|| ring.load(&weights)));
-        warm.add("load into the ring, from a mapping", timed(|| ring.load(&mapped)));
-        warm.add("load into fresh memory", timed(|| owned.load(&weights)));
-        warm.add("load into fresh memory, from a mapping", timed(|| owned.load(&mapped)));
-        warm.add("peer: safetensors, mapped, copied", timed(|| peer(&path)));
-    }
+    let mut warm = Turns::new("warm", bytes);
+    let floors = Mutex::new(floors);
+    let floor = || floors.lock().expect("no thread panics");
+    warm.take(
+        &mut || (),
+        &[
+            ("floor: memcpy", &|| timed(|| floor().copy())),
+            ("plain reads into a buffer for each thread", &|| timed(|| floor().read(Way::Plain, threads))),
+            ("load into the ring", &|| timed(|| ring.load(&weights))),
+            ("load into the ring, from a mapping", &|| timed(|| ring.load(&mapped))),
+            ("load into fresh memory", &|| timed(|| owned.load(&weights))),
+            ("load into fresh memory, from a mapping", &|| timed(|| owned.load(&mapped))),
+            ("peer: safetensors, mapped, copied", &|| timed(|| peer(&path))),
+        ],
+    );
     warm.print();
 
     #[cfg(target_os = "linux")]
     {
-        let mut cold = Turns { title: "cold", bytes, times: Vec::new() };
         drop(mapped);
         let mut left = 0;
-        let mut evict = || left = evict(&path).max(left);
-        for _ in 0..TURNS {
-            for (name, way, threads) in [
-                ("floor: direct reads", Way::Direct, threads),
-                ("floor: direct reads by one thread", Way::Direct, 1),
-                ("floor: reads whose pages are dropped", Way::DontCache, threads),
-            ] {
-                evict();
-                cold.add(name, timed(|| floors.read(way, threads)));
-            }
-            evict();
-            cold.add("load into the ring", timed(|| ring.load(&weights)));
-            evict();
-            cold.add("load into fresh memory", timed(|| owned.load(&weights)));
-        }
+        let mut cold = Turns::new("cold", bytes);
+        cold.take(
+            &mut || left = evict(&path).max(left),
+            &[
+                ("floor: direct reads", &|| timed(|| floor().read(Way::Direct, threads))),
+                ("floor: direct reads by one thread", &|| timed(|| floor().read(Way::Direct, 1))),
+                ("floor: reads whose pages are dropped", &|| timed(|| floor().read(Way::DontCache, threads))),
+                ("load into the ring", &|| timed(|| ring.load(&weights))),
+                ("load into fresh memory", &|| timed(|| owned.load(&weights))),
+            ],
+        );
         cold.print();
         println!("  at most {left} pages of the file were in the page cache before a turn");
+        drop(floors);
+        for (name, load, planned) in [("the ring", &ring, 0), ("fresh memory", &owned, bytes)] {
+            for state in ["cold", "warm"] {
+                if state == "cold" {
+                    evict(&path);
+                } else {
+                    std::fs::read(&path).expect("the file that was written");
+                }
+                let beyond = peak_of(|| load.load(&weights)) - planned as i64;
+                println!(
+                    "peak of the process beyond the plan, {state} into {name}: {:.1} MiB",
+                    beyond as f64 / 1048576.0
+                );
+            }
+        }
     }
 }

@@ -437,7 +437,6 @@ impl<'a> Job<'a> {
         let mut at = 0;
         for part in dst.chunks_mut(STAGING_BYTES) {
             self.check_cancelled()?;
-            touch(part);
             self.files(tensor)?.checkpoint().read_at(tensor, at, part)?;
             self.count_read(part.len());
             at += part.len() as u64;
@@ -482,7 +481,6 @@ impl<'a> Job<'a> {
     fn read_patched(&self, patch: &TensorPatch, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         self.check_cancelled()?;
         let checkpoint = self.files(tensor)?.checkpoint();
-        touch(dst);
         let outcome = patch.read(checkpoint, tensor, dst)?;
         let stored = |&tensor: &TensorId| checkpoint.layout().at(tensor).bytes;
         self.read.fetch_add(patch.needs().iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
@@ -534,13 +532,6 @@ impl<'a> Job<'a> {
 /// How the files of weights have been read so far.
 fn ways(weights: &Weights) -> Vec<ReadWays> {
     weights.checkpoint().sources().iter().map(|source| source.ways()).collect()
-}
-
-/// Writes to every page. A read into memory that was never touched has the system find each page in the middle of its copy, at
-/// times at a tenth of the speed; and huge pages of several workers are found at one time.
-fn touch(bytes: &mut [u8]) {
-    const PAGE: usize = 4096;
-    bytes.iter_mut().step_by(PAGE).for_each(|byte| *byte = 0);
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

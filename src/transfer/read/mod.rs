@@ -349,7 +349,10 @@ fn read_around(
     let start = buffer.as_ptr().addr().next_multiple_of(memory) - buffer.as_ptr().addr();
     let before = (at % offset as u64) as usize;
     let room = buffer.len().saturating_sub(start) / offset * offset;
-    let wanted = (before + len).next_multiple_of(offset).min(room).min(DIRECT);
+    let (all, most) = ((before + len).next_multiple_of(offset), room.min(DIRECT));
+    // What is left must not be so little that it takes longer than its bytes: then each of two reads takes half.
+    let few_left = all > most && all - most < LEAST && all > 2 * LEAST;
+    let wanted = if few_left { (all / 2).next_multiple_of(offset).min(most) } else { all.min(most) };
     if wanted <= before {
         // Too small a buffer for a block is as good as none.
         return Err(io::ErrorKind::Unsupported.into());
