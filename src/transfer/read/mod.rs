@@ -58,8 +58,8 @@ pub(super) struct Alignment {
 }
 
 impl Alignment {
-    #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "files are read directly on Linux alone"))]
     /// The alignment that a system names, if it is one that a buffer can have.
+    #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "files are read directly on Linux alone"))]
     fn new(offset: u32, memory: u32) -> Option<Alignment> {
         let fits = |number: u32| number.is_power_of_two() && number <= MOST_ALIGNMENT;
         let alignment = Alignment { offset: offset as usize, memory: memory as usize };
@@ -180,6 +180,8 @@ impl Reader {
         {
             match self.read_aligned(calls, alignment, at, len, buffer) {
                 Err(error) if is_refusal(&error) => self.refuse(&error),
+                // The page cache needs no memory of this process.
+                Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {}
                 read => return read,
             }
         }
@@ -203,6 +205,8 @@ impl Reader {
         if let Some(alignment) = self.alignment(calls) {
             match self.read_direct(calls, alignment, at, dst) {
                 Err(error) if is_refusal(&error) => self.refuse(&error),
+                // The page cache needs no memory of this process.
+                Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {}
                 read => return read,
             }
         }

@@ -127,8 +127,7 @@ mod tests {
     #[test]
     fn all_ways_to_ask_agree() {
         const LEN: u64 = (8 << 20) + 100;
-        // Not in a folder for temporary files, which may be in memory.
-        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bytes");
         std::fs::write(&path, vec![7; LEN as usize]).unwrap();
         let file = File::open(&path).unwrap();

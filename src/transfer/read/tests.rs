@@ -157,6 +157,29 @@ fn errors_reach_the_caller() {
     }
 }
 
+/// Where there is no memory for a direct read, the page cache has some.
+#[test]
+fn a_direct_read_without_memory_is_made_otherwise() {
+    let file = Fake { fails: Some((0, io::ErrorKind::OutOfMemory)), ..Fake::new(3 * MIB, &[false]) };
+    let reader = Reader::default();
+    file.check(&reader, 1, 2 * MIB);
+    assert_eq!((file.ways(), reader.ways().refused), (vec![Way::Direct, Way::Dropped], None));
+}
+
+/// Where a buffer has no room for the blocks around its bytes, no read of a few bytes is left over.
+#[test]
+fn no_small_rest_is_left() {
+    let file = Fake::new(4 * MIB, &[false]);
+    let (mut buffer, mut at, mut parts) = (vec![0; 2 * MIB + 512], 100, Vec::new());
+    while at < 2 * MIB + 700 {
+        let found = Reader::default().read_within(&file, at as u64, 2 * MIB + 700 - at, &mut buffer).unwrap();
+        assert!(buffer[found.clone()] == file.bytes[at..at + found.len()]);
+        at += found.len();
+        parts.push(found.len());
+    }
+    assert!(parts.len() == 2 && parts.iter().all(|&bytes| bytes >= LEAST), "{parts:?}");
+}
+
 #[test]
 fn odd_alignments_are_refused() {
     assert_eq!(Alignment::new(512, 4), Some(Alignment { offset: 512, memory: 4 }));
