@@ -87,6 +87,13 @@ impl PositionalFile {
     }
 }
 
+#[cfg(unix)]
+impl std::os::fd::AsFd for PositionalFile {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 /// Without positional reads in the system, the threads take turns with the file's single cursor.
 #[cfg(not(any(unix, windows)))]
 #[derive(Debug)]

@@ -20,6 +20,7 @@ mod write;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -243,15 +244,38 @@ impl Checkpoint {
     /// # Errors
     /// As [`read`](Checkpoint::read); also [`Error::WrongSize`] when the range exceeds the tensor.
     pub fn read_at(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
+        let (info, source) = self.part(tensor, at, dst.len())?;
+        source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
+    }
+
+    /// Reads some of the `len` bytes of a tensor from its byte `at` on, to wherever they may lie in `buffer`, which has at least
+    /// `len` bytes. Returns where they are ([`Source::read_within`]).
+    ///
+    /// # Errors
+    /// As [`read_at`](Checkpoint::read_at).
+    pub(crate) fn read_within(&self, tensor: TensorId, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
+        let (info, source) = self.part(tensor, at, len)?;
+        let found =
+            source.read_within(info.offset + at, len, buffer).map_err(|error| naming_tensor(error, &info.name))?;
+        // A source may be the caller's.
+        let some = found.len() <= len && (found.len() > 0 || len == 0);
+        if found.end > buffer.len() || !some {
+            let what = Measured::Part { name: info.name.clone(), at };
+            return Err(Error::WrongSize { what, needed: len as u64, given: found.len() as u64 });
+        }
+        Ok(found)
+    }
+
+    /// A tensor of which `len` bytes from `at` on are to be read, and its file.
+    fn part(&self, tensor: TensorId, at: u64, len: usize) -> Result<(&TensorInfo, &Arc<dyn Source>)> {
         let info = self.info(tensor)?;
         // No tensor ends at `u64::MAX`, since its range lies in a file.
-        let end = at.saturating_add(dst.len() as u64);
+        let end = at.saturating_add(len as u64);
         if end > info.bytes {
             let what = Measured::Part { name: info.name.clone(), at };
             return Err(Error::WrongSize { what, needed: end, given: info.bytes });
         }
-        let source = &self.0.sources[info.file];
-        source.read_at(info.offset + at, dst).map_err(|error| naming_tensor(error, &info.name))
+        Ok((info, &self.0.sources[info.file]))
     }
 
     /// What the configuration beside the files says of quantised weights.

@@ -81,10 +81,10 @@ impl Job<'_> {
     ) -> Result<BufMut> {
         let mut factor = vec![0; range.len()];
         self.make_factor(tensor, &mut factor)?;
-        self.send_parts(range, memory, stream, |at, dst| {
+        self.send_parts(range, memory, stream, |at, len, buffer| {
             self.check_cancelled()?;
-            dst.copy_from_slice(&factor[at..][..dst.len()]);
-            Ok(())
+            buffer[..len].copy_from_slice(&factor[at..][..len]);
+            Ok(0..len)
         })
     }
 

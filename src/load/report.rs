@@ -17,6 +17,13 @@ pub struct LoadReport {
     /// Bytes read from the checkpoint's files. A patched tensor counts with its bytes in the file, and with the bytes of the
     /// other tensors that its patch needs.
     pub read: u64,
+    /// The bytes of files that were read directly from the disk in this time, past the page cache. Loads that read the same files
+    /// at one time count each other's bytes, here and in the next two.
+    pub direct: u64,
+    /// The bytes of files that the page cache dropped as soon as they were read, where the system refused direct reads.
+    pub dropped: u64,
+    /// For each file of which parts were not in the page cache, and that the system would not read directly, why.
+    pub not_direct: Vec<String>,
     /// Bytes of memory shared with the model that this one was [derived](crate::Loader::derive) from.
     pub shared: u64,
     /// Bytes copied from the memory of that model.
@@ -64,6 +71,12 @@ impl fmt::Display for LoadReport {
                 ByteSize(self.deferred_bytes).human()
             )?;
         }
+        for (bytes, how) in [(self.direct, "directly"), (self.dropped, "without keeping them cached")] {
+            if bytes > 0 {
+                write!(f, ", {} read {how}", ByteSize(bytes).human())?;
+            }
+        }
+        self.not_direct.iter().try_for_each(|why| write!(f, ", not read directly: {why}"))?;
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
         }

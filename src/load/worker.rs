@@ -4,7 +4,7 @@
 //! workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the host: these
 //! buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of factors
 //! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
-//! change, and all factors of the adapters.
+//! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,6 +29,7 @@ use crate::limits::STAGING_BYTES;
 use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
 use crate::staging::Pool;
+use crate::transfer::{Kept, ReadWays};
 
 /// The state that the threads of one load share.
 pub(super) struct Job<'a> {
@@ -45,6 +46,10 @@ pub(super) struct Job<'a> {
     on_device: OnDevice,
     pub(super) pool: Pool,
     pub(super) loader: &'a Loader<'a>,
+    /// How the files had been read before.
+    ways: Vec<ReadWays>,
+    /// Keeps the buffers of direct reads for the reads that follow.
+    _buffers: Kept,
     next: AtomicUsize,
     done: AtomicU64,
     read: AtomicU64,
@@ -111,6 +116,8 @@ impl<'a> Job<'a> {
             streams,
             pool,
             loader,
+            ways: weights.map_or_else(Vec::new, ways),
+            _buffers: Kept::new(),
             next: AtomicUsize::new(0),
             done: AtomicU64::new(0),
             read: AtomicU64::new(0),
@@ -184,7 +191,11 @@ impl<'a> Job<'a> {
         let (patched_on_device, host_instead) = self.on_device.report();
         let requantised = lock(&self.requantised);
         let worst = requantised.iter().max_by(|(_, one), (_, other)| one.severity(other));
+        let (direct, dropped, not_direct) = self.read_ways();
         LoadReport {
+            direct,
+            dropped,
+            not_direct,
             patched_on_device,
             host_instead,
             bytes: self.done.load(Ordering::Relaxed),
@@ -206,6 +217,20 @@ impl<'a> Job<'a> {
                 .sum(),
             time,
         }
+    }
+
+    /// The bytes of files that were read directly and that were dropped from the page cache since the load began, and why files
+    /// were not read directly.
+    fn read_ways(&self) -> (u64, u64, Vec<String>) {
+        let (mut direct, mut dropped, mut refused) = (0, 0, Vec::new());
+        let sources = self.weights.map_or(&[][..], |weights| weights.checkpoint().sources());
+        for (source, before) in sources.iter().zip(&self.ways) {
+            let now = source.ways();
+            direct += now.direct.saturating_sub(before.direct);
+            dropped += now.dropped.saturating_sub(before.dropped);
+            refused.extend(now.refused.map(|why| format!("{}: {why}", source.path().display())));
+        }
+        (direct, dropped, refused)
     }
 
     /// The loop of one worker: fills the next group until none is left.
@@ -322,7 +347,7 @@ impl<'a> Job<'a> {
 
     /// Sends an unpatched tensor in pieces through the pool.
     fn send_plain(&self, tensor: TensorId, range: Range<usize>, memory: BufMut, stream: &dyn Stream) -> Result<BufMut> {
-        self.send_parts(range, memory, stream, |at, dst| self.read_part(tensor, at as u64, dst))
+        self.send_parts(range, memory, stream, |at, len, buffer| self.read_within(tensor, at as u64, len, buffer))
     }
 
     /// Sends a tensor that is only cast in pieces through the pool.
@@ -336,27 +361,30 @@ impl<'a> Job<'a> {
     ) -> Result<BufMut> {
         self.patched.fetch_add(1, Ordering::Relaxed);
         // A piece is a whole tensor, or as large as the pool's largest buffers, which hold whole elements of any type.
-        self.send_parts(range, memory, stream, |at, dst| self.cast_part(patch, tensor, at, dst))
+        self.send_parts(range, memory, stream, |at, len, buffer| {
+            self.cast_part(patch, tensor, at, &mut buffer[..len]).map(|()| 0..len)
+        })
     }
 
-    /// Sends a tensor in pieces through the pool. `read` fills a buffer with the tensor's bytes from a byte on.
+    /// Sends a tensor in pieces through the pool. `read` reads up to so many bytes of the tensor from a byte on into a buffer, and
+    /// returns where they are.
     pub(super) fn send_parts(
         &self,
         range: Range<usize>,
         mut memory: BufMut,
         stream: &dyn Stream,
-        mut read: impl FnMut(usize, &mut [u8]) -> Result<()>,
+        mut read: impl FnMut(usize, usize, &mut [u8]) -> Result<Range<usize>>,
     ) -> Result<BufMut> {
         let mut at = 0;
         while at < range.len() {
-            let bytes = self.pool.bytes_each().min(range.len() - at);
+            let most = self.pool.bytes_each().min(range.len() - at);
             let (mut staging, lease) = self.pool.acquire(self.loader.deadline)?;
-            match staging.host_mut() {
-                Some(dst) => read(at, &mut dst[..bytes])?,
+            let from = match staging.host_mut() {
+                Some(buffer) => read(at, most, buffer)?,
                 None => return Err(Error::bug("staging memory that the host cannot address")),
-            }
-            let staging = staging.freeze();
-            let piece = Piece { src: staging.clone(), from: 0..bytes, at: range.start + at };
+            };
+            let (staging, bytes) = (staging.freeze(), from.len());
+            let piece = Piece { src: staging.clone(), from, at: range.start + at };
             let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
             lease.give_back(flight.done().clone(), staging);
             memory = flight.chain();
@@ -420,18 +448,25 @@ impl<'a> Job<'a> {
     fn read_plain(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
         let mut at = 0;
         for part in dst.chunks_mut(STAGING_BYTES) {
-            self.read_part(tensor, at, part)?;
+            self.check_cancelled()?;
+            self.files(tensor)?.checkpoint().read_at(tensor, at, part)?;
+            self.count_read(part.len());
             at += part.len() as u64;
         }
         Ok(())
     }
 
-    fn read_part(&self, tensor: TensorId, at: u64, dst: &mut [u8]) -> Result<()> {
+    /// Reads up to `len` bytes of a tensor from its byte `at` on into `buffer`. Returns where they are.
+    fn read_within(&self, tensor: TensorId, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
         self.check_cancelled()?;
-        self.files(tensor)?.checkpoint().read_at(tensor, at, dst)?;
-        self.read.fetch_add(dst.len() as u64, Ordering::Relaxed);
-        self.advance(dst.len() as u64);
-        Ok(())
+        let found = self.files(tensor)?.checkpoint().read_within(tensor, at, len, buffer)?;
+        self.count_read(found.len());
+        Ok(found)
+    }
+
+    fn count_read(&self, bytes: usize) {
+        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.advance(bytes as u64);
     }
 
     /// Reads a tensor that is only cast, a part at a time.
@@ -504,6 +539,11 @@ impl<'a> Job<'a> {
             progress.advance(done, self.plan.bytes());
         }
     }
+}
+
+/// How the files of weights have been read so far.
+fn ways(weights: &Weights) -> Vec<ReadWays> {
+    weights.checkpoint().sources().iter().map(|source| source.ways()).collect()
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::steps::{Change, Packed, Step, TILE_COLS, TILE_ROWS, matrix_of};
+use super::steps::{Change, Packed, Step, TILE_COLS, matrix_of};
 use super::{Delta, Maker, TensorPatch};
 use crate::error::AdapterFault;
 use crate::float::Float;
@@ -201,12 +201,10 @@ impl Deferral {
         let rank = self.form.rank;
         let mut values = vec![0.0; self.form.experts.unwrap_or(1) * self.form.rows * rank];
         for (place, rows, product) in self.products() {
-            for row in rows.clone() {
-                let up = product.up(row / TILE_ROWS);
+            let up = product.panels(rows, 1);
+            for (row, up) in rows.clone().zip(up.chunks_exact(place.rank.max(1))) {
                 let own = &mut values[row * rank + place.first..][..place.rank];
-                for (k, value) in own.iter_mut().enumerate() {
-                    *value = up[k * TILE_ROWS + row % TILE_ROWS] * place.ratio;
-                }
+                own.iter_mut().zip(up).for_each(|(value, up)| *value = up * place.ratio);
             }
         }
         values

@@ -1,10 +1,12 @@
 //! Files as sources.
 
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::open_files::ReopenedFile;
+use super::open_files::{OpenFile, ReopenedFile};
+use super::read::{ReadWays, Reader};
 use super::source::{Source, check_range};
 use super::stamp::Stamp;
 use crate::error::{Error, Result};
@@ -14,10 +16,15 @@ use crate::error::{Error, Result};
 /// A file that loses its name, for example to a file that replaces it, stays readable as it was while it is open. Up to a
 /// quarter of the files that the process may open, at most 64, are open at a time, those that were read last; a file of more
 /// is opened again when it is read. Another file in its place is then [`FileFault::Changed`](crate::error::FileFault::Changed).
+///
+/// On Linux each part of a file is read as suits what the page cache has of it. What is there is copied. The rest is read
+/// directly from the disk, which leaves the page cache as it is; where the system refuses that, through the page cache.
+/// [`ways`](Source::ways) counts the bytes of each.
 #[derive(Debug)]
 pub struct FileSource {
     file: Arc<ReopenedFile>,
     stamp: Stamp,
+    reader: Reader,
 }
 
 impl FileSource {
@@ -29,7 +36,39 @@ impl FileSource {
     /// [`FileFault::BrokenLink`](crate::error::FileFault::BrokenLink) when a link on the way to it leads nowhere.
     pub fn open(path: impl Into<PathBuf>) -> Result<FileSource> {
         let (file, stamp) = ReopenedFile::open(path.into())?;
-        Ok(FileSource { file, stamp })
+        Ok(FileSource { file, stamp, reader: Reader::default() })
+    }
+
+    /// Has every read go through the page cache, which keeps the bytes. The first read of a file is somewhat slower then, and
+    /// the next ones many times as fast, while the system has the memory. For files that are loaded again and again
+    /// ([`Checkpoint::open_with`](crate::Checkpoint::open_with)).
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use tensor_offload::Checkpoint;
+    /// use tensor_offload::transfer::FileSource;
+    /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+    /// let open = |file: &std::path::Path| Ok(Arc::new(FileSource::open(file)?.through_page_cache()) as Arc<_>);
+    /// let checkpoint = Checkpoint::open_with(path, open)?;
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    #[must_use]
+    pub fn through_page_cache(self) -> FileSource {
+        FileSource { reader: Reader::always_cached(), ..self }
+    }
+
+    /// Reads from the open file. A change before or during the read is an error.
+    fn read<T>(&self, at: u64, len: usize, read: impl FnOnce(&OpenFile) -> io::Result<T>) -> Result<T> {
+        check_range(self.path(), self.stamp.len(), at, len)?;
+        let file = self.file.get()?;
+        let read = match read(&file) {
+            // The range was within the file when it was opened.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(self.file.changed()),
+            read => read.map_err(Error::io("read", self.path()))?,
+        };
+        // Checked after the read, so that a change before or during the read is detected.
+        self.file.check(&file)?;
+        Ok(read)
     }
 }
 
@@ -43,15 +82,15 @@ impl Source for FileSource {
     }
 
     fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()> {
-        check_range(self.path(), self.stamp.len(), at, dst.len())?;
-        let file = self.file.get()?;
-        match file.read_exact_at(dst, at) {
-            // The range was within the file when it was opened.
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Err(self.file.changed()),
-            read => read.map_err(Error::io("read", self.path()))?,
-        }
-        // Checked after the read, so that a change before or during the read is detected.
-        self.file.check(&file)
+        self.read(at, dst.len(), |file| self.reader.read(&file.calls(self.stamp.len()), at, dst))
+    }
+
+    fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
+        self.read(at, len, |file| self.reader.read_within(&file.calls(self.stamp.len()), at, len, buffer))
+    }
+
+    fn ways(&self) -> ReadWays {
+        self.reader.ways()
     }
 }
 

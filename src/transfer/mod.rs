@@ -7,6 +7,7 @@ mod landing;
 mod lane;
 mod mapping;
 mod open_files;
+mod read;
 mod source;
 mod stamp;
 
@@ -18,6 +19,8 @@ pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;
+pub(crate) use read::Kept;
+pub use read::ReadWays;
 pub use source::{MemorySource, Source};
 pub use stamp::Stamp;
 

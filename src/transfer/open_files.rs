@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+#[cfg(target_os = "linux")]
+use super::read::{DirectFile, OpenCalls};
 use super::stamp::{Stamp, links};
 use crate::error::{Error, FileFault, Result};
 use crate::file::PositionalFile;
@@ -31,10 +33,41 @@ pub(super) struct ReopenedFile {
     path: PathBuf,
     /// The same path, whatever becomes of the current folder.
     absolute: PathBuf,
-    open: Mutex<Option<Arc<PositionalFile>>>,
+    open: Mutex<Option<Arc<OpenFile>>>,
     last: Mutex<Last>,
     /// When it was last read, by the count of all reads.
     used: AtomicU64,
+}
+
+/// A file that is open.
+#[derive(Debug)]
+pub(super) struct OpenFile {
+    file: PositionalFile,
+    /// The descriptor for direct reads, opened when it is first needed. A file may take two descriptors so.
+    #[cfg(target_os = "linux")]
+    direct: DirectFile,
+}
+
+impl OpenFile {
+    fn new(file: File) -> OpenFile {
+        OpenFile {
+            file: PositionalFile::new(file),
+            #[cfg(target_os = "linux")]
+            direct: DirectFile::default(),
+        }
+    }
+
+    /// The system's calls on the file, of `len` bytes.
+    #[cfg(target_os = "linux")]
+    pub(super) fn calls(&self, len: u64) -> OpenCalls<'_, PositionalFile> {
+        OpenCalls::new(&self.file, len, &self.direct)
+    }
+
+    /// The system's calls on the file.
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn calls(&self, _len: u64) -> &PositionalFile {
+        &self.file
+    }
 }
 
 /// The stamp of a file when it was last read, and the number of its names then.
@@ -68,7 +101,7 @@ impl ReopenedFile {
         let last = Mutex::new(Last { stamp, links: links(&metadata) });
         // Fails only without a current folder, where a relative path could not have been opened.
         let absolute = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
-        let open = Mutex::new(Some(Arc::new(PositionalFile::new(file))));
+        let open = Mutex::new(Some(Arc::new(OpenFile::new(file))));
         let file = Arc::new(ReopenedFile { path, absolute, open, last, used: AtomicU64::new(OPEN.now()) });
         turn.done(&file);
         Ok((file, stamp))
@@ -82,7 +115,7 @@ impl ReopenedFile {
     ///
     /// # Errors
     /// [`FileFault::Changed`] when another file has the path, or none; [`Error::Io`] when the system refuses.
-    pub(super) fn get(self: &Arc<Self>) -> Result<Arc<PositionalFile>> {
+    pub(super) fn get(self: &Arc<Self>) -> Result<Arc<OpenFile>> {
         self.used.store(OPEN.now(), Ordering::Relaxed);
         let mut open = lock(&self.open);
         if let Some(file) = &*open {
@@ -96,7 +129,7 @@ impl ReopenedFile {
             Error::File { .. } => self.changed(),
             other => other,
         })?;
-        let file = PositionalFile::new(file);
+        let file = OpenFile::new(file);
         self.check(&file)?;
         let file = Arc::new(file);
         *open = Some(Arc::clone(&file));
@@ -105,8 +138,8 @@ impl ReopenedFile {
     }
 
     /// Fails if the file has changed since it was last read.
-    pub(super) fn check(&self, file: &PositionalFile) -> Result<()> {
-        let now = file.metadata().map_err(Error::io("read", &self.path))?;
+    pub(super) fn check(&self, file: &OpenFile) -> Result<()> {
+        let now = file.file.metadata().map_err(Error::io("read", &self.path))?;
         // A panic leaves a stamp that was valid.
         if lock(&self.last).is_unchanged(&now) { Ok(()) } else { Err(self.changed()) }
     }

@@ -1,8 +1,10 @@
 //! Sources of bytes, read by position.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::read::ReadWays;
 use super::stamp::Stamp;
 use crate::error::{Error, FileFault, Result};
 
@@ -20,6 +22,25 @@ pub trait Source: Send + Sync + fmt::Debug {
     /// [`FileFault::Truncated`] when the range exceeds the source, [`FileFault::Changed`] when the source no longer matches
     /// its stamp, [`Error::Io`] when the system refuses. `dst` then holds unspecified bytes.
     fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()>;
+
+    /// Reads some of the `len` bytes that start at offset `at`, at least one unless `len` is zero, to wherever they may lie in
+    /// `buffer`, which has at least `len` bytes. Returns where they are. A file is read without a copy so, if it is read past
+    /// the page cache; other sources fill the beginning of `buffer`.
+    ///
+    /// # Errors
+    /// As [`read_at`](Source::read_at).
+    ///
+    /// # Panics
+    /// If `buffer` has fewer bytes than `len`.
+    fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
+        self.read_at(at, &mut buffer[..len])?;
+        Ok(0..len)
+    }
+
+    /// How the bytes were read since the source was opened, if it is a file.
+    fn ways(&self) -> ReadWays {
+        ReadWays::default()
+    }
 }
 
 /// Bytes in memory.
