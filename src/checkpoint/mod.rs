@@ -258,7 +258,7 @@ impl Checkpoint {
         let found =
             source.read_within(info.offset + at, len, buffer).map_err(|error| naming_tensor(error, &info.name))?;
         // A source may be the caller's.
-        let some = found.len() <= len && (found.len() > 0 || len == 0);
+        let some = found.len() <= len && (!found.is_empty() || len == 0);
         if found.end > buffer.len() || !some {
             let what = Measured::Part { name: info.name.clone(), at };
             return Err(Error::WrongSize { what, needed: len as u64, given: found.len() as u64 });

@@ -152,9 +152,9 @@ impl Reader {
         for Extent { bytes, is_cached } in self.extents(calls, at, dst.len()) {
             let (part, rest) = dst.split_at_mut(bytes);
             if is_cached {
-                self.read_cached(calls, at, part)?
+                self.read_cached(calls, at, part)?;
             } else {
-                self.read_cold(calls, at, part)?
+                self.read_cold(calls, at, part)?;
             }
             (at, dst) = (at + bytes as u64, rest);
         }
@@ -187,9 +187,9 @@ impl Reader {
         }
         let dst = &mut buffer[..len];
         if first.is_cached {
-            self.read_cached(calls, at, dst)?
+            self.read_cached(calls, at, dst)?;
         } else {
-            self.read_cold(calls, at, dst)?
+            self.read_cold(calls, at, dst)?;
         }
         Ok(0..len)
     }
