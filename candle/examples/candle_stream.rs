@@ -32,7 +32,7 @@ use clap::error::ErrorKind;
 use compute::Compute;
 use generate::Chat;
 use serde_json::{Value, json};
-use tensor_offload::{ByteSize, Checkpoint, DeviceId, Registry, Weights};
+use tensor_offload::{ByteSize, Checkpoint, DType, DeviceId, Registry, Weights};
 use ways::{Job, Run, Way};
 
 /// The model that comes with the repository.
@@ -61,6 +61,9 @@ struct Args {
     /// [default: the first card, or else cpu]
     #[arg(long, value_name = "DEVICE")]
     compute: Option<DeviceId>,
+    /// Of a GGUF file: have slots hold values as F32, F16 or BF16 in place of blocks, which alone cross the link; a card needs it
+    #[arg(long, value_name = "TYPE")]
+    unpack: Option<DType>,
     /// How many layers are fetched ahead
     #[arg(long, value_name = "LAYERS", default_value_t = 2)]
     depth: usize,
@@ -147,16 +150,21 @@ impl Args {
         }
         ends.extend(chat.as_ref().and_then(Chat::end));
         let compute = self.compute.or(in_blocks.then_some(DeviceId::CPU));
-        if let Some(device) = compute.filter(|device| in_blocks && !device.is_host()) {
-            return Err(format!("GGUF files compute on cpu here, not on {device}; leave --compute out").into());
+        if let Some(device) = compute.filter(|device| in_blocks && !device.is_host() && self.unpack.is_none()) {
+            return Err(format!(
+                "GGUF files compute in their blocks on cpu alone: for {device} add --unpack BF16, or leave --compute out"
+            )
+            .into());
         }
+        let unpacked = self.unpack.filter(|_| in_blocks).map(|dtype| Ok::<_, tensor_offload::Error>((dtype, values(&weights, dtype)?)));
+        let unpacked = unpacked.transpose()?;
         let compute = Compute::open(compute, &Registry::system())?;
         let allocation = self.alloc.clone().unwrap_or_else(|| compute.allocation());
         let (tokens, depth) = (usize::from(self.tokens), self.depth);
         let unchanged =
             path.is_file() && weights.layout().tensor_ids().all(|id| weights.patches().tensor(id).is_none());
         let gguf = (in_blocks && unchanged && gguf::is_alone(&weights)).then(|| path.to_owned());
-        Ok((Job { compute, config, weights, gguf, allocation, depth, prompt, ends, tokens }, chat))
+        Ok((Job { compute, config, weights, unpacked, gguf, allocation, depth, prompt, ends, tokens }, chat))
     }
 
     /// Runs all ways, and reports.
@@ -188,6 +196,13 @@ impl Args {
         }
         Ok(equal)
     }
+}
+
+/// The weights with values in place of blocks.
+fn values(weights: &Weights, dtype: DType) -> tensor_offload::Result<Weights> {
+    let blocks = weights.layout().tensors().iter().filter(|tensor| tensor.dtype.is_ggml_block());
+    let names: Vec<String> = blocks.map(|tensor| tensor.name.clone()).collect();
+    names.into_iter().try_fold(weights.clone(), |weights, name| weights.cast(name, dtype))
 }
 
 /// What a model's files say of it beside its weights.

@@ -81,6 +81,20 @@ impl Parts for Owned {
     }
 }
 
+/// Weights as floats in memory of candle's own, on any device.
+pub(crate) struct Values(pub(crate) HashMap<String, Tensor>);
+
+impl Parts for Values {
+    fn weight(&self, name: &str) -> Result<Box<dyn Table>> {
+        let Some(tensor) = self.0.get(name) else { bail!("the file has no tensor `{name}`") };
+        Ok(Box::new(QMatMul::Tensor(tensor.to_dtype(DType::F32)?)))
+    }
+
+    fn tensor(&self, name: &str) -> Result<Option<Tensor>> {
+        Ok(self.0.get(name).cloned())
+    }
+}
+
 impl Table for QMatMul {
     fn rows(&self, ids: &Tensor) -> Result<Tensor> {
         self.embedding(ids)

@@ -12,11 +12,12 @@ use candle_nn::VarBuilder;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use tensor_offload::checkpoint::{Layer, TensorSpec, TensorWriter, write_safetensors};
+use tensor_offload::plan::Assignment;
 use tensor_offload::{Checkpoint, Loader, Model, Plan, Planner, Registry, TensorId, Use, Weights};
 use tensor_offload_candle::{LayerWeights, Streamed};
 
 use super::compute::Compute;
-use super::llama::{Config, Part, State};
+use super::llama::{Config, Part, Parts, State};
 use super::{generate, gguf};
 
 /// How the weights come to the compute device.
@@ -32,6 +33,8 @@ pub(crate) struct Job {
     pub(crate) compute: Compute,
     pub(crate) config: Config,
     pub(crate) weights: Weights,
+    /// What slots hold in place of blocks, and all weights as such values.
+    pub(crate) unpacked: Option<(tensor_offload::DType, Weights)>,
     /// The file that the weights are in, if it is one of GGUF and they are as it has them.
     pub(crate) gguf: Option<PathBuf>,
     pub(crate) allocation: String,
@@ -69,7 +72,9 @@ impl Job {
 
     /// The plan of the streamed weights.
     pub(crate) fn plan(&self, devices: &Registry) -> tensor_offload::Result<Plan> {
-        Planner::new(self.weights.layout(), devices.machine())
+        let planner = Planner::new(self.weights.layout(), devices.machine());
+        let planner = self.unpacked.iter().fold(planner, |planner, (dtype, _)| planner.unpack(*dtype));
+        planner
             .compute(self.compute.id)
             .allocation(self.allocation.parse()?)
             .depth(self.depth)
@@ -108,7 +113,7 @@ impl Job {
             let part = |layer: &Layer, weights: &LayerWeights| {
                 has_turn(layer).then(|| Part::gguf(&self.config, &layer.name, &gguf::Streamed(weights))).transpose()
             };
-            return Ok(Streamed::quantized(model, part)?);
+            return Ok(Streamed::quantized_on(model, self.device(), part)?);
         }
         Ok(Streamed::on(model, self.device(), |layer, vb| Part::new(&self.config, &layer.name, vb).map(Some))?)
     }
@@ -116,11 +121,12 @@ impl Job {
     fn resident(&self) -> Result<Run> {
         let peak = self.compute.watch();
         if self.config.gguf.is_some() {
-            let weights = match &self.gguf {
-                Some(file) => gguf::Owned::open(file)?,
-                None => gguf::Owned::read(&self.weights, self.weights.layout().tensor_ids())?,
+            let weights: Box<dyn Parts> = match (&self.unpacked, &self.gguf) {
+                (Some((_, values)), _) => Box::new(gguf::Values(self.read(values, values.layout().tensor_ids())?)),
+                (None, Some(file)) => Box::new(gguf::Owned::open(file)?),
+                (None, None) => Box::new(gguf::Owned::read(&self.weights, self.weights.layout().tensor_ids())?),
             };
-            let part = |layer: String| Ok((layer.clone(), Part::gguf(&self.config, &layer, &weights)?));
+            let part = |layer: String| Ok((layer.clone(), Part::gguf(&self.config, &layer, &*weights)?));
             let parts: HashMap<String, Part> =
                 self.config.steps().map(|step| part(step.layer)).collect::<Result<_>>()?;
             drop(weights);
@@ -148,13 +154,17 @@ impl Job {
         let layout = self.weights.layout();
         let stays = |layer: &&Layer| {
             let needs = layout.needs_of(layer.id).unwrap_or_default();
-            needs.iter().all(|&module| plan.assignment(module).is_some_and(|planned| planned.usage == Use::Resident))
+            let here = |planned: &Assignment| matches!(planned.usage, Use::Resident | Use::Unpacked);
+            needs.iter().all(|&module| plan.assignment(module).is_some_and(here))
         };
         let of_layer = |layer: &Layer| -> Result<Part> {
             let tensors = layout.modules_in(layer.id).flat_map(|module| module.tensors.clone());
-            match self.config.gguf {
-                Some(_) => Part::gguf(&self.config, &layer.name, &gguf::Owned::read(&self.weights, tensors)?),
-                None => self.part(&layer.name, self.read(&merged.weights, tensors)?),
+            match (self.config.gguf, &self.unpacked) {
+                (Some(_), Some((_, values))) => {
+                    Part::gguf(&self.config, &layer.name, &gguf::Values(self.read(values, tensors)?))
+                }
+                (Some(_), None) => Part::gguf(&self.config, &layer.name, &gguf::Owned::read(&self.weights, tensors)?),
+                (None, _) => self.part(&layer.name, self.read(&merged.weights, tensors)?),
             }
         };
         let turns: Vec<String> = self.config.steps().map(|step| step.layer).collect();
