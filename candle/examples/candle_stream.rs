@@ -156,7 +156,10 @@ impl Args {
             )
             .into());
         }
-        let unpacked = self.unpack.filter(|_| in_blocks).map(|dtype| Ok::<_, tensor_offload::Error>((dtype, values(&weights, dtype)?)));
+        let unpacked = self
+            .unpack
+            .filter(|_| in_blocks)
+            .map(|dtype| Ok::<_, tensor_offload::Error>((dtype, values(&weights, dtype)?)));
         let unpacked = unpacked.transpose()?;
         let compute = Compute::open(compute, &Registry::system())?;
         let allocation = self.alloc.clone().unwrap_or_else(|| compute.allocation());
