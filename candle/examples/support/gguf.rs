@@ -87,7 +87,7 @@ pub(crate) struct Values(pub(crate) HashMap<String, Tensor>);
 impl Parts for Values {
     fn weight(&self, name: &str) -> Result<Box<dyn Table>> {
         let Some(tensor) = self.0.get(name) else { bail!("the file has no tensor `{name}`") };
-        Ok(Box::new(QMatMul::Tensor(tensor.to_dtype(DType::F32)?)))
+        Ok(Box::new(QMatMul::Tensor(tensor.to_dtype(candle_core::DType::F32)?)))
     }
 
     fn tensor(&self, name: &str) -> Result<Option<Tensor>> {

@@ -74,7 +74,8 @@ impl Calls for Fake {
         let mut most = self.most[number % self.most.len()].clamp(1, 1 << 30);
         if way == Way::Direct {
             let Alignment { offset, memory } = self.alignment;
-            let aligned = at % offset as u64 == 0 && dst.len() % offset == 0 && dst.as_ptr().addr() % memory == 0;
+            let whole = at.is_multiple_of(offset as u64) && dst.len().is_multiple_of(offset);
+            let aligned = whole && dst.as_ptr().addr().is_multiple_of(memory);
             assert!(aligned, "{at} {} {:p}", dst.len(), dst.as_ptr());
             most = most.next_multiple_of(offset);
         }
