@@ -8,6 +8,8 @@ mod gguf;
 mod gguf_file;
 #[path = "../examples/support/llama.rs"]
 mod llama;
+#[path = "support/random.rs"]
+mod random;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,6 +18,7 @@ use candle_core::{Device, Result, Tensor};
 use gguf::Owned;
 use gguf_file::{Gguf, Value};
 use llama::{Config, Part, State};
+use random::Random;
 use serde::Deserialize;
 use tensor_offload::backend::Clock;
 use tensor_offload::plan::TensorGrouping;
@@ -26,19 +29,7 @@ const HIDDEN: u64 = 16;
 const INNER: u64 = 24;
 const VOCABULARY: u64 = 32;
 
-/// The numbers of `reference.py`.
-struct Random(u64);
-
 impl Random {
-    fn of(seed: u64, name: &str) -> Random {
-        Random(name.bytes().fold(seed + 1, |state, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)))
-    }
-
-    fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5
-    }
-
     fn elements(&mut self, _: DType, bytes: usize) -> Vec<u8> {
         (0..bytes / 4).flat_map(|_| self.next().to_le_bytes()).collect()
     }

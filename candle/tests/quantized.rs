@@ -8,6 +8,8 @@ mod gguf;
 mod gguf_file;
 #[path = "../examples/support/llama.rs"]
 mod llama;
+#[path = "support/random.rs"]
+mod random;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -18,6 +20,7 @@ use candle_core::{Device, Module, Result, Tensor, bail};
 use gguf::Owned;
 use gguf_file::{Gguf, Value};
 use llama::{Config, Part, State};
+use random::Random;
 use tensor_offload::backend::Clock;
 use tensor_offload::patch::quantise;
 use tensor_offload::plan::TensorGrouping;
@@ -30,19 +33,7 @@ const INNER: u64 = 512;
 const TOKENS: u64 = 96;
 const BLOCKS: u64 = 3;
 
-/// Numbers that look like weights.
-struct Random(u64);
-
 impl Random {
-    fn of(seed: u64, name: &str) -> Random {
-        Random(name.bytes().fold(seed + 1, |state, byte| (state ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)))
-    }
-
-    fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5
-    }
-
     /// Bytes of a type: numbers, as blocks where it has blocks.
     fn elements(&mut self, dtype: DType, bytes: usize) -> Vec<u8> {
         let block = dtype.block();

@@ -240,7 +240,7 @@ impl Patches {
         }
     }
 
-    /// Lays the tensors out anew, from the checkpoint's layout.
+    /// Lays the tensors out again, from the checkpoint's layout.
     ///
     /// # Errors
     /// As [`Weights::defer`](super::Weights::defer).

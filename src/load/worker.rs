@@ -6,6 +6,8 @@
 //! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
 //! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters.
 
+mod send;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -20,7 +22,7 @@ use super::reuse::{CopyRoutes, Reuse};
 use super::store::Home;
 use super::{Loader, Reservation};
 use crate::adapter::Weights;
-use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Piece, Role, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Event, Role, Stream};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, Per, TensorId};
 use crate::device::{DeviceId, DeviceKind};
@@ -321,128 +323,6 @@ impl<'a> Job<'a> {
         })?;
         filled.ok_or_else(|| Error::bug("host memory that the host cannot address"))??;
         Ok(self.download_block(tensors, memory)?.freeze())
-    }
-
-    /// Fills a block that lives on another device, through staging buffers.
-    fn fill_device(
-        &self,
-        tensors: Tensors,
-        mut memory: BufMut,
-        stream: &dyn Stream,
-        scratch: &mut Scratch,
-    ) -> Result<Buf> {
-        for (tensor, range) in tensors {
-            memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
-                (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
-                (None, None) if self.layout.factors_with(tensor).is_some() => {
-                    self.send_factor(tensor, range, memory, stream)?
-                }
-                (None, Some(patch)) if patch.only_casts() => self.send_cast(patch, tensor, range, memory, stream)?,
-                (None, Some(patch)) => self.send_changed(patch, tensor, range, memory, stream, scratch)?,
-                (None, None) => self.send_plain(tensor, range, memory, stream)?,
-            };
-        }
-        Ok(memory.freeze())
-    }
-
-    /// Sends an unpatched tensor in pieces through the pool.
-    fn send_plain(&self, tensor: TensorId, range: Range<usize>, memory: BufMut, stream: &dyn Stream) -> Result<BufMut> {
-        self.send_parts(range, memory, stream, |at, len, buffer| self.read_within(tensor, at as u64, len, buffer))
-    }
-
-    /// Sends a tensor that is only cast in pieces through the pool.
-    fn send_cast(
-        &self,
-        patch: &TensorPatch,
-        tensor: TensorId,
-        range: Range<usize>,
-        memory: BufMut,
-        stream: &dyn Stream,
-    ) -> Result<BufMut> {
-        self.patched.fetch_add(1, Ordering::Relaxed);
-        // A piece is a whole tensor, or as large as the pool's largest buffers, which hold whole elements of any type.
-        self.send_parts(range, memory, stream, |at, len, buffer| {
-            self.cast_part(patch, tensor, at, &mut buffer[..len]).map(|()| 0..len)
-        })
-    }
-
-    /// Sends a tensor in pieces through the pool. `read` reads up to so many bytes of the tensor from a byte on into a buffer, and
-    /// returns where they are.
-    pub(super) fn send_parts(
-        &self,
-        range: Range<usize>,
-        mut memory: BufMut,
-        stream: &dyn Stream,
-        mut read: impl FnMut(usize, usize, &mut [u8]) -> Result<Range<usize>>,
-    ) -> Result<BufMut> {
-        let mut at = 0;
-        while at < range.len() {
-            let most = self.pool.bytes_each().min(range.len() - at);
-            let (mut staging, lease) = self.pool.acquire(self.loader.deadline)?;
-            let from = match staging.host_mut() {
-                Some(buffer) => read(at, most, buffer)?,
-                None => return Err(Error::bug("staging memory that the host cannot address")),
-            };
-            let (staging, bytes) = (staging.freeze(), from.len());
-            let piece = Piece { src: staging.clone(), from, at: range.start + at };
-            let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
-            lease.give_back(flight.done().clone(), staging);
-            memory = flight.chain();
-            at += bytes;
-        }
-        Ok(memory)
-    }
-
-    /// Sends a tensor that adapters change. Its device patches it if it can, otherwise the host does.
-    fn send_changed(
-        &self,
-        patch: &TensorPatch,
-        tensor: TensorId,
-        range: Range<usize>,
-        memory: BufMut,
-        stream: &dyn Stream,
-        scratch: &mut Scratch,
-    ) -> Result<BufMut> {
-        let checkpoint = self.files(tensor)?.checkpoint();
-        let planned = self.on_device.plan(stream.device(), patch, range.start, checkpoint)?;
-        let sent =
-            planned.as_ref().map(|planned| planned.send(&self.on_device, stream, &mut scratch.factors)).transpose()?;
-        let Some((planned, sent)) = planned.as_ref().zip(sent.flatten()) else {
-            return self.send_patched(patch, tensor, range, memory, stream, &mut scratch.patched);
-        };
-        let memory = self.send_plain(tensor, range.clone(), memory, stream)?;
-        let siblings = patch.needs().iter().map(|&tensor| checkpoint.layout().at(tensor).bytes).sum();
-        self.read.fetch_add(siblings, Ordering::Relaxed);
-        self.patched.fetch_add(1, Ordering::Relaxed);
-        planned.apply(&self.on_device, stream, sent, (memory, range.start), &mut scratch.factors)
-    }
-
-    /// Sends a whole tensor that the host patched, from the worker's buffer, which the worker reuses for the next tensor.
-    fn send_patched(
-        &self,
-        patch: &TensorPatch,
-        tensor: TensorId,
-        range: Range<usize>,
-        memory: BufMut,
-        stream: &dyn Stream,
-        scratch: &mut Option<(Event, Buf)>,
-    ) -> Result<BufMut> {
-        // A buffer that is too small is waited for too: it must be free before a larger one is allocated.
-        let old = scratch.take();
-        let old = old.map(|(event, old)| event.wait(self.loader.deadline).map(|()| old.try_reclaim().ok()));
-        let mut staging = match old.transpose()?.flatten().filter(|old| old.bytes() >= range.len()) {
-            Some(old) => old,
-            None => self.host.alloc_near(range.len(), MemoryKind::Pinned, stream.device())?,
-        };
-        match staging.host_mut() {
-            Some(dst) => self.read_patched(patch, tensor, &mut dst[..range.len()])?,
-            None => return Err(Error::bug("staging memory that the host cannot address")),
-        }
-        let staging = staging.freeze();
-        let piece = Piece { src: staging.clone(), from: 0..range.len(), at: range.start };
-        let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
-        *scratch = Some((flight.done().clone(), staging));
-        Ok(flight.chain())
     }
 
     fn read_plain(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {

@@ -52,7 +52,7 @@ impl Landing {
             }
         };
         let outcome = dequantise(device, stream, values, dst, |values| Some((filled.clone(), values.begin)));
-        // Failed copies into it have failed the values, too; the next ones begin anew.
+        // Failed copies into it have failed the values, too, and nothing that follows.
         *here = filled.try_reclaim().ok();
         outcome
     }
