@@ -66,6 +66,9 @@ struct Args {
     /// into memory that all of them share
     #[arg(long, value_name = "TYPE", conflicts_with = "unpack")]
     dequantise: Option<DType>,
+    /// Keep up to so much of what is read of the model's own files in host memory, for the next steps (2gb)
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    host_cache: ByteSize,
     /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; a real card's copies from when
     /// they are queued until they were seen to be done
     #[arg(long, value_name = "FILE")]
@@ -240,7 +243,7 @@ impl Args {
             bar.set_style(style);
         }
         let progress = |done: u64, _: u64| bar.set_position(done);
-        let model = Loader::new(devices).progress(&progress).load(weights, plan);
+        let model = Loader::new(devices).progress(&progress).host_cache(self.host_cache).load(weights, plan);
         bar.finish_and_clear();
         model
     }
@@ -261,7 +264,7 @@ impl Args {
         self.say(|| format!("{estimate}"));
         let mut steps = Vec::new();
         for step in 1..=self.steps {
-            let (begin, before) = (Instant::now(), streamed(streamer));
+            let (begin, before, read_before) = (Instant::now(), streamed(streamer), streamer.report().read);
             for layer in layers.clone() {
                 let guard = streamer.layer(layer)?;
                 values.as_mut().map_or(Ok(()), |values| values.compute(&guard))?;
@@ -274,7 +277,8 @@ impl Args {
             self.say(|| {
                 format!("step {step}: {:.2} ms, {ratio}max(compute, transfer) = {:.2} ms", seconds * 1e3, floor * 1e3)
             });
-            steps.push(json!({ "seconds": seconds, "floor": floor, "bytes": bytes }));
+            let read = streamer.report().read - read_before;
+            steps.push(json!({ "seconds": seconds, "floor": floor, "bytes": bytes, "read": read }));
         }
         Ok(steps)
     }

@@ -213,6 +213,13 @@ pub struct Buf {
 }
 
 impl Buf {
+    /// Memory that holds bytes already, and takes nothing of its device's memory: `charge` is empty.
+    pub(super) fn uncharged(storage: Box<dyn Storage>, charge: Charge) -> Buf {
+        let allocation = Arc::new(MemoryBlock::uncharged(storage, charge));
+        let (range, uses) = (0..allocation.bytes(), Mutex::default());
+        Buf { handle: Arc::new(Handle { allocation, range, uses }), ready: Arc::new([]) }
+    }
+
     /// The size in bytes.
     pub fn bytes(&self) -> usize {
         self.handle.range.len()

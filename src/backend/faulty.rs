@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Dequantise, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryBlock,
-    MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
+    Backend, BufMut, Charge, Dequantise, Device, Event, Extents, Flight, Found, Health, Joined, Kernels, Ledger,
+    MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -23,6 +23,7 @@ pub enum Operation {
     Open,
     Memory,
     Allocate,
+    ReadOnly,
     Stream,
     Trim,
     Copy,
@@ -146,6 +147,11 @@ impl Device for FaultyDevice {
     fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
         self.count(Operation::Allocate)?;
         self.inner.allocate_near(charge, kind, near)
+    }
+
+    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
+        self.count(Operation::ReadOnly)?;
+        self.inner.read_only(contents)
     }
 
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {

@@ -16,6 +16,7 @@ mod copy;
 pub(crate) mod cuda;
 mod dequantise;
 mod event;
+mod extents;
 mod faulty;
 mod host;
 mod host_memory;
@@ -38,6 +39,7 @@ pub use copy::{Flight, Piece, Rejected, Transfer};
 pub use cuda::Cuda;
 pub use dequantise::Dequantise;
 pub use event::{Event, Fence, FenceState};
+pub use extents::{Extent, Extents, HostCache, ReadPart, Readable};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
@@ -112,6 +114,17 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
     fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
         let _ = near;
         self.allocate(charge, kind)
+    }
+
+    /// Makes memory of this device out of bytes that stay where they are and are read for each copy. It can only be read, and
+    /// takes nothing of the device's memory. `None` if the device has no such memory, which is the default: then the bytes are
+    /// copied to the device.
+    ///
+    /// # Errors
+    /// When the device cannot be used.
+    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
+        drop(contents);
+        Ok(None)
     }
 
     /// Creates a stream.

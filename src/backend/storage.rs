@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Charge;
 use super::process::Process;
+use super::software::ExtentMemory;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -107,18 +108,28 @@ impl MemoryBlock {
     ///
     /// # Errors
     /// [`Error::Bug`] when `storage` has fewer bytes than are charged; it is then freed.
-    pub(super) fn new(storage: Box<dyn Storage>, mut charge: Charge) -> Result<MemoryBlock> {
+    pub(super) fn new(storage: Box<dyn Storage>, charge: Charge) -> Result<MemoryBlock> {
         let (bytes, have) = (charge.bytes() as usize, storage.bytes());
         if have < bytes {
             storage.free(charge);
             return Err(Error::bug(format!("memory of {have} bytes stands behind a charge of {bytes}")));
         }
+        Ok(MemoryBlock::of(storage, charge, bytes))
+    }
+
+    /// All of `storage`, which takes nothing of the device's memory: `charge` is empty.
+    pub(super) fn uncharged(storage: Box<dyn Storage>, charge: Charge) -> MemoryBlock {
+        let bytes = storage.bytes();
+        MemoryBlock::of(storage, charge, bytes)
+    }
+
+    fn of(storage: Box<dyn Storage>, mut charge: Charge, bytes: usize) -> MemoryBlock {
         charge.back();
         let (host, address, device) = (storage.host(), storage.address(), charge.device());
         // Shared memory has no lasting address, whatever it says.
         let host = host.filter(|_| storage.shared().is_none()).map(HostAddress);
         let (process, abandoned) = (Process::current(), AtomicBool::new(false));
-        Ok(MemoryBlock { held: Some((storage, charge)), host, address, bytes, device, process, abandoned })
+        MemoryBlock { held: Some((storage, charge)), host, address, bytes, device, process, abandoned }
     }
 
     /// The storage as its backend's type.
@@ -151,6 +162,11 @@ impl MemoryBlock {
     /// Whether this is host memory that is pinned for a device's copies.
     pub fn pinned(&self) -> bool {
         self.held.as_ref().is_some_and(|(storage, _)| storage.pinned())
+    }
+
+    /// Whether the bytes stay [elsewhere](super::Device::read_only) and have been kept in host memory since they were last read.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.downcast::<ExtentMemory>().is_some_and(ExtentMemory::is_kept)
     }
 
     /// Whether others can reach this host memory too, so that it has no address but during an access.

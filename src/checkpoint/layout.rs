@@ -45,6 +45,9 @@ pub struct Layout {
     /// The factors of deferred changes, in order of the weights and of the factors themselves.
     #[serde(skip)]
     factors: Vec<Factors>,
+    /// Whether the bytes of each tensor can be read as they are from a file, at any time.
+    #[serde(skip)]
+    in_file: Vec<bool>,
 }
 
 impl Layout {
@@ -83,9 +86,9 @@ impl Layout {
         // All of these are given their modules below.
         let module_of = vec![ModuleId::new(0); tensors.len()];
         let order = in_order_of_execution(&mut layers, &modules);
-        let (layer_list, factors) = (Vec::new(), Vec::new());
+        let (layer_list, factors, in_file) = (Vec::new(), Vec::new(), vec![false; tensors.len()]);
         let mut layout =
-            Layout { tensors, modules, layers: layer_list, classes: 0, storage, module_of, order, factors };
+            Layout { tensors, modules, layers: layer_list, classes: 0, storage, module_of, order, factors, in_file };
         layout.arrange(layers);
         layout
     }
@@ -246,6 +249,11 @@ impl Layout {
     /// The layer of a tensor.
     pub(crate) fn layer_with(&self, tensor: TensorId) -> LayerId {
         self.at(self.module_of[tensor.index()]).layer
+    }
+
+    /// Whether all that a module owns can be read as it is from files, at any time: nothing changes it while it loads.
+    pub(crate) fn is_in_files(&self, module: ModuleId) -> bool {
+        self.own_tensors(module).all(|tensor| self.in_file[tensor.index()])
     }
 
     /// The tensors of a module whose bytes lie in its own memory.

@@ -62,7 +62,7 @@ impl Loader<'_> {
         self.check_base(base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
-        let reuse = Reuse::of(base, layout, plan, &self.allocators, same);
+        let reuse = self.leaving(Reuse::of(base, layout, plan, &self.allocators, same), layout, plan)?;
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(base), reuse: &reuse };
         self.place(inputs, provenance, scales_of(weights))
     }
@@ -87,7 +87,7 @@ impl Loader<'_> {
         self.check_base(&base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
-        let mut reuse = Reuse::of(&base, layout, plan, &self.allocators, same);
+        let mut reuse = self.leaving(Reuse::of(&base, layout, plan, &self.allocators, same), layout, plan)?;
         reuse.refill(&mut base, layout, plan, &self.allocators);
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(&base), reuse: &reuse };
         self.place(inputs, provenance, scales_of(weights))

@@ -8,6 +8,7 @@ mod allocator;
 mod builder;
 mod deferred;
 mod derive;
+mod in_files;
 mod index;
 mod model;
 mod on_device;
@@ -45,6 +46,7 @@ use worker::{Inputs, Job};
 
 use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
+use crate::bytes::ByteSize;
 use crate::checkpoint::{Per, TensorId};
 use crate::device::DeviceId;
 use crate::dtype::DType;
@@ -73,6 +75,7 @@ pub struct Loader<'a> {
     progress: Option<&'a dyn Progress>,
     cancel: Cancel,
     allocators: Allocators,
+    host_cache: ByteSize,
 }
 
 impl<'a> Loader<'a> {
@@ -80,7 +83,8 @@ impl<'a> Loader<'a> {
     pub fn new(registry: &'a Registry) -> Loader<'a> {
         let workers = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
         let (deadline, allocators) = (registry.limits().work, Allocators::default());
-        Loader { registry, workers, deadline, progress: None, cancel: Cancel::new(), allocators }
+        let (progress, cancel, host_cache) = (None, Cancel::new(), ByteSize(0));
+        Loader { registry, workers, deadline, progress, cancel, allocators, host_cache }
     }
 
     /// Sets the number of threads that read and patch; at least one.
@@ -119,10 +123,40 @@ impl<'a> Loader<'a> {
         self
     }
 
+    /// Keeps what is read of the model's own files in host memory, up to so many bytes, for the next passes: weights on `disk` that
+    /// nothing changes are in no other place. A module is kept when a layer has first read it, if the host has the memory free at that
+    /// time, until the model is dropped. Default: 0.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use tensor_offload::{ByteSize, Checkpoint, Loader, Planner, Registry, Streamer, Weights};
+    /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
+    /// let devices = Registry::system();
+    /// let weights = Weights::new(Checkpoint::open(path)?);
+    /// let planner = Planner::new(weights.layout(), devices.machine()).compute("cpu".parse()?);
+    /// let plan = planner.allocation("disk,*".parse()?).plan()?;
+    /// let model = Arc::new(Loader::new(&devices).host_cache(ByteSize::gib(1)).load(&weights, &plan)?);
+    /// let mut streamer = Streamer::new(&model)?;
+    /// for pass in 0..2 {
+    ///     let before = streamer.report().read;
+    ///     for layer in model.layout().layer_ids() {
+    ///         streamer.layer(layer)?;
+    ///     }
+    ///     println!("pass {pass} read {} bytes from the disk", streamer.report().read - before);
+    /// }
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    #[must_use]
+    pub fn host_cache(mut self, most: ByteSize) -> Loader<'a> {
+        self.host_cache = most;
+        self
+    }
+
     /// This loader with `others` for devices that have no allocator.
     fn with_allocators(&self, others: &Allocators) -> Loader<'a> {
-        let Loader { registry, workers, deadline, progress, ref cancel, ref allocators } = *self;
-        Loader { registry, workers, deadline, progress, cancel: cancel.clone(), allocators: allocators.or(others) }
+        let Loader { registry, workers, deadline, progress, ref cancel, ref allocators, host_cache } = *self;
+        let (cancel, allocators) = (cancel.clone(), allocators.or(others));
+        Loader { registry, workers, deadline, progress, cancel, allocators, host_cache }
     }
 
     /// Reads `weights`, merges their adapters, and places every module as `plan` says.
@@ -138,6 +172,7 @@ impl<'a> Loader<'a> {
         plan.verify(layout)?;
         weights.patches().check_targets()?;
         let (provenance, reuse) = (Provenance::of(weights), Reuse::nothing(layout, plan));
+        let reuse = self.leaving(reuse, layout, plan)?;
         let inputs = Inputs { weights: Some(weights), layout, plan, base: None, reuse: &reuse };
         self.place(inputs, provenance, scales_of(weights))
     }
@@ -145,11 +180,7 @@ impl<'a> Loader<'a> {
     /// Reserves memory, fills it, and assembles the model.
     fn place(&self, inputs: Inputs<'_>, provenance: Per<TensorId, Provenance>, scales: Scales) -> Result<Model> {
         let (plan, start) = (inputs.plan, Instant::now());
-        let mut needed = inputs.reuse.needed(plan);
-        if inputs.reuse.slots.is_none() {
-            let slots = needed.entry(plan.compute()).or_default();
-            *slots = slots.saturating_add(plan.slots().bytes());
-        }
+        let needed = inputs.reuse.needed_with_slots(plan);
         let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
         let layout = Arc::new(inputs.layout.clone());
         let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
@@ -190,7 +221,8 @@ impl Reservation {
     /// # Errors
     /// [`Error::OutOfMemory`] naming the device that has too little memory right now; then nothing is reserved.
     pub fn take(registry: &Registry, plan: &Plan) -> Result<Reservation> {
-        let all = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes.saturating_add(share.beside.slots));
+        let all =
+            |share: &crate::plan::DevicePlan| (share.id, share.weights.taken().saturating_add(share.beside.slots));
         Reservation::of(registry, plan, &plan.devices().iter().map(all).collect())
     }
 

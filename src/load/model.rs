@@ -8,12 +8,15 @@ use std::sync::Arc;
 use super::Reservation;
 use super::allocator::Allocators;
 use super::deferred::Scales;
+use super::in_files::{Files, stays_in_files};
 use super::index::TensorIndex;
 use super::probe::lost;
 use super::provenance::Provenance;
 use super::read_back::{ReadBack, TensorView};
 use super::report::LoadReport;
+use super::reuse::Reuse;
 use super::store::{FetchMemory, Home, Part, Residency, SlotMemory, SlotPool, WeightStore};
+use super::worker::Tensors;
 use crate::backend::{Buf, BufMut, Device, MemoryKind};
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
 use crate::device::DeviceId;
@@ -91,13 +94,21 @@ impl Model {
     /// before an error is returned.
     pub fn unfilled(registry: &Registry, layout: &Layout, plan: &Plan) -> Result<Model> {
         plan.verify(layout)?;
-        let mut reservation = Reservation::take(registry, plan)?;
         let groups = plan.groups(layout);
+        let (mut reuse, files) = (Reuse::nothing(layout, plan), Files::unspecified());
+        reuse = reuse.leaving(stays_in_files(layout, plan, &groups, |id| registry.device(id))?);
+        let mut reservation = Reservation::of(registry, plan, &reuse.needed_with_slots(plan))?;
         let home = |group: usize| {
             let first = plan.at(groups.members(group)[0]);
             let home = |()| {
                 let (kind, apart) = (home_kind(first), plan.is_apart(first.index));
                 let blocks = home_blocks(layout, plan, &groups, group);
+                if reuse.is_in_files(group) {
+                    let device = registry.device(first.device)?;
+                    let buf = |(alone, _)| files.home(&*device, layout, tensors_of(layout, &groups, group, alone));
+                    let bufs = blocks.into_iter().map(buf).collect::<Result<_>>()?;
+                    return Ok(Arc::new(Home::in_files(bufs, kind, apart)));
+                }
                 let alloc = |(_, bytes)| reservation.alloc(first.device, bytes, kind).map(BufMut::freeze);
                 let bufs = blocks.into_iter().map(alloc).collect::<Result<_>>()?;
                 Ok(Arc::new(Home::new(bufs, kind, apart)))
@@ -203,10 +214,15 @@ impl Model {
         &self.store
     }
 
-    /// The bytes that the model holds on each device, slots included.
+    /// The bytes that the model holds on each device, slots included. What stays in the model's files takes none.
     pub fn bytes(&self) -> BTreeMap<DeviceId, u64> {
         let share = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes + share.beside.slots);
-        self.plan.devices().iter().map(share).filter(|(_, bytes)| *bytes > 0).collect()
+        let mut held: BTreeMap<DeviceId, u64> = self.plan.devices().iter().map(share).collect();
+        for home in self.store.homes.iter().flatten().filter(|home| home.in_files) {
+            held.entry(home.device()).and_modify(|bytes| *bytes = bytes.saturating_sub(home.bytes()));
+        }
+        held.retain(|_, bytes| *bytes > 0);
+        held
     }
 
     /// A view of the tensor `name` where it lives; `None` if there is no such tensor.
@@ -383,6 +399,19 @@ pub(super) fn home_blocks(layout: &Layout, plan: &Plan, groups: &Groups, group: 
     }
     let ranges = members.iter().flat_map(|&module| groups.ranges_of(layout, module));
     ranges.filter(|(_, range)| !range.is_empty()).map(|(tensor, range)| (Some(tensor), range.len() as u64)).collect()
+}
+
+/// The tensors in a block of a group's memory, with their byte ranges there: the one that is `alone`, or all that the group's
+/// modules own.
+pub(super) fn tensors_of(layout: &Layout, groups: &Groups, group: usize, alone: Option<TensorId>) -> Tensors {
+    let own = groups.members(group).iter().flat_map(|&module| groups.ranges_of(layout, module));
+    match alone {
+        Some(tensor) => {
+            let bytes = layout.at(tensor).bytes as usize;
+            vec![(tensor, 0..bytes)]
+        }
+        None => own.collect(),
+    }
 }
 
 /// Allocates slots block by block, and landing buffers: `alloc` is given the element type and the size in bytes.

@@ -17,6 +17,9 @@ pub struct LoadReport {
     /// Bytes read from the checkpoint's files. A patched tensor counts with its bytes in the file, and with the bytes of the
     /// other tensors that its patch needs.
     pub read: u64,
+    /// Bytes that stay in the checkpoint's files, where a plan has them on `disk` and nothing changes them. They are not read by the
+    /// load; a layer reads them for its turn.
+    pub in_files: u64,
     /// The bytes of files that were read directly from the disk in this time, past the page cache. Loads that read the same files
     /// at one time count each other's bytes, here and in the next two.
     pub direct: u64,
@@ -70,6 +73,9 @@ impl fmt::Display for LoadReport {
                 self.deferred,
                 ByteSize(self.deferred_bytes).human()
             )?;
+        }
+        if self.in_files > 0 {
+            write!(f, ", {} left in the model's files", ByteSize(self.in_files).human())?;
         }
         for (bytes, how) in [(self.direct, "directly"), (self.dropped, "without keeping them cached")] {
             if bytes > 0 {

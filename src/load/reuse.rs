@@ -38,6 +38,8 @@ pub(super) struct Reuse {
     refilled: Vec<Mutex<Option<Vec<BufMut>>>>,
     /// The tensors that are in such memory already.
     kept: BTreeSet<TensorId>,
+    /// For each group, whether its bytes stay in the model's own files.
+    in_files: Vec<bool>,
 }
 
 impl Reuse {
@@ -52,7 +54,18 @@ impl Reuse {
         in_base: Per<TensorId, Option<BaseBytes>>,
         slots: Option<Arc<SlotPool>>,
     ) -> Reuse {
-        Reuse { groups, shared, in_base, slots, refilled: Vec::new(), kept: BTreeSet::new() }
+        let (refilled, kept, in_files) = Default::default();
+        Reuse { groups, shared, in_base, slots, refilled, kept, in_files }
+    }
+
+    /// Has the groups that `in_files` names stay in the model's own files, unless the base's memory is shared for them.
+    pub(super) fn leaving(self, in_files: Vec<bool>) -> Reuse {
+        Reuse { in_files, ..self }
+    }
+
+    /// Whether a group's bytes stay in the model's own files.
+    pub(super) fn is_in_files(&self, group: usize) -> bool {
+        self.in_files.get(group).copied().unwrap_or(false) && self.shared(group).is_none()
     }
 
     /// What `base` has for a model of `layout` placed by `plan`. `same` says whether a tensor of the new model has the bytes
@@ -103,6 +116,9 @@ impl Reuse {
     pub(super) fn refill(&mut self, base: &mut Model, layout: &Layout, plan: &Plan, allocators: &Allocators) {
         let ranges = self.groups.tensor_ranges(layout);
         for group in 0..self.groups.len() {
+            if self.is_in_files(group) {
+                continue;
+            }
             let members = self.groups.members(group);
             let own: Vec<TensorId> = members.iter().flat_map(|&module| layout.own_tensors(module)).collect();
             let in_place = |home: &Home, tensor: TensorId| {
@@ -116,6 +132,7 @@ impl Reuse {
             let works = |id: DeviceId| base.devices().any(|d| d.id() == id && d.health() == Health::Good);
             let fits = |home: &&Arc<Home>| {
                 works(home.device())
+                    && !home.in_files
                     && alike(home, base, &self.groups, group, plan, allocators)
                     && own.iter().all(|&tensor| in_place(home, tensor) == Some(true))
             };
@@ -148,13 +165,14 @@ impl Reuse {
         self.shared.get(group)?.as_ref()
     }
 
-    /// The modules that get new memory: those of groups that are neither shared nor filled again.
+    /// The modules that get new memory: those of groups that are neither shared nor filled again, and that do not stay in files.
     fn placed(&self) -> impl Iterator<Item = ModuleId> {
         let refilled = |group: usize| {
             let memory = self.refilled.get(group).map(|memory| memory.lock().unwrap_or_else(PoisonError::into_inner));
             memory.is_some_and(|memory| memory.is_some())
         };
-        let unshared = (0..self.groups.len()).filter(move |&group| self.shared(group).is_none() && !refilled(group));
+        let unshared = (0..self.groups.len())
+            .filter(move |&group| self.shared(group).is_none() && !refilled(group) && !self.is_in_files(group));
         unshared.flat_map(|group| self.groups.members(group)).copied()
     }
 
@@ -172,6 +190,16 @@ impl Reuse {
     /// Whether every byte is in the base, so that no file is read.
     pub(super) fn is_complete(&self, layout: &Layout) -> bool {
         layout.module_ids().flat_map(|module| layout.own_tensors(module)).all(|t| self.in_base(t).is_some())
+    }
+
+    /// The bytes that a plan needs on each device, without shared memory.
+    pub(super) fn needed_with_slots(&self, plan: &Plan) -> BTreeMap<DeviceId, u64> {
+        let mut needed = self.needed(plan);
+        if self.slots.is_none() {
+            let slots = needed.entry(plan.compute()).or_default();
+            *slots = slots.saturating_add(plan.slots().bytes());
+        }
+        needed
     }
 
     /// The bytes that a plan's weights need on each device, without shared memory.

@@ -17,6 +17,8 @@ pub(super) struct Home {
     pub(super) kind: MemoryKind,
     /// Whether each tensor has a buffer by itself.
     pub(super) apart: bool,
+    /// Whether the bytes stay in the model's own files.
+    pub(super) in_files: bool,
 }
 
 /// The modules that live on devices other than the compute device. Read-only, and shared by all models that stream them.
@@ -75,7 +77,12 @@ pub(crate) struct Part {
 impl Home {
     /// A home in these buffers, at least one.
     pub(super) fn new(bufs: Vec<Buf>, kind: MemoryKind, apart: bool) -> Home {
-        Home { bufs, kind, apart }
+        Home { bufs, kind, apart, in_files: false }
+    }
+
+    /// As [`new`](Home::new), for bytes that stay in the model's own files.
+    pub(super) fn in_files(bufs: Vec<Buf>, kind: MemoryKind, apart: bool) -> Home {
+        Home { bufs, kind, apart, in_files: true }
     }
 
     pub(super) fn bufs(&self) -> &[Buf] {
@@ -176,7 +183,9 @@ impl Drop for SlotPool {
 impl Part {
     pub(super) fn of_home(home: &Arc<Home>) -> Part {
         let (id, holders) = (Arc::as_ptr(home).addr(), Arc::strong_count(home));
-        Part { id, device: home.device(), bytes: home.bytes(), holders }
+        // What stays in files takes nothing, and frees nothing.
+        let bytes = if home.in_files { 0 } else { home.bytes() };
+        Part { id, device: home.device(), bytes, holders }
     }
 
     pub(super) fn of_slots(residency: &Residency) -> Part {

@@ -15,16 +15,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::model::{Model, home_blocks, home_kind};
+use super::in_files::Files;
+use super::model::{Model, home_blocks, home_kind, tensors_of};
 use super::on_device::{Factors, OnDevice};
 use super::report::LoadReport;
 use super::reuse::{CopyRoutes, Reuse};
 use super::store::Home;
 use super::{Loader, Reservation};
 use crate::adapter::Weights;
-use crate::backend::{Buf, BufMut, Device, Event, Role, Stream};
+use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Role, Stream};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, Per, TensorId};
+use crate::checkpoint::{Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
@@ -41,13 +42,13 @@ pub(super) struct Job<'a> {
     plan: &'a Plan,
     pub(super) reuse: &'a Reuse,
     pub(super) routes: CopyRoutes,
-    /// The byte range of each tensor in its group's buffer.
-    ranges: Per<TensorId, Range<usize>>,
     pub(super) host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
     on_device: OnDevice,
     pub(super) pool: Pool,
     pub(super) loader: &'a Loader<'a>,
+    /// What homes on a disk are read from, if any are.
+    files: Option<Files>,
     /// How the files had been read before.
     ways: Vec<ReadWays>,
     /// Keeps the buffers of direct reads for the reads that follow.
@@ -55,6 +56,7 @@ pub(super) struct Job<'a> {
     next: AtomicUsize,
     done: AtomicU64,
     read: AtomicU64,
+    in_files: AtomicU64,
     shared: AtomicU64,
     copied: AtomicU64,
     patched: AtomicUsize,
@@ -112,17 +114,18 @@ impl<'a> Job<'a> {
             plan,
             reuse,
             routes,
-            ranges: reuse.groups.tensor_ranges(layout),
             on_device: OnDevice::new(reservation, &host, loader.deadline),
-            host,
             streams,
             pool,
             loader,
+            files: weights.map(|weights| loader.files_of(weights, &host)),
+            host,
             ways: weights.map_or_else(Vec::new, ways),
             _buffers: Kept::new(),
             next: AtomicUsize::new(0),
             done: AtomicU64::new(0),
             read: AtomicU64::new(0),
+            in_files: AtomicU64::new(0),
             shared: AtomicU64::new(0),
             copied: AtomicU64::new(0),
             patched: AtomicUsize::new(0),
@@ -202,6 +205,7 @@ impl<'a> Job<'a> {
             host_instead,
             bytes: self.done.load(Ordering::Relaxed),
             read: self.read.load(Ordering::Relaxed),
+            in_files: self.in_files.load(Ordering::Relaxed),
             shared: self.shared.load(Ordering::Relaxed),
             copied: self.copied.load(Ordering::Relaxed),
             modules: self.plan.assignments().len(),
@@ -256,6 +260,12 @@ impl<'a> Job<'a> {
             }
             let assignment = self.plan.at(first);
             let (kind, device) = (home_kind(assignment), assignment.device);
+            if self.reuse.is_in_files(group) {
+                lock(homes)[group] = Some(Arc::new(self.leave_in_files(group, kind)?));
+                self.in_files.fetch_add(bytes, Ordering::Relaxed);
+                self.advance(bytes);
+                continue;
+            }
             let mut refilled = self.reuse.take_refilled(group).map(Vec::into_iter);
             let fill = |(alone, bytes): (Option<TensorId>, u64)| {
                 let (info, mut tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
@@ -282,14 +292,18 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// The tensors in a block of a group's memory, with their byte ranges there: the one that is `alone`, or all that the
-    /// group's modules own.
+    /// The home of a group that stays in the model's files.
+    fn leave_in_files(&self, group: usize, kind: MemoryKind) -> Result<Home> {
+        let first = self.reuse.groups.members(group)[0];
+        let device = self.loader.registry.device(self.plan.at(first).device)?;
+        let files = self.files.as_ref().ok_or_else(|| Error::bug("a home in files, and no files"))?;
+        let buf = |(alone, _)| files.home(&*device, self.layout, self.tensors_of(group, alone));
+        let bufs = home_blocks(self.layout, self.plan, &self.reuse.groups, group).into_iter().map(buf);
+        Ok(Home::in_files(bufs.collect::<Result<_>>()?, kind, self.plan.is_apart(first)))
+    }
+
     fn tensors_of(&self, group: usize, alone: Option<TensorId>) -> Tensors {
-        if let Some(tensor) = alone {
-            return vec![(tensor, 0..self.ranges[tensor].len())];
-        }
-        let own = self.reuse.groups.members(group).iter().flat_map(|&module| self.layout.own_tensors(module));
-        own.map(|tensor| (tensor, self.ranges[tensor].clone())).collect()
+        tensors_of(self.layout, &self.reuse.groups, group, alone)
     }
 
     /// Leaves out the tensors that a block of the base holds already, and waits until nobody uses the block.

@@ -226,7 +226,7 @@ impl<'a> Search<'a> {
             let planner = self.planner_of(arrangement).allocation(allocation.clone());
             let parts = self.placed(&planner)?;
             let own = parts.devices.iter().find(|device| device.id == self.compute);
-            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.bytes, own.weights.bytes));
+            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.taken(), own.weights.taken()));
             let beside = self.room.saturating_sub(beside);
             let goes_on = match planner.checked(parts) {
                 Ok(plan) => {

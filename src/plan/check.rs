@@ -46,6 +46,7 @@ impl Parts {
                 return Err(Contradiction::Sums { device, bytes, modules, said_bytes, said_modules });
             }
             let parts_of_sums = d.weights.staged <= d.weights.streamed && d.weights.pinned <= d.weights.bytes;
+            let parts_of_sums = parts_of_sums && d.weights.in_files <= d.weights.bytes;
             let own_terms = d.id == self.compute || (d.beside.slots, d.beside.scratch, d.beside.reserve) == (0, 0, 0);
             if !parts_of_sums || !own_terms || (d.id == self.compute && d.beside.slots != self.slots.bytes()) {
                 return Err(Contradiction::Terms { device: d.id });
@@ -226,10 +227,13 @@ fn short(
         sum > limit
     };
     let opening = passes(plan.beside.opening);
-    let culprit = assignments.iter().filter(|a| a.device == plan.id).find(|a| passes(a.bytes));
+    // Which modules stay in files the plan does not say.
+    let by_module = plan.weights.in_files == 0;
+    let culprit = assignments.iter().filter(|a| by_module && a.device == plan.id).find(|a| passes(a.bytes));
     let (term, module) = match culprit {
         _ if opening => (Term::Opening, None),
         Some(assignment) => (Term::Weights, Some(assignment.module.to_string())),
+        None if !by_module && passes(plan.weights.taken()) => (Term::Weights, None),
         None if passes(plan.beside.slots) => (Term::Slots, largest.map(str::to_owned)),
         None if passes(plan.beside.scratch.saturating_sub(plan.beside.slots)) => (Term::Scratch, None),
         None => (Term::Reserve, None),

@@ -14,7 +14,7 @@ use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
-use crate::schedule::{LayerBlocks, landed, landing_bytes};
+use crate::schedule::{Groups, LayerBlocks, Origin, landed, landing_bytes};
 
 /// The inputs: where every module lives and what decides its use.
 pub(super) struct Placed<'a> {
@@ -141,6 +141,28 @@ impl Placed<'_> {
         staged
     }
 
+    /// The bytes of each bin that stay in the model's own files: those of a disk that nothing changes, group by group, since a
+    /// group is one home.
+    fn in_files(&self, traffic: &Traffic) -> Vec<u64> {
+        let mut in_files = vec![0; self.devices.len()];
+        let is_disk = |bin: usize| self.devices[bin].kind() == DeviceKind::Disk;
+        if !self.home.values().any(|&bin| is_disk(bin)) {
+            return in_files;
+        }
+        let origin = |module: ModuleId| {
+            let origin = Origin { device: self.devices[self.home[module]], staged: traffic.staged[module] };
+            traffic.usage[module].is_fetched().then_some(origin)
+        };
+        let groups = Groups::new(self.layout, origin);
+        for members in (0..groups.len()).map(|group| groups.members(group)) {
+            let bin = self.home[members[0]];
+            if is_disk(bin) && members.iter().all(|&module| self.layout.is_in_files(module)) {
+                in_files[bin] += members.iter().map(|&module| self.layout.at(module).bytes).sum::<u64>();
+            }
+        }
+        in_files
+    }
+
     /// Whether pageable bytes of `device` reach the compute device through the staging buffers.
     fn stages(&self, device: DeviceId) -> bool {
         let host_or_disk = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Disk);
@@ -177,6 +199,7 @@ impl<'a> Planner<'a> {
         if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
         }
+        let in_files = placed.in_files(&traffic);
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
         let assignment = |module: &Module| {
             let bin = home[module.id];
@@ -209,7 +232,7 @@ impl<'a> Planner<'a> {
             let BinTraffic { streamed, staged, pinned } = *moved;
             let of_compute = |bytes: u64| if computes { bytes } else { 0 };
             devices.push(DevicePlan {
-                weights: DeviceWeights { bytes, modules, streamed, staged, pinned },
+                weights: DeviceWeights { bytes, modules, streamed, staged, pinned, in_files: in_files[index] },
                 beside: DeviceBeside {
                     slots: of_compute(traffic.slots.bytes()),
                     scratch: of_compute(self.scratch),
@@ -254,11 +277,11 @@ impl<'a> Planner<'a> {
     ) -> impl Iterator<Item = Warning> + use<'b, 'a> {
         let memory_of = |id: DeviceId| self.machine.topology().memory_of(id);
         let there =
-            move |d: &&DevicePlan| d.id.kind() == DeviceKind::Disk && d.weights.bytes > 0 && memory_of(d.id) != d.id;
+            move |d: &&DevicePlan| d.id.kind() == DeviceKind::Disk && d.weights.taken() > 0 && memory_of(d.id) != d.id;
         let warning = move |d: &DevicePlan| Warning::DiskInMemory {
             device: d.id,
             memory: memory_of(d.id),
-            bytes: d.weights.bytes,
+            bytes: d.weights.taken(),
         };
         devices.iter().filter(there).map(warning)
     }

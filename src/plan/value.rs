@@ -111,6 +111,20 @@ pub struct DeviceWeights {
     pub staged: u64,
     /// The part of `bytes` that is kept in pinned host memory.
     pub pinned: u64,
+    /// The part of `bytes` that stays in the model's own files, and is read from them for each use: it takes nothing of the device.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub in_files: u64,
+}
+
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
+}
+
+impl DeviceWeights {
+    /// The bytes that the weights take on the device: all but those that stay in the model's files.
+    pub fn taken(&self) -> u64 {
+        self.bytes.saturating_sub(self.in_files)
+    }
 }
 
 /// A plan's needs on a device beside weights, in bytes. The first three apply to the compute device only.
@@ -333,11 +347,11 @@ impl DevicePlan {
         DevicePlan { id: info.id, quota, weights, beside, memory }
     }
 
-    /// The bytes that the plan needs on the device: those of opening it, the weights, the larger of slots and scratch, and the
-    /// reserve.
+    /// The bytes that the plan needs on the device: those of opening it, the weights but for those that stay in files, the larger
+    /// of slots and scratch, and the reserve.
     pub fn needed(&self) -> u64 {
         let DeviceBeside { slots, scratch, reserve, opening } = self.beside;
-        let kept = self.weights.bytes.saturating_add(slots.max(scratch)).saturating_add(reserve);
+        let kept = self.weights.taken().saturating_add(slots.max(scratch)).saturating_add(reserve);
         kept.saturating_add(opening)
     }
 }

@@ -9,7 +9,7 @@ use super::report::{LaneReport, Via};
 use super::through_host::ThroughHost;
 use crate::backend::{Buf, BufMut, Device, Piece, Rejected, Role, Route, Stream, Transfer};
 use crate::checkpoint::{ModuleId, Per};
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::load::Model;
 use crate::schedule::{Contents, Part, Round, Slice, Unpacked, rounds};
@@ -119,6 +119,19 @@ impl Lanes {
         self.lanes[lane].via == Via::Local
     }
 
+    /// The bytes that a part of a layer reads from a disk, were it fetched now.
+    pub(super) fn read(&self, model: &Model, part: &Part) -> u64 {
+        if self.lanes[part.lane].from.kind() != DeviceKind::Disk {
+            return 0;
+        }
+        let slices = part.slices.iter().chain(part.unpacked.iter().map(|tensor| &tensor.slice));
+        let read = slices.filter(|slice| {
+            let home = model.find(slice.module, &slice.range);
+            !home.is_some_and(|(home, _)| home.block().is_kept())
+        });
+        read.map(|slice| slice.range.len() as u64).sum()
+    }
+
     pub(super) fn is_staged(&self, lane: usize) -> bool {
         matches!(self.lanes[lane].route, LaneRoute::Staged(_))
     }
@@ -193,7 +206,7 @@ impl Lanes {
     /// The lanes' entries of a new report, with nothing sent yet.
     pub(super) fn report(&self) -> Vec<LaneReport> {
         let to = self.device.id();
-        let of = |lane: &Lane| LaneReport { from: lane.from, to, via: lane.via, fills: 0, bytes: 0 };
+        let of = |lane: &Lane| LaneReport { from: lane.from, to, via: lane.via, fills: 0, bytes: 0, read: 0 };
         self.lanes.iter().map(of).collect()
     }
 

@@ -350,11 +350,14 @@ impl Streamer {
         }
         let Some((slot, memory)) = taken else { return Ok(None) };
         let parts = &self.streamed.contents.of(layer).parts;
+        let read: Vec<u64> = parts.iter().map(|part| self.lanes.read(&self.model, part)).collect();
         let fill = Fill { model: &self.model, lanes: &self.lanes, parts, on_demand, deadline: self.deadline };
         self.slots.fill(&fill, slot, memory)?;
         self.schedule.hold(slot, layer);
         let crossing = |part: &Part| if self.lanes.is_local(part.lane) { 0 } else { part.copied() };
-        parts.iter().for_each(|part| self.report.sent(part.lane, crossing(part)));
+        for (part, read) in parts.iter().zip(read) {
+            self.report.sent(part.lane, crossing(part), read);
+        }
         Ok(Some(slot))
     }
 

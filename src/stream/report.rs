@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use crate::bytes::ByteSize;
-use crate::device::{DeviceId, Topology};
+use crate::device::{DeviceId, DeviceKind, Topology};
 
 /// Statistics of a streamer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -23,6 +23,8 @@ pub struct StreamReport {
     pub misses: u64,
     /// Bytes fetched from each device.
     pub bytes: BTreeMap<DeviceId, u64>,
+    /// The bytes among these that were read from a disk: all from `disk`, but for those that the host [keeps](crate::Loader::host_cache).
+    pub read: u64,
     /// The same bytes, by the route that they took.
     pub lanes: Vec<LaneReport>,
     /// Stalls of the thread that asks for layers, by what it waited for.
@@ -43,6 +45,8 @@ pub struct LaneReport {
     pub fills: u64,
     /// The bytes of these parts.
     pub bytes: u64,
+    /// The bytes among these that were read from a disk.
+    pub read: u64,
 }
 
 /// A kind of route to the compute device.
@@ -100,9 +104,10 @@ impl StreamReport {
     }
 
     /// Counts a part of a layer that was fetched.
-    pub(super) fn sent(&mut self, lane: usize, bytes: u64) {
+    pub(super) fn sent(&mut self, lane: usize, bytes: u64, read: u64) {
         let lane = &mut self.lanes[lane];
-        (lane.fills, lane.bytes) = (lane.fills + 1, lane.bytes + bytes);
+        (lane.fills, lane.bytes, lane.read) = (lane.fills + 1, lane.bytes + bytes, lane.read + read);
+        self.read += read;
         *self.bytes.entry(lane.from).or_default() += bytes;
     }
 
@@ -146,6 +151,11 @@ impl fmt::Display for StreamReport {
         write!(f, "{layers} layers, {hits} prefetched, {misses} fetched on demand")?;
         for LaneReport { from, via, bytes, .. } in lanes.iter().filter(|lane| lane.bytes > 0) {
             write!(f, ", {} from {from}{}", ByteSize(*bytes).human(), via.words())?;
+        }
+        let kept: u64 =
+            lanes.iter().filter(|lane| lane.from.kind() == DeviceKind::Disk).map(|lane| lane.bytes - lane.read).sum();
+        if kept > 0 {
+            write!(f, ", {} of it kept in host memory", ByteSize(kept).human())?;
         }
         for (what, Stalls { count, time }) in stalls {
             write!(f, ", stalled {count} times for {:.3} s on {what}", time.as_secs_f64())?;

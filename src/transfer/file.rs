@@ -89,6 +89,10 @@ impl Source for FileSource {
         self.read(at, len, |file| self.reader.read_within(&file.calls(self.stamp.len()), at, len, buffer))
     }
 
+    fn is_file(&self) -> bool {
+        true
+    }
+
     fn ways(&self) -> ReadWays {
         self.reader.ways()
     }

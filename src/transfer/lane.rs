@@ -1,6 +1,7 @@
 //! A thread that copies bytes to a device through pinned buffers, where the device's streams cannot wait for the bytes:
 //! pageable host memory, files.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::arbiter::Arbiter;
 use super::engine::Shared;
 use super::landing::{Landing, Values};
-use crate::backend::{Buf, BufMut, Device, Event, Piece, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, Event, Flight, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -21,6 +22,9 @@ const QUANTUM: u64 = 16 << 20;
 
 /// The longest interval between two checks of whether an order's destination is free, when a lane has nothing else to do.
 const PATIENCE: Duration = Duration::from_micros(500);
+
+/// The most pinned buffers that one order has being filled at one time.
+const AHEAD: usize = 3;
 
 /// How long a lane waits for a pinned buffer before it checks whether the order was cancelled.
 const SLICE: Duration = Duration::from_millis(20);
@@ -77,6 +81,19 @@ enum State {
 
 /// The route from one device to another through pinned buffers. It serves all clients in fair turns.
 pub(crate) struct StagingLane(Arc<Arbiter<Arc<Job>>>);
+
+/// A pinned buffer that is being filled with a range of an order's destination.
+struct Filling<'p> {
+    load: Range<usize>,
+    filled: Filled,
+    lease: Lease<'p>,
+}
+
+enum Filled {
+    Here(Buf),
+    /// A device's stream fills it.
+    Flight(Flight),
+}
 
 /// The state of a lane's thread.
 struct Worker {
@@ -277,7 +294,8 @@ impl Worker {
         unpacked.map_err(|rejected| (rejected.error, Some(rejected.dst)))
     }
 
-    /// Stages pieces, in order of their offsets in the destination. Returns the destination.
+    /// Stages pieces, in order of their offsets in the destination. While one buffer is filled from a device, the next are already
+    /// asked for, as far as there are buffers. Returns the destination.
     ///
     /// # Errors
     /// The first error, with the destination.
@@ -286,29 +304,48 @@ impl Worker {
         job: &Job,
         until: Instant,
         pieces: &[Piece],
-        dst: BufMut,
+        mut dst: BufMut,
     ) -> Result<BufMut, (Error, Option<BufMut>)> {
         let end = pieces.last().map_or(0, |piece| piece.at + piece.from.len());
-        let loads = (0..end).step_by(self.shared.pool.bytes_each());
-        let load = |at: usize| at..end.min(at + self.shared.pool.bytes_each());
-        loads.map(load).try_fold(dst, |dst, load| self.send(job, until, load, pieces, dst))
+        let each = self.shared.pool.bytes_each();
+        let mut begun: VecDeque<Filling<'_>> = VecDeque::new();
+        for load in (0..end).step_by(each.max(1)).map(|at| at..end.min(at + each)) {
+            let leased = loop {
+                let Some(oldest) = begun.pop_front() else { break self.buffer(job, until) };
+                // A lane that holds a buffer waits for no other, since two lanes could wait for each other.
+                let spare = (begun.len() + 1 < AHEAD).then(|| self.shared.pool.acquire(Duration::ZERO).ok());
+                if let Some(spare) = spare.flatten() {
+                    begun.push_front(oldest);
+                    break Ok(spare);
+                }
+                dst = self.send(oldest, until, dst)?;
+            };
+            match leased.and_then(|leased| self.begin(leased, load, pieces, until)) {
+                Ok(filling) if begun.is_empty() && matches!(filling.filled, Filled::Here(_)) => {
+                    dst = self.send(filling, until, dst)?;
+                }
+                Ok(filling) => begun.push_back(filling),
+                Err(error) => return Err((error, Some(dst))),
+            }
+        }
+        begun.into_iter().try_fold(dst, |dst, filling| self.send(filling, until, dst))
     }
 
-    /// Stages the range `load` of the destination through one pinned buffer. Returns the destination.
+    /// Sends on what a pinned buffer is being filled with. Returns the destination.
     ///
     /// # Errors
     /// The first error, with the destination.
     fn send(
         &self,
-        job: &Job,
+        Filling { load, filled, lease }: Filling<'_>,
         until: Instant,
-        load: Range<usize>,
-        pieces: &[Piece],
         dst: BufMut,
     ) -> Result<BufMut, (Error, Option<BufMut>)> {
-        let filled =
-            self.buffer(job, until).and_then(|(buffer, lease)| Ok((self.fill(buffer, &load, pieces, until)?, lease)));
-        let (filled, lease) = match filled {
+        let filled = match filled {
+            Filled::Here(filled) => Ok(filled),
+            Filled::Flight(flight) => flight.wait(until.saturating_duration_since(Instant::now())).map(BufMut::freeze),
+        };
+        let filled = match filled {
             Ok(filled) => filled,
             Err(error) => return Err((error, Some(dst))),
         };
@@ -338,21 +375,28 @@ impl Worker {
         }
     }
 
-    /// Fills a pinned buffer: from host memory with several threads, from other devices by the source's own stream.
-    fn fill(&self, mut buffer: BufMut, load: &Range<usize>, pieces: &[Piece], until: Instant) -> Result<Buf> {
+    /// Begins to fill a pinned buffer with the range `load` of the destination: from host memory with several threads, which is
+    /// done at once, and from other devices by the source's own stream.
+    fn begin<'p>(
+        &self,
+        (mut buffer, lease): (BufMut, Lease<'p>),
+        load: Range<usize>,
+        pieces: &[Piece],
+        until: Instant,
+    ) -> Result<Filling<'p>> {
         let left = || until.saturating_duration_since(Instant::now());
         let (mut on_host, mut elsewhere) = (Vec::new(), Vec::new());
-        for piece in within(pieces, load) {
+        for piece in within(pieces, &load) {
             let list = if piece.src.host(left())?.is_some() { &mut on_host } else { &mut elsewhere };
             list.push(piece);
         }
         let pairs = gathered(&on_host, buffer.host_mut().ok_or_else(not_host)?)?;
         staging::copy(Some(&self.shared.threads), pairs)?;
-        if elsewhere.is_empty() {
-            return Ok(buffer.freeze());
-        }
-        let flight = self.down.send(Transfer::new(elsewhere, buffer)?)?;
-        flight.wait(left()).map(BufMut::freeze)
+        let filled = match elsewhere.is_empty() {
+            true => Filled::Here(buffer.freeze()),
+            false => Filled::Flight(self.down.send(Transfer::new(elsewhere, buffer)?)?),
+        };
+        Ok(Filling { load, filled, lease })
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::read::ReadWays;
 use super::stamp::Stamp;
+use crate::backend::ReadPart;
 use crate::error::{Error, FileFault, Result};
 
 /// Bytes that are read by position, by any number of threads at once: a file, memory, an object store.
@@ -35,6 +36,20 @@ pub trait Source: Send + Sync + fmt::Debug {
     fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
         self.read_at(at, &mut buffer[..len])?;
         Ok(0..len)
+    }
+
+    /// Fills several parts, in any order.
+    ///
+    /// # Errors
+    /// As [`read_at`](Source::read_at); the parts then hold unspecified bytes.
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        parts.iter_mut().try_for_each(|part| self.read_at(part.at, part.dst))
+    }
+
+    /// Whether this is a file, which can be read again at any time: weights on `disk` stay in such a source, and are read from it
+    /// for each use. What is in any other is copied to the disk. False unless the source says otherwise.
+    fn is_file(&self) -> bool {
+        false
     }
 
     /// How the bytes were read since the source was opened, if it is a file.

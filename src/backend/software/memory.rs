@@ -6,9 +6,11 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::io::{Error as IoError, ErrorKind as IoErrorKind, Result as IoResult};
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use memmap2::{MmapMut, MmapRaw};
 
+use super::extents::{ExtentMemory, Wanted, read_all};
 use super::files::FileMemory;
 use crate::backend::{MemoryBlock, SharedMemory, Storage};
 use crate::device::DeviceId;
@@ -130,6 +132,13 @@ unsafe impl Storage for FileMemory {
     }
 }
 
+// SAFETY: it has no address.
+unsafe impl Storage for ExtentMemory {
+    fn bytes(&self) -> usize {
+        self.len()
+    }
+}
+
 /// Memory that has only a size.
 pub(super) struct SizeOnly(pub(super) usize);
 
@@ -146,6 +155,7 @@ enum Access<'a> {
     Ram(NonNull<u8>),
     Shared(&'a dyn SharedMemory),
     File(&'a FileMemory),
+    Extents(&'a ExtentMemory),
     SizeOnly,
 }
 
@@ -156,6 +166,8 @@ impl<'a> Access<'a> {
             Some(Access::Ram(ram.memory.address()))
         } else if let Some(file) = allocation.downcast::<FileMemory>() {
             Some(Access::File(file))
+        } else if let Some(extents) = allocation.downcast::<ExtentMemory>() {
+            Some(Access::Extents(extents))
         } else if allocation.downcast::<SizeOnly>().is_some() {
             Some(Access::SizeOnly)
         } else if let Some(shared) = allocation.shared() {
@@ -164,6 +176,49 @@ impl<'a> Access<'a> {
             allocation.host().map(Access::Ram)
         }
     }
+}
+
+/// A piece of a copy: memory, a byte range of it, and an offset in the destination.
+pub(super) type Piece = (Arc<MemoryBlock>, Range<usize>, usize);
+
+/// Copies pieces to their offsets in `dst`. What is read of files is read together.
+///
+/// # Safety
+/// As [`copy`], for each piece.
+pub(super) unsafe fn copy_all(pieces: &[Piece], dst: &MemoryBlock) -> Result<()> {
+    let extents = |(src, ..): &&Piece| src.downcast::<ExtentMemory>().is_some();
+    let together = pieces.iter().filter(extents).count() > 1 && !overlap(pieces);
+    for (src, from, at) in pieces.iter().filter(|piece| !together || !extents(piece)) {
+        // SAFETY: the caller's promise.
+        unsafe { copy(src, from.clone(), dst, *at) }?;
+    }
+    if !together {
+        return Ok(());
+    }
+    let read = |start: NonNull<u8>| {
+        let wanted = pieces.iter().filter_map(|(src, from, at)| {
+            let memory = src.downcast::<ExtentMemory>()?;
+            // SAFETY: inside the allocation, and not accessed by anyone else until this returns, as the caller promises. No
+            // two pieces overlap.
+            let dst = unsafe { std::slice::from_raw_parts_mut(start.as_ptr().add(*at), from.len()) };
+            Some(Wanted { memory, from: from.clone(), dst })
+        });
+        read_all(&mut wanted.collect::<Vec<_>>())
+    };
+    match Access::of(dst) {
+        Some(Access::Ram(start)) => read(start),
+        Some(Access::Shared(shared)) => locked(|work| shared.write(work), read),
+        // SAFETY: the caller's promise.
+        _ => pieces.iter().filter(extents).try_for_each(|(src, from, at)| unsafe { copy(src, from.clone(), dst, *at) }),
+    }
+}
+
+/// Whether any two pieces overlap in their destination.
+fn overlap(pieces: &[Piece]) -> bool {
+    let mut ranges: Vec<(usize, usize)> =
+        pieces.iter().filter(|(_, from, _)| !from.is_empty()).map(|(_, from, at)| (*at, at + from.len())).collect();
+    ranges.sort_unstable();
+    ranges.windows(2).any(|pair| pair[1].0 < pair[0].1)
 }
 
 /// Copies the range `from` of `src` to the offset `at` of `dst`.
@@ -236,9 +291,11 @@ unsafe fn move_bytes(src: Access<'_>, from: Range<usize>, dst: Access<'_>, at: u
             Ok(())
         }
         (Access::File(src), Access::Ram(dst)) => src.read(from.start, written(dst)),
+        (Access::Extents(src), Access::Ram(dst)) => src.read(from.start, written(dst)),
+        (_, Access::Extents(_)) => Err(read_only()),
         (Access::Ram(src), Access::File(dst)) => dst.write(at, read(src)),
         // Files have no address, and only one shared memory is locked at a time, so that no two copies wait for each other.
-        (Access::File(_), Access::File(_)) | (Access::Shared(_), Access::Shared(_)) => {
+        (Access::File(_) | Access::Extents(_), Access::File(_)) | (Access::Shared(_), Access::Shared(_)) => {
             let mut chunk = vec![0; bytes.min(MAPPED_FROM)];
             let here = NonNull::from(&mut *chunk).cast();
             for done in (0..bytes).step_by(chunk.len().max(1)) {
@@ -281,9 +338,15 @@ fn locked(
 pub(super) fn copyable(stream: DeviceId, src: &MemoryBlock, dst: &MemoryBlock) -> Result<()> {
     match (Access::of(src), Access::of(dst)) {
         (Some(Access::SizeOnly), Some(Access::Ram(_) | Access::Shared(_) | Access::File(_))) => Err(no_bytes(src)),
+        // A destination is checked as its own source, too.
+        (Some(_), Some(Access::Extents(_))) => Err(read_only()),
         (Some(_), Some(_)) => Ok(()),
         _ => Err(Error::Unreachable { stream, from: src.device(), to: dst.device() }),
     }
+}
+
+fn read_only() -> Error {
+    Error::invalid("the bytes of memory that is only read stay where they are, so nothing can be written there")
 }
 
 fn no_bytes(src: &MemoryBlock) -> Error {

@@ -2,6 +2,7 @@
 //! them.
 
 mod dequantise;
+mod extents;
 mod files;
 mod memory;
 mod stream;
@@ -13,13 +14,14 @@ use std::sync::Arc;
 pub use timeline::Clock;
 pub(super) use timeline::Timeline;
 
+pub(super) use extents::ExtentMemory;
 pub(super) use files::DiskFolder;
 pub(super) use memory::HostAllocation;
 use memory::{RamMemory, SizeOnly};
 use stream::SoftwareStream;
 
 use super::process::Process;
-use super::{BufMut, Charge, Device, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream};
+use super::{Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -76,6 +78,16 @@ impl Device for SoftwareDevice {
             Medium::Nowhere => Box::new(SizeOnly(bytes)),
         };
         BufMut::new(storage, charge)
+    }
+
+    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
+        self.process.check()?;
+        let storage: Box<dyn Storage> = match &self.medium {
+            Medium::Files(_) => Box::new(ExtentMemory::new(contents)),
+            Medium::Nowhere if self.id().kind() == DeviceKind::Disk => Box::new(SizeOnly(contents.bytes())),
+            Medium::Host | Medium::Hidden | Medium::Nowhere => return Ok(None),
+        };
+        Ok(Some(Buf::uncharged(storage, self.ledger.charge(0)?)))
     }
 
     fn stream(&self, _role: Role) -> Result<Arc<dyn Stream>> {

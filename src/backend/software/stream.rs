@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "copies rely on the events before them, and events on the copies behind them")]
 
 use std::fmt;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -66,9 +65,9 @@ impl Drop for FenceCompleter {
 }
 
 enum Work {
-    /// Pieces (memory, byte range of it, offset in the destination) and the destination.
+    /// Pieces and the destination.
     Copy {
-        pieces: Vec<(Arc<MemoryBlock>, Range<usize>, usize)>,
+        pieces: Vec<memory::Piece>,
         dst: Arc<MemoryBlock>,
     },
     /// Values of blocks. It takes no time on a clock.
@@ -278,13 +277,13 @@ impl Work {
             // which all later users wait for, is not.
             Work::Dequantise(values) => unsafe { values.compute() }?,
             Work::Copy { pieces, dst } => {
-                for (src, from, at) in pieces {
+                for (src, from, _) in pieces {
                     let bytes = from.len() as u64;
                     end = timeline.map_or(end, |timeline| timeline.transfer(src.device(), dst.device(), bytes, end));
-                    // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The events that it waits for
-                    // are complete, and its own event, which all later users wait for, is not.
-                    unsafe { memory::copy(src, from.clone(), dst, *at) }?;
                 }
+                // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The events that it waits for
+                // are complete, and its own event, which all later users wait for, is not.
+                unsafe { memory::copy_all(pieces, dst) }?;
                 end = timeline.map_or(end, |timeline| timeline.now().max(end));
             }
         }
@@ -319,13 +318,12 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
                 failed = unsafe { values.compute() }.err().map(Failure::over);
             }
             Work::Copy { pieces, dst } => {
-                for (src, from, offset) in pieces {
+                for (src, from, _) in pieces {
                     at = timeline.transfer(src.device(), dst.device(), from.len() as u64, at);
-                    // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The work that it waits for is
-                    // complete, and so is this copy before anyone has its event.
-                    let copied = unsafe { memory::copy(src, from.clone(), dst, *offset) };
-                    failed = failed.or(copied.err().map(Failure::over));
                 }
+                // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The work that it waits for is
+                // complete, and so is this copy before anyone has its event.
+                failed = unsafe { memory::copy_all(pieces, dst) }.err().map(Failure::over);
             }
         }
     }

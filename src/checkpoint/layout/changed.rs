@@ -64,7 +64,15 @@ impl Layout {
         let info = self.tensor(of).ok_or_else(|| Error::bug(format!("there is no tensor at {}", of.index())))?;
         let alias = TensorInfo { name: name.to_owned(), ..info.clone() };
         let order: Vec<&str> = self.layers.iter().map(|layer| layer.name.as_str()).collect();
-        Layout::new(self.tensors.iter().cloned().chain([alias]).collect()).in_order(&order)
+        let layout = Layout::new(self.tensors.iter().cloned().chain([alias]).collect()).in_order(&order)?;
+        let in_file = self.in_file.iter().copied().chain([self.in_file[of.index()]]).collect();
+        Ok(Layout { in_file, ..layout })
+    }
+
+    /// The same layout, of a checkpoint: `in_file` tells which of its files can be read at any time.
+    pub(in crate::checkpoint) fn read_from(self, in_file: &[bool]) -> Layout {
+        let in_file = self.tensors.iter().map(|info| in_file[info.file]).collect();
+        Layout { in_file, ..self }
     }
 
     /// The same layout once some tensors, given with their new shapes, have been changed.
@@ -80,6 +88,7 @@ impl Layout {
             let info = layout.tensors.get_mut(tensor.index());
             let info = info.ok_or_else(|| Error::bug(format!("there is no tensor at {}", tensor.index())))?;
             *info = TensorInfo::new(info.name.clone(), info.dtype, shape, info.file, info.offset)?;
+            layout.in_file[tensor.index()] = false;
         }
         let own: HashSet<TensorId> = changed.iter().map(|(tensor, _)| *tensor).collect();
         let mut first = HashMap::new();
@@ -106,6 +115,7 @@ impl Layout {
             let info = layout.tensors.get_mut(tensor.index());
             let info = info.ok_or_else(|| Error::bug(format!("there is no tensor at {}", tensor.index())))?;
             *info = TensorInfo::new(info.name.clone(), *dtype, &info.shape, info.file, info.offset)?;
+            layout.in_file[tensor.index()] = false;
         }
         layout.arrange_again();
         Ok(layout)
@@ -149,6 +159,7 @@ impl Layout {
             for (name, shape) in names.into_iter().zip([a, b]) {
                 ids.push(TensorId::new(layout.tensors.len()));
                 layout.tensors.push(TensorInfo::new(name, *dtype, shape, info.file, info.offset)?);
+                layout.in_file.push(false);
             }
             layout.storage.extend(&ids);
             layout.module_of.extend([id, id]);
