@@ -38,6 +38,26 @@ impl PositionalFile {
         self.0.set_len(bytes)
     }
 
+    /// Makes the file at least so long that it has the range, and takes room for the range on the file system, where that can be
+    /// done in advance: a full disk is an error now, and not when the range is written.
+    pub(crate) fn reserve(&self, at: u64, bytes: u64) -> io::Result<()> {
+        let end = at + bytes;
+        #[cfg(target_os = "linux")]
+        {
+            use rustix::fs::{FallocateFlags, fallocate};
+            use rustix::io::Errno;
+            loop {
+                match fallocate(&self.0, FallocateFlags::empty(), at, bytes) {
+                    Err(Errno::INTR) => {}
+                    // A file system that cannot do it.
+                    Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => break,
+                    reserved => return reserved.map_err(io::Error::from),
+                }
+            }
+        }
+        if self.metadata()?.len() < end { self.set_len(end) } else { Ok(()) }
+    }
+
     /// Gives the bytes of a range back to the file system, where it can do that; the range then reads as zeros.
     pub(crate) fn punch(&self, at: u64, bytes: u64) {
         #[cfg(target_os = "linux")]
@@ -123,6 +143,10 @@ impl PositionalFile {
 
     pub(crate) fn set_len(&self, bytes: u64) -> io::Result<()> {
         self.lock().set_len(bytes)
+    }
+
+    pub(crate) fn reserve(&self, at: u64, bytes: u64) -> io::Result<()> {
+        if self.metadata()?.len() < at + bytes { self.set_len(at + bytes) } else { Ok(()) }
     }
 
     pub(crate) fn punch(&self, _at: u64, _bytes: u64) {}

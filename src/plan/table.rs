@@ -93,6 +93,10 @@ impl Plan {
             let s = if modules == 1 { "" } else { "s" };
             write!(f, "; {modules} module{s} used in place, {}", human(bytes))?;
         }
+        let in_files = self.devices().iter().map(|device| device.weights.in_files).sum();
+        if in_files > 0 {
+            write!(f, "; {} stay in the model's own files", human(in_files))?;
+        }
         Ok(())
     }
 }

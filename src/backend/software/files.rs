@@ -63,7 +63,9 @@ impl SharedFile {
         let (at, end) = extents.find(room_of(bytes));
         if end > extents.end {
             within_limit(end)?;
-            self.file.set_len(end)?;
+        }
+        if bytes > 0 {
+            self.file.reserve(at, room_of(bytes))?;
         }
         extents.take(at, room_of(bytes));
         Ok(at)
@@ -158,6 +160,19 @@ impl Drop for FileMemory {
 
 /// Creates an unnamed file in `folder`.
 fn unnamed_file(folder: &Path) -> io::Result<File> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{Mode, OFlags, open};
+        // A file that never has a name, where the file system has such files.
+        if let Ok(file) = open(folder, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR) {
+            return Ok(file.into());
+        }
+    }
+    named_and_removed(folder)
+}
+
+/// As [`unnamed_file`], where a file gets a name first.
+fn named_and_removed(folder: &Path) -> io::Result<File> {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let mut options = File::options();
@@ -285,8 +300,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let taken = |number: usize| folder.path().join(format!(".tensor-offload-{}-{number}", std::process::id()));
         (0..500).for_each(|number| std::fs::write(taken(number), "left").unwrap());
-        let memory = DiskFolder::new(folder.path()).allocate(4).unwrap();
-        memory.write(0, b"ours").unwrap();
+        let mut file = named_and_removed(folder.path()).unwrap();
+        io::Write::write_all(&mut file, b"ours").unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 500);
         (0..500).for_each(|number| assert_eq!(std::fs::read(taken(number)).unwrap(), b"left"));
         let missing = DiskFolder::new(folder.path().join("none")).allocate(4);
         assert!(matches!(missing, Err(Error::Io { .. })));

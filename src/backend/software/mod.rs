@@ -74,7 +74,10 @@ impl Device for SoftwareDevice {
         let storage: Box<dyn Storage> = match &self.medium {
             Medium::Host => Box::new(RamMemory::visible(memory()?)),
             Medium::Hidden => Box::new(RamMemory::hidden(memory()?)),
-            Medium::Files(folder) => Box::new(folder.allocate(bytes)?),
+            Medium::Files(folder) => match folder.allocate(bytes) {
+                Err(Error::Io { source, .. }) if is_full(&source) => return Err(self.refused(charge.bytes())),
+                memory => Box::new(memory?),
+            },
             Medium::Nowhere => Box::new(SizeOnly(bytes)),
         };
         BufMut::new(storage, charge)
@@ -129,6 +132,11 @@ impl SoftwareDevice {
         let available = self.free.map_or(0, |free| free());
         Error::OutOfMemory { device: self.id(), requested, available, limit: self.info.total }
     }
+}
+
+/// Whether an error says that a file system has no room left.
+fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
 }
 
 impl fmt::Debug for SoftwareDevice {
