@@ -1,10 +1,11 @@
 //! Memory that is bytes of something else, which are read each time that they are needed: the files of a model.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Buf, Device, MemoryKind};
+use super::{Buf, BufMut, Device, MemoryKind};
 use crate::bytes::ByteSize;
 use crate::error::{Error, Result};
 
@@ -72,7 +73,7 @@ impl fmt::Debug for Extent {
 /// turn, so that whatever is thrown out would be the next to be read.
 pub struct HostCache {
     host: Arc<dyn Device>,
-    /// The bytes that it may still keep.
+    /// The bytes that it may still keep; none once the host had no memory for it.
     left: Mutex<u64>,
 }
 
@@ -87,19 +88,24 @@ impl HostCache {
         ByteSize(*self.lock())
     }
 
-    /// Keeps a copy of `bytes`, if there is room.
-    pub(super) fn keep(self: &Arc<Self>, bytes: &[u8]) -> Option<Kept> {
-        let size = bytes.len() as u64;
+    /// Takes memory for so many bytes, if there is room.
+    pub(super) fn take(self: &Arc<Self>, bytes: usize) -> Option<Keeping> {
+        let size = bytes as u64;
         {
             let mut left = self.lock();
             *left = left.checked_sub(size)?;
         }
         let room = Room { cache: Arc::clone(self), bytes: size };
         // Whatever the reason is why there is no memory, the bytes can be read again.
-        let free = self.host.memory().ok()?.available();
-        let mut memory = (size <= free).then(|| self.host.alloc(bytes.len(), MemoryKind::Arena).ok()).flatten()?;
-        memory.host_mut()?.copy_from_slice(bytes);
-        Some(Kept { memory: memory.freeze(), _room: room })
+        let is_free = self.host.memory().is_ok_and(|memory| size <= memory.available());
+        match is_free.then(|| self.host.alloc(bytes, MemoryKind::Arena).ok()).flatten() {
+            Some(memory) => Some(Keeping { memory, covered: Vec::new(), room }),
+            None => {
+                drop(room);
+                *self.lock() = 0;
+                None
+            }
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, u64> {
@@ -110,6 +116,41 @@ impl HostCache {
 impl fmt::Debug for HostCache {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HostCache").field("left", &self.left()).finish_non_exhaustive()
+    }
+}
+
+/// Memory of a cache that is being filled.
+#[derive(Debug)]
+pub(super) struct Keeping {
+    memory: BufMut,
+    /// What it has, in order. No two ranges touch.
+    covered: Vec<Range<usize>>,
+    room: Room,
+}
+
+impl Keeping {
+    /// Copies bytes to a place. Returns whether all have been copied by now.
+    pub(super) fn put(&mut self, at: usize, bytes: &[u8]) -> bool {
+        let (mut range, all) = (at..at + bytes.len(), self.memory.bytes());
+        let Some(memory) = self.memory.host_mut().and_then(|memory| memory.get_mut(range.clone())) else {
+            return false;
+        };
+        memory.copy_from_slice(bytes);
+        self.covered.retain(|known| {
+            let touches = known.start <= range.end && range.start <= known.end;
+            if touches {
+                range = range.start.min(known.start)..range.end.max(known.end);
+            }
+            !touches
+        });
+        let place = self.covered.partition_point(|known| known.start < range.start);
+        self.covered.insert(place, range);
+        self.covered.first().is_some_and(|first| *first == (0..all))
+    }
+
+    /// The bytes, once all of them have been copied.
+    pub(super) fn done(self) -> Kept {
+        Kept { memory: self.memory.freeze(), _room: self.room }
     }
 }
 
@@ -143,6 +184,8 @@ impl Drop for Room {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::backend::{Backend, Host};
     use crate::device::DeviceId;
@@ -151,10 +194,15 @@ mod tests {
     fn a_cache_keeps_what_comes_first_and_gives_its_room_back() {
         let host = Host::new().open(DeviceId::CPU).unwrap();
         let cache = HostCache::new(Arc::clone(&host), ByteSize(100));
-        let first = cache.keep(&[1; 60]).unwrap();
-        assert!(cache.keep(&[2; 60]).is_none(), "there is no room for it");
+        let keep = |byte: u8, bytes: usize| {
+            let mut keeping = cache.take(bytes)?;
+            assert!(keeping.put(0, &vec![byte; bytes]));
+            Some(keeping.done())
+        };
+        let first = keep(1, 60).unwrap();
+        assert!(keep(2, 60).is_none(), "there is no room for it");
         assert_eq!((cache.left(), host.ledger().charged_and_reserved().0), (ByteSize(40), 60));
-        let second = cache.keep(&[3; 40]).unwrap();
+        let second = keep(3, 40).unwrap();
         assert_eq!((first.bytes().unwrap(), second.bytes().unwrap()), (&[1; 60][..], &[3; 40][..]));
         drop(first);
         assert_eq!((cache.left(), host.ledger().charged_and_reserved().0), (ByteSize(60), 40));
@@ -163,13 +211,31 @@ mod tests {
     #[test]
     fn a_cache_takes_no_memory_that_is_not_free() {
         let cache = HostCache::new(Host::new().open(DeviceId::CPU).unwrap(), ByteSize(u64::MAX));
-        let available = cache.host.memory().unwrap().available();
-        // As many bytes as nobody has: only their number is looked at.
-        assert!(available < u64::MAX / 2);
         let held = cache.host.ledger().charge(cache.host.ledger().limit()).unwrap();
-        assert!(cache.keep(&[0; 8]).is_none());
-        assert_eq!(cache.left(), ByteSize(u64::MAX));
+        assert!(cache.take(8).is_none());
         drop(held);
-        assert!(cache.keep(&[0; 8]).is_some());
+        // It does not ask for each tensor again.
+        assert!(cache.take(8).is_none());
+        assert_eq!(cache.left(), ByteSize(0));
+    }
+
+    proptest! {
+        /// Parts may come in any order, and more than once; the memory is whole when every byte has come.
+        #[test]
+        fn parts_come_in_any_order(parts in prop::collection::vec((0usize..40, 0usize..20), 0..40)) {
+            let cache = HostCache::new(Host::new().open(DeviceId::CPU).unwrap(), ByteSize(40));
+            let mut keeping = cache.take(40).unwrap();
+            let mut seen = [false; 40];
+            for (at, bytes) in parts {
+                let range = at..(at + bytes).min(40);
+                seen[range.clone()].fill(true);
+                let whole = keeping.put(at, &range.map(|at| at as u8).collect::<Vec<_>>());
+                prop_assert_eq!(whole, seen == [true; 40]);
+            }
+            if seen == [true; 40] {
+                let kept = keeping.done();
+                prop_assert_eq!(kept.bytes().unwrap(), &(0..40).collect::<Vec<u8>>()[..]);
+            }
+        }
     }
 }

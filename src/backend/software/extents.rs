@@ -1,9 +1,9 @@
 //! Memory that is bytes of something else: they stay where they are, and are read for each copy.
 
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::backend::extents::{HostCache, Kept};
+use crate::backend::extents::{HostCache, Keeping, Kept};
 use crate::backend::{Extent, Extents, ReadPart, Readable};
 use crate::error::Result;
 
@@ -13,6 +13,7 @@ pub(in crate::backend) struct ExtentMemory {
     extents: Vec<(usize, Extent)>,
     bytes: usize,
     cache: Option<Arc<HostCache>>,
+    keeping: Mutex<Option<Keeping>>,
     kept: OnceLock<Kept>,
 }
 
@@ -32,7 +33,7 @@ impl ExtentMemory {
             (start, extent)
         };
         let extents = list.into_iter().filter(|extent| extent.bytes > 0).map(place).collect();
-        ExtentMemory { extents, bytes, cache, kept: OnceLock::new() }
+        ExtentMemory { extents, bytes, cache, keeping: Mutex::default(), kept: OnceLock::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -58,12 +59,16 @@ impl ExtentMemory {
         })
     }
 
-    /// Has the cache keep all bytes, if it has room for them.
-    fn keep(&self, from: &Range<usize>, bytes: &[u8]) {
-        let Some(cache) = self.cache.as_ref().filter(|_| *from == (0..self.bytes) && !self.is_kept()) else { return };
-        if let Some(kept) = cache.keep(bytes) {
-            // Another thread may have been faster; then this copy goes.
-            let _ = self.kept.set(kept);
+    /// Has the cache keep bytes that were read, if it has room for all of the memory.
+    fn keep(&self, at: usize, bytes: &[u8]) {
+        let Some(cache) = self.cache.as_ref().filter(|_| !self.is_kept()) else { return };
+        // A panic leaves memory that was filled in part, and what it was filled with.
+        let mut keeping = self.keeping.lock().unwrap_or_else(PoisonError::into_inner);
+        if keeping.is_none() && !self.is_kept() {
+            *keeping = cache.take(self.bytes);
+        }
+        if let Some(whole) = keeping.take_if(|keeping| keeping.put(at, bytes)) {
+            let _ = self.kept.set(whole.done());
         }
     }
 }
@@ -90,7 +95,7 @@ pub(super) fn read_all(wanted: &mut [Wanted<'_>]) -> Result<()> {
     by_source.iter_mut().try_for_each(|(of, parts)| of.read_parts(parts))?;
     drop(by_source);
     for Wanted { memory, from, dst } in wanted {
-        memory.keep(from, dst);
+        memory.keep(from.start, dst);
     }
     Ok(())
 }
@@ -169,8 +174,8 @@ mod tests {
             assert!(bytes.iter().zip(7 + range.start..).all(|(&byte, at)| byte == at as u8));
             memory.is_kept()
         };
-        assert!(!read(&small, 0..79), "not all of it was read");
-        assert!(read(&small, 0..80) && !read(&large, 0..30));
+        assert!(!read(&small, 30..79), "not all of it was read");
+        assert!(!read(&small, 5..40) && !read(&small, 79..80) && read(&small, 0..7) && !read(&large, 0..30));
         let before = source.reads.lock().unwrap().len();
         assert!(read(&small, 3..40) && read(&small, 0..80));
         assert_eq!(source.reads.lock().unwrap().len(), before, "what is kept is not read again");
