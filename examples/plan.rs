@@ -54,7 +54,7 @@ impl support::Example for Args {
 }
 
 fn report(plan: &Plan) -> Value {
-    let device = |d: &tensor_offload::plan::DevicePlan| json!({ "id": d.id, "bytes": d.weights.bytes, "quota": d.quota, "modules": d.weights.modules });
+    let device = |d: &tensor_offload::plan::DevicePlan| json!({ "id": d.id, "bytes": d.weights.bytes, "quota": d.quota, "modules": d.weights.modules, "in_files": d.weights.in_files });
     let assignment = |a: &tensor_offload::plan::Assignment| json!({ "module": a.module, "device": a.device, "use": a.usage, "bytes": a.bytes });
     json!({
         "mode": plan.mode(),
