@@ -17,6 +17,7 @@ pub(crate) mod cuda;
 mod dequantise;
 mod event;
 mod faulty;
+mod file_reads;
 mod host;
 mod host_memory;
 mod kernels;
@@ -37,8 +38,10 @@ pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 pub use dequantise::Dequantise;
+pub(crate) use event::until;
 pub use event::{Event, Fence, FenceState};
 pub use faulty::{Countdown, Faulty, Operation};
+pub use file_reads::{DeviceFile, FileReads, Gds, NoFileReads};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
 pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight, SentPatch};
@@ -125,6 +128,11 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// The kernels of the device. `None` if it has none.
     fn kernels(&self) -> Option<&dyn Kernels> {
+        None
+    }
+
+    /// The device's own reads of files. `None` if it has none.
+    fn file_reads(&self) -> Option<&dyn FileReads> {
         None
     }
 
