@@ -266,6 +266,19 @@ impl Checkpoint {
         Ok(found)
     }
 
+    /// Runs `work` on the source of a tensor's bytes and the place of the first there. Its error names the tensor.
+    ///
+    /// # Errors
+    /// That of `work`; [`Error::Missing`] when there is no such tensor.
+    pub(crate) fn with_source<T>(
+        &self,
+        tensor: TensorId,
+        work: impl FnOnce(&dyn Source, u64) -> Result<T>,
+    ) -> Result<T> {
+        let (info, source) = self.part(tensor, 0, 0)?;
+        work(&**source, info.offset).map_err(|error| naming_tensor(error, &info.name))
+    }
+
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.
     fn part(&self, tensor: TensorId, at: u64, len: usize) -> Result<(&TensorInfo, &Arc<dyn Source>)> {
         let info = self.info(tensor)?;

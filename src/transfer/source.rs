@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::file::FileSource;
 use super::read::ReadWays;
 use super::stamp::Stamp;
 use crate::error::{Error, FileFault, Result};
@@ -35,6 +36,12 @@ pub trait Source: Send + Sync + fmt::Debug {
     fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
         self.read_at(at, &mut buffer[..len])?;
         Ok(0..len)
+    }
+
+    /// The file whose bytes these are, if they are those of a file: a device may [read](crate::backend::FileReads) them itself
+    /// then. The default is none. A source that wraps another may return that one's, if it need not see the reads.
+    fn file(&self) -> Option<&FileSource> {
+        None
     }
 
     /// How the bytes were read since the source was opened, if it is a file.
@@ -99,7 +106,6 @@ pub(super) fn check_range(path: &Path, actual: u64, at: u64, len: usize) -> Resu
 mod tests {
     use std::fs;
 
-    use super::super::FileSource;
     use super::*;
 
     fn fault(error: Error) -> FileFault {
