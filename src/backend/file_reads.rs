@@ -52,7 +52,7 @@ pub trait DeviceFile: Send + Sync + fmt::Debug {
     fn read(&self, at: u64, dst: &mut BufMut, to: Range<usize>) -> Result<usize, NoFileReads>;
 }
 
-/// When files are read straight into a CUDA device's memory ([`Cuda::gds`](super::Cuda::gds)).
+/// When files are read straight into a CUDA device's memory (`Cuda::gds`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Gds {

@@ -173,7 +173,7 @@ impl DeviceReads {
             }
         }
         if let Err(why) = reads.ready() {
-            self.refuse(file, &why);
+            self.refuse_all(&why);
             return None;
         }
         Some((reads, file))
@@ -218,20 +218,25 @@ impl DeviceReads {
 
     /// Keeps the reason why a file, or every file, is not read by the device, once. No bytes were read.
     fn refuse(&self, source: &FileSource, why: &NoFileReads) -> usize {
+        if why.is_general() {
+            self.refuse_all(why);
+            return 0;
+        }
         let mut files = self.files();
-        let reason = match why.is_general() {
-            true => format!("{}: {why}", self.id()),
-            false => format!("{}: {why}", source.path().display()),
-        };
-        let is_new = match why.is_general() {
-            true => !std::mem::replace(&mut files.refused_all, true),
-            false => files.refused.insert(source.path().to_owned()),
-        };
-        if is_new {
-            tracing::debug!(device = %self.id(), %why, "a file is read through host memory");
-            files.reasons.push(reason);
+        if files.refused.insert(source.path().to_owned()) {
+            tracing::debug!(device = %self.id(), path = %source.path().display(), %why, "read through host memory");
+            files.reasons.push(format!("{}: {why}", source.path().display()));
         }
         0
+    }
+
+    /// Keeps the reason why the device reads no file, once.
+    fn refuse_all(&self, why: &NoFileReads) {
+        let mut files = self.files();
+        if !std::mem::replace(&mut files.refused_all, true) {
+            tracing::debug!(device = %self.id(), %why, "files are read through host memory");
+            files.reasons.push(format!("{}: {why}", self.id()));
+        }
     }
 
     fn id(&self) -> DeviceId {

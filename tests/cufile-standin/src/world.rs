@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -41,7 +41,7 @@ const INVALID_CONTEXT: Failure = Failure::status(5047);
 
 /// A registered file.
 struct Registered {
-    /// The file once more, without `O_DIRECT`, so that the stand-in needs no aligned buffers.
+    /// Of a copy of the descriptor.
     file: Arc<File>,
     descriptor: i32,
     reads: u64,
@@ -150,8 +150,7 @@ impl World {
         state.check_open("cuFileHandleRegister")?;
         // SAFETY: the caller's descriptor is open during the call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
-        let plain = borrowed.try_clone_to_owned().map_err(|_| INVALID_VALUE)?;
-        let file = reopened(&plain).map_err(|_| INVALID_VALUE)?;
+        let file = File::from(borrowed.try_clone_to_owned().map_err(|_| INVALID_VALUE)?);
         if !is_direct(descriptor) {
             state.break_rule("a file that is not open for direct reads was registered");
             return Err(DIRECT_NOT_SET);
@@ -272,30 +271,37 @@ impl State {
     }
 }
 
+/// What direct reads are aligned to: enough for every disk.
+const PAGE: usize = 4096;
+
+/// The most bytes of one direct read.
+const PIECE: usize = 1 << 20;
+
 /// Copies bytes of a file to a device, in pieces.
 fn copy(file: &File, at: u64, bytes: usize, to: u64) -> Outcome<usize> {
     let cuda = Cuda::get().ok_or(NOT_INITIALIZED)?;
-    let (mut buffer, mut done) = (vec![0; bytes.min(1 << 20)], 0);
+    let (mut buffer, mut done) = (vec![0; bytes.min(PIECE) + 3 * PAGE], 0);
     while done < bytes {
-        let part = buffer.len().min(bytes - done);
-        let read = match file.read_at(&mut buffer[..part], at + done as u64) {
-            Ok(0) => break,
-            Ok(read) => read,
-            Err(error) => {
-                return Err(Failure { errno: error.raw_os_error().unwrap_or(libc::EIO), ..Failure::status(1) });
-            }
-        };
-        match cuda.copy(to + done as u64, &buffer[..read]) {
-            0 => done += read,
+        let read = read_around(file, at + done as u64, PIECE.min(bytes - done), &mut buffer)
+            .map_err(|error| Failure { errno: error.raw_os_error().unwrap_or(libc::EIO), ..Failure::status(1) })?;
+        if read.is_empty() {
+            break;
+        }
+        match cuda.copy(to + done as u64, read) {
+            0 => done += read.len(),
             driver => return Err(Failure { driver, ..Failure::status(5011) }),
         }
     }
     Ok(done)
 }
 
-/// The file of a descriptor, open once more for plain reads.
-fn reopened(descriptor: &OwnedFd) -> std::io::Result<File> {
-    File::open(format!("/proc/self/fd/{}", descriptor.as_raw_fd()))
+/// Reads up to `len` bytes directly, with what is around them in their pages. Returns those: none beyond the end.
+fn read_around<'a>(file: &File, at: u64, len: usize, buffer: &'a mut [u8]) -> std::io::Result<&'a [u8]> {
+    let before = (at % PAGE as u64) as usize;
+    let start = buffer.as_ptr().addr().next_multiple_of(PAGE) - buffer.as_ptr().addr();
+    let pages = &mut buffer[start..start + (before + len).next_multiple_of(PAGE)];
+    let read = file.read_at(pages, at - before as u64)?.min(before + len);
+    Ok(&pages[before.min(read)..read])
 }
 
 fn flags(descriptor: i32) -> i32 {

@@ -154,10 +154,12 @@ impl CuFile {
         let name = named.map_or(OsStr::new(NAME), Path::as_os_str);
         let absent = |why: String| NoFileReads::Absent { why };
         // SAFETY: loading the library runs its initialisers, which is what opening it means.
-        let library = unsafe { Library::new(name) }.map_err(|error| absent(error.to_string()))?;
+        let library = unsafe { Library::new(name) };
+        let shown = Path::new(name).display();
+        let library = library.map_err(|error| absent(format!("{shown} cannot be loaded: {error}")))?;
         // It has threads of its own, so it is never unloaded.
         let library = ManuallyDrop::new(library);
-        let lacks = |call| absent(format!("{} has no {call}", Path::new(name).display()));
+        let lacks = |call| absent(format!("{shown} has no {call}"));
         let calls = Calls::find(&library).map_err(lacks)?;
         let _entered = context.enter().map_err(|refusal| absent(context.error(refusal).to_string()))?;
         let ours = match calls.open() {
