@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Dequantise, Device, Event, Extents, Flight, Found, Health, Joined, Kernels, Ledger,
-    MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
+    Backend, BufMut, Charge, Dequantise, Device, Event, Extents, FileReads, Flight, Found, Health, Joined, Kernels,
+    Ledger, MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -166,6 +166,10 @@ impl Device for FaultyDevice {
 
     fn kernels(&self) -> Option<&dyn Kernels> {
         self.inner.kernels().map(|_| self as &dyn Kernels)
+    }
+
+    fn file_reads(&self) -> Option<&dyn FileReads> {
+        self.inner.file_reads()
     }
 
     fn copies_block(&self, source: &MemoryBlock) -> bool {

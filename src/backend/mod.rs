@@ -18,6 +18,7 @@ mod dequantise;
 mod event;
 mod extents;
 mod faulty;
+mod file_reads;
 mod host;
 mod host_memory;
 mod kernels;
@@ -38,9 +39,11 @@ pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 pub use dequantise::Dequantise;
+pub(crate) use event::until;
 pub use event::{Event, Fence, FenceState};
 pub use extents::{Extent, Extents, HostCache, ReadPart, Readable};
 pub use faulty::{Countdown, Faulty, Operation};
+pub use file_reads::{DeviceFile, FileReads, Gds, NoFileReads};
 pub use host::Host;
 pub(crate) use host_memory::trim_allocator;
 pub use kernels::{BlockScales, Kernels, MatrixPatch, PackedProduct, PatchFlight, SentPatch};
@@ -138,6 +141,11 @@ pub trait Device: Any + Send + Sync + fmt::Debug {
 
     /// The kernels of the device. `None` if it has none.
     fn kernels(&self) -> Option<&dyn Kernels> {
+        None
+    }
+
+    /// The device's own reads of files. `None` if it has none.
+    fn file_reads(&self) -> Option<&dyn FileReads> {
         None
     }
 

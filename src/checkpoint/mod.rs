@@ -149,7 +149,7 @@ impl Checkpoint {
         let metadata = metadata.unwrap_or_default();
         let headed = gguf.first().is_some_and(|first| first.as_ref().is_some_and(|gguf| gguf.has_language_head()));
         let tied = if headed { Tied::IfHeadless } else { tied };
-        let files: Vec<bool> = sources.iter().map(|source| source.is_file()).collect();
+        let files: Vec<bool> = sources.iter().map(|source| source.file().is_some()).collect();
         let layout = Layout::new(tensors).read_from(&files);
         let by_name = by_name(&layout);
         let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
@@ -185,7 +185,7 @@ impl Checkpoint {
                 return Err(Error::WrongSize { what, needed: end, given: len });
             }
         }
-        let files: Vec<bool> = self.0.sources.iter().map(|source| source.is_file()).collect();
+        let files: Vec<bool> = self.0.sources.iter().map(|source| source.file().is_some()).collect();
         let layout = layout.read_from(&files);
         let by_name = by_name(&layout);
         Ok(Checkpoint(Arc::new(Inner { layout, by_name, ..(*self.0).clone() })))
@@ -267,6 +267,19 @@ impl Checkpoint {
             return Err(Error::WrongSize { what, needed: len as u64, given: found.len() as u64 });
         }
         Ok(found)
+    }
+
+    /// Runs `work` on the source of a tensor's bytes and the place of the first there. Its error names the tensor.
+    ///
+    /// # Errors
+    /// That of `work`; [`Error::Missing`] when there is no such tensor.
+    pub(crate) fn with_source<T>(
+        &self,
+        tensor: TensorId,
+        work: impl FnOnce(&dyn Source, u64) -> Result<T>,
+    ) -> Result<T> {
+        let (info, source) = self.part(tensor, 0, 0)?;
+        work(&**source, info.offset).map_err(|error| naming_tensor(error, &info.name))
     }
 
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.

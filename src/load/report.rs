@@ -27,6 +27,11 @@ pub struct LoadReport {
     pub dropped: u64,
     /// For each file of which parts were not in the page cache, and that the system would not read directly, why.
     pub not_direct: Vec<String>,
+    /// Bytes of files that a device read straight into its own memory, without host memory in between
+    /// ([GPUDirect Storage](crate::backend::FileReads)). They count in `read` too.
+    pub gds: u64,
+    /// For each device that could have read so, and each file that it did not take, why bytes passed host memory.
+    pub not_gds: Vec<String>,
     /// Bytes of memory shared with the model that this one was [derived](crate::Loader::derive) from.
     pub shared: u64,
     /// Bytes copied from the memory of that model.
@@ -83,6 +88,10 @@ impl fmt::Display for LoadReport {
             }
         }
         self.not_direct.iter().try_for_each(|why| write!(f, ", not read directly: {why}"))?;
+        if self.gds > 0 {
+            write!(f, ", {} read by GPUDirect Storage", ByteSize(self.gds).human())?;
+        }
+        self.not_gds.iter().try_for_each(|why| write!(f, ", not by GPUDirect Storage: {why}"))?;
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
         }

@@ -32,7 +32,7 @@ use crate::limits::STAGING_BYTES;
 use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
 use crate::staging::Pool;
-use crate::transfer::{Kept, ReadWays};
+use crate::transfer::{DeviceReads, Kept, ReadWays};
 
 /// The state that the threads of one load share.
 pub(super) struct Job<'a> {
@@ -45,6 +45,8 @@ pub(super) struct Job<'a> {
     pub(super) host: Arc<dyn Device>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
     on_device: OnDevice,
+    /// The reads of the devices that read files themselves.
+    device_reads: BTreeMap<DeviceId, DeviceReads>,
     pub(super) pool: Pool,
     pub(super) loader: &'a Loader<'a>,
     /// What homes on a disk are read from, if any are.
@@ -115,6 +117,7 @@ impl<'a> Job<'a> {
             reuse,
             routes,
             on_device: OnDevice::new(reservation, &host, loader.deadline),
+            device_reads: reservation.devices().filter_map(|d| Some((d.id(), DeviceReads::of(d)?))).collect(),
             streams,
             pool,
             loader,
@@ -197,7 +200,10 @@ impl<'a> Job<'a> {
         let requantised = lock(&self.requantised);
         let worst = requantised.iter().max_by(|(_, one), (_, other)| one.severity(other));
         let (direct, dropped, not_direct) = self.read_ways();
+        let (gds, not_gds): (Vec<u64>, Vec<_>) = self.device_reads.values().map(DeviceReads::report).unzip();
         LoadReport {
+            gds: gds.iter().sum(),
+            not_gds: not_gds.concat(),
             direct,
             dropped,
             not_direct,

@@ -1,12 +1,13 @@
 //! Files as sources.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::open_files::{OpenFile, ReopenedFile};
-use super::read::{ReadWays, Reader};
+use super::read::{Extent, ReadWays, Reader};
 use super::source::{Source, check_range};
 use super::stamp::Stamp;
 use crate::error::{Error, Result};
@@ -57,6 +58,36 @@ impl FileSource {
         FileSource { reader: Reader::always_cached(), ..self }
     }
 
+    /// Whether every read goes through the page cache.
+    pub(super) fn is_always_cached(&self) -> bool {
+        self.reader.is_always_cached()
+    }
+
+    /// The parts of a range that are in the page cache, and those that are not.
+    ///
+    /// # Errors
+    /// As [`open_direct`](FileSource::open_direct).
+    pub(super) fn extents(&self, at: u64, len: usize) -> Result<Vec<Extent>> {
+        let file = self.file.get()?;
+        Ok(self.reader.extents(&file.calls(self.stamp.len()), at, len))
+    }
+
+    /// The file once more, open for direct reads; or why it cannot be.
+    ///
+    /// # Errors
+    /// [`FileFault::Changed`](crate::error::FileFault::Changed) when another file is in its place, [`Error::Io`] when it cannot be
+    /// opened.
+    pub(super) fn open_direct(&self) -> Result<std::result::Result<File, String>> {
+        let file = self.file.get()?;
+        Ok(file.open_direct(self.stamp.len()))
+    }
+
+    /// Fails if the file has changed since it was opened. `file` is one of its descriptors.
+    pub(super) fn check(&self, file: &File) -> Result<()> {
+        let now = file.metadata().map_err(Error::io("read", self.path()))?;
+        self.file.check_metadata(&now)
+    }
+
     /// Reads from the open file. A change before or during the read is an error.
     fn read<T>(&self, at: u64, len: usize, read: impl FnOnce(&OpenFile) -> io::Result<T>) -> Result<T> {
         check_range(self.path(), self.stamp.len(), at, len)?;
@@ -89,8 +120,8 @@ impl Source for FileSource {
         self.read(at, len, |file| self.reader.read_within(&file.calls(self.stamp.len()), at, len, buffer))
     }
 
-    fn is_file(&self) -> bool {
-        true
+    fn file(&self) -> Option<&FileSource> {
+        Some(self)
     }
 
     fn ways(&self) -> ReadWays {
@@ -100,7 +131,7 @@ impl Source for FileSource {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
+    use std::fs;
     use std::time::{Duration, UNIX_EPOCH};
 
     use super::super::stamp::TICK;

@@ -1,6 +1,7 @@
 //! Sources of bytes, and the route of bytes that must pass through pinned memory.
 
 mod arbiter;
+mod device_reads;
 mod engine;
 mod file;
 mod landing;
@@ -11,6 +12,7 @@ mod read;
 mod source;
 mod stamp;
 
+pub(crate) use device_reads::{DeviceReads, FilePart, Stretch};
 pub(crate) use engine::Engine;
 pub use file::FileSource;
 pub(crate) use landing::{Landing, Values, dequantise};

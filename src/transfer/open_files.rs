@@ -63,6 +63,14 @@ impl OpenFile {
         OpenCalls::new(&self.file, len, &self.direct)
     }
 
+    /// The file once more, open for direct reads; or why it cannot be.
+    pub(super) fn open_direct(&self, len: u64) -> Result<File, String> {
+        #[cfg(target_os = "linux")]
+        return self.calls(len).open_once_more();
+        #[cfg(not(target_os = "linux"))]
+        return Err(format!("files of {len} bytes are read directly on Linux alone"));
+    }
+
     /// The system's calls on the file.
     #[cfg(not(target_os = "linux"))]
     pub(super) fn calls(&self, _len: u64) -> &PositionalFile {
@@ -139,9 +147,13 @@ impl ReopenedFile {
 
     /// Fails if the file has changed since it was last read.
     pub(super) fn check(&self, file: &OpenFile) -> Result<()> {
-        let now = file.file.metadata().map_err(Error::io("read", &self.path))?;
+        self.check_metadata(&file.file.metadata().map_err(Error::io("read", &self.path))?)
+    }
+
+    /// As [`check`](ReopenedFile::check), by what the system says of the file now.
+    pub(super) fn check_metadata(&self, now: &Metadata) -> Result<()> {
         // A panic leaves a stamp that was valid.
-        if lock(&self.last).is_unchanged(&now) { Ok(()) } else { Err(self.changed()) }
+        if lock(&self.last).is_unchanged(now) { Ok(()) } else { Err(self.changed()) }
     }
 
     pub(super) fn changed(&self) -> Error {

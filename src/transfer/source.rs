@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::file::FileSource;
 use super::read::ReadWays;
 use super::stamp::Stamp;
 use crate::backend::ReadPart;
@@ -46,10 +47,11 @@ pub trait Source: Send + Sync + fmt::Debug {
         parts.iter_mut().try_for_each(|part| self.read_at(part.at, part.dst))
     }
 
-    /// Whether this is a file, which can be read again at any time: weights on `disk` stay in such a source, and are read from it
-    /// for each use. What is in any other is copied to the disk. False unless the source says otherwise.
-    fn is_file(&self) -> bool {
-        false
+    /// The file whose bytes these are, if they are those of a file: a device may [read](crate::backend::FileReads) them itself
+    /// then, and weights on `disk` that nothing changes stay there, where they can be read again at any time. The default is none. A
+    /// source that wraps another may return that one's, if it need not see the reads.
+    fn file(&self) -> Option<&FileSource> {
+        None
     }
 
     /// How the bytes were read since the source was opened, if it is a file.
@@ -114,7 +116,6 @@ pub(super) fn check_range(path: &Path, actual: u64, at: u64, len: usize) -> Resu
 mod tests {
     use std::fs;
 
-    use super::super::FileSource;
     use super::*;
 
     fn fault(error: Error) -> FileFault {

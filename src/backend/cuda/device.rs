@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use super::Opened;
 use super::calls::{Code, StreamHandle};
 use super::context::{Context, Refusal};
+use super::cufile;
 use super::driver::Driver;
 use super::event::CudaFence;
 use super::memory::{DeviceMemory, Pool, free_and_total};
@@ -15,7 +16,7 @@ use super::peers;
 use super::reaper::Reaper;
 use super::stream::CudaStream;
 use crate::backend::{
-    BufMut, Charge, Device, Event, Health, Kernels, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream,
+    BufMut, Charge, Device, Event, FileReads, Health, Kernels, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream,
 };
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
@@ -29,6 +30,7 @@ pub(crate) struct CudaDevice {
     open: Arc<Opened>,
     /// The results of the peer access checks so far.
     peers: Mutex<BTreeMap<DeviceId, Peer>>,
+    files: cufile::Reads,
     context: Arc<Context>,
 }
 
@@ -48,7 +50,8 @@ impl CudaDevice {
         let reaper = Arc::new(Reaper::start(&context)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
-        Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), context })
+        let files = cufile::Reads::new(Arc::clone(&open.cufile), &context);
+        Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), files, context })
     }
 
     /// Adopts a stream of the caller, which `keep` holds open.
@@ -200,6 +203,10 @@ impl Device for CudaDevice {
 
     fn kernels(&self) -> Option<&dyn Kernels> {
         Some(self)
+    }
+
+    fn file_reads(&self) -> Option<&dyn FileReads> {
+        Some(&self.files)
     }
 
     fn copies_block(&self, source: &MemoryBlock) -> bool {

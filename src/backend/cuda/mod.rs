@@ -8,6 +8,7 @@
 
 mod calls;
 mod context;
+mod cufile;
 mod dequantise;
 mod device;
 mod driver;
@@ -28,7 +29,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
-use super::{Backend, Device, Found, Host};
+use super::{Backend, Device, Found, Gds, Host};
 use crate::bytes::ByteSize;
 use crate::device::{Bandwidth, DeviceId, DeviceInfo, DeviceKind, Topology};
 use crate::error::{Error, Result};
@@ -66,6 +67,8 @@ pub struct Cuda {
     pinned_cap: Option<ByteSize>,
     context: Option<ByteSize>,
     peers: bool,
+    gds: Option<Gds>,
+    cufile: Option<PathBuf>,
     numa_node: Option<u32>,
     host: Host,
     found: OnceLock<std::result::Result<Shared, String>>,
@@ -90,6 +93,8 @@ struct Opened {
     devices: Mutex<BTreeMap<u32, Weak<CudaDevice>>>,
     /// Whether they may copy directly from each other's memory.
     peers: bool,
+    /// The library by which they read files.
+    cufile: Arc<cufile::Settings>,
 }
 
 impl Opened {
@@ -123,6 +128,8 @@ impl Cuda {
             pinned_cap: None,
             context: None,
             peers: true,
+            gds: None,
+            cufile: None,
             numa_node: None,
             host: Host::new(),
             found: OnceLock::new(),
@@ -168,6 +175,23 @@ impl Cuda {
         self
     }
 
+    /// Sets when files are read straight into a device's memory, by NVIDIA GPUDirect Storage. Default: what the environment
+    /// variable `TENSOR_OFFLOAD_GDS` says (`off`, `auto`, `direct` or `always`), else [`Gds::Auto`]. All other reads pass pinned
+    /// memory of the host. [`LoadReport`](crate::LoadReport) says what a load did.
+    #[must_use]
+    pub fn gds(mut self, gds: Gds) -> Cuda {
+        self.gds = Some(gds);
+        self
+    }
+
+    /// Sets the file of the library of GPUDirect Storage, libcufile. Default: what the environment variable
+    /// `TENSOR_OFFLOAD_LIBCUFILE` names, else the system's, by its name.
+    #[must_use]
+    pub fn cufile(mut self, file: impl Into<PathBuf>) -> Cuda {
+        self.cufile = Some(file.into());
+        self
+    }
+
     /// Sets the NUMA node of the host on which memory of 1 MiB or more is pinned. Default: the node of the device that the
     /// memory is for ([`allocate_near`](Device::allocate_near)). If no device is named, it is the node of the open devices, if
     /// the system reports the same for all; otherwise the node on which the threads run that touch the memory first.
@@ -199,7 +223,9 @@ impl Cuda {
             let nvml = nvml.inspect_err(|why| tracing::debug!(%why, "no management library")).ok();
             let mut devices = driver.devices()?;
             devices.iter_mut().for_each(|info| self.add_links(info, nvml.as_ref()));
-            let open = Arc::new(Opened { peers: self.peers, devices: Mutex::default() });
+            let (gds, library, sysfs) = (self.gds, self.cufile.clone(), self.sysfs.clone());
+            let cufile = Arc::new(cufile::Settings::new(gds, library, sysfs));
+            let open = Arc::new(Opened { peers: self.peers, devices: Mutex::default(), cufile });
             let limit = self.pinned_cap.map_or_else(|| self.host.cpu().pinned_cap(), ByteSize::get);
             let pins = Arc::new(Pins::new(limit, Arc::clone(&open)));
             Ok(Shared { driver, nvml, devices, pins, open })

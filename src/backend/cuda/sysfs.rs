@@ -49,6 +49,13 @@ impl Sysfs {
         std::fs::read_to_string(file).ok().and_then(|text| processors(text.trim())).unwrap_or_default()
     }
 
+    /// The folder of a block device by its number, as it is among all devices.
+    #[cfg(target_os = "linux")]
+    pub(super) fn block_device(&self, number: u64) -> Option<PathBuf> {
+        let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+        self.0.join(format!("dev/block/{major}:{minor}")).canonicalize().ok()
+    }
+
     fn nodes(&self) -> usize {
         let Ok(entries) = std::fs::read_dir(self.0.join("devices/system/node")) else { return 0 };
         let is_node = |name: &str| name.strip_prefix("node").is_some_and(|rest| rest.parse::<u32>().is_ok());

@@ -1,4 +1,5 @@
-//! Tensors on their way to other devices: through the staging buffers piece by piece, or whole if the host patches them.
+//! Tensors on their way to other devices: through the staging buffers piece by piece, or whole if the host patches them; or
+//! past the host, where a device reads files itself.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -8,6 +9,7 @@ use crate::backend::{Buf, BufMut, Event, MemoryKind, Piece, Stream, Transfer};
 use crate::checkpoint::TensorId;
 use crate::error::{Error, Result};
 use crate::patch::TensorPatch;
+use crate::transfer::{FilePart, Stretch};
 
 impl Job<'_> {
     /// Fills a block that lives on another device, through staging buffers.
@@ -32,9 +34,55 @@ impl Job<'_> {
         Ok(memory.freeze())
     }
 
-    /// Sends an unpatched tensor in pieces through the pool.
-    fn send_plain(&self, tensor: TensorId, range: Range<usize>, memory: BufMut, stream: &dyn Stream) -> Result<BufMut> {
-        self.send_parts(range, memory, stream, |at, len, buffer| self.read_within(tensor, at as u64, len, buffer))
+    /// Fills the place of an unpatched tensor: what its device reads itself, and the rest in pieces through the pool.
+    fn send_plain(
+        &self,
+        tensor: TensorId,
+        range: Range<usize>,
+        mut memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
+        for Stretch { bytes, by_device } in self.divided(tensor, &range, stream)? {
+            let read = if by_device { self.read_on_device(tensor, &bytes, &range, &mut memory, stream)? } else { 0 };
+            let rest = bytes.start + read..bytes.end;
+            memory = self.send_parts(
+                range.start + rest.start..range.start + rest.end,
+                memory,
+                stream,
+                |at, len, buffer| self.read_within(tensor, (rest.start + at) as u64, len, buffer),
+            )?;
+        }
+        Ok(memory)
+    }
+
+    /// The bytes of a tensor, by whether its device reads them itself.
+    fn divided(&self, tensor: TensorId, range: &Range<usize>, stream: &dyn Stream) -> Result<Vec<Stretch>> {
+        let Some(reads) = self.device_reads.get(&stream.device()) else {
+            return Ok(vec![Stretch { bytes: 0..range.len(), by_device: false }]);
+        };
+        let checkpoint = self.files(tensor)?.checkpoint();
+        checkpoint.with_source(tensor, |source, from| Ok(reads.divide(&FilePart { source, from, to: range.clone() })))
+    }
+
+    /// Has the device read `bytes` of a tensor into their place, of which the tensor has `range`. Returns how many it read.
+    fn read_on_device(
+        &self,
+        tensor: TensorId,
+        bytes: &Range<usize>,
+        range: &Range<usize>,
+        memory: &mut BufMut,
+        stream: &dyn Stream,
+    ) -> Result<usize> {
+        let Some(reads) = self.device_reads.get(&stream.device()) else { return Ok(0) };
+        let checkpoint = self.files(tensor)?.checkpoint();
+        checkpoint.with_source(tensor, |source, from| {
+            let to = range.start + bytes.start..range.start + bytes.end;
+            let part = FilePart { source, from: from + bytes.start as u64, to };
+            reads.read(&[part], memory, self.loader.deadline, |read| {
+                self.count_read(read);
+                self.check_cancelled()
+            })
+        })
     }
 
     /// Sends a tensor that is only cast in pieces through the pool.

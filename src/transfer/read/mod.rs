@@ -24,7 +24,8 @@ pub(crate) use bounce::Kept;
 pub(super) use system::{DirectFile, OpenCalls};
 
 use bounce::Bounce;
-use extents::{Extent, extents};
+pub(super) use extents::Extent;
+use extents::extents;
 
 /// Reads of fewer bytes go through the page cache: asking costs as much as it could save.
 pub(super) const LEAST: usize = 256 << 10;
@@ -138,6 +139,10 @@ impl Reader {
         Reader { always_cached: true, ..Reader::default() }
     }
 
+    pub(super) fn is_always_cached(&self) -> bool {
+        self.always_cached
+    }
+
     pub(super) fn ways(&self) -> ReadWays {
         let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let (cached, dropped, direct) = (count(&self.cached), count(&self.dropped), count(&self.direct));
@@ -195,7 +200,7 @@ impl Reader {
     }
 
     /// The parts of a range that the page cache has, and those that it does not have.
-    fn extents(&self, calls: &impl Calls, at: u64, len: usize) -> Vec<Extent> {
+    pub(super) fn extents(&self, calls: &impl Calls, at: u64, len: usize) -> Vec<Extent> {
         let asked = !self.always_cached && len >= LEAST;
         extents(at, len, |range| if asked { calls.cached(range) } else { None })
     }

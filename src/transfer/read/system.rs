@@ -39,6 +39,14 @@ impl<'a, F: AsFd> OpenCalls<'a, F> {
         OpenCalls { file, len, direct }
     }
 
+    /// The file once more, open for direct reads; or why it cannot be.
+    pub(in crate::transfer) fn open_once_more(&self) -> Result<File, String> {
+        self.open_direct().map(|(file, _)| file).map_err(|why| match why {
+            NotDirect::Refused(why) => why,
+            NotDirect::NotNow => "no descriptor is left".to_owned(),
+        })
+    }
+
     /// Opens the file once more, whatever has become of its name.
     fn open_direct(&self) -> Result<(File, Alignment), NotDirect> {
         let alignment = self.alignment()?;
