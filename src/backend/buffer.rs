@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::event::until;
-use super::{Charge, Event, FenceState, MemoryBlock, Storage};
+use super::{Charge, Event, FenceState, MemoryBlock, Readable, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Result};
 
@@ -243,6 +243,13 @@ impl Buf {
     /// The buffer's offset in its allocation.
     pub(super) fn start(&self) -> usize {
         self.handle.range.start
+    }
+
+    /// What bytes that stay [elsewhere](super::Device::read_only) are read from: each extent with its offset there and its size.
+    /// `None` for other memory, and for bytes that the host keeps by now.
+    pub(crate) fn extents(&self, range: &Range<usize>) -> Option<Vec<(&Arc<dyn Readable>, u64, usize)>> {
+        let start = self.start();
+        self.handle.allocation.extents(start + range.start..start + range.end)
     }
 
     /// The events after which the contents are available, complete ones included. Queries no backend.

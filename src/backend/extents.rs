@@ -1,5 +1,6 @@
 //! Memory that is bytes of something else, which are read each time that they are needed: the files of a model.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,7 +20,7 @@ pub struct ReadPart<'a> {
 }
 
 /// Bytes that can be read by position at any time, by any number of threads at once.
-pub trait Readable: Send + Sync {
+pub trait Readable: Any + Send + Sync {
     /// Fills the parts, which may be in any order.
     ///
     /// # Errors

@@ -6,11 +6,12 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::Charge;
 use super::process::Process;
 use super::software::ExtentMemory;
+use super::{Charge, Readable};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -167,6 +168,12 @@ impl MemoryBlock {
     /// Whether the bytes stay [elsewhere](super::Device::read_only) and have been kept in host memory since they were last read.
     pub(crate) fn is_kept(&self) -> bool {
         self.downcast::<ExtentMemory>().is_some_and(ExtentMemory::is_kept)
+    }
+
+    /// What a range of bytes is read from that stay [elsewhere](super::Device::read_only) and are not kept.
+    pub(super) fn extents(&self, range: Range<usize>) -> Option<Vec<(&Arc<dyn Readable>, u64, usize)>> {
+        let memory = self.downcast::<ExtentMemory>().filter(|memory| !memory.is_kept())?;
+        Some(memory.parts(range).collect())
     }
 
     /// Whether others can reach this host memory too, so that it has no address but during an access.

@@ -16,16 +16,7 @@ use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::schedule::Groups;
-use crate::transfer::Source;
-
-/// A file that homes are read from.
-struct InFile(Arc<dyn Source>);
-
-impl Readable for InFile {
-    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        self.0.read_parts(parts)
-    }
-}
+use crate::transfer::{InFile, Source};
 
 /// Bytes that nobody has given yet.
 struct Unspecified;

@@ -1,13 +1,14 @@
 //! The routes by which bytes reach the compute device: one lane per source device and kind of route, each with its own
 //! streams, so that the parts of a layer are copied concurrently.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::report::{LaneReport, Via};
 use super::through_host::ThroughHost;
-use crate::backend::{Buf, BufMut, Device, Piece, Rejected, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, MemoryBlock, Piece, Rejected, Role, Route, Stream, Transfer};
 use crate::checkpoint::{ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
@@ -117,6 +118,28 @@ impl Lanes {
     /// Whether a lane's bytes cross a link.
     pub(super) fn is_local(&self, lane: usize) -> bool {
         self.lanes[lane].via == Via::Local
+    }
+
+    /// What the device has read itself of files, and why not more; `None` if it reads none.
+    pub(super) fn device_reads(&self) -> Option<(u64, Vec<String>)> {
+        self.lanes.iter().find_map(|lane| match &lane.route {
+            LaneRoute::Staged(staging) => staging.device_reads(),
+            _ => None,
+        })
+    }
+
+    /// Has the device prepare memory that it reads files into, if it reads any. The memory is prepared while the values live.
+    pub(super) fn prepare(&self, memory: impl Iterator<Item = Arc<MemoryBlock>>) -> Vec<Box<dyn Any + Send + Sync>> {
+        let reads = self.device.file_reads().filter(|reads| self.device_reads().is_some() && reads.ready().is_ok());
+        let Some(reads) = reads else { return Vec::new() };
+        let register = |memory: Arc<MemoryBlock>| match reads.register_memory(&memory) {
+            Ok(registered) => Some(registered),
+            Err(why) => {
+                tracing::debug!(device = %self.device.id(), %why, "reads of files pass another buffer of the device");
+                None
+            }
+        };
+        memory.filter_map(register).collect()
     }
 
     /// The bytes that a part of a layer reads from a disk, were it fetched now.

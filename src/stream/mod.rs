@@ -10,6 +10,7 @@ mod rows;
 mod slots;
 mod through_host;
 
+use std::any::Any;
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
@@ -79,6 +80,8 @@ pub struct Streamer {
     rows: Option<Pool>,
     deadline: Duration,
     report: StreamReport,
+    /// Slots that the device has prepared to read files into, while these live.
+    _prepared: Vec<Box<dyn Any + Send + Sync>>,
     /// The process that its lanes' threads run in.
     process: Process,
 }
@@ -205,8 +208,9 @@ impl Streamer {
         let plan = model.plan();
         let schedule = Schedule::new(&streamed.contents, slots.sizes(), plan.depth(), plan.fixed_slots());
         let (model, streamed, deadline) = (Arc::clone(model), Arc::new(streamed), model.limits().work);
-        let process = Process::current();
-        Streamer { model, compute, lanes, streamed, schedule, slots, spare, rows: None, deadline, report, process }
+        let (process, rows) = (Process::current(), None);
+        let _prepared = lanes.prepare(slots.allocations());
+        Streamer { model, compute, lanes, streamed, schedule, slots, spare, rows, deadline, report, _prepared, process }
     }
 
     /// Sets the longest time that the host waits for anything, capped at a century. The default comes from the
@@ -239,6 +243,9 @@ impl Streamer {
             true => Some(self.fetched(layer)?),
             false => None,
         };
+        if let Some((gds, not_gds)) = self.lanes.device_reads() {
+            (self.report.gds, self.report.not_gds) = (gds, not_gds);
+        }
         let mut known = HashSet::new();
         let on_host = self.compute.device().is_host();
         let arrivals = slot.iter().flat_map(|(_, parts)| parts).flat_map(Buf::filled_by);

@@ -25,6 +25,11 @@ pub struct StreamReport {
     pub bytes: BTreeMap<DeviceId, u64>,
     /// The bytes among these that were read from a disk: all from `disk`, but for those that the host [keeps](crate::Loader::host_cache).
     pub read: u64,
+    /// The bytes among these that the compute device read straight from files ([GPUDirect Storage](crate::backend::FileReads)), for
+    /// all streamers to this device since the first of those that there are.
+    pub gds: u64,
+    /// Why it did not read others so, if it could have.
+    pub not_gds: Vec<String>,
     /// The same bytes, by the route that they took.
     pub lanes: Vec<LaneReport>,
     /// Stalls of the thread that asks for layers, by what it waited for.
@@ -157,6 +162,10 @@ impl fmt::Display for StreamReport {
         if kept > 0 {
             write!(f, ", {} of it kept in host memory", ByteSize(kept).human())?;
         }
+        if self.gds > 0 {
+            write!(f, ", {} read by GPUDirect Storage", ByteSize(self.gds).human())?;
+        }
+        self.not_gds.iter().try_for_each(|why| write!(f, ", not by GPUDirect Storage: {why}"))?;
         for (what, Stalls { count, time }) in stalls {
             write!(f, ", stalled {count} times for {:.3} s on {what}", time.as_secs_f64())?;
         }

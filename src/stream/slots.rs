@@ -61,6 +61,11 @@ impl Slots {
         self.0.iter().map(of).collect()
     }
 
+    /// The allocations of all slots.
+    pub(super) fn allocations(&self) -> impl Iterator<Item = Arc<MemoryBlock>> {
+        self.0.iter().flat_map(|slot| &slot.0).filter_map(|block| block.allocation.clone())
+    }
+
     /// The allocation of a block of a slot. `None` if the slot lacks the block.
     pub(super) fn allocation(&self, slot: usize, block: usize) -> Option<&Arc<MemoryBlock>> {
         self.0.get(slot)?.0.get(block)?.allocation.as_ref()

@@ -9,11 +9,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::arbiter::Arbiter;
+use super::device_reads::DeviceReads;
 use super::engine::Shared;
 use super::landing::{Landing, Values};
 use crate::backend::{Buf, BufMut, Device, Event, Flight, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::staging::{self, Lease};
 
@@ -80,7 +81,10 @@ enum State {
 }
 
 /// The route from one device to another through pinned buffers. It serves all clients in fair turns.
-pub(crate) struct StagingLane(Arc<Arbiter<Arc<Job>>>);
+pub(crate) struct StagingLane {
+    orders: Arc<Arbiter<Arc<Job>>>,
+    reads: Option<Arc<DeviceReads>>,
+}
 
 /// A pinned buffer that is being filled with a range of an order's destination.
 struct Filling<'p> {
@@ -103,6 +107,8 @@ struct Worker {
     up: Arc<dyn Stream>,
     down: Arc<dyn Stream>,
     shared: Shared,
+    /// The reads of the device, where it can read the source's files itself.
+    reads: Option<Arc<DeviceReads>>,
 }
 
 impl StagingLane {
@@ -116,11 +122,17 @@ impl StagingLane {
     ) -> Result<StagingLane> {
         let arbiter = Arc::new(Arbiter::new(QUANTUM));
         let to = up.device();
-        let worker = Worker { source, to, device, up, down, shared };
+        let reads = (source.kind() == DeviceKind::Disk).then(|| DeviceReads::of(&device)).flatten().map(Arc::new);
+        let worker = Worker { source, to, device, up, down, shared, reads: reads.clone() };
         let orders = Arc::clone(&arbiter);
         let thread = std::thread::Builder::new().name(format!("{source} to {to}"));
         thread.spawn(move || worker.run(&orders)).map_err(Error::io("start a thread for", source.to_string()))?;
-        Ok(StagingLane(arbiter))
+        Ok(StagingLane { orders: arbiter, reads })
+    }
+
+    /// The bytes that the device has read itself for all clients, and why it did not read others; `None` if it reads no files.
+    pub(crate) fn device_reads(&self) -> Option<(u64, Vec<String>)> {
+        self.reads.as_ref().map(|reads| reads.report())
     }
 
     /// Submits an order. It begins when no earlier use of its destination is pending.
@@ -130,7 +142,7 @@ impl StagingLane {
         let (cancelled, finished) = (AtomicBool::new(false), Condvar::new());
         let job =
             Arc::new(Job { bytes, deadline, cancelled, state: Mutex::new(State::Waiting(dst, ordered)), finished });
-        if let Err(job) = self.0.submit(client, bytes, Arc::clone(&job), urgent) {
+        if let Err(job) = self.orders.submit(client, bytes, Arc::clone(&job), urgent) {
             job.cancel(0);
         }
         PendingOrder(job)
@@ -147,7 +159,7 @@ impl Ordered {
 
 impl Drop for StagingLane {
     fn drop(&mut self) {
-        self.0.close();
+        self.orders.close();
     }
 }
 
@@ -306,10 +318,20 @@ impl Worker {
         pieces: &[Piece],
         mut dst: BufMut,
     ) -> Result<BufMut, (Error, Option<BufMut>)> {
+        // First, since a device reads beside its streams, into memory that none of them uses.
+        let rest = match self.read_by_device(job, until, pieces, &mut dst) {
+            Ok(rest) => rest,
+            Err(error) => return Err((error, Some(dst))),
+        };
+        let pieces = rest.as_deref().unwrap_or(pieces);
+        let begin = pieces.first().map_or(0, |piece| piece.at);
         let end = pieces.last().map_or(0, |piece| piece.at + piece.from.len());
         let each = self.shared.pool.bytes_each();
         let mut begun: VecDeque<Filling<'_>> = VecDeque::new();
-        for load in (0..end).step_by(each.max(1)).map(|at| at..end.min(at + each)) {
+        for load in (begin..end).step_by(each.max(1)).map(|at| at..end.min(at + each)) {
+            if within(pieces, &load).next().is_none() {
+                continue;
+            }
             let leased = loop {
                 let Some(oldest) = begun.pop_front() else { break self.buffer(job, until) };
                 // A lane that holds a buffer waits for no other, since two lanes could wait for each other.
@@ -329,6 +351,20 @@ impl Worker {
             }
         }
         begun.into_iter().try_fold(dst, |dst, filling| self.send(filling, until, dst))
+    }
+
+    /// Has the device read what it can itself. Returns the pieces that are left; `None` if those are all.
+    fn read_by_device(
+        &self,
+        job: &Job,
+        until: Instant,
+        pieces: &[Piece],
+        dst: &mut BufMut,
+    ) -> Result<Option<Vec<Piece>>> {
+        let Some(reads) = &self.reads else { return Ok(None) };
+        let left = until.saturating_duration_since(Instant::now());
+        let progress = |_| if job.cancelled.load(Ordering::Relaxed) { Err(cancelled(job.bytes)) } else { Ok(()) };
+        reads.take(pieces, dst, left, progress).map(Some)
     }
 
     /// Sends on what a pinned buffer is being filled with. Returns the destination.

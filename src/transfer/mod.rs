@@ -4,6 +4,7 @@ mod arbiter;
 mod device_reads;
 mod engine;
 mod file;
+mod in_file;
 mod landing;
 mod lane;
 mod mapping;
@@ -15,6 +16,7 @@ mod stamp;
 pub(crate) use device_reads::{DeviceReads, FilePart, Stretch};
 pub(crate) use engine::Engine;
 pub use file::FileSource;
+pub(crate) use in_file::InFile;
 pub(crate) use landing::{Landing, Values, dequantise};
 #[cfg(test)]
 pub(crate) use lane::Finished;

@@ -50,7 +50,10 @@ impl ExtentMemory {
     }
 
     /// The parts of a range, each with what it is read from, its offset there, and its size.
-    fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&Arc<dyn Readable>, u64, usize)> {
+    pub(in crate::backend) fn parts(
+        &self,
+        range: Range<usize>,
+    ) -> impl Iterator<Item = (&Arc<dyn Readable>, u64, usize)> {
         let first = self.extents.partition_point(|(start, extent)| start + extent.bytes <= range.start);
         let reached = self.extents[first..].iter().take_while(move |(start, _)| *start < range.end);
         reached.map(move |(start, extent)| {

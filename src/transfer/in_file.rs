@@ -1,0 +1,66 @@
+//! Sources as what memory of a disk reads, and what a device reads of such memory itself.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::device_reads::{DeviceReads, FilePart, Stretch};
+use super::source::Source;
+use crate::backend::{BufMut, Piece, ReadPart, Readable};
+use crate::error::Result;
+
+/// A source whose bytes are memory of a disk.
+pub(crate) struct InFile(pub(crate) Arc<dyn Source>);
+
+impl Readable for InFile {
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        self.0.read_parts(parts)
+    }
+}
+
+impl DeviceReads {
+    /// Has the device read what it can of `pieces` into `dst`: what stays in files. Returns the others, and what it left, in their
+    /// order. `progress` is told the bytes of each read, and ends the reads by an error.
+    ///
+    /// # Errors
+    /// As [`read`](DeviceReads::read).
+    pub(super) fn take(
+        &self,
+        pieces: &[Piece],
+        dst: &mut BufMut,
+        deadline: Duration,
+        mut progress: impl FnMut(usize) -> Result<()>,
+    ) -> Result<Vec<Piece>> {
+        let mut left = Vec::new();
+        for piece in pieces {
+            let Some(extents) = piece.src.extents(&piece.from) else {
+                left.push(piece.clone());
+                continue;
+            };
+            let mut done = 0;
+            for (of, from, bytes) in extents {
+                let rest = |bytes: std::ops::Range<usize>| {
+                    let (start, end) = (piece.from.start + done + bytes.start, piece.from.start + done + bytes.end);
+                    Piece { src: piece.src.clone(), from: start..end, at: piece.at + done + bytes.start }
+                };
+                let Some(InFile(source)) = (&**of as &dyn Any).downcast_ref::<InFile>() else {
+                    left.push(rest(0..bytes));
+                    done += bytes;
+                    continue;
+                };
+                let to = piece.at + done..piece.at + done + bytes;
+                let part = FilePart { source: &**source, from, to };
+                for Stretch { bytes, by_device } in self.divide(&part) {
+                    let to = part.to.start + bytes.start..part.to.start + bytes.end;
+                    let stretch = FilePart { from: part.from + bytes.start as u64, to, ..part.clone() };
+                    let read = if by_device { self.read(&[stretch], dst, deadline, &mut progress)? } else { 0 };
+                    if read < bytes.len() {
+                        left.push(rest(bytes.start + read..bytes.end));
+                    }
+                }
+                done += bytes;
+            }
+        }
+        Ok(left)
+    }
+}
