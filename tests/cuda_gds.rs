@@ -17,10 +17,12 @@ use card::{
 use cuda_standin::{Config, Effect};
 use cufile_standin::{Config as Library, Fault, library_path, session};
 use rustix::fs::{Advice, OFlags, fadvise, statfs};
-use support::{GPU0, Subject, blocks, llama, safetensors, spec};
+use support::{GPU0, Subject, blocks, check_pass, llama, safetensors, spec};
 use tensor_offload::backend::{Backend, BufMut, Cuda, Device, Gds, MemoryKind, NoFileReads, Role, Transfer};
 use tensor_offload::error::FileFault;
-use tensor_offload::{Cancel, Checkpoint, DType, DeviceId, Error, Loader, Matching, Model, Registry, Result, Weights};
+use tensor_offload::{
+    Cancel, Checkpoint, DType, DeviceId, Error, Loader, Matching, Model, Registry, Result, Streamer, Weights,
+};
 
 const MIB: usize = 1 << 20;
 const ON_DEVICE: &str = "cuda:0,100%";
@@ -528,4 +530,64 @@ fn cuda_the_library_that_is_named_gives_the_same_model() {
         assert!(report.gds == large(&subject) || !report.not_gds.is_empty() || gds != Gds::Always, "{report}");
     }
     close(&cuda);
+}
+
+/// Two passes over layers that stay in files, over a library that says this of itself. Returns the bytes that went straight to
+/// slots, and why others did not.
+fn streamed(gds: Gds, library: &Library, faults: &[Fault], subject: &Subject) -> (u64, Vec<String>) {
+    let (cuda, library) = (driver(&cards()), session(library));
+    library.fault(faults);
+    let read = {
+        let devices = devices(gds);
+        let plan = subject.planner(devices.machine(), "cuda:0,10%;cpu,10%;disk,*").depth(1).plan().unwrap();
+        let model = Arc::new(Loader::new(&devices).deadline(DEADLINE).load(&subject.weights, &plan).unwrap());
+        assert!(model.report().in_files > 0);
+        let before = library.report().bytes;
+        let mut streamer = Streamer::new(&model).unwrap().deadline(DEADLINE);
+        (0..2).for_each(|_| check_pass(&mut streamer, subject).unwrap());
+        let report = streamer.report().clone();
+        let slots = plan.slots().bytes();
+        assert!(library.report().memory <= slots, "{} of {slots} bytes", library.report().memory);
+        drop(streamer);
+        // The last pass has prefetched the first layer of the next.
+        assert!(report.gds <= library.report().bytes - before && report.gds <= report.read, "{report}");
+        assert_eq!(report.to_string().contains("read by GPUDirect Storage"), report.gds > 0);
+        drop(model);
+        assert_given_back(&devices, None, "a streamed model");
+        (report.gds, report.not_gds)
+    };
+    close(&cuda);
+    cuda.assert_clean();
+    let report = library.report();
+    assert!(report.violations.is_empty() && report.files == 0 && report.memory == 0, "{faults:?} {report:?}");
+    // What could not be closed stays open.
+    assert!(report.open <= u64::from(!faults.is_empty()), "{faults:?} {report:?}");
+    read
+}
+
+#[test]
+fn cuda_a_device_reads_streamed_layers_into_their_slots() {
+    let folder = folder();
+    let subject = subject(&file(folder.path()));
+    for most_bytes in [usize::MAX, 100_003] {
+        let (gds, why) = streamed(Gds::Always, &Library { most_bytes, ..Library::default() }, &[], &subject);
+        assert!(gds > 4 * MIB as u64 && why.is_empty(), "{gds} {why:?}");
+    }
+    // Slots that cannot be registered are read into all the same.
+    let small = Library { most_registered: 0, ..Library::default() };
+    let (gds, why) = streamed(Gds::Always, &small, &[], &subject);
+    assert!(gds > 4 * MIB as u64 && why.is_empty(), "{gds} {why:?}");
+    let (gds, why) = streamed(Gds::Off, &Library::default(), &[], &subject);
+    assert!(gds == 0 && why == ["cuda:0: it is switched off"], "{why:?}");
+}
+
+#[test]
+fn cuda_whatever_call_of_the_library_fails_layers_have_their_bytes() {
+    let folder = folder();
+    let subject = subject(&file(folder.path()));
+    for nth in 1..30 {
+        for fault in [Fault::any(nth, 5030), Fault::any(nth, 5022).onwards(), Fault::errno(nth, 5)] {
+            streamed(Gds::Always, &Library::default(), &[fault], &subject);
+        }
+    }
 }
