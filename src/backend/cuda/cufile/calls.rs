@@ -15,8 +15,11 @@ pub(super) type FileHandle = *mut c_void;
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 pub(super) const OPAQUE_FD: c_int = 1;
 
-/// The bit of `CU_FILE_ALLOW_COMPAT_MODE` in [`NvfsProperties::control`].
+/// The bits of `CU_FILE_ALLOW_COMPAT_MODE`, `CU_FILE_VANILLA_POSIX_IO_MODE` and `CU_FILE_FALLBACK_IO_MODE` in
+/// [`NvfsProperties::control`].
 const ALLOW_COMPAT: c_uint = 1 << 1;
+const PLAIN_READS: c_uint = 1 << 2;
+const FALLBACK: c_uint = 1 << 4;
 
 /// The bit of `CU_FILE_P2P_SUPPORTED` in [`Properties::features`].
 const PEER_TO_PEER: c_uint = 1 << 4;
@@ -78,12 +81,13 @@ pub(super) struct Properties {
 impl Properties {
     /// Whether bytes can reach a device without host memory: by nvidia-fs, or by peer-to-peer DMA of the kernel's.
     pub(super) fn is_direct(&self) -> bool {
-        (self.nvfs.major, self.nvfs.minor) != (0, 0) || self.features & PEER_TO_PEER != 0
+        let can = (self.nvfs.major, self.nvfs.minor) != (0, 0) || self.features & PEER_TO_PEER != 0;
+        can && self.nvfs.control & PLAIN_READS == 0
     }
 
     /// Whether a file that cannot be read directly is read through host memory, without a word.
     pub(super) fn allows_compatibility(&self) -> bool {
-        self.nvfs.control & ALLOW_COMPAT != 0
+        self.nvfs.control & (ALLOW_COMPAT | PLAIN_READS | FALLBACK) != 0
     }
 }
 
@@ -233,8 +237,8 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Properties, features), 32);
     }
 
-    /// What the library says of itself: by its version 1.14 without nvidia-fs, which allows compatibility mode, and as its
-    /// header describes the other cases.
+    /// The first four are what versions 1.14 and 1.20 said of themselves without nvidia-fs, in different modes; the others follow
+    /// from the header.
     #[test]
     fn properties_tell_whether_reads_are_direct() {
         let properties = |major, features, control| Properties {
@@ -244,8 +248,13 @@ mod tests {
         };
         let cases = [
             ((0, 7, 2), (false, true)),
+            ((0, 15, 2), (false, true)),
+            ((0, 15, 6), (false, true)),
+            ((0, 15, 18), (false, true)),
             ((2, 7, 2), (true, true)),
-            ((2, 7, 0), (true, false)),
+            ((2, 7, 1), (true, false)),
+            ((2, 7, 4), (false, true)),
+            ((2, 7, 16), (true, true)),
             ((0, 23, 0), (true, false)),
         ];
         for ((major, features, control), expected) in cases {

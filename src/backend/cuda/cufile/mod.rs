@@ -111,8 +111,8 @@ impl Settings {
         if support::is_direct(properties.nvfs.supported, magic, device.as_deref()) {
             return Ok(());
         }
-        let why = "libcufile may read its storage through host memory and does not tell; with CUFILE_ALLOW_COMPAT_MODE=false \
-                   in the environment it would refuse";
+        let why = "libcufile may read its storage through host memory and does not tell; it would refuse with \
+                   \"allow_compat_mode\": false in its configuration";
         Err(NoFileReads::Bounced { why: why.to_owned() })
     }
 
