@@ -279,7 +279,7 @@ impl Work {
             Work::Copy { pieces, dst } => {
                 for (src, from, _) in pieces {
                     let bytes = from.len() as u64;
-                    end = timeline.map_or(end, |timeline| timeline.transfer(src.device(), dst.device(), bytes, end));
+                    end = timeline.map_or(end, |timeline| timeline.transfer(origin(src), dst.device(), bytes, end));
                 }
                 // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The events that it waits for
                 // are complete, and its own event, which all later users wait for, is not.
@@ -292,6 +292,11 @@ impl Work {
         }
         Ok(end)
     }
+}
+
+/// The device whose link the bytes of a source take: the host's, if it keeps what stays elsewhere.
+fn origin(src: &MemoryBlock) -> DeviceId {
+    if src.is_kept() { DeviceId::CPU } else { src.device() }
 }
 
 /// Does the work immediately and advances `tail`, the end of the stream's work, by the time that it would have taken.
@@ -319,7 +324,7 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
             }
             Work::Copy { pieces, dst } => {
                 for (src, from, _) in pieces {
-                    at = timeline.transfer(src.device(), dst.device(), from.len() as u64, at);
+                    at = timeline.transfer(origin(src), dst.device(), from.len() as u64, at);
                 }
                 // SAFETY: a transfer's ranges are inside its buffers, which do not overlap. The work that it waits for is
                 // complete, and so is this copy before anyone has its event.
