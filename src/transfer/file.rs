@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::open_files::{OpenFile, ReopenedFile};
-use super::read::{ReadWays, Reader};
+use super::read::{ReadPart, ReadWays, Reader};
 use super::source::{Source, check_range};
 use super::stamp::Stamp;
 use crate::error::{Error, Result};
@@ -57,9 +57,14 @@ impl FileSource {
         FileSource { reader: Reader::always_cached(), ..self }
     }
 
-    /// Reads from the open file. A change before or during the read is an error.
+    /// Reads bytes of a range from the open file.
     fn read<T>(&self, at: u64, len: usize, read: impl FnOnce(&OpenFile) -> io::Result<T>) -> Result<T> {
         check_range(self.path(), self.stamp.len(), at, len)?;
+        self.read_checked(read)
+    }
+
+    /// Reads from the open file, within its length. A change before or during the read is an error.
+    fn read_checked<T>(&self, read: impl FnOnce(&OpenFile) -> io::Result<T>) -> Result<T> {
         let file = self.file.get()?;
         let read = match read(&file) {
             // The range was within the file when it was opened.
@@ -87,6 +92,12 @@ impl Source for FileSource {
 
     fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
         self.read(at, len, |file| self.reader.read_within(&file.calls(self.stamp.len()), at, len, buffer))
+    }
+
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        parts.iter().try_for_each(|part| check_range(self.path(), self.stamp.len(), part.at, part.dst.len()))?;
+        let parts = parts.iter_mut().map(ReadPart::reborrow).collect();
+        self.read_checked(|file| self.reader.read_parts(&file.calls(self.stamp.len()), parts))
     }
 
     fn ways(&self) -> ReadWays {

@@ -11,6 +11,7 @@ mod bounce;
 mod extents;
 #[cfg(target_os = "linux")]
 mod page_cache;
+mod scatter;
 #[cfg(target_os = "linux")]
 mod system;
 
@@ -20,6 +21,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub(crate) use bounce::Kept;
+pub use scatter::ReadPart;
+pub(crate) use scatter::divide;
 #[cfg(target_os = "linux")]
 pub(super) use system::{DirectFile, OpenCalls};
 
