@@ -1,10 +1,13 @@
-//! The library's own thread pool, for parallel work on host memory: patching, and large copies.
+//! The library's own thread pool, for parallel work on host memory: patching, and large copies. And plain threads, for work that
+//! waits: reads.
 //!
 //! The pool is separate from the caller's. In the caller's pool this work could wait for threads that are all waiting for
 //! it, for example if each of them called a load. Work in this pool waits only for other parts of itself, and takes no
 //! lock.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::panic::resume_unwind;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::vec::IntoIter;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -27,8 +30,67 @@ pub(crate) fn run<R: Send>(work: impl FnOnce() -> R + Send) -> Result<R> {
     std::thread::scope(|scope| {
         let waits = std::thread::Builder::new().name("tensor-offload waits".to_owned());
         let waits = waits.spawn_scoped(scope, || pool.install(work)).map_err(no_threads)?;
-        waits.join().map_or_else(|panic| std::panic::resume_unwind(panic), Ok)
+        waits.join().map_or_else(|panic| resume_unwind(panic), Ok)
     })
+}
+
+/// Does `work` on each item: in this thread, and in as many more as there are permits. A thread holds its permit while it works.
+/// Permits are asked for before each item of this thread. Other than in the pool, `work` may wait, for a disk or for a device.
+///
+/// # Errors
+/// One that `work` returned; then items that no thread has begun with are dropped.
+pub(crate) fn work_through<T: Send, P: Send, E: Send>(
+    items: Vec<T>,
+    mut permit: impl FnMut() -> Option<P>,
+    work: impl Fn(T) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let rest = Rest(Mutex::new(items.into_iter()));
+    let begin = |item: T| {
+        let unfinished = Unfinished(&rest);
+        work(item)?;
+        std::mem::forget(unfinished);
+        Ok(())
+    };
+    let help = |permit: P| {
+        let outcome = std::iter::from_fn(|| rest.lock().next()).try_for_each(&begin);
+        drop(permit);
+        outcome
+    };
+    std::thread::scope(|scope| {
+        let (mut helpers, mut own) = (Vec::new(), Ok(()));
+        while own.is_ok()
+            && let Some(item) = { rest.lock().next() }
+        {
+            let left = rest.lock().len();
+            for permit in (0..left).map_while(|_| permit()) {
+                let (help, helper) = (&help, std::thread::Builder::new().name("tensor-offload reads".to_owned()));
+                // If no more threads can be had, fewer do the work.
+                helpers.extend(helper.spawn_scoped(scope, move || help(permit)).ok());
+            }
+            own = begin(item);
+        }
+        let others = helpers.into_iter().map(|helper| helper.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        others.fold(own, Result::and)
+    })
+}
+
+/// Items that no thread has begun with.
+struct Rest<T>(Mutex<IntoIter<T>>);
+
+impl<T> Rest<T> {
+    fn lock(&self) -> MutexGuard<'_, IntoIter<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Drops the rest of the items when the work on one fails or panics.
+struct Unfinished<'a, T>(&'a Rest<T>);
+
+impl<T> Drop for Unfinished<'_, T> {
+    fn drop(&mut self) {
+        let rest = std::mem::replace(&mut *self.0.lock(), Vec::new().into_iter());
+        drop(rest);
+    }
 }
 
 fn pool() -> Result<Arc<ThreadPool>> {
@@ -65,6 +127,42 @@ mod tests {
         for names in [of_run(), callers.install(of_run), run(of_run).unwrap()] {
             assert!(names.iter().all(|name| name.starts_with("tensor-offload ")), "{names:?}");
         }
+    }
+
+    /// Each item is worked on once, by no more threads than there are permits for, and a failure ends the work.
+    #[test]
+    fn items_are_shared_out_by_permits() {
+        use std::collections::BTreeSet;
+        use std::thread::ThreadId;
+        for permits in [0, 1, 3] {
+            let (mut left, seen) = (permits, Mutex::new((Vec::new(), BTreeSet::<String>::new())));
+            let permit = || {
+                left = usize::checked_sub(left, 1)?;
+                Some(())
+            };
+            let name = |id: ThreadId| format!("{id:?}");
+            let done = work_through((0..100).collect(), permit, |item: usize| {
+                std::thread::sleep(std::time::Duration::from_micros(100));
+                let mut seen = seen.lock().unwrap();
+                seen.0.push(item);
+                seen.1.insert(name(std::thread::current().id()));
+                Ok::<(), ()>(())
+            });
+            let (mut items, threads) = seen.into_inner().unwrap();
+            items.sort();
+            assert!(done.is_ok() && items == (0..100).collect::<Vec<_>>());
+            assert!(threads.len() <= permits + 1 && (permits == 0 || threads.len() > 1), "{threads:?}");
+        }
+        let begun = Mutex::new(0);
+        let fails = |item: usize| {
+            *begun.lock().unwrap() += 1;
+            if item == 5 { Err(item) } else { Ok(()) }
+        };
+        assert_eq!(work_through((0..1000).collect(), || None::<()>, fails), Err(5));
+        assert_eq!(begun.into_inner().unwrap(), 6);
+        let panics =
+            || work_through((0..9).collect(), || Some(()), |item: usize| -> Result<(), ()> { panic!("{item}") });
+        assert!(std::panic::catch_unwind(panics).is_err());
     }
 
     #[test]

@@ -9,15 +9,7 @@ use std::time::Duration;
 use super::{Buf, BufMut, Device, MemoryKind};
 use crate::bytes::ByteSize;
 use crate::error::{Error, Result};
-
-/// A part of something that is read by position, and the memory that its bytes go to.
-#[derive(Debug)]
-pub struct ReadPart<'a> {
-    /// The offset of the first byte.
-    pub at: u64,
-    /// Where the bytes go, as many as it has.
-    pub dst: &'a mut [u8],
-}
+use crate::transfer::ReadPart;
 
 /// Bytes that can be read by position at any time, by any number of threads at once.
 pub trait Readable: Any + Send + Sync {

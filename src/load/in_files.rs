@@ -9,14 +9,14 @@ use super::Loader;
 use super::reuse::Reuse;
 use super::worker::Tensors;
 use crate::adapter::Weights;
-use crate::backend::{Buf, Device, Extent, Extents, HostCache, ReadPart, Readable};
+use crate::backend::{Buf, Device, Extent, Extents, HostCache, Readable};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::schedule::Groups;
-use crate::transfer::{InFile, Source};
+use crate::transfer::{InFile, ReadPart, Source};
 
 /// Bytes that nobody has given yet.
 struct Unspecified;

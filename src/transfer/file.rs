@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::open_files::{OpenFile, ReopenedFile};
-use super::read::{Extent, ReadWays, Reader};
+use super::read::{Extent, ReadPart, ReadWays, Reader};
 use super::source::{Source, check_range};
 use super::stamp::Stamp;
 use crate::error::{Error, Result};
@@ -88,9 +88,14 @@ impl FileSource {
         self.file.check_metadata(&now)
     }
 
-    /// Reads from the open file. A change before or during the read is an error.
+    /// Reads bytes of a range from the open file.
     fn read<T>(&self, at: u64, len: usize, read: impl FnOnce(&OpenFile) -> io::Result<T>) -> Result<T> {
         check_range(self.path(), self.stamp.len(), at, len)?;
+        self.read_checked(read)
+    }
+
+    /// Reads from the open file, within its length. A change before or during the read is an error.
+    fn read_checked<T>(&self, read: impl FnOnce(&OpenFile) -> io::Result<T>) -> Result<T> {
         let file = self.file.get()?;
         let read = match read(&file) {
             // The range was within the file when it was opened.
@@ -118,6 +123,12 @@ impl Source for FileSource {
 
     fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
         self.read(at, len, |file| self.reader.read_within(&file.calls(self.stamp.len()), at, len, buffer))
+    }
+
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        parts.iter().try_for_each(|part| check_range(self.path(), self.stamp.len(), part.at, part.dst.len()))?;
+        let parts = parts.iter_mut().map(ReadPart::reborrow).collect();
+        self.read_checked(|file| self.reader.read_parts(&file.calls(self.stamp.len()), parts))
     }
 
     fn file(&self) -> Option<&FileSource> {

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::device_reads::{DeviceReads, FilePart, Stretch};
+use super::read::ReadPart;
 use super::source::Source;
-use crate::backend::{BufMut, Piece, ReadPart, Readable};
+use crate::backend::{BufMut, Piece, Readable};
 use crate::error::Result;
 
 /// A source whose bytes are memory of a disk.

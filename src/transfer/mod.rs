@@ -23,8 +23,8 @@ pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;
-pub(crate) use read::Kept;
-pub use read::ReadWays;
+pub(crate) use read::{Kept, divide};
+pub use read::{ReadPart, ReadWays};
 pub use source::{MemorySource, Source};
 pub use stamp::Stamp;
 

@@ -5,9 +5,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::file::FileSource;
-use super::read::ReadWays;
+use super::read::{ReadPart, ReadWays};
 use super::stamp::Stamp;
-use crate::backend::ReadPart;
 use crate::error::{Error, FileFault, Result};
 
 /// Bytes that are read by position, by any number of threads at once: a file, memory, an object store.
@@ -39,10 +38,21 @@ pub trait Source: Send + Sync + fmt::Debug {
         Ok(0..len)
     }
 
-    /// Fills several parts, in any order.
+    /// Fills all `parts`. They may be in any order, empty, close together or far apart, and two of them may want the same bytes. A
+    /// file is read in its own order, in chunks that ignore where one part ends and the next begins, and what is large by several
+    /// threads: better than a [`read_at`](Source::read_at) for each part, which other sources make.
+    ///
+    /// ```
+    /// use tensor_offload::transfer::{MemorySource, ReadPart, Source};
+    /// let source = MemorySource::new("letters", b"abcdefgh".to_vec());
+    /// let (mut last, mut first) = ([0; 2], [0; 3]);
+    /// source.read_parts(&mut [ReadPart::new(6, &mut last), ReadPart::new(0, &mut first)])?;
+    /// assert_eq!((&last, &first), (b"gh", b"abc"));
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// As [`read_at`](Source::read_at); the parts then hold unspecified bytes.
+    /// As [`read_at`](Source::read_at). Then all parts hold unspecified bytes.
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
         parts.iter_mut().try_for_each(|part| self.read_at(part.at, part.dst))
     }

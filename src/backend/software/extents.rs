@@ -4,8 +4,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::backend::extents::{HostCache, Keeping, Kept};
-use crate::backend::{Extent, Extents, ReadPart, Readable};
+use crate::backend::{Extent, Extents, Readable};
 use crate::error::Result;
+use crate::transfer::ReadPart;
 
 /// Memory that can only be read.
 pub(in crate::backend) struct ExtentMemory {
@@ -88,7 +89,7 @@ pub(super) fn read_all(wanted: &mut [Wanted<'_>]) -> Result<()> {
         for (of, at, bytes) in memory.parts(from.clone()) {
             let (dst, after) = rest.split_at_mut(bytes);
             rest = after;
-            let part = ReadPart { at, dst };
+            let part = ReadPart::new(at, dst);
             match by_source.iter_mut().find(|(known, _)| Arc::ptr_eq(known, of)) {
                 Some((_, parts)) => parts.push(part),
                 None => by_source.push((of, vec![part])),

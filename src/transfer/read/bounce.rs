@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use memmap2::MmapMut;
 
 /// The bytes of a buffer. While one thread copies out of its buffer, another's read keeps the disk busy.
-const BYTES: usize = 8 << 20;
+pub(super) const BYTES: usize = 8 << 20;
 
 /// Buffers that wait for the next read, and the number of those who keep them.
 struct Idle {

@@ -11,6 +11,7 @@ mod bounce;
 mod extents;
 #[cfg(target_os = "linux")]
 mod page_cache;
+mod scatter;
 #[cfg(target_os = "linux")]
 mod system;
 
@@ -20,6 +21,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub(crate) use bounce::Kept;
+pub use scatter::ReadPart;
+pub(crate) use scatter::divide;
 #[cfg(target_os = "linux")]
 pub(super) use system::{DirectFile, OpenCalls};
 
@@ -289,7 +292,8 @@ impl Reader {
             return None;
         }
         match calls.direct() {
-            Ok(alignment) => Some(alignment),
+            // A read that stopped goes on at its own offset in memory, so what begins at one must be aligned as memory, too.
+            Ok(Alignment { offset, memory }) => Some(Alignment { offset: offset.max(memory), memory }),
             Err(NotDirect::NotNow) => None,
             Err(NotDirect::Refused(why)) => {
                 let _ = self.refused.set(why);

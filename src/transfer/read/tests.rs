@@ -1,6 +1,7 @@
 //! Reads against a file of which every answer of the system is made up.
 
-use std::cell::{Cell, RefCell};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{LazyLock, Mutex};
 
 use proptest::prelude::*;
 
@@ -18,8 +19,8 @@ struct Fake {
     fails: Option<(usize, io::ErrorKind)>,
     /// Ways that are refused.
     refused: Vec<Way>,
-    reads: RefCell<Vec<(Way, u64, usize)>>,
-    asked: Cell<usize>,
+    reads: Mutex<Vec<(Way, u64, usize)>>,
+    asked: AtomicUsize,
 }
 
 const STEP: u64 = 512 << 10;
@@ -33,13 +34,13 @@ impl Fake {
             most: vec![usize::MAX],
             fails: None,
             refused: Vec::new(),
-            reads: RefCell::default(),
-            asked: Cell::new(0),
+            reads: Mutex::default(),
+            asked: AtomicUsize::new(0),
         }
     }
 
     fn ways(&self) -> Vec<Way> {
-        let mut ways: Vec<Way> = self.reads.borrow().iter().map(|read| read.0).collect();
+        let mut ways: Vec<Way> = self.reads.lock().unwrap().iter().map(|read| read.0).collect();
         ways.dedup();
         ways
     }
@@ -53,9 +54,9 @@ impl Fake {
 
 impl Calls for Fake {
     fn cached(&self, range: Range<u64>) -> Option<u64> {
-        self.asked.set(self.asked.get() + 1);
+        self.asked.fetch_add(1, Ordering::Relaxed);
         let has = |at: &u64| self.cached[(at / STEP) as usize % self.cached.len()];
-        Some(range.filter(|at| at % 512 == 0).filter(has).count() as u64 * 512)
+        Some((range.start.next_multiple_of(512)..range.end).step_by(512).filter(has).count() as u64 * 512)
     }
 
     fn direct(&self) -> Result<Alignment, NotDirect> {
@@ -63,8 +64,11 @@ impl Calls for Fake {
     }
 
     fn read(&self, way: Way, at: u64, dst: &mut [u8]) -> io::Result<usize> {
-        let number = self.reads.borrow().len();
-        self.reads.borrow_mut().push((way, at, dst.len()));
+        let number = {
+            let mut reads = self.reads.lock().unwrap();
+            reads.push((way, at, dst.len()));
+            reads.len() - 1
+        };
         if self.refused.contains(&way) {
             return Err(io::ErrorKind::Unsupported.into());
         }
@@ -99,9 +103,9 @@ fn each_part_is_read_in_its_way() {
     assert_eq!((ways.cached, ways.direct, ways.dropped), (5 * MIB as u64 - 100, 4 * MIB as u64, 0));
     assert_eq!(ways.refused, None);
     // Small reads ask nothing.
-    let asked = file.asked.get();
+    let asked = file.asked.load(Ordering::Relaxed);
     file.check(&reader, 3 * MIB, LEAST - 1);
-    assert_eq!((file.asked.get(), file.ways().pop()), (asked, Some(Way::Cached)));
+    assert_eq!((file.asked.load(Ordering::Relaxed), file.ways().pop()), (asked, Some(Way::Cached)));
     let always = Reader::always_cached();
     file.check(&always, 0, 9 * MIB);
     assert_eq!(always.ways(), ReadWays { cached: 9 * MIB as u64, ..ReadWays::default() });
@@ -114,7 +118,7 @@ fn what_is_refused_is_read_otherwise_and_not_asked_again() {
         let reader = Reader::default();
         file.check(&reader, 1, 2 * MIB);
         assert_eq!(file.ways(), [refused, vec![then]].concat());
-        file.reads.borrow_mut().clear();
+        file.reads.lock().unwrap().clear();
         file.check(&reader, MIB, MIB);
         assert_eq!(file.ways(), [then]);
         let ways = reader.ways();
@@ -134,7 +138,7 @@ fn errors_reach_the_caller() {
             assert_eq!(error.kind(), disk_error);
             // One that was interrupted is made again.
             let file = Fake { fails: Some((fails, io::ErrorKind::Interrupted)), ..file };
-            file.reads.borrow_mut().clear();
+            file.reads.lock().unwrap().clear();
             file.check(&Reader::default(), 7, 2 * MIB);
         }
         for missing in [1, 600, MIB, 2 * MIB] {
@@ -155,6 +159,16 @@ fn errors_reach_the_caller() {
                 assert_eq!(outcome.unwrap_err().kind(), io::ErrorKind::UnexpectedEof, "{missing} {at}");
             }
         }
+    }
+}
+
+/// A file system may take any offset and ask for aligned memory all the same. A read that stops then leaves an address that is not.
+#[test]
+fn a_direct_read_that_stops_anywhere_is_not_continued_at_an_odd_address() {
+    let alignment = Alignment { offset: 1, memory: 4 };
+    let file = Fake { alignment, most: vec![411_051, usize::MAX], ..Fake::new(2 * MIB, &[false]) };
+    for at in [0, 3, 1_000_001] {
+        file.check(&Reader::default(), at, MIB - 77);
     }
 }
 
@@ -231,4 +245,108 @@ proptest! {
         }
         prop_assert!(done == wanted && calls < 100);
     }
+
+    /// Parts in any order, that touch, overlap, are empty or lie far apart: each gets the file's bytes, and no byte beside them is
+    /// written.
+    #[test]
+    fn each_part_gets_its_bytes(
+        parts in prop::collection::vec((0..LONG, prop_oneof![0..600usize, 0..MIB, 0..10 * MIB], 0usize..600), 0..12),
+        end in prop_oneof![Just(LONG), (0..LONG)],
+        neighbours in any::<bool>(),
+        alignment in alignment(),
+        cached in prop::collection::vec(any::<bool>(), 1..8),
+        most in prop::collection::vec(prop_oneof![(MIB / 8)..MIB, Just(usize::MAX)], 1..4),
+        interrupted in 0usize..8,
+        (no_direct, no_drop, always) in any::<(bool, bool, bool)>(),
+    ) {
+        let refused = [(no_direct, Way::Direct), (no_drop, Way::Dropped)];
+        let refused = refused.into_iter().filter(|(refused, _)| *refused).map(|(_, way)| way).collect();
+        let fails = Some((interrupted, io::ErrorKind::Interrupted));
+        let file = Fake { alignment, most, refused, fails, bytes: BYTES[..end].to_vec(), ..Fake::new(0, &cached) };
+        let reader = if always && no_drop { Reader::always_cached() } else { Reader::default() };
+        let mut from = 0;
+        let places = parts.into_iter().map(|(at, len, offset)| {
+            // Of a checkpoint, the next part begins where the last one ended, or some bytes later.
+            let at = if neighbours { from + at % 300 } else { at }.min(end);
+            let len = len.min(end - at);
+            from = at + len;
+            (at, len, offset)
+        });
+        let places: Vec<_> = places.collect();
+        let mut memory: Vec<Vec<u8>> = places.iter().map(|(_, len, offset)| vec![0xa5; 2 * offset + len]).collect();
+        let parts = memory.iter_mut().zip(&places);
+        let parts = parts.map(|(dst, &(at, len, offset))| ReadPart::new(at as u64, &mut dst[offset..offset + len]));
+        reader.read_parts(&file, parts.collect()).unwrap();
+        for (dst, &(at, len, offset)) in memory.iter().zip(&places) {
+            prop_assert!(dst[offset..offset + len] == file.bytes[at..at + len]);
+            prop_assert!(dst[..offset].iter().chain(&dst[offset + len..]).all(|&byte| byte == 0xa5));
+        }
+        let ways = reader.ways();
+        let wanted: usize = places.iter().map(|(_, len, _)| len).sum();
+        prop_assert_eq!(ways.cached + ways.dropped + ways.direct, wanted as u64);
+    }
+
+    /// A file that ends early, and a disk's error, are errors of the whole, whichever chunk meets them.
+    #[test]
+    fn a_scattered_read_fails_as_a_whole(
+        lens in prop::collection::vec(prop_oneof![1..600usize, 1..6 * MIB], 1..8),
+        missing in 1usize..MIB,
+        cached in any::<bool>(),
+        at in 0usize..5000,
+        fails in 0usize..4,
+    ) {
+        let end = (at + lens.iter().sum::<usize>()).min(LONG);
+        let read = |file: &Fake| {
+            let (mut memory, mut from) = (BYTES.to_vec(), at as u64);
+            let (mut parts, mut rest) = (Vec::new(), &mut memory[..end - at]);
+            for &len in &lens {
+                let (dst, after) = rest.split_at_mut(len.min(rest.len()));
+                parts.push(ReadPart::new(from, dst));
+                (from, rest) = (from + len as u64, after);
+            }
+            Reader::default().read_parts(file, parts).map_err(|error| error.kind())
+        };
+        let short = Fake { bytes: BYTES[..end.saturating_sub(missing)].to_vec(), ..Fake::new(0, &[cached]) };
+        prop_assert_eq!(read(&short), Err(io::ErrorKind::UnexpectedEof));
+        let broken = Fake { bytes: BYTES[..end].to_vec(), fails: Some((fails, io::ErrorKind::Other)), ..Fake::new(0, &[cached]) };
+        let failed = read(&broken);
+        let reads = broken.reads.lock().unwrap().len();
+        prop_assert_eq!(failed, if reads > fails { Err(io::ErrorKind::Other) } else { Ok(()) });
+    }
+}
+
+/// A file of several chunks.
+const LONG: usize = 20 * MIB;
+
+static BYTES: LazyLock<Vec<u8>> = LazyLock::new(|| Fake::new(LONG, &[true]).bytes);
+
+/// Small vectors between matrices cost no reads of their own, and chunks begin at whole multiples of their size.
+#[test]
+fn chunks_ignore_the_borders_of_parts() {
+    let file = Fake { bytes: BYTES.clone(), ..Fake::new(0, &[false]) };
+    let lens = [5 * MIB, 4096, 100, 0, 6 * MIB, 300, 5 * MIB];
+    let mut memory = vec![0; lens.iter().sum()];
+    let (mut parts, mut rest, mut at) = (Vec::new(), &mut memory[..], 1000);
+    for len in lens {
+        let (dst, after) = rest.split_at_mut(len);
+        parts.push(ReadPart::new(at, dst));
+        // What lies between is read too.
+        (rest, at) = (after, at + len as u64 + 2000);
+    }
+    parts.reverse();
+    let reader = Reader::default();
+    reader.read_parts(&file, parts).unwrap();
+    assert_eq!(reader.ways(), ReadWays { direct: memory.len() as u64, ..ReadWays::default() });
+    let mut reads = file.reads.lock().unwrap().clone();
+    reads.sort_by_key(|read| read.1);
+    let starts: Vec<_> = reads.iter().map(|&(way, at, _)| (way, at)).collect();
+    assert_eq!(starts, [(Way::Direct, 512), (Way::Direct, 8 << 20), (Way::Direct, 16 << 20)]);
+}
+
+#[test]
+fn parts_are_divided_at_multiples() {
+    let (mut one, mut two, mut three) = ([0; 10], [0; 3], [0; 0]);
+    let parts = vec![ReadPart::new(1 << 40, &mut two), ReadPart::new(7, &mut one), ReadPart::new(3, &mut three)];
+    let ranges = divide(parts, 8).into_iter().map(|parts| parts.iter().map(ReadPart::range).collect::<Vec<_>>());
+    assert_eq!(ranges.collect::<Vec<_>>(), [vec![7..8], vec![8..16], vec![16..17], vec![1 << 40..(1 << 40) + 3]]);
 }
