@@ -345,7 +345,7 @@ fn cuda_a_file_that_changes_is_an_error_whoever_reads_it() {
             let devices = devices(Gds::Always);
             match load(&devices, &subject, ON_DEVICE) {
                 Err(Error::File { file, tensor: Some(_), fault }) => {
-                    assert_eq!((file, *fault), (path, FileFault::Changed))
+                    assert_eq!((file, *fault), (path, FileFault::Changed));
                 }
                 other => panic!("{length:?}: {other:?}"),
             }
