@@ -146,7 +146,10 @@ fn cuda_patched_tensors_are_read_by_the_device_that_patches_them() {
         let model = load(&devices, &subject, ON_DEVICE).unwrap();
         subject.check(&model);
         let report = model.report();
-        assert!(report.patched_on_device > 0 && report.gds == large(&subject), "{report}");
+        let patched = report.patched_on_device > 0;
+        // A driver that is named may have no kernels; then the host patches, and reads.
+        assert!(patched || card::named(), "{report}");
+        assert!(report.gds == large(&subject) || !patched, "{report}");
     }
     close(&cuda);
     cuda.assert_clean();
@@ -206,7 +209,14 @@ fn cuda_compatibility_mode_is_not_used_unless_it_is_wanted() {
         let (gds, why) = loaded(Gds::Direct, &Library { allow_compat: false, ..peer }, &subject, ON_DEVICE);
         assert!(gds > 0 && why.is_empty(), "{why:?}");
     }
-    assert_eq!(loaded(Gds::Always, &compat, &subject, ON_DEVICE), (large(&subject), Vec::new()));
+    // Wanted all the same, they are made, and the report does not pass them off as direct.
+    for (library, why) in
+        [(compat.clone(), "compatibility mode"), (Library { nvidia_fs: (2, 17), ..compat }, "does not tell")]
+    {
+        let (gds, whys) = loaded(Gds::Always, &library, &subject, ON_DEVICE);
+        assert_eq!((gds, whys.len()), (large(&subject), 1));
+        assert!(whys[0].contains(why), "{whys:?}");
+    }
 }
 
 #[test]
@@ -317,7 +327,7 @@ fn cuda_whatever_call_of_the_driver_fails_nothing_is_kept() {
         assert!(report.violations.is_empty() && report.files == 0, "{report:?}");
         outcome
     };
-    let effects = [Effect::Fail(1), Effect::Sticky(700)];
+    let effects = [Effect::OutOfMemory, Effect::Sticky(700)];
     whatever_call_fails(&cards(), &effects, 20, || devices(Gds::Always), path);
 }
 
@@ -337,7 +347,7 @@ fn cuda_a_file_that_changes_is_an_error_whoever_reads_it() {
             let devices = devices(Gds::Always);
             match load(&devices, &subject, ON_DEVICE) {
                 Err(Error::File { file, tensor: Some(_), fault }) => {
-                    assert_eq!((file, *fault), (path, FileFault::Changed))
+                    assert_eq!((file, *fault), (path, FileFault::Changed));
                 }
                 other => panic!("{length:?}: {other:?}"),
             }
@@ -528,6 +538,7 @@ fn cuda_the_library_that_is_named_gives_the_same_model() {
         let report = model.report();
         println!("{gds}: {report}");
         assert!(report.gds == large(&subject) || !report.not_gds.is_empty() || gds != Gds::Always, "{report}");
+        assert!(gds != Gds::Off || report.gds == 0, "{report}");
     }
     close(&cuda);
 }

@@ -24,6 +24,11 @@ pub trait FileReads: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Why bytes that are read so pass host memory all the same, or may do so, where the caller wants the reads even then.
+    fn bounces(&self) -> Option<NoFileReads> {
+        None
+    }
+
     /// Prepares reads of an open file. The descriptor is for direct reads (`O_DIRECT`) and the value's own.
     ///
     /// # Errors

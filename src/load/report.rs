@@ -28,7 +28,8 @@ pub struct LoadReport {
     /// For each file of which parts were not in the page cache, and that the system would not read directly, why.
     pub not_direct: Vec<String>,
     /// Bytes of files that a device read straight into its own memory, without host memory in between
-    /// ([GPUDirect Storage](crate::backend::FileReads)). They count in `read` too.
+    /// ([GPUDirect Storage](crate::backend::FileReads)). They count in `read` too. If the caller wants these reads even where they pass
+    /// host memory ([`Gds::Always`](crate::backend::Gds::Always)), they count as well, and `not_gds` says so.
     pub gds: u64,
     /// For each device that could have read so, and each file that it did not take, why bytes passed host memory.
     pub not_gds: Vec<String>,

@@ -121,9 +121,13 @@ impl DeviceReads {
         Ok(done)
     }
 
-    /// The bytes that the device has read, and for each file of which it could not read what it should have, or for all, why.
+    /// The bytes that the device has read, and for each file of which it could not read what it should have, or for all, why; also
+    /// why those that it has read passed host memory, if they did.
     pub(crate) fn report(&self) -> (u64, Vec<String>) {
-        (self.read.load(Ordering::Relaxed), self.files().reasons.clone())
+        let (read, mut reasons) = (self.read.load(Ordering::Relaxed), self.files().reasons.clone());
+        let bounces = self.device.file_reads().filter(|_| read > 0).and_then(FileReads::bounces);
+        reasons.extend(bounces.map(|why| format!("{}: {why}", self.id())));
+        (read, reasons)
     }
 
     fn read_part(

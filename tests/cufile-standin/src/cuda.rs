@@ -13,10 +13,14 @@ const DEVICE: u32 = 2;
 const RANGE_START: c_uint = 11;
 const RANGE_SIZE: c_uint = 12;
 
+/// `CUDA_ERROR_INVALID_VALUE`: the driver knows no such address.
+const INVALID_VALUE: c_int = 1;
+
 /// The driver's calls.
 pub(crate) struct Cuda {
     context_current: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
-    pointer_attribute: unsafe extern "C" fn(*mut c_void, c_uint, u64) -> c_int,
+    /// None if the driver has no such call: then nothing is known of an address.
+    pointer_attribute: Option<unsafe extern "C" fn(*mut c_void, c_uint, u64) -> c_int>,
     copy_to_device: unsafe extern "C" fn(u64, *const c_void, usize) -> c_int,
 }
 
@@ -35,32 +39,48 @@ impl Cuda {
         unsafe {
             Some(Cuda {
                 context_current: *library.get(b"cuCtxGetCurrent").ok()?,
-                pointer_attribute: *library.get(b"cuPointerGetAttribute").ok()?,
+                pointer_attribute: library.get(b"cuPointerGetAttribute").map(|call| *call).ok(),
                 copy_to_device: *library.get(b"cuMemcpyHtoD_v2").ok()?,
             })
         }
     }
 
-    /// Whether the calling thread has a context.
-    pub(crate) fn has_context(&self) -> bool {
+    /// Whether the calling thread has a context; the driver's result if it does not tell.
+    pub(crate) fn has_context(&self) -> Result<bool, c_int> {
         let mut context = std::ptr::null_mut();
         // SAFETY: the pointer is to a living handle.
-        let asked = unsafe { (self.context_current)(&raw mut context) };
-        asked == 0 && !context.is_null()
+        match unsafe { (self.context_current)(&raw mut context) } {
+            0 => Ok(!context.is_null()),
+            refused => Err(refused),
+        }
     }
 
-    /// The address and size of the allocation of device memory that holds an address.
-    pub(crate) fn device_memory(&self, address: u64) -> Option<(u64, u64)> {
-        let kind: u32 = self.attribute(MEMORY_TYPE, address)?;
-        let (start, size) = (self.attribute(RANGE_START, address)?, self.attribute(RANGE_SIZE, address)?);
-        (kind == DEVICE).then_some((start, size))
+    /// Whether the driver tells what is at an address.
+    pub(crate) fn tells(&self) -> bool {
+        self.pointer_attribute.is_some()
     }
 
-    fn attribute<T: Default>(&self, attribute: c_uint, address: u64) -> Option<T> {
-        let mut value = T::default();
+    /// The address and size of the allocation of device memory that holds an address, if one does; the driver's result if it does
+    /// not tell.
+    pub(crate) fn device_memory(&self, address: u64) -> Result<Option<(u64, u64)>, c_int> {
+        let ask = || {
+            let kind: u32 = self.attribute(MEMORY_TYPE, address)?;
+            let (start, size) = (self.attribute(RANGE_START, address)?, self.attribute(RANGE_SIZE, address)?);
+            Ok((kind == DEVICE).then_some((start, size)))
+        };
+        match ask() {
+            Err(INVALID_VALUE) => Ok(None),
+            told => told,
+        }
+    }
+
+    fn attribute<T: Default>(&self, attribute: c_uint, address: u64) -> Result<T, c_int> {
+        let (call, mut value) = (self.pointer_attribute.ok_or(INVALID_VALUE)?, T::default());
         // SAFETY: the caller takes a type of the attribute's size.
-        let asked = unsafe { (self.pointer_attribute)((&raw mut value).cast(), attribute, address) };
-        (asked == 0).then_some(value)
+        match unsafe { call((&raw mut value).cast(), attribute, address) } {
+            0 => Ok(value),
+            refused => Err(refused),
+        }
     }
 
     /// Copies to device memory and waits. Returns the driver's result.

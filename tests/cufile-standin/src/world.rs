@@ -25,6 +25,11 @@ impl Failure {
     pub(crate) const fn status(status: i32) -> Failure {
         Failure { status, driver: 0, errno: 0 }
     }
+
+    /// A call of the driver failed.
+    fn driver(driver: i32) -> Failure {
+        Failure { driver, ..Failure::status(5011) }
+    }
 }
 
 const NOT_INITIALIZED: Failure = Failure::status(5001);
@@ -199,7 +204,7 @@ impl World {
 
     pub(crate) fn deregister_memory(&self, address: u64) -> Outcome {
         let mut state = self.enter("cuFileBufDeregister")?;
-        if Cuda::get().is_none_or(|cuda| cuda.device_memory(address).is_none()) {
+        if Cuda::get().is_some_and(|cuda| cuda.tells() && cuda.device_memory(address) == Ok(None)) {
             state.break_rule("memory was freed before it was deregistered");
         }
         state.memory.remove(&address).map(drop).ok_or(NOT_REGISTERED)
@@ -249,7 +254,7 @@ impl State {
             self.break_rule(&format!("{call} before the driver is open"));
             return Err(NOT_INITIALIZED);
         }
-        if Cuda::get().is_none_or(|cuda| !cuda.has_context()) {
+        if !Cuda::get().ok_or(NOT_INITIALIZED)?.has_context().map_err(Failure::driver)? {
             self.break_rule(&format!("{call} without a context"));
             return Err(INVALID_CONTEXT);
         }
@@ -257,7 +262,11 @@ impl State {
     }
 
     fn check_range(&mut self, call: &str, address: u64, bytes: u64) -> Outcome {
-        match Cuda::get().and_then(|cuda| cuda.device_memory(address)) {
+        let cuda = Cuda::get().ok_or(NOT_INITIALIZED)?;
+        if !cuda.tells() {
+            return Ok(());
+        }
+        match cuda.device_memory(address).map_err(Failure::driver)? {
             None => {
                 self.break_rule(&format!("{call}: no device memory at {address:#x}"));
                 Err(POINTER_INVALID)
@@ -289,7 +298,7 @@ fn copy(file: &File, at: u64, bytes: usize, to: u64) -> Outcome<usize> {
         }
         match cuda.copy(to + done as u64, read) {
             0 => done += read.len(),
-            driver => return Err(Failure { driver, ..Failure::status(5011) }),
+            refused => return Err(Failure::driver(refused)),
         }
     }
     Ok(done)

@@ -59,6 +59,7 @@ pub(super) struct NvfsProperties {
     poll_threshold: usize,
     most_direct: usize,
     /// Which kinds of storage are read directly, a bit for each `CUfileDriverStatusFlags`.
+    #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "the library is on Linux alone"))]
     pub(super) supported: c_uint,
     control: c_uint,
 }

@@ -9,6 +9,7 @@
 //! buffers of its own on the device.
 
 mod calls;
+#[cfg(any(target_os = "linux", test))]
 mod support;
 
 use std::any::Any;
@@ -45,6 +46,11 @@ const MODULES: &str = "/proc/modules";
 
 /// `CU_FILE_DRIVER_ALREADY_OPEN`.
 const ALREADY_OPEN: i32 = 5026;
+
+/// Why bytes that the library reads pass host memory, or may pass it.
+const COMPATIBILITY: &str = "libcufile is in compatibility mode, in which bytes pass host memory";
+const UNTOLD: &str = "libcufile may read its storage through host memory and does not tell; it would refuse with \
+                      \"allow_compat_mode\": false in its configuration";
 
 /// How long opening the library may take. It looks at all storage of the system.
 const OPENING: Duration = Duration::from_secs(30);
@@ -96,8 +102,7 @@ impl Settings {
         };
         *open = Arc::downgrade(&library);
         if gds != Gds::Always && !library.properties.is_direct() {
-            let why = "libcufile is in compatibility mode, in which bytes pass host memory".to_owned();
-            return Err(NoFileReads::Bounced { why });
+            return Err(NoFileReads::Bounced { why: COMPATIBILITY.to_owned() });
         }
         library.keep(context);
         Ok(library)
@@ -111,9 +116,7 @@ impl Settings {
         if support::is_direct(properties.nvfs.supported, magic, device.as_deref()) {
             return Ok(());
         }
-        let why = "libcufile may read its storage through host memory and does not tell; it would refuse with \
-                   \"allow_compat_mode\": false in its configuration";
-        Err(NoFileReads::Bounced { why: why.to_owned() })
+        Err(NoFileReads::Bounced { why: UNTOLD.to_owned() })
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -134,20 +137,27 @@ struct CuFile {
 }
 
 impl CuFile {
-    /// Opens the library in a thread of its own, since it has been seen not to return.
+    /// Opens the library in a thread of its own, since it has been seen not to return. Such a library is not tried again.
     fn open_in_time(named: Option<&Path>, context: &Arc<Context>) -> Result<Arc<CuFile>, NoFileReads> {
+        static STUCK: Mutex<Vec<Option<PathBuf>>> = Mutex::new(Vec::new());
         let (file, context) = (named.map(Path::to_owned), Arc::clone(context));
         let (send, receive) = mpsc::channel();
-        let open = move || {
-            // If nobody waits any more, what was opened is closed again.
-            let _ = send.send(CuFile::open(file.as_deref(), &context));
-        };
-        let thread = std::thread::Builder::new().name("open libcufile".to_owned()).spawn(open);
-        thread.map_err(|error| NoFileReads::system("start a thread", &error))?;
-        receive.recv_timeout(OPENING).unwrap_or_else(|_| {
-            let why = format!("cuFileDriverOpen did not return within {} s", OPENING.as_secs());
-            Err(NoFileReads::Absent { why })
-        })
+        let mut stuck = lock(&STUCK);
+        if !stuck.contains(&file) {
+            let name = file.clone();
+            let open = move || {
+                // If nobody waits any more, what was opened is closed again.
+                let _ = send.send(CuFile::open(name.as_deref(), &context));
+            };
+            let thread = std::thread::Builder::new().name("open libcufile".to_owned()).spawn(open);
+            thread.map_err(|error| NoFileReads::system("start a thread", &error))?;
+            if let Ok(opened) = receive.recv_timeout(OPENING) {
+                return opened;
+            }
+            stuck.push(file);
+        }
+        let why = format!("cuFileDriverOpen did not return within {} s", OPENING.as_secs());
+        Err(NoFileReads::Absent { why })
     }
 
     fn open(named: Option<&Path>, context: &Arc<Context>) -> Result<Arc<CuFile>, NoFileReads> {
@@ -228,6 +238,16 @@ impl FileReads for Reads {
 
     fn takes_cached(&self) -> bool {
         self.always()
+    }
+
+    fn bounces(&self) -> Option<NoFileReads> {
+        let properties = &self.library().ok()?.properties;
+        let why = match (properties.is_direct(), properties.allows_compatibility()) {
+            (false, _) => COMPATIBILITY,
+            (true, true) if self.always() => UNTOLD,
+            (true, _) => return None,
+        };
+        Some(NoFileReads::Bounced { why: why.to_owned() })
     }
 
     fn register(&self, file: File) -> Result<Box<dyn DeviceFile>, NoFileReads> {
