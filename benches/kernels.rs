@@ -112,13 +112,8 @@ fn patches(
     let factors = factors.map(Iterator::collect::<Vec<_>>);
     let mut works = Vec::new();
     for factors in &factors {
-        let products = factors.iter().map(|(rank, up, down)| PackedProduct {
-            up,
-            down,
-            rank: *rank,
-            rows: 0..size,
-            scale: 1e-3,
-        });
+        let products =
+            factors.iter().map(|(rank, up, down)| PackedProduct { up, down, rank: *rank, rows: 0..size, scale: 1e-3 });
         let patch = MatrixPatch::new(DType::BF16, (size, size), products.collect(), None)?;
         let staging = host.alloc(patch.work_bytes(), MemoryKind::Pinned)?;
         let memory = device.alloc(patch.work_bytes(), MemoryKind::Arena)?;

@@ -302,7 +302,7 @@ fn shared_memory_that_is_misused_breaks_the_device() {
         ("bar.sync 0;", "@%p1 ret; bar.sync 0;", (Rule::Unordered, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT)),
         ("bar.sync 0;", "@%p1 bar.sync 0; bar.sync 0;", (Rule::Unordered, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT)),
         ("[%rd6+112]", "[%rd6+128]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)),
-        ("[%rd6+112]", "[%rd6+116]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_MISALIGNED_ADDRESS)),
+        ("[%rd6+112]", "[%rd6+108]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_MISALIGNED_ADDRESS)),
         ("[%rd9]", "[%rd9+4]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_MISALIGNED_ADDRESS)),
         (
             "add.s64 %rd9, %rd1, %rd7",
