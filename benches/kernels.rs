@@ -1,7 +1,7 @@
-//! Patching by a CUDA device's kernels: a bf16 weight of [4096, 4096] (`--size N` for another) at rank 16 and 64, beside
-//! a copy of the weight on the device in the same turns; and the same weight computed from blocks of GGML's types, beside what
-//! reading them and writing it would take at the pace of that copy. Where there is no device, or its driver takes no
-//! kernels, it says so and ends.
+//! Patching by a CUDA device's kernels: a bf16 weight of [4096, 4096] (`--size N` for another) at rank 16 and 64, and by two
+//! products of rank 16, beside a copy of the weight on the device in the same turns; and the same weight computed from blocks of
+//! GGML's types, beside what reading them and writing it would take at the pace of that copy. `--only patches` or `--only blocks`
+//! does half of that. Where there is no device, or its driver takes no kernels, it says so and ends.
 //!
 //! A turn queues its work while the stream is held, and events of the driver around it tell the time; what is printed
 //! are medians of alternating turns.
@@ -20,7 +20,8 @@ use tensor_offload::backend::{
 use tensor_offload::device::DeviceKind;
 use tensor_offload::{DType, DeviceId, cuda};
 
-const RANKS: [usize; 2] = [16, 64];
+/// The ranks of the products of each patch.
+const PATCHES: [&[usize]; 3] = [&[16], &[64], &[16, 16]];
 /// How long the stream is held while a turn is queued.
 const HOLD: Duration = Duration::from_millis(20);
 /// Pieces of work in a turn.
@@ -71,7 +72,7 @@ fn time(
     Ok(spent)
 }
 
-fn run(id: DeviceId, size: usize) -> Outcome<()> {
+fn run(id: DeviceId, size: usize, only: Option<&str>) -> Outcome<()> {
     let backend = Cuda::new();
     let (device, host) = (backend.open(id)?, backend.open(DeviceId::CPU)?);
     let kernels = device.kernels().ok_or("the device has no kernels")?;
@@ -84,27 +85,48 @@ fn run(id: DeviceId, size: usize) -> Outcome<()> {
     let weight: Vec<u8> = noise(size * size, 1).iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
     let source = sent(device, host, stream, &weight)?.freeze();
     let mut target = Some(sent(device, host, stream, &weight)?);
-    // The factors are random, so a packed one is as good as any; small, so that the weights stay finite.
-    let factors = RANKS.map(|rank| [noise(size * rank, 3), noise(size * rank, 4)]);
-    let mut patches = Vec::new();
-    for ([up, down], rank) in factors.iter().zip(RANKS) {
-        let product = PackedProduct { up, down, rank, rows: 0..size, scale: 1e-3 };
-        patches.push(MatrixPatch::new(DType::BF16, (size, size), vec![product], None)?);
+    if only != Some("blocks") {
+        let times = patches((&raw, stream), (device, host, kernels), size, (&source, &mut target))?;
+        println!("{}: bf16 [{size}, {size}], medians of {TURNS} turns of {LAUNCHES}:", device.info().name);
+        print_patches(times);
     }
+    if only == Some("patches") {
+        return Ok(());
+    }
+    let has_kernel = |dtype: &DType| dtype.is_ggml_block() && kernels.dequantises(stream, *dtype, DType::BF16).is_ok();
+    for dtype in DType::all().filter(has_kernel) {
+        dequantise((&raw, stream), (device, host, kernels), (dtype, size * size), (&source, &mut target))?;
+    }
+    Ok(())
+}
+
+/// Milliseconds of each turn: of a copy of the weight first, then of each patch.
+fn patches(
+    (raw, stream): (&CudaStream, &dyn Stream),
+    (device, host, kernels): (&dyn Device, &dyn Device, &dyn Kernels),
+    size: usize,
+    (source, target): (&Buf, &mut Option<BufMut>),
+) -> Outcome<Vec<Vec<f64>>> {
+    // The factors are random, so a packed one is as good as any; small, so that the weights stay finite.
+    let factors = PATCHES.map(|ranks| ranks.iter().map(|rank| (*rank, noise(size * rank, 3), noise(size * rank, 4))));
+    let factors = factors.map(Iterator::collect::<Vec<_>>);
     let mut works = Vec::new();
-    for patch in patches {
+    for factors in &factors {
+        let products =
+            factors.iter().map(|(rank, up, down)| PackedProduct { up, down, rank: *rank, rows: 0..size, scale: 1e-3 });
+        let patch = MatrixPatch::new(DType::BF16, (size, size), products.collect(), None)?;
         let staging = host.alloc(patch.work_bytes(), MemoryKind::Pinned)?;
         let memory = device.alloc(patch.work_bytes(), MemoryKind::Arena)?;
         let (sent, read, _staging) = patch.send(stream, staging, memory, false)?;
         read.wait(DEADLINE)?;
         works.push(Some(sent));
     }
-    let mut times = vec![Vec::new(); 1 + RANKS.len()];
+    let mut times = vec![Vec::new(); 1 + PATCHES.len()];
     // The first turn warms up.
     for turn in 0..=TURNS {
-        let mut spent = vec![time(&raw, stream, &mut target, |memory| Ok(copy(stream, &source, memory)?.chain()))?];
+        let mut spent = vec![time(raw, stream, target, |memory| Ok(copy(stream, source, memory)?.chain()))?];
         for work in &mut works {
-            spent.push(time(&raw, stream, &mut target, |memory| {
+            spent.push(time(raw, stream, target, |memory| {
                 let flight = kernels.patch(stream, work.take().ok_or("the factors are gone")?, memory, 0)?;
                 *work = Some(flight.patch);
                 Ok(flight.weight.chain())
@@ -114,25 +136,21 @@ fn run(id: DeviceId, size: usize) -> Outcome<()> {
             times.iter_mut().zip(spent).for_each(|(times, time)| times.push(time));
         }
     }
-    println!("{}: bf16 [{size}, {size}], medians of {TURNS} turns of {LAUNCHES}:", device.info().name);
-    let names =
-        std::iter::once("copy on the device".to_owned()).chain(RANKS.map(|rank| format!("patch at rank {rank}")));
+    Ok(times)
+}
+
+fn print_patches(times: Vec<Vec<f64>>) {
+    let patch = |ranks: &[usize]| {
+        format!("patch at rank {}", ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(" and "))
+    };
+    let names = std::iter::once("copy on the device".to_owned()).chain(PATCHES.map(patch));
     let mut of_copy = None;
     for (name, mut times) in names.zip(times) {
         times.sort_by(f64::total_cmp);
-        let median = times[TURNS / 2];
-        println!(
-            "  {name:18} {:8.1} us (best {:.1}), {:5.2} x the copy",
-            median * 1e3,
-            times[0] * 1e3,
-            median / *of_copy.get_or_insert(median)
-        );
+        let (best, median) = (times[0] * 1e3, times[TURNS / 2] * 1e3);
+        let ratio = median / *of_copy.get_or_insert(median);
+        println!("  {name:22} {median:8.1} us (best {best:.1}), {ratio:5.2} x the copy");
     }
-    let has_kernel = |dtype: &DType| dtype.is_ggml_block() && kernels.dequantises(stream, *dtype, DType::BF16).is_ok();
-    for dtype in DType::all().filter(has_kernel) {
-        dequantise((&raw, stream), (device, host, kernels), (dtype, size * size), (&source, &mut target))?;
-    }
-    Ok(())
 }
 
 /// Times the values of blocks of one type in bf16, in turns with a copy of as many values, and prints both.
@@ -162,7 +180,7 @@ fn dequantise(
     let floor = copied * (bytes.len() + 2 * values) as f64 / (4 * values) as f64;
     let (name, ratio, rate) = (format!("from {dtype}"), computed / floor, (2 * values) as f64 / computed / 1e6);
     println!(
-        "  {name:18} {:8.1} us, {ratio:5.2} x its bytes at the copy's pace, {rate:.0} GB/s written",
+        "  {name:22} {:8.1} us, {ratio:5.2} x its bytes at the copy's pace, {rate:.0} GB/s written",
         computed * 1e3
     );
     Ok(())
@@ -170,8 +188,8 @@ fn dequantise(
 
 fn main() -> Outcome<()> {
     let arguments: Vec<String> = std::env::args().collect();
-    let size =
-        arguments.iter().skip_while(|argument| *argument != "--size").nth(1).map_or(Ok(4096), |size| size.parse())?;
+    let after = |name: &str| arguments.iter().skip_while(|argument| *argument != name).nth(1);
+    let size = after("--size").map_or(Ok(4096), |size| size.parse())?;
     let mut found = Cuda::new().discover().into_iter();
     let id = found.find_map(|found| match found {
         Found::Here(info) if info.id.kind() == DeviceKind::Cuda => Some(info.id),
@@ -179,7 +197,7 @@ fn main() -> Outcome<()> {
     });
     match id {
         None => println!("no CUDA device to time"),
-        Some(id) => run(id, size)?,
+        Some(id) => run(id, size, after("--only").map(String::as_str))?,
     }
     Ok(())
 }

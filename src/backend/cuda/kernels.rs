@@ -26,8 +26,8 @@ const FUNCTIONS: [(DType, &CStr); 5] = [
     (DType::F8E5M2, c"patch_e5m2"),
 ];
 
-/// The threads of a block: a warp patches eight rows by 128 columns, and a block has eight warps, one below the other.
-const BLOCK: [u32; 2] = [32, 8];
+/// The threads of a block: each patches eight rows by four columns in two tiles.
+const BLOCK: [u32; 2] = [128, 1];
 /// What a buffer of a patch is called.
 const PATCHED: &str = "what is to be patched";
 

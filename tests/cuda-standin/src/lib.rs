@@ -51,6 +51,7 @@ mod ptx;
 mod ptx_compute;
 mod ptx_op;
 mod ptx_run;
+mod ptx_shared;
 mod ptx_table;
 mod report;
 mod shared;

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::ptx_op::{Access, Address, Guard, Kind, Op, Operand, Special, Width, decode};
+use crate::ptx_shared::Layout;
 use crate::ptx_table::Table;
 
 /// One `.entry` of a module.
@@ -21,6 +22,8 @@ pub(crate) struct Function {
     pub(crate) writes: u64,
     /// The tables of its module.
     pub(crate) tables: Vec<Arc<Table>>,
+    /// What its blocks have of shared memory.
+    pub(crate) shared: Layout,
 }
 
 /// Why a text is refused.
@@ -125,8 +128,15 @@ fn entry<'t>(text: &'t str, tables: &[Arc<Table>]) -> Result<(Function, &'t str)
         names.insert(words.next().unwrap_or_default().to_owned(), widths.len());
         widths.push(width);
     }
-    let mut body =
-        Body { params: names, tables, bases: HashMap::new(), registers: 0, code: Vec::new(), labels: HashMap::new() };
+    let mut body = Body {
+        params: names,
+        tables,
+        shared: Layout::default(),
+        bases: HashMap::new(),
+        registers: 0,
+        code: Vec::new(),
+        labels: HashMap::new(),
+    };
     let mut jumps = Vec::new();
     for statement in rest[..end].split(';').map(str::trim).filter(|statement| !statement.is_empty()) {
         body.statement(statement, &mut jumps)?;
@@ -145,6 +155,7 @@ fn entry<'t>(text: &'t str, tables: &[Arc<Table>]) -> Result<(Function, &'t str)
         reads,
         writes,
         tables: tables.to_vec(),
+        shared: body.shared,
     };
     Ok((function, &rest[end + 1..]))
 }
@@ -169,6 +180,7 @@ fn body_end(text: &str) -> Option<usize> {
 struct Body<'t> {
     params: HashMap<String, usize>,
     tables: &'t [Arc<Table>],
+    shared: Layout,
     /// For each prefix of registers the first one and their number.
     bases: HashMap<String, (usize, usize)>,
     registers: usize,
@@ -185,6 +197,9 @@ impl Body<'_> {
         }
         if rest.is_empty() || rest.starts_with(".pragma") {
             return Ok(());
+        }
+        if rest.starts_with(".shared") {
+            return self.shared.declare(rest);
         }
         if let Some(declared) = rest.strip_prefix(".reg ") {
             return self.declare(declared).ok_or_else(|| format!("`{rest}`"));
@@ -270,6 +285,9 @@ impl Body<'_> {
         if let Some(table) = self.tables.iter().position(|table| table.name == text) {
             return Ok(Operand::Table(table));
         }
+        if let Some(address) = self.shared.address(text) {
+            return Ok(Operand::Shared(address));
+        }
         if let Some(bits) = text.strip_prefix("0f") {
             return u32::from_str_radix(bits, 16).map(|bits| Operand::Number(bits.into())).map_err(|_| unknown());
         }
@@ -339,7 +357,8 @@ pub(crate) mod tests {
         let module = Module::parse(SHIPPED).unwrap();
         assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 5));
         for function in &module.functions {
-            assert_eq!((function.params.len(), function.most_threads), (9, 256), "{}", function.name);
+            assert_eq!((function.params.len(), function.most_threads), (9, 128), "{}", function.name);
+            assert_eq!(function.shared.bytes(), 12_800, "{}", function.name);
             // The matrix is read and written; the work memory is read, and written where values can saturate.
             let counted = function.name.ends_with("e4m3") || function.name.ends_with("e5m2");
             assert_eq!((function.reads, function.writes), (3, if counted { 3 } else { 1 }), "{}", function.name);
@@ -366,8 +385,11 @@ pub(crate) mod tests {
             Module::parse(&SHIPPED.replacen(from, to, 1)).unwrap_err()
         };
         assert!(refused("fma.rn.f32", "fma.rn.ftz.f32").contains("ftz"));
-        assert!(refused("shr.u32", "bar.sync 0; shr.u32").contains("bar.sync"));
-        assert!(refused("%r201, 127", "%r9201, 127").contains("%r9201"));
+        assert!(refused("bar.sync", "bar.arrive").contains("bar.arrive"));
+        assert!(refused("bar.sync \t0", "bar.sync 1").contains("bar.sync 1"));
+        assert!(refused(".shared .align 16", ".shared .align 3").contains(".align 3"));
+        assert!(refused("ld.shared", "ld.local").contains("ld.local"));
+        assert!(refused("add.s32 \t%r", "add.s32 \t%r9").contains("%r9"));
         assert!(refused(".maxntid", ".reqntid").contains(".reqntid"));
         assert!(refused(".version 6.0", ".global .u32 x;").contains(".global"));
         assert!(refused("%ctaid.x", "%ctaid.y").contains("%ctaid.y"));

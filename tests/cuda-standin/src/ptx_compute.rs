@@ -34,6 +34,7 @@ impl Two {
             // What a card gives for a division by zero is not said.
             Two::Div32 => low_a.checked_div(low_b).unwrap_or(u32::MAX).into(),
             Two::Min => a.min(b),
+            Two::Max => a.max(b),
             Two::And => a & b,
             Two::Or => a | b,
             Two::Xor => a ^ b,
@@ -114,6 +115,7 @@ mod tests {
         assert_eq!(Two::Add32.of(0xffff_ffff, 2), 1);
         assert_eq!(Two::Sub32.of(1, 2), 0xffff_ffff);
         assert_eq!(Two::MulWide.of(0xffff_ffff, 4), 0x3_ffff_fffc);
+        assert_eq!((Two::Min.of(2, 3), Two::Max.of(2, 3)), (2, 3));
         assert_eq!((Two::Mul16.of(0xffff, 3), Two::Xor.of(0b1100, 0b1010)), (0xfffd, 0b0110));
         assert_eq!((One::CountOnes32.of(0), One::CountOnes32.of(0x8001_0103)), (0, 5));
         assert_eq!((Two::Shl32.of(3, 31), Two::Shl32.of(3, 32), Two::Shr.of(3, 40)), (1 << 31, 0, 0));

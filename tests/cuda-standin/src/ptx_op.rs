@@ -32,6 +32,8 @@ pub(crate) enum Operand {
     Param(usize),
     /// The address of a table of the module.
     Table(usize),
+    /// An address in the shared memory of a block.
+    Shared(u64),
     Memory(Address),
 }
 
@@ -69,8 +71,7 @@ pub(crate) enum Kind {
         count: u8,
         width: Width,
         from: Address,
-        /// Past the coherent caches: what is there must not change while the function runs.
-        constant: bool,
+        space: Space,
     },
     /// The address of a table.
     Table {
@@ -78,9 +79,11 @@ pub(crate) enum Kind {
         table: usize,
     },
     Store {
-        value: Value,
+        values: [Value; 4],
+        count: u8,
         width: Width,
         to: Address,
+        space: Space,
     },
     /// Adds 64 bits to memory; the old ones are the result.
     AtomicAdd {
@@ -113,7 +116,19 @@ pub(crate) enum Kind {
     },
     /// To the place in the code.
     Branch(usize),
+    /// No thread of the block goes on before all have come here.
+    Barrier,
     Return,
+}
+
+/// Which memory an address is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Space {
+    Global,
+    /// Global memory past the coherent caches: what is there must not change while the function runs.
+    Constant,
+    /// The memory of a block.
+    Shared,
 }
 
 /// How an instruction uses memory.
@@ -148,6 +163,7 @@ pub(crate) enum Two {
     MulWide,
     Div32,
     Min,
+    Max,
     And,
     Or,
     Xor,
@@ -203,6 +219,10 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
     match (name, operands) {
         ("mov.u32", [O::Register(dst), O::Special(what)]) => Some(Kind::Special { dst: *dst, what: *what }),
         ("mov.u64", [O::Register(dst), O::Table(table)]) => Some(Kind::Table { dst: *dst, table: *table }),
+        ("mov.u64", [O::Register(dst), O::Shared(address)]) => {
+            Some(Kind::One { op: One::Copy, dst: *dst, a: Value::Number(*address) })
+        }
+        ("bar.sync", [O::Number(0)]) => Some(Kind::Barrier),
         ("ld.param.u32" | "ld.param.u64", [O::Register(dst), O::Param(param)]) => {
             Some(Kind::LoadParam { dst: *dst, param: *param })
         }
@@ -214,24 +234,15 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
             let (op, bits) = one(name)?;
             Some(Kind::One { op, dst: *dst, a: a.value()?.cut(bits) })
         }
-        (_, [O::Memory(to), value]) => {
-            let width = width(name.strip_prefix("st.global.")?)?;
-            Some(Kind::Store { value: value.value()?, width, to: *to })
-        }
+        (_, [O::Memory(to), values @ ..]) => store(name, values, *to),
         (_, [registers @ .., O::Memory(from)]) => load(name, registers, *from),
         _ => None,
     }
 }
 
 fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
-    let kind = name.strip_prefix("ld.global.")?;
-    let (constant, kind) = kind.strip_prefix("nc.").map_or((false, kind), |kind| (true, kind));
-    let (count, kind) = match kind.split_once('.') {
-        None => (1, kind),
-        Some(("v2", kind)) => (2, kind),
-        Some(("v4", kind)) => (4, kind),
-        Some(_) => return None,
-    };
+    let (space, kind) = space(name.strip_prefix("ld.")?)?;
+    let (count, width) = vector(kind)?;
     if registers.len() != count {
         return None;
     }
@@ -240,7 +251,37 @@ fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
         let Operand::Register(register) = register else { return None };
         *place = *register;
     }
-    Some(Kind::Load { dst, count: count as u8, width: width(kind)?, from, constant })
+    Some(Kind::Load { dst, count: count as u8, width, from, space })
+}
+
+fn store(name: &str, operands: &[Operand], to: Address) -> Option<Kind> {
+    let (space, kind) = space(name.strip_prefix("st.")?)?;
+    let (count, width) = vector(kind)?;
+    if operands.len() != count || space == Space::Constant {
+        return None;
+    }
+    let mut values = [Value::Number(0); 4];
+    for (place, operand) in values.iter_mut().zip(operands) {
+        *place = operand.value()?;
+    }
+    Some(Kind::Store { values, count: count as u8, width, to, space })
+}
+
+/// The memory that the name of a load or store goes on with, and what comes after it.
+fn space(kind: &str) -> Option<(Space, &str)> {
+    let of = |(prefix, space)| Some((space, kind.strip_prefix(prefix)?));
+    [("global.nc.", Space::Constant), ("global.", Space::Global), ("shared.", Space::Shared)].into_iter().find_map(of)
+}
+
+/// How many numbers an instruction loads or stores, and of which width.
+fn vector(kind: &str) -> Option<(usize, Width)> {
+    let (count, kind) = match kind.split_once('.') {
+        None => (1, kind),
+        Some(("v2", kind)) => (2, kind),
+        Some(("v4", kind)) => (4, kind),
+        Some(_) => return None,
+    };
+    Some((count, width(kind)?))
 }
 
 fn width(kind: &str) -> Option<Width> {
@@ -286,10 +327,13 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "div.u32" => (Two::Div32, 32),
         "min.u32" => (Two::Min, 32),
         "min.u64" => (Two::Min, 64),
+        "max.u32" => (Two::Max, 32),
         "and.pred" | "and.b16" => (Two::And, 16),
         "and.b32" => (Two::And, 32),
+        "and.b64" => (Two::And, 64),
         "or.pred" | "or.b16" => (Two::Or, 16),
         "or.b32" => (Two::Or, 32),
+        "or.b64" => (Two::Or, 64),
         "xor.b32" => (Two::Xor, 32),
         "shl.b16" => (Two::Shl16, 32),
         "shl.b32" => (Two::Shl32, 32),
@@ -298,6 +342,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "shr.u64" => (Two::Shr, 64),
         "setp.eq.s16" => (Two::Equal, 16),
         "setp.eq.s32" => (Two::Equal, 32),
+        "setp.eq.s64" => (Two::Equal, 64),
         "setp.ne.s32" => (Two::NotEqual, 32),
         "setp.lt.u16" => (Two::Less, 16),
         "setp.lt.u32" => (Two::Less, 32),
@@ -362,12 +407,12 @@ impl Kind {
         Some((dst, values.into_iter().filter_map(Value::register).collect()))
     }
 
-    /// The address that it uses, and how.
+    /// The address in global memory that it uses, and how.
     pub(crate) fn touches(&self) -> Option<(Address, Access)> {
         match *self {
-            Kind::Load { from, constant: false, .. } => Some((from, Access::Load)),
-            Kind::Load { from, constant: true, .. } => Some((from, Access::LoadConstant)),
-            Kind::Store { to, .. } | Kind::AtomicAdd { to, .. } => Some((to, Access::Store)),
+            Kind::Load { from, space: Space::Global, .. } => Some((from, Access::Load)),
+            Kind::Load { from, space: Space::Constant, .. } => Some((from, Access::LoadConstant)),
+            Kind::Store { to, space: Space::Global, .. } | Kind::AtomicAdd { to, .. } => Some((to, Access::Store)),
             _ => None,
         }
     }
@@ -381,5 +426,37 @@ mod tests {
     fn an_immediate_has_the_bits_of_its_instruction() {
         let negative = decode("and.b32", &[Operand::Register(0), Operand::Register(1), Operand::Number(-8i64 as u64)]);
         assert!(matches!(negative, Some(Kind::Two { b: Value::Number(0xffff_fff8), .. })));
+    }
+
+    #[test]
+    fn vectors_are_as_many_operands_as_their_names_say() {
+        let memory = Operand::Memory(Address { base: 9, offset: 4 });
+        let with = |name: &str, registers: u16| {
+            let registers = (0..registers).map(Operand::Register);
+            let load: Vec<_> = registers.clone().chain([memory]).collect();
+            let store: Vec<_> = [memory].into_iter().chain(registers).collect();
+            (decode(&format!("ld.{name}"), &load), decode(&format!("st.{name}"), &store))
+        };
+        for (name, count) in [("global.u16", 1), ("global.v2.u32", 2), ("shared.v4.f32", 4), ("shared.u8", 1)] {
+            let (load, store) = with(name, count);
+            let space = if name.starts_with("shared") { Space::Shared } else { Space::Global };
+            assert!(matches!(load, Some(Kind::Load { count: n, space: s, .. }) if u16::from(n) == count && s == space));
+            assert!(
+                matches!(store, Some(Kind::Store { count: n, space: s, .. }) if u16::from(n) == count && s == space)
+            );
+            let (load, store) = with(name, count + 1);
+            assert!(load.is_none() && store.is_none(), "{name}");
+        }
+        let (load, store) = with("global.nc.v2.u32", 2);
+        assert!(matches!(load, Some(Kind::Load { space: Space::Constant, .. })) && store.is_none());
+        assert!(with("local.u32", 1).0.is_none() && with("global.v8.u32", 8).0.is_none());
+    }
+
+    #[test]
+    fn only_the_barrier_of_all_threads_is_known() {
+        assert!(matches!(decode("bar.sync", &[Operand::Number(0)]), Some(Kind::Barrier)));
+        assert!(decode("bar.sync", &[Operand::Number(1)]).is_none());
+        assert!(decode("bar.sync", &[Operand::Number(0), Operand::Number(64)]).is_none());
+        assert!(decode("bar.arrive", &[Operand::Number(0)]).is_none());
     }
 }

@@ -89,7 +89,7 @@ fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Ch
         Work::Poison { backing, ranges } => poison(&backing, &ranges),
         Work::Kernel(launch) => {
             if let Err(broken) = launch.run(|| lane.is_stopped()) {
-                shared.violation(Rule::OutOfBounds, op.call, || broken.detail);
+                shared.violation(broken.rule, op.call, || broken.detail);
                 shared.break_device(lane.device, broken.code);
             }
         }

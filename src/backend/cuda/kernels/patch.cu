@@ -5,16 +5,22 @@
 // from zero, with fused multiply-add; times the scale; added; each rounded to f32, subnormals kept. The intrinsics with
 // `_rn` are there because the compiler would otherwise contract a multiplication and an addition into one.
 //
-// A thread has a tile of 8 rows by 4 columns in registers; the columns are 32 apart, so that a warp reads and writes
-// runs of 32 elements at any alignment. A warp has 8 rows by 128 columns, and a block of 8 warps 64 rows by as many.
-// Nothing is shared between threads, so there are no barriers.
+// A block of 128 threads has 64 rows by 128 columns, a warp 32 by 64 of them, and a thread 8 rows by 4 columns in each of
+// two tiles of 32 columns. The factors come through shared memory, in slices of 8 of the rank, in two buffers: while one
+// is multiplied, the next slice is on its way in registers. In a warp, threads that differ in bit 0 of their number read
+// the same columns, and those that differ in bit 1 the same rows, so that a read of 16 bytes by all of them can be
+// served in half the passes.
 
 #include "float.cuh"
 
-#define ROWS 8
-#define COLS 4
-#define WARP 32
-#define WARPS 8
+#define ROWS 8      // of a thread, and of a tile of `up`
+#define RUN 4       // columns of a thread in a tile
+#define COLS 8      // of a thread, in two tiles
+#define WIDE 32     // columns of a tile
+#define THREADS 128
+#define ROW_TILES 8 // of a block
+#define COL_TILES 4
+#define SLICE 8     // of the rank
 
 // One product, as src/backend/kernels.rs lays it out. The places are in bytes from the beginning of the work memory.
 struct Product {
@@ -34,32 +40,143 @@ struct Scales {
     u32 at, block_rows, block_cols, grid_cols;
 };
 
-// `sums` += the product of a thread's 8 rows of `up` and 4 columns of `down`.
-__device__ __forceinline__ void multiply(float (&sums)[ROWS][COLS], const float4 *up, const float *const (&down)[COLS], u32 rank) {
-#pragma unroll 1
-    for (u32 k = 0; k < rank; ++k) {
-        float4 low = up[2 * k], high = up[2 * k + 1];
-        const float rows[ROWS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+// The factors of a slice, each tile as it is in the work memory. The rows' tiles are apart by as many banks as a row of them.
+struct __align__(16) Slice {
+    float up[ROW_TILES][SLICE * ROWS + ROWS];
+    float down[COL_TILES][SLICE * WIDE];
+};
+
+// A thread's place: the first of its rows and columns in the matrix, its first tiles in the block, and the block's.
+struct Place {
+    u32 row, col, row_tile, col_tile, block_row_tile, block_col_tile;
+};
+
+// `sums` += the products of a thread's 8 rows of `up` and 8 columns of `down`, for one of the rank.
+__device__ __forceinline__ void multiply_one(float (&sums)[ROWS][COLS], const float *up, const float *down) {
+    float4 low = *(const float4 *)up, high = *(const float4 *)(up + 4);
+    float4 left = *(const float4 *)down, right = *(const float4 *)(down + SLICE * WIDE);
+    const float rows[ROWS] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float cols[COLS] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
 #pragma unroll
-        for (u32 col = 0; col < COLS; ++col) {
-            float value = down[col][k * WARP];
+    for (u32 row = 0; row < ROWS; ++row) {
 #pragma unroll
-            for (u32 row = 0; row < ROWS; ++row) sums[row][col] = __fmaf_rn(rows[row], value, sums[row][col]);
-        }
+        for (u32 col = 0; col < COLS; ++col) sums[row][col] = __fmaf_rn(rows[row], cols[col], sums[row][col]);
     }
 }
 
+// `sums` = a product's sums for the rows and columns of each thread. All threads of a block come here. `turn` is the buffer
+// to begin with, and then that for the next call.
+__device__ __forceinline__ void multiply(float (&sums)[ROWS][COLS], Slice (&slices)[2], u32 &turn, const Place &place,
+                                         const u8 *work, const Product *product, u32 cols) {
+    const u32 thread = threadIdx.x, rank = product->rank;
+    // What a thread brings of each slice: 16 bytes of `up`, and twice 16 of `down`, from tiles that are two apart. Tiles beyond
+    // the matrix or the product's rows are read from its last or first ones, and what comes of them is not used.
+    const u32 first_tile = product->first_row / ROWS, last_tile = (product->end_row - 1) / ROWS;
+    const u32 up_tile = thread / (SLICE * ROWS / 4), up_part = thread % (SLICE * ROWS / 4);
+    const u32 down_tile = thread / (SLICE * WIDE / 4), down_part = thread % (SLICE * WIDE / 4);
+    const u32 up_from = min(max(place.block_row_tile + up_tile, first_tile), last_tile) - first_tile;
+    const u32 down_from = place.block_col_tile + down_tile, last_col_tile = (cols - 1) / WIDE;
+    const float4 *up = (const float4 *)(work + product->up) + (u64)up_from * rank * (ROWS / 4) + up_part;
+    const float4 *down = (const float4 *)(work + product->down) + down_part;
+    const float4 *low = down + (u64)min(down_from, last_col_tile) * rank * (WIDE / 4);
+    const float4 *high = down + (u64)min(down_from + 2, last_col_tile) * rank * (WIDE / 4);
+    const u32 up_k = up_part / (ROWS / 4), down_k = down_part / (WIDE / 4);
+
+    float4 next_up = {}, next_low = {}, next_high = {};
+    u32 left = rank;
+    auto bring = [&]() {
+        if (up_k < left) next_up = *up;
+        if (down_k < left) {
+            next_low = *low;
+            next_high = *high;
+        }
+        up += SLICE * ROWS / 4;
+        low += SLICE * WIDE / 4;
+        high += SLICE * WIDE / 4;
+    };
+    auto put = [&]() {
+        Slice &slice = slices[turn];
+        *(float4 *)&slice.up[up_tile][up_part * 4] = next_up;
+        *(float4 *)&slice.down[down_tile][down_part * 4] = next_low;
+        *(float4 *)&slice.down[down_tile + 2][down_part * 4] = next_high;
+    };
+#pragma unroll
+    for (u32 row = 0; row < ROWS; ++row) {
+#pragma unroll
+        for (u32 col = 0; col < COLS; ++col) sums[row][col] = 0;
+    }
+    bring();
+    put();
+#pragma unroll 1
+    for (;;) {
+        // One barrier is enough: before a buffer is filled, all threads have passed the barrier behind its last use.
+        __syncthreads();
+        const float *rows = slices[turn].up[place.row_tile];
+        const float *runs = &slices[turn].down[place.col_tile][place.col % WIDE];
+        const u32 now = min(left, SLICE);
+        left -= now;
+        turn ^= 1;
+        if (left != 0) bring();
+        if (now == SLICE) {
+#pragma unroll
+            for (u32 k = 0; k < SLICE; ++k) multiply_one(sums, rows + k * ROWS, runs + k * WIDE);
+        } else {
+#pragma unroll 1
+            for (u32 k = 0; k < now; ++k) multiply_one(sums, rows + k * ROWS, runs + k * WIDE);
+        }
+        if (left == 0) break;
+        put();
+    }
+}
+
+// What a thread has of the matrix: from `at` on, so many of the rows and columns are inside of it. The place of the first
+// element tells its scales. With `runs`, four elements are read and written as one.
+template <class Format>
+struct Part {
+    typename Format::Raw *at;
+    u32 width, row, col, rows, cols;
+    bool runs;
+};
+
+// Four elements as 32-bit words.
+template <u32 WORDS>
+struct Run {
+    u32 words[WORDS];
+};
+
+__device__ __forceinline__ void get(Run<1> &run, const void *at) { run.words[0] = *(const u32 *)at; }
+__device__ __forceinline__ void get(Run<2> &run, const void *at) {
+    uint2 words = *(const uint2 *)at;
+    run = {words.x, words.y};
+}
+__device__ __forceinline__ void get(Run<4> &run, const void *at) {
+    uint4 words = *(const uint4 *)at;
+    run = {words.x, words.y, words.z, words.w};
+}
+__device__ __forceinline__ void set(const Run<1> &run, void *at) { *(u32 *)at = run.words[0]; }
+__device__ __forceinline__ void set(const Run<2> &run, void *at) { *(uint2 *)at = make_uint2(run.words[0], run.words[1]); }
+__device__ __forceinline__ void set(const Run<4> &run, void *at) {
+    *(uint4 *)at = make_uint4(run.words[0], run.words[1], run.words[2], run.words[3]);
+}
+
+// An element of a run, and its place in a word.
+#define WORD(raw, col) ((col) * sizeof(raw) / 4)
+#define SHIFT(raw, col) ((col) * sizeof(raw) % 4 * 8)
+
 // Multiplies the values by their scales, or divides them by these.
-template <bool DIVIDE>
-__device__ __forceinline__ void scale(float (&values)[ROWS][COLS], const u8 *work, Scales scales, u32 first_row, u32 first_col,
-                                      u32 rows, u32 cols) {
+template <class Format, bool DIVIDE>
+__device__ __forceinline__ void scale(float (&values)[ROWS][COLS], const Part<Format> &part, const u8 *work, Scales scales) {
     const float *all = (const float *)(work + scales.at);
     u32 of_col[COLS];
 #pragma unroll
-    for (u32 col = 0; col < COLS; ++col) of_col[col] = min(first_col + col * WARP, cols - 1) / scales.block_cols;
+    for (u32 col = 0; col < COLS; ++col) {
+        u32 at = col / RUN * WIDE + col % RUN;
+        of_col[col] = min(part.col + at, part.width - 1) / scales.block_cols;
+    }
 #pragma unroll
     for (u32 row = 0; row < ROWS; ++row) {
-        u32 of_row = min(first_row + row, rows - 1) / scales.block_rows * scales.grid_cols;
+        if (row >= part.rows) break;
+        u32 of_row = (part.row + row) / scales.block_rows * scales.grid_cols;
 #pragma unroll
         for (u32 col = 0; col < COLS; ++col) {
             float scale = all[of_row + of_col[col]];
@@ -68,71 +185,117 @@ __device__ __forceinline__ void scale(float (&values)[ROWS][COLS], const u8 *wor
     }
 }
 
+// The values of a part; what is outside of the matrix is zero, and is not stored.
 template <class Format>
-__device__ __forceinline__ void patch(u8 *memory, u32 rows, u32 cols, u8 *work, u32 products, Scales scales) {
+__device__ __forceinline__ void load(float (&values)[ROWS][COLS], const Part<Format> &part, const u8 *work, Scales scales) {
     typedef typename Format::Raw Raw;
-    const u32 across = (cols + WARP * COLS - 1) / (WARP * COLS);
-    const u32 tile = blockIdx.x / across * WARPS + threadIdx.y;
-    const u32 first_row = tile * ROWS;
-    const u32 first_col_tile = blockIdx.x % across * COLS;
-    const u32 first_col = first_col_tile * WARP + threadIdx.x;
-    if (first_row >= rows) return;
-
-    // What lies beyond the edges is read from them, computed along and not stored.
-    Raw *weight = (Raw *)memory + (u64)first_row * cols;
-    u32 col_of[COLS];
+    Run<sizeof(Raw)> all[ROWS][COLS / RUN] = {};
+    const Raw *at = part.at;
 #pragma unroll
-    for (u32 col = 0; col < COLS; ++col) col_of[col] = min(first_col + col * WARP, cols - 1);
-    float values[ROWS][COLS];
+    for (u32 row = 0; row < ROWS; ++row, at += part.width) {
+        if (row >= part.rows) break;
+#pragma unroll
+        for (u32 col = 0; col < COLS; ++col) {
+            const u32 to = col / RUN * WIDE + col % RUN;
+            Run<sizeof(Raw)> &run = all[row][col / RUN];
+            if (part.runs && col % RUN == 0 && to < part.cols) get(run, at + to);
+            if (!part.runs && to < part.cols) run.words[WORD(Raw, col % RUN)] |= (u32)at[to] << SHIFT(Raw, col % RUN);
+        }
+    }
 #pragma unroll
     for (u32 row = 0; row < ROWS; ++row) {
-        const Raw *of_row = weight + (u64)min(row, rows - 1 - first_row) * cols;
-#pragma unroll
-        for (u32 col = 0; col < COLS; ++col) values[row][col] = Format::lift(of_row[col_of[col]]);
-    }
-    if (Format::SCALED && scales.at != 0) scale<false>(values, work, scales, first_row, first_col, rows, cols);
-
-#pragma unroll 1
-    for (u32 number = 0; number < products; ++number) {
-        const Product *product = (const Product *)(work + HEADER) + number;
-        const u32 from = product->first_row, to = product->end_row, rank = product->rank;
-        if (first_row + ROWS <= from || first_row >= to) continue;
-        const float4 *up = (const float4 *)(work + product->up) + (u64)(tile - from / ROWS) * rank * (ROWS / 4);
-        const float *down[COLS];
-        const u32 last_tile = (cols - 1) / WARP;
 #pragma unroll
         for (u32 col = 0; col < COLS; ++col) {
-            u64 col_tile = min(first_col_tile + col, last_tile);
-            down[col] = (const float *)(work + product->down) + col_tile * rank * WARP + threadIdx.x;
-        }
-        float sums[ROWS][COLS] = {};
-        multiply(sums, up, down, rank);
-        const float factor = product->scale;
-#pragma unroll
-        for (u32 row = 0; row < ROWS; ++row) {
-            if (first_row + row < from || first_row + row >= to) continue;
-#pragma unroll
-            for (u32 col = 0; col < COLS; ++col) {
-                values[row][col] = __fadd_rn(values[row][col], __fmul_rn(factor, sums[row][col]));
-            }
+            u32 word = all[row][col / RUN].words[WORD(Raw, col % RUN)];
+            values[row][col] = Format::lift((Raw)(word >> SHIFT(Raw, col % RUN)));
         }
     }
+    if (Format::SCALED && scales.at != 0) scale<Format, false>(values, part, work, scales);
+}
 
-    if (Format::SCALED && scales.at != 0) scale<true>(values, work, scales, first_row, first_col, rows, cols);
+// Rounds the values of a part and stores them.
+template <class Format>
+__device__ __forceinline__ void store(float (&values)[ROWS][COLS], const Part<Format> &part, u8 *work, Scales scales) {
+    typedef typename Format::Raw Raw;
+    if (Format::SCALED && scales.at != 0) scale<Format, true>(values, part, work, scales);
     u32 saturated = 0;
+    Run<sizeof(Raw)> all[ROWS][COLS / RUN] = {};
 #pragma unroll
-    for (u32 row = 0; row < ROWS; ++row, weight += cols) {
-        if (first_row + row >= rows) break;
+    for (u32 row = 0; row < ROWS; ++row) {
 #pragma unroll
         for (u32 col = 0; col < COLS; ++col) {
-            if (first_col + col * WARP < cols) weight[first_col + col * WARP] = Format::round(values[row][col], saturated);
+            u32 more = 0;
+            const Raw raw = Format::round(values[row][col], more);
+            all[row][col / RUN].words[WORD(Raw, col % RUN)] |= (u32)raw << SHIFT(Raw, col % RUN);
+            saturated += row < part.rows && col / RUN * WIDE + col % RUN < part.cols ? more : 0;
+        }
+    }
+    Raw *at = part.at;
+#pragma unroll
+    for (u32 row = 0; row < ROWS; ++row, at += part.width) {
+        if (row >= part.rows) break;
+#pragma unroll
+        for (u32 col = 0; col < COLS; ++col) {
+            const u32 to = col / RUN * WIDE + col % RUN;
+            const Run<sizeof(Raw)> &run = all[row][col / RUN];
+            if (part.runs && col % RUN == 0 && to < part.cols) set(run, at + to);
+            if (!part.runs && to < part.cols) at[to] = (Raw)(run.words[WORD(Raw, col % RUN)] >> SHIFT(Raw, col % RUN));
         }
     }
     if (saturated != 0) atomicAdd((u64 *)work, (u64)saturated);
 }
 
+// Adds the scaled sums to the values, in the product's rows.
+__device__ __forceinline__ void add(float (&values)[ROWS][COLS], const float (&sums)[ROWS][COLS], u32 first_row,
+                                    const Product *product) {
+    const u32 from = product->first_row, to = product->end_row;
+    const float factor = product->scale;
+#pragma unroll
+    for (u32 row = 0; row < ROWS; ++row) {
+        if (first_row + row < from || first_row + row >= to) continue;
+#pragma unroll
+        for (u32 col = 0; col < COLS; ++col) {
+            values[row][col] = __fadd_rn(values[row][col], __fmul_rn(factor, sums[row][col]));
+        }
+    }
+}
+
+template <class Format>
+__device__ __forceinline__ void patch(u8 *memory, u32 rows, u32 cols, u8 *work, u32 products, Scales scales) {
+    typedef typename Format::Raw Raw;
+    __shared__ Slice slices[2];
+    const u32 across = (cols + WIDE * COL_TILES - 1) / (WIDE * COL_TILES);
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Place place;
+    place.block_row_tile = blockIdx.x / across * ROW_TILES;
+    place.block_col_tile = blockIdx.x % across * COL_TILES;
+    place.row_tile = warp / 2 * 4 + (lane & 1) + (lane >> 4) * 2;
+    place.col_tile = warp % 2 * 2;
+    place.row = (place.block_row_tile + place.row_tile) * ROWS;
+    place.col = (place.block_col_tile + place.col_tile) * WIDE + (lane >> 1 & 7) * RUN;
+
+    Part<Format> part;
+    part.at = (Raw *)memory + (u64)place.row * cols + place.col;
+    part.width = cols, part.row = place.row, part.col = place.col;
+    part.rows = rows - min(place.row, rows), part.cols = cols - min(place.col, cols);
+    part.runs = cols % RUN == 0 && (u64)memory % (RUN * sizeof(Raw)) == 0;
+    float values[ROWS][COLS];
+    load(values, part, work, scales);
+    u32 turn = 0;
+#pragma unroll 1
+    for (u32 number = 0; number < products; ++number) {
+        const Product *product = (const Product *)(work + HEADER) + number;
+        const u32 first = place.block_row_tile * ROWS, end = first + ROW_TILES * ROWS;
+        if (product->end_row <= first || product->first_row >= end) continue;
+        float sums[ROWS][COLS];
+        multiply(sums, slices, turn, place, work, product, cols);
+        add(values, sums, place.row, product);
+    }
+    store(values, part, work, scales);
+}
+
 #define KERNEL(name, format)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(WARP *WARPS, 2)                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
         name(u8 *weight, u8 *work, u32 rows, u32 cols, u32 products, u32 scales_at, u32 block_rows, u32 block_cols,   \
              u32 grid_cols) {                                                                                         \
         Scales scales = {scales_at, block_rows, block_cols, grid_cols};                                               \
