@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use tensor_offload::backend::{Backend, BufMut, Clock, Contents, Host, MemoryKind, Simulated};
 use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
-use tensor_offload::transfer::{MappedSource, Source};
+use tensor_offload::transfer::{FileSource, MappedSource, Source};
 use tensor_offload::{Checkpoint, DType, DeviceId, Loader, Machine, Model, Plan, Planner, Registry, Weights};
 
 /// Turns that medians are taken of.
@@ -76,7 +76,8 @@ struct Floors<'a> {
 }
 
 impl<'a> Floors<'a> {
-    fn new(path: &'a Path, bytes: usize, threads: usize) -> Floors<'a> {
+    /// The floors of a file of so many bytes, of which as many are copied as `copied` says.
+    fn new(path: &'a Path, bytes: usize, copied: usize, threads: usize) -> Floors<'a> {
         let host = Host::new().open(DeviceId::CPU).expect("this host");
         let touched = |bytes: usize| {
             let mut memory = host.alloc(bytes, MemoryKind::Arena).expect("memory for the file");
@@ -84,7 +85,7 @@ impl<'a> Floors<'a> {
             memory
         };
         let ring = (0..threads).map(|_| touched(DIRECT)).collect();
-        Floors { path, bytes, threads, from: touched(bytes), to: touched(bytes), ring }
+        Floors { path, bytes, threads, from: touched(copied), to: touched(copied), ring }
     }
 
     /// Copies as many bytes as the file has.
@@ -285,7 +286,43 @@ impl Turns {
     }
 }
 
+/// One turn on a file that exists, for `scripts/load-peers`: prints its seconds.
+fn turn(what: &str, path: &Path) {
+    let bytes = std::fs::metadata(path).expect("the file that is named").len() as usize;
+    let load = |opened: tensor_offload::Result<Checkpoint>, allocation: &str| {
+        let weights = Weights::new(opened.expect("a checkpoint"));
+        let load = Load::new(&weights, allocation);
+        timed(|| load.load(&weights))
+    };
+    let kept = |file: &Path| Ok(Arc::new(FileSource::open(file)?.through_page_cache()) as Arc<dyn Source>);
+    let floors = |copied: usize| Floors::new(path, bytes, copied, threads());
+    let time = match what {
+        "load" => load(Checkpoint::open(path), "cpu,*"),
+        "kept" => load(Checkpoint::open_with(path, kept), "cpu,*"),
+        "ring" => load(Checkpoint::open(path), "cuda:0,100%"),
+        "memcpy" => {
+            let mut floors = floors(bytes);
+            timed(|| floors.copy())
+        }
+        "direct" | "dropped" => {
+            let (mut floors, way) = (floors(0), if what == "direct" { Way::Direct } else { Way::DontCache });
+            timed(|| floors.read(way, threads()))
+        }
+        _ => panic!("no such turn: {what}"),
+    };
+    println!("{}", time.as_secs_f64());
+}
+
+/// As many as a loader has that is told nothing.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8))
+}
+
 fn main() {
+    let args: Vec<String> = std::env::args().collect();
+    if let Some([_, what, path]) = args.iter().position(|arg| arg == "--turn").and_then(|at| args.get(at..at + 3)) {
+        return turn(what, Path::new(path));
+    }
     let in_earnest = std::env::args().any(|arg| arg == "--bench");
     let folder = std::env::var_os("TENSOR_OFFLOAD_BENCH_DIR").map_or(env!("CARGO_TARGET_TMPDIR").into(), PathBuf::from);
     let folder = tempfile::tempdir_in(folder).expect("a temporary folder");
@@ -299,10 +336,9 @@ fn main() {
     };
     let mapped = Weights::new(Checkpoint::open_with(&path, map).expect("the checkpoint that was written"));
     let bytes = std::fs::metadata(&path).expect("the file that was written").len();
-    // As many as a loader has that is told nothing.
-    let threads = std::thread::available_parallelism().map_or(2, |cores| cores.get().min(8));
+    let threads = threads();
     println!("{threads} threads");
-    let mut floors = Floors::new(&path, bytes as usize, threads);
+    let mut floors = Floors::new(&path, bytes as usize, bytes as usize, threads);
     let (ring, owned) = (Load::new(&weights, "cuda:0,100%"), Load::new(&weights, "cpu,*"));
 
     floors.read(Way::Plain, threads);

@@ -4,15 +4,19 @@ mod support;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
-use std::sync::Mutex;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::ThreadId;
 
 use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Countdown, Faulty, MemoryKind, Operation, Simulated};
+use tensor_offload::checkpoint::write_safetensors;
 use tensor_offload::error::FileFault;
 use tensor_offload::load::Reservation;
 use tensor_offload::plan::Unit;
+use tensor_offload::transfer::{FileSource, Source, Stamp};
 use tensor_offload::{
     Cancel, Checkpoint, DType, DeviceId, Error, ErrorKind, Loader, Machine, ModelCache, Order, Plan, Registry,
     Retention, Streamer, Weights,
@@ -292,6 +296,71 @@ fn a_device_that_is_full_now_is_told_before_a_byte_is_read() {
         drop(taken);
         comes_back(&watched.registry);
         Loader::new(&watched.registry).load(&subject.weights, &plan).unwrap();
+    }
+}
+
+/// A file whose large reads wait until another thread makes one too.
+#[derive(Debug)]
+struct InCompany {
+    inner: FileSource,
+    threads: Mutex<HashSet<ThreadId>>,
+    arrived: Condvar,
+}
+
+impl Source for InCompany {
+    fn path(&self) -> &Path {
+        self.inner.path()
+    }
+
+    fn stamp(&self) -> Stamp {
+        self.inner.stamp()
+    }
+
+    fn read_at(&self, at: u64, dst: &mut [u8]) -> tensor_offload::Result<()> {
+        if dst.len() > 1 << 20 {
+            let mut threads = self.threads.lock().unwrap();
+            threads.insert(std::thread::current().id());
+            self.arrived.notify_all();
+            let alone = |threads: &mut HashSet<ThreadId>| threads.len() < 2;
+            let (_threads, waited) = self.arrived.wait_timeout_while(threads, DEADLINE, alone).unwrap();
+            assert!(!waited.timed_out(), "one thread reads the large tensor alone");
+        }
+        self.inner.read_at(at, dst)
+    }
+}
+
+/// One large tensor is read by the workers together, whether it stays on the host or goes to a device.
+#[test]
+fn a_large_tensor_is_read_by_several_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let tensors = [spec("embed.weight", DType::U8, &[40 << 20]), spec("norm.weight", DType::U8, &[256])];
+    let write = |_: usize, out: &mut tensor_offload::checkpoint::TensorWriter<'_>| {
+        while out.left() > 0 {
+            let from = out.left();
+            let part: Vec<u8> = (0..from.min(1 << 20)).map(|at| (from + at) as u8 ^ (from >> 20) as u8).collect();
+            out.put(&part)?;
+        }
+        Ok(())
+    };
+    write_safetensors(&path, &tensors, &Default::default(), write).unwrap();
+    let machine = described(&["cpu=128mb", "cuda:0=64mb"]);
+    for allocation in ["cpu,*", "cuda:0,*"] {
+        let open = |path: &Path| {
+            let (inner, threads, arrived) = (FileSource::open(path)?, Mutex::default(), Condvar::new());
+            Ok(Arc::new(InCompany { inner, threads, arrived }) as Arc<dyn Source>)
+        };
+        let weights = Weights::new(Checkpoint::open_with(&path, open).unwrap());
+        let registry = Registry::described(machine.clone(), Clock::Virtual);
+        let planner = tensor_offload::Planner::new(weights.layout(), &machine).compute(GPU0);
+        let plan = planner.allocation(allocation.parse().unwrap()).plan().unwrap();
+        let model = Loader::new(&registry).workers(3).load(&weights, &plan).unwrap();
+        for tensor in ["embed.weight", "norm.weight"] {
+            let id = weights.checkpoint().find(tensor).unwrap();
+            let mut expected = vec![0; weights.layout().tensor(id).unwrap().bytes as usize];
+            Weights::new(Checkpoint::open(&path).unwrap()).checkpoint().read(id, &mut expected).unwrap();
+            assert!(read(&model, tensor).unwrap() == expected, "{allocation}, {tensor}");
+        }
     }
 }
 

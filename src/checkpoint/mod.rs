@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Measured, Missing, Result};
-use crate::transfer::{FileSource, MemorySource, Source};
+use crate::transfer::{FileSource, MemorySource, ReadPart, Source};
 use files::{FileSet, Tied};
 use gguf::GgufHeader;
 use header::Header;
@@ -280,6 +280,37 @@ impl Checkpoint {
     ) -> Result<T> {
         let (info, source) = self.part(tensor, 0, 0)?;
         work(&**source, info.offset).map_err(|error| naming_tensor(error, &info.name))
+    }
+
+    /// The part of a file that is a tensor's first bytes, as many as `dst` has, with the number of the file.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when it is shorter.
+    pub(crate) fn part_at<'a>(&self, tensor: TensorId, dst: &'a mut [u8]) -> Result<(usize, ReadPart<'a>)> {
+        let (info, _) = self.part(tensor, 0, dst.len())?;
+        Ok((info.file, ReadPart::new(info.offset, dst)))
+    }
+
+    /// Reads parts of one file that lie in tensors.
+    ///
+    /// # Errors
+    /// As [`read_at`](Checkpoint::read_at).
+    pub(crate) fn read_parts(&self, file: usize, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        let source = &self.0.sources[file];
+        let Err(error) = source.read_parts(parts) else { return Ok(()) };
+        // Read again one by one, the part that fails tells its tensor. If none does, all bytes have been read.
+        for part in parts.iter_mut().filter(|part| !part.dst.is_empty()) {
+            let has =
+                |info: &&TensorInfo| info.file == file && (info.offset..info.offset + info.bytes).contains(&part.at);
+            let tensor = self.0.layout.tensors().iter().find(has);
+            let read = source.read_at(part.at, part.dst);
+            read.map_err(|error| match tensor {
+                Some(tensor) => naming_tensor(error, &tensor.name),
+                None => error,
+            })?;
+        }
+        tracing::debug!(%error, "what could not be read in one go was read part by part");
+        Ok(())
     }
 
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.

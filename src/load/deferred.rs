@@ -81,7 +81,7 @@ impl Job<'_> {
     ) -> Result<BufMut> {
         let mut factor = vec![0; range.len()];
         self.make_factor(tensor, &mut factor)?;
-        self.send_parts(range, memory, stream, |at, len, buffer| {
+        self.send_parts(range, 0, memory, stream, |at, len, buffer| {
             self.check_cancelled()?;
             buffer[..len].copy_from_slice(&factor[at..][..len]);
             Ok(0..len)

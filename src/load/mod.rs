@@ -1,7 +1,7 @@
 //! Load, patch, distribute: from files to the device that the plan gives each module.
 //!
-//! A module that lives on the host is read straight into the memory it stays in and patched there. One that
-//! lives elsewhere is read piece by piece through a few staging buffers, or, when an adapter changes
+//! A module that lives on the host is read straight into the memory it stays in, together with those beside it in the file,
+//! and patched there. One that lives elsewhere is read piece by piece through a few staging buffers, or, when an adapter changes
 //! it, patched in a worker's buffer first; then it is copied to its device while the next one is read.
 
 mod allocator;
@@ -87,7 +87,8 @@ impl<'a> Loader<'a> {
         Loader { registry, workers, deadline, progress, cancel, allocators, host_cache }
     }
 
-    /// Sets the number of threads that read and patch; at least one.
+    /// Sets the number of threads that read and patch; at least one. Reads past the page cache have threads of their own beside
+    /// them, which wait for the disk.
     #[must_use]
     pub fn workers(mut self, workers: usize) -> Loader<'a> {
         self.workers = workers.max(1);

