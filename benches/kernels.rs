@@ -149,7 +149,7 @@ fn print_patches(times: Vec<Vec<f64>>) {
         times.sort_by(f64::total_cmp);
         let (best, median) = (times[0] * 1e3, times[TURNS / 2] * 1e3);
         let ratio = median / *of_copy.get_or_insert(median);
-        println!("  {name:22} {median:8.1} us (best {best:.1}), {ratio:5.2} x the copy");
+        println!("  {name:24} {median:8.1} us (best {best:.1}), {ratio:5.2} x the copy");
     }
 }
 
@@ -180,7 +180,7 @@ fn dequantise(
     let floor = copied * (bytes.len() + 2 * values) as f64 / (4 * values) as f64;
     let (name, ratio, rate) = (format!("from {dtype}"), computed / floor, (2 * values) as f64 / computed / 1e6);
     println!(
-        "  {name:22} {:8.1} us, {ratio:5.2} x its bytes at the copy's pace, {rate:.0} GB/s written",
+        "  {name:24} {:8.1} us, {ratio:5.2} x its bytes at the copy's pace, {rate:.0} GB/s written",
         computed * 1e3
     );
     Ok(())
