@@ -32,34 +32,35 @@
 //! | 8..10 | the number of escapes |
 //! | 10..12 | its length in units of 16 bytes |
 //! | 12 | 1 if it is coded; 0 if its weights follow as they were, since coding would save less than a twentieth |
-//! | 13 | flags: bit `p`, plane `p` of the rests is all zeros and left out; bit 7, all exponents are the table's first, and codes are left out |
+//! | 13 | flags: bit `p`, plane `p` of the rests is all zeros, and left out; bit 7, there are no codes, as below |
 //! | 16..29 | the table: exponents by their frequency in the block |
 //! | 29 | an exponent that is not in the table |
 //!
 //! A **tile** is 1,024 weights, of which each of 32 **lanes** has four **groups** of eight: group `k` of lane `l` begins at
-//! weight `256 k + 8 l`. A coded block is a whole number of tiles; what is beyond its last weight has the table's first exponent, and
-//! zeros for the rest. Bits are numbered from the lowest bit of the first byte. After the header follow:
+//! weight `256 k + 8 l`. A coded block is a whole number of tiles; what is beyond its last weight has the table's first
+//! exponent, and zeros for the rest. Bits are numbered from the lowest bit of the first byte. After the header follow:
 //!
 //! - *The rests.* The rest of a weight is its mantissa with the sign above it, of 8 bits in BF16, 11 in F16, 24 in F32, 4 in
-//!   E4M3 and 3 in E5M2. Each whole byte of it, the lowest first, is a plane of a byte for each weight, in their order. The bits above
-//!   whole bytes are the last plane: for each tile, in the order of lanes, groups and weights.
+//!   E4M3 and 3 in E5M2. Each whole byte of it, the lowest first, is a plane of a byte for each weight, in their order. The
+//!   bits above whole bytes are the last plane: for each tile, in the order of lanes, groups and weights.
 //! - *The codes*, a u64 for each tile and lane. Weight `j` of group `k` has two bits at `32 (k / 2) + 2 (k % 2) + 4 j`: the
-//!   rank of its exponent in the table, or 3 for a higher rank.
+//!   rank of its exponent in the table, or 3 for a higher rank. Where all exponents are the table's first, neither codes nor
+//!   escapes and tails are there.
 //! - *The escapes*, a u32 for each exponent that is not in the table, by their place: the place in the block times 256, plus
 //!   the exponent.
-//! - *The tails*, one for each tile, padded to four bytes. In the order of lanes, groups and weights, two bits for each code of
-//!   3: the rank less 3, or 3 for a higher rank; padded to a byte. Then, in the same order, three bits for each of these that is
+//! - *The tails*, one for each tile, padded to four bytes. In the order of lanes, groups and weights, two bits for each code
+//!   of 3: the rank less 3, or 3 for a higher rank; padded to a byte. Then, in the same order, three bits for each of these that is
 //!   3: the rank less 6, or 7 for an escape; padded to a byte.
 //!
-//! A **sum** is one of u32 words times factors, modulo 2^64: word `i` times the odd number `(2 i + 1) 0x9e3779b1` modulo 2^32, plus
-//! `(n + 1) 0x9e3779b97f4a7c15`. That of a block's weights is over their bytes, with zeros up to a whole word, and `n` is the
-//! block's number; the block's header has its sum plus that of the words of the header's bytes 8..32, the first of which is word
-//! 8,192. So a sum shows a fault of the decoder as well as one of the bytes: any single wrong word, and of others all but
-//! one in 2^32 or less. For the tensor's header `n` is 2^40; the index has a sum for each MiB of it with `n` from 2^40 + 1 on, which
-//! are added up.
+//! A **sum** is one of u32 words times factors, modulo 2^64: word `i` times the odd number `(2 i + 1) 0x9e3779b1` modulo 2^32,
+//! plus `(n + 1) 0x9e3779b97f4a7c15`. That of a block's weights is over their bytes, with zeros up to a whole word, and `n` is
+//! the block's number; the block's header has its sum plus that of the words of the header's bytes 8..32, the first of which
+//! is word 8,192. So a sum shows a fault of the decoder as well as one of the bytes: any single wrong word, and of others all
+//! but one in 2^32 or less. For the tensor's header `n` is 2^40; the index has a sum for each MiB of it with `n` from 2^40 + 1
+//! on, which are added up.
 //!
-//! The exponents of a table differ from each other, whatever pads a code must be zero, and the sums are over all else. So there
-//! is no bit of a code that may change.
+//! The exponents of a table differ from each other, an escape stands where there is the code of one, whatever pads a code is
+//! zero, and the sums are over all else. So no bit of a code may change.
 
 mod block;
 mod decode;
@@ -272,8 +273,8 @@ impl<'a> Code<'a> {
         &self.info
     }
 
-    /// The bytes of a block's code, for what decodes it elsewhere; of a tensor that stays as it was, the block's weights. `None` if there
-    /// is no such block.
+    /// The bytes of a block's code, for what decodes it elsewhere; of a tensor that stays as it was, the block's weights.
+    /// `None` if there is no such block.
     pub fn block(&self, block: u64) -> Option<&'a [u8]> {
         let block = usize::try_from(block).ok()?;
         match self.place {

@@ -105,7 +105,11 @@ proptest! {
     }
 
     #[test]
-    fn a_range_is_that_of_the_whole((dtype, bytes) in weights(), begin in any::<prop::sample::Index>(), end in any::<prop::sample::Index>()) {
+    fn a_range_is_that_of_the_whole(
+        (dtype, bytes) in weights(),
+        begin in any::<prop::sample::Index>(),
+        end in any::<prop::sample::Index>(),
+    ) {
         let size = Fields::of(dtype).unwrap().size();
         let count = bytes.len() / size;
         let (begin, end) = (begin.index(count + 1), end.index(count + 1));

@@ -232,8 +232,8 @@ mod avx2 {
         }
     }
 
-    // The loops below are written out, since a closure that an iterator calls is a function of its own: it cannot be inlined into the
-    // iterator's, which is compiled for any processor.
+    // The loops below are written out, since a closure that an iterator calls is a function of its own: it cannot be inlined
+    // into the iterator's, which is compiled for any processor.
 
     /// As [`ladder::encode`]: 32 ranks at a time.
     #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
