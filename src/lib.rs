@@ -157,6 +157,9 @@ mod float;
 mod ggml;
 mod limits;
 pub mod load;
+// Not yet used by the rest nor part of the interface: public for its bench, its fuzz target and the tests of its format.
+#[doc(hidden)]
+pub mod lossless;
 pub mod patch;
 pub mod plan;
 pub mod prelude;

@@ -1,0 +1,237 @@
+//! The header of a tensor's code, and its index.
+
+use super::block::{self, ALIGN, is_worth_while};
+use super::fault::CodeFault;
+use super::fields::Fields;
+use super::{BLOCK, sum};
+use crate::dtype::DType;
+
+/// The bytes of the header.
+pub(super) const HEADER: usize = 64;
+
+const MAGIC: [u8; 8] = *b"\x89TOWLC\r\n";
+const VERSION: u16 = 1;
+
+/// The starts of the sums of header and index are those of blocks that there cannot be.
+const OF_HEADER: u64 = 1 << 40;
+const OF_INDEX: u64 = OF_HEADER + 1;
+
+/// The numbers of types in the header.
+const TYPES: [(u8, DType); 7] = [
+    (1, DType::BF16),
+    (2, DType::F16),
+    (3, DType::F32),
+    (4, DType::F8E4M3),
+    (5, DType::F8E5M2),
+    (6, DType::F8E4M3Fnuz),
+    (7, DType::F8E5M2Fnuz),
+];
+
+/// What the header of a tensor's code says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Info {
+    /// The element type.
+    pub dtype: DType,
+    /// The number of weights.
+    pub count: u64,
+    /// Whether the weights are in blocks; otherwise they are as they were, since blocks would save less than a twentieth.
+    pub in_blocks: bool,
+    /// The bytes of the code, with header and index.
+    pub bytes: u64,
+    /// The bytes of the weights.
+    pub decoded_bytes: u64,
+    /// A sum over all weights in their places: equal for equal tensors.
+    pub sum: u64,
+}
+
+impl Info {
+    /// Reads the header: the first 64 bytes of a code, which may be followed by any others.
+    ///
+    /// # Errors
+    /// [`CodeFault::NotCode`], [`CodeFault::Version`], [`CodeFault::Length`] with less than 64 bytes, and
+    /// [`CodeFault::Header`].
+    pub fn read(code: &[u8]) -> Result<Info, CodeFault> {
+        let (info, _) = read(code)?;
+        Ok(info)
+    }
+
+    /// The number of blocks, the last of which may have less than [`BLOCK`](super::BLOCK_WEIGHTS) weights.
+    pub fn blocks(&self) -> u64 {
+        self.count.div_ceil(BLOCK as u64)
+    }
+}
+
+/// The info, and the sum of the index.
+fn read(code: &[u8]) -> Result<(Info, u64), CodeFault> {
+    let known = code.len().min(MAGIC.len());
+    if code[..known] != MAGIC[..known] {
+        return Err(CodeFault::NotCode);
+    }
+    let Some(header) = code.first_chunk::<HEADER>() else {
+        return Err(CodeFault::Length { expected: HEADER as u64, given: code.len() as u64 });
+    };
+    let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| header[at + byte]));
+    let version = u16::from_le_bytes([header[8], header[9]]);
+    if version != VERSION {
+        return Err(CodeFault::Version { found: version, known: VERSION });
+    }
+    if sum_of_header(header) != number(HEADER - 8) {
+        return Err(CodeFault::Header { what: "its header is not that of its sum" });
+    }
+    let damaged = |what| CodeFault::Header { what };
+    let (_, dtype) = TYPES.into_iter().find(|(code, _)| *code == header[10]).ok_or(damaged("its type is unknown"))?;
+    let fields = Fields::of(dtype).ok_or(damaged("its type is unknown"))?;
+    let in_blocks = match header[11] {
+        0 => false,
+        1 => true,
+        _ => return Err(damaged("its kind is unknown")),
+    };
+    let count = number(16);
+    let decoded_bytes = count.checked_mul(fields.size() as u64).ok_or(damaged("it has too many weights"))?;
+    let info = Info { dtype, count, in_blocks, bytes: number(24), decoded_bytes, sum: number(32) };
+    if u64::from(u32::from_le_bytes([header[12], header[13], header[14], header[15]])) != info.blocks() {
+        return Err(damaged("its number of blocks is not that of its weights"));
+    }
+    if number(48) != 0 {
+        return Err(damaged("a field that is zero is not"));
+    }
+    Ok((info, number(40)))
+}
+
+/// What header and index say of the blocks.
+pub(super) enum Index<'a> {
+    /// Their lengths, and the sums of their weights.
+    Blocks { lengths: &'a [u32], sums: &'a [u64] },
+    /// The sums of the weights, which stay as they were.
+    Plain { sums: &'a [u64] },
+}
+
+impl Index<'_> {
+    /// Its bytes, padded.
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        match self {
+            Index::Blocks { lengths, .. } => {
+                let mut at = (HEADER + length(true, lengths.len())) / ALIGN;
+                bytes.extend_from_slice(&(at as u32).to_le_bytes());
+                for length in *lengths {
+                    at += *length as usize / ALIGN;
+                    bytes.extend_from_slice(&(at as u32).to_le_bytes());
+                }
+            }
+            Index::Plain { sums } => sums.iter().for_each(|sum| bytes.extend_from_slice(&sum.to_le_bytes())),
+        }
+        bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+        bytes
+    }
+}
+
+/// The bytes of an index of as many blocks.
+pub(super) fn length(in_blocks: bool, blocks: usize) -> usize {
+    let bytes = if in_blocks { blocks.saturating_add(1).saturating_mul(4) } else { blocks.saturating_mul(8) };
+    bytes.div_ceil(ALIGN).saturating_mul(ALIGN)
+}
+
+/// Header and index, which are followed by `body` bytes.
+pub(super) fn write(dtype: DType, count: usize, index: &Index<'_>, body: usize) -> Vec<u8> {
+    let number = TYPES.iter().find(|(_, known)| *known == dtype).map_or(0, |(number, _)| *number);
+    let (in_blocks, sums) = match index {
+        Index::Blocks { sums, .. } => (true, sums),
+        Index::Plain { sums } => (false, sums),
+    };
+    let sum = sums.iter().fold(0u64, |all, sum| all.wrapping_add(*sum));
+    let blocks = sums.len();
+    let index = index.bytes();
+    let mut header = [0; HEADER];
+    header[..8].copy_from_slice(&MAGIC);
+    header[8..10].copy_from_slice(&VERSION.to_le_bytes());
+    header[10] = number;
+    header[11] = u8::from(in_blocks);
+    header[12..16].copy_from_slice(&(blocks as u32).to_le_bytes());
+    header[16..24].copy_from_slice(&(count as u64).to_le_bytes());
+    header[24..32].copy_from_slice(&((HEADER + index.len() + body) as u64).to_le_bytes());
+    header[32..40].copy_from_slice(&sum.to_le_bytes());
+    header[40..48].copy_from_slice(&sum_of_index(&index).to_le_bytes());
+    let own = sum_of_header(&header);
+    header[HEADER - 8..].copy_from_slice(&own.to_le_bytes());
+    [&header[..], &index].concat()
+}
+
+/// The sum of a header of 64 bytes or more, without its own.
+pub(super) fn sum_of_header(header: &[u8]) -> u64 {
+    sum::start(OF_HEADER).wrapping_add(sum::words(&header[..HEADER - 8], 0))
+}
+
+pub(super) fn sum_of_index(index: &[u8]) -> u64 {
+    // The factors of words repeat after 2^31 of them, and a part's place is in its start.
+    let parts = index.chunks(1 << 20).enumerate();
+    let sums = parts.map(|(at, part)| sum::start(OF_INDEX + at as u64).wrapping_add(sum::words(part, 0)));
+    sums.fold(0, u64::wrapping_add)
+}
+
+/// Where the blocks of a code are.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Place<'a> {
+    /// Their beginnings and the end of the last, in units of 16 bytes from the beginning of the code.
+    Blocks(&'a [[u8; 4]]),
+    /// Their sums; the weights follow each other.
+    Plain { sums: &'a [[u8; 8]], weights: &'a [u8] },
+}
+
+/// Reads header and index, which must fit each other and the length of the code.
+pub(super) fn open(code: &[u8]) -> Result<(Info, Place<'_>), CodeFault> {
+    let (info, sum) = read(code)?;
+    let damaged = |what| CodeFault::Header { what };
+    if info.bytes != code.len() as u64 {
+        return Err(CodeFault::Length { expected: info.bytes, given: code.len() as u64 });
+    }
+    let blocks = usize::try_from(info.blocks()).map_err(|_| damaged("it has too many weights"))?;
+    let (index, body) =
+        code[HEADER..].split_at_checked(length(info.in_blocks, blocks)).ok_or(damaged("it ends within its index"))?;
+    if sum_of_index(index) != sum {
+        return Err(damaged("its index is not that of its sum"));
+    }
+    let place = if info.in_blocks {
+        let (places, padding) = index.split_at(4 * (blocks + 1));
+        check_places(&info, places.as_chunks().0, (HEADER + index.len()) as u64, padding)?;
+        Place::Blocks(places.as_chunks().0)
+    } else {
+        let (sums, index_padding) = index.split_at(8 * blocks);
+        let (weights, padding) = usize::try_from(info.decoded_bytes)
+            .ok()
+            .and_then(|bytes| body.split_at_checked(bytes))
+            .ok_or(damaged("it ends within its weights"))?;
+        if padding.len() >= ALIGN || padding.iter().chain(index_padding).any(|byte| *byte != 0) {
+            return Err(damaged("what pads it is not"));
+        }
+        let sums = sums.as_chunks().0;
+        if sums.iter().fold(0u64, |all, sum| all.wrapping_add(u64::from_le_bytes(*sum))) != info.sum {
+            return Err(damaged("its sums are not those of its header"));
+        }
+        Place::Plain { sums, weights }
+    };
+    Ok((info, place))
+}
+
+/// Checks that the blocks follow each other from the end of the index to that of the code.
+fn check_places(info: &Info, places: &[[u8; 4]], begin: u64, padding: &[u8]) -> Result<(), CodeFault> {
+    let damaged = |what| CodeFault::Header { what };
+    let place = |place: &[u8; 4]| u64::from(u32::from_le_bytes(*place)) * ALIGN as u64;
+    let size = info.decoded_bytes / info.count.max(1);
+    let longest = block::bound(BLOCK * size as usize) as u64;
+    let lengths = places.iter().zip(places.iter().skip(1)).map(|(begin, end)| place(end).wrapping_sub(place(begin)));
+    if !lengths.into_iter().all(|length| (block::HEADER as u64..=longest).contains(&length)) {
+        return Err(damaged("its blocks do not follow each other"));
+    }
+    let ends = (places.first().map(place), places.last().map(place));
+    if ends != (Some(begin), Some(info.bytes)) || padding.iter().any(|byte| *byte != 0) {
+        return Err(damaged("its blocks do not fill it"));
+    }
+    Ok(())
+}
+
+/// Whether a tensor is worth to be in blocks of these lengths.
+pub(super) fn in_blocks(blocks: usize, body: usize, plain: usize) -> bool {
+    is_worth_while(HEADER + length(true, blocks) + body, plain)
+}

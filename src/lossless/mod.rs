@@ -1,0 +1,392 @@
+//! A lossless code for weights: two thirds of the bytes of bf16, and every bit pattern comes back.
+//!
+//! What can be saved in trained weights is in their exponents: sign and mantissa are as good as random, and of the exponents
+//! a few are frequent. So each weight's exponent is coded by its rank among those of its block, and the rest of its bits stays
+//! as it is. Blocks are independent of each other, so they are decoded by as many threads as there are, or by a card with a
+//! warp for each.
+//!
+//! # Format
+//!
+//! All numbers are little-endian, and all that is not named is zero. A code is a header, an index, and blocks.
+//!
+//! | header | |
+//! |---|---|
+//! | 0..8 | `89 54 4f 57 4c 43 0d 0a` |
+//! | 8..10 | the version, 1 |
+//! | 10 | the element type: 1 BF16, 2 F16, 3 F32, 4 F8_E4M3, 5 F8_E5M2, 6 F8_E4M3FNUZ, 7 F8_E5M2FNUZ |
+//! | 11 | 1 if the weights are in blocks, 0 if they are as they were |
+//! | 12..16 | the number of blocks, of 8,192 weights each; the last may have less |
+//! | 16..24 | the number of weights |
+//! | 24..32 | the bytes of all, a multiple of 16 |
+//! | 32..40 | the sum of the weights, that of all blocks' |
+//! | 40..48 | the sum of the index |
+//! | 56..64 | the sum of the header up to here |
+//!
+//! The index of blocks has a u32 for the beginning of each block, and one for the end of the last, in units of 16 bytes from
+//! the beginning of the header. If the weights are as they were, it has a u64 for the sum of each block instead, and the
+//! weights follow it. Either is padded to 16 bytes. A tensor stays as it was if blocks would save less than a twentieth.
+//!
+//! | header of a block | |
+//! |---|---|
+//! | 0..8 | its sum |
+//! | 8..10 | the number of escapes |
+//! | 10..12 | its length in units of 16 bytes |
+//! | 12 | 1 if it is coded; 0 if its weights follow as they were, since coding would save less than a twentieth |
+//! | 13 | flags: bit `p`, plane `p` of the rests is all zeros, and left out; bit 7, there are no codes, as below |
+//! | 16..29 | the table: exponents by their frequency in the block |
+//! | 29 | an exponent that is not in the table |
+//!
+//! A **tile** is 1,024 weights, of which each of 32 **lanes** has four **groups** of eight: group `k` of lane `l` begins at
+//! weight `256 k + 8 l`. A coded block is a whole number of tiles; what is beyond its last weight has the table's first
+//! exponent, and zeros for the rest. Bits are numbered from the lowest bit of the first byte. After the header follow:
+//!
+//! - *The rests.* The rest of a weight is its mantissa with the sign above it, of 8 bits in BF16, 11 in F16, 24 in F32, 4 in
+//!   E4M3 and 3 in E5M2. Each whole byte of it, the lowest first, is a plane of a byte for each weight, in their order. The
+//!   bits above whole bytes are the last plane: for each tile, in the order of lanes, groups and weights.
+//! - *The codes*, a u64 for each tile and lane. Weight `j` of group `k` has two bits at `32 (k / 2) + 2 (k % 2) + 4 j`: the
+//!   rank of its exponent in the table, or 3 for a higher rank. Where all exponents are the table's first, neither codes nor
+//!   escapes and tails are there.
+//! - *The escapes*, a u32 for each exponent that is not in the table, by their place: the place in the block times 256, plus
+//!   the exponent.
+//! - *The tails*, one for each tile, padded to four bytes. In the order of lanes, groups and weights, two bits for each code
+//!   of 3: the rank less 3, or 3 for a higher rank; padded to a byte. Then, in the same order, three bits for each of these that is
+//!   3: the rank less 6, or 7 for an escape; padded to a byte.
+//!
+//! A **sum** is one of u32 words times factors, modulo 2^64: word `i` times the odd number `(2 i + 1) 0x9e3779b1` modulo 2^32,
+//! plus `(n + 1) 0x9e3779b97f4a7c15`. That of a block's weights is over their bytes, with zeros up to a whole word, and `n` is
+//! the block's number; the block's header has its sum plus that of the words of the header's bytes 8..32, the first of which
+//! is word 8,192. So a sum shows a fault of the decoder as well as one of the bytes: any single wrong word, and of others all
+//! but one in 2^32 or less. For the tensor's header `n` is 2^40; the index has a sum for each MiB of it with `n` from 2^40 + 1
+//! on, which are added up.
+//!
+//! The exponents of a table differ from each other, an escape stands where there is the code of one, whatever pads a code is
+//! zero, and the sums are over all else. So no bit of a code may change.
+
+mod block;
+mod decode;
+mod encode;
+mod fault;
+mod fields;
+mod header;
+mod ladder;
+mod sum;
+mod table;
+#[cfg(test)]
+mod tests;
+mod vector;
+
+use std::fmt;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use crate::dtype::DType;
+use crate::threads;
+use decode::Parts;
+use encode::Scratch;
+pub use fault::CodeFault;
+use fields::Fields;
+pub use header::Info;
+use header::{Index, Place};
+use vector::Tier;
+
+/// The weights of a block.
+pub const BLOCK_WEIGHTS: usize = BLOCK;
+
+const BLOCK: usize = 8 * TILE;
+
+/// The weights of a tile.
+const TILE: usize = 32 * 32;
+
+/// A byte for each weight of a tile.
+type Tile = [u8; TILE];
+
+/// The lanes of a tile.
+const LANES: usize = 32;
+
+/// The bytes of a tile's codes.
+const CODES: usize = TILE / 4;
+
+/// The blocks that are a task of their own, where there are several tasks.
+const TOGETHER: usize = 16;
+
+/// The most bytes that the code of a tensor takes; `None` if the type is not coded, or for more weights than one code holds.
+pub fn compressed_bound(dtype: DType, count: usize) -> Option<usize> {
+    let fields = Fields::of(dtype)?;
+    let blocks = count.div_ceil(BLOCK);
+    let bytes = count.checked_mul(fields.size()).filter(|_| holds(fields, count))?;
+    // The code of a tensor that stays as it was: one in blocks is shorter.
+    let index = header::HEADER + header::length(false, blocks);
+    bytes.checked_next_multiple_of(block::ALIGN)?.checked_add(index)
+}
+
+/// Whether one code holds as many weights: the places of their blocks are numbers of 32 bits.
+fn holds(fields: Fields, count: usize) -> bool {
+    let blocks = count.div_ceil(BLOCK) as u128;
+    let most = header::HEADER as u128 + 16 * blocks + blocks * block::bound(BLOCK * fields.size()) as u128;
+    most / (block::ALIGN as u128) < u128::from(u32::MAX)
+}
+
+/// The code of a tensor's bytes, which are little-endian weights. It depends on nothing but them.
+///
+/// Above some blocks the work runs on the library's threads, one for each core.
+///
+/// # Errors
+/// [`CodeFault::NoCode`] for a type that is not coded; [`CodeFault::PartOfWeight`] when the bytes end within a weight;
+/// [`CodeFault::TooLarge`] for more weights than one code holds: some 30 thousand million of bf16.
+pub fn compress(dtype: DType, bytes: &[u8]) -> Result<Vec<u8>, CodeFault> {
+    let fields = fields_of(dtype, bytes)?;
+    let count = bytes.len() / fields.size();
+    if !holds(fields, count) {
+        return Err(CodeFault::TooLarge { count: count as u64 });
+    }
+    let task = BLOCK * fields.size() * TOGETHER;
+    let tier = Tier::best();
+    let tasks = tasks(bytes.len() > task, || {
+        let tasks = bytes.par_chunks(task).enumerate();
+        tasks.map(|(index, bytes)| Coded::of(tier, fields, (index * TOGETHER) as u64, bytes)).collect::<Vec<_>>()
+    });
+    let tasks = tasks.unwrap_or_else(|| vec![Coded::of(tier, fields, 0, bytes)]);
+    Ok(join(dtype, fields, bytes, &tasks))
+}
+
+/// Runs work on the library's threads if it is `large`. `None` if it is not, or if the system gives no threads.
+fn tasks<R: Send>(large: bool, work: impl FnOnce() -> R + Send) -> Option<R> {
+    if large { threads::run(work).ok() } else { None }
+}
+
+fn fields_of(dtype: DType, bytes: &[u8]) -> Result<Fields, CodeFault> {
+    let fields = Fields::of(dtype).ok_or(CodeFault::NoCode { dtype })?;
+    if !bytes.len().is_multiple_of(fields.size()) {
+        return Err(CodeFault::PartOfWeight { dtype, bytes: bytes.len() as u64 });
+    }
+    Ok(fields)
+}
+
+/// The code of some blocks.
+struct Coded {
+    bytes: Vec<u8>,
+    lengths: Vec<u32>,
+    sums: Vec<u64>,
+}
+
+impl Coded {
+    /// Codes blocks, the first of which has this number.
+    fn of(tier: Tier, fields: Fields, first: u64, weights: &[u8]) -> Coded {
+        let blocks = weights.chunks(BLOCK * fields.size());
+        let mut coded = Coded {
+            // What is rarely too little, and at most what plain blocks take.
+            bytes: Vec::with_capacity(weights.len() - weights.len() / 8 + block::bound(0) * blocks.len()),
+            lengths: Vec::with_capacity(blocks.len()),
+            sums: Vec::with_capacity(blocks.len()),
+        };
+        let mut scratch = Scratch::new();
+        for (number, weights) in (first..).zip(blocks) {
+            let begin = coded.bytes.len();
+            coded.sums.push(tier.encode(fields, number, weights, &mut scratch, &mut coded.bytes));
+            coded.lengths.push((coded.bytes.len() - begin) as u32);
+        }
+        coded
+    }
+}
+
+/// Puts header, index and blocks together, or leaves the weights as they were.
+fn join(dtype: DType, fields: Fields, weights: &[u8], tasks: &[Coded]) -> Vec<u8> {
+    let sums: Vec<u64> = tasks.iter().flat_map(|task| &task.sums).copied().collect();
+    let body = tasks.iter().map(|task| task.bytes.len()).sum::<usize>();
+    let count = weights.len() / fields.size();
+    if header::in_blocks(sums.len(), body, weights.len()) {
+        let lengths: Vec<u32> = tasks.iter().flat_map(|task| &task.lengths).copied().collect();
+        let index = Index::Blocks { lengths: &lengths, sums: &sums };
+        concat(&header::write(dtype, count, &index, body), body, tasks.iter().map(|task| &task.bytes[..]))
+    } else {
+        let body = weights.len().next_multiple_of(block::ALIGN);
+        let index = Index::Plain { sums: &sums };
+        concat(&header::write(dtype, count, &index, body), body, weights.chunks(1 << 20))
+    }
+}
+
+/// The parts one after the other, then zeros up to `body` bytes after the first.
+fn concat<'a>(first: &[u8], body: usize, parts: impl Iterator<Item = &'a [u8]>) -> Vec<u8> {
+    let mut bytes = vec![0; first.len() + body];
+    let (to, mut left) = bytes.split_at_mut(first.len());
+    to.copy_from_slice(first);
+    let mut copies = Vec::new();
+    for part in parts {
+        let (to, others) = left.split_at_mut(part.len());
+        left = others;
+        copies.push((to, part));
+    }
+    // In parallel, since the system has yet to give most of the memory.
+    let copy = |(to, part): &mut (&mut [u8], &[u8])| to.copy_from_slice(part);
+    if tasks(copies.len() > 1, || copies.par_iter_mut().for_each(copy)).is_none() {
+        copies.iter_mut().for_each(copy);
+    }
+    bytes
+}
+
+/// The bytes of the code of some weights by those of the weights, without header and index: what a planner counts with. One
+/// for no weights. A sample of a few blocks from several places of a tensor tells the ratio to a hundredth.
+///
+/// # Errors
+/// As [`compress`].
+pub fn estimate(dtype: DType, sample: &[u8]) -> Result<f64, CodeFault> {
+    let fields = fields_of(dtype, sample)?;
+    if sample.is_empty() {
+        return Ok(1.0);
+    }
+    let coded = Coded::of(Tier::best(), fields, 0, sample);
+    Ok((coded.bytes.len() as f64 / sample.len() as f64).min(1.0))
+}
+
+/// Decodes a code as [`compress`] makes it: [`Code::open`], then [`Code::decode`].
+///
+/// # Errors
+/// Those of the two.
+pub fn decompress(code: &[u8], weights: &mut [u8]) -> Result<(), CodeFault> {
+    Code::open(code)?.decode(weights)
+}
+
+/// The code of a tensor, whose header and index were checked.
+#[derive(Clone, Copy)]
+pub struct Code<'a> {
+    info: Info,
+    fields: Fields,
+    code: &'a [u8],
+    place: Place<'a>,
+    tier: Tier,
+}
+
+impl<'a> Code<'a> {
+    /// Checks header and index. The bytes are those of one code, no less and no more.
+    ///
+    /// # Errors
+    /// As [`Info::read`]; [`CodeFault::Length`] when there are more or less bytes than the header says.
+    pub fn open(code: &'a [u8]) -> Result<Code<'a>, CodeFault> {
+        let (info, place) = header::open(code)?;
+        let fields = Fields::of(info.dtype).ok_or(CodeFault::NoCode { dtype: info.dtype })?;
+        Ok(Code { info, fields, code, place, tier: Tier::best() })
+    }
+
+    /// What the header says.
+    pub fn info(&self) -> &Info {
+        &self.info
+    }
+
+    /// The bytes of a block's code, for what decodes it elsewhere; of a tensor that stays as it was, the block's weights.
+    /// `None` if there is no such block.
+    pub fn block(&self, block: u64) -> Option<&'a [u8]> {
+        let block = usize::try_from(block).ok()?;
+        match self.place {
+            Place::Blocks(places) => {
+                let [begin, end] = [places.get(block)?, places.get(block.checked_add(1)?)?]
+                    .map(|place| u32::from_le_bytes(*place) as usize * block::ALIGN);
+                self.code.get(begin..end)
+            }
+            Place::Plain { weights, .. } => weights.chunks(BLOCK * self.fields.size()).nth(block),
+        }
+    }
+
+    /// Decodes all weights, into as many bytes.
+    ///
+    /// Above some blocks the work runs on the library's threads, one for each core.
+    ///
+    /// # Errors
+    /// [`CodeFault::Destination`] when `weights` has another length; [`CodeFault::Block`] for the first damaged block, and
+    /// [`CodeFault::Header`] when the blocks are not those of the header. What `weights` holds then is not defined.
+    pub fn decode(&self, weights: &mut [u8]) -> Result<(), CodeFault> {
+        self.check_destination(self.info.decoded_bytes, weights)?;
+        let sum = self.decode_blocks(0, weights)?;
+        if sum != self.info.sum {
+            return Err(CodeFault::Header { what: "its blocks are not those of its header" });
+        }
+        Ok(())
+    }
+
+    /// Decodes whole blocks from `first` on, and returns the sum of their sums.
+    fn decode_blocks(&self, first: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
+        let task = BLOCK * self.fields.size() * TOGETHER;
+        let of_tasks = tasks(weights.len() > task, || {
+            let tasks = weights.par_chunks_mut(task).enumerate();
+            let sums = tasks.map(|(index, weights)| self.decode_each(first + (index * TOGETHER) as u64, weights));
+            // In order, so that the first of several damaged blocks is named.
+            sums.reduce(|| Ok(0), |before, after| Ok(before?.wrapping_add(after?)))
+        });
+        of_tasks.unwrap_or_else(|| self.decode_each(first, weights))
+    }
+
+    fn decode_each(&self, first: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
+        let mut sum = 0u64;
+        for (block, weights) in (first..).zip(weights.chunks_mut(BLOCK * self.fields.size())) {
+            sum = sum.wrapping_add(self.decode_block(block, weights)?);
+        }
+        Ok(sum)
+    }
+
+    /// Decodes a block's weights, all of them, and returns their sum.
+    fn decode_block(&self, block: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
+        let damaged = |what| CodeFault::Block { block, what };
+        let code = self.block(block).ok_or(damaged("there is no such block"))?;
+        let parts = match self.place {
+            Place::Blocks(_) => Parts::find(self.fields, weights.len() / self.fields.size(), code),
+            Place::Plain { sums, .. } => {
+                let sum = sums.get(block as usize).ok_or(damaged("it has no sum"))?;
+                Parts::plain(u64::from_le_bytes(*sum), code, weights.len())
+            }
+        };
+        let parts = parts.map_err(damaged)?;
+        self.tier.decode(self.fields, block, &parts, weights).map_err(damaged)?;
+        Ok(parts.sum)
+    }
+
+    /// Decodes the weights of a range. Of a block that is partly in it, all is decoded.
+    ///
+    /// # Errors
+    /// [`CodeFault::Range`] for weights that there are not; [`CodeFault::Destination`] when `weights` has not as many bytes as
+    /// the range; [`CodeFault::Block`] for the first damaged block that is read. What `weights` holds then is not defined.
+    pub fn decode_range(&self, range: Range<u64>, weights: &mut [u8]) -> Result<(), CodeFault> {
+        let Range { start, end } = range;
+        if start > end || end > self.info.count {
+            return Err(CodeFault::Range { begin: start, end, count: self.info.count });
+        }
+        let size = self.fields.size();
+        self.check_destination((end - start) * size as u64, weights)?;
+        // The parts of the range: up to the next block's beginning, whole blocks, and what is left.
+        let block = BLOCK as u64;
+        let first = ((start.next_multiple_of(block) - start).min(end - start)) as usize * size;
+        let (head, others) = weights.split_at_mut(first);
+        let whole = if end == self.info.count { others.len() } else { others.len() / (BLOCK * size) * (BLOCK * size) };
+        let (whole, tail) = others.split_at_mut(whole);
+        self.decode_part(start, head)?;
+        self.decode_blocks(start.div_ceil(block), whole)?;
+        self.decode_part(end - (tail.len() / size) as u64, tail)
+    }
+
+    /// Decodes weights of one block, from weight `start` of the tensor on.
+    fn decode_part(&self, start: u64, weights: &mut [u8]) -> Result<(), CodeFault> {
+        if weights.is_empty() {
+            return Ok(());
+        }
+        let size = self.fields.size();
+        let block = start / BLOCK as u64;
+        let begin = block * BLOCK as u64;
+        let count = (self.info.count - begin).min(BLOCK as u64) as usize;
+        let mut all = vec![0; count * size];
+        self.decode_block(block, &mut all)?;
+        weights.copy_from_slice(&all[(start - begin) as usize * size..][..weights.len()]);
+        Ok(())
+    }
+
+    fn check_destination(&self, needed: u64, weights: &[u8]) -> Result<(), CodeFault> {
+        if needed == weights.len() as u64 {
+            return Ok(());
+        }
+        Err(CodeFault::Destination { needed, given: weights.len() as u64 })
+    }
+}
+
+impl fmt::Debug for Code<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Code").field("info", &self.info).finish_non_exhaustive()
+    }
+}
