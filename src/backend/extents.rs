@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::{Buf, BufMut, Device, MemoryKind};
 use crate::bytes::ByteSize;
 use crate::error::{Error, Result};
-use crate::transfer::ReadPart;
+use crate::file::read::ReadPart;
 
 /// Bytes that can be read by position at any time, by any number of threads at once.
 pub trait Readable: Any + Send + Sync {

@@ -6,7 +6,7 @@
 //! host: these buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of
 //! factors for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
 //! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters. The threads with
-//! which these reads keep the disk busy (`transfer/read/scatter`), at most seven, have half a staging buffer each too.
+//! which these reads keep the disk busy (`file/read/scatter`), at most seven, have half a staging buffer each too.
 
 mod fill;
 mod send;

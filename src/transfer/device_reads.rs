@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::file::FileSource;
-use super::read::{Extent, LEAST};
 use super::source::Source;
 use super::stamp::Stamp;
 use crate::backend::{BufMut, Device, DeviceFile, FileReads, NoFileReads, until};
 use crate::device::DeviceId;
 use crate::error::Result;
+use crate::file::read::{Extent, LEAST};
 
 /// The most bytes of one read: as many as libcufile has under way for one by default. Between two the caller is asked.
 const PIECE: usize = 16 << 20;

@@ -6,11 +6,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::open_files::{OpenFile, ReopenedFile};
-use super::read::{Extent, ReadPart, ReadWays, Reader};
+use super::open_files::ReopenedFile;
 use super::source::{Source, check_range};
 use super::stamp::Stamp;
 use crate::error::{Error, Result};
+use crate::file::OpenFile;
+use crate::file::read::{Extent, ReadPart, ReadWays, Reader};
 
 /// A file, read by position.
 ///

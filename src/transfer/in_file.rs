@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::device_reads::{DeviceReads, FilePart, Stretch};
-use super::read::ReadPart;
 use super::source::Source;
 use crate::backend::{BufMut, Piece, Readable};
 use crate::error::Result;
+use crate::file::read::ReadPart;
 
 /// A source whose bytes are memory of a disk.
 pub(crate) struct InFile(pub(crate) Arc<dyn Source>);

@@ -9,10 +9,11 @@ mod landing;
 mod lane;
 mod mapping;
 mod open_files;
-mod read;
 mod source;
 mod stamp;
 
+pub(crate) use crate::file::read::{Kept, divide};
+pub use crate::file::read::{ReadPart, ReadWays};
 pub(crate) use device_reads::{DeviceReads, FilePart, Stretch};
 pub(crate) use engine::Engine;
 pub use file::FileSource;
@@ -23,8 +24,6 @@ pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};
 pub use mapping::MappedSource;
 pub(crate) use open_files::open_error;
-pub(crate) use read::{Kept, divide};
-pub use read::{ReadPart, ReadWays};
 pub use source::{MemorySource, Source};
 pub use stamp::Stamp;
 

@@ -10,11 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-#[cfg(target_os = "linux")]
-use super::read::{DirectFile, OpenCalls};
 use super::stamp::{Stamp, links};
 use crate::error::{Error, FileFault, Result};
-use crate::file::PositionalFile;
+use crate::file::OpenFile;
 
 /// The most files that are kept open for reading, where the process may open many.
 const MOST: usize = 64;
@@ -37,45 +35,6 @@ pub(super) struct ReopenedFile {
     last: Mutex<Last>,
     /// When it was last read, by the count of all reads.
     used: AtomicU64,
-}
-
-/// A file that is open.
-#[derive(Debug)]
-pub(super) struct OpenFile {
-    file: PositionalFile,
-    /// The descriptor for direct reads, opened when it is first needed. A file may take two descriptors so.
-    #[cfg(target_os = "linux")]
-    direct: DirectFile,
-}
-
-impl OpenFile {
-    fn new(file: File) -> OpenFile {
-        OpenFile {
-            file: PositionalFile::new(file),
-            #[cfg(target_os = "linux")]
-            direct: DirectFile::default(),
-        }
-    }
-
-    /// The system's calls on the file, of `len` bytes.
-    #[cfg(target_os = "linux")]
-    pub(super) fn calls(&self, len: u64) -> OpenCalls<'_, PositionalFile> {
-        OpenCalls::new(&self.file, len, &self.direct)
-    }
-
-    /// The file once more, open for direct reads; or why it cannot be.
-    pub(super) fn open_direct(&self, len: u64) -> Result<File, String> {
-        #[cfg(target_os = "linux")]
-        return self.calls(len).open_once_more();
-        #[cfg(not(target_os = "linux"))]
-        return Err(format!("files of {len} bytes are read directly on Linux alone"));
-    }
-
-    /// The system's calls on the file.
-    #[cfg(not(target_os = "linux"))]
-    pub(super) fn calls(&self, _len: u64) -> &PositionalFile {
-        &self.file
-    }
 }
 
 /// The stamp of a file when it was last read, and the number of its names then.
@@ -147,7 +106,7 @@ impl ReopenedFile {
 
     /// Fails if the file has changed since it was last read.
     pub(super) fn check(&self, file: &OpenFile) -> Result<()> {
-        self.check_metadata(&file.file.metadata().map_err(Error::io("read", &self.path))?)
+        self.check_metadata(&file.positional().metadata().map_err(Error::io("read", &self.path))?)
     }
 
     /// As [`check`](ReopenedFile::check), by what the system says of the file now.

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::file::FileSource;
-use super::read::{ReadPart, ReadWays};
 use super::stamp::Stamp;
 use crate::error::{Error, FileFault, Result};
+use crate::file::read::{ReadPart, ReadWays};
 
 /// Bytes that are read by position, by any number of threads at once: a file, memory, an object store.
 pub trait Source: Send + Sync + fmt::Debug {

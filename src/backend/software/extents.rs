@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use crate::backend::extents::{HostCache, Keeping, Kept};
 use crate::backend::{Extent, Extents, Readable};
 use crate::error::Result;
-use crate::transfer::ReadPart;
+use crate::file::read::ReadPart;
 
 /// Memory that can only be read.
 pub(in crate::backend) struct ExtentMemory {

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::error::{Error, Result};
-use crate::file::{PositionalFile, within_limit};
+use crate::file::read::{ReadPart, Reader};
+use crate::file::{OpenFile, within_limit};
 
 /// The alignment of ranges, so that what the file system gives back are whole pages.
 const ALIGNMENT: u64 = 4096;
@@ -39,7 +40,7 @@ impl DiskFolder {
             }
         }
         let file = unnamed_file(&self.path).map_err(Error::io("create a file in", &self.path))?;
-        let file = Arc::new(SharedFile { file: PositionalFile::new(file), extents: Mutex::default() });
+        let file = Arc::new(SharedFile::new(file));
         let at = file.take(bytes as u64).map_err(Error::io("grow a file in", &self.path))?;
         files.push(Arc::downgrade(&file));
         Ok(self.memory(&file, at, bytes))
@@ -52,11 +53,21 @@ impl DiskFolder {
 
 /// A file whose ranges are memory.
 struct SharedFile {
-    file: PositionalFile,
+    file: OpenFile,
+    reader: Reader,
     extents: Mutex<Extents>,
 }
 
 impl SharedFile {
+    fn new(file: File) -> SharedFile {
+        SharedFile { file: OpenFile::new(file), reader: Reader::default(), extents: Mutex::default() }
+    }
+
+    fn read(&self, at: u64, dst: &mut [u8]) -> io::Result<()> {
+        let end = lock(&self.extents).end;
+        self.reader.read_parts(&self.file.calls(end), vec![ReadPart::new(at, dst)])
+    }
+
     /// Takes a range that is free, or grows the file.
     fn take(&self, bytes: u64) -> io::Result<u64> {
         let mut extents = lock(&self.extents);
@@ -65,7 +76,7 @@ impl SharedFile {
             within_limit(end)?;
         }
         if bytes > 0 {
-            self.file.reserve(at, room_of(bytes))?;
+            self.file.positional().reserve(at, room_of(bytes))?;
         }
         extents.take(at, room_of(bytes));
         Ok(at)
@@ -78,9 +89,9 @@ impl SharedFile {
         extents.give_back(at, room_of(bytes));
         if extents.end < before {
             // A file that stays long is no fault: it is used again.
-            let _ = self.file.set_len(extents.end);
+            let _ = self.file.positional().set_len(extents.end);
         } else {
-            self.file.punch(at, room_of(bytes));
+            self.file.positional().punch(at, room_of(bytes));
         }
     }
 }
@@ -144,11 +155,15 @@ impl FileMemory {
     }
 
     pub(super) fn read(&self, at: usize, dst: &mut [u8]) -> Result<()> {
-        self.file.file.read_exact_at(dst, self.at + at as u64).map_err(Error::io("read a file in", &self.folder))
+        self.file.read(self.at + at as u64, dst).map_err(Error::io("read a file in", &self.folder))
     }
 
     pub(super) fn write(&self, at: usize, src: &[u8]) -> Result<()> {
-        self.file.file.write_all_at(src, self.at + at as u64).map_err(Error::io("write a file in", &self.folder))
+        self.file
+            .file
+            .positional()
+            .write_all_at(src, self.at + at as u64)
+            .map_err(Error::io("write a file in", &self.folder))
     }
 }
 
@@ -241,9 +256,9 @@ mod tests {
         assert_eq!(lock(&disk.files).len(), 1);
         let file = Arc::clone(&kept[0].0.file);
         let taken: u64 = kept.iter().map(|(memory, _)| room_of(memory.len() as u64)).sum();
-        assert!(file.file.metadata().unwrap().len() < 2 * taken);
+        assert!(file.file.positional().metadata().unwrap().len() < 2 * taken);
         kept.clear();
-        assert_eq!((lock(&file.extents).end, file.file.metadata().unwrap().len()), (0, 0));
+        assert_eq!((lock(&file.extents).end, file.file.positional().metadata().unwrap().len()), (0, 0));
         drop(file);
         disk.allocate(1).unwrap();
         assert_eq!(lock(&disk.files).len(), 1, "the first was closed");
@@ -288,7 +303,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("m"), "").unwrap();
         let file = File::open(folder.path().join("m")).unwrap();
-        let file = Arc::new(SharedFile { file: PositionalFile::new(file), extents: Mutex::default() });
+        let file = Arc::new(SharedFile::new(file));
         let disk = DiskFolder::new(folder.path());
         lock(&disk.files).push(Arc::downgrade(&file));
         assert!(matches!(disk.allocate(1), Err(Error::Io { .. })));

@@ -24,14 +24,14 @@ pub(crate) use bounce::Kept;
 pub use scatter::ReadPart;
 pub(crate) use scatter::divide;
 #[cfg(target_os = "linux")]
-pub(super) use system::{DirectFile, OpenCalls};
+pub(crate) use system::{DirectFile, OpenCalls};
 
 use bounce::Bounce;
-pub(super) use extents::Extent;
+pub(crate) use extents::Extent;
 use extents::extents;
 
 /// Reads of fewer bytes go through the page cache: asking costs as much as it could save.
-pub(super) const LEAST: usize = 256 << 10;
+pub(crate) const LEAST: usize = 256 << 10;
 
 /// The most bytes of one direct read. One thread reaches a disk's speed with it, since the kernel divides it into requests that
 /// the disk has at one time.
@@ -45,7 +45,7 @@ const MOST_ALIGNMENT: u32 = 64 << 10;
 
 /// How a call reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(crate) enum Way {
     /// Through the page cache, which keeps the bytes.
     Cached,
     /// Through the page cache, which drops them.
@@ -56,9 +56,9 @@ pub(super) enum Way {
 
 /// What direct reads must be multiples of, in bytes: powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Alignment {
-    pub(super) offset: usize,
-    pub(super) memory: usize,
+pub(crate) struct Alignment {
+    pub(crate) offset: usize,
+    pub(crate) memory: usize,
 }
 
 impl Alignment {
@@ -74,7 +74,7 @@ impl Alignment {
 /// Why a file is not read directly.
 #[cfg_attr(not(target_os = "linux"), allow(dead_code, reason = "files are read directly on Linux alone"))]
 #[derive(Debug)]
-pub(super) enum NotDirect {
+pub(crate) enum NotDirect {
     /// It cannot be, whenever it is tried.
     Refused(String),
     /// It cannot be now, since no descriptor is left.
@@ -82,7 +82,7 @@ pub(super) enum NotDirect {
 }
 
 /// The system's calls on one open file.
-pub(super) trait Calls {
+pub(crate) trait Calls {
     /// How many bytes of a range are in the page cache. `None` if the system does not tell.
     fn cached(&self, range: Range<u64>) -> Option<u64>;
 
@@ -111,7 +111,7 @@ impl Calls for &crate::file::PositionalFile {
 
 /// What is known of a file's reads, over all times that it is open.
 #[derive(Debug, Default)]
-pub(super) struct Reader {
+pub(crate) struct Reader {
     /// Whether all reads go through the page cache.
     always_cached: bool,
     refused: OnceLock<String>,
@@ -138,15 +138,15 @@ pub struct ReadWays {
 
 impl Reader {
     /// A reader that always goes through the page cache.
-    pub(super) fn always_cached() -> Reader {
+    pub(crate) fn always_cached() -> Reader {
         Reader { always_cached: true, ..Reader::default() }
     }
 
-    pub(super) fn is_always_cached(&self) -> bool {
+    pub(crate) fn is_always_cached(&self) -> bool {
         self.always_cached
     }
 
-    pub(super) fn ways(&self) -> ReadWays {
+    pub(crate) fn ways(&self) -> ReadWays {
         let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let (cached, dropped, direct) = (count(&self.cached), count(&self.dropped), count(&self.direct));
         ReadWays { cached, dropped, direct, refused: self.refused.get().cloned() }
@@ -156,7 +156,7 @@ impl Reader {
     ///
     /// # Errors
     /// The system's; [`io::ErrorKind::UnexpectedEof`] when the file ends before.
-    pub(super) fn read(&self, calls: &impl Calls, mut at: u64, mut dst: &mut [u8]) -> io::Result<()> {
+    pub(crate) fn read(&self, calls: &impl Calls, mut at: u64, mut dst: &mut [u8]) -> io::Result<()> {
         for Extent { bytes, is_cached } in self.extents(calls, at, dst.len()) {
             let (part, rest) = dst.split_at_mut(bytes);
             if is_cached {
@@ -174,7 +174,7 @@ impl Reader {
     ///
     /// # Errors
     /// As [`read`](Reader::read).
-    pub(super) fn read_within(
+    pub(crate) fn read_within(
         &self,
         calls: &impl Calls,
         at: u64,
@@ -203,7 +203,7 @@ impl Reader {
     }
 
     /// The parts of a range that the page cache has, and those that it does not have.
-    pub(super) fn extents(&self, calls: &impl Calls, at: u64, len: usize) -> Vec<Extent> {
+    pub(crate) fn extents(&self, calls: &impl Calls, at: u64, len: usize) -> Vec<Extent> {
         let asked = !self.always_cached && len >= LEAST;
         extents(at, len, |range| if asked { calls.cached(range) } else { None })
     }

@@ -50,7 +50,7 @@ impl<'a> ReadPart<'a> {
     }
 
     /// The same part, borrowed for less long.
-    pub(in crate::transfer) fn reborrow(&mut self) -> ReadPart<'_> {
+    pub(crate) fn reborrow(&mut self) -> ReadPart<'_> {
         ReadPart { at: self.at, dst: self.dst }
     }
 
@@ -136,11 +136,7 @@ impl Reader {
     ///
     /// # Errors
     /// As [`read`](Reader::read).
-    pub(in crate::transfer) fn read_parts(
-        &self,
-        calls: &(impl Calls + Sync),
-        parts: Vec<ReadPart<'_>>,
-    ) -> io::Result<()> {
+    pub(crate) fn read_parts(&self, calls: &(impl Calls + Sync), parts: Vec<ReadPart<'_>>) -> io::Result<()> {
         let chunks = self.chunks(calls, parts);
         // The buffers of this call's first chunks are those of its last.
         let _kept = (chunks.len() > 1).then(Kept::new);

@@ -23,11 +23,11 @@ const READ_ALIGN: u32 = 0x0002_0000;
 const USUAL: u32 = 4096;
 
 /// The descriptor for direct reads and their alignment, once it is open.
-pub(in crate::transfer) type DirectFile = OnceLock<(File, Alignment)>;
+pub(crate) type DirectFile = OnceLock<(File, Alignment)>;
 
 /// An open file, with the descriptor for direct reads once it is needed.
 #[derive(Debug)]
-pub(in crate::transfer) struct OpenCalls<'a, F> {
+pub(crate) struct OpenCalls<'a, F> {
     file: &'a F,
     /// The file's length when it was opened.
     len: u64,
@@ -35,12 +35,12 @@ pub(in crate::transfer) struct OpenCalls<'a, F> {
 }
 
 impl<'a, F: AsFd> OpenCalls<'a, F> {
-    pub(in crate::transfer) fn new(file: &'a F, len: u64, direct: &'a DirectFile) -> Self {
+    pub(crate) fn new(file: &'a F, len: u64, direct: &'a DirectFile) -> Self {
         OpenCalls { file, len, direct }
     }
 
     /// The file once more, open for direct reads; or why it cannot be.
-    pub(in crate::transfer) fn open_once_more(&self) -> Result<File, String> {
+    pub(crate) fn open_once_more(&self) -> Result<File, String> {
         self.open_direct().map(|(file, _)| file).map_err(|why| match why {
             NotDirect::Refused(why) => why,
             NotDirect::NotNow => "no descriptor is left".to_owned(),

@@ -7,11 +7,11 @@ const GRAIN: u64 = 2 << 20;
 
 /// Bytes that are read in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::transfer) struct Extent {
-    pub(in crate::transfer) bytes: usize,
+pub(crate) struct Extent {
+    pub(crate) bytes: usize,
     /// Whether the page cache has at least half of them. To read the rest through it then costs less than to read all directly:
     /// it copies some eight times as fast as a disk reads, and slows the disk to some six tenths.
-    pub(in crate::transfer) is_cached: bool,
+    pub(crate) is_cached: bool,
 }
 
 /// Divides `len` bytes from `at` on by whether the page cache has them. `cached` tells how many bytes of a range it has; what it

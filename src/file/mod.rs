@@ -1,7 +1,12 @@
-//! Files that are read and written by position.
+//! Files that are read and written by position, and [reads](read) of them that suit what the page cache has.
+
+pub(crate) mod read;
 
 use std::fs::{File, Metadata};
 use std::io;
+
+#[cfg(target_os = "linux")]
+use read::{DirectFile, OpenCalls};
 
 /// Fails if a file of so many bytes is longer than this process may write (`RLIMIT_FSIZE`, `ulimit -f`). The system would kill
 /// a process that tries, with the signal SIGXFSZ.
@@ -17,6 +22,50 @@ pub(crate) fn within_limit(bytes: u64) -> io::Result<()> {
 #[cfg(not(unix))]
 pub(crate) fn within_limit(_bytes: u64) -> io::Result<()> {
     Ok(())
+}
+
+/// A file that is open.
+#[derive(Debug)]
+pub(crate) struct OpenFile {
+    file: PositionalFile,
+    /// The descriptor for direct reads, opened when it is first needed. A file may take two descriptors so.
+    #[cfg(target_os = "linux")]
+    direct: DirectFile,
+}
+
+impl OpenFile {
+    pub(crate) fn new(file: File) -> OpenFile {
+        OpenFile {
+            file: PositionalFile::new(file),
+            #[cfg(target_os = "linux")]
+            direct: DirectFile::default(),
+        }
+    }
+
+    /// The file, for what needs no choice of ways.
+    pub(crate) fn positional(&self) -> &PositionalFile {
+        &self.file
+    }
+
+    /// The system's calls on the file, of `len` bytes.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn calls(&self, len: u64) -> OpenCalls<'_, PositionalFile> {
+        OpenCalls::new(&self.file, len, &self.direct)
+    }
+
+    /// The file once more, open for direct reads; or why it cannot be.
+    pub(crate) fn open_direct(&self, len: u64) -> Result<File, String> {
+        #[cfg(target_os = "linux")]
+        return self.calls(len).open_once_more();
+        #[cfg(not(target_os = "linux"))]
+        return Err(format!("files of {len} bytes are read directly on Linux alone"));
+    }
+
+    /// The system's calls on the file.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn calls(&self, _len: u64) -> &PositionalFile {
+        &self.file
+    }
 }
 
 /// A file that several threads can read and write by position at once.
@@ -70,7 +119,7 @@ impl PositionalFile {
         let _ = (at, bytes);
     }
 
-    #[cfg(unix)]
+    #[cfg(all(unix, not(target_os = "linux")))]
     pub(crate) fn read_exact_at(&self, dst: &mut [u8], at: u64) -> io::Result<()> {
         std::os::unix::fs::FileExt::read_exact_at(&self.0, dst, at)
     }
