@@ -14,177 +14,18 @@
 //! `TENSOR_OFFLOAD_BENCH_DIR`, which must be on the disk that is meant.
 #![allow(unsafe_code, reason = "a mapping, and calls of the system that no crate has")]
 
+#[path = "support/files.rs"]
+mod files;
+
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tensor_offload::backend::{Backend, BufMut, Clock, Contents, Host, MemoryKind, Simulated};
-use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
+use files::{Floors, Turns, Way, checkpoint, evict, timed};
+use tensor_offload::backend::{Backend, Clock, Contents, Host, Simulated};
 use tensor_offload::transfer::{FileSource, MappedSource, Source};
-use tensor_offload::{Checkpoint, DType, DeviceId, Loader, Machine, Model, Plan, Planner, Registry, Weights};
-
-/// Turns that medians are taken of.
-const TURNS: usize = 5;
-
-/// What a thread copies at a time.
-const PIECE: usize = 1 << 20;
-
-/// What one direct read takes.
-const DIRECT: usize = 16 << 20;
-
-/// Layers of a model of a transformer: weights of 8 to 24 MiB, and vectors of some KiB.
-fn checkpoint(folder: &Path, bytes: u64) -> PathBuf {
-    const SHAPES: [(&str, &[u64]); 7] = [
-        ("attn.qkv.weight", &[6144, 2048]),
-        ("attn.out.weight", &[2048, 2048]),
-        ("attn.norm.weight", &[2048]),
-        ("mlp.up.weight", &[4096, 2048]),
-        ("mlp.up.bias", &[4096]),
-        ("mlp.down.weight", &[2048, 4096]),
-        ("mlp.norm.weight", &[2048]),
-    ];
-    let path = folder.join("model.safetensors");
-    let of_layer = |layer: u64| {
-        SHAPES.map(|(name, shape)| TensorSpec::new(format!("model.layers.{layer}.{name}"), DType::BF16, shape.to_vec()))
-    };
-    let layer_bytes: u64 = SHAPES.iter().map(|(_, shape)| 2 * shape.iter().product::<u64>()).sum();
-    let specs: Vec<_> = (0..(bytes / layer_bytes).max(1)).flat_map(of_layer).collect();
-    let block: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let written = write_safetensors(&path, &specs, &Default::default(), |_, out| {
-        while out.left() > 0 {
-            let part = block.len().min(out.left() as usize);
-            out.put(&block[..part])?;
-        }
-        Ok(())
-    });
-    written.expect("a folder that can be written");
-    path
-}
-
-/// The plainest ways to copy and to read, with memory and threads of their own.
-struct Floors<'a> {
-    path: &'a Path,
-    bytes: usize,
-    threads: usize,
-    /// Memory like a load's, all of it touched.
-    from: BufMut,
-    to: BufMut,
-    /// A buffer for each thread.
-    ring: Vec<BufMut>,
-}
-
-impl<'a> Floors<'a> {
-    /// The floors of a file of so many bytes, of which as many are copied as `copied` says.
-    fn new(path: &'a Path, bytes: usize, copied: usize, threads: usize) -> Floors<'a> {
-        let host = Host::new().open(DeviceId::CPU).expect("this host");
-        let touched = |bytes: usize| {
-            let mut memory = host.alloc(bytes, MemoryKind::Arena).expect("memory for the file");
-            memory.host_mut().expect("host memory").fill(1);
-            memory
-        };
-        let ring = (0..threads).map(|_| touched(DIRECT)).collect();
-        Floors { path, bytes, threads, from: touched(copied), to: touched(copied), ring }
-    }
-
-    /// Copies as many bytes as the file has.
-    fn copy(&mut self) {
-        let from = &*self.from.host_mut().expect("host memory");
-        let to = self.to.host_mut().expect("host memory");
-        let pieces = Mutex::new(from.chunks(PIECE).zip(to.chunks_mut(PIECE)));
-        std::thread::scope(|scope| {
-            for _ in 0..self.threads {
-                scope.spawn(|| {
-                    while let Some((from, to)) = next(&pieces) {
-                        to.copy_from_slice(from);
-                    }
-                });
-            }
-        });
-    }
-
-    /// Reads the file into a buffer for each thread, past the page cache or not.
-    fn read(&mut self, way: Way, threads: usize) {
-        let (path, bytes, at) = (self.path, self.bytes, AtomicUsize::new(0));
-        let piece = if way == Way::DontCache { DIRECT / 4 } else { DIRECT };
-        std::thread::scope(|scope| {
-            for buffer in &mut self.ring[..threads] {
-                let at = &at;
-                scope.spawn(move || {
-                    let (file, buffer) = (way.open(path), buffer.host_mut().expect("host memory"));
-                    loop {
-                        let at = at.fetch_add(piece, Ordering::Relaxed);
-                        if at >= bytes {
-                            break;
-                        }
-                        way.read(&file, at, &mut buffer[..piece], piece.min(bytes - at));
-                    }
-                });
-            }
-        });
-    }
-}
-
-fn next<I: Iterator>(pieces: &Mutex<I>) -> Option<I::Item> {
-    pieces.lock().expect("no thread panics").next()
-}
-
-/// How a floor reads.
-#[derive(Clone, Copy, PartialEq)]
-enum Way {
-    Plain,
-    Direct,
-    DontCache,
-}
-
-impl Way {
-    fn open(self, path: &Path) -> File {
-        let mut options = File::options();
-        #[cfg(target_os = "linux")]
-        if self == Way::Direct {
-            std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_DIRECT);
-        }
-        options.read(true).open(path).expect("the file that was written")
-    }
-
-    /// Reads at least `needed` bytes of a piece that may go beyond the file's end.
-    #[cfg(target_os = "linux")]
-    fn read(self, file: &File, at: usize, piece: &mut [u8], needed: usize) {
-        use rustix::io::{ReadWriteFlags, preadv2};
-        let flags = if self == Way::DontCache { 0x80 } else { 0 };
-        let mut done = 0;
-        while done < needed {
-            let mut slices = [std::io::IoSliceMut::new(&mut piece[done..])];
-            let flags = ReadWriteFlags::from_bits_retain(flags);
-            match preadv2(file, &mut slices, (at + done) as u64, flags) {
-                Ok(0) => panic!("the file was cut short"),
-                Ok(read) => done += read,
-                Err(error) => panic!("this system cannot read so: {error}"),
-            }
-        }
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn read(self, file: &File, at: usize, piece: &mut [u8], needed: usize) {
-        use std::io::{Read, Seek, SeekFrom};
-        let mut file = file;
-        file.seek(SeekFrom::Start(at as u64)).expect("a place in the file");
-        file.read_exact(&mut piece[..needed]).expect("as many bytes as the file has");
-    }
-}
-
-/// Drops the file's pages from the page cache, and returns how many are left.
-#[cfg(target_os = "linux")]
-fn evict(path: &Path) -> u64 {
-    use std::os::fd::AsRawFd;
-    let file = File::open(path).expect("the file that was written");
-    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).expect("advice");
-    let (range, mut counts) = ([0u64; 2], [0u64; 5]);
-    // SAFETY: cachestat reads two numbers and writes five.
-    let asked = unsafe { libc::syscall(451, file.as_raw_fd(), range.as_ptr(), counts.as_mut_ptr(), 0) };
-    if asked == 0 { counts[0] } else { u64::MAX }
-}
+use tensor_offload::{Checkpoint, Loader, Machine, Model, Plan, Planner, Registry, Weights};
 
 /// Where loads put the checkpoint.
 struct Load {
@@ -217,15 +58,6 @@ fn peer(path: &Path) -> Vec<Vec<u8>> {
     tensors.iter().map(|(_, view)| view.data().to_vec()).collect()
 }
 
-/// How long it takes to make something; letting go of that is not counted.
-fn timed<T>(make: impl FnOnce() -> T) -> Duration {
-    let start = Instant::now();
-    let made = make();
-    let time = start.elapsed();
-    drop(made);
-    time
-}
-
 /// How many bytes more than before the process had resident at the most, while something was made.
 #[cfg(target_os = "linux")]
 fn peak_of<T>(make: impl FnOnce() -> T) -> i64 {
@@ -240,52 +72,6 @@ fn peak_of<T>(make: impl FnOnce() -> T) -> i64 {
     of("VmHWM:") - before
 }
 
-/// The times of things that take turns.
-struct Turns {
-    title: &'static str,
-    bytes: u64,
-    times: Vec<(&'static str, Vec<Duration>)>,
-}
-
-impl Turns {
-    fn new(title: &'static str, bytes: u64) -> Turns {
-        Turns { title, bytes, times: Vec::new() }
-    }
-
-    /// Has all take their turns, each time in another order: what comes after something that freed memory finds it free.
-    fn take(&mut self, before: &mut dyn FnMut(), all: &[(&'static str, &dyn Fn() -> Duration)]) {
-        all.iter().for_each(|(name, _)| self.times.push((name, Vec::new())));
-        for turn in 0..TURNS {
-            for index in 0..all.len() {
-                // A prime, so that neighbours differ too.
-                let index = (index * (1 + 2 * (turn % 2)) + turn * 3) % all.len();
-                before();
-                let time = all[index].1();
-                self.times[index].1.push(time);
-            }
-        }
-    }
-
-    /// Prints medians, and the speed of each as a part of the fastest floor's.
-    fn print(mut self) {
-        self.times.iter_mut().for_each(|(_, times)| times.sort());
-        let median = |times: &Vec<Duration>| times[times.len() / 2].as_secs_f64();
-        let floors = self.times.iter().filter(|(name, _)| name.starts_with("floor: "));
-        let floor = floors.map(|(_, times)| median(times)).fold(f64::INFINITY, f64::min);
-        println!("{}, {} MB, medians of {TURNS} turns:", self.title, self.bytes / 1_000_000);
-        for (name, times) in &self.times {
-            let (time, best) = (median(times), times[0].as_secs_f64());
-            let speed = self.bytes as f64 / time / 1e9;
-            println!(
-                "  {name:44} {:8.1} ms (best {:8.1}), {speed:6.2} GB/s, {:.2} of the floor",
-                time * 1e3,
-                best * 1e3,
-                floor / time
-            );
-        }
-    }
-}
-
 /// One turn on a file that exists, for `scripts/load-peers`: prints its seconds.
 fn turn(what: &str, path: &Path) {
     let bytes = std::fs::metadata(path).expect("the file that is named").len() as usize;
@@ -295,17 +81,17 @@ fn turn(what: &str, path: &Path) {
         timed(|| load.load(&weights))
     };
     let kept = |file: &Path| Ok(Arc::new(FileSource::open(file)?.through_page_cache()) as Arc<dyn Source>);
-    let floors = |copied: usize| Floors::new(path, bytes, copied, threads());
     let time = match what {
         "load" => load(Checkpoint::open(path), "cpu,*"),
         "kept" => load(Checkpoint::open_with(path, kept), "cpu,*"),
         "ring" => load(Checkpoint::open(path), "cuda:0,100%"),
         "memcpy" => {
-            let mut floors = floors(bytes);
+            let mut floors = Floors::new(path, bytes, threads());
             timed(|| floors.copy())
         }
         "direct" | "dropped" => {
-            let (mut floors, way) = (floors(0), if what == "direct" { Way::Direct } else { Way::DontCache });
+            let (mut floors, way) =
+                (Floors::of_reads(path, bytes, threads()), if what == "direct" { Way::Direct } else { Way::DontCache });
             timed(|| floors.read(way, threads()))
         }
         _ => panic!("no such turn: {what}"),
@@ -338,7 +124,7 @@ fn main() {
     let bytes = std::fs::metadata(&path).expect("the file that was written").len();
     let threads = threads();
     println!("{threads} threads");
-    let mut floors = Floors::new(&path, bytes as usize, bytes as usize, threads);
+    let mut floors = Floors::new(&path, bytes as usize, threads);
     let (ring, owned) = (Load::new(&weights, "cuda:0,100%"), Load::new(&weights, "cpu,*"));
 
     floors.read(Way::Plain, threads);
