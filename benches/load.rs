@@ -20,7 +20,6 @@ mod files;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use files::{Floors, Turns, Way, checkpoint, evict, timed};
 use tensor_offload::backend::{Backend, Clock, Contents, Host, Simulated};
