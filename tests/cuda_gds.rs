@@ -48,6 +48,13 @@ fn file(folder: &Path) -> PathBuf {
     path
 }
 
+/// A smaller one, to be loaded again and again: its matrices are as small as a device still reads.
+fn small_file(folder: &Path) -> PathBuf {
+    let path = folder.join("model.safetensors");
+    fs::write(&path, safetensors(&llama(1, 384), 72)).unwrap();
+    path
+}
+
 fn subject(path: &Path) -> Subject {
     Subject::new(Checkpoint::open(path).unwrap().into())
 }
@@ -79,7 +86,8 @@ fn loaded(gds: Gds, library: &Library, subject: &Subject, allocation: &str) -> (
         (json["gds"].as_u64(), json["not_gds"].as_array().map(Vec::len)),
         (Some(report.gds), Some(report.not_gds.len()))
     );
-    assert!(report.not_gds.iter().all(|why| report.to_string().contains(why)), "{report}");
+    // Where nothing is read so, a load goes as it always did, and its line says nothing of it.
+    assert!(report.not_gds.iter().all(|why| report.to_string().contains(why) == (report.gds > 0)), "{report}");
     (report.gds, report.not_gds)
 }
 
@@ -273,7 +281,7 @@ fn cuda_a_file_that_is_refused_comes_through_host_memory() {
 #[test]
 fn cuda_whatever_call_of_the_library_fails_the_model_is_the_same() {
     let folder = folder();
-    let subject = subject(&file(folder.path()));
+    let subject = subject(&small_file(folder.path()));
     let calls: u64 = {
         let (cuda, library) = (driver(&cards()), session(&Library::default()));
         load(&devices(Gds::Always), &subject, ON_DEVICE).unwrap();
@@ -311,7 +319,7 @@ fn cuda_whatever_call_of_the_library_fails_the_model_is_the_same() {
 #[test]
 fn cuda_whatever_call_of_the_driver_fails_nothing_is_kept() {
     let folder = folder();
-    let subject = subject(&file(folder.path()));
+    let subject = subject(&small_file(folder.path()));
     let path = |devices: &Registry| {
         // Always after the driver's session, which is held already.
         let library = session(&Library::default());

@@ -91,8 +91,8 @@ impl fmt::Display for LoadReport {
         self.not_direct.iter().try_for_each(|why| write!(f, ", not read directly: {why}"))?;
         if self.gds > 0 {
             write!(f, ", {} read by GPUDirect Storage", ByteSize(self.gds).human())?;
+            self.not_gds.iter().try_for_each(|why| write!(f, ", not by it: {why}"))?;
         }
-        self.not_gds.iter().try_for_each(|why| write!(f, ", not by GPUDirect Storage: {why}"))?;
         if self.saturated > 0 {
             write!(f, ", {} values saturated", self.saturated)?;
         }

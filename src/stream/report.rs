@@ -164,8 +164,8 @@ impl fmt::Display for StreamReport {
         }
         if self.gds > 0 {
             write!(f, ", {} read by GPUDirect Storage", ByteSize(self.gds).human())?;
+            self.not_gds.iter().try_for_each(|why| write!(f, ", not by it: {why}"))?;
         }
-        self.not_gds.iter().try_for_each(|why| write!(f, ", not by GPUDirect Storage: {why}"))?;
         for (what, Stalls { count, time }) in stalls {
             write!(f, ", stalled {count} times for {:.3} s on {what}", time.as_secs_f64())?;
         }

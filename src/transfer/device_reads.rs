@@ -365,7 +365,7 @@ mod tests {
         memory: BufMut,
         source: FileSource,
         bytes: Vec<u8>,
-        _folder: tempfile::TempDir,
+        folder: tempfile::TempDir,
     }
 
     /// `None`, with a word, where files for tests cannot be read directly.
@@ -383,12 +383,12 @@ mod tests {
             eprintln!("skipped: {}: {why}", source.path().display());
             return None;
         }
-        Some(Case { reads, memory, source, bytes, _folder: folder })
+        Some(Case { reads, memory, source, bytes, folder })
     }
 
     #[test]
     fn parts_go_to_their_places_in_order() {
-        let Some(Case { reads, mut memory, source, bytes, _folder, .. }) = case(10_000, 0) else { return };
+        let Some(Case { reads, mut memory, source, bytes, folder: _folder }) = case(10_000, 0) else { return };
         let part = |from, to| FilePart { source: &source, from, to };
         let parts = [part(100, 5..300_005), part(0, 400_000..400_100), part(300_100, 400_100..699_999)];
         let mut told = 0;
@@ -406,7 +406,7 @@ mod tests {
     /// Who reads the rest knows where it begins, and the file is not tried again.
     #[test]
     fn a_refusal_ends_the_reads_and_is_told_once() {
-        let Some(Case { reads, mut memory, source, bytes, _folder, .. }) = case(10_000, 4) else { return };
+        let Some(Case { reads, mut memory, source, bytes, folder: _folder }) = case(10_000, 4) else { return };
         let part = |from, to| FilePart { source: &source, from, to };
         let parts = [part(0, 0..25_000), part(50_000, 50_000..60_000)];
         assert_eq!(reads.read(&parts, &mut memory, DEADLINE, |_| Ok(())).unwrap(), 25_000);
@@ -423,7 +423,7 @@ mod tests {
 
     #[test]
     fn what_stops_the_reads_is_returned() {
-        let Some(Case { reads, mut memory, source, _folder, .. }) = case(10_000, 0) else { return };
+        let Some(Case { reads, mut memory, source, folder: _folder, .. }) = case(10_000, 0) else { return };
         let parts = [FilePart { source: &source, from: 0, to: 0..25_000 }];
         let stopped = reads.read(&parts, &mut memory, DEADLINE, |_| Err(Error::invalid("enough")));
         assert!(stopped.unwrap_err().to_string().contains("enough"));
@@ -439,7 +439,7 @@ mod tests {
     /// Few bytes, and those of a source that is no file, are not the device's to read.
     #[test]
     fn the_host_reads_what_is_faster_so() {
-        let Some(Case { reads, source, bytes, _folder, .. }) = case(10_000, 0) else { return };
+        let Some(Case { reads, source, bytes, folder: _folder, .. }) = case(10_000, 0) else { return };
         let memory = super::super::MemorySource::new("bytes", bytes);
         let cached = FileSource::open(source.path()).unwrap().through_page_cache();
         let by_device = |source: &dyn Source, len| {

@@ -177,7 +177,7 @@ impl Cuda {
 
     /// Sets when files are read straight into a device's memory, by NVIDIA GPUDirect Storage. Default: what the environment
     /// variable `TENSOR_OFFLOAD_GDS` says (`off`, `auto`, `direct` or `always`), else [`Gds::Auto`]. All other reads pass pinned
-    /// memory of the host. [`LoadReport`](crate::LoadReport) says what a load did.
+    /// memory of the host. [`LoadReport`](crate::load::LoadReport) says what a load did.
     #[must_use]
     pub fn gds(mut self, gds: Gds) -> Cuda {
         self.gds = Some(gds);
