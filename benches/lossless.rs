@@ -67,14 +67,20 @@ fn model(path: &str) -> Vec<u8> {
     weights
 }
 
-/// A way to make bytes smaller, for one piece: `to` is empty and has the codes appended; `back` is as long as the bytes.
-struct Way<'a> {
+/// Puts the code of a piece into an empty vector.
+type Compress = Box<dyn FnMut(&[u8], &mut Vec<u8>)>;
+
+/// Puts what a code is of into as many bytes.
+type Decompress = Box<dyn FnMut(&[u8], &mut [u8])>;
+
+/// A way to make bytes smaller.
+struct Way {
     name: &'static str,
-    compress: Box<dyn FnMut(&[u8], &mut Vec<u8>) + 'a>,
-    decompress: Box<dyn FnMut(&[u8], &mut [u8]) + 'a>,
+    compress: Compress,
+    decompress: Decompress,
 }
 
-fn ways(dtype: DType) -> Vec<Way<'static>> {
+fn ways(dtype: DType) -> Vec<Way> {
     let mut packs = zstd::bulk::Compressor::new(1).expect("zstd");
     let mut unpacks = zstd::bulk::Decompressor::new().expect("zstd");
     let copy = |from: &[u8], to: &mut Vec<u8>| to.extend_from_slice(from);

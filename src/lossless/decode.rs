@@ -32,7 +32,7 @@ enum Body<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// Finds the parts in the bytes that the index gives a block of `count` weights, one to [`BLOCK`].
+    /// Finds the parts in the bytes that the index gives a block of `count` weights, one to [`BLOCK`](super::BLOCK).
     pub(super) fn find(fields: Fields, count: usize, code: &'a [u8]) -> Result<Parts<'a>, Damage> {
         let (header, body) = code.split_first_chunk::<HEADER>().ok_or("it ends within its header")?;
         let number = |at: usize| u16::from_le_bytes([header[at], header[at + 1]]);

@@ -37,7 +37,7 @@ impl Levels {
     #[inline(always)]
     pub(super) fn padded_with_zeros(self, tail: &[u8]) -> bool {
         let (second, third) = tail.split_at((2 * self.second).div_ceil(8));
-        let beyond = |bits: usize, bytes: &[u8]| bits % 8 == 0 || bytes[bits / 8] >> (bits % 8) == 0;
+        let beyond = |bits: usize, bytes: &[u8]| bits.is_multiple_of(8) || bytes[bits / 8] >> (bits % 8) == 0;
         beyond(2 * self.second, second)
             && beyond(3 * self.third, third)
             && third[(3 * self.third).div_ceil(8)..].iter().all(|byte| *byte == 0)
@@ -144,7 +144,7 @@ pub(super) fn encode(ranks: &Tile, codes: &mut [u8; CODES], tail: &mut Tail) {
 pub(super) fn decode(codes: &[u8; CODES], tail: &[u8; WINDOW], table: &[u8; 16], exponents: &mut Tile) -> Levels {
     let second: u32 = codes.as_chunks::<8>().0.iter().map(|codes| threes(u64::from_le_bytes(*codes))).sum();
     let bits = |at: usize, count: u32| {
-        let byte = at / 8 & 1023;
+        let byte = (at / 8) & 1023;
         let bits = u16::from_le_bytes([tail[byte], tail[byte + 1]]) >> (at % 8);
         bits as u8 & ((1 << count) - 1)
     };

@@ -74,7 +74,9 @@ fn weights() -> impl Strategy<Value = (DType, Vec<u8>)> {
                     let scale = |at: usize| [1.0, 0.01, 100.0, 0.0][at % 64 / 16];
                     normal(seed, deviation).take(count).enumerate().map(|(at, value)| value * scale(at)).collect()
                 }
-                3 => (0..count).map(|at| if random() % 9 == 0 { deviation } else { 0.0 * at as f32 }).collect(),
+                3 => {
+                    (0..count).map(|at| if random().is_multiple_of(9) { deviation } else { 0.0 * at as f32 }).collect()
+                }
                 4 => vec![deviation; count],
                 5 => (0..count).map(|at| at as f32 * deviation - 3.0).collect(),
                 6 => (0..count).map(|_| f32::from_bits(0x7f80_0000 | random() >> 9 | 1)).collect(),

@@ -2,7 +2,10 @@
 //!
 //! Loops that the compiler makes vectors of are the definition's, compiled for each set. Those that it does not are in
 //! intrinsics: the ranks of exponents, and their codes.
-#![expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")
+)]
 
 use std::sync::OnceLock;
 
@@ -291,7 +294,7 @@ mod avx2 {
         for (lane, codes) in codes.iter().enumerate() {
             let codes = u64::from_le_bytes(*codes);
             let mut ranks = [0u64; 4];
-            for group in 0..4 {
+            for (group, ranks) in ranks.iter_mut().enumerate() {
                 let codes = codes >> (32 * (group / 2) + 2 * (group % 2)) & 0x3333_3333;
                 let first = _pdep_u64(codes, 15 * ONES);
                 let is_second = first & first >> 1 & ONES;
@@ -299,7 +302,7 @@ mod avx2 {
                 at_second += 2 * is_second.count_ones() as usize;
                 // Six is the only one of up to six that has both bits.
                 let is_third = second >> 1 & second >> 2 & ONES;
-                ranks[group] = second + _pdep_u64(bits(tail, at_third), 7 * is_third);
+                *ranks = second + _pdep_u64(bits(tail, at_third), 7 * is_third);
                 at_third += 3 * is_third.count_ones() as usize;
             }
             let found: [[u8; 8]; 4] = bytemuck::cast(_mm256_shuffle_epi8(table, bytemuck::cast(ranks)));
@@ -314,7 +317,7 @@ mod avx2 {
     /// compiler sees that eight are there.
     #[inline(always)]
     fn bits(tail: &[u8; WINDOW], at: usize) -> u64 {
-        u64::from_le_bytes(eight(tail, at / 8 & 1023)) >> (at % 8)
+        u64::from_le_bytes(eight(tail, (at / 8) & 1023)) >> (at % 8)
     }
 
     /// As [`ladder::pack`].
