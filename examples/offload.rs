@@ -67,8 +67,8 @@ struct Args {
     #[arg(long, value_name = "TYPE", conflicts_with = "unpack")]
     dequantise: Option<DType>,
     /// Keep up to so much of what is read of the model's own files in host memory, for the next steps (2gb)
-    #[arg(long, value_name = "SIZE", default_value = "0")]
-    host_cache: ByteSize,
+    #[arg(long, value_name = "SIZE")]
+    host_cache: Option<ByteSize>,
     /// Write a trace of every copy, wait and compute for ui.perfetto.dev or chrome://tracing; a real card's copies from when
     /// they are queued until they were seen to be done
     #[arg(long, value_name = "FILE")]
@@ -243,7 +243,10 @@ impl Args {
             bar.set_style(style);
         }
         let progress = |done: u64, _: u64| bar.set_position(done);
-        let model = Loader::new(devices).progress(&progress).host_cache(self.host_cache).load(weights, plan);
+        let model = Loader::new(devices)
+            .progress(&progress)
+            .host_cache(self.host_cache.unwrap_or(ByteSize(0)))
+            .load(weights, plan);
         bar.finish_and_clear();
         model
     }

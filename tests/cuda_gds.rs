@@ -279,7 +279,7 @@ fn cuda_a_file_that_is_refused_comes_through_host_memory() {
 
 /// One call of the library after another fails, or all from one on: the model is the same, and nothing is left.
 #[test]
-fn cuda_whatever_call_of_the_library_fails_the_model_is_the_same() {
+fn cuda_a_model_is_the_same_whatever_call_of_the_library_fails() {
     let folder = folder();
     let subject = subject(&small_file(folder.path()));
     let calls: u64 = {
@@ -556,7 +556,7 @@ fn cuda_the_library_that_is_named_gives_the_same_model() {
 fn streamed(gds: Gds, library: &Library, faults: &[Fault], subject: &Subject) -> (u64, Vec<String>) {
     let (cuda, library) = (driver(&cards()), session(library));
     library.fault(faults);
-    let read = {
+    let (read, slots) = {
         let devices = devices(gds);
         let plan = subject.planner(devices.machine(), "cuda:0,10%;cpu,10%;disk,*").depth(1).plan().unwrap();
         let model = Arc::new(Loader::new(&devices).deadline(DEADLINE).load(&subject.weights, &plan).unwrap());
@@ -573,14 +573,15 @@ fn streamed(gds: Gds, library: &Library, faults: &[Fault], subject: &Subject) ->
         assert_eq!(report.to_string().contains("read by GPUDirect Storage"), report.gds > 0);
         drop(model);
         assert_given_back(&devices, None, "a streamed model");
-        (report.gds, report.not_gds)
+        ((report.gds, report.not_gds), slots)
     };
     close(&cuda);
     cuda.assert_clean();
     let report = library.report();
-    assert!(report.violations.is_empty() && report.files == 0 && report.memory == 0, "{faults:?} {report:?}");
-    // What could not be closed stays open.
-    assert!(report.open <= u64::from(!faults.is_empty()), "{faults:?} {report:?}");
+    assert!(report.violations.is_empty() && report.files == 0, "{faults:?} {report:?}");
+    // What could not be closed stays open, and what could not be deregistered stays so.
+    let failed = u64::from(!faults.is_empty());
+    assert!(report.open <= failed && report.memory <= failed * slots, "{faults:?} {report:?}");
     read
 }
 
@@ -601,7 +602,7 @@ fn cuda_a_device_reads_streamed_layers_into_their_slots() {
 }
 
 #[test]
-fn cuda_whatever_call_of_the_library_fails_layers_have_their_bytes() {
+fn cuda_streamed_layers_have_their_bytes_whatever_call_of_the_library_fails() {
     let folder = folder();
     let subject = subject(&file(folder.path()));
     for nth in 1..30 {

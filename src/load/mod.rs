@@ -130,13 +130,13 @@ impl<'a> Loader<'a> {
     ///
     /// ```
     /// use std::sync::Arc;
-    /// use tensor_offload::{ByteSize, Checkpoint, Loader, Planner, Registry, Streamer, Weights};
+    /// use tensor_offload::{Checkpoint, Loader, Planner, Registry, Streamer, Weights};
     /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
     /// let devices = Registry::system();
     /// let weights = Weights::new(Checkpoint::open(path)?);
     /// let planner = Planner::new(weights.layout(), devices.machine()).compute("cpu".parse()?);
     /// let plan = planner.allocation("disk,*".parse()?).plan()?;
-    /// let model = Arc::new(Loader::new(&devices).host_cache(ByteSize::gib(1)).load(&weights, &plan)?);
+    /// let model = Arc::new(Loader::new(&devices).host_cache("1gb".parse()?).load(&weights, &plan)?);
     /// let mut streamer = Streamer::new(&model)?;
     /// for pass in 0..2 {
     ///     let before = streamer.report().read;

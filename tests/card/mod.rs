@@ -253,7 +253,8 @@ fn has_device_threads() -> bool {
     let starter = name(Path::new("/proc/thread-self"));
     let calls = |thread: std::fs::DirEntry| {
         let name = name(&thread.path());
-        // A thread that has only just been started still has the name of the one that started it.
+        // A thread that has only just been started still has the name of the one that started it. So two tests that wait here at one
+        // time must not be called alike in the first 15 letters, which are all that a thread's name has.
         let unnamed = name == starter && Some(thread.file_name()) != own;
         unnamed || name.starts_with("cuda:") || name.contains(" to cuda:")
     };

@@ -357,6 +357,8 @@ impl Drop for RegisteredMemory {
         // SAFETY: registered by `register_memory`, deregistered once.
         if let Err(why) = unsafe { self.library.calls.deregister_memory(self.address) } {
             tracing::warn!(%why, "memory could not be deregistered");
+            // The library must not be closed while it has any.
+            std::mem::forget(Arc::clone(&self.library));
         }
     }
 }
