@@ -317,7 +317,7 @@ fn cached_models_keep_their_homes_in_files() {
     cache.make_room(&devices, GPU0, free + 1, Evict::Demote).unwrap();
     let demoted = cache.get("model").unwrap();
     check_streamed(&demoted, &model.subject);
-    assert!(in_files(demoted.plan()) > 0 && demoted.bytes().get(&DISK).is_none(), "{:?}", demoted.bytes());
+    assert!(in_files(demoted.plan()) > 0 && !demoted.bytes().contains_key(&DISK), "{:?}", demoted.bytes());
 }
 
 fn whole_life(devices: &Registry, subject: &Subject, plan: &Plan) -> Result<()> {

@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::event::until;
-use super::{Charge, Event, FenceState, MemoryBlock, Readable, Storage};
+use super::extents::ExtentPart;
+use super::{Charge, Event, FenceState, MemoryBlock, Storage};
 use crate::device::DeviceId;
 use crate::error::{Error, Measured, Result};
 
@@ -245,9 +246,9 @@ impl Buf {
         self.handle.range.start
     }
 
-    /// What bytes that stay [elsewhere](super::Device::read_only) are read from: each extent with its offset there and its size.
+    /// What bytes that stay [elsewhere](super::Device::read_only) are read from.
     /// `None` for other memory, and for bytes that the host keeps by now.
-    pub(crate) fn extents(&self, range: &Range<usize>) -> Option<Vec<(&Arc<dyn Readable>, u64, usize)>> {
+    pub(crate) fn extents(&self, range: &Range<usize>) -> Option<Vec<ExtentPart<'_>>> {
         let start = self.start();
         self.handle.allocation.extents(start + range.start..start + range.end)
     }

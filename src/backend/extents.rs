@@ -31,6 +31,9 @@ pub struct Extent {
     pub bytes: usize,
 }
 
+/// A part of an extent: what is read, the offset of the first byte there, and the number of bytes.
+pub(crate) type ExtentPart<'a> = (&'a Arc<dyn Readable>, u64, usize);
+
 /// Extents, one after the other, as the contents of [memory that is only read](Device::read_only).
 #[derive(Clone, Debug, Default)]
 pub struct Extents {

@@ -6,12 +6,12 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::Charge;
+use super::extents::ExtentPart;
 use super::process::Process;
 use super::software::ExtentMemory;
-use super::{Charge, Readable};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -171,7 +171,7 @@ impl MemoryBlock {
     }
 
     /// What a range of bytes is read from that stay [elsewhere](super::Device::read_only) and are not kept.
-    pub(super) fn extents(&self, range: Range<usize>) -> Option<Vec<(&Arc<dyn Readable>, u64, usize)>> {
+    pub(super) fn extents(&self, range: Range<usize>) -> Option<Vec<ExtentPart<'_>>> {
         let memory = self.downcast::<ExtentMemory>().filter(|memory| !memory.is_kept())?;
         Some(memory.parts(range).collect())
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::backend::extents::{HostCache, Keeping, Kept};
+use crate::backend::extents::{ExtentPart, HostCache, Keeping, Kept};
 use crate::backend::{Extent, Extents, Readable};
 use crate::error::Result;
 use crate::file::read::ReadPart;
@@ -51,10 +51,7 @@ impl ExtentMemory {
     }
 
     /// The parts of a range, each with what it is read from, its offset there, and its size.
-    pub(in crate::backend) fn parts(
-        &self,
-        range: Range<usize>,
-    ) -> impl Iterator<Item = (&Arc<dyn Readable>, u64, usize)> {
+    pub(in crate::backend) fn parts(&self, range: Range<usize>) -> impl Iterator<Item = ExtentPart<'_>> {
         let first = self.extents.partition_point(|(start, extent)| start + extent.bytes <= range.start);
         let reached = self.extents[first..].iter().take_while(move |(start, _)| *start < range.end);
         reached.map(move |(start, extent)| {

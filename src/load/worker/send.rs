@@ -255,7 +255,7 @@ mod tests {
     fn pieces_are_even_and_begin_at_blocks() {
         const MIB: usize = 1 << 20;
         assert!(pieces(0, 5, MIB).is_empty());
-        assert_eq!(pieces(MIB, 5, MIB), [0..MIB]);
+        assert!(matches!(&pieces(MIB, 5, MIB)[..], [Range { start: 0, end: MIB }]));
         assert_eq!(pieces(100, 5, 40), [0..40, 40..80, 80..100]);
         for (len, offset) in [(MIB + 1, 0), (5 * MIB, 70_000), (10 * MIB + 100, BLOCK as u64 - 1)] {
             let pieces = pieces(len, offset, MIB);
