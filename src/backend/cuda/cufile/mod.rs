@@ -19,6 +19,7 @@ use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
@@ -131,6 +132,8 @@ struct CuFile {
     properties: Properties,
     /// Whether this opened it.
     ours: bool,
+    /// Whether it has memory that it would not let go of. It must not be closed then.
+    has_memory: AtomicBool,
     process: Process,
     /// The contexts that it was used with. They are released after it is closed.
     contexts: Mutex<Vec<Arc<Context>>>,
@@ -179,7 +182,14 @@ impl CuFile {
         };
         let (process, contexts) = (Process::current(), Mutex::new(vec![Arc::clone(context)]));
         // From here on, dropping it closes it.
-        let mut library = CuFile { calls, properties: Properties::default(), ours, process, contexts };
+        let mut library = CuFile {
+            calls,
+            properties: Properties::default(),
+            ours,
+            has_memory: AtomicBool::new(false),
+            process,
+            contexts,
+        };
         library.properties = library.calls.properties()?;
         let CuFile { calls, properties, .. } = &library;
         tracing::debug!(version = calls.version(), ?properties, "opened libcufile");
@@ -198,7 +208,7 @@ impl CuFile {
 impl Drop for CuFile {
     fn drop(&mut self) {
         // A fork has none of the library's threads.
-        if !self.ours || !self.process.is_current() {
+        if !self.ours || *self.has_memory.get_mut() || !self.process.is_current() {
             return;
         }
         let contexts = lock(&self.contexts);
@@ -357,8 +367,7 @@ impl Drop for RegisteredMemory {
         // SAFETY: registered by `register_memory`, deregistered once.
         if let Err(why) = unsafe { self.library.calls.deregister_memory(self.address) } {
             tracing::warn!(%why, "memory could not be deregistered");
-            // The library must not be closed while it has any.
-            std::mem::forget(Arc::clone(&self.library));
+            self.library.has_memory.store(true, Ordering::Relaxed);
         }
     }
 }
