@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tensor_offload::backend::{
-    Backend, Buf, Clock, Countdown, Device, Faulty, Host, MemoryKind, Operation, Piece, Role, Route, Simulated,
-    Transfer, conformance,
+    Backend, Buf, Clock, Countdown, Device, Extent, Extents, Faulty, Host, MemoryKind, Operation, Piece, Readable,
+    Role, Route, Simulated, Transfer, conformance,
 };
 use tensor_offload::device::{Bandwidth, Topology};
+use tensor_offload::transfer::ReadPart;
 use tensor_offload::{DeviceId, ErrorKind, Machine};
 
 fn machine() -> Machine {
@@ -159,5 +160,49 @@ fn copies_between_parts_of_allocations_end() {
             b_end = one.wait(deadline).expect("crosswise");
             a_end = other.wait(deadline).expect("crosswise");
         }
+    }
+}
+
+/// Bytes that count up from their offset.
+struct Counting;
+
+impl Readable for Counting {
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> tensor_offload::Result<()> {
+        for part in parts {
+            part.dst.iter_mut().zip(part.at..).for_each(|(byte, at)| *byte = at as u8);
+        }
+        Ok(())
+    }
+}
+
+fn extent(at: u64, bytes: usize) -> Extent {
+    Extent { of: Arc::new(Counting), at, bytes }
+}
+
+/// Memory that is only read takes nothing of the device, is copied from like any other, and is never written, not even by its last
+/// owner.
+#[test]
+fn memory_that_is_only_read_is_never_written() {
+    let host = Host::new();
+    let (cpu, disk) = (host.open(DeviceId::CPU).unwrap(), host.open(DeviceId::DISK).unwrap());
+    let memory = disk.read_only(Extents::new(vec![extent(5, 3), extent(100, 2)])).unwrap().unwrap();
+    assert_eq!((memory.bytes(), memory.device(), disk.ledger().charged()), (5, DeviceId::DISK, 0));
+    let stream = cpu.stream(Role::Upload).unwrap();
+    let copy = |from: &Buf| Transfer::whole(from, cpu.alloc(5, MemoryKind::Arena).unwrap()).unwrap();
+    let mut copied = stream.copy(copy(&memory)).unwrap().wait(Duration::from_secs(20)).unwrap();
+    assert_eq!(copied.host_mut().unwrap(), [5, 6, 7, 100, 101]);
+    let mut reclaimed = memory.try_reclaim().unwrap();
+    assert!(reclaimed.host_mut().is_none() && reclaimed.write_with(|_| ()).unwrap().is_none());
+    let rejected = stream.copy(Transfer::whole(&copied.freeze(), reclaimed).unwrap()).unwrap_err();
+    assert_eq!(rejected.error.kind(), ErrorKind::Invalid);
+    // Host memory has nothing of the kind.
+    assert!(cpu.read_only(Extents::new(vec![extent(0, 1)])).unwrap().is_none());
+}
+
+#[test]
+fn extents_that_nobody_can_count_are_refused() {
+    let disk = Host::new().open(DeviceId::DISK).unwrap();
+    for list in [vec![extent(0, usize::MAX), extent(0, 2)], vec![extent(0, usize::MAX)], vec![extent(u64::MAX, 1)]] {
+        assert_eq!(disk.read_only(Extents::new(list)).unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

@@ -244,9 +244,10 @@ fn a_file_that_changes_is_a_typed_error_and_nothing_is_lost() {
                 let outcome = streamer.layer(layer).and_then(|guard| check_layer(&guard, &model.subject));
                 let Err(error) = outcome else { continue };
                 failed += 1;
-                let fault = fault_of(&error);
-                let expected = matches!(fault, Some(FileFault::Changed | FileFault::Truncated { .. }));
-                assert!(expected && error.to_string().contains("model-1.safetensors"), "{error}");
+                let (tensor, fault) = fault_of(&error).expect("a file's fault");
+                assert!(matches!(fault, FileFault::Changed | FileFault::Truncated { .. }), "{error}");
+                let named = tensor.is_some_and(|tensor| error.to_string().contains(tensor));
+                assert!(named && error.to_string().contains("model-1.safetensors"), "{error}");
             }
         }
         assert_eq!(failed > 0, fails, "change {index}");
@@ -256,10 +257,10 @@ fn a_file_that_changes_is_a_typed_error_and_nothing_is_lost() {
     }
 }
 
-/// The fault of a file that is somewhere among the causes of an error.
-fn fault_of(error: &Error) -> Option<&FileFault> {
+/// The tensor and the fault of a file that is somewhere among the causes of an error.
+fn fault_of(error: &Error) -> Option<(Option<&str>, &FileFault)> {
     match error {
-        Error::File { fault, .. } => Some(fault),
+        Error::File { tensor, fault, .. } => Some((tensor.as_deref(), fault)),
         Error::Failed { cause, .. } => fault_of(cause),
         _ => None,
     }

@@ -53,7 +53,13 @@ impl Extents {
         Extents { cache: Some(cache), ..self }
     }
 
-    /// The number of bytes.
+    /// Whether all bytes, and their offsets, are numbers that there are.
+    pub(super) fn is_countable(&self) -> bool {
+        let ends = |extent: &Extent| extent.at.checked_add(extent.bytes as u64).is_some();
+        self.list.iter().all(ends) && self.bytes() <= isize::MAX as usize
+    }
+
+    /// The number of bytes; the largest number there is if there are more.
     pub fn bytes(&self) -> usize {
         self.list.iter().map(|extent| extent.bytes).fold(0, usize::saturating_add)
     }

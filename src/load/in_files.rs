@@ -38,8 +38,12 @@ pub(super) struct Files {
 impl Files {
     /// The files of `weights`. `cache` keeps what is read of them.
     pub(super) fn of(weights: &Weights, cache: Option<Arc<HostCache>>) -> Files {
-        let file = |source: &Arc<dyn Source>| Arc::new(InFile(Arc::clone(source))) as Arc<dyn Readable>;
-        Files { files: weights.checkpoint().sources().iter().map(file).collect(), cache }
+        let file = |(file, source): (usize, &Arc<dyn Source>)| {
+            let checkpoint = weights.checkpoint().clone();
+            let read = move |parts: &mut [ReadPart<'_>]| checkpoint.read_parts(file, parts);
+            Arc::new(InFile::new(Arc::clone(source), read)) as Arc<dyn Readable>
+        };
+        Files { files: weights.checkpoint().sources().iter().enumerate().map(file).collect(), cache }
     }
 
     /// Those of a model without contents.

@@ -66,7 +66,9 @@ impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = self.time.as_secs_f64();
         write!(f, "{} in {} modules, {} tensors patched, ", ByteSize(self.bytes).human(), self.modules, self.patched)?;
-        write!(f, "{seconds:.3} s ({:.2} GB/s)", self.bytes as f64 / seconds.max(1e-9) / 1e9)?;
+        // What is left in files takes no time.
+        let moved = self.bytes.saturating_sub(self.in_files);
+        write!(f, "{seconds:.3} s ({:.2} GB/s)", moved as f64 / seconds.max(1e-9) / 1e9)?;
         for (bytes, how) in [(self.shared, "shared with"), (self.copied, "copied from")] {
             if bytes > 0 {
                 write!(f, ", {} {how} another model", ByteSize(bytes).human())?;

@@ -120,6 +120,11 @@ impl Lanes {
         self.lanes[lane].via == Via::Local
     }
 
+    /// Whether any bytes come from a disk.
+    pub(super) fn reads_disk(&self) -> bool {
+        self.lanes.iter().any(|lane| lane.from.kind() == DeviceKind::Disk)
+    }
+
     /// What the device has read itself of files, and why not more; `None` if it reads none.
     pub(super) fn device_reads(&self) -> Option<(u64, Vec<String>)> {
         self.lanes.iter().find_map(|lane| match &lane.route {

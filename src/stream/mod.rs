@@ -29,6 +29,7 @@ use crate::limits::LONGEST;
 use crate::load::{FetchMemory, Model, SlotMemory};
 use crate::schedule::{Contents, Part, Schedule};
 use crate::staging::Pool;
+use crate::transfer::Kept;
 use lanes::Lanes;
 use slots::{Fill, Slots, Writable};
 
@@ -80,6 +81,8 @@ pub struct Streamer {
     rows: Option<Pool>,
     deadline: Duration,
     report: StreamReport,
+    /// Keeps the buffers of direct reads from one layer to the next, if any are read from a disk.
+    _buffers: Option<Kept>,
     /// Slots that the device has prepared to read files into, while these live.
     _prepared: Vec<Box<dyn Any + Send + Sync>>,
     /// The process that its lanes' threads run in.
@@ -210,7 +213,22 @@ impl Streamer {
         let (model, streamed, deadline) = (Arc::clone(model), Arc::new(streamed), model.limits().work);
         let (process, rows) = (Process::current(), None);
         let _prepared = lanes.prepare(slots.allocations());
-        Streamer { model, compute, lanes, streamed, schedule, slots, spare, rows, deadline, report, _prepared, process }
+        let _buffers = lanes.reads_disk().then(Kept::new);
+        Streamer {
+            model,
+            compute,
+            lanes,
+            streamed,
+            schedule,
+            slots,
+            spare,
+            rows,
+            deadline,
+            report,
+            _buffers,
+            _prepared,
+            process,
+        }
     }
 
     /// Sets the longest time that the host waits for anything, capped at a century. The default comes from the

@@ -11,11 +11,27 @@ use crate::error::Result;
 use crate::file::read::ReadPart;
 
 /// A source whose bytes are memory of a disk.
-pub(crate) struct InFile(pub(crate) Arc<dyn Source>);
+pub(crate) struct InFile {
+    source: Arc<dyn Source>,
+    read: Read,
+}
+
+/// Reads parts of a source. Its errors name tensors.
+type Read = Box<dyn Fn(&mut [ReadPart<'_>]) -> Result<()> + Send + Sync>;
+
+impl InFile {
+    /// The bytes of `source`, which `read` reads.
+    pub(crate) fn new(
+        source: Arc<dyn Source>,
+        read: impl Fn(&mut [ReadPart<'_>]) -> Result<()> + Send + Sync + 'static,
+    ) -> InFile {
+        InFile { source, read: Box::new(read) }
+    }
+}
 
 impl Readable for InFile {
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        self.0.read_parts(parts)
+        (self.read)(parts)
     }
 }
 
@@ -44,7 +60,7 @@ impl DeviceReads {
                     let (start, end) = (piece.from.start + done + bytes.start, piece.from.start + done + bytes.end);
                     Piece { src: piece.src.clone(), from: start..end, at: piece.at + done + bytes.start }
                 };
-                let Some(InFile(source)) = (&**of as &dyn Any).downcast_ref::<InFile>() else {
+                let Some(InFile { source, .. }) = (&**of as &dyn Any).downcast_ref::<InFile>() else {
                     left.push(rest(0..bytes));
                     done += bytes;
                     continue;

@@ -85,6 +85,9 @@ impl Device for SoftwareDevice {
 
     fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
         self.process.check()?;
+        if !contents.is_countable() {
+            return Err(Error::invalid("extents of more bytes than memory can have, or beyond the last offset"));
+        }
         let storage: Box<dyn Storage> = match &self.medium {
             Medium::Files(_) => Box::new(ExtentMemory::new(contents)),
             Medium::Nowhere if self.id().kind() == DeviceKind::Disk => Box::new(SizeOnly(contents.bytes())),
