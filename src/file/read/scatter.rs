@@ -18,18 +18,22 @@ use crate::threads;
 /// Parts with fewer bytes between them are read as one: a disk reads these in less time than it takes to answer.
 const GAP: u64 = 64 << 10;
 
-/// The bytes of a chunk, which begins at a multiple of it: as many as a bounce buffer has.
-const CHUNK: u64 = super::bounce::BYTES as u64;
+/// The bytes of a chunk, which begins at a multiple of it. While the last chunk of a call is copied nothing is read, so a chunk is as
+/// small as a disk reads at its full speed, two at a time.
+pub(super) const CHUNK: u64 = 2 << 20;
 
-/// The threads that read the cold chunks of one call. One keeps a disk busy while it reads, since the kernel divides each read into
-/// requests that the disk has at one time, and a second while the first copies. Where other programs keep the cores busy, the disk
-/// idles whenever none of these threads has one: then four read at 2.2 times the speed of one, and at 1.5 times that of two.
+/// The most threads that read the cold chunks of one call, where there are as many cores. One copies while another reads, and the
+/// kernel divides each read into requests that the disk has at one time; more threads than cores would all copy at one time, and
+/// all read. Where other programs keep the cores busy, four read faster than two.
 const READERS: usize = 4;
+
+/// The fewest, whatever the number of cores.
+const FEWEST: usize = 2;
 
 /// The bytes in the page cache for which it pays to start another thread.
 const WARM_EACH: u64 = 32 << 20;
 
-/// The most threads that all calls of the process together start to read chunks. Each may have a bounce buffer of 8 MiB.
+/// The most threads that all calls of the process together start to read chunks. Each may have a bounce buffer, of at most 8 MiB.
 const MOST_HELPERS: usize = 7;
 
 /// The bytes of which the page cache is asked at once.
@@ -224,7 +228,7 @@ fn helpers(chunks: &[Chunk<'_>]) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     // One for each full measure, so that the caller has one too.
     let copiers = usize::try_from(warm / WARM_EACH).unwrap_or(usize::MAX).min(cores);
-    copiers.max(cold.min(READERS)).saturating_sub(1)
+    copiers.max(cold.min(cores.clamp(FEWEST, READERS))).saturating_sub(1)
 }
 
 /// The threads that read chunks for callers at present.
