@@ -47,7 +47,7 @@ impl Extents {
         Extents { list, cache: None }
     }
 
-    /// Has `cache` keep the bytes once all of them have been read at one time.
+    /// Has `cache` keep the bytes once all of them have been read for the turns of layers. What else reads them leaves its room alone.
     #[must_use]
     pub fn cached_by(self, cache: Arc<HostCache>) -> Extents {
         Extents { cache: Some(cache), ..self }

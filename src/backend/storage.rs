@@ -170,6 +170,13 @@ impl MemoryBlock {
         self.downcast::<ExtentMemory>().is_some_and(ExtentMemory::is_kept)
     }
 
+    /// Has a [cache](super::HostCache) keep the bytes that are read from now on, where they stay elsewhere and have one.
+    pub(crate) fn keep_when_read(&self) {
+        if let Some(memory) = self.downcast::<ExtentMemory>() {
+            memory.keep_when_read();
+        }
+    }
+
     /// What a range of bytes is read from that stay [elsewhere](super::Device::read_only) and are not kept.
     pub(super) fn extents(&self, range: Range<usize>) -> Option<Vec<ExtentPart<'_>>> {
         let memory = self.downcast::<ExtentMemory>().filter(|memory| !memory.is_kept())?;

@@ -82,6 +82,7 @@ impl Lanes {
     fn lane_of(&mut self, model: &Model, module: ModuleId) -> Result<Option<usize>> {
         let fetched = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
         let Some(home) = model.bufs(module).first().filter(|_| fetched) else { return Ok(None) };
+        model.bufs(module).iter().for_each(|home| home.block().keep_when_read());
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {
             return Ok(Some(lane));

@@ -1,6 +1,7 @@
 //! Memory that is bytes of something else: they stay where they are, and are read for each copy.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use crate::backend::extents::{ExtentPart, HostCache, Keeping, Kept};
@@ -14,6 +15,8 @@ pub(in crate::backend) struct ExtentMemory {
     extents: Vec<(usize, Extent)>,
     bytes: usize,
     cache: Option<Arc<HostCache>>,
+    /// Whether the bytes will be read again and again, so that it is worth while to keep them.
+    wanted: AtomicBool,
     keeping: Mutex<Option<Keeping>>,
     kept: OnceLock<Kept>,
 }
@@ -34,7 +37,7 @@ impl ExtentMemory {
             (start, extent)
         };
         let extents = list.into_iter().filter(|extent| extent.bytes > 0).map(place).collect();
-        ExtentMemory { extents, bytes, cache, keeping: Mutex::default(), kept: OnceLock::new() }
+        ExtentMemory { extents, bytes, cache, wanted: AtomicBool::new(false), keeping: Mutex::default(), kept: OnceLock::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -44,6 +47,11 @@ impl ExtentMemory {
     /// Whether the bytes are in host memory by now.
     pub(in crate::backend) fn is_kept(&self) -> bool {
         self.kept.get().is_some()
+    }
+
+    /// Has the cache keep what is read from now on, if it has room for all of the memory.
+    pub(in crate::backend) fn keep_when_read(&self) {
+        self.wanted.store(true, Ordering::Relaxed);
     }
 
     pub(super) fn read(&self, at: usize, dst: &mut [u8]) -> Result<()> {
@@ -60,9 +68,9 @@ impl ExtentMemory {
         })
     }
 
-    /// Has the cache keep bytes that were read, if it has room for all of the memory.
     fn keep(&self, at: usize, bytes: &[u8]) {
-        let Some(cache) = self.cache.as_ref().filter(|_| !self.is_kept()) else { return };
+        let wanted = self.wanted.load(Ordering::Relaxed) && !self.is_kept();
+        let Some(cache) = self.cache.as_ref().filter(|_| wanted) else { return };
         // A panic leaves memory that was filled in part, and what it was filled with.
         let mut keeping = self.keeping.lock().unwrap_or_else(PoisonError::into_inner);
         if keeping.is_none() && !self.is_kept() {
@@ -169,6 +177,9 @@ mod tests {
             ExtentMemory::new(extents)
         };
         let (small, large) = (memory(80), memory(30));
+        small.read(0, &mut [0; 80]).unwrap();
+        assert!(!small.is_kept() && cache.left() == ByteSize(100), "nobody said that it is read again");
+        [&small, &large].map(ExtentMemory::keep_when_read);
         let read = |memory: &ExtentMemory, range: Range<usize>| {
             let mut bytes = vec![0; range.len()];
             memory.read(range.start, &mut bytes).unwrap();
