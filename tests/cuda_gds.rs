@@ -93,8 +93,9 @@ fn loaded(gds: Gds, library: &Library, subject: &Subject, allocation: &str) -> (
 
 /// Waits until no device is open: the library is closed with the last.
 fn close(cuda: &Driver) {
-    if let Driver::StandIn(cuda) = cuda {
-        wait_until_closed(cuda, DEADLINE);
+    match cuda {
+        Driver::StandIn(cuda) => wait_until_closed(cuda, DEADLINE),
+        Driver::Named(_) => wait_until_closed(None, DEADLINE),
     }
 }
 

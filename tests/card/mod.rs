@@ -2,6 +2,8 @@
 //! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::collections::HashMap;
+use std::ffi::OsString;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,6 +28,9 @@ pub(crate) enum Driver {
 /// The stand-in, for one test at a time. It ends when no device of the test's is open any more: the last handle of a context
 /// goes a moment after its device, and in the next session it would be that session's context that is given back.
 pub(crate) struct StandIn(Session);
+
+/// How long a thread that is being started may have no name.
+const STARTING: Duration = Duration::from_millis(200);
 
 /// How long the stand-in waits for devices that a test keeps open.
 const KEPT_OPEN: Duration = Duration::from_secs(2);
@@ -237,26 +242,33 @@ pub(crate) fn assert_at_most_one_leak(cuda: &Session, what: &str) {
 
 /// The last handle of a context goes a moment after the devices, and must not go in the session after this one. A context
 /// that is lost is never closed: then until no thread of its device's is left. What a test keeps open is not closed at all: no
-/// longer than `most`.
-pub(crate) fn wait_until_closed(cuda: &Session, most: Duration) {
-    let until = Instant::now() + most;
-    while cuda.report().live_contexts > 0 && has_device_threads() && Instant::now() < until {
+/// longer than `most`. Of a driver that is named, only its devices' threads tell.
+pub(crate) fn wait_until_closed<'a>(cuda: impl Into<Option<&'a Session>>, most: Duration) {
+    let (until, cuda) = (Instant::now() + most, cuda.into());
+    let mut unnamed = HashMap::new();
+    let mut may_be_open =
+        || cuda.is_none_or(|cuda| cuda.report().live_contexts > 0) && has_device_threads(&mut unnamed);
+    while may_be_open() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Whether this process has threads that call the driver for an open device: its reaper and its lanes. Only Linux tells.
-fn has_device_threads() -> bool {
+/// Whether this process has threads that call the driver for an open device: its reaper and its lanes. Only Linux tells. `unnamed`
+/// has the threads that had no name of their own at the last calls, and since when.
+fn has_device_threads(unnamed: &mut HashMap<OsString, Instant>) -> bool {
     let name = |thread: &Path| std::fs::read_to_string(thread.join("comm")).unwrap_or_default();
     let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return true };
     let own = std::fs::read_link("/proc/thread-self").ok().and_then(|path| Some(path.file_name()?.to_owned()));
     let starter = name(Path::new("/proc/thread-self"));
     let calls = |thread: std::fs::DirEntry| {
-        let name = name(&thread.path());
-        // A thread that has only just been started still has the name of the one that started it. So two tests that wait here at one
-        // time must not be called alike in the first 15 letters, which are all that a thread's name has.
-        let unnamed = name == starter && Some(thread.file_name()) != own;
-        unnamed || name.starts_with("cuda:") || name.contains(" to cuda:")
+        let (id, name) = (thread.file_name(), name(&thread.path()));
+        if name.starts_with("cuda:") || name.contains(" to cuda:") {
+            return true;
+        }
+        // A thread that has only just been started still has the name of the one that started it. One that keeps it is another
+        // test's, called alike in the first 15 letters, which are all that a thread's name has.
+        let is_starting = name == starter && Some(&id) != own.as_ref();
+        is_starting && unnamed.entry(id).or_insert_with(Instant::now).elapsed() < STARTING
     };
     threads.flatten().any(calls)
 }

@@ -37,7 +37,14 @@ impl ExtentMemory {
             (start, extent)
         };
         let extents = list.into_iter().filter(|extent| extent.bytes > 0).map(place).collect();
-        ExtentMemory { extents, bytes, cache, wanted: AtomicBool::new(false), keeping: Mutex::default(), kept: OnceLock::new() }
+        ExtentMemory {
+            extents,
+            bytes,
+            cache,
+            wanted: AtomicBool::new(false),
+            keeping: Mutex::default(),
+            kept: OnceLock::new(),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
