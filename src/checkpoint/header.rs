@@ -16,6 +16,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::TensorInfo;
+use super::compressed::Sizes;
 use super::format::other_format;
 use super::gguf::{self, GgufHeader};
 use super::json::{Entries, repeated};
@@ -38,6 +39,8 @@ pub(super) struct Header {
     pub(super) metadata: BTreeMap<String, String>,
     /// In order of offset.
     pub(super) tensors: Vec<TensorInfo>,
+    /// The bytes in the file of the tensors that it has in compressed form.
+    pub(super) compressed: Sizes,
     /// The metadata of a GGUF file.
     pub(super) gguf: Option<Arc<GgufHeader>>,
 }
@@ -77,7 +80,7 @@ impl Header {
         let tensors = raw.tensors.into_iter().map(|(name, entry)| entry.check(name, path)).collect::<Result<_>>()?;
         let tensors = check_ranges(tensors, path, data_start, file_len)?;
         let tensors = tensors.into_iter().map(|t| TensorInfo { file: number, ..t }).collect();
-        Ok(Header { metadata: raw.metadata, tensors, gguf: None })
+        Ok(Header { metadata: raw.metadata, tensors, compressed: Sizes::default(), gguf: None })
     }
 }
 

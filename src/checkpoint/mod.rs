@@ -1,5 +1,6 @@
 //! Checkpoints: a model's files, and their tensors grouped into modules and layers.
 
+mod compressed;
 mod execution;
 mod families;
 mod files;
@@ -26,10 +27,12 @@ use std::sync::Arc;
 
 use crate::error::{Error, Measured, Missing, Result};
 use crate::transfer::{FileSource, MemorySource, ReadPart, Source};
+use compressed::Sizes;
 use files::{FileSet, Tied};
 use gguf::GgufHeader;
 use header::Header;
 
+pub use compressed::{CompressedReport, write_compressed};
 pub use execution::OrderSource;
 pub(crate) use folder::{lacks_weights, weights_in};
 pub use gguf::{Gguf, GgufArray, GgufKind, GgufMetadata, GgufValue, write_gguf};
@@ -74,6 +77,8 @@ struct Inner {
     by_name: HashMap<String, TensorId>,
     /// What the configuration says of quantised weights.
     stated: Stated,
+    /// The bytes in the files of the tensors that they have in compressed form.
+    compressed: Sizes,
 }
 
 impl Checkpoint {
@@ -105,8 +110,8 @@ impl Checkpoint {
         let set = FileSet::at(path)?;
         let (mut sources, mut headers) = (Vec::new(), Vec::new());
         for file in &set.files {
-            let source = open_file(file)?;
-            headers.push(Header::read(&*source, sources.len())?);
+            let (source, header) = read(open_file(file)?, sources.len())?;
+            headers.push(header);
             sources.push(source);
         }
         set.select(&mut headers)?;
@@ -126,8 +131,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] with the tensor if one is to blame, and the fault.
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
-        let source: Arc<dyn Source> = Arc::new(MemorySource::new(name, bytes));
-        let header = Header::read(&*source, 0)?;
+        let (source, header) = read(Arc::new(MemorySource::new(name, bytes)), 0)?;
         gguf::alone(source.path(), &header)?;
         let (tied, stated) = Default::default();
         Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], tied, stated))
@@ -140,10 +144,11 @@ impl Checkpoint {
         tied: Tied,
         stated: Stated,
     ) -> Checkpoint {
-        let (mut tensors, mut metadata, mut gguf) = (Vec::new(), None, Vec::new());
+        let (mut tensors, mut metadata, mut gguf, mut compressed) = (Vec::new(), None, Vec::new(), Sizes::new());
         for header in headers {
             metadata.get_or_insert(header.metadata);
             gguf.push(header.gguf);
+            compressed.extend(header.compressed);
             tensors.extend(header.tensors);
         }
         let metadata = metadata.unwrap_or_default();
@@ -155,7 +160,7 @@ impl Checkpoint {
         let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
         let tied = tied == Tied::Yes || (tied == Tied::IfHeadless && headless());
         let layout = if tied { layout.tie_embeddings() } else { layout };
-        Checkpoint(Arc::new(Inner { path, sources, layout, metadata, gguf, by_name, stated }))
+        Checkpoint(Arc::new(Inner { path, sources, layout, metadata, gguf, by_name, stated, compressed }))
     }
 
     /// The same files with another layout: layers in [another order](Layout::in_order), an embedding that is [used at both
@@ -219,6 +224,12 @@ impl Checkpoint {
     /// The file that holds a tensor; `None` if there is no such tensor.
     pub fn file_of(&self, tensor: TensorId) -> Option<&Path> {
         self.0.layout.tensor(tensor).map(|info| self.0.sources[info.file].path())
+    }
+
+    /// The bytes that a tensor takes in its file, if the file has it in [compressed form](write_compressed); `None` if it does not, or
+    /// if there is no such tensor.
+    pub fn compressed(&self, tensor: TensorId) -> Option<u64> {
+        self.0.compressed.get(&self.0.layout.tensor(tensor)?.name).copied()
     }
 
     /// The tensor `name`; `None` if there is none.
@@ -346,6 +357,12 @@ impl fmt::Debug for Checkpoint {
         let mut debug = f.debug_struct("Checkpoint");
         debug.field("path", &self.0.path).field("tensors", &self.0.layout.tensors().len()).finish_non_exhaustive()
     }
+}
+
+/// Reads the header of file number `number`. The source returned is that of its tensors.
+fn read(source: Arc<dyn Source>, number: usize) -> Result<(Arc<dyn Source>, Header)> {
+    let header = Header::read(&*source, number)?;
+    compressed::decompressed(source, header)
 }
 
 fn by_name(layout: &Layout) -> HashMap<String, TensorId> {

@@ -1,6 +1,7 @@
 //! Writing files tensor by tensor: what every format has in common, and safetensors.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
@@ -67,12 +68,16 @@ pub fn write_safetensors(
     fill: impl FnMut(usize, &mut TensorWriter<'_>) -> Result<()>,
 ) -> Result<()> {
     let path = path.as_ref();
-    let header = Header::new(tensors, metadata)?;
-    let json = header.padded_json(path)?;
-    let start = [&(json.len() as u64).to_le_bytes()[..], &json].concat();
-    let (at, tensors) = (start.len() as u64, header.tensors);
+    let start = header(tensors, metadata, path)?;
+    let (at, tensors) = (start.len() as u64, Header::new(tensors, metadata)?.tensors);
     let bytes = tensors.last().map_or(0, |entry| entry.end);
     Contents { start, at, tensors, bytes }.write(path, fill)
+}
+
+/// The beginning of a safetensors file with these tensors: the header's length, and the header.
+pub(super) fn header(tensors: &[TensorSpec], metadata: &BTreeMap<String, String>, path: &Path) -> Result<Vec<u8>> {
+    let json = Header::new(tensors, metadata)?.padded_json(path)?;
+    Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
 }
 
 /// What a file is to hold: a header, and tensors behind it. Zeros are between them.
@@ -103,14 +108,7 @@ impl Contents<'_> {
         let mut at = 0;
         for (index, entry) in self.tensors.iter().enumerate() {
             pad(&mut file.out, entry.begin - at)?;
-            let mut writer = TensorWriter { path, entry, out: &mut file.out, left: entry.bytes(), refused: None };
-            fill(index, &mut writer)?;
-            let written = entry.bytes() - writer.left;
-            match writer.refused {
-                Some(given) => return Err(entry.wrong_size(given)),
-                None if written < entry.bytes() => return Err(entry.wrong_size(written)),
-                None => {}
-            }
+            TensorWriter::fill(path, entry, &mut file.out, |writer| fill(index, writer))?;
             at = entry.end;
         }
         pad(&mut file.out, self.bytes - at)?;
@@ -119,17 +117,33 @@ impl Contents<'_> {
 }
 
 /// Receives the bytes of one tensor, exactly as many as it has.
-#[derive(Debug)]
 pub struct TensorWriter<'a> {
     path: &'a Path,
     entry: &'a Entry<'a>,
-    out: &'a mut BufWriter<File>,
+    out: &'a mut dyn Write,
     left: u64,
     /// The bytes that there would have been with those that were too many.
     refused: Option<u64>,
 }
 
 impl TensorWriter<'_> {
+    /// Has `fill` write a tensor to `out`.
+    pub(super) fn fill(
+        path: &Path,
+        entry: &Entry<'_>,
+        out: &mut dyn Write,
+        fill: impl FnOnce(&mut TensorWriter<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let mut writer = TensorWriter { path, entry, out, left: entry.bytes(), refused: None };
+        fill(&mut writer)?;
+        let written = entry.bytes() - writer.left;
+        match writer.refused {
+            Some(given) => Err(entry.wrong_size(given)),
+            None if written < entry.bytes() => Err(entry.wrong_size(written)),
+            None => Ok(()),
+        }
+    }
+
     /// Writes the tensor's next bytes.
     ///
     /// # Errors
@@ -146,6 +160,12 @@ impl TensorWriter<'_> {
     /// Bytes that the tensor still lacks.
     pub fn left(&self) -> u64 {
         self.left
+    }
+}
+
+impl fmt::Debug for TensorWriter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TensorWriter").field("path", &self.path).field("entry", self.entry).field("left", &self.left).finish_non_exhaustive()
     }
 }
 
@@ -181,7 +201,25 @@ pub(super) struct Entry<'a> {
     pub(super) end: u64,
 }
 
-impl Entry<'_> {
+impl<'a> Entry<'a> {
+    /// A tensor in a safetensors file that begins at `begin`.
+    fn from(spec: &'a TensorSpec, begin: u64) -> Result<Entry<'a>> {
+        let TensorSpec { name, dtype, shape } = spec;
+        if dtype.is_ggml_block() {
+            return Err(Error::invalid(format!("tensor `{name}`: safetensors has no element type {dtype}")));
+        }
+        let bytes = dtype.bytes_of(shape);
+        let end = bytes.and_then(|bytes| begin.checked_add(bytes)).ok_or_else(|| {
+            Error::invalid(format!("tensor `{name}`: {dtype} {shape:?} does not end on a byte of a 64-bit file"))
+        })?;
+        Ok(Entry { spec, begin, end })
+    }
+
+    /// A tensor by itself.
+    pub(super) fn alone(spec: &'a TensorSpec) -> Result<Entry<'a>> {
+        Entry::from(spec, 0)
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         self.end - self.begin
     }
@@ -203,15 +241,9 @@ impl<'a> Header<'a> {
         }
         let mut begin = 0u64;
         let entry = |spec: &'a TensorSpec| {
-            let TensorSpec { name, dtype, shape } = spec;
-            if dtype.is_ggml_block() {
-                return Err(Error::invalid(format!("tensor `{name}`: safetensors has no element type {dtype}")));
-            }
-            let bytes = dtype.bytes_of(shape);
-            let end = bytes.and_then(|bytes| begin.checked_add(bytes)).ok_or_else(|| {
-                Error::invalid(format!("tensor `{name}`: {dtype} {shape:?} does not end on a byte of a 64-bit file"))
-            })?;
-            Ok(Entry { spec, begin: std::mem::replace(&mut begin, end), end })
+            let entry = Entry::from(spec, begin)?;
+            begin = entry.end;
+            Ok(entry)
         };
         Ok(Header { metadata, tensors: tensors.iter().map(entry).collect::<Result<_>>()? })
     }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use super::compressed::CompressedFault;
 use super::gguf::GgufFault;
 use super::packing::{Packing, PackingFault};
 use crate::dtype::DType;
@@ -175,6 +176,9 @@ pub enum FileFault {
     /// A fault that only GGUF files have.
     #[error(transparent)]
     Gguf(#[from] GgufFault),
+    /// A fault that only compressed tensors have.
+    #[error(transparent)]
+    Compressed(#[from] CompressedFault),
     /// The file is not the one that was opened.
     #[error("the file changed while it was in use")]
     Changed,

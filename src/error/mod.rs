@@ -5,6 +5,7 @@
 
 mod allocation;
 mod cast;
+mod compressed;
 mod fault;
 mod gguf;
 mod kind;
@@ -23,6 +24,7 @@ use std::time::Duration;
 pub use allocation::AllocationError;
 pub use cast::CastFault;
 pub use fault::{AdapterFault, FileFault};
+pub use compressed::CompressedFault;
 pub use gguf::GgufFault;
 pub use kind::ErrorKind;
 pub use packing::{Packing, PackingFault};
@@ -33,6 +35,7 @@ pub use room::{Holder, InUse, NoRoom};
 use crate::bytes::ByteSize;
 use crate::device::DeviceId;
 use crate::dtype::DType;
+pub use crate::lossless::CodeFault;
 
 /// The result of this library's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -46,6 +46,9 @@ pub struct Info {
 }
 
 impl Info {
+    /// The bytes of the header.
+    pub const BYTES: u64 = HEADER as u64;
+
     /// Reads the header: the first 64 bytes of a code, which may be followed by any others.
     ///
     /// # Errors
@@ -59,6 +62,12 @@ impl Info {
     /// The number of blocks, the last of which may have less than [`BLOCK`](super::BLOCK_WEIGHTS) weights.
     pub fn blocks(&self) -> u64 {
         self.count.div_ceil(BLOCK as u64)
+    }
+
+    /// The bytes of header and index, behind which the blocks begin.
+    pub fn head_bytes(&self) -> u64 {
+        let blocks = usize::try_from(self.blocks()).unwrap_or(usize::MAX);
+        (length(self.in_blocks, blocks) as u64).saturating_add(HEADER as u64)
     }
 }
 
@@ -175,43 +184,47 @@ pub(super) fn sum_of_index(index: &[u8]) -> u64 {
 pub(super) enum Place<'a> {
     /// Their beginnings and the end of the last, in units of 16 bytes from the beginning of the code.
     Blocks(&'a [[u8; 4]]),
-    /// Their sums; the weights follow each other.
-    Plain { sums: &'a [[u8; 8]], weights: &'a [u8] },
+    /// The weights follow each other, and these are the sums of the blocks.
+    Plain { sums: &'a [[u8; 8]] },
 }
 
-/// Reads header and index, which must fit each other and the length of the code.
-pub(super) fn open(code: &[u8]) -> Result<(Info, Place<'_>), CodeFault> {
-    let (info, sum) = read(code)?;
+/// Reads header and index, which must fit each other.
+pub(super) fn open(head: &[u8]) -> Result<(Info, Place<'_>), CodeFault> {
+    let (info, sum) = read(head)?;
     let damaged = |what| CodeFault::Header { what };
-    if info.bytes != code.len() as u64 {
-        return Err(CodeFault::Length { expected: info.bytes, given: code.len() as u64 });
+    if info.head_bytes() != head.len() as u64 {
+        return Err(CodeFault::Length { expected: info.head_bytes(), given: head.len() as u64 });
     }
-    let blocks = usize::try_from(info.blocks()).map_err(|_| damaged("it has too many weights"))?;
-    let (index, body) =
-        code[HEADER..].split_at_checked(length(info.in_blocks, blocks)).ok_or(damaged("it ends within its index"))?;
+    // As many have an index that is in memory.
+    let (blocks, index) = (info.blocks() as usize, &head[HEADER..]);
     if sum_of_index(index) != sum {
         return Err(damaged("its index is not that of its sum"));
     }
     let place = if info.in_blocks {
         let (places, padding) = index.split_at(4 * (blocks + 1));
-        check_places(&info, places.as_chunks().0, (HEADER + index.len()) as u64, padding)?;
+        check_places(&info, places.as_chunks().0, head.len() as u64, padding)?;
         Place::Blocks(places.as_chunks().0)
     } else {
-        let (sums, index_padding) = index.split_at(8 * blocks);
-        let (weights, padding) = usize::try_from(info.decoded_bytes)
-            .ok()
-            .and_then(|bytes| body.split_at_checked(bytes))
-            .ok_or(damaged("it ends within its weights"))?;
-        if padding.len() >= ALIGN || padding.iter().chain(index_padding).any(|byte| *byte != 0) {
-            return Err(damaged("what pads it is not"));
+        let (sums, padding) = index.split_at(8 * blocks);
+        let body = info.decoded_bytes.checked_next_multiple_of(ALIGN as u64);
+        if info.bytes.checked_sub(head.len() as u64) != body || padding.iter().any(|byte| *byte != 0) {
+            return Err(damaged("its weights do not fill it"));
         }
         let sums = sums.as_chunks().0;
         if sums.iter().fold(0u64, |all, sum| all.wrapping_add(u64::from_le_bytes(*sum))) != info.sum {
             return Err(damaged("its sums are not those of its header"));
         }
-        Place::Plain { sums, weights }
+        Place::Plain { sums }
     };
     Ok((info, place))
+}
+
+/// Checks what pads weights that stay as they were.
+pub(super) fn check_padding(info: &Info, body: &[u8]) -> Result<(), CodeFault> {
+    match body[(info.decoded_bytes as usize).min(body.len())..].iter().all(|byte| *byte == 0) {
+        true => Ok(()),
+        false => Err(CodeFault::Header { what: "what pads it is not" }),
+    }
 }
 
 /// Checks that the blocks follow each other from the end of the index to that of the code.

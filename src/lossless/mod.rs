@@ -63,6 +63,7 @@
 //! zero, and the sums are over all else. So no bit of a code may change.
 
 mod block;
+mod code;
 mod decode;
 mod encode;
 mod fault;
@@ -75,19 +76,16 @@ mod table;
 mod tests;
 mod vector;
 
-use std::fmt;
-use std::ops::Range;
-
 use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::threads;
-use decode::Parts;
+pub use code::{Code, Head, decompress};
 use encode::Scratch;
 pub use fault::CodeFault;
 use fields::Fields;
 pub use header::Info;
-use header::{Index, Place};
+use header::Index;
 use vector::Tier;
 
 /// The weights of a block.
@@ -237,156 +235,4 @@ pub fn estimate(dtype: DType, sample: &[u8]) -> Result<f64, CodeFault> {
     }
     let coded = Coded::of(Tier::best(), fields, 0, sample);
     Ok((coded.bytes.len() as f64 / sample.len() as f64).min(1.0))
-}
-
-/// Decodes a code as [`compress`] makes it: [`Code::open`], then [`Code::decode`].
-///
-/// # Errors
-/// Those of the two.
-pub fn decompress(code: &[u8], weights: &mut [u8]) -> Result<(), CodeFault> {
-    Code::open(code)?.decode(weights)
-}
-
-/// The code of a tensor, whose header and index were checked.
-#[derive(Clone, Copy)]
-pub struct Code<'a> {
-    info: Info,
-    fields: Fields,
-    code: &'a [u8],
-    place: Place<'a>,
-    tier: Tier,
-}
-
-impl<'a> Code<'a> {
-    /// Checks header and index. The bytes are those of one code, no less and no more.
-    ///
-    /// # Errors
-    /// As [`Info::read`]; [`CodeFault::Length`] when there are more or less bytes than the header says.
-    pub fn open(code: &'a [u8]) -> Result<Code<'a>, CodeFault> {
-        let (info, place) = header::open(code)?;
-        let fields = Fields::of(info.dtype).ok_or(CodeFault::NoCode { dtype: info.dtype })?;
-        Ok(Code { info, fields, code, place, tier: Tier::best() })
-    }
-
-    /// What the header says.
-    pub fn info(&self) -> &Info {
-        &self.info
-    }
-
-    /// The bytes of a block's code, for what decodes it elsewhere; of a tensor that stays as it was, the block's weights.
-    /// `None` if there is no such block.
-    pub fn block(&self, block: u64) -> Option<&'a [u8]> {
-        let block = usize::try_from(block).ok()?;
-        match self.place {
-            Place::Blocks(places) => {
-                let [begin, end] = [places.get(block)?, places.get(block.checked_add(1)?)?]
-                    .map(|place| u32::from_le_bytes(*place) as usize * block::ALIGN);
-                self.code.get(begin..end)
-            }
-            Place::Plain { weights, .. } => weights.chunks(BLOCK * self.fields.size()).nth(block),
-        }
-    }
-
-    /// Decodes all weights, into as many bytes.
-    ///
-    /// Above some blocks the work runs on the library's threads, one for each core.
-    ///
-    /// # Errors
-    /// [`CodeFault::Destination`] when `weights` has another length; [`CodeFault::Block`] for the first damaged block, and
-    /// [`CodeFault::Header`] when the blocks are not those of the header. What `weights` holds then is not defined.
-    pub fn decode(&self, weights: &mut [u8]) -> Result<(), CodeFault> {
-        self.check_destination(self.info.decoded_bytes, weights)?;
-        let sum = self.decode_blocks(0, weights)?;
-        if sum != self.info.sum {
-            return Err(CodeFault::Header { what: "its blocks are not those of its header" });
-        }
-        Ok(())
-    }
-
-    /// Decodes whole blocks from `first` on, and returns the sum of their sums.
-    fn decode_blocks(&self, first: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
-        let task = BLOCK * self.fields.size() * TOGETHER;
-        let of_tasks = tasks(weights.len() > task, || {
-            let tasks = weights.par_chunks_mut(task).enumerate();
-            let sums = tasks.map(|(index, weights)| self.decode_each(first + (index * TOGETHER) as u64, weights));
-            // In order, so that the first of several damaged blocks is named.
-            sums.reduce(|| Ok(0), |before, after| Ok(before?.wrapping_add(after?)))
-        });
-        of_tasks.unwrap_or_else(|| self.decode_each(first, weights))
-    }
-
-    fn decode_each(&self, first: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
-        let mut sum = 0u64;
-        for (block, weights) in (first..).zip(weights.chunks_mut(BLOCK * self.fields.size())) {
-            sum = sum.wrapping_add(self.decode_block(block, weights)?);
-        }
-        Ok(sum)
-    }
-
-    /// Decodes a block's weights, all of them, and returns their sum.
-    fn decode_block(&self, block: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
-        let damaged = |what| CodeFault::Block { block, what };
-        let code = self.block(block).ok_or(damaged("there is no such block"))?;
-        let parts = match self.place {
-            Place::Blocks(_) => Parts::find(self.fields, weights.len() / self.fields.size(), code),
-            Place::Plain { sums, .. } => {
-                let sum = sums.get(block as usize).ok_or(damaged("it has no sum"))?;
-                Parts::plain(u64::from_le_bytes(*sum), code, weights.len())
-            }
-        };
-        let parts = parts.map_err(damaged)?;
-        self.tier.decode(self.fields, block, &parts, weights).map_err(damaged)?;
-        Ok(parts.sum)
-    }
-
-    /// Decodes the weights of a range. Of a block that is partly in it, all is decoded.
-    ///
-    /// # Errors
-    /// [`CodeFault::Range`] for weights that there are not; [`CodeFault::Destination`] when `weights` has not as many bytes as
-    /// the range; [`CodeFault::Block`] for the first damaged block that is read. What `weights` holds then is not defined.
-    pub fn decode_range(&self, range: Range<u64>, weights: &mut [u8]) -> Result<(), CodeFault> {
-        let Range { start, end } = range;
-        if start > end || end > self.info.count {
-            return Err(CodeFault::Range { begin: start, end, count: self.info.count });
-        }
-        let size = self.fields.size();
-        self.check_destination((end - start) * size as u64, weights)?;
-        // The parts of the range: up to the next block's beginning, whole blocks, and what is left.
-        let block = BLOCK as u64;
-        let first = ((start.next_multiple_of(block) - start).min(end - start)) as usize * size;
-        let (head, others) = weights.split_at_mut(first);
-        let whole = if end == self.info.count { others.len() } else { others.len() / (BLOCK * size) * (BLOCK * size) };
-        let (whole, tail) = others.split_at_mut(whole);
-        self.decode_part(start, head)?;
-        self.decode_blocks(start.div_ceil(block), whole)?;
-        self.decode_part(end - (tail.len() / size) as u64, tail)
-    }
-
-    /// Decodes weights of one block, from weight `start` of the tensor on.
-    fn decode_part(&self, start: u64, weights: &mut [u8]) -> Result<(), CodeFault> {
-        if weights.is_empty() {
-            return Ok(());
-        }
-        let size = self.fields.size();
-        let block = start / BLOCK as u64;
-        let begin = block * BLOCK as u64;
-        let count = (self.info.count - begin).min(BLOCK as u64) as usize;
-        let mut all = vec![0; count * size];
-        self.decode_block(block, &mut all)?;
-        weights.copy_from_slice(&all[(start - begin) as usize * size..][..weights.len()]);
-        Ok(())
-    }
-
-    fn check_destination(&self, needed: u64, weights: &[u8]) -> Result<(), CodeFault> {
-        if needed == weights.len() as u64 {
-            return Ok(());
-        }
-        Err(CodeFault::Destination { needed, given: weights.len() as u64 })
-    }
-}
-
-impl fmt::Debug for Code<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Code").field("info", &self.info).finish_non_exhaustive()
-    }
 }

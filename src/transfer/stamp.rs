@@ -61,6 +61,11 @@ impl Stamp {
         Stamp { len: metadata.len(), origin: Origin::File(FileTimes::of(metadata)) }
     }
 
+    /// The stamp of the same bytes in another form, of `len` bytes.
+    pub(crate) fn with_len(self, len: u64) -> Stamp {
+        Stamp { len, ..self }
+    }
+
     /// The metadata of an open file once the system's clock has passed the time of its last change, so that later writes
     /// have a later time.
     pub(super) fn stable_metadata(file: &File) -> io::Result<Metadata> {

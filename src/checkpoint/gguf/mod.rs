@@ -19,6 +19,7 @@ mod write;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::compressed::Sizes;
 use super::header::Header;
 use crate::error::{Error, GgufFault, Result};
 use crate::transfer::Source;
@@ -66,7 +67,7 @@ impl GgufHeader {
         let shape = |name: &str| header.shape(source, name);
         let (tensors, stored_shapes) = tensors::read(&mut cursor, tensors, alignment, shape, number)?;
         header.stored_shapes = stored_shapes;
-        Ok(Header { metadata: header.texts(), tensors, gguf: Some(Arc::new(header)) })
+        Ok(Header { metadata: header.texts(), tensors, compressed: Sizes::default(), gguf: Some(Arc::new(header)) })
     }
 
     /// The values that are not arrays, as text.

@@ -22,7 +22,7 @@ fn idle() -> MutexGuard<'static, Idle> {
 
 /// A buffer, page-aligned. It is kept for others when it is dropped, while a [`Kept`] exists.
 #[derive(Debug)]
-pub(super) struct Bounce(Option<MmapMut>);
+pub(crate) struct Bounce(Option<MmapMut>);
 
 impl Bounce {
     /// A buffer for reads of `len` bytes, which may take several.
@@ -43,7 +43,16 @@ impl Bounce {
         Ok(Bounce(Some(buffer)))
     }
 
-    pub(super) fn bytes(&mut self) -> &mut [u8] {
+    /// A buffer of at least `len` bytes.
+    pub(crate) fn of(len: usize) -> io::Result<Bounce> {
+        let taken = Bounce::take(len)?;
+        if taken.0.as_ref().is_some_and(|buffer| buffer.len() >= len) {
+            return Ok(taken);
+        }
+        Ok(Bounce(Some(MmapMut::map_anon(len)?)))
+    }
+
+    pub(crate) fn bytes(&mut self) -> &mut [u8] {
         self.0.as_deref_mut().unwrap_or_default()
     }
 }

@@ -20,13 +20,12 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-pub(crate) use bounce::Kept;
+pub(crate) use bounce::{Bounce, Kept};
 pub use scatter::ReadPart;
 pub(crate) use scatter::divide;
 #[cfg(target_os = "linux")]
 pub(crate) use system::{DirectFile, OpenCalls};
 
-use bounce::Bounce;
 pub(crate) use extents::Extent;
 use extents::extents;
 

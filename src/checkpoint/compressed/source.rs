@@ -1,0 +1,252 @@
+//! A file with compressed tensors, read as the file without compression that it stands for.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use rayon::prelude::*;
+
+use crate::dtype::DType;
+use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
+use crate::file::read::Bounce;
+use crate::lossless::{BLOCK_WEIGHTS, Head, Info};
+use crate::threads;
+use crate::transfer::{ReadPart, ReadWays, Source, Stamp};
+
+/// The weights that are decoded at a time, a whole number of blocks: 2 MiB of bf16.
+const STEP: u64 = 128 * BLOCK_WEIGHTS as u64;
+
+/// The bytes of codes that are read in one go. Those of one step are less.
+const TOGETHER: usize = 8 << 20;
+
+/// The bytes of a weight at most.
+const WEIGHT: usize = 4;
+
+/// A file in which some tensors are compressed. Its offsets are those of the same tensors without compression.
+#[derive(Debug)]
+pub(super) struct CompressedSource {
+    file: Arc<dyn Source>,
+    stamp: Stamp,
+    /// In order; each begins where the one before ends.
+    spans: Vec<Span>,
+}
+
+/// A tensor, or what is before the first one.
+#[derive(Debug)]
+pub(super) struct Span {
+    /// Where it begins, and the bytes that it is read as.
+    pub(super) begin: u64,
+    pub(super) bytes: u64,
+    /// Where it begins in the file.
+    pub(super) at: u64,
+    pub(super) form: Form,
+}
+
+/// How a file holds a tensor.
+#[derive(Debug)]
+pub(super) enum Form {
+    /// As it is.
+    Plain,
+    /// As a code.
+    Code(Stored),
+}
+
+/// The code of a tensor in a file.
+#[derive(Debug)]
+pub(super) struct Stored {
+    dtype: DType,
+    bytes: u64,
+    /// Header and index, once they have been read.
+    head: OnceLock<Vec<u8>>,
+}
+
+/// Weights to decode: `weights` of a tensor, to `dst`. If that has fewer bytes, it is part of a single weight, from byte `skip` on.
+struct Job<'a> {
+    span: &'a Span,
+    code: &'a Stored,
+    weights: Range<u64>,
+    skip: usize,
+    dst: &'a mut [u8],
+}
+
+/// What a job decodes, and the bytes of the code that it needs.
+struct Needed<'s, 'a> {
+    job: Job<'a>,
+    head: Head<'s>,
+    code: Range<u64>,
+}
+
+impl Form {
+    /// The code of a tensor of this type, of so many bytes.
+    pub(super) fn code(dtype: DType, bytes: u64) -> Form {
+        Form::Code(Stored { dtype, bytes, head: OnceLock::new() })
+    }
+}
+
+impl CompressedSource {
+    /// The tensors of `file` in these spans, which end at `len`.
+    pub(super) fn new(file: Arc<dyn Source>, spans: Vec<Span>, len: u64) -> CompressedSource {
+        let stamp = file.stamp().with_len(len);
+        CompressedSource { file, stamp, spans }
+    }
+
+    /// Divides parts into what is read as it is, with offsets in the file, and what is decoded.
+    fn divide<'s>(&'s self, parts: &'s mut [ReadPart<'_>]) -> (Vec<ReadPart<'s>>, Vec<Job<'s>>) {
+        let (mut plain, mut jobs) = (Vec::new(), Vec::new());
+        for ReadPart { at, dst } in parts {
+            let (mut at, mut rest) = (*at, &mut **dst);
+            let mut spans = self.spans[self.spans.partition_point(|span| span.begin + span.bytes <= at)..].iter();
+            while !rest.is_empty()
+                && let Some(span) = spans.next()
+            {
+                let within = at - span.begin;
+                let (here, after) = rest.split_at_mut((span.bytes - within).min(rest.len() as u64) as usize);
+                (at, rest) = (at + here.len() as u64, after);
+                match &span.form {
+                    Form::Plain => plain.push(ReadPart::new(span.at + within, here)),
+                    Form::Code(code) => code.divide(span, within, here, &mut jobs),
+                }
+            }
+        }
+        (plain, jobs)
+    }
+
+    /// Reads the codes of some jobs together, and decodes them.
+    fn decode(&self, needed: &mut [Needed<'_, '_>]) -> Result<()> {
+        let bytes = needed.iter().map(|needed| (needed.code.end - needed.code.start) as usize).sum();
+        let mut buffer = Bounce::of(bytes).map_err(Error::io("map memory to read", self.path()))?;
+        let mut memory = buffer.bytes();
+        let mut parts = Vec::with_capacity(needed.len());
+        for Needed { job, code, .. } in needed.iter() {
+            let (part, rest) = memory.split_at_mut((code.end - code.start) as usize);
+            memory = rest;
+            parts.push(ReadPart::new(job.span.at + code.start, part));
+        }
+        self.file.read_parts(&mut parts)?;
+        let decode = |(needed, part): (&mut Needed<'_, '_>, &ReadPart<'_>)| needed.decode(part.dst);
+        let outcome = match needed {
+            [one] => decode((one, &parts[0])),
+            many => threads::run(|| many.par_iter_mut().zip(&parts).try_for_each(decode))?,
+        };
+        outcome.map_err(|fault| self.fault(fault.into()))
+    }
+
+    /// The header and the index of a code, which are read if they have not been.
+    fn head<'s>(&self, span: &Span, code: &'s Stored) -> Result<Head<'s>> {
+        let bytes = match code.head.get() {
+            Some(bytes) => bytes,
+            None => {
+                let bytes = self.read_head(span, code)?;
+                code.head.get_or_init(|| bytes)
+            }
+        };
+        Head::open(bytes).map_err(|fault| self.fault(fault.into()))
+    }
+
+    fn read_head(&self, span: &Span, code: &Stored) -> Result<Vec<u8>> {
+        let mut head = vec![0; code.bytes.min(Info::BYTES) as usize];
+        self.file.read_at(span.at, &mut head)?;
+        let info = Info::read(&head).map_err(|fault| self.fault(fault.into()))?;
+        let count = span.bytes / code.size();
+        if (info.dtype, info.count) != (code.dtype, count) {
+            let (dtype, found, found_dtype) = (code.dtype, info.count, info.dtype);
+            return Err(self.fault(CompressedFault::Other { count, dtype, found, found_dtype }));
+        }
+        let (given, expected) = (code.bytes, info.bytes.max(info.head_bytes()));
+        if given != expected {
+            return Err(self.fault(CodeFault::Length { expected, given }.into()));
+        }
+        head = vec![0; info.head_bytes() as usize];
+        self.file.read_at(span.at, &mut head)?;
+        Ok(head)
+    }
+
+    fn fault(&self, fault: CompressedFault) -> Error {
+        Error::file(self.path(), None, fault.into())
+    }
+}
+
+impl Source for CompressedSource {
+    fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    fn stamp(&self) -> Stamp {
+        self.stamp
+    }
+
+    fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()> {
+        self.read_parts(&mut [ReadPart::new(at, dst)])
+    }
+
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        for part in parts.iter() {
+            let (end, actual) = (part.at.checked_add(part.dst.len() as u64), self.stamp.len());
+            if end.is_none_or(|end| end > actual) {
+                let expected = end.unwrap_or(u64::MAX);
+                return Err(Error::file(self.path(), None, FileFault::Truncated { expected, actual }));
+            }
+        }
+        let (mut plain, jobs) = self.divide(parts);
+        if !plain.is_empty() {
+            self.file.read_parts(&mut plain)?;
+        }
+        let (mut together, mut bytes) = (Vec::new(), 0);
+        for job in jobs {
+            let head = self.head(job.span, job.code)?;
+            let code = head.bytes_of(&job.weights).map_err(|fault| self.fault(fault.into()))?;
+            let more = (code.end - code.start) as usize;
+            if bytes + more > TOGETHER && !together.is_empty() {
+                self.decode(&mut together)?;
+                together.clear();
+                bytes = 0;
+            }
+            bytes += more;
+            together.push(Needed { job, head, code });
+        }
+        if together.is_empty() { Ok(()) } else { self.decode(&mut together) }
+    }
+
+    fn ways(&self) -> ReadWays {
+        self.file.ways()
+    }
+}
+
+impl Stored {
+    /// The bytes of a weight.
+    fn size(&self) -> u64 {
+        self.dtype.block().bytes
+    }
+
+    /// Adds the jobs for the bytes of a tensor from `at` on.
+    fn divide<'s>(&'s self, span: &'s Span, mut at: u64, mut dst: &'s mut [u8], jobs: &mut Vec<Job<'s>>) {
+        let size = self.size();
+        while !dst.is_empty() {
+            let (first, skip) = (at / size, at % size);
+            // A part of one weight, or whole ones up to the end of a step.
+            let bytes = match skip > 0 || (dst.len() as u64) < size {
+                true => (size - skip).min(dst.len() as u64),
+                false => ((first / STEP + 1) * STEP - first).min(dst.len() as u64 / size) * size,
+            };
+            let (here, rest) = dst.split_at_mut(bytes as usize);
+            let weights = first..first + bytes.div_ceil(size);
+            jobs.push(Job { span, code: self, weights, skip: skip as usize, dst: here });
+            (at, dst) = (at + bytes, rest);
+        }
+    }
+}
+
+impl Needed<'_, '_> {
+    fn decode(&mut self, code: &[u8]) -> Result<(), CompressedFault> {
+        let Job { weights, skip, dst, code: stored, .. } = &mut self.job;
+        let code = self.head.part(self.code.start, code);
+        let size = stored.size() as usize;
+        if dst.len() as u64 == (weights.end - weights.start) * size as u64 {
+            return Ok(code.decode_range(weights.clone(), dst)?);
+        }
+        let mut one = [0; WEIGHT];
+        code.decode_range(weights.clone(), &mut one[..size])?;
+        dst.copy_from_slice(&one[*skip..][..dst.len()]);
+        Ok(())
+    }
+}
