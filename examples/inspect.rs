@@ -79,6 +79,7 @@ fn report(checkpoint: &Checkpoint, hashes: &[Option<String>]) -> Value {
             "dtype": tensor.dtype,
             "shape": tensor.shape,
             "bytes": tensor.bytes,
+            "compressed": checkpoint.compressed(id),
             "module": module.map(|module| &module.name),
             "layer": layer.map(|layer| &layer.name),
             "sha256": hash,
@@ -111,6 +112,17 @@ fn print_layers(checkpoint: &Checkpoint) {
     let (tensors, layers) = (count(layout.tensors().len(), "tensor"), count(layout.layers().len(), "layer"));
     let (total, files) = (ByteSize(layout.bytes()).human(), count(checkpoint.sources().len(), "file"));
     println!("{total} in {tensors}, {layers}, {files}");
+    let compressed = layout.tensor_ids().filter_map(|id| Some((layout.tensor(id)?.bytes, checkpoint.compressed(id)?)));
+    let (number, from, to) =
+        compressed.fold((0, 0, 0), |(number, from, to), (bytes, stored)| (number + 1, from + bytes, to + stored));
+    if number > 0 {
+        let (before, ratio) = (ByteSize(from).human(), to as f64 / from as f64);
+        println!(
+            "{} compressed without loss, {before} to {} ({ratio:.3})",
+            count(number, "tensor"),
+            ByteSize(to).human()
+        );
+    }
     println!("order of execution: {}", layout.order());
     if let Some(gguf) = checkpoint.gguf() {
         println!("GGUF of version {}, architecture {}", gguf.version(), gguf.architecture().unwrap_or("not stated"));

@@ -120,6 +120,7 @@
 //! | compare what this process counts with what drivers say | [`MemorySeries`](device::MemorySeries) |
 //! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
 //! | write a checkpoint | [`checkpoint::write_safetensors`], [`checkpoint::write_gguf`] |
+//! | have files take two thirds of their bytes, bit for bit | [`checkpoint::write_compressed`] |
 //! | patch matrices of your own on a card | [`backend::Kernels`] |
 //! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |
 //! | add a kind of device, and test it | [`backend::Backend`], [`backend::conformance`], [`backend::Faulty`] |
@@ -157,7 +158,7 @@ mod float;
 mod ggml;
 mod limits;
 pub mod load;
-// Not yet used by the rest nor part of the interface: public for its bench, its fuzz target and the tests of its format.
+// No part of the interface yet: public for its bench, its fuzz target and the tests of its format.
 #[doc(hidden)]
 pub mod lossless;
 pub mod patch;

@@ -187,7 +187,9 @@ fn what_the_metadata_says_is_compared_with_the_code() {
         other => panic!("{:?}", other.map(|bytes| bytes.len())),
     };
     assert_eq!(file(bytes(&bf16), "BF16 [90, 100]", &bf16).unwrap().len(), 18_000);
-    for wrong in ["BF16", "BF16 90", "BF17 [90]", "I32 [90]", "Q8_0 [32]", "BF16 [-1]", "BF16 [18446744073709551615, 2]", ""] {
+    for wrong in
+        ["BF16", "BF16 90", "BF17 [90]", "I32 [90]", "Q8_0 [32]", "BF16 [-1]", "BF16 [18446744073709551615, 2]", ""]
+    {
         let found = fault(file(bytes(&bf16), wrong, &bf16));
         assert_eq!(found, CompressedFault::Entry { entry: wrong.to_owned() });
     }

@@ -341,6 +341,37 @@ fn merge_is_the_same_wherever_the_model_is_placed() {
 }
 
 #[test]
+fn merge_compresses_and_everything_reads_the_same_tensors() {
+    let model = Model::new();
+    let (path, lora) = (model.path("model"), model.path("lora.safetensors"));
+    let [plain, compressed, again] =
+        ["plain", "compressed", "again"].map(|name| model.path(&format!("{name}.safetensors")));
+    works("merge", &[&path, "--adapter", &lora, "--out", &plain]);
+    let report = json_of("merge", &[&path, "--adapter", &lora, "--compress", "--out", &compressed]);
+    let bytes = |key: &str| report["compressed"][key].as_u64().unwrap();
+    assert!(bytes("compressed") > 0 && bytes("to") * 10 < bytes("from") * 8, "{report}");
+    let size = |path: &str| fs::metadata(path).unwrap().len();
+    assert!(size(&compressed) < size(&plain) - (bytes("from") - bytes("to")) + (64 << 10));
+    let tensors = |path: &str| json_of("inspect", &[path, "--hash"])["tensors"].as_array().unwrap().clone();
+    let (of_plain, mut of_compressed) = (tensors(&plain), tensors(&compressed));
+    let stored: u64 = of_compressed.iter().filter_map(|tensor| tensor["compressed"].as_u64()).sum();
+    assert_eq!(stored, bytes("to"));
+    of_compressed.iter_mut().for_each(|tensor| tensor["compressed"] = serde_json::Value::Null);
+    assert_eq!(of_compressed, of_plain);
+    let devices =
+        ["--alloc", "cuda:0,300kb;cpu,*", "--device", "cuda:0=4mb", "--device", "cpu=64mb", "--compute-ms", "0"];
+    let steps = |path: &str| {
+        let report = json_of("offload", &[&[path], &devices[..]].concat());
+        (report["sha256"].clone(), report["steps"][0]["bytes"].clone())
+    };
+    assert_eq!(steps(&compressed), steps(&plain));
+    works("merge", &[&compressed, "--out", &again]);
+    assert!(fs::read(&again).unwrap() == fs::read(&plain).unwrap());
+    let (_, message) = fails("merge", &[&compressed, "--compress", "--out", &model.path("model.gguf")]);
+    assert!(message.contains("safetensors"), "{message}");
+}
+
+#[test]
 fn merge_and_plan_cast() {
     let model = Model::new();
     let (base, out) = (model.path("model"), model.path("cast.safetensors"));

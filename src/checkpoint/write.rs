@@ -165,7 +165,11 @@ impl TensorWriter<'_> {
 
 impl fmt::Debug for TensorWriter<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TensorWriter").field("path", &self.path).field("entry", self.entry).field("left", &self.left).finish_non_exhaustive()
+        f.debug_struct("TensorWriter")
+            .field("path", &self.path)
+            .field("entry", self.entry)
+            .field("left", &self.left)
+            .finish_non_exhaustive()
     }
 }
 

@@ -8,7 +8,9 @@ use crate::lossless::CodeFault;
 #[non_exhaustive]
 pub enum CompressedFault {
     /// The metadata's entry for it is no element type and shape.
-    #[error("the metadata says that it is compressed, and of what type and shape as `{entry}`, which is not like `BF16 [2, 3]`")]
+    #[error(
+        "the metadata says that it is compressed, and of what type and shape as `{entry}`, which is not like `BF16 [2, 3]`"
+    )]
     Entry {
         /// The entry.
         entry: String,

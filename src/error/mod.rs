@@ -23,8 +23,8 @@ use std::time::Duration;
 
 pub use allocation::AllocationError;
 pub use cast::CastFault;
-pub use fault::{AdapterFault, FileFault};
 pub use compressed::CompressedFault;
+pub use fault::{AdapterFault, FileFault};
 pub use gguf::GgufFault;
 pub use kind::ErrorKind;
 pub use packing::{Packing, PackingFault};

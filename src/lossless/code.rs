@@ -202,7 +202,8 @@ impl<'a> Code<'a> {
         let block = BLOCK as u64;
         let first = ((start.next_multiple_of(block) - start).min(end - start)) as usize * size;
         let (head, others) = weights.split_at_mut(first);
-        let whole = if end == self.info().count { others.len() } else { others.len() / (BLOCK * size) * (BLOCK * size) };
+        let whole =
+            if end == self.info().count { others.len() } else { others.len() / (BLOCK * size) * (BLOCK * size) };
         let (whole, tail) = others.split_at_mut(whole);
         self.decode_part(start, head)?;
         self.decode_blocks(start.div_ceil(block), whole)?;

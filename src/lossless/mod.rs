@@ -84,8 +84,8 @@ pub use code::{Code, Head, decompress};
 use encode::Scratch;
 pub use fault::CodeFault;
 use fields::Fields;
-pub use header::Info;
 use header::Index;
+pub use header::Info;
 use vector::Tier;
 
 /// The weights of a block.
