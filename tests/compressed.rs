@@ -5,14 +5,17 @@ mod support;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use proptest::prelude::*;
 use support::*;
-use tensor_offload::backend::Clock;
+use tensor_offload::backend::{Backend, Clock, Host};
 use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed};
 use tensor_offload::error::{CompressedFault, FileFault};
 use tensor_offload::transfer::ReadPart;
-use tensor_offload::{Checkpoint, DType, Error, Matching, Registry, Result, Streamer, Weights};
+use tensor_offload::{
+    ByteSize, Checkpoint, DType, Error, Loader, Matching, Planner, Registry, Result, Streamer, TensorId, Weights,
+};
 
 /// The tensors of a checkpoint in a compressed file.
 fn compress(checkpoint: &Checkpoint, path: &Path) -> CompressedReport {
@@ -115,6 +118,60 @@ fn models_are_loaded_patched_and_streamed_from_compressed_files() {
             check_pass(&mut streamer, wanted).unwrap();
         }
     }
+}
+
+/// Weights on the disk stay in a compressed file as in any other: each turn reads its codes, and the host keeps what they stand for.
+#[test]
+fn layers_are_read_from_a_compressed_file_for_their_turns() {
+    let model = Compressed::new(&llama(6, 96), 10);
+    let subject = Subject::new(model.open().into());
+    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let devices = Registry::new([Arc::new(Host::new().disk_folder(scratch.path())) as Arc<dyn Backend>]);
+    let planner = Planner::new(subject.layout(), devices.machine()).compute(CPU).depth(1);
+    let plan = planner.allocation("disk,*".parse().unwrap()).plan().unwrap();
+    let sizes = |tensor: TensorId| {
+        let info = subject.layout().tensor(tensor).unwrap();
+        subject.checkpoint().compressed(tensor).unwrap_or(info.bytes)
+    };
+    let stored: u64 = subject.layout().tensor_ids().map(sizes).sum();
+    for cap in [0, plan.bytes()] {
+        let loader = Loader::new(&devices).host_cache(ByteSize(cap));
+        let loaded = Arc::new(loader.load(&subject.weights, &plan).unwrap());
+        assert_eq!((loaded.report().in_files, loaded.report().read), (plan.bytes(), 0));
+        let mut streamer = Streamer::new(&loaded).unwrap();
+        let mut pass = || {
+            let before = streamer.report().clone();
+            check_pass(&mut streamer, &model.plain).unwrap();
+            let after = streamer.report();
+            (after.read - before.read, after.bytes[&DISK] - before.bytes.get(&DISK).copied().unwrap_or(0))
+        };
+        let [(first, _), (read, bytes), (again, _)] = [pass(), pass(), pass()];
+        // The first pass also fetches the first layer of the next.
+        assert!(first >= stored && first < stored * 5 / 4, "{first} of {stored}");
+        assert_eq!((read, again, bytes), if cap == 0 { (stored, stored, plan.bytes()) } else { (0, 0, plan.bytes()) });
+        assert!(stored * 10 < plan.bytes() * 8);
+        assert_eq!(streamer.report().to_string().contains("kept in host memory"), cap > 0);
+        model.plain.check(&loaded);
+    }
+    assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
+}
+
+/// A file that changes under a model is an error of the next layer that reads it.
+#[test]
+fn a_compressed_file_that_changes_is_noticed() {
+    let model = Compressed::new(&llama(3, 96), 11);
+    let subject = Subject::new(model.open().into());
+    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let devices = Registry::new([Arc::new(Host::new().disk_folder(scratch.path())) as Arc<dyn Backend>]);
+    let planner = Planner::new(subject.layout(), devices.machine()).compute(CPU).depth(0);
+    let plan = planner.allocation("disk,*".parse().unwrap()).plan().unwrap();
+    let loaded = load(&devices, &subject, &plan);
+    let mut streamer = Streamer::new(&loaded).unwrap();
+    check_pass(&mut streamer, &model.plain).unwrap();
+    let bytes = fs::read(model.file()).unwrap();
+    fs::write(model.file(), &bytes).unwrap();
+    let error = check_pass(&mut streamer, &model.plain).unwrap_err();
+    assert!(error.to_string().contains("model.safetensors") && error.to_string().contains("changed"), "{error}");
 }
 
 /// The index of a set names tensors as they are called, whatever form a file has them in.

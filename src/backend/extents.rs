@@ -18,6 +18,12 @@ pub trait Readable: Any + Send + Sync {
     /// # Errors
     /// When the bytes are not there any more, or are not the same. The parts then hold unspecified bytes.
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()>;
+
+    /// The bytes that a read of `len` bytes from offset `at` on brings from where they are stored, for reports. They are fewer if
+    /// they are compressed there; the default is `len`.
+    fn stored(&self, _at: u64, len: u64) -> u64 {
+        len
+    }
 }
 
 /// Consecutive bytes of something that can be read.

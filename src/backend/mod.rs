@@ -41,6 +41,7 @@ pub use cuda::Cuda;
 pub use dequantise::Dequantise;
 pub(crate) use event::until;
 pub use event::{Event, Fence, FenceState};
+pub(crate) use extents::ExtentPart;
 pub use extents::{Extent, Extents, HostCache, Readable};
 pub use faulty::{Countdown, Faulty, Operation};
 pub use file_reads::{DeviceFile, FileReads, Gds, NoFileReads};

@@ -154,7 +154,7 @@ impl Checkpoint {
         let metadata = metadata.unwrap_or_default();
         let headed = gguf.first().is_some_and(|first| first.as_ref().is_some_and(|gguf| gguf.has_language_head()));
         let tied = if headed { Tied::IfHeadless } else { tied };
-        let files: Vec<bool> = sources.iter().map(|source| source.file().is_some()).collect();
+        let files: Vec<bool> = sources.iter().map(|source| source.may_stay()).collect();
         let layout = Layout::new(tensors).read_from(&files);
         let by_name = by_name(&layout);
         let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
@@ -190,7 +190,7 @@ impl Checkpoint {
                 return Err(Error::WrongSize { what, needed: end, given: len });
             }
         }
-        let files: Vec<bool> = self.0.sources.iter().map(|source| source.file().is_some()).collect();
+        let files: Vec<bool> = self.0.sources.iter().map(|source| source.may_stay()).collect();
         let layout = layout.read_from(&files);
         let by_name = by_name(&layout);
         Ok(Checkpoint(Arc::new(Inner { layout, by_name, ..(*self.0).clone() })))

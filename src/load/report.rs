@@ -15,7 +15,7 @@ pub struct LoadReport {
     /// Bytes placed.
     pub bytes: u64,
     /// Bytes read from the checkpoint's files. A patched tensor counts with its bytes in the file, and with the bytes of the
-    /// other tensors that its patch needs.
+    /// other tensors that its patch needs, and a [compressed](crate::checkpoint::write_compressed) one with those of its values.
     pub read: u64,
     /// Bytes that stay in the checkpoint's files, where a plan has them on `disk` and nothing changes them. They are not read by the
     /// load; a layer reads them for its turn.

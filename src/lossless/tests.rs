@@ -237,7 +237,7 @@ fn what_cannot_be_done_is_said() {
     let code = compress(DType::BF16, &[7; 20]).unwrap();
     assert_eq!(decompress(&code, &mut [0; 18]), Err(CodeFault::Destination { needed: 20, given: 18 }));
     let code = Code::open(&code).unwrap();
-    let range = |range: Range<u64>, weights: &mut [u8]| code.decode_range(range, weights);
+    let range = |range: std::ops::Range<u64>, weights: &mut [u8]| code.decode_range(range, weights);
     assert_eq!(range(3..11, &mut [0; 16]), Err(CodeFault::Range { begin: 3, end: 11, count: 10 }));
     #[expect(clippy::reversed_empty_ranges, reason = "what is tried")]
     let backward = range(4..3, &mut []);

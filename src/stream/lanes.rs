@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::report::{LaneReport, Via};
 use super::through_host::ThroughHost;
-use crate::backend::{Buf, BufMut, Device, MemoryBlock, Piece, Rejected, Role, Route, Stream, Transfer};
+use crate::backend::{Buf, BufMut, Device, ExtentPart, MemoryBlock, Piece, Rejected, Role, Route, Stream, Transfer};
 use crate::checkpoint::{ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
@@ -42,6 +42,15 @@ struct Lane {
     largest: usize,
     /// The number of the lane among those whose bytes land; `None` if none do.
     landing: Option<usize>,
+}
+
+/// What a part of a layer is that lives on a disk.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Read {
+    /// The bytes that are read.
+    pub(super) disk: u64,
+    /// The bytes that the host has kept.
+    pub(super) kept: u64,
 }
 
 enum LaneRoute {
@@ -148,17 +157,21 @@ impl Lanes {
         memory.filter_map(register).collect()
     }
 
-    /// The bytes that a part of a layer reads from a disk, were it fetched now.
-    pub(super) fn read(&self, model: &Model, part: &Part) -> u64 {
+    /// The bytes that a part of a layer brings from a disk, were it fetched now, and those that the host has kept of it.
+    pub(super) fn read(&self, model: &Model, part: &Part) -> Read {
+        let mut read = Read::default();
         if self.lanes[part.lane].from.kind() != DeviceKind::Disk {
-            return 0;
+            return read;
         }
-        let slices = part.slices.iter().chain(part.unpacked.iter().map(|tensor| &tensor.slice));
-        let read = slices.filter(|slice| {
-            let home = model.find(slice.module, &slice.range);
-            !home.is_some_and(|(home, _)| home.block().is_kept())
-        });
-        read.map(|slice| slice.range.len() as u64).sum()
+        for slice in part.slices.iter().chain(part.unpacked.iter().map(|tensor| &tensor.slice)) {
+            let (bytes, home) = (slice.range.len() as u64, model.find(slice.module, &slice.range));
+            match home {
+                Some((home, _)) if home.block().is_kept() => read.kept += bytes,
+                Some((home, range)) => read.disk += home.extents(&range).map_or(bytes, |extents| stored(&extents)),
+                None => {}
+            }
+        }
+        read
     }
 
     pub(super) fn is_staged(&self, lane: usize) -> bool {
@@ -235,7 +248,7 @@ impl Lanes {
     /// The lanes' entries of a new report, with nothing sent yet.
     pub(super) fn report(&self) -> Vec<LaneReport> {
         let to = self.device.id();
-        let of = |lane: &Lane| LaneReport { from: lane.from, to, via: lane.via, fills: 0, bytes: 0, read: 0 };
+        let of = |lane: &Lane| LaneReport { from: lane.from, to, via: lane.via, fills: 0, bytes: 0, read: 0, kept: 0 };
         self.lanes.iter().map(of).collect()
     }
 
@@ -261,6 +274,11 @@ impl Lane {
             LaneRoute::Staged(_) => Err(Box::new(Rejected { error: not_a_copy(), dst })),
         }
     }
+}
+
+/// The bytes that extents take where they are stored.
+fn stored(extents: &[ExtentPart<'_>]) -> u64 {
+    extents.iter().map(|(of, at, bytes)| of.stored(*at, *bytes as u64)).sum()
 }
 
 fn not_a_copy() -> Error {

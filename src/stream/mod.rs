@@ -30,7 +30,7 @@ use crate::load::{FetchMemory, Model, SlotMemory};
 use crate::schedule::{Contents, Part, Schedule};
 use crate::staging::Pool;
 use crate::transfer::Kept;
-use lanes::Lanes;
+use lanes::{Lanes, Read};
 use slots::{Fill, Slots, Writable};
 
 /// Fetches the layers of a model to its compute device and hands them out in any order.
@@ -375,7 +375,7 @@ impl Streamer {
         }
         let Some((slot, memory)) = taken else { return Ok(None) };
         let parts = &self.streamed.contents.of(layer).parts;
-        let read: Vec<u64> = parts.iter().map(|part| self.lanes.read(&self.model, part)).collect();
+        let read: Vec<Read> = parts.iter().map(|part| self.lanes.read(&self.model, part)).collect();
         let fill = Fill { model: &self.model, lanes: &self.lanes, parts, on_demand, deadline: self.deadline };
         self.slots.fill(&fill, slot, memory)?;
         self.schedule.hold(slot, layer);

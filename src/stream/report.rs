@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
+use super::lanes::Read;
 use crate::bytes::ByteSize;
-use crate::device::{DeviceId, DeviceKind, Topology};
+use crate::device::{DeviceId, Topology};
 
 /// Statistics of a streamer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -23,7 +24,8 @@ pub struct StreamReport {
     pub misses: u64,
     /// Bytes fetched from each device.
     pub bytes: BTreeMap<DeviceId, u64>,
-    /// The bytes among these that were read from a disk: all from `disk`, but for those that the host [keeps](crate::Loader::host_cache).
+    /// The bytes that were read from a disk for these: as many as come from `disk`, but for those that the host
+    /// [keeps](crate::Loader::host_cache), and fewer of files that are [compressed](crate::checkpoint::write_compressed).
     pub read: u64,
     /// The bytes among these that the compute device read straight from files ([GPUDirect Storage](crate::backend::FileReads)), for
     /// all streamers to this device since the first of those that there are.
@@ -50,8 +52,10 @@ pub struct LaneReport {
     pub fills: u64,
     /// The bytes of these parts.
     pub bytes: u64,
-    /// The bytes among these that were read from a disk.
+    /// The bytes that were read from a disk for these.
     pub read: u64,
+    /// The bytes among these that the host had kept.
+    pub kept: u64,
 }
 
 /// A kind of route to the compute device.
@@ -109,10 +113,11 @@ impl StreamReport {
     }
 
     /// Counts a part of a layer that was fetched.
-    pub(super) fn sent(&mut self, lane: usize, bytes: u64, read: u64) {
+    pub(super) fn sent(&mut self, lane: usize, bytes: u64, read: Read) {
         let lane = &mut self.lanes[lane];
-        (lane.fills, lane.bytes, lane.read) = (lane.fills + 1, lane.bytes + bytes, lane.read + read);
-        self.read += read;
+        (lane.fills, lane.bytes) = (lane.fills + 1, lane.bytes + bytes);
+        (lane.read, lane.kept) = (lane.read + read.disk, lane.kept + read.kept);
+        self.read += read.disk;
         *self.bytes.entry(lane.from).or_default() += bytes;
     }
 
@@ -157,8 +162,7 @@ impl fmt::Display for StreamReport {
         for LaneReport { from, via, bytes, .. } in lanes.iter().filter(|lane| lane.bytes > 0) {
             write!(f, ", {} from {from}{}", ByteSize(*bytes).human(), via.words())?;
         }
-        let kept: u64 =
-            lanes.iter().filter(|lane| lane.from.kind() == DeviceKind::Disk).map(|lane| lane.bytes - lane.read).sum();
+        let kept: u64 = lanes.iter().map(|lane| lane.kept).sum();
         if kept > 0 {
             write!(f, ", {} of it kept in host memory", ByteSize(kept).human())?;
         }

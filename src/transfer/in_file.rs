@@ -33,6 +33,10 @@ impl Readable for InFile {
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
         (self.read)(parts)
     }
+
+    fn stored(&self, at: u64, len: u64) -> u64 {
+        self.source.stored(at, len)
+    }
 }
 
 impl DeviceReads {

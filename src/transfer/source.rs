@@ -58,10 +58,21 @@ pub trait Source: Send + Sync + fmt::Debug {
     }
 
     /// The file whose bytes these are, if they are those of a file: a device may [read](crate::backend::FileReads) them itself
-    /// then, and weights on `disk` that nothing changes stay there, where they can be read again at any time. The default is none. A
-    /// source that wraps another may return that one's, if it need not see the reads.
+    /// then. The default is none. A source that wraps another may return that one's, if it need not see the reads.
     fn file(&self) -> Option<&FileSource> {
         None
+    }
+
+    /// Whether weights on `disk` that nothing changes may stay here, to be read again for each turn of their layer, at any time. The
+    /// default is that of files alone; another source may be slow, or in memory.
+    fn may_stay(&self) -> bool {
+        self.file().is_some()
+    }
+
+    /// The bytes that a read of `len` bytes from offset `at` on brings from where they are stored. They are fewer if they are
+    /// compressed there; the default is `len`.
+    fn stored(&self, _at: u64, len: u64) -> u64 {
+        len
     }
 
     /// How the bytes were read since the source was opened, if it is a file.

@@ -186,7 +186,7 @@ mod tests {
         let (small, large) = (memory(80), memory(30));
         small.read(0, &mut [0; 80]).unwrap();
         assert!(!small.is_kept() && cache.left() == ByteSize(100), "nobody said that it is read again");
-        [&small, &large].map(ExtentMemory::keep_when_read);
+        [&small, &large].iter().for_each(|memory| memory.keep_when_read());
         let read = |memory: &ExtentMemory, range: Range<usize>| {
             let mut bytes = vec![0; range.len()];
             memory.read(range.start, &mut bytes).unwrap();

@@ -207,6 +207,24 @@ impl Source for CompressedSource {
         if together.is_empty() { Ok(()) } else { self.decode(&mut together) }
     }
 
+    fn may_stay(&self) -> bool {
+        self.file.may_stay()
+    }
+
+    fn stored(&self, at: u64, len: u64) -> u64 {
+        let (mut stored, end) = (0, at.saturating_add(len));
+        let spans = &self.spans[self.spans.partition_point(|span| span.begin + span.bytes <= at)..];
+        for span in spans.iter().take_while(|span| span.begin < end) {
+            let here = (span.begin + span.bytes).min(end) - span.begin.max(at);
+            stored += match &span.form {
+                Form::Plain => here,
+                // A part takes its share.
+                Form::Code(code) => (u128::from(code.bytes) * u128::from(here)).div_ceil(u128::from(span.bytes)) as u64,
+            };
+        }
+        stored
+    }
+
     fn ways(&self) -> ReadWays {
         self.file.ways()
     }
