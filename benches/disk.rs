@@ -5,6 +5,10 @@
 //! mapping of the file, from which each layer is copied to a buffer as it would be to a slot. Before each turn the file's pages are
 //! dropped from the page cache.
 //!
+//! The same weights stand in a second file compressed without loss, from which a pass brings two thirds of the bytes and decodes them. It
+//! pays where the disk is slower than the processor: `TENSOR_OFFLOAD_BENCH_RATE=1gb` limits reads to so many bytes a second (control
+//! groups, version 1, as root).
+//!
 //! With `--bench` the file has 4 GiB and the process puts itself under a memory limit of 1 GiB (control groups, version 1 or 2, as
 //! root; it says so where it may not), otherwise 48 MiB and no limit. The file lies in Cargo's folder for temporary files, or in
 //! `TENSOR_OFFLOAD_BENCH_DIR`, which must be on the disk that is meant.
@@ -20,7 +24,7 @@ use std::sync::{Arc, Mutex};
 
 use files::{Floors, Turns, Way, checkpoint, timed};
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{Checkpoint, DeviceId, Loader, Model, Planner, Registry, Streamer, Weights};
+use tensor_offload::{Checkpoint, DeviceId, Loader, Planner, Registry, Streamer, Weights};
 
 /// The memory limit.
 const LIMIT: u64 = 1 << 30;
@@ -38,6 +42,32 @@ fn limited(bytes: u64) -> Result<(), String> {
     std::fs::create_dir(&group).map_err(|error| format!("{}: {error}", group.display()))?;
     put(group.join(limit), &bytes.to_string())?;
     put(group.join("cgroup.procs"), &process)
+}
+
+/// Limits this process's reads from the disk of `file`.
+#[cfg(target_os = "linux")]
+fn slowed(rate: &str, file: &Path) -> Result<(), String> {
+    use std::os::unix::fs::MetadataExt;
+    let failed = |error: &dyn std::fmt::Display| error.to_string();
+    let rate = rate.parse::<tensor_offload::ByteSize>().map_err(|error| failed(&error))?;
+    let device = std::fs::metadata(file).map_err(|error| failed(&error))?.dev();
+    let group = PathBuf::from(format!("/sys/fs/cgroup/blkio/tensor-offload-bench-{}", std::process::id()));
+    std::fs::create_dir(&group).map_err(|error| format!("{}: {error}", group.display()))?;
+    let limit = format!("{}:{} {}", rustix::fs::major(device), rustix::fs::minor(device), rate.get());
+    let put = |name: &str, text: &str| {
+        std::fs::write(group.join(name), text).map_err(|error| format!("{}: {error}", group.join(name).display()))
+    };
+    put("blkio.throttle.read_bps_device", &limit)?;
+    put("cgroup.procs", &std::process::id().to_string())
+}
+
+/// A model of which all is on the disk, and its streamer.
+fn on_disk(path: &Path, devices: &Registry) -> Streamer {
+    let weights = Weights::new(Checkpoint::open(path).expect("the checkpoint that was written"));
+    let planner = Planner::new(weights.layout(), devices.machine()).compute(DeviceId::CPU);
+    let plan = planner.allocation("disk,*".parse().expect("an allocation")).depth(1).plan().expect("a plan");
+    let model = Arc::new(Loader::new(devices).load(&weights, &plan).expect("a load"));
+    Streamer::new(&model).expect("a streamer")
 }
 
 /// One pass through the model; when its last layer has arrived, all have.
@@ -93,9 +123,19 @@ fn main() {
     let in_earnest = std::env::args().any(|arg| arg == "--bench");
     let folder = std::env::var_os("TENSOR_OFFLOAD_BENCH_DIR").map_or(env!("CARGO_TARGET_TMPDIR").into(), PathBuf::from);
     let folder = tempfile::tempdir_in(folder).expect("a temporary folder");
-    let path = checkpoint(folder.path(), if in_earnest { 4 << 30 } else { 48 << 20 });
-    File::open(&path).and_then(|file| file.sync_all()).expect("a disk that is written");
-    files::evict(&path);
+    let size = if in_earnest { 4 << 30 } else { 48 << 20 };
+    let (path, compressed) = (checkpoint(folder.path(), size), files::compressed(folder.path(), size));
+    let evict = || [&path, &compressed].map(|path| files::evict(path)).into_iter().max().unwrap_or(0);
+    for path in [&path, &compressed] {
+        File::open(path).and_then(|file| file.sync_all()).expect("a disk that is written");
+    }
+    evict();
+    if let Some(rate) = std::env::var("TENSOR_OFFLOAD_BENCH_RATE").ok() {
+        match slowed(&rate, &path) {
+            Ok(()) => println!("reads of at most {rate} a second"),
+            Err(why) => println!("reads as fast as they are: {why}"),
+        }
+    }
     if in_earnest {
         match limited(LIMIT) {
             Ok(()) => println!("under a limit of {} MiB", LIMIT >> 20),
@@ -107,13 +147,9 @@ fn main() {
     println!("{threads} threads");
 
     let devices = Registry::system();
-    let weights = Weights::new(Checkpoint::open(&path).expect("the checkpoint that was written"));
-    let planner = Planner::new(weights.layout(), devices.machine()).compute(DeviceId::CPU);
-    let plan = planner.allocation("disk,*".parse().expect("an allocation")).depth(1).plan().expect("a plan");
-    let load = || Arc::new(Loader::new(&devices).load(&weights, &plan).expect("a load"));
-    let model: Arc<Model> = load();
-    let streamer = Mutex::new(Streamer::new(&model).expect("a streamer"));
-    let layers = layer_ranges(weights.layout());
+    let streamer = Mutex::new(on_disk(&path, &devices));
+    let of_compressed = Mutex::new(on_disk(&compressed, &devices));
+    let layers = layer_ranges(streamer.lock().expect("no thread panics").model().layout());
     let largest = layers.iter().map(|layer| layer.iter().map(|range| range.len()).sum()).max().unwrap_or(0);
     let buffer = Mutex::new(vec![1; largest]);
     let floors = Mutex::new(Floors::of_reads(&path, bytes as usize, threads));
@@ -122,18 +158,13 @@ fn main() {
     let mut left = 0;
     let mut turns = Turns::new("a pass", bytes);
     turns.take(
-        &mut || left = files::evict(&path).max(left),
+        &mut || left = evict().max(left),
         &[
             ("floor: direct reads", &|| timed(|| floor().read(Way::Direct, threads))),
             ("floor: direct reads by one thread", &|| timed(|| floor().read(Way::Direct, 1))),
             ("a pass over the disk tier", &|| timed(|| pass(&mut streamer.lock().expect("no thread panics")))),
-            ("opened, loaded, and the first pass", &|| {
-                timed(|| {
-                    let weights = Weights::new(Checkpoint::open(&path).expect("the checkpoint that was written"));
-                    let model = Arc::new(Loader::new(&devices).load(&weights, &plan).expect("a load"));
-                    pass(&mut Streamer::new(&model).expect("a streamer"));
-                })
-            }),
+            ("opened, loaded, and the first pass", &|| timed(|| pass(&mut on_disk(&path, &devices)))),
+            ("a pass over a compressed file", &|| timed(|| pass(&mut of_compressed.lock().expect("no thread panics")))),
             ("a pass over a mapping", &|| {
                 timed(|| mapped_pass(&path, &layers, &mut buffer.lock().expect("no thread panics"), threads))
             }),
@@ -141,8 +172,13 @@ fn main() {
     );
     turns.print();
     println!("  at most {left} pages of the file were in the page cache before a turn");
-    let report = streamer.lock().expect("no thread panics").report().clone();
-    println!("  the disk tier: {report}");
+    for (what, streamer) in [("the disk tier", &streamer), ("the same, compressed", &of_compressed)] {
+        let report = streamer.lock().expect("no thread panics").report().clone();
+        println!(
+            "  {what}: {report}, {:.3} read of each byte",
+            report.read as f64 / report.bytes[&DeviceId::DISK] as f64
+        );
+    }
     let peak = std::fs::read_to_string("/proc/self/status").expect("/proc");
     peak.lines().filter(|line| line.starts_with("VmHWM")).for_each(|line| println!("  peak of the process: {line}"));
 }

@@ -602,6 +602,33 @@ fn cuda_a_device_reads_streamed_layers_into_their_slots() {
     assert!(gds == 0 && why == ["cuda:0: it is switched off"], "{why:?}");
 }
 
+/// A file that changes under a streamed model is an error that names the tensor, whoever reads it.
+#[test]
+fn cuda_a_streamed_file_that_changes_is_an_error_with_its_tensor() {
+    let folder = folder();
+    let path = file(folder.path());
+    let subject = subject(&path);
+    let (cuda, library) = (driver(&cards()), session(&Library::default()));
+    {
+        let devices = devices(Gds::Always);
+        let plan = subject.planner(devices.machine(), "cuda:0,10%;disk,*").depth(0).plan().unwrap();
+        let model = Arc::new(Loader::new(&devices).deadline(DEADLINE).load(&subject.weights, &plan).unwrap());
+        let mut streamer = Streamer::new(&model).unwrap().deadline(DEADLINE);
+        check_pass(&mut streamer, &subject).unwrap();
+        assert!(streamer.report().gds > 0, "{}", streamer.report());
+        File::options().write(true).open(&path).unwrap().write_all_at(&[1; 100], 2 * MIB as u64).unwrap();
+        match check_pass(&mut streamer, &subject) {
+            Err(Error::File { file, tensor: Some(_), fault }) => assert_eq!((file, *fault), (path, FileFault::Changed)),
+            other => panic!("{other:?}"),
+        }
+        drop((streamer, model));
+        assert_given_back(&devices, None, "a file that changed");
+    }
+    close(&cuda);
+    cuda.assert_clean();
+    assert!(library.report().violations.is_empty(), "{:?}", library.report());
+}
+
 #[test]
 fn cuda_streamed_layers_have_their_bytes_whatever_call_of_the_library_fails() {
     let folder = folder();

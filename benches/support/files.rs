@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tensor_offload::backend::{Backend, BufMut, Host, MemoryKind};
-use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
+use tensor_offload::checkpoint::{TensorSpec, TensorWriter, write_compressed, write_safetensors};
 use tensor_offload::{DType, DeviceId};
 
 /// Turns that medians are taken of.
@@ -22,7 +22,7 @@ pub(crate) const PIECE: usize = 1 << 20;
 pub(crate) const DIRECT: usize = 16 << 20;
 
 /// Layers of a model of a transformer: weights of 8 to 24 MiB, and vectors of some KiB.
-pub(crate) fn checkpoint(folder: &Path, bytes: u64) -> PathBuf {
+fn tensors(bytes: u64) -> Vec<TensorSpec> {
     const SHAPES: [(&str, &[u64]); 7] = [
         ("attn.qkv.weight", &[6144, 2048]),
         ("attn.out.weight", &[2048, 2048]),
@@ -32,22 +32,44 @@ pub(crate) fn checkpoint(folder: &Path, bytes: u64) -> PathBuf {
         ("mlp.down.weight", &[2048, 4096]),
         ("mlp.norm.weight", &[2048]),
     ];
-    let path = folder.join("model.safetensors");
     let of_layer = |layer: u64| {
         SHAPES.map(|(name, shape)| TensorSpec::new(format!("model.layers.{layer}.{name}"), DType::BF16, shape.to_vec()))
     };
     let layer_bytes: u64 = SHAPES.iter().map(|(_, shape)| 2 * shape.iter().product::<u64>()).sum();
-    let specs: Vec<_> = (0..(bytes / layer_bytes).max(1)).flat_map(of_layer).collect();
+    (0..(bytes / layer_bytes).max(1)).flat_map(of_layer).collect()
+}
+
+/// Such a model in a file.
+pub(crate) fn checkpoint(folder: &Path, bytes: u64) -> PathBuf {
+    let path = folder.join("model.safetensors");
     let block: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
-    let written = write_safetensors(&path, &specs, &Default::default(), |_, out| {
-        while out.left() > 0 {
-            let part = block.len().min(out.left() as usize);
-            out.put(&block[..part])?;
-        }
-        Ok(())
-    });
+    let written = write_safetensors(&path, &tensors(bytes), &Default::default(), |_, out| repeat(&block, out));
     written.expect("a folder that can be written");
     path
+}
+
+/// The same with about normally distributed weights, in a compressed file.
+pub(crate) fn compressed(folder: &Path, bytes: u64) -> PathBuf {
+    let path = folder.join("compressed.safetensors");
+    let mut state = 1u64;
+    let mut weight = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let sum: i32 = (state >> 16).to_le_bytes()[..6].iter().map(|byte| i32::from(*byte)).sum();
+        half::bf16::from_f32((sum - 765) as f32 / 16_384.0)
+    };
+    let block: Vec<u8> = (0..1 << 20).flat_map(|_| weight().to_le_bytes()).collect();
+    let written = write_compressed(&path, &tensors(bytes), &Default::default(), |_, out| repeat(&block, out));
+    written.expect("a folder that can be written");
+    path
+}
+
+/// Fills a tensor with a block, again and again.
+fn repeat(block: &[u8], out: &mut TensorWriter<'_>) -> tensor_offload::Result<()> {
+    while out.left() > 0 {
+        let part = block.len().min(out.left() as usize);
+        out.put(&block[..part])?;
+    }
+    Ok(())
 }
 
 /// The plainest ways to copy and to read, with memory and threads of their own.
@@ -205,8 +227,8 @@ impl Turns {
         all.iter().for_each(|(name, _)| self.times.push((name, Vec::new())));
         for turn in 0..TURNS {
             for index in 0..all.len() {
-                // A prime, so that neighbours differ too.
-                let index = (index * (1 + 2 * (turn % 2)) + turn * 3) % all.len();
+                let index = if turn % 2 == 0 { index } else { all.len() - 1 - index };
+                let index = (index + turn * 3) % all.len();
                 before();
                 let time = all[index].1();
                 self.times[index].1.push(time);

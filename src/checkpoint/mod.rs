@@ -311,17 +311,19 @@ impl Checkpoint {
         let Err(error) = source.read_parts(parts) else { return Ok(()) };
         // Read again one by one, the part that fails tells its tensor. If none does, all bytes have been read.
         for part in parts.iter_mut().filter(|part| !part.dst.is_empty()) {
-            let has =
-                |info: &&TensorInfo| info.file == file && (info.offset..info.offset + info.bytes).contains(&part.at);
-            let tensor = self.0.layout.tensors().iter().find(has);
-            let read = source.read_at(part.at, part.dst);
-            read.map_err(|error| match tensor {
-                Some(tensor) => naming_tensor(error, &tensor.name),
-                None => error,
-            })?;
+            source.read_at(part.at, part.dst).map_err(|error| self.named(error, file, part.at))?;
         }
         tracing::debug!(%error, "what could not be read in one go was read part by part");
         Ok(())
+    }
+
+    /// An error of a read of a file from offset `at` on, with the name of the tensor that is there.
+    pub(crate) fn named(&self, error: Error, file: usize, at: u64) -> Error {
+        let has = |info: &&TensorInfo| info.file == file && (info.offset..info.offset + info.bytes).contains(&at);
+        match self.0.layout.tensors().iter().find(has) {
+            Some(tensor) => naming_tensor(error, &tensor.name),
+            None => error,
+        }
     }
 
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.

@@ -11,12 +11,12 @@ use super::worker::Tensors;
 use crate::adapter::Weights;
 use crate::backend::{Buf, Device, Extent, Extents, HostCache, Readable};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, TensorId};
+use crate::checkpoint::{Checkpoint, Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::schedule::Groups;
-use crate::transfer::{InFile, ReadPart, Source};
+use crate::transfer::{self, InFile, ReadPart, Source};
 
 /// Bytes that nobody has given yet.
 struct Unspecified;
@@ -25,6 +25,22 @@ impl Readable for Unspecified {
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
         parts.iter_mut().for_each(|part| part.dst.fill(0));
         Ok(())
+    }
+}
+
+/// The tensors of one file of a checkpoint.
+struct OfFile {
+    checkpoint: Checkpoint,
+    file: usize,
+}
+
+impl transfer::Tensors for OfFile {
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        self.checkpoint.read_parts(self.file, parts)
+    }
+
+    fn named(&self, error: Error, at: u64) -> Error {
+        self.checkpoint.named(error, self.file, at)
     }
 }
 
@@ -40,8 +56,7 @@ impl Files {
     pub(super) fn of(weights: &Weights, cache: Option<Arc<HostCache>>) -> Files {
         let file = |(file, source): (usize, &Arc<dyn Source>)| {
             let checkpoint = weights.checkpoint().clone();
-            let read = move |parts: &mut [ReadPart<'_>]| checkpoint.read_parts(file, parts);
-            Arc::new(InFile::new(Arc::clone(source), read)) as Arc<dyn Readable>
+            Arc::new(InFile::new(Arc::clone(source), OfFile { checkpoint, file })) as Arc<dyn Readable>
         };
         Files { files: weights.checkpoint().sources().iter().enumerate().map(file).collect(), cache }
     }

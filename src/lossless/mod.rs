@@ -106,7 +106,7 @@ const LANES: usize = 32;
 const CODES: usize = TILE / 4;
 
 /// The blocks that are a task of their own, where there are several tasks.
-const TOGETHER: usize = 16;
+pub(crate) const TOGETHER: usize = 16;
 
 /// The most bytes that the code of a tensor takes; `None` if the type is not coded, or for more weights than one code holds.
 pub fn compressed_bound(dtype: DType, count: usize) -> Option<usize> {

@@ -7,31 +7,34 @@ use std::time::Duration;
 use super::device_reads::{DeviceReads, FilePart, Stretch};
 use super::source::Source;
 use crate::backend::{BufMut, Piece, Readable};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::file::read::ReadPart;
 
 /// A source whose bytes are memory of a disk.
 pub(crate) struct InFile {
     source: Arc<dyn Source>,
-    read: Read,
+    tensors: Box<dyn Tensors>,
 }
 
-/// Reads parts of a source. Its errors name tensors.
-type Read = Box<dyn Fn(&mut [ReadPart<'_>]) -> Result<()> + Send + Sync>;
+/// Who knows which bytes of a source are which tensor.
+pub(crate) trait Tensors: Send + Sync {
+    /// Reads parts of the source. An error names the tensor.
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()>;
+
+    /// An error of a read from offset `at` on, with the name of the tensor that is there.
+    fn named(&self, error: Error, at: u64) -> Error;
+}
 
 impl InFile {
-    /// The bytes of `source`, which `read` reads.
-    pub(crate) fn new(
-        source: Arc<dyn Source>,
-        read: impl Fn(&mut [ReadPart<'_>]) -> Result<()> + Send + Sync + 'static,
-    ) -> InFile {
-        InFile { source, read: Box::new(read) }
+    /// The bytes of `source`, which are those of `tensors`.
+    pub(crate) fn new(source: Arc<dyn Source>, tensors: impl Tensors + 'static) -> InFile {
+        InFile { source, tensors: Box::new(tensors) }
     }
 }
 
 impl Readable for InFile {
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        (self.read)(parts)
+        self.tensors.read_parts(parts)
     }
 
     fn stored(&self, at: u64, len: u64) -> u64 {
@@ -64,7 +67,7 @@ impl DeviceReads {
                     let (start, end) = (piece.from.start + done + bytes.start, piece.from.start + done + bytes.end);
                     Piece { src: piece.src.clone(), from: start..end, at: piece.at + done + bytes.start }
                 };
-                let Some(InFile { source, .. }) = (&**of as &dyn Any).downcast_ref::<InFile>() else {
+                let Some(InFile { source, tensors }) = (&**of as &dyn Any).downcast_ref::<InFile>() else {
                     left.push(rest(0..bytes));
                     done += bytes;
                     continue;
@@ -74,7 +77,13 @@ impl DeviceReads {
                 for Stretch { bytes, by_device } in self.divide(&part) {
                     let to = part.to.start + bytes.start..part.to.start + bytes.end;
                     let stretch = FilePart { from: part.from + bytes.start as u64, to, ..part.clone() };
-                    let read = if by_device { self.read(&[stretch], dst, deadline, &mut progress)? } else { 0 };
+                    let at = stretch.from;
+                    let read = match by_device {
+                        true => self
+                            .read(&[stretch], dst, deadline, &mut progress)
+                            .map_err(|error| tensors.named(error, at))?,
+                        false => 0,
+                    };
                     if read < bytes.len() {
                         left.push(rest(bytes.start + read..bytes.end));
                     }

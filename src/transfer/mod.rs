@@ -17,7 +17,7 @@ pub use crate::file::read::{ReadPart, ReadWays};
 pub(crate) use device_reads::{DeviceReads, FilePart, Stretch};
 pub(crate) use engine::Engine;
 pub use file::FileSource;
-pub(crate) use in_file::InFile;
+pub(crate) use in_file::{InFile, Tensors};
 pub(crate) use landing::{Landing, Values, dequantise};
 #[cfg(test)]
 pub(crate) use lane::Finished;

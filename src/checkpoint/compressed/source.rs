@@ -4,20 +4,17 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use rayon::prelude::*;
-
 use crate::dtype::DType;
 use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
-use crate::file::read::Bounce;
-use crate::lossless::{BLOCK_WEIGHTS, Head, Info};
-use crate::threads;
+use crate::file::read::{Bounce, Kept, read_through, readers};
+use crate::lossless::{BLOCK_WEIGHTS, Head, Info, TOGETHER};
 use crate::transfer::{ReadPart, ReadWays, Source, Stamp};
 
-/// The weights that are decoded at a time, a whole number of blocks: 2 MiB of bf16.
-const STEP: u64 = 128 * BLOCK_WEIGHTS as u64;
+/// The weights that are decoded at a time, a whole number of blocks: as many as one thread decodes without the help of others.
+const STEP: u64 = (TOGETHER * BLOCK_WEIGHTS) as u64;
 
-/// The bytes of codes that are read in one go. Those of one step are less.
-const TOGETHER: usize = 8 << 20;
+/// The bytes of codes that are read in one go, as scattered reads do. While one thread decodes them, others read.
+const RUN: u64 = 2 << 20;
 
 /// The bytes of a weight at most.
 const WEIGHT: usize = 4;
@@ -111,24 +108,28 @@ impl CompressedSource {
         (plain, jobs)
     }
 
-    /// Reads the codes of some jobs together, and decodes them.
-    fn decode(&self, needed: &mut [Needed<'_, '_>]) -> Result<()> {
-        let bytes = needed.iter().map(|needed| (needed.code.end - needed.code.start) as usize).sum();
-        let mut buffer = Bounce::of(bytes).map_err(Error::io("map memory to read", self.path()))?;
-        let mut memory = buffer.bytes();
-        let mut parts = Vec::with_capacity(needed.len());
-        for Needed { job, code, .. } in needed.iter() {
-            let (part, rest) = memory.split_at_mut((code.end - code.start) as usize);
-            memory = rest;
-            parts.push(ReadPart::new(job.span.at + code.start, part));
-        }
-        self.file.read_parts(&mut parts)?;
-        let decode = |(needed, part): (&mut Needed<'_, '_>, &ReadPart<'_>)| needed.decode(part.dst);
-        let outcome = match needed {
-            [one] => decode((one, &parts[0])),
-            many => threads::run(|| many.par_iter_mut().zip(&parts).try_for_each(decode))?,
+    /// Reads the codes of jobs that lie together, and decodes them.
+    fn decode(&self, run: Vec<Needed<'_, '_>>) -> Result<()> {
+        let (Some(first), Some(end)) =
+            (run.first().map(|first| first.file().start), run.iter().map(|needed| needed.file().end).max())
+        else {
+            return Ok(());
         };
-        outcome.map_err(|fault| self.fault(fault.into()))
+        let len = (end - first) as usize;
+        let mut buffer = Bounce::around(len).map_err(Error::io("map memory to read", self.path()))?;
+        let mut found = self.file.read_within(first, len, buffer.bytes())?;
+        if found.len() != len || found.end > buffer.bytes().len() {
+            // A part of it is in the page cache, say.
+            self.file.read_at(first, &mut buffer.bytes()[..len])?;
+            found = 0..len;
+        }
+        let bytes = &buffer.bytes()[found];
+        for mut needed in run {
+            let within = needed.file();
+            let code = &bytes[(within.start - first) as usize..(within.end - first) as usize];
+            needed.decode(code).map_err(|fault| self.fault(fault.into()))?;
+        }
+        Ok(())
     }
 
     /// The header and the index of a code, which are read if they have not been.
@@ -191,20 +192,17 @@ impl Source for CompressedSource {
         if !plain.is_empty() {
             self.file.read_parts(&mut plain)?;
         }
-        let (mut together, mut bytes) = (Vec::new(), 0);
+        let mut needed = Vec::with_capacity(jobs.len());
         for job in jobs {
             let head = self.head(job.span, job.code)?;
             let code = head.bytes_of(&job.weights).map_err(|fault| self.fault(fault.into()))?;
-            let more = (code.end - code.start) as usize;
-            if bytes + more > TOGETHER && !together.is_empty() {
-                self.decode(&mut together)?;
-                together.clear();
-                bytes = 0;
-            }
-            bytes += more;
-            together.push(Needed { job, head, code });
+            needed.push(Needed { job, head, code });
         }
-        if together.is_empty() { Ok(()) } else { self.decode(&mut together) }
+        let runs = runs(needed);
+        // The buffers of this call's first runs are those of its last.
+        let _kept = (runs.len() > 1).then(Kept::new);
+        let more = readers(runs.len());
+        read_through(runs, more, |run| self.decode(run))
     }
 
     fn may_stay(&self) -> bool {
@@ -254,7 +252,30 @@ impl Stored {
     }
 }
 
+/// Divides jobs into those whose codes follow each other in the file, up to the bytes of a run.
+fn runs<'s, 'a>(mut needed: Vec<Needed<'s, 'a>>) -> Vec<Vec<Needed<'s, 'a>>> {
+    needed.sort_by_key(|needed| needed.file().start);
+    let (mut runs, mut begin, mut end) = (Vec::<Vec<_>>::new(), 0, 0);
+    for needed in needed {
+        let file = needed.file();
+        match runs.last_mut() {
+            Some(run) if file.start <= end && file.end - begin <= RUN => run.push(needed),
+            _ => {
+                (begin, end) = (file.start, file.end);
+                runs.push(vec![needed]);
+            }
+        }
+        end = file.end.max(end);
+    }
+    runs
+}
+
 impl Needed<'_, '_> {
+    /// The bytes of the file that it needs.
+    fn file(&self) -> Range<u64> {
+        self.job.span.at + self.code.start..self.job.span.at + self.code.end
+    }
+
     fn decode(&mut self, code: &[u8]) -> Result<(), CompressedFault> {
         let Job { weights, skip, dst, code: stored, .. } = &mut self.job;
         let code = self.head.part(self.code.start, code);

@@ -36,7 +36,7 @@ impl fmt::Display for CompressedReport {
         let plural = |count| if count == 1 { "" } else { "s" };
         write!(f, "{compressed} tensor{} compressed", plural(compressed))?;
         if compressed > 0 {
-            write!(f, " from {} to {} ({:.3})", ByteSize(from), ByteSize(to), to as f64 / from as f64)?;
+            write!(f, " from {} to {} ({:.3})", ByteSize(from).human(), ByteSize(to).human(), to as f64 / from as f64)?;
         }
         if plain > 0 {
             write!(f, ", {plain} as {} were", if plain == 1 { "it" } else { "they" })?;

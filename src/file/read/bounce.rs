@@ -43,13 +43,13 @@ impl Bounce {
         Ok(Bounce(Some(buffer)))
     }
 
-    /// A buffer of at least `len` bytes.
-    pub(crate) fn of(len: usize) -> io::Result<Bounce> {
-        let taken = Bounce::take(len)?;
-        if taken.0.as_ref().is_some_and(|buffer| buffer.len() >= len) {
+    /// A buffer in which one direct read of `len` bytes has room.
+    pub(crate) fn around(len: usize) -> io::Result<Bounce> {
+        let (taken, around) = (Bounce::take(len)?, len + 2 * super::MOST_ALIGNMENT as usize);
+        if taken.0.as_ref().is_some_and(|buffer| buffer.len() >= around) {
             return Ok(taken);
         }
-        Ok(Bounce(Some(MmapMut::map_anon(len)?)))
+        Ok(Bounce(Some(MmapMut::map_anon(around)?)))
     }
 
     pub(crate) fn bytes(&mut self) -> &mut [u8] {

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub(crate) use bounce::{Bounce, Kept};
 pub use scatter::ReadPart;
 pub(crate) use scatter::divide;
+pub(crate) use scatter::{read_through, readers};
 #[cfg(target_os = "linux")]
 pub(crate) use system::{DirectFile, OpenCalls};
 

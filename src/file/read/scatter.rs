@@ -144,12 +144,8 @@ impl Reader {
         let chunks = self.chunks(calls, parts);
         // The buffers of this call's first chunks are those of its last.
         let _kept = (chunks.len() > 1).then(Kept::new);
-        let mut more = helpers(&chunks);
-        let helper = || {
-            more = more.checked_sub(1)?;
-            Helper::take()
-        };
-        threads::work_through(chunks, helper, |chunk| self.read_chunk(calls, chunk))
+        let more = helpers(&chunks);
+        read_through(chunks, more, |chunk| self.read_chunk(calls, chunk))
     }
 
     /// The parts, divided into chunks.
@@ -220,6 +216,29 @@ fn copy_common(at: u64, bytes: &[u8], part: &mut ReadPart<'_>) {
     }
 }
 
+/// Reads what `items` stand for: in this thread, and in `more` others unless calls of this kind have too many.
+///
+/// # Errors
+/// One that `read` returned.
+pub(crate) fn read_through<T: Send, E: Send>(
+    items: Vec<T>,
+    mut more: usize,
+    read: impl Fn(T) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    let helper = || {
+        more = more.checked_sub(1)?;
+        Helper::take()
+    };
+    threads::work_through(items, helper, read)
+}
+
+/// How many threads beside the caller's read so many cold chunks sooner.
+pub(crate) fn readers(cold: usize) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    // One for each, so that the caller has one too.
+    cold.min(cores.clamp(FEWEST, READERS)).saturating_sub(1)
+}
+
 /// How many threads beside the caller's would read the chunks sooner.
 fn helpers(chunks: &[Chunk<'_>]) -> usize {
     let bytes_of = |chunk: &Chunk<'_>| chunk.parts.iter().map(|part| part.dst.len() as u64).sum::<u64>();
@@ -228,7 +247,7 @@ fn helpers(chunks: &[Chunk<'_>]) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     // One for each full measure, so that the caller has one too.
     let copiers = usize::try_from(warm / WARM_EACH).unwrap_or(usize::MAX).min(cores);
-    copiers.max(cold.min(cores.clamp(FEWEST, READERS))).saturating_sub(1)
+    copiers.saturating_sub(1).max(readers(cold))
 }
 
 /// The threads that read chunks for callers at present.
