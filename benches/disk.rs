@@ -130,7 +130,7 @@ fn main() {
         File::open(path).and_then(|file| file.sync_all()).expect("a disk that is written");
     }
     evict();
-    if let Some(rate) = std::env::var("TENSOR_OFFLOAD_BENCH_RATE").ok() {
+    if let Ok(rate) = std::env::var("TENSOR_OFFLOAD_BENCH_RATE") {
         match slowed(&rate, &path) {
             Ok(()) => println!("reads of at most {rate} a second"),
             Err(why) => println!("reads as fast as they are: {why}"),

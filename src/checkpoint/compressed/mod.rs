@@ -1,4 +1,4 @@
-//! Tensors that a safetensors file has in compressed form: the [lossless](crate::lossless) code of each.
+//! Tensors that a safetensors file has in compressed form: the [`lossless`] code of each.
 //!
 //! A compressed tensor `X` is stored as the tensor `X.lossless`, of type U8 in one dimension, which is its code. The file's metadata
 //! has an entry of that name, without which it is a tensor like any other: the element type and the shape of `X`, as

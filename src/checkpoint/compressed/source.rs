@@ -127,7 +127,7 @@ impl CompressedSource {
         for mut needed in run {
             let within = needed.file();
             let code = &bytes[(within.start - first) as usize..(within.end - first) as usize];
-            needed.decode(code).map_err(|fault| self.fault(fault.into()))?;
+            needed.decode(code).map_err(|fault| self.fault(fault))?;
         }
         Ok(())
     }
