@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host};
 use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed};
-use tensor_offload::error::{CompressedFault, FileFault};
+use tensor_offload::error::{CodeFault, CompressedFault, FileFault};
 use tensor_offload::transfer::ReadPart;
 use tensor_offload::{
     ByteSize, Checkpoint, DType, Error, Loader, Matching, Planner, Registry, Result, Streamer, TensorId, Weights,
@@ -257,6 +257,8 @@ fn what_the_metadata_says_is_compared_with_the_code() {
     assert_eq!(found, CompressedFault::Other { count: 9000, dtype: DType::F16, found: 9000, found_dtype });
     let found = fault(file(spec("x.lossless", DType::I8, &[bf16.len() as u64]), "BF16 [9000]", &bf16));
     assert_eq!(found, CompressedFault::NotBytes { dtype: DType::I8, shape: vec![bf16.len() as u64] });
+    let found = fault(file(bytes(&bf16), "BF16 [90000, 100000]", &bf16));
+    assert!(matches!(found, CompressedFault::Code(CodeFault::Length { expected: 30_000_000.., .. })), "{found}");
     let short = &bf16[..bf16.len() - 16];
     assert!(matches!(fault(file(bytes(short), "BF16 [9000]", short)), CompressedFault::Code(_)));
     assert!(matches!(fault(file(bytes(&[]), "BF16 [9000]", &[])), CompressedFault::Code(_)));

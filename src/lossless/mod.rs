@@ -118,6 +118,15 @@ pub fn compressed_bound(dtype: DType, count: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(block::ALIGN)?.checked_add(index)
 }
 
+/// The fewest bytes that the code of a tensor takes: what its header and its index have, and the headers of its blocks. A code that
+/// is said to be of more weights than it has bytes for is none.
+pub fn compressed_least(count: u64) -> u64 {
+    let blocks = count.div_ceil(BLOCK as u64);
+    let index = blocks.saturating_add(u64::from(blocks > 0)).saturating_mul(4).div_ceil(block::ALIGN as u64);
+    let headers = blocks.saturating_mul(block::HEADER as u64);
+    (header::HEADER as u64).saturating_add(index.saturating_mul(block::ALIGN as u64)).saturating_add(headers)
+}
+
 /// Whether one code holds as many weights: the places of their blocks are numbers of 32 bits.
 fn holds(fields: Fields, count: usize) -> bool {
     let blocks = count.div_ceil(BLOCK) as u128;

@@ -125,6 +125,20 @@ proptest! {
     }
 }
 
+/// The shortest codes are those of equal weights.
+#[test]
+fn no_code_is_shorter_than_the_least() {
+    for dtype in TYPES {
+        let size = Fields::of(dtype).unwrap().size();
+        for count in [0, 1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 40 * BLOCK] {
+            let (code, least) = (compress(dtype, &vec![0; count * size]).unwrap(), compressed_least(count as u64));
+            assert!(code.len() as u64 >= least, "{count} of {dtype}");
+            assert!(count < BLOCK || code.len() as u64 == least, "{count} of {dtype}: {} and {least}", code.len());
+        }
+    }
+    assert!(compressed_least(u64::MAX) > u64::MAX / 8192 * 32);
+}
+
 #[test]
 fn every_bit_pattern_comes_back() {
     let of_two: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();

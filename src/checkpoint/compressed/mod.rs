@@ -13,7 +13,7 @@ use std::sync::Arc;
 use super::TensorInfo;
 use super::header::Header;
 use crate::dtype::DType;
-use crate::error::{CompressedFault, Error, FileFault, Result};
+use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
 use crate::lossless;
 use crate::transfer::Source;
 use source::{CompressedSource, Form, Span};
@@ -65,6 +65,11 @@ pub(super) fn decompressed(source: Arc<dyn Source>, mut header: Header) -> Resul
                     TensorInfo::new(name, dtype, &shape, tensor.file, at).ok()
                 });
                 let Some(parsed) = parsed else { return Err(fault(&tensor.name, CompressedFault::Entry { entry })) };
+                // What nobody could have stored would be memory, and sums, that there are not.
+                let (expected, given) = (lossless::compressed_least(parsed.shape.iter().product()), stored.1);
+                if given < expected {
+                    return Err(fault(&parsed.name, CodeFault::Length { expected, given }.into()));
+                }
                 *tensor = parsed;
                 header.compressed.insert(tensor.name.clone(), stored.1);
                 Form::code(tensor.dtype, stored.1)
