@@ -53,6 +53,7 @@ mod ptx_op;
 mod ptx_run;
 mod ptx_shared;
 mod ptx_table;
+mod ptx_warp;
 mod report;
 mod shared;
 mod stream;

@@ -279,6 +279,9 @@ impl Body<'_> {
         if let Some(special) = special {
             return Ok(Operand::Special(special));
         }
+        if let Some((result, found)) = text.split_once('|') {
+            return Ok(Operand::Pair(self.register(result)?, self.register(found)?));
+        }
         if text.starts_with('%') {
             return self.register(text).map(Operand::Register);
         }

@@ -35,6 +35,8 @@ pub(crate) enum Operand {
     /// An address in the shared memory of a block.
     Shared(u64),
     Memory(Address),
+    /// A register for the result, and one for whether there is one.
+    Pair(u16, u16),
 }
 
 /// A value that an instruction takes.
@@ -85,8 +87,9 @@ pub(crate) enum Kind {
         to: Address,
         space: Space,
     },
-    /// Adds 64 bits to memory; the old ones are the result.
-    AtomicAdd {
+    /// Changes a number in memory as one step; the old one is the result.
+    Atomic {
+        op: Atomic,
         dst: u16,
         value: Value,
         to: Address,
@@ -118,6 +121,12 @@ pub(crate) enum Kind {
     Branch(usize),
     /// No thread of the block goes on before all have come here.
     Barrier,
+    /// No lane of the warp goes on before all have come here, and what they wrote before it is seen by all after it.
+    WarpBarrier {
+        members: Value,
+    },
+    /// All lanes of the warp give a number, and each takes that of another.
+    Shuffle(Shuffle),
     Return,
 }
 
@@ -129,6 +138,35 @@ pub(crate) enum Space {
     Constant,
     /// The memory of a block.
     Shared,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shuffle {
+    pub(crate) from: From,
+    pub(crate) dst: u16,
+    /// Whether the other lane is there.
+    pub(crate) found: Option<u16>,
+    pub(crate) value: Value,
+    /// The distance, or the lane.
+    pub(crate) by: Value,
+    /// The last lane, and which bits of a lane's number name its part of the warp.
+    pub(crate) limits: Value,
+    pub(crate) members: Value,
+}
+
+/// Which lane a number is taken from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum From {
+    Below,
+    Lane,
+    Partner,
+}
+
+/// How a number in memory is changed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Atomic {
+    Add64,
+    Or32,
 }
 
 /// How an instruction uses memory.
@@ -164,6 +202,7 @@ pub(crate) enum Two {
     Div32,
     Min,
     Max,
+    MaxSigned32,
     And,
     Or,
     Xor,
@@ -177,6 +216,8 @@ pub(crate) enum Two {
     LessOrEqual,
     Greater,
     GreaterOrEqual,
+    LessSigned16,
+    GreaterSigned16,
     AddFloat,
     SubFloat,
     MulFloat,
@@ -189,23 +230,33 @@ pub(crate) enum Three {
     Select,
     /// Four of the eight bytes of two numbers.
     Permute,
+    MulAdd32,
+    /// The low half of two numbers, the second above the first, shifted down: by at most 31 bits, ...
+    FunnelWrap,
+    /// ... or by at most 32.
+    FunnelClamp,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Four {
     /// The low bits of the first in place of so many bits of the second.
-    InsertBits,
+    InsertBits32,
+    InsertBits64,
+    /// Of three numbers bit by bit; the fourth has the result for each combination.
+    Logic,
 }
 
 /// The instruction of this name with these operands; none where there is no such one.
 pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
     use Operand as O;
-    if name == "bfi.b32" {
+    if let Some((op, bits)) = four(name) {
         let [O::Register(dst), ref values @ ..] = *operands else { return None };
         let values: [O; 4] = values.try_into().ok()?;
         let [Some(a), Some(b), Some(c), Some(d)] = values.map(O::value) else { return None };
-        let values = [a, b, c, d].map(|value| value.cut(32));
-        return Some(Kind::Four { op: Four::InsertBits, dst, values });
+        return Some(Kind::Four { op, dst, values: [a.cut(bits), b.cut(bits), c.cut(32), d.cut(32)] });
+    }
+    if let Some(from) = name.strip_prefix("shfl.sync.") {
+        return shuffle(from, operands);
     }
     if let Some((op, bits)) = three(name) {
         let [O::Register(dst), a, b, c] = *operands else { return None };
@@ -226,8 +277,12 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
         ("ld.param.u32" | "ld.param.u64", [O::Register(dst), O::Param(param)]) => {
             Some(Kind::LoadParam { dst: *dst, param: *param })
         }
+        ("bar.warp.sync", [members]) => Some(Kind::WarpBarrier { members: members.value()?.cut(32) }),
         ("atom.global.add.u64", [O::Register(dst), O::Memory(to), value]) => {
-            Some(Kind::AtomicAdd { dst: *dst, value: value.value()?, to: *to })
+            Some(Kind::Atomic { op: Atomic::Add64, dst: *dst, value: value.value()?, to: *to })
+        }
+        ("atom.global.or.b32", [O::Register(dst), O::Memory(to), value]) => {
+            Some(Kind::Atomic { op: Atomic::Or32, dst: *dst, value: value.value()?.cut(32), to: *to })
         }
         ("ret", []) => Some(Kind::Return),
         (_, [O::Register(dst), a]) if one(name).is_some() => {
@@ -238,6 +293,25 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
         (_, [registers @ .., O::Memory(from)]) => load(name, registers, *from),
         _ => None,
     }
+}
+
+/// `up.b32`, `idx.b32` or `bfly.b32`.
+fn shuffle(from: &str, operands: &[Operand]) -> Option<Kind> {
+    let from = match from {
+        "up.b32" => From::Below,
+        "idx.b32" => From::Lane,
+        "bfly.b32" => From::Partner,
+        _ => return None,
+    };
+    let [dst, value, by, limits, members] = operands else { return None };
+    let (dst, found) = match *dst {
+        Operand::Register(dst) => (dst, None),
+        Operand::Pair(dst, found) => (dst, Some(found)),
+        _ => return None,
+    };
+    let number = |operand: &Operand| Some(operand.value()?.cut(32));
+    let (value, by, limits, members) = (number(value)?, number(by)?, number(limits)?, number(members)?);
+    Some(Kind::Shuffle(Shuffle { from, dst, found, value, by, limits, members }))
 }
 
 fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
@@ -305,6 +379,7 @@ fn one(name: &str) -> Option<(One, u32)> {
         "cvt.u32.u64" => (One::Low32, 64),
         "not.b32" => (One::Not32, 32),
         "neg.s32" => (One::Negative32, 32),
+        "mov.pred" => (One::Copy, 1),
         "not.pred" => (One::NotPredicate, 1),
         "cvt.rn.f32.s32" => (One::FloatOfS32, 32),
         "popc.b32" => (One::CountOnes32, 32),
@@ -328,6 +403,7 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "min.u32" => (Two::Min, 32),
         "min.u64" => (Two::Min, 64),
         "max.u32" => (Two::Max, 32),
+        "max.s32" => (Two::MaxSigned32, 32),
         "and.pred" | "and.b16" => (Two::And, 16),
         "and.b32" => (Two::And, 32),
         "and.b64" => (Two::And, 64),
@@ -343,7 +419,10 @@ fn two(name: &str) -> Option<(Two, u32)> {
         "setp.eq.s16" => (Two::Equal, 16),
         "setp.eq.s32" => (Two::Equal, 32),
         "setp.eq.s64" => (Two::Equal, 64),
+        "setp.ne.s16" => (Two::NotEqual, 16),
         "setp.ne.s32" => (Two::NotEqual, 32),
+        "setp.lt.s16" => (Two::LessSigned16, 16),
+        "setp.gt.s16" => (Two::GreaterSigned16, 16),
         "setp.lt.u16" => (Two::Less, 16),
         "setp.lt.u32" => (Two::Less, 32),
         "setp.le.u32" => (Two::LessOrEqual, 32),
@@ -363,9 +442,23 @@ fn two(name: &str) -> Option<(Two, u32)> {
 fn three(name: &str) -> Option<(Three, u32)> {
     Some(match name {
         "fma.rn.f32" => (Three::FusedFloat, 32),
+        "mad.lo.s32" => (Three::MulAdd32, 32),
+        "shf.r.wrap.b32" => (Three::FunnelWrap, 32),
+        "shf.r.clamp.b32" => (Three::FunnelClamp, 32),
+        "selp.u16" => (Three::Select, 16),
         "selp.b32" | "selp.u32" | "selp.f32" => (Three::Select, 32),
         "selp.b64" | "selp.u64" => (Three::Select, 64),
         "prmt.b32" => (Three::Permute, 32),
+        _ => return None,
+    })
+}
+
+/// Instructions of four sources, and the bits that the first two have as immediates.
+fn four(name: &str) -> Option<(Four, u32)> {
+    Some(match name {
+        "bfi.b32" => (Four::InsertBits32, 32),
+        "bfi.b64" => (Four::InsertBits64, 64),
+        "lop3.b32" => (Four::Logic, 32),
         _ => return None,
     })
 }
@@ -395,9 +488,15 @@ impl Value {
 }
 
 impl Kind {
+    /// Whether all lanes of a warp have to come here together.
+    pub(crate) fn is_of_warps(&self) -> bool {
+        matches!(self, Kind::Shuffle(_) | Kind::WarpBarrier { .. })
+    }
+
     /// The register that it computes from other registers, and those.
     pub(crate) fn computes(&self) -> Option<(u16, Vec<u16>)> {
         let (dst, values) = match *self {
+            Kind::Shuffle(Shuffle { dst, value, .. }) => (dst, vec![value]),
             Kind::One { dst, a, .. } => (dst, vec![a]),
             Kind::Two { dst, a, b, .. } => (dst, vec![a, b]),
             Kind::Three { dst, a, b, c, .. } => (dst, vec![a, b, c]),
@@ -412,7 +511,7 @@ impl Kind {
         match *self {
             Kind::Load { from, space: Space::Global, .. } => Some((from, Access::Load)),
             Kind::Load { from, space: Space::Constant, .. } => Some((from, Access::LoadConstant)),
-            Kind::Store { to, space: Space::Global, .. } | Kind::AtomicAdd { to, .. } => Some((to, Access::Store)),
+            Kind::Store { to, space: Space::Global, .. } | Kind::Atomic { to, .. } => Some((to, Access::Store)),
             _ => None,
         }
     }
