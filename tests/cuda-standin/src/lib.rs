@@ -49,6 +49,7 @@ mod pointer;
 mod pool;
 mod ptx;
 mod ptx_compute;
+mod ptx_decode;
 mod ptx_op;
 mod ptx_run;
 mod ptx_shared;
