@@ -157,7 +157,7 @@ mod float;
 mod ggml;
 mod limits;
 pub mod load;
-// Not yet used by the rest nor part of the interface: public for its bench, its fuzz target and the tests of its format.
+// Not yet used by plans and loads: public for the kernels that decode it, its bench, its fuzz target and the tests of its format.
 #[doc(hidden)]
 pub mod lossless;
 pub mod patch;
