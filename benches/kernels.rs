@@ -1,7 +1,7 @@
 //! Patching by a CUDA device's kernels: a bf16 weight of [4096, 4096] (`--size N` for another) at rank 16 and 64, and by two
 //! products of rank 16, beside a copy of the weight on the device in the same turns; and the same weight computed from blocks of
 //! GGML's types, beside what reading them and writing it would take at the pace of that copy; and weights of the types that have a
-//! lossless code from it, as many as those, and bf16 ones of 512 MiB (`--large MIB` for another), beside a copy of the weights.
+//! lossless code from it, as many as those, and bf16 ones of 512 MiB (`--large MIB` for others, 0 for none), beside a copy of the weights.
 //! `--only patches`, `--only blocks` or `--only lossless` does a part of that. Where there is no device, or its driver takes no
 //! kernels, it says so and ends.
 //!
@@ -90,7 +90,8 @@ fn run(id: DeviceId, (size, large): (usize, usize), only: Option<&str>) -> Outco
         let types = DType::all().filter(|dtype| compressed_bound(*dtype, 1).is_some());
         // Types of the same fields share a kernel.
         let types = types.filter(|dtype| !matches!(dtype, DType::F8E4M3Fnuz | DType::F8E5M2Fnuz));
-        types.map(|dtype| (dtype, size * size)).chain([(DType::BF16, large << 19)]).try_for_each(|(d, n)| of(d, n))?;
+        let large = (large > 0).then_some((DType::BF16, large << 19));
+        types.map(|dtype| (dtype, size * size)).chain(large).try_for_each(|(dtype, count)| of(dtype, count))?;
     }
     if only == Some("lossless") {
         return Ok(());
