@@ -146,6 +146,26 @@ fn cuda_decoding_is_refused_while_its_stream_is_captured() {
     assert_given_back(&devices, &cuda, "a capture");
 }
 
+/// There is no memory for no weights, and nothing to launch.
+#[test]
+fn cuda_a_code_of_no_weights_is_sound() {
+    let Some(cuda) = stand_in(&one_card()) else { return };
+    let devices = registry();
+    let device = devices.device(DeviceId::cuda(0)).unwrap();
+    let (kernels, compute) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
+    let code = compress(DType::F32, &[]).unwrap();
+    let info = *Code::open(&code).unwrap().info();
+    let (src, dst) = (sent(&device, &code).freeze(), device.alloc(0, MemoryKind::Whole).unwrap());
+    let work = Decompress::new((src, 0), info, (dst, 0), (sent(&device, &[0; 16]), 0)).unwrap();
+    let flight = kernels.decompress(&*compute, work).unwrap();
+    assert!(verdict(&device, flight.verdict.chain()));
+    assert_eq!((flight.weights.chain().bytes(), cuda.report().calls_of("cuLaunchKernel")), (0, 0));
+    drop((compute, device));
+    assert_given_back(&devices, &cuda, "no weights");
+    drop(devices);
+    card::assert_clean(&cuda);
+}
+
 /// Decodes one tensor, as a whole.
 fn path(devices: &Registry) -> Result<()> {
     let (device, host) = (devices.device(DeviceId::cuda(0))?, devices.device(DeviceId::CPU)?);

@@ -118,7 +118,9 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) 
     let function = module.function(index).ok_or_else(|| Error::bug("a function that was not loaded"))?;
     let code = address_of(device, work.source())? + work.offset() as u64;
     let size = info.dtype.element_bytes().unwrap_or(1);
-    let weights = device.address_in(WEIGHTS, work.dst(), work.at(), info.decoded_bytes as usize, size)?;
+    let bytes = info.decoded_bytes as usize;
+    // A buffer of no bytes has no address.
+    let weights = if bytes == 0 { 0 } else { device.address_in(WEIGHTS, work.dst(), work.at(), bytes, size)? };
     let verdict = device.address_in(VERDICT, work.verdict(), work.place(), Decompress::VERDICT, Decompress::VERDICT)?;
     let too_many = || Error::invalid(format!("{} weights are too many for one launch", info.count));
     let narrow = |number: u64| u32::try_from(number).map_err(|_| too_many());
