@@ -57,13 +57,13 @@ impl Decompress {
     /// not zero if a block is damaged; then four that stay as they are.
     pub const VERDICT: usize = 16;
 
-    /// The code at byte `offset` of `src`, which begins at a multiple of 16 bytes; the weights from byte `at` of `dst` on, which is
-    /// aligned to them; the verdict at byte `place` of `verdict`, a multiple of 16 too. `info` is that of the code, whose header and
-    /// index [were checked](crate::lossless::Code::open); the blocks need not be.
+    /// The code at byte `offset` of `src`, which begins at a multiple of 16 bytes; the weights from byte `at` of `dst` on, which
+    /// is aligned to them; the verdict at byte `place` of `verdict`, a multiple of 16 too. `info` is that of the code, whose
+    /// header and index [were checked](crate::lossless::Code::open); the blocks need not be.
     ///
     /// # Errors
-    /// [`Undecoded`] with [`Error::Invalid`] for what is not aligned and for an info that no code has; with [`Error::WrongSize`] when
-    /// the code exceeds `src`, the weights `dst`, or the verdict its buffer.
+    /// [`Undecoded`] with [`Error::Invalid`] for what is not aligned and for an info that no code has; with
+    /// [`Error::WrongSize`] when the code exceeds `src`, the weights `dst`, or the verdict its buffer.
     pub fn new(
         (src, offset): (Buf, usize),
         info: Info,
@@ -159,7 +159,7 @@ impl Decompress {
         uses.chain(self.src.filled_by().iter().cloned()).filter(|event| known.insert(event.key())).collect()
     }
 
-    /// Turns the work into a flight, once it is queued and `done` completes after it. All three buffers carry this event from now on.
+    /// Turns the work into a flight, once it is queued and `done` completes after it. All three buffers carry this event then.
     pub fn launched(self, done: Event) -> DecompressFlight {
         self.src.used_until(done.clone());
         DecompressFlight { weights: Flight::of(self.dst, done.clone()), verdict: Flight::of(self.verdict, done) }

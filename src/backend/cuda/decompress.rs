@@ -89,8 +89,9 @@ fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Resu
         let narrow = [units, &mut *blocks, last, coded].map(|narrow| (&raw mut *narrow).cast::<c_void>());
         let mut arguments = [[wide[0], wide[1], wide[2], wide[3]], narrow].concat();
         let groups = blocks.div_ceil(WARPS);
-        // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of it, and
-        // writes the weights and the verdict alone, which are inside of their buffers. Their memory is kept until the event after it.
+        // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of it,
+        // and writes the weights and the verdict alone, which are inside of their buffers. Their memory is kept until the event
+        // after it.
         unsafe { launch(device.context(), *function, (groups, BLOCK), handle, &mut arguments) }
     })
 }

@@ -217,9 +217,15 @@ __device__ __forceinline__ u32 sums_up_to(u32 value, const u32 (&takes)[5]) {
     return value;
 }
 
+// The exponents of the levels, each a byte: of ranks 0 to 2, of 3 to 5, and of 6 to 12 with that of an escape.
+struct Levels {
+    u32 first, second, third_low, third_high;
+};
+
 // Eight codes of two bits, each in a nibble: a code below 3 is a byte of `table`, and each 3 the next byte of those that continue.
 // `threes` has a bit for each 3. `upto` is the number of threes up to each code.
-__device__ __forceinline__ void look_up(u32 &low, u32 &high, u32 codes, u32 threes, u32 upto, u32 table, u32 next_low, u32 next_high) {
+__device__ __forceinline__ void look_up(u32 &low, u32 &high, u32 codes, u32 threes, u32 upto, u32 table, u32 next_low,
+                                        u32 next_high) {
     // Of the upper four codes, those that continue are counted on their own, and their bytes are moved down.
     const u32 of_low = upto & 0xf000, within = upto - of_low * 0x11110;
     // Bytes 0 to 2 are the table's, and 4 to 7 the next ones.
@@ -233,18 +239,101 @@ struct Tail {
     u32 at, second, third;
 };
 
+// The bit of a tail at which its third level begins.
+__device__ __forceinline__ u32 third_begin(const Tail &tail) { return 2 * tail.second + 7 & ~7u; }
+
 // Whether no bit of a tail is set that belongs to no code.
 __device__ __forceinline__ bool is_padded_with_zeros(const Code &code, const Tail &tail) {
-    const u32 second = 2 * tail.second, third = (second + 7 & ~7u) + 3 * tail.third;
+    const u32 second = 2 * tail.second, third = third_begin(tail) + 3 * tail.third;
     const u32 after_second = code.word(tail.at + second / 32) >> second % 32 & (1 << (0 - second & 7)) - 1;
     const u32 after_third = third % 32 == 0 ? 0 : code.word(tail.at + third / 32) >> third % 32;
     return (after_second | after_third) == 0;
 }
 
+// A lane's codes of a tile: those of the first level, where there are threes among them, and its bits of the other levels, the next
+// code's the lowest: at most 64 and 96.
+struct Codes {
+    u32 first[2], threes[2], second[2], third[3];
+};
+
+// Finds a lane's bits of the second and the third level in the tile's tail at word `tail.at`, and counts the codes of all lanes.
+__device__ __forceinline__ void find_levels(Codes &codes, Tail &tail, const Code &code, const u32 (&takes)[5]) {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) codes.threes[half] = codes.first[half] & codes.first[half] >> 1 & 0x55555555;
+    const u32 seconds = __popc(codes.threes[0] | codes.threes[1] << 1), seconds_upto = sums_up_to(seconds, takes);
+    tail.second = __shfl_sync(ALL, seconds_upto, LANES - 1);
+    u32 begin = 2 * (seconds_upto - seconds), from = tail.at + begin / 32;
+    const u32 middle = code.word(from + 1);
+    codes.second[0] = __funnelshift_r(code.word(from), middle, begin);
+    codes.second[1] = __funnelshift_r(middle, code.word(from + 2), begin);
+
+    const u32 valid_low = __funnelshift_rc(0x55555555, 0, max(32 - 2 * (int)seconds, 0));
+    const u32 valid_high = __funnelshift_rc(0x55555555, 0, 64 - 2 * seconds);
+    const u32 low = codes.second[0] & codes.second[0] >> 1 & valid_low, high = codes.second[1] & codes.second[1] >> 1 & valid_high;
+    const u32 thirds = __popc(low | high << 1), thirds_upto = sums_up_to(thirds, takes);
+    tail.third = __shfl_sync(ALL, thirds_upto, LANES - 1);
+    begin = third_begin(tail) + 3 * (thirds_upto - thirds), from = tail.at + begin / 32;
+    u32 word = code.word(from);
+#pragma unroll
+    for (u32 part = 0; part < 3; ++part) {
+        const u32 next = code.word(from + part + 1);
+        codes.third[part] = __funnelshift_r(word, next, begin);
+        word = next;
+    }
+}
+
+// The exponents of the eight codes of a group, each a byte, and takes their bits off the levels.
+__device__ __forceinline__ void look_up_group(u32 &low, u32 &high, Codes &codes, const Levels &levels, u32 group) {
+    const u32 shift = group % 2 * 2, half = group / 2;
+    const u32 firsts = codes.first[half] >> shift & 0x33333333, threes = codes.threes[half] >> shift & 0x11111111;
+    const u32 upto = threes * 0x11111111, twice = upto >> 27;
+
+    // The next codes of the second level; those that are not this group's are looked up too, and nobody takes them.
+    const u32 pairs = move_up(move_up(permute(codes.second[0], 0, 0x4140), 0x00f000f0, 4), 0x0c0c0c0c, 2);
+    const u32 pair_threes = pairs & pairs >> 1 & __funnelshift_rc(0x11111111, 0, 32 - 2 * twice);
+    const u32 pair_upto = pair_threes * 0x11111111, thrice = (pair_upto >> 28) * 3;
+    // And of the third.
+    const u32 triples = move_up(move_up(move_up(codes.third[0] & 0xffffff, 0xfff000, 4), 0x0fc00fc0, 2), 0x38383838, 1);
+    codes.second[0] = __funnelshift_r(codes.second[0], codes.second[1], twice);
+    codes.second[1] >>= twice;
+    codes.third[0] = __funnelshift_r(codes.third[0], codes.third[1], thrice);
+    codes.third[1] = __funnelshift_r(codes.third[1], codes.third[2], thrice);
+    codes.third[2] >>= thrice;
+
+    low = permute(levels.third_low, levels.third_high, triples);
+    high = permute(levels.third_low, levels.third_high, triples >> 16);
+    look_up(low, high, pairs, pair_threes, pair_upto, levels.second, low, high);
+    look_up(low, high, firsts, threes, upto, levels.first, low, high);
+}
+
+// Gives the escapes their exponents, where `escape` stands for them, once all lanes have stored their weights. Returns whether
+// those of the lane are sound, and adds the change to `sum`.
+template <class Format>
+__device__ __forceinline__ bool place_escapes(const u32 *escapes, u32 all, u32 escape, u8 *to, u32 count, u64 &sum) {
+    bool sound = true;
+    for (u32 number = threadIdx.x; number < all; number += LANES) {
+        const u32 coded = escapes[number], place = coded >> 8, exponent = coded & 0xff;
+        const bool in_order = number == 0 || escapes[number - 1] >> 8 < place;
+        if (!in_order || place >= count || exponent > Format::LARGEST) {
+            sound = false;
+            continue;
+        }
+        typename Format::Raw *const weight = (typename Format::Raw *)to + place;
+        const u32 before = *weight, field = Format::LARGEST << Format::MANTISSA;
+        sound = sound && (before & field) == escape << Format::MANTISSA;
+        const u32 after = before & ~field | exponent << Format::MANTISSA, bit = place * Format::SIZE % 4 * 8;
+        *weight = (typename Format::Raw)after;
+        const u32 factor = factor_of(place * Format::SIZE / 4);
+        sum += (u64)(after << bit) * factor - (u64)(before << bit) * factor;
+    }
+    return sound;
+}
+
 // Decodes the tiles of a block to `to`. Returns whether what was decoded is sound, by what the lane saw of it, and adds the
 // weights to `sum`. With `WHOLE` there are 8,192 of them, at a multiple of 16 bytes.
 template <class Format, bool WHOLE>
-__device__ __forceinline__ bool decode_tiles(const Code &code, uint4 table, u32 flags, u32 escapes, u8 *to, u32 count, u64 &sum) {
+__device__ __forceinline__ bool decode_tiles(const Code &code, uint4 table, u32 flags, u32 escapes, u8 *to, u32 count,
+                                             u64 &sum) {
     const u32 PLANES = Format::BYTES + (Format::BITS > 0), lane = threadIdx.x;
     const u32 tiles = WHOLE ? BLOCK / TILE : (count + TILE - 1) / TILE;
     const u8 *const bytes = (const u8 *)code.words;
@@ -261,13 +350,12 @@ __device__ __forceinline__ bool decode_tiles(const Code &code, uint4 table, u32 
     const u32 codes_at = at + lane * 8;
     if (has_codes) at += CODES * tiles;
     const u32 escapes_at = at / 4;
-    u32 tail = escapes_at + escapes;
-    if (tail > code.count) return false;
+    if (escapes_at + escapes > code.count) return false;
 
-    // The bytes of the levels: ranks 0 to 2, 3 to 5, and 6 to 12 with that of an escape.
-    const u32 first = table.x, second = permute(table.x, table.y, 0x6543);
-    const u32 third_low = permute(table.y, table.z, 0x5432), third_high = permute(table.z, table.w, 0x5432);
-    const u32 escape = table.w >> 8 & 0xff, padding = (table.x & 0xff) << Format::MANTISSA;
+    Levels levels;
+    levels.first = table.x, levels.second = permute(table.x, table.y, 0x6543);
+    levels.third_low = permute(table.y, table.z, 0x5432), levels.third_high = permute(table.z, table.w, 0x5432);
+    const u32 padding = (table.x & 0xff) << Format::MANTISSA;
     u32 takes[5];
 #pragma unroll
     for (u32 step = 0; step < 5; ++step) {
@@ -277,64 +365,24 @@ __device__ __forceinline__ bool decode_tiles(const Code &code, uint4 table, u32 
     }
 
     bool sound = true;
-    Tail own = {tail, 0, 0};
+    // The tail of the tile, and that of the one that the lane checks.
+    Tail tail = {escapes_at + escapes, 0, 0}, own = tail;
     // The lane's weights of the first group, and the factor of their first word.
     u8 *run = to + lane * 8 * Format::SIZE;
     u32 factor = factor_of(lane * 8 * Format::SIZE / 4);
 #pragma unroll 1
     for (u32 tile = 0; tile < tiles; ++tile) {
-        uint2 codes = make_uint2(0, 0);
-        if (has_codes) codes = *(const uint2 *)(bytes + codes_at + tile * CODES);
+        uint2 first = make_uint2(0, 0);
+        if (has_codes) first = *(const uint2 *)(bytes + codes_at + tile * CODES);
         Rests rests[4];
         load_rests<Format>(rests, bytes, planes, flags, tile);
-
-        // The codes of 3, and the lane's bits of the second level.
-        const u32 threes[2] = {codes.x & codes.x >> 1 & 0x55555555, codes.y & codes.y >> 1 & 0x55555555};
-        const u32 seconds = __popc(threes[0] | threes[1] << 1);
-        const u32 seconds_upto = sums_up_to(seconds, takes), all_seconds = __shfl_sync(ALL, seconds_upto, LANES - 1);
-        u32 begin = 2 * (seconds_upto - seconds), from = tail + begin / 32;
-        const u32 middle = code.word(from + 1);
-        u32 level[2] = {__funnelshift_r(code.word(from), middle, begin), __funnelshift_r(middle, code.word(from + 2), begin)};
-
-        // Of these, the codes of 3, and the lane's bits of the third level: at most 96.
-        const u32 valid_low = __funnelshift_rc(0x55555555, 0, max(32 - 2 * (int)seconds, 0));
-        const u32 valid_high = __funnelshift_rc(0x55555555, 0, 64 - 2 * seconds);
-        const u32 thirds = __popc(level[0] & level[0] >> 1 & valid_low | (level[1] & level[1] >> 1 & valid_high) << 1);
-        const u32 thirds_upto = sums_up_to(thirds, takes), all_thirds = __shfl_sync(ALL, thirds_upto, LANES - 1);
-        const u32 third_begin = 2 * all_seconds + 7 & ~7u;
-        begin = third_begin + 3 * (thirds_upto - thirds), from = tail + begin / 32;
-        u32 last[3];
-        u32 word = code.word(from);
-#pragma unroll
-        for (u32 part = 0; part < 3; ++part) {
-            const u32 next = code.word(from + part + 1);
-            last[part] = __funnelshift_r(word, next, begin);
-            word = next;
-        }
-
+        Codes codes;
+        codes.first[0] = first.x, codes.first[1] = first.y;
+        find_levels(codes, tail, code, takes);
 #pragma unroll
         for (u32 group = 0; group < 4; ++group) {
-            const u32 shift = group % 2 * 2;
-            const u32 firsts = (group < 2 ? codes.x : codes.y) >> shift & 0x33333333, first_threes = threes[group / 2] >> shift & 0x11111111;
-            const u32 first_upto = first_threes * 0x11111111, twice = first_upto >> 27;
-
-            // The next codes of the second level; those that are not this group's are looked up too, and nobody takes them.
-            const u32 pairs = move_up(move_up(permute(level[0], 0, 0x4140), 0x00f000f0, 4), 0x0c0c0c0c, 2);
-            const u32 pair_threes = pairs & pairs >> 1 & __funnelshift_rc(0x11111111, 0, 32 - 2 * twice);
-            const u32 pair_upto = pair_threes * 0x11111111, thrice = (pair_upto >> 28) * 3;
-            // And of the third.
-            const u32 triples = move_up(move_up(move_up(last[0] & 0xffffff, 0xfff000, 4), 0x0fc00fc0, 2), 0x38383838, 1);
-            level[0] = __funnelshift_r(level[0], level[1], twice);
-            level[1] >>= twice;
-            last[0] = __funnelshift_r(last[0], last[1], thrice);
-            last[1] = __funnelshift_r(last[1], last[2], thrice);
-            last[2] >>= thrice;
-
-            u32 low = permute(third_low, third_high, triples), high = permute(third_low, third_high, triples >> 16);
-            look_up(low, high, pairs, pair_threes, pair_upto, second, low, high);
-            look_up(low, high, firsts, first_threes, first_upto, first, low, high);
-
-            u32 words[2 * Format::SIZE];
+            u32 low, high, words[2 * Format::SIZE];
+            look_up_group(low, high, codes, levels, group);
             join_eight<Format>(words, low, high, rests[group]);
             if (WHOLE) {
                 store(run + group * (TILE / 4) * Format::SIZE, words);
@@ -343,33 +391,15 @@ __device__ __forceinline__ bool decode_tiles(const Code &code, uint4 table, u32 
             }
             add(sum, words, factor + group * (TILE / 4) * Format::SIZE / 2 * FACTOR);
         }
-
-        // The lane of the tile's number checks its tail, behind the loop.
-        if (lane == tile) own = {tail, all_seconds, all_thirds};
+        if (lane == tile) own = tail;
         run += TILE * Format::SIZE, factor += TILE * Format::SIZE / 2 * FACTOR;
-        tail += ((third_begin + 3 * all_thirds + 7) / 8 + 3) / 4;
+        tail.at += ((third_begin(tail) + 3 * tail.third + 7) / 8 + 3) / 4;
     }
-    if (tail > code.count || code.count - tail >= UNIT / 4) return false;
-    sound = sound && is_padded_with_zeros(code, own) && (tail + lane >= code.count || code.words[tail + lane] == 0);
-
-    // Escapes take their places once all lanes have stored.
+    const u32 end = tail.at;
+    if (end > code.count || code.count - end >= UNIT / 4) return false;
+    sound = sound && is_padded_with_zeros(code, own) && (end + lane >= code.count || code.words[end + lane] == 0);
     __syncwarp();
-    for (u32 number = lane; number < escapes; number += LANES) {
-        const u32 coded = code.words[escapes_at + number], place = coded >> 8, exponent = coded & 0xff;
-        const bool in_order = number == 0 || code.words[escapes_at + number - 1] >> 8 < place;
-        if (!in_order || place >= count || exponent > Format::LARGEST) {
-            sound = false;
-            continue;
-        }
-        typename Format::Raw *const weight = (typename Format::Raw *)to + place;
-        const u32 before = *weight, field = Format::LARGEST << Format::MANTISSA;
-        sound = sound && (before & field) == escape << Format::MANTISSA;
-        const u32 after = before & ~field | exponent << Format::MANTISSA, bit = place * Format::SIZE % 4 * 8;
-        *weight = (typename Format::Raw)after;
-        const u32 of_word = factor_of(place * Format::SIZE / 4);
-        sum += (u64)(after << bit) * of_word - (u64)(before << bit) * of_word;
-    }
-    return sound;
+    return place_escapes<Format>(code.words + escapes_at, escapes, table.w >> 8 & 0xff, to, count, sum) && sound;
 }
 
 // The words of weights that are as they were, with what pads them.
@@ -443,7 +473,8 @@ __device__ __forceinline__ void decode(const u8 *__restrict__ bytes, u8 *weights
     } else {
         wanted = ((const u64 *)index)[number];
         const u32 words = words_of<Format>(count), index_units = (blocks + 1) / 2;
-        const u32 *const from = (const u32 *)(bytes + CODE_HEADER + (u64)index_units * UNIT + (u64)number * (BLOCK * Format::SIZE));
+        const u64 at = CODE_HEADER + (u64)index_units * UNIT + (u64)number * (BLOCK * Format::SIZE);
+        const u32 *const from = (const u32 *)(bytes + at);
         sound = whole ? copy<Format, true>(from, words, to, count, sum) : copy<Format, false>(from, words, to, count, sum);
     }
 
@@ -459,10 +490,11 @@ __device__ __forceinline__ void decode(const u8 *__restrict__ bytes, u8 *weights
     if (!sound) atomicOr(&state->damaged, 1u);
 }
 
-#define KERNEL(name, format)                                                                                             \
-    extern "C" __global__ void __launch_bounds__(LANES *WARPS)                                                            \
-        name(const u8 *__restrict__ code, u8 *weights, State *state, u64 expected, u32 units, u32 blocks, u32 last, u32 in_blocks) {    \
-        decode<format>(code, weights, state, expected, units, blocks, last, in_blocks);                                   \
+#define KERNEL(name, format)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(LANES *WARPS)                                                       \
+        name(const u8 *__restrict__ code, u8 *weights, State *state, u64 expected, u32 units, u32 blocks, u32 last,  \
+             u32 in_blocks) {                                                                                        \
+        decode<format>(code, weights, state, expected, units, blocks, last, in_blocks);                              \
     }
 
 KERNEL(lossless_bf16, Bf16)
