@@ -1,7 +1,9 @@
 //! Patching by a CUDA device's kernels: a bf16 weight of [4096, 4096] (`--size N` for another) at rank 16 and 64, and by two
 //! products of rank 16, beside a copy of the weight on the device in the same turns; and the same weight computed from blocks of
-//! GGML's types, beside what reading them and writing it would take at the pace of that copy. `--only patches` or `--only blocks`
-//! does half of that. Where there is no device, or its driver takes no kernels, it says so and ends.
+//! GGML's types, beside what reading them and writing it would take at the pace of that copy; and weights of the types that have a
+//! lossless code from it, as many as those, and bf16 ones of 512 MiB (`--large MIB` for others, 0 for none), beside a copy of the weights.
+//! `--only patches`, `--only blocks` or `--only lossless` does a part of that. Where there is no device, or its driver takes no
+//! kernels, it says so and ends.
 //!
 //! A turn queues its work while the stream is held, and events of the driver around it tell the time; what is printed
 //! are medians of alternating turns.
@@ -12,12 +14,13 @@ use std::time::Duration;
 
 use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use cudarc::driver::{CudaContext, CudaStream};
-use half::bf16;
+use half::{bf16, f16};
 use tensor_offload::backend::{
-    Backend, Buf, BufMut, Cuda, Dequantise, Device, Flight, Found, Kernels, MatrixPatch, MemoryKind, PackedProduct,
-    Stream, Transfer,
+    Backend, Buf, BufMut, Cuda, Decompress, Dequantise, Device, Flight, Found, Kernels, MatrixPatch, MemoryKind,
+    PackedProduct, Stream, Transfer,
 };
 use tensor_offload::device::DeviceKind;
+use tensor_offload::lossless::{Code, compress, compressed_bound};
 use tensor_offload::{DType, DeviceId, cuda};
 
 /// The ranks of the products of each patch.
@@ -72,7 +75,7 @@ fn time(
     Ok(spent)
 }
 
-fn run(id: DeviceId, size: usize, only: Option<&str>) -> Outcome<()> {
+fn run(id: DeviceId, (size, large): (usize, usize), only: Option<&str>) -> Outcome<()> {
     let backend = Cuda::new();
     let (device, host) = (backend.open(id)?, backend.open(DeviceId::CPU)?);
     let kernels = device.kernels().ok_or("the device has no kernels")?;
@@ -82,6 +85,17 @@ fn run(id: DeviceId, size: usize, only: Option<&str>) -> Outcome<()> {
     #[expect(unsafe_code, reason = "a raw handle crosses the border")]
     let stream = unsafe { cuda::adopt_raw_stream(&device, raw.cu_stream().cast(), Arc::clone(&raw) as _) }?;
     let (device, host, stream) = (&*device, &*host, &*stream);
+    if only.is_none_or(|only| only == "lossless") {
+        let of = |dtype, count| decompress((&raw, stream), (device, host, kernels), (dtype, count));
+        let types = DType::all().filter(|dtype| compressed_bound(*dtype, 1).is_some());
+        // Types of the same fields share a kernel.
+        let types = types.filter(|dtype| !matches!(dtype, DType::F8E4M3Fnuz | DType::F8E5M2Fnuz));
+        let large = (large > 0).then_some((DType::BF16, large << 19));
+        types.map(|dtype| (dtype, size * size)).chain(large).try_for_each(|(dtype, count)| of(dtype, count))?;
+    }
+    if only == Some("lossless") {
+        return Ok(());
+    }
     let weight: Vec<u8> = noise(size * size, 1).iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect();
     let source = sent(device, host, stream, &weight)?.freeze();
     let mut target = Some(sent(device, host, stream, &weight)?);
@@ -186,10 +200,81 @@ fn dequantise(
     Ok(())
 }
 
+/// Normally distributed weights of a type, as bytes.
+fn weights(dtype: DType, count: usize) -> Vec<u8> {
+    // The sum of 12 even numbers is nearly normal. A part repeats, whose statistics are those of all.
+    let part = count.min(1 << 22);
+    let parts: Vec<_> = (0..12).map(|seed| noise(part, 17 * seed + 5)).collect();
+    let values = (0..part).map(|at| parts.iter().map(|part| part[at]).sum::<f32>());
+    let bytes: Vec<u8> = match dtype {
+        DType::F32 => values.flat_map(|value| (value * 0.02).to_le_bytes()).collect(),
+        DType::F16 => values.flat_map(|value| f16::from_f32(value * 0.02).to_le_bytes()).collect(),
+        DType::F8E5M2 => values.map(|value| (f16::from_f32(value * 0.02).to_bits() >> 8) as u8).collect(),
+        // Those of scaled tensors: the bits of E4M3 are those of f16 below the highest of its exponent.
+        DType::F8E4M3 => values
+            .map(|value| f16::from_f32(value * 0.25).to_bits())
+            .map(|bits| (bits >> 8 & 0x80 | bits >> 7 & 0x7f) as u8)
+            .collect(),
+        _ => values.flat_map(|value| bf16::from_f32(value * 0.02).to_le_bytes()).collect(),
+    };
+    bytes.iter().copied().cycle().take(bytes.len() / part.max(1) * count).collect()
+}
+
+/// Times the decoding of a tensor of one type, in turns with a copy of its weights, checks what was decoded, and prints both.
+fn decompress(
+    (raw, stream): (&CudaStream, &dyn Stream),
+    (device, host, kernels): (&dyn Device, &dyn Device, &dyn Kernels),
+    (dtype, count): (DType, usize),
+) -> Outcome<()> {
+    kernels.decompresses(stream, dtype)?;
+    let weights = weights(dtype, count);
+    let code = compress(dtype, &weights)?;
+    let info = *Code::open(&code)?.info();
+    let source = sent(device, host, stream, &weights)?.freeze();
+    let coded = sent(device, host, stream, &code)?.freeze();
+    let mut target = Some(device.alloc(weights.len(), MemoryKind::Arena)?);
+    let mut verdict = Some(sent(device, host, stream, &[0; Decompress::VERDICT])?);
+    let mut times = [Vec::new(), Vec::new()];
+    for turn in 0..=TURNS {
+        let copied = time(raw, stream, &mut target, |memory| Ok(copy(stream, &source, memory)?.chain()))?;
+        let decoded = time(raw, stream, &mut target, |memory| {
+            let told = verdict.take().ok_or("the verdict is gone")?;
+            let flight =
+                kernels.decompress(stream, Decompress::new((coded.clone(), 0), info, (memory, 0), (told, 0))?)?;
+            verdict = Some(flight.verdict.chain());
+            Ok(flight.weights.chain())
+        })?;
+        if turn > 0 {
+            times.iter_mut().zip([copied, decoded]).for_each(|(times, time)| times.push(time));
+        }
+    }
+    let back = |memory: Option<BufMut>| -> Outcome<BufMut> {
+        let memory = memory.ok_or("the buffer is gone")?.freeze();
+        Ok(copy(stream, &memory, host.alloc(memory.bytes(), MemoryKind::Pinned)?)?.wait(DEADLINE)?)
+    };
+    let (mut decoded, mut told) = (back(target)?, back(verdict)?);
+    let is_sound = told.host_mut().and_then(|told| Some(Decompress::is_sound(told.first_chunk()?)));
+    if is_sound != Some(true) || decoded.host_mut().is_none_or(|decoded| decoded != weights) {
+        return Err(format!("what was decoded of {dtype} is not what was coded").into());
+    }
+    times.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
+    let [copied, decoded] = times.each_ref().map(|times| times[TURNS / 2]);
+    let (name, bytes) = (format!("{dtype} of {} MiB", weights.len() >> 20), weights.len() as f64);
+    println!(
+        "  {name:24} {:8.1} us, {:5.2} x a copy of the weights, {:.0} GB/s written, from {:.3} of the bytes",
+        decoded * 1e3,
+        decoded / copied,
+        bytes / decoded / 1e6,
+        code.len() as f64 / bytes
+    );
+    Ok(())
+}
+
 fn main() -> Outcome<()> {
     let arguments: Vec<String> = std::env::args().collect();
     let after = |name: &str| arguments.iter().skip_while(|argument| *argument != name).nth(1);
-    let size = after("--size").map_or(Ok(4096), |size| size.parse())?;
+    let number = |name: &str, otherwise| after(name).map_or(Ok(otherwise), |number| number.parse::<usize>());
+    let (size, large) = (number("--size", 4096)?, number("--large", 512)?);
     let mut found = Cuda::new().discover().into_iter();
     let id = found.find_map(|found| match found {
         Found::Here(info) if info.id.kind() == DeviceKind::Cuda => Some(info.id),
@@ -197,7 +282,7 @@ fn main() -> Outcome<()> {
     });
     match id {
         None => println!("no CUDA device to time"),
-        Some(id) => run(id, size, after("--only").map(String::as_str))?,
+        Some(id) => run(id, (size, large), after("--only").map(String::as_str))?,
     }
     Ok(())
 }

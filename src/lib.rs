@@ -158,8 +158,6 @@ mod float;
 mod ggml;
 mod limits;
 pub mod load;
-// No part of the interface yet: public for its bench, its fuzz target and the tests of its format.
-#[doc(hidden)]
 pub mod lossless;
 pub mod patch;
 pub mod plan;

@@ -15,11 +15,12 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use super::{Buf, BufMut, Dequantise, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
+use super::{Buf, BufMut, Decompress, Dequantise, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Missing};
 use crate::float::Float;
 use crate::ggml::Format;
+use crate::lossless::{Code, compress};
 
 /// The longest time that a check waits for anything.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -30,7 +31,7 @@ const BYTES: usize = 10_007;
 /// A check with its name.
 type Check = (&'static str, fn(&dyn Device, &dyn Device));
 
-const CHECKS: [Check; 13] = [
+const CHECKS: [Check; 14] = [
     ("bytes come back", bytes_come_back),
     ("pieces land where they should", pieces_land_where_they_should),
     ("parts are filled by streams of their own", parts_are_filled_by_streams_of_their_own),
@@ -44,6 +45,7 @@ const CHECKS: [Check; 13] = [
     ("wrong copies are refused", wrong_copies_are_refused),
     ("empty buffers work", empty_buffers_work),
     ("kernels compute the values of blocks", kernels_compute_the_values_of_blocks),
+    ("kernels decode weights", kernels_decode_weights),
 ];
 
 /// Runs every check on `device`, with `host` at the other end of its copies. Nobody else may use the two devices meanwhile,
@@ -311,6 +313,47 @@ fn kernels_compute_the_values_of_blocks(device: &dyn Device, host: &dyn Device) 
         let mut stored = vec![0xa5; before.bytes()];
         float.round(&wanted, &mut stored[at..at + values * float.size()]);
         assert!(download(device, host, &dst) == stored, "{to} of {from}");
+    }
+}
+
+/// For every type that the device says it covers: the weights that were coded, after the code has arrived, where they should be and
+/// nowhere else; and a verdict that tells a damaged code among others.
+fn kernels_decode_weights(device: &dyn Device, host: &dyn Device) {
+    let Some(kernels) = device.kernels() else { return };
+    let (upload, compute) =
+        (device.stream(Role::Upload).expect("a stream"), device.stream(Role::Compute).expect("a stream"));
+    let there = |bytes: &[u8]| {
+        let dst = device.alloc(bytes.len(), MemoryKind::Arena).expect("memory");
+        upload.copy(Transfer::whole(&host_bytes(host, bytes), dst).expect("fits")).expect("queued").chain()
+    };
+    for (number, dtype) in DType::all().enumerate() {
+        if kernels.decompresses(&*compute, dtype).is_err() {
+            continue;
+        }
+        // Few exponents, so that there is something to code.
+        let weights: Vec<u8> = pattern(number as u8, BYTES / 4 * 4).iter().map(|byte| byte & 0x87 | 0x38).collect();
+        let code = compress(dtype, &weights).expect("a type that is covered has a code");
+        let info = *Code::open(&code).expect("just made").info();
+        let mut damaged = code.clone();
+        damaged[code.len() - weights.len() / 8] ^= 1;
+        let (offset, at, place) = (16, 64, 16);
+        let (before, mut told) = (vec![0xa5; at + weights.len() + 64], there(&[[0xa5; 16], [0; 16]].concat()));
+        for (code, is_sound) in [(&code, true), (&damaged, false), (&code, false)] {
+            busy(&*upload, 1, &host_bytes(host, &before), device);
+            let (src, dst) = (there(&[&[0; 16], &code[..]].concat()).freeze(), there(&before));
+            let work = Decompress::new((src, offset), info, (dst, at), (told, place)).expect("fits");
+            let flight = kernels.decompress(&*compute, work).expect("queued");
+            let (decoded, verdict) = (flight.weights.chain().freeze(), flight.verdict.chain().freeze());
+            let (decoded, told_now) = (download(device, host, &decoded), download(device, host, &verdict));
+            let of_all = told_now[place..].first_chunk().expect("a verdict");
+            assert_eq!(Decompress::is_sound(of_all), is_sound, "the verdict on a code of {dtype}");
+            assert_eq!(told_now[..place], [0xa5; 16], "what stands before a verdict");
+            let (head, others) = decoded.split_at(at);
+            let (inside, tail) = others.split_at(weights.len());
+            assert!(inside == weights || code == &damaged, "weights of {dtype}");
+            assert!(head.iter().chain(tail).all(|byte| *byte == 0xa5), "outside of the weights of {dtype}");
+            told = verdict.try_reclaim().expect("the only handle");
+        }
     }
 }
 

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Backend, BufMut, Charge, Dequantise, Device, Event, Extents, FileReads, Flight, Found, Health, Joined, Kernels,
-    Ledger, MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Stream, Transfer,
+    Backend, BufMut, Charge, Decompress, DecompressFlight, Dequantise, Device, Event, Extents, FileReads, Flight,
+    Found, Health, Joined, Kernels, Ledger, MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch,
+    Stream, Transfer, Undecoded,
 };
 use crate::backend::Buf;
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage, Topology};
@@ -32,6 +33,7 @@ pub enum Operation {
     Occupy,
     Patch,
     Dequantise,
+    Decompress,
 }
 
 /// Counts the operations of a [`Faulty`] backend and fails the n-th.
@@ -223,6 +225,21 @@ impl Kernels for FaultyDevice {
         }
         match self.inner.kernels() {
             Some(kernels) => kernels.dequantise(inner_of(stream), work),
+            None => Err(work.rejected(Error::bug("the device has no kernels"))),
+        }
+    }
+
+    fn decompresses(&self, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+        let none = || Err("the device has no kernels".to_owned());
+        self.inner.kernels().map_or_else(none, |kernels| kernels.decompresses(inner_of(stream), dtype))
+    }
+
+    fn decompress(&self, stream: &dyn Stream, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        if let Err(error) = self.count(Operation::Decompress) {
+            return Err(work.rejected(error));
+        }
+        match self.inner.kernels() {
+            Some(kernels) => kernels.decompress(inner_of(stream), work),
             None => Err(work.rejected(Error::bug("the device has no kernels"))),
         }
     }

@@ -7,7 +7,10 @@ use std::any::TypeId;
 use std::fmt;
 use std::ops::Range;
 
-use super::{Buf, BufMut, Dequantise, Event, Flight, Piece, Rejected, Stream, Transfer, faulty};
+use super::{
+    Buf, BufMut, Decompress, DecompressFlight, Dequantise, Event, Flight, Piece, Rejected, Stream, Transfer, Undecoded,
+    faulty,
+};
 use crate::device::DeviceId;
 use crate::dtype::DType;
 use crate::error::{Error, InUse, Measured, Mismatch, Result};
@@ -63,6 +66,30 @@ pub trait Kernels: Send + Sync {
     fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
         let (from, to) = work.types();
         let why = format!("{} has no kernel that computes {to} of {from}", stream.device());
+        Err(work.rejected(Error::invalid(why)))
+    }
+
+    /// At the first call, prepares the kernels that decode the [lossless code](crate::lossless). Returns whether there is one for
+    /// weights of type `dtype`, on `stream`. The default has none.
+    ///
+    /// # Errors
+    /// The reason why the device has no such kernel, for the user.
+    fn decompresses(&self, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+        let _ = stream;
+        Err(format!("the device has no kernel that decodes {dtype}"))
+    }
+
+    /// Queues the decoding of a tensor's code on `stream`, a stream of this device. All ends are in the device's memory. It runs
+    /// after the pending events of all buffers. Whatever the blocks hold, nothing is read outside of the code and nothing written
+    /// outside of the weights and the verdict: if they are not those of the code's header, the [verdict](Decompress) says so, and
+    /// the weights are not defined.
+    ///
+    /// # Errors
+    /// [`Undecoded`], which returns both buffers: with [`Error::Invalid`] when there is no
+    /// [such kernel](Kernels::decompresses); with [`Error::Mismatch`] for a buffer of another device; when the stream accepts
+    /// no more work.
+    fn decompress(&self, stream: &dyn Stream, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        let why = format!("{} has no kernel that decodes {}", stream.device(), work.dtype());
         Err(work.rejected(Error::invalid(why)))
     }
 }

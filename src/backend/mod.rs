@@ -14,6 +14,7 @@ pub mod conformance;
 mod copy;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+mod decompress;
 mod dequantise;
 mod event;
 mod extents;
@@ -38,6 +39,7 @@ pub use buffer::{Buf, BufMut};
 pub use copy::{Flight, Piece, Rejected, Transfer};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
+pub use decompress::{Decompress, DecompressFlight, Undecoded};
 pub use dequantise::Dequantise;
 pub(crate) use event::until;
 pub use event::{Event, Fence, FenceState};

@@ -205,6 +205,8 @@ pub enum Measured {
     Source,
     /// The destination of a copy.
     Destination,
+    /// The memory for the verdict on a code.
+    Verdict,
     /// The memory for the factors of a patch.
     Work,
     /// The memory of a matrix that a device patches, by its end.
@@ -262,6 +264,7 @@ impl Measured {
             Measured::Split => write!(f, "a buffer of {given} bytes cannot be split at {needed}"),
             Measured::Source => write!(f, "the copy reads up to byte {needed} of a buffer of {given}"),
             Measured::Destination => write!(f, "the copy writes up to byte {needed} of a buffer of {given}"),
+            Measured::Verdict => write!(f, "there is a verdict up to byte {needed} of a buffer of {given}"),
             Measured::Work => write!(f, "work memory of {needed} bytes does not fit into {given}"),
             Measured::Matrix { device, at } => {
                 write!(f, "the matrix at {at} that {device} is to patch ends at {needed}, in a buffer of {given}")

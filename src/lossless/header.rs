@@ -69,6 +69,19 @@ impl Info {
         let blocks = usize::try_from(self.blocks()).unwrap_or(usize::MAX);
         (length(self.in_blocks, blocks) as u64).saturating_add(HEADER as u64)
     }
+
+    /// Whether the numbers fit each other, so that the index and, of a tensor that stays as it was, the weights are within the code.
+    /// They do in the info of a code that was opened.
+    pub(crate) fn is_consistent(&self) -> bool {
+        let (Some(fields), Ok(blocks)) = (Fields::of(self.dtype), u32::try_from(self.blocks())) else { return false };
+        let index = (HEADER + length(self.in_blocks, blocks as usize)) as u64;
+        let body = if self.in_blocks { Some(0) } else { self.decoded_bytes.checked_next_multiple_of(ALIGN as u64) };
+        let least = body.and_then(|body| body.checked_add(index));
+        self.count.checked_mul(fields.size() as u64) == Some(self.decoded_bytes)
+            && least.is_some_and(|least| least <= self.bytes)
+            && self.bytes.is_multiple_of(ALIGN as u64)
+            && u32::try_from(self.bytes / ALIGN as u64).is_ok()
+    }
 }
 
 /// The info, and the sum of the index.

@@ -93,6 +93,9 @@ pub const BLOCK_WEIGHTS: usize = BLOCK;
 
 const BLOCK: usize = 8 * TILE;
 
+/// In memory where a code is decoded elsewhere, it begins at a multiple of it.
+pub(crate) const CODE_ALIGN: usize = block::ALIGN;
+
 /// The weights of a tile.
 const TILE: usize = 32 * 32;
 

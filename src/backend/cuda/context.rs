@@ -29,6 +29,7 @@ pub(super) struct Context {
 pub(super) struct Modules {
     pub(super) patch: Loaded,
     pub(super) dequantise: Loaded,
+    pub(super) lossless: Loaded,
 }
 
 // SAFETY: the driver allows any thread to use a context that it has made current, and `call` makes it so.
@@ -191,8 +192,11 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         self.trim_events();
-        let Modules { patch, dequantise } = std::mem::take(&mut self.kernels);
-        [patch, dequantise].into_iter().filter_map(Loaded::into_module).for_each(|module| module.unload(self));
+        let Modules { patch, dequantise, lossless } = std::mem::take(&mut self.kernels);
+        [patch, dequantise, lossless]
+            .into_iter()
+            .filter_map(Loaded::into_module)
+            .for_each(|module| module.unload(self));
         if self.lost().is_none() && self.driver.process.is_current() {
             // SAFETY: retained by `retain`, released once. At process exit an unloaded driver refuses; then there is nothing
             // to release.

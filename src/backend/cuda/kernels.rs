@@ -1,16 +1,19 @@
-//! Computation on the device: patching matrices, and the values of blocks (`dequantise`). The texts of kernels are loaded once
-//! per context.
+//! Computation on the device: patching matrices, the values of blocks (`dequantise`), and the weights of codes (`decompress`). The
+//! texts of kernels are loaded once per context.
 
 use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use super::dequantise;
 use super::device::CudaDevice;
 use super::memory::DeviceMemory;
 use super::module::{Module, launch};
 use super::stream::CudaStream;
-use crate::backend::{BufMut, Dequantise, Flight, Kernels, MatrixPatch, PatchFlight, Rejected, SentPatch, Stream};
+use super::{decompress, dequantise};
+use crate::backend::{
+    BufMut, Decompress, DecompressFlight, Dequantise, Flight, Kernels, MatrixPatch, PatchFlight, Rejected, SentPatch,
+    Stream, Undecoded,
+};
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Mismatch, Result};
 
@@ -134,6 +137,14 @@ impl Kernels for CudaDevice {
 
     fn dequantise(&self, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
         dequantise::queue(self, stream, work)
+    }
+
+    fn decompresses(&self, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+        decompress::covers(self, stream, dtype)
+    }
+
+    fn decompress(&self, stream: &dyn Stream, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        decompress::queue(self, stream, work)
     }
 }
 

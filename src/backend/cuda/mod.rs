@@ -9,6 +9,7 @@
 mod calls;
 mod context;
 mod cufile;
+mod decompress;
 mod dequantise;
 mod device;
 mod driver;

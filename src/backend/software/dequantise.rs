@@ -8,11 +8,15 @@ use rayon::prelude::*;
 use super::SoftwareDevice;
 use super::memory;
 use super::stream::SoftwareStream;
-use crate::backend::{BufMut, Dequantise, Flight, Kernels, MemoryBlock, PatchFlight, Rejected, SentPatch, Stream};
+use crate::backend::{
+    BufMut, Decompress, DecompressFlight, Dequantise, Flight, Kernels, MemoryBlock, PatchFlight, Rejected, SentPatch,
+    Stream, Undecoded,
+};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::float::Float;
 use crate::ggml::Format;
+use crate::lossless::compressed_bound;
 use crate::threads;
 
 /// The values that are computed before they are written: a multiple of every block.
@@ -108,6 +112,23 @@ impl Kernels for SoftwareDevice {
                 let why = format!("{} does not compute {to} of {from} on this stream", self.id());
                 Err(work.rejected(Error::invalid(why)))
             }
+        }
+    }
+
+    fn decompresses(&self, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+        let here = own(stream).is_some_and(|stream| stream.device() == self.id());
+        if here && compressed_bound(dtype, 0).is_some() {
+            Ok(())
+        } else {
+            Err(format!("{} does not decode {dtype} on this stream", self.id()))
+        }
+    }
+
+    fn decompress(&self, stream: &dyn Stream, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        match (self.decompresses(stream, work.dtype()), own(stream)) {
+            (Ok(()), Some(stream)) => stream.decompress(work),
+            (Err(why), _) => Err(work.rejected(Error::invalid(why))),
+            (Ok(()), None) => Err(work.rejected(Error::bug("a stream of another kind that decodes"))),
         }
     }
 }

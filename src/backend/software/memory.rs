@@ -271,6 +271,19 @@ pub(super) unsafe fn convert(
     Ok(())
 }
 
+/// Writes bytes to the offset `at` of `dst`.
+///
+/// # Safety
+/// As [`copy`], for all that is written.
+pub(super) unsafe fn write(bytes: &[u8], dst: &MemoryBlock, at: usize) -> Result<()> {
+    let Some(dst_access) = Access::of(dst) else {
+        return Err(Error::bug(format!("bytes for {dst:?} that were queued and cannot be written")));
+    };
+    let here = Access::Ram(NonNull::from(bytes).cast());
+    // SAFETY: the caller's promise; the bytes are only read.
+    unsafe { move_bytes(here, 0..bytes.len(), dst_access, at) }
+}
+
 /// As [`copy`], between memory that has bytes.
 ///
 /// # Safety

@@ -1,6 +1,7 @@
 //! Software devices: host memory or files, with streams that are threads. The host backend and the simulated devices use
 //! them.
 
+mod decompress;
 mod dequantise;
 mod extents;
 mod files;

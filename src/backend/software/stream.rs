@@ -10,6 +10,7 @@ use std::task::Waker;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::decompress::Weights;
 use super::dequantise::Values;
 use super::memory;
 use super::timeline::{Clock, Timeline};
@@ -17,7 +18,8 @@ use crate::backend::event::until;
 use crate::backend::process::Process;
 use crate::backend::watcher::wake_all;
 use crate::backend::{
-    Buf, Dequantise, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Stream, Transfer,
+    Buf, Decompress, DecompressFlight, Dequantise, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece,
+    Rejected, Stream, Transfer, Undecoded,
 };
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -72,6 +74,8 @@ enum Work {
     },
     /// Values of blocks. It takes no time on a clock.
     Dequantise(Values),
+    /// Weights of a code. It takes no time on a clock either.
+    Decompress(Weights),
     Occupy(Duration),
     Nothing,
 }
@@ -126,6 +130,19 @@ impl SoftwareStream {
             return Err(work.rejected(Error::bug("values of other types than blocks have")));
         };
         match self.enqueue(work.waits(), Work::Dequantise(values), Vec::new()) {
+            Ok(done) => Ok(work.launched_in_order(done)),
+            Err(error) => Err(work.rejected(error)),
+        }
+    }
+
+    /// Queues the decoding of a tensor's code.
+    pub(super) fn decompress(&self, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        let (src, dst, verdict) = (work.source().block(), work.dst().block(), work.verdict().block());
+        let copyable = |to| memory::copyable(self.device, src, to);
+        if let Err(error) = copyable(dst).and_then(|()| copyable(verdict)) {
+            return Err(work.rejected(error));
+        }
+        match self.enqueue(work.waits(), Work::Decompress(Weights::of(&work)), Vec::new()) {
             Ok(done) => Ok(work.launched_in_order(done)),
             Err(error) => Err(work.rejected(error)),
         }
@@ -254,6 +271,9 @@ impl Work {
             Work::Dequantise(Values { src, from, dst, .. }) => {
                 tracing::debug_span!("dequantise", from = %src.device(), to = %dst.device(), bytes = from.len())
             }
+            Work::Decompress(Weights { src, from, dst, .. }) => {
+                tracing::debug_span!("decompress", from = %src.device(), to = %dst.device(), bytes = from.len())
+            }
             Work::Copy { pieces, dst } => {
                 let bytes = || pieces.iter().map(|(_, from, _)| from.len()).sum::<usize>();
                 let from = || pieces.first().map_or(dst.device(), |(src, ..)| src.device());
@@ -276,6 +296,8 @@ impl Work {
             // SAFETY: the ranges are inside their buffers. The events that the work waits for are complete, and its own event,
             // which all later users wait for, is not.
             Work::Dequantise(values) => unsafe { values.compute() }?,
+            // SAFETY: as above.
+            Work::Decompress(weights) => unsafe { weights.decode() }?,
             Work::Copy { pieces, dst } => {
                 for (src, from, _) in pieces {
                     let bytes = from.len() as u64;
@@ -321,6 +343,10 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
                 // SAFETY: the ranges are inside their buffers. The work that it waits for is complete, and so is this before
                 // anyone has its event.
                 failed = unsafe { values.compute() }.err().map(Failure::over);
+            }
+            Work::Decompress(weights) => {
+                // SAFETY: as above.
+                failed = unsafe { weights.decode() }.err().map(Failure::over);
             }
             Work::Copy { pieces, dst } => {
                 for (src, from, _) in pieces {

@@ -32,8 +32,17 @@ const BLOCKS: [(&str, u64, u64); 27] = [
     ("nvfp4", 64, 36),
 ];
 
+/// The bytes of a weight, by the ends of the names of functions that decode weights.
+const WEIGHTS: [(&str, u64); 5] = [("bf16", 2), ("f16", 2), ("f32", 4), ("e4m3", 1), ("e5m2", 1)];
+
+/// The weights of a block of the lossless code.
+const BLOCK_WEIGHTS: u64 = 8192;
+
 /// The most bytes that a launch touches behind the address in parameter `index`; `None` if that is not known.
 pub(crate) fn extent(function: &str, params: &[u64], index: usize) -> Option<u64> {
+    if let Some(kind) = function.strip_prefix("lossless_") {
+        return of_weights(kind, params, index);
+    }
     let kind = function.strip_prefix("dequantise_")?;
     let &(_, elements, bytes) = BLOCKS.iter().find(|(name, ..)| *name == kind)?;
     // Blocks, values, the number of runs of 32 values, and the type of the values: F32, or one of two bytes.
@@ -42,6 +51,20 @@ pub(crate) fn extent(function: &str, params: &[u64], index: usize) -> Option<u64
     match index {
         0 => Some(values.div_ceil(elements) * bytes),
         1 => Some(values * if to & u64::from(u32::MAX) == 0 { 4 } else { 2 }),
+        _ => None,
+    }
+}
+
+/// Of a function that decodes weights.
+fn of_weights(kind: &str, params: &[u64], index: usize) -> Option<u64> {
+    let &(_, bytes) = WEIGHTS.iter().find(|(name, _)| *name == kind)?;
+    // Code, weights, state, the sum of all, the bytes of the code by 16, blocks, the weights of the last one, and whether they are coded.
+    let &[_, _, _, _, units, blocks, last, _] = params else { return None };
+    let [units, blocks, last] = [units, blocks, last].map(|number| number & u64::from(u32::MAX));
+    match index {
+        0 => Some(units * 16),
+        1 => Some((blocks.saturating_sub(1) * BLOCK_WEIGHTS + last) * bytes),
+        2 => Some(16),
         _ => None,
     }
 }
@@ -57,5 +80,12 @@ mod tests {
         assert_eq!(of("dequantise_q8_0", 2), [Some(24 * 34), Some(768 * 2), None]);
         assert_eq!((of("patch_f32", 0), of("dequantise_q4_7", 0)), ([None; 3], [None; 3]));
         assert_eq!(extent("dequantise_q4_k", &[1, 2], 0), None);
+    }
+
+    #[test]
+    fn a_code_and_its_weights_are_touched() {
+        let of = |function: &str| [0, 1, 2, 3].map(|index| extent(function, &[1, 2, 3, 4, 70, 3, 5, 1], index));
+        assert_eq!(of("lossless_f32"), [Some(1120), Some((2 * 8192 + 5) * 4), Some(16), None]);
+        assert_eq!((of("lossless_e4m3")[1], of("lossless_f64")), (Some(2 * 8192 + 5), [None; 4]));
     }
 }

@@ -4,7 +4,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::ptx_op::{Access, Address, Guard, Kind, Op, Operand, Special, Width, decode};
+use crate::ptx_decode::decode;
+use crate::ptx_op::{Access, Address, Guard, Kind, Op, Operand, Special, Width};
 use crate::ptx_shared::Layout;
 use crate::ptx_table::Table;
 
@@ -279,6 +280,9 @@ impl Body<'_> {
         if let Some(special) = special {
             return Ok(Operand::Special(special));
         }
+        if let Some((result, found)) = text.split_once('|') {
+            return Ok(Operand::Pair(self.register(result)?, self.register(found)?));
+        }
         if text.starts_with('%') {
             return self.register(text).map(Operand::Register);
         }
@@ -375,6 +379,19 @@ pub(crate) mod tests {
             // The blocks are read, and the values written.
             assert_eq!((function.reads, function.writes), (1, 2), "{}", function.name);
             assert_eq!(function.tables.len(), 6, "{}", function.name);
+        }
+    }
+
+    #[test]
+    fn the_shipped_text_of_codes_is_understood() {
+        let text = include_str!("../../../src/backend/cuda/kernels/lossless.ptx");
+        let module = Module::parse(text).unwrap();
+        assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 5));
+        for function in &module.functions {
+            assert_eq!((function.params.len(), function.most_threads), (8, 256), "{}", function.name);
+            // The code is read, the weights are written and, for escapes, read; the verdict is written.
+            assert_eq!((function.reads, function.writes), (3, 6), "{}", function.name);
+            assert!(function.code.iter().any(|op| op.kind.is_of_warps()), "{}", function.name);
         }
     }
 

@@ -35,6 +35,7 @@ impl Two {
             Two::Div32 => low_a.checked_div(low_b).unwrap_or(u32::MAX).into(),
             Two::Min => a.min(b),
             Two::Max => a.max(b),
+            Two::MaxSigned32 => u64::from((low_a as i32).max(low_b as i32) as u32),
             Two::And => a & b,
             Two::Or => a | b,
             Two::Xor => a ^ b,
@@ -49,6 +50,8 @@ impl Two {
             Two::LessOrEqual => u64::from(a <= b),
             Two::Greater => u64::from(a > b),
             Two::GreaterOrEqual => u64::from(a >= b),
+            Two::LessSigned16 => u64::from((a as i16) < b as i16),
+            Two::GreaterSigned16 => u64::from(a as i16 > b as i16),
             Two::AddFloat => bits(float(a) + float(b)),
             Two::SubFloat => bits(float(a) - float(b)),
             Two::MulFloat => bits(float(a) * float(b)),
@@ -69,6 +72,9 @@ impl Three {
                     b
                 }
             }
+            Three::MulAdd32 => (a as u32).wrapping_mul(b as u32).wrapping_add(c as u32).into(),
+            Three::FunnelWrap => ((b << 32 | a & 0xffff_ffff) >> (c & 31)) & 0xffff_ffff,
+            Three::FunnelClamp => ((b << 32 | a & 0xffff_ffff) >> c.min(32)) & 0xffff_ffff,
             Three::Permute => {
                 let bytes = ((b & 0xffff_ffff) << 32 | a & 0xffff_ffff).to_le_bytes();
                 let byte = |place: u32| {
@@ -85,16 +91,26 @@ impl Three {
 
 impl Four {
     pub(crate) fn of(self, [a, b, c, d]: [u64; 4]) -> u64 {
-        match self {
-            Four::InsertBits => {
-                // Positions and lengths count by their low eight bits; what lies beyond the number is dropped.
-                let (from, count) = (c & 0xff, d & 0xff);
-                let bits = 1u64.checked_shl(count as u32).unwrap_or(0).wrapping_sub(1);
-                let mask = bits.checked_shl(from as u32).unwrap_or(0) & 0xffff_ffff;
-                (a.checked_shl(from as u32).unwrap_or(0) & mask) | (b & !mask & 0xffff_ffff)
-            }
-        }
+        let number = match self {
+            Four::InsertBits32 => u64::from(u32::MAX),
+            Four::InsertBits64 => u64::MAX,
+            Four::Logic => return logic([a, b, c], d),
+        };
+        // Positions and lengths count by their low eight bits; what lies beyond the number is dropped.
+        let (from, count) = (c & 0xff, d & 0xff);
+        let bits = 1u64.checked_shl(count as u32).unwrap_or(0).wrapping_sub(1);
+        let mask = bits.checked_shl(from as u32).unwrap_or(0) & number;
+        (a.checked_shl(from as u32).unwrap_or(0) & mask) | (b & !mask & number)
     }
+}
+
+/// The bits that a table gives for those of three numbers: bit 4 of its index is the first one's, bit 1 the last one's.
+fn logic([a, b, c]: [u64; 3], table: u64) -> u64 {
+    let of = |index: u64| {
+        let take = |value: u64, bit: u64| if index & bit != 0 { value } else { !value };
+        if table >> index & 1 != 0 { take(a, 4) & take(b, 2) & take(c, 1) } else { 0 }
+    };
+    (0..8).fold(0, |all, index| all | of(index)) & 0xffff_ffff
 }
 
 fn float(bits: u64) -> f32 {
@@ -128,8 +144,21 @@ mod tests {
         // The low half of the first in the high half of the second; bytes with their signs.
         assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x7604), 0x5566_4490);
         assert_eq!(Three::Permute.of(0x1122_3344, 0x5566_8890, 0x0dc4), 0x44ff_ff90);
-        assert_eq!(Four::InsertBits.of([0xff, 0x8000_0001, 4, 2]), 0x8000_0031);
-        assert_eq!(Four::InsertBits.of([3, 0, 31, 2]), 0x8000_0000);
-        assert_eq!(Four::InsertBits.of([u64::from(u32::MAX), 0, 0, 32]), 0xffff_ffff);
+        assert_eq!(Four::InsertBits32.of([0xff, 0x8000_0001, 4, 2]), 0x8000_0031);
+        assert_eq!(Four::InsertBits32.of([3, 0, 31, 2]), 0x8000_0000);
+        assert_eq!(Four::InsertBits32.of([u64::from(u32::MAX), 0, 0, 32]), 0xffff_ffff);
+        assert_eq!(Four::InsertBits64.of([0x1234_5678, 0xffff_ffff_9abc_def0, 32, 32]), 0x1234_5678_9abc_def0);
+        assert_eq!(Four::Logic.of([0xff00_ff00, 0x1234_5678, 0x9abc_def0, 0xca]), 0x12bc_56f0);
+        assert_eq!(Four::Logic.of([0xff00_ff00, 0x1234_5678, 0x9abc_def0, 0x80]), 0x1200_5600 & 0x9abc_def0);
+        assert_eq!(
+            (Two::MaxSigned32.of(0xffff_fffe, 1), Two::MaxSigned32.of(0xffff_fffe, 0xffff_ffff)),
+            (1, 0xffff_ffff)
+        );
+        assert_eq!((Two::LessSigned16.of(0xffff, 0), Two::GreaterSigned16.of(0xffff, 0)), (1, 0));
+        assert_eq!(Three::MulAdd32.of(0x1_0001, 0x1_0000, 0xffff_ffff), 0xffff);
+        let funnel = |op: Three, by| op.of(0x1122_3344, 0x5566_7788, by);
+        assert_eq!((funnel(Three::FunnelWrap, 8), funnel(Three::FunnelWrap, 40)), (0x8811_2233, 0x8811_2233));
+        assert_eq!((funnel(Three::FunnelWrap, 32), funnel(Three::FunnelClamp, 32)), (0x1122_3344, 0x5566_7788));
+        assert_eq!((funnel(Three::FunnelClamp, 31), funnel(Three::FunnelClamp, 99)), (0xaacc_ef10, 0x5566_7788));
     }
 }

@@ -1,4 +1,4 @@
-//! The instructions that are known, and how their text is read. What they compute is in `ptx_compute`.
+//! The instructions that are known. How their text is read is in `ptx_decode`, and what they compute in `ptx_compute`.
 
 /// Bytes of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub(crate) enum Operand {
     /// An address in the shared memory of a block.
     Shared(u64),
     Memory(Address),
+    /// A register for the result, and one for whether there is one.
+    Pair(u16, u16),
 }
 
 /// A value that an instruction takes.
@@ -85,8 +87,9 @@ pub(crate) enum Kind {
         to: Address,
         space: Space,
     },
-    /// Adds 64 bits to memory; the old ones are the result.
-    AtomicAdd {
+    /// Changes a number in memory as one step; the old one is the result.
+    Atomic {
+        op: Atomic,
         dst: u16,
         value: Value,
         to: Address,
@@ -118,6 +121,12 @@ pub(crate) enum Kind {
     Branch(usize),
     /// No thread of the block goes on before all have come here.
     Barrier,
+    /// No lane of the warp goes on before all have come here, and what they wrote before it is seen by all after it.
+    WarpBarrier {
+        members: Value,
+    },
+    /// All lanes of the warp give a number, and each takes that of another.
+    Shuffle(Shuffle),
     Return,
 }
 
@@ -129,6 +138,35 @@ pub(crate) enum Space {
     Constant,
     /// The memory of a block.
     Shared,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shuffle {
+    pub(crate) from: From,
+    pub(crate) dst: u16,
+    /// Whether the other lane is there.
+    pub(crate) found: Option<u16>,
+    pub(crate) value: Value,
+    /// The distance, or the lane.
+    pub(crate) by: Value,
+    /// The last lane, and which bits of a lane's number name its part of the warp.
+    pub(crate) limits: Value,
+    pub(crate) members: Value,
+}
+
+/// Which lane a number is taken from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum From {
+    Below,
+    Lane,
+    Partner,
+}
+
+/// How a number in memory is changed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Atomic {
+    Add64,
+    Or32,
 }
 
 /// How an instruction uses memory.
@@ -164,6 +202,7 @@ pub(crate) enum Two {
     Div32,
     Min,
     Max,
+    MaxSigned32,
     And,
     Or,
     Xor,
@@ -177,6 +216,8 @@ pub(crate) enum Two {
     LessOrEqual,
     Greater,
     GreaterOrEqual,
+    LessSigned16,
+    GreaterSigned16,
     AddFloat,
     SubFloat,
     MulFloat,
@@ -189,215 +230,38 @@ pub(crate) enum Three {
     Select,
     /// Four of the eight bytes of two numbers.
     Permute,
+    MulAdd32,
+    /// The low half of two numbers, the second above the first, shifted down: by at most 31 bits, ...
+    FunnelWrap,
+    /// ... or by at most 32.
+    FunnelClamp,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Four {
     /// The low bits of the first in place of so many bits of the second.
-    InsertBits,
-}
-
-/// The instruction of this name with these operands; none where there is no such one.
-pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
-    use Operand as O;
-    if name == "bfi.b32" {
-        let [O::Register(dst), ref values @ ..] = *operands else { return None };
-        let values: [O; 4] = values.try_into().ok()?;
-        let [Some(a), Some(b), Some(c), Some(d)] = values.map(O::value) else { return None };
-        let values = [a, b, c, d].map(|value| value.cut(32));
-        return Some(Kind::Four { op: Four::InsertBits, dst, values });
-    }
-    if let Some((op, bits)) = three(name) {
-        let [O::Register(dst), a, b, c] = *operands else { return None };
-        let (a, b, c) = (a.value()?.cut(bits), b.value()?.cut(bits), c.value()?.cut(32));
-        return Some(Kind::Three { op, dst, a, b, c });
-    }
-    if let Some((op, bits)) = two(name) {
-        let [O::Register(dst), a, b] = *operands else { return None };
-        return Some(Kind::Two { op, dst, a: a.value()?.cut(bits), b: b.value()?.cut(bits) });
-    }
-    match (name, operands) {
-        ("mov.u32", [O::Register(dst), O::Special(what)]) => Some(Kind::Special { dst: *dst, what: *what }),
-        ("mov.u64", [O::Register(dst), O::Table(table)]) => Some(Kind::Table { dst: *dst, table: *table }),
-        ("mov.u64", [O::Register(dst), O::Shared(address)]) => {
-            Some(Kind::One { op: One::Copy, dst: *dst, a: Value::Number(*address) })
-        }
-        ("bar.sync", [O::Number(0)]) => Some(Kind::Barrier),
-        ("ld.param.u32" | "ld.param.u64", [O::Register(dst), O::Param(param)]) => {
-            Some(Kind::LoadParam { dst: *dst, param: *param })
-        }
-        ("atom.global.add.u64", [O::Register(dst), O::Memory(to), value]) => {
-            Some(Kind::AtomicAdd { dst: *dst, value: value.value()?, to: *to })
-        }
-        ("ret", []) => Some(Kind::Return),
-        (_, [O::Register(dst), a]) if one(name).is_some() => {
-            let (op, bits) = one(name)?;
-            Some(Kind::One { op, dst: *dst, a: a.value()?.cut(bits) })
-        }
-        (_, [O::Memory(to), values @ ..]) => store(name, values, *to),
-        (_, [registers @ .., O::Memory(from)]) => load(name, registers, *from),
-        _ => None,
-    }
-}
-
-fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
-    let (space, kind) = space(name.strip_prefix("ld.")?)?;
-    let (count, width) = vector(kind)?;
-    if registers.len() != count {
-        return None;
-    }
-    let mut dst = [0; 4];
-    for (place, register) in dst.iter_mut().zip(registers) {
-        let Operand::Register(register) = register else { return None };
-        *place = *register;
-    }
-    Some(Kind::Load { dst, count: count as u8, width, from, space })
-}
-
-fn store(name: &str, operands: &[Operand], to: Address) -> Option<Kind> {
-    let (space, kind) = space(name.strip_prefix("st.")?)?;
-    let (count, width) = vector(kind)?;
-    if operands.len() != count || space == Space::Constant {
-        return None;
-    }
-    let mut values = [Value::Number(0); 4];
-    for (place, operand) in values.iter_mut().zip(operands) {
-        *place = operand.value()?;
-    }
-    Some(Kind::Store { values, count: count as u8, width, to, space })
-}
-
-/// The memory that the name of a load or store goes on with, and what comes after it.
-fn space(kind: &str) -> Option<(Space, &str)> {
-    let of = |(prefix, space)| Some((space, kind.strip_prefix(prefix)?));
-    [("global.nc.", Space::Constant), ("global.", Space::Global), ("shared.", Space::Shared)].into_iter().find_map(of)
-}
-
-/// How many numbers an instruction loads or stores, and of which width.
-fn vector(kind: &str) -> Option<(usize, Width)> {
-    let (count, kind) = match kind.split_once('.') {
-        None => (1, kind),
-        Some(("v2", kind)) => (2, kind),
-        Some(("v4", kind)) => (4, kind),
-        Some(_) => return None,
-    };
-    Some((count, width(kind)?))
-}
-
-fn width(kind: &str) -> Option<Width> {
-    match kind {
-        "u8" => Some(Width::One),
-        "u16" => Some(Width::Two),
-        "u32" | "f32" => Some(Width::Four),
-        "u64" => Some(Width::Eight),
-        _ => None,
-    }
-}
-
-/// Instructions of one source, and the bits that an immediate one has.
-fn one(name: &str) -> Option<(One, u32)> {
-    Some(match name {
-        "mov.u16" => (One::Copy, 16),
-        "mov.u32" | "mov.b32" | "mov.f32" => (One::Copy, 32),
-        "mov.u64" | "mov.b64" | "cvta.to.global.u64" => (One::Copy, 64),
-        "cvt.u32.u16" | "cvt.u64.u32" => (One::Copy, 32),
-        "cvt.u16.u32" => (One::Low16, 32),
-        "cvt.u32.u64" => (One::Low32, 64),
-        "not.b32" => (One::Not32, 32),
-        "neg.s32" => (One::Negative32, 32),
-        "not.pred" => (One::NotPredicate, 1),
-        "cvt.rn.f32.s32" => (One::FloatOfS32, 32),
-        "popc.b32" => (One::CountOnes32, 32),
-        _ => return None,
-    })
-}
-
-/// Instructions of two sources, and the bits that an immediate one has.
-fn two(name: &str) -> Option<(Two, u32)> {
-    Some(match name {
-        "add.s32" => (Two::Add32, 32),
-        "add.s64" => (Two::Add64, 64),
-        "sub.s32" => (Two::Sub32, 32),
-        "sub.s64" => (Two::Sub64, 64),
-        "mul.lo.s16" => (Two::Mul16, 16),
-        "mul.lo.s32" => (Two::Mul32, 32),
-        "mul.lo.s64" => (Two::Mul64, 64),
-        "mul.wide.u16" => (Two::MulWide, 16),
-        "mul.wide.u32" => (Two::MulWide, 32),
-        "div.u32" => (Two::Div32, 32),
-        "min.u32" => (Two::Min, 32),
-        "min.u64" => (Two::Min, 64),
-        "max.u32" => (Two::Max, 32),
-        "and.pred" | "and.b16" => (Two::And, 16),
-        "and.b32" => (Two::And, 32),
-        "and.b64" => (Two::And, 64),
-        "or.pred" | "or.b16" => (Two::Or, 16),
-        "or.b32" => (Two::Or, 32),
-        "or.b64" => (Two::Or, 64),
-        "xor.b32" => (Two::Xor, 32),
-        "shl.b16" => (Two::Shl16, 32),
-        "shl.b32" => (Two::Shl32, 32),
-        "shl.b64" => (Two::Shl64, 64),
-        "shr.u16" | "shr.u32" => (Two::Shr, 32),
-        "shr.u64" => (Two::Shr, 64),
-        "setp.eq.s16" => (Two::Equal, 16),
-        "setp.eq.s32" => (Two::Equal, 32),
-        "setp.eq.s64" => (Two::Equal, 64),
-        "setp.ne.s32" => (Two::NotEqual, 32),
-        "setp.lt.u16" => (Two::Less, 16),
-        "setp.lt.u32" => (Two::Less, 32),
-        "setp.le.u32" => (Two::LessOrEqual, 32),
-        "setp.gt.u16" => (Two::Greater, 16),
-        "setp.gt.u32" => (Two::Greater, 32),
-        "setp.ge.u32" => (Two::GreaterOrEqual, 32),
-        "setp.ge.u64" => (Two::GreaterOrEqual, 64),
-        "add.rn.f32" => (Two::AddFloat, 32),
-        "sub.rn.f32" => (Two::SubFloat, 32),
-        "mul.rn.f32" => (Two::MulFloat, 32),
-        "div.rn.f32" => (Two::DivFloat, 32),
-        _ => return None,
-    })
-}
-
-/// Instructions of three sources, and the bits that the first two have as immediates.
-fn three(name: &str) -> Option<(Three, u32)> {
-    Some(match name {
-        "fma.rn.f32" => (Three::FusedFloat, 32),
-        "selp.b32" | "selp.u32" | "selp.f32" => (Three::Select, 32),
-        "selp.b64" | "selp.u64" => (Three::Select, 64),
-        "prmt.b32" => (Three::Permute, 32),
-        _ => return None,
-    })
-}
-
-impl Operand {
-    fn value(self) -> Option<Value> {
-        match self {
-            Operand::Register(register) => Some(Value::Register(register)),
-            Operand::Number(number) => Some(Value::Number(number)),
-            _ => None,
-        }
-    }
+    InsertBits32,
+    InsertBits64,
+    /// Of three numbers bit by bit; the fourth has the result for each combination.
+    Logic,
 }
 
 impl Value {
-    /// An immediate as so many bits; a negative one was read as 64.
-    fn cut(self, bits: u32) -> Value {
-        match self {
-            Value::Number(number) if bits < 64 => Value::Number(number & ((1 << bits) - 1)),
-            other => other,
-        }
-    }
-
     fn register(self) -> Option<u16> {
         if let Value::Register(register) = self { Some(register) } else { None }
     }
 }
 
 impl Kind {
+    /// Whether all lanes of a warp have to come here together.
+    pub(crate) fn is_of_warps(&self) -> bool {
+        matches!(self, Kind::Shuffle(_) | Kind::WarpBarrier { .. })
+    }
+
     /// The register that it computes from other registers, and those.
     pub(crate) fn computes(&self) -> Option<(u16, Vec<u16>)> {
         let (dst, values) = match *self {
+            Kind::Shuffle(Shuffle { dst, value, .. }) => (dst, vec![value]),
             Kind::One { dst, a, .. } => (dst, vec![a]),
             Kind::Two { dst, a, b, .. } => (dst, vec![a, b]),
             Kind::Three { dst, a, b, c, .. } => (dst, vec![a, b, c]),
@@ -412,51 +276,8 @@ impl Kind {
         match *self {
             Kind::Load { from, space: Space::Global, .. } => Some((from, Access::Load)),
             Kind::Load { from, space: Space::Constant, .. } => Some((from, Access::LoadConstant)),
-            Kind::Store { to, space: Space::Global, .. } | Kind::AtomicAdd { to, .. } => Some((to, Access::Store)),
+            Kind::Store { to, space: Space::Global, .. } | Kind::Atomic { to, .. } => Some((to, Access::Store)),
             _ => None,
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_immediate_has_the_bits_of_its_instruction() {
-        let negative = decode("and.b32", &[Operand::Register(0), Operand::Register(1), Operand::Number(-8i64 as u64)]);
-        assert!(matches!(negative, Some(Kind::Two { b: Value::Number(0xffff_fff8), .. })));
-    }
-
-    #[test]
-    fn vectors_are_as_many_operands_as_their_names_say() {
-        let memory = Operand::Memory(Address { base: 9, offset: 4 });
-        let with = |name: &str, registers: u16| {
-            let registers = (0..registers).map(Operand::Register);
-            let load: Vec<_> = registers.clone().chain([memory]).collect();
-            let store: Vec<_> = [memory].into_iter().chain(registers).collect();
-            (decode(&format!("ld.{name}"), &load), decode(&format!("st.{name}"), &store))
-        };
-        for (name, count) in [("global.u16", 1), ("global.v2.u32", 2), ("shared.v4.f32", 4), ("shared.u8", 1)] {
-            let (load, store) = with(name, count);
-            let space = if name.starts_with("shared") { Space::Shared } else { Space::Global };
-            assert!(matches!(load, Some(Kind::Load { count: n, space: s, .. }) if u16::from(n) == count && s == space));
-            assert!(
-                matches!(store, Some(Kind::Store { count: n, space: s, .. }) if u16::from(n) == count && s == space)
-            );
-            let (load, store) = with(name, count + 1);
-            assert!(load.is_none() && store.is_none(), "{name}");
-        }
-        let (load, store) = with("global.nc.v2.u32", 2);
-        assert!(matches!(load, Some(Kind::Load { space: Space::Constant, .. })) && store.is_none());
-        assert!(with("local.u32", 1).0.is_none() && with("global.v8.u32", 8).0.is_none());
-    }
-
-    #[test]
-    fn only_the_barrier_of_all_threads_is_known() {
-        assert!(matches!(decode("bar.sync", &[Operand::Number(0)]), Some(Kind::Barrier)));
-        assert!(decode("bar.sync", &[Operand::Number(1)]).is_none());
-        assert!(decode("bar.sync", &[Operand::Number(0), Operand::Number(64)]).is_none());
-        assert!(decode("bar.arrive", &[Operand::Number(0)]).is_none());
     }
 }

@@ -1,12 +1,14 @@
 //! Runs a function of a module on the memory that its parameters name: the blocks one after the other, and of a block the
-//! threads one after the other, each to its end or to the next barrier.
+//! threads one after the other, each to its end or to the next barrier. Where the lanes of a warp work together, each comes to
+//! the next instruction of the warp before any goes on.
 
 use crate::backing::Backing;
 use crate::code::Code;
 use crate::lane::Place;
 use crate::ptx::Function;
-use crate::ptx_op::{Address, Kind, Space, Special, Value, Width};
+use crate::ptx_op::{Address, Atomic, Kind, Shuffle, Space, Special, Value, Width};
 use crate::ptx_shared::{Fault, Memory};
+use crate::ptx_warp::{LANES, Turn, Uses, source};
 use crate::report::Rule;
 use std::sync::Arc;
 
@@ -54,48 +56,30 @@ impl Launch {
     /// Runs all threads, unless `stopped` says that nobody wants the result any more.
     pub(crate) fn run(&self, stopped: impl Fn() -> bool) -> Result<(), Broken> {
         let threads = (self.threads[0] * self.threads[1]) as usize;
+        let code = &self.function.code;
+        let of_warps = code.iter().any(|op| op.kind.is_of_warps());
         // Without a barrier no thread is left before its end, so all have the same registers in turn.
-        let waits = self.function.code.iter().any(|op| matches!(op.kind, Kind::Barrier));
-        let mut registers = vec![vec![RUBBISH; self.function.registers]; if waits { threads } else { 1 }];
-        let mut shared = Memory::new(&self.function.shared);
-        for block in 0..self.blocks {
-            shared.forget();
-            let mut states = vec![State::At(0, 0); threads];
-            while states.iter().any(|state| *state != State::Ended) {
+        let waits = of_warps || code.iter().any(|op| matches!(op.kind, Kind::Barrier));
+        let mut block = Block {
+            launch: self,
+            number: 0,
+            states: Vec::new(),
+            registers: vec![vec![RUBBISH; self.function.registers]; if waits { threads } else { 1 }],
+            shared: Memory::new(&self.function.shared),
+            uses: of_warps.then(Uses::default),
+            warp_barriers: 0,
+        };
+        for number in 0..self.blocks {
+            block.begin(number, threads);
+            while block.states.iter().any(|state| *state != State::Ended) {
                 if stopped() {
                     return Ok(());
                 }
-                self.to_barrier(block, &mut states, &mut registers, &mut shared)?;
-                shared.barrier();
+                block.to_barrier()?;
+                block.shared.barrier();
             }
         }
         Ok(())
-    }
-
-    /// Runs each thread of a block to its end or to the next barrier, which has to be the same for all.
-    fn to_barrier(
-        &self,
-        block: u32,
-        states: &mut [State],
-        registers: &mut [Vec<u64>],
-        shared: &mut Memory,
-    ) -> Result<(), Broken> {
-        let files = registers.len();
-        for (number, state) in states.iter_mut().enumerate() {
-            let registers = &mut registers[number % files];
-            if *state == State::At(0, 0) {
-                registers.fill(RUBBISH);
-            }
-            let number = number as u32;
-            let place = [number % self.threads[0], number / self.threads[0], block];
-            *state = Thread { launch: self, registers, shared, number, place }.run(*state)?;
-        }
-        let Some(other) = states.iter().position(|state| state.barrier() != states[0].barrier()) else {
-            return Ok(());
-        };
-        let name = &self.function.name;
-        let detail = format!("threads 0 and {other} of block {block} of {name} do not come to the same barrier");
-        Err(Broken { rule: Rule::Unordered, code: Code::LAUNCH_TIMEOUT, detail })
     }
 
     /// The memory behind an address that is read from: in what the launch was given, or in a table.
@@ -157,10 +141,125 @@ impl State {
     }
 }
 
+/// A block of threads that runs.
+struct Block<'a> {
+    launch: &'a Launch,
+    number: u32,
+    states: Vec<State>,
+    /// Of each thread, or of one for all.
+    registers: Vec<Vec<u64>>,
+    shared: Memory,
+    /// Who used which bytes of global memory, where lanes work together.
+    uses: Option<Uses>,
+    /// The barriers of warps that were passed in this launch, by any warp: more than none for each between two of a warp's uses.
+    warp_barriers: u32,
+}
+
+impl Block<'_> {
+    fn begin(&mut self, number: u32, threads: usize) {
+        self.number = number;
+        self.shared.forget();
+        self.states.clear();
+        self.states.resize(threads, State::At(0, 0));
+    }
+
+    /// Runs each thread to its end or to the next barrier of the block, which has to be the same for all.
+    fn to_barrier(&mut self) -> Result<(), Broken> {
+        for first in (0..self.states.len()).step_by(LANES) {
+            let end = self.states.len().min(first + LANES);
+            (first..end).try_for_each(|number| self.run(number))?;
+            while let Some(at) = self.meeting(first..end)? {
+                self.meet(at, first)?;
+                (first..end).try_for_each(|number| self.run(number))?;
+            }
+        }
+        let Some(other) = self.states.iter().position(|state| state.barrier() != self.states[0].barrier()) else {
+            return Ok(());
+        };
+        Err(self.apart(0, other, "barrier"))
+    }
+
+    /// Runs a thread to its end, or to the next instruction at which others are waited for.
+    fn run(&mut self, number: usize) -> Result<(), Broken> {
+        let state = self.states[number];
+        let file = number % self.registers.len();
+        let registers = &mut self.registers[file];
+        if state == State::At(0, 0) {
+            registers.fill(RUBBISH);
+        }
+        let threads = self.states.len() as u64;
+        let turn = Turn { thread: u64::from(self.number) * threads + number as u64, barriers: self.warp_barriers };
+        let across = self.launch.threads[0];
+        let number = number as u32;
+        let place = [number % across, number / across, self.number];
+        let (launch, shared, uses) = (self.launch, &mut self.shared, self.uses.as_mut());
+        self.states[number as usize] = Thread { launch, registers, shared, uses, turn, number, place }.run(state)?;
+        Ok(())
+    }
+
+    /// The instruction of the warp that its lanes have come to, all to the same one; none where they wait for the block, or ended.
+    fn meeting(&self, lanes: std::ops::Range<usize>) -> Result<Option<usize>, Broken> {
+        let waits = |state: State| {
+            let at = state.barrier().map(|at| at.wrapping_sub(1));
+            at.filter(|at| self.launch.function.code.get(*at).is_some_and(|op| op.kind.is_of_warps()))
+        };
+        let first = waits(self.states[lanes.start]);
+        let other = lanes.clone().find(|lane| waits(self.states[*lane]) != first);
+        match (first, other) {
+            (_, Some(other)) => Err(self.apart(lanes.start, other, "instruction of their warp")),
+            (Some(_), None) if lanes.len() < LANES => {
+                Err(self.apart(lanes.start, lanes.end, "instruction of their warp"))
+            }
+            (first, None) => Ok(first),
+        }
+    }
+
+    /// Does what the lanes of the warp have come together for.
+    fn meet(&mut self, at: usize, first: usize) -> Result<(), Broken> {
+        let value = |registers: &[u64], value: Value| match value {
+            Value::Register(register) => registers[usize::from(register)] as u32,
+            Value::Number(number) => number as u32,
+        };
+        let lanes = &mut self.registers[first..first + LANES];
+        let members = match self.launch.function.code[at].kind {
+            Kind::WarpBarrier { members } => {
+                self.warp_barriers += 1;
+                members
+            }
+            Kind::Shuffle(Shuffle { from, dst, found, value: given, by, limits, members }) => {
+                let given: Vec<u32> = lanes.iter().map(|registers| value(registers, given)).collect();
+                for (lane, registers) in lanes.iter_mut().enumerate() {
+                    let (other, is_there) = source(from, lane as u32, value(registers, by), value(registers, limits));
+                    registers[usize::from(dst)] = given[other as usize].into();
+                    if let Some(found) = found {
+                        registers[usize::from(found)] = is_there.into();
+                    }
+                }
+                members
+            }
+            _ => return Ok(()),
+        };
+        if lanes.iter().all(|registers| value(registers, members) == u32::MAX) {
+            return Ok(());
+        }
+        let detail = format!("a part of a warp of {} does without the others", self.launch.function.name);
+        Err(Broken { rule: Rule::Unordered, code: Code::LAUNCH_FAILED, detail })
+    }
+
+    /// What is wrong where two threads wait for each other at different instructions.
+    fn apart(&self, one: usize, other: usize, what: &str) -> Broken {
+        let (block, name) = (self.number, &self.launch.function.name);
+        let detail = format!("threads {one} and {other} of block {block} of {name} do not come to the same {what}");
+        Broken { rule: Rule::Unordered, code: Code::LAUNCH_TIMEOUT, detail }
+    }
+}
+
 struct Thread<'a> {
     launch: &'a Launch,
     registers: &'a mut [u64],
     shared: &'a mut Memory,
+    uses: Option<&'a mut Uses>,
+    turn: Turn,
     /// Its number in the block.
     number: u32,
     /// Its place across and down in the block, and the block's.
@@ -186,14 +285,7 @@ impl Thread<'_> {
                 Kind::Store { values, count, width, to, space } => {
                     self.store(&values[..usize::from(count)], width, to, space)?;
                 }
-                Kind::AtomicAdd { dst, value, to } => {
-                    let at = self.launch.writable(self.address(to), 8)?.cast::<u64>();
-                    // SAFETY: `writable` gives places inside of what the launch was given.
-                    let old = unsafe { at.read_unaligned() };
-                    // SAFETY: as above; threads run one after the other.
-                    unsafe { at.write_unaligned(old.wrapping_add(self.value(value))) };
-                    self.set(dst, old);
-                }
+                Kind::Atomic { op, dst, value, to } => self.change(op, dst, value, to)?,
                 Kind::Table { dst, table } => self.set(dst, self.launch.function.tables[table].address),
                 Kind::LoadParam { dst, param } => self.set(dst, self.launch.params[param]),
                 Kind::Special { dst, what } => {
@@ -213,7 +305,7 @@ impl Thread<'_> {
                     }
                     at = target;
                 }
-                Kind::Barrier => return Ok(State::At(at, loops)),
+                Kind::Barrier | Kind::WarpBarrier { .. } | Kind::Shuffle(_) => return Ok(State::At(at, loops)),
                 Kind::Return => break,
             }
         }
@@ -248,6 +340,9 @@ impl Thread<'_> {
             raw[..bytes].copy_from_slice(found);
         } else {
             let at = self.launch.readable(address, bytes as u64)?;
+            if space == Space::Global {
+                self.note(address, bytes as u64, false)?;
+            }
             // SAFETY: `readable` gives places inside of a table or of what the launch was given, for all of the vector; a
             // vector is four numbers of eight bytes at the most.
             unsafe { std::ptr::copy_nonoverlapping(at, raw.as_mut_ptr(), bytes) };
@@ -275,8 +370,46 @@ impl Thread<'_> {
             return Ok(());
         }
         let at = self.launch.writable(address, bytes as u64)?;
+        self.note(address, bytes as u64, true)?;
         // SAFETY: `writable` gives places inside of what the launch was given, for all of the vector.
         unsafe { std::ptr::copy_nonoverlapping(raw.as_ptr(), at, bytes) };
         Ok(())
+    }
+
+    /// Changes a number in memory; threads run one after the other.
+    fn change(&mut self, op: Atomic, dst: u16, value: Value, to: Address) -> Result<(), Broken> {
+        let (address, value) = (self.address(to), self.value(value));
+        let old = match op {
+            Atomic::Add64 => {
+                let at = self.launch.writable(address, 8)?.cast::<u64>();
+                // SAFETY: `writable` gives places inside of what the launch was given.
+                let old = unsafe { at.read_unaligned() };
+                // SAFETY: as above.
+                unsafe { at.write_unaligned(old.wrapping_add(value)) };
+                old
+            }
+            Atomic::Or32 => {
+                let at = self.launch.writable(address, 4)?.cast::<u32>();
+                // SAFETY: as above.
+                let old = unsafe { at.read_unaligned() };
+                // SAFETY: as above.
+                unsafe { at.write_unaligned(old | value as u32) };
+                old.into()
+            }
+        };
+        self.set(dst, old);
+        Ok(())
+    }
+
+    /// Notes a use of global memory, which may not race with another thread's.
+    fn note(&mut self, address: u64, bytes: u64, writes: bool) -> Result<(), Broken> {
+        let Some(uses) = self.uses.as_mut() else { return Ok(()) };
+        uses.note(self.turn, address, bytes, writes).map_err(|()| {
+            let (number, name) = (self.number, &self.launch.function.name);
+            let detail = format!(
+                "{bytes} bytes at {address:#x} that another thread uses, no order between, by thread {number} of {name}"
+            );
+            Broken { rule: Rule::Unordered, code: Code::LAUNCH_FAILED, detail }
+        })
     }
 }

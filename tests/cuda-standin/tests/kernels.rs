@@ -2,12 +2,11 @@
 
 mod common;
 
-use std::ffi::{CString, c_void};
-
+use common::kernel::{assert_only, function, load, refused, store, unload};
 use common::{Cuda, MIB};
-use cuda_standin::{Config, Driver, Rule, session};
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUfunction, CUmodule, CUresult, CUstream, CUstreamCaptureMode};
+use cuda_standin::{Config, Rule, session};
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 
 /// Stores `value` at `to`, once for each thread, and adds it to the 64 bits at `sum`.
 const STORE: &str = "
@@ -73,76 +72,6 @@ const LOOK_UP: &str = "
     ret;
 }
 ";
-
-/// Stores, for each thread, the numbers of four threads of its block from shared memory: of the four that are as far from the end
-/// as its own four are from the beginning.
-const TURN_ROUND: &str = "
-.version 6.0
-.target sm_70
-.address_size 64
-.visible .entry store(
-    .param .u64 to,
-    .param .u64 sum,
-    .param .u32 value
-)
-{
-    .reg .pred %p<2>;
-    .reg .b32 %r<8>;
-    .reg .b64 %rd<10>;
-    .shared .align 16 .b8 numbers[128];
-    ld.param.u64 %rd1, [to];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r6, %ctaid.x;
-    add.s32 %r7, %r1, %r6;
-    mov.u64 %rd2, numbers;
-    mul.wide.u32 %rd3, %r1, 4;
-    add.s64 %rd4, %rd2, %rd3;
-    setp.eq.s32 %p1, %r1, 7;
-    st.shared.u32 [%rd4], %r7;
-    bar.sync 0;
-    shl.b64 %rd5, %rd3, 2;
-    and.b64 %rd5, %rd5, 112;
-    sub.s64 %rd6, %rd2, %rd5;
-    ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%rd6+112];
-    mul.wide.u32 %rd7, %r6, 512;
-    mul.wide.u32 %rd8, %r1, 16;
-    add.s64 %rd7, %rd7, %rd8;
-    add.s64 %rd9, %rd1, %rd7;
-    st.global.v4.u32 [%rd9], {%r2, %r3, %r4, %r5};
-    ret;
-}
-";
-
-fn load(text: &str) -> Result<CUmodule, DriverError> {
-    let text = CString::new(text).unwrap();
-    // SAFETY: a text with its closing zero.
-    unsafe { result::module::load_data(text.as_ptr().cast::<c_void>()) }
-}
-
-fn function(module: CUmodule) -> CUfunction {
-    // SAFETY: handles are checked by the stand-in.
-    unsafe { result::module::get_function(module, c"store".to_owned()) }.unwrap()
-}
-
-fn unload(module: CUmodule) {
-    // SAFETY: handles are checked by the stand-in.
-    unsafe { result::module::unload(module) }.unwrap();
-}
-
-/// Launches blocks of 32 threads.
-fn store(function: CUfunction, blocks: u32, to: u64, sum: u64, stream: CUstream) -> Result<(), DriverError> {
-    let (mut to, mut sum, mut value) = (to, sum, 5u32);
-    let mut arguments: [*mut c_void; 3] = [(&raw mut to).cast(), (&raw mut sum).cast(), (&raw mut value).cast()];
-    // SAFETY: the arguments are those of the function.
-    unsafe { result::launch_kernel(function, (blocks, 1, 1), (32, 1, 1), 0, stream, &mut arguments) }
-}
-
-#[track_caller]
-fn assert_only(driver: &Driver, rule: Rule, call: &str) {
-    let report = driver.report();
-    assert!(report.violations.iter().any(|v| v.rule == rule && v.call == call), "no {} in:\n{report}", rule.name());
-    assert!(report.violations.iter().all(|v| v.rule == rule), "more than {}:\n{report}", rule.name());
-}
 
 #[test]
 fn a_function_runs_in_the_order_of_its_stream() {
@@ -256,68 +185,6 @@ fn a_function_that_misses_its_table_breaks_the_device() {
     }
 }
 
-/// What two blocks of a function store, 512 bytes each.
-fn stored(cuda: &Cuda, text: &str) -> Result<Vec<u32>, CUresult> {
-    let (stream, to, sum, back) = (cuda.stream(), cuda.alloc(1024), cuda.alloc(8), cuda.pin(&[0; 1024]));
-    let module = load(text).unwrap();
-    store(function(module), 2, to, sum, stream).unwrap();
-    // SAFETY: the stream is alive.
-    unsafe { result::stream::synchronize(stream) }.map_err(|error| error.0)?;
-    cuda.download(back, to, 1024, stream);
-    cuda.synchronize(stream);
-    let got = cuda.host(back, 1024).chunks(4).map(|raw| u32::from_le_bytes(raw.try_into().unwrap())).collect();
-    unload(module);
-    cuda.free(to);
-    cuda.free(sum);
-    cuda.unpin(back);
-    cuda.destroy(stream);
-    Ok(got)
-}
-
-#[test]
-fn threads_of_a_block_share_memory_from_one_barrier_to_the_next() {
-    let standin = session(&Config::with_devices(&[64 * MIB]));
-    let cuda = Cuda::open(0);
-    let got = stored(&cuda, TURN_ROUND).unwrap();
-    for (at, number) in got.into_iter().enumerate() {
-        let (block, thread, place) = (at / 128, at % 128 / 4, at % 4);
-        assert_eq!(number as usize, (28 - thread % 8 * 4) + place + block, "thread {thread} of block {block}");
-    }
-    cuda.close();
-    standin.report().assert_clean();
-}
-
-#[test]
-fn shared_memory_that_is_misused_breaks_the_device() {
-    let order = (Rule::Unordered, CUresult::CUDA_ERROR_LAUNCH_FAILED);
-    for (from, to, (rule, code)) in [
-        // No barrier between the writers and the readers; and none before what is read is written again.
-        ("bar.sync 0;", "", order),
-        ("shl.b64 %rd5", "st.shared.u32 [%rd4+0], %r1; shl.b64 %rd5", order),
-        // Two threads write the same bytes.
-        ("add.s64 %rd4, %rd2, %rd3;", "and.b64 %rd4, %rd3, 64; add.s64 %rd4, %rd2, %rd4;", order),
-        // Nobody wrote what thread 7 has.
-        ("st.shared.u32", "@!%p1 st.shared.u32", order),
-        // Thread 7 ends, or waits elsewhere, while the others wait.
-        ("bar.sync 0;", "@%p1 ret; bar.sync 0;", (Rule::Unordered, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT)),
-        ("bar.sync 0;", "@%p1 bar.sync 0; bar.sync 0;", (Rule::Unordered, CUresult::CUDA_ERROR_LAUNCH_TIMEOUT)),
-        ("[%rd6+112]", "[%rd6+128]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS)),
-        ("[%rd6+112]", "[%rd6+108]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_MISALIGNED_ADDRESS)),
-        ("[%rd9]", "[%rd9+4]", (Rule::OutOfBounds, CUresult::CUDA_ERROR_MISALIGNED_ADDRESS)),
-        (
-            "add.s64 %rd9, %rd1, %rd7",
-            "add.s64 %rd9, %rd1, 1020",
-            (Rule::OutOfBounds, CUresult::CUDA_ERROR_ILLEGAL_ADDRESS),
-        ),
-    ] {
-        assert!(TURN_ROUND.contains(from), "{from}");
-        let standin = session(&Config::with_devices(&[64 * MIB]));
-        let text = TURN_ROUND.replacen(from, to, 1);
-        assert_eq!(stored(&Cuda::open(0), &text).unwrap_err(), code, "{to}");
-        assert_only(&standin, rule, "cuLaunchKernel");
-    }
-}
-
 #[test]
 fn modules_that_are_gone_in_use_or_left() {
     let standin = session(&Config::with_devices(&[64 * MIB]).late_micros(10_000_000));
@@ -337,36 +204,16 @@ fn modules_that_are_gone_in_use_or_left() {
 
 #[test]
 fn texts_that_a_driver_does_not_take() {
-    let refused = |config: Config, text: &str| {
-        let standin = session(&config);
-        let cuda = Cuda::open(0);
-        let code = load(text).unwrap_err().0;
-        cuda.close();
-        standin.report().assert_clean();
-        code
-    };
     let machine = || Config::with_devices(&[64 * MIB]);
     let newer = STORE.replace("6.0", "8.8");
-    assert_eq!(refused(machine(), &newer), CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
-    assert_eq!(refused(machine(), &STORE.replace("sm_70", "sm_90")), CUresult::CUDA_ERROR_INVALID_PTX);
-    assert_eq!(refused(machine(), &STORE.replace("shl.b32", "shf.b32")), CUresult::CUDA_ERROR_INVALID_PTX);
+    assert_eq!(refused(&machine(), &newer), CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
+    assert_eq!(refused(&machine(), &STORE.replace("sm_70", "sm_90")), CUresult::CUDA_ERROR_INVALID_PTX);
+    assert_eq!(refused(&machine(), &STORE.replace("shl.b32", "shf.b32")), CUresult::CUDA_ERROR_INVALID_PTX);
     assert_eq!(
-        refused(machine(), &STORE.replace("%rd3, %rd1, %rd2", "%rd3, %rd2, %rd2")),
+        refused(&machine(), &STORE.replace("%rd3, %rd1, %rd2", "%rd3, %rd2, %rd2")),
         CUresult::CUDA_ERROR_INVALID_PTX
     );
-    assert_eq!(refused(Config { refuse_ptx: true, ..machine() }, STORE), CUresult::CUDA_ERROR_INVALID_PTX);
-    for (from, to) in [
-        // Shared memory of other types, twice, or used like global memory; other barriers; addresses of nothing.
-        (".align 16 .b8", ".align 16 .b32"),
-        (".shared .align", ".shared .align 16 .b8 numbers[4]; .shared .align"),
-        ("ld.shared", "ld.global"),
-        ("bar.sync 0", "bar.sync 1"),
-        ("bar.sync 0", "bar.red.popc.u32 %r2, 0, %p1"),
-        ("%rd2, numbers", "%rd2, others"),
-    ] {
-        assert!(TURN_ROUND.contains(from), "{from}");
-        assert_eq!(refused(machine(), &TURN_ROUND.replacen(from, to, 1)), CUresult::CUDA_ERROR_INVALID_PTX, "{to}");
-    }
+    assert_eq!(refused(&Config { refuse_ptx: true, ..machine() }, STORE), CUresult::CUDA_ERROR_INVALID_PTX);
     for (from, to) in [
         // Tables of other types and of other lengths, that are not there, or twice, and sums in the place of an address.
         (".align 2 .b8", ".align 2 .u16"),
@@ -379,7 +226,7 @@ fn texts_that_a_driver_does_not_take() {
         ("add.s64 %rd7, %rd6, %rd5", "add.s64 %rd7, %rd2, %rd5"),
     ] {
         assert!(LOOK_UP.contains(from), "{from}");
-        assert_eq!(refused(machine(), &LOOK_UP.replacen(from, to, 1)), CUresult::CUDA_ERROR_INVALID_PTX, "{to}");
+        assert_eq!(refused(&machine(), &LOOK_UP.replacen(from, to, 1)), CUresult::CUDA_ERROR_INVALID_PTX, "{to}");
     }
 }
 

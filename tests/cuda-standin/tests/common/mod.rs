@@ -1,6 +1,8 @@
 //! A thin hand on cudarc's raw calls, for programs that keep the rules and for ones that do not.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub(crate) mod kernel;
+
 use std::ffi::c_void;
 
 use cudarc::driver::result;

@@ -1,0 +1,163 @@
+//! The weights of the lossless code, decoded on the device.
+
+use std::any::Any;
+use std::ffi::{CStr, c_void};
+use std::sync::Arc;
+
+use super::calls::FunctionHandle;
+use super::device::CudaDevice;
+use super::memory::DeviceMemory;
+use super::module::{Module, launch};
+use super::stream::CudaStream;
+use crate::backend::{Buf, Decompress, DecompressFlight, Event, Stream, Undecoded};
+use crate::dtype::DType;
+use crate::error::{Error, Mismatch, Result};
+use crate::lossless::{BLOCK_WEIGHTS, CODE_ALIGN};
+
+/// The PTX that `scripts/kernels/regenerate` generates from `kernels/lossless.cu`.
+const TEXT: &str = include_str!("kernels/lossless.ptx");
+
+/// The functions; types whose weights have the same fields share one.
+const FUNCTIONS: [&CStr; 5] = [c"lossless_bf16", c"lossless_f16", c"lossless_f32", c"lossless_e4m3", c"lossless_e5m2"];
+
+/// The threads of a block: eight warps, each of which decodes a block of weights.
+const BLOCK: [u32; 2] = [32, WARPS];
+const WARPS: u32 = 8;
+
+/// What is refused while a stream is captured.
+const OPERATION: &str = "decompression";
+
+/// Whether there is a kernel for this type that the driver takes; otherwise why not. Nothing is loaded while `stream` accepts no
+/// work, which the work itself will be told.
+pub(super) fn covers(device: &CudaDevice, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+    let id = device.context().id();
+    if index(dtype).is_none() {
+        return Err(format!("{id} has no kernel that decodes {dtype}"));
+    }
+    let stream = own(device, stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
+    if stream.check_accepts(OPERATION).is_err() {
+        return Ok(());
+    }
+    module(device).map(drop)
+}
+
+/// The stream, if it is one of the device.
+fn own<'s>(device: &CudaDevice, stream: &'s dyn Stream) -> Option<&'s CudaStream> {
+    let id = device.context().id();
+    (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id)
+}
+
+fn index(dtype: DType) -> Option<usize> {
+    match dtype {
+        DType::BF16 => Some(0),
+        DType::F16 => Some(1),
+        DType::F32 => Some(2),
+        DType::F8E4M3 | DType::F8E4M3Fnuz => Some(3),
+        DType::F8E5M2 | DType::F8E5M2Fnuz => Some(4),
+        _ => None,
+    }
+}
+
+fn module(device: &CudaDevice) -> Result<&Module, String> {
+    let context = device.context();
+    context.kernels().lossless.get(context, TEXT, FUNCTIONS.into_iter())
+}
+
+/// Queues the kernel.
+pub(super) fn queue(
+    device: &CudaDevice,
+    stream: &dyn Stream,
+    work: Decompress,
+) -> Result<DecompressFlight, Box<Undecoded>> {
+    match launched(device, stream, &work) {
+        Ok(done) => Ok(work.launched_in_order(done)),
+        Err((error, under_way)) => Err(work.refused(error, under_way)),
+    }
+}
+
+/// The event after the kernel; or the error, with the event after what may be under way.
+fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Result<Event, (Error, Option<Event>)> {
+    let (stream, mut launching) = prepared(device, stream, work).map_err(|error| (error, None))?;
+    let memory = [work.source().block(), work.dst().block(), work.verdict().block()].map(Arc::clone).to_vec();
+    stream.run(OPERATION, &work.waits(), memory, |handle| {
+        let Launching { function, addresses: [code, weights, verdict], sum, numbers: [units, blocks, last, coded] } =
+            &mut launching;
+        if *blocks == 0 {
+            return Ok(());
+        }
+        let wide = [code, weights, verdict, sum].map(|wide| (&raw mut *wide).cast::<c_void>());
+        let narrow = [units, &mut *blocks, last, coded].map(|narrow| (&raw mut *narrow).cast::<c_void>());
+        let mut arguments = [[wide[0], wide[1], wide[2], wide[3]], narrow].concat();
+        let groups = blocks.div_ceil(WARPS);
+        // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of it,
+        // and writes the weights and the verdict alone, which are inside of their buffers. Their memory is kept until the event
+        // after it.
+        unsafe { launch(device.context(), *function, (groups, BLOCK), handle, &mut arguments) }
+    })
+}
+
+/// A launch, without its stream.
+struct Launching {
+    function: FunctionHandle,
+    /// Of the code, for the weights, and of the verdict.
+    addresses: [u64; 3],
+    /// The sum of all blocks.
+    sum: u64,
+    /// The bytes of the code by 16, the blocks, the weights of the last one, and whether they are coded.
+    numbers: [u32; 4],
+}
+
+/// Checks everything that can be checked before anything is queued.
+fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) -> Result<(&'s CudaStream, Launching)> {
+    let id = device.context().id();
+    let info = work.info();
+    let (Some(index), Some(stream)) = (index(info.dtype), own(device, stream)) else {
+        return Err(Error::invalid(format!("{} is not decoded on {id}, or not on this stream", info.dtype)));
+    };
+    stream.check_accepts(OPERATION)?;
+    let module = module(device).map_err(|why| Error::invalid(format!("{id} does not decompress: {why}")))?;
+    let function = module.function(index).ok_or_else(|| Error::bug("a function that was not loaded"))?;
+    let code = address_of(device, work.source())? + work.offset() as u64;
+    let size = info.dtype.element_bytes().unwrap_or(1);
+    let bytes = info.decoded_bytes as usize;
+    // A buffer of no bytes has no address.
+    let weights = if bytes == 0 { 0 } else { device.address_in(WEIGHTS, work.dst(), work.at(), bytes, size)? };
+    let verdict = device.address_in(VERDICT, work.verdict(), work.place(), Decompress::VERDICT, Decompress::VERDICT)?;
+    let too_many = || Error::invalid(format!("{} weights are too many for one launch", info.count));
+    let narrow = |number: u64| u32::try_from(number).map_err(|_| too_many());
+    let blocks = info.blocks();
+    let last = info.count - blocks.saturating_sub(1) * BLOCK_WEIGHTS as u64;
+    let numbers = [narrow(info.bytes / CODE_ALIGN as u64)?, narrow(blocks)?, narrow(last)?, info.in_blocks.into()];
+    Ok((stream, Launching { function, addresses: [code, weights, verdict], sum: info.sum, numbers }))
+}
+
+/// What the buffers are called.
+const WEIGHTS: &str = "the memory for the weights of a code";
+const VERDICT: &str = "the memory for the verdict on a code";
+
+/// The address of a buffer in this device's memory.
+fn address_of(device: &CudaDevice, buffer: &Buf) -> Result<u64> {
+    let id = device.context().id();
+    let memory = buffer.block().downcast::<DeviceMemory>();
+    let own = memory.is_some_and(|memory| memory.context().id() == id);
+    let mismatch =
+        || Mismatch::Memory { what: "what is to be decompressed".to_owned(), memory: buffer.device(), device: id };
+    Ok(buffer.address().filter(|_| own).ok_or_else(mismatch)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::kernels::tests::assert_made_of;
+    use super::*;
+    use crate::lossless::compressed_bound;
+
+    #[test]
+    fn the_text_is_made_of_the_source() {
+        assert_made_of(TEXT, &[include_bytes!("kernels/lossless.cu")], FUNCTIONS.into_iter());
+    }
+
+    #[test]
+    fn all_types_that_are_coded_have_a_function() {
+        assert!(DType::all().all(|dtype| compressed_bound(dtype, 1).is_some() == index(dtype).is_some()));
+    }
+}

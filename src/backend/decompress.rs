@@ -1,0 +1,238 @@
+//! The weights of a tensor from its lossless code, from one buffer of a device into another.
+
+use std::collections::HashSet;
+
+use super::{Buf, BufMut, Event, Flight};
+use crate::dtype::DType;
+use crate::error::{Error, Measured, Result};
+use crate::lossless::{CODE_ALIGN, Info};
+
+/// The code of a tensor, the memory for its weights, and the memory for a verdict on the code. All three are inside of their
+/// buffers.
+///
+/// A verdict is [`VERDICT`](Decompress::VERDICT) bytes, zero before the first code. Several codes may share one: once all are
+/// decoded it [is sound](Decompress::is_sound) if all of them were. Until that is known, the weights are not to be used.
+#[derive(Debug)]
+pub struct Decompress {
+    src: Buf,
+    offset: usize,
+    info: Info,
+    dst: BufMut,
+    at: usize,
+    verdict: BufMut,
+    place: usize,
+}
+
+/// The weights of a code in flight, with their buffer and that of the verdict.
+#[derive(Debug)]
+pub struct DecompressFlight {
+    /// The buffer for the weights.
+    pub weights: Flight,
+    /// The buffer of the verdict, for the next code or for reading it.
+    pub verdict: Flight,
+}
+
+/// A code that was not decoded: why, and both buffers.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+#[non_exhaustive]
+pub struct Undecoded {
+    /// The reason.
+    #[source]
+    pub error: Error,
+    /// The buffer for the weights.
+    pub dst: BufMut,
+    /// The buffer of the verdict.
+    pub verdict: BufMut,
+}
+
+impl From<Box<Undecoded>> for Error {
+    fn from(undecoded: Box<Undecoded>) -> Error {
+        undecoded.error
+    }
+}
+
+impl Decompress {
+    /// The bytes of a verdict, little-endian: a u64 for the sum of all blocks less those of the codes' headers, and a u32 that is
+    /// not zero if a block is damaged; then four that stay as they are.
+    pub const VERDICT: usize = 16;
+
+    /// The code at byte `offset` of `src`, which begins at a multiple of 16 bytes; the weights from byte `at` of `dst` on, which
+    /// is aligned to them; the verdict at byte `place` of `verdict`, a multiple of 16 too. `info` is that of the code, whose
+    /// header and index [were checked](crate::lossless::Code::open); the blocks need not be.
+    ///
+    /// # Errors
+    /// [`Undecoded`] with [`Error::Invalid`] for what is not aligned and for an info that no code has; with
+    /// [`Error::WrongSize`] when the code exceeds `src`, the weights `dst`, or the verdict its buffer.
+    pub fn new(
+        (src, offset): (Buf, usize),
+        info: Info,
+        (dst, at): (BufMut, usize),
+        (verdict, place): (BufMut, usize),
+    ) -> Result<Decompress, Box<Undecoded>> {
+        match Decompress::check((&src, offset), &info, (&dst, at), (&verdict, place)) {
+            Ok(()) => Ok(Decompress { src, offset, info, dst, at, verdict, place }),
+            Err(error) => Err(Box::new(Undecoded { error, dst, verdict })),
+        }
+    }
+
+    fn check(
+        (src, offset): (&Buf, usize),
+        info: &Info,
+        (dst, at): (&BufMut, usize),
+        (verdict, place): (&BufMut, usize),
+    ) -> Result<()> {
+        let fits = |what, at: usize, needed: u64, given: usize| {
+            let needed = needed.saturating_add(at as u64);
+            if needed <= given as u64 { Ok(()) } else { Err(Error::WrongSize { what, needed, given: given as u64 }) }
+        };
+        fits(Measured::Source, offset, info.bytes, src.bytes())?;
+        fits(Measured::Destination, at, info.decoded_bytes, dst.bytes())?;
+        fits(Measured::Verdict, place, Self::VERDICT as u64, verdict.bytes())?;
+        if !info.is_consistent() {
+            return Err(Error::invalid(format!("no code of {} weights has {} bytes", info.count, info.bytes)));
+        }
+        let size = info.dtype.element_bytes().unwrap_or(1);
+        // Memory without an address is aligned as all allocations are.
+        let begins = [
+            ("the code", src.address().unwrap_or(src.start() as u64), offset, CODE_ALIGN),
+            ("the weights", dst.address().unwrap_or(dst.start() as u64), at, size),
+            ("the verdict", verdict.address().unwrap_or(verdict.start() as u64), place, Self::VERDICT),
+        ];
+        match begins.into_iter().find(|(_, begin, at, align)| !(begin + *at as u64).is_multiple_of(*align as u64)) {
+            Some((what, _, at, align)) => {
+                Err(Error::invalid(format!("{what} at byte {at} of a buffer is not aligned to {align} bytes")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Whether all codes of a verdict were sound, by its bytes.
+    pub fn is_sound(verdict: &[u8; Self::VERDICT]) -> bool {
+        *verdict == [0; Self::VERDICT]
+    }
+
+    /// The element type of the weights.
+    pub fn dtype(&self) -> DType {
+        self.info.dtype
+    }
+
+    /// What the code's header says.
+    pub fn info(&self) -> &Info {
+        &self.info
+    }
+
+    /// The buffer of the code.
+    pub fn source(&self) -> &Buf {
+        &self.src
+    }
+
+    /// The byte of the source at which the code begins.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The buffer for the weights.
+    pub fn dst(&self) -> &BufMut {
+        &self.dst
+    }
+
+    /// The byte of the destination at which the weights begin.
+    pub fn at(&self) -> usize {
+        self.at
+    }
+
+    /// The buffer of the verdict.
+    pub fn verdict(&self) -> &BufMut {
+        &self.verdict
+    }
+
+    /// The byte of its buffer at which the verdict begins.
+    pub fn place(&self) -> usize {
+        self.place
+    }
+
+    /// The events that the work must wait for: those of the code's arrival, and of the last uses of the other two, each once.
+    pub fn waits(&self) -> Vec<Event> {
+        let mut known = HashSet::new();
+        let uses = self.dst.uses().into_iter().chain(self.verdict.uses());
+        uses.chain(self.src.filled_by().iter().cloned()).filter(|event| known.insert(event.key())).collect()
+    }
+
+    /// Turns the work into a flight, once it is queued and `done` completes after it. All three buffers carry this event then.
+    pub fn launched(self, done: Event) -> DecompressFlight {
+        self.src.used_until(done.clone());
+        DecompressFlight { weights: Flight::of(self.dst, done.clone()), verdict: Flight::of(self.verdict, done) }
+    }
+
+    /// As [`launched`](Decompress::launched), for a stream whose event completes after all events that the work
+    /// [waits](Decompress::waits) for, and fails if they fail: it replaces the other events of both buffers.
+    pub(super) fn launched_in_order(self, done: Event) -> DecompressFlight {
+        self.src.used_until(done.clone());
+        let (weights, verdict) = (Flight::in_order(self.dst, done.clone()), Flight::in_order(self.verdict, done));
+        DecompressFlight { weights, verdict }
+    }
+
+    /// Gives the buffers back, if queueing the work failed and some of it may be under way until an event.
+    #[cfg(feature = "cuda")]
+    pub(super) fn refused(mut self, error: Error, under_way: Option<Event>) -> Box<Undecoded> {
+        if let Some(event) = under_way {
+            self.src.used_until(event.clone());
+            self.dst.after(event.clone());
+            self.verdict.after(event);
+        }
+        self.rejected(error)
+    }
+
+    /// Gives the buffers back, if the work was not queued.
+    pub fn rejected(self, error: Error) -> Box<Undecoded> {
+        Box::new(Undecoded { error, dst: self.dst, verdict: self.verdict })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Backend, Host, MemoryKind};
+    use crate::device::DeviceId;
+    use crate::lossless::compress;
+
+    #[test]
+    fn what_does_not_fit_is_refused_and_the_buffers_come_back() {
+        let host = Host::new().open(DeviceId::CPU).unwrap();
+        let buffer = |bytes| host.alloc(bytes, MemoryKind::Whole).unwrap();
+        let code = compress(DType::BF16, &[7; 20_000]).unwrap();
+        let info = Info::read(&code).unwrap();
+        let bytes = code.len();
+        let work = |info, offset, at, place| {
+            let (src, dst, verdict) = (buffer(bytes + 16), buffer(20_002), buffer(32));
+            Decompress::new((src.freeze(), offset), info, (dst, at), (verdict, place))
+        };
+        let fits = work(info, 16, 2, 16).unwrap();
+        assert_eq!((fits.dtype(), fits.offset(), fits.at(), fits.place()), (DType::BF16, 16, 2, 16));
+        let changed = |change: fn(&mut Info)| {
+            let mut info = info;
+            change(&mut info);
+            info
+        };
+        for (refused, wanted) in [
+            (work(info, 32, 2, 16), format!("reads up to byte {} of a buffer of {}", bytes + 32, bytes + 16)),
+            (work(info, 16, 4, 16), "writes up to byte 20004 of a buffer of 20002".to_owned()),
+            (work(info, 16, 2, 32), "a verdict up to byte 48 of a buffer of 32".to_owned()),
+            (work(info, usize::MAX, 2, 16), "reads up to byte".to_owned()),
+            (work(info, 8, 2, 16), "the code at byte 8".to_owned()),
+            (work(info, 16, 1, 16), "the weights at byte 1 of a buffer is not aligned to 2".to_owned()),
+            (work(info, 16, 2, 8), "the verdict at byte 8".to_owned()),
+            (work(changed(|info| info.bytes = 64), 0, 0, 0), "no code of 10000 weights has 64 bytes".to_owned()),
+            (work(changed(|info| info.bytes -= 1), 0, 0, 0), "no code of 10000 weights".to_owned()),
+            (work(changed(|info| info.in_blocks = false), 0, 0, 0), "no code of 10000 weights".to_owned()),
+            (work(changed(|info| info.decoded_bytes = 4), 0, 0, 0), "no code of 10000 weights".to_owned()),
+            (work(changed(|info| info.dtype = DType::U8), 0, 0, 0), "no code of 10000 weights".to_owned()),
+            (work(changed(|info| info.count = u64::MAX), 0, 0, 0), "no code of".to_owned()),
+        ] {
+            let refused = refused.unwrap_err();
+            assert!(refused.error.to_string().contains(&wanted), "{}", refused.error);
+            assert_eq!((refused.dst.bytes(), refused.verdict.bytes()), (20_002, 32));
+        }
+    }
+}
