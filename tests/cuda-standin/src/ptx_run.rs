@@ -75,7 +75,7 @@ impl Launch {
                 if stopped() {
                     return Ok(());
                 }
-                block.to_barrier()?;
+                block.advance()?;
                 block.shared.barrier();
             }
         }
@@ -164,7 +164,7 @@ impl Block<'_> {
     }
 
     /// Runs each thread to its end or to the next barrier of the block, which has to be the same for all.
-    fn to_barrier(&mut self) -> Result<(), Broken> {
+    fn advance(&mut self) -> Result<(), Broken> {
         for first in (0..self.states.len()).step_by(LANES) {
             let end = self.states.len().min(first + LANES);
             (first..end).try_for_each(|number| self.run(number))?;
