@@ -121,13 +121,16 @@ pub fn compressed_bound(dtype: DType, count: usize) -> Option<usize> {
     bytes.checked_next_multiple_of(block::ALIGN)?.checked_add(index)
 }
 
-/// The fewest bytes that the code of a tensor takes: what its header and its index have, and the headers of its blocks. A code that
-/// is said to be of more weights than it has bytes for is none.
+/// The fewest bytes that the code of a tensor takes: what its header and its index have, and the headers of its blocks, or the weights
+/// of a tensor that stays as it was. A code that is said to be of more weights than it has bytes for is none.
 pub fn compressed_least(count: u64) -> u64 {
     let blocks = count.div_ceil(BLOCK as u64);
-    let index = blocks.saturating_add(u64::from(blocks > 0)).saturating_mul(4).div_ceil(block::ALIGN as u64);
-    let headers = blocks.saturating_mul(block::HEADER as u64);
-    (header::HEADER as u64).saturating_add(index.saturating_mul(block::ALIGN as u64)).saturating_add(headers)
+    let padded = |bytes: u64| bytes.div_ceil(block::ALIGN as u64).saturating_mul(block::ALIGN as u64);
+    let in_blocks = padded(blocks.saturating_add(1).saturating_mul(4));
+    let in_blocks = in_blocks.saturating_add(blocks.saturating_mul(block::HEADER as u64));
+    // A weight has a byte at least.
+    let plain = padded(blocks.saturating_mul(8)).saturating_add(padded(count));
+    (header::HEADER as u64).saturating_add(in_blocks.min(plain))
 }
 
 /// Whether one code holds as many weights: the places of their blocks are numbers of 32 bits.
