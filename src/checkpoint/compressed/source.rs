@@ -192,9 +192,14 @@ impl Source for CompressedSource {
         if !plain.is_empty() {
             self.file.read_parts(&mut plain)?;
         }
-        let mut needed = Vec::with_capacity(jobs.len());
+        let (mut needed, mut last) = (Vec::with_capacity(jobs.len()), None);
         for job in jobs {
-            let head = self.head(job.span, job.code)?;
+            // To open one takes as long as its index is.
+            let head = match last {
+                Some((span, head)) if std::ptr::eq(span, job.span) => head,
+                _ => self.head(job.span, job.code)?,
+            };
+            last = Some((job.span, head));
             let code = head.bytes_of(&job.weights).map_err(|fault| self.fault(fault.into()))?;
             needed.push(Needed { job, head, code });
         }
