@@ -61,8 +61,7 @@ impl fmt::Display for CompressedReport {
 /// let folder = tempfile::tempdir().unwrap();
 /// let path = folder.path().join("ramp.safetensors");
 /// let tensors = [TensorSpec::new("ramp", DType::BF16, [512, 128])];
-/// // As a bf16, an f32 is its upper half.
-/// let ramp: Vec<u8> = (0u16..1 << 15).chain(0..1 << 15).flat_map(|n| ((n as f32 / 4e4).to_bits() >> 16) as u16).flat_map(u16::to_le_bytes).collect();
+/// let ramp: Vec<u8> = (0..1u32 << 16).flat_map(|n| half::bf16::from_f32(n as f32 / 65e3).to_le_bytes()).collect();
 /// let report = write_compressed(&path, &tensors, &BTreeMap::new(), |_, out| out.put(&ramp))?;
 /// assert!(report.to * 10 < report.from * 7);
 ///
