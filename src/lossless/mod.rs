@@ -65,6 +65,7 @@
 mod block;
 mod code;
 mod decode;
+pub mod dfloat11;
 mod encode;
 mod fault;
 mod fields;

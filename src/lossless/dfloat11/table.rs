@@ -1,0 +1,191 @@
+//! The codes of a group as a table, with which several are decoded at a time.
+
+use super::super::CodeFault;
+use super::header;
+
+/// Entries of a row.
+const ROW: usize = 256;
+
+/// Entries from here on are numbers of tables.
+const MARKS: u8 = 240;
+
+/// The most bytes of a code.
+const DEPTH: usize = 4;
+
+/// The bits that are looked up at a time.
+const BITS: u32 = 12;
+
+/// The most exponents that are found at a time.
+const MOST: usize = 6;
+
+/// Lookups in a word of 64 bits, of which 57 are sure to be there.
+const LOOKUPS: usize = 4;
+
+/// What has to follow the exponents in the memory for them.
+pub(super) const SLACK: usize = 8;
+
+/// A code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Code {
+    /// Its bits, from the highest down.
+    bits: u32,
+    length: u8,
+    exponent: u8,
+}
+
+impl Code {
+    fn begins(&self, next: u32) -> bool {
+        (self.bits ^ next) >> (32 - u32::from(self.length)) == 0
+    }
+}
+
+/// What the next bits stand for: up to six exponents in the lowest bytes, then their number, and the bits of their codes. All zero if
+/// the first code is longer than [`BITS`], or there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Entry(u64);
+
+impl Entry {
+    fn of(codes: &[Code]) -> Entry {
+        let exponents = codes.iter().rev().fold(0, |exponents, code| exponents << 8 | u64::from(code.exponent));
+        let bits: u64 = codes.iter().map(|code| u64::from(code.length)).sum();
+        Entry(bits << 56 | (codes.len() as u64) << 48 | exponents)
+    }
+
+    fn count(self) -> usize {
+        (self.0 >> 48 & 0xff) as usize
+    }
+
+    fn bits(self) -> u32 {
+        (self.0 >> 56) as u32
+    }
+}
+
+pub(super) struct Table {
+    entries: Box<[Entry; 1 << BITS]>,
+    /// In order of their bits.
+    codes: Vec<Code>,
+    /// The bits of each exponent's code.
+    lengths: [u8; ROW],
+}
+
+impl Table {
+    pub(super) fn new(luts: &[u8]) -> Result<Table, CodeFault> {
+        let (codes, lengths) = codes(luts)?;
+        let mut entries = vec![Entry::default(); 1 << BITS];
+        for (index, entry) in entries.iter_mut().enumerate() {
+            let (mut found, mut used) = (Vec::with_capacity(MOST), 0);
+            while found.len() < MOST
+                && let Some(code) = find(&codes, (index as u32) << (32 - BITS) << used)
+                && used + u32::from(code.length) <= BITS
+            {
+                used += u32::from(code.length);
+                found.push(code);
+            }
+            *entry = Entry::of(&found);
+        }
+        let entries = entries.try_into().map_err(|_| header("its table has another length"))?;
+        Ok(Table { entries, codes, lengths })
+    }
+
+    /// Decodes as many exponents as there is room for before the [slack](SLACK), from a bit of `bytes` on. Returns the bit at which the last
+    /// code ends; `None` where there is no code, or no more bytes.
+    pub(super) fn decode(&self, bytes: &[u8], mut bit: usize, exponents: &mut [u8]) -> Option<usize> {
+        let count = exponents.len() - SLACK;
+        let mut at = 0;
+        while at + LOOKUPS * MOST <= count
+            && let Some(word) = bytes.get(bit / 8..bit / 8 + 8)
+        {
+            let mut word = u64::from_be_bytes(word.try_into().ok()?) << (bit % 8);
+            for _ in 0..LOOKUPS {
+                let entry = self.entries[(word >> (64 - BITS)) as usize];
+                if entry.count() == 0 {
+                    let code = find(&self.codes, next(bytes, bit))?;
+                    exponents[at] = code.exponent;
+                    at += 1;
+                    bit += usize::from(code.length);
+                    break;
+                }
+                exponents[at..at + 8].copy_from_slice(&entry.0.to_le_bytes());
+                at += entry.count();
+                word <<= entry.bits();
+                bit += entry.bits() as usize;
+            }
+        }
+        for exponent in &mut exponents[at..count] {
+            let next = next(bytes, bit);
+            let entry = self.entries[(next >> (32 - BITS)) as usize];
+            let (found, length) = match entry.count() {
+                0 => find(&self.codes, next).map(|code| (code.exponent, code.length))?,
+                _ => (entry.0 as u8, self.lengths[usize::from(entry.0 as u8)]),
+            };
+            *exponent = found;
+            bit += usize::from(length);
+        }
+        (bit <= 8 * bytes.len()).then_some(bit)
+    }
+}
+
+/// The 32 bits from `bit` on. After the end there are zeros.
+fn next(bytes: &[u8], bit: usize) -> u32 {
+    let mut word = [0; 8];
+    let rest = bytes.get(bit / 8..).unwrap_or_default();
+    let rest = &rest[..rest.len().min(5)];
+    word[..rest.len()].copy_from_slice(rest);
+    (u64::from_be_bytes(word) << (bit % 8) >> 32) as u32
+}
+
+/// The code that these bits begin with.
+fn find(codes: &[Code], next: u32) -> Option<Code> {
+    let after = codes.partition_point(|code| code.bits <= next);
+    codes[..after].last().copied().filter(|code| code.begins(next))
+}
+
+/// The codes that rows of bytes say, in order of their bits, and the length of each exponent's.
+///
+/// An exponent has one code, and a table one code before it: those where they are first found. What the same number stands for elsewhere
+/// fills entries that no code leads to.
+fn codes(luts: &[u8]) -> Result<(Vec<Code>, [u8; ROW]), CodeFault> {
+    let (rows, rest) = luts.as_chunks::<ROW>();
+    let (Some((stated, tables)), []) = (rows.split_last(), rest) else {
+        return Err(header("its tables are not rows of 256"));
+    };
+    if tables.is_empty() || tables.len() > usize::from(u8::MAX - MARKS) + 2 {
+        return Err(header("it has no tables, or more than can be named"));
+    }
+    // The bits before a table's byte, and how many bytes they are.
+    let mut before: Vec<Option<(u32, usize)>> = vec![None; tables.len()];
+    before[0] = Some((0, 0));
+    let (mut codes, mut lengths) = (Vec::new(), [0; ROW]);
+    for (number, table) in tables.iter().enumerate() {
+        let Some((prefix, depth)) = before[number] else { continue };
+        let with = |byte: usize| prefix | (byte as u32) << (24 - 8 * depth);
+        let mut byte = 0;
+        while let Some(&value) = table.get(byte) {
+            let here = byte;
+            byte += 1;
+            if value >= MARKS {
+                let table = ROW - usize::from(value);
+                if table > number && depth + 1 < DEPTH && before.get(table) == Some(&None) {
+                    before[table] = Some((with(here), depth + 1));
+                }
+                continue;
+            }
+            let exponent = usize::from(value);
+            let length = usize::from(stated[exponent]);
+            if lengths[exponent] != 0 || !(8 * depth + 1..=8 * depth + 8).contains(&length) {
+                continue;
+            }
+            let entries = 1 << (8 * depth + 8 - length);
+            if here.is_multiple_of(entries) && table[here..here + entries].iter().all(|other| *other == value) {
+                lengths[exponent] = length as u8;
+                codes.push(Code { bits: with(here), length: length as u8, exponent: value });
+                byte = here + entries;
+            }
+        }
+    }
+    if codes.is_empty() {
+        return Err(header("its tables have no codes"));
+    }
+    codes.sort_unstable_by_key(|code| code.bits);
+    Ok((codes, lengths))
+}
