@@ -36,7 +36,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::CodeFault;
-use table::Table;
+use table::{Run, Table};
 
 /// Bytes of a window.
 const WINDOW: u64 = 8;
@@ -48,7 +48,10 @@ const GAP: u64 = 5;
 const MOST_THREADS: u32 = 1024;
 
 /// Blocks that a thread decodes in a row.
-const TOGETHER: usize = 8;
+const TOGETHER: usize = 16;
+
+/// Blocks that are decoded side by side.
+const AT_ONCE: usize = 4;
 
 /// The tensors of a group that say how its codes are read, and the lengths of the others.
 #[derive(Clone, Copy, Debug)]
@@ -218,24 +221,49 @@ impl Group {
         let Task { blocks, first, rests, to } = task;
         let (mut first, mut rests, mut to) = (*first, *rests, &mut **to);
         let codes = self.starts[blocks.start..=blocks.end].windows(2).map(|pair| pair[1].weight - pair[0].weight);
-        let mut exponents = vec![0; codes.max().unwrap_or(0) as usize + table::SLACK];
-        for block in blocks.clone() {
-            let fault = |what| CodeFault::Block { block: block as u64, what };
-            let [start, end] = [self.starts[block], self.starts[block + 1]];
-            let bytes = self.bytes_of(&(block..block + 1));
-            let bytes = &encoded[(bytes.start - begin) as usize..(bytes.end - begin) as usize];
-            let exponents = &mut exponents[..(end.weight - start.weight) as usize + table::SLACK];
-            let reached =
-                self.table.decode(bytes, start.gap.into(), exponents).ok_or(fault("a code is none of the table's"))?;
-            if !self.ends_well(block, reached as u64) {
-                return Err(fault("its codes do not end where those of the next block begin"));
+        let room = codes.max().unwrap_or(0) as usize + table::SLACK;
+        let mut exponents = vec![0; AT_ONCE * room];
+        for begins in blocks.clone().step_by(AT_ONCE) {
+            let blocks = begins..blocks.end.min(begins + AT_ONCE);
+            let mut runs = exponents
+                .chunks_mut(room)
+                .zip(blocks.clone())
+                .map(|(exponents, block)| {
+                    let bytes = self.bytes_of(&(block..block + 1));
+                    let bytes = &encoded[(bytes.start - begin) as usize..(bytes.end - begin) as usize];
+                    let count = self.count(block);
+                    Run::new(bytes, self.starts[block].gap.into(), &mut exponents[..count + table::SLACK])
+                })
+                .collect::<Vec<_>>();
+            self.decode_runs(blocks.start, &mut runs)?;
+            for (exponents, block) in exponents.chunks(room).zip(blocks) {
+                let skip = (first - u64::from(self.starts[block].weight)) as usize;
+                let count = (self.count(block) - skip).min(rests.len());
+                let (here, after) = rests.split_at(count);
+                let (block_to, to_after) = to.split_at_mut(2 * count);
+                join(&exponents[skip..skip + count], here, block_to);
+                (rests, to, first) = (after, to_after, self.starts[block + 1].weight.into());
             }
-            let skip = (first - u64::from(start.weight)) as usize;
-            let count = (exponents.len() - table::SLACK - skip).min(rests.len());
-            let (here, after) = rests.split_at(count);
-            let (block_to, to_after) = to.split_at_mut(2 * count);
-            join(&exponents[skip..skip + count], here, block_to);
-            (rests, to, first) = (after, to_after, end.weight.into());
+        }
+        Ok(())
+    }
+
+    fn count(&self, block: usize) -> usize {
+        (self.starts[block + 1].weight - self.starts[block].weight) as usize
+    }
+
+    /// Decodes the exponents of some blocks.
+    fn decode_runs(&self, first: usize, runs: &mut [Run<'_>]) -> Result<(), CodeFault> {
+        let fault = |block: usize, what| CodeFault::Block { block: block as u64, what };
+        if let Ok(runs) = <&mut [Run<'_>; AT_ONCE]>::try_from(&mut *runs) {
+            // Which of them it was is found out below.
+            let _ = self.table.decode_together(runs);
+        }
+        for (block, run) in (first..).zip(runs) {
+            self.table.decode(run).ok_or(fault(block, "its bits are no code, or end"))?;
+            if !self.ends_well(block, run.end() as u64) {
+                return Err(fault(block, "its codes do not end where those of the next block begin"));
+            }
         }
         Ok(())
     }

@@ -13,13 +13,13 @@ const MARKS: u8 = 240;
 const DEPTH: usize = 4;
 
 /// The bits that are looked up at a time.
-const BITS: u32 = 12;
+const BITS: u32 = 11;
 
 /// The most exponents that are found at a time.
 const MOST: usize = 6;
 
 /// Lookups in a word of 64 bits, of which 57 are sure to be there.
-const LOOKUPS: usize = 4;
+const LOOKUPS: usize = 5;
 
 /// What has to follow the exponents in the memory for them.
 pub(super) const SLACK: usize = 8;
@@ -87,41 +87,99 @@ impl Table {
         Ok(Table { entries, codes, lengths })
     }
 
-    /// Decodes as many exponents as there is room for before the [slack](SLACK), from a bit of `bytes` on. Returns the bit at which the last
-    /// code ends; `None` where there is no code, or no more bytes.
-    pub(super) fn decode(&self, bytes: &[u8], mut bit: usize, exponents: &mut [u8]) -> Option<usize> {
-        let count = exponents.len() - SLACK;
-        let mut at = 0;
-        while at + LOOKUPS * MOST <= count
-            && let Some(word) = bytes.get(bit / 8..bit / 8 + 8)
-        {
-            let mut word = u64::from_be_bytes(word.try_into().ok()?) << (bit % 8);
+    /// Decodes exponents of some runs side by side, since each lookup has to wait for the one before, until one of them is near its
+    /// end.
+    ///
+    /// `None` where there is no code.
+    pub(super) fn decode_together<const RUNS: usize>(&self, runs: &mut [Run<'_>; RUNS]) -> Option<()> {
+        while runs.iter().all(Run::is_far_from_its_end) {
+            let mut words = [0; RUNS];
+            for (word, run) in words.iter_mut().zip(&*runs) {
+                *word = run.word()?;
+            }
+            let mut last = [Entry::default(); RUNS];
             for _ in 0..LOOKUPS {
-                let entry = self.entries[(word >> (64 - BITS)) as usize];
-                if entry.count() == 0 {
-                    let code = find(&self.codes, next(bytes, bit))?;
-                    exponents[at] = code.exponent;
-                    at += 1;
-                    bit += usize::from(code.length);
-                    break;
+                for ((word, run), last) in words.iter_mut().zip(&mut *runs).zip(&mut last) {
+                    let entry = self.entries[(*word >> (64 - BITS)) as usize];
+                    run.put(entry);
+                    *word <<= entry.bits();
+                    *last = entry;
                 }
-                exponents[at..at + 8].copy_from_slice(&entry.0.to_le_bytes());
-                at += entry.count();
-                word <<= entry.bits();
-                bit += entry.bits() as usize;
+            }
+            // Where an entry is of no code, nothing has changed since.
+            for (run, last) in runs.iter_mut().zip(last) {
+                if last.count() == 0 {
+                    run.put_one(find(&self.codes, run.next())?);
+                }
             }
         }
-        for exponent in &mut exponents[at..count] {
-            let next = next(bytes, bit);
+        Some(())
+    }
+
+    /// Decodes what is left of a run.
+    ///
+    /// `None` where there is no code, or no more bytes.
+    pub(super) fn decode(&self, run: &mut Run<'_>) -> Option<()> {
+        self.decode_together(std::array::from_mut(run))?;
+        while run.at < run.count {
+            let next = run.next();
             let entry = self.entries[(next >> (32 - BITS)) as usize];
-            let (found, length) = match entry.count() {
-                0 => find(&self.codes, next).map(|code| (code.exponent, code.length))?,
-                _ => (entry.0 as u8, self.lengths[usize::from(entry.0 as u8)]),
-            };
-            *exponent = found;
-            bit += usize::from(length);
+            run.put_one(match entry.count() {
+                0 => find(&self.codes, next)?,
+                _ => Code { bits: next, length: self.lengths[usize::from(entry.0 as u8)], exponent: entry.0 as u8 },
+            });
         }
-        (bit <= 8 * bytes.len()).then_some(bit)
+        (run.bit <= 8 * run.bytes.len()).then_some(())
+    }
+}
+
+/// Exponents whose codes follow each other.
+pub(super) struct Run<'a> {
+    bytes: &'a [u8],
+    /// Where the next code begins.
+    bit: usize,
+    exponents: &'a mut [u8],
+    at: usize,
+    count: usize,
+}
+
+impl<'a> Run<'a> {
+    /// As many as there is room for before the [slack](SLACK), from a bit of `bytes` on.
+    pub(super) fn new(bytes: &'a [u8], bit: usize, exponents: &'a mut [u8]) -> Run<'a> {
+        let count = exponents.len() - SLACK;
+        Run { bytes, bit, exponents, at: 0, count }
+    }
+
+    /// The bit at which the last code ends.
+    pub(super) fn end(&self) -> usize {
+        self.bit
+    }
+
+    fn is_far_from_its_end(&self) -> bool {
+        self.at + LOOKUPS * MOST <= self.count && self.bit / 8 + 8 <= self.bytes.len()
+    }
+
+    /// The next bits, at least 57.
+    fn word(&self) -> Option<u64> {
+        let bytes = self.bytes.get(self.bit / 8..)?.first_chunk()?;
+        Some(u64::from_be_bytes(*bytes) << (self.bit % 8))
+    }
+
+    /// The next 32 bits. After the end there are zeros.
+    fn next(&self) -> u32 {
+        next(self.bytes, self.bit)
+    }
+
+    fn put(&mut self, entry: Entry) {
+        self.exponents[self.at..self.at + 8].copy_from_slice(&entry.0.to_le_bytes());
+        self.at += entry.count();
+        self.bit += entry.bits() as usize;
+    }
+
+    fn put_one(&mut self, code: Code) {
+        self.exponents[self.at] = code.exponent;
+        self.at += 1;
+        self.bit += usize::from(code.length);
     }
 }
 
