@@ -2,6 +2,8 @@
 //! of 256 KiB of bf16, and in the same run. The weights are normally distributed ones in each type that is coded; with
 //! LOSSLESS_MODEL naming a checkpoint (a file or folder), its f32 and bf16 weights as bf16, too.
 //!
+//! The decoder of DFloat11's codes is measured on the bf16 ones, in the same pieces of one group; what codes them is here, and is not.
+//!
 //! After criterion's own figures it prints medians of alternating turns, which is what to compare: absolute times move with
 //! whatever else the machine does. Beside the median it prints the rate of the fastest piece, which other programs disturb
 //! least. Then the same code on all threads.
@@ -11,6 +13,7 @@ use std::time::Instant;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use half::{bf16, f16};
+use tensor_offload::lossless::dfloat11::{Group, Parts};
 use tensor_offload::lossless::{BLOCK_WEIGHTS, compress, decompress};
 use tensor_offload::{Checkpoint, DType};
 
@@ -111,6 +114,146 @@ fn ways(dtype: DType) -> Vec<Way> {
     ]
 }
 
+/// Weights in DFloat11's form.
+struct DFloat11 {
+    group: Group,
+    encoded: Vec<u8>,
+    rests: Vec<u8>,
+    /// The bytes of all tensors.
+    bytes: usize,
+}
+
+/// The windows of a block, and the bits of one.
+const THREADS: usize = 512;
+const WINDOW: usize = 64;
+
+impl DFloat11 {
+    fn of(weights: &[u8]) -> DFloat11 {
+        let weights: Vec<u16> = weights.as_chunks().0.iter().map(|weight| u16::from_le_bytes(*weight)).collect();
+        let (codes, end) = huffman(&weights);
+        let (mut encoded, mut gaps, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut buffer, mut at) = (0u64, 0usize);
+        let mut push = |(code, length): (u32, u32), at: usize| {
+            buffer = buffer << length | u64::from(code);
+            let after = at + length as usize;
+            (at / 8..after / 8).for_each(|byte| encoded.push((buffer >> (after - 8 * (byte + 1))) as u8));
+            after
+        };
+        let begin = |at: usize, count: usize, gaps: &mut Vec<usize>, positions: &mut Vec<u32>| {
+            if at / WINDOW == gaps.len() {
+                gaps.push(at % WINDOW);
+            }
+            if at / WINDOW / THREADS == positions.len() {
+                positions.push(count as u32);
+            }
+        };
+        for (count, weight) in weights.iter().enumerate() {
+            begin(at, count, &mut gaps, &mut positions);
+            at = push(codes[usize::from(weight >> 7 & 0xff)], at);
+        }
+        if !at.is_multiple_of(8) {
+            begin(at, weights.len(), &mut gaps, &mut positions);
+            // As many of its bits as there is room for.
+            let room = 8 - at as u32 % 8;
+            push(if end.1 < room { (end.0 << (room - end.1), room) } else { (end.0 >> (end.1 - room), room) }, at);
+        }
+        positions.push(weights.len() as u32);
+        gaps.resize(encoded.len().div_ceil(WINDOW / 8 * THREADS) * THREADS, 0);
+        let bits = gaps.iter().flat_map(|gap| (0..5).rev().map(move |bit| (gap >> bit & 1) as u8)).collect::<Vec<u8>>();
+        let gaps: Vec<u8> = bits.chunks(8).map(|bits| bits.iter().fold(0, |byte, bit| byte << 1 | bit)).collect();
+        let rests: Vec<u8> = weights.iter().map(|weight| (weight >> 8 & 0x80 | weight & 0x7f) as u8).collect();
+        let (luts, positions) = (luts(&codes), positions.iter().flat_map(|at| at.to_le_bytes()).collect::<Vec<u8>>());
+        let bytes = luts.len() + positions.len() + gaps.len() + encoded.len() + rests.len();
+        let group = Group::new(&Parts {
+            luts: &luts,
+            output_positions: &positions,
+            gaps: &gaps,
+            threads: THREADS as u32,
+            encoded: encoded.len() as u64,
+            weights: weights.len() as u64,
+        });
+        DFloat11 { group: group.expect("what was just coded"), encoded, rests, bytes }
+    }
+
+    fn decode(&self, first: usize, to: &mut [u8]) {
+        let weights = first as u64..(first + to.len() / 2) as u64;
+        let bytes = self.group.encoded_bytes(&weights).expect("weights of the group");
+        let (encoded, rests) = (bytes.start as usize..bytes.end as usize, first..first + to.len() / 2);
+        let decoded = self.group.decode(weights, &self.encoded[encoded], &self.rests[rests], to);
+        decoded.expect("what was just coded");
+    }
+}
+
+/// The Huffman code of the weights' exponents, bits and their number for each, and that of the end, of ones alone.
+fn huffman(weights: &[u16]) -> ([(u32, u32); 256], (u32, u32)) {
+    const END: usize = 256;
+    let mut counts = [0u64; 257];
+    weights.iter().for_each(|weight| counts[usize::from(weight >> 7 & 0xff)] += 1);
+    counts[END] = 1;
+    let mut trees: Vec<(u64, Vec<usize>)> = counts
+        .iter()
+        .enumerate()
+        .filter(|(_, count)| **count > 0)
+        .map(|(symbol, count)| (*count, vec![symbol]))
+        .collect();
+    let mut lengths = [0u32; 257];
+    while trees.len() > 1 {
+        trees.sort_by(|a, b| b.0.cmp(&a.0));
+        let (one, other) = (trees.pop().expect("two"), trees.pop().expect("two"));
+        let symbols = [one.1, other.1].concat();
+        symbols.iter().for_each(|&symbol| lengths[symbol] += 1);
+        trees.push((one.0 + other.0, symbols));
+    }
+    let mut symbols: Vec<usize> = (0..257).filter(|&symbol| lengths[symbol] > 0).collect();
+    symbols.sort_by_key(|&symbol| (lengths[symbol], symbol));
+    let (mut codes, mut next, mut before) = ([(0, 0); 257], 0u64, 0);
+    for symbol in symbols {
+        next <<= lengths[symbol] - before;
+        before = lengths[symbol];
+        codes[symbol] = (next as u32, before);
+        next += 1;
+    }
+    (*codes.first_chunk().expect("257 of them"), codes[END])
+}
+
+/// The tables by the bytes of codes, and the lengths.
+fn luts(codes: &[(u32, u32); 256]) -> Vec<u8> {
+    // The codes' bits on the left of 32, and the bytes before the last one.
+    let codes = codes.iter().enumerate().filter(|(_, code)| code.1 > 0);
+    let codes: Vec<(u32, u32, u8)> =
+        codes.map(|(e, &(bits, length))| (bits << (32 - length), length, e as u8)).collect();
+    let prefix = |bits: u32, bytes: u32| if bytes == 0 { 0 } else { bits >> (32 - 8 * bytes) };
+    let mut tables = vec![(0, 0)];
+    for bytes in 1..4 {
+        for &(bits, length, _) in &codes {
+            let table = (bytes, prefix(bits, bytes));
+            if length > 8 * bytes && !tables.contains(&table) {
+                tables.push(table);
+            }
+        }
+    }
+    let (mut luts, mut lengths) = (vec![0; 256 * tables.len()], [0; 256]);
+    for &(bits, length, exponent) in &codes {
+        lengths[usize::from(exponent)] = length as u8;
+        for (number, &(bytes, of)) in tables.iter().enumerate().filter(|(_, table)| length > 8 * table.0) {
+            if prefix(bits, bytes) == of {
+                let byte = 256 * number + (prefix(bits, bytes + 1) & 0xff) as usize;
+                let (value, entries) = match length - 8 * bytes {
+                    left @ 1..=8 => (exponent, 1 << (8 - left)),
+                    _ => {
+                        let next = (bytes + 1, prefix(bits, bytes + 1));
+                        let table = tables.iter().position(|table| *table == next).expect("it was made");
+                        ((256 - table) as u8, 1)
+                    }
+                };
+                luts[byte..byte + entries].fill(value);
+            }
+        }
+    }
+    luts.extend(lengths);
+    luts
+}
+
 /// The seconds of a turn over all pieces, and the shortest of a byte.
 #[derive(Clone, Copy)]
 struct Turn {
@@ -160,6 +303,21 @@ fn compare(name: &str, dtype: DType, bytes: &[u8], turns: usize) {
     for ((way, [packs, unpacks]), size) in ways.iter().zip(times).zip(sizes) {
         let ratio = size as f64 / all as f64;
         println!("  {:9} {ratio:.3} {} {}", way.name, rate(all, packs), rate(all, unpacks));
+    }
+    if dtype == DType::BF16 {
+        let coded = DFloat11::of(bytes);
+        let mut times = Vec::new();
+        for _ in 0..turns {
+            back.fill(0);
+            let mut parts = back.chunks_exact_mut(piece).enumerate();
+            times.push(turn(pieces.len(), piece, |_| {
+                let (at, part) = parts.next().expect("as many pieces");
+                coded.decode(at * piece / 2, black_box(part));
+            }));
+            assert!(back[..pieces.len() * piece] == bytes[..pieces.len() * piece]);
+        }
+        let ratio = coded.bytes as f64 / bytes.len() as f64;
+        println!("  dfloat11  {ratio:.3} {:15} {}", "", rate(all, times));
     }
     on_all_threads(dtype, bytes, &mut back, turns);
 }

@@ -121,6 +121,7 @@
 //! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
 //! | write a checkpoint | [`checkpoint::write_safetensors`], [`checkpoint::write_gguf`] |
 //! | have files take two thirds of their bytes, bit for bit | [`checkpoint::write_compressed`] |
+//! | read bf16 in DFloat11's form | [`Checkpoint::open`] |
 //! | patch matrices of your own on a card | [`backend::Kernels`] |
 //! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |
 //! | add a kind of device, and test it | [`backend::Backend`], [`backend::conformance`], [`backend::Faulty`] |

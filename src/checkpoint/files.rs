@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::compressed::dfloat11::DFloat11;
 use super::folder;
 use super::gguf::one_set;
 use super::header::Header;
@@ -41,7 +42,8 @@ impl FileSet {
         }
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
-            return FileSet::of_index(folder, path);
+            let all = if folder::ends(path, folder::INDEX) { FileSet::of_groups(&folder)? } else { None };
+            return all.map_or_else(|| FileSet::of_index(folder, path), Ok);
         }
         Ok(FileSet { folder, files: vec![path.to_owned()], index: None })
     }
@@ -52,6 +54,11 @@ impl FileSet {
         let ending = |end: &str| -> Vec<&PathBuf> { names.iter().filter(|name| folder::ends(name, end)).collect() };
         let refuse = |fault| Err(Error::file(folder, None, fault));
         let listed = |names: &[&PathBuf]| names.iter().map(|name| name.display().to_string()).collect();
+        if ending(folder::SAFETENSORS).len() > 1
+            && let Some(set) = FileSet::of_groups(folder)?
+        {
+            return Ok(set);
+        }
         match ending(folder::INDEX).as_slice() {
             [] => {}
             [index] => return FileSet::of_index(folder.to_owned(), &folder.join(index)),
@@ -74,6 +81,17 @@ impl FileSet {
         }
     }
 
+    /// All safetensors files of a folder whose `config.json` says that weights are in DFloat11's form; `None` if it does not. Each
+    /// group is in a file of its own, and an index, if there is one, names only what is in none.
+    fn of_groups(folder: &Path) -> Result<Option<FileSet>> {
+        if DFloat11::of(folder)?.is_none() {
+            return Ok(None);
+        }
+        let names = folder::files(folder)?.into_iter().filter(|name| folder::ends(name, folder::SAFETENSORS));
+        let files = names.map(|name| folder.join(name)).collect();
+        Ok(Some(FileSet { folder: folder.to_owned(), files, index: None }))
+    }
+
     fn of_index(folder: PathBuf, path: &Path) -> Result<FileSet> {
         let index = Index::read(path)?;
         let files: Vec<PathBuf> = index.shards.keys().map(|shard| folder.join(shard)).collect();
@@ -94,9 +112,16 @@ impl FileSet {
     }
 
     /// Keeps the tensors of each file that the index lists for it, and fails if one is missing. Without an index all tensors
-    /// are kept.
+    /// are kept, and none may be in two files.
     pub(super) fn select(&self, headers: &mut [Header]) -> Result<()> {
-        let Some(index) = &self.index else { return Ok(()) };
+        let Some(index) = &self.index else {
+            let mut seen = HashSet::new();
+            let twice = self.files.iter().zip(&*headers).find_map(|(file, header)| {
+                let twice = header.tensors.iter().find(|tensor| !seen.insert(tensor.name.as_str()))?;
+                Some(Error::file(file, Some(&twice.name), FileFault::DuplicateKey))
+            });
+            return twice.map_or(Ok(()), Err);
+        };
         for ((shard, names), header) in index.shards.iter().zip(headers) {
             header.tensors.retain(|t| names.binary_search(&t.name).is_ok());
             if header.tensors.len() == names.len() {

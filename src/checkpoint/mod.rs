@@ -28,6 +28,7 @@ use std::sync::Arc;
 use crate::error::{Error, Measured, Missing, Result};
 use crate::transfer::{FileSource, MemorySource, ReadPart, Source};
 use compressed::Sizes;
+use compressed::dfloat11::Beside;
 use files::{FileSet, Tied};
 use gguf::GgufHeader;
 use header::Header;
@@ -91,6 +92,10 @@ impl Checkpoint {
     /// `config.json` in the folder says whether the embeddings are tied, and how weights are quantised. A folder in a cache
     /// of the Hugging Face hub (`models--ORG--NAME`) stands for the snapshot that its `refs/main` names.
     ///
+    /// Tensors that are [compressed without loss](write_compressed), or weights in the form of DFloat11, are as they were before. If
+    /// `config.json` has a `dfloat11_config`, all `.safetensors` files of the folder belong to the model. It says which weights are
+    /// in that form; their shapes, which are not in it, come from the rest of `config.json` and from biases.
+    ///
     /// # Errors
     /// [`Error::File`] with the file, the tensor if one is to blame, and the fault;
     /// [`Error::Io`] when the system refuses.
@@ -108,9 +113,10 @@ impl Checkpoint {
     ) -> Result<Checkpoint> {
         let path = path.as_ref();
         let set = FileSet::at(path)?;
+        let beside = Beside::files_in(&set.folder);
         let (mut sources, mut headers) = (Vec::new(), Vec::new());
         for file in &set.files {
-            let (source, header) = read(open_file(file)?, sources.len())?;
+            let (source, header) = read(open_file(file)?, sources.len(), &beside)?;
             headers.push(header);
             sources.push(source);
         }
@@ -131,7 +137,7 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::File`] with the tensor if one is to blame, and the fault.
     pub fn from_bytes(name: impl Into<PathBuf>, bytes: Vec<u8>) -> Result<Checkpoint> {
-        let (source, header) = read(Arc::new(MemorySource::new(name, bytes)), 0)?;
+        let (source, header) = read(Arc::new(MemorySource::new(name, bytes)), 0, &Beside::default())?;
         gguf::alone(source.path(), &header)?;
         let (tied, stated) = Default::default();
         Ok(Checkpoint::assemble(source.path().to_owned(), vec![source], vec![header], tied, stated))
@@ -226,8 +232,8 @@ impl Checkpoint {
         self.0.layout.tensor(tensor).map(|info| self.0.sources[info.file].path())
     }
 
-    /// The bytes that a tensor takes in its file, if the file has it in [compressed form](write_compressed); `None` if it does not, or
-    /// if there is no such tensor.
+    /// The bytes that a tensor takes in its file, if the file has it in [compressed form](write_compressed), or its share of those of a
+    /// group in DFloat11's form; `None` if it does not, or if there is no such tensor.
     pub fn compressed(&self, tensor: TensorId) -> Option<u64> {
         self.0.compressed.get(&self.0.layout.tensor(tensor)?.name).copied()
     }
@@ -362,9 +368,9 @@ impl fmt::Debug for Checkpoint {
 }
 
 /// Reads the header of file number `number`. The source returned is that of its tensors.
-fn read(source: Arc<dyn Source>, number: usize) -> Result<(Arc<dyn Source>, Header)> {
+fn read(source: Arc<dyn Source>, number: usize, beside: &Beside) -> Result<(Arc<dyn Source>, Header)> {
     let header = Header::read(&*source, number)?;
-    compressed::decompressed(source, header)
+    compressed::decompressed(source, header, beside)
 }
 
 fn by_name(layout: &Layout) -> HashMap<String, TensorId> {

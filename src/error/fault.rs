@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use super::compressed::CompressedFault;
+use super::dfloat11::DFloat11Fault;
 use super::gguf::GgufFault;
 use super::packing::{Packing, PackingFault};
 use crate::dtype::DType;
@@ -41,7 +42,7 @@ pub enum FileFault {
         /// What the parser met.
         reason: String,
     },
-    /// A name occurs twice in a header or an index.
+    /// A name occurs twice: in a header, in an index, or in two files of a checkpoint without one.
     #[error("the name occurs twice")]
     DuplicateKey,
     /// The format has no such element type.
@@ -179,6 +180,9 @@ pub enum FileFault {
     /// A fault that only compressed tensors have.
     #[error(transparent)]
     Compressed(#[from] CompressedFault),
+    /// A fault that only weights in DFloat11's form have.
+    #[error(transparent)]
+    DFloat11(#[from] DFloat11Fault),
     /// The file is not the one that was opened.
     #[error("the file changed while it was in use")]
     Changed,

@@ -6,6 +6,7 @@
 mod allocation;
 mod cast;
 mod compressed;
+mod dfloat11;
 mod fault;
 mod gguf;
 mod kind;
@@ -24,6 +25,7 @@ use std::time::Duration;
 pub use allocation::AllocationError;
 pub use cast::CastFault;
 pub use compressed::CompressedFault;
+pub use dfloat11::DFloat11Fault;
 pub use fault::{AdapterFault, FileFault};
 pub use gguf::GgufFault;
 pub use kind::ErrorKind;

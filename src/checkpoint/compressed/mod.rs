@@ -3,7 +3,10 @@
 //! A compressed tensor `X` is stored as the tensor `X.lossless`, of type U8 in one dimension, which is its code. The file's metadata
 //! has an entry of that name, without which it is a tensor like any other: the element type and the shape of `X`, as
 //! `BF16 [2, 3]`. So a program that does not know this form misses `X`, and does not take the code for weights.
+//!
+//! And weights in the form of another program, [DFloat11](dfloat11), which are read only.
 
+pub(super) mod dfloat11;
 mod source;
 mod write;
 
@@ -16,6 +19,7 @@ use crate::dtype::DType;
 use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
 use crate::lossless;
 use crate::transfer::Source;
+use dfloat11::Beside;
 use source::{CompressedSource, Form, Span};
 
 pub use write::{CompressedReport, write_compressed};
@@ -39,15 +43,20 @@ fn parse(entry: &str) -> Option<(DType, Vec<u64>)> {
 ///
 /// # Errors
 /// [`FileFault::Compressed`] for an entry of the metadata that its tensor does not fit; [`FileFault::DuplicateKey`] for a tensor that
-/// the file has in both forms.
-pub(super) fn decompressed(source: Arc<dyn Source>, mut header: Header) -> Result<(Arc<dyn Source>, Header)> {
+/// the file has in both forms; those of [`dfloat11::groups`].
+pub(super) fn decompressed(
+    source: Arc<dyn Source>,
+    mut header: Header,
+    beside: &Beside,
+) -> Result<(Arc<dyn Source>, Header)> {
+    // All begins where it would if the file were not compressed.
+    let begin = header.tensors.first().map_or(0, |first| first.offset);
+    let groups = if header.gguf.is_some() { Vec::new() } else { dfloat11::groups(&*source, &mut header, beside)? };
     let is_code = |tensor: &TensorInfo| tensor.name.ends_with(ENDING) && header.metadata.contains_key(&tensor.name);
-    if header.gguf.is_some() || !header.tensors.iter().any(is_code) {
+    if header.gguf.is_some() || groups.is_empty() && !header.tensors.iter().any(is_code) {
         return Ok((source, header));
     }
     let path = source.path().to_owned();
-    // All begins where it would if the file were not compressed.
-    let begin = header.tensors.first().map_or(0, |first| first.offset);
     let (mut at, mut spans) = (begin, vec![Span { begin: 0, bytes: begin, at: 0, form: Form::Plain }]);
     for tensor in &mut header.tensors {
         let fault = |name: &str, fault: CompressedFault| Error::file(&path, Some(name), fault.into());
@@ -82,6 +91,12 @@ pub(super) fn decompressed(source: Arc<dyn Source>, mut header: Header) -> Resul
             let entry = entry_of(tensor);
             fault(&tensor.name, CompressedFault::Entry { entry })
         })?;
+    }
+    for group in groups {
+        let (name, count) = (group.name.clone(), group.stored.weights());
+        let end = group.add_to(&mut header, &mut spans, at);
+        let too_large = || CompressedFault::Code(CodeFault::TooLarge { count });
+        at = end.ok_or_else(|| Error::file(&path, Some(&name), too_large().into()))?;
     }
     let names = header.tensors.iter().map(|tensor| tensor.name.as_str());
     if let Some(name) = super::json::repeated(names) {

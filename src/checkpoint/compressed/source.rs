@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use super::dfloat11;
 use crate::dtype::DType;
 use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
 use crate::file::read::{Bounce, Kept, read_through, readers};
@@ -46,6 +47,8 @@ pub(super) enum Form {
     Plain,
     /// As a code.
     Code(Stored),
+    /// With others as a group in DFloat11's form: the span is that of all its weights.
+    Group(dfloat11::Stored),
 }
 
 /// The code of a tensor in a file.
@@ -55,6 +58,14 @@ pub(super) struct Stored {
     bytes: u64,
     /// Header and index, once they have been read.
     head: OnceLock<Vec<u8>>,
+}
+
+/// The parts of a read: what is read as it is, what is decoded, and what is of groups, from a byte of their weights on.
+#[derive(Default)]
+struct Divided<'a> {
+    plain: Vec<ReadPart<'a>>,
+    jobs: Vec<Job<'a>>,
+    of_groups: Vec<(&'a dfloat11::Stored, ReadPart<'a>)>,
 }
 
 /// Weights to decode: `weights` of a tensor, to `dst`. If that has fewer bytes, it is part of a single weight, from byte `skip` on.
@@ -88,8 +99,8 @@ impl CompressedSource {
     }
 
     /// Divides parts into what is read as it is, with offsets in the file, and what is decoded.
-    fn divide<'s>(&'s self, parts: &'s mut [ReadPart<'_>]) -> (Vec<ReadPart<'s>>, Vec<Job<'s>>) {
-        let (mut plain, mut jobs) = (Vec::new(), Vec::new());
+    fn divide<'s>(&'s self, parts: &'s mut [ReadPart<'_>]) -> Divided<'s> {
+        let Divided { mut plain, mut jobs, mut of_groups } = Divided::default();
         for ReadPart { at, dst } in parts {
             let (mut at, mut rest) = (*at, &mut **dst);
             let mut spans = self.spans[self.spans.partition_point(|span| span.begin + span.bytes <= at)..].iter();
@@ -102,10 +113,11 @@ impl CompressedSource {
                 match &span.form {
                     Form::Plain => plain.push(ReadPart::new(span.at + within, here)),
                     Form::Code(code) => code.divide(span, within, here, &mut jobs),
+                    Form::Group(group) => of_groups.push((group, ReadPart::new(within, here))),
                 }
             }
         }
-        (plain, jobs)
+        Divided { plain, jobs, of_groups }
     }
 
     /// Reads the codes of jobs that lie together, and decodes them.
@@ -188,9 +200,12 @@ impl Source for CompressedSource {
                 return Err(Error::file(self.path(), None, FileFault::Truncated { expected, actual }));
             }
         }
-        let (mut plain, jobs) = self.divide(parts);
+        let Divided { mut plain, jobs, of_groups } = self.divide(parts);
         if !plain.is_empty() {
             self.file.read_parts(&mut plain)?;
+        }
+        for (group, part) in of_groups {
+            group.read(&*self.file, part.at, part.dst)?;
         }
         let (mut needed, mut last) = (Vec::with_capacity(jobs.len()), None);
         for job in jobs {

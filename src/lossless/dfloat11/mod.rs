@@ -89,6 +89,52 @@ fn header(what: &'static str) -> CodeFault {
     CodeFault::Header { what }
 }
 
+/// The lengths of a group's tensors, in bytes.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "each is the tensor of its name, or as in `Parts`")]
+pub struct Lengths {
+    pub luts: u64,
+    pub output_positions: u64,
+    pub gaps: u64,
+    pub threads: u32,
+    pub encoded: u64,
+    pub weights: u64,
+}
+
+impl Lengths {
+    fn blocks(&self) -> u64 {
+        self.encoded.div_ceil(WINDOW * u64::from(self.threads))
+    }
+
+    /// Checks that they fit each other.
+    ///
+    /// # Errors
+    /// [`CodeFault::Header`] when they do not; [`CodeFault::TooLarge`] for more weights than positions can count.
+    pub fn check(&self) -> Result<(), CodeFault> {
+        if !(1..=MOST_THREADS).contains(&self.threads) {
+            return Err(header("its blocks are not of 1 to 1024 threads"));
+        }
+        if u32::try_from(self.weights).is_err() {
+            return Err(CodeFault::TooLarge { count: self.weights });
+        }
+        if !self.luts.is_multiple_of(table::ROW as u64)
+            || !(2..=table::MOST_ROWS as u64).contains(&(self.luts / table::ROW as u64))
+        {
+            return Err(header("it has no tables, or more than can be named"));
+        }
+        let windows = self.blocks().checked_mul(self.threads.into());
+        if windows.and_then(|windows| windows.checked_mul(GAP)).map(|bits| bits.div_ceil(8)) != Some(self.gaps) {
+            return Err(header("it has not as many gaps as windows"));
+        }
+        // One may be left out.
+        let positions = self.blocks().max(1)..=self.blocks() + 1;
+        if !self.output_positions.is_multiple_of(4) || !positions.contains(&(self.output_positions / 4)) {
+            return Err(header("it has not as many positions as blocks"));
+        }
+        Ok(())
+    }
+}
+
 impl Group {
     /// Checks the tables, the positions and the gaps that are used, those of blocks.
     ///
@@ -96,35 +142,30 @@ impl Group {
     /// [`CodeFault::Header`] when they do not fit each other; [`CodeFault::TooLarge`] for more weights than positions can count.
     pub fn new(parts: &Parts<'_>) -> Result<Group, CodeFault> {
         let Parts { luts, output_positions, gaps, threads, encoded, weights } = *parts;
-        if !(1..=MOST_THREADS).contains(&threads) {
-            return Err(header("its blocks are not of 1 to 1024 threads"));
-        }
-        let Ok(weights) = u32::try_from(weights) else { return Err(CodeFault::TooLarge { count: weights }) };
-        let block_bytes = WINDOW * u64::from(threads);
-        let blocks = encoded.div_ceil(block_bytes);
-        let windows = blocks * u64::from(threads);
-        if gaps.len() as u64 != (windows * GAP).div_ceil(8) {
-            return Err(header("it has not as many gaps as windows"));
-        }
-        let (positions, rest) = output_positions.as_chunks();
-        let mut positions: Vec<u32> = positions.iter().map(|position| u32::from_le_bytes(*position)).collect();
+        let [a, b, c] = [luts, output_positions, gaps].map(|part| part.len() as u64);
+        let lengths = Lengths { luts: a, output_positions: b, gaps: c, threads, encoded, weights };
+        lengths.check()?;
+        let (blocks, weights) = (lengths.blocks(), weights as u32);
+        let positions = output_positions.as_chunks().0.iter().map(|position| u32::from_le_bytes(*position));
+        let mut positions: Vec<u32> = positions.collect();
         if positions.len() as u64 == blocks && positions.last() == Some(&weights) {
             positions.push(weights);
         }
-        if !rest.is_empty() || positions.len() as u64 != blocks + 1 {
+        if positions.len() as u64 != blocks + 1 {
             return Err(header("it has not as many positions as blocks"));
         }
         if positions[0] != 0 || positions.last() != Some(&weights) {
             return Err(header("its positions do not go from 0 to the number of weights"));
         }
         // A code has at least one bit.
-        let fits = |pair: &[u32]| pair[1].checked_sub(pair[0]).is_some_and(|codes| u64::from(codes) <= 8 * block_bytes);
+        let (block_bytes, most) = (WINDOW * u64::from(threads), 8 * WINDOW * u64::from(threads));
+        let fits = |pair: &[u32]| pair[1].checked_sub(pair[0]).is_some_and(|codes| u64::from(codes) <= most);
         if !positions.windows(2).all(fits) {
             return Err(header("its positions are not in order, or farther apart than a block's codes"));
         }
         let gap = |block: usize| if block as u64 == blocks { 0 } else { gap(gaps, block * threads as usize) };
-        let starts: Vec<Start> =
-            positions.iter().enumerate().map(|(block, &weight)| Start { weight, gap: gap(block) }).collect();
+        let starts = positions.iter().enumerate().map(|(block, &weight)| Start { weight, gap: gap(block) });
+        let starts: Vec<Start> = starts.collect();
         if starts[0].gap != 0 {
             return Err(header("its first code does not begin at the first bit"));
         }

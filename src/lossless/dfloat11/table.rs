@@ -4,10 +4,13 @@ use super::super::CodeFault;
 use super::header;
 
 /// Entries of a row.
-const ROW: usize = 256;
+pub(super) const ROW: usize = 256;
 
 /// Entries from here on are numbers of tables.
 const MARKS: u8 = 240;
+
+/// The first table, those that can be named, and the lengths.
+pub(super) const MOST_ROWS: usize = ROW - MARKS as usize + 2;
 
 /// The most bytes of a code.
 const DEPTH: usize = 4;
@@ -204,12 +207,9 @@ fn find(codes: &[Code], next: u32) -> Option<Code> {
 /// fills entries that no code leads to.
 fn codes(luts: &[u8]) -> Result<(Vec<Code>, [u8; ROW]), CodeFault> {
     let (rows, rest) = luts.as_chunks::<ROW>();
-    let (Some((stated, tables)), []) = (rows.split_last(), rest) else {
+    let (Some((stated, tables @ [_, ..])), []) = (rows.split_last(), rest) else {
         return Err(header("its tables are not rows of 256"));
     };
-    if tables.is_empty() || tables.len() > usize::from(u8::MAX - MARKS) + 2 {
-        return Err(header("it has no tables, or more than can be named"));
-    }
     // The bits before a table's byte, and how many bytes they are.
     let mut before: Vec<Option<(u32, usize)>> = vec![None; tables.len()];
     before[0] = Some((0, 0));

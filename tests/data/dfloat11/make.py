@@ -105,6 +105,34 @@ def flux():
     compress(model, {r"single_transformer_blocks\.\d+": weights}, folder("flux"), True)
 
 
+class Single(torch.nn.Module):
+    """A single block of FLUX.1 in ComfyUI's names."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear1 = torch.nn.Linear(width, 7 * width)
+        self.linear2 = torch.nn.Linear(5 * width, width)
+        self.modulation = torch.nn.Module()
+        self.modulation.lin = torch.nn.Linear(width, 3 * width)
+
+
+class Comfy(torch.nn.Module):
+    def __init__(self, width, count):
+        super().__init__()
+        self.img_in = torch.nn.Linear(8, width)
+        self.single_blocks = torch.nn.ModuleList(Single(width) for _ in range(count))
+
+
+def comfy():
+    model = Comfy(16, 2).to(torch.bfloat16)
+    scaled(model)
+    path = folder("comfy")
+    # As the loader for ComfyUI has it, whose files come without the configuration.
+    compress(model, {r"single_blocks\.\d+": ("linear1", "linear2", "modulation.lin")}, path, True)
+    shutil.move(os.path.join(path, "model.safetensors"), f"{path}.safetensors")
+    shutil.rmtree(path)
+
+
 def bf16(exponents, generator):
     """Weights of these exponents, with random signs and mantissas."""
     rest = torch.from_numpy(generator.integers(0, 256, len(exponents)).astype(np.int64))
@@ -174,4 +202,5 @@ def codes():
 
 llama()
 flux()
+comfy()
 codes()
