@@ -8,6 +8,7 @@
 //! whatever else the machine does. Beside the median it prints the rate of the fastest piece, which other programs disturb
 //! least. Then the same code on all threads.
 
+use std::cmp::Reverse;
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -198,7 +199,7 @@ fn huffman(weights: &[u16]) -> ([(u32, u32); 256], (u32, u32)) {
         .collect();
     let mut lengths = [0u32; 257];
     while trees.len() > 1 {
-        trees.sort_by(|a, b| b.0.cmp(&a.0));
+        trees.sort_by_key(|tree| Reverse(tree.0));
         let (one, other) = (trees.pop().expect("two"), trees.pop().expect("two"));
         let symbols = [one.1, other.1].concat();
         symbols.iter().for_each(|&symbol| lengths[symbol] += 1);

@@ -48,7 +48,7 @@ pub(super) enum Form {
     /// As a code.
     Code(Stored),
     /// With others as a group in DFloat11's form: the span is that of all its weights.
-    Group(dfloat11::Stored),
+    Group(Box<dfloat11::Stored>),
 }
 
 /// The code of a tensor in a file.
@@ -234,11 +234,13 @@ impl Source for CompressedSource {
         let spans = &self.spans[self.spans.partition_point(|span| span.begin + span.bytes <= at)..];
         for span in spans.iter().take_while(|span| span.begin < end) {
             let here = (span.begin + span.bytes).min(end) - span.begin.max(at);
-            stored += match &span.form {
-                Form::Plain => here,
-                // A part takes its share.
-                Form::Code(code) => (u128::from(code.bytes) * u128::from(here)).div_ceil(u128::from(span.bytes)) as u64,
+            let bytes = match &span.form {
+                Form::Plain => span.bytes,
+                Form::Code(code) => code.bytes,
+                Form::Group(group) => group.bytes(),
             };
+            // A part takes its share.
+            stored += (u128::from(bytes) * u128::from(here)).div_ceil(u128::from(span.bytes).max(1)) as u64;
         }
         stored
     }

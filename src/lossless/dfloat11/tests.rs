@@ -330,7 +330,13 @@ proptest! {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 56) as u8
         };
-        let mut luts: Vec<u8> = (0..256 * rows).map(|_| if few { byte() % 5 | if byte() > 200 { 0xf0 } else { 0 } } else { byte() }).collect();
+        // Few exponents, and now and then the number of a table; or anything.
+        let mut entry = || match byte() {
+            200.. if few => byte() | 0xf0,
+            value if few => value % 5,
+            value => value,
+        };
+        let mut luts: Vec<u8> = (0..256 * rows).map(|_| entry()).collect();
         let lengths = luts.len().saturating_sub(256);
         luts[lengths..].iter_mut().for_each(|length| *length %= 34);
         let blocks = encoded.len().div_ceil(8 * threads as usize);

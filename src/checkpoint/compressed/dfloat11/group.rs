@@ -37,6 +37,12 @@ impl Stored {
         self.rests.bytes
     }
 
+    /// The bytes that they take in the file.
+    pub(in crate::checkpoint::compressed) fn bytes(&self) -> u64 {
+        let Stored { luts, output_positions, gaps, exponents, rests, .. } = self;
+        [luts, output_positions, gaps, exponents, rests].map(|place| place.bytes).iter().sum()
+    }
+
     /// # Errors
     /// [`CodeFault::Header`] when the lengths of its tensors do not fit each other.
     pub(super) fn check(&self) -> Result<(), CodeFault> {
@@ -74,7 +80,7 @@ impl Stored {
         let group = self.group(file)?;
         let encoded = group.encoded_bytes(&weights).map_err(fault)?;
         let (codes, rests) = ((encoded.end - encoded.start) as usize, (weights.end - weights.start) as usize);
-        let mut buffer = Bounce::of(codes + rests).map_err(Error::io("map memory to read", file.path()))?;
+        let mut buffer = Bounce::around(codes + rests).map_err(Error::io("map memory to read", file.path()))?;
         let (codes, rests) = buffer.bytes()[..codes + rests].split_at_mut(codes);
         file.read_parts(&mut [
             ReadPart::new(self.exponents.at + encoded.start, codes),

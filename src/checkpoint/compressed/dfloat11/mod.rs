@@ -57,7 +57,7 @@ impl Found {
             header.tensors.push(TensorInfo { name, dtype: DType::BF16, shape: shape.to_vec(), bytes, file, offset });
             offset = offset.checked_add(bytes)?;
         }
-        spans.push(Span { begin: at, bytes: offset - at, at: 0, form: Form::Group(self.stored) });
+        spans.push(Span { begin: at, bytes: offset - at, at: 0, form: Form::Group(Box::new(self.stored)) });
         Some(offset)
     }
 }
