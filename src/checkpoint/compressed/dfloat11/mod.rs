@@ -75,6 +75,9 @@ const POSITIONS: [DType; 3] = [DType::U8, DType::U32, DType::I32];
 /// [`FileFault::DFloat11`] with the group or the tensor that something is wrong with; [`FileFault::Compressed`] when the lengths of a
 /// group's tensors do not fit each other; those of the configuration and of the source.
 pub(super) fn groups(source: &dyn Source, header: &mut Header, beside: &Beside) -> Result<Vec<Found>> {
+    if !header.tensors.iter().any(|info| group_of(info).is_some()) {
+        return Ok(Vec::new());
+    }
     let by_name: HashMap<&str, &TensorInfo> = header.tensors.iter().map(|info| (info.name.as_str(), info)).collect();
     let is_group = |name: &&str| by_name.contains_key(format!("{name}.{TABLES}").as_str());
     let names: Vec<&str> = header.tensors.iter().filter_map(group_of).filter(is_group).collect();
