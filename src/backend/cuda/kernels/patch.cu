@@ -322,19 +322,19 @@ __device__ __forceinline__ void patch(u8 *memory, u32 rows, u32 cols, u8 *work, 
     store(values, part, work, scales);
 }
 
-#define KERNEL(name, format, one, blocks)                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, blocks)                                                      \
+#define KERNEL(name, format, one)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
         name(u8 *weight, u8 *work, u32 rows, u32 cols, u32 products, u32 scales_at, u32 block_rows, u32 block_cols,   \
              u32 grid_cols) {                                                                                         \
         Scales scales = {scales_at, block_rows, block_cols, grid_cols};                                               \
         patch<format, one>(weight, rows, cols, work, products, scales);                                                \
     }
 
-KERNEL(patch_f32, F32, false, 3)
-KERNEL(patch_f16, F16, false, 3)
-KERNEL(patch_bf16, Bf16, false, 3)
-KERNEL(patch_e4m3, E4m3, false, 3)
-KERNEL(patch_e5m2, E5m2, false, 3)
-KERNEL(patch_one_f32, F32, true, 4)
-KERNEL(patch_one_f16, F16, true, 4)
-KERNEL(patch_one_bf16, Bf16, true, 4)
+KERNEL(patch_f32, F32, false)
+KERNEL(patch_f16, F16, false)
+KERNEL(patch_bf16, Bf16, false)
+KERNEL(patch_e4m3, E4m3, false)
+KERNEL(patch_e5m2, E5m2, false)
+KERNEL(patch_one_f32, F32, true)
+KERNEL(patch_one_f16, F16, true)
+KERNEL(patch_one_bf16, Bf16, true)
