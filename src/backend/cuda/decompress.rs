@@ -20,9 +20,9 @@ const TEXT: &str = include_str!("kernels/lossless.ptx");
 /// The functions; types whose weights have the same fields share one.
 const FUNCTIONS: [&CStr; 5] = [c"lossless_bf16", c"lossless_f16", c"lossless_f32", c"lossless_e4m3", c"lossless_e5m2"];
 
-/// The threads of a block: eight warps, each of which decodes a block of weights.
+/// The threads of a block: four warps, each of which decodes a block of weights.
 const BLOCK: [u32; 2] = [32, WARPS];
-const WARPS: u32 = 8;
+const WARPS: u32 = 4;
 
 /// What is refused while a stream is captured.
 const OPERATION: &str = "decompression";

@@ -20,13 +20,16 @@ use crate::error::{Error, Measured, Mismatch, Result};
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/patch.cu`. The driver compiles it for its device.
 const TEXT: &str = include_str!("kernels/patch.ptx");
 
-/// The storage types and the functions for them.
-const FUNCTIONS: [(DType, &CStr); 5] = [
-    (DType::F32, c"patch_f32"),
-    (DType::F16, c"patch_f16"),
-    (DType::BF16, c"patch_bf16"),
-    (DType::F8E4M3, c"patch_e4m3"),
-    (DType::F8E5M2, c"patch_e5m2"),
+/// The functions, each for patches of one storage type, and of so many products at most: the first that fits is the best.
+const FUNCTIONS: [(DType, usize, &CStr); 8] = [
+    (DType::F32, 1, c"patch_one_f32"),
+    (DType::F16, 1, c"patch_one_f16"),
+    (DType::BF16, 1, c"patch_one_bf16"),
+    (DType::F32, usize::MAX, c"patch_f32"),
+    (DType::F16, usize::MAX, c"patch_f16"),
+    (DType::BF16, usize::MAX, c"patch_bf16"),
+    (DType::F8E4M3, usize::MAX, c"patch_e4m3"),
+    (DType::F8E5M2, usize::MAX, c"patch_e5m2"),
 ];
 
 /// The threads of a block: each patches eight rows by four columns in two tiles.
@@ -40,7 +43,7 @@ const BLOCK_TILE: [usize; 2] = [64, 128];
 impl CudaDevice {
     fn module(&self) -> Result<&Module, String> {
         let context = self.context();
-        context.kernels().patch.get(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name))
+        context.kernels().patch.get(context, TEXT, FUNCTIONS.iter().map(|(.., name)| *name))
     }
 
     /// The address of `bytes` bytes at offset `at` of a buffer in this device's memory. Checks that it is a multiple of
@@ -98,7 +101,8 @@ impl Kernels for CudaDevice {
         let trusted = sent.was_sent_by::<CudaStream>();
         let SentPatch { patch, memory: work, sent_by } = sent;
         let id = self.context().id();
-        let index = FUNCTIONS.iter().position(|(of, _)| *of == patch.dtype());
+        let fits = |(of, most, _): &(DType, usize, _)| *of == patch.dtype() && patch.products() <= *most;
+        let index = FUNCTIONS.iter().position(fits);
         let function = self.module().map(|module| index.and_then(|index| module.function(index)));
         let function = function.map_err(|why| Error::invalid(format!("{id} does not patch: {why}")))?;
         let stream = (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id);

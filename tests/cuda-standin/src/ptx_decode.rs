@@ -40,6 +40,7 @@ pub(crate) fn decode(name: &str, operands: &[Operand]) -> Option<Kind> {
         ("atom.global.or.b32", [O::Register(dst), O::Memory(to), value]) => {
             Some(Kind::Atomic { op: Atomic::Or32, dst: *dst, value: value.value()?.cut(32), to: *to })
         }
+        ("prefetch.global.L2", [O::Memory(at)]) => Some(Kind::Prefetch { at: *at }),
         ("ret", []) => Some(Kind::Return),
         (_, [O::Register(dst), a]) if one(name).is_some() => {
             let (op, bits) = one(name)?;
@@ -86,7 +87,8 @@ fn load(name: &str, registers: &[Operand], from: Address) -> Option<Kind> {
 
 fn store(name: &str, operands: &[Operand], to: Address) -> Option<Kind> {
     let (space, kind) = space(name.strip_prefix("st.")?)?;
-    let (count, width) = vector(kind)?;
+    // How long a cache keeps it changes nothing here.
+    let (count, width) = vector(kind.strip_prefix("cs.").unwrap_or(kind))?;
     if operands.len() != count || space == Space::Constant {
         return None;
     }

@@ -87,6 +87,10 @@ pub(crate) enum Kind {
         to: Address,
         space: Space,
     },
+    /// Asks for memory to be brought nearer. Nothing changes, but the address has to be one.
+    Prefetch {
+        at: Address,
+    },
     /// Changes a number in memory as one step; the old one is the result.
     Atomic {
         op: Atomic,

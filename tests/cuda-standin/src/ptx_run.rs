@@ -285,6 +285,7 @@ impl Thread<'_> {
                 Kind::Store { values, count, width, to, space } => {
                     self.store(&values[..usize::from(count)], width, to, space)?;
                 }
+                Kind::Prefetch { at } => self.launch.readable(self.address(at), 1).map(drop)?,
                 Kind::Atomic { op, dst, value, to } => self.change(op, dst, value, to)?,
                 Kind::Table { dst, table } => self.set(dst, self.launch.function.tables[table].address),
                 Kind::LoadParam { dst, param } => self.set(dst, self.launch.params[param]),

@@ -13,7 +13,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define LANES 32
-#define WARPS 8 // of a block of threads
+#define WARPS 4 // of a block of threads
 #define ALL 0xffffffffu
 
 #define TILE 1024
@@ -187,7 +187,9 @@ __device__ __forceinline__ void store(u8 *to, const u32 (&words)[COUNT]) {
     if (COUNT == 2) *(uint2 *)to = make_uint2(words[0], words[1 % COUNT]);
 #pragma unroll
     for (u32 at = 0; at + 4 <= COUNT; at += 4) {
-        *(uint4 *)(to + 4 * at) = make_uint4(words[at], words[(at + 1) % COUNT], words[(at + 2) % COUNT], words[(at + 3) % COUNT]);
+        // The code is read once, too: what is stored must not take its place in the cache while it is on its way.
+        __stcs((uint4 *)(to + 4 * at),
+               make_uint4(words[at], words[(at + 1) % COUNT], words[(at + 2) % COUNT], words[(at + 3) % COUNT]));
     }
 }
 

@@ -21,6 +21,7 @@
 #define ROW_TILES 8 // of a block
 #define COL_TILES 4
 #define SLICE 8     // of the rank
+#define LINE 128    // bytes that are asked for at once
 
 // One product, as src/backend/kernels.rs lays it out. The places are in bytes from the beginning of the work memory.
 struct Product {
@@ -260,7 +261,24 @@ __device__ __forceinline__ void add(float (&values)[ROWS][COLS], const float (&s
     }
 }
 
+// Whether a product is added to any row of a block.
+__device__ __forceinline__ bool is_touched(const Place &place, const Product *product) {
+    const u32 first = place.block_row_tile * ROWS, end = first + ROW_TILES * ROWS;
+    return product->end_row > first && product->first_row < end;
+}
+
+// Asks for what a block has of the matrix, so that it is on its way while the products are computed.
 template <class Format>
+__device__ __forceinline__ void ask_for(const u8 *memory, u32 rows, u32 cols, const Place &place) {
+    const u32 size = sizeof(typename Format::Raw), lines = WIDE * COL_TILES * size / LINE;
+    for (u32 at = threadIdx.x; at < ROW_TILES * ROWS * lines; at += THREADS) {
+        const u32 row = place.block_row_tile * ROWS + at / lines, col = place.block_col_tile * WIDE + at % lines * (LINE / size);
+        if (row < rows && col < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(memory + ((u64)row * cols + col) * size));
+    }
+}
+
+// `ONE`: there is one product. Then the values need not be kept while sums are computed.
+template <class Format, bool ONE>
 __device__ __forceinline__ void patch(u8 *memory, u32 rows, u32 cols, u8 *work, u32 products, Scales scales) {
     typedef typename Format::Raw Raw;
     __shared__ Slice slices[2];
@@ -279,14 +297,24 @@ __device__ __forceinline__ void patch(u8 *memory, u32 rows, u32 cols, u8 *work, 
     part.width = cols, part.row = place.row, part.col = place.col;
     part.rows = rows - min(place.row, rows), part.cols = cols - min(place.col, cols);
     part.runs = cols % RUN == 0 && (u64)memory % (RUN * sizeof(Raw)) == 0;
+    const Product *const first = (const Product *)(work + HEADER);
+    u32 turn = 0;
+    if (ONE) {
+        ask_for<Format>(memory, rows, cols, place);
+        float sums[ROWS][COLS], values[ROWS][COLS];
+        const bool touched = is_touched(place, first);
+        if (touched) multiply(sums, slices, turn, place, work, first, cols);
+        load(values, part, work, scales);
+        if (touched) add(values, sums, place.row, first);
+        store(values, part, work, scales);
+        return;
+    }
     float values[ROWS][COLS];
     load(values, part, work, scales);
-    u32 turn = 0;
 #pragma unroll 1
     for (u32 number = 0; number < products; ++number) {
-        const Product *product = (const Product *)(work + HEADER) + number;
-        const u32 first = place.block_row_tile * ROWS, end = first + ROW_TILES * ROWS;
-        if (product->end_row <= first || product->first_row >= end) continue;
+        const Product *product = first + number;
+        if (!is_touched(place, product)) continue;
         float sums[ROWS][COLS];
         multiply(sums, slices, turn, place, work, product, cols);
         add(values, sums, place.row, product);
@@ -294,16 +322,19 @@ __device__ __forceinline__ void patch(u8 *memory, u32 rows, u32 cols, u8 *work, 
     store(values, part, work, scales);
 }
 
-#define KERNEL(name, format)                                                                                          \
+#define KERNEL(name, format, one)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 3)                                                           \
         name(u8 *weight, u8 *work, u32 rows, u32 cols, u32 products, u32 scales_at, u32 block_rows, u32 block_cols,   \
              u32 grid_cols) {                                                                                         \
         Scales scales = {scales_at, block_rows, block_cols, grid_cols};                                               \
-        patch<format>(weight, rows, cols, work, products, scales);                                                    \
+        patch<format, one>(weight, rows, cols, work, products, scales);                                                \
     }
 
-KERNEL(patch_f32, F32)
-KERNEL(patch_f16, F16)
-KERNEL(patch_bf16, Bf16)
-KERNEL(patch_e4m3, E4m3)
-KERNEL(patch_e5m2, E5m2)
+KERNEL(patch_f32, F32, false)
+KERNEL(patch_f16, F16, false)
+KERNEL(patch_bf16, Bf16, false)
+KERNEL(patch_e4m3, E4m3, false)
+KERNEL(patch_e5m2, E5m2, false)
+KERNEL(patch_one_f32, F32, true)
+KERNEL(patch_one_f16, F16, true)
+KERNEL(patch_one_bf16, Bf16, true)
