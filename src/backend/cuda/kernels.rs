@@ -159,7 +159,7 @@ pub(in crate::backend::cuda) mod tests {
 
     #[test]
     fn the_text_is_made_of_the_source() {
-        let names = FUNCTIONS.iter().map(|(_, name)| *name);
+        let names = FUNCTIONS.iter().map(|(.., name)| *name);
         assert_made_of(TEXT, &[include_bytes!("kernels/float.cuh"), include_bytes!("kernels/patch.cu")], names);
     }
 

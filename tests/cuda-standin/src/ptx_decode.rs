@@ -272,6 +272,8 @@ mod tests {
         }
         let (load, store) = with("global.nc.v2.u32", 2);
         assert!(matches!(load, Some(Kind::Load { space: Space::Constant, .. })) && store.is_none());
+        let (load, store) = with("global.cs.v4.u32", 4);
+        assert!(load.is_none() && matches!(store, Some(Kind::Store { count: 4, space: Space::Global, .. })));
         assert!(with("local.u32", 1).0.is_none() && with("global.v8.u32", 8).0.is_none());
     }
 
