@@ -120,7 +120,7 @@ impl Contents<'_> {
 pub struct TensorWriter<'a> {
     path: &'a Path,
     entry: &'a Entry<'a>,
-    out: &'a mut dyn Write,
+    out: &'a mut (dyn Write + Send + Sync),
     left: u64,
     /// The bytes that there would have been with those that were too many.
     refused: Option<u64>,
@@ -131,7 +131,7 @@ impl TensorWriter<'_> {
     pub(super) fn fill(
         path: &Path,
         entry: &Entry<'_>,
-        out: &mut dyn Write,
+        out: &mut (dyn Write + Send + Sync),
         fill: impl FnOnce(&mut TensorWriter<'_>) -> Result<()>,
     ) -> Result<()> {
         let mut writer = TensorWriter { path, entry, out, left: entry.bytes(), refused: None };
