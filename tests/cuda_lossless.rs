@@ -84,9 +84,8 @@ fn has_kernels(device: &Arc<dyn Device>, stream: &dyn Stream) -> bool {
     false
 }
 
-/// Numbers of weights that end in the midst of a run, of a tile, and at a block's end.
-#[test]
-fn cuda_codes_give_the_weights_that_were_coded() {
+/// Runs a test on a card that decodes; afterwards nothing is left, and no rule was broken.
+fn on_a_card(test: impl FnOnce(&Arc<dyn Device>, &dyn Stream)) {
     let driver = driver(&one_card());
     let devices = registry();
     let device = devices.device(DeviceId::cuda(0)).unwrap();
@@ -94,42 +93,43 @@ fn cuda_codes_give_the_weights_that_were_coded() {
     if !has_kernels(&device, &*stream) {
         return;
     }
-    for (seed, dtype) in TYPES.into_iter().enumerate() {
-        for count in [0, 1, 1021, BLOCK, 2 * BLOCK + 2 * 1024 + 13] {
-            for (what, weights) in contents(dtype, seed as u64, count) {
-                let code = compress(dtype, &weights).unwrap();
-                let (got, sound) = decoded(&device, &*stream, &code, &code, 0);
-                let wrong = got.iter().zip(&weights).position(|(got, wanted)| got != wanted);
-                assert_eq!((wrong, sound), (None, true), "{count} {what} of {dtype}: byte of the weights, verdict");
-            }
-        }
-    }
+    test(&device, &*stream);
     drop((stream, device, devices));
     driver.assert_clean();
+}
+
+/// Numbers of weights that end in the midst of a run, of a tile, and at a block's end.
+#[test]
+fn cuda_codes_give_the_weights_that_were_coded() {
+    on_a_card(|device, stream| {
+        for (seed, dtype) in TYPES.into_iter().enumerate() {
+            for count in [0, 1, 1021, BLOCK, 2 * BLOCK + 2 * 1024 + 13] {
+                for (what, weights) in contents(dtype, seed as u64, count) {
+                    let code = compress(dtype, &weights).unwrap();
+                    let (got, sound) = decoded(device, stream, &code, &code, 0);
+                    let wrong = got.iter().zip(&weights).position(|(got, wanted)| got != wanted);
+                    assert_eq!((wrong, sound), (None, true), "{count} {what} of {dtype}: byte of the weights, verdict");
+                }
+            }
+        }
+    });
 }
 
 /// Weights that begin at a multiple of their own size and of nothing more, in the midst of a buffer; one tensor of many blocks.
 #[test]
 fn cuda_weights_need_no_more_alignment_than_their_own() {
-    let driver = driver(&one_card());
-    let devices = registry();
-    let device = devices.device(DeviceId::cuda(0)).unwrap();
-    let stream = device.stream(Role::Compute).unwrap();
-    if !has_kernels(&device, &*stream) {
-        return;
-    }
-    for dtype in TYPES {
-        let at = 5 * dtype.element_bytes().unwrap();
-        for (what, weights) in contents(dtype, 40, BLOCK + 100) {
-            let code = compress(dtype, &weights).unwrap();
-            assert!(decoded(&device, &*stream, &code, &code, at) == (weights, true), "{what} of {dtype}");
+    on_a_card(|device, stream| {
+        for dtype in TYPES {
+            let at = 5 * dtype.element_bytes().unwrap();
+            for (what, weights) in contents(dtype, 40, BLOCK + 100) {
+                let code = compress(dtype, &weights).unwrap();
+                assert!(decoded(device, stream, &code, &code, at) == (weights, true), "{what} of {dtype}");
+            }
         }
-    }
-    let weights = stored(DType::BF16, normal(5, 0.02).take((1 << 19) + 9));
-    let code = compress(DType::BF16, &weights).unwrap();
-    assert!(decoded(&device, &*stream, &code, &code, 16) == (weights, true), "a mebibyte");
-    drop((stream, device, devices));
-    driver.assert_clean();
+        let weights = stored(DType::BF16, normal(5, 0.02).take((1 << 19) + 9));
+        let code = compress(DType::BF16, &weights).unwrap();
+        assert!(decoded(device, stream, &code, &code, 16) == (weights, true), "a mebibyte");
+    });
 }
 
 /// Codes of several blocks in all their forms, and where the blocks begin.
@@ -168,31 +168,24 @@ fn agree(device: &Arc<dyn Device>, stream: &dyn Stream, sound: &[u8], damaged: &
 /// Bits of all fields of the blocks' headers, and one in some of what follows.
 #[test]
 fn cuda_flipped_bits_of_blocks_are_told() {
-    let driver = driver(&one_card());
-    let devices = registry();
-    let device = devices.device(DeviceId::cuda(0)).unwrap();
-    let stream = device.stream(Role::Compute).unwrap();
-    if !has_kernels(&device, &*stream) {
-        return;
-    }
-    let mut random = support::Random::new(4);
-    for (number, (code, begins)) in codes().into_iter().enumerate() {
-        let coded = code[11] == 1;
-        let fields = begins.iter().filter(|_| coded).flat_map(|begin| begin * 8..(begin + 32) * 8).step_by(3);
-        let first = begins[0] * 8;
-        let bits = (0..60).map(|_| first + random.next() as usize % (code.len() * 8 - first));
-        let last = (code.len() - 18) * 8..code.len() * 8;
-        let bits: Vec<usize> = fields.chain(bits).chain(last.step_by(5)).collect();
-        for bit in bits {
-            let mut damaged = code.clone();
-            damaged[bit / 8] ^= 1 << (bit % 8);
-            let what = format!("bit {bit} of {} of code {number}", code.len() * 8);
-            assert!(!agree(&device, &*stream, &code, &damaged, &what), "{what}");
+    on_a_card(|device, stream| {
+        let mut random = support::Random::new(4);
+        for (number, (code, begins)) in codes().into_iter().enumerate() {
+            let coded = code[11] == 1;
+            let fields = begins.iter().filter(|_| coded).flat_map(|begin| begin * 8..(begin + 32) * 8).step_by(3);
+            let first = begins[0] * 8;
+            let bits = (0..60).map(|_| first + random.next() as usize % (code.len() * 8 - first));
+            let last = (code.len() - 18) * 8..code.len() * 8;
+            let bits: Vec<usize> = fields.chain(bits).chain(last.step_by(5)).collect();
+            for bit in bits {
+                let mut damaged = code.clone();
+                damaged[bit / 8] ^= 1 << (bit % 8);
+                let what = format!("bit {bit} of {} of code {number}", code.len() * 8);
+                assert!(!agree(device, stream, &code, &damaged, &what), "{what}");
+            }
+            assert!(agree(device, stream, &code, &code, "sound"));
         }
-        assert!(agree(&device, &*stream, &code, &code, "sound"));
-    }
-    drop((stream, device, devices));
-    driver.assert_clean();
+    });
 }
 
 /// Gives the header of a block the sum that its bytes 8..32 need if the weights are as before.
@@ -214,110 +207,89 @@ fn reseal(before: &[u8], block: &mut [u8]) {
 /// host refuses.
 #[test]
 fn cuda_blocks_that_lie_are_told() {
-    let driver = driver(&one_card());
-    let devices = registry();
-    let device = devices.device(DeviceId::cuda(0)).unwrap();
-    let stream = device.stream(Role::Compute).unwrap();
-    if !has_kernels(&device, &*stream) {
-        return;
-    }
-    let values: [u8; 8] = [0, 1, 2, 0x40, 0x7f, 0x80, 0x81, 0xff];
-    for (number, (code, begins)) in codes().into_iter().enumerate().filter(|(_, (code, _))| code[11] == 1) {
-        for (field, value, begin) in (8..32)
-            .flat_map(|field| values.iter().map(move |value| (field, *value)))
-            .zip(begins.iter().cycle())
-            .map(|((f, v), b)| (f, v, *b))
-        {
-            let mut damaged = code.clone();
-            damaged[begin + field] = value;
-            let before = code[begin..begin + 32].to_vec();
-            reseal(&before, &mut damaged[begin..]);
-            agree(
-                &device,
-                &*stream,
-                &code,
-                &damaged,
-                &format!("{value:#x} at {field} of the block at {begin} of code {number}"),
-            );
+    on_a_card(|device, stream| {
+        let values: [u8; 8] = [0, 1, 2, 0x40, 0x7f, 0x80, 0x81, 0xff];
+        for (number, (code, begins)) in codes().into_iter().enumerate().filter(|(_, (code, _))| code[11] == 1) {
+            for (field, value, begin) in (8..32)
+                .flat_map(|field| values.iter().map(move |value| (field, *value)))
+                .zip(begins.iter().cycle())
+                .map(|((f, v), b)| (f, v, *b))
+            {
+                let mut damaged = code.clone();
+                damaged[begin + field] = value;
+                let before = code[begin..begin + 32].to_vec();
+                reseal(&before, &mut damaged[begin..]);
+                agree(
+                    device,
+                    stream,
+                    &code,
+                    &damaged,
+                    &format!("{value:#x} at {field} of the block at {begin} of code {number}"),
+                );
+            }
+            // Codes and tails of noise, behind a header that is right.
+            for (seed, begin) in begins.iter().enumerate() {
+                let mut damaged = code.clone();
+                let end = begins.get(seed + 1).copied().unwrap_or(code.len());
+                let body = begin + 32 + (end - begin - 32) * 2 / 3;
+                let noise = random_bytes(seed as u64, end - body);
+                damaged[body..end].copy_from_slice(&noise);
+                assert!(body == end || !agree(device, stream, &code, &damaged, "noise"));
+                // All codes say that they continue.
+                damaged[begin + 32..end].fill(0xff);
+                agree(device, stream, &code, &damaged, "ones");
+            }
         }
-        // Codes and tails of noise, behind a header that is right.
-        for (seed, begin) in begins.iter().enumerate() {
-            let mut damaged = code.clone();
-            let end = begins.get(seed + 1).copied().unwrap_or(code.len());
-            let body = begin + 32 + (end - begin - 32) * 2 / 3;
-            let noise = random_bytes(seed as u64, end - body);
-            damaged[body..end].copy_from_slice(&noise);
-            assert!(body == end || !agree(&device, &*stream, &code, &damaged, "noise"));
-            // All codes say that they continue.
-            damaged[begin + 32..end].fill(0xff);
-            agree(&device, &*stream, &code, &damaged, "ones");
-        }
-    }
-    drop((stream, device, devices));
-    driver.assert_clean();
+    });
 }
 
 /// The host has checked the index; what became of it on the way is told, and leads nowhere else.
 #[test]
 fn cuda_damaged_indexes_lead_nowhere_else() {
-    let driver = driver(&one_card());
-    let devices = registry();
-    let device = devices.device(DeviceId::cuda(0)).unwrap();
-    let stream = device.stream(Role::Compute).unwrap();
-    if !has_kernels(&device, &*stream) {
-        return;
-    }
-    for (code, begins) in codes().into_iter().filter(|(code, _)| code[11] == 1) {
-        for place in 0..=begins.len() {
-            let at = 64 + 4 * place;
-            let now = u32::from_le_bytes(code[at..at + 4].try_into().unwrap());
-            let units = (code.len() / 16) as u32;
-            for value in [0, now - 1, now + 1, now + 2, units, units + 1, 1 << 28, u32::MAX] {
-                if value == now {
-                    continue;
+    on_a_card(|device, stream| {
+        for (code, begins) in codes().into_iter().filter(|(code, _)| code[11] == 1) {
+            for place in 0..=begins.len() {
+                let at = 64 + 4 * place;
+                let now = u32::from_le_bytes(code[at..at + 4].try_into().unwrap());
+                let units = (code.len() / 16) as u32;
+                for value in [0, now - 1, now + 1, now + 2, units, units + 1, 1 << 28, u32::MAX] {
+                    if value == now {
+                        continue;
+                    }
+                    let mut damaged = code.clone();
+                    damaged[at..at + 4].copy_from_slice(&value.to_le_bytes());
+                    let (_, sound) = decoded(device, stream, &code, &damaged, 0);
+                    assert!(!sound, "{value} in place of {now} for block {place}");
                 }
-                let mut damaged = code.clone();
-                damaged[at..at + 4].copy_from_slice(&value.to_le_bytes());
-                let (_, sound) = decoded(&device, &*stream, &code, &damaged, 0);
-                assert!(!sound, "{value} in place of {now} for block {place}");
             }
         }
-    }
-    drop((stream, device, devices));
-    driver.assert_clean();
+    });
 }
 
 /// Several codes share a verdict; a block of another tensor, which is sound in itself, shows too.
 #[test]
 fn cuda_one_verdict_is_of_all_codes() {
-    let driver = driver(&one_card());
-    let devices = registry();
-    let device = devices.device(DeviceId::cuda(0)).unwrap();
-    let stream = device.stream(Role::Compute).unwrap();
-    if !has_kernels(&device, &*stream) {
-        return;
-    }
-    let kernels = device.kernels().unwrap();
-    let tensor = |deviation| stored(DType::BF16, normal(6, deviation).take(BLOCK));
-    let [one, other] = [tensor(0.3), tensor(0.6)].map(|weights| compress(DType::BF16, &weights).unwrap());
-    let block = Code::open(&one).unwrap().block(0).unwrap().len();
-    let exchanged = [&one[..one.len() - block], Code::open(&other).unwrap().block(0).unwrap()].concat();
-    assert_eq!(exchanged.len(), one.len(), "twice as large weights have the next exponents");
-    let mut damaged = one.clone();
-    damaged[one.len() / 2] ^= 1;
-    let of = |codes: [(&[u8], &[u8]); 3]| {
-        let mut told = sent(&device, &[0; 16]);
-        for (info, code) in codes {
-            let info = *Code::open(info).unwrap().info();
-            let dst = device.alloc(info.decoded_bytes as usize, MemoryKind::Whole).unwrap();
-            let work = Decompress::new((sent(&device, code).freeze(), 0), info, (dst, 0), (told, 0)).unwrap();
-            told = kernels.decompress(&*stream, work).unwrap().verdict.chain();
-        }
-        verdict(&device, told)
-    };
-    assert!(of([(&one, &one), (&other, &other), (&one, &one)]));
-    assert!(!of([(&one, &one), (&one, &damaged), (&one, &one)]));
-    assert!(!of([(&one, &exchanged), (&other, &other), (&one, &one)]));
-    drop((stream, device, devices));
-    driver.assert_clean();
+    on_a_card(|device, stream| {
+        let kernels = device.kernels().unwrap();
+        let tensor = |deviation| stored(DType::BF16, normal(6, deviation).take(BLOCK));
+        let [one, other] = [tensor(0.3), tensor(0.6)].map(|weights| compress(DType::BF16, &weights).unwrap());
+        let block = Code::open(&one).unwrap().block(0).unwrap().len();
+        let exchanged = [&one[..one.len() - block], Code::open(&other).unwrap().block(0).unwrap()].concat();
+        assert_eq!(exchanged.len(), one.len(), "twice as large weights have the next exponents");
+        let mut damaged = one.clone();
+        damaged[one.len() / 2] ^= 1;
+        let of = |codes: [(&[u8], &[u8]); 3]| {
+            let mut told = sent(device, &[0; 16]);
+            for (info, code) in codes {
+                let info = *Code::open(info).unwrap().info();
+                let dst = device.alloc(info.decoded_bytes as usize, MemoryKind::Whole).unwrap();
+                let work = Decompress::new((sent(device, code).freeze(), 0), info, (dst, 0), (told, 0)).unwrap();
+                told = kernels.decompress(stream, work).unwrap().verdict.chain();
+            }
+            verdict(device, told)
+        };
+        assert!(of([(&one, &one), (&other, &other), (&one, &one)]));
+        assert!(!of([(&one, &one), (&one, &damaged), (&one, &one)]));
+        assert!(!of([(&one, &exchanged), (&other, &other), (&one, &one)]));
+    });
 }

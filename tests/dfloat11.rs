@@ -12,7 +12,7 @@ use support::*;
 use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{CodeFault, CompressedFault, DFloat11Fault, FileFault};
-use tensor_offload::transfer::{MemorySource, ReadPart, Source};
+use tensor_offload::transfer::{MemorySource, Source};
 use tensor_offload::{Checkpoint, DType, Error, Matching, Registry, Result, Streamer, Weights};
 
 fn data(name: &str) -> PathBuf {
@@ -336,19 +336,6 @@ proptest! {
         infos.sort_by_key(|info| info.offset);
         let all: Vec<u8> = infos.iter().flat_map(|info| original.bytes_of(&info.name).to_vec()).collect();
         let begin = infos[0].offset;
-        prop_assert_eq!(source.stamp().len(), begin + all.len() as u64);
-        let range = |(one, other): &(prop::sample::Index, prop::sample::Index)| {
-            let (one, other) = (one.index(all.len() + 1), other.index(all.len() + 1));
-            one.min(other)..one.max(other)
-        };
-        let ranges: Vec<_> = parts.iter().map(range).collect();
-        let mut memory: Vec<Vec<u8>> = ranges.iter().map(|range| vec![0xa5; range.len()]).collect();
-        let mut parts: Vec<_> =
-            ranges.iter().zip(&mut memory).map(|(range, dst)| ReadPart::new(begin + range.start as u64, dst)).collect();
-        source.read_parts(&mut parts).unwrap();
-        for (range, read) in ranges.into_iter().zip(memory) {
-            prop_assert!(read == all[range.clone()], "{:?} of file {}", range, file);
-        }
-        prop_assert!(source.read_at(begin + all.len() as u64, &mut [0]).is_err());
+        check_parts(&**source, begin, &all, &parts);
     }
 }

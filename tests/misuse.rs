@@ -10,6 +10,7 @@ mod support;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -18,9 +19,10 @@ use std::time::Duration;
 
 use support::{GPU0, Subject, llama, safetensors, without_hanging};
 use tensor_offload::backend::{
-    Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Joined, Kernels, Ledger, MemoryBlock,
-    MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer, conformance,
+    Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Host, Joined, Kernels, Ledger,
+    MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer, conformance,
 };
+use tensor_offload::checkpoint::write_compressed;
 use tensor_offload::device::{DeviceInfo, MemoryUsage, Topology};
 use tensor_offload::error::Missing;
 use tensor_offload::load::Progress;
@@ -500,13 +502,44 @@ impl Source for LyingSource {
         }
         Ok(())
     }
+
+    #[allow(clippy::reversed_empty_ranges, reason = "a lie")]
+    fn read_within(&self, at: u64, len: usize, buffer: &mut [u8]) -> Result<Range<usize>> {
+        self.read_at(at, &mut buffer[..len])?;
+        // Beyond the buffer, backwards, or too many.
+        Ok(match self.lie {
+            7 => buffer.len()..buffer.len() + len,
+            8 => usize::MAX..0,
+            9 => 0..usize::MAX,
+            _ => 0..len,
+        })
+    }
+
+    fn may_stay(&self) -> bool {
+        self.lie > 9
+    }
+
+    fn stored(&self, _at: u64, len: u64) -> u64 {
+        if self.lie > 9 { u64::MAX } else { len }
+    }
 }
 
 #[test]
 fn wrong_sources_get_errors() {
     let folder = tempfile::tempdir().unwrap();
-    for lie in 0..7 {
-        let bytes = safetensors(&llama(3, 16), 3);
+    let plain = safetensors(&llama(3, 64), 3);
+    let compressed = folder.path().join("compressed.safetensors");
+    let checkpoint = Checkpoint::from_bytes("plain", plain.clone()).unwrap();
+    let specs: Vec<_> = llama(3, 64);
+    write_compressed(&compressed, &specs, &Default::default(), |tensor, out| {
+        let id = checkpoint.find(&specs[tensor].name).unwrap();
+        let mut bytes = vec![0; out.left() as usize];
+        checkpoint.read(id, &mut bytes)?;
+        out.put(&bytes)
+    })
+    .unwrap();
+    let files = [plain, std::fs::read(compressed).unwrap()];
+    for (lie, bytes) in (0..11).flat_map(|lie| files.iter().map(move |bytes| (lie, bytes.clone()))) {
         let stamp = Stamp::unique(bytes.len() as u64);
         let path = folder.path().join("model.safetensors");
         std::fs::write(&path, &bytes).unwrap();
@@ -516,9 +549,18 @@ fn wrong_sources_get_errors() {
         let devices = Registry::described(described(), Clock::Virtual);
         let weights = tensor_offload::Weights::new(checkpoint);
         let planner = tensor_offload::Planner::new(weights.layout(), devices.machine()).compute(GPU0);
-        let plan = planner.allocation("cuda:0,8kb;cpu,*".parse().unwrap()).plan().unwrap();
+        let plan = planner.allocation("cuda:0,80kb;cpu,*".parse().unwrap()).plan().unwrap();
         let loaded = Loader::new(&devices).load(&weights, &plan);
         assert!(loaded.is_ok() || devices.opened().iter().all(|device| device.ledger().charged() == 0));
+        // And layers that stay there, of which it says anything.
+        let devices = Registry::new([Arc::new(Host::new().disk_folder(folder.path())) as Arc<dyn Backend>]);
+        let planner = tensor_offload::Planner::new(weights.layout(), devices.machine()).compute(DeviceId::CPU);
+        let plan = planner.allocation("disk,*".parse().unwrap()).plan().unwrap();
+        let Ok(model) = Loader::new(&devices).load(&weights, &plan) else { continue };
+        let mut streamer = Streamer::new(&Arc::new(model)).unwrap();
+        let layers: Vec<_> = weights.layout().layer_ids().collect();
+        let read = layers.iter().map(|&layer| streamer.layer(layer).map(drop)).filter(Result::is_ok).count();
+        assert!(lie <= 9 || read == layers.len(), "{lie}: {read} layers");
     }
 }
 

@@ -167,7 +167,10 @@ impl Lanes {
             let (bytes, home) = (slice.range.len() as u64, model.find(slice.module, &slice.range));
             match home {
                 Some((home, _)) if home.block().is_kept() => read.kept += bytes,
-                Some((home, range)) => read.disk += home.extents(&range).map_or(bytes, |extents| stored(&extents)),
+                Some((home, range)) => {
+                    read.disk =
+                        read.disk.saturating_add(home.extents(&range).map_or(bytes, |extents| stored(&extents)));
+                }
                 None => {}
             }
         }
@@ -276,9 +279,9 @@ impl Lane {
     }
 }
 
-/// The bytes that extents take where they are stored.
+/// The bytes that extents take where they are stored. What a caller's source says of itself may be any number.
 fn stored(extents: &[ExtentPart<'_>]) -> u64 {
-    extents.iter().map(|(of, at, bytes)| of.stored(*at, *bytes as u64)).sum()
+    extents.iter().map(|(of, at, bytes)| of.stored(*at, *bytes as u64)).fold(0, u64::saturating_add)
 }
 
 fn not_a_copy() -> Error {

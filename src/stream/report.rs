@@ -116,8 +116,8 @@ impl StreamReport {
     pub(super) fn sent(&mut self, lane: usize, bytes: u64, read: Read) {
         let lane = &mut self.lanes[lane];
         (lane.fills, lane.bytes) = (lane.fills + 1, lane.bytes + bytes);
-        (lane.read, lane.kept) = (lane.read + read.disk, lane.kept + read.kept);
-        self.read += read.disk;
+        (lane.read, lane.kept) = (lane.read.saturating_add(read.disk), lane.kept + read.kept);
+        self.read = self.read.saturating_add(read.disk);
         *self.bytes.entry(lane.from).or_default() += bytes;
     }
 

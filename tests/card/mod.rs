@@ -2,7 +2,7 @@
 //! `TENSOR_OFFLOAD_LIBCUDA` names, a real card's for example, as it is.
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::ops::Deref;
 use std::path::Path;
@@ -29,8 +29,8 @@ pub(crate) enum Driver {
 /// goes a moment after its device, and in the next session it would be that session's context that is given back.
 pub(crate) struct StandIn(Session);
 
-/// How long a thread that is being started may have no name.
-const STARTING: Duration = Duration::from_millis(200);
+/// How long a thread that is being started may have no name of its own, on a machine that is busy.
+const STARTING: Duration = Duration::from_secs(3);
 
 /// How long the stand-in waits for devices that a test keeps open.
 const KEPT_OPEN: Duration = Duration::from_secs(2);
@@ -245,30 +245,30 @@ pub(crate) fn assert_at_most_one_leak(cuda: &Session, what: &str) {
 /// longer than `most`. Of a driver that is named, only its devices' threads tell.
 pub(crate) fn wait_until_closed<'a>(cuda: impl Into<Option<&'a Session>>, most: Duration) {
     let (until, cuda) = (Instant::now() + most, cuda.into());
-    let mut unnamed = HashMap::new();
-    let mut may_be_open =
-        || cuda.is_none_or(|cuda| cuda.report().live_contexts > 0) && has_device_threads(&mut unnamed);
+    let may_be_open = || cuda.is_none_or(|cuda| cuda.report().live_contexts > 0) && has_device_threads();
     while may_be_open() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Whether this process has threads that call the driver for an open device: its reaper and its lanes. Only Linux tells. `unnamed`
-/// has the threads that had no name of their own at the last calls, and since when.
-fn has_device_threads(unnamed: &mut HashMap<OsString, Instant>) -> bool {
+/// Threads that had the name of the one that looked at them, which they were perhaps started by, and since when.
+static UNNAMED: Mutex<BTreeMap<(OsString, String), Instant>> = Mutex::new(BTreeMap::new());
+
+/// Whether this process has threads that call the driver for an open device: its reaper and its lanes. Only Linux tells.
+fn has_device_threads() -> bool {
     let name = |thread: &Path| std::fs::read_to_string(thread.join("comm")).unwrap_or_default();
     let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return true };
     let own = std::fs::read_link("/proc/thread-self").ok().and_then(|path| Some(path.file_name()?.to_owned()));
     let starter = name(Path::new("/proc/thread-self"));
-    let calls = |thread: std::fs::DirEntry| {
-        let (id, name) = (thread.file_name(), name(&thread.path()));
-        if name.starts_with("cuda:") || name.contains(" to cuda:") {
-            return true;
-        }
-        // A thread that has only just been started still has the name of the one that started it. One that keeps it is another
-        // test's, called alike in the first 15 letters, which are all that a thread's name has.
+    let names: Vec<_> = threads.flatten().map(|thread| (thread.file_name(), name(&thread.path()))).collect();
+    // A thread that has only just been started still has the name of the one that started it. One that keeps it is another test's,
+    // called alike in the first 15 letters, which are all that a thread's name has.
+    let mut unnamed = UNNAMED.lock().unwrap_or_else(PoisonError::into_inner);
+    unnamed.retain(|(id, of), _| *of != starter || names.iter().any(|(now, name)| (now, name) == (id, of)));
+    names.into_iter().any(|(id, name)| {
         let is_starting = name == starter && Some(&id) != own.as_ref();
-        is_starting && unnamed.entry(id).or_insert_with(Instant::now).elapsed() < STARTING
-    };
-    threads.flatten().any(calls)
+        name.starts_with("cuda:")
+            || name.contains(" to cuda:")
+            || (is_starting && unnamed.entry((id, name)).or_insert_with(Instant::now).elapsed() < STARTING)
+    })
 }

@@ -10,14 +10,17 @@ pub(crate) mod machines;
 pub(crate) mod outliers;
 pub(crate) mod watched;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
+use proptest::sample::Index;
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
 use tensor_offload::backend::Event;
 use tensor_offload::checkpoint::{Layout, TensorInfo, TensorSpec};
+use tensor_offload::transfer::{ReadPart, Source};
 use tensor_offload::{
     Adapter, Checkpoint, DType, DeviceId, LayerGuard, LayerId, Loader, Machine, Matching, Model, Plan, Planner,
     Registry, Result, Streamer, TensorId, Weights,
@@ -49,6 +52,25 @@ pub(crate) fn machine() -> Machine {
 pub(crate) fn described(devices: &[&str]) -> Machine {
     let devices: Vec<_> = devices.iter().map(|text| text.parse().unwrap()).collect();
     Machine::described(&devices)
+}
+
+/// Any parts of a source, between these places in turn, are those of `all`, which begin at `begin` and end with the source.
+pub(crate) fn check_parts(source: &dyn Source, begin: u64, all: &[u8], parts: &[(Index, Index)]) {
+    assert_eq!(source.stamp().len(), begin + all.len() as u64);
+    let range = |(one, other): &(Index, Index)| {
+        let (one, other) = (one.index(all.len() + 1), other.index(all.len() + 1));
+        one.min(other)..one.max(other)
+    };
+    let ranges: Vec<_> = parts.iter().map(range).collect();
+    let mut memory: Vec<Vec<u8>> = ranges.iter().map(|range| vec![0xa5; range.len()]).collect();
+    let part = |(range, dst): (&Range<usize>, _)| ReadPart::new(begin + range.start as u64, dst);
+    source
+        .read_parts(&mut ranges.iter().zip(memory.iter_mut().map(Vec::as_mut_slice)).map(part).collect::<Vec<_>>())
+        .unwrap();
+    for (range, read) in ranges.into_iter().zip(memory) {
+        assert!(read == all[range.clone()], "{range:?} of {}", source.path().display());
+    }
+    assert!(source.read_at(begin + all.len() as u64, &mut [0]).is_err());
 }
 
 /// The generator splitmix64 (Steele, Lea and Flood 2014).

@@ -6,12 +6,11 @@ use std::sync::Arc;
 
 use super::calls::FunctionHandle;
 use super::device::CudaDevice;
-use super::memory::DeviceMemory;
 use super::module::{Module, launch};
 use super::stream::CudaStream;
-use crate::backend::{Buf, Decompress, DecompressFlight, Event, Stream, Undecoded};
+use crate::backend::{Decompress, DecompressFlight, Event, Stream, Undecoded};
 use crate::dtype::DType;
-use crate::error::{Error, Mismatch, Result};
+use crate::error::{Error, Result};
 use crate::lossless::{BLOCK_WEIGHTS, CODE_ALIGN};
 
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/lossless.cu`.
@@ -117,7 +116,7 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) 
     stream.check_accepts(OPERATION)?;
     let module = module(device).map_err(|why| Error::invalid(format!("{id} does not decompress: {why}")))?;
     let function = module.function(index).ok_or_else(|| Error::bug("a function that was not loaded"))?;
-    let code = address_of(device, work.source())? + work.offset() as u64;
+    let code = device.source_in("what is to be decompressed", work.source())? + work.offset() as u64;
     let size = info.dtype.element_bytes().unwrap_or(1);
     let bytes = info.decoded_bytes as usize;
     // A buffer of no bytes has no address.
@@ -134,16 +133,6 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) 
 /// What the buffers are called.
 const WEIGHTS: &str = "the memory for the weights of a code";
 const VERDICT: &str = "the memory for the verdict on a code";
-
-/// The address of a buffer in this device's memory.
-fn address_of(device: &CudaDevice, buffer: &Buf) -> Result<u64> {
-    let id = device.context().id();
-    let memory = buffer.block().downcast::<DeviceMemory>();
-    let own = memory.is_some_and(|memory| memory.context().id() == id);
-    let mismatch =
-        || Mismatch::Memory { what: "what is to be decompressed".to_owned(), memory: buffer.device(), device: id };
-    Ok(buffer.address().filter(|_| own).ok_or_else(mismatch)?)
-}
 
 #[cfg(test)]
 mod tests {

@@ -6,12 +6,11 @@ use std::sync::Arc;
 
 use super::calls::FunctionHandle;
 use super::device::CudaDevice;
-use super::memory::DeviceMemory;
 use super::module::{Module, launch};
 use super::stream::CudaStream;
-use crate::backend::{Buf, Dequantise, Event, Flight, Rejected, Stream};
+use crate::backend::{Dequantise, Event, Flight, Rejected, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, Mismatch, Result};
+use crate::error::{Error, Result};
 
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/dequantise.cu` and the headers that it includes.
 const TEXT: &str = include_str!("kernels/dequantise.ptx");
@@ -142,23 +141,13 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Dequantise) 
     let function = module.function(index).ok_or_else(|| Error::bug("a function that was not loaded"))?;
     let too_many = || Error::invalid(format!("{} values are too many for one launch", work.values()));
     let runs = u32::try_from(work.values() as u64 / RUN).map_err(|_| too_many())?;
-    let source = address_of(device, work.source())? + work.offset() as u64;
+    let source = device.source_in("what is to be dequantised", work.source())? + work.offset() as u64;
     let target = device.address_in(VALUES_OF, work.dst(), work.at(), work.bytes(), to.element_bytes().unwrap_or(1))?;
     Ok((stream, Launching { function, blocks: runs.div_ceil(RUNS), source, target, runs, kind: kind as u32 }))
 }
 
 /// What the destination is called.
 const VALUES_OF: &str = "the memory for the values of blocks";
-
-/// The address of a buffer in this device's memory.
-fn address_of(device: &CudaDevice, buffer: &Buf) -> Result<u64> {
-    let id = device.context().id();
-    let memory = buffer.block().downcast::<DeviceMemory>();
-    let own = memory.is_some_and(|memory| memory.context().id() == id);
-    let mismatch =
-        || Mismatch::Memory { what: "what is to be dequantised".to_owned(), memory: buffer.device(), device: id };
-    Ok(buffer.address().filter(|_| own).ok_or_else(mismatch)?)
-}
 
 #[cfg(test)]
 mod tests {

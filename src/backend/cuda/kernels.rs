@@ -11,8 +11,8 @@ use super::module::{Module, launch};
 use super::stream::CudaStream;
 use super::{decompress, dequantise};
 use crate::backend::{
-    BufMut, Decompress, DecompressFlight, Dequantise, Flight, Kernels, MatrixPatch, PatchFlight, Rejected, SentPatch,
-    Stream, Undecoded,
+    Buf, BufMut, Decompress, DecompressFlight, Dequantise, Flight, Kernels, MatrixPatch, PatchFlight, Rejected,
+    SentPatch, Stream, Undecoded,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Mismatch, Result};
@@ -44,6 +44,15 @@ impl CudaDevice {
     fn module(&self) -> Result<&Module, String> {
         let context = self.context();
         context.kernels().patch.get(context, TEXT, FUNCTIONS.iter().map(|(.., name)| *name))
+    }
+
+    /// The address of a buffer in this device's memory that is only read. `what` is what a buffer of another device is.
+    pub(super) fn source_in(&self, what: &str, buffer: &Buf) -> Result<u64> {
+        let id = self.context().id();
+        let memory = buffer.block().downcast::<DeviceMemory>();
+        let own = memory.is_some_and(|memory| memory.context().id() == id);
+        let mismatch = || Mismatch::Memory { what: what.to_owned(), memory: buffer.device(), device: id };
+        Ok(buffer.address().filter(|_| own).ok_or_else(mismatch)?)
     }
 
     /// The address of `bytes` bytes at offset `at` of a buffer in this device's memory. Checks that it is a multiple of

@@ -15,6 +15,9 @@ use crate::dtype::DType;
 use crate::error::{CodeFault, Error, FileFault, Result};
 use crate::lossless::{self, Info};
 
+/// Bytes up to which the memory for a tensor is taken at once.
+const LEAST: u64 = 64 << 20;
+
 /// What [`write_compressed`] came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
@@ -111,6 +114,9 @@ pub fn write_compressed(
         }
     }
     let mut header = write::header(&stored, &metadata, path)?;
+    if header.len() as u64 > room {
+        return Err(Error::bug(format!("a header of {} bytes, with room for {room}", header.len())));
+    }
     // Blanks may follow the header's text.
     header.resize(room as usize, b' ');
     header[..8].copy_from_slice(&(room - 8).to_le_bytes());
@@ -122,7 +128,8 @@ pub fn write_compressed(
 /// A tensor's bytes, which `fill` writes.
 fn whole(path: &Path, spec: &TensorSpec, fill: impl FnOnce(&mut TensorWriter<'_>) -> Result<()>) -> Result<Vec<u8>> {
     let entry = Entry::alone(spec)?;
-    let mut bytes = Vec::with_capacity(entry.bytes() as usize);
+    // What it is said to have may be more than there is memory for, and more than `fill` writes.
+    let mut bytes = Vec::with_capacity(entry.bytes().min(LEAST) as usize);
     TensorWriter::fill(path, &entry, &mut bytes, fill)?;
     Ok(bytes)
 }
