@@ -185,18 +185,19 @@ fn extent(at: u64, bytes: usize) -> Extent {
 fn memory_that_is_only_read_is_never_written() {
     let host = Host::new();
     let (cpu, disk) = (host.open(DeviceId::CPU).unwrap(), host.open(DeviceId::DISK).unwrap());
-    let memory = disk.read_only(Extents::new(vec![extent(5, 3), extent(100, 2)])).unwrap().unwrap();
-    assert_eq!((memory.bytes(), memory.device(), disk.ledger().charged()), (5, DeviceId::DISK, 0));
     let stream = cpu.stream(Role::Upload).unwrap();
-    let copy = |from: &Buf| Transfer::whole(from, cpu.alloc(5, MemoryKind::Arena).unwrap()).unwrap();
-    let mut copied = stream.copy(copy(&memory)).unwrap().wait(Duration::from_secs(20)).unwrap();
-    assert_eq!(copied.host_mut().unwrap(), [5, 6, 7, 100, 101]);
-    let mut reclaimed = memory.try_reclaim().unwrap();
-    assert!(reclaimed.host_mut().is_none() && reclaimed.write_with(|_| ()).unwrap().is_none());
-    let rejected = stream.copy(Transfer::whole(&copied.freeze(), reclaimed).unwrap()).unwrap_err();
-    assert_eq!(rejected.error.kind(), ErrorKind::Invalid);
-    // Host memory has nothing of the kind.
-    assert!(cpu.read_only(Extents::new(vec![extent(0, 1)])).unwrap().is_none());
+    for device in [&cpu, &disk] {
+        let memory = device.read_only(Extents::new(vec![extent(5, 3), extent(100, 2)])).unwrap().unwrap();
+        assert_eq!((memory.bytes(), memory.device(), device.ledger().charged()), (5, device.id(), 0));
+        assert!(memory.host(Duration::ZERO).unwrap().is_none());
+        let copy = |from: &Buf| Transfer::whole(from, cpu.alloc(5, MemoryKind::Arena).unwrap()).unwrap();
+        let mut copied = stream.copy(copy(&memory)).unwrap().wait(Duration::from_secs(20)).unwrap();
+        assert_eq!(copied.host_mut().unwrap(), [5, 6, 7, 100, 101]);
+        let mut reclaimed = memory.try_reclaim().unwrap();
+        assert!(reclaimed.host_mut().is_none() && reclaimed.write_with(|_| ()).unwrap().is_none());
+        let rejected = stream.copy(Transfer::whole(&copied.freeze(), reclaimed).unwrap()).unwrap_err();
+        assert_eq!(rejected.error.kind(), ErrorKind::Invalid);
+    }
 }
 
 #[test]

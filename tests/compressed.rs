@@ -4,10 +4,10 @@ mod support;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use support::compressed::{Compressed, compress};
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host};
 use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed};
@@ -15,14 +15,6 @@ use tensor_offload::error::{CodeFault, CompressedFault, FileFault};
 use tensor_offload::{
     ByteSize, Checkpoint, DType, Error, Loader, Matching, Planner, Registry, Result, Streamer, TensorId, Weights,
 };
-
-/// The tensors of a checkpoint in a compressed file.
-fn compress(checkpoint: &Checkpoint, path: &Path) -> CompressedReport {
-    let tensors = checkpoint.layout().tensors();
-    let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
-    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    write_compressed(path, &specs, &metadata, |tensor, out| out.put(&bytes(checkpoint, &specs[tensor].name))).unwrap()
-}
 
 fn bytes(checkpoint: &Checkpoint, name: &str) -> Vec<u8> {
     try_bytes(checkpoint, name).unwrap()
@@ -32,30 +24,6 @@ fn try_bytes(checkpoint: &Checkpoint, name: &str) -> Result<Vec<u8>> {
     let tensor = checkpoint.find(name).unwrap();
     let mut bytes = vec![0; checkpoint.layout().tensor(tensor).unwrap().bytes as usize];
     checkpoint.read(tensor, &mut bytes).map(|()| bytes)
-}
-
-/// A model, and a folder with its compressed file.
-struct Compressed {
-    folder: tempfile::TempDir,
-    plain: Subject,
-    report: CompressedReport,
-}
-
-impl Compressed {
-    fn new(tensors: &[TensorSpec], seed: u64) -> Compressed {
-        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let plain = Subject::plain(tensors, seed);
-        let report = compress(plain.checkpoint(), &folder.path().join("model.safetensors"));
-        Compressed { folder, plain, report }
-    }
-
-    fn file(&self) -> PathBuf {
-        self.folder.path().join("model.safetensors")
-    }
-
-    fn open(&self) -> Checkpoint {
-        Checkpoint::open(self.file()).unwrap()
-    }
 }
 
 /// Tensors, types, shapes, order and bytes are those of the plain file, and only its size is another.

@@ -297,6 +297,19 @@ impl Buf {
         unsafe { self.handle.allocation.read_with(self.handle.range.clone(), work) }
     }
 
+    /// Waits for the contents and copies a range of them to host memory. `false` if the host cannot read them without a stream.
+    ///
+    /// # Errors
+    /// As [`read_with`](Buf::read_with), and as reading what stays [elsewhere](super::Device::read_only).
+    pub(crate) fn read_into(&self, range: Range<usize>, dst: &mut [u8], deadline: Duration) -> Result<bool> {
+        self.handle.allocation.process().check()?;
+        self.wait(deadline)?;
+        match self.handle.allocation.read_elsewhere(self.start() + range.start, dst) {
+            Some(read) => read.map(|()| true),
+            None => Ok(self.read_with(deadline, |bytes| dst.copy_from_slice(&bytes[range]))?.is_some()),
+        }
+    }
+
     /// Marks the buffer as read by a stream until `event`. The next write waits for that event.
     pub fn used_until(&self, event: Event) {
         let mut uses = self.handle.uses();

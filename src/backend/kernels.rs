@@ -105,9 +105,26 @@ impl dyn Kernels + '_ {
         if flight.shape() == wanted {
             return Ok(flight);
         }
-        let error = Error::bug(format!("the kernels of {} mixed their memory up", stream.device()));
-        Err(Box::new(Rejected { error, dst: flight.chain() }))
+        Err(Box::new(Rejected { error: mixed_up(stream), dst: flight.chain() }))
     }
+
+    /// Queues the decoding of a code, and checks likewise that the flight returns both buffers.
+    ///
+    /// # Errors
+    /// As [`decompress`](Kernels::decompress); [`Error::Bug`] with the buffers that came back in place of them.
+    pub(crate) fn decode(&self, stream: &dyn Stream, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        let wanted = (work.dst().shape(), work.verdict().shape());
+        let flight = self.decompress(stream, work)?;
+        if (flight.weights.shape(), flight.verdict.shape()) == wanted {
+            return Ok(flight);
+        }
+        let (dst, verdict) = (flight.weights.chain(), flight.verdict.chain());
+        Err(Box::new(Undecoded { error: mixed_up(stream), dst, verdict }))
+    }
+}
+
+fn mixed_up(stream: &dyn Stream) -> Error {
+    Error::bug(format!("the kernels of {} mixed their memory up", stream.device()))
 }
 
 /// A patch in flight, with the matrix's buffer.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Charge;
 use super::extents::ExtentPart;
 use super::process::Process;
-use super::software::ExtentMemory;
+use super::software::{ExtentMemory, SizeOnly};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -175,6 +175,21 @@ impl MemoryBlock {
         if let Some(memory) = self.downcast::<ExtentMemory>() {
             memory.keep_when_read();
         }
+    }
+
+    /// Whether the memory has bytes, and not only a size: that of described devices may have none.
+    pub(crate) fn has_bytes(&self) -> bool {
+        self.downcast::<SizeOnly>().is_none()
+    }
+
+    /// Whether the bytes stay [elsewhere](super::Device::read_only), and are read for each copy.
+    pub(crate) fn is_elsewhere(&self) -> bool {
+        self.downcast::<ExtentMemory>().is_some()
+    }
+
+    /// Reads bytes that stay elsewhere, from byte `at` on. `None` for other memory.
+    pub(super) fn read_elsewhere(&self, at: usize, dst: &mut [u8]) -> Option<Result<()>> {
+        Some(self.downcast::<ExtentMemory>()?.read(at, dst))
     }
 
     /// What a range of bytes is read from that stay [elsewhere](super::Device::read_only) and are not kept.

@@ -188,7 +188,7 @@ fn alive(model: &Model, content: Option<u64>) -> Result<()> {
     match content {
         None => model.touch(),
         Some(content) if model.fingerprint()? == content => Ok(()),
-        Some(_) => Err(Error::Corrupted { what: "its bytes are not those that were loaded" }),
+        Some(_) => Err(Error::Corrupted { what: "its bytes are not those that were loaded".to_owned() }),
     }
 }
 

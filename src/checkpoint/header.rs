@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, Visitor};
 
 use super::TensorInfo;
-use super::compressed::Sizes;
+use super::compressed::{CompressedSource, Sizes};
 use super::format::other_format;
 use super::gguf::{self, GgufHeader};
 use super::json::{Entries, repeated};
@@ -41,6 +41,8 @@ pub(super) struct Header {
     pub(super) tensors: Vec<TensorInfo>,
     /// The bytes in the file of the tensors that it has in compressed form.
     pub(super) compressed: Sizes,
+    /// The file as it is stored, if it has codes.
+    pub(super) stored: Option<Arc<CompressedSource>>,
     /// The metadata of a GGUF file.
     pub(super) gguf: Option<Arc<GgufHeader>>,
 }
@@ -80,7 +82,7 @@ impl Header {
         let tensors = raw.tensors.into_iter().map(|(name, entry)| entry.check(name, path)).collect::<Result<_>>()?;
         let tensors = check_ranges(tensors, path, data_start, file_len)?;
         let tensors = tensors.into_iter().map(|t| TensorInfo { file: number, ..t }).collect();
-        Ok(Header { metadata: raw.metadata, tensors, compressed: Sizes::default(), gguf: None })
+        Ok(Header { metadata: raw.metadata, tensors, compressed: Sizes::default(), stored: None, gguf: None })
     }
 }
 

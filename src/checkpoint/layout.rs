@@ -11,6 +11,7 @@ use super::execution::{self, OrderSource};
 use super::id::{Id, LayerId, ModuleId, Per, TensorId, ids};
 use super::names::{Place, Rank, module_name, natural, numbered_prefix};
 use crate::dtype::DType;
+use crate::lossless::CODE_ALIGN;
 pub(crate) use changed::FactorShapes;
 pub use entries::{Factors, Layer, Module, TensorInfo};
 
@@ -48,6 +49,18 @@ pub struct Layout {
     /// Whether the bytes of each tensor can be read as they are from a file, at any time.
     #[serde(skip)]
     in_file: Vec<bool>,
+    /// How a file with compressed tensors holds each tensor; `None` for tensors of other files, and for what changes.
+    #[serde(skip)]
+    stored: Vec<Option<Stored>>,
+}
+
+/// How a file with [compressed](super::write_compressed) tensors holds a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stored {
+    /// The bytes in the file.
+    pub(crate) bytes: u64,
+    /// Whether they are its [code](crate::lossless); otherwise they are the tensor as it is.
+    pub(crate) is_code: bool,
 }
 
 impl Layout {
@@ -86,9 +99,20 @@ impl Layout {
         // All of these are given their modules below.
         let module_of = vec![ModuleId::new(0); tensors.len()];
         let order = in_order_of_execution(&mut layers, &modules);
-        let (layer_list, factors, in_file) = (Vec::new(), Vec::new(), vec![false; tensors.len()]);
-        let mut layout =
-            Layout { tensors, modules, layers: layer_list, classes: 0, storage, module_of, order, factors, in_file };
+        let (layer_list, factors) = Default::default();
+        let (in_file, stored) = (vec![false; tensors.len()], vec![None; tensors.len()]);
+        let mut layout = Layout {
+            tensors,
+            modules,
+            layers: layer_list,
+            classes: 0,
+            storage,
+            module_of,
+            order,
+            factors,
+            in_file,
+            stored,
+        };
         layout.arrange(layers);
         layout
     }
@@ -254,6 +278,23 @@ impl Layout {
     /// Whether all that a module owns can be read as it is from files, at any time: nothing changes it while it loads.
     pub(crate) fn is_in_files(&self, module: ModuleId) -> bool {
         self.own_tensors(module).all(|tensor| self.in_file[tensor.index()])
+    }
+
+    /// How a file with compressed tensors holds a tensor, if nothing changes it while it loads.
+    pub(crate) fn stored(&self, tensor: TensorId) -> Option<Stored> {
+        self.stored[tensor.index()]
+    }
+
+    /// The bytes of a module in compressed form, each tensor padded to a multiple of [`CODE_ALIGN`]. `None` if its files do not have
+    /// all of its tensors, or none of them as a code, or if that would save nothing.
+    pub(crate) fn compressed_bytes(&self, module: ModuleId) -> Option<u64> {
+        let (mut bytes, mut has_code) = (0u64, false);
+        for tensor in self.own_tensors(module) {
+            let stored = self.stored(tensor)?;
+            has_code |= stored.is_code;
+            bytes = bytes.saturating_add(stored.bytes.next_multiple_of(CODE_ALIGN as u64));
+        }
+        Some(bytes).filter(|bytes| has_code && *bytes < self.at(module).bytes)
     }
 
     /// The tensors of a module whose bytes lie in its own memory.

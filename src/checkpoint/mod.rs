@@ -27,6 +27,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Measured, Missing, Result};
 use crate::transfer::{FileSource, MemorySource, ReadPart, Source};
+pub(crate) use compressed::CompressedSource;
 use compressed::Sizes;
 use compressed::dfloat11::Beside;
 use files::{FileSet, Tied};
@@ -40,7 +41,7 @@ pub use gguf::{Gguf, GgufArray, GgufKind, GgufMetadata, GgufValue, write_gguf};
 pub(crate) use hub::model_folder;
 pub(crate) use id::Per;
 pub use id::{LayerId, ModuleId, TensorId};
-pub(crate) use layout::FactorShapes;
+pub(crate) use layout::{FactorShapes, Stored};
 pub use layout::{Factors, Layer, Layout, Module, TensorInfo};
 pub(crate) use names::{has_vocabulary_rows, is_in_stack, is_language_head, is_table};
 pub(crate) use pattern::Pattern;
@@ -80,6 +81,8 @@ struct Inner {
     stated: Stated,
     /// The bytes in the files of the tensors that they have in compressed form.
     compressed: Sizes,
+    /// The sources that are files with codes.
+    stored: Vec<Option<Arc<CompressedSource>>>,
 }
 
 impl Checkpoint {
@@ -151,7 +154,9 @@ impl Checkpoint {
         stated: Stated,
     ) -> Checkpoint {
         let (mut tensors, mut metadata, mut gguf, mut compressed) = (Vec::new(), None, Vec::new(), Sizes::new());
+        let mut stored = Vec::new();
         for header in headers {
+            stored.push(header.stored);
             metadata.get_or_insert(header.metadata);
             gguf.push(header.gguf);
             compressed.extend(header.compressed);
@@ -161,12 +166,12 @@ impl Checkpoint {
         let headed = gguf.first().is_some_and(|first| first.as_ref().is_some_and(|gguf| gguf.has_language_head()));
         let tied = if headed { Tied::IfHeadless } else { tied };
         let files: Vec<bool> = sources.iter().map(|source| source.may_stay()).collect();
-        let layout = Layout::new(tensors).read_from(&files);
+        let layout = Layout::new(tensors).read_from(&files).stored_as(|info| stored_in(&stored, info));
         let by_name = by_name(&layout);
         let headless = || !layout.modules().iter().any(|module| names::is_language_head(&module.name));
         let tied = tied == Tied::Yes || (tied == Tied::IfHeadless && headless());
         let layout = if tied { layout.tie_embeddings() } else { layout };
-        Checkpoint(Arc::new(Inner { path, sources, layout, metadata, gguf, by_name, stated, compressed }))
+        Checkpoint(Arc::new(Inner { path, sources, layout, metadata, gguf, by_name, stated, compressed, stored }))
     }
 
     /// The same files with another layout: layers in [another order](Layout::in_order), an embedding that is [used at both
@@ -197,7 +202,7 @@ impl Checkpoint {
             }
         }
         let files: Vec<bool> = self.0.sources.iter().map(|source| source.may_stay()).collect();
-        let layout = layout.read_from(&files);
+        let layout = layout.read_from(&files).stored_as(|info| stored_in(&self.0.stored, info));
         let by_name = by_name(&layout);
         Ok(Checkpoint(Arc::new(Inner { layout, by_name, ..(*self.0).clone() })))
     }
@@ -332,6 +337,48 @@ impl Checkpoint {
         }
     }
 
+    /// Reads what a file with codes has of a tensor, all of it.
+    ///
+    /// # Errors
+    /// As [`read`](Checkpoint::read).
+    pub(crate) fn read_stored(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
+        let info = self.info(tensor)?;
+        let stored = self.stored(info.file).and_then(|file| Some((file, file.place(info.offset, info.bytes)?)));
+        match stored {
+            Some((file, (at, stored))) if stored.bytes == dst.len() as u64 => {
+                file.file().read_at(at, dst).map_err(|error| naming_tensor(error, &info.name))
+            }
+            _ => Err(Error::bug(format!("tensor `{}` is not stored as a code", info.name))),
+        }
+    }
+
+    /// Reads parts of a file with codes as it is.
+    ///
+    /// # Errors
+    /// As [`read_at`](Checkpoint::read_at).
+    pub(crate) fn read_stored_parts(&self, file: usize, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        let source = self.stored(file).ok_or_else(|| Error::bug("a file without codes, read for them"))?.file();
+        let Err(error) = source.read_parts(parts) else { return Ok(()) };
+        for part in parts.iter_mut().filter(|part| !part.dst.is_empty()) {
+            source.read_at(part.at, part.dst).map_err(|error| self.named_stored(error, file, part.at))?;
+        }
+        tracing::debug!(%error, "what could not be read in one go was read part by part");
+        Ok(())
+    }
+
+    /// As [`named`](Checkpoint::named), for an offset in the file as it is.
+    pub(crate) fn named_stored(&self, error: Error, file: usize, at: u64) -> Error {
+        let has = |info: &&TensorInfo| {
+            let place = || self.stored(file)?.place(info.offset, info.bytes);
+            info.file == file
+                && place().is_some_and(|(begin, stored)| (begin..begin.saturating_add(stored.bytes)).contains(&at))
+        };
+        match self.0.layout.tensors().iter().find(has) {
+            Some(tensor) => naming_tensor(error, &tensor.name),
+            None => error,
+        }
+    }
+
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.
     fn part(&self, tensor: TensorId, at: u64, len: usize) -> Result<(&TensorInfo, &Arc<dyn Source>)> {
         let info = self.info(tensor)?;
@@ -342,6 +389,11 @@ impl Checkpoint {
             return Err(Error::WrongSize { what, needed: end, given: info.bytes });
         }
         Ok((info, &self.0.sources[info.file]))
+    }
+
+    /// A file with codes, as it is stored. `None` for other files.
+    pub(crate) fn stored(&self, file: usize) -> Option<&Arc<CompressedSource>> {
+        self.0.stored.get(file)?.as_ref()
     }
 
     /// What the configuration beside the files says of quantised weights.
@@ -371,6 +423,11 @@ impl fmt::Debug for Checkpoint {
 fn read(source: Arc<dyn Source>, number: usize, beside: &Beside) -> Result<(Arc<dyn Source>, Header)> {
     let header = Header::read(&*source, number)?;
     compressed::decompressed(source, header, beside)
+}
+
+/// How a file with codes holds a tensor.
+fn stored_in(files: &[Option<Arc<CompressedSource>>], info: &TensorInfo) -> Option<Stored> {
+    files.get(info.file)?.as_ref()?.place(info.offset, info.bytes).map(|(_, stored)| stored)
 }
 
 fn by_name(layout: &Layout) -> HashMap<String, TensorId> {

@@ -94,7 +94,7 @@ pub enum Error {
     /// Bytes are corrupted: a device, or the link to it, changed them.
     Corrupted {
         /// Which bytes.
-        what: &'static str,
+        what: String,
     },
     /// A file is invalid, or has changed.
     File {

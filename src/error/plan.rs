@@ -149,6 +149,18 @@ pub enum PlanFault {
         /// The module of the model.
         module: PlannedModule,
     },
+    /// A module is kept compressed by the plan, and not as small in the files of the model.
+    #[error(
+        "the plan saves {planned} bytes of module `{module}` by compression, and the files save {files}; plan again for these files"
+    )]
+    OtherCodes {
+        /// The module.
+        module: String,
+        /// The bytes that the plan saves.
+        planned: u64,
+        /// The bytes that the files save; 0 if they do not have it compressed, or if it changes.
+        files: u64,
+    },
     /// The plan has the model's modules, with layers in another order: it was made for a layout in that order, perhaps by another
     /// version of this crate.
     #[error(

@@ -114,6 +114,28 @@ pub enum Missing {
         /// Why not.
         why: String,
     },
+    /// A device cannot decode weights that a plan keeps compressed.
+    #[error("tensor `{tensor}` cannot be decoded in slots: {why}; plan without `compress`")]
+    Decoding {
+        /// The tensor.
+        tensor: String,
+        /// Why not.
+        why: String,
+    },
+    /// A plan keeps a tensor compressed that the model at hand has not in that form, and there is no file to read it from.
+    #[error(
+        "tensor `{tensor}` is to be compressed, and there is no file to read its code from; derive from its weights, or plan without          `compress`"
+    )]
+    Code {
+        /// The tensor.
+        tensor: String,
+    },
+    /// A device has no memory that is only read, which weights need that are kept compressed.
+    #[error("{device} has no memory that is only read, so no weights can be compressed there; plan without `compress`")]
+    ReadOnly {
+        /// The device.
+        device: DeviceId,
+    },
     /// The memory of a described device has a size and no bytes.
     #[error("the memory of {device} has only sizes, no bytes that could be copied elsewhere")]
     Bytes {

@@ -186,6 +186,11 @@ impl ModelBuilder {
         self.planner(move |planner| planner.depth(layers))
     }
 
+    /// Keeps streamed modules compressed that the files have in compressed form; see [`Planner::compress`].
+    pub fn compress(self) -> ModelBuilder {
+        self.planner(|planner| planner.compress(true))
+    }
+
     /// Has slots hold the values of tensors in GGML's blocks, as F32, F16 or BF16; see [`Planner::unpack`].
     pub fn unpack(self, dtype: DType) -> ModelBuilder {
         self.planner(move |planner| planner.unpack(dtype))

@@ -14,12 +14,13 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
+use crate::lossless::Info;
 use crate::plan::Plan;
 use crate::schedule::Groups;
 use crate::transfer::{self, InFile, ReadPart, Source};
 
 /// Bytes that nobody has given yet.
-struct Unspecified;
+pub(super) struct Unspecified;
 
 impl Readable for Unspecified {
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
@@ -44,10 +45,29 @@ impl transfer::Tensors for OfFile {
     }
 }
 
+/// As [`OfFile`], of a file with codes as it is.
+struct OfStored {
+    checkpoint: Checkpoint,
+    file: usize,
+}
+
+impl transfer::Tensors for OfStored {
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        self.checkpoint.read_stored_parts(self.file, parts)
+    }
+
+    fn named(&self, error: Error, at: u64) -> Error {
+        self.checkpoint.named_stored(error, self.file, at)
+    }
+}
+
 /// The files that homes are read from.
 pub(super) struct Files {
     /// One for each file of the checkpoint; none for a model without contents.
     files: Vec<Arc<dyn Readable>>,
+    /// Those with codes, as they are.
+    stored: Vec<Option<Arc<dyn Readable>>>,
+    checkpoint: Option<Checkpoint>,
     cache: Option<Arc<HostCache>>,
 }
 
@@ -58,12 +78,47 @@ impl Files {
             let checkpoint = weights.checkpoint().clone();
             Arc::new(InFile::new(Arc::clone(source), OfFile { checkpoint, file })) as Arc<dyn Readable>
         };
-        Files { files: weights.checkpoint().sources().iter().enumerate().map(file).collect(), cache }
+        let checkpoint = weights.checkpoint();
+        let stored = |file: usize| {
+            let source = Arc::clone(checkpoint.stored(file)?.file());
+            let tensors = OfStored { checkpoint: checkpoint.clone(), file };
+            Some(Arc::new(InFile::new(source, tensors)) as Arc<dyn Readable>)
+        };
+        let sources = checkpoint.sources();
+        Files {
+            files: sources.iter().enumerate().map(file).collect(),
+            stored: (0..sources.len()).map(stored).collect(),
+            checkpoint: Some(checkpoint.clone()),
+            cache,
+        }
     }
 
     /// Those of a model without contents.
     pub(super) fn unspecified() -> Files {
-        Files { files: Vec::new(), cache: None }
+        Files { files: Vec::new(), stored: Vec::new(), checkpoint: None, cache: None }
+    }
+
+    /// What the stored form of a tensor is read from, and its offset there.
+    pub(super) fn stored(&self, layout: &Layout, tensor: TensorId) -> Result<(Arc<dyn Readable>, u64)> {
+        let info = layout.at(tensor);
+        let place = || self.checkpoint.as_ref()?.stored(info.file)?.place(info.offset, info.bytes);
+        let found = self.stored.get(info.file).cloned().flatten().zip(place());
+        let (of, (at, _)) =
+            found.ok_or_else(|| Error::bug(format!("tensor `{}` is not stored as a code", info.name)))?;
+        Ok((of, at))
+    }
+
+    /// What the header of a tensor's code says.
+    pub(super) fn info(&self, layout: &Layout, tensor: TensorId) -> Result<Info> {
+        let info = layout.at(tensor);
+        let stored = self.checkpoint.as_ref().and_then(|checkpoint| Some((checkpoint, checkpoint.stored(info.file)?)));
+        let (checkpoint, stored) = stored.ok_or_else(|| Error::bug("a code of a file without any"))?;
+        stored.info(info.offset, info.bytes).map_err(|error| checkpoint.named(error, info.file, info.offset))
+    }
+
+    /// `extents`, kept by the cache if there is one.
+    pub(super) fn cached(&self, extents: Extents) -> Extents {
+        self.cache.iter().cloned().fold(extents, Extents::cached_by)
     }
 
     /// A home on `device` for these tensors, which follow each other there.
@@ -74,8 +129,7 @@ impl Files {
             let of = self.files.get(info.file).cloned().unwrap_or_else(|| Arc::new(Unspecified));
             Extent { of, at: info.offset, bytes: range.len() }
         };
-        let extents = Extents::new(tensors.into_iter().map(extent).collect());
-        let extents = self.cache.iter().cloned().fold(extents, Extents::cached_by);
+        let extents = self.cached(Extents::new(tensors.into_iter().map(extent).collect()));
         let none = || Error::bug(format!("{} has no memory that is only read, which it had", device.id()));
         device.read_only(extents)?.ok_or_else(none)
     }

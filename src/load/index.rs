@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
-use crate::schedule::Groups;
+use crate::schedule::{Compressed, Groups, Place};
 
 /// The tensors of a model by name, and their byte ranges.
 pub(crate) struct TensorIndex {
@@ -13,13 +13,14 @@ pub(crate) struct TensorIndex {
     groups: Groups,
     /// The byte range of each tensor in its group's memory.
     ranges: Per<TensorId, Range<usize>>,
+    compressed: Compressed,
     by_name: HashMap<String, TensorId>,
 }
 
 impl TensorIndex {
-    pub(super) fn new(layout: Arc<Layout>, groups: Groups) -> TensorIndex {
+    pub(super) fn new(layout: Arc<Layout>, groups: Groups, compressed: Compressed) -> TensorIndex {
         let by_name = layout.tensor_ids().map(|tensor| (layout.at(tensor).name.clone(), tensor)).collect();
-        TensorIndex { ranges: groups.tensor_ranges(&layout), by_name, layout, groups }
+        TensorIndex { ranges: groups.tensor_ranges(&layout), compressed, by_name, layout, groups }
     }
 
     pub(super) fn layout(&self) -> &Layout {
@@ -29,6 +30,16 @@ impl TensorIndex {
     /// The groups of modules that lie in one buffer.
     pub(crate) fn groups(&self) -> &Groups {
         &self.groups
+    }
+
+    /// The tensors that are compressed where they live.
+    pub(crate) fn compressed(&self) -> &Compressed {
+        &self.compressed
+    }
+
+    /// The place of a tensor in the compressed home of its [`owner`](TensorIndex::owner); `None` if that is not compressed.
+    pub(super) fn stored(&self, tensor: TensorId) -> Option<&Place> {
+        self.compressed.place(self.layout.storage(tensor))
     }
 
     /// The tensor `name`; `None` if there is none.

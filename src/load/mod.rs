@@ -6,6 +6,7 @@
 
 mod allocator;
 mod builder;
+mod compressed;
 mod deferred;
 mod derive;
 mod in_files;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::Reservation;
 use super::allocator::Allocators;
+use super::compressed;
 use super::deferred::Scales;
 use super::in_files::{Files, stays_in_files};
 use super::index::TensorIndex;
@@ -23,6 +24,7 @@ use crate::device::DeviceId;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Missing, Result};
 use crate::limits::Limits;
+use crate::lossless::Info;
 use crate::plan::{Assignment, Plan, Slots, Use};
 use crate::registry::Registry;
 use crate::schedule::{Groups, SlotBlocks};
@@ -103,6 +105,11 @@ impl Model {
             let home = |()| {
                 let (kind, apart) = (home_kind(first), plan.is_apart(first.index));
                 let blocks = home_blocks(layout, plan, &groups, group);
+                if reuse.is_compressed(group) {
+                    let device = registry.device(first.device)?;
+                    let (of, placed) = ((&reuse.compressed, &groups, group), (first, reuse.is_in_files(group)));
+                    return compressed::unfilled(&*device, &mut reservation, of, placed);
+                }
                 if reuse.is_in_files(group) {
                     let device = registry.device(first.device)?;
                     let buf = |(alone, _)| files.home(&*device, layout, tensors_of(layout, &groups, group, alone));
@@ -141,6 +148,7 @@ impl Model {
             let left = reservation.left(*id);
             return Err(Error::bug(format!("{left} bytes that the plan counts on {id} were not allocated")));
         }
+        let compressed = plan.compressed(&layout, &groups);
         let device = devices.get(&compute).cloned().map_or_else(|| registry.device(compute), Ok)?;
         let host = registry.staging_host()?;
         if let Some(lost) = lost(devices.values().chain([&device, &host]).chain(&from)) {
@@ -154,7 +162,7 @@ impl Model {
             })
             .unzip();
         Ok(Model {
-            index: TensorIndex::new(layout, groups),
+            index: TensorIndex::new(layout, groups, compressed),
             plan: plan.clone(),
             store: Arc::new(WeightStore { homes: away }),
             residency: Residency { device, homes: resident, slots },
@@ -218,8 +226,9 @@ impl Model {
     pub fn bytes(&self) -> BTreeMap<DeviceId, u64> {
         let share = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes + share.beside.slots);
         let mut held: BTreeMap<DeviceId, u64> = self.plan.devices().iter().map(share).collect();
-        for home in self.store.homes.iter().flatten().filter(|home| home.in_files) {
-            held.entry(home.device()).and_modify(|bytes| *bytes = bytes.saturating_sub(home.bytes()));
+        for home in self.store.homes.iter().flatten() {
+            let less = home.bytes().saturating_sub(home.taken());
+            held.entry(home.device()).and_modify(|bytes| *bytes = bytes.saturating_sub(less));
         }
         held.retain(|_, bytes| *bytes > 0);
         held
@@ -276,7 +285,7 @@ impl Model {
     /// Waits until no queued work uses the memory that no other model shares, so that dropping the model frees it.
     pub(crate) fn wait_unused(&self) -> Result<()> {
         let own = self.all_homes().filter(|home| Arc::strong_count(home) == 1);
-        own.flat_map(|home| home.bufs()).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
+        own.flat_map(|home| home.all_bufs()).try_for_each(|buf| buf.wait_unused(self.limits.work))?;
         let pool = &self.residency.slots;
         let slots = pool.idle();
         let buffers = slots.iter().flat_map(|memory| memory.slots.iter().flatten().flatten().chain(&memory.landings));
@@ -343,6 +352,24 @@ impl Model {
     /// The buffer that holds a range of the memory where a module lives, and the range there.
     pub(crate) fn find(&self, module: ModuleId, range: &Range<usize>) -> Option<(&Buf, Range<usize>)> {
         self.home(module)?.find(range)
+    }
+
+    /// As [`find`](Model::find), for a range of what lanes copy: the module's compressed form, if there is one.
+    pub(crate) fn find_stored(&self, module: ModuleId, range: &Range<usize>) -> Option<(&Buf, Range<usize>)> {
+        self.home(module)?.find_stored(range)
+    }
+
+    /// The buffers that lanes copy of a module.
+    pub(crate) fn stored_bufs(&self, module: ModuleId) -> impl Iterator<Item = &Buf> {
+        let home = self.home(module);
+        let compressed = home.and_then(|home| home.compressed.as_ref()).map(|form| &form.buf);
+        let plain = home.filter(|_| compressed.is_none()).map_or(&[][..], |home| home.bufs());
+        compressed.into_iter().chain(plain)
+    }
+
+    /// What the header of a code says that begins at a byte of a module's compressed form. `None` in a model without contents.
+    pub(crate) fn code_info(&self, module: ModuleId, begin: usize) -> Option<Info> {
+        self.home(module)?.compressed.as_ref()?.info(begin)
     }
 
     /// The allocators that its memory is from.

@@ -15,7 +15,7 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::STAGING_BYTES;
 use crate::plan::Plan;
-use crate::schedule::Groups;
+use crate::schedule::{Compressed, Groups};
 
 /// A tensor's bytes in the memory of the base, the model that another is derived from.
 #[derive(Clone, Debug)]
@@ -40,22 +40,28 @@ pub(super) struct Reuse {
     kept: BTreeSet<TensorId>,
     /// For each group, whether its bytes stay in the model's own files.
     in_files: Vec<bool>,
+    /// The new model's compressed tensors.
+    pub(super) compressed: Compressed,
+    /// For each tensor, its compressed form in the base, if the base has that. Empty without a base.
+    compressed_in_base: Per<TensorId, Option<BaseBytes>>,
 }
 
 impl Reuse {
     /// No reuse, for a model without a base.
     pub(super) fn nothing(layout: &Layout, plan: &Plan) -> Reuse {
-        Reuse::with(plan.groups(layout), Vec::new(), Per::default(), None)
+        let groups = plan.groups(layout);
+        let compressed = plan.compressed(layout, &groups);
+        Reuse::with((groups, compressed), Vec::new(), Per::default(), None)
     }
 
     fn with(
-        groups: Groups,
+        (groups, compressed): (Groups, Compressed),
         shared: Vec<Option<Arc<Home>>>,
         in_base: Per<TensorId, Option<BaseBytes>>,
         slots: Option<Arc<SlotPool>>,
     ) -> Reuse {
-        let (refilled, kept, in_files) = Default::default();
-        Reuse { groups, shared, in_base, slots, refilled, kept, in_files }
+        let (refilled, kept, in_files, compressed_in_base) = Default::default();
+        Reuse { groups, shared, in_base, slots, refilled, kept, in_files, compressed, compressed_in_base }
     }
 
     /// Has the groups that `in_files` names stay in the model's own files, unless the base's memory is shared for them.
@@ -87,13 +93,20 @@ impl Reuse {
         });
         let in_base: Per<TensorId, Option<BaseBytes>> = in_base.collect();
         let groups = plan.groups(layout);
-        let ranges = groups.tensor_ranges(layout);
+        let (ranges, compressed) = (groups.tensor_ranges(layout), plan.compressed(layout, &groups));
+        let compressed_in_base = layout.tensor_ids().map(|tensor| {
+            in_base[tensor].as_ref()?;
+            let old = base.index().find(&layout.at(tensor).name)?;
+            let (form, place) = (base.home(base.index().owner(old))?.compressed.as_ref()?, base.index().stored(old)?);
+            Some(BaseBytes { buf: form.buf.clone(), range: place.range.clone() })
+        });
+        let compressed_in_base = compressed_in_base.collect();
         let shared = (0..groups.len()).map(|group| {
             let members = groups.members(group);
             let mut own = members.iter().flat_map(|&module| layout.own_tensors(module)).peekable();
             let old = base.index().find(&layout.at(*own.peek()?).name)?;
             let home = base.home(base.index().owner(old))?;
-            let alike = alike(home, base, &groups, group, plan, allocators);
+            let alike = alike(home, base, (&groups, &compressed), group, plan, allocators);
             let in_home = |tensor: TensorId| {
                 let (bytes, place) = (in_base[tensor].as_ref(), home.find(&ranges[tensor]));
                 bytes.zip(place).is_some_and(|(bytes, (buf, range))| bytes.buf.is_same(buf) && bytes.range == range)
@@ -108,7 +121,18 @@ impl Reuse {
             && residency.slots.blocks == plan.slot_blocks(layout)
             && allocators.agree(base.allocators(), plan.compute())
             && residency.slots.is_whole();
-        Reuse::with(groups, shared, in_base, slots_alike.then(|| Arc::clone(&residency.slots)))
+        let slots = slots_alike.then(|| Arc::clone(&residency.slots));
+        Reuse { compressed_in_base, ..Reuse::with((groups, compressed), shared, in_base, slots) }
+    }
+
+    /// The compressed form of a tensor in the base.
+    pub(super) fn compressed_in_base(&self, tensor: TensorId) -> Option<&BaseBytes> {
+        self.compressed_in_base.get(tensor)?.as_ref()
+    }
+
+    /// Whether a group is compressed.
+    pub(super) fn is_compressed(&self, group: usize) -> bool {
+        self.compressed.bytes(group).is_some()
     }
 
     /// Takes memory of the base to be filled again: that of groups of the same modules in the same place, some of whose
@@ -116,7 +140,7 @@ impl Reuse {
     pub(super) fn refill(&mut self, base: &mut Model, layout: &Layout, plan: &Plan, allocators: &Allocators) {
         let ranges = self.groups.tensor_ranges(layout);
         for group in 0..self.groups.len() {
-            if self.is_in_files(group) {
+            if self.is_in_files(group) || self.is_compressed(group) {
                 continue;
             }
             let members = self.groups.members(group);
@@ -133,7 +157,7 @@ impl Reuse {
             let fits = |home: &&Arc<Home>| {
                 works(home.device())
                     && !home.in_files
-                    && alike(home, base, &self.groups, group, plan, allocators)
+                    && alike(home, base, (&self.groups, &self.compressed), group, plan, allocators)
                     && own.iter().all(|&tensor| in_place(home, tensor) == Some(true))
             };
             let Some(owner) = owner.filter(|&owner| base.home(owner).filter(fits).is_some()) else { continue };
@@ -206,17 +230,25 @@ impl Reuse {
     pub(super) fn needed(&self, plan: &Plan) -> BTreeMap<DeviceId, u64> {
         let mut needed = BTreeMap::new();
         for assignment in self.placed().map(|module| plan.at(module)) {
-            *needed.entry(assignment.device).or_default() += assignment.bytes;
+            *needed.entry(assignment.device).or_default() += assignment.taken();
         }
         needed
     }
 }
 
 /// Whether a home of the base is of the kind that a group of the new model needs.
-fn alike(home: &Home, base: &Model, groups: &Groups, group: usize, plan: &Plan, allocators: &Allocators) -> bool {
+fn alike(
+    home: &Home,
+    base: &Model,
+    (groups, compressed): (&Groups, &Compressed),
+    group: usize,
+    plan: &Plan,
+    allocators: &Allocators,
+) -> bool {
     let first = groups.members(group)[0];
     let planned = plan.at(first);
     home.device() == planned.device
+        && home.compressed.as_ref().map(|form| form.buf.bytes() as u64) == compressed.bytes(group)
         && home.bytes() == groups.bytes(group)
         && home.kind == home_kind(planned)
         && home.apart == plan.is_apart(first)
@@ -268,9 +300,9 @@ impl Job<'_> {
     pub(super) fn copy_on_host(&self, base: &BaseBytes, dst: &mut [u8]) -> Result<()> {
         if base.buf.device().is_host() {
             self.check_cancelled()?;
-            let copied =
-                base.buf.read_with(self.loader.deadline, |bytes| dst.copy_from_slice(&bytes[base.range.clone()]))?;
-            copied.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
+            if !base.buf.read_into(base.range.clone(), dst, self.loader.deadline)? {
+                return Err(Error::bug("host memory that the host cannot address"));
+            }
             self.copied(dst.len());
         }
         Ok(())
@@ -318,8 +350,10 @@ impl Job<'_> {
     fn stage(&self, base: &Buf, range: Range<usize>, mut staging: BufMut) -> Result<Buf> {
         if base.device().is_host() {
             let dst = staging.host_mut().ok_or_else(|| Error::bug("staging memory that the host cannot address"))?;
-            let copied = base.read_with(self.loader.deadline, |src| dst[..range.len()].copy_from_slice(&src[range]))?;
-            copied.ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
+            let bytes = range.len();
+            if !base.read_into(range, &mut dst[..bytes], self.loader.deadline)? {
+                return Err(Error::bug("host memory that the host cannot address"));
+            }
             return Ok(staging.freeze());
         }
         let from = base.device();
@@ -336,9 +370,10 @@ impl Job<'_> {
         stream: &dyn Stream,
     ) -> Result<BufMut> {
         let from = base.buf.device();
-        // A device's copies know no locks.
-        let locked = from.is_host() && base.buf.block().is_locked();
-        let through_host = locked || self.routes.staged.contains(&(from, memory.device()));
+        // A device's copies know no locks, and do not decode.
+        let block = base.buf.block();
+        let by_host = from.is_host() && (block.is_locked() || block.is_elsewhere());
+        let through_host = by_host || self.routes.staged.contains(&(from, memory.device()));
         let most = if through_host { self.pool.bytes_each().max(1) } else { range.len().max(1) };
         let mut at = 0;
         while at < range.len() {

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::compressed::CompressedForm;
 use crate::backend::{Buf, Device, MemoryKind, Stream};
 use crate::device::DeviceId;
 use crate::plan::Slots;
@@ -19,6 +20,8 @@ pub(super) struct Home {
     pub(super) apart: bool,
     /// Whether the bytes stay in the model's own files.
     pub(super) in_files: bool,
+    /// The compressed form, if that is what there is: the buffers then give the weights, and take no memory.
+    pub(super) compressed: Option<CompressedForm>,
 }
 
 /// The modules that live on devices other than the compute device. Read-only, and shared by all models that stream them.
@@ -77,12 +80,17 @@ pub(crate) struct Part {
 impl Home {
     /// A home in these buffers, at least one.
     pub(super) fn new(bufs: Vec<Buf>, kind: MemoryKind, apart: bool) -> Home {
-        Home { bufs, kind, apart, in_files: false }
+        Home { bufs, kind, apart, in_files: false, compressed: None }
     }
 
     /// As [`new`](Home::new), for bytes that stay in the model's own files.
     pub(super) fn in_files(bufs: Vec<Buf>, kind: MemoryKind, apart: bool) -> Home {
-        Home { bufs, kind, apart, in_files: true }
+        Home { bufs, kind, apart, in_files: true, compressed: None }
+    }
+
+    /// A home in compressed form, whose weights are read from `values`.
+    pub(super) fn compressed(values: Buf, kind: MemoryKind, in_files: bool, form: CompressedForm) -> Home {
+        Home { bufs: vec![values], kind, apart: false, in_files, compressed: Some(form) }
     }
 
     pub(super) fn bufs(&self) -> &[Buf] {
@@ -97,7 +105,30 @@ impl Home {
         self.bufs[0].device()
     }
 
-    /// The size in bytes.
+    /// The bytes of memory that it takes.
+    pub(super) fn taken(&self) -> u64 {
+        match &self.compressed {
+            // What stays in files takes nothing.
+            _ if self.in_files => 0,
+            Some(form) => form.buf.bytes() as u64,
+            None => self.bytes(),
+        }
+    }
+
+    /// All its buffers.
+    pub(super) fn all_bufs(&self) -> impl Iterator<Item = &Buf> {
+        self.bufs.iter().chain(self.compressed.iter().map(|form| &form.buf))
+    }
+
+    /// As [`find`](Home::find), for a range of what lanes copy: the compressed form, if there is one.
+    pub(super) fn find_stored(&self, range: &Range<usize>) -> Option<(&Buf, Range<usize>)> {
+        match &self.compressed {
+            Some(form) => (range.end <= form.buf.bytes()).then(|| (&form.buf, range.clone())),
+            None => self.find(range),
+        }
+    }
+
+    /// The bytes of its weights.
     pub(super) fn bytes(&self) -> u64 {
         self.bufs.iter().map(|buf| buf.bytes() as u64).sum()
     }
@@ -183,9 +214,7 @@ impl Drop for SlotPool {
 impl Part {
     pub(super) fn of_home(home: &Arc<Home>) -> Part {
         let (id, holders) = (Arc::as_ptr(home).addr(), Arc::strong_count(home));
-        // What stays in files takes nothing, and frees nothing.
-        let bytes = if home.in_files { 0 } else { home.bytes() };
-        Part { id, device: home.device(), bytes, holders }
+        Part { id, device: home.device(), bytes: home.taken(), holders }
     }
 
     pub(super) fn of_slots(residency: &Residency) -> Part {

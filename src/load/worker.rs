@@ -14,6 +14,7 @@ mod send;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -42,8 +43,8 @@ use fill::Block;
 pub(super) struct Job<'a> {
     /// `None` if all bytes are in the base.
     weights: Option<&'a Weights>,
-    layout: &'a Layout,
-    plan: &'a Plan,
+    pub(super) layout: &'a Layout,
+    pub(super) plan: &'a Plan,
     pub(super) reuse: &'a Reuse,
     pub(super) routes: CopyRoutes,
     pub(super) host: Arc<dyn Device>,
@@ -274,6 +275,10 @@ impl<'a> Job<'a> {
                     self.advance(bytes);
                     continue;
                 }
+                if self.reuse.is_compressed(group) && !self.reuse.is_in_files(group) {
+                    lock(homes)[group] = Some(self.load_compressed(group, reservation)?);
+                    continue;
+                }
                 if self.reuse.is_in_files(group) {
                     let bytes = self.reuse.groups.bytes(group);
                     lock(homes)[group] = Some(self.leave_in_files(group)?);
@@ -309,6 +314,10 @@ impl<'a> Job<'a> {
         let assignment = self.plan.at(self.reuse.groups.members(group)[0]);
         let device = self.loader.registry.device(assignment.device)?;
         let files = self.files.as_ref().ok_or_else(|| Error::bug("a home in files, and no files"))?;
+        if self.reuse.is_compressed(group) {
+            let (tensors, kind) = (self.tensors_of(group, None), home_kind(assignment));
+            return files.compressed_home(&*device, self.layout, &self.reuse.compressed, tensors, kind);
+        }
         let buf = |(alone, _)| files.home(&*device, self.layout, self.tensors_of(group, alone));
         let bufs = home_blocks(self.layout, self.plan, &self.reuse.groups, group).into_iter().map(buf);
         let (bufs, apart) = (bufs.collect::<Result<_>>()?, self.plan.is_apart(assignment.index));
@@ -343,7 +352,7 @@ impl<'a> Job<'a> {
 
     /// The tensors in a block of a group's memory, with their byte ranges there: the one that is `alone`, or all that the
     /// group's modules own.
-    fn tensors_of(&self, group: usize, alone: Option<TensorId>) -> Tensors {
+    pub(super) fn tensors_of(&self, group: usize, alone: Option<TensorId>) -> Tensors {
         tensors_of(self.layout, &self.reuse.groups, group, alone)
     }
 
@@ -370,8 +379,29 @@ impl<'a> Job<'a> {
     }
 
     fn count_read(&self, bytes: usize) {
-        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.count_weights_read(bytes);
         self.advance(bytes as u64);
+    }
+
+    /// Counts weights that were read, and are not in place yet.
+    pub(super) fn count_weights_read(&self, bytes: usize) {
+        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts weights that the base has, and that are not in place yet.
+    pub(super) fn count_weights_copied(&self, bytes: usize) {
+        self.copied.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The weights that are loaded, if any are read from files.
+    pub(super) fn weights(&self) -> Option<&'a Weights> {
+        self.weights
+    }
+
+    /// The file of a tensor.
+    pub(super) fn path_of(&self, tensor: TensorId) -> &'a Path {
+        let path = |weights: &'a Weights| weights.checkpoint().file_of(tensor);
+        self.weights.and_then(path).unwrap_or(Path::new("memory"))
     }
 
     /// The weights' files, to read a tensor that the base does not have.
@@ -389,7 +419,7 @@ impl<'a> Job<'a> {
 
     /// Counts bytes whose copy from the base is queued or done.
     pub(super) fn copied(&self, bytes: usize) {
-        self.copied.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.count_weights_copied(bytes);
         self.advance(bytes as u64);
     }
 

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::slots::Slots;
-use super::traffic::{BinTraffic, Fetch, slots_of};
+use super::traffic::{BinTraffic, Fetch, saved_on, slots_of};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
 use crate::device::{DeviceId, DeviceInfo, Machine};
@@ -22,6 +22,7 @@ impl Parts {
                 return Err(Contradiction::DeviceTwice { device: device.id });
             }
         }
+        let mut saved: BTreeMap<DeviceId, u64> = BTreeMap::new();
         let (mut previous_layer, mut all) = (0, 0u64);
         for (index, a) in self.assignments.iter().enumerate() {
             let layer = a.layer.index();
@@ -31,13 +32,18 @@ impl Parts {
             previous_layer = layer;
             let here = matches!(a.usage, Use::Resident | Use::Unpacked);
             let unpacks = a.usage != Use::Unpacked || self.unpacked.is_some();
-            if here != (a.device == self.compute) || (a.staged && a.usage != Use::Streamed) || !unpacks {
+            // A model that waits on the host uses it in place.
+            let compressed =
+                !a.is_compressed() || (matches!(a.usage, Use::Streamed | Use::InPlace) && a.saved < a.bytes);
+            let staged = !a.staged || a.usage == Use::Streamed;
+            if here != (a.device == self.compute) || !staged || !unpacks || !compressed {
                 let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
                 return Err(Contradiction::Usage { module, usage, device });
             }
             let sum = sums.get_mut(&a.device).ok_or(Contradiction::NotListed { device: a.device })?;
             all = all.checked_add(a.bytes).ok_or(Contradiction::Uncountable)?;
             *sum = (sum.0 + a.bytes, sum.1 + 1);
+            *saved.entry(a.device).or_default() += saved_on(a.device, a.saved);
         }
         for d in &self.devices {
             let (bytes, modules) = sums[&d.id];
@@ -47,6 +53,7 @@ impl Parts {
             }
             let parts_of_sums = d.weights.staged <= d.weights.streamed && d.weights.pinned <= d.weights.bytes;
             let parts_of_sums = parts_of_sums && d.weights.in_files <= d.weights.bytes;
+            let parts_of_sums = parts_of_sums && d.weights.saved == saved.get(&d.id).copied().unwrap_or(0);
             let own_terms = d.id == self.compute || (d.beside.slots, d.beside.scratch, d.beside.reserve) == (0, 0, 0);
             if !parts_of_sums || !own_terms || (d.id == self.compute && d.beside.slots != self.slots.bytes()) {
                 return Err(Contradiction::Terms { device: d.id });
@@ -76,7 +83,8 @@ impl Parts {
             (false, true) => count <= window && (1..=window).contains(&large),
         };
         let two_sizes = large_bytes == 0 || (large_bytes > bytes_each && !self.fixed_slots);
-        let lands = (landings == 0 && landing_bytes == 0) || (self.unpacked.is_some() && landings > 0);
+        let compressed = self.assignments.iter().any(Assignment::is_compressed);
+        let lands = (landings == 0 && landing_bytes == 0) || ((self.unpacked.is_some() || compressed) && landings > 0);
         if !counts || !two_sizes || !lands || self.slots.largest() < largest {
             let needed =
                 Slots { count: if self.external_slots { 0 } else { window }, bytes_each: largest, ..Slots::default() };
@@ -108,6 +116,9 @@ impl Plan {
         }
         let owner = |m: &Module| m.alias_of.map(|owner| &planned[owner.index()]);
         let apart = |a: &Assignment, m: &Module| owner(m).is_some_and(|owner| owner.device != a.device);
+        // What is compressed takes as much as the files say.
+        let saves =
+            |a: &Assignment| layout.compressed_bytes(a.index).map_or(0, |bytes| layout.at(a.index).bytes - bytes);
         let differs = |(a, m): &(&Assignment, &Module)| {
             *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer || apart(a, m)
         };
@@ -121,6 +132,10 @@ impl Plan {
                 false => PlanFault::OtherModule { index, planned, module },
             }
             .into());
+        }
+        if let Some(a) = planned.iter().find(|a| a.is_compressed() && a.saved != saves(a)) {
+            let (module, planned, files) = (a.module.to_string(), a.saved, saves(a));
+            return Err(PlanFault::OtherCodes { module, planned, files }.into());
         }
         Ok(self.verify_traffic(layout)?)
     }
@@ -143,7 +158,7 @@ impl Plan {
         let mut moved = vec![BinTraffic::default(); parts.devices.len()];
         let fetch = |module: ModuleId| {
             let a = &parts.assignments[module.index()];
-            Fetch::of(a.usage, places[&a.device], a.staged)
+            Fetch::of(a.usage, places[&a.device], a.staged, a.is_compressed())
         };
         let form = parts.slot_form();
         let slots = slots_of((layout, &form.in_slots(layout)), form, fetch, &mut moved);
@@ -152,7 +167,7 @@ impl Plan {
             return Err(other_slots(self.fetched_layers(), slots, parts.slots));
         }
         for a in parts.assignments.iter().filter(|a| a.usage == Use::Streamed && !a.staged && a.device.is_host()) {
-            moved[places[&a.device]].pinned += a.bytes;
+            moved[places[&a.device]].pinned += a.taken();
         }
         let differs = |(device, moved): &(&DevicePlan, BinTraffic)| {
             (device.weights.streamed, device.weights.staged, device.weights.pinned)
@@ -229,7 +244,7 @@ fn short(
     let opening = passes(plan.beside.opening);
     // Which modules stay in files the plan does not say.
     let by_module = plan.weights.in_files == 0;
-    let culprit = assignments.iter().filter(|a| by_module && a.device == plan.id).find(|a| passes(a.bytes));
+    let culprit = assignments.iter().filter(|a| by_module && a.device == plan.id).find(|a| passes(a.taken()));
     let (term, module) = match culprit {
         _ if opening => (Term::Opening, None),
         Some(assignment) => (Term::Weights, Some(assignment.module.to_string())),

@@ -65,14 +65,18 @@ impl Plan {
         let mut moved = vec![BinTraffic::default(); ids.len()];
         let (topology, form) = (machine.topology(), old.slot_form());
         let in_slots = &*form.in_slots(layout);
-        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home: &home, form, pinned_cap: 0 };
-        let slots = placed.slots(&uses, &staged, &mut moved);
+        let saved: Per<ModuleId, u64> = assignments.iter().map(|a| a.saved).collect();
+        // What is compressed stays so, and no more is.
+        let (pinned_cap, compress) = (0, false);
+        let placed =
+            Placed { layout, in_slots, topology, compute, devices: &ids, home: &home, form, pinned_cap, compress };
+        let slots = placed.slots(&uses, &staged, &saved, &mut moved);
         let slots = if old.external_slots { slots.left_to_caller() } else { slots };
         for (device, moved) in devices.iter_mut().zip(moved) {
             let here = || assignments.iter().filter(|a| a.device == device.id);
             let pinned = here().filter(|a| a.usage == Use::Streamed && !a.staged && device.id.is_host());
             (device.weights.streamed, device.weights.staged) = (moved.streamed, moved.staged);
-            device.weights.pinned = pinned.map(|a| a.bytes).sum();
+            device.weights.pinned = pinned.map(Assignment::taken).sum();
             device.weights.bytes = here().map(|a| a.bytes).sum();
             device.weights.modules = here().count();
             device.beside.slots = if device.id == compute { slots.bytes() } else { 0 };
@@ -85,7 +89,7 @@ impl Plan {
         let owns = |a: &&Assignment| layout.at(a.index).alias_of.is_none();
         let streamed =
             || self.assignments().iter().filter(owns).filter(|a| a.usage == Use::Streamed && a.device.is_host());
-        let pinned: u64 = streamed().filter(|a| !a.staged).map(|a| a.bytes).sum();
+        let pinned: u64 = streamed().filter(|a| !a.staged).map(Assignment::taken).sum();
         let capped = streamed().any(|a| a.staged);
         let cap = default_pinned_cap(machine).map_or(u64::MAX, ByteSize::get);
         let mut left = if capped { 0 } else { cap.saturating_sub(pinned) };

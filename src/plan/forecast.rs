@@ -10,6 +10,9 @@ use crate::error::{PlanFault, Result};
 use crate::limits::STAGING_BUFFERS;
 use crate::schedule::{Contents, Part, Schedule, Slice, chunks, rounds};
 
+/// The bytes of a verdict.
+const VERDICT: u64 = 16;
+
 /// The network's compute time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -124,6 +127,9 @@ struct Simulation<'a> {
     lanes: Vec<Lane>,
     /// The route from the host to the compute device.
     from_host: Vec<usize>,
+    /// The route back, and when its stream for verdicts is free.
+    to_host: Vec<usize>,
+    download: Duration,
     bookings: Bookings,
     slots: Vec<Slot>,
     /// The time on the host.
@@ -138,6 +144,8 @@ struct LaneFetch {
     lane: usize,
     block: usize,
     copies: Vec<Copies>,
+    /// Whether a verdict follows, on codes among them.
+    has_verdict: bool,
 }
 
 /// Copies into a slot, or into a landing buffer, from where values are computed into the slot. That takes no time here.
@@ -154,6 +162,8 @@ struct Lane {
     upload: Duration,
     /// `None` if bytes go straight to the compute device.
     through_host: Option<ThroughHost>,
+    /// When its last verdict was on the host; `None` before the first, for which the device needs zeros.
+    verdict: Option<Duration>,
 }
 
 /// The times when the stream to the host and each buffer there are free.
@@ -185,15 +195,17 @@ impl<'a> Simulation<'a> {
         };
         let of_modules: Per<ModuleId, Option<usize>> = plan.assignments().iter().map(lane_of).collect();
         let (in_slots, blocks) = (plan.in_slots(layout), plan.slot_blocks(layout));
-        let contents = Contents::new((layout, &in_slots), &plan.groups(layout), &of_modules, &blocks);
+        let groups = plan.groups(layout);
+        let compressed = plan.compressed(layout, &groups);
+        let contents = Contents::new((layout, &in_slots), (&groups, &compressed), &of_modules, &blocks);
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.path(device, if straight { compute } else { DeviceId::CPU });
-            Lane { way, upload: Duration::ZERO, through_host: (!straight).then(ThroughHost::default) }
+            Lane { way, upload: Duration::ZERO, through_host: (!straight).then(ThroughHost::default), verdict: None }
         };
         let lanes: Vec<Lane> = devices.into_iter().map(lane).collect();
         let many = of_modules.values().flatten().count() > MOST_PIECES;
-        let landing = plan.slots().landing_bytes;
+        let landing = plan.landing_room();
         let fetch = |part: &Part| {
             let straight = lanes[part.lane].through_host.is_none();
             let bytes = |slice: &Slice| slice.range.len() as u64;
@@ -210,7 +222,7 @@ impl<'a> Simulation<'a> {
             let mut all = vec![copies(&part.slices, false)];
             all.retain(|_| !part.slices.is_empty());
             all.extend(rounds(&part.unpacked, landing).iter().map(|round| copies(&round.slices(), true)));
-            LaneFetch { lane: part.lane, block: part.block, copies: all }
+            LaneFetch { lane: part.lane, block: part.block, copies: all, has_verdict: part.has_codes() }
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
         let blocks = contents.iter().flat_map(|content| &content.parts).map(|part| part.block + 1).max();
@@ -226,6 +238,8 @@ impl<'a> Simulation<'a> {
             schedule: Schedule::new(&contents, slots, plan.depth(), plan.fixed_slots()),
             fetches,
             from_host: topology.path(DeviceId::CPU, compute),
+            to_host: topology.path(compute, DeviceId::CPU),
+            download: Duration::ZERO,
             lanes,
             bookings: Bookings::of(topology),
             now: Duration::ZERO,
@@ -286,20 +300,22 @@ impl<'a> Simulation<'a> {
     }
 
     fn copy(&mut self, layer: LayerId, slot: usize) {
-        let Simulation { topology, bookings, lanes, fetches, from_host, now, .. } = self;
+        let Simulation { topology, bookings, lanes, fetches, from_host, to_host, download, now, .. } = self;
         let slot = &mut self.slots[slot];
         let mut copy = |way: &[usize], bytes: u64, ready: Duration| {
             bookings.forget(way, *now);
             bookings.transfer(topology, way, bytes, ready)
         };
         slot.ready = *now;
-        for LaneFetch { lane, block, copies } in &fetches[layer] {
-            let Lane { way, upload, through_host } = &mut lanes[*lane];
+        for LaneFetch { lane, block, copies, has_verdict } in &fetches[layer] {
+            let Lane { way, upload, through_host, verdict } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
-            let (mut at, free) = ((*upload).max(*now), slot.free[*block]);
+            let (mut at, free, mut cleared) = ((*upload).max(*now), slot.free[*block], false);
             for Copies { chunks, lands } in copies {
                 if !lands {
                     at = at.max(free);
+                } else if *has_verdict && !std::mem::replace(&mut cleared, true) {
+                    at = verdict.map_or_else(|| copy(from_host, VERDICT, at), |seen| at.max(seen));
                 }
                 for chunk in chunks {
                     match through_host {
@@ -320,6 +336,10 @@ impl<'a> Simulation<'a> {
                 at = at.max(free);
             }
             *upload = at;
+            if *has_verdict {
+                *download = copy(to_host, VERDICT, (*download).max(at));
+                *verdict = Some(*download);
+            }
             slot.ready = slot.ready.max(at);
         }
     }

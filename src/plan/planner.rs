@@ -55,6 +55,7 @@ pub struct Planner<'a> {
     /// The type of the values that slots hold in place of blocks, and the layout with its tensors as slots hold them.
     pub(super) unpacked: Option<DType>,
     in_slots: Option<Arc<Layout>>,
+    pub(super) compress: bool,
     pub(super) compute_time: ComputeTime,
     /// The largest slot; modules of a layer that would exceed it are kept resident.
     largest_slot: Option<u64>,
@@ -82,6 +83,7 @@ impl<'a> Planner<'a> {
             grouping: TensorGrouping::default(),
             unpacked: None,
             in_slots: None,
+            compress: false,
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -216,6 +218,34 @@ impl<'a> Planner<'a> {
     pub fn unpack(mut self, dtype: DType) -> Self {
         self.in_slots = Some(Arc::new(self.layout.unpacked(dtype)));
         self.unpacked = Some(dtype);
+        self
+    }
+
+    /// Keeps streamed modules compressed that the files have [compressed](crate::checkpoint::write_compressed) and that nothing
+    /// changes: on the host, where they take as much less, and on disk. Their codes cross the links, arrive in a landing buffer on
+    /// the compute device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and
+    /// the same bits. A device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and
+    /// they are decoded when they are read.
+    ///
+    /// Quotas are in bytes of weights, as always; what a device needs is less ([`DeviceWeights::saved`](super::DeviceWeights::saved)).
+    /// Where the host computes, this changes nothing: its weights are used where they live.
+    ///
+    /// ```
+    /// # use tensor_offload::{Checkpoint, DType, Machine, Planner, checkpoint::{TensorSpec, write_compressed}};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("model.safetensors");
+    /// let specs = (0..8).map(|n| TensorSpec::new(format!("layers.{n}.weight"), DType::BF16, [256, 512]));
+    /// let weights = [0x80, 0x3f].repeat(256 * 512);
+    /// write_compressed(&path, &specs.collect::<Vec<_>>(), &Default::default(), |_, out| out.put(&weights))?;
+    /// let checkpoint = Checkpoint::open(&path)?;
+    /// let machine = Machine::described(&["cuda:0=24mib".parse()?, "cpu=64mib".parse()?]);
+    /// let planner = Planner::new(checkpoint.layout(), &machine).allocation("cpu,*".parse()?);
+    /// let (plain, compressed) = (planner.clone().plan()?, planner.compress(true).plan()?);
+    /// assert!(compressed.streamed_bytes() < plain.streamed_bytes() * 7 / 10);
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    pub fn compress(mut self, compress: bool) -> Self {
+        self.compress = compress;
         self
     }
 

@@ -87,6 +87,11 @@ impl Plan {
         if let Some(dtype) = self.unpacked() {
             write!(f, "; slots hold the values of blocks as {dtype}")?;
         }
+        let compressed = self.assignments().iter().filter(|a| a.is_compressed());
+        let (bytes, taken) = compressed.fold((0u64, 0u64), |(bytes, taken), a| (bytes + a.bytes, taken + a.taken()));
+        if bytes > 0 {
+            write!(f, "; {} kept compressed in {}", human(bytes), human(taken))?;
+        }
         let in_place = self.assignments().iter().filter(|a| a.usage == Use::InPlace);
         let (modules, bytes) = in_place.fold((0usize, 0u64), |(n, sum), a| (n + 1, sum + a.bytes));
         if modules > 0 {

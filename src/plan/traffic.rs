@@ -14,7 +14,7 @@ use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
-use crate::schedule::{Groups, LayerBlocks, Origin, landed, landing_bytes};
+use crate::schedule::{Groups, LayerBlocks, Origin, VERDICT_ROOM, landed, landing_bytes};
 
 /// The inputs: where every module lives and what decides its use.
 pub(super) struct Placed<'a> {
@@ -30,6 +30,8 @@ pub(super) struct Placed<'a> {
     pub(super) form: SlotForm,
     /// The most bytes that may be pinned on the host.
     pub(super) pinned_cap: u64,
+    /// Whether streamed modules are kept compressed.
+    pub(super) compress: bool,
 }
 
 /// What decides the slots, beside the streamed layers.
@@ -56,17 +58,17 @@ impl SlotForm {
 /// How a module gets into a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fetch {
-    /// From this bin, through the staging buffers or not.
-    Streamed { bin: usize, staged: bool },
+    /// From this bin, through the staging buffers or not, compressed or not.
+    Streamed { bin: usize, staged: bool, compressed: bool },
     /// From the compute device, which keeps it in blocks.
     Unpacked,
 }
 
 impl Fetch {
     /// How a module with this use in `bin` gets into a slot; `None` if it does not.
-    pub(super) fn of(usage: Use, bin: usize, staged: bool) -> Option<Fetch> {
+    pub(super) fn of(usage: Use, bin: usize, staged: bool, compressed: bool) -> Option<Fetch> {
         match usage {
-            Use::Streamed => Some(Fetch::Streamed { bin, staged }),
+            Use::Streamed => Some(Fetch::Streamed { bin, staged, compressed }),
             Use::Unpacked => Some(Fetch::Unpacked),
             Use::Resident | Use::InPlace => None,
         }
@@ -80,6 +82,8 @@ pub(super) struct Traffic {
     pub(super) usage: Per<ModuleId, Use>,
     /// Whether each module passes the staging buffers, if it is streamed.
     pub(super) staged: Per<ModuleId, bool>,
+    /// The bytes that each module takes less because it is kept compressed.
+    pub(super) saved: Per<ModuleId, u64>,
     /// The traffic of each bin.
     pub(super) bins: Vec<BinTraffic>,
     pub(super) slots: Slots,
@@ -105,10 +109,24 @@ impl Placed<'_> {
             }
         });
         let usage: Per<ModuleId, Use> = usage.collect();
+        let saved = self.layout.modules().iter().map(|module| self.saved(module, usage[module.id])).collect();
         let mut bins = vec![BinTraffic::default(); self.devices.len()];
-        let staged = self.staged(&usage, &mut bins);
-        let slots = self.slots(&usage, &staged, &mut bins);
-        Traffic { usage, staged, bins, slots }
+        let staged = self.staged(&usage, &saved, &mut bins);
+        let slots = self.slots(&usage, &staged, &saved, &mut bins);
+        Traffic { usage, staged, saved, bins, slots }
+    }
+
+    /// The bytes that a module takes less because it is kept compressed: on the host, or in its file. A host that computes decodes
+    /// what it reads.
+    fn saved(&self, module: &Module, usage: Use) -> u64 {
+        let kept = match self.devices[self.home[module.id]].kind() {
+            DeviceKind::Cpu => true,
+            DeviceKind::Disk => self.layout.is_in_files(module.id),
+            _ => false,
+        };
+        let compress = self.compress && kept && usage == Use::Streamed && !self.compute.is_host();
+        let compressed = compress.then(|| self.layout.compressed_bytes(module.id)).flatten();
+        compressed.map_or(0, |bytes| module.bytes - bytes)
     }
 
     /// Whether the module, or the one whose storage it shares, has tensors in blocks.
@@ -118,7 +136,12 @@ impl Placed<'_> {
     }
 
     /// Pins the modules streamed from the host, in order, up to the cap. Returns whether each module is staged: the rest is.
-    fn staged(&self, usage: &Per<ModuleId, Use>, bins: &mut [BinTraffic]) -> Per<ModuleId, bool> {
+    fn staged(
+        &self,
+        usage: &Per<ModuleId, Use>,
+        saved: &Per<ModuleId, u64>,
+        bins: &mut [BinTraffic],
+    ) -> Per<ModuleId, bool> {
         let stages: Vec<bool> = self.devices.iter().map(|&device| self.stages(device)).collect();
         let mut pinned = 0u64;
         let mut staged: Per<ModuleId, bool> = self.home.values().map(|&bin| stages[bin]).collect();
@@ -126,10 +149,11 @@ impl Placed<'_> {
             let bin = self.home[module.id];
             let pinnable = self.devices[bin].is_host() && !self.compute.is_host();
             if pinnable && usage[module.id] == Use::Streamed && module.alias_of.is_none() {
-                staged[module.id] = module.bytes > self.pinned_cap.saturating_sub(pinned);
+                let bytes = module.bytes - saved[module.id];
+                staged[module.id] = bytes > self.pinned_cap.saturating_sub(pinned);
                 if !staged[module.id] {
-                    pinned += module.bytes;
-                    bins[bin].pinned += module.bytes;
+                    pinned += bytes;
+                    bins[bin].pinned += bytes;
                 }
             }
         }
@@ -150,7 +174,8 @@ impl Placed<'_> {
             return in_files;
         }
         let origin = |module: ModuleId| {
-            let origin = Origin { device: self.devices[self.home[module]], staged: traffic.staged[module] };
+            let (device, staged) = (self.devices[self.home[module]], traffic.staged[module]);
+            let origin = Origin { device, staged, compressed: traffic.saved[module] > 0 };
             traffic.usage[module].is_fetched().then_some(origin)
         };
         let groups = Groups::new(self.layout, origin);
@@ -174,9 +199,10 @@ impl Placed<'_> {
         &self,
         usage: &Per<ModuleId, Use>,
         staged: &Per<ModuleId, bool>,
+        saved: &Per<ModuleId, u64>,
         bins: &mut [BinTraffic],
     ) -> Slots {
-        let fetch = |module| Fetch::of(usage[module], self.home[module], staged[module]);
+        let fetch = |module| Fetch::of(usage[module], self.home[module], staged[module], saved[module] > 0);
         slots_of((self.layout, self.in_slots), self.form, fetch, bins)
     }
 }
@@ -194,19 +220,22 @@ impl<'a> Planner<'a> {
         let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
         let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping, unpacked: self.unpacked };
         let (pinned_cap, in_slots) = (self.pinnable(&ids, home), self.in_slots());
-        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home, form, pinned_cap };
+        let compress = self.compress;
+        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home, form, pinned_cap, compress };
         let mut traffic = placed.traffic(|module| self.is_in_place(module));
         if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
         }
         let in_files = placed.in_files(&traffic);
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
+        let mut saved = vec![0u64; ids.len()];
         let assignment = |module: &Module| {
             let bin = home[module.id];
             bytes[bin] += module.bytes;
             modules[bin] += 1;
             let usage = traffic.usage[module.id];
             let staged = usage == Use::Streamed && traffic.staged[module.id];
+            saved[bin] += saved_on(ids[bin], traffic.saved[module.id]);
             let name = Arc::from(module.name.as_str());
             Assignment {
                 module: name,
@@ -216,6 +245,7 @@ impl<'a> Planner<'a> {
                 usage,
                 staged,
                 bytes: module.bytes,
+                saved: traffic.saved[module.id],
             }
         };
         let assignments = layout.modules().iter().map(assignment).collect();
@@ -232,7 +262,15 @@ impl<'a> Planner<'a> {
             let BinTraffic { streamed, staged, pinned } = *moved;
             let of_compute = |bytes: u64| if computes { bytes } else { 0 };
             devices.push(DevicePlan {
-                weights: DeviceWeights { bytes, modules, streamed, staged, pinned, in_files: in_files[index] },
+                weights: DeviceWeights {
+                    bytes,
+                    modules,
+                    streamed,
+                    staged,
+                    pinned,
+                    in_files: in_files[index],
+                    saved: saved[index],
+                },
                 beside: DeviceBeside {
                     slots: of_compute(traffic.slots.bytes()),
                     scratch: of_compute(self.scratch),
@@ -296,6 +334,11 @@ impl<'a> Planner<'a> {
     }
 }
 
+/// What `saved` bytes of a module count on its device: nothing on a disk, where its file is all that there is.
+pub(super) fn saved_on(device: DeviceId, saved: u64) -> u64 {
+    if device.kind() == DeviceKind::Disk { 0 } else { saved }
+}
+
 /// Sums up the traffic layer by layer, and returns the slots. `layout` is given with its tensors at home, and as slots hold them;
 /// `fetch` tells how each module gets into a slot, if it does. Storage that several modules of a layer share moves once.
 pub(super) fn slots_of(
@@ -307,10 +350,11 @@ pub(super) fn slots_of(
     let mut landings = Landings::default();
     for layer in layout.layers() {
         for module in layout.needs(layer) {
-            let Some(Fetch::Streamed { bin, staged }) = fetch(module) else { continue };
-            let bytes = layout.at(module).bytes;
-            if form.unpacked.is_some() {
-                landings.add((bin, staged), layout, module);
+            let Some(Fetch::Streamed { bin, staged, compressed }) = fetch(module) else { continue };
+            let stored = compressed.then(|| layout.compressed_bytes(module)).flatten();
+            let bytes = stored.unwrap_or(layout.at(module).bytes);
+            if compressed || form.unpacked.is_some() {
+                landings.add((bin, staged), layout, module, compressed);
             }
             let bin = &mut bins[bin];
             bin.streamed = bin.streamed.saturating_add(bytes);
@@ -323,7 +367,7 @@ pub(super) fn slots_of(
     Slots { landings, landing_bytes, ..Slots::of_blocks(&layers, form.depth, form.fixed).0 }
 }
 
-/// The tensors in blocks that arrive by each route: from a bin, through the staging buffers or not.
+/// The tensors in blocks, or compressed, that arrive by each route: from a bin, through the staging buffers or not.
 #[derive(Default)]
 struct Landings {
     /// For each route the bytes of the present layer, as they lie in a landing buffer.
@@ -331,14 +375,22 @@ struct Landings {
     /// The most bytes of a tensor, and of a layer on one route.
     largest: u64,
     most: u64,
+    /// Whether any tensors are codes, which need room for a verdict.
+    codes: bool,
 }
 
 impl Landings {
-    /// Counts the tensors of a module of the present layer.
-    fn add(&mut self, route: (usize, bool), layout: &Layout, module: ModuleId) {
-        for tensor in layout.own_tensors(module).map(|tensor| layout.at(tensor)) {
-            if tensor.dtype.is_ggml_block() && tensor.bytes > 0 {
-                let (bytes, layer) = (landed(tensor.bytes), self.of_layer.entry(route).or_default());
+    /// Counts the tensors of a module of the present layer that land, which is `compressed` or not.
+    fn add(&mut self, route: (usize, bool), layout: &Layout, module: ModuleId, compressed: bool) {
+        self.codes |= compressed;
+        for tensor in layout.own_tensors(module) {
+            let (info, stored) = (layout.at(tensor), layout.stored(tensor).filter(|_| compressed));
+            let bytes = match stored {
+                Some(stored) => stored.is_code.then_some(stored.bytes),
+                None => (info.dtype.is_ggml_block() && info.bytes > 0).then_some(info.bytes),
+            };
+            if let Some(bytes) = bytes {
+                let (bytes, layer) = (landed(bytes), self.of_layer.entry(route).or_default());
                 self.largest = self.largest.max(bytes);
                 *layer = layer.saturating_add(bytes);
             }
@@ -353,7 +405,8 @@ impl Landings {
 
     /// The number of landing buffers, and the bytes of each.
     fn count_and_bytes(&self) -> (usize, u64) {
-        (self.of_layer.len(), landing_bytes(self.largest, self.most))
+        let verdict = if self.codes { VERDICT_ROOM } else { 0 };
+        (self.of_layer.len(), landing_bytes(self.largest, self.most).saturating_add(verdict))
     }
 }
 

@@ -15,7 +15,7 @@ use crate::checkpoint::{LayerId, Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
-use crate::schedule::{Groups, Origin, SlotBlocks};
+use crate::schedule::{Compressed, Groups, Origin, SlotBlocks, VERDICT_ROOM};
 
 /// How the modules of a device are spread over the order of execution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -74,8 +74,12 @@ pub struct Assignment {
     pub usage: Use,
     /// Whether its bytes reach the compute device through the pinned staging buffers on the host.
     pub staged: bool,
-    /// The bytes that it takes at home; 0 if another module owns its storage.
+    /// The bytes of its weights; 0 if another module owns its storage. It takes as many at home, but for those that are saved.
     pub bytes: u64,
+    /// The bytes that it takes less at home, and on its way to the compute device, because it is kept
+    /// [compressed](super::Planner::compress); 0 if it is not.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub saved: u64,
 }
 
 /// A plan's share of one device, in bytes.
@@ -114,6 +118,10 @@ pub struct DeviceWeights {
     /// The part of `bytes` that stays in the model's own files, and is read from them for each use: it takes nothing of the device.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub in_files: u64,
+    /// The part of `bytes` that is not there because weights are kept [compressed](super::Planner::compress). What stays in files
+    /// is not counted.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub saved: u64,
 }
 
 fn is_zero(bytes: &u64) -> bool {
@@ -121,9 +129,9 @@ fn is_zero(bytes: &u64) -> bool {
 }
 
 impl DeviceWeights {
-    /// The bytes that the weights take on the device: all but those that stay in the model's files.
+    /// The bytes that the weights take on the device: all but those that stay in the model's files, and those that are saved.
     pub fn taken(&self) -> u64 {
-        self.bytes.saturating_sub(self.in_files)
+        self.bytes.saturating_sub(self.in_files).saturating_sub(self.saved)
     }
 }
 
@@ -269,7 +277,8 @@ impl Plan {
     /// The origin of a module's bytes, if it is fetched into slots: the compute device for one that is only unpacked there.
     pub(crate) fn origin(&self, module: ModuleId) -> Option<Origin> {
         let assignment = self.at(module);
-        let origin = Origin { device: assignment.device, staged: assignment.staged };
+        let compressed = assignment.is_compressed();
+        let origin = Origin { device: assignment.device, staged: assignment.staged, compressed };
         assignment.usage.is_fetched().then_some(origin)
     }
 
@@ -287,6 +296,22 @@ impl Plan {
     /// The groups of modules that share memory where they live, for the plan's layout.
     pub(crate) fn groups(&self, layout: &Layout) -> Groups {
         Groups::new(layout, |module| self.origin(module))
+    }
+
+    /// The tensors of compressed modules where they live, for the plan's layout and its groups.
+    pub(crate) fn compressed(&self, layout: &Layout, groups: &Groups) -> Compressed {
+        Compressed::new(layout, groups, |module| self.at(module).is_compressed())
+    }
+
+    /// Whether any module is kept compressed.
+    pub(crate) fn is_compressed(&self) -> bool {
+        self.assignments().iter().any(Assignment::is_compressed)
+    }
+
+    /// The bytes of a landing buffer that tensors land in: the rest is for the verdict on codes.
+    pub(crate) fn landing_room(&self) -> u64 {
+        let verdict = if self.is_compressed() { VERDICT_ROOM } else { 0 };
+        self.slots().landing_bytes.saturating_sub(verdict)
     }
 
     /// Whether the caller provides the slots.
@@ -336,6 +361,18 @@ impl Parts {
     pub(super) fn slot_form(&self) -> SlotForm {
         let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
         SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping, unpacked: self.unpacked }
+    }
+}
+
+impl Assignment {
+    /// Whether the module is kept [compressed](super::Planner::compress).
+    pub fn is_compressed(&self) -> bool {
+        self.saved > 0
+    }
+
+    /// The bytes that the module takes at home, and on its way from there.
+    pub(crate) fn taken(&self) -> u64 {
+        self.bytes.saturating_sub(self.saved)
     }
 }
 

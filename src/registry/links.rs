@@ -337,7 +337,7 @@ impl Meter<'_> {
         let memory = arrived.host(self.limit)?.ok_or_else(lost)?;
         match pattern::matches(&memory[..bytes], seed)? {
             true => Ok(()),
-            false => Err(Error::Corrupted { what: "wrong bytes arrived" }),
+            false => Err(Error::Corrupted { what: "wrong bytes arrived".to_owned() }),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::blocks::{LayerBlocks, Position, SlotBlocks, positions};
+use super::compressed::Compressed;
 use super::groups::Groups;
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per, TensorId};
 use crate::dtype::DType;
@@ -33,11 +34,12 @@ pub(crate) struct Part {
     pub(crate) bytes: usize,
     /// The byte ranges that are copied into it, in order of offset.
     pub(crate) slices: Vec<Slice>,
-    /// The tensors in blocks whose values are computed into it, in order of offset.
+    /// The tensors in blocks, or compressed, whose values are computed into it, in order of offset.
     pub(crate) unpacked: Vec<Unpacked>,
 }
 
-/// A byte range of the memory that a module lives in, its own or its group's, with its offset in the part.
+/// A byte range of the memory that a module lives in, its own or its group's, with its offset in the part. Of a compressed module it
+/// is that of its compressed form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slice {
     pub(crate) module: ModuleId,
@@ -45,16 +47,21 @@ pub(crate) struct Slice {
     pub(crate) at: usize,
 }
 
-/// A tensor in blocks at home that is values in a slot.
+/// A tensor that is in another form at home than in a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unpacked {
-    /// The byte range of its blocks in the memory that a module lives in, and the offset of its values in the part.
+    /// Its byte range in the memory that a module lives in, and the offset of its values in the part.
     pub(crate) slice: Slice,
-    /// The type of the blocks, and that of the values.
-    pub(crate) from: DType,
-    pub(crate) to: DType,
-    /// The number of values.
-    pub(crate) values: usize,
+    pub(crate) form: Form,
+}
+
+/// The form of a tensor at home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Blocks of a type, and the type and number of its values.
+    Blocks { from: DType, to: DType, values: usize },
+    /// Its code.
+    Code,
 }
 
 #[derive(Clone, Debug)]
@@ -72,8 +79,9 @@ struct Piece {
     block: usize,
     lane: usize,
     module: ModuleId,
-    /// Their range in the memory that the module lives in.
+    /// Their range in the memory that the module lives in, and in its compressed form, if it is compressed.
     range: Range<usize>,
+    stored: Range<usize>,
     /// The bytes that they take in the slot.
     room: usize,
     /// The tensor, if it is unpacked on its way.
@@ -87,6 +95,7 @@ struct Forms<'a> {
     groups: &'a Groups,
     /// The byte range of each tensor at home.
     ranges: Per<TensorId, Range<usize>>,
+    compressed: &'a Compressed,
 }
 
 impl Contents {
@@ -97,11 +106,11 @@ impl Contents {
     /// the modules of a group are adjacent, as they are at home.
     pub(crate) fn new(
         (layout, in_slots): (&Layout, &Layout),
-        groups: &Groups,
+        (groups, compressed): (&Groups, &Compressed),
         lanes: &Per<ModuleId, Option<usize>>,
         blocks: &SlotBlocks,
     ) -> Contents {
-        let forms = Forms { home: layout, slot: in_slots, groups, ranges: groups.tensor_ranges(layout) };
+        let forms = Forms { home: layout, slot: in_slots, groups, ranges: groups.tensor_ranges(layout), compressed };
         let content = |layer: &Layer| {
             let mut modules = layout.needs(layer);
             modules.retain(|&module| lanes[module].is_some());
@@ -156,23 +165,31 @@ impl Contents {
 impl Forms<'_> {
     /// Whether a tensor is unpacked on its way into a slot.
     fn is_unpacked(&self, tensor: TensorId) -> bool {
-        self.home.at(tensor).dtype != self.slot.at(tensor).dtype
+        let is_code = self.compressed.place(tensor).is_some_and(|place| place.is_code);
+        is_code || self.home.at(tensor).dtype != self.slot.at(tensor).dtype
     }
 
-    /// A module in a slot of one block: in one piece, or tensor by tensor if any is unpacked.
+    /// The byte range of a tensor in the memory that it is copied from.
+    fn stored(&self, tensor: TensorId) -> Range<usize> {
+        self.compressed.place(tensor).map_or_else(|| self.ranges[tensor].clone(), |place| place.range.clone())
+    }
+
+    /// A module in a slot of one block: in one piece, or tensor by tensor if any is unpacked. Those of a compressed module are.
     fn whole(&self, lanes: &Per<ModuleId, Option<usize>>, module: ModuleId) -> Vec<Piece> {
         let Some(lane) = lanes[module] else { return Vec::new() };
         let all = Layout::slot_bytes(self.slot.at(module).bytes) as usize;
-        let piece = |range, room, unpacked| Piece { block: 0, lane, module, range, room, unpacked };
         if !self.home.own_tensors(module).any(|tensor| self.is_unpacked(tensor)) {
-            return vec![piece(self.groups.place(module), all, None)];
+            let range = self.groups.place(module);
+            return vec![Piece { block: 0, lane, module, stored: range.clone(), range, room: all, unpacked: None }];
         }
         let places = self.groups.ranges_of(self.slot, module);
         let begin = places.first().map_or(0, |(_, first)| first.start);
         let end_of = |place: usize| places.get(place + 1).map_or(all, |(_, next)| next.start - begin);
         let tensor = |(number, (tensor, place)): (usize, &(TensorId, Range<usize>))| {
             let room = end_of(number) - (place.start - begin);
-            piece(self.ranges[*tensor].clone(), room, self.is_unpacked(*tensor).then_some(*tensor))
+            let (range, stored) = (self.ranges[*tensor].clone(), self.stored(*tensor));
+            let unpacked = self.is_unpacked(*tensor).then_some(*tensor);
+            Piece { block: 0, lane, module, range, stored, room, unpacked }
         };
         places.iter().enumerate().map(tensor).collect()
     }
@@ -180,10 +197,10 @@ impl Forms<'_> {
     /// The tensors of `modules` in a slot that is divided into blocks.
     fn divided(&self, lanes: &Per<ModuleId, Option<usize>>, blocks: &SlotBlocks, modules: &[ModuleId]) -> Vec<Piece> {
         let piece = |Position { tensor, block }: Position| {
-            let (module, range) = (self.home.owner(tensor), self.ranges[tensor].clone());
+            let (module, range, stored) = (self.home.owner(tensor), self.ranges[tensor].clone(), self.stored(tensor));
             let room = blocks.room(self.slot.at(tensor).bytes) as usize;
             let unpacked = self.is_unpacked(tensor).then_some(tensor);
-            Some(Piece { block: blocks.number(block)?, lane: lanes[module]?, module, range, room, unpacked })
+            Some(Piece { block: blocks.number(block)?, lane: lanes[module]?, module, range, stored, room, unpacked })
         };
         positions(self.slot, blocks.grouping(), modules).into_iter().filter_map(piece).collect()
     }
@@ -192,19 +209,23 @@ impl Forms<'_> {
     fn unpacked(&self, tensor: TensorId, slice: Slice) -> Unpacked {
         let (home, slot) = (self.home.at(tensor), self.slot.at(tensor));
         let values = home.shape.iter().product::<u64>() as usize;
-        Unpacked { slice, from: home.dtype, to: slot.dtype, values }
+        let form = match home.dtype == slot.dtype {
+            true => Form::Code,
+            false => Form::Blocks { from: home.dtype, to: slot.dtype, values },
+        };
+        Unpacked { slice, form }
     }
 }
 
 impl Content {
     fn new(forms: &Forms<'_>, pieces: Vec<Piece>, bytes: u64) -> Content {
         let (mut parts, mut located) = (BTreeMap::<(usize, usize), Part>::new(), Vec::new());
-        for Piece { block, lane, module, range, room, unpacked } in pieces {
+        for Piece { block, lane, module, range, stored, room, unpacked } in pieces {
             let new = || Part { block, lane, bytes: 0, slices: Vec::new(), unpacked: Vec::new() };
             let part = parts.entry((block, lane)).or_insert_with(new);
             let (at, values) = (part.bytes, unpacked.map(|tensor| forms.slot.at(tensor).bytes as usize));
-            located.push(((block, lane), Located { module, range: range.clone(), part: 0, at, values }));
-            let slice = Slice { module, range, at };
+            located.push(((block, lane), Located { module, range, part: 0, at, values }));
+            let slice = Slice { module, range: stored, at };
             match unpacked {
                 Some(tensor) => part.unpacked.push(forms.unpacked(tensor, slice)),
                 None => part.push(forms.groups, slice),
@@ -258,6 +279,11 @@ impl Part {
         }
     }
 
+    /// Whether any of its tensors are codes, on which the device tells a verdict.
+    pub(crate) fn has_codes(&self) -> bool {
+        self.unpacked.iter().any(|tensor| tensor.form == Form::Code)
+    }
+
     /// The number of bytes that travel for the part.
     pub(crate) fn copied(&self) -> u64 {
         let unpacked = self.unpacked.iter().map(|unpacked| &unpacked.slice);
@@ -281,7 +307,7 @@ mod tests {
             TensorInfo::new(format!("{name}.weight"), DType::U8, &[256], 0, at as u64 * 256).unwrap()
         };
         let layout = Layout::new(names.iter().enumerate().map(tensor).collect());
-        let groups = Groups::new(&layout, |_| Some(Origin { device: DeviceId::CPU, staged: false }));
+        let groups = Groups::new(&layout, |_| Some(Origin { device: DeviceId::CPU, staged: false, compressed: false }));
         let joined = |second: usize, at: usize| {
             let slice = |module, at| {
                 let module = ModuleId::new(module);

@@ -26,6 +26,8 @@ const ALIGNED: u64 = 256;
 pub(crate) struct Origin {
     pub(crate) device: DeviceId,
     pub(crate) staged: bool,
+    /// Whether it lives there compressed.
+    pub(crate) compressed: bool,
 }
 
 /// The modules of a model, grouped by the memory that they share at home. Most modules are alone in their group.
@@ -130,7 +132,7 @@ mod tests {
     use crate::checkpoint::TensorInfo;
     use crate::dtype::DType;
 
-    const HOST: Origin = Origin { device: DeviceId::CPU, staged: false };
+    const HOST: Origin = Origin { device: DeviceId::CPU, staged: false, compressed: false };
 
     #[test]
     fn many_small_modules_of_a_layer_share_memory() {

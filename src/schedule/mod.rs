@@ -3,11 +3,13 @@
 //!
 //! [`Contents`] has the byte ranges that each layer fetches by each lane (`contents`). Small modules that share memory are one
 //! range (`groups`), slots may be divided into blocks (`blocks`), and ranges are split into chunks if they go through buffers on
-//! the host (`chunks`). Tensors that are unpacked arrive in rounds (`rounds`). [`Schedule`] predicts from the layers asked for so far what comes next (`order`), and chooses the slot
-//! that it goes into.
+//! the host (`chunks`). Tensors that are unpacked arrive in rounds (`rounds`), and compressed ones live elsewhere than as they are
+//! (`compressed`). [`Schedule`] predicts from the layers asked for so far what comes next (`order`), and chooses the slot that it goes
+//! into.
 
 mod blocks;
 mod chunks;
+mod compressed;
 mod contents;
 mod groups;
 mod order;
@@ -15,11 +17,12 @@ mod rounds;
 
 pub(crate) use blocks::{LayerBlocks, SlotBlocks};
 pub(crate) use chunks::{Chunk, chunks, split};
+pub(crate) use compressed::{Compressed, Place};
 use contents::Content;
-pub(crate) use contents::{Contents, Part, Slice, Unpacked};
+pub(crate) use contents::{Contents, Form, Part, Slice, Unpacked};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
-pub(crate) use rounds::{Round, landed, landing_bytes, rounds};
+pub(crate) use rounds::{Round, VERDICT_ROOM, landed, landing_bytes, rounds};
 
 use crate::checkpoint::{LayerId, Per};
 
@@ -328,10 +331,12 @@ mod tests {
         ]);
         let lanes: Per<ModuleId, Option<usize>> = [Some(1), Some(0), Some(1), Some(1)].into_iter().collect();
         let origin = |module: ModuleId| {
-            lanes[module].map(|lane| Origin { device: crate::DeviceId::cuda(lane as u32), staged: false })
+            let device = |lane| crate::DeviceId::cuda(lane as u32);
+            lanes[module].map(|lane| Origin { device: device(lane), staged: false, compressed: false })
         };
         let groups = Groups::new(&layout, origin);
-        let contents = Contents::new((&layout, &layout), &groups, &lanes, &SlotBlocks::whole(0, 0));
+        let contents =
+            Contents::new((&layout, &layout), (&groups, &Compressed::default()), &lanes, &SlotBlocks::whole(0, 0));
         let content = contents.of(LayerId::new(0));
         let slice = |module, range, at| Slice { module: ModuleId::new(module), range, at };
         assert_eq!(

@@ -1,11 +1,14 @@
-//! Rounds of tensors in blocks on their way into a slot. Blocks arrive in a landing buffer, from where their values are computed
-//! into the slot. The buffer holds the largest tensor, or several small ones, so that hundreds of small ones are few copies.
+//! Rounds of tensors in blocks, or compressed, on their way into a slot. They arrive in a landing buffer, from where their values are
+//! computed into the slot. The buffer holds the largest tensor, or several small ones, so that hundreds of small ones are few copies.
 
 use super::contents::{Slice, Unpacked};
 use crate::checkpoint::Layout;
 
 /// The size up to which a landing buffer grows to hold several tensors, in bytes.
 const SEVERAL: u64 = 16 << 20;
+
+/// The bytes at the end of a landing buffer for the verdict on the codes that are decoded from it.
+pub(crate) const VERDICT_ROOM: u64 = 256;
 
 /// Tensors that arrive together.
 pub(crate) struct Round<'p>(Vec<(&'p Unpacked, usize)>);
@@ -51,6 +54,7 @@ pub(crate) fn rounds(unpacked: &[Unpacked], room: u64) -> Vec<Round<'_>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::contents::Form;
     use super::*;
     use crate::checkpoint::ModuleId;
     use crate::dtype::DType;
@@ -59,7 +63,8 @@ mod tests {
     fn a_round_is_as_many_tensors_as_fit_and_one_at_least() {
         let tensor = |bytes: usize| {
             let slice = Slice { module: ModuleId::new(0), range: 0..bytes, at: 0 };
-            Unpacked { slice, from: DType::Q8_0, to: DType::F16, values: bytes / 34 * 32 }
+            let form = Form::Blocks { from: DType::Q8_0, to: DType::F16, values: bytes / 34 * 32 };
+            Unpacked { slice, form }
         };
         let tensors = [34, 340, 34, 3400, 34, 34].map(tensor);
         let of = |room: u64| {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Streamed;
+use super::verdict::{Verdict, wait_for};
 use crate::backend::{Buf, Event, Stream};
 use crate::checkpoint::{Layer, LayerId, TensorId};
 use crate::dtype::Element;
@@ -24,6 +25,8 @@ pub struct LayerGuard {
     pub(super) layer: LayerId,
     /// The slot's number and its parts. `None` if no tensor of the layer is streamed.
     pub(super) slot: Option<(usize, Vec<Buf>)>,
+    /// The verdicts on its codes.
+    pub(super) verdicts: Vec<Arc<Verdict>>,
 }
 
 impl LayerGuard {
@@ -99,14 +102,16 @@ impl LayerGuard {
     /// Blocks the host until the layer has arrived. The deadline is capped at a century.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a copy failed.
+    /// [`Error::TimedOut`] after `deadline`; [`Error::Failed`] when a copy failed; [`Error::Corrupted`] when weights were damaged that
+    /// arrived [compressed](crate::Planner::compress).
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         let deadline = deadline.min(LONGEST);
         let until = Instant::now() + deadline;
         self.parts().try_for_each(|part| match part.wait(until.saturating_duration_since(Instant::now())) {
             Err(Error::TimedOut { what, .. }) => Err(Error::TimedOut { what, after: deadline }),
             other => other,
-        })
+        })?;
+        wait_for(&self.verdicts, self.name(), until.saturating_duration_since(Instant::now()))
     }
 
     /// The events of the layer's copies that are pending or failed.
@@ -117,12 +122,15 @@ impl LayerGuard {
     /// Completes once the layer has arrived. Runs on any executor, and is not polled while it waits.
     ///
     /// # Errors
-    /// [`Error::Failed`] when a copy failed.
+    /// As [`wait`](LayerGuard::wait), without a deadline.
     pub async fn arrived(&self) -> Result<()> {
         for event in self.arriving() {
             event.completed().await?;
         }
-        Ok(())
+        for event in self.verdicts.iter().flat_map(|verdict| verdict.pending()) {
+            event.completed().await?;
+        }
+        wait_for(&self.verdicts, self.name(), Duration::ZERO)
     }
 
     /// Copies the tensor `name` back to host memory. `dst` must be as long as the tensor.
@@ -131,7 +139,8 @@ impl LayerGuard {
     /// [`Error::Missing`] when the layer has no such tensor; [`Error::WrongSize`] when `dst` has another length; any error
     /// of the copy.
     pub fn read(&self, name: &str, dst: &mut [u8]) -> Result<()> {
-        self.model.download(&self.known(name)?, dst)
+        self.model.download(&self.known(name)?, dst)?;
+        wait_for(&self.verdicts, self.name(), self.model.limits().work)
     }
 
     /// The elements of the tensor `name`, copied back to host memory.
@@ -140,7 +149,9 @@ impl LayerGuard {
     /// [`Error::Missing`] when the layer has no such tensor; [`Error::Mismatch`] when its elements have another type than
     /// `T`; any error of the copy.
     pub fn to_vec<T: Element>(&self, name: &str) -> Result<Vec<T>> {
-        self.model.elements(&self.known(name)?)
+        let elements = self.model.elements(&self.known(name)?)?;
+        wait_for(&self.verdicts, self.name(), self.model.limits().work)?;
+        Ok(elements)
     }
 
     pub(super) fn known(&self, name: &str) -> Result<TensorView<'_>> {

@@ -8,13 +8,14 @@ use std::time::Duration;
 
 use super::report::{LaneReport, Via};
 use super::through_host::ThroughHost;
+use super::verdict::{Places, Verdict};
 use crate::backend::{Buf, BufMut, Device, ExtentPart, MemoryBlock, Piece, Rejected, Role, Route, Stream, Transfer};
 use crate::checkpoint::{ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::schedule::{Contents, Part, Round, Slice, Unpacked, rounds};
-use crate::transfer::{Engine, Landing, Order, Ordered, PendingOrder, StagingLane, Values, dequantise};
+use crate::schedule::{Contents, Form, Part, Round, Slice, Unpacked, rounds};
+use crate::transfer::{Engine, Landing, Order, Ordered, Packed, PendingOrder, StagingLane, Values, dequantise};
 
 /// Bytes with the same key share a lane.
 type LaneKey = (DeviceId, Via);
@@ -26,11 +27,23 @@ pub(super) struct Lanes {
     /// The buffers in which tensors arrive that are unpacked, and the bytes of each. There is one for each lane, unless memory
     /// that the plan has as pinned is not, and has a lane of its own; then lanes take turns.
     landings: Vec<Arc<Landing>>,
-    landing_bytes: u64,
+    /// The bytes of each that tensors land in.
+    room: u64,
+    /// What verdicts on codes need, if there are any.
+    verdicts: Option<Verdicts>,
     device: Arc<dyn Device>,
     host: Arc<dyn Device>,
     /// The device's staging engine and this streamer's client number. `None` while no lane is staged.
     engine: Option<(Arc<Engine>, u64)>,
+}
+
+/// What verdicts on codes need.
+struct Verdicts {
+    places: Arc<Places>,
+    /// The stream that copies them to the host.
+    down: Arc<dyn Stream>,
+    /// What verdicts begin with, on the host.
+    zeros: Buf,
 }
 
 /// The route from one device.
@@ -62,17 +75,22 @@ enum LaneRoute {
 }
 
 impl Lanes {
-    pub(super) fn new(model: &Model) -> Lanes {
+    pub(super) fn new(model: &Model) -> Result<Lanes> {
         let (device, host) = (Arc::clone(model.residency().device()), Arc::clone(model.host()));
-        let (landings, landing_bytes) = (Vec::new(), model.plan().slots().landing_bytes);
-        Lanes { lanes: Vec::new(), by_key: BTreeMap::new(), landings, landing_bytes, device, host, engine: None }
+        let (lanes, by_key, landings, room) = (Vec::new(), BTreeMap::new(), Vec::new(), model.plan().landing_room());
+        let verdicts = model.plan().is_compressed().then(|| Verdicts::new(&device, &host)).transpose()?;
+        Ok(Lanes { lanes, by_key, landings, room, verdicts, device, host, engine: None })
     }
 
     /// Gives the lanes their landing buffers. Returns those that are in use, which are lost.
     pub(super) fn land(&mut self, memory: Vec<Buf>) -> Vec<Buf> {
         let mut in_use = Vec::new();
         let landing = |memory: Buf| memory.try_reclaim().map_err(|memory| in_use.push(memory)).ok();
-        self.landings = memory.into_iter().filter_map(landing).map(|memory| Arc::new(Landing::new(memory))).collect();
+        let landings = memory.into_iter().filter_map(landing).map(|memory| match &self.verdicts {
+            Some(verdicts) => Landing::with_verdict(memory, &verdicts.zeros),
+            None => Landing::new(memory),
+        });
+        self.landings = landings.map(Arc::new).collect();
         in_use
     }
 
@@ -90,8 +108,8 @@ impl Lanes {
     /// The lane of a module, created for the first module that needs it.
     fn lane_of(&mut self, model: &Model, module: ModuleId) -> Result<Option<usize>> {
         let fetched = model.plan().origin(module).is_some() && model.layout().at(module).bytes > 0;
-        let Some(home) = model.bufs(module).first().filter(|_| fetched) else { return Ok(None) };
-        model.bufs(module).iter().for_each(|home| home.block().keep_when_read());
+        let Some(home) = model.stored_bufs(module).next().filter(|_| fetched) else { return Ok(None) };
+        model.stored_bufs(module).for_each(|home| home.block().keep_when_read());
         let key = (home.device(), via(model, home)?);
         if let Some(&lane) = self.by_key.get(&key) {
             return Ok(Some(lane));
@@ -164,7 +182,7 @@ impl Lanes {
             return read;
         }
         for slice in part.slices.iter().chain(part.unpacked.iter().map(|tensor| &tensor.slice)) {
-            let (bytes, home) = (slice.range.len() as u64, model.find(slice.module, &slice.range));
+            let (bytes, home) = (slice.range.len() as u64, model.find_stored(slice.module, &slice.range));
             match home {
                 Some((home, _)) if home.block().is_kept() => read.kept += bytes,
                 Some((home, range)) => {
@@ -181,11 +199,17 @@ impl Lanes {
         matches!(self.lanes[lane].route, LaneRoute::Staged(_))
     }
 
-    /// Queues the copies of a part of a layer, and the computation of what is unpacked. Returns the part's memory.
+    /// Queues the copies of a part of a layer, and the computation of what is unpacked. Returns the part's memory, and the verdict on
+    /// its codes.
     ///
     /// # Errors
     /// Carries the memory; copies into it may already be in flight.
-    pub(super) fn queue(&self, model: &Model, part: &Part, mut dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+    pub(super) fn queue(
+        &self,
+        model: &Model,
+        part: &Part,
+        mut dst: BufMut,
+    ) -> Result<(BufMut, Option<Arc<Verdict>>), Box<Rejected>> {
         let lane = &self.lanes[part.lane];
         if !part.slices.is_empty() {
             dst = lane.copy(model, &part.slices, dst)?;
@@ -193,19 +217,39 @@ impl Lanes {
         let stream = match &lane.route {
             LaneRoute::Direct(stream) => stream,
             LaneRoute::ThroughHost(through) => through.up(),
-            LaneRoute::Local(stream) => return self.unpack_here(model, part, stream, dst),
+            LaneRoute::Local(stream) => return Ok((self.unpack_here(model, part, stream, dst)?, None)),
             LaneRoute::Staged(_) => return Err(Box::new(Rejected { error: not_a_copy(), dst })),
         };
-        rounds(&part.unpacked, self.landing_bytes).iter().try_fold(dst, |dst, round| {
-            let Some(landing) = self.landing(lane) else {
-                return Err(Box::new(Rejected { error: no_landing(), dst }));
-            };
+        if part.unpacked.is_empty() {
+            return Ok((dst, None));
+        }
+        let verdicts = self.verdicts.as_ref().filter(|_| part.has_codes());
+        let begin = || {
+            let place = verdicts.map(|verdicts| verdicts.places.take()).transpose()?;
+            let landing = self.landing(lane).ok_or_else(no_landing)?;
+            Ok((place, landing.begin((&*self.device, &**stream), verdicts.is_some())?))
+        };
+        let (place, mut landed) = match begin() {
+            Ok(begun) => begun,
+            Err(error) => return Err(Box::new(Rejected { error, dst })),
+        };
+        let dst = rounds(&part.unpacked, self.room).iter().try_fold(dst, |dst, round| {
             let fill = |memory| {
                 let filled = lane.copy(model, &round.slices(), memory);
                 filled.map_err(|rejected| (rejected.error, Some(rejected.dst)))
             };
-            landing.unpack((&*self.device, &**stream), &values(round), dst, fill)
-        })
+            landed.unpack(&values(model, round), dst, fill)
+        })?;
+        let Some((verdicts, place)) = verdicts.zip(place) else { return Ok((dst, None)) };
+        match landed.verdict(&*verdicts.down, place) {
+            Ok(verdict) => Ok((dst, verdict.map(|place| verdicts.places.verdict(place)))),
+            Err(error) => Err(Box::new(Rejected { error, dst })),
+        }
+    }
+
+    /// Where the verdicts of staging lanes are from.
+    pub(super) fn places(&self) -> Option<Arc<Places>> {
+        self.verdicts.as_ref().map(|verdicts| Arc::clone(&verdicts.places))
     }
 
     /// Queues the computation of what is unpacked from the memory where it lives.
@@ -218,8 +262,11 @@ impl Lanes {
     ) -> Result<BufMut, Box<Rejected>> {
         part.unpacked.iter().try_fold(dst, |dst, tensor| {
             let Slice { module, range, .. } = &tensor.slice;
-            let home = |_: &Values| model.find(*module, range).map(|(home, range)| (home.clone(), range.start));
-            dequantise(&*self.device, &**stream, &[values_of(tensor, 0)], dst, home)
+            let Some((home, range)) = model.find(*module, range) else {
+                return Err(Box::new(Rejected { error: Error::bug("blocks that live nowhere"), dst }));
+            };
+            let values = values_of(model, tensor, range.start);
+            dequantise((&*self.device, &**stream), &values, home.clone(), dst)
         })
     }
 
@@ -241,10 +288,15 @@ impl Lanes {
         let (LaneRoute::Staged(staging), Some((_, client))) = (&lane.route, &self.engine) else {
             return Err(Error::bug("a part that needs no staging was given to a staging lane"));
         };
-        let rounds = rounds(&part.unpacked, self.landing_bytes);
-        let rounds = rounds.iter().map(|round| (pieces(model, &round.slices()), values(round))).collect();
+        let rounds = rounds(&part.unpacked, self.room);
+        let rounds = rounds.iter().map(|round| (pieces(model, &round.slices()), values(model, round))).collect();
         let landing = self.landing(lane).filter(|_| !part.unpacked.is_empty()).cloned();
-        let bytes = Ordered { pieces: pieces(model, &part.slices), rounds, landing };
+        let verdicts = self.verdicts.as_ref().filter(|_| part.has_codes());
+        let verdict = match verdicts {
+            Some(verdicts) => Some((verdicts.places.take()?, Arc::clone(&verdicts.down))),
+            None => None,
+        };
+        let bytes = Ordered { pieces: pieces(model, &part.slices), rounds, landing, verdict };
         Ok(staging.submit(Order { client: *client, dst, bytes, urgent, deadline }))
     }
 
@@ -263,6 +315,17 @@ impl Lanes {
         }
         let engine = self.engine.as_ref().map(|(engine, _)| engine);
         engine.ok_or_else(|| Error::bug("the engine was just made"))
+    }
+}
+
+impl Verdicts {
+    fn new(device: &Arc<dyn Device>, host: &Arc<dyn Device>) -> Result<Verdicts> {
+        let places = Places::new(host, device.id());
+        let mut zeros = places.take()?;
+        if let Some(zeros) = zeros.host_mut() {
+            zeros.fill(0);
+        }
+        Ok(Verdicts { places, down: device.stream(Role::Download)?, zeros: zeros.freeze() })
     }
 }
 
@@ -293,19 +356,24 @@ fn no_landing() -> Error {
 }
 
 /// The values of a round's tensors, out of a landing buffer.
-fn values(round: &Round<'_>) -> Vec<Values> {
-    round.tensors().map(|(tensor, at)| values_of(tensor, at)).collect()
+fn values(model: &Model, round: &Round<'_>) -> Vec<Values> {
+    round.tensors().map(|(tensor, at)| values_of(model, tensor, at)).collect()
 }
 
-/// The values of a tensor whose blocks begin at byte `begin` of their buffer.
-fn values_of(tensor: &Unpacked, begin: usize) -> Values {
-    Values { begin, from: tensor.from, count: tensor.values, at: tensor.slice.at, to: tensor.to }
+/// The values of a tensor that begins at byte `begin` of its buffer.
+fn values_of(model: &Model, tensor: &Unpacked, begin: usize) -> Values {
+    let Slice { module, range, at } = &tensor.slice;
+    let form = match tensor.form {
+        Form::Blocks { from, to, values } => Packed::Blocks { from, count: values, to },
+        Form::Code => Packed::Code(model.code_info(*module, range.start)),
+    };
+    Values { begin, at: *at, form }
 }
 
 /// The pieces that slices are, from the homes of their modules.
 fn pieces(model: &Model, slices: &[Slice]) -> Vec<Piece> {
     let piece = |Slice { module, range, at }: &Slice| {
-        model.find(*module, range).map(|(home, from)| Piece { src: home.clone(), from, at: *at })
+        model.find_stored(*module, range).map(|(home, from)| Piece { src: home.clone(), from, at: *at })
     };
     slices.iter().filter_map(piece).collect()
 }

@@ -9,9 +9,10 @@ mod report;
 mod rows;
 mod slots;
 mod through_host;
+mod verdict;
 
 use std::any::Any;
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::process::Process;
 use crate::backend::{Buf, BufMut, Event, FenceState, Joined, Role, Stream};
-use crate::checkpoint::{LayerId, Layout, ModuleId, Per};
+use crate::checkpoint::{LayerId, Layout, ModuleId, Per, TensorId};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::limits::LONGEST;
 use crate::load::{FetchMemory, Model, SlotMemory};
@@ -32,6 +33,7 @@ use crate::staging::Pool;
 use crate::transfer::Kept;
 use lanes::{Lanes, Read};
 use slots::{Fill, Slots, Writable};
+use verdict::{Verdict, damaged, wait_for};
 
 /// Fetches the layers of a model to its compute device and hands them out in any order.
 ///
@@ -81,6 +83,8 @@ pub struct Streamer {
     rows: Option<Pool>,
     deadline: Duration,
     report: StreamReport,
+    /// The verdicts that nobody has seen yet on codes of layers that were handed out.
+    unseen: VecDeque<(LayerId, Vec<Arc<Verdict>>)>,
     /// Keeps the buffers of direct reads from one layer to the next, if any are read from a disk.
     _buffers: Option<Kept>,
     /// Slots that the device has prepared to read files into, while these live.
@@ -225,6 +229,7 @@ impl Streamer {
             rows,
             deadline,
             report,
+            unseen: VecDeque::new(),
             _buffers,
             _prepared,
             process,
@@ -256,6 +261,7 @@ impl Streamer {
     fn turn(&mut self, layer: LayerId) -> Result<LayerGuard> {
         let missing = || Missing::LayerAt { index: layer.index(), count: self.streamed.contents.len() };
         let is_streamed = self.streamed.contents.get(layer).ok_or_else(missing)?.is_streamed();
+        self.see_verdicts()?;
         self.schedule.turn(layer);
         let slot = match is_streamed {
             true => Some(self.fetched(layer)?),
@@ -280,10 +286,56 @@ impl Streamer {
         }
         let (model, streamed, compute) =
             (Arc::clone(&self.model), Arc::clone(&self.streamed), Arc::clone(&self.compute));
-        let guard = LayerGuard { model, compute, streamed, layer, slot };
+        let verdicts = slot.iter().flat_map(|(slot, _)| self.slots.verdicts(*slot)).collect::<Vec<_>>();
+        if !verdicts.is_empty() {
+            self.unseen.push_back((layer, verdicts.clone()));
+        }
+        let guard = LayerGuard { model, compute, streamed, layer, slot, verdicts };
         self.report.layers += 1;
         self.prefetch();
         Ok(guard)
+    }
+
+    /// Waits until all layers that were handed out have arrived, and checks that weights were sound that arrived
+    /// [compressed](crate::Planner::compress): the device tells so once it has decoded them, which is after the layer was handed out.
+    /// Each [`layer`](Streamer::layer) asks for what is known by then; this is for the end, before results are used. Where nothing is
+    /// compressed it does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Corrupted`] naming a layer whose weights were not those that were compressed, so that whatever was computed with them
+    /// is void; [`Error::TimedOut`] after the deadline; [`Error::Failed`] when a copy failed.
+    pub fn verify(&mut self) -> Result<()> {
+        self.process.check()?;
+        let until = Instant::now() + self.deadline;
+        while let Some((layer, verdicts)) = self.unseen.front() {
+            let (layer, left) = (self.name_of(*layer), until.saturating_duration_since(Instant::now()));
+            let outcome = wait_for(verdicts, layer, left);
+            if !matches!(outcome, Err(Error::TimedOut { .. })) {
+                self.unseen.pop_front();
+            }
+            outcome?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the verdicts that have come by now, in the order of the layers.
+    fn see_verdicts(&mut self) -> Result<()> {
+        while let Some((layer, verdicts)) = self.unseen.front() {
+            let known = verdicts.iter().map(|verdict| verdict.known()).collect::<Result<Option<Vec<bool>>>>();
+            if matches!(known, Ok(None)) {
+                break;
+            }
+            let damaged = || Err(damaged(self.name_of(*layer)));
+            let outcome =
+                known.and_then(|all| if all.into_iter().flatten().all(|sound| sound) { Ok(()) } else { damaged() });
+            self.unseen.pop_front();
+            outcome?;
+        }
+        Ok(())
+    }
+
+    fn name_of(&self, layer: LayerId) -> &str {
+        &self.model.layout().at(layer).name
     }
 
     /// The stream that compute is queued on.
@@ -411,7 +463,9 @@ impl Streamed {
     fn new(model: &Model, lanes: &mut Lanes) -> Result<Streamed> {
         let (layout, blocks) = (model.layout(), model.plan().slot_blocks(model.layout()));
         let in_slots = model.plan().in_slots(layout);
-        let contents = Contents::new((layout, &in_slots), model.index().groups(), &lanes.of_modules(model)?, &blocks);
+        let of_modules = lanes.of_modules(model)?;
+        let homes = (model.index().groups(), model.index().compressed());
+        let contents = Contents::new((layout, &in_slots), homes, &of_modules, &blocks);
         lanes.expect(&contents);
         let compute = model.residency().device().id();
         // The compute reads no blocks that are unpacked.
@@ -431,12 +485,13 @@ fn lanes(model: &Arc<Model>, compute: &dyn Stream) -> Result<Lanes> {
         return Err(Mismatch::Compute { model: device, stream: other }.into());
     }
     check_kernels(model, compute)?;
-    Ok(Lanes::new(model))
+    Lanes::new(model)
 }
 
 /// Checks that the compute device unpacks all types that the plan has it unpack.
 fn check_kernels(model: &Model, compute: &dyn Stream) -> Result<()> {
     let (layout, plan, device) = (model.layout(), model.plan(), model.residency().device());
+    check_decoding(model, compute)?;
     let Some(to) = plan.unpacked() else { return Ok(()) };
     let fetched = layout.module_ids().filter(|&module| plan.origin(module).is_some());
     let tensors = fetched.flat_map(|module| layout.own_tensors(module)).map(|tensor| layout.at(tensor));
@@ -445,6 +500,23 @@ fn check_kernels(model: &Model, compute: &dyn Stream) -> Result<()> {
         let none = || Err(format!("{} has no kernels", device.id()));
         if let Err(why) = device.kernels().map_or_else(none, |kernels| kernels.dequantises(compute, tensor.dtype, to)) {
             return Err(Missing::Unpacking { tensor: tensor.name.clone(), why }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Checks that the compute device decodes all types that the plan keeps compressed.
+fn check_decoding(model: &Model, compute: &dyn Stream) -> Result<()> {
+    let (layout, compressed, device) = (model.layout(), model.index().compressed(), model.residency().device());
+    let mut known = HashSet::new();
+    let is_code = |tensor: &TensorId| compressed.place(*tensor).is_some_and(|place| place.is_code);
+    for tensor in layout.tensor_ids().filter(is_code).map(|tensor| layout.at(tensor)) {
+        let none = || Err(format!("{} has no kernels", device.id()));
+        let decodes = || device.kernels().map_or_else(none, |kernels| kernels.decompresses(compute, tensor.dtype));
+        if known.insert(tensor.dtype)
+            && let Err(why) = decodes()
+        {
+            return Err(Missing::Decoding { tensor: tensor.name.clone(), why }.into());
         }
     }
     Ok(())

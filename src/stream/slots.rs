@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::lanes::Lanes;
+use super::verdict::{Places, Verdict};
 use crate::backend::{Buf, BufMut, FenceState, MemoryBlock};
 use crate::error::{Error, Result};
 use crate::load::{Model, SlotMemory};
@@ -22,11 +23,22 @@ struct Block {
     parts: Vec<Option<Buf>>,
     /// The number of parts that the present layer uses.
     used: usize,
-    /// The orders of staging lanes, with the index of the part that each fills.
-    orders: Vec<(usize, PendingOrder)>,
+    /// The orders of staging lanes.
+    orders: Vec<Pending>,
+    /// The verdicts on the codes of the present layer.
+    verdicts: Vec<Arc<Verdict>>,
     /// Whether an order of the present layer failed. Its memory tells nothing of that.
     failed: bool,
     allocation: Option<Arc<MemoryBlock>>,
+}
+
+/// An order of a staging lane.
+struct Pending {
+    /// The index of the part that it fills.
+    part: usize,
+    order: PendingOrder,
+    /// Where a verdict on its codes is from.
+    places: Option<Arc<Places>>,
 }
 
 /// The memory of a slot while it is written, block by block, each in parts.
@@ -82,12 +94,19 @@ impl Slots {
             memory.ready().any(|event| matches!(event.state(), FenceState::Failed(_) | FenceState::Lost(_)))
         };
         let slot = &self.0[slot];
-        !slot.0.iter().any(|block| block.failed) && !slot.used().any(|part| part.as_ref().is_some_and(failed))
+        let damaged = |verdict: &Arc<Verdict>| !matches!(verdict.known(), Ok(None | Some(true)));
+        !slot.0.iter().any(|block| block.failed || block.verdicts.iter().any(damaged))
+            && !slot.used().any(|part| part.as_ref().is_some_and(failed))
+    }
+
+    /// The verdicts on the codes of the present layer, once lanes have queued all copies into the slot.
+    pub(super) fn verdicts(&self, slot: usize) -> Vec<Arc<Verdict>> {
+        self.0[slot].0.iter().flat_map(|block| &block.verdicts).cloned().collect()
     }
 
     /// Whether a lane still works on parts of the slot, so that [`collect`](Slots::collect) may block.
     pub(super) fn is_with_a_lane(&self, slot: usize) -> bool {
-        !self.0[slot].orders().all(|(_, order)| order.is_finished())
+        !self.0[slot].orders().all(|pending| pending.order.is_finished())
     }
 
     /// Waits until lanes have queued all copies into the slot. Returns the parts that the present layer uses.
@@ -109,7 +128,7 @@ impl Slots {
     pub(super) fn cancel(&mut self, slot: usize, patience: Duration) -> bool {
         let slot = &mut self.0[slot];
         let had = slot.orders().next().is_some();
-        slot.orders().for_each(|(_, order)| order.cancel());
+        slot.orders().for_each(|pending| pending.order.cancel());
         // Nobody waits for these copies, so their errors are dropped.
         let _ = slot.collect(patience);
         had
@@ -120,6 +139,7 @@ impl Slots {
         let slot = &mut self.0[slot];
         let reclaim = |block: &mut Block| {
             (block.used, block.failed) = (0, false);
+            block.verdicts.clear();
             block.parts.drain(..).flatten().filter_map(|part| part.try_reclaim().ok()).collect()
         };
         slot.is_free().then(|| slot.0.iter_mut().map(reclaim).collect())
@@ -150,7 +170,7 @@ impl Slots {
     /// Takes the memory of all slots that lanes release in time. Live guards keep the memory of their layers until they
     /// are dropped.
     pub(super) fn drain(&mut self, deadline: Duration) -> Vec<SlotMemory> {
-        self.0.iter().flat_map(Slot::orders).for_each(|(_, order)| order.cancel());
+        self.0.iter().flat_map(Slot::orders).for_each(|pending| pending.order.cancel());
         let until = Instant::now() + deadline;
         let whole = |mut slot: Slot| {
             // Nobody waits for these copies, so their errors are dropped.
@@ -192,7 +212,7 @@ impl Slot {
         self.0.iter().any(|block| !block.parts.is_empty()) && self.0.iter().all(Block::is_free)
     }
 
-    fn orders(&self) -> impl Iterator<Item = &(usize, PendingOrder)> {
+    fn orders(&self) -> impl Iterator<Item = &Pending> {
         self.0.iter().flat_map(|block| &block.orders)
     }
 
@@ -215,7 +235,8 @@ impl Slot {
 impl Block {
     fn new(parts: Vec<Buf>) -> Block {
         let allocation = parts.first().map(|part| Arc::clone(part.block()));
-        Block { parts: parts.into_iter().map(Some).collect(), used: 0, orders: Vec::new(), failed: false, allocation }
+        let (orders, verdicts) = Default::default();
+        Block { parts: parts.into_iter().map(Some).collect(), used: 0, orders, verdicts, failed: false, allocation }
     }
 
     fn is_free(&self) -> bool {
@@ -233,14 +254,20 @@ impl Block {
                 Err(_) => dst,
                 Ok(()) if fill.lanes.is_staged(part.lane) => {
                     let order = fill.lanes.order(fill.model, part, dst, fill.on_demand, fill.deadline)?;
-                    self.orders.push((index, order));
+                    self.orders.push(Pending { part: index, order, places: fill.lanes.places() });
                     self.parts.push(None);
                     continue;
                 }
-                Ok(()) => fill.lanes.queue(fill.model, part, dst).unwrap_or_else(|rejected| {
-                    outcome = Err(rejected.error);
-                    rejected.dst
-                }),
+                Ok(()) => match fill.lanes.queue(fill.model, part, dst) {
+                    Ok((memory, verdict)) => {
+                        self.verdicts.extend(verdict);
+                        memory
+                    }
+                    Err(rejected) => {
+                        outcome = Err(rejected.error);
+                        rejected.dst
+                    }
+                },
             };
             self.parts.push(Some(memory.freeze()));
         }
@@ -249,13 +276,14 @@ impl Block {
 
     /// Waits until lanes are done with its parts. The first of their errors goes into `outcome`.
     fn collect(&mut self, until: Instant, deadline: Duration, outcome: &mut Result<()>) -> Result<()> {
-        while let Some((index, order)) = self.orders.first() {
+        while let Some(Pending { part, order, places }) = self.orders.first() {
             let finished = match order.wait(until.saturating_duration_since(Instant::now())) {
                 Ok(finished) => finished,
                 Err(Error::TimedOut { what, .. }) => return Err(Error::TimedOut { what, after: deadline }),
                 Err(error) => return Err(error),
             };
-            self.parts[*index] = finished.memory;
+            self.parts[*part] = finished.memory;
+            self.verdicts.extend(finished.verdict.zip(places.as_ref()).map(|(place, places)| places.verdict(place)));
             self.failed |= finished.outcome.is_err();
             if outcome.is_ok() {
                 *outcome = finished.outcome;
@@ -307,16 +335,18 @@ mod tests {
     fn a_layer_that_an_order_failed_stays_unsound_until_its_slot_is_taken() {
         let host = Host::new().open(DeviceId::CPU).unwrap();
         let memory = || host.alloc(8, MemoryKind::Whole).unwrap().freeze();
+        let pending = |order| vec![Pending { part: 0, order: PendingOrder::in_state(order), places: None }];
         let block = |order| {
             let block = Block::new(vec![memory()]);
-            Block { parts: vec![None], used: 1, orders: vec![(0, PendingOrder::in_state(order))], ..block }
+            Block { parts: vec![None], used: 1, orders: pending(order), ..block }
         };
-        let failed = Finished { memory: Some(memory()), outcome: Err(Error::bug("the file is damaged")) };
+        let failed =
+            Finished { memory: Some(memory()), verdict: None, outcome: Err(Error::bug("the file is damaged")) };
         let mut slots = Slots(vec![Slot(vec![block(Some(failed)), block(None)])]);
         assert!(matches!(slots.collect(0, Duration::ZERO), Err(Error::TimedOut { .. })));
         assert!(!slots.is_sound(0));
-        let late = Finished { memory: Some(memory()), outcome: Ok(()) };
-        slots.0[0].0[1].orders = vec![(0, PendingOrder::in_state(Some(late)))];
+        let late = Finished { memory: Some(memory()), verdict: None, outcome: Ok(()) };
+        slots.0[0].0[1].orders = pending(Some(late));
         assert_eq!(slots.collect(0, Duration::ZERO).unwrap().len(), 2);
         assert!(!slots.is_sound(0));
         let memory = slots.take(0).unwrap();

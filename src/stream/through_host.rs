@@ -61,7 +61,7 @@ impl ThroughHost {
     fn to_host<'p>(&self, model: &Model, pool: &'p Pool, chunk: &Chunk) -> Result<(Buf, Lease<'p>)> {
         let (mut pieces, mut at) = (Vec::new(), 0);
         for Slice { module, range, .. } in chunk {
-            if let Some((home, from)) = model.find(*module, range) {
+            if let Some((home, from)) = model.find_stored(*module, range) {
                 pieces.push(Piece { src: home.clone(), from, at });
             }
             at += range.len();

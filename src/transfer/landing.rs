@@ -1,93 +1,230 @@
-//! Landing buffers: memory on a device in which GGML's blocks arrive, and from where their values are computed to where they are
-//! used.
+//! Landing buffers: memory on a device in which tensors arrive in another form than they are used in, GGML's blocks or the lossless
+//! code, and from where their values are computed to where they are used.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::backend::{Buf, BufMut, Dequantise, Device, Kernels, Rejected, Stream};
+use crate::backend::{Buf, BufMut, Decompress, Dequantise, Device, Kernels, Piece, Rejected, Stream, Transfer};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
+use crate::lossless::Info;
+use crate::schedule::VERDICT_ROOM;
 
 /// A landing buffer, which one lane at a time fills.
 #[derive(Debug)]
-pub(crate) struct Landing(Mutex<Option<BufMut>>);
+pub(crate) struct Landing(Mutex<Memory>);
 
-/// Values of blocks: `count` of them, of blocks of type `from` that begin at a byte of a source, go to the byte `at` of a
-/// destination as elements of type `to`.
+/// The memory of a landing buffer. What is `None` is in use, or lost.
+#[derive(Debug)]
+struct Memory {
+    /// Where tensors arrive.
+    landed: Option<BufMut>,
+    /// Where a device says whether codes are sound, if any land here.
+    verdict: Option<BufMut>,
+    zeros: Option<Zeros>,
+}
+
+/// What a verdict begins with, beside it.
+#[derive(Debug)]
+enum Zeros {
+    /// They have yet to come from this memory of the host.
+    Missing(BufMut, Buf),
+    Here(Buf),
+}
+
+/// A landing buffer while a part of a layer passes it, which nobody else uses meanwhile.
+pub(crate) struct Landed<'l> {
+    memory: MutexGuard<'l, Memory>,
+    device: &'l dyn Device,
+    stream: &'l dyn Stream,
+}
+
+/// A tensor to unpack: it begins at a byte of a source, and its values go to the byte `at` of a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Values {
     pub(crate) begin: usize,
-    pub(crate) from: DType,
-    pub(crate) count: usize,
     pub(crate) at: usize,
-    pub(crate) to: DType,
+    pub(crate) form: Packed,
+}
+
+/// The form of a tensor that is to be unpacked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Packed {
+    /// Blocks of a type, and the number and type of their values.
+    Blocks { from: DType, count: usize, to: DType },
+    /// The code of this header. `None` in a model without contents: then nothing is decoded.
+    Code(Option<Info>),
 }
 
 impl Landing {
+    /// Tensors arrive in all of `memory`.
     pub(crate) fn new(memory: BufMut) -> Landing {
-        Landing(Mutex::new(Some(memory)))
+        Landing(Mutex::new(Memory { landed: Some(memory), verdict: None, zeros: None }))
     }
 
-    /// Has `fill` queue copies of blocks into the buffer, and queues the computation of their values into `dst` on `stream`, a
-    /// stream of `device`. Returns `dst`.
+    /// As [`new`](Landing::new), with the end of `memory` for verdicts. `zeros` are those of a verdict, on the host.
+    pub(crate) fn with_verdict(mut memory: BufMut, zeros: &Buf) -> Landing {
+        let room = VERDICT_ROOM as usize;
+        let tail = memory.bytes().checked_sub(room).and_then(|landed| memory.split_off(landed).ok());
+        let split = tail.and_then(|mut tail| Some((tail.split_off(Decompress::VERDICT).ok()?, tail)));
+        let (verdict, tail) = split.unzip();
+        let zeros = tail.map(|tail| Zeros::Missing(tail, zeros.clone()));
+        Landing(Mutex::new(Memory { landed: Some(memory), verdict, zeros }))
+    }
+
+    /// Begins a part of a layer. Its tensors are unpacked on `stream`, a stream of `device`; `codes` says whether any are codes, on
+    /// which there is a verdict.
+    ///
+    /// # Errors
+    /// When the stream accepts no more work.
+    pub(crate) fn begin<'l>(
+        &'l self,
+        (device, stream): (&'l dyn Device, &'l dyn Stream),
+        codes: bool,
+    ) -> Result<Landed<'l>> {
+        let mut memory = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if codes {
+            memory.clear_verdict(stream)?;
+        }
+        Ok(Landed { memory, device, stream })
+    }
+
+    /// The buffer. `None` if any of it is lost.
+    pub(crate) fn into_memory(self) -> Option<BufMut> {
+        let Memory { landed, verdict, zeros } = self.0.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut memory = landed?;
+        let zeros = match zeros {
+            None => return Some(memory),
+            Some(Zeros::Missing(zeros, _)) => zeros,
+            Some(Zeros::Here(zeros)) => zeros.try_reclaim().ok()?,
+        };
+        memory.unsplit(zeros).ok()?;
+        memory.unsplit(verdict?).ok()?;
+        Some(memory)
+    }
+}
+
+impl Memory {
+    /// Queues the copy of zeros to the verdict.
+    fn clear_verdict(&mut self, stream: &dyn Stream) -> Result<()> {
+        if let Some(Zeros::Missing(..)) = &self.zeros
+            && let Some(Zeros::Missing(here, zeros)) = self.zeros.take()
+        {
+            let (here, outcome) = copied(stream, &zeros, here);
+            self.zeros = Some(match outcome {
+                Ok(()) => Zeros::Here(here.freeze()),
+                Err(_) => Zeros::Missing(here, zeros),
+            });
+            outcome?;
+        }
+        let (Some(Zeros::Here(zeros)), Some(verdict)) = (&self.zeros, self.verdict.take()) else { return Err(lost()) };
+        let (verdict, outcome) = copied(stream, zeros, verdict);
+        self.verdict = Some(verdict);
+        outcome
+    }
+}
+
+/// Queues the copy of a verdict's bytes. Returns its destination.
+fn copied(stream: &dyn Stream, src: &Buf, dst: BufMut) -> (BufMut, Result<()>) {
+    let piece = Piece { src: src.clone(), from: 0..Decompress::VERDICT, at: 0 };
+    match Transfer::new(vec![piece], dst).and_then(|transfer| stream.send(transfer)) {
+        Ok(flight) => (flight.chain(), Ok(())),
+        Err(rejected) => (rejected.dst, Err(rejected.error)),
+    }
+}
+
+impl Landed<'_> {
+    /// Has `fill` queue copies into the buffer, and queues the computation of the values into `dst`. Returns `dst`.
     ///
     /// # Errors
     /// The first error, with `dst`. Work on both may be in flight then.
     pub(crate) fn unpack(
-        &self,
-        (device, stream): (&dyn Device, &dyn Stream),
+        &mut self,
         values: &[Values],
         dst: BufMut,
         fill: impl FnOnce(BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
     ) -> Result<BufMut, Box<Rejected>> {
-        let mut here = self.lock();
-        let Some(memory) = here.take() else {
-            let error = Error::bug("a landing buffer that an earlier copy did not return");
-            return Err(Box::new(Rejected { error, dst }));
-        };
+        let Some(memory) = self.memory.landed.take() else { return Err(Box::new(Rejected { error: lost(), dst })) };
         let filled = match fill(memory) {
             Ok(filled) => filled.freeze(),
             Err((error, memory)) => {
-                *here = memory;
+                self.memory.landed = memory;
                 return Err(Box::new(Rejected { error, dst }));
             }
         };
-        let outcome = dequantise(device, stream, values, dst, |values| Some((filled.clone(), values.begin)));
+        let outcome = values.iter().try_fold(dst, |dst, values| match values.form {
+            Packed::Blocks { .. } => dequantise((self.device, self.stream), values, filled.clone(), dst),
+            Packed::Code(info) => self.decompress((filled.clone(), values.begin), info, (dst, values.at)),
+        });
         // Failed copies into it have failed the values, too, and nothing that follows.
-        *here = filled.try_reclaim().ok();
+        self.memory.landed = filled.try_reclaim().ok();
         outcome
     }
 
-    /// The buffer. `None` if it is lost.
-    pub(crate) fn into_memory(self) -> Option<BufMut> {
-        self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
+    fn decompress(
+        &mut self,
+        src: (Buf, usize),
+        info: Option<Info>,
+        (dst, at): (BufMut, usize),
+    ) -> Result<BufMut, Box<Rejected>> {
+        let Some(info) = info else {
+            // What stands for the weights has arrived when this is done.
+            return Ok(self.stream.send(Transfer::new(Vec::new(), dst)?)?.chain());
+        };
+        let Some(kernels) = self.device.kernels() else { return Err(without_kernels(self.device, dst)) };
+        let Some(verdict) = self.memory.verdict.take() else { return Err(Box::new(Rejected { error: lost(), dst })) };
+        let work = Decompress::new(src, info, (dst, at), (verdict, 0));
+        match work.and_then(|work| <dyn Kernels>::decode(kernels, self.stream, work)) {
+            Ok(flight) => {
+                self.memory.verdict = Some(flight.verdict.chain());
+                Ok(flight.weights.chain())
+            }
+            Err(undecoded) => {
+                self.memory.verdict = Some(undecoded.verdict);
+                Err(Box::new(Rejected { error: undecoded.error, dst: undecoded.dst }))
+            }
+        }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<BufMut>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Queues the copy of the verdict to `place`, host memory, on `down`, a stream of the device. `None` if the device's memory has only
+    /// sizes.
+    ///
+    /// # Errors
+    /// When the stream accepts no more work.
+    pub(crate) fn verdict(&mut self, down: &dyn Stream, place: BufMut) -> Result<Option<Buf>> {
+        let Some(verdict) = self.memory.verdict.take().map(BufMut::freeze) else { return Err(lost()) };
+        let piece = Piece { src: verdict.clone(), from: 0..Decompress::VERDICT, at: 0 };
+        let sent = Transfer::new(vec![piece], place).and_then(|transfer| down.send(transfer));
+        self.memory.verdict = verdict.try_reclaim().ok();
+        match sent {
+            Ok(flight) => Ok(Some(flight.chain().freeze())),
+            Err(rejected) if matches!(rejected.error, Error::Missing(Missing::Bytes { .. })) => Ok(None),
+            Err(rejected) => Err(rejected.error),
+        }
     }
 }
 
-/// Queues the computation of values into `dst` on `stream`, a stream of `device`. `source` returns the buffer of the blocks, and
-/// the byte of it at which they begin. Returns `dst`.
+fn lost() -> Error {
+    Error::bug("a landing buffer that an earlier copy did not return")
+}
+
+fn without_kernels(device: &dyn Device, dst: BufMut) -> Box<Rejected> {
+    Box::new(Rejected { error: Error::bug(format!("{} has no kernels", device.id())), dst })
+}
+
+/// Queues the computation of the values of blocks, in `src`, into `dst` on a stream of the device. Returns `dst`.
 ///
 /// # Errors
-/// The first error, with `dst`. Work on it may be in flight then.
+/// The error, with `dst`.
 pub(crate) fn dequantise(
-    device: &dyn Device,
-    stream: &dyn Stream,
-    values: &[Values],
+    (device, stream): (&dyn Device, &dyn Stream),
+    values: &Values,
+    src: Buf,
     dst: BufMut,
-    source: impl Fn(&Values) -> Option<(Buf, usize)>,
 ) -> Result<BufMut, Box<Rejected>> {
-    let Some(kernels) = device.kernels() else {
-        let error = Error::bug(format!("{} has no kernels", device.id()));
-        return Err(Box::new(Rejected { error, dst }));
+    let Packed::Blocks { from, count, to } = values.form else {
+        return Err(Box::new(Rejected { error: Error::bug("a code where blocks were to be unpacked"), dst }));
     };
-    values.iter().try_fold(dst, |dst, values| {
-        let Some((src, begin)) = source(values) else {
-            return Err(Box::new(Rejected { error: Error::bug("blocks that live nowhere"), dst }));
-        };
-        let work = Dequantise::new((src, begin, values.from), values.count, (dst, values.at, values.to))?;
-        Ok(<dyn Kernels>::send(kernels, stream, work)?.chain())
-    })
+    let Some(kernels) = device.kernels() else { return Err(without_kernels(device, dst)) };
+    let work = Dequantise::new((src, values.begin, from), count, (dst, values.at, to))?;
+    Ok(<dyn Kernels>::send(kernels, stream, work)?.chain())
 }

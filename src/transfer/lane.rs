@@ -51,12 +51,16 @@ pub(crate) struct Ordered {
     pub(crate) rounds: Vec<(Vec<Piece>, Vec<Values>)>,
     /// The landing buffer, if there are rounds.
     pub(crate) landing: Option<Arc<Landing>>,
+    /// Where the verdict on codes goes, if any are among them, and the stream of the destination's device that copies it there.
+    pub(crate) verdict: Option<(BufMut, Arc<dyn Stream>)>,
 }
 
 /// The outcome of an order: its copies are queued, or not all of them.
 pub(crate) struct Finished {
     /// The destination, with the events of the copies that were queued. `None` if it is lost.
     pub(crate) memory: Option<Buf>,
+    /// The verdict on its codes, on its way to the host.
+    pub(crate) verdict: Option<Buf>,
     pub(crate) outcome: Result<()>,
 }
 
@@ -157,6 +161,12 @@ impl Ordered {
     }
 }
 
+impl Finished {
+    fn failed(memory: Option<Buf>, error: Error) -> Finished {
+        Finished { memory, verdict: None, outcome: Err(error) }
+    }
+}
+
 impl Drop for StagingLane {
     fn drop(&mut self) {
         self.orders.close();
@@ -239,7 +249,7 @@ impl Job {
         let mut state = self.state();
         match std::mem::replace(&mut *state, State::Taken) {
             State::Waiting(dst, _) => {
-                *state = State::Finished(Finished { memory: Some(dst.freeze()), outcome: Err(cancelled(of)) });
+                *state = State::Finished(Finished::failed(Some(dst.freeze()), cancelled(of)));
                 self.finished.notify_all();
             }
             other => *state = other,
@@ -259,34 +269,30 @@ impl Worker {
         let (from, to) = (self.source, self.to);
         while let Some(job) = orders.next(ready, PATIENCE) {
             let Some((dst, ordered)) = job.begin() else { continue };
+            // Whoever sees the order finished has its landing buffer alone.
             let finished = catch_unwind(AssertUnwindSafe(|| {
                 let _span = tracing::debug_span!("stage", %from, %to, bytes = job.bytes).entered();
-                self.serve(&job, dst, &ordered)
+                self.serve(&job, dst, ordered)
             }));
-            // Whoever sees the order finished has its landing buffer alone.
-            drop(ordered);
             job.finish(finished.unwrap_or_else(|_| {
                 let why = "the thread that stages its bytes panicked".to_owned();
-                Finished { memory: None, outcome: Err(Error::DeviceLost { device: to, why }) }
+                Finished::failed(None, Error::DeviceLost { device: to, why })
             }));
         }
     }
 
-    fn serve(&self, job: &Job, mut dst: BufMut, ordered: &Ordered) -> Finished {
+    fn serve(&self, job: &Job, mut dst: BufMut, ordered: Ordered) -> Finished {
         // An earlier failed use of this destination is complete; its bytes are overwritten.
         drop(dst.wait_unused(Duration::ZERO));
         let until = Instant::now() + job.deadline;
         let copied = self.copy(job, until, &ordered.pieces, dst);
-        let served = copied.and_then(|dst| {
-            ordered.rounds.iter().try_fold(dst, |dst, round| self.unpack(job, until, ordered, round, dst))
-        });
-        match served {
-            Ok(dst) => Finished { memory: Some(dst.freeze()), outcome: Ok(()) },
-            Err((error, memory)) => Finished { memory: memory.map(BufMut::freeze), outcome: Err(error) },
+        match copied.and_then(|dst| self.unpack(job, until, ordered, dst)) {
+            Ok((dst, verdict)) => Finished { memory: Some(dst.freeze()), verdict, outcome: Ok(()) },
+            Err((error, memory)) => Finished::failed(memory.map(BufMut::freeze), error),
         }
     }
 
-    /// Stages a round of tensors into the order's landing buffer, and queues the computation of their values.
+    /// Stages the rounds of an order into its landing buffer, queues the computation of the values, and has the verdict on codes sent.
     ///
     /// # Errors
     /// The first error, with the destination.
@@ -294,16 +300,26 @@ impl Worker {
         &self,
         job: &Job,
         until: Instant,
-        ordered: &Ordered,
-        (pieces, values): &(Vec<Piece>, Vec<Values>),
+        Ordered { rounds, landing, verdict, .. }: Ordered,
         dst: BufMut,
-    ) -> Result<BufMut, (Error, Option<BufMut>)> {
-        let Some(landing) = &ordered.landing else {
-            return Err((Error::bug("tensors to unpack, and no landing buffer"), Some(dst)));
+    ) -> Result<(BufMut, Option<Buf>), (Error, Option<BufMut>)> {
+        if rounds.is_empty() {
+            return Ok((dst, None));
+        }
+        let no_landing = || Error::bug("tensors to unpack, and no landing buffer");
+        let begun = landing.as_ref().ok_or_else(no_landing);
+        let mut landed = match begun.and_then(|landing| landing.begin((&*self.device, &*self.up), verdict.is_some())) {
+            Ok(landed) => landed,
+            Err(error) => return Err((error, Some(dst))),
         };
-        let fill = |memory| self.copy(job, until, pieces, memory);
-        let unpacked = landing.unpack((&*self.device, &*self.up), values, dst, fill);
-        unpacked.map_err(|rejected| (rejected.error, Some(rejected.dst)))
+        let dst = rounds.iter().try_fold(dst, |dst, (pieces, values)| {
+            let fill = |memory| self.copy(job, until, pieces, memory);
+            landed.unpack(values, dst, fill).map_err(|rejected| (rejected.error, Some(rejected.dst)))
+        })?;
+        match verdict.map(|(place, down)| landed.verdict(&*down, place)).transpose() {
+            Ok(verdict) => Ok((dst, verdict.flatten())),
+            Err(error) => Err((error, Some(dst))),
+        }
     }
 
     /// Stages pieces, in order of their offsets in the destination. While one buffer is filled from a device, the next are already

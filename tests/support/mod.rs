@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub(crate) mod compressed;
 pub(crate) mod fault;
 pub(crate) mod framework;
 pub(crate) mod gguf;

@@ -61,7 +61,7 @@ impl ExtentMemory {
         self.wanted.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn read(&self, at: usize, dst: &mut [u8]) -> Result<()> {
+    pub(in crate::backend) fn read(&self, at: usize, dst: &mut [u8]) -> Result<()> {
         read_all(&mut [Wanted { memory: self, from: at..at + dst.len(), dst }])
     }
 

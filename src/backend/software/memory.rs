@@ -140,7 +140,7 @@ unsafe impl Storage for ExtentMemory {
 }
 
 /// Memory that has only a size.
-pub(super) struct SizeOnly(pub(super) usize);
+pub(in crate::backend) struct SizeOnly(pub(super) usize);
 
 // SAFETY: it has no address.
 unsafe impl Storage for SizeOnly {

@@ -17,8 +17,8 @@ pub(super) use timeline::Timeline;
 
 pub(super) use extents::ExtentMemory;
 pub(super) use files::DiskFolder;
-pub(super) use memory::HostAllocation;
-use memory::{RamMemory, SizeOnly};
+use memory::RamMemory;
+pub(super) use memory::{HostAllocation, SizeOnly};
 use stream::SoftwareStream;
 
 use super::process::Process;
@@ -90,9 +90,11 @@ impl Device for SoftwareDevice {
             return Err(Error::invalid("extents of more bytes than memory can have, or beyond the last offset"));
         }
         let storage: Box<dyn Storage> = match &self.medium {
-            Medium::Files(_) => Box::new(ExtentMemory::new(contents)),
-            Medium::Nowhere if self.id().kind() == DeviceKind::Disk => Box::new(SizeOnly(contents.bytes())),
-            Medium::Host | Medium::Hidden | Medium::Nowhere => return Ok(None),
+            Medium::Files(_) | Medium::Host => Box::new(ExtentMemory::new(contents)),
+            Medium::Nowhere if matches!(self.id().kind(), DeviceKind::Disk | DeviceKind::Cpu) => {
+                Box::new(SizeOnly(contents.bytes()))
+            }
+            Medium::Hidden | Medium::Nowhere => return Ok(None),
         };
         Ok(Some(Buf::uncharged(storage, self.ledger.charge(0)?)))
     }

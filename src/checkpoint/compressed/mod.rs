@@ -20,7 +20,8 @@ use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
 use crate::lossless;
 use crate::transfer::Source;
 use dfloat11::Beside;
-use source::{CompressedSource, Form, Span};
+pub(crate) use source::CompressedSource;
+use source::{Form, Span};
 
 pub use write::{CompressedReport, write_compressed};
 
@@ -52,6 +53,7 @@ pub(super) fn decompressed(
     // All begins where it would if the file were not compressed.
     let begin = header.tensors.first().map_or(0, |first| first.offset);
     let groups = if header.gguf.is_some() { Vec::new() } else { dfloat11::groups(&*source, &mut header, beside)? };
+    let has_groups = !groups.is_empty();
     let is_code = |tensor: &TensorInfo| tensor.name.ends_with(ENDING) && header.metadata.contains_key(&tensor.name);
     if header.gguf.is_some() || groups.is_empty() && !header.tensors.iter().any(is_code) {
         return Ok((source, header));
@@ -102,7 +104,9 @@ pub(super) fn decompressed(
     if let Some(name) = super::json::repeated(names) {
         return Err(Error::file(&path, Some(name), FileFault::DuplicateKey));
     }
-    Ok((Arc::new(CompressedSource::new(source, spans, at)), header))
+    let source = Arc::new(CompressedSource::new(source, spans, at));
+    header.stored = (!has_groups).then(|| Arc::clone(&source));
+    Ok((source, header))
 }
 
 fn entry_of(tensor: &TensorInfo) -> String {

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use super::super::layout::Stored;
 use super::dfloat11;
 use crate::dtype::DType;
 use crate::error::{CodeFault, CompressedFault, Error, FileFault, Result};
@@ -22,7 +23,7 @@ const WEIGHT: usize = 4;
 
 /// A file in which some tensors are compressed. Its offsets are those of the same tensors without compression.
 #[derive(Debug)]
-pub(super) struct CompressedSource {
+pub(crate) struct CompressedSource {
     file: Arc<dyn Source>,
     stamp: Stamp,
     /// In order; each begins where the one before ends.
@@ -46,14 +47,14 @@ pub(super) enum Form {
     /// As it is.
     Plain,
     /// As a code.
-    Code(Stored),
+    Code(Code),
     /// With others as a group in DFloat11's form: the span is that of all its weights.
     Group(Box<dfloat11::Stored>),
 }
 
 /// The code of a tensor in a file.
 #[derive(Debug)]
-pub(super) struct Stored {
+pub(super) struct Code {
     dtype: DType,
     bytes: u64,
     /// Header and index, once they have been read.
@@ -71,7 +72,7 @@ struct Divided<'a> {
 /// Weights to decode: `weights` of a tensor, to `dst`. If that has fewer bytes, it is part of a single weight, from byte `skip` on.
 struct Job<'a> {
     span: &'a Span,
-    code: &'a Stored,
+    code: &'a Code,
     weights: Range<u64>,
     skip: usize,
     dst: &'a mut [u8],
@@ -87,7 +88,7 @@ struct Needed<'s, 'a> {
 impl Form {
     /// The code of a tensor of this type, of so many bytes.
     pub(super) fn code(dtype: DType, bytes: u64) -> Form {
-        Form::Code(Stored { dtype, bytes, head: OnceLock::new() })
+        Form::Code(Code { dtype, bytes, head: OnceLock::new() })
     }
 }
 
@@ -96,6 +97,55 @@ impl CompressedSource {
     pub(super) fn new(file: Arc<dyn Source>, spans: Vec<Span>, len: u64) -> CompressedSource {
         let stamp = file.stamp().with_len(len);
         CompressedSource { file, stamp, spans }
+    }
+
+    /// Tensors that follow each other, read from where `file` has them, which is memory or a file: for each its type, its bytes, and
+    /// the place and form there.
+    pub(crate) fn of(
+        file: Arc<dyn Source>,
+        tensors: impl IntoIterator<Item = (DType, u64, u64, Stored)>,
+    ) -> CompressedSource {
+        let mut begin = 0;
+        let span = |(dtype, bytes, at, stored): (DType, u64, u64, Stored)| {
+            let form = if stored.is_code { Form::code(dtype, stored.bytes) } else { Form::Plain };
+            let span = Span { begin, bytes, at, form };
+            begin += bytes;
+            span
+        };
+        let spans = tensors.into_iter().map(span).collect();
+        CompressedSource::new(file, spans, begin)
+    }
+
+    /// The file as it is.
+    pub(crate) fn file(&self) -> &Arc<dyn Source> {
+        &self.file
+    }
+
+    /// The place in the file of the tensor that is read from `begin` to `begin + bytes`, and how the file holds it.
+    pub(crate) fn place(&self, begin: u64, bytes: u64) -> Option<(u64, Stored)> {
+        let span = self.span(begin, bytes)?;
+        let stored = match &span.form {
+            Form::Plain => Stored { bytes: span.bytes, is_code: false },
+            Form::Code(code) => Stored { bytes: code.bytes, is_code: true },
+            Form::Group(_) => return None,
+        };
+        Some((span.at, stored))
+    }
+
+    /// What the header says of the code of such a tensor. Header and index are checked.
+    ///
+    /// # Errors
+    /// As [`read_at`](Source::read_at); [`FileFault::Compressed`].
+    pub(crate) fn info(&self, begin: u64, bytes: u64) -> Result<Info> {
+        match self.span(begin, bytes).map(|span| (span, &span.form)) {
+            Some((span, Form::Code(code))) => Ok(*self.head(span, code)?.info()),
+            _ => Err(Error::bug("a tensor of which the file has no code")),
+        }
+    }
+
+    fn span(&self, begin: u64, bytes: u64) -> Option<&Span> {
+        let first = self.spans.partition_point(|span| span.begin < begin);
+        self.spans[first..].iter().take_while(|span| span.begin == begin).find(|span| span.bytes == bytes)
     }
 
     /// Divides parts into what is read as it is, with offsets in the file, and what is decoded.
@@ -145,7 +195,7 @@ impl CompressedSource {
     }
 
     /// The header and the index of a code, which are read if they have not been.
-    fn head<'s>(&self, span: &Span, code: &'s Stored) -> Result<Head<'s>> {
+    fn head<'s>(&self, span: &Span, code: &'s Code) -> Result<Head<'s>> {
         let bytes = match code.head.get() {
             Some(bytes) => bytes,
             None => {
@@ -156,7 +206,7 @@ impl CompressedSource {
         Head::open(bytes).map_err(|fault| self.fault(fault.into()))
     }
 
-    fn read_head(&self, span: &Span, code: &Stored) -> Result<Vec<u8>> {
+    fn read_head(&self, span: &Span, code: &Code) -> Result<Vec<u8>> {
         let mut head = vec![0; code.bytes.min(Info::BYTES) as usize];
         self.file.read_at(span.at, &mut head)?;
         let info = Info::read(&head).map_err(|fault| self.fault(fault.into()))?;
@@ -250,7 +300,7 @@ impl Source for CompressedSource {
     }
 }
 
-impl Stored {
+impl Code {
     /// The bytes of a weight.
     fn size(&self) -> u64 {
         self.dtype.block().bytes

@@ -67,7 +67,13 @@ impl GgufHeader {
         let shape = |name: &str| header.shape(source, name);
         let (tensors, stored_shapes) = tensors::read(&mut cursor, tensors, alignment, shape, number)?;
         header.stored_shapes = stored_shapes;
-        Ok(Header { metadata: header.texts(), tensors, compressed: Sizes::default(), gguf: Some(Arc::new(header)) })
+        Ok(Header {
+            metadata: header.texts(),
+            tensors,
+            compressed: Sizes::default(),
+            stored: None,
+            gguf: Some(Arc::new(header)),
+        })
     }
 
     /// The values that are not arrays, as text.

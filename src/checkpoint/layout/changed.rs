@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Factors, Layout, Module, TensorInfo};
+use super::{Factors, Layout, Module, Stored, TensorInfo};
 use crate::checkpoint::execution::OrderSource;
 use crate::checkpoint::id::{LayerId, ModuleId, Per, TensorId};
 use crate::checkpoint::names::{Place, Rank, TOKEN_TABLES};
@@ -66,13 +66,26 @@ impl Layout {
         let order: Vec<&str> = self.layers.iter().map(|layer| layer.name.as_str()).collect();
         let layout = Layout::new(self.tensors.iter().cloned().chain([alias]).collect()).in_order(&order)?;
         let in_file = self.in_file.iter().copied().chain([self.in_file[of.index()]]).collect();
-        Ok(Layout { in_file, ..layout })
+        let stored = self.stored.iter().copied().chain([self.stored[of.index()]]).collect();
+        Ok(Layout { in_file, stored, ..layout })
     }
 
     /// The same layout, of a checkpoint: `in_file` tells which of its files can be read at any time.
     pub(in crate::checkpoint) fn read_from(self, in_file: &[bool]) -> Layout {
         let in_file = self.tensors.iter().map(|info| in_file[info.file]).collect();
         Layout { in_file, ..self }
+    }
+
+    /// The same layout, of a checkpoint: `stored` tells how files with compressed tensors hold each tensor.
+    pub(in crate::checkpoint) fn stored_as(self, stored: impl Fn(&TensorInfo) -> Option<Stored>) -> Layout {
+        let stored = self.tensors.iter().map(stored).collect();
+        Layout { stored, ..self }
+    }
+
+    /// A changed tensor is in no file.
+    fn leave_files(&mut self, tensor: TensorId) {
+        self.in_file[tensor.index()] = false;
+        self.stored[tensor.index()] = None;
     }
 
     /// The same layout once some tensors, given with their new shapes, have been changed.
@@ -88,7 +101,7 @@ impl Layout {
             let info = layout.tensors.get_mut(tensor.index());
             let info = info.ok_or_else(|| Error::bug(format!("there is no tensor at {}", tensor.index())))?;
             *info = TensorInfo::new(info.name.clone(), info.dtype, shape, info.file, info.offset)?;
-            layout.in_file[tensor.index()] = false;
+            layout.leave_files(*tensor);
         }
         let own: HashSet<TensorId> = changed.iter().map(|(tensor, _)| *tensor).collect();
         let mut first = HashMap::new();
@@ -115,7 +128,7 @@ impl Layout {
             let info = layout.tensors.get_mut(tensor.index());
             let info = info.ok_or_else(|| Error::bug(format!("there is no tensor at {}", tensor.index())))?;
             *info = TensorInfo::new(info.name.clone(), *dtype, &info.shape, info.file, info.offset)?;
-            layout.in_file[tensor.index()] = false;
+            layout.leave_files(*tensor);
         }
         layout.arrange_again();
         Ok(layout)
@@ -160,6 +173,7 @@ impl Layout {
                 ids.push(TensorId::new(layout.tensors.len()));
                 layout.tensors.push(TensorInfo::new(name, *dtype, shape, info.file, info.offset)?);
                 layout.in_file.push(false);
+                layout.stored.push(None);
             }
             layout.storage.extend(&ids);
             layout.module_of.extend([id, id]);

@@ -1,0 +1,234 @@
+//! Homes of compressed modules: what the files have of their tensors, in host memory or where it is. Lanes copy that; all else reads
+//! the weights that it stands for, from memory that is only read.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::Reservation;
+use super::in_files::{Files, Unspecified};
+use super::model::home_kind;
+use super::reuse::BaseBytes;
+use super::store::Home;
+use super::worker::{Job, Tensors, lock};
+use crate::backend::{Buf, Device, Extent, Extents, Readable};
+use crate::checkpoint::{CompressedSource, Layout, Stored, TensorId};
+use crate::error::{CompressedFault, Error, Missing, Result};
+use crate::lossless::{BLOCK_WEIGHTS, Code, Info};
+use crate::schedule::{Compressed, Groups, Place};
+use crate::transfer::{ReadPart, Source, Stamp};
+
+/// The weights of a code that are decoded at a time to check it.
+const CHECKED: u64 = 256 * BLOCK_WEIGHTS as u64;
+
+/// The compressed form of a home.
+#[derive(Debug)]
+pub(super) struct CompressedForm {
+    pub(super) buf: Buf,
+    /// What the header of each code says, by the byte at which it begins. Empty in a model without contents.
+    infos: Vec<(usize, Info)>,
+}
+
+/// Memory as a source: the compressed form of a home.
+#[derive(Debug)]
+struct Held {
+    buf: Buf,
+    /// The file that it was read from.
+    path: PathBuf,
+    stamp: Stamp,
+}
+
+/// The weights of a compressed form.
+struct Decoded(CompressedSource);
+
+impl Source for Held {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn stamp(&self) -> Stamp {
+        self.stamp
+    }
+
+    fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()> {
+        let at = at as usize;
+        match self.buf.read_into(at..at + dst.len(), dst, Duration::ZERO)? {
+            true => Ok(()),
+            false => Err(Error::bug("compressed weights that the host cannot read")),
+        }
+    }
+}
+
+impl Readable for Decoded {
+    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        self.0.read_parts(parts)
+    }
+}
+
+impl CompressedForm {
+    /// What the header of the code that begins at a byte says.
+    pub(super) fn info(&self, begin: usize) -> Option<Info> {
+        let found = self.infos.binary_search_by_key(&begin, |(at, _)| *at).ok()?;
+        Some(self.infos[found].1)
+    }
+}
+
+/// The tensors of a compressed group in order of their places, each with its range in the weights' form of the group.
+fn placed<'c>(
+    compressed: &'c Compressed,
+    tensors: Tensors,
+) -> impl Iterator<Item = (TensorId, Range<usize>, &'c Place)> {
+    let mut tensors = tensors;
+    tensors.sort_unstable_by_key(|(_, range)| (range.start, range.end));
+    tensors.into_iter().filter_map(|(tensor, range)| Some((tensor, range, compressed.place(tensor)?)))
+}
+
+/// Memory of `device` with the weights of a group whose compressed form is in `buf`, and was read from the file `path`.
+fn decoded(
+    device: &dyn Device,
+    layout: &Layout,
+    (compressed, tensors): (&Compressed, Tensors),
+    (buf, path): (&Buf, &Path),
+) -> Result<Buf> {
+    let held = Held { buf: buf.clone(), path: path.to_owned(), stamp: Stamp::unique(buf.bytes() as u64) };
+    let bytes = tensors.iter().map(|(_, range)| range.len()).sum();
+    let tensor = |(tensor, range, place): (TensorId, Range<usize>, &Place)| {
+        let stored = Stored { bytes: place.range.len() as u64, is_code: place.is_code };
+        (layout.at(tensor).dtype, range.len() as u64, place.range.start as u64, stored)
+    };
+    let source = CompressedSource::of(Arc::new(held), placed(compressed, tensors).map(tensor));
+    read_only(device, vec![Extent { of: Arc::new(Decoded(source)), at: 0, bytes }])
+}
+
+/// Memory of `device` that is only read.
+fn read_only(device: &dyn Device, extents: Vec<Extent>) -> Result<Buf> {
+    device.read_only(Extents::new(extents))?.ok_or_else(|| Missing::ReadOnly { device: device.id() }.into())
+}
+
+/// The home of a compressed group in a model without contents.
+pub(super) fn unfilled(
+    device: &dyn Device,
+    reservation: &mut Reservation,
+    (compressed, groups, group): (&Compressed, &Groups, usize),
+    (assignment, in_files): (&crate::plan::Assignment, bool),
+) -> Result<Arc<Home>> {
+    let unspecified = |bytes| {
+        let of: Arc<dyn Readable> = Arc::new(Unspecified);
+        read_only(device, vec![Extent { of, at: 0, bytes }])
+    };
+    let (bytes, kind) = (compressed.bytes(group).unwrap_or(0), home_kind(assignment));
+    let buf = match in_files {
+        true => unspecified(bytes as usize)?,
+        false => reservation.alloc(assignment.device, bytes, kind)?.freeze(),
+    };
+    let values = unspecified(groups.bytes(group) as usize)?;
+    Ok(Arc::new(Home::compressed(values, kind, in_files, CompressedForm { buf, infos: Vec::new() })))
+}
+
+impl Job<'_> {
+    /// The home of a compressed group: what the files have of it, read to host memory and checked.
+    pub(super) fn load_compressed(&self, group: usize, reservation: &Mutex<&mut Reservation>) -> Result<Arc<Home>> {
+        let (compressed, assignment) = (&self.reuse.compressed, self.plan.at(self.reuse.groups.members(group)[0]));
+        let (bytes, kind) = (compressed.bytes(group).unwrap_or(0), home_kind(assignment));
+        if !assignment.device.is_host() {
+            return Err(Missing::ReadOnly { device: assignment.device }.into());
+        }
+        let (device, charge) = lock(reservation).split(assignment.device, bytes)?;
+        let mut memory = device.back(charge, kind, Some(self.plan.compute()))?;
+        let tensors = self.tensors_of(group, None);
+        let all = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
+        let (mut rest, mut begin, mut parts) = (all, 0, Vec::new());
+        for (tensor, values, Place { range, is_code }) in placed(compressed, tensors.clone()) {
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(range.end - begin);
+            parts.push((tensor, values.len(), *is_code, &mut part[range.start - begin..]));
+            (rest, begin) = (after, range.end);
+        }
+        self.fill_compressed(&mut parts)?;
+        let mut infos = Vec::new();
+        for (tensor, values, is_code, bytes) in parts {
+            self.check_cancelled()?;
+            if is_code {
+                let info = check(bytes).map_err(|fault| self.damaged(tensor, fault))?;
+                infos.extend(compressed.place(tensor).map(|place| (place.range.start, info)));
+            }
+            self.advance(values as u64);
+        }
+        let buf = memory.freeze();
+        let path = tensors.first().map_or(Path::new(""), |(tensor, _)| self.path_of(*tensor));
+        let values = decoded(&*device, self.layout, (compressed, tensors), (&buf, path))?;
+        Ok(Arc::new(Home::compressed(values, kind, false, CompressedForm { buf, infos })))
+    }
+
+    /// Fills the compressed form of tensors, each with the bytes of its weights, from the base or from the files.
+    fn fill_compressed(&self, parts: &mut [(TensorId, usize, bool, &mut [u8])]) -> Result<()> {
+        let mut from_files = Vec::new();
+        for (tensor, values, _, dst) in parts.iter_mut() {
+            match self.reuse.compressed_in_base(*tensor) {
+                Some(BaseBytes { buf, range }) => {
+                    if !buf.read_into(range.clone(), dst, self.loader.deadline)? {
+                        return Err(Error::bug("compressed weights that the host cannot read"));
+                    }
+                    self.count_weights_copied(*values);
+                }
+                None => from_files.push((*tensor, *values, &mut **dst)),
+            }
+        }
+        let Some((first, ..)) = from_files.first() else { return Ok(()) };
+        let name = |tensor: TensorId| self.layout.at(tensor).name.clone();
+        let weights = self.weights().ok_or_else(|| Missing::Code { tensor: name(*first) })?;
+        for (tensor, values, dst) in from_files {
+            self.check_cancelled()?;
+            weights.checkpoint().read_stored(tensor, dst)?;
+            self.count_weights_read(values);
+        }
+        Ok(())
+    }
+
+    fn damaged(&self, tensor: TensorId, fault: CompressedFault) -> Error {
+        Error::file(self.path_of(tensor), Some(&self.layout.at(tensor).name), fault.into())
+    }
+}
+
+impl Files {
+    /// The home on `device` of a compressed group that stays in the files.
+    pub(super) fn compressed_home(
+        &self,
+        device: &dyn Device,
+        layout: &Layout,
+        compressed: &Compressed,
+        tensors: Tensors,
+        kind: crate::backend::MemoryKind,
+    ) -> Result<Arc<Home>> {
+        let (mut extents, mut infos, mut end) = (Vec::new(), Vec::new(), 0);
+        for (tensor, _, Place { range, is_code }) in placed(compressed, tensors.clone()) {
+            if end < range.start {
+                let of: Arc<dyn Readable> = Arc::new(Unspecified);
+                extents.push(Extent { of, at: 0, bytes: range.start - end });
+            }
+            let (of, at) = self.stored(layout, tensor)?;
+            extents.push(Extent { of, at, bytes: range.len() });
+            if *is_code {
+                infos.push((range.start, self.info(layout, tensor)?));
+            }
+            end = range.end;
+        }
+        let values = self.home(device, layout, tensors)?;
+        let extents = self.cached(Extents::new(extents));
+        let buf = device.read_only(extents)?.ok_or_else(|| Missing::ReadOnly { device: device.id() })?;
+        Ok(Arc::new(Home::compressed(values, kind, true, CompressedForm { buf, infos })))
+    }
+}
+
+/// Checks a code, every block of it.
+fn check(bytes: &[u8]) -> Result<Info, CompressedFault> {
+    let code = Code::open(bytes)?;
+    let info = *code.info();
+    let size = info.decoded_bytes / info.count.max(1);
+    let mut weights = vec![0; (info.count.min(CHECKED) * size) as usize];
+    for begin in (0..info.count).step_by(CHECKED as usize) {
+        let end = info.count.min(begin + CHECKED);
+        code.decode_range(begin..end, &mut weights[..((end - begin) * size) as usize])?;
+    }
+    Ok(info)
+}
