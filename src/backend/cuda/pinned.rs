@@ -14,7 +14,9 @@ use super::device::CudaDevice;
 use super::numa::{self, Node};
 use super::sysfs::Sysfs;
 use crate::backend::software::HostAllocation;
-use crate::backend::{BufMut, Charge, Device, Health, Ledger, MemoryKind, Role, Route, Storage, Stream};
+use crate::backend::{
+    Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream,
+};
 use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
 use crate::error::Result;
 
@@ -147,12 +149,20 @@ impl Device for PinningHost {
         self.take(charge, kind, Some(near))
     }
 
+    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
+        self.inner.read_only(contents)
+    }
+
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
         self.inner.stream(role)
     }
 
     fn route_from(&self, source: &dyn Device) -> Route {
         self.inner.route_from(source)
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        self.inner.kernels()
     }
 
     fn trim(&self) -> Result<u64> {

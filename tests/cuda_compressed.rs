@@ -1,0 +1,139 @@
+//! Modules that are kept compressed, for CUDA devices: over the stand-in driver, which interprets the kernels and sees every access
+//! that no event orders, or over the driver that is named.
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+mod card;
+mod support;
+
+use std::fs;
+use std::sync::Arc;
+
+use card::{DEADLINE, Driver, driver, has_devices, registry, stand_in, whatever_call_fails};
+use cuda_standin::{Config, Effect, MemoryMode};
+use support::compressed::Compressed;
+use support::{DISK, GPU0, spec};
+use tensor_offload::checkpoint::TensorSpec;
+use tensor_offload::error::Missing;
+use tensor_offload::{ByteSize, DType, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights};
+
+fn cards(count: usize) -> Config {
+    Config::with_devices(&vec![64 << 20; count]).memory(MemoryMode::Reuse).late_micros(2000).seed(5)
+}
+
+/// Four layers of weights that have codes, two types among them, with a bias and a norm that have none.
+fn tensors() -> Vec<TensorSpec> {
+    let layer = |layer: u64| {
+        let dtype = if layer == 2 { DType::F16 } else { DType::BF16 };
+        let name = |role: &str| format!("model.layers.{layer}.{role}");
+        [
+            spec(name("q.weight"), dtype, &[24, 256]),
+            spec(name("q.bias"), dtype, &[24]),
+            spec(name("up.weight"), DType::BF16, &[40, 256]),
+            spec(name("norm.weight"), DType::F32, &[64]),
+        ]
+    };
+    (0..4).flat_map(layer).collect()
+}
+
+fn load(devices: &Registry, weights: &Weights, allocation: &str, pinned: Option<u64>) -> Result<Arc<Model>> {
+    let planner = Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse()?).compute(GPU0);
+    let planner = pinned.iter().fold(planner, |planner, &cap| planner.pinned_cap(Some(ByteSize(cap))));
+    let plan = planner.depth(1).compress(true).plan()?;
+    assert!(plan.assignments().iter().any(|a| a.is_compressed()), "{plan}");
+    Ok(Arc::new(Loader::new(devices).deadline(DEADLINE).load(weights, &plan)?))
+}
+
+/// So many passes, each layer compared with the plain file.
+fn passes(devices: &Registry, file: &Compressed, allocation: &str, pinned: Option<u64>, count: usize) -> Result<()> {
+    let model = load(devices, &file.open().into(), allocation, pinned)?;
+    file.plain.check(&model);
+    let mut streamer = Streamer::new(&model)?.deadline(DEADLINE);
+    for layer in (0..count).flat_map(|_| model.layout().layer_ids()) {
+        let guard = streamer.layer(layer)?;
+        for view in guard.tensors() {
+            let mut got = vec![0; view.size()];
+            guard.read(view.name(), &mut got)?;
+            assert!(got == file.plain.bytes_of(view.name()), "{}, {allocation}", view.name());
+        }
+    }
+    streamer.verify()?;
+    let (crossed, plan) = (streamer.report().bytes.values().sum::<u64>(), model.plan());
+    let each = plan.streamed_bytes();
+    assert!((each * count as u64..=each * (count as u64 + 1)).contains(&crossed), "{crossed} in {count} passes\n{plan}");
+    Ok(())
+}
+
+/// Pinned and pageable, from files, past another card: codes cross the link and kernels decode them.
+#[test]
+fn cuda_slots_hold_the_weights_of_codes_that_cross_the_link() {
+    let file = Compressed::new(&tensors(), 1);
+    for (allocation, pinned) in
+        [("cpu,*", None), ("cuda:0,30%;cpu,70%", Some(0)), ("disk,*", None), ("cpu,50%;disk,50%", Some(20_000))]
+    {
+        let driver = driver(&cards(1));
+        let devices = registry();
+        passes(&devices, &file, allocation, pinned, 2).unwrap();
+        if let Driver::StandIn(cuda) = &driver {
+            assert!(cuda.report().calls_of("cuLaunchKernel") >= 8);
+        }
+        drop(devices);
+        driver.assert_clean();
+    }
+    let driver = driver(&Config { pinned_limit: Some(0), ..cards(2) });
+    if has_devices(2) {
+        let devices = registry();
+        passes(&devices, &file, "cuda:0,20%;cuda:1,20%;disk,30%;cpu,30%", None, 2).unwrap();
+        drop(devices);
+    }
+    driver.assert_clean();
+}
+
+/// The device tells of a damaged block that it decoded.
+#[test]
+fn cuda_a_damaged_code_is_an_error_of_its_layer() {
+    let file = Compressed::new(&tensors(), 2);
+    let name = "model.layers.1.up.weight";
+    let code = tensor_offload::lossless::compress(DType::BF16, file.plain.bytes_of(name)).unwrap();
+    let mut bytes = fs::read(file.file()).unwrap();
+    let begin = bytes.windows(code.len()).position(|bytes| bytes == code).unwrap();
+    bytes[begin + code.len() / 2] ^= 8;
+    fs::write(file.file(), &bytes).unwrap();
+    let driver = driver(&cards(1));
+    let devices = registry();
+    let model = load(&devices, &file.open().into(), "disk,*", None).unwrap();
+    let mut streamer = Streamer::new(&model).unwrap().deadline(DEADLINE);
+    let mut told = Vec::new();
+    for layer in model.layout().layer_ids() {
+        let name = model.layout().layer(layer).unwrap().name.clone();
+        let outcome = streamer.layer(layer).and_then(|guard| guard.wait(DEADLINE));
+        if let Err(error) = outcome {
+            assert!(matches!(error, Error::Corrupted { .. }) && error.to_string().contains("layers.1`"), "{error}");
+            told.push(name);
+        }
+    }
+    assert!(told.contains(&"model.layers.1".to_owned()) && told.len() <= 2, "{told:?}");
+    streamer.verify().unwrap();
+    assert_eq!(model.plan().device(DISK).unwrap().weights.taken(), 0);
+    drop((streamer, model, devices));
+    driver.assert_clean();
+}
+
+#[test]
+fn cuda_drivers_that_refuse_the_kernels_decode_nothing_and_say_so() {
+    let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..cards(1) }) else { return };
+    let devices = registry();
+    let file = Compressed::new(&tensors(), 3);
+    let model = load(&devices, &file.open().into(), "cuda:0,30%;cpu,*", None).unwrap();
+    let refused = Streamer::new(&model).unwrap_err();
+    let Error::Missing(Missing::Decoding { tensor, .. }) = &refused else { panic!("{refused}") };
+    assert!(tensor.ends_with(".weight") && refused.to_string().contains("plan without `compress`"), "{refused}");
+    drop((model, devices));
+    card::assert_clean(&cuda);
+}
+
+#[test]
+fn cuda_compressed_streams_keep_nothing_whatever_call_fails() {
+    let file = Compressed::new(&tensors()[..8], 4);
+    let path = |devices: &Registry| passes(devices, &file, "cuda:0,20%;disk,40%;cpu,*", None, 1);
+    whatever_call_fails(&cards(1), &[Effect::Fail(304), Effect::Sticky(700)], 0, registry, path);
+}
