@@ -274,6 +274,7 @@ impl Args {
                 streamer.compute().occupy(per_layer)?;
             }
             streamer.compute().record(&[])?.wait(DEADLINE)?;
+            streamer.verify()?;
             let seconds = begin.elapsed().as_secs_f64();
             let bytes = streamed(streamer) - before;
             let ratio = if floor > 0.0 { format!("{:.2} times ", seconds / floor) } else { String::new() };

@@ -5,6 +5,7 @@
 
 mod support;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
@@ -55,6 +56,8 @@ struct Case {
     order: Option<OrderOption>,
     /// Whether pinning has no limit.
     pins_all: bool,
+    /// The model in a compressed file, where it is that.
+    compressed: Option<Arc<Layout>>,
 }
 
 /// What a case comes to.
@@ -72,8 +75,8 @@ impl support::Example for Args {
     fn run(self) -> Result<Value> {
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let (layout, allocation) = (self.model.layout()?, self.alloc.parse()?);
-        let current =
-            Case { name: "as it is".to_owned(), machine, allocation, depth: None, order: None, pins_all: false };
+        let (name, compressed) = ("as it is".to_owned(), None);
+        let current = Case { name, machine, allocation, depth: None, order: None, pins_all: false, compressed };
         let base = self.outcome(&layout, &current)?;
         let others = self.others(&current, &base.plan)?;
         let mut rows = vec![(current.name, Ok(base))];
@@ -87,8 +90,10 @@ impl support::Example for Args {
 
 impl Args {
     fn outcome(&self, layout: &Layout, case: &Case) -> Result<Outcome> {
+        let layout = case.compressed.as_deref().unwrap_or(layout);
         let (compute, layers) = (self.compute_ms.0, layout.layers().len());
         let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
+        let planner = planner.compress(self.plan.compress || case.compressed.is_some());
         let planner = case.depth.into_iter().fold(planner, Planner::depth);
         let planner = case.order.into_iter().fold(planner, |planner, order| order.apply(planner));
         // As it is replayed.
@@ -118,6 +123,13 @@ impl Args {
             let machine = relinked(&second.1.machine, |topology| topology.peer(card, second.0, nvlink));
             let linked = Case { name, machine, ..second.1.clone() };
             cases.extend([second.1, linked]);
+        }
+        if plan.streamed_bytes() > 0
+            && !card.is_host()
+            && !self.plan.compress
+            && let Some(layout) = self.model.compressed()?
+        {
+            cases.push(Case { compressed: Some(Arc::new(layout)), ..named("compressed".to_owned()) });
         }
         cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
         if base.allocation.mode() != Mode::Auto {

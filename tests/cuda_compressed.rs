@@ -59,7 +59,10 @@ fn passes(devices: &Registry, file: &Compressed, allocation: &str, pinned: Optio
     streamer.verify()?;
     let (crossed, plan) = (streamer.report().bytes.values().sum::<u64>(), model.plan());
     let each = plan.streamed_bytes();
-    assert!((each * count as u64..=each * (count as u64 + 1)).contains(&crossed), "{crossed} in {count} passes\n{plan}");
+    assert!(
+        (each * count as u64..=each * (count as u64 + 1)).contains(&crossed),
+        "{crossed} in {count} passes\n{plan}"
+    );
     Ok(())
 }
 

@@ -8,6 +8,7 @@
 mod card;
 mod support;
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
@@ -17,10 +18,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use support::compressed::Compressed;
 use support::{GPU0, Subject, llama, safetensors, without_hanging};
 use tensor_offload::backend::{
-    Backend, Buf, BufMut, Charge, Clock, Device, Event, Flight, Found, Health, Host, Joined, Kernels, Ledger,
-    MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated, Stream, Transfer, conformance,
+    Backend, Buf, BufMut, Charge, Clock, Decompress, DecompressFlight, Device, Event, Extents, Flight, Found, Health,
+    Host, Joined, Kernels, Ledger, MemoryBlock, MemoryKind, PatchFlight, Rejected, Role, Route, SentPatch, Simulated,
+    Stream, Transfer, Undecoded, conformance,
 };
 use tensor_offload::checkpoint::write_compressed;
 use tensor_offload::device::{DeviceInfo, MemoryUsage, Topology};
@@ -29,7 +32,8 @@ use tensor_offload::load::Progress;
 use tensor_offload::registry::{LinkTiming, measure_links};
 use tensor_offload::transfer::{Source, Stamp};
 use tensor_offload::{
-    Cancel, Checkpoint, DeviceId, Error, LayerId, Loader, Machine, ModelCache, Registry, Result, Retention, Streamer,
+    Cancel, Checkpoint, DType, DeviceId, Error, LayerId, Loader, Machine, ModelCache, Registry, Result, Retention,
+    Streamer,
 };
 
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -70,11 +74,14 @@ enum Lie {
     StreamsElsewhere,
     /// Patches that are not made, on buffers that are swapped.
     PatchesNothing,
+    /// Codes that are not decoded, or into buffers that are swapped.
+    DecodesNothing,
+    SwapsDecoded,
     /// Every second operation fails.
     FailsEverySecond,
 }
 
-const LIES: [Lie; 18] = [
+const LIES: [Lie; 20] = [
     Lie::None,
     Lie::ShortMemory,
     Lie::MemoryElsewhere,
@@ -92,6 +99,8 @@ const LIES: [Lie; 18] = [
     Lie::RecordsThePast,
     Lie::StreamsElsewhere,
     Lie::PatchesNothing,
+    Lie::DecodesNothing,
+    Lie::SwapsDecoded,
     Lie::FailsEverySecond,
 ];
 
@@ -209,7 +218,12 @@ impl Device for LyingDevice {
     }
 
     fn kernels(&self) -> Option<&dyn Kernels> {
-        if self.lie == Lie::PatchesNothing { Some(self) } else { None }
+        Some(self)
+    }
+
+    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
+        self.told.fails(self.lie, self.inner.info().id)?;
+        self.inner.read_only(contents)
     }
 
     fn batched(&self, work: &mut dyn FnMut()) {
@@ -231,8 +245,34 @@ impl Device for LyingDevice {
 }
 
 impl Kernels for LyingDevice {
+    fn patches(&self) -> bool {
+        self.lie == Lie::PatchesNothing
+    }
+
     fn ready(&self) -> Result<(), String> {
         Ok(())
+    }
+
+    fn decompresses(&self, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+        let none = || Err("the device has no kernels".to_owned());
+        self.inner.kernels().map_or_else(none, |kernels| kernels.decompresses(inner_of(stream), dtype))
+    }
+
+    fn decompress(&self, stream: &dyn Stream, work: Decompress) -> Result<DecompressFlight, Box<Undecoded>> {
+        if let Err(error) = self.told.fails(self.lie, self.inner.info().id) {
+            return Err(work.rejected(error));
+        }
+        let past = self.told.past.lock().unwrap().clone();
+        if let Some(past) = past.filter(|_| self.tells(Lie::DecodesNothing)) {
+            return Ok(work.launched(past));
+        }
+        let stream = inner_of(stream);
+        let Some(kernels) = self.inner.kernels() else { return Err(work.rejected(nothing_to_lie_with(self))) };
+        let DecompressFlight { weights, verdict } = kernels.decompress(stream, work)?;
+        match self.tells(Lie::SwapsDecoded) {
+            true => Ok(DecompressFlight { weights: verdict, verdict: weights }),
+            false => Ok(DecompressFlight { weights, verdict }),
+        }
     }
 
     fn patch<'a>(
@@ -248,10 +288,18 @@ impl Kernels for LyingDevice {
         kept.push_back(weight);
         let other = if kept.len() > 1 { kept.pop_front() } else { kept.pop_back() };
         let (Some(other), Some(done)) = (other, done) else {
-            return Err(Error::DeviceLost { device: self.inner.info().id, why: "nothing to lie with".to_owned() });
+            return Err(nothing_to_lie_with(self));
         };
         Ok(PatchFlight { weight: Flight::of(other, done), patch })
     }
+}
+
+fn inner_of(stream: &dyn Stream) -> &dyn Stream {
+    (stream as &dyn Any).downcast_ref::<LyingStream>().map_or(stream, |lying| &*lying.inner)
+}
+
+fn nothing_to_lie_with(device: &LyingDevice) -> Error {
+    Error::DeviceLost { device: device.inner.info().id, why: "nothing to lie with".to_owned() }
 }
 
 struct LyingStream {
@@ -324,7 +372,7 @@ impl fmt::Debug for LyingStream {
 /// Loads, streams, reads, derives, moves and lets go, whatever comes of it.
 fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &str) -> Result<()> {
     let loader = Loader::new(devices).workers(2).deadline(DEADLINE);
-    let plan = subject.planner(devices.machine(), allocation).depth(1).plan()?;
+    let plan = subject.planner(devices.machine(), allocation).depth(1).compress(true).plan()?;
     // An event of the past, to lie with.
     let card = devices.device(GPU0)?;
     drop(card.stream(Role::Compute)?.record(&[])?);
@@ -342,6 +390,7 @@ fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &s
                     let _ = guard.read(&tensor.info().name, &mut bytes);
                 }
             }
+            let _ = streamer.verify();
         }
         for tensor in model.layout().tensors() {
             let _ = model.read(&tensor.name, &mut vec![0; tensor.bytes as usize]);
@@ -362,9 +411,16 @@ fn lie_to(devices: impl Fn() -> Arc<dyn Backend>, lie: Lie) -> usize {
     let backend = LyingBackend { inner: devices(), lie, told: Arc::clone(&told) };
     let subject = Subject::patched(&llama(3, 16), 7);
     let registry = Registry::new([Arc::new(backend) as Arc<dyn Backend>]);
-    for allocation in ["cuda:0,8kb;cpu,*", "cuda:0,100%", "cuda:1,9kb;cpu,*"] {
+    let compressed = Compressed::new(&llama(3, 64), 8);
+    let compressed = Subject::new(compressed.open().into());
+    for (subject, allocation) in [
+        (&subject, "cuda:0,8kb;cpu,*"),
+        (&subject, "cuda:0,100%"),
+        (&subject, "cuda:1,9kb;cpu,*"),
+        (&compressed, "cuda:0,8kb;disk,60kb;cpu,*"),
+    ] {
         told.on.store(false, Ordering::Relaxed);
-        let outcome = whole_path(&registry, &subject, &told, allocation);
+        let outcome = whole_path(&registry, subject, &told, allocation);
         assert!(outcome.is_ok() || lie != Lie::None, "{outcome:?}");
     }
     told.on.store(false, Ordering::Relaxed);
@@ -549,9 +605,16 @@ fn wrong_sources_get_errors() {
         let devices = Registry::described(described(), Clock::Virtual);
         let weights = tensor_offload::Weights::new(checkpoint);
         let planner = tensor_offload::Planner::new(weights.layout(), devices.machine()).compute(GPU0);
-        let plan = planner.allocation("cuda:0,80kb;cpu,*".parse().unwrap()).plan().unwrap();
-        let loaded = Loader::new(&devices).load(&weights, &plan);
-        assert!(loaded.is_ok() || devices.opened().iter().all(|device| device.ledger().charged() == 0));
+        let planner = planner.allocation("cuda:0,80kb;disk,60kb;cpu,*".parse().unwrap());
+        for plan in [planner.clone().plan().unwrap(), planner.compress(true).plan().unwrap()] {
+            let loaded = Loader::new(&devices).load(&weights, &plan).map(Arc::new);
+            assert!(loaded.is_ok() || devices.opened().iter().all(|device| device.ledger().charged() == 0));
+            let Ok(mut streamer) = loaded.and_then(|model| Streamer::new(&model)) else { continue };
+            for layer in weights.layout().layer_ids() {
+                let _ = streamer.layer(layer).and_then(|guard| guard.wait(DEADLINE));
+            }
+            let _ = streamer.verify();
+        }
         // And layers that stay there, of which it says anything.
         let devices = Registry::new([Arc::new(Host::new().disk_folder(folder.path())) as Arc<dyn Backend>]);
         let planner = tensor_offload::Planner::new(weights.layout(), devices.machine()).compute(DeviceId::CPU);

@@ -31,6 +31,11 @@ impl ModelOptions {
         }
     }
 
+    /// The layout that the model would have in a compressed file, estimated; `None` for blocks, which have no weights.
+    pub(crate) fn compressed(&self) -> Result<Option<Layout>> {
+        self.model.as_ref().map(|model| Checkpoint::open(model)?.estimate_compressed()).transpose()
+    }
+
     /// The layout once the model's tensors are cast.
     pub(crate) fn layout_of_cast(&self, casts: &CastOptions) -> Result<Layout> {
         match &self.model {

@@ -349,6 +349,14 @@ pub enum Mismatch {
         /// The tensor's name.
         tensor: String,
     },
+    /// A slice of a tensor that is not in memory as it is: it is compressed there, or in its file.
+    #[error(
+        "tensor `{tensor}` is read anew for each use, from its file or from compressed weights; copy it with to_vec"
+    )]
+    ReadForEachUse {
+        /// The tensor's name.
+        tensor: String,
+    },
     /// A tensor that was read as another element type.
     #[error("tensor `{tensor}` holds {dtype}, not {asked}")]
     Element {

@@ -93,9 +93,11 @@ impl<'a> TensorView<'a> {
     /// cannot address the memory, or a framework may write it, behind its lock.
     pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
         self.check_element::<T>()?;
-        let not_here = || match self.buf.block().is_locked() {
-            true => Mismatch::Shared { tensor: self.info.name.clone() },
-            false => Mismatch::Memory {
+        let block = self.buf.block();
+        let not_here = || match (block.is_locked(), block.is_elsewhere()) {
+            (true, _) => Mismatch::Shared { tensor: self.info.name.clone() },
+            (_, true) => Mismatch::ReadForEachUse { tensor: self.info.name.clone() },
+            _ => Mismatch::Memory {
                 what: format!("tensor `{}`", self.info.name),
                 memory: self.device(),
                 device: DeviceId::CPU,

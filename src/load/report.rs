@@ -20,6 +20,8 @@ pub struct LoadReport {
     /// Bytes that stay in the checkpoint's files, where a plan has them on `disk` and nothing changes them. They are not read by the
     /// load; a layer reads them for its turn.
     pub in_files: u64,
+    /// Bytes that are not in memory because modules are kept [compressed](crate::Planner::compress). They count as placed.
+    pub saved: u64,
     /// The bytes of files that were read directly from the disk in this time, past the page cache. Loads that read the same files
     /// at one time count each other's bytes, here and in the next two.
     pub direct: u64,
@@ -84,6 +86,9 @@ impl fmt::Display for LoadReport {
         }
         if self.in_files > 0 {
             write!(f, ", {} left in the model's files", ByteSize(self.in_files).human())?;
+        }
+        if self.saved > 0 {
+            write!(f, ", {} saved by compression", ByteSize(self.saved).human())?;
         }
         for (bytes, how) in [(self.direct, "directly"), (self.dropped, "without keeping them cached")] {
             if bytes > 0 {

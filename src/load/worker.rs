@@ -226,6 +226,7 @@ impl<'a> Job<'a> {
             bytes: self.done.load(Ordering::Relaxed),
             read: self.read.load(Ordering::Relaxed),
             in_files: self.in_files.load(Ordering::Relaxed),
+            saved: self.plan.devices().iter().map(|share| share.weights.saved).sum(),
             shared: self.shared.load(Ordering::Relaxed),
             copied: self.copied.load(Ordering::Relaxed),
             modules: self.plan.assignments().len(),

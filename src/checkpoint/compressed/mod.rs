@@ -7,6 +7,7 @@
 //! And weights in the form of another program, [DFloat11](dfloat11), which are read only.
 
 pub(super) mod dfloat11;
+mod estimate;
 mod source;
 mod write;
 

@@ -77,7 +77,7 @@ impl Layout {
     }
 
     /// The same layout, of a checkpoint: `stored` tells how files with compressed tensors hold each tensor.
-    pub(in crate::checkpoint) fn stored_as(self, stored: impl Fn(&TensorInfo) -> Option<Stored>) -> Layout {
+    pub(in crate::checkpoint) fn stored_as(self, stored: impl FnMut(&TensorInfo) -> Option<Stored>) -> Layout {
         let stored = self.tensors.iter().map(stored).collect();
         Layout { stored, ..self }
     }
