@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use support::adapters::AdapterOptions;
 use support::deferred::DeferOptions;
-use support::options::{DeviceOptions, PlanOptions};
+use support::options::{CompressOption, DeviceOptions, PlanOptions};
 use support::values::Values;
 use tensor_offload::adapter::MatchReport;
 use tensor_offload::allocation::Mode;
@@ -56,6 +56,8 @@ struct Args {
     devices: DeviceOptions,
     #[command(flatten)]
     plan: PlanOptions,
+    #[command(flatten)]
+    codes: CompressOption,
     /// How many times to run through the model
     #[arg(long, value_name = "N", default_value_t = 3)]
     steps: usize,
@@ -209,7 +211,7 @@ impl Args {
         let layers = weights.layout().layers().len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
-        let planner = self.plan.apply(Planner::new(weights.layout(), machine))?;
+        let planner = self.plan.apply(Planner::new(weights.layout(), machine))?.compress(self.codes.compress);
         let mut planner = planner.compute_time(vec![per_layer; layers]);
         if let Some(dtype) = self.dequantise {
             planner = planner.reserve(ByteSize(self.plan.reserve()? + Values::room(weights.layout(), dtype)?));

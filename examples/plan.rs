@@ -8,7 +8,7 @@ use clap::Parser;
 use serde_json::{Value, json};
 use support::casts::CastOptions;
 use support::model::ModelOptions;
-use support::options::{DeviceOptions, Milliseconds, PlanOptions};
+use support::options::{CompressOption, DeviceOptions, Milliseconds, PlanOptions};
 use tensor_offload::{Plan, Planner, Registry, Result};
 
 /// Shows where an allocation puts every module of a model, without loading anything.
@@ -27,6 +27,8 @@ struct Args {
     devices: DeviceOptions,
     #[command(flatten)]
     plan: PlanOptions,
+    #[command(flatten)]
+    codes: CompressOption,
     /// Milliseconds of compute in one pass, spread over the layers by their bytes: `auto` hides transfers behind it
     #[arg(long, value_name = "MS", default_value = "0")]
     compute_ms: Milliseconds,
@@ -44,7 +46,11 @@ impl support::Example for Args {
         let allocation = self.alloc.parse()?;
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let layout = self.model.layout_of_cast(&self.casts)?;
-        let planner = self.plan.apply(Planner::new(&layout, &machine))?.compute_time(self.compute_ms.0);
+        let planner = self
+            .plan
+            .apply(Planner::new(&layout, &machine))?
+            .compress(self.codes.compress)
+            .compute_time(self.compute_ms.0);
         let plan = planner.allocation(allocation).plan()?;
         if !self.json {
             println!("{plan}");

@@ -11,7 +11,7 @@ use std::time::Duration;
 use clap::Parser;
 use serde_json::{Value, json};
 use support::model::ModelOptions;
-use support::options::{DeviceOptions, Milliseconds, OrderOption, PlanOptions};
+use support::options::{CompressOption, DeviceOptions, Milliseconds, OrderOption, PlanOptions};
 use support::replay::step;
 use tensor_offload::allocation::Mode;
 use tensor_offload::checkpoint::Layout;
@@ -33,6 +33,8 @@ struct Args {
     devices: DeviceOptions,
     #[command(flatten)]
     plan: PlanOptions,
+    #[command(flatten)]
+    codes: CompressOption,
     /// Milliseconds of compute in one pass
     #[arg(long, value_name = "MS", default_value = "1000")]
     compute_ms: Milliseconds,
@@ -93,7 +95,7 @@ impl Args {
         let layout = case.compressed.as_deref().unwrap_or(layout);
         let (compute, layers) = (self.compute_ms.0, layout.layers().len());
         let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
-        let planner = planner.compress(self.plan.compress || case.compressed.is_some());
+        let planner = planner.compress(self.codes.compress || case.compressed.is_some());
         let planner = case.depth.into_iter().fold(planner, Planner::depth);
         let planner = case.order.into_iter().fold(planner, |planner, order| order.apply(planner));
         // As it is replayed.
@@ -126,7 +128,7 @@ impl Args {
         }
         if plan.streamed_bytes() > 0
             && !card.is_host()
-            && !self.plan.compress
+            && !self.codes.compress
             && let Some(layout) = self.model.compressed()?
         {
             cases.push(Case { compressed: Some(Arc::new(layout)), ..named("compressed".to_owned()) });

@@ -15,7 +15,7 @@ use tensor_offload::backend::{Backend, Clock, Countdown, Faulty, MemoryKind, Ope
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{CompressedFault, FileFault, PlanFault};
-use tensor_offload::plan::{TensorGrouping, Use};
+use tensor_offload::plan::{TensorGrouping, Use, Warning};
 use tensor_offload::{
     ByteSize, DType, DeviceId, Error, Loader, Machine, Matching, Model, ModelCache, Order, Plan, Planner, Registry,
     Result, Retention, Streamer, Weights,
@@ -127,7 +127,10 @@ fn a_plan_counts_what_its_files_have() {
     assert!(others.assignments().iter().filter(plain).all(|a| !a.is_compressed()));
     // Without codes a plan is as without the setting.
     let plain = model.file.plain.planner(&machine, "cuda:0,20%;cpu,*");
-    assert_eq!(plain.clone().compress(true).plan().unwrap(), plain.plan().unwrap());
+    let (with, without) = (plain.clone().compress(true).plan().unwrap(), plain.plan().unwrap());
+    assert_eq!((with.slots(), with.assignments()), (without.slots(), without.assignments()));
+    let streamed = without.device(CPU).unwrap().weights.bytes;
+    assert_eq!(with.warnings(), [Warning::NothingCompressed { bytes: streamed }]);
     // Where the host computes nothing is streamed from it, and its disk is read as always.
     let here = model.planner(&machine, "disk,*").compute(CPU);
     assert_eq!(here.plan().unwrap(), here.compress(false).plan().unwrap());
@@ -144,6 +147,20 @@ fn a_host_holds_more_than_its_memory() {
     let devices = Registry::described(machine.clone(), Clock::Virtual);
     let loaded = load(&devices, &model.subject, &plan);
     model.check_pass(&mut Streamer::new(&loaded).unwrap()).unwrap();
+}
+
+/// What compression would bring is told by samples, within a hundredth, before a file is written.
+#[test]
+fn an_estimate_is_near_what_files_then_have() {
+    let (model, machine) = (Packed::new(&llama(4, 256), 17), machine());
+    let of = |layout: &tensor_offload::checkpoint::Layout| {
+        let planner = Planner::new(layout, &machine).compute(GPU0).compress(true);
+        planner.allocation("cpu,*".parse().unwrap()).plan().unwrap().streamed_bytes() as f64
+    };
+    let exact = of(model.subject.layout());
+    let estimated = of(&model.file.plain.checkpoint().estimate_compressed().unwrap());
+    assert!((estimated / exact - 1.0).abs() < 0.01, "{estimated} bytes, and there are {exact}");
+    assert_eq!(of(&model.subject.checkpoint().estimate_compressed().unwrap()), exact);
 }
 
 /// A plan for codes is for files that have them.

@@ -62,13 +62,18 @@ pub(crate) struct PlanOptions {
     /// device unpacks them
     #[arg(long, value_name = "TYPE")]
     pub(crate) unpack: Option<DType>,
+    /// Memory to leave free on the compute device for activations, such as 1.5gib
+    #[arg(long, value_name = "SIZE", default_value = "0b")]
+    reserve: String,
+}
+
+/// Whether weights stay compressed.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct CompressOption {
     /// Keep streamed weights compressed that the file has so (`merge --compress`): they take less on the host, less of them crosses
     /// the link, and the compute device decodes them
     #[arg(long)]
     pub(crate) compress: bool,
-    /// Memory to leave free on the compute device for activations, such as 1.5gib
-    #[arg(long, value_name = "SIZE", default_value = "0b")]
-    reserve: String,
 }
 
 /// An order of placement, as an option's value.
@@ -139,7 +144,7 @@ impl PlanOptions {
         let planner = self.keep.iter().fold(planner, Planner::keep_resident).gather_embeddings(self.gather_embeddings);
         let planner = self.in_place.iter().fold(planner, Planner::in_place);
         let planner = self.depth.iter().fold(planner, |planner, &depth| planner.depth(depth));
-        let planner = self.unpack.iter().fold(planner, |planner, &dtype| planner.unpack(dtype)).compress(self.compress);
+        let planner = self.unpack.iter().fold(planner, |planner, &dtype| planner.unpack(dtype));
         match &self.compute {
             Some(compute) => Ok(planner.compute(compute.parse::<DeviceId>()?)),
             None => Ok(planner),

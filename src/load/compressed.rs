@@ -75,10 +75,7 @@ impl CompressedForm {
 }
 
 /// The tensors of a compressed group in order of their places, each with its range in the weights' form of the group.
-fn placed<'c>(
-    compressed: &'c Compressed,
-    tensors: Tensors,
-) -> impl Iterator<Item = (TensorId, Range<usize>, &'c Place)> {
+fn placed(compressed: &Compressed, tensors: Tensors) -> impl Iterator<Item = (TensorId, Range<usize>, &Place)> {
     let mut tensors = tensors;
     tensors.sort_unstable_by_key(|(_, range)| (range.start, range.end));
     tensors.into_iter().filter_map(|(tensor, range)| Some((tensor, range, compressed.place(tensor)?)))

@@ -324,6 +324,7 @@ impl<'a> Planner<'a> {
         warnings.extend(self.copies_in_place(&devices, compute));
         warnings.extend(self.disks_in_memory(&devices));
         warnings.extend(self.uneven_slots(&assignments));
+        warnings.extend(self.nothing_compressed(&assignments, compute));
         Ok(Parts {
             mode: allocation.mode(),
             order,

@@ -324,6 +324,14 @@ impl<'a> Planner<'a> {
         devices.iter().filter(there).map(warning)
     }
 
+    /// A warning if modules are to be kept compressed, and none is that is streamed.
+    pub(super) fn nothing_compressed(&self, assignments: &[Assignment], compute: DeviceId) -> Option<Warning> {
+        let bytes = assignments.iter().filter(|a| a.usage == Use::Streamed).map(|a| a.bytes).sum();
+        let idle =
+            self.compress && bytes > 0 && !compute.is_host() && !assignments.iter().any(Assignment::is_compressed);
+        idle.then_some(Warning::NothingCompressed { bytes })
+    }
+
     /// A warning if the number of fixed slots does not divide the number of layers.
     pub(super) fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
         let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);

@@ -82,6 +82,12 @@ pub enum Warning {
         /// The number of streamed layers.
         layers: usize,
     },
+    /// Modules are to be kept [compressed](super::Planner::compress), and the files have none of those that are streamed so, or they
+    /// change.
+    NothingCompressed {
+        /// The bytes that are streamed.
+        bytes: u64,
+    },
     /// A pattern matches no module.
     IdlePattern {
         /// The pattern.
@@ -139,6 +145,10 @@ impl fmt::Display for Warning {
                     "{slots} fixed slots do not divide {layers} streamed layers: the last of a pass sees {ahead} fetched ahead"
                 )
             }
+            Warning::NothingCompressed { bytes } => write!(
+                f,
+                "nothing of the {bytes} bytes that are streamed is compressed in the model's files, or it changes: write_compressed makes such files"
+            ),
             Warning::IdlePattern { pattern } => write!(f, "no module is named like `{pattern}`"),
         }
     }
@@ -186,6 +196,9 @@ fn read(text: &str) -> Option<Warning> {
         let ((device, memory), bytes) = (devices.split_once(" is in the memory of ")?, rest.split_once(' ')?.0);
         let (device, memory, bytes) = (device.parse().ok()?, memory.parse().ok()?, bytes.parse().ok()?);
         return Some(Warning::DiskInMemory { device, memory, bytes });
+    }
+    if let Some(rest) = text.strip_prefix("nothing of the ") {
+        return Some(Warning::NothingCompressed { bytes: rest.split_once(' ')?.0.parse().ok()? });
     }
     if let Some((slots, rest)) = text.split_once(" fixed slots do not divide ") {
         let (slots, layers) = (slots.parse().ok()?, rest.split_once(' ')?.0.parse().ok()?);
@@ -249,6 +262,7 @@ mod tests {
                 bytes
             }),
             any::<(usize, usize)>().prop_map(|(slots, layers)| Warning::UnevenSlots { slots, layers }),
+            any::<u64>().prop_map(|bytes| Warning::NothingCompressed { bytes }),
             names().prop_map(|pattern| Warning::IdlePattern { pattern }),
         ]
     }

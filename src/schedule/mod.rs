@@ -139,7 +139,12 @@ mod tests {
     fn contents_of(streamed: &[bool], sizes: &[u64]) -> Contents {
         let layout = Layout::blocks(sizes.iter().copied());
         let lanes: Per<ModuleId, Option<usize>> = streamed.iter().map(|streamed| streamed.then_some(0)).collect();
-        Contents::new((&layout, &layout), &Groups::new(&layout, |_| None), &lanes, &SlotBlocks::whole(0, 0))
+        Contents::new(
+            (&layout, &layout),
+            (&Groups::new(&layout, |_| None), &Compressed::default()),
+            &lanes,
+            &SlotBlocks::whole(0, 0),
+        )
     }
 
     /// Simulates a caller that asks for layers in this order and keeps no guard. Returns whether each layer was a hit, and the

@@ -17,7 +17,7 @@ impl Checkpoint {
     /// ```
     /// # use tensor_offload::{Checkpoint, Machine, Planner};
     /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
-    /// let machine = Machine::described(&["cuda:0=256kb,link=10".parse()?, "cpu=64mb".parse()?]);
+    /// let machine = Machine::described(&["cuda:0=1mb,link=10".parse()?, "cpu=64mb".parse()?]);
     /// let layout = Checkpoint::open(path)?.estimate_compressed()?;
     /// let plan = Planner::new(&layout, &machine).allocation("cpu,*".parse()?).compress(true).plan()?;
     /// println!("{}", plan.streamed_bytes());
