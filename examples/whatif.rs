@@ -126,12 +126,9 @@ impl Args {
             let linked = Case { name, machine, ..second.1.clone() };
             cases.extend([second.1, linked]);
         }
-        if plan.streamed_bytes() > 0
-            && !card.is_host()
-            && !self.codes.compress
-            && let Some(layout) = self.model.compressed()?
-        {
-            cases.push(Case { compressed: Some(Arc::new(layout)), ..named("compressed".to_owned()) });
+        if plan.streamed_bytes() > 0 && !card.is_host() && !self.codes.compress {
+            let (layout, name) = self.model.compressed()?;
+            cases.push(Case { compressed: Some(Arc::new(layout)), ..named(name) });
         }
         cases.push(Case { pins_all: true, ..named("no limit to pinned memory".to_owned()) });
         if base.allocation.mode() != Mode::Auto {

@@ -166,6 +166,7 @@ fn whatif_tells_what_a_change_brings() {
     assert!((case("a second card") / now - 1.0).abs() < 0.02, "it shares the slot's link");
     assert!(case("the same, linked") < compute * 1.01, "nearly all streams over the link between the cards");
     assert!((case("no limit") / now - 1.0).abs() < 0.02);
+    assert!((case("compressed to 0.675") / now - 0.675).abs() < 0.02);
     let beside = case("depth 0") - now;
     assert!((beside - compute * 24.0 / 40.0).abs() < 0.02, "24 of 40 layers wait, one after the other: {beside}");
     assert!(works("whatif", &[&model[..], &devices].concat()).contains("cuda:0 in"));
@@ -360,11 +361,19 @@ fn merge_compresses_and_everything_reads_the_same_tensors() {
     assert_eq!(of_compressed, of_plain);
     let devices =
         ["--alloc", "cuda:0,300kb;cpu,*", "--device", "cuda:0=4mb", "--device", "cpu=64mb", "--compute-ms", "0"];
-    let steps = |path: &str| {
-        let report = json_of("offload", &[&[path], &devices[..]].concat());
-        (report["sha256"].clone(), report["steps"][0]["bytes"].clone())
+    let steps = |path: &str, more: &[&str]| {
+        let report = json_of("offload", &[&[path], &devices[..], more].concat());
+        let steps = report["steps"].as_array().unwrap().iter().map(|step| step["bytes"].as_u64().unwrap());
+        (report["sha256"].clone(), steps.collect::<Vec<_>>())
     };
-    assert_eq!(steps(&compressed), steps(&plain));
+    assert_eq!(steps(&compressed, &[]), steps(&plain, &[]));
+    let ((hash, whole), (same, less)) = (steps(&compressed, &[]), steps(&compressed, &["--compress"]));
+    assert!(hash == same && whole.len() == less.len());
+    assert!(whole.iter().zip(&less).all(|(whole, less)| less * 10 < whole * 8), "{less:?} of {whole:?}");
+    let told = works("offload", &[&[compressed.as_str(), "--compress"], &devices[..]].concat());
+    assert!(told.contains("kept compressed in") && told.contains("saved by compression"), "{told}");
+    let told = works("plan", &[&[plain.as_str(), "--compress"], &devices[..6]].concat());
+    assert!(told.contains("is compressed in the model's files"), "{told}");
     works("merge", &[&compressed, "--out", &again]);
     assert!(fs::read(&again).unwrap() == fs::read(&plain).unwrap());
     let (_, message) = fails("merge", &[&compressed, "--compress", "--out", &model.path("model.gguf")]);

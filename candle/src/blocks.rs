@@ -238,6 +238,14 @@ impl<B> Streamed<B> {
         Ok(Block { built, guard })
     }
 
+    /// Checks that weights were sound that arrived compressed; see [`Streamer::verify`]. Nothing else needs it.
+    ///
+    /// # Errors
+    /// As [`Streamer::verify`].
+    pub fn verify(&mut self) -> Result<()> {
+        Ok(self.streamer.verify()?)
+    }
+
     /// The stream of the weights, with its report.
     pub fn streamer(&self) -> &Streamer {
         &self.streamer

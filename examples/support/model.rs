@@ -11,6 +11,9 @@ use super::casts::CastOptions;
 /// The most blocks that `--blocks` makes.
 const MOST_BLOCKS: usize = 10_000_000;
 
+/// What bf16 weights of a language model have of their bytes in the lossless code.
+const BF16_RATIO: f64 = 0.675;
+
 /// A model of which only the layout matters.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ModelOptions {
@@ -31,9 +34,13 @@ impl ModelOptions {
         }
     }
 
-    /// The layout that the model would have in a compressed file, estimated; `None` for blocks, which have no weights.
-    pub(crate) fn compressed(&self) -> Result<Option<Layout>> {
-        self.model.as_ref().map(|model| Checkpoint::open(model)?.estimate_compressed()).transpose()
+    /// The layout that the model would have in a compressed file, and a name for it: estimated from its weights. Blocks have none, and
+    /// are taken for bf16.
+    pub(crate) fn compressed(&self) -> Result<(Layout, String)> {
+        match &self.model {
+            Some(model) => Ok((Checkpoint::open(model)?.estimate_compressed()?, "compressed".to_owned())),
+            None => Ok((self.layout()?.assume_compressed(BF16_RATIO), format!("compressed to {BF16_RATIO} (bf16)"))),
+        }
     }
 
     /// The layout once the model's tensors are cast.

@@ -3,6 +3,7 @@
 mod dequantise;
 mod guard;
 mod in_slot;
+mod kernels;
 mod lanes;
 mod pass;
 mod report;
@@ -33,7 +34,7 @@ use crate::staging::Pool;
 use crate::transfer::Kept;
 use lanes::{Lanes, Read};
 use slots::{Fill, Slots, Writable};
-use verdict::{Verdict, damaged, wait_for};
+use verdict::Verdict;
 
 /// Fetches the layers of a model to its compute device and hands them out in any order.
 ///
@@ -296,48 +297,6 @@ impl Streamer {
         Ok(guard)
     }
 
-    /// Waits until all layers that were handed out have arrived, and checks that weights were sound that arrived
-    /// [compressed](crate::Planner::compress): the device tells so once it has decoded them, which is after the layer was handed out.
-    /// Each [`layer`](Streamer::layer) asks for what is known by then; this is for the end, before results are used. Where nothing is
-    /// compressed it does nothing.
-    ///
-    /// # Errors
-    /// [`Error::Corrupted`] naming a layer whose weights were not those that were compressed, so that whatever was computed with them
-    /// is void; [`Error::TimedOut`] after the deadline; [`Error::Failed`] when a copy failed.
-    pub fn verify(&mut self) -> Result<()> {
-        self.process.check()?;
-        let until = Instant::now() + self.deadline;
-        while let Some((layer, verdicts)) = self.unseen.front() {
-            let (layer, left) = (self.name_of(*layer), until.saturating_duration_since(Instant::now()));
-            let outcome = wait_for(verdicts, layer, left);
-            if !matches!(outcome, Err(Error::TimedOut { .. })) {
-                self.unseen.pop_front();
-            }
-            outcome?;
-        }
-        Ok(())
-    }
-
-    /// Looks at the verdicts that have come by now, in the order of the layers.
-    fn see_verdicts(&mut self) -> Result<()> {
-        while let Some((layer, verdicts)) = self.unseen.front() {
-            let known = verdicts.iter().map(|verdict| verdict.known()).collect::<Result<Option<Vec<bool>>>>();
-            if matches!(known, Ok(None)) {
-                break;
-            }
-            let damaged = || Err(damaged(self.name_of(*layer)));
-            let outcome =
-                known.and_then(|all| if all.into_iter().flatten().all(|sound| sound) { Ok(()) } else { damaged() });
-            self.unseen.pop_front();
-            outcome?;
-        }
-        Ok(())
-    }
-
-    fn name_of(&self, layer: LayerId) -> &str {
-        &self.model.layout().at(layer).name
-    }
-
     /// The stream that compute is queued on.
     pub fn compute(&self) -> &Arc<dyn Stream> {
         &self.compute
@@ -484,42 +443,8 @@ fn lanes(model: &Arc<Model>, compute: &dyn Stream) -> Result<Lanes> {
     if device != other {
         return Err(Mismatch::Compute { model: device, stream: other }.into());
     }
-    check_kernels(model, compute)?;
+    kernels::check(model, compute)?;
     Lanes::new(model)
-}
-
-/// Checks that the compute device unpacks all types that the plan has it unpack.
-fn check_kernels(model: &Model, compute: &dyn Stream) -> Result<()> {
-    let (layout, plan, device) = (model.layout(), model.plan(), model.residency().device());
-    check_decoding(model, compute)?;
-    let Some(to) = plan.unpacked() else { return Ok(()) };
-    let fetched = layout.module_ids().filter(|&module| plan.origin(module).is_some());
-    let tensors = fetched.flat_map(|module| layout.own_tensors(module)).map(|tensor| layout.at(tensor));
-    let mut known = HashSet::new();
-    for tensor in tensors.filter(|tensor| tensor.dtype.is_ggml_block() && known.insert(tensor.dtype)) {
-        let none = || Err(format!("{} has no kernels", device.id()));
-        if let Err(why) = device.kernels().map_or_else(none, |kernels| kernels.dequantises(compute, tensor.dtype, to)) {
-            return Err(Missing::Unpacking { tensor: tensor.name.clone(), why }.into());
-        }
-    }
-    Ok(())
-}
-
-/// Checks that the compute device decodes all types that the plan keeps compressed.
-fn check_decoding(model: &Model, compute: &dyn Stream) -> Result<()> {
-    let (layout, compressed, device) = (model.layout(), model.index().compressed(), model.residency().device());
-    let mut known = HashSet::new();
-    let is_code = |tensor: &TensorId| compressed.place(*tensor).is_some_and(|place| place.is_code);
-    for tensor in layout.tensor_ids().filter(is_code).map(|tensor| layout.at(tensor)) {
-        let none = || Err(format!("{} has no kernels", device.id()));
-        let decodes = || device.kernels().map_or_else(none, |kernels| kernels.decompresses(compute, tensor.dtype));
-        if known.insert(tensor.dtype)
-            && let Err(why) = decodes()
-        {
-            return Err(Missing::Decoding { tensor: tensor.name.clone(), why }.into());
-        }
-    }
-    Ok(())
 }
 
 impl Drop for Streamer {

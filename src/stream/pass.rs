@@ -32,7 +32,8 @@ impl Streamer {
     /// A forward pass: every layer in order of execution, each fetched to the compute device by [`layer`](Streamer::layer).
     /// Drop a layer's guard before asking for the next one, as a `for` loop does, or plan with a greater depth.
     ///
-    /// The pass ends after the first error.
+    /// The pass ends after the first error. Where weights are kept [compressed](crate::Planner::compress), ask
+    /// [`verify`](Streamer::verify) behind it.
     pub fn pass(&mut self) -> Pass<'_> {
         Pass { left: 0..self.model().layout().layers().len(), streamer: self }
     }

@@ -4,7 +4,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::Streamer;
 use crate::backend::{Buf, BufMut, Decompress, Device, Event, FenceState, MemoryKind};
+use crate::checkpoint::LayerId;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -90,6 +92,50 @@ impl Drop for Verdict {
     }
 }
 
+impl Streamer {
+    /// Waits until all layers that were handed out have arrived, and checks that weights were sound that arrived
+    /// [compressed](crate::Planner::compress): the device tells so once it has decoded them, which is after the layer was handed out.
+    /// Each [`layer`](Streamer::layer) asks for what is known by then; this is for the end, before results are used. Where nothing is
+    /// compressed it does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Corrupted`] naming a layer whose weights were not those that were compressed, so that whatever was computed with them
+    /// is void; [`Error::TimedOut`] after the deadline; [`Error::Failed`] when a copy failed.
+    pub fn verify(&mut self) -> Result<()> {
+        self.process.check()?;
+        let until = Instant::now() + self.deadline;
+        while let Some((layer, verdicts)) = self.unseen.front() {
+            let (layer, left) = (self.name_of(*layer), until.saturating_duration_since(Instant::now()));
+            let outcome = wait_for(verdicts, layer, left);
+            if !matches!(outcome, Err(Error::TimedOut { .. })) {
+                self.unseen.pop_front();
+            }
+            outcome?;
+        }
+        Ok(())
+    }
+
+    /// Looks at the verdicts that have come by now, in the order of the layers.
+    pub(super) fn see_verdicts(&mut self) -> Result<()> {
+        while let Some((layer, verdicts)) = self.unseen.front() {
+            let known = verdicts.iter().map(|verdict| verdict.known()).collect::<Result<Option<Vec<bool>>>>();
+            if matches!(known, Ok(None)) {
+                break;
+            }
+            let damaged = || Err(damaged(self.name_of(*layer)));
+            let outcome =
+                known.and_then(|all| if all.into_iter().flatten().all(|sound| sound) { Ok(()) } else { damaged() });
+            self.unseen.pop_front();
+            outcome?;
+        }
+        Ok(())
+    }
+
+    fn name_of(&self, layer: LayerId) -> &str {
+        &self.model.layout().at(layer).name
+    }
+}
+
 /// Waits for the verdicts on a layer.
 ///
 /// # Errors
@@ -101,6 +147,6 @@ pub(super) fn wait_for(verdicts: &[Arc<Verdict>], layer: &str, deadline: Duratio
 }
 
 /// The error of a layer whose codes were damaged.
-pub(super) fn damaged(layer: &str) -> Error {
+fn damaged(layer: &str) -> Error {
     Error::Corrupted { what: format!("the compressed weights of layer `{layer}` are damaged") }
 }

@@ -63,3 +63,17 @@ impl Checkpoint {
         Ok(Some(bytes).filter(|bytes| *bytes < info.bytes - info.bytes / 20))
     }
 }
+
+impl Layout {
+    /// This layout as it would be in a compressed file whose codes have `ratio` of the bytes of each tensor: for plans and forecasts of
+    /// models that are not at hand. bf16 weights have 0.67 to 0.69. A ratio that saves nothing leaves the layout as it is in plain files.
+    #[must_use]
+    pub fn assume_compressed(self, ratio: f64) -> Layout {
+        let stored = |info: &TensorInfo| {
+            let bytes = ((info.bytes as f64 * ratio) as u64).next_multiple_of(CODE_ALIGN as u64);
+            let is_code = bytes < info.bytes;
+            Some(Stored { bytes: if is_code { bytes } else { info.bytes }, is_code })
+        };
+        self.stored_as(stored)
+    }
+}
