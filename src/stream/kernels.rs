@@ -36,7 +36,11 @@ fn check_unpacking(model: &Model, compute: &dyn Stream) -> Result<()> {
 fn check_decoding(model: &Model, compute: &dyn Stream) -> Result<()> {
     let (layout, compressed, device) = (model.layout(), model.index().compressed(), model.residency().device());
     let mut known = HashSet::new();
-    let is_code = |tensor: &TensorId| compressed.place(*tensor).is_some_and(|place| place.is_code);
+    // In a model without contents nothing is decoded.
+    let is_code = |tensor: &TensorId| {
+        let place = compressed.place(*tensor);
+        place.is_some_and(|place| model.code_info(layout.owner(*tensor), place.range.start).is_some())
+    };
     for tensor in layout.tensor_ids().filter(is_code).map(|tensor| layout.at(tensor)) {
         let none = || Err(format!("{} has no kernels", device.id()));
         let decodes = || device.kernels().map_or_else(none, |kernels| kernels.decompresses(compute, tensor.dtype));
