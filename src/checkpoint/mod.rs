@@ -337,17 +337,14 @@ impl Checkpoint {
         }
     }
 
-    /// Reads what a file with codes has of a tensor, all of it.
+    /// The part of a file with codes that is what it has of a tensor, with the number of the file.
     ///
     /// # Errors
-    /// As [`read`](Checkpoint::read).
-    pub(crate) fn read_stored(&self, tensor: TensorId, dst: &mut [u8]) -> Result<()> {
+    /// [`Error::Bug`] when the file has no such tensor, or another number of bytes.
+    pub(crate) fn stored_part<'a>(&self, tensor: TensorId, dst: &'a mut [u8]) -> Result<(usize, ReadPart<'a>)> {
         let info = self.info(tensor)?;
-        let stored = self.stored(info.file).and_then(|file| Some((file, file.place(info.offset, info.bytes)?)));
-        match stored {
-            Some((file, (at, stored))) if stored.bytes == dst.len() as u64 => {
-                file.file().read_at(at, dst).map_err(|error| naming_tensor(error, &info.name))
-            }
+        match self.stored(info.file).and_then(|file| file.place(info.offset, info.bytes)) {
+            Some((at, stored)) if stored.bytes == dst.len() as u64 => Ok((info.file, ReadPart::new(at, dst))),
             _ => Err(Error::bug(format!("tensor `{}` is not stored as a code", info.name))),
         }
     }

@@ -15,12 +15,14 @@ use super::worker::{Job, Tensors, lock};
 use crate::backend::{Buf, Device, Extent, Extents, Readable};
 use crate::checkpoint::{CompressedSource, Layout, Stored, TensorId};
 use crate::error::{CompressedFault, Error, Missing, Result};
-use crate::lossless::{BLOCK_WEIGHTS, Code, Info};
+use crate::lossless::{BLOCK_WEIGHTS, Code, CodeFault, Info, TOGETHER};
 use crate::schedule::{Compressed, Groups, Place};
+use crate::threads;
 use crate::transfer::{ReadPart, Source, Stamp};
 
-/// The weights of a code that are decoded at a time to check it.
+/// The weights of a code that a thread checks before it takes others, and that it decodes at a time, which its cache holds.
 const CHECKED: u64 = 256 * BLOCK_WEIGHTS as u64;
+const STEP: u64 = (TOGETHER * BLOCK_WEIGHTS) as u64;
 
 /// The compressed form of a home.
 #[derive(Debug)]
@@ -146,7 +148,7 @@ impl Job<'_> {
         for (tensor, values, is_code, bytes) in parts {
             self.check_cancelled()?;
             if is_code {
-                let info = check(bytes).map_err(|fault| self.damaged(tensor, fault))?;
+                let info = self.check_code(tensor, bytes)?;
                 infos.extend(compressed.place(tensor).map(|place| (place.range.start, info)));
             }
             self.advance(values as u64);
@@ -173,17 +175,37 @@ impl Job<'_> {
         }
         let Some((first, ..)) = from_files.first() else { return Ok(()) };
         let name = |tensor: TensorId| self.layout.at(tensor).name.clone();
-        let weights = self.weights().ok_or_else(|| Missing::Code { tensor: name(*first) })?;
-        for (tensor, values, dst) in from_files {
-            self.check_cancelled()?;
-            weights.checkpoint().read_stored(tensor, dst)?;
+        let checkpoint = self.weights().ok_or_else(|| Missing::Code { tensor: name(*first) })?.checkpoint();
+        let part = |(tensor, values, dst)| {
             self.count_weights_read(values);
-        }
-        Ok(())
+            checkpoint.stored_part(tensor, dst)
+        };
+        let parts = from_files.into_iter().map(part).collect::<Result<_>>()?;
+        self.read_pieces(parts, |file, parts| checkpoint.read_stored_parts(file, parts))
     }
 
-    fn damaged(&self, tensor: TensorId, fault: CompressedFault) -> Error {
-        Error::file(self.path_of(tensor), Some(&self.layout.at(tensor).name), fault.into())
+    /// Checks a tensor's code, every block of it. Workers that have nothing to do help.
+    fn check_code(&self, tensor: TensorId, bytes: &[u8]) -> Result<Info> {
+        let damaged = |fault: CodeFault| {
+            let fault = CompressedFault::Code(fault);
+            Error::file(self.path_of(tensor), Some(&self.layout.at(tensor).name), fault.into())
+        };
+        let code = Code::open(bytes).map_err(damaged)?;
+        let info = *code.info();
+        let size = info.decoded_bytes / info.count.max(1);
+        let pieces = (0..info.count).step_by(CHECKED as usize).map(|begin| begin..info.count.min(begin + CHECKED));
+        let check = |piece: Range<u64>| -> Result<()> {
+            self.check_cancelled()?;
+            let mut weights = vec![0; (piece.end - piece.start).min(STEP) as usize * size as usize];
+            for begin in piece.clone().step_by(STEP as usize) {
+                let end = piece.end.min(begin + STEP);
+                let weights = &mut weights[..(end - begin) as usize * size as usize];
+                code.decode_range(begin..end, weights).map_err(damaged)?;
+            }
+            Ok(())
+        };
+        threads::work_through(pieces.collect(), || self.idle(), check)?;
+        Ok(info)
     }
 }
 
@@ -215,17 +237,4 @@ impl Files {
         let buf = device.read_only(extents)?.ok_or_else(|| Missing::ReadOnly { device: device.id() })?;
         Ok(Arc::new(Home::compressed(values, kind, true, CompressedForm { buf, infos })))
     }
-}
-
-/// Checks a code, every block of it.
-fn check(bytes: &[u8]) -> Result<Info, CompressedFault> {
-    let code = Code::open(bytes)?;
-    let info = *code.info();
-    let size = info.decoded_bytes / info.count.max(1);
-    let mut weights = vec![0; (info.count.min(CHECKED) * size) as usize];
-    for begin in (0..info.count).step_by(CHECKED as usize) {
-        let end = info.count.min(begin + CHECKED);
-        code.decode_range(begin..end, &mut weights[..((end - begin) * size) as usize])?;
-    }
-    Ok(info)
 }

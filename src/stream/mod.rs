@@ -25,7 +25,7 @@ pub use report::{LaneReport, StallCause, Stalls, StreamReport, Via};
 
 use crate::backend::process::Process;
 use crate::backend::{Buf, BufMut, Event, FenceState, Joined, Role, Stream};
-use crate::checkpoint::{LayerId, Layout, ModuleId, Per, TensorId};
+use crate::checkpoint::{LayerId, Layout, ModuleId, Per};
 use crate::error::{Error, InUse, Measured, Mismatch, Missing, PlanFault, Result};
 use crate::limits::LONGEST;
 use crate::load::{FetchMemory, Model, SlotMemory};

@@ -20,10 +20,10 @@ pub(super) struct Block {
 }
 
 /// Parts of files, with the number of the file.
-type Parts<'a> = Vec<(usize, ReadPart<'a>)>;
+pub(in crate::load) type Parts<'a> = Vec<(usize, ReadPart<'a>)>;
 
 /// The place of a worker that has nothing to do, taken by a thread that helps another. It is free again when this is dropped.
-pub(super) struct Place<'a>(&'a AtomicUsize);
+pub(in crate::load) struct Place<'a>(&'a AtomicUsize);
 
 impl<'a> Place<'a> {
     fn take(idle: &'a AtomicUsize) -> Option<Place<'a>> {
@@ -39,7 +39,7 @@ impl Drop for Place<'_> {
 
 impl Job<'_> {
     /// The place of a worker that has nothing to do, if there is one.
-    pub(super) fn idle(&self) -> Option<Place<'_>> {
+    pub(in crate::load) fn idle(&self) -> Option<Place<'_>> {
         Place::take(&self.idle)
     }
 
@@ -103,9 +103,23 @@ impl Job<'_> {
         Ok(parts)
     }
 
-    /// Reads parts of files, in pieces that ignore where one tensor ends and the next begins. Workers that have nothing to do help.
+    /// Reads parts of files that are tensors as they are.
     pub(super) fn read_plain(&self, parts: Parts<'_>) -> Result<()> {
         let Some(weights) = self.weights.filter(|_| !parts.is_empty()) else { return Ok(()) };
+        self.read_pieces(parts, |file, parts| {
+            weights.checkpoint().read_parts(file, parts)?;
+            parts.iter().for_each(|part| self.count_read(part.dst.len()));
+            Ok(())
+        })
+    }
+
+    /// Has `read` read parts of files, in pieces that ignore where one tensor ends and the next begins. Workers that have nothing to do
+    /// help.
+    pub(in crate::load) fn read_pieces(
+        &self,
+        parts: Parts<'_>,
+        read: impl Fn(usize, &mut [ReadPart<'_>]) -> Result<()> + Sync,
+    ) -> Result<()> {
         let mut files: BTreeMap<usize, Vec<ReadPart<'_>>> = BTreeMap::new();
         parts.into_iter().for_each(|(file, part)| files.entry(file).or_default().push(part));
         let pieces = |(file, parts)| divide(parts, STAGING_BYTES as u64).into_iter().map(move |parts| (file, parts));
@@ -115,9 +129,7 @@ impl Job<'_> {
             || self.idle(),
             |(file, mut parts)| {
                 self.check_cancelled()?;
-                weights.checkpoint().read_parts(file, &mut parts)?;
-                parts.iter().for_each(|part| self.count_read(part.dst.len()));
-                Ok(())
+                read(file, &mut parts)
             },
         )
     }
