@@ -54,9 +54,8 @@ fn round_trip(backend: &dyn Backend, opened: &mut Vec<Arc<dyn Device>>) -> tenso
     let (cpu, card) = (&opened[0], &opened[1]);
     let source = cpu.alloc(1000, MemoryKind::Pinned)?.freeze();
     let (up, compute) = (card.stream(Role::Upload)?, card.stream(Role::Compute)?);
-    let on_card = up
-        .copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?
-        .order(&*compute, DEADLINE)?;
+    let on_card =
+        up.copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?.order(&*compute, DEADLINE)?;
     compute.record(std::slice::from_ref(&on_card))?;
     let down = card.stream(Role::Download)?;
     down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.wait(DEADLINE)?;
