@@ -76,15 +76,22 @@ impl support::Example for Args {
         let devices = self.devices.registry(Clock::Wall)?;
         let weights = Weights::new(Checkpoint::open(self.model.as_deref().unwrap_or(TINY_LLAMA.as_ref()))?);
         let plan = self.plan.apply(Planner::new(weights.layout(), devices.machine()))?.plan()?;
-        let served = Arc::clone(&cache);
-        std::thread::spawn(move || serve(&listener, &served));
+        let open = Arc::new(());
+        let served = (Arc::clone(&cache), Arc::clone(&open));
+        std::thread::spawn(move || serve(&listener, &served.0, &served.1));
         let line = format!("listening on {address}");
         if self.json {
             eprintln!("{line}");
         } else {
             support::print_line(&line);
         }
-        self.work(&cache, &devices, &Job { weights, plan })
+        let done = self.work(&cache, &devices, &Job { weights, plan })?;
+        // The client that asked for the last clean-up may not have its answer yet.
+        let until = Instant::now() + PATIENCE;
+        while connections(&open) > 0 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(done)
     }
 }
 
@@ -134,15 +141,19 @@ impl Job {
     }
 }
 
+/// The number of open connections: each has a handle, beside those of the program and of the thread that accepts them.
+fn connections(open: &Arc<()>) -> usize {
+    Arc::strong_count(open).saturating_sub(2)
+}
+
 /// Answers clients, each on a thread of its own.
-fn serve(listener: &TcpListener, cache: &Arc<ModelCache>) {
-    let open = Arc::new(());
+fn serve(listener: &TcpListener, cache: &Arc<ModelCache>, open: &Arc<()>) {
     for stream in listener.incoming() {
         let Ok(stream) = stream else { continue };
-        if Arc::strong_count(&open) > MOST_CONNECTIONS {
+        if connections(open) >= MOST_CONNECTIONS {
             continue;
         }
-        let (cache, open) = (Arc::clone(cache), Arc::clone(&open));
+        let (cache, open) = (Arc::clone(cache), Arc::clone(open));
         std::thread::spawn(move || {
             // A client that has gone away needs no answer.
             drop(answer(stream, &cache));

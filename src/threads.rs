@@ -114,6 +114,7 @@ fn no_threads(error: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
+    use std::sync::Condvar;
 
     use rayon::prelude::*;
 
@@ -129,29 +130,35 @@ mod tests {
         }
     }
 
-    /// Each item is worked on once, by no more threads than there are permits for, and a failure ends the work.
+    /// Each item is worked on once, by as many threads as there are permits for and the caller's, and a failure ends the work.
     #[test]
     fn items_are_shared_out_by_permits() {
-        use std::collections::BTreeSet;
+        use std::collections::HashSet;
         use std::thread::ThreadId;
+        use std::time::Duration;
         for permits in [0, 1, 3] {
-            let (mut left, seen) = (permits, Mutex::new((Vec::new(), BTreeSet::<String>::new())));
+            let (mut left, seen) = (permits, Mutex::new((Vec::new(), HashSet::<ThreadId>::new())));
+            let (all, arrived) = (permits + 1, Condvar::new());
             let permit = || {
                 left = usize::checked_sub(left, 1)?;
                 Some(())
             };
-            let name = |id: ThreadId| format!("{id:?}");
             let done = work_through((0..100).collect(), permit, |item: usize| {
-                std::thread::sleep(std::time::Duration::from_micros(100));
-                let mut seen = seen.lock().unwrap();
-                seen.0.push(item);
-                seen.1.insert(name(std::thread::current().id()));
+                let mut begun = seen.lock().unwrap();
+                begun.0.push(item);
+                begun.1.insert(std::thread::current().id());
+                arrived.notify_all();
+                // However late a helper starts, items are left for it: no thread ends its first before all have begun one.
+                let late = arrived.wait_timeout_while(begun, Duration::from_secs(60), |begun| begun.1.len() < all);
+                assert!(!late.unwrap().1.timed_out(), "fewer than {all} threads work");
+                // Time for a thread too many to take one of the rest.
+                std::thread::sleep(Duration::from_micros(100));
                 Ok::<(), ()>(())
             });
             let (mut items, threads) = seen.into_inner().unwrap();
             items.sort();
             assert!(done.is_ok() && items == (0..100).collect::<Vec<_>>());
-            assert!(threads.len() <= permits + 1 && (permits == 0 || threads.len() > 1), "{threads:?}");
+            assert_eq!(threads.len(), all, "{threads:?}");
         }
         let begun = Mutex::new(0);
         let fails = |item: usize| {

@@ -1,7 +1,7 @@
 //! The conformance suite over every backend there is.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensor_offload::backend::{
     Backend, Buf, Clock, Countdown, Device, Extent, Extents, Faulty, Host, MemoryKind, Operation, Piece, Readable,
@@ -10,6 +10,9 @@ use tensor_offload::backend::{
 use tensor_offload::device::{Bandwidth, Topology};
 use tensor_offload::transfer::ReadPart;
 use tensor_offload::{DeviceId, ErrorKind, Machine};
+
+/// How long a test waits for anything.
+const DEADLINE: Duration = Duration::from_secs(20);
 
 fn machine() -> Machine {
     let described =
@@ -45,19 +48,17 @@ fn a_wrapper_that_fails_nothing_conforms() {
 
 /// Uploads through two devices and reads back; whatever fails, nothing may stay taken.
 fn round_trip(backend: &dyn Backend, opened: &mut Vec<Arc<dyn Device>>) -> tensor_offload::Result<()> {
-    let deadline = Duration::from_secs(5);
     for id in [DeviceId::CPU, DeviceId::cuda(0)] {
         opened.push(backend.open(id)?);
     }
     let (cpu, card) = (&opened[0], &opened[1]);
     let source = cpu.alloc(1000, MemoryKind::Pinned)?.freeze();
     let (up, compute) = (card.stream(Role::Upload)?, card.stream(Role::Compute)?);
-    let on_card = up
-        .copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?
-        .order(&*compute, Duration::from_secs(5))?;
+    let on_card =
+        up.copy(Transfer::whole(&source, card.alloc(1000, MemoryKind::Arena)?)?)?.order(&*compute, DEADLINE)?;
     compute.record(std::slice::from_ref(&on_card))?;
     let down = card.stream(Role::Download)?;
-    down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.wait(deadline)?;
+    down.copy(Transfer::whole(&on_card, cpu.alloc(1000, MemoryKind::Pinned)?)?)?.wait(DEADLINE)?;
     card.trim()?;
     card.memory()?;
     Ok(())
@@ -80,9 +81,9 @@ fn every_failing_operation_gives_everything_back() {
             round_trip(&Faulty::new(Simulated::new(machine(), Clock::Wall), countdown), &mut opened).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeviceLost, "operation {n}: {error}");
         for device in opened {
-            let until = std::time::Instant::now() + Duration::from_secs(5);
+            let until = Instant::now() + DEADLINE;
             while device.ledger().charged() > 0 {
-                assert!(std::time::Instant::now() < until, "operation {n}: {} keeps memory", device.id());
+                assert!(Instant::now() < until, "operation {n}: {} keeps memory", device.id());
                 std::thread::yield_now();
             }
         }
@@ -101,7 +102,7 @@ fn virtual_time_is_that_of_the_links() {
     for _ in 0..4 {
         // Each copy takes 0.5 ms, each layer's compute 1 ms; the first copy alone is not hidden.
         let slot = card.alloc(source.bytes(), MemoryKind::Arena).unwrap();
-        up.copy(Transfer::whole(&source, slot).unwrap()).unwrap().order(&*compute, Duration::from_secs(5)).unwrap();
+        up.copy(Transfer::whole(&source, slot).unwrap()).unwrap().order(&*compute, DEADLINE).unwrap();
         compute.occupy(Duration::from_millis(1)).unwrap();
     }
     compute.record(&[]).unwrap().wait(Duration::ZERO).unwrap();
@@ -115,8 +116,8 @@ fn wall_time_is_at_least_that_of_the_links() {
     let source = cpu.alloc(10_000_000, MemoryKind::Pinned).unwrap().freeze();
     let stream = card.stream(Role::Upload).unwrap();
     let slot = card.alloc(source.bytes(), MemoryKind::Arena).unwrap();
-    let start = std::time::Instant::now();
-    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().wait(Duration::from_secs(5)).unwrap();
+    let start = Instant::now();
+    stream.copy(Transfer::whole(&source, slot).unwrap()).unwrap().wait(DEADLINE).unwrap();
     assert!(start.elapsed() >= Duration::from_millis(1), "10 MB at 10 GB/s took {:?}", start.elapsed());
 }
 
@@ -132,7 +133,6 @@ fn devices_of_different_kinds_need_the_host_between_them() {
 /// Parts of one allocation are copied to each other, in one stream and crosswise in two: nobody waits for oneself.
 #[test]
 fn copies_between_parts_of_allocations_end() {
-    let deadline = Duration::from_secs(20);
     for device in [
         Host::new().open(DeviceId::CPU).unwrap(),
         Host::new().open(DeviceId::DISK).unwrap(),
@@ -147,7 +147,7 @@ fn copies_between_parts_of_allocations_end() {
         };
         let ((a, mut a_end), (b, mut b_end)) = (cut(), cut());
         let flight = streams[0].copy(Transfer::whole(&a, a_end).unwrap()).unwrap();
-        a_end = flight.wait(deadline).expect("one part to another of one allocation");
+        a_end = flight.wait(DEADLINE).expect("one part to another of one allocation");
         for _ in 0..20 {
             let pieces = |src: &Buf| {
                 let piece = |i: usize| Piece { src: src.clone(), from: i << 14..(i + 1) << 14, at: i << 14 };
@@ -157,8 +157,8 @@ fn copies_between_parts_of_allocations_end() {
             streams.iter().for_each(|stream| stream.occupy(Duration::from_millis(1)).unwrap());
             let one = streams[0].copy(Transfer::new(pieces(&a), b_end).unwrap()).unwrap();
             let other = streams[1].copy(Transfer::new(pieces(&b), a_end).unwrap()).unwrap();
-            b_end = one.wait(deadline).expect("crosswise");
-            a_end = other.wait(deadline).expect("crosswise");
+            b_end = one.wait(DEADLINE).expect("crosswise");
+            a_end = other.wait(DEADLINE).expect("crosswise");
         }
     }
 }
@@ -191,7 +191,7 @@ fn memory_that_is_only_read_is_never_written() {
         assert_eq!((memory.bytes(), memory.device(), device.ledger().charged()), (5, device.id(), 0));
         assert!(memory.host(Duration::ZERO).unwrap().is_none());
         let copy = |from: &Buf| Transfer::whole(from, cpu.alloc(5, MemoryKind::Arena).unwrap()).unwrap();
-        let mut copied = stream.copy(copy(&memory)).unwrap().wait(Duration::from_secs(20)).unwrap();
+        let mut copied = stream.copy(copy(&memory)).unwrap().wait(DEADLINE).unwrap();
         assert_eq!(copied.host_mut().unwrap(), [5, 6, 7, 100, 101]);
         let mut reclaimed = memory.try_reclaim().unwrap();
         assert!(reclaimed.host_mut().is_none() && reclaimed.write_with(|_| ()).unwrap().is_none());

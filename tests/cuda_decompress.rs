@@ -71,13 +71,16 @@ fn cuda_memory_of_a_refused_decoding_is_not_free_before_its_stream() {
     let code = compress(DType::BF16, &stored(DType::BF16, normal(2, 0.1).take(1000))).unwrap();
     let info = *Code::open(&code).unwrap().info();
     let (src, told) = (sent(&device, &code).freeze(), sent(&device, &[0; 16]));
-    cuda.fault(&FaultPlan::one(Fault::nth("cuLaunchKernel", 1, Effect::Fail(701))));
-    compute.occupy(std::time::Duration::from_millis(50)).unwrap();
+    let (refuses, held) =
+        (Fault::nth("cuLaunchKernel", 1, Effect::Fail(701)), Fault::nth("cuLaunchHostFunc", 1, Effect::Hold));
+    cuda.fault(&FaultPlan { faults: vec![refuses, held], ..FaultPlan::default() });
+    compute.occupy(std::time::Duration::ZERO).unwrap();
     let dst = device.alloc(2000, MemoryKind::Whole).unwrap();
     let work = Decompress::new((src.clone(), 0), info, (dst, 0), (told, 0)).unwrap();
     let refused = kernels.decompress(&*compute, work).unwrap_err();
     assert!(refused.error.to_string().contains("cuLaunchKernel"), "{}", refused.error);
     assert_eq!((refused.dst.pending().len(), refused.verdict.pending().len()), (1, 1));
+    cuda.no_faults();
     drop((refused, src, compute, device));
     assert_given_back(&devices, &cuda, "a refused launch");
     drop(devices);

@@ -207,13 +207,16 @@ fn cuda_memory_of_a_refused_launch_is_not_free_before_its_stream() {
     let (kernels, compute) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
     let blocks = sent(&device, &random_bytes(8, 34));
     kernels.dequantises(&*compute, DType::Q8_0, DType::F32).unwrap();
-    cuda.fault(&FaultPlan::one(Fault::nth("cuLaunchKernel", 1, Effect::Fail(701))));
-    compute.occupy(std::time::Duration::from_millis(50)).unwrap();
+    let (refuses, held) =
+        (Fault::nth("cuLaunchKernel", 1, Effect::Fail(701)), Fault::nth("cuLaunchHostFunc", 1, Effect::Hold));
+    cuda.fault(&FaultPlan { faults: vec![refuses, held], ..FaultPlan::default() });
+    compute.occupy(std::time::Duration::ZERO).unwrap();
     let dst = device.alloc(128, MemoryKind::Whole).unwrap();
     let work = Dequantise::new((blocks.clone(), 0, DType::Q8_0), 32, (dst, 0, DType::F32)).unwrap();
     let rejected = kernels.dequantise(&*compute, work).unwrap_err();
     assert!(rejected.error.to_string().contains("cuLaunchKernel"), "{}", rejected.error);
     assert_eq!(rejected.dst.pending().len(), 1);
+    cuda.no_faults();
     drop((rejected, blocks, compute, device));
     assert_given_back(&devices, &cuda, "a refused launch");
     drop(devices);

@@ -14,7 +14,7 @@ use card::{
     DEADLINE, Driver, assert_given_back, driver, registry, registry_of, stand_in, wait_until_closed,
     whatever_call_fails,
 };
-use cuda_standin::{Config, Effect};
+use cuda_standin::{Config, Effect, FaultPlan};
 use cufile_standin::{Config as Library, Fault, library_path, session};
 use rustix::fs::{Advice, OFlags, fadvise, statfs};
 use support::{GPU0, Subject, blocks, check_pass, llama, safetensors, spec};
@@ -473,8 +473,7 @@ fn cuda_reads_go_where_they_are_told() {
 fn cuda_memory_in_use_is_not_read_into() {
     let folder = folder();
     let (file, _) = open(folder.path(), MIB);
-    let slow = Config::with_devices(&[64 << 20]).links(cuda_standin::Link::new(10_000_000, 0));
-    let Some(cuda) = stand_in(&slow) else { return };
+    let Some(cuda) = stand_in(&Config::with_devices(&[64 << 20])) else { return };
     let library = session(&Library::default());
     {
         let backend = Cuda::new().gds(Gds::Always).cufile(library_path());
@@ -483,9 +482,11 @@ fn cuda_memory_in_use_is_not_read_into() {
         let file = reads.register(file).unwrap();
         let (up, here) = (card.stream(Role::Upload).unwrap(), cpu.alloc(MIB, MemoryKind::Pinned).unwrap().freeze());
         let memory = card.alloc(MIB, MemoryKind::Whole).unwrap();
+        cuda.fault(&FaultPlan::one(cuda_standin::Fault::nth("cuMemcpyHtoDAsync_v2", 1, Effect::Hold)));
         let mut memory = up.copy(Transfer::whole(&here, memory).unwrap()).unwrap().chain();
         let used = file.read(0, &mut memory, 0..MIB).unwrap_err();
         assert!(used.to_string().contains("in use"), "{used}");
+        cuda.no_faults();
         let registered = reads.register_memory(memory.block()).unwrap();
         drop(memory);
         up.record(&[]).unwrap().wait(DEADLINE).unwrap();

@@ -250,9 +250,12 @@ fn arrival_can_be_awaited() {
             check_layer(&guard, &subject).unwrap();
         }
         // A copy that fails ends the wait with its cause; this backend's event tells nobody, so that a thread looks.
-        watched.copies.spoil_nth(1);
+        watched.copies.spoil_nth_when_let_go(1);
         let guard = streamer.layer(LayerId::new(1)).unwrap();
-        assert_eq!(block_on(guard.arrived()).0.unwrap_err().kind(), ErrorKind::DeviceLost);
+        let mut arrived = pin!(guard.arrived());
+        assert!(arrived.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        watched.copies.let_go();
+        assert_eq!(block_on(arrived).0.unwrap_err().kind(), ErrorKind::DeviceLost);
     }
 }
 

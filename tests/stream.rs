@@ -420,6 +420,7 @@ fn a_refused_copy_is_an_error_and_the_next_pass_is_right() {
     let (subject, machine) = small();
     let watched = Watched::new(machine.clone(), Clock::Wall);
     let plan = subject.planner(&machine, "xpu:0,50%;cpu,50%").depth(2).plan().unwrap();
+    assert_eq!(plan.slots().count, 3);
     let mut streamer = Streamer::new(&load(&watched.registry, &subject, &plan)).unwrap();
     for nth in 1..60 {
         watched.countdown.fail_nth(nth);
@@ -430,8 +431,9 @@ fn a_refused_copy_is_an_error_and_the_next_pass_is_right() {
         }
         watched.countdown.fail_nth(u64::MAX / 2);
         check_pass(&mut streamer, &subject).unwrap();
-        // A slot whose last use could not be marked went with the pass; the next model has all of them.
-        if nth % 8 == 0 {
+        // A slot whose last use could not be marked went with the pass; the next model has all of them. Which operation is the
+        // nth is up to the threads, so each pass may lose one of three.
+        if nth % 2 == 0 {
             let model = load(&watched.registry, &subject, &plan);
             streamer = Streamer::new(&model).unwrap();
         }

@@ -433,8 +433,10 @@ mod tests {
             let mut lanes = [Lane::new(stream, memory().freeze(), memory(), 4096)];
             held(watch, &mut lanes, 3, Duration::ZERO, hold).unwrap()
         };
-        let [queued] = &run(&*stream, Duration::from_millis(500)).unwrap()[..] else { panic!("one lane") };
-        assert_eq!(queued.gaps.len(), 3);
+        // A busy host may be too late for one, and for a longer one only if it stands still.
+        let holds = [100, 1000, 20_000].map(Duration::from_millis);
+        let queued = holds.into_iter().find_map(|hold| run(&*stream, hold)).expect("queued while the stream was held");
+        assert!(queued.len() == 1 && queued[0].gaps.len() == 3);
         assert!(run(&Slow(Arc::clone(&stream)), Duration::from_millis(1)).is_none());
     }
 

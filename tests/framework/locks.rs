@@ -222,6 +222,28 @@ fn copies_crosswise_do_not_wait_for_each_other() {
     without_hanging("copying crosswise".to_owned(), crosswise);
 }
 
+/// Does something when the host begins to wait for a layer.
+struct OnStall<F>(F);
+
+impl<S: tracing::Subscriber, F: Fn() + 'static> tracing_subscriber::Layer<S> for OnStall<F> {
+    fn on_new_span(
+        &self,
+        attrs: &tracing::span::Attributes<'_>,
+        _: &tracing::Id,
+        _: tracing_subscriber::layer::Context<'_, S>,
+    ) {
+        if attrs.metadata().name() == "stall" {
+            (self.0)();
+        }
+    }
+}
+
+/// Runs `work`, and `act` whenever the host begins to wait for a layer in this thread.
+fn on_stall<T>(act: impl Fn() + Send + Sync + 'static, work: impl FnOnce() -> T) -> T {
+    use tracing_subscriber::layer::SubscriberExt;
+    tracing::subscriber::with_default(tracing_subscriber::registry().with(OnStall(act)), work)
+}
+
 /// Code of the framework that reads a slot for a while makes the next fill wait, and not fail.
 #[test]
 fn a_slow_reader_is_waited_for() {
@@ -234,21 +256,24 @@ fn a_slow_reader_is_waited_for() {
     drop(streamer.layer(LayerId::new(1)).unwrap());
     let slots: Vec<Arc<Tensor>> = framework.live().into_iter().filter(|tensor| tensor.name.is_none()).collect();
     let patience = Duration::from_millis(150);
-    let (locked, is_locked) = std::sync::mpsc::channel();
+    let ((locked, is_locked), (stalled, is_stalled)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let before = streamer.report().stalls.get(&StallCause::Copy).copied().unwrap_or_default();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             let guards: Vec<_> = slots.iter().map(|slot| slot.read()).collect();
-            locked.send(Instant::now()).unwrap();
+            locked.send(()).unwrap();
+            is_stalled.recv_timeout(DEADLINE).expect("whoever fills the slot waits");
             std::thread::sleep(patience);
             drop(guards);
         });
-        let since = is_locked.recv().unwrap();
-        let guard = streamer.layer(LayerId::new(2)).unwrap();
-        assert!(since.elapsed() >= patience, "filled while it was read");
+        is_locked.recv().unwrap();
+        let begin = Instant::now();
+        let guard = on_stall(move || _ = stalled.send(()), || streamer.layer(LayerId::new(2)).unwrap());
+        assert!(begin.elapsed() >= patience, "filled while it was read");
         check_layer(&guard, &subject).unwrap();
     });
     let stalls = streamer.report().stalls[&StallCause::Copy];
-    assert!(stalls.time >= patience / 2, "{stalls:?}");
+    assert!(stalls.time - before.time >= patience, "{stalls:?} after {before:?}");
 }
 
 /// Compute on the host begins when `layer` returns, so the layer is there by then, however slow its source is.
@@ -258,25 +283,35 @@ fn on_the_host_a_layer_has_arrived_when_it_is_handed_out() {
     let machine = described(&["cpu=64mb", "disk=64mb,link=0.01", "cuda:1=24mb,link=0.01"]);
     let framed = [None, Some(DIVIDED[0]), Some(DIVIDED[1])];
     for (grouping, depth) in framed.into_iter().flat_map(|grouping| [0, 1, 9].map(|depth| (grouping, depth))) {
-        let registry = Registry::described(machine.clone(), Clock::Wall);
+        let watched = Watched::new(machine.clone(), Clock::Wall);
         let planner = planner(&subject, &machine, CPU, "disk,50%;cuda:1,50%").depth(depth);
         let plan = planner.grouping(grouping.unwrap_or_default()).plan().unwrap();
         let framework = grouping.map(|grouping| Framework::new(CPU, grouping, Memory::Locked));
         let frameworks: Vec<_> = framework.iter().collect();
-        let model = Arc::new(loader(&registry, &frameworks).load(&subject.weights, &plan).unwrap());
+        let model = Arc::new(loader(&watched.registry, &frameworks).load(&subject.weights, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap();
         let stalls =
             |streamer: &Streamer| streamer.report().stalls.get(&StallCause::Copy).map_or(0, |s: &Stalls| s.count);
-        for _ in 0..2 {
-            for layer in layers(&streamer) {
+        let pass = |streamer: &mut Streamer| {
+            for layer in layers(streamer) {
                 let guard = streamer.layer(layer).unwrap();
                 assert!(guard.arriving().next().is_none(), "handed out before it was there");
                 check_layer(&guard, &subject).unwrap();
             }
-        }
+        };
+        // Nothing comes before it is waited for, however late that is.
+        let late = |streamer: &mut Streamer| {
+            watched.copies.hold();
+            let copies = watched.copies.clone();
+            on_stall(move || copies.let_go(), || pass(streamer));
+            watched.copies.let_go();
+        };
+        late(&mut streamer);
+        let first = stalls(&streamer);
+        assert!(first > 0, "the host waited: {}", streamer.report());
+        pass(&mut streamer);
         let before = stalls(&streamer);
-        assert!(before > 0, "the host waited: {}", streamer.report());
-        check_pass(&mut streamer, &subject).unwrap();
+        late(&mut streamer);
         assert_eq!(stalls(&streamer) > before, depth < 9, "what is there is not waited for: {}", streamer.report());
     }
 }
@@ -292,10 +327,12 @@ fn on_the_host_a_failed_copy_is_the_error_of_its_layer() {
         let framework = Framework::new(CPU, DIVIDED[1], Memory::Locked);
         let model = Arc::new(loader(&watched.registry, &[&framework]).load(&subject.weights, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap();
-        watched.copies.spoil_nth(nth);
+        // A copy that fails before its layer is asked for is made again, so this one fails when it is waited for.
+        watched.copies.spoil_nth_when_let_go(nth);
         let mut errors = 0;
         for layer in layers(&streamer) {
-            match streamer.layer(layer) {
+            let copies = watched.copies.clone();
+            match on_stall(move || copies.let_go(), || streamer.layer(layer)) {
                 Ok(guard) => check_layer(&guard, &subject).unwrap(),
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::DeviceLost, "{error}");

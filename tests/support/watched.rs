@@ -54,8 +54,9 @@ pub(crate) struct Copies(Arc<Mutex<Seen>>);
 #[derive(Debug, Default)]
 struct Seen {
     pieces: Vec<Copied>,
-    /// How many copies to go until one fails after it was queued.
+    /// How many copies to go until one fails after it was queued, and what it waits for until then.
     spoil: Option<usize>,
+    spoilt_after: Option<Event>,
     /// Whether compute streams leave waiting to the host.
     host_waits: bool,
     /// A device that will fail, and how many copies to go until then.
@@ -74,7 +75,14 @@ impl Copies {
 
     /// Lets the n-th copy from now on, the first being 1, be queued and fail a little later.
     pub(crate) fn spoil_nth(&self, n: usize) {
-        self.seen().spoil = Some(n);
+        let mut seen = self.seen();
+        (seen.spoil, seen.spoilt_after) = (Some(n), None);
+    }
+
+    /// The same, but it does not fail before [`let_go`](Copies::let_go), on either clock.
+    pub(crate) fn spoil_nth_when_let_go(&self, n: usize) {
+        let mut seen = self.seen();
+        (seen.spoil, seen.spoilt_after) = (Some(n), Some(Event::new(Arc::new(Gate::default()))));
     }
 
     /// Lets a device fail for good when the n-th copy from now on is queued, whose event, like all others, says nothing
@@ -106,10 +114,11 @@ impl Copies {
         self.seen().held = Some(Event::new(Arc::new(Gate::default())));
     }
 
-    /// Lets those begin that were held.
+    /// Lets those begin that were held, and the one fail that was to fail now.
     pub(crate) fn let_go(&self) {
-        let held = self.seen().held.take();
-        held.iter().filter_map(Event::downcast::<Gate>).for_each(Gate::open);
+        let mut seen = self.seen();
+        let held = [seen.held.take(), seen.spoilt_after.clone()];
+        held.iter().flatten().filter_map(Event::downcast::<Gate>).for_each(Gate::open);
     }
 
     /// Makes compute streams unable to wait for events.
@@ -220,7 +229,8 @@ impl Stream for ListingStream {
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         self.copies.operation();
         if self.copies.note(self.role, &transfer) {
-            let spoilt = Spoilt::new(self.device(), transfer.waits());
+            let after = self.copies.seen().spoilt_after.clone();
+            let spoilt = Spoilt::new(self.device(), transfer.waits().into_iter().chain(after).collect());
             return Ok(transfer.launched(Event::new(Arc::new(spoilt))));
         }
         let held = self.copies.seen().held.clone();

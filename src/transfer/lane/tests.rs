@@ -8,14 +8,26 @@ use proptest::prelude::*;
 /// More than one thread copies at a time.
 const PART: usize = 1 << 20;
 
-/// A fence that the test completes.
-struct Gate(AtomicBool);
+/// What the test completes: all its fences at once, between two rounds of a lane's looking at them. The first one that a round
+/// looks at takes note.
+#[derive(Default)]
+struct Gate {
+    open: AtomicBool,
+    noted: AtomicBool,
+}
+
+/// A fence of the gate, and whether it is the one that takes note.
+struct Gated(Arc<Gate>, bool);
 
 #[expect(unsafe_code, reason = "a fence's word is trusted")]
 // SAFETY: no work stands behind it.
-unsafe impl Fence for Gate {
+unsafe impl Fence for Gated {
     fn state(&self) -> FenceState {
-        if self.0.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
+        let Gated(gate, first) = self;
+        if *first && gate.open.load(Ordering::Acquire) {
+            gate.noted.store(true, Ordering::Release);
+        }
+        if gate.noted.load(Ordering::Acquire) { FenceState::Done } else { FenceState::Pending }
     }
 
     fn wait(&self, _: Duration) -> FenceState {
@@ -33,19 +45,19 @@ fn clients_of_a_lane_take_turns() {
     let (lane, bytes) = (engine.lane(&host).unwrap(), QUANTUM as usize);
     let src = host.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
     // No order can begin before all are submitted.
-    let gate = Arc::new(Gate(AtomicBool::new(false)));
-    let order = |client| {
+    let gate = Arc::<Gate>::default();
+    let order = |client, first| {
         let dst = card.alloc(bytes, MemoryKind::Arena).unwrap().freeze();
-        dst.used_until(Event::new(Arc::clone(&gate) as Arc<dyn Fence>));
+        dst.used_until(Event::new(Arc::new(Gated(Arc::clone(&gate), first))));
         let pieces = vec![Piece { src: src.clone(), from: 0..bytes, at: 0 }];
         let ordered = Ordered { pieces, ..Ordered::default() };
         let dst = dst.try_reclaim().unwrap();
         lane.submit(Order { client, dst, bytes: ordered, urgent: false, deadline: Duration::from_secs(20) })
     };
     let (many, one) = (engine.client(), engine.client());
-    let many: Vec<PendingOrder> = (0..5).map(|_| order(many)).collect();
-    let one = order(one);
-    gate.0.store(true, Ordering::Release);
+    let many: Vec<PendingOrder> = (0..5).map(|nth| order(many, nth == 0)).collect();
+    let one = order(one, false);
+    gate.open.store(true, Ordering::Release);
     let arrival = |order: &PendingOrder| {
         let finished = order.wait(Duration::from_secs(20)).unwrap();
         finished.outcome.unwrap();

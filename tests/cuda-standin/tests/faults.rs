@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Cuda, MIB, pattern};
+use common::{Cuda, MIB, pattern, settled};
 use cuda_standin::{Config, Driver, Effect, Fault, FaultPlan, Link, Rule, session};
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUresult};
@@ -262,7 +262,7 @@ fn whichever_call_fails_the_stand_in_stands() {
             standin.reset();
             standin.fault(&FaultPlan::one(Fault::any(nth, effect)));
             let _ = stubborn();
-            let report = standin.report();
+            let report = settled(&standin);
             assert_eq!(report.count(Rule::Panic), 0, "{effect:?} at call {nth}:\n{report}");
             assert_eq!(report.pending, 0, "{effect:?} at call {nth}");
         }

@@ -5,7 +5,7 @@ mod common;
 use std::ffi::c_void;
 use std::sync::Mutex;
 
-use common::{Cuda, MIB};
+use common::{Cuda, MIB, settled};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule, session};
 use cudarc::driver::sys::{self, CUcontext, CUdeviceptr, CUevent, CUresult, CUstream};
 
@@ -119,7 +119,7 @@ fn storm(config: &Config, seed: u64, plan: &FaultPlan) {
             });
         }
     });
-    let report = standin.report();
+    let report = settled(&standin);
     assert_eq!(report.count(Rule::Panic), 0, "seed {seed}:\n{report}");
     assert_eq!(report.pending, 0, "seed {seed}:\n{report}");
     assert!(report.violations.len() > 5, "no storm at all:\n{report}");

@@ -219,13 +219,16 @@ fn a_handle_is_not_given_back_during_a_read_nor_after_its_file() {
     let path = folder.path().join("bytes");
     fs::write(&path, [1; 4096]).unwrap();
     let driver = cuda_standin::session(&cuda_standin::Config::default());
-    let (cuda, library) = (Cuda(&driver), session(&Config { read_micros: 200_000, ..Config::default() }));
+    let (cuda, library) = (Cuda(&driver), session(&Config::default()));
     let calls = Calls(&library);
     cuda.enter();
     calls.open();
     let (first, second) = (file(&path, DIRECT), file(&path, DIRECT));
     let (during, after) = (calls.register(&first).unwrap(), calls.register(&second).unwrap());
     let (memory, handle) = (cuda.allocate(4096), during.addr());
+    // The read is at its copy to the device until the handle was given back.
+    let copy = cuda_standin::Fault::nth("cuMemcpyHtoD_v2", 1, cuda_standin::Effect::Hold);
+    driver.fault(&cuda_standin::FaultPlan::one(copy));
     std::thread::scope(|scope| {
         let reads = scope.spawn(|| {
             cuda.enter();
@@ -235,6 +238,7 @@ fn a_handle_is_not_given_back_during_a_read_nor_after_its_file() {
             std::thread::yield_now();
         }
         calls.deregister(during);
+        driver.no_faults();
         assert_eq!(reads.join().unwrap(), 4096);
     });
     drop(second);

@@ -4,7 +4,9 @@
 pub(crate) mod kernel;
 
 use std::ffi::c_void;
+use std::time::{Duration, Instant};
 
+use cuda_standin::{Driver, Report};
 use cudarc::driver::result;
 use cudarc::driver::result::stream::StreamKind;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream};
@@ -14,6 +16,17 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// Bytes that differ from place to place and from seed to seed.
 pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8).wrapping_add(seed)).collect()
+}
+
+/// The report once no work is pending. After 20 s it is the one with what hangs.
+pub(crate) fn settled(standin: &Driver) -> Report {
+    let until = Instant::now() + Duration::from_secs(20);
+    loop {
+        let report = standin.report();
+        if report.pending == 0 || Instant::now() > until {
+            return report;
+        }
+    }
 }
 
 /// One device with its primary context.
