@@ -55,7 +55,8 @@ impl Plan {
             let direct = topology.path(device.id, self.compute());
             let staged = topology.staged_path(device.id, self.compute());
             let stays = |staged: bool| stays.iter().filter(move |a| a.device == device.id && a.staged == staged);
-            let [stays_staged, stays_direct] = [true, false].map(|staged| stays(staged).map(|a| a.bytes).sum::<u64>());
+            let [stays_staged, stays_direct] =
+                [true, false].map(|staged| stays(staged).map(|a| a.taken()).sum::<u64>());
             let DeviceWeights { streamed, staged: all_staged, .. } = device.weights;
             let passes =
                 direct.into_iter().map(|segment| (segment, (streamed - all_staged).saturating_sub(stays_direct)));
@@ -81,20 +82,21 @@ impl Plan {
     /// The streamed modules of layers that each have a large slot to themselves.
     fn stays_in_slots(&self) -> Vec<&Assignment> {
         let slots = self.slots();
-        let streamed = |layer: &'_ [Assignment]| {
+        let sum = |layer: &[Assignment], bytes: fn(&Assignment) -> u64| {
             let streamed = layer.iter().filter(|a| a.usage == Use::Streamed);
-            streamed.map(|a| Layout::slot_bytes(a.bytes)).fold(0, u64::saturating_add)
+            streamed.map(bytes).fold(0, u64::saturating_add)
         };
         let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
         let divided = self.grouping().is_apart() && !self.has_external_slots();
         let large = if divided || self.unpacked().is_some() {
             // Which layers are large depends on their tensors, which a plan does not know. No others that stay have more bytes.
             let mut layers: Vec<&[Assignment]> = layers.collect();
-            layers.sort_by_key(|layer| std::cmp::Reverse(streamed(layer)));
+            layers.sort_by_key(|layer| std::cmp::Reverse(sum(layer, Assignment::taken)));
             layers.truncate(slots.large);
             layers
         } else {
-            let large: Vec<&[Assignment]> = layers.filter(|layer| streamed(layer) > slots.bytes_each).collect();
+            let in_slot = |layer: &[Assignment]| sum(layer, |a| Layout::slot_bytes(a.bytes));
+            let large: Vec<&[Assignment]> = layers.filter(|layer| in_slot(layer) > slots.bytes_each).collect();
             let stay = slots.large > 0 && large.len() <= slots.large;
             if stay { large } else { Vec::new() }
         };
