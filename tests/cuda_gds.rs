@@ -17,6 +17,7 @@ use card::{
 use cuda_standin::{Config, Effect, FaultPlan};
 use cufile_standin::{Config as Library, Fault, library_path, session};
 use rustix::fs::{Advice, OFlags, fadvise, statfs};
+use support::compressed::Compressed;
 use support::{GPU0, Subject, blocks, check_pass, llama, safetensors, spec};
 use tensor_offload::backend::{Backend, BufMut, Cuda, Device, Gds, MemoryKind, NoFileReads, Role, Transfer};
 use tensor_offload::error::FileFault;
@@ -560,7 +561,9 @@ fn streamed(gds: Gds, library: &Library, faults: &[Fault], subject: &Subject) ->
     library.fault(faults);
     let (read, slots) = {
         let devices = devices(gds);
-        let plan = subject.planner(devices.machine(), "cuda:0,10%;cpu,10%;disk,*").depth(1).plan().unwrap();
+        // A file with codes is read as it is, and its codes are decoded in the device's memory.
+        let planner = subject.planner(devices.machine(), "cuda:0,10%;cpu,10%;disk,*").depth(1).compress(true);
+        let plan = planner.plan().unwrap();
         let model = Arc::new(Loader::new(&devices).deadline(DEADLINE).load(&subject.weights, &plan).unwrap());
         assert!(model.report().in_files > 0);
         let before = library.report().bytes;
@@ -601,6 +604,15 @@ fn cuda_a_device_reads_streamed_layers_into_their_slots() {
     assert!(gds > 4 * MIB as u64 && why.is_empty(), "{gds} {why:?}");
     let (gds, why) = streamed(Gds::Off, &Library::default(), &[], &subject);
     assert!(gds == 0 && why == ["cuda:0: it is switched off"], "{why:?}");
+}
+
+#[test]
+fn cuda_a_device_reads_codes_and_decodes_them_into_slots() {
+    let file = Compressed::new(&llama(1, 512), 73);
+    let subject = subject(&file.file());
+    let (gds, why) = streamed(Gds::Always, &Library::default(), &[], &subject);
+    let stored: u64 = subject.layout().tensor_ids().filter_map(|tensor| subject.checkpoint().compressed(tensor)).sum();
+    assert!(gds > stored && gds < 3 * stored && why.is_empty(), "{gds} of {stored} {why:?}");
 }
 
 /// A file that changes under a streamed model is an error that names the tensor, whoever reads it.
