@@ -438,6 +438,41 @@ fn damaged_codes_are_errors_and_no_wrong_weights() {
     }
 }
 
+/// A code of other weights than the metadata says is none of the tensor's, wherever it lives.
+#[test]
+fn a_code_of_other_weights_is_refused() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let plain = Subject::plain(&[spec("x.weight", DType::BF16, &[9000])], 18);
+    let code = tensor_offload::lossless::compress(DType::BF16, plain.bytes_of("x.weight")).unwrap();
+    for (number, (entry, is_right)) in
+        [("BF16 [90, 100]", true), ("BF16 [90, 101]", false), ("F16 [90, 100]", false)].into_iter().enumerate()
+    {
+        let header = serde_json::json!({
+            "__metadata__": { "x.weight.lossless": entry },
+            "x.weight.lossless": { "dtype": "U8", "shape": [code.len()], "data_offsets": [0, code.len()] },
+        });
+        let header = header.to_string().into_bytes();
+        let path = folder.path().join(format!("{number}.safetensors"));
+        fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], &header, &code].concat()).unwrap();
+        let weights: Weights = tensor_offload::Checkpoint::open(&path).unwrap().into();
+        let devices = Registry::described(machine(), Clock::Virtual);
+        for allocation in ["cpu,*", "disk,*"] {
+            let planner = Planner::new(weights.layout(), devices.machine()).compute(GPU0).compress(true);
+            let plan = planner.allocation(allocation.parse().unwrap()).plan().unwrap();
+            assert!(kept(&plan).0 > 0);
+            match Loader::new(&devices).load(&weights, &plan) {
+                Ok(_) => assert!(is_right, "{entry} on {allocation}"),
+                Err(error) => {
+                    let Error::File { tensor, fault, .. } = &error else { panic!("{error}") };
+                    assert_eq!((tensor.as_deref(), is_right), (Some("x.weight"), false), "{error}");
+                    let FileFault::Compressed(fault) = &**fault else { panic!("{error}") };
+                    assert!(matches!(fault, CompressedFault::Other { found: 9000, .. }), "{error}");
+                }
+            }
+        }
+    }
+}
+
 /// The last layers of the last pass are asked for at the end.
 #[test]
 fn damage_is_told_at_the_end_of_a_pass() {

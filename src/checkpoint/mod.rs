@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Measured, Missing, Result};
+use crate::lossless::Info;
 use crate::transfer::{FileSource, MemorySource, ReadPart, Source};
 pub(crate) use compressed::CompressedSource;
 use compressed::Sizes;
@@ -347,6 +348,16 @@ impl Checkpoint {
             Some((at, stored)) if stored.bytes == dst.len() as u64 => Ok((info.file, ReadPart::new(at, dst))),
             _ => Err(Error::bug(format!("tensor `{}` is not stored as a code", info.name))),
         }
+    }
+
+    /// Checks that a code with this header is the one of a tensor.
+    ///
+    /// # Errors
+    /// [`FileFault::Compressed`](crate::error::FileFault::Compressed) when it is of other weights.
+    pub(crate) fn check_code(&self, tensor: TensorId, code: &Info) -> Result<()> {
+        let info = self.info(tensor)?;
+        let file = self.stored(info.file).ok_or_else(|| Error::bug("a code of a file without any"))?;
+        file.check(info.offset, info.bytes, code).map_err(|error| naming_tensor(error, &info.name))
     }
 
     /// Reads parts of a file with codes as it is.

@@ -148,7 +148,7 @@ impl Job<'_> {
         for (tensor, values, is_code, bytes) in parts {
             self.check_cancelled()?;
             if is_code {
-                let info = self.check_code(tensor, bytes)?;
+                let info = self.check_code(tensor, values, bytes)?;
                 infos.extend(compressed.place(tensor).map(|place| (place.range.start, info)));
             }
             self.advance(values as u64);
@@ -184,14 +184,20 @@ impl Job<'_> {
         self.read_pieces(parts, |file, parts| checkpoint.read_stored_parts(file, parts))
     }
 
-    /// Checks a tensor's code, every block of it. Workers that have nothing to do help.
-    fn check_code(&self, tensor: TensorId, bytes: &[u8]) -> Result<Info> {
+    /// Checks a tensor's code, of so many bytes of weights: that it is the tensor's, and every block. Workers that have nothing to do
+    /// help.
+    fn check_code(&self, tensor: TensorId, values: usize, bytes: &[u8]) -> Result<Info> {
         let damaged = |fault: CodeFault| {
             let fault = CompressedFault::Code(fault);
             Error::file(self.path_of(tensor), Some(&self.layout.at(tensor).name), fault.into())
         };
         let code = Code::open(bytes).map_err(damaged)?;
         let info = *code.info();
+        if let Some(weights) = self.weights() {
+            weights.checkpoint().check_code(tensor, &info)?;
+        } else if info.decoded_bytes != values as u64 {
+            return Err(Error::bug("a model with a code of other weights than its own"));
+        }
         let size = info.decoded_bytes / info.count.max(1);
         let pieces = (0..info.count).step_by(CHECKED as usize).map(|begin| begin..info.count.min(begin + CHECKED));
         let check = |piece: Range<u64>| -> Result<()> {

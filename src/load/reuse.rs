@@ -98,7 +98,8 @@ impl Reuse {
             in_base[tensor].as_ref()?;
             let old = base.index().find(&layout.at(tensor).name)?;
             let (form, place) = (base.home(base.index().owner(old))?.compressed.as_ref()?, base.index().stored(old)?);
-            Some(BaseBytes { buf: form.buf.clone(), range: place.range.clone() })
+            let alike = compressed.place(tensor).is_some_and(|new| new.range.len() == place.range.len());
+            alike.then(|| BaseBytes { buf: form.buf.clone(), range: place.range.clone() })
         });
         let compressed_in_base = compressed_in_base.collect();
         let shared = (0..groups.len()).map(|group| {

@@ -143,6 +143,17 @@ impl CompressedSource {
         }
     }
 
+    /// Checks that a code with this header is that of such a tensor.
+    ///
+    /// # Errors
+    /// [`FileFault::Compressed`].
+    pub(crate) fn check(&self, begin: u64, bytes: u64, info: &Info) -> Result<()> {
+        match self.span(begin, bytes).map(|span| (span, &span.form)) {
+            Some((span, Form::Code(code))) => code.check(span, info).map_err(|fault| self.fault(fault)),
+            _ => Err(Error::bug("a tensor of which the file has no code")),
+        }
+    }
+
     fn span(&self, begin: u64, bytes: u64) -> Option<&Span> {
         let first = self.spans.partition_point(|span| span.begin < begin);
         self.spans[first..].iter().take_while(|span| span.begin == begin).find(|span| span.bytes == bytes)
@@ -210,15 +221,7 @@ impl CompressedSource {
         let mut head = vec![0; code.bytes.min(Info::BYTES) as usize];
         self.file.read_at(span.at, &mut head)?;
         let info = Info::read(&head).map_err(|fault| self.fault(fault.into()))?;
-        let count = span.bytes / code.size();
-        if (info.dtype, info.count) != (code.dtype, count) {
-            let (dtype, found, found_dtype) = (code.dtype, info.count, info.dtype);
-            return Err(self.fault(CompressedFault::Other { count, dtype, found, found_dtype }));
-        }
-        let (given, expected) = (code.bytes, info.bytes.max(info.head_bytes()));
-        if given != expected {
-            return Err(self.fault(CodeFault::Length { expected, given }.into()));
-        }
+        code.check(span, &info).map_err(|fault| self.fault(fault))?;
         head = vec![0; info.head_bytes() as usize];
         self.file.read_at(span.at, &mut head)?;
         Ok(head)
@@ -304,6 +307,20 @@ impl Code {
     /// The bytes of a weight.
     fn size(&self) -> u64 {
         self.dtype.block().bytes
+    }
+
+    /// Checks that a header is of as many weights of this type, and of as many bytes.
+    fn check(&self, span: &Span, info: &Info) -> Result<(), CompressedFault> {
+        let (count, dtype) = (span.bytes / self.size(), self.dtype);
+        if (info.dtype, info.count) != (dtype, count) {
+            let (found, found_dtype) = (info.count, info.dtype);
+            return Err(CompressedFault::Other { count, dtype, found, found_dtype });
+        }
+        let (given, expected) = (self.bytes, info.bytes.max(info.head_bytes()));
+        if given != expected {
+            return Err(CodeFault::Length { expected, given }.into());
+        }
+        Ok(())
     }
 
     /// Adds the jobs for the bytes of a tensor from `at` on.
