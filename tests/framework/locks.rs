@@ -222,10 +222,15 @@ fn copies_crosswise_do_not_wait_for_each_other() {
     without_hanging("copying crosswise".to_owned(), crosswise);
 }
 
-/// Does something when the host begins to wait for a layer.
-struct OnStall<F>(F);
+thread_local! {
+    /// What is done when the host begins to wait for a layer in this thread.
+    static ON_STALL: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
+}
 
-impl<S: tracing::Subscriber, F: Fn() + 'static> tracing_subscriber::Layer<S> for OnStall<F> {
+/// Does it.
+struct OnStall;
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for OnStall {
     fn on_new_span(
         &self,
         attrs: &tracing::span::Attributes<'_>,
@@ -233,15 +238,23 @@ impl<S: tracing::Subscriber, F: Fn() + 'static> tracing_subscriber::Layer<S> for
         _: tracing_subscriber::layer::Context<'_, S>,
     ) {
         if attrs.metadata().name() == "stall" {
-            (self.0)();
+            ON_STALL.with_borrow(|act| act.iter().for_each(|act| act()));
         }
     }
 }
 
 /// Runs `work`, and `act` whenever the host begins to wait for a layer in this thread.
-fn on_stall<T>(act: impl Fn() + Send + Sync + 'static, work: impl FnOnce() -> T) -> T {
+fn on_stall<T>(act: impl Fn() + 'static, work: impl FnOnce() -> T) -> T {
     use tracing_subscriber::layer::SubscriberExt;
-    tracing::subscriber::with_default(tracing_subscriber::registry().with(OnStall(act)), work)
+    // One subscriber for all threads: of those that come and go, a span that is first met meanwhile may be taken to have none.
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        tracing::subscriber::set_global_default(tracing_subscriber::registry().with(OnStall)).expect("no other is set");
+    });
+    ON_STALL.set(Some(Box::new(act)));
+    let done = work();
+    ON_STALL.take();
+    done
 }
 
 /// Code of the framework that reads a slot for a while makes the next fill wait, and not fail.
