@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use support::compressed::Compressed;
 use support::framework::{Framework, Memory};
 use support::*;
-use tensor_offload::backend::{Backend, Clock, Countdown, Faulty, MemoryKind, Operation, Role, Simulated};
+use tensor_offload::backend::{Backend, Clock, MemoryKind, Operation, Role, Simulated};
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{CompressedFault, FileFault, PlanFault};
@@ -84,6 +84,8 @@ fn codes_cross_the_links_and_turns_find_weights() {
                             share.id
                         );
                     }
+                    let saved: u64 = plan.devices().iter().map(|share| share.weights.saved).sum();
+                    assert_eq!(loaded.report().saved, saved);
                     model.file.plain.check(&loaded);
                     let mut streamer = Streamer::new(&loaded).unwrap();
                     (0..3).for_each(|_| model.check_pass(&mut streamer).unwrap());
@@ -516,21 +518,8 @@ fn nothing_is_lost_whatever_operation_fails() {
         streamer.verify()?;
         failed.map_or(Ok(()), Err)
     };
-    let run = |nth: Option<u64>| {
-        let (countdown, simulated) = (Countdown::new(), Simulated::new(machine(), Clock::Virtual));
-        let devices = Registry::new([Arc::new(Faulty::new(simulated, countdown.clone())) as Arc<dyn Backend>]);
-        open_all(&devices);
-        let before = countdown.calls();
-        nth.into_iter().for_each(|nth| countdown.fail_nth(nth));
-        let outcome = path(&devices);
-        let calls = countdown.calls() - before;
-        comes_back(&devices);
-        (outcome, calls, countdown.calls_of(Operation::Decompress))
-    };
-    let (outcome, calls, decoded) = run(None);
-    outcome.unwrap();
+    let [decoded, calls, told] = whatever_operation_fails(Operation::Decompress, path);
     assert!(decoded >= 12, "{decoded} tensors");
-    let told = (1..=calls).filter(|&nth| run(Some(nth)).0.is_err()).count() as u64;
     // What fails ahead of its turn is fetched again then.
     assert!(told > calls / 2, "{told} of {calls} failures");
 }

@@ -223,6 +223,13 @@ impl Device for LyingDevice {
 
     fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
         self.told.fails(self.lie, self.inner.info().id)?;
+        if self.tells(Lie::ShortMemory) {
+            return self.inner.read_only(Extents::default());
+        }
+        if self.tells(Lie::MemoryElsewhere) {
+            let other = self.told.other.lock().unwrap().clone().expect("one was opened");
+            return Ok(Some(other.alloc(contents.bytes(), MemoryKind::Arena)?.freeze()));
+        }
         self.inner.read_only(contents)
     }
 
@@ -461,6 +468,29 @@ fn memory_that_was_not_asked_for_is_told_as_a_bug() {
         let _other = backend.open(DeviceId::cuda(1)).unwrap();
         let error = device.alloc(64, MemoryKind::Arena).unwrap_err();
         assert!(matches!(&error, Error::Bug { what } if what == found), "{lie:?}: {error}");
+    }
+}
+
+/// The same of memory that is only read: layers that stay in a file.
+#[test]
+fn files_that_are_not_the_memory_asked_for_are_told_as_a_bug() {
+    let file = Compressed::new(&llama(2, 64), 9);
+    let subject = Subject::new(file.open().into());
+    for (lie, found) in [(Lie::ShortMemory, " and gave 0 on disk"), (Lie::MemoryElsewhere, " on cpu")] {
+        let told = Arc::new(Told::default());
+        let inner = Arc::new(Simulated::new(described(), Clock::Virtual));
+        let backend = LyingBackend { inner, lie, told: Arc::clone(&told) };
+        let devices = Registry::new([Arc::new(backend) as Arc<dyn Backend>]);
+        let (_card, _other) = (devices.device(GPU0).unwrap(), devices.device(DeviceId::cuda(1)).unwrap());
+        for compress in [false, true] {
+            let plan = subject.planner(devices.machine(), "disk,*").compress(compress).plan().unwrap();
+            told.on.store(true, Ordering::Relaxed);
+            let error = Loader::new(&devices).load(&subject.weights, &plan).unwrap_err();
+            told.on.store(false, Ordering::Relaxed);
+            let Error::Bug { what } = &error else { panic!("{lie:?}: {error}") };
+            assert!(what.starts_with("disk was asked for ") && what.ends_with(found), "{lie:?}: {error}");
+        }
+        *told.other.lock().unwrap() = None;
     }
 }
 

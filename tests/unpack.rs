@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use support::framework::{Framework, Memory};
 use support::gguf::Gguf;
 use support::*;
-use tensor_offload::backend::{Backend, Clock, Countdown, Faulty, Host, MemoryKind, Operation, Role, Simulated};
+use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Operation, Role};
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::plan::{TensorGrouping, Use};
@@ -293,21 +293,8 @@ fn nothing_is_lost_whatever_operation_fails() {
         }
         failed.map_or(Ok(()), Err)
     };
-    let run = |nth: Option<u64>| {
-        let (countdown, simulated) = (Countdown::new(), Simulated::new(machine(), Clock::Virtual));
-        let devices = Registry::new([Arc::new(Faulty::new(simulated, countdown.clone())) as Arc<dyn Backend>]);
-        open_all(&devices);
-        let before = countdown.calls();
-        nth.into_iter().for_each(|nth| countdown.fail_nth(nth));
-        let outcome = path(&devices);
-        let calls = countdown.calls() - before;
-        comes_back(&devices);
-        (outcome, calls, countdown.calls_of(Operation::Dequantise))
-    };
-    let (outcome, calls, unpacked) = run(None);
-    outcome.unwrap();
+    let [unpacked, calls, told] = whatever_operation_fails(Operation::Dequantise, path);
     assert!(unpacked >= 12, "{unpacked} tensors");
-    let told = (1..=calls).filter(|&nth| run(Some(nth)).0.is_err()).count() as u64;
     // What fails ahead of its turn is fetched again then.
     assert!(told > calls / 2, "{told} of {calls} failures");
 }

@@ -207,9 +207,25 @@ impl dyn Device + '_ {
         if (memory.bytes(), memory.device()) == (bytes, id) {
             return Ok(memory);
         }
-        let (given, device) = (memory.bytes(), memory.device());
-        Err(Error::bug(format!("{id} was asked for {bytes} bytes and gave {given} on {device}")))
+        Err(other_memory(id, bytes, memory.bytes(), memory.device()))
     }
+
+    /// Makes [memory that is only read](Device::read_only), and checks its size and device likewise.
+    ///
+    /// # Errors
+    /// [`Missing::ReadOnly`] when the device has no such memory.
+    pub(crate) fn only_read(&self, contents: Extents) -> Result<Buf> {
+        let (bytes, id) = (contents.bytes(), self.id());
+        let memory = self.read_only(contents)?.ok_or(Missing::ReadOnly { device: id })?;
+        if (memory.bytes(), memory.device()) == (bytes, id) {
+            return Ok(memory);
+        }
+        Err(other_memory(id, bytes, memory.bytes(), memory.device()))
+    }
+}
+
+fn other_memory(id: DeviceId, bytes: usize, given: usize, device: DeviceId) -> Error {
+    Error::bug(format!("{id} was asked for {bytes} bytes and gave {given} on {device}"))
 }
 
 /// A queue of copies that run in order, asynchronously to the caller.

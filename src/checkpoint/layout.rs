@@ -11,7 +11,7 @@ use super::execution::{self, OrderSource};
 use super::id::{Id, LayerId, ModuleId, Per, TensorId, ids};
 use super::names::{Place, Rank, module_name, natural, numbered_prefix};
 use crate::dtype::DType;
-use crate::lossless::CODE_ALIGN;
+use crate::lossless::padded;
 pub(crate) use changed::FactorShapes;
 pub use entries::{Factors, Layer, Module, TensorInfo};
 
@@ -285,14 +285,14 @@ impl Layout {
         self.stored[tensor.index()]
     }
 
-    /// The bytes of a module in compressed form, each tensor padded to a multiple of [`CODE_ALIGN`]. `None` if its files do not have
+    /// The bytes of a module in compressed form, each tensor [`padded`]. `None` if its files do not have
     /// all of its tensors, or none of them as a code, or if that would save nothing.
     pub(crate) fn compressed_bytes(&self, module: ModuleId) -> Option<u64> {
         let (mut bytes, mut has_code) = (0u64, false);
         for tensor in self.own_tensors(module) {
             let stored = self.stored(tensor)?;
             has_code |= stored.is_code;
-            bytes = bytes.saturating_add(stored.bytes.next_multiple_of(CODE_ALIGN as u64));
+            bytes = bytes.saturating_add(padded(stored.bytes));
         }
         Some(bytes).filter(|bytes| has_code && *bytes < self.at(module).bytes)
     }

@@ -69,6 +69,15 @@ pub use write::{TensorSpec, TensorWriter, write_safetensors};
 #[derive(Clone)]
 pub struct Checkpoint(Arc<Inner>);
 
+/// How a file is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Read {
+    /// As the weights that it stands for.
+    Weights,
+    /// As it is stored, which in a file with codes is something else.
+    Stored,
+}
+
 #[derive(Clone)]
 struct Inner {
     path: PathBuf,
@@ -318,20 +327,30 @@ impl Checkpoint {
     ///
     /// # Errors
     /// As [`read_at`](Checkpoint::read_at).
-    pub(crate) fn read_parts(&self, file: usize, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        let source = &self.0.sources[file];
+    pub(crate) fn read_parts(&self, file: usize, read: Read, parts: &mut [ReadPart<'_>]) -> Result<()> {
+        let source = match read {
+            Read::Weights => &self.0.sources[file],
+            Read::Stored => self.stored(file).ok_or_else(|| Error::bug("a file without codes, read for them"))?.file(),
+        };
         let Err(error) = source.read_parts(parts) else { return Ok(()) };
         // Read again one by one, the part that fails tells its tensor. If none does, all bytes have been read.
         for part in parts.iter_mut().filter(|part| !part.dst.is_empty()) {
-            source.read_at(part.at, part.dst).map_err(|error| self.named(error, file, part.at))?;
+            source.read_at(part.at, part.dst).map_err(|error| self.named(error, file, read, part.at))?;
         }
         tracing::debug!(%error, "what could not be read in one go was read part by part");
         Ok(())
     }
 
     /// An error of a read of a file from offset `at` on, with the name of the tensor that is there.
-    pub(crate) fn named(&self, error: Error, file: usize, at: u64) -> Error {
-        let has = |info: &&TensorInfo| info.file == file && (info.offset..info.offset + info.bytes).contains(&at);
+    pub(crate) fn named(&self, error: Error, file: usize, read: Read, at: u64) -> Error {
+        let place = |info: &TensorInfo| match read {
+            Read::Weights => Some((info.offset, info.bytes)),
+            Read::Stored => self.stored(file)?.place(info.offset, info.bytes).map(|(at, stored)| (at, stored.bytes)),
+        };
+        let has = |info: &&TensorInfo| {
+            let within = |(begin, bytes): (u64, u64)| (begin..begin.saturating_add(bytes)).contains(&at);
+            info.file == file && place(info).is_some_and(within)
+        };
         match self.0.layout.tensors().iter().find(has) {
             Some(tensor) => naming_tensor(error, &tensor.name),
             None => error,
@@ -358,33 +377,6 @@ impl Checkpoint {
         let info = self.info(tensor)?;
         let file = self.stored(info.file).ok_or_else(|| Error::bug("a code of a file without any"))?;
         file.check(info.offset, info.bytes, code).map_err(|error| naming_tensor(error, &info.name))
-    }
-
-    /// Reads parts of a file with codes as it is.
-    ///
-    /// # Errors
-    /// As [`read_at`](Checkpoint::read_at).
-    pub(crate) fn read_stored_parts(&self, file: usize, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        let source = self.stored(file).ok_or_else(|| Error::bug("a file without codes, read for them"))?.file();
-        let Err(error) = source.read_parts(parts) else { return Ok(()) };
-        for part in parts.iter_mut().filter(|part| !part.dst.is_empty()) {
-            source.read_at(part.at, part.dst).map_err(|error| self.named_stored(error, file, part.at))?;
-        }
-        tracing::debug!(%error, "what could not be read in one go was read part by part");
-        Ok(())
-    }
-
-    /// As [`named`](Checkpoint::named), for an offset in the file as it is.
-    pub(crate) fn named_stored(&self, error: Error, file: usize, at: u64) -> Error {
-        let has = |info: &&TensorInfo| {
-            let place = || self.stored(file)?.place(info.offset, info.bytes);
-            info.file == file
-                && place().is_some_and(|(begin, stored)| (begin..begin.saturating_add(stored.bytes)).contains(&at))
-        };
-        match self.0.layout.tensors().iter().find(has) {
-            Some(tensor) => naming_tensor(error, &tensor.name),
-            None => error,
-        }
     }
 
     /// A tensor of which `len` bytes from `at` on are to be read, and its file.

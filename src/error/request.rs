@@ -350,9 +350,7 @@ pub enum Mismatch {
         tensor: String,
     },
     /// A slice of a tensor that is not in memory as it is: it is compressed there, or in its file.
-    #[error(
-        "tensor `{tensor}` is read anew for each use, from its file or from compressed weights; copy it with to_vec"
-    )]
+    #[error("tensor `{tensor}` is in a file, or compressed, and is read or decoded for each use; copy it with to_vec")]
     ReadForEachUse {
         /// The tensor's name.
         tensor: String,

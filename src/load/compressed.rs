@@ -12,10 +12,11 @@ use super::model::home_kind;
 use super::reuse::BaseBytes;
 use super::store::Home;
 use super::worker::{Job, Tensors, lock};
-use crate::backend::{Buf, Device, Extent, Extents, Readable};
-use crate::checkpoint::{CompressedSource, Layout, Stored, TensorId};
+use crate::backend::{Buf, Device, Extent, Extents, MemoryKind, Readable};
+use crate::checkpoint::{CompressedSource, Layout, Read, Stored, TensorId};
 use crate::error::{CompressedFault, Error, Missing, Result};
 use crate::lossless::{BLOCK_WEIGHTS, Code, CodeFault, Info, TOGETHER};
+use crate::plan::Assignment;
 use crate::schedule::{Compressed, Groups, Place};
 use crate::threads;
 use crate::transfer::{ReadPart, Source, Stamp};
@@ -97,12 +98,7 @@ fn decoded(
         (layout.at(tensor).dtype, range.len() as u64, place.range.start as u64, stored)
     };
     let source = CompressedSource::of(Arc::new(held), placed(compressed, tensors).map(tensor));
-    read_only(device, vec![Extent { of: Arc::new(Decoded(source)), at: 0, bytes }])
-}
-
-/// Memory of `device` that is only read.
-fn read_only(device: &dyn Device, extents: Vec<Extent>) -> Result<Buf> {
-    device.read_only(Extents::new(extents))?.ok_or_else(|| Missing::ReadOnly { device: device.id() }.into())
+    device.only_read(Extents::new(vec![Extent { of: Arc::new(Decoded(source)), at: 0, bytes }]))
 }
 
 /// The home of a compressed group in a model without contents.
@@ -110,11 +106,11 @@ pub(super) fn unfilled(
     device: &dyn Device,
     reservation: &mut Reservation,
     (compressed, groups, group): (&Compressed, &Groups, usize),
-    (assignment, in_files): (&crate::plan::Assignment, bool),
+    (assignment, in_files): (&Assignment, bool),
 ) -> Result<Arc<Home>> {
     let unspecified = |bytes| {
         let of: Arc<dyn Readable> = Arc::new(Unspecified);
-        read_only(device, vec![Extent { of, at: 0, bytes }])
+        device.only_read(Extents::new(vec![Extent { of, at: 0, bytes }]))
     };
     let (bytes, kind) = (compressed.bytes(group).unwrap_or(0), home_kind(assignment));
     let buf = match in_files {
@@ -181,7 +177,7 @@ impl Job<'_> {
             checkpoint.stored_part(tensor, dst)
         };
         let parts = from_files.into_iter().map(part).collect::<Result<_>>()?;
-        self.read_pieces(parts, |file, parts| checkpoint.read_stored_parts(file, parts))
+        self.read_pieces(parts, |file, parts| checkpoint.read_parts(file, Read::Stored, parts))
     }
 
     /// Checks a tensor's code, of so many bytes of weights: that it is the tensor's, and every block. Workers that have nothing to do
@@ -223,7 +219,7 @@ impl Files {
         layout: &Layout,
         compressed: &Compressed,
         tensors: Tensors,
-        kind: crate::backend::MemoryKind,
+        kind: MemoryKind,
     ) -> Result<Arc<Home>> {
         let (mut extents, mut infos, mut end) = (Vec::new(), Vec::new(), 0);
         for (tensor, _, Place { range, is_code }) in placed(compressed, tensors.clone()) {
@@ -239,8 +235,7 @@ impl Files {
             end = range.end;
         }
         let values = self.home(device, layout, tensors)?;
-        let extents = self.cached(Extents::new(extents));
-        let buf = device.read_only(extents)?.ok_or_else(|| Missing::ReadOnly { device: device.id() })?;
+        let buf = device.only_read(self.cached(Extents::new(extents)))?;
         Ok(Arc::new(Home::compressed(values, kind, true, CompressedForm { buf, infos })))
     }
 }

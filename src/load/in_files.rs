@@ -11,7 +11,7 @@ use super::worker::Tensors;
 use crate::adapter::Weights;
 use crate::backend::{Buf, Device, Extent, Extents, HostCache, Readable};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, Layout, TensorId};
+use crate::checkpoint::{Checkpoint, Layout, Read, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Result};
 use crate::lossless::Info;
@@ -33,31 +33,16 @@ impl Readable for Unspecified {
 struct OfFile {
     checkpoint: Checkpoint,
     file: usize,
+    read: Read,
 }
 
 impl transfer::Tensors for OfFile {
     fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        self.checkpoint.read_parts(self.file, parts)
+        self.checkpoint.read_parts(self.file, self.read, parts)
     }
 
     fn named(&self, error: Error, at: u64) -> Error {
-        self.checkpoint.named(error, self.file, at)
-    }
-}
-
-/// As [`OfFile`], of a file with codes as it is.
-struct OfStored {
-    checkpoint: Checkpoint,
-    file: usize,
-}
-
-impl transfer::Tensors for OfStored {
-    fn read_parts(&self, parts: &mut [ReadPart<'_>]) -> Result<()> {
-        self.checkpoint.read_stored_parts(self.file, parts)
-    }
-
-    fn named(&self, error: Error, at: u64) -> Error {
-        self.checkpoint.named_stored(error, self.file, at)
+        self.checkpoint.named(error, self.file, self.read, at)
     }
 }
 
@@ -74,20 +59,17 @@ pub(super) struct Files {
 impl Files {
     /// The files of `weights`. `cache` keeps what is read of them.
     pub(super) fn of(weights: &Weights, cache: Option<Arc<HostCache>>) -> Files {
-        let file = |(file, source): (usize, &Arc<dyn Source>)| {
-            let checkpoint = weights.checkpoint().clone();
-            Arc::new(InFile::new(Arc::clone(source), OfFile { checkpoint, file })) as Arc<dyn Readable>
-        };
         let checkpoint = weights.checkpoint();
-        let stored = |file: usize| {
-            let source = Arc::clone(checkpoint.stored(file)?.file());
-            let tensors = OfStored { checkpoint: checkpoint.clone(), file };
-            Some(Arc::new(InFile::new(source, tensors)) as Arc<dyn Readable>)
+        let readable = |file: usize, source: &Arc<dyn Source>, read: Read| {
+            let tensors = OfFile { checkpoint: checkpoint.clone(), file, read };
+            Arc::new(InFile::new(Arc::clone(source), tensors)) as Arc<dyn Readable>
         };
-        let sources = checkpoint.sources();
+        let sources = checkpoint.sources().iter().enumerate();
         Files {
-            files: sources.iter().enumerate().map(file).collect(),
-            stored: (0..sources.len()).map(stored).collect(),
+            files: sources.clone().map(|(file, source)| readable(file, source, Read::Weights)).collect(),
+            stored: sources
+                .map(|(file, _)| Some(readable(file, checkpoint.stored(file)?.file(), Read::Stored)))
+                .collect(),
             checkpoint: Some(checkpoint.clone()),
             cache,
         }
@@ -113,7 +95,9 @@ impl Files {
         let info = layout.at(tensor);
         let stored = self.checkpoint.as_ref().and_then(|checkpoint| Some((checkpoint, checkpoint.stored(info.file)?)));
         let (checkpoint, stored) = stored.ok_or_else(|| Error::bug("a code of a file without any"))?;
-        stored.info(info.offset, info.bytes).map_err(|error| checkpoint.named(error, info.file, info.offset))
+        stored
+            .info(info.offset, info.bytes)
+            .map_err(|error| checkpoint.named(error, info.file, Read::Weights, info.offset))
     }
 
     /// `extents`, kept by the cache if there is one.
@@ -130,8 +114,7 @@ impl Files {
             Extent { of, at: info.offset, bytes: range.len() }
         };
         let extents = self.cached(Extents::new(tensors.into_iter().map(extent).collect()));
-        let none = || Error::bug(format!("{} has no memory that is only read, which it had", device.id()));
-        device.read_only(extents)?.ok_or_else(none)
+        device.only_read(extents)
     }
 }
 

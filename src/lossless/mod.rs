@@ -97,6 +97,11 @@ const BLOCK: usize = 8 * TILE;
 /// In memory where a code is decoded elsewhere, it begins at a multiple of it.
 pub(crate) const CODE_ALIGN: usize = block::ALIGN;
 
+/// Bytes up to the next multiple of [`CODE_ALIGN`]; the largest number if that is none.
+pub(crate) fn padded(bytes: u64) -> u64 {
+    bytes.div_ceil(CODE_ALIGN as u64).saturating_mul(CODE_ALIGN as u64)
+}
+
 /// The weights of a tile.
 const TILE: usize = 32 * 32;
 
@@ -126,7 +131,6 @@ pub fn compressed_bound(dtype: DType, count: usize) -> Option<usize> {
 /// of a tensor that stays as it was. A code that is said to be of more weights than it has bytes for is none.
 pub fn compressed_least(count: u64) -> u64 {
     let blocks = count.div_ceil(BLOCK as u64);
-    let padded = |bytes: u64| bytes.div_ceil(block::ALIGN as u64).saturating_mul(block::ALIGN as u64);
     let in_blocks = padded(blocks.saturating_add(1).saturating_mul(4));
     let in_blocks = in_blocks.saturating_add(blocks.saturating_mul(block::HEADER as u64));
     // A weight has a byte at least.

@@ -1,5 +1,4 @@
-//! Checks of a plan: that its machine holds it, that its parts agree, that it is as it was written, and that it matches a
-//! layout.
+//! Checks of a plan: that its parts agree, that it is as it was written, and that it matches a layout.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -9,9 +8,9 @@ use super::slots::Slots;
 use super::traffic::{BinTraffic, Fetch, saved_on, slots_of};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module, ModuleId};
-use crate::device::{DeviceId, DeviceInfo, Machine};
+use crate::device::DeviceId;
 use crate::dtype::DType;
-use crate::error::{Contradiction, Error, Limit, PlanFault, PlannedModule, Result, Shortfall, Term};
+use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
 
 impl Parts {
     /// Checks that the parts agree with each other, as far as this is known without the layout.
@@ -107,7 +106,7 @@ impl Plan {
     /// follows from the modules' devices is recomputed and compared.
     ///
     /// # Errors
-    /// [`Error::Plan`] naming the first module, device or figure that differs.
+    /// [`Error::Plan`](crate::Error::Plan) naming the first module, device or figure that differs.
     pub fn verify(&self, layout: &Layout) -> Result<()> {
         let parts = self.parts();
         let (planned, modules) = (&parts.assignments, layout.modules());
@@ -198,72 +197,6 @@ fn other_slots(layers: usize, needed: Slots, given: Slots) -> Contradiction {
 /// Whether slots can hold values of this type in place of blocks.
 pub(super) fn is_unpacked_type(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
-}
-
-/// Checks every device, and every memory that several devices share, against its free memory, or against its total if the
-/// free memory is unknown. `largest` is the name of the largest streamed layer.
-///
-/// # Errors
-/// [`Error::DoesNotFit`] with everything that the plan needs of the device, and the first term that exceeds its memory.
-pub(super) fn fits(
-    machine: &Machine,
-    devices: &[DevicePlan],
-    assignments: &[Assignment],
-    largest: Option<&str>,
-) -> Result<()> {
-    let mut shared: BTreeMap<DeviceId, u64> = BTreeMap::new();
-    // A device that gets nothing is not opened, and its view of a shared memory does not matter.
-    for plan in devices.iter().filter(|plan| plan.needed() > 0) {
-        let info = machine.device(plan.id)?;
-        let before = shared.entry(info.domain).or_default();
-        // Devices that share a memory may report different amounts of it; the least counts.
-        let memory = machine.device(info.domain).ok().filter(|memory| memory.usable() < info.usable()).unwrap_or(info);
-        let needed = before.saturating_add(plan.needed());
-        if needed > memory.usable() {
-            return Err(short(plan, assignments, *before, memory, largest));
-        }
-        *before = needed;
-    }
-    Ok(())
-}
-
-fn short(
-    plan: &DevicePlan,
-    assignments: &[Assignment],
-    before: u64,
-    memory: &DeviceInfo,
-    largest: Option<&str>,
-) -> Error {
-    let limit = memory.usable();
-    let needed = before.saturating_add(plan.needed());
-    let mut sum = before;
-    let mut passes = |bytes: u64| {
-        sum = sum.saturating_add(bytes);
-        sum > limit
-    };
-    let opening = passes(plan.beside.opening);
-    // Which modules stay in files the plan does not say.
-    let by_module = plan.weights.in_files == 0;
-    let culprit = assignments.iter().filter(|a| by_module && a.device == plan.id).find(|a| passes(a.taken()));
-    let (term, module) = match culprit {
-        _ if opening => (Term::Opening, None),
-        Some(assignment) => (Term::Weights, Some(assignment.module.to_string())),
-        None if !by_module && passes(plan.weights.taken()) => (Term::Weights, None),
-        None if passes(plan.beside.slots) => (Term::Slots, largest.map(str::to_owned)),
-        None if passes(plan.beside.scratch.saturating_sub(plan.beside.slots)) => (Term::Scratch, None),
-        None => (Term::Reserve, None),
-    };
-    Error::DoesNotFit(Box::new(Shortfall {
-        device: plan.id,
-        term,
-        module,
-        needed,
-        limit,
-        limit_is: if memory.free.is_some() { Limit::Free } else { Limit::InAll },
-        total: memory.total,
-        short: needed.saturating_sub(limit),
-        remedies: Vec::new(),
-    }))
 }
 
 /// The serialised form of a plan.

@@ -1,6 +1,6 @@
 //! A plan without resident modules, to make room on its compute device.
 
-use super::check;
+use super::fits;
 use super::planner::default_pinned_cap;
 use super::traffic::{BinTraffic, Placed};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
@@ -34,7 +34,7 @@ impl Plan {
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
         let plan = self.away(layout, machine, Use::Streamed)?;
         let largest = plan.largest_streamed(layout);
-        check::fits(machine, &plan.devices, &plan.assignments, largest)?;
+        fits::fits(machine, &plan.devices, &plan.assignments, largest)?;
         Plan::new(plan)
     }
 

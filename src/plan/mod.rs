@@ -12,6 +12,7 @@ mod check;
 mod demote;
 mod estimate;
 mod explain;
+mod fits;
 mod forecast;
 mod outlier;
 mod place;

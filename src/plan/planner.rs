@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::auto;
 use super::check;
+use super::fits;
 use super::forecast::ComputeTime;
 use super::outlier::outliers_of;
 use super::place::{Placement, Quotas};
@@ -345,7 +346,7 @@ impl<'a> Planner<'a> {
 
     /// The plan with these parts, if the devices hold them.
     pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
-        check::fits(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
+        fits::fits(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
         Plan::new(parts)
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::groups::Groups;
 use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
-use crate::lossless::CODE_ALIGN;
+use crate::lossless::padded;
 
 /// The tensors of compressed modules in the memory of their groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -32,12 +32,13 @@ impl Compressed {
         let mut places = Per::all(layout.tensors().len(), None);
         let mut place = |group: usize| {
             let members = groups.members(group);
-            let mut at = 0;
+            let mut at = 0usize;
             for (tensor, _) in members.iter().flat_map(|&module| groups.ranges_of(layout, module)) {
                 let stored = layout.stored(tensor)?;
-                let end = at + stored.bytes as usize;
+                // Within what the plan counts, if it is of this layout.
+                let end = at.saturating_add(stored.bytes as usize);
                 places[tensor] = Some(Place { range: at..end, is_code: stored.is_code });
-                at = end.next_multiple_of(CODE_ALIGN);
+                at = padded(end as u64) as usize;
             }
             Some(at as u64)
         };

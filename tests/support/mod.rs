@@ -19,7 +19,7 @@ use half::{bf16, f16};
 use proptest::sample::Index;
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
-use tensor_offload::backend::Event;
+use tensor_offload::backend::{Backend, Clock, Countdown, Event, Faulty, Operation, Simulated};
 use tensor_offload::checkpoint::{Layout, TensorInfo, TensorSpec};
 use tensor_offload::transfer::{ReadPart, Source};
 use tensor_offload::{
@@ -421,4 +421,23 @@ pub(crate) fn without_hanging<T: Send + 'static>(what: String, work: impl FnOnce
         Err(std::sync::mpsc::RecvTimeoutError::Timeout) => panic!("{what} hangs"),
         Err(_) => panic!("{what} panics: {:?}", thread.join().err().and_then(|e| e.downcast::<String>().ok())),
     }
+}
+
+/// Lets every operation of the devices of [`machine`] fail in turn under `path`. Each time all memory comes back. Returns how many
+/// operations of the kind `counted` there are, how many in all, and how many failures `path` told.
+pub(crate) fn whatever_operation_fails(counted: Operation, path: impl Fn(&Registry) -> Result<()>) -> [u64; 3] {
+    let run = |nth: Option<u64>| {
+        let (countdown, simulated) = (Countdown::new(), Simulated::new(machine(), Clock::Virtual));
+        let devices = Registry::new([Arc::new(Faulty::new(simulated, countdown.clone())) as Arc<dyn Backend>]);
+        open_all(&devices);
+        let before = countdown.calls();
+        nth.into_iter().for_each(|nth| countdown.fail_nth(nth));
+        let outcome = path(&devices);
+        let calls = countdown.calls() - before;
+        comes_back(&devices);
+        (outcome, calls, countdown.calls_of(counted))
+    };
+    let (outcome, calls, of_kind) = run(None);
+    outcome.unwrap();
+    [of_kind, calls, (1..=calls).filter(|&nth| run(Some(nth)).0.is_err()).count() as u64]
 }

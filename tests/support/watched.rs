@@ -57,6 +57,8 @@ struct Seen {
     /// How many copies to go until one fails after it was queued, and what it waits for until then.
     spoil: Option<usize>,
     spoilt_after: Option<Event>,
+    /// Whether that copy is queued.
+    is_spoilt: bool,
     /// Whether compute streams leave waiting to the host.
     host_waits: bool,
     /// A device that will fail, and how many copies to go until then.
@@ -76,13 +78,14 @@ impl Copies {
     /// Lets the n-th copy from now on, the first being 1, be queued and fail a little later.
     pub(crate) fn spoil_nth(&self, n: usize) {
         let mut seen = self.seen();
-        (seen.spoil, seen.spoilt_after) = (Some(n), None);
+        (seen.spoil, seen.spoilt_after, seen.is_spoilt) = (Some(n), None, false);
     }
 
     /// The same, but it does not fail before [`let_go`](Copies::let_go), on either clock.
     pub(crate) fn spoil_nth_when_let_go(&self, n: usize) {
         let mut seen = self.seen();
-        (seen.spoil, seen.spoilt_after) = (Some(n), Some(Event::new(Arc::new(Gate::default()))));
+        let gate = Event::new(Arc::new(Gate::default()));
+        (seen.spoil, seen.spoilt_after, seen.is_spoilt) = (Some(n), Some(gate), false);
     }
 
     /// Lets a device fail for good when the n-th copy from now on is queued, whose event, like all others, says nothing
@@ -114,10 +117,10 @@ impl Copies {
         self.seen().held = Some(Event::new(Arc::new(Gate::default())));
     }
 
-    /// Lets those begin that were held, and the one fail that was to fail now.
+    /// Lets those begin that were held, and the one fail that was to fail now, if it is queued by now.
     pub(crate) fn let_go(&self) {
         let mut seen = self.seen();
-        let held = [seen.held.take(), seen.spoilt_after.clone()];
+        let held = [seen.held.take(), seen.spoilt_after.clone().filter(|_| seen.is_spoilt)];
         held.iter().flatten().filter_map(Event::downcast::<Gate>).for_each(Gate::open);
     }
 
@@ -135,6 +138,7 @@ impl Copies {
         seen.pieces.extend(transfer.pieces().iter().map(piece));
         seen.spoil = seen.spoil.map(|left| left.wrapping_sub(1));
         seen.losing = seen.losing.map(|(device, left)| (device, left.saturating_sub(1)));
+        seen.is_spoilt |= seen.spoil == Some(0);
         seen.spoil == Some(0)
     }
 

@@ -4,7 +4,7 @@ use super::super::layout::Stored;
 use super::super::{Checkpoint, Layout, TensorInfo};
 use crate::checkpoint::TensorId;
 use crate::error::Result;
-use crate::lossless::{self, BLOCK_WEIGHTS, CODE_ALIGN};
+use crate::lossless::{self, BLOCK_WEIGHTS, padded};
 
 /// The blocks of a tensor that are looked at, spread over it.
 const SAMPLED: u64 = 4;
@@ -58,7 +58,7 @@ impl Checkpoint {
         }
         let ratio = lossless::estimate(info.dtype, &sample).unwrap_or(1.0);
         let index = lossless::Info::BYTES + 4 * (blocks + 1);
-        let bytes = ((info.bytes as f64 * ratio) as u64 + index).next_multiple_of(CODE_ALIGN as u64);
+        let bytes = padded(((info.bytes as f64 * ratio) as u64).saturating_add(index));
         // A tensor stays as it is if that saves less than a twentieth.
         Ok(Some(bytes).filter(|bytes| *bytes < info.bytes - info.bytes / 20))
     }
@@ -70,10 +70,31 @@ impl Layout {
     #[must_use]
     pub fn assume_compressed(self, ratio: f64) -> Layout {
         let stored = |info: &TensorInfo| {
-            let bytes = ((info.bytes as f64 * ratio) as u64).next_multiple_of(CODE_ALIGN as u64);
+            // No code is empty.
+            let bytes = padded(((info.bytes as f64 * ratio) as u64).max(1));
             let is_code = bytes < info.bytes;
             Some(Stored { bytes: if is_code { bytes } else { info.bytes }, is_code })
         };
         self.stored_as(stored)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// No number is too large, and none that is no ratio saves more than all.
+    #[test]
+    fn any_ratio_and_any_size_is_assumed() {
+        for ratio in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1.0, 0.0, 1e-300, 0.675, 1.0, 1e300] {
+            for bytes in [0, 1, 16, 17, 1 << 30, u64::MAX - 1, u64::MAX] {
+                let layout = Layout::blocks([bytes]).assume_compressed(ratio);
+                let module = layout.modules()[0].id;
+                let compressed = layout.compressed_bytes(module);
+                assert!(compressed.is_none_or(|some| some > 0 && some < bytes), "{bytes} by {ratio}: {compressed:?}");
+                let saves = bytes > 16 && (ratio.is_nan() || ratio < 1.0);
+                assert_eq!(compressed.is_some(), saves, "{bytes} by {ratio}");
+            }
+        }
     }
 }

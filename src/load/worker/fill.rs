@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::{Job, Tensors, lock};
 use crate::backend::{Buf, BufMut};
-use crate::checkpoint::TensorId;
+use crate::checkpoint::{Read, TensorId};
 use crate::error::{Error, Result};
 use crate::limits::STAGING_BYTES;
 use crate::patch::TensorPatch;
@@ -107,7 +107,7 @@ impl Job<'_> {
     pub(super) fn read_plain(&self, parts: Parts<'_>) -> Result<()> {
         let Some(weights) = self.weights.filter(|_| !parts.is_empty()) else { return Ok(()) };
         self.read_pieces(parts, |file, parts| {
-            weights.checkpoint().read_parts(file, parts)?;
+            weights.checkpoint().read_parts(file, Read::Weights, parts)?;
             parts.iter().for_each(|part| self.count_read(part.dst.len()));
             Ok(())
         })
