@@ -89,6 +89,28 @@ fn cuda_blocks_are_unpacked_whatever_way_they_come() {
     }
 }
 
+/// The host that pins memory for cards can compute, too, with kernels of its own.
+#[test]
+fn cuda_a_host_beside_a_card_unpacks_into_its_own_memory() {
+    let driver = driver(&cards(1));
+    let devices = registry();
+    let (weights, values) = weights(DType::F16);
+    let planner = Planner::new(weights.layout(), devices.machine()).compute(DeviceId::CPU).unpack(DType::F16);
+    let plan = planner.allocation("cpu,50%;disk,50%".parse().unwrap()).depth(1).plan().unwrap();
+    let model = Arc::new(Loader::new(&devices).deadline(DEADLINE).load(&weights, &plan).unwrap());
+    let mut streamer = Streamer::new(&model).unwrap().deadline(DEADLINE);
+    for layer in model.layout().layer_ids() {
+        let guard = streamer.layer(layer).unwrap();
+        for view in guard.tensors() {
+            let mut wanted = vec![0; view.size()];
+            values.read(values.layout().find(view.name()).unwrap(), &mut wanted).unwrap();
+            assert!(view.bytes().unwrap().unwrap() == wanted, "{}", view.name());
+        }
+    }
+    drop((streamer, model, devices));
+    driver.assert_clean();
+}
+
 #[test]
 fn cuda_drivers_that_refuse_the_kernels_unpack_nothing_and_say_so() {
     let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..cards(1) }) else { return };

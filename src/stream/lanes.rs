@@ -224,27 +224,20 @@ impl Lanes {
             return Ok((dst, None));
         }
         let verdicts = self.verdicts.as_ref().filter(|_| part.has_codes());
-        let begin = || {
-            let place = verdicts.map(|verdicts| verdicts.places.take()).transpose()?;
-            let landing = self.landing(lane).ok_or_else(no_landing)?;
-            Ok((place, landing.begin((&*self.device, &**stream), verdicts.is_some())?))
-        };
-        let (place, mut landed) = match begin() {
+        let begin = || Ok((self.landing(lane).ok_or_else(no_landing)?, verdicts.map(Verdicts::place).transpose()?));
+        let (landing, place) = match begin() {
             Ok(begun) => begun,
             Err(error) => return Err(Box::new(Rejected { error, dst })),
         };
-        let dst = rounds(&part.unpacked, self.room).iter().try_fold(dst, |dst, round| {
-            let fill = |memory| {
-                let filled = lane.copy(model, &round.slices(), memory);
-                filled.map_err(|rejected| (rejected.error, Some(rejected.dst)))
-            };
-            landed.unpack(&values(model, round), dst, fill)
-        })?;
-        let Some((verdicts, place)) = verdicts.zip(place) else { return Ok((dst, None)) };
-        match landed.verdict(&*verdicts.down, place) {
-            Ok(verdict) => Ok((dst, verdict.map(|place| verdicts.places.verdict(place)))),
-            Err(error) => Err(Box::new(Rejected { error, dst })),
-        }
+        let rounds = rounds(&part.unpacked, self.room);
+        let rounds: Vec<_> = rounds.iter().map(|round| (round.slices(), values(model, round))).collect();
+        let fill = |slices: &Vec<Slice>, memory| {
+            lane.copy(model, slices, memory).map_err(|rejected| (rejected.error, Some(rejected.dst)))
+        };
+        let (place, down) = place.unzip();
+        let verdict = place.zip(down.as_deref());
+        let (dst, verdict) = landing.pass((&*self.device, &**stream), &rounds, dst, verdict, fill)?;
+        Ok((dst, verdict.zip(verdicts).map(|(place, verdicts)| verdicts.places.verdict(place))))
     }
 
     /// Where the verdicts of staging lanes are from.
@@ -292,10 +285,7 @@ impl Lanes {
         let rounds = rounds.iter().map(|round| (pieces(model, &round.slices()), values(model, round))).collect();
         let landing = self.landing(lane).filter(|_| !part.unpacked.is_empty()).cloned();
         let verdicts = self.verdicts.as_ref().filter(|_| part.has_codes());
-        let verdict = match verdicts {
-            Some(verdicts) => Some((verdicts.places.take()?, Arc::clone(&verdicts.down))),
-            None => None,
-        };
+        let verdict = verdicts.map(Verdicts::place).transpose()?;
         let bytes = Ordered { pieces: pieces(model, &part.slices), rounds, landing, verdict };
         Ok(staging.submit(Order { client: *client, dst, bytes, urgent, deadline }))
     }
@@ -326,6 +316,11 @@ impl Verdicts {
             zeros.fill(0);
         }
         Ok(Verdicts { places, down: device.stream(Role::Download)?, zeros: zeros.freeze() })
+    }
+
+    /// Memory for a verdict, and the stream that copies it there.
+    fn place(&self) -> Result<(BufMut, Arc<dyn Stream>)> {
+        Ok((self.places.take()?, Arc::clone(&self.down)))
     }
 }
 

@@ -32,7 +32,7 @@ enum Zeros {
 }
 
 /// A landing buffer while a part of a layer passes it, which nobody else uses meanwhile.
-pub(crate) struct Landed<'l> {
+struct Landed<'l> {
     memory: MutexGuard<'l, Memory>,
     device: &'l dyn Device,
     stream: &'l dyn Stream,
@@ -71,16 +71,34 @@ impl Landing {
         Landing(Mutex::new(Memory { landed: Some(memory), verdict, zeros }))
     }
 
-    /// Begins a part of a layer. Its tensors are unpacked on `stream`, a stream of `device`; `codes` says whether any are codes, on
-    /// which there is a verdict.
+    /// Passes a part of a layer through the buffer, in rounds: `fill` queues the copies of a round into it, and its values are computed
+    /// into `dst` on `stream`, a stream of `device`. If any are codes, `verdict` is where the host wants the verdict on them, and a stream
+    /// of the device that copies it there. Returns `dst` and the verdict, which is `None` if the device's memory has only sizes.
     ///
     /// # Errors
-    /// When the stream accepts no more work.
-    pub(crate) fn begin<'l>(
-        &'l self,
-        (device, stream): (&'l dyn Device, &'l dyn Stream),
-        codes: bool,
-    ) -> Result<Landed<'l>> {
+    /// The first error, with `dst`. Work on both may be in flight then.
+    pub(crate) fn pass<R>(
+        &self,
+        (device, stream): (&dyn Device, &dyn Stream),
+        rounds: &[(R, Vec<Values>)],
+        dst: BufMut,
+        verdict: Option<(BufMut, &dyn Stream)>,
+        fill: impl Fn(&R, BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
+    ) -> Result<(BufMut, Option<Buf>), Box<Rejected>> {
+        let mut landed = match self.begin((device, stream), verdict.is_some()) {
+            Ok(landed) => landed,
+            Err(error) => return Err(Box::new(Rejected { error, dst })),
+        };
+        let unpack = |dst, (round, values): &(R, Vec<Values>)| landed.unpack(values, dst, |memory| fill(round, memory));
+        let dst = rounds.iter().try_fold(dst, unpack)?;
+        match verdict.map(|(place, down)| landed.verdict(down, place)).transpose() {
+            Ok(verdict) => Ok((dst, verdict.flatten())),
+            Err(error) => Err(Box::new(Rejected { error, dst })),
+        }
+    }
+
+    /// Begins a part of a layer; `codes` says whether any tensors are codes, on which there is a verdict.
+    fn begin<'l>(&'l self, (device, stream): (&'l dyn Device, &'l dyn Stream), codes: bool) -> Result<Landed<'l>> {
         let mut memory = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if codes {
             memory.clear_verdict(stream)?;
@@ -137,7 +155,7 @@ impl Landed<'_> {
     ///
     /// # Errors
     /// The first error, with `dst`. Work on both may be in flight then.
-    pub(crate) fn unpack(
+    fn unpack(
         &mut self,
         values: &[Values],
         dst: BufMut,
@@ -190,7 +208,7 @@ impl Landed<'_> {
     ///
     /// # Errors
     /// When the stream accepts no more work.
-    pub(crate) fn verdict(&mut self, down: &dyn Stream, place: BufMut) -> Result<Option<Buf>> {
+    fn verdict(&mut self, down: &dyn Stream, place: BufMut) -> Result<Option<Buf>> {
         let Some(verdict) = self.memory.verdict.take().map(BufMut::freeze) else { return Err(lost()) };
         let piece = Piece { src: verdict.clone(), from: 0..Decompress::VERDICT, at: 0 };
         let sent = Transfer::new(vec![piece], place).and_then(|transfer| down.send(transfer));

@@ -306,20 +306,14 @@ impl Worker {
         if rounds.is_empty() {
             return Ok((dst, None));
         }
-        let no_landing = || Error::bug("tensors to unpack, and no landing buffer");
-        let begun = landing.as_ref().ok_or_else(no_landing);
-        let mut landed = match begun.and_then(|landing| landing.begin((&*self.device, &*self.up), verdict.is_some())) {
-            Ok(landed) => landed,
-            Err(error) => return Err((error, Some(dst))),
+        let Some(landing) = landing else {
+            return Err((Error::bug("tensors to unpack, and no landing buffer"), Some(dst)));
         };
-        let dst = rounds.iter().try_fold(dst, |dst, (pieces, values)| {
-            let fill = |memory| self.copy(job, until, pieces, memory);
-            landed.unpack(values, dst, fill).map_err(|rejected| (rejected.error, Some(rejected.dst)))
-        })?;
-        match verdict.map(|(place, down)| landed.verdict(&*down, place)).transpose() {
-            Ok(verdict) => Ok((dst, verdict.flatten())),
-            Err(error) => Err((error, Some(dst))),
-        }
+        let (place, down) = verdict.unzip();
+        let verdict = place.zip(down.as_deref());
+        let fill = |pieces: &Vec<Piece>, memory| self.copy(job, until, pieces, memory);
+        let passed = landing.pass((&*self.device, &*self.up), &rounds, dst, verdict, fill);
+        passed.map_err(|rejected| (rejected.error, Some(rejected.dst)))
     }
 
     /// Stages pieces, in order of their offsets in the destination. While one buffer is filled from a device, the next are already
