@@ -91,7 +91,7 @@ impl support::Example for Args {
         }
         // Writes the rest of the trace when it is dropped.
         let _trace = self.trace.as_deref().map(support::trace::to_file).transpose()?;
-        let weights = self.weights()?;
+        let weights = self.codes.apply(self.weights()?)?;
         let devices = self.registry(&weights)?;
         let start = devices.snapshot("start");
         let plan = self.plan(&weights, &self.machine(&devices)?, self.allocation()?)?;

@@ -45,7 +45,7 @@ impl support::Example for Args {
     fn run(self) -> Result<Value> {
         let allocation = self.alloc.parse()?;
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
-        let layout = self.model.layout_of_cast(&self.casts)?;
+        let layout = self.model.layout_of(&self.casts, self.codes)?;
         let planner = self
             .plan
             .apply(Planner::new(&layout, &machine))?

@@ -76,7 +76,8 @@ impl support::Example for Args {
 
     fn run(self) -> Result<Value> {
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
-        let (layout, allocation) = (self.model.layout()?, self.alloc.parse()?);
+        let layout = if self.codes.compress { self.model.compressed()?.0 } else { self.model.layout()? };
+        let allocation = self.alloc.parse()?;
         let (name, compressed) = ("as it is".to_owned(), None);
         let current = Case { name, machine, allocation, depth: None, order: None, pins_all: false, compressed };
         let base = self.outcome(&layout, &current)?;

@@ -121,7 +121,7 @@
 //! | read the metadata of a GGUF file, its tokenizer for one | [`Checkpoint::gguf`] |
 //! | write a checkpoint | [`checkpoint::write_safetensors`], [`checkpoint::write_gguf`] |
 //! | have files take two thirds of their bytes, bit for bit | [`checkpoint::write_compressed`] |
-//! | have streamed weights take as little on the host and the link | [`Planner::compress`], [`Streamer::verify`], [`Checkpoint::estimate_compressed`] |
+//! | have streamed weights take as little on the host and the link | [`Planner::compress`], [`Weights::compress`], [`Streamer::verify`] |
 //! | read bf16 in DFloat11's form | [`Checkpoint::open`] |
 //! | patch matrices of your own on a card | [`backend::Kernels`] |
 //! | try a program without a card, in real or in virtual time | [`Registry::simulated`], [`Registry::described`] |

@@ -372,8 +372,13 @@ fn merge_compresses_and_everything_reads_the_same_tensors() {
     assert!(whole.iter().zip(&less).all(|(whole, less)| less * 10 < whole * 8), "{less:?} of {whole:?}");
     let told = works("offload", &[&[compressed.as_str(), "--compress"], &devices[..]].concat());
     assert!(told.contains("kept compressed in") && told.contains("saved by compression"), "{told}");
+    // What the file has plain, or an adapter changes, is compressed by the load.
+    for (path, adapter) in [(&plain, &[][..]), (&path, &["--adapter", &lora])] {
+        let (same, made) = steps(path, &[&["--compress"], adapter].concat());
+        assert_eq!((same, &made), (hash.clone(), &less));
+    }
     let told = works("plan", &[&[plain.as_str(), "--compress"], &devices[..6]].concat());
-    assert!(told.contains("is compressed in the model's files"), "{told}");
+    assert!(told.contains("kept compressed"), "{told}");
     works("merge", &[&compressed, "--out", &again]);
     assert!(fs::read(&again).unwrap() == fs::read(&plain).unwrap());
     let (_, message) = fails("merge", &[&compressed, "--compress", "--out", &model.path("model.gguf")]);

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use clap::Args;
 use tensor_offload::checkpoint::Layout;
-use tensor_offload::{ByteSize, Checkpoint, Error, Result};
+use tensor_offload::{ByteSize, Checkpoint, Error, Result, Weights};
 
 use super::casts::CastOptions;
+use super::options::CompressOption;
 
 /// The most blocks that `--blocks` makes.
 const MOST_BLOCKS: usize = 10_000_000;
@@ -34,20 +35,27 @@ impl ModelOptions {
         }
     }
 
-    /// The layout that the model would have in a compressed file, and a name for it: estimated from its weights. Blocks have none, and
-    /// are taken for bf16.
+    /// The layout of the model's weights as a load may compress them, and a name for it: estimated from the weights. Blocks have none,
+    /// and are taken for bf16.
     pub(crate) fn compressed(&self) -> Result<(Layout, String)> {
         match &self.model {
-            Some(model) => Ok((Checkpoint::open(model)?.estimate_compressed()?, "compressed".to_owned())),
+            Some(model) => {
+                let weights = Weights::new(Checkpoint::open(model)?).compress()?;
+                Ok((weights.layout().clone(), "compressed".to_owned()))
+            }
             None => Ok((self.layout()?.assume_compressed(BF16_RATIO), format!("compressed to {BF16_RATIO} (bf16)"))),
         }
     }
 
-    /// The layout once the model's tensors are cast.
-    pub(crate) fn layout_of_cast(&self, casts: &CastOptions) -> Result<Layout> {
+    /// The layout once the model's tensors are cast, and compressed if they are to be.
+    pub(crate) fn layout_of(&self, casts: &CastOptions, codes: CompressOption) -> Result<Layout> {
         match &self.model {
+            _ if casts.casts.is_empty() && codes.compress => Ok(self.compressed()?.0),
             _ if casts.casts.is_empty() => self.layout(),
-            Some(model) => Ok(casts.apply(Checkpoint::open(model)?.into())?.layout().clone()),
+            Some(model) => {
+                let weights = casts.apply(Checkpoint::open(model)?.into())?;
+                Ok(codes.apply(weights)?.layout().clone())
+            }
             None => Err(invalid("--cast takes a model of tensors, and --blocks makes none")),
         }
     }

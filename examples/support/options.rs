@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use tensor_offload::backend::Clock;
 use tensor_offload::device::Described;
 use tensor_offload::plan::Unit;
-use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Plan, Planner, Registry, Result};
+use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Plan, Planner, Registry, Result, Weights};
 
 /// Which devices there are.
 #[derive(Args, Clone, Debug)]
@@ -70,10 +70,17 @@ pub(crate) struct PlanOptions {
 /// Whether weights stay compressed.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct CompressOption {
-    /// Keep streamed weights compressed that the file has so (`merge --compress`): they take less on the host, less of them crosses
-    /// the link, and the compute device decodes them
+    /// Keep streamed weights compressed, as the file has them (`merge --compress`) or as they are compressed on loading: they take less
+    /// on the host, less of them crosses the link, and the compute device decodes them
     #[arg(long)]
     pub(crate) compress: bool,
+}
+
+impl CompressOption {
+    /// The weights, to be compressed on loading if they are to be kept so.
+    pub(crate) fn apply(self, weights: Weights) -> Result<Weights> {
+        if self.compress { weights.compress() } else { Ok(weights) }
+    }
 }
 
 /// An order of placement, as an option's value.

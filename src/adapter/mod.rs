@@ -7,6 +7,7 @@
 
 mod casts;
 mod claims;
+mod codes;
 mod config;
 mod deferred;
 mod experts;

@@ -290,6 +290,11 @@ impl Patches {
         Ok(self)
     }
 
+    /// These patches with a layout that says more of the same tensors.
+    pub(super) fn with_layout(self, layout: Layout) -> Patches {
+        Patches { layout, ..self }
+    }
+
     /// How every tensor of the adapters was used.
     pub fn report(&self) -> &MatchReport {
         &self.report

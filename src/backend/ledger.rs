@@ -120,6 +120,12 @@ impl Charge {
         Ok(Charge { ledger: Arc::clone(&self.ledger), bytes, backed: self.backed })
     }
 
+    /// Adds another charge of the same device that is not allocated either.
+    pub(crate) fn join(&mut self, mut other: Charge) {
+        debug_assert!(Arc::ptr_eq(&self.ledger, &other.ledger) && !self.backed && !other.backed);
+        self.bytes += std::mem::take(&mut other.bytes);
+    }
+
     /// Marks the charge as allocated.
     pub(super) fn back(&mut self) {
         if !std::mem::replace(&mut self.backed, true) {

@@ -49,18 +49,20 @@ pub struct Layout {
     /// Whether the bytes of each tensor can be read as they are from a file, at any time.
     #[serde(skip)]
     in_file: Vec<bool>,
-    /// How a file with compressed tensors holds each tensor; `None` for tensors of other files, and for what changes.
+    /// How each tensor is held where it is kept compressed; `None` for tensors that are not kept so.
     #[serde(skip)]
     stored: Vec<Option<Stored>>,
 }
 
-/// How a file with [compressed](super::write_compressed) tensors holds a tensor.
+/// How a [compressed](super::write_compressed) file holds a tensor, or a model that compresses while it is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stored {
-    /// The bytes in the file.
+    /// The bytes that it takes.
     pub(crate) bytes: u64,
     /// Whether they are its [code](crate::lossless); otherwise they are the tensor as it is.
     pub(crate) is_code: bool,
+    /// Whether a load makes them: then their number is an estimate until it has. Otherwise a file has them.
+    pub(crate) is_made: bool,
 }
 
 impl Layout {
@@ -280,17 +282,28 @@ impl Layout {
         self.own_tensors(module).all(|tensor| self.in_file[tensor.index()])
     }
 
-    /// How a file with compressed tensors holds a tensor, if nothing changes it while it loads.
+    /// How a tensor is held where it is kept compressed: as a file has it, if nothing changes it while it loads, or as the load makes
+    /// it. `None` if it is not kept so.
     pub(crate) fn stored(&self, tensor: TensorId) -> Option<Stored> {
         self.stored[tensor.index()]
     }
 
-    /// The bytes of a module in compressed form, each tensor [`padded`]. `None` if its files do not have
-    /// all of its tensors, or none of them as a code, or if that would save nothing.
+    /// Whether a load makes anything of a module's compressed form.
+    pub(crate) fn is_made(&self, module: ModuleId) -> bool {
+        self.own_tensors(module).filter_map(|tensor| self.stored(tensor)).any(|stored| stored.is_made)
+    }
+
+    /// The bytes of a module in compressed form, each tensor [`padded`]. `None` if not all of its tensors can be kept so, or none of
+    /// them as a code, or if that would save nothing.
     pub(crate) fn compressed_bytes(&self, module: ModuleId) -> Option<u64> {
+        self.bytes_stored(module, |tensor| self.stored(tensor))
+    }
+
+    /// As [`compressed_bytes`](Layout::compressed_bytes), for tensors that are held as `stored` says.
+    pub(crate) fn bytes_stored(&self, module: ModuleId, stored: impl Fn(TensorId) -> Option<Stored>) -> Option<u64> {
         let (mut bytes, mut has_code) = (0u64, false);
         for tensor in self.own_tensors(module) {
-            let stored = self.stored(tensor)?;
+            let stored = stored(tensor)?;
             has_code |= stored.is_code;
             bytes = bytes.saturating_add(padded(stored.bytes));
         }

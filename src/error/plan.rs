@@ -151,7 +151,7 @@ pub enum PlanFault {
     },
     /// A module is kept compressed by the plan, and not as small in the files of the model.
     #[error(
-        "the plan saves {planned} bytes of module `{module}` by compression, and the files save {files}; plan again for these files"
+        "the plan saves {planned} bytes of module `{module}` by compression, and the files save {files}; plan again for these files, or have the load compress them with Weights::compress"
     )]
     OtherCodes {
         /// The module.

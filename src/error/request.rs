@@ -122,14 +122,6 @@ pub enum Missing {
         /// Why not.
         why: String,
     },
-    /// A plan keeps a tensor compressed that the model at hand has not in that form, and there is no file to read it from.
-    #[error(
-        "tensor `{tensor}` is to be compressed, and there is no file to read its code from; derive from its weights, or plan without          `compress`"
-    )]
-    Code {
-        /// The tensor.
-        tensor: String,
-    },
     /// A device has no memory that is only read, which weights need that are kept compressed.
     #[error("{device} has no memory that is only read, so no weights can be compressed there; plan without `compress`")]
     ReadOnly {

@@ -53,6 +53,8 @@ pub struct ModelBuilder {
     requantises: bool,
     /// Patterns of weights whose changes are not merged, and the types of their factors.
     deferred: Vec<(String, DType)>,
+    /// Whether the load compresses what is to be kept so.
+    compresses: bool,
     allocation: Option<Allocation>,
     settings: Vec<Setting>,
     allocators: Allocators,
@@ -85,6 +87,7 @@ impl ModelBuilder {
             casts: Vec::new(),
             requantises: false,
             deferred: Vec::new(),
+            compresses: false,
             allocation: None,
             settings: Vec::new(),
             allocators: Allocators::default(),
@@ -186,9 +189,11 @@ impl ModelBuilder {
         self.planner(move |planner| planner.depth(layers))
     }
 
-    /// Keeps streamed modules compressed that the files have in compressed form; see [`Planner::compress`].
-    pub fn compress(self) -> ModelBuilder {
-        self.planner(|planner| planner.compress(true))
+    /// Keeps streamed modules compressed: as the files have them, or as they are compressed while they load. See
+    /// [`Planner::compress`] and [`Weights::compress`].
+    pub fn compress(mut self) -> ModelBuilder {
+        self.compresses = true;
+        self.planner(|planner| planner.compress(true)).unresolved()
     }
 
     /// Has slots hold the values of tensors in GGML's blocks, as F32, F16 or BF16; see [`Planner::unpack`].
@@ -224,7 +229,8 @@ impl ModelBuilder {
     /// The checkpoint with its adapters, the input of the planner and the loader. The adapters' factors are read once.
     ///
     /// # Errors
-    /// As [`Weights::patched`], [`Weights::scales`], [`Weights::cast`], [`Weights::defer`] and [`Weights::requantise`].
+    /// As [`Weights::patched`], [`Weights::scales`], [`Weights::cast`], [`Weights::defer`], [`Weights::requantise`] and
+    /// [`Weights::compress`].
     pub fn weights(&self) -> Result<&Weights> {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
@@ -237,6 +243,7 @@ impl ModelBuilder {
             None => weights.cast_floats(*dtype),
         })?;
         let weights = if self.requantises { weights.requantise()? } else { weights };
+        let weights = if self.compresses { weights.compress()? } else { weights };
         Ok(self.weights.get_or_init(|| weights))
     }
 

@@ -1,5 +1,5 @@
-//! Homes of compressed modules: what the files have of their tensors, in host memory or where it is. Lanes copy that; all else reads
-//! the weights that it stands for, from memory that is only read.
+//! Homes of compressed modules: the stored form of their tensors, in host memory or where a file has it. Lanes copy that; all else
+//! reads the weights that it stands for, from memory that is only read.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ pub(super) struct CompressedForm {
 #[derive(Debug)]
 struct Held {
     buf: Buf,
-    /// The file that it was read from.
+    /// The file of its weights.
     path: PathBuf,
     stamp: Stamp,
 }
@@ -77,27 +77,32 @@ impl CompressedForm {
     }
 }
 
-/// The tensors of a compressed group in order of their places, each with its range in the weights' form of the group.
-fn placed(compressed: &Compressed, tensors: Tensors) -> impl Iterator<Item = (TensorId, Range<usize>, &Place)> {
-    let mut tensors = tensors;
-    tensors.sort_unstable_by_key(|(_, range)| (range.start, range.end));
-    tensors.into_iter().filter_map(|(tensor, range)| Some((tensor, range, compressed.place(tensor)?)))
+/// A tensor of a compressed group: its range in the weights' form of the group, and its place in the stored one.
+#[derive(Clone)]
+pub(super) struct Placed {
+    pub(super) tensor: TensorId,
+    pub(super) range: Range<usize>,
+    pub(super) place: Place,
 }
 
-/// Memory of `device` with the weights of a group whose compressed form is in `buf`, and was read from the file `path`.
-fn decoded(
-    device: &dyn Device,
-    layout: &Layout,
-    (compressed, tensors): (&Compressed, Tensors),
-    (buf, path): (&Buf, &Path),
-) -> Result<Buf> {
+impl Placed {
+    /// The tensors of a compressed group, in order.
+    fn all(compressed: &Compressed, mut tensors: Tensors) -> Vec<Placed> {
+        tensors.sort_unstable_by_key(|(_, range)| (range.start, range.end));
+        let placed = |(tensor, range)| compressed.place(tensor).cloned().map(|place| Placed { tensor, range, place });
+        tensors.into_iter().filter_map(placed).collect()
+    }
+}
+
+/// Memory of `device` with the weights of a group whose stored form is in `buf`, and is of the file `path`.
+fn decoded(device: &dyn Device, layout: &Layout, tensors: &[Placed], (buf, path): (&Buf, &Path)) -> Result<Buf> {
     let held = Held { buf: buf.clone(), path: path.to_owned(), stamp: Stamp::unique(buf.bytes() as u64) };
-    let bytes = tensors.iter().map(|(_, range)| range.len()).sum();
-    let tensor = |(tensor, range, place): (TensorId, Range<usize>, &Place)| {
-        let stored = Stored { bytes: place.range.len() as u64, is_code: place.is_code };
-        (layout.at(tensor).dtype, range.len() as u64, place.range.start as u64, stored)
+    let bytes = tensors.iter().map(|placed| placed.range.len()).sum();
+    let tensor = |Placed { tensor, range, place }: &Placed| {
+        let (at, bytes) = (place.range.start as u64, place.range.len() as u64);
+        (layout.at(*tensor).dtype, range.len() as u64, at, Stored { bytes, is_code: place.is_code, is_made: false })
     };
-    let source = CompressedSource::of(Arc::new(held), placed(compressed, tensors).map(tensor));
+    let source = CompressedSource::of(Arc::new(held), tensors.iter().map(tensor));
     device.only_read(Extents::new(vec![Extent { of: Arc::new(Decoded(source)), at: 0, bytes }]))
 }
 
@@ -131,12 +136,12 @@ impl Job<'_> {
         }
         let (device, charge) = lock(reservation).split(assignment.device, bytes)?;
         let mut memory = device.back(charge, kind, Some(self.plan.compute()))?;
-        let tensors = self.tensors_of(group, None);
+        let tensors = Placed::all(compressed, self.tensors_of(group, None));
         let all = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
         let (mut rest, mut begin, mut parts) = (all, 0, Vec::new());
-        for (tensor, values, Place { range, is_code }) in placed(compressed, tensors.clone()) {
+        for Placed { tensor, range: values, place: Place { range, is_code } } in &tensors {
             let (part, after) = std::mem::take(&mut rest).split_at_mut(range.end - begin);
-            parts.push((tensor, values.len(), *is_code, &mut part[range.start - begin..]));
+            parts.push((*tensor, values.len(), *is_code, &mut part[range.start - begin..]));
             (rest, begin) = (after, range.end);
         }
         self.fill_compressed(&mut parts)?;
@@ -149,9 +154,20 @@ impl Job<'_> {
             }
             self.advance(values as u64);
         }
-        let buf = memory.freeze();
-        let path = tensors.first().map_or(Path::new(""), |(tensor, _)| self.path_of(*tensor));
-        let values = decoded(&*device, self.layout, (compressed, tensors), (&buf, path))?;
+        self.compressed_home(&*device, &tensors, memory.freeze(), infos, kind)
+    }
+
+    /// The home of a group whose stored form is in `buf`: `infos` is what the header of each code says, by the byte at which it begins.
+    pub(super) fn compressed_home(
+        &self,
+        device: &dyn Device,
+        tensors: &[Placed],
+        buf: Buf,
+        infos: Vec<(usize, Info)>,
+        kind: MemoryKind,
+    ) -> Result<Arc<Home>> {
+        let path = tensors.first().map_or(Path::new(""), |placed| self.path_of(placed.tensor));
+        let values = decoded(device, self.layout, tensors, (&buf, path))?;
         Ok(Arc::new(Home::compressed(values, kind, false, CompressedForm { buf, infos })))
     }
 
@@ -169,9 +185,11 @@ impl Job<'_> {
                 None => from_files.push((*tensor, *values, &mut **dst)),
             }
         }
-        let Some((first, ..)) = from_files.first() else { return Ok(()) };
-        let name = |tensor: TensorId| self.layout.at(tensor).name.clone();
-        let checkpoint = self.weights().ok_or_else(|| Missing::Code { tensor: name(*first) })?.checkpoint();
+        if from_files.is_empty() {
+            return Ok(());
+        }
+        let weights = self.weights().ok_or_else(|| Error::bug("codes of files, and no files"))?;
+        let checkpoint = weights.checkpoint();
         let part = |(tensor, values, dst)| {
             self.count_weights_read(values);
             checkpoint.stored_part(tensor, dst)
@@ -189,7 +207,8 @@ impl Job<'_> {
         };
         let code = Code::open(bytes).map_err(damaged)?;
         let info = *code.info();
-        if let Some(weights) = self.weights() {
+        let is_made = self.layout.stored(tensor).is_some_and(|stored| stored.is_made);
+        if let Some(weights) = self.weights().filter(|_| !is_made) {
             weights.checkpoint().check_code(tensor, &info)?;
         } else if info.decoded_bytes != values as u64 {
             return Err(Error::bug("a model with a code of other weights than its own"));
@@ -222,14 +241,14 @@ impl Files {
         kind: MemoryKind,
     ) -> Result<Arc<Home>> {
         let (mut extents, mut infos, mut end) = (Vec::new(), Vec::new(), 0);
-        for (tensor, _, Place { range, is_code }) in placed(compressed, tensors.clone()) {
+        for Placed { tensor, place: Place { range, is_code }, .. } in Placed::all(compressed, tensors.clone()) {
             if end < range.start {
                 let of: Arc<dyn Readable> = Arc::new(Unspecified);
                 extents.push(Extent { of, at: 0, bytes: range.start - end });
             }
             let (of, at) = self.stored(layout, tensor)?;
             extents.push(Extent { of, at, bytes: range.len() });
-            if *is_code {
+            if is_code {
                 infos.push((range.start, self.info(layout, tensor)?));
             }
             end = range.end;

@@ -10,7 +10,7 @@ use super::provenance::Provenance;
 use super::reuse::Reuse;
 use super::store::{FetchMemory, SlotPool};
 use super::worker::Inputs;
-use super::{Loader, Model};
+use super::{Filled, Loader, Model};
 use crate::adapter::Weights;
 use crate::backend::{Device, MemoryKind};
 use crate::checkpoint::TensorId;
@@ -56,12 +56,13 @@ impl Loader<'_> {
     /// released before an error is returned, and the base is unchanged.
     pub fn derive<'b>(&self, base: impl Into<Option<&'b Arc<Model>>>, weights: &Weights, plan: &Plan) -> Result<Model> {
         let Some(base) = base.into() else { return self.load(weights, plan) };
-        let layout = weights.layout();
-        plan.verify(layout)?;
+        let (layout, plan) = (weights.layout(), &*plan.checked(weights.layout())?);
         weights.patches().check_targets()?;
         self.check_base(base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
+        let layout = &layout.with_stored(base.codes_for(layout, same));
+        let plan = &*plan.with_codes_of(layout);
         let reuse = self.leaving(Reuse::of(base, layout, plan, &self.allocators, same), layout, plan)?;
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(base), reuse: &reuse };
         self.place(inputs, provenance, scales_of(weights))
@@ -81,12 +82,13 @@ impl Loader<'_> {
             Ok(base) => base,
             Err(shared) => return self.derive(&shared, weights, plan),
         };
-        let layout = weights.layout();
-        plan.verify(layout)?;
+        let (layout, plan) = (weights.layout(), &*plan.checked(weights.layout())?);
         weights.patches().check_targets()?;
         self.check_base(&base)?;
         let provenance = Provenance::of(weights);
         let same = |tensor: TensorId, old: TensorId| base.provenance().get(old) == Some(&provenance[tensor]);
+        let layout = &layout.with_stored(base.codes_for(layout, same));
+        let plan = &*plan.with_codes_of(layout);
         let mut reuse = self.leaving(Reuse::of(&base, layout, plan, &self.allocators, same), layout, plan)?;
         reuse.refill(&mut base, layout, plan, &self.allocators);
         let inputs = Inputs { weights: Some(weights), layout, plan, base: Some(&base), reuse: &reuse };
@@ -99,7 +101,7 @@ impl Loader<'_> {
     /// # Errors
     /// As [`derive`](Loader::derive); [`Error::DeviceLost`] when a lost device holds what is needed.
     pub fn relocate(&self, base: &Arc<Model>, plan: &Plan) -> Result<Model> {
-        plan.verify(base.layout())?;
+        let plan = &*plan.checked(base.layout())?;
         self.check_base(base)?;
         let reuse = Reuse::of(base, base.layout(), plan, &self.allocators, |tensor, old| tensor == old);
         if let Some(lost) = base.lost().filter(|_| !reuse.is_complete(base.layout())) {
@@ -117,7 +119,8 @@ impl Loader<'_> {
         let reuse = Reuse::of(base, base.layout(), &plan, base.allocators(), |tensor, old| tensor == old);
         let inputs = Inputs { weights: None, layout: base.layout(), plan: &plan, base: Some(base), reuse: &reuse };
         let loader = self.with_allocators(base.allocators());
-        let (homes, reservation, report) = loader.fill(inputs, &reuse.needed(&plan), start)?;
+        // What is compressed stays where it is, so no code is made.
+        let Filled { homes, reservation, report, .. } = loader.fill(inputs, &reuse.needed(&plan), start)?;
         let (layout, provenance, from) = (Arc::new(base.layout().clone()), base.provenance().clone(), reuse.from(base));
         let blocks = parked.slot_blocks(base.layout());
         let slots = Some(Arc::new(SlotPool::new(parked.slots(), blocks, FetchMemory::default())));

@@ -9,6 +9,7 @@ mod builder;
 mod compressed;
 mod deferred;
 mod derive;
+mod encoded;
 mod in_files;
 mod index;
 mod model;
@@ -24,7 +25,7 @@ mod store;
 mod worker;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 pub(crate) use allocator::Allocators;
@@ -43,7 +44,7 @@ use model::Parts;
 use provenance::Provenance;
 use reuse::Reuse;
 use store::Home;
-use worker::{Inputs, Job};
+use worker::{Encoded, Inputs, Job};
 
 use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
@@ -170,8 +171,7 @@ impl<'a> Loader<'a> {
     /// [`Cancelled`](crate::Error::Cancelled), even if all bytes have been read by then.
     /// All memory is released before an error is returned.
     pub fn load(&self, weights: &Weights, plan: &Plan) -> Result<Model> {
-        let layout = weights.layout();
-        plan.verify(layout)?;
+        let (layout, plan) = (weights.layout(), &*plan.checked(weights.layout())?);
         weights.patches().check_targets()?;
         let (provenance, reuse) = (Provenance::of(weights), Reuse::nothing(layout, plan));
         let reuse = self.leaving(reuse, layout, plan)?;
@@ -183,27 +183,43 @@ impl<'a> Loader<'a> {
     fn place(&self, inputs: Inputs<'_>, provenance: Per<TensorId, Provenance>, scales: Scales) -> Result<Model> {
         let (plan, start) = (inputs.plan, Instant::now());
         let needed = inputs.reuse.needed_with_slots(plan);
-        let (homes, reservation, report) = self.fill(inputs, &needed, start)?;
-        let layout = Arc::new(inputs.layout.clone());
-        let (groups, slots) = (inputs.reuse.groups.clone(), inputs.reuse.slots.clone());
+        let Filled { homes, mut reservation, mut report, encoded } = self.fill(inputs, &needed, start)?;
+        // The sizes of codes that were made are known now.
+        let layout = Arc::new(inputs.layout.with_stored(encoded));
+        let plan = plan.with_codes_of(&layout);
+        report.saved = plan.devices().iter().map(|share| share.weights.saved).sum();
+        let (planned, slots) = (inputs.plan.slots(), plan.slots());
+        let shared = inputs.reuse.slots.clone().filter(|_| planned == slots);
+        if shared.is_none() {
+            let reserved = if inputs.reuse.slots.is_some() { 0 } else { planned.bytes() };
+            reservation.adjust(plan.compute(), reserved, slots.bytes())?;
+        }
+        let groups = inputs.reuse.groups.clone();
         let from = inputs.base.map_or_else(Vec::new, |base| inputs.reuse.from(base));
-        let parts = Parts { layout, plan, groups, homes, provenance, scales, slots, from };
+        let parts = Parts { layout, plan: &plan, groups, homes, provenance, scales, slots: shared, from };
         Model::assemble(parts, reservation, self.registry).map(|model| model.with_report(report))
     }
 
-    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<FilledHomes> {
+    fn fill(&self, inputs: Inputs<'_>, needed: &BTreeMap<DeviceId, u64>, start: Instant) -> Result<Filled> {
         self.allocators.check(inputs.plan)?;
         let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
         reservation.allocators = self.allocators.clone();
         let job = Job::new(self, inputs, &reservation)?;
         let homes = job.run(self.workers, &mut reservation)?;
         let report = job.report(start.elapsed());
-        Ok((homes, reservation, report))
+        let encoded = job.encoded.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(Filled { homes, reservation, report, encoded })
     }
 }
 
-/// The homes, the rest of their reservation, and the report.
-type FilledHomes = (Vec<Option<Arc<Home>>>, Reservation, LoadReport);
+/// What a load has filled.
+struct Filled {
+    homes: Vec<Option<Arc<Home>>>,
+    /// The rest of the homes' reservation.
+    reservation: Reservation,
+    report: LoadReport,
+    encoded: Encoded,
+}
 
 /// The memory of a plan, reserved on every device that it uses: weights, and slots on the compute device.
 ///
@@ -279,6 +295,26 @@ impl Reservation {
     fn alloc_block(&mut self, dtype: Option<DType>, bytes: u64) -> Result<BufMut> {
         let (device, charge) = self.split(self.compute, bytes)?;
         self.allocators.alloc(&device, charge, (dtype, None), MemoryKind::Arena, Some(self.compute))
+    }
+
+    /// Splits off the part of the reservation on `id` that was `planned` for something that takes `bytes`. What is missing is charged,
+    /// and what is left over given back.
+    fn split_planned(&mut self, id: DeviceId, planned: u64, bytes: u64) -> Result<(Arc<dyn Device>, Charge)> {
+        self.adjust(id, planned, bytes)?;
+        self.split(id, bytes)
+    }
+
+    /// Reserves `bytes` on `id` in place of the `planned` part of the reservation.
+    fn adjust(&mut self, id: DeviceId, planned: u64, bytes: u64) -> Result<()> {
+        let (device, mut charge) = self.split(id, planned)?;
+        match bytes.checked_sub(planned) {
+            Some(more) => charge.join(device.ledger().charge(more)?),
+            None => drop(charge.split(planned - bytes)?),
+        }
+        if let Some(all) = self.charges.get_mut(&id) {
+            all.join(charge);
+        }
+        Ok(())
     }
 
     /// Splits off a part of the reservation on `id`.

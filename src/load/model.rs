@@ -95,7 +95,7 @@ impl Model {
     /// [`Error::Plan`] when the plan is for another model; any error of reserving or allocating. All memory is released
     /// before an error is returned.
     pub fn unfilled(registry: &Registry, layout: &Layout, plan: &Plan) -> Result<Model> {
-        plan.verify(layout)?;
+        let plan = &*plan.checked(layout)?;
         let groups = plan.groups(layout);
         let (mut reuse, files) = (Reuse::nothing(layout, plan), Files::unspecified());
         reuse = reuse.leaving(stays_in_files(layout, plan, &groups, |id| registry.device(id))?);

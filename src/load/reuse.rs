@@ -10,12 +10,12 @@ use super::model::{Model, home_kind};
 use super::store::{Home, SlotPool};
 use super::worker::{Job, Tensors};
 use crate::backend::{Buf, BufMut, Device, Health, MemoryKind, Piece, Role, Route, Stream, Transfer};
-use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
+use crate::checkpoint::{Layout, ModuleId, Per, Stored, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::STAGING_BYTES;
 use crate::plan::Plan;
-use crate::schedule::{Compressed, Groups};
+use crate::schedule::{Compressed, Groups, Place};
 
 /// A tensor's bytes in the memory of the base, the model that another is derived from.
 #[derive(Clone, Debug)]
@@ -98,7 +98,7 @@ impl Reuse {
             in_base[tensor].as_ref()?;
             let old = base.index().find(&layout.at(tensor).name)?;
             let (form, place) = (base.home(base.index().owner(old))?.compressed.as_ref()?, base.index().stored(old)?);
-            let alike = compressed.place(tensor).is_some_and(|new| new.range.len() == place.range.len());
+            let alike = compressed.place(tensor).is_some_and(|new| new.alike(place));
             alike.then(|| BaseBytes { buf: form.buf.clone(), range: place.range.clone() })
         });
         let compressed_in_base = compressed_in_base.collect();
@@ -234,6 +234,24 @@ impl Reuse {
             *needed.entry(assignment.device).or_default() += assignment.taken();
         }
         needed
+    }
+}
+
+impl Model {
+    /// How this model holds the tensors of `layout` that it has compressed, of which that layout has estimates. `same` says whether a
+    /// tensor has the bytes of one of this model.
+    pub(super) fn codes_for(
+        &self,
+        layout: &Layout,
+        same: impl Fn(TensorId, TensorId) -> bool,
+    ) -> Vec<(TensorId, Option<Stored>)> {
+        let known = |tensor: TensorId| {
+            layout.stored(tensor).filter(|stored| stored.is_made)?;
+            let old = self.index().find(&layout.at(tensor).name).filter(|&old| same(tensor, old))?;
+            let Place { range, is_code } = self.index().stored(old)?;
+            Some((tensor, Some(Stored { bytes: range.len() as u64, is_code: *is_code, is_made: true })))
+        };
+        layout.tensor_ids().filter_map(known).collect()
     }
 }
 

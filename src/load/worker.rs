@@ -29,7 +29,7 @@ use super::{Loader, Reservation};
 use crate::adapter::Weights;
 use crate::backend::{Buf, BufMut, Device, Event, Role, Stream};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, TensorId};
+use crate::checkpoint::{Layout, Stored, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
@@ -37,7 +37,7 @@ use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
 use crate::staging::Pool;
 use crate::transfer::{DeviceReads, Kept, ReadWays};
-use fill::Block;
+pub(super) use fill::Block;
 
 /// The state that the threads of one load share.
 pub(super) struct Job<'a> {
@@ -75,11 +75,15 @@ pub(super) struct Job<'a> {
     saturated: AtomicU64,
     /// By tensor, so that the order of the sum is not that of the workers.
     requantised: Mutex<BTreeMap<TensorId, Requantised>>,
+    pub(super) encoded: Mutex<Encoded>,
     stop: AtomicBool,
 }
 
 /// The most bytes of a staging buffer on the way to a disk alone.
 const DISK_PIECE: u64 = 1 << 20;
+
+/// How a load holds the tensors of groups that it compressed; `None` for those that stay as they are.
+pub(super) type Encoded = BTreeMap<TensorId, Option<Stored>>;
 
 /// The tensors in a block of memory, with their byte ranges there.
 pub(super) type Tensors = Vec<(TensorId, Range<usize>)>;
@@ -146,6 +150,7 @@ impl<'a> Job<'a> {
             patched: AtomicUsize::new(0),
             saturated: AtomicU64::new(0),
             requantised: Mutex::default(),
+            encoded: Mutex::default(),
             stop: AtomicBool::new(false),
         })
     }
@@ -277,7 +282,13 @@ impl<'a> Job<'a> {
                     continue;
                 }
                 if self.reuse.is_compressed(group) && !self.reuse.is_in_files(group) {
-                    lock(homes)[group] = Some(self.load_compressed(group, reservation)?);
+                    let encodes = self.is_encoded(group);
+                    let home = if encodes {
+                        self.encode(group, reservation)
+                    } else {
+                        self.load_compressed(group, reservation)
+                    };
+                    lock(homes)[group] = Some(home?);
                     continue;
                 }
                 if self.reuse.is_in_files(group) {

@@ -168,6 +168,22 @@ pub fn compress(dtype: DType, bytes: &[u8]) -> Result<Vec<u8>, CodeFault> {
     Ok(join(dtype, fields, bytes, &tasks))
 }
 
+/// The code of a tensor's bytes, and what its header says; `None` if the tensor has none, or stays as it is because that would save too
+/// little.
+///
+/// # Errors
+/// [`CodeFault::PartOfWeight`] as [`compress`].
+pub(crate) fn shorter(dtype: DType, bytes: &[u8]) -> Result<Option<(Vec<u8>, Info)>, CodeFault> {
+    match compress(dtype, bytes) {
+        Ok(code) => {
+            let info = Info::read(&code)?;
+            Ok(info.in_blocks.then_some((code, info)))
+        }
+        Err(CodeFault::NoCode { .. } | CodeFault::TooLarge { .. }) => Ok(None),
+        Err(other) => Err(other),
+    }
+}
+
 /// Runs work on the library's threads if it is `large`. `None` if it is not, or if the system gives no threads.
 fn tasks<R: Send>(large: bool, work: impl FnOnce() -> R + Send) -> Option<R> {
     if large { threads::run(work).ok() } else { None }

@@ -14,10 +14,11 @@ use super::explain::{Alternative, Explanation};
 use super::outlier::outliers_of;
 use super::planner::Planner;
 use super::split::{Donor, Split};
+use super::traffic::kept_compressed;
 use super::value::{Order, Parts, Plan, Unit};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::Layout;
+use crate::checkpoint::{Layout, Module};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
@@ -105,6 +106,9 @@ impl<'a> Search<'a> {
         let pinned_cap = planner.pinned_cap.map_or(u64::MAX, ByteSize::get);
         let mut donors = Donor::all(planner.machine, compute, pinned_cap);
         leave_room_for_staging(&mut donors, planner, compute);
+        if planner.compress && !compute.is_host() {
+            donors = donors.into_iter().map(|donor| compressing(donor, planner.layout)).collect();
+        }
         Ok(Search {
             planner,
             compute,
@@ -237,7 +241,8 @@ impl<'a> Search<'a> {
                 Err(Error::DoesNotFit(short)) => {
                     let goes_on = match donors.iter().position(|donor| donor.device == short.device) {
                         Some(donor) => {
-                            donors[donor].room = shares[donor].min(donors[donor].room).saturating_sub(short.short);
+                            let short = donors[donor].weights_in(short.short);
+                            donors[donor].room = shares[donor].min(donors[donor].room).saturating_sub(short);
                             true
                         }
                         None => quota.is_too_much(beside, held),
@@ -337,6 +342,16 @@ fn leave_room_for_staging(donors: &mut [Donor], planner: &Planner<'_>, compute: 
     for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
         donor.room = donor.room.saturating_sub(staging);
     }
+}
+
+/// The donor, with what it keeps of the whole model if it streams all of it. Which modules it gets, the plan of a candidate knows.
+fn compressing(donor: Donor, layout: &Layout) -> Donor {
+    let owners = layout.modules().iter().filter(|module| module.alias_of.is_none());
+    let kept = |module: &Module| kept_compressed(layout, donor.device, module.id).unwrap_or(module.bytes);
+    let (kept, weights) = owners.fold((0u64, 0u64), |(all, weights), module| {
+        (all.saturating_add(kept(module)), weights.saturating_add(module.bytes))
+    });
+    donor.compressing(kept, weights)
 }
 
 fn largest_but_outliers(layout: &Layout) -> u64 {

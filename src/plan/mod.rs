@@ -9,6 +9,7 @@
 mod auto;
 mod candidates;
 mod check;
+mod codes;
 mod demote;
 mod estimate;
 mod explain;

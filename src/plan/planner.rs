@@ -222,11 +222,13 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// Keeps streamed modules compressed that the files have [compressed](crate::checkpoint::write_compressed) and that nothing
-    /// changes: on the host, where they take as much less, and on disk. Their codes cross the links, arrive in a landing buffer on
-    /// the compute device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and
-    /// the same bits. A device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and
-    /// they are decoded when they are read.
+    /// Keeps streamed modules compressed: on the host, where they take as much less, and on disk, if nothing changes what a file has
+    /// [compressed](crate::checkpoint::write_compressed). Their codes cross the links, arrive in a landing buffer on the compute
+    /// device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and the same bits. A
+    /// device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and they are decoded
+    /// when they are read.
+    ///
+    /// A module is compressed if a file has it so, or if the load is to compress it ([`Weights::compress`](crate::Weights::compress)).
     ///
     /// Quotas are in bytes of weights, as always; what a device needs is less ([`DeviceWeights::saved`](super::DeviceWeights::saved)).
     /// Where the host computes, this changes nothing: its weights are used where they live.

@@ -11,10 +11,12 @@ const PARTS: u64 = 256;
 #[derive(Clone, Debug)]
 pub(super) struct Donor {
     pub(super) device: DeviceId,
-    /// The bytes that the donor can take.
+    /// The bytes of weights that the donor can take.
     pub(super) room: u64,
     /// The bytes among these that are pinned, so not staged; all of them if the donor stages nothing.
     pinned: u64,
+    /// What it keeps, and what crosses its link, of so many bytes of weights: less if they are compressed there.
+    kept: (u64, u64),
     /// The segments on the route of its bytes, and on that of its staged bytes.
     path: Vec<usize>,
     staged_path: Vec<usize>,
@@ -63,6 +65,7 @@ impl Donor {
                 device,
                 room: usable(device).min(usable(domain(device))),
                 pinned: if device.is_host() && !compute.is_host() { pinned_cap } else { u64::MAX },
+                kept: (1, 1),
                 path: topology.path(device, compute),
                 staged_path: topology.staged_path(device, compute),
             }
@@ -70,12 +73,27 @@ impl Donor {
         devices.into_iter().map(donor).collect()
     }
 
+    /// This donor, if it keeps `kept` bytes of `weights`.
+    pub(super) fn compressing(self, kept: u64, weights: u64) -> Donor {
+        if kept == 0 || kept >= weights {
+            return self;
+        }
+        let donor = Donor { kept: (kept, weights), ..self };
+        Donor { room: donor.weights_in(donor.room), pinned: donor.weights_in(donor.pinned), ..donor }
+    }
+
+    /// The bytes of weights that it has room for in so many bytes.
+    pub(super) fn weights_in(&self, bytes: u64) -> u64 {
+        scaled(bytes, self.kept.1, self.kept.0)
+    }
+
     /// Adds the time that `bytes` more take on each segment, after `before` bytes.
     fn load(&self, before: u64, bytes: u64, topology: &Topology, busy: &mut [Duration]) {
         let straight = bytes.min(self.pinned.saturating_sub(before));
         for (path, bytes) in [(&self.path, straight), (&self.staged_path, bytes - straight)] {
             for &segment in path {
-                busy[segment] = busy[segment].saturating_add(topology.segments()[segment].bandwidth.time(bytes));
+                let crossing = scaled(bytes, self.kept.0, self.kept.1);
+                busy[segment] = busy[segment].saturating_add(topology.segments()[segment].bandwidth.time(crossing));
             }
         }
     }
@@ -118,6 +136,11 @@ impl Split {
         }
         Some(shares)
     }
+}
+
+/// `bytes * by / of`; the largest number if it is beyond.
+fn scaled(bytes: u64, by: u64, of: u64) -> u64 {
+    u64::try_from(u128::from(bytes) * u128::from(by) / u128::from(of)).unwrap_or(u64::MAX)
 }
 
 /// Splits `total` in parts. Each part goes to the donor with which the slowest segment ends first, ignoring what `compute`
@@ -219,6 +242,20 @@ mod tests {
         assert_eq!(found[0].alone(0, 1_000, &topology), Duration::from_nanos(500));
         assert_eq!(found[0].alone(1_000, 1_000, &topology), Duration::from_nanos(1_000));
         assert_eq!(found[0].alone(400, 1_000, &topology), Duration::from_nanos(300 + 400));
+    }
+
+    /// What is compressed takes as much less room, of what may be pinned, too, and time.
+    #[test]
+    fn a_donor_that_compresses_holds_and_sends_more() {
+        let (found, topology) = donors(&[("cpu", 1 << 20)], Topology::new().link(GPU0, gbps(2)));
+        let donor = found[0].clone().compressing(200, 300);
+        assert_eq!((donor.room, donor.pinned), ((1 << 20) * 3 / 2, 1_500));
+        assert_eq!((donor.weights_in(100), donor.weights_in(u64::MAX)), (150, u64::MAX));
+        assert_eq!(donor.alone(0, 1_500, &topology), Duration::from_nanos(500));
+        // Nothing that is compressed, or that gains from it.
+        for (kept, weights) in [(0, 0), (0, 300), (300, 300), (301, 300)] {
+            assert_eq!(found[0].clone().compressing(kept, weights).room, 1 << 20);
+        }
     }
 
     #[test]

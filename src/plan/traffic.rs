@@ -116,17 +116,11 @@ impl Placed<'_> {
         Traffic { usage, staged, saved, bins, slots }
     }
 
-    /// The bytes that a module takes less because it is kept compressed: on the host, or in its file. A host that computes decodes
-    /// what it reads.
+    /// The bytes that a module takes less because it is kept compressed. A host that computes decodes what it reads.
     fn saved(&self, module: &Module, usage: Use) -> u64 {
-        let kept = match self.devices[self.home[module.id]].kind() {
-            DeviceKind::Cpu => true,
-            DeviceKind::Disk => self.layout.is_in_files(module.id),
-            _ => false,
-        };
-        let compress = self.compress && kept && usage == Use::Streamed && !self.compute.is_host();
-        let compressed = compress.then(|| self.layout.compressed_bytes(module.id)).flatten();
-        compressed.map_or(0, |bytes| module.bytes - bytes)
+        let compress = self.compress && usage == Use::Streamed && !self.compute.is_host();
+        let kept = || kept_compressed(self.layout, self.devices[self.home[module.id]], module.id);
+        compress.then(kept).flatten().map_or(0, |bytes| module.bytes - bytes)
     }
 
     /// Whether the module, or the one whose storage it shares, has tensors in blocks.
@@ -340,6 +334,17 @@ impl<'a> Planner<'a> {
         let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
         uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
+}
+
+/// The bytes of a module that is kept compressed on `device`: on the host, or in its file. `None` if it is not kept so there.
+pub(super) fn kept_compressed(layout: &Layout, device: DeviceId, module: ModuleId) -> Option<u64> {
+    let kept = match device.kind() {
+        DeviceKind::Cpu => true,
+        // What a file has plain stays there so.
+        DeviceKind::Disk => layout.is_in_files(module) && !layout.is_made(module),
+        _ => false,
+    };
+    kept.then(|| layout.compressed_bytes(module)).flatten()
 }
 
 /// What `saved` bytes of a module count on its device: nothing on a disk, where its file is all that there is.

@@ -204,6 +204,11 @@ impl Plan {
         Ok(Plan(parts))
     }
 
+    /// A plan with other sizes of codes.
+    pub(super) fn recounted_from(parts: Parts) -> Plan {
+        Plan(parts)
+    }
+
     pub(super) fn parts(&self) -> &Parts {
         &self.0
     }

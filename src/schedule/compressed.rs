@@ -1,9 +1,9 @@
-//! Where compressed modules live: what their files have of each tensor, one after the other.
+//! Where compressed modules live: the stored form of each tensor, one after the other.
 
 use std::ops::Range;
 
 use super::groups::Groups;
-use crate::checkpoint::{Layout, ModuleId, Per, TensorId};
+use crate::checkpoint::{Layout, ModuleId, Per, Stored, TensorId};
 use crate::lossless::padded;
 
 /// The tensors of compressed modules in the memory of their groups.
@@ -23,6 +23,26 @@ pub(crate) struct Place {
     pub(crate) is_code: bool,
 }
 
+impl Place {
+    /// Whether a tensor takes as much here as there, in the same form.
+    pub(crate) fn alike(&self, other: &Place) -> bool {
+        (self.range.len(), self.is_code) == (other.range.len(), other.is_code)
+    }
+
+    /// The places of a group's tensors, given in order, and the bytes of all.
+    pub(crate) fn all(tensors: impl IntoIterator<Item = Stored>) -> (Vec<Place>, u64) {
+        let mut at = 0usize;
+        let place = |stored: Stored| {
+            // Within what the plan counts, if it is of this layout.
+            let range = at..at.saturating_add(stored.bytes as usize);
+            at = padded(range.end as u64) as usize;
+            Place { range, is_code: stored.is_code }
+        };
+        let places = tensors.into_iter().map(place).collect();
+        (places, at as u64)
+    }
+}
+
 impl Compressed {
     /// The modules that are compressed: groups are so as a whole. `layout` tells how the files hold their tensors.
     pub(crate) fn new(layout: &Layout, groups: &Groups, is_compressed: impl Fn(ModuleId) -> bool) -> Compressed {
@@ -31,16 +51,13 @@ impl Compressed {
         }
         let mut places = Per::all(layout.tensors().len(), None);
         let mut place = |group: usize| {
-            let members = groups.members(group);
-            let mut at = 0usize;
-            for (tensor, _) in members.iter().flat_map(|&module| groups.ranges_of(layout, module)) {
-                let stored = layout.stored(tensor)?;
-                // Within what the plan counts, if it is of this layout.
-                let end = at.saturating_add(stored.bytes as usize);
-                places[tensor] = Some(Place { range: at..end, is_code: stored.is_code });
-                at = padded(end as u64) as usize;
-            }
-            Some(at as u64)
+            let members = groups.members(group).iter();
+            let tensors: Vec<TensorId> =
+                members.flat_map(|&module| groups.ranges_of(layout, module)).map(|(tensor, _)| tensor).collect();
+            let stored = tensors.iter().map(|&tensor| layout.stored(tensor)).collect::<Option<Vec<_>>>()?;
+            let (of_group, bytes) = Place::all(stored);
+            tensors.into_iter().zip(of_group).for_each(|(tensor, place)| places[tensor] = Some(place));
+            Some(bytes)
         };
         let bytes =
             (0..groups.len()).map(|group| is_compressed(groups.members(group)[0]).then(|| place(group)).flatten());

@@ -125,8 +125,8 @@ impl CompressedSource {
     pub(crate) fn place(&self, begin: u64, bytes: u64) -> Option<(u64, Stored)> {
         let span = self.span(begin, bytes)?;
         let stored = match &span.form {
-            Form::Plain => Stored { bytes: span.bytes, is_code: false },
-            Form::Code(code) => Stored { bytes: code.bytes, is_code: true },
+            Form::Plain => Stored { bytes: span.bytes, is_code: false, is_made: false },
+            Form::Code(code) => Stored { bytes: code.bytes, is_code: true, is_made: false },
             Form::Group(_) => return None,
         };
         Some((span.at, stored))

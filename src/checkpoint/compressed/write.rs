@@ -13,7 +13,7 @@ use crate::checkpoint::temporary::Temporary;
 use crate::checkpoint::write::{self, Entry, TensorSpec, TensorWriter};
 use crate::dtype::DType;
 use crate::error::{CodeFault, Error, FileFault, Result};
-use crate::lossless::{self, Info};
+use crate::lossless;
 
 /// Bytes up to which the memory for a tensor is taken at once.
 const LEAST: u64 = 64 << 20;
@@ -137,11 +137,7 @@ fn whole(path: &Path, spec: &TensorSpec, fill: impl FnOnce(&mut TensorWriter<'_>
 /// The code of a tensor; `None` if it stays as it is.
 fn code(path: &Path, spec: &TensorSpec, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
     let fault = |fault: CodeFault| Error::file(path, Some(&spec.name), FileFault::Compressed(fault.into()));
-    match lossless::compress(spec.dtype, bytes) {
-        Ok(code) => Ok(Info::read(&code).map_err(fault)?.in_blocks.then_some(code)),
-        Err(CodeFault::NoCode { .. } | CodeFault::TooLarge { .. }) => Ok(None),
-        Err(other) => Err(fault(other)),
-    }
+    Ok(lossless::shorter(spec.dtype, bytes).map_err(fault)?.map(|(code, _)| code))
 }
 
 /// A compressed tensor as the file has it.

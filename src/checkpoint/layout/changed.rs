@@ -76,10 +76,17 @@ impl Layout {
         Layout { in_file, ..self }
     }
 
-    /// The same layout, of a checkpoint: `stored` tells how files with compressed tensors hold each tensor.
+    /// The same layout, with what `stored` tells of how each tensor is held where it is kept compressed.
     pub(in crate::checkpoint) fn stored_as(self, stored: impl FnMut(&TensorInfo) -> Option<Stored>) -> Layout {
         let stored = self.tensors.iter().map(stored).collect();
         Layout { stored, ..self }
+    }
+
+    /// The same layout, with what is known of how some tensors are held where they are kept compressed.
+    pub(crate) fn with_stored(&self, known: impl IntoIterator<Item = (TensorId, Option<Stored>)>) -> Layout {
+        let mut layout = self.clone();
+        known.into_iter().for_each(|(tensor, stored)| layout.stored[tensor.index()] = stored);
+        layout
     }
 
     /// A changed tensor is in no file.

@@ -14,9 +14,9 @@ use crate::threads;
 use crate::transfer::{ReadPart, divide};
 
 /// A block of memory that is to be filled, with the tensors in it.
-pub(super) struct Block {
-    pub(super) tensors: Tensors,
-    pub(super) memory: BufMut,
+pub(in crate::load) struct Block {
+    pub(in crate::load) tensors: Tensors,
+    pub(in crate::load) memory: BufMut,
 }
 
 /// Parts of files, with the number of the file.
@@ -44,7 +44,7 @@ impl Job<'_> {
     }
 
     /// Fills blocks that live on the host, in place.
-    pub(super) fn fill_host(&self, mut blocks: Vec<Block>) -> Result<Vec<Buf>> {
+    pub(in crate::load) fn fill_host(&self, mut blocks: Vec<Block>) -> Result<Vec<Buf>> {
         let no_address = || Error::bug("host memory that the host cannot address");
         blocks.iter_mut().try_for_each(|block| {
             let Block { tensors, memory } = block;
