@@ -230,6 +230,47 @@ fn a_pass_that_its_link_bounds_is_as_fast_as_the_codes_are_small() {
     }
 }
 
+/// Decoding takes as long as the device is described to take, for weights and for a model without contents, and mode auto knows.
+#[test]
+fn decoding_takes_the_time_that_is_described() {
+    let model = Packed::new(&llama(8, 128), 19);
+    let compute = vec![Duration::from_micros(1); model.subject.layout().layers().len()];
+    let forecast_with = |decode: &str, compress: bool| {
+        let machine = described(&["cpu=64mb", "disk=64mb,link=2", &format!("cuda:0=24mb,link=1{decode}")]);
+        let planner = model.planner(&machine, "cpu,60%;disk,40%").compress(compress).depth(1);
+        let plan = planner.clone().plan().unwrap();
+        let forecast = plan.forecast(model.subject.layout(), machine.topology(), &compute.clone().into()).unwrap();
+        let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual));
+        let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
+        let mut streamer = Streamer::new(&load(&devices, &model.subject, &plan)).unwrap();
+        let mut pass = || {
+            let before = simulated.now();
+            for layer in layers(&streamer) {
+                let _guard = streamer.layer(layer).unwrap();
+                streamer.compute().occupy(Duration::from_micros(1)).unwrap();
+            }
+            streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
+            simulated.now() - before
+        };
+        let passes = [pass(), pass(), pass(), pass()];
+        assert_eq!((passes[2] + passes[3]) / 2, forecast, "{decode}, compressed {compress}: {passes:?}");
+        // A model without contents has no verdicts, of 16 bytes each.
+        let clocked = support::machines::clocked(&machine, model.subject.layout(), &plan, &compute).unwrap();
+        assert!(clocked.abs_diff(forecast) < Duration::from_nanos(500), "{clocked:?}, not {forecast:?}");
+        let read: Plan = serde_json::from_value(serde_json::to_value(&plan).unwrap()).unwrap();
+        assert_eq!(
+            read.forecast(model.subject.layout(), machine.topology(), &compute.clone().into()).unwrap(),
+            forecast
+        );
+        let auto = planner.allocation("auto,reserve=22mb".parse().unwrap()).plan().unwrap();
+        (forecast, kept(&auto).0 > 0)
+    };
+    let plain = forecast_with("", false).0;
+    let [free, fast, slow] = ["", ",decode=100", ",decode=0.5"].map(|decode| forecast_with(decode, true));
+    assert!(free.0 < fast.0 && fast.0 < plain && plain < slow.0, "{free:?}, {fast:?}, {slow:?}, plain {plain:?}");
+    assert_eq!([free.1, fast.1, slow.1], [true, true, false]);
+}
+
 /// The host keeps codes of what is on the disk, so that its memory holds more layers.
 #[test]
 fn a_host_cache_keeps_codes() {

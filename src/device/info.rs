@@ -30,6 +30,10 @@ pub struct DeviceInfo {
     /// [`pinned_cap`](DeviceInfo::pinned_cap).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinnable: Option<u64>,
+    /// The speed at which the device decodes [compressed](crate::Planner::compress) weights, in bytes of the weights. `None` if it is not
+    /// known: then forecasts and simulated clocks take decoding for free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decoding: Option<Bandwidth>,
     /// The device whose memory this one shares (unified memory); otherwise the device itself.
     pub domain: DeviceId,
     /// Further properties of a GPU.
@@ -40,7 +44,7 @@ impl DeviceInfo {
     /// A device with its own memory, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
         let (name, free) = (id.to_string(), Some(total));
-        DeviceInfo { id, name, total, free, opening: 0, pinnable: None, domain: id, gpu: None }
+        DeviceInfo { id, name, total, free, opening: 0, pinnable: None, decoding: None, domain: id, gpu: None }
     }
 
     /// Sets the vendor's name.
@@ -68,6 +72,13 @@ impl DeviceInfo {
     #[must_use]
     pub fn pinnable(mut self, bytes: Option<u64>) -> DeviceInfo {
         self.pinnable = bytes;
+        self
+    }
+
+    /// Sets the speed at which it decodes compressed weights.
+    #[must_use]
+    pub fn decoding(mut self, speed: Option<Bandwidth>) -> DeviceInfo {
+        self.decoding = speed;
         self
     }
 
@@ -224,7 +235,7 @@ impl Machine {
         let info = |d: &Described| {
             let free = d.free.unwrap_or(d.total).get();
             let info = DeviceInfo::new(d.id, d.total.get()).name("described device").free(Some(free));
-            info.domain(d.domain.unwrap_or(d.id)).pinnable(d.pinned.map(ByteSize::get))
+            info.domain(d.domain.unwrap_or(d.id)).pinnable(d.pinned.map(ByteSize::get)).decoding(d.decode)
         };
         Machine::new(devices.iter().map(info), topology)
     }
@@ -246,9 +257,9 @@ impl Machine {
     }
 }
 
-/// A description of a device: `ID=TOTAL[,free=F][,link=GBPS][,domain=ID][,pinned=MOST]`. The link is in decimal GB/s in each
-/// direction, the domain is the device whose memory this one shares, and `pinned` is the most memory of the host that may be
-/// pinned.
+/// A description of a device: `ID=TOTAL[,free=F][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST]`. The link is in decimal GB/s in
+/// each direction, `decode` is the speed at which it decodes compressed weights (1600 on an H200), in GB/s of weights, the domain is the
+/// device whose memory this one shares, and `pinned` is the most memory of the host that may be pinned.
 ///
 /// ```
 /// use tensor_offload::ByteSize;
@@ -268,6 +279,8 @@ pub struct Described {
     pub free: Option<ByteSize>,
     /// The speed of the link to the host, in each direction.
     pub link: Option<Bandwidth>,
+    /// The speed at which it decodes compressed weights, in bytes of the weights.
+    pub decode: Option<Bandwidth>,
     /// The device whose memory this one shares. `None` if it has its own.
     pub domain: Option<DeviceId>,
     /// The most memory that may be pinned, for the host.
@@ -282,14 +295,14 @@ impl FromStr for Described {
             let start = part.as_ptr() as usize - text.as_ptr() as usize;
             Error::syntax(text, start..start + part.len(), expected)
         };
-        const FORM: &str =
-            "ID=TOTAL[,free=F][,link=GBPS][,domain=ID][,pinned=MOST], as in cuda:0=24gib,free=20gib,link=27.2";
+        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST], as in cuda:0=24gib,free=20gib,link=27.2";
         let (id, rest) = text.split_once('=').ok_or_else(|| syntax(text, FORM))?;
         let id: DeviceId = id.parse().map_err(|_| syntax(id, "a device such as cuda:0"))?;
         let mut parts = rest.split(',');
         let size = |part: &str| part.parse::<ByteSize>().map_err(|_| syntax(part, "a size such as 24gib"));
         let total = size(parts.next().unwrap_or(""))?;
-        let mut device = Described { id, total, free: None, link: None, domain: None, pinned: None };
+        let speed = |part: &str| part.parse().map_err(|_| syntax(part, "a bandwidth in GB/s over 0, such as 27.2"));
+        let mut device = Described { id, total, free: None, link: None, decode: None, domain: None, pinned: None };
         for part in parts {
             match part.split_once('=').map(|(key, value)| (key.trim().to_ascii_lowercase(), value)) {
                 Some((key, value)) if key == "free" && device.free.is_none() => {
@@ -299,10 +312,8 @@ impl FromStr for Described {
                     }
                     device.free = Some(free);
                 }
-                Some((key, value)) if key == "link" && device.link.is_none() => {
-                    let link = value.parse().map_err(|_| syntax(value, "a bandwidth in GB/s over 0, such as 27.2"))?;
-                    device.link = Some(link);
-                }
+                Some((key, value)) if key == "link" && device.link.is_none() => device.link = Some(speed(value)?),
+                Some((key, value)) if key == "decode" && device.decode.is_none() => device.decode = Some(speed(value)?),
                 Some((key, value)) if key == "domain" && device.domain.is_none() => {
                     let domain = value.trim().parse().map_err(|_| syntax(value, "a device such as cpu"))?;
                     device.domain = Some(domain);
@@ -324,6 +335,9 @@ impl fmt::Display for Described {
         if let Some(link) = self.link {
             write!(f, ",link={link}")?;
         }
+        if let Some(decode) = self.decode {
+            write!(f, ",decode={decode}")?;
+        }
         if let Some(domain) = self.domain {
             write!(f, ",domain={domain}")?;
         }
@@ -344,6 +358,7 @@ mod tests {
             "cuda:0=24gb",
             "cuda:0=24gb,free=20gb",
             "cpu=64gb,free=0b,link=27.2",
+            "cuda:0=24gb,link=27.2,decode=1600",
             "npu:3=1.5gb,link=0.5",
             "cuda:0=64gb,domain=cpu",
             "cpu=64gb,free=60gb,pinned=20gb",
@@ -359,6 +374,8 @@ mod tests {
             "cuda:0=1gb,free=2gb",
             "cuda:0=1gb,link=0",
             "cuda:0=1gb,link=nan",
+            "cuda:0=1gb,decode=0",
+            "cuda:0=1gb,decode=1,decode=1",
             "cuda:0=1gb,speed=3",
             "cuda:0=1gb,free=1gb,free=1gb",
             "cuda:0=1gb,",

@@ -32,11 +32,27 @@ const LARGER: u64 = 16;
 /// The parts of the streamed bytes that are moved from donor to donor: first large pieces, then small ones.
 const PIECES: [u64; 2] = [16, 64];
 
-/// The plan with the shortest pass for `planner`'s model and machine. The planner's allocation is ignored.
+/// The plan with the shortest pass for `planner`'s model and machine. The planner's allocation is ignored. Modules that may be kept
+/// compressed are, unless the pass is shorter without: decoding takes time, and landing buffers take memory.
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] when no candidate fits; any error of planning.
 pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
+    let found = search(planner, compute);
+    if found.as_ref().is_ok_and(|plan| !plan.is_compressed()) || !planner.compress {
+        return found;
+    }
+    let plain = search(&planner.clone().compress(false), compute);
+    match (found, plain) {
+        (Ok(found), Ok(plain)) => {
+            let pass = |plan: &Plan| plan.explanation().map_or(Duration::MAX, |explanation| explanation.pass);
+            Ok(if is_worth(pass(&plain), pass(&found)) { plain } else { found })
+        }
+        (found, plain) => found.or_else(|error| plain.map_err(|_| error)),
+    }
+}
+
+fn search(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     let mut search = Search::new(planner, compute)?;
     if let Some(plan) = search.whole()? {
         return Ok(plan);

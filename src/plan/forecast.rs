@@ -8,7 +8,7 @@ use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{PlanFault, Result};
 use crate::limits::STAGING_BUFFERS;
-use crate::schedule::{Contents, Part, Schedule, Slice, chunks, rounds};
+use crate::schedule::{Contents, Form, Part, Round, Schedule, Slice, Unpacked, chunks, rounds};
 
 /// The bytes of a verdict.
 const VERDICT: u64 = 16;
@@ -148,11 +148,13 @@ struct LaneFetch {
     has_verdict: bool,
 }
 
-/// Copies into a slot, or into a landing buffer, from where values are computed into the slot. That takes no time here.
+/// Copies into a slot, or into a landing buffer, from where values are computed into the slot.
 struct Copies {
     /// The bytes of each copy, in chunks if they go through the host.
     chunks: Vec<Vec<u64>>,
     lands: bool,
+    /// The time to decode what landed. Values of blocks take none here.
+    decoding: Duration,
 }
 
 /// The route from a device, and the times when its streams are free.
@@ -209,7 +211,16 @@ impl<'a> Simulation<'a> {
         let fetch = |part: &Part| {
             let straight = lanes[part.lane].through_host.is_none();
             let bytes = |slice: &Slice| slice.range.len() as u64;
-            let copies = |slices: &[Slice], lands: bool| {
+            let decoding = |round: &Round<'_>| {
+                let time = |tensor: &Unpacked| match tensor.form {
+                    Form::Code { weights } => {
+                        plan.decoding().map_or(Duration::ZERO, |speed| speed.time(weights as u64))
+                    }
+                    Form::Blocks { .. } => Duration::ZERO,
+                };
+                round.tensors().map(|(tensor, _)| time(tensor)).fold(Duration::ZERO, Duration::saturating_add)
+            };
+            let copies = |slices: &[Slice], lands: bool, decoding: Duration| {
                 let mut chunks: Vec<Vec<u64>> = match straight {
                     true => vec![slices.iter().map(bytes).collect()],
                     false => chunks(slices).iter().map(|chunk| chunk.iter().map(bytes).collect()).collect(),
@@ -217,11 +228,12 @@ impl<'a> Simulation<'a> {
                 if many {
                     chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
                 }
-                Copies { chunks, lands }
+                Copies { chunks, lands, decoding }
             };
-            let mut all = vec![copies(&part.slices, false)];
+            let mut all = vec![copies(&part.slices, false, Duration::ZERO)];
             all.retain(|_| !part.slices.is_empty());
-            all.extend(rounds(&part.unpacked, landing).iter().map(|round| copies(&round.slices(), true)));
+            let rounds = rounds(&part.unpacked, landing);
+            all.extend(rounds.iter().map(|round| copies(&round.slices(), true, decoding(round))));
             LaneFetch { lane: part.lane, block: part.block, copies: all, has_verdict: part.has_codes() }
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
@@ -311,7 +323,7 @@ impl<'a> Simulation<'a> {
             let Lane { way, upload, through_host, verdict } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
             let (mut at, free, mut cleared) = ((*upload).max(*now), slot.free[*block], false);
-            for Copies { chunks, lands } in copies {
+            for Copies { chunks, lands, decoding } in copies {
                 if !lands {
                     at = at.max(free);
                 } else if *has_verdict && !std::mem::replace(&mut cleared, true) {
@@ -333,7 +345,7 @@ impl<'a> Simulation<'a> {
                     }
                 }
                 // What has landed is unpacked when the slot is free.
-                at = at.max(free);
+                at = at.max(free).saturating_add(*decoding);
             }
             *upload = at;
             if *has_verdict {

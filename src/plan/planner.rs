@@ -338,6 +338,7 @@ impl<'a> Planner<'a> {
             fixed_slots: self.fixed_slots,
             grouping: self.grouping,
             unpacked: self.unpacked,
+            decoding: self.machine.device(compute).ok().and_then(|info| info.decoding).filter(|_| self.compress),
             slots,
             devices,
             assignments,

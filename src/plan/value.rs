@@ -12,7 +12,7 @@ use super::traffic::{SlotForm, fetched_blocks};
 use super::warning::Warning;
 use crate::allocation::Mode;
 use crate::checkpoint::{LayerId, Layout, ModuleId};
-use crate::device::{DeviceId, DeviceInfo};
+use crate::device::{Bandwidth, DeviceId, DeviceInfo};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
 use crate::schedule::{Compressed, Groups, Origin, SlotBlocks, VERDICT_ROOM};
@@ -188,6 +188,9 @@ pub(super) struct Parts {
     /// The type of the values that slots hold in place of blocks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unpacked: Option<DType>,
+    /// The speed at which the compute device decodes, in bytes of weights, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) decoding: Option<Bandwidth>,
     pub(super) slots: Slots,
     pub(super) devices: Vec<DevicePlan>,
     pub(super) assignments: Vec<Assignment>,
@@ -317,6 +320,11 @@ impl Plan {
     pub(crate) fn landing_room(&self) -> u64 {
         let verdict = if self.is_compressed() { VERDICT_ROOM } else { 0 };
         self.slots().landing_bytes.saturating_sub(verdict)
+    }
+
+    /// The speed at which the compute device decodes, in bytes of weights; `None` if that was not known when the plan was made.
+    pub fn decoding(&self) -> Option<Bandwidth> {
+        self.0.decoding
     }
 
     /// Whether the caller provides the slots.

@@ -60,8 +60,8 @@ pub(crate) struct Unpacked {
 pub(crate) enum Form {
     /// Blocks of a type, and the type and number of its values.
     Blocks { from: DType, to: DType, values: usize },
-    /// Its code.
-    Code,
+    /// Its code, and the bytes of its weights.
+    Code { weights: usize },
 }
 
 #[derive(Clone, Debug)]
@@ -210,7 +210,7 @@ impl Forms<'_> {
         let (home, slot) = (self.home.at(tensor), self.slot.at(tensor));
         let values = home.shape.iter().product::<u64>() as usize;
         let form = match home.dtype == slot.dtype {
-            true => Form::Code,
+            true => Form::Code { weights: home.bytes as usize },
             false => Form::Blocks { from: home.dtype, to: slot.dtype, values },
         };
         Unpacked { slice, form }
@@ -281,7 +281,7 @@ impl Part {
 
     /// Whether any of its tensors are codes, on which the device tells a verdict.
     pub(crate) fn has_codes(&self) -> bool {
-        self.unpacked.iter().any(|tensor| tensor.form == Form::Code)
+        self.unpacked.iter().any(|tensor| matches!(tensor.form, Form::Code { .. }))
     }
 
     /// The number of bytes that travel for the part.

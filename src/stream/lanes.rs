@@ -360,7 +360,7 @@ fn values_of(model: &Model, tensor: &Unpacked, begin: usize) -> Values {
     let Slice { module, range, at } = &tensor.slice;
     let form = match tensor.form {
         Form::Blocks { from, to, values } => Packed::Blocks { from, count: values, to },
-        Form::Code => Packed::Code(model.code_info(*module, range.start)),
+        Form::Code { weights } => Packed::Code { info: model.code_info(*module, range.start), weights },
     };
     Values { begin, at: *at, form }
 }

@@ -51,8 +51,9 @@ pub(crate) struct Values {
 pub(crate) enum Packed {
     /// Blocks of a type, and the number and type of their values.
     Blocks { from: DType, count: usize, to: DType },
-    /// The code of this header. `None` in a model without contents: then nothing is decoded.
-    Code(Option<Info>),
+    /// The code of this header, and the bytes of its weights. `None` in a model without contents: then nothing is decoded, and takes
+    /// as long.
+    Code { info: Option<Info>, weights: usize },
 }
 
 impl Landing {
@@ -171,7 +172,10 @@ impl Landed<'_> {
         };
         let outcome = values.iter().try_fold(dst, |dst, values| match values.form {
             Packed::Blocks { .. } => dequantise((self.device, self.stream), values, filled.clone(), dst),
-            Packed::Code(info) => self.decompress((filled.clone(), values.begin), info, (dst, values.at)),
+            Packed::Code { info: Some(info), .. } => {
+                self.decompress((filled.clone(), values.begin), info, (dst, values.at))
+            }
+            Packed::Code { info: None, weights } => self.pass_time(weights, dst),
         });
         // Failed copies into it have failed the values, too, and nothing that follows.
         self.memory.landed = filled.try_reclaim().ok();
@@ -181,13 +185,9 @@ impl Landed<'_> {
     fn decompress(
         &mut self,
         src: (Buf, usize),
-        info: Option<Info>,
+        info: Info,
         (dst, at): (BufMut, usize),
     ) -> Result<BufMut, Box<Rejected>> {
-        let Some(info) = info else {
-            // What stands for the weights has arrived when this is done.
-            return Ok(self.stream.send(Transfer::new(Vec::new(), dst)?)?.chain());
-        };
         let Some(kernels) = self.device.kernels() else { return Err(without_kernels(self.device, dst)) };
         let Some(verdict) = self.memory.verdict.take() else { return Err(Box::new(Rejected { error: lost(), dst })) };
         let work = Decompress::new(src, info, (dst, at), (verdict, 0));
@@ -200,6 +200,16 @@ impl Landed<'_> {
                 self.memory.verdict = Some(undecoded.verdict);
                 Err(Box::new(Rejected { error: undecoded.error, dst: undecoded.dst }))
             }
+        }
+    }
+
+    /// Queues what stands for the decoding of so many bytes of weights. `dst` is then what has arrived.
+    fn pass_time(&self, weights: usize, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+        let arrived = self.stream.send(Transfer::new(Vec::new(), dst)?)?.chain();
+        let Some(speed) = self.device.info().decoding else { return Ok(arrived) };
+        match self.stream.occupy(speed.time(weights as u64)) {
+            Ok(()) => Ok(self.stream.send(Transfer::new(Vec::new(), arrived)?)?.chain()),
+            Err(error) => Err(Box::new(Rejected { error, dst: arrived })),
         }
     }
 

@@ -101,7 +101,7 @@ impl Device for SoftwareDevice {
 
     fn stream(&self, _role: Role) -> Result<Arc<dyn Stream>> {
         self.process.check()?;
-        Ok(Arc::new(SoftwareStream::new(self.id(), self.timeline.clone())?))
+        Ok(Arc::new(SoftwareStream::new(&self.info, self.timeline.clone())?))
     }
 
     fn route_from(&self, source: &dyn Device) -> Route {

@@ -21,7 +21,7 @@ use crate::backend::{
     Buf, Decompress, DecompressFlight, Dequantise, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece,
     Rejected, Stream, Transfer, Undecoded,
 };
-use crate::device::DeviceId;
+use crate::device::{Bandwidth, DeviceId, DeviceInfo};
 use crate::error::{Error, Result};
 use crate::limits::WORK;
 
@@ -29,6 +29,8 @@ use crate::limits::WORK;
 pub(super) struct SoftwareStream {
     device: DeviceId,
     timeline: Option<Arc<Timeline>>,
+    /// The speed at which it decodes, on a clock.
+    decoding: Option<Bandwidth>,
     queue: Queue,
     /// The pending events that all later work waits for. If one fails, later work fails.
     after: Mutex<Vec<Event>>,
@@ -74,14 +76,15 @@ enum Work {
     },
     /// Values of blocks. It takes no time on a clock.
     Dequantise(Values),
-    /// Weights of a code. It takes no time on a clock either.
-    Decompress(Weights),
+    /// Weights of a code, and the time that it takes on a clock.
+    Decompress(Weights, Duration),
     Occupy(Duration),
     Nothing,
 }
 
 impl SoftwareStream {
-    pub(super) fn new(device: DeviceId, timeline: Option<Arc<Timeline>>) -> Result<SoftwareStream> {
+    pub(super) fn new(info: &DeviceInfo, timeline: Option<Arc<Timeline>>) -> Result<SoftwareStream> {
+        let DeviceInfo { id: device, decoding, .. } = *info;
         let virtual_time = timeline.as_ref().is_some_and(|t| t.clock() == Clock::Virtual);
         let queue = if virtual_time {
             Queue::Virtual(Mutex::default())
@@ -94,7 +97,7 @@ impl SoftwareStream {
                 .map_err(Error::io("start a thread for", device.to_string()))?;
             Queue::Thread(Mutex::new(sender))
         };
-        Ok(SoftwareStream { device, timeline, queue, after: Mutex::default(), process: Process::current() })
+        Ok(SoftwareStream { device, timeline, decoding, queue, after: Mutex::default(), process: Process::current() })
     }
 
     /// Queues work after all earlier work and the events `waits`. Returns the event of its completion.
@@ -142,7 +145,8 @@ impl SoftwareStream {
         if let Err(error) = copyable(dst).and_then(|()| copyable(verdict)) {
             return Err(work.rejected(error));
         }
-        match self.enqueue(work.waits(), Work::Decompress(Weights::of(&work)), Vec::new()) {
+        let time = self.decoding.map_or(Duration::ZERO, |speed| speed.time(work.info().decoded_bytes));
+        match self.enqueue(work.waits(), Work::Decompress(Weights::of(&work), time), Vec::new()) {
             Ok(done) => Ok(work.launched_in_order(done)),
             Err(error) => Err(work.rejected(error)),
         }
@@ -271,7 +275,7 @@ impl Work {
             Work::Dequantise(Values { src, from, dst, .. }) => {
                 tracing::debug_span!("dequantise", from = %src.device(), to = %dst.device(), bytes = from.len())
             }
-            Work::Decompress(Weights { src, from, dst, .. }) => {
+            Work::Decompress(Weights { src, from, dst, .. }, _) => {
                 tracing::debug_span!("decompress", from = %src.device(), to = %dst.device(), bytes = from.len())
             }
             Work::Copy { pieces, dst } => {
@@ -296,8 +300,11 @@ impl Work {
             // SAFETY: the ranges are inside their buffers. The events that the work waits for are complete, and its own event,
             // which all later users wait for, is not.
             Work::Dequantise(values) => unsafe { values.compute() }?,
-            // SAFETY: as above.
-            Work::Decompress(weights) => unsafe { weights.decode() }?,
+            Work::Decompress(weights, time) => {
+                // SAFETY: as above.
+                unsafe { weights.decode() }?;
+                end += timeline.map_or(Duration::ZERO, |_| *time);
+            }
             Work::Copy { pieces, dst } => {
                 for (src, from, _) in pieces {
                     let bytes = from.len() as u64;
@@ -344,7 +351,8 @@ fn perform(tail: &mut Duration, waits: &[Event], work: &Work, timeline: &Arc<Tim
                 // anyone has its event.
                 failed = unsafe { values.compute() }.err().map(Failure::over);
             }
-            Work::Decompress(weights) => {
+            Work::Decompress(weights, time) => {
+                at += *time;
                 // SAFETY: as above.
                 failed = unsafe { weights.decode() }.err().map(Failure::over);
             }
