@@ -254,9 +254,9 @@ fn decoding_takes_the_time_that_is_described() {
         };
         let passes = [pass(), pass(), pass(), pass()];
         assert_eq!((passes[2] + passes[3]) / 2, forecast, "{decode}, compressed {compress}: {passes:?}");
-        // A model without contents has no verdicts, of 16 bytes each.
+        // A model without contents has no verdicts, which take a few nanoseconds of each layer.
         let clocked = support::machines::clocked(&machine, model.subject.layout(), &plan, &compute).unwrap();
-        assert!(clocked.abs_diff(forecast) < Duration::from_nanos(500), "{clocked:?}, not {forecast:?}");
+        assert!(clocked.abs_diff(forecast) < forecast / 1000, "{clocked:?}, not {forecast:?}");
         let read: Plan = serde_json::from_value(serde_json::to_value(&plan).unwrap()).unwrap();
         assert_eq!(
             read.forecast(model.subject.layout(), machine.topology(), &compute.clone().into()).unwrap(),
