@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use proptest::prelude::*;
+use support::compressed::Compressed;
 use support::*;
 use tensor_offload::backend::{Clock, Operation};
 use tensor_offload::cache::Evict;
@@ -182,6 +183,48 @@ fn models_made_of_others_compress_what_changes() {
     check_values(&loaded, &weak);
     drop((loaded, cache));
     comes_back(&devices);
+}
+
+/// Other cards hold codes, too, whether they are read from files or made, and whether their memory can be reached or not. What is read
+/// of them is weights.
+#[test]
+fn other_devices_hold_codes() {
+    let tensors = llama(4, 96);
+    let (made, stored) = (Subject::patched(&tensors, 10), Compressed::new(&tensors, 11));
+    let of_file: Weights = stored.open().into();
+    for (weights, subject) in [(&compressing(&made), &made), (&of_file, &stored.plain)] {
+        let devices = Registry::described(machine(), Clock::Wall);
+        let (machine, loader) = (devices.machine(), Loader::new(&devices));
+        let plan = planner(weights, machine, "cuda:0,20%;cuda:1,30%;xpu:0,*").depth(1).plan().unwrap();
+        let base = Arc::new(loader.load(weights, &plan).unwrap());
+        check(&devices, &base, subject);
+        for device in [GPU1, xpu()] {
+            let share = base.plan().device(device).unwrap().weights;
+            assert!(share.saved * 5 > share.bytes, "{device} in\n{}", base.plan());
+        }
+        let again = Arc::new(loader.derive(&base, weights, &plan).unwrap());
+        assert_eq!(again.report().shared, plan.bytes());
+        drop(again);
+        // To the host and back, where codes are copied, and elsewhere as weights.
+        let to = |allocation: &str| {
+            Planner::new(base.layout(), machine).compute(GPU0).allocation(allocation.parse().unwrap())
+        };
+        let on_host = Arc::new(loader.relocate(&base, &to("cuda:0,20%;cpu,*").compress(true).plan().unwrap()).unwrap());
+        let back =
+            Arc::new(loader.relocate(&on_host, &to("cuda:0,20%;cuda:1,*").compress(true).plan().unwrap()).unwrap());
+        for (model, device) in [(&on_host, CPU), (&back, GPU1)] {
+            assert_eq!(model.report().read, 0);
+            assert!(model.plan().device(device).unwrap().weights.saved > 0);
+            check_values(model, subject);
+        }
+        for elsewhere in ["cpu,*", "cuda:1,50%;cuda:0,*", "disk,*"] {
+            let weights = Arc::new(loader.relocate(&back, &to(elsewhere).plan().unwrap()).unwrap());
+            assert_eq!((weights.report().read, kept(weights.plan()).0), (0, 0));
+            check_values(&weights, subject);
+        }
+        drop((base, on_host, back));
+        comes_back(&devices);
+    }
 }
 
 /// Weights of which no sample tells anything: what is alike where it is looked at, and random elsewhere, or the reverse.

@@ -43,9 +43,27 @@ fn load(devices: &Registry, weights: &Weights, allocation: &str, pinned: Option<
     Ok(Arc::new(Loader::new(devices).deadline(DEADLINE).load(weights, &plan)?))
 }
 
+/// Whose codes are kept.
+#[derive(Clone, Copy, Debug)]
+enum Codes {
+    OfTheFile,
+    /// The file is plain, and the load makes them.
+    OfTheLoad,
+}
+
 /// So many passes, each layer compared with the plain file.
-fn passes(devices: &Registry, file: &Compressed, allocation: &str, pinned: Option<u64>, count: usize) -> Result<()> {
-    let model = load(devices, &file.open().into(), allocation, pinned)?;
+fn passes(
+    devices: &Registry,
+    (file, codes): (&Compressed, Codes),
+    allocation: &str,
+    pinned: Option<u64>,
+    count: usize,
+) -> Result<()> {
+    let weights = match codes {
+        Codes::OfTheFile => file.open().into(),
+        Codes::OfTheLoad => file.plain.weights.clone().compress()?,
+    };
+    let model = load(devices, &weights, allocation, pinned)?;
     for info in model.layout().tensors() {
         let mut got = vec![0; info.bytes as usize];
         model.read(&info.name, &mut got)?;
@@ -74,25 +92,34 @@ fn passes(devices: &Registry, file: &Compressed, allocation: &str, pinned: Optio
 #[test]
 fn cuda_slots_hold_the_weights_of_codes_that_cross_the_link() {
     let file = Compressed::new(&tensors(), 1);
-    for (allocation, pinned) in
-        [("cpu,*", None), ("cuda:0,30%;cpu,70%", Some(0)), ("disk,*", None), ("cpu,50%;disk,50%", Some(20_000))]
-    {
+    for (allocation, pinned, codes) in [
+        ("cpu,*", None, Codes::OfTheFile),
+        ("cpu,*", None, Codes::OfTheLoad),
+        ("cuda:0,30%;cpu,70%", Some(0), Codes::OfTheFile),
+        ("disk,*", None, Codes::OfTheFile),
+        ("cpu,50%;disk,50%", Some(20_000), Codes::OfTheFile),
+    ] {
         let driver = driver(&cards(1));
         let devices = registry();
-        passes(&devices, &file, allocation, pinned, 2).unwrap();
+        passes(&devices, (&file, codes), allocation, pinned, 2).unwrap();
         if let Driver::StandIn(cuda) = &driver {
             assert!(cuda.report().calls_of("cuLaunchKernel") >= 8);
         }
         drop(devices);
         driver.assert_clean();
     }
-    let driver = driver(&Config { pinned_limit: Some(0), ..cards(2) });
-    if has_devices(2) {
-        let devices = registry();
-        passes(&devices, &file, "cuda:0,20%;cuda:1,20%;disk,30%;cpu,30%", None, 2).unwrap();
-        drop(devices);
+    let machines = [Config { pinned_limit: Some(0), ..cards(2) }, cards(2), cards(2).all_peers()];
+    for (machine, codes) in
+        machines.iter().flat_map(|machine| [(machine, Codes::OfTheFile), (machine, Codes::OfTheLoad)])
+    {
+        let driver = driver(machine);
+        if has_devices(2) {
+            let devices = registry();
+            passes(&devices, (&file, codes), "cuda:0,20%;cuda:1,40%;disk,20%;cpu,20%", None, 2).unwrap();
+            drop(devices);
+        }
+        driver.assert_clean();
     }
-    driver.assert_clean();
 }
 
 /// The device tells of a damaged block that it decoded.
@@ -141,6 +168,10 @@ fn cuda_drivers_that_refuse_the_kernels_decode_nothing_and_say_so() {
 #[test]
 fn cuda_compressed_streams_keep_nothing_whatever_call_fails() {
     let file = Compressed::new(&tensors()[..8], 4);
-    let path = |devices: &Registry| passes(devices, &file, "cuda:0,20%;disk,40%;cpu,*", None, 1);
-    whatever_call_fails(&cards(1), &[Effect::Fail(304), Effect::Sticky(700)], 0, registry, path);
+    let effects = [Effect::Fail(304), Effect::Sticky(700)];
+    let path = |devices: &Registry| passes(devices, (&file, Codes::OfTheFile), "cuda:0,20%;disk,40%;cpu,*", None, 1);
+    whatever_call_fails(&cards(1), &effects, 0, registry, path);
+    // Made by the load, and on another card.
+    let path = |devices: &Registry| passes(devices, (&file, Codes::OfTheLoad), "cuda:0,20%;cuda:1,40%;cpu,*", None, 1);
+    whatever_call_fails(&cards(2).all_peers(), &effects, 0, registry, path);
 }

@@ -9,12 +9,12 @@ use std::time::Duration;
 use super::Reservation;
 use super::in_files::{Files, Unspecified};
 use super::model::home_kind;
-use super::reuse::BaseBytes;
+use super::read_back::ReadBack;
 use super::store::Home;
 use super::worker::{Job, Tensors, lock};
-use crate::backend::{Buf, Device, Extent, Extents, MemoryKind, Readable};
+use crate::backend::{Buf, Charge, Device, Extent, Extents, MemoryKind, Readable};
 use crate::checkpoint::{CompressedSource, Layout, Read, Stored, TensorId};
-use crate::error::{CompressedFault, Error, Missing, Result};
+use crate::error::{CompressedFault, Error, Result};
 use crate::lossless::{BLOCK_WEIGHTS, Code, CodeFault, Info, TOGETHER};
 use crate::plan::Assignment;
 use crate::schedule::{Compressed, Groups, Place};
@@ -26,17 +26,27 @@ const CHECKED: u64 = 256 * BLOCK_WEIGHTS as u64;
 const STEP: u64 = (TOGETHER * BLOCK_WEIGHTS) as u64;
 
 /// The compressed form of a home.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct CompressedForm {
     pub(super) buf: Buf,
     /// What the header of each code says, by the byte at which it begins. Empty in a model without contents.
-    infos: Vec<(usize, Info)>,
+    infos: Arc<Vec<(usize, Info)>>,
+    /// The device that reads it back, if the host cannot.
+    away: Option<Away>,
+}
+
+/// A device whose memory the host reads by copies.
+#[derive(Clone, Debug)]
+struct Away {
+    device: Arc<dyn Device>,
+    read_back: Arc<ReadBack>,
 }
 
 /// Memory as a source: the compressed form of a home.
 #[derive(Debug)]
 struct Held {
     buf: Buf,
+    away: Option<Away>,
     /// The file of its weights.
     path: PathBuf,
     stamp: Stamp,
@@ -55,11 +65,19 @@ impl Source for Held {
     }
 
     fn read_at(&self, at: u64, dst: &mut [u8]) -> Result<()> {
-        let at = at as usize;
-        match self.buf.read_into(at..at + dst.len(), dst, Duration::ZERO)? {
-            true => Ok(()),
-            false => Err(Error::bug("compressed weights that the host cannot read")),
-        }
+        read(&self.buf, self.away.as_ref(), at as usize, dst, Duration::ZERO)
+    }
+}
+
+/// Reads bytes of a compressed form from byte `at` on.
+fn read(buf: &Buf, away: Option<&Away>, at: usize, dst: &mut [u8], deadline: Duration) -> Result<()> {
+    let range = at..at + dst.len();
+    if let Some(Away { device, read_back }) = away {
+        return read_back.gather(device, buf, &[range], dst);
+    }
+    match buf.read_into(range, dst, deadline)? {
+        true => Ok(()),
+        false => Err(Error::bug("compressed weights that the host cannot read")),
     }
 }
 
@@ -74,6 +92,14 @@ impl CompressedForm {
     pub(super) fn info(&self, begin: usize) -> Option<Info> {
         let found = self.infos.binary_search_by_key(&begin, |(at, _)| *at).ok()?;
         Some(self.infos[found].1)
+    }
+
+    /// Reads its bytes from byte `at` on.
+    ///
+    /// # Errors
+    /// Any error of the copy, which may take as long as `deadline`.
+    fn read(&self, at: usize, dst: &mut [u8], deadline: Duration) -> Result<()> {
+        read(&self.buf, self.away.as_ref(), at, dst, deadline)
     }
 }
 
@@ -94,81 +120,107 @@ impl Placed {
     }
 }
 
-/// Memory of `device` with the weights of a group whose stored form is in `buf`, and is of the file `path`.
-fn decoded(device: &dyn Device, layout: &Layout, tensors: &[Placed], (buf, path): (&Buf, &Path)) -> Result<Buf> {
-    let held = Held { buf: buf.clone(), path: path.to_owned(), stamp: Stamp::unique(buf.bytes() as u64) };
+/// Memory of `device`, which the host reads, with the weights of a group.
+fn decoded(device: &dyn Device, layout: &Layout, tensors: &[Placed], stored: Held) -> Result<Buf> {
     let bytes = tensors.iter().map(|placed| placed.range.len()).sum();
     let tensor = |Placed { tensor, range, place }: &Placed| {
         let (at, bytes) = (place.range.start as u64, place.range.len() as u64);
         (layout.at(*tensor).dtype, range.len() as u64, at, Stored { bytes, is_code: place.is_code, is_made: false })
     };
-    let source = CompressedSource::of(Arc::new(held), tensors.iter().map(tensor));
+    let source = CompressedSource::of(Arc::new(stored), tensors.iter().map(tensor));
     device.only_read(Extents::new(vec![Extent { of: Arc::new(Decoded(source)), at: 0, bytes }]))
 }
 
-/// The home of a compressed group in a model without contents.
+/// The home of a compressed group in a model without contents. `host` reads the weights of other devices.
 pub(super) fn unfilled(
-    device: &dyn Device,
+    (device, host): (&dyn Device, &dyn Device),
     reservation: &mut Reservation,
     (compressed, groups, group): (&Compressed, &Groups, usize),
     (assignment, in_files): (&Assignment, bool),
 ) -> Result<Arc<Home>> {
-    let unspecified = |bytes| {
+    let unspecified = |device: &dyn Device, bytes| {
         let of: Arc<dyn Readable> = Arc::new(Unspecified);
         device.only_read(Extents::new(vec![Extent { of, at: 0, bytes }]))
     };
     let (bytes, kind) = (compressed.bytes(group).unwrap_or(0), home_kind(assignment));
     let buf = match in_files {
-        true => unspecified(bytes as usize)?,
+        true => unspecified(device, bytes as usize)?,
         false => reservation.alloc(assignment.device, bytes, kind)?.freeze(),
     };
-    let values = unspecified(groups.bytes(group) as usize)?;
-    Ok(Arc::new(Home::compressed(values, kind, in_files, CompressedForm { buf, infos: Vec::new() })))
+    let reads = if in_files || assignment.device.is_host() { device } else { host };
+    let values = unspecified(reads, groups.bytes(group) as usize)?;
+    Ok(Arc::new(Home::compressed(values, kind, in_files, CompressedForm { buf, infos: Arc::default(), away: None })))
 }
 
 impl Job<'_> {
-    /// The home of a compressed group: what the files have of it, read to host memory and checked.
+    /// The home of a compressed group: what the files have of it, read and checked.
     pub(super) fn load_compressed(&self, group: usize, reservation: &Mutex<&mut Reservation>) -> Result<Arc<Home>> {
         let (compressed, assignment) = (&self.reuse.compressed, self.plan.at(self.reuse.groups.members(group)[0]));
         let (bytes, kind) = (compressed.bytes(group).unwrap_or(0), home_kind(assignment));
-        if !assignment.device.is_host() {
-            return Err(Missing::ReadOnly { device: assignment.device }.into());
-        }
         let (device, charge) = lock(reservation).split(assignment.device, bytes)?;
-        let mut memory = device.back(charge, kind, Some(self.plan.compute()))?;
         let tensors = Placed::all(compressed, self.tensors_of(group, None));
-        let all = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
-        let (mut rest, mut begin, mut parts) = (all, 0, Vec::new());
-        for Placed { tensor, range: values, place: Place { range, is_code } } in &tensors {
-            let (part, after) = std::mem::take(&mut rest).split_at_mut(range.end - begin);
-            parts.push((*tensor, values.len(), *is_code, &mut part[range.start - begin..]));
-            (rest, begin) = (after, range.end);
-        }
-        self.fill_compressed(&mut parts)?;
-        let mut infos = Vec::new();
-        for (tensor, values, is_code, bytes) in parts {
-            self.check_cancelled()?;
-            if is_code {
-                let info = self.check_code(tensor, values, bytes)?;
-                infos.extend(compressed.place(tensor).map(|place| (place.range.start, info)));
+        let (buf, infos) = self.filled(&device, charge, kind, |all| {
+            let (mut rest, mut begin, mut parts) = (all, 0, Vec::new());
+            for Placed { tensor, range: values, place: Place { range, is_code } } in &tensors {
+                let (part, after) = std::mem::take(&mut rest).split_at_mut(range.end - begin);
+                parts.push((*tensor, values.len(), *is_code, &mut part[range.start - begin..]));
+                (rest, begin) = (after, range.end);
             }
-            self.advance(values as u64);
-        }
-        self.compressed_home(&*device, &tensors, memory.freeze(), infos, kind)
+            self.fill_compressed(&mut parts)?;
+            let mut infos = Vec::new();
+            for (tensor, values, is_code, bytes) in parts {
+                self.check_cancelled()?;
+                if is_code {
+                    let info = self.check_code(tensor, values, bytes)?;
+                    infos.extend(compressed.place(tensor).map(|place| (place.range.start, info)));
+                }
+                self.advance(values as u64);
+            }
+            Ok(infos)
+        })?;
+        self.compressed_home(&device, &tensors, (buf, infos), kind)
     }
 
-    /// The home of a group whose stored form is in `buf`: `infos` is what the header of each code says, by the byte at which it begins.
+    /// Memory of a charge on `device`, with the bytes that `fill` writes, and what this returns.
+    pub(super) fn filled<T>(
+        &self,
+        device: &Arc<dyn Device>,
+        charge: Charge,
+        kind: MemoryKind,
+        fill: impl FnOnce(&mut [u8]) -> Result<T>,
+    ) -> Result<(Buf, T)> {
+        let bytes = charge.bytes() as usize;
+        let mut memory = device.back(charge, kind, Some(self.plan.compute()))?;
+        if device.id().is_host() {
+            let all = memory.host_mut().ok_or_else(|| Error::bug("host memory that the host cannot address"))?;
+            let told = fill(all)?;
+            return Ok((memory.freeze(), told));
+        }
+        let mut all = vec![0; bytes];
+        let told = fill(&mut all)?;
+        let memory = self.send_parts(0..bytes, 0, memory, &**self.upload(device.id())?, |at, len, buffer| {
+            buffer[..len].copy_from_slice(&all[at..at + len]);
+            Ok(0..len)
+        })?;
+        Ok((memory.freeze(), told))
+    }
+
+    /// The home on `device` of a group whose stored form is in a buffer, with what the header of each code says, by the byte at which it
+    /// begins.
     pub(super) fn compressed_home(
         &self,
-        device: &dyn Device,
+        device: &Arc<dyn Device>,
         tensors: &[Placed],
-        buf: Buf,
-        infos: Vec<(usize, Info)>,
+        (buf, infos): (Buf, Vec<(usize, Info)>),
         kind: MemoryKind,
     ) -> Result<Arc<Home>> {
-        let path = tensors.first().map_or(Path::new(""), |placed| self.path_of(placed.tensor));
-        let values = decoded(device, self.layout, tensors, (&buf, path))?;
-        Ok(Arc::new(Home::compressed(values, kind, false, CompressedForm { buf, infos })))
+        let path = tensors.first().map_or(Path::new(""), |placed| self.path_of(placed.tensor)).to_owned();
+        let away = Away { device: Arc::clone(device), read_back: Arc::clone(&self.read_back) };
+        let away = Some(away).filter(|away| !away.device.id().is_host());
+        let held = Held { buf: buf.clone(), away: away.clone(), path, stamp: Stamp::unique(buf.bytes() as u64) };
+        let reads = if away.is_some() { &self.host } else { device };
+        let values = decoded(&**reads, self.layout, tensors, held)?;
+        Ok(Arc::new(Home::compressed(values, kind, false, CompressedForm { buf, infos: Arc::new(infos), away })))
     }
 
     /// Fills the compressed form of tensors, each with the bytes of its weights, from the base or from the files.
@@ -176,10 +228,8 @@ impl Job<'_> {
         let mut from_files = Vec::new();
         for (tensor, values, _, dst) in parts.iter_mut() {
             match self.reuse.compressed_in_base(*tensor) {
-                Some(BaseBytes { buf, range }) => {
-                    if !buf.read_into(range.clone(), dst, self.loader.deadline)? {
-                        return Err(Error::bug("compressed weights that the host cannot read"));
-                    }
+                Some((form, range)) => {
+                    form.read(range.start, dst, self.loader.deadline)?;
                     self.count_weights_copied(*values);
                 }
                 None => from_files.push((*tensor, *values, &mut **dst)),
@@ -255,6 +305,6 @@ impl Files {
         }
         let values = self.home(device, layout, tensors)?;
         let buf = device.only_read(self.cached(Extents::new(extents)))?;
-        Ok(Arc::new(Home::compressed(values, kind, true, CompressedForm { buf, infos })))
+        Ok(Arc::new(Home::compressed(values, kind, true, CompressedForm { buf, infos: Arc::new(infos), away: None })))
     }
 }

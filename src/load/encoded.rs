@@ -11,7 +11,7 @@ use super::store::Home;
 use super::worker::{Block, Job, lock};
 use crate::backend::MemoryKind;
 use crate::checkpoint::{ModuleId, Stored, TensorId};
-use crate::error::{Error, Missing, Result};
+use crate::error::{Error, Result};
 use crate::lossless::{self, Info};
 use crate::schedule::Place;
 
@@ -29,10 +29,7 @@ impl Job<'_> {
     pub(super) fn encode(&self, group: usize, reservation: &Mutex<&mut Reservation>) -> Result<Arc<Home>> {
         let groups = &self.reuse.groups;
         let (assignment, tensors) = (self.plan.at(groups.members(group)[0]), self.tensors_of(group, None));
-        let (id, kind) = (assignment.device, home_kind(assignment));
-        if !id.is_host() {
-            return Err(Missing::ReadOnly { device: id }.into());
-        }
+        let kind = home_kind(assignment);
         let memory = self.host.alloc_near(groups.bytes(group) as usize, MemoryKind::Arena, self.plan.compute())?;
         let filled = self.fill_host(vec![Block { tensors: tensors.clone(), memory }])?;
         let filled = filled.first().ok_or_else(|| Error::bug("a block of host memory that was not filled"))?;
@@ -49,25 +46,28 @@ impl Job<'_> {
         let compresses = groups.members(group).iter().filter(|&&module| self.layout.at(module).bytes > 0).all(saves);
         lock(&self.encoded).extend(stored.iter().map(|(tensor, stored)| (*tensor, compresses.then_some(*stored))));
         let planned = groups.members(group).iter().map(|&module| self.plan.at(module).taken()).sum();
-        let hold = |bytes: usize| {
-            let (device, charge) = lock(reservation).split_planned(id, planned, bytes as u64)?;
-            Ok::<_, Error>((device.back(charge, kind, Some(self.plan.compute()))?, device))
-        };
+        let hold = |bytes: u64| lock(reservation).split_planned(assignment.device, planned, bytes);
         if !compresses {
-            let (mut memory, _) = hold(weights.len())?;
-            memory.host_mut().ok_or_else(not_addressed)?.copy_from_slice(weights);
-            return Ok(Arc::new(Home::new(vec![memory.freeze()], kind, false)));
+            let (device, charge) = hold(weights.len() as u64)?;
+            let (buf, ()) = self.filled(&device, charge, kind, |all| {
+                all.copy_from_slice(weights);
+                Ok(())
+            })?;
+            return Ok(Arc::new(Home::new(vec![buf], kind, false)));
         }
         let (places, bytes) = Place::all(tensors.iter().map(|(tensor, _)| stored[tensor]));
-        let (mut memory, device) = hold(bytes as usize)?;
-        let (dst, mut infos) = (memory.host_mut().ok_or_else(not_addressed)?, Vec::new());
-        for (((_, range), code), place) in tensors.iter().zip(&codes).zip(&places) {
-            let bytes = code.as_ref().map_or(&weights[range.clone()], |(code, _)| code);
-            dst[place.range.clone()].copy_from_slice(bytes);
-            infos.extend(code.as_ref().map(|(_, info)| (place.range.start, *info)));
-        }
+        let (device, charge) = hold(bytes)?;
+        let filled = self.filled(&device, charge, kind, |all| {
+            let mut infos = Vec::new();
+            for (((_, range), code), place) in tensors.iter().zip(&codes).zip(&places) {
+                let bytes = code.as_ref().map_or(&weights[range.clone()], |(code, _)| code);
+                all[place.range.clone()].copy_from_slice(bytes);
+                infos.extend(code.as_ref().map(|(_, info)| (place.range.start, *info)));
+            }
+            Ok(infos)
+        })?;
         let placed = tensors.into_iter().zip(places).map(|((tensor, range), place)| Placed { tensor, range, place });
-        self.compressed_home(&*device, &placed.collect::<Vec<_>>(), memory.freeze(), infos, kind)
+        self.compressed_home(&device, &placed.collect::<Vec<_>>(), filled, kind)
     }
 
     /// The code of a tensor, and what its header says; `None` if it is to stay as it is.

@@ -106,9 +106,9 @@ impl Model {
                 let (kind, apart) = (home_kind(first), plan.is_apart(first.index));
                 let blocks = home_blocks(layout, plan, &groups, group);
                 if reuse.is_compressed(group) {
-                    let device = registry.device(first.device)?;
+                    let devices = (&*registry.device(first.device)?, &*registry.staging_host()?);
                     let (of, placed) = ((&reuse.compressed, &groups, group), (first, reuse.is_in_files(group)));
-                    return compressed::unfilled(&*device, &mut reservation, of, placed);
+                    return compressed::unfilled(devices, &mut reservation, of, placed);
                 }
                 if reuse.is_in_files(group) {
                     let device = registry.device(first.device)?;
@@ -400,7 +400,10 @@ impl Model {
     }
 
     pub(crate) fn device(&self, id: DeviceId) -> Result<&Arc<dyn Device>> {
-        self.devices.get(&id).ok_or_else(|| Error::bug(format!("the model has nothing on {id}")))
+        // The host reads the weights of compressed homes, wherever these are.
+        let host = || id.is_host().then(|| self.host());
+        let device = self.devices.get(&id).or_else(host);
+        device.ok_or_else(|| Error::bug(format!("the model has nothing on {id}")))
     }
 
     pub(crate) fn host(&self) -> &Arc<dyn Device> {

@@ -118,6 +118,7 @@ impl<'a> TensorView<'a> {
 }
 
 /// Copies bytes from devices to the host, with one stream for each device.
+#[derive(Debug)]
 pub(super) struct ReadBack {
     host: Arc<dyn Device>,
     streams: Mutex<BTreeMap<DeviceId, Arc<dyn Stream>>>,

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Reservation;
 use super::allocator::Allocators;
+use super::compressed::CompressedForm;
 use super::model::{Model, home_kind};
 use super::store::{Home, SlotPool};
 use super::worker::{Job, Tensors};
@@ -22,6 +23,8 @@ use crate::schedule::{Compressed, Groups, Place};
 pub(super) struct BaseBytes {
     pub(super) buf: Buf,
     pub(super) range: Range<usize>,
+    /// The device where they live: the buffer may be one that the host reads them through.
+    pub(super) home: DeviceId,
 }
 
 /// The parts of a base that a new model reuses.
@@ -43,7 +46,7 @@ pub(super) struct Reuse {
     /// The new model's compressed tensors.
     pub(super) compressed: Compressed,
     /// For each tensor, its compressed form in the base, if the base has that. Empty without a base.
-    compressed_in_base: Per<TensorId, Option<BaseBytes>>,
+    compressed_in_base: Per<TensorId, Option<(CompressedForm, Range<usize>)>>,
 }
 
 impl Reuse {
@@ -87,9 +90,11 @@ impl Reuse {
             base.devices().filter(|device| device.health() != Health::Good).map(|device| device.id()).collect();
         let in_base = layout.tensor_ids().zip(layout.tensors()).map(|(id, tensor)| {
             let old = base.index().find(&tensor.name).filter(|&old| same(id, old))?;
-            let (buf, range) = base.find(base.index().owner(old), &base.index().place(old))?;
-            let here = range.len() as u64 == tensor.bytes && !lost.contains(&buf.device());
-            here.then(|| BaseBytes { buf: buf.clone(), range })
+            let home = base.home(base.index().owner(old))?;
+            let (buf, range) = home.find(&base.index().place(old))?;
+            let home = home.device();
+            let here = range.len() as u64 == tensor.bytes && !lost.contains(&home);
+            here.then(|| BaseBytes { buf: buf.clone(), range, home })
         });
         let in_base: Per<TensorId, Option<BaseBytes>> = in_base.collect();
         let groups = plan.groups(layout);
@@ -97,9 +102,10 @@ impl Reuse {
         let compressed_in_base = layout.tensor_ids().map(|tensor| {
             in_base[tensor].as_ref()?;
             let old = base.index().find(&layout.at(tensor).name)?;
-            let (form, place) = (base.home(base.index().owner(old))?.compressed.as_ref()?, base.index().stored(old)?);
+            let form = base.home(base.index().owner(old))?.compressed.as_ref()?;
+            let place = base.index().stored(old)?;
             let alike = compressed.place(tensor).is_some_and(|new| new.alike(place));
-            alike.then(|| BaseBytes { buf: form.buf.clone(), range: place.range.clone() })
+            alike.then(|| (form.clone(), place.range.clone()))
         });
         let compressed_in_base = compressed_in_base.collect();
         let shared = (0..groups.len()).map(|group| {
@@ -127,7 +133,7 @@ impl Reuse {
     }
 
     /// The compressed form of a tensor in the base.
-    pub(super) fn compressed_in_base(&self, tensor: TensorId) -> Option<&BaseBytes> {
+    pub(super) fn compressed_in_base(&self, tensor: TensorId) -> Option<&(CompressedForm, Range<usize>)> {
         self.compressed_in_base.get(tensor)?.as_ref()
     }
 
@@ -208,7 +214,7 @@ impl Reuse {
 
     /// The devices of `base` that bytes are copied from.
     pub(super) fn from(&self, base: &Model) -> Vec<Arc<dyn Device>> {
-        let from: BTreeSet<DeviceId> = self.in_base.values().flatten().map(|bytes| bytes.buf.device()).collect();
+        let from: BTreeSet<DeviceId> = self.in_base.values().flatten().map(|bytes| bytes.home).collect();
         base.devices().filter(|device| from.contains(&device.id())).cloned().collect()
     }
 

@@ -102,7 +102,7 @@ impl Home {
     }
 
     pub(super) fn device(&self) -> DeviceId {
-        self.bufs[0].device()
+        self.compressed.as_ref().map_or_else(|| self.bufs[0].device(), |form| form.buf.device())
     }
 
     /// The bytes of memory that it takes.

@@ -22,6 +22,7 @@ use std::time::Duration;
 use super::in_files::Files;
 use super::model::{Model, home_blocks, home_kind, tensors_of};
 use super::on_device::{Factors, OnDevice};
+use super::read_back::ReadBack;
 use super::report::LoadReport;
 use super::reuse::{CopyRoutes, Reuse};
 use super::store::Home;
@@ -48,6 +49,8 @@ pub(super) struct Job<'a> {
     pub(super) reuse: &'a Reuse,
     pub(super) routes: CopyRoutes,
     pub(super) host: Arc<dyn Device>,
+    /// For what the host reads of compressed homes on other devices, while it lives.
+    pub(super) read_back: Arc<ReadBack>,
     streams: BTreeMap<DeviceId, Arc<dyn Stream>>,
     on_device: OnDevice,
     /// The reads of the devices that read files themselves.
@@ -135,6 +138,7 @@ impl<'a> Job<'a> {
             streams,
             pool,
             loader,
+            read_back: Arc::new(ReadBack::new(Arc::clone(&host), loader.registry.limits().work)),
             files: weights.map(|weights| loader.files_of(weights, &host)),
             host,
             ways: weights.map_or_else(Vec::new, ways),
@@ -187,7 +191,7 @@ impl<'a> Job<'a> {
         let homes = homes.into_inner().unwrap_or_else(PoisonError::into_inner);
         let failure = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
         let outcome = failure.unwrap_or_else(|| {
-            let landed = homes.iter().flatten().flat_map(|home: &Arc<Home>| home.bufs());
+            let landed = homes.iter().flatten().flat_map(|home: &Arc<Home>| home.all_bufs());
             let landed = landed.into_iter().try_for_each(|buf| buf.wait(self.loader.deadline));
             // The wait for a home that was filled through the host succeeds even if the device that sent the bytes failed.
             Ok(landed.and_then(|()| self.drain()).and_then(|()| self.check_cancelled()))
@@ -408,6 +412,11 @@ impl<'a> Job<'a> {
     /// The weights that are loaded, if any are read from files.
     pub(super) fn weights(&self) -> Option<&'a Weights> {
         self.weights
+    }
+
+    /// The stream that copies to a device.
+    pub(super) fn upload(&self, id: DeviceId) -> Result<&Arc<dyn Stream>> {
+        self.streams.get(&id).ok_or_else(|| Error::bug(format!("there is no stream to {id}")))
     }
 
     /// The file of a tensor.

@@ -336,14 +336,10 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The bytes of a module that is kept compressed on `device`: on the host, or in its file. `None` if it is not kept so there.
+/// The bytes of a module that is streamed from `device` and kept compressed there. `None` if it is not kept so.
 pub(super) fn kept_compressed(layout: &Layout, device: DeviceId, module: ModuleId) -> Option<u64> {
-    let kept = match device.kind() {
-        DeviceKind::Cpu => true,
-        // What a file has plain stays there so.
-        DeviceKind::Disk => layout.is_in_files(module) && !layout.is_made(module),
-        _ => false,
-    };
+    // What a file has plain stays there so, and what changes is copied to the disk as it is.
+    let kept = device.kind() != DeviceKind::Disk || layout.is_in_files(module) && !layout.is_made(module);
     kept.then(|| layout.compressed_bytes(module)).flatten()
 }
 
