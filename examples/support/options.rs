@@ -71,7 +71,7 @@ pub(crate) struct PlanOptions {
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct CompressOption {
     /// Keep streamed weights compressed, as the file has them (`merge --compress`) or as they are compressed on loading: they take less
-    /// on the host, less of them crosses the link, and the compute device decodes them
+    /// where they live, less of them crosses the link, and the compute device decodes them
     #[arg(long)]
     pub(crate) compress: bool,
 }

@@ -78,6 +78,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
 /// A device that was found, or the reason why a kind of device is unavailable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[expect(clippy::large_enum_variant, reason = "a machine has a few of them")]
 pub enum Found {
     /// A device that can be opened.
     Here(DeviceInfo),

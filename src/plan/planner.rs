@@ -222,8 +222,8 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// Keeps streamed modules compressed: on the host, where they take as much less, and on disk, if nothing changes what a file has
-    /// [compressed](crate::checkpoint::write_compressed). Their codes cross the links, arrive in a landing buffer on the compute
+    /// Keeps streamed modules compressed: on the host and on other devices, where they take as much less, and on disk, if nothing changes
+    /// what a file has [compressed](crate::checkpoint::write_compressed). Their codes cross the links, arrive in a landing buffer on the compute
     /// device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and the same bits. A
     /// device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and they are decoded
     /// when they are read.
