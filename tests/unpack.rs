@@ -89,6 +89,35 @@ fn assert_crossed(streamer: &Streamer, plan: &Plan, passes: u64) {
     assert!(crossed >= plan.streamed_bytes(), "{crossed} bytes\n{plan}");
 }
 
+/// Blocks and a code of one module land in one buffer, which the larger of them needs.
+#[test]
+fn blocks_land_beside_codes() {
+    let file = (0..4).fold(Gguf::new("llama").some("token_embd.weight", DType::Q8_0, &[96, 256]), |file, layer| {
+        file.some(&format!("blk.{layer}.ffn_up.weight"), DType::Q8_0, &[64, 256]).some(
+            &format!("blk.{layer}.ffn_up.bias"),
+            DType::BF16,
+            &[6000],
+        )
+    });
+    let weights = || Weights::new(Checkpoint::from_bytes("model.gguf", file.build()).unwrap());
+    let to = DType::F16;
+    let quantised = Quantised { weights: weights().compress().unwrap(), cast: weights().cast_floats(to).unwrap(), to };
+    for allocation in ["cpu,*", "cuda:1,*", "cpu,50%;xpu:0,50%"] {
+        let devices = Registry::described(machine(), Clock::Wall);
+        let planner = quantised.planner(devices.machine(), allocation).compute(GPU0).compress(true);
+        for planner in [planner.clone().depth(1), planner.grouping(TensorGrouping::PerType).depth(0)] {
+            let plan = planner.plan().unwrap();
+            let compressed = plan.assignments().iter().filter(|a| a.is_compressed());
+            assert_eq!(compressed.filter(|a| a.module.ends_with("ffn_up")).count(), 4, "{plan}");
+            assert!(plan.slots().landing_bytes >= 64 * 256 / 32 * 34, "{plan}");
+            let model = Arc::new(Loader::new(&devices).load(&quantised.weights, &plan).unwrap());
+            let mut streamer = Streamer::new(&model).unwrap();
+            (0..2).for_each(|_| quantised.pass(&mut streamer).unwrap());
+            streamer.verify().unwrap();
+        }
+    }
+}
+
 #[test]
 fn a_turn_finds_values_wherever_the_blocks_live() {
     let allocations = [

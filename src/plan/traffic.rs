@@ -363,7 +363,7 @@ pub(super) fn slots_of(
             let stored = compressed.then(|| layout.compressed_bytes(module)).flatten();
             let bytes = stored.unwrap_or(layout.at(module).bytes);
             if compressed || form.unpacked.is_some() {
-                landings.add((bin, staged), layout, module, compressed);
+                landings.add((bin, staged), layout, module, (compressed, form.unpacked.is_some()));
             }
             let bin = &mut bins[bin];
             bin.streamed = bin.streamed.saturating_add(bytes);
@@ -389,15 +389,15 @@ struct Landings {
 }
 
 impl Landings {
-    /// Counts the tensors of a module of the present layer that land, which is `compressed` or not.
-    fn add(&mut self, route: (usize, bool), layout: &Layout, module: ModuleId, compressed: bool) {
+    /// Counts the tensors of a module of the present layer that land: codes, if it is `compressed`, and blocks, if slots hold their
+    /// values.
+    fn add(&mut self, route: (usize, bool), layout: &Layout, module: ModuleId, (compressed, unpacks): (bool, bool)) {
         self.codes |= compressed;
         for tensor in layout.own_tensors(module) {
-            let (info, stored) = (layout.at(tensor), layout.stored(tensor).filter(|_| compressed));
-            let bytes = match stored {
-                Some(stored) => stored.is_code.then_some(stored.bytes),
-                None => (info.dtype.is_ggml_block() && info.bytes > 0).then_some(info.bytes),
-            };
+            let info = layout.at(tensor);
+            let code = layout.stored(tensor).filter(|stored| compressed && stored.is_code);
+            let is_block = unpacks && info.dtype.is_ggml_block() && info.bytes > 0;
+            let bytes = code.map(|code| code.bytes).or(is_block.then_some(info.bytes));
             if let Some(bytes) = bytes {
                 let (bytes, layer) = (landed(bytes), self.of_layer.entry(route).or_default());
                 self.largest = self.largest.max(bytes);
