@@ -224,6 +224,41 @@ fn other_devices_hold_codes() {
         }
         drop((base, on_host, back));
         comes_back(&devices);
+        // Weights that live on devices are compressed on their way from one to another, or to the same.
+        for (first, then) in [("cuda:0,*", "cuda:0,20%;cuda:1,*"), ("cuda:1,*", "cuda:1,*"), ("cuda:1,*", "xpu:0,*")] {
+            let plain = planner(weights, machine, first).compress(false).plan().unwrap();
+            let base = Arc::new(loader.load(weights, &plain).unwrap());
+            let plan = planner(weights, machine, then).plan().unwrap();
+            let moved = Arc::new(loader.derive(&base, weights, &plan).unwrap());
+            drop(base);
+            assert!(kept(moved.plan()).0 > 0);
+            // The codes of a file are read again.
+            assert!(moved.report().read == 0 || !std::ptr::eq(subject, &made), "{}", moved.report());
+            check(&devices, &moved, subject);
+            drop(moved);
+            comes_back(&devices);
+        }
+    }
+}
+
+/// A plan for a compressed file holds for the plain one, if the load may compress: on disk its weights are as they are.
+#[test]
+fn a_plan_for_a_compressed_file_serves_the_plain_one() {
+    let tensors = llama(4, 96);
+    let file = Compressed::new(&tensors, 12);
+    let (of_file, made) = (Weights::from(file.open()), compressing(&file.plain));
+    let devices = Registry::described(machine(), Clock::Wall);
+    for allocation in ["disk,*", "disk,50%;cpu,50%", "cpu,*"] {
+        let plan = planner(&of_file, devices.machine(), allocation).plan().unwrap();
+        assert!(kept(&plan).0 > 0);
+        let loaded = Arc::new(Loader::new(&devices).load(&made, &plan).unwrap());
+        assert_eq!(kept(loaded.plan()).0 > 0, allocation != "disk,*");
+        check_values(&loaded, &file.plain);
+        // Where an adapter changes all of them, too.
+        let patched = Weights::patched(file.open(), two_loras(&tensors, 13), Matching::Strict).unwrap();
+        let subject = Subject::new(patched);
+        let loaded = Arc::new(Loader::new(&devices).load(&compressing(&subject), &plan).unwrap());
+        check_values(&loaded, &subject);
     }
 }
 
@@ -274,7 +309,12 @@ fn wrong_estimates_are_put_right() {
     ] {
         assert_eq!((compressed(&plan, module), compressed(loaded.plan(), module)), (planned, made), "{module}\n{plan}");
     }
-    drop(loaded);
+    // What was planned serves it still, and a derived model tries nothing twice.
+    let moved = Loader::new(&devices).relocate(&loaded, &plan).unwrap();
+    let again = Loader::new(&devices).derive(&loaded, &weights, &plan).unwrap();
+    assert_eq!((moved.plan(), again.plan()), (loaded.plan(), loaded.plan()));
+    assert_eq!((moved.report().shared, again.report().shared), (plan.bytes(), plan.bytes()));
+    drop((loaded, moved, again));
     comes_back(&devices);
     // Where that is more than the host has, the load says so, and keeps nothing.
     let most = plan.device(CPU).unwrap().needed() + (60 << 10);

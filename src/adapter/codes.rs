@@ -23,7 +23,7 @@ impl Patches {
             let plain = Stored { bytes: info.bytes, is_code: false, is_made: true };
             // Factors of deferred changes are small, and in no file.
             let code = if self.factor(tensor).is_none() { self.estimate(checkpoint, tensor, info)? } else { None };
-            Ok((tensor, Some(code.map_or(plain, |bytes| Stored { bytes, is_code: true, is_made: true }))))
+            Ok((tensor, code.map_or(plain, |bytes| Stored { bytes, is_code: true, is_made: true })))
         };
         let layout = layout.with_stored(unknown.map(estimate).collect::<Result<Vec<_>>>()?);
         Ok(self.with_layout(layout))

@@ -30,6 +30,8 @@ impl Job<'_> {
         let groups = &self.reuse.groups;
         let (assignment, tensors) = (self.plan.at(groups.members(group)[0]), self.tensors_of(group, None));
         let kind = home_kind(assignment);
+        // Two at a time, so that one is read while the other is compressed: this takes memory that the plan does not count.
+        let _turn = lock(&self.encoding[group % self.encoding.len()]);
         let memory = self.host.alloc_near(groups.bytes(group) as usize, MemoryKind::Arena, self.plan.compute())?;
         let filled = self.fill_host(vec![Block { tensors: tensors.clone(), memory }])?;
         let filled = filled.first().ok_or_else(|| Error::bug("a block of host memory that was not filled"))?;
@@ -44,7 +46,11 @@ impl Job<'_> {
         let saves =
             |&module: &ModuleId| self.layout.bytes_stored(module, |tensor| stored.get(&tensor).copied()).is_some();
         let compresses = groups.members(group).iter().filter(|&&module| self.layout.at(module).bytes > 0).all(saves);
-        lock(&self.encoded).extend(stored.iter().map(|(tensor, stored)| (*tensor, compresses.then_some(*stored))));
+        let held = |(tensor, stored): (&TensorId, &Stored)| match compresses {
+            true => (*tensor, *stored),
+            false => (*tensor, Stored { bytes: self.layout.at(*tensor).bytes, is_code: false, is_made: true }),
+        };
+        lock(&self.encoded).extend(stored.iter().map(held));
         let planned = groups.members(group).iter().map(|&module| self.plan.at(module).taken()).sum();
         let hold = |bytes: u64| lock(reservation).split_planned(assignment.device, planned, bytes);
         if !compresses {

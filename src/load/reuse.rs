@@ -15,7 +15,7 @@ use crate::checkpoint::{Layout, ModuleId, Per, Stored, TensorId};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::STAGING_BYTES;
-use crate::plan::Plan;
+use crate::plan::{Assignment, Plan};
 use crate::schedule::{Compressed, Groups, Place};
 
 /// A tensor's bytes in the memory of the base, the model that another is derived from.
@@ -244,18 +244,23 @@ impl Reuse {
 }
 
 impl Model {
-    /// How this model holds the tensors of `layout` that it has compressed, of which that layout has estimates. `same` says whether a
-    /// tensor has the bytes of one of this model.
+    /// How this model holds the tensors of `layout` that it has compressed, or tried to, of which that layout has estimates. `same` says
+    /// whether a tensor has the bytes of one of this model.
     pub(super) fn codes_for(
         &self,
         layout: &Layout,
         same: impl Fn(TensorId, TensorId) -> bool,
-    ) -> Vec<(TensorId, Option<Stored>)> {
+    ) -> Vec<(TensorId, Stored)> {
         let known = |tensor: TensorId| {
             layout.stored(tensor).filter(|stored| stored.is_made)?;
             let old = self.index().find(&layout.at(tensor).name).filter(|&old| same(tensor, old))?;
-            let Place { range, is_code } = self.index().stored(old)?;
-            Some((tensor, Some(Stored { bytes: range.len() as u64, is_code: *is_code, is_made: true })))
+            let kept = |Place { range, is_code }: &Place| Stored {
+                bytes: range.len() as u64,
+                is_code: *is_code,
+                is_made: true,
+            };
+            let plain = || self.layout().stored(old).filter(|stored| stored.is_made && !stored.is_code);
+            Some((tensor, self.index().stored(old).map(kept).or_else(plain)?))
         };
         layout.tensor_ids().filter_map(known).collect()
     }
@@ -299,10 +304,15 @@ impl CopyRoutes {
     ) -> Result<CopyRoutes> {
         let mut routes = CopyRoutes::default();
         let placed = reuse.placed().map(|module| plan.at(module));
-        let pairs: BTreeSet<(DeviceId, DeviceId)> = placed
-            .flat_map(|a| layout.own_tensors(a.index).filter_map(|t| Some((reuse.in_base(t)?.buf.device(), a.device))))
+        // What is compressed on its way is on the host meanwhile.
+        let encodes = |a: &Assignment| reuse.is_compressed(reuse.groups.of(a.index));
+        let pairs: BTreeSet<(DeviceId, DeviceId, bool)> = placed
+            .flat_map(|a| {
+                let from = layout.own_tensors(a.index).filter_map(|t| Some(reuse.in_base(t)?.buf.device()));
+                from.map(move |from| (from, a.device, encodes(a)))
+            })
             .collect();
-        for (from, target) in pairs.into_iter().filter(|(from, _)| !from.is_host()) {
+        for (from, target, encodes) in pairs.into_iter().filter(|(from, ..)| !from.is_host()) {
             let source = base.device(from)?;
             let staged = match to.device(target) {
                 Some(device) if !target.is_host() => matches!(device.route_from(&**source), Route::Staged(_)),
@@ -311,7 +321,7 @@ impl CopyRoutes {
             if staged {
                 routes.staged.insert((from, target));
             }
-            if (staged || target.is_host()) && !routes.downloads.contains_key(&from) {
+            if (staged || encodes || target.is_host()) && !routes.downloads.contains_key(&from) {
                 routes.downloads.insert(from, source.stream(Role::Download)?);
             }
         }

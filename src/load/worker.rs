@@ -5,7 +5,8 @@
 //! more than there are workers, so that each piece is copied on while the next is read. Beyond the plan a load takes on the
 //! host: these buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of
 //! factors for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
-//! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters. The threads with
+//! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters; and of two modules that it
+//! compresses the weights and the codes, these twice on their way to another device. The threads with
 //! which these reads keep the disk busy (`file/read/scatter`), at most seven, have half a staging buffer each too.
 
 mod fill;
@@ -79,14 +80,16 @@ pub(super) struct Job<'a> {
     /// By tensor, so that the order of the sum is not that of the workers.
     requantised: Mutex<BTreeMap<TensorId, Requantised>>,
     pub(super) encoded: Mutex<Encoded>,
+    /// Held while a group is compressed.
+    pub(super) encoding: [Mutex<()>; 2],
     stop: AtomicBool,
 }
 
 /// The most bytes of a staging buffer on the way to a disk alone.
 const DISK_PIECE: u64 = 1 << 20;
 
-/// How a load holds the tensors of groups that it compressed; `None` for those that stay as they are.
-pub(super) type Encoded = BTreeMap<TensorId, Option<Stored>>;
+/// How a load holds the tensors of groups that it compressed, or tried to.
+pub(super) type Encoded = BTreeMap<TensorId, Stored>;
 
 /// The tensors in a block of memory, with their byte ranges there.
 pub(super) type Tensors = Vec<(TensorId, Range<usize>)>;
@@ -155,6 +158,7 @@ impl<'a> Job<'a> {
             saturated: AtomicU64::new(0),
             requantised: Mutex::default(),
             encoded: Mutex::default(),
+            encoding: Default::default(),
             stop: AtomicBool::new(false),
         })
     }

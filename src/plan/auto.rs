@@ -39,7 +39,8 @@ const PIECES: [u64; 2] = [16, 64];
 /// [`Error::DoesNotFit`] when no candidate fits; any error of planning.
 pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     let found = search(planner, compute);
-    if found.as_ref().is_ok_and(|plan| !plan.is_compressed()) || !planner.compress {
+    let is_hidden = |plan: &Plan| plan.explanation().is_some_and(|told| told.pass <= told.compute);
+    if !planner.compress || found.as_ref().is_ok_and(|plan| !plan.is_compressed() || is_hidden(plan)) {
         return found;
     }
     let plain = search(&planner.clone().compress(false), compute);

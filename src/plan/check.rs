@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::slots::Slots;
-use super::traffic::{BinTraffic, saved_on};
+use super::traffic::{BinTraffic, kept_compressed, saved_on};
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module};
 use crate::device::DeviceId;
@@ -120,8 +120,8 @@ impl Plan {
         let owner = |m: &Module| m.alias_of.map(|owner| &planned[owner.index()]);
         let apart = |a: &Assignment, m: &Module| owner(m).is_some_and(|owner| owner.device != a.device);
         // What is compressed takes as much as the files say.
-        let saves =
-            |a: &Assignment| layout.compressed_bytes(a.index).map_or(0, |bytes| layout.at(a.index).bytes - bytes);
+        let kept = |a: &Assignment| kept_compressed(layout, a.device, a.index);
+        let saves = |a: &Assignment| kept(a).map_or(0, |bytes| layout.at(a.index).bytes - bytes);
         let differs = |(a, m): &(&Assignment, &Module)| {
             *a.module != *m.name || a.bytes != m.bytes || a.layer != m.layer || apart(a, m)
         };
@@ -158,7 +158,7 @@ impl Plan {
     fn verify_traffic(&self, layout: &Layout) -> Result<(), Contradiction> {
         let parts = self.parts();
         let (moved, mut slots) = parts.traffic(layout);
-        if parts.assignments.iter().any(|a| a.is_compressed() && layout.is_made(a.index)) {
+        if parts.has_made_codes(layout) {
             // They have room for what was planned.
             slots.landing_bytes = slots.landing_bytes.max(parts.slots.landing_bytes);
         }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::slots::Slots;
-use super::traffic::{BinTraffic, Fetch, saved_on, slots_of};
+use super::traffic::{BinTraffic, Fetch, kept_compressed, saved_on, slots_of};
 use super::value::{Assignment, Parts, Plan, Use};
 use crate::checkpoint::{Layout, ModuleId};
 use crate::device::DeviceId;
@@ -38,14 +38,14 @@ impl Plan {
         }
         let mut parts = self.parts().clone();
         for a in parts.assignments.iter_mut().filter(|a| changes(a)) {
-            let bytes = layout.compressed_bytes(a.index).unwrap_or(a.bytes);
+            let bytes = kept_compressed(layout, a.device, a.index).unwrap_or(a.bytes);
             a.saved = a.bytes.saturating_sub(bytes);
         }
         let (moved, slots) = parts.traffic(layout);
         // Landing buffers stay as large as they were planned, so that models of other weights can use the same.
-        parts.slots = match slots.landings {
-            0 => slots,
-            _ => Slots { landing_bytes: slots.landing_bytes.max(parts.slots.landing_bytes), ..slots },
+        parts.slots = match parts.has_made_codes(layout) {
+            true => Slots { landing_bytes: slots.landing_bytes.max(parts.slots.landing_bytes), ..slots },
+            false => slots,
         };
         for (device, moved) in parts.devices.iter_mut().zip(moved) {
             let BinTraffic { streamed, staged, pinned } = moved;
@@ -59,6 +59,11 @@ impl Plan {
 }
 
 impl Parts {
+    /// Whether a load makes any of the codes that are kept.
+    pub(super) fn has_made_codes(&self, layout: &Layout) -> bool {
+        self.assignments.iter().any(|a| a.is_compressed() && layout.is_made(a.index))
+    }
+
     /// The traffic of each device, and the slots, for the plan's layout.
     pub(super) fn traffic(&self, layout: &Layout) -> (Vec<BinTraffic>, Slots) {
         let places: BTreeMap<DeviceId, usize> = self.devices.iter().enumerate().map(|(i, d)| (d.id, i)).collect();

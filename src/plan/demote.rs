@@ -45,8 +45,8 @@ impl Plan {
     }
 
     fn away(&self, layout: &Layout, machine: &Machine, usage: Use) -> Result<Parts> {
-        self.verify(layout)?;
-        let (old, compute) = (self.parts(), self.compute());
+        let plan = self.checked(layout)?;
+        let (old, compute) = (plan.parts(), plan.compute());
         if compute.is_host() {
             return Err(PlanFault::NowhereToDemote.into());
         }
@@ -56,7 +56,7 @@ impl Plan {
             devices.push(DevicePlan::of(host, None));
             devices.sort_by_key(|device| device.id);
         }
-        let assignments = self.moved_away(layout, machine, usage);
+        let assignments = plan.moved_away(layout, machine, usage);
         let ids: Vec<DeviceId> = devices.iter().map(|device| device.id).collect();
         let place = |a: &Assignment| ids.iter().position(|&id| id == a.device).unwrap_or(0);
         let home: Per<ModuleId, usize> = assignments.iter().map(place).collect();

@@ -98,8 +98,7 @@ impl Plan {
     /// # Errors
     /// As [`verify`](Plan::verify) for another model's layout, and [`ComputeTime::of_layers`].
     pub fn forecast(&self, layout: &Layout, topology: &Topology, compute: &ComputeTime) -> Result<Duration> {
-        self.verify(layout)?;
-        Ok(self.forecast_of(layout, topology, &compute.of_layers(layout)?))
+        Ok(self.checked(layout)?.forecast_of(layout, topology, &compute.of_layers(layout)?))
     }
 
     /// As [`forecast`](Plan::forecast), with the time of each layer, for a layout known to be the plan's.

@@ -83,9 +83,9 @@ impl Layout {
     }
 
     /// The same layout, with what is known of how some tensors are held where they are kept compressed.
-    pub(crate) fn with_stored(&self, known: impl IntoIterator<Item = (TensorId, Option<Stored>)>) -> Layout {
+    pub(crate) fn with_stored(&self, known: impl IntoIterator<Item = (TensorId, Stored)>) -> Layout {
         let mut layout = self.clone();
-        known.into_iter().for_each(|(tensor, stored)| layout.stored[tensor.index()] = stored);
+        known.into_iter().for_each(|(tensor, stored)| layout.stored[tensor.index()] = Some(stored));
         layout
     }
 
