@@ -10,6 +10,7 @@
 //! which these reads keep the disk busy (`file/read/scatter`), at most seven, have half a staging buffer each too.
 
 mod fill;
+mod report;
 mod send;
 
 use std::collections::BTreeMap;
@@ -18,13 +19,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use super::in_files::Files;
 use super::model::{Model, home_blocks, home_kind, tensors_of};
 use super::on_device::{Factors, OnDevice};
 use super::read_back::ReadBack;
-use super::report::LoadReport;
 use super::reuse::{CopyRoutes, Reuse};
 use super::store::Home;
 use super::{Loader, Reservation};
@@ -40,6 +39,7 @@ use crate::plan::Plan;
 use crate::staging::Pool;
 use crate::transfer::{DeviceReads, Kept, ReadWays};
 pub(super) use fill::Block;
+use report::ways;
 
 /// The state that the threads of one load share.
 pub(super) struct Job<'a> {
@@ -220,57 +220,6 @@ impl<'a> Job<'a> {
         let wait = |stream: &Arc<dyn Stream>| stream.record(&[])?.wait(self.loader.deadline);
         let outcomes: Vec<Result<()>> = streams.map(wait).collect();
         outcomes.into_iter().collect()
-    }
-
-    pub(super) fn report(&self, time: Duration) -> LoadReport {
-        let (patched_on_device, host_instead) = self.on_device.report();
-        let requantised = lock(&self.requantised);
-        let worst = requantised.iter().max_by(|(_, one), (_, other)| one.severity(other));
-        let (direct, dropped, not_direct) = self.read_ways();
-        let (gds, not_gds): (Vec<u64>, Vec<_>) = self.device_reads.values().map(DeviceReads::report).unzip();
-        LoadReport {
-            gds: gds.iter().sum(),
-            not_gds: not_gds.concat(),
-            direct,
-            dropped,
-            not_direct,
-            patched_on_device,
-            host_instead,
-            bytes: self.done.load(Ordering::Relaxed),
-            read: self.read.load(Ordering::Relaxed),
-            in_files: self.in_files.load(Ordering::Relaxed),
-            saved: self.plan.devices().iter().map(|share| share.weights.saved).sum(),
-            shared: self.shared.load(Ordering::Relaxed),
-            copied: self.copied.load(Ordering::Relaxed),
-            modules: self.plan.assignments().len(),
-            patched: self.patched.load(Ordering::Relaxed),
-            saturated: self.saturated.load(Ordering::Relaxed),
-            requantised: requantised.values().copied().sum(),
-            worst_requantised: worst.map(|(&tensor, _)| self.layout.at(tensor).name.clone()),
-            deferred: self.layout.factors().len(),
-            deferred_bytes: self
-                .layout
-                .factors()
-                .iter()
-                .flat_map(|of| [of.a, of.b])
-                .map(|t| self.layout.at(t).bytes)
-                .sum(),
-            time,
-        }
-    }
-
-    /// The bytes of files that were read directly and that were dropped from the page cache since the load began, and why files
-    /// were not read directly.
-    fn read_ways(&self) -> (u64, u64, Vec<String>) {
-        let (mut direct, mut dropped, mut refused) = (0, 0, Vec::new());
-        let sources = self.weights.map_or(&[][..], |weights| weights.checkpoint().sources());
-        for (source, before) in sources.iter().zip(&self.ways) {
-            let now = source.ways();
-            direct += now.direct.saturating_sub(before.direct);
-            dropped += now.dropped.saturating_sub(before.dropped);
-            refused.extend(now.refused.map(|why| format!("{}: {why}", source.path().display())));
-        }
-        (direct, dropped, refused)
     }
 
     /// The loop of one worker: fills the groups of the next turn until none is left.
@@ -489,11 +438,6 @@ fn turns(layout: &Layout, plan: &Plan, reuse: &Reuse, workers: usize) -> Vec<Vec
         open = (together && bytes < share.min(STAGING_BYTES as u64)).then_some(bytes);
     }
     turns
-}
-
-/// How the files of weights have been read so far.
-fn ways(weights: &Weights) -> Vec<ReadWays> {
-    weights.checkpoint().sources().iter().map(|source| source.ways()).collect()
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

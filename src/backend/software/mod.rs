@@ -4,6 +4,7 @@
 mod decompress;
 mod dequantise;
 mod extents;
+mod fence;
 mod files;
 mod memory;
 mod stream;
