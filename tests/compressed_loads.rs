@@ -6,15 +6,15 @@ use std::sync::Arc;
 
 use half::bf16;
 use proptest::prelude::*;
-use support::compressed::Compressed;
+use support::compressed::{AnyModel, Compressed};
 use support::*;
 use tensor_offload::backend::{Clock, Operation};
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
 use tensor_offload::plan::{Assignment, Use};
 use tensor_offload::{
-    Adapter, ByteSize, Checkpoint, DType, DeviceId, Loader, Machine, Matching, Model, ModelBuilder, ModelCache, Order,
-    Plan, Planner, Registry, Result, Retention, Streamer, Weights,
+    Adapter, ByteSize, Checkpoint, DType, DeviceId, Loader, Machine, Matching, Model, ModelBuilder, ModelCache, Plan,
+    Planner, Registry, Result, Retention, Streamer, Weights,
 };
 
 /// The same weights, compressed by the load.
@@ -384,29 +384,10 @@ proptest! {
 
     /// Any small model, over any division of a machine.
     #[test]
-    fn any_model_is_as_its_files_are(
-        tensors in prop::collection::vec((0u64..5, 0usize..4, 1u64..9000, prop::sample::select(vec![
-            DType::BF16, DType::F16, DType::F32, DType::F8E4M3, DType::U8, DType::I64,
-        ])), 1..24),
-        shares in prop::collection::vec(0u64..4, 5),
-        (depth, fixed, sequential) in (0usize..4, any::<bool>(), any::<bool>()),
-        pinned in prop::option::of(0u64..40_000),
-        seed in any::<u64>(),
-    ) {
-        prop_assume!(shares.iter().sum::<u64>() > 0);
-        let mut names = std::collections::BTreeSet::new();
-        let tensors: Vec<TensorSpec> = tensors.into_iter().filter_map(|(layer, module, count, dtype)| {
-            let role = ["weight", "bias", "inner", "outer"][count as usize % 4];
-            let name = format!("model.layers.{layer}.m{module}.{role}");
-            names.insert(name.clone()).then(|| spec(name, dtype, &[count]))
-        }).collect();
-        let subject = Subject::plain(&tensors, seed);
+    fn any_model_is_as_its_files_are(any in AnyModel::strategy()) {
+        let subject = Subject::plain(&any.tensors, any.seed);
         let (weights, devices) = (compressing(&subject), Registry::described(machine(), Clock::Virtual));
-        let names = ["cuda:0", "cuda:1", "xpu:0", "disk", "cpu"];
-        let quotas: Vec<String> = names.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();
-        let order = if sequential { Order::Sequential } else { Order::Interleaved };
-        let planner = planner(&weights, devices.machine(), &quotas.join(";")).order(order).depth(depth).fixed_slots(fixed);
-        let plan = planner.pinned_cap(pinned.map(ByteSize)).plan().unwrap();
+        let plan = any.apply(planner(&weights, devices.machine(), &any.allocation)).plan().unwrap();
         let loaded = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
         check(&devices, &loaded, &subject);
     }

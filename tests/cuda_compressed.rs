@@ -8,13 +8,13 @@ mod support;
 use std::fs;
 use std::sync::Arc;
 
-use card::{DEADLINE, Driver, driver, has_devices, registry, stand_in, whatever_call_fails};
-use cuda_standin::{Config, Effect, MemoryMode};
+use card::{DEADLINE, Driver, assert_given_back, driver, has_devices, registry, stand_in, whatever_call_fails};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use support::compressed::Compressed;
-use support::{DISK, GPU0, spec};
+use support::{DISK, GPU0, GPU1, spec};
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::Missing;
-use tensor_offload::{ByteSize, DType, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights};
+use tensor_offload::{ByteSize, DType, Error, ErrorKind, Loader, Model, Planner, Registry, Result, Streamer, Weights};
 
 fn cards(count: usize) -> Config {
     Config::with_devices(&vec![64 << 20; count]).memory(MemoryMode::Reuse).late_micros(2000).seed(5)
@@ -174,4 +174,29 @@ fn cuda_compressed_streams_keep_nothing_whatever_call_fails() {
     // Made by the load, and on another card.
     let path = |devices: &Registry| passes(devices, (&file, Codes::OfTheLoad), "cuda:0,20%;cuda:1,40%;cpu,*", None, 1);
     whatever_call_fails(&cards(2).all_peers(), &effects, 0, registry, path);
+}
+
+/// A card that is lost with its codes: what was there is read from the files again.
+#[test]
+fn cuda_codes_of_a_lost_card_come_from_the_files() {
+    let Some(cuda) = stand_in(&cards(2).all_peers()) else { return };
+    let (devices, file) = (registry(), Compressed::new(&tensors(), 5));
+    let weights = file.plain.weights.clone().compress().unwrap();
+    let base = load(&devices, &weights, "cuda:0,20%;cuda:1,*", None).unwrap();
+    let other = Planner::new(weights.layout(), devices.machine()).compute(GPU1).plan().unwrap();
+    cuda.fault(&FaultPlan::one(Fault::nth("cuMemAllocFromPoolAsync", 1, Effect::Sticky(700))));
+    let lost = Loader::new(&devices).deadline(DEADLINE).load(&weights, &other).unwrap_err();
+    assert_eq!(lost.kind(), ErrorKind::DeviceLost, "{lost}");
+    let planner = Planner::new(weights.layout(), devices.machine()).compute(GPU0).compress(true);
+    let plan = planner.allocation("cuda:0,20%;cpu,*".parse().unwrap()).plan().unwrap();
+    assert!(base.read("model.layers.1.up.weight", &mut vec![0; 2 * 40 * 256]).is_err());
+    let model = Loader::new(&devices).deadline(DEADLINE).derive(&base, &weights, &plan).unwrap();
+    assert!(model.report().read > 0 && model.report().shared > 0, "{}", model.report());
+    for info in model.layout().tensors() {
+        let mut got = vec![0; info.bytes as usize];
+        model.read(&info.name, &mut got).unwrap();
+        assert!(got == file.plain.bytes_of(&info.name), "{}", info.name);
+    }
+    drop((base, model));
+    assert_given_back(&devices, &cuda, "a lost card's memory is counted no more");
 }

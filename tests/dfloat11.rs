@@ -13,7 +13,7 @@ use tensor_offload::backend::Clock;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{CodeFault, CompressedFault, DFloat11Fault, FileFault};
 use tensor_offload::transfer::{MemorySource, Source};
-use tensor_offload::{Checkpoint, DType, Error, Matching, Registry, Result, Streamer, Weights};
+use tensor_offload::{Checkpoint, DType, Error, Loader, Matching, Planner, Registry, Result, Streamer, Weights};
 
 fn data(name: &str) -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/dfloat11")).join(name)
@@ -162,6 +162,13 @@ fn it_is_loaded_patched_and_streamed() {
             wanted.check(&loaded);
             check_pass(&mut Streamer::new(&loaded).unwrap(), wanted).unwrap();
         }
+        // Its weights have another code while they are streamed.
+        let weights = subject.weights.clone().compress().unwrap();
+        let planner = Planner::new(weights.layout(), devices.machine()).compute(GPU0);
+        let plan = planner.allocation("cuda:0,30%;cpu,*".parse().unwrap()).compress(true).plan().unwrap();
+        let loaded = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
+        assert!(loaded.report().saved > 0, "{}", loaded.report());
+        check_pass(&mut Streamer::new(&loaded).unwrap(), wanted).unwrap();
     }
 }
 

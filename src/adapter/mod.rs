@@ -7,7 +7,7 @@
 
 mod casts;
 mod claims;
-mod codes;
+mod compressed;
 mod config;
 mod deferred;
 mod experts;

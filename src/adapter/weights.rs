@@ -244,6 +244,7 @@ impl Weights {
     /// are made while the model is loaded. How long they will be is estimated from a few blocks of each tensor, a hundredth too long
     /// rather than too short. What a load does not need is given back, and the [model's plan](crate::Model::plan) has the sizes that
     /// there are. To be called last: what is cast or deferred afterwards is not compressed.
+    /// Beside the plan, the load takes host memory for the weights and the codes of two modules.
     ///
     /// ```
     /// use tensor_offload::{DType, Machine, Planner, Weights};

@@ -44,12 +44,15 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
         return found;
     }
     let plain = search(&planner.clone().compress(false), compute);
-    match (found, plain) {
-        (Ok(found), Ok(plain)) => {
-            let pass = |plan: &Plan| plan.explanation().map_or(Duration::MAX, |explanation| explanation.pass);
-            Ok(if is_worth(pass(&plain), pass(&found)) { plain } else { found })
+    let (found, plain) = match (found, plain) {
+        (Ok(found), Ok(plain)) => (found, plain),
+        (found, plain) => return found.or_else(|error| plain.map_err(|_| error)),
+    };
+    match (found.explanation(), plain.explanation().cloned()) {
+        (Some(of_found), Some(of_plain)) if is_worth(of_plain.pass, of_found.pass) => {
+            plain.found(of_plain.rather_than(of_found))
         }
-        (found, plain) => found.or_else(|error| plain.map_err(|_| error)),
+        _ => Ok(found),
     }
 }
 

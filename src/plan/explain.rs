@@ -28,6 +28,9 @@ pub struct Explanation {
     pub devices: Vec<DeviceReason>,
     /// The best plan of each other order and unit.
     pub others: Vec<Alternative>,
+    /// The time of the best pass with modules kept [compressed](super::Planner::compress), if that is longer, so that none is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compressed: Option<Duration>,
     /// The number of placements tried.
     pub tried: usize,
 }
@@ -78,7 +81,8 @@ impl Explanation {
             why: "holds the whole model".to_owned(),
         };
         let devices = plan.devices().iter().filter(|device| device.weights.bytes > 0).map(reason).collect();
-        Explanation { allocation, kept: Vec::new(), compute, pass: compute, devices, others: Vec::new(), tried: 1 }
+        let (kept, others, compressed) = Default::default();
+        Explanation { allocation, kept, compute, pass: compute, devices, others, compressed, tried: 1 }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one value, each made elsewhere")]
@@ -99,7 +103,12 @@ impl Explanation {
             DeviceReason { device: donor.device, bytes, why: donates(plan, machine, donor, bytes) }
         };
         let devices = std::iter::once(own).chain(donors.iter().map(donor)).collect();
-        Explanation { allocation, kept, compute, pass, devices, others, tried }
+        Explanation { allocation, kept, compute, pass, devices, others, compressed: None, tried }
+    }
+
+    /// This explanation of a plan that was preferred to that of another one, in which modules are kept compressed.
+    pub(super) fn rather_than(self, compressed: &Explanation) -> Explanation {
+        Explanation { compressed: Some(compressed.pass), tried: self.tried + compressed.tried, ..self }
     }
 }
 
@@ -123,7 +132,7 @@ fn donates(plan: &Plan, machine: &Machine, donor: &Donor, bytes: u64) -> String 
     }
     let share = plan.device(donor.device);
     let streamed = share.map_or(0, |d| d.weights.streamed);
-    let alone = donor.alone(0, streamed, machine.topology());
+    let alone = donor.alone(0, donor.weights_in(streamed), machine.topology());
     let speed = match alone.is_zero() {
         true => "over a link of unknown speed".to_owned(),
         false => format!("{:.3} s on the way", alone.as_secs_f64()),
@@ -151,6 +160,9 @@ impl fmt::Display for Explanation {
             };
             write!(f, "\n  {first}{more} stay resident, for smaller slots")?;
         }
+        if let Some(pass) = self.compressed {
+            write!(f, "\n  with weights kept compressed a pass takes {:.3} s", seconds(pass))?;
+        }
         for other in &self.others {
             let unit = if other.unit == Unit::Uniform { ", uniform" } else { "" };
             write!(f, "\n  {}{unit}: {:.3} s with {}", other.order, seconds(other.pass), other.allocation)?;
@@ -172,6 +184,7 @@ mod tests {
             pass: Duration::ZERO,
             devices: Vec::new(),
             others: Vec::new(),
+            compressed: None,
             tried: 1,
         };
         assert!(explanation.keeps("embed") && explanation.keeps("layers.1.mlp"));

@@ -229,6 +229,8 @@ impl<'a> Planner<'a> {
     /// when they are read.
     ///
     /// A module is compressed if a file has it so, or if the load is to compress it ([`Weights::compress`](crate::Weights::compress)).
+    /// Mode auto compresses none if a pass is shorter so, on a device that decodes slowly
+    /// ([`DeviceInfo::decoding`](crate::device::DeviceInfo::decoding)), and says so.
     ///
     /// Quotas are in bytes of weights, as always; what a device needs is less ([`DeviceWeights::saved`](super::DeviceWeights::saved)).
     /// Where the host computes, this changes nothing: its weights are used where they live.

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use tensor_offload::Checkpoint;
+use proptest::prelude::*;
 use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed};
+use tensor_offload::{ByteSize, Checkpoint, DType, Order, Planner};
 
-use super::Subject;
+use super::{Subject, spec};
 
 /// The tensors of a checkpoint in a compressed file.
 pub(crate) fn compress(checkpoint: &Checkpoint, path: &Path) -> CompressedReport {
@@ -43,5 +44,53 @@ impl Compressed {
 
     pub(crate) fn open(&self) -> Checkpoint {
         Checkpoint::open(self.file()).unwrap()
+    }
+}
+
+/// A small model over some division of a machine.
+#[derive(Clone, Debug)]
+pub(crate) struct AnyModel {
+    pub(crate) tensors: Vec<TensorSpec>,
+    pub(crate) seed: u64,
+    pub(crate) allocation: String,
+    order: Order,
+    depth: usize,
+    fixed: bool,
+    pinned: Option<ByteSize>,
+}
+
+impl AnyModel {
+    /// Any, with types that have codes and types that have none.
+    pub(crate) fn strategy() -> impl Strategy<Value = AnyModel> {
+        let dtypes = [DType::BF16, DType::F16, DType::F32, DType::F8E4M3, DType::U8, DType::I64];
+        let tensor = (0u64..5, 0usize..4, 1u64..9000, prop::sample::select(dtypes.to_vec()));
+        let shares = prop::collection::vec(0u64..4, 5)
+            .prop_filter("all devices get nothing", |shares| shares.iter().any(|s| *s > 0));
+        let settings = (0usize..4, any::<bool>(), any::<bool>(), prop::option::of(0u64..40_000));
+        let model = (prop::collection::vec(tensor, 1..24), shares, settings, any::<u64>());
+        model.prop_map(|(tensors, shares, (depth, fixed, sequential, pinned), seed)| {
+            let named = tensors.into_iter().map(|(layer, module, count, dtype)| {
+                let role = ["weight", "bias", "inner", "outer"][count as usize % 4];
+                (format!("model.layers.{layer}.m{module}.{role}"), (dtype, count))
+            });
+            // Of equal names the last stays.
+            let named: BTreeMap<String, (DType, u64)> = named.collect();
+            let devices = ["cuda:0", "cuda:1", "xpu:0", "disk", "cpu"].iter().zip(shares);
+            let quotas: Vec<String> = devices.map(|(device, share)| format!("{device},{share}%")).collect();
+            AnyModel {
+                tensors: named.into_iter().map(|(name, (dtype, count))| spec(name, dtype, &[count])).collect(),
+                seed,
+                allocation: quotas.join(";"),
+                order: if sequential { Order::Sequential } else { Order::Interleaved },
+                depth,
+                fixed,
+                pinned: pinned.map(ByteSize),
+            }
+        })
+    }
+
+    /// The other settings.
+    pub(crate) fn apply<'a>(&self, planner: Planner<'a>) -> Planner<'a> {
+        planner.order(self.order).depth(self.depth).fixed_slots(self.fixed).pinned_cap(self.pinned)
     }
 }
