@@ -12,7 +12,7 @@ use card::{driver, registry};
 use codes::{normal, random_bytes, read, sent, stored, verdict};
 use cuda_standin::{Config, MemoryMode};
 use tensor_offload::backend::{Decompress, Device, MemoryKind, Role, Stream};
-use tensor_offload::lossless::{BLOCK_WEIGHTS as BLOCK, Code, compress};
+use tensor_offload::lossless::{BLOCK_WEIGHTS as BLOCK, Code, CodePart, compress};
 use tensor_offload::{DType, DeviceId};
 
 const TYPES: [DType; 7] =
@@ -264,6 +264,70 @@ fn cuda_damaged_indexes_lead_nowhere_else() {
             }
         }
     });
+}
+
+/// Parts of a code, each with header and index and what a block may have of the bytes before, decode all of it together; and what is
+/// damaged, left out or of another code is told.
+#[test]
+fn cuda_parts_of_a_code_are_decoded_one_after_the_other() {
+    on_a_card(|device, stream| {
+        for (seed, dtype) in TYPES.into_iter().enumerate() {
+            let count = 4 * BLOCK + 1023;
+            for (what, weights) in contents(dtype, seed as u64, count) {
+                if !["usual", "mixed with what is not coded", "not coded"].contains(&what) {
+                    continue;
+                }
+                let code = compress(dtype, &weights).unwrap();
+                let end =
+                    Code::open(&code).unwrap().block(1).unwrap().as_ptr_range().end as usize - code.as_ptr() as usize;
+                // At the end of a block, within one, and a part in which none ends.
+                for cuts in [vec![end, end + 16], vec![end / 16 * 16 + 4096, code.len() / 32 * 16 + 4096]] {
+                    let (got, sound) = decoded_in_parts(device, stream, &code, &cuts, |_| true, &code);
+                    assert!(sound && got == weights, "{what} of {dtype}, cut at {cuts:?}");
+                    let (_, sound) = decoded_in_parts(device, stream, &code, &cuts, |part| part != 0, &code);
+                    assert!(!sound, "{what} of {dtype} without the first part");
+                    let mut damaged = code.clone();
+                    damaged[code.len() - 40] ^= 1;
+                    let (_, sound) = decoded_in_parts(device, stream, &code, &cuts, |_| true, &damaged);
+                    assert!(!sound, "{what} of {dtype}, damaged");
+                    let nothing = vec![0; code.len()];
+                    let (_, sound) = decoded_in_parts(device, stream, &code, &cuts, |_| true, &nothing);
+                    assert!(!sound, "nothing of {what} of {dtype} arrived");
+                }
+            }
+        }
+    });
+}
+
+/// What the parts of `given` that are `wanted` decode to, with the info of the code `sound`, which is cut at these bytes: the weights,
+/// and whether the verdict is sound.
+fn decoded_in_parts(
+    device: &Arc<dyn Device>,
+    stream: &dyn Stream,
+    sound: &[u8],
+    cuts: &[usize],
+    wanted: impl Fn(usize) -> bool,
+    given: &[u8],
+) -> (Vec<u8>, bool) {
+    let info = *Code::open(sound).unwrap().info();
+    let (head, size) = (info.head_bytes() as usize, info.dtype.element_bytes().unwrap());
+    let longest = 32 + BLOCK * size;
+    let mut told = sent(device, &[0; 16]);
+    let mut dst = device.alloc(info.decoded_bytes as usize, MemoryKind::Whole).unwrap();
+    let ends = cuts.iter().copied().chain([given.len()]);
+    let mut after = 0;
+    for (number, end) in ends.enumerate() {
+        let begin = after.max(longest) - longest;
+        let part = CodePart { begin: begin as u64, after: after as u64, end: end as u64 };
+        if wanted(number) {
+            let src = sent(device, &[&given[..head], &given[begin..end]].concat()).freeze();
+            let work = Decompress::part((src, 0), info, (part, head), (dst, 0), (told, 0)).unwrap();
+            let flight = device.kernels().unwrap().decompress(stream, work).unwrap();
+            (dst, told) = (flight.weights.chain(), flight.verdict.chain());
+        }
+        after = end;
+    }
+    (read(device, dst).unwrap(), verdict(device, told))
 }
 
 /// Several codes share a verdict; a block of another tensor, which is sound in itself, shows too.

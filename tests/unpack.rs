@@ -150,6 +150,27 @@ fn a_turn_finds_values_wherever_the_blocks_live() {
     }
 }
 
+/// Blocks of a tensor that is larger than half a landing buffer arrive in parts.
+#[test]
+fn large_tensors_in_blocks_arrive_in_parts() {
+    let file = Gguf::new("llama").some("blk.0.ffn_up.weight", DType::Q8_0, &[512, 40_000]);
+    let file = file.some("blk.0.ffn_gate.weight", DType::Q6_K, &[90, 256]);
+    let file = file.some("blk.1.ffn_down.weight", DType::Q5_1, &[4096, 5600]);
+    let weights = || Weights::new(Checkpoint::from_bytes("model.gguf", file.clone().build()).unwrap());
+    let to = DType::F16;
+    let quantised = Quantised { weights: weights(), cast: weights().cast_floats(to).unwrap(), to };
+    let machine = described(&["cpu=1gb", "disk=1gb,link=7", "xpu:0=128mb,link=55", "cuda:0=256mb,link=55"]);
+    for allocation in ["cpu,*", "disk,50%;xpu:0,50%"] {
+        let devices = Registry::described(machine.clone(), Clock::Wall);
+        let plan = quantised.planner(&machine, allocation).compute(GPU0).depth(1).plan().unwrap();
+        assert_eq!(plan.slots().landing_bytes, 32 << 20, "{plan}");
+        let model = Arc::new(Loader::new(&devices).load(&quantised.weights, &plan).unwrap());
+        let mut streamer = Streamer::new(&model).unwrap();
+        (0..2).for_each(|_| quantised.pass(&mut streamer).unwrap());
+        assert_crossed(&streamer, &plan, 2);
+    }
+}
+
 #[test]
 fn what_lives_on_the_compute_device_in_blocks_takes_their_bytes_there_and_a_slot() {
     let (quantised, machine) = (Quantised::new(DType::BF16), machine());

@@ -15,12 +15,12 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
-use super::{Buf, BufMut, Decompress, Dequantise, Device, Health, MemoryKind, Piece, Role, Stream, Transfer};
+use super::{Buf, BufMut, Decompress, Dequantise, Device, Health, Kernels, MemoryKind, Piece, Role, Stream, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Missing};
 use crate::float::Float;
 use crate::ggml::Format;
-use crate::lossless::{Code, compress};
+use crate::lossless::{BLOCK_WEIGHTS, Code, CodePart, compress, longest_block};
 
 /// The longest time that a check waits for anything.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -354,6 +354,46 @@ fn kernels_decode_weights(device: &dyn Device, host: &dyn Device) {
             assert!(head.iter().chain(tail).all(|byte| *byte == 0xa5), "outside of the weights of {dtype}");
             told = verdict.try_reclaim().expect("the only handle");
         }
+        kernels_decode_parts((device, host), kernels, &*compute, (dtype, number as u8));
+    }
+}
+
+/// A code of some blocks in three parts, each of which arrives with header and index: the weights that were coded, and a verdict on all.
+fn kernels_decode_parts(
+    (device, host): (&dyn Device, &dyn Device),
+    kernels: &dyn Kernels,
+    stream: &dyn Stream,
+    (dtype, seed): (DType, u8),
+) {
+    let size = dtype.element_bytes().expect("a type that is coded");
+    let weights: Vec<u8> =
+        pattern(seed, (3 * BLOCK_WEIGHTS - 7) * size).iter().map(|byte| byte & 0x87 | 0x38).collect();
+    let code = compress(dtype, &weights).expect("a type that is covered has a code");
+    let info = *Code::open(&code).expect("just made").info();
+    let (head, longest) = (info.head_bytes() as usize, longest_block(size as u64) as usize);
+    let upload = device.stream(Role::Upload).expect("a stream");
+    let there = |bytes: &[u8]| {
+        let dst = device.alloc(bytes.len(), MemoryKind::Arena).expect("memory");
+        upload.copy(Transfer::whole(&host_bytes(host, bytes), dst).expect("fits")).expect("queued").chain()
+    };
+    for is_damaged in [false, true] {
+        let (mut dst, mut told) = (there(&vec![0xa5; weights.len()]), there(&[0; Decompress::VERDICT]));
+        let (mut after, third) = (0, code.len() / 3 / 16 * 16);
+        for end in [third, 2 * third, code.len()] {
+            let begin = after.max(longest) - longest;
+            let part = CodePart { begin: begin as u64, after: after as u64, end: end as u64 };
+            let mut bytes = [&code[..head], &code[begin..end]].concat();
+            let last = bytes.len() - 20;
+            bytes[last] ^= u8::from(is_damaged && end == code.len());
+            let src = there(&bytes).freeze();
+            let work = Decompress::part((src, 0), info, (part, head), (dst, 0), (told, 0)).expect("fits");
+            let flight = kernels.decompress(stream, work).expect("queued");
+            (dst, told, after) = (flight.weights.chain(), flight.verdict.chain(), end);
+        }
+        let (decoded, told) = (download(device, host, &dst.freeze()), download(device, host, &told.freeze()));
+        let is_sound = Decompress::is_sound(told.first_chunk().expect("a verdict"));
+        assert_eq!(is_sound, !is_damaged, "the verdict on the parts of a code of {dtype}");
+        assert!(is_damaged || decoded == weights, "weights of {dtype} in parts");
     }
 }
 

@@ -5,10 +5,10 @@ use std::collections::HashSet;
 use super::{Buf, BufMut, Event, Flight};
 use crate::dtype::DType;
 use crate::error::{Error, Measured, Result};
-use crate::lossless::{CODE_ALIGN, Info};
+use crate::lossless::{CODE_ALIGN, CodePart, Info};
 
-/// The code of a tensor, the memory for its weights, and the memory for a verdict on the code. All three are inside of their
-/// buffers.
+/// The code of a tensor, or a part of it, the memory for its weights, and the memory for a verdict on the code. All three are inside of
+/// their buffers.
 ///
 /// A verdict is [`VERDICT`](Decompress::VERDICT) bytes, zero before the first code. Several codes may share one: once all are
 /// decoded it [is sound](Decompress::is_sound) if all of them were. Until that is known, the weights are not to be used.
@@ -17,6 +17,9 @@ pub struct Decompress {
     src: Buf,
     offset: usize,
     info: Info,
+    part: CodePart,
+    /// Where the part begins in the source.
+    from: usize,
     dst: BufMut,
     at: usize,
     verdict: BufMut,
@@ -70,8 +73,23 @@ impl Decompress {
         (dst, at): (BufMut, usize),
         (verdict, place): (BufMut, usize),
     ) -> Result<Decompress, Box<Undecoded>> {
-        match Decompress::check((&src, offset), &info, (&dst, at), (&verdict, place)) {
-            Ok(()) => Ok(Decompress { src, offset, info, dst, at, verdict, place }),
+        Decompress::part((src, offset), info, (CodePart::whole(&info), offset), (dst, at), (verdict, place))
+    }
+
+    /// As [`new`](Decompress::new), for the blocks of a part of the code. Its header and index are at byte `offset` of `src`, and the part
+    /// begins at byte `from` there. `at` is where the weights of the whole code begin. The parts of a code share a verdict.
+    ///
+    /// # Errors
+    /// As [`new`](Decompress::new); [`Undecoded`] with [`Error::Invalid`] for a part that has less of the code than its blocks may take.
+    pub fn part(
+        (src, offset): (Buf, usize),
+        info: Info,
+        (part, from): (CodePart, usize),
+        (dst, at): (BufMut, usize),
+        (verdict, place): (BufMut, usize),
+    ) -> Result<Decompress, Box<Undecoded>> {
+        match Decompress::check((&src, offset), &info, (&part, from), (&dst, at), (&verdict, place)) {
+            Ok(()) => Ok(Decompress { src, offset, info, part, from, dst, at, verdict, place }),
             Err(error) => Err(Box::new(Undecoded { error, dst, verdict })),
         }
     }
@@ -79,6 +97,7 @@ impl Decompress {
     fn check(
         (src, offset): (&Buf, usize),
         info: &Info,
+        (part, from): (&CodePart, usize),
         (dst, at): (&BufMut, usize),
         (verdict, place): (&BufMut, usize),
     ) -> Result<()> {
@@ -86,16 +105,24 @@ impl Decompress {
             let needed = needed.saturating_add(at as u64);
             if needed <= given as u64 { Ok(()) } else { Err(Error::WrongSize { what, needed, given: given as u64 }) }
         };
-        fits(Measured::Source, offset, info.bytes, src.bytes())?;
+        fits(Measured::Source, offset, info.head_bytes().min(info.bytes), src.bytes())?;
+        fits(Measured::Source, from, part.end.saturating_sub(part.begin), src.bytes())?;
         fits(Measured::Destination, at, info.decoded_bytes, dst.bytes())?;
         fits(Measured::Verdict, place, Self::VERDICT as u64, verdict.bytes())?;
         if !info.is_consistent() {
             return Err(Error::invalid(format!("no code of {} weights has {} bytes", info.count, info.bytes)));
         }
+        if !part.is_of(info) {
+            let CodePart { begin, after, end } = part;
+            let what =
+                format!("bytes {begin}..{end} of a code of {} do not hold what ends from {after} on", info.bytes);
+            return Err(Error::invalid(what));
+        }
         let size = info.dtype.element_bytes().unwrap_or(1);
         // Memory without an address is aligned as all allocations are.
         let begins = [
             ("the code", src.address().unwrap_or(src.start() as u64), offset, CODE_ALIGN),
+            ("the part of the code", src.address().unwrap_or(src.start() as u64), from, CODE_ALIGN),
             ("the weights", dst.address().unwrap_or(dst.start() as u64), at, size),
             ("the verdict", verdict.address().unwrap_or(verdict.start() as u64), place, Self::VERDICT),
         ];
@@ -127,7 +154,22 @@ impl Decompress {
         &self.src
     }
 
-    /// The byte of the source at which the code begins.
+    /// The part of the code to decode.
+    pub fn code_part(&self) -> CodePart {
+        self.part
+    }
+
+    /// The byte of the source at which the part begins; that of the code, if it is decoded as a whole.
+    pub fn part_offset(&self) -> usize {
+        self.from
+    }
+
+    /// The bytes of weights that the part stands for, by its share of the code.
+    pub fn weights(&self) -> u64 {
+        self.part.share(self.info.decoded_bytes, self.info.bytes)
+    }
+
+    /// The byte of the source at which the code's header and index are.
     pub fn offset(&self) -> usize {
         self.offset
     }

@@ -79,10 +79,10 @@ pub trait Kernels: Send + Sync {
         Err(format!("the device has no kernel that decodes {dtype}"))
     }
 
-    /// Queues the decoding of a tensor's code on `stream`, a stream of this device. All ends are in the device's memory. It runs
-    /// after the pending events of all buffers. Whatever the blocks hold, nothing is read outside of the code and nothing written
-    /// outside of the weights and the verdict: if they are not those of the code's header, the [verdict](Decompress) says so, and
-    /// the weights are not defined.
+    /// Queues the decoding of a tensor's code, or of a [part](Decompress::code_part) of it, on `stream`, a stream of this device. All
+    /// ends are in the device's memory. It runs after the pending events of all buffers. Whatever header, index and blocks hold,
+    /// nothing is read outside of the code and nothing written outside of the weights and the verdict: if they are not those of
+    /// the code's header, the [verdict](Decompress) says so, and the weights are not defined.
     ///
     /// # Errors
     /// [`Undecoded`], which returns both buffers: with [`Error::Invalid`] when there is no

@@ -11,7 +11,7 @@ use super::fault::CodeFault;
 use super::fields::Fields;
 use super::header::{self, Info, Place};
 use super::vector::Tier;
-use super::{BLOCK, TOGETHER, tasks};
+use super::{BLOCK, TOGETHER, longest_block, padded, tasks};
 
 /// Decodes a code as [`compress`](super::compress) makes it: [`Code::open`], then [`Code::decode`].
 ///
@@ -79,6 +79,24 @@ impl<'a> Head<'a> {
         }
     }
 
+    /// The blocks that end in a part of the code.
+    pub(crate) fn blocks_of(&self, part: &CodePart) -> Range<u64> {
+        // They follow each other, so how many end up to a byte is found by halving.
+        let up_to = |byte: u64| {
+            let (mut low, mut high) = (0, self.info.blocks());
+            while low < high {
+                let middle = low + (high - low) / 2;
+                match self.block(middle) {
+                    // What pads the weights of a tensor that stays as it was is no block's.
+                    Some(block) if padded(block.end) <= byte => low = middle + 1,
+                    _ => high = middle,
+                }
+            }
+            low
+        };
+        up_to(part.after)..up_to(part.end)
+    }
+
     /// The code, of which `bytes` are those from `begin` on, counted from the header's first.
     pub fn part(&self, begin: u64, bytes: &'a [u8]) -> Code<'a> {
         Code { head: *self, begin, bytes }
@@ -90,6 +108,46 @@ impl<'a> Head<'a> {
             true => Ok(()),
             false => Err(CodeFault::Range { begin: start, end, count: self.info.count }),
         }
+    }
+}
+
+/// A part of a code that is decoded by itself, once header and index are there, too: those blocks that end after byte `after` of the
+/// code and not after byte `end`, of which the bytes from `begin` on are there. Parts of which each has the `end` of the one before
+/// as `after`, from 0 to all bytes, decode all weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "three places in a code")]
+pub struct CodePart {
+    /// The first byte of the code that is there, a multiple of 16.
+    pub begin: u64,
+    /// The end of the part before, a multiple of 16.
+    pub after: u64,
+    /// The end of those that are there, a multiple of 16.
+    pub end: u64,
+}
+
+impl CodePart {
+    /// All of a code.
+    pub fn whole(info: &Info) -> CodePart {
+        CodePart { begin: 0, after: 0, end: info.bytes }
+    }
+
+    /// Whether it is a part of a code with this header, so that all that ends in it, and is no longer than a block may be, is there.
+    pub(crate) fn is_of(&self, info: &Info) -> bool {
+        let CodePart { begin, after, end } = *self;
+        let tail = longest_block(info.decoded_bytes / info.count.max(1));
+        let aligned = [begin, after, end].iter().all(|place| place.is_multiple_of(ALIGN as u64));
+        aligned
+            && begin <= after
+            && after <= end
+            && end <= info.bytes
+            && (begin == 0 || begin.saturating_add(tail) <= after)
+    }
+
+    /// Its share of as many bytes of weights, by its share of the code's `bytes`: what is decoded of them, but for some blocks. The
+    /// shares of all parts add up.
+    pub(crate) fn share(&self, weights: u64, bytes: u64) -> u64 {
+        let up_to = |end: u64| (u128::from(weights) * u128::from(end) / u128::from(bytes.max(1))) as u64;
+        up_to(self.end).saturating_sub(up_to(self.after))
     }
 }
 
@@ -150,8 +208,11 @@ impl<'a> Code<'a> {
         Ok(())
     }
 
-    /// Decodes whole blocks from `first` on, and returns the sum of their sums.
-    fn decode_blocks(&self, first: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
+    /// Decodes whole blocks from `first` on, into as many bytes as their weights have, and returns the sum of their sums.
+    ///
+    /// # Errors
+    /// [`CodeFault::Block`] for the first damaged block, or that is not in this [part](Head::part).
+    pub(crate) fn decode_blocks(&self, first: u64, weights: &mut [u8]) -> Result<u64, CodeFault> {
         let task = BLOCK * self.head.fields.size() * TOGETHER;
         let of_tasks = tasks(weights.len() > task, || {
             let tasks = weights.par_chunks_mut(task).enumerate();

@@ -81,7 +81,7 @@ use rayon::prelude::*;
 
 use crate::dtype::DType;
 use crate::threads;
-pub use code::{Code, Head, decompress};
+pub use code::{Code, CodePart, Head, decompress};
 use encode::Scratch;
 pub use fault::CodeFault;
 use fields::Fields;
@@ -136,6 +136,18 @@ pub fn compressed_least(count: u64) -> u64 {
     // A weight has a byte at least.
     let plain = padded(blocks.saturating_mul(8)).saturating_add(padded(count));
     (header::HEADER as u64).saturating_add(in_blocks.min(plain))
+}
+
+/// The most bytes of header and index of a code of as many weights.
+pub(crate) fn longest_head(count: u64) -> u64 {
+    let blocks = count.div_ceil(BLOCK as u64);
+    let index = padded(blocks.saturating_add(1).saturating_mul(4)).max(padded(blocks.saturating_mul(8)));
+    (header::HEADER as u64).saturating_add(index)
+}
+
+/// The most bytes of a block of weights of this size.
+pub(crate) fn longest_block(size: u64) -> u64 {
+    block::bound(BLOCK * size.min(8) as usize) as u64
 }
 
 /// Whether one code holds as many weights: the places of their blocks are numbers of 32 bits.

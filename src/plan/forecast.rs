@@ -8,7 +8,7 @@ use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per};
 use crate::device::{Bookings, DeviceId, Topology};
 use crate::error::{PlanFault, Result};
 use crate::limits::STAGING_BUFFERS;
-use crate::schedule::{Contents, Form, Part, Round, Schedule, Slice, Unpacked, chunks, rounds};
+use crate::schedule::{Contents, Landed, Part, Round, Schedule, Slice, chunks, rounds};
 
 /// The bytes of a verdict.
 const VERDICT: u64 = 16;
@@ -157,12 +157,19 @@ struct Copies {
 }
 
 /// The route from a device, and the times when its streams are free.
+#[derive(Default)]
 struct Lane {
     /// The route to the compute device, or to the host if the compute device cannot reach this device.
     way: Vec<usize>,
     upload: Duration,
     /// `None` if bytes go straight to the compute device.
     through_host: Option<ThroughHost>,
+    /// Whether it is the compute device, whose memory is unpacked on the lane's own stream.
+    is_local: bool,
+    /// When the kernels that unpack what it brings are done, and those that read each half of its landing buffer.
+    unpacked: Duration,
+    halves: [Duration; 2],
+    next: usize,
     /// When its last verdict was on the host; `None` before the first, for which the device needs zeros.
     verdict: Option<Duration>,
 }
@@ -202,7 +209,8 @@ impl<'a> Simulation<'a> {
         let lane = |device: DeviceId| {
             let straight = topology.reaches(compute, device);
             let way = topology.path(device, if straight { compute } else { DeviceId::CPU });
-            Lane { way, upload: Duration::ZERO, through_host: (!straight).then(ThroughHost::default), verdict: None }
+            let through_host = (!straight).then(ThroughHost::default);
+            Lane { way, through_host, is_local: device == compute, ..Lane::default() }
         };
         let lanes: Vec<Lane> = devices.into_iter().map(lane).collect();
         let many = of_modules.values().flatten().count() > MOST_PIECES;
@@ -211,13 +219,11 @@ impl<'a> Simulation<'a> {
             let straight = lanes[part.lane].through_host.is_none();
             let bytes = |slice: &Slice| slice.range.len() as u64;
             let decoding = |round: &Round<'_>| {
-                let time = |tensor: &Unpacked| match tensor.form {
-                    Form::Code { weights } => {
-                        plan.decoding().map_or(Duration::ZERO, |speed| speed.time(weights as u64))
-                    }
-                    Form::Blocks { .. } => Duration::ZERO,
+                let time = |landed: &Landed<'_>| match (landed.decoded(), plan.decoding()) {
+                    (0, _) | (_, None) => Duration::ZERO,
+                    (weights, Some(speed)) => speed.time(weights),
                 };
-                round.tensors().map(|(tensor, _)| time(tensor)).fold(Duration::ZERO, Duration::saturating_add)
+                round.landed().iter().map(time).fold(Duration::ZERO, Duration::saturating_add)
             };
             let copies = |slices: &[Slice], lands: bool, decoding: Duration| {
                 let mut chunks: Vec<Vec<u64>> = match straight {
@@ -319,15 +325,16 @@ impl<'a> Simulation<'a> {
         };
         slot.ready = *now;
         for LaneFetch { lane, block, copies, has_verdict } in &fetches[layer] {
-            let Lane { way, upload, through_host, verdict } = &mut lanes[*lane];
+            let Lane { way, upload, through_host, is_local, unpacked, halves, next, verdict } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
-            let (mut at, free, mut cleared) = ((*upload).max(*now), slot.free[*block], false);
+            let (mut at, mut free) = ((*upload).max(*now), slot.free[*block]);
+            let (mut done, mut cleared) = (at, !*has_verdict);
             for Copies { chunks, lands, decoding } in copies {
-                if !lands {
-                    at = at.max(free);
-                } else if *has_verdict && !std::mem::replace(&mut cleared, true) {
-                    at = verdict.map_or_else(|| copy(from_host, VERDICT, at), |seen| at.max(seen));
+                if *lands && !std::mem::replace(&mut cleared, true) {
+                    let begin = (*unpacked).max(*now);
+                    *unpacked = verdict.map_or_else(|| copy(from_host, VERDICT, begin), |seen| begin.max(seen));
                 }
+                at = at.max(if *lands { halves[*next] } else { free });
                 for chunk in chunks {
                     match through_host {
                         None => chunk.iter().for_each(|bytes| at = copy(way, *bytes, at)),
@@ -343,15 +350,22 @@ impl<'a> Simulation<'a> {
                         }
                     }
                 }
-                // What has landed is unpacked when the slot is free.
-                at = at.max(free).saturating_add(*decoding);
+                if *lands {
+                    // What has landed is unpacked when the slot is free, and has what is copied into it.
+                    *unpacked = (*unpacked).max(*now).max(at).max(free).saturating_add(*decoding);
+                    halves[*next] = *unpacked;
+                    *next = 1 - *next;
+                    done = *unpacked;
+                } else {
+                    (free, done) = (at, at);
+                }
             }
-            *upload = at;
+            *upload = if *is_local { done } else { at };
             if *has_verdict {
-                *download = copy(to_host, VERDICT, (*download).max(at));
+                *download = copy(to_host, VERDICT, (*download).max(*unpacked));
                 *verdict = Some(*download);
             }
-            slot.ready = slot.ready.max(at);
+            slot.ready = slot.ready.max(done);
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
+use crate::lossless::{longest_block, longest_head};
 use crate::schedule::{Groups, LayerBlocks, Origin, VERDICT_ROOM, landed, landing_bytes};
 
 /// The inputs: where every module lives and what decides its use.
@@ -384,6 +385,8 @@ struct Landings {
     /// The most bytes of a tensor, and of a layer on one route.
     largest: u64,
     most: u64,
+    /// The most bytes that a part of a code needs of the part before.
+    carried: u64,
     /// Whether any tensors are codes, which need room for a verdict.
     codes: bool,
 }
@@ -398,6 +401,11 @@ impl Landings {
             let code = layout.stored(tensor).filter(|stored| compressed && stored.is_code);
             let is_block = unpacks && info.dtype.is_ggml_block() && info.bytes > 0;
             let bytes = code.map(|code| code.bytes).or(is_block.then_some(info.bytes));
+            if code.is_some() {
+                let values = info.shape.iter().product::<u64>();
+                let carried = longest_head(values).saturating_add(longest_block(info.bytes / values.max(1)));
+                self.carried = self.carried.max(carried);
+            }
             if let Some(bytes) = bytes {
                 let (bytes, layer) = (landed(bytes), self.of_layer.entry(route).or_default());
                 self.largest = self.largest.max(bytes);
@@ -415,7 +423,7 @@ impl Landings {
     /// The number of landing buffers, and the bytes of each.
     fn count_and_bytes(&self) -> (usize, u64) {
         let verdict = if self.codes { VERDICT_ROOM } else { 0 };
-        (self.of_layer.len(), landing_bytes(self.largest, self.most).saturating_add(verdict))
+        (self.of_layer.len(), landing_bytes(self.largest, self.most, self.carried).saturating_add(verdict))
     }
 }
 

@@ -8,6 +8,7 @@ use super::compressed::Compressed;
 use super::groups::Groups;
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per, TensorId};
 use crate::dtype::DType;
+use crate::lossless::{longest_block, longest_head};
 
 /// The contents of all layers of a model.
 #[derive(Clone, Debug)]
@@ -60,8 +61,8 @@ pub(crate) struct Unpacked {
 pub(crate) enum Form {
     /// Blocks of a type, and the type and number of its values.
     Blocks { from: DType, to: DType, values: usize },
-    /// Its code, and the bytes of its weights.
-    Code { weights: usize },
+    /// Its code, the bytes of its weights, and the most that header and index, and a block, may have.
+    Code { weights: usize, head: usize, block: usize },
 }
 
 #[derive(Clone, Debug)]
@@ -210,7 +211,11 @@ impl Forms<'_> {
         let (home, slot) = (self.home.at(tensor), self.slot.at(tensor));
         let values = home.shape.iter().product::<u64>() as usize;
         let form = match home.dtype == slot.dtype {
-            true => Form::Code { weights: home.bytes as usize },
+            true => {
+                let size = home.bytes / (values as u64).max(1);
+                let (head, block) = (longest_head(values as u64) as usize, longest_block(size) as usize);
+                Form::Code { weights: home.bytes as usize, head, block }
+            }
             false => Form::Blocks { from: home.dtype, to: slot.dtype, values },
         };
         Unpacked { slice, form }

@@ -19,10 +19,10 @@ pub(crate) use blocks::{LayerBlocks, SlotBlocks};
 pub(crate) use chunks::{Chunk, chunks, split};
 pub(crate) use compressed::{Compressed, Place};
 use contents::Content;
-pub(crate) use contents::{Contents, Form, Part, Slice, Unpacked};
+pub(crate) use contents::{Contents, Form, Part, Slice};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
-pub(crate) use rounds::{Round, VERDICT_ROOM, landed, landing_bytes, rounds};
+pub(crate) use rounds::{Carried, Landed, Round, VERDICT_ROOM, landed, landing_bytes, rounds};
 
 use crate::checkpoint::{LayerId, Per};
 

@@ -12,10 +12,13 @@ use super::verdict::{Places, Verdict};
 use crate::backend::{Buf, BufMut, Device, ExtentPart, MemoryBlock, Piece, Rejected, Role, Route, Stream, Transfer};
 use crate::checkpoint::{ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind};
+use crate::dtype::BlockSize;
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::schedule::{Contents, Form, Part, Round, Slice, Unpacked, rounds};
-use crate::transfer::{Engine, Landing, Order, Ordered, Packed, PendingOrder, StagingLane, Values, dequantise};
+use crate::schedule::{Contents, Form, Landed, Part, Round, Slice, rounds};
+use crate::transfer::{
+    Arriving, Engine, Landing, Order, Ordered, Packed, PendingOrder, StagingLane, Values, dequantise,
+};
 
 /// Bytes with the same key share a lane.
 type LaneKey = (DeviceId, Via);
@@ -27,8 +30,9 @@ pub(super) struct Lanes {
     /// The buffers in which tensors arrive that are unpacked, and the bytes of each. There is one for each lane, unless memory
     /// that the plan has as pinned is not, and has a lane of its own; then lanes take turns.
     landings: Vec<Arc<Landing>>,
-    /// The bytes of each that tensors land in.
+    /// The bytes of each that tensors land in, and the streams that unpack them.
     room: u64,
+    unpackers: Vec<Arc<dyn Stream>>,
     /// What verdicts on codes need, if there are any.
     verdicts: Option<Verdicts>,
     device: Arc<dyn Device>,
@@ -78,17 +82,20 @@ impl Lanes {
     pub(super) fn new(model: &Model) -> Result<Lanes> {
         let (device, host) = (Arc::clone(model.residency().device()), Arc::clone(model.host()));
         let (lanes, by_key, landings, room) = (Vec::new(), BTreeMap::new(), Vec::new(), model.plan().landing_room());
+        let unpackers = (0..model.plan().slots().landings).map(|_| device.stream(Role::Upload));
+        let unpackers = unpackers.collect::<Result<_>>()?;
         let verdicts = model.plan().is_compressed().then(|| Verdicts::new(&device, &host)).transpose()?;
-        Ok(Lanes { lanes, by_key, landings, room, verdicts, device, host, engine: None })
+        Ok(Lanes { lanes, by_key, landings, room, unpackers, verdicts, device, host, engine: None })
     }
 
     /// Gives the lanes their landing buffers. Returns those that are in use, which are lost.
     pub(super) fn land(&mut self, memory: Vec<Buf>) -> Vec<Buf> {
         let mut in_use = Vec::new();
         let landing = |memory: Buf| memory.try_reclaim().map_err(|memory| in_use.push(memory)).ok();
-        let landings = memory.into_iter().filter_map(landing).map(|memory| match &self.verdicts {
-            Some(verdicts) => Landing::with_verdict(memory, &verdicts.zeros),
-            None => Landing::new(memory),
+        let memory = memory.into_iter().filter_map(landing).zip(&self.unpackers);
+        let landings = memory.map(|(memory, stream)| match &self.verdicts {
+            Some(verdicts) => Landing::with_verdict(memory, Arc::clone(stream), &verdicts.zeros),
+            None => Landing::new(memory, Arc::clone(stream)),
         });
         self.landings = landings.map(Arc::new).collect();
         in_use
@@ -214,12 +221,9 @@ impl Lanes {
         if !part.slices.is_empty() {
             dst = lane.copy(model, &part.slices, dst)?;
         }
-        let stream = match &lane.route {
-            LaneRoute::Direct(stream) => stream,
-            LaneRoute::ThroughHost(through) => through.up(),
-            LaneRoute::Local(stream) => return Ok((self.unpack_here(model, part, stream, dst)?, None)),
-            LaneRoute::Staged(_) => return Err(Box::new(Rejected { error: not_a_copy(), dst })),
-        };
+        if let LaneRoute::Local(stream) = &lane.route {
+            return Ok((self.unpack_here(model, part, stream, dst)?, None));
+        }
         if part.unpacked.is_empty() {
             return Ok((dst, None));
         }
@@ -230,13 +234,13 @@ impl Lanes {
             Err(error) => return Err(Box::new(Rejected { error, dst })),
         };
         let rounds = rounds(&part.unpacked, self.room);
-        let rounds: Vec<_> = rounds.iter().map(|round| (round.slices(), values(model, round))).collect();
+        let rounds: Vec<_> = rounds.iter().map(|round| arriving(model, round, round.slices())).collect();
         let fill = |slices: &Vec<Slice>, memory| {
             lane.copy(model, slices, memory).map_err(|rejected| (rejected.error, Some(rejected.dst)))
         };
         let (place, down) = place.unzip();
         let verdict = place.zip(down.as_deref());
-        let (dst, verdict) = landing.pass((&*self.device, &**stream), &rounds, dst, verdict, fill)?;
+        let (dst, verdict) = landing.pass(&*self.device, &rounds, dst, verdict, fill)?;
         Ok((dst, verdict.zip(verdicts).map(|(place, verdicts)| verdicts.places.verdict(place))))
     }
 
@@ -258,7 +262,8 @@ impl Lanes {
             let Some((home, range)) = model.find(*module, range) else {
                 return Err(Box::new(Rejected { error: Error::bug("blocks that live nowhere"), dst }));
             };
-            let values = values_of(model, tensor, range.start);
+            let whole = 0..tensor.slice.range.len();
+            let values = values_of(model, &Landed { tensor, range: whole, at: range.start, code: None });
             dequantise((&*self.device, &**stream), &values, home.clone(), dst)
         })
     }
@@ -282,7 +287,7 @@ impl Lanes {
             return Err(Error::bug("a part that needs no staging was given to a staging lane"));
         };
         let rounds = rounds(&part.unpacked, self.room);
-        let rounds = rounds.iter().map(|round| (pieces(model, &round.slices()), values(model, round))).collect();
+        let rounds = rounds.iter().map(|round| arriving(model, round, pieces(model, &round.slices()))).collect();
         let landing = self.landing(lane).filter(|_| !part.unpacked.is_empty()).cloned();
         let verdicts = self.verdicts.as_ref().filter(|_| part.has_codes());
         let verdict = verdicts.map(Verdicts::place).transpose()?;
@@ -350,19 +355,29 @@ fn no_landing() -> Error {
     Error::bug("tensors to unpack, and no landing buffer")
 }
 
-/// The values of a round's tensors, out of a landing buffer.
-fn values(model: &Model, round: &Round<'_>) -> Vec<Values> {
-    round.tensors().map(|(tensor, at)| values_of(model, tensor, at)).collect()
+/// A round on its way through a landing buffer, of which `copied` is what is copied there.
+fn arriving<R>(model: &Model, round: &Round<'_>, copied: R) -> Arriving<R> {
+    let values = round.landed().iter().map(|landed| values_of(model, landed)).collect();
+    Arriving { copied, carried: round.carried().cloned(), values }
 }
 
-/// The values of a tensor that begins at byte `begin` of its buffer.
-fn values_of(model: &Model, tensor: &Unpacked, begin: usize) -> Values {
-    let Slice { module, range, at } = &tensor.slice;
-    let form = match tensor.form {
-        Form::Blocks { from, to, values } => Packed::Blocks { from, count: values, to },
-        Form::Code { weights } => Packed::Code { info: model.code_info(*module, range.start), weights },
-    };
-    Values { begin, at: *at, form }
+/// The values of a tensor, or of a part of it, out of the buffer that it arrived in.
+fn values_of(model: &Model, landed: &Landed<'_>) -> Values {
+    let Slice { module, range, at } = &landed.tensor.slice;
+    match landed.tensor.form {
+        Form::Blocks { from, to, .. } => {
+            let BlockSize { elements, bytes } = from.block();
+            let values = |bytes_of: usize| bytes_of / bytes.max(1) as usize * elements as usize;
+            let at = at + values(landed.range.start) * to.element_bytes().unwrap_or(1);
+            Values { begin: landed.at, at, form: Packed::Blocks { from, count: values(landed.range.len()), to } }
+        }
+        Form::Code { .. } => {
+            let (info, weights) = (model.code_info(*module, range.start), landed.decoded());
+            // Header and index of a part are at the beginning.
+            let begin = if landed.code.is_some() { 0 } else { landed.at };
+            Values { begin, at: *at, form: Packed::Code { info, part: landed.code, weights } }
+        }
+    }
 }
 
 /// The pieces that slices are, from the homes of their modules.

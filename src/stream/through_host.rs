@@ -21,11 +21,6 @@ pub(super) struct ThroughHost {
 }
 
 impl ThroughHost {
-    /// The stream to the compute device.
-    pub(super) fn up(&self) -> &Arc<dyn Stream> {
-        &self.up
-    }
-
     pub(super) fn new(down: Arc<dyn Stream>, up: Arc<dyn Stream>, host: Arc<dyn Device>) -> ThroughHost {
         ThroughHost { down, up, host, pool: OnceLock::new() }
     }

@@ -1,23 +1,32 @@
 //! Landing buffers: memory on a device in which tensors arrive in another form than they are used in, GGML's blocks or the lossless
 //! code, and from where their values are computed to where they are used.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::{Buf, BufMut, Decompress, Dequantise, Device, Kernels, Piece, Rejected, Stream, Transfer};
 use crate::dtype::DType;
 use crate::error::{Error, Missing, Result};
-use crate::lossless::Info;
-use crate::schedule::VERDICT_ROOM;
+use crate::lossless::{CodePart, Info};
+use crate::schedule::{Carried, VERDICT_ROOM};
 
-/// A landing buffer, which one lane at a time fills.
+/// At what multiples the halves of a landing buffer begin.
+const ALIGN: usize = 256;
+
+/// A landing buffer, which one lane at a time fills, and the stream that unpacks from it: while one half is unpacked, the other one is
+/// filled.
 #[derive(Debug)]
-pub(crate) struct Landing(Mutex<Memory>);
+pub(crate) struct Landing {
+    memory: Mutex<Memory>,
+    stream: Arc<dyn Stream>,
+}
 
 /// The memory of a landing buffer. What is `None` is in use, or lost.
 #[derive(Debug)]
 struct Memory {
-    /// Where tensors arrive.
-    landed: Option<BufMut>,
+    /// Where tensors arrive in turns, and whose turn it is.
+    halves: [Option<BufMut>; 2],
+    next: usize,
     /// Where a device says whether codes are sound, if any land here.
     verdict: Option<BufMut>,
     zeros: Option<Zeros>,
@@ -36,9 +45,21 @@ struct Landed<'l> {
     memory: MutexGuard<'l, Memory>,
     device: &'l dyn Device,
     stream: &'l dyn Stream,
+    /// What arrived last, and in which half.
+    last: Option<(usize, Buf)>,
 }
 
-/// A tensor to unpack: it begins at a byte of a source, and its values go to the byte `at` of a destination.
+/// What arrives together.
+#[derive(Debug)]
+pub(crate) struct Arriving<R> {
+    /// What is copied, behind what is carried.
+    pub(crate) copied: R,
+    /// What is needed of what arrived before.
+    pub(crate) carried: Option<Carried>,
+    pub(crate) values: Vec<Values>,
+}
+
+/// A tensor to unpack, or a part of one: it begins at a byte of a source, and its values go to the byte `at` of a destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Values {
     pub(crate) begin: usize,
@@ -51,47 +72,47 @@ pub(crate) struct Values {
 pub(crate) enum Packed {
     /// Blocks of a type, and the number and type of their values.
     Blocks { from: DType, count: usize, to: DType },
-    /// The code of this header, and the bytes of its weights. `None` in a model without contents: then nothing is decoded, and takes
-    /// as long.
-    Code { info: Option<Info>, weights: usize },
+    /// The code of this header, the part of it that is there, which begins at a byte of the source, and the bytes of weights that this
+    /// stands for. Without a part, all of it. The header is `None` in a model without contents: then nothing is decoded, and takes as
+    /// long.
+    Code { info: Option<Info>, part: Option<(CodePart, usize)>, weights: u64 },
 }
 
 impl Landing {
-    /// Tensors arrive in all of `memory`.
-    pub(crate) fn new(memory: BufMut) -> Landing {
-        Landing(Mutex::new(Memory { landed: Some(memory), verdict: None, zeros: None }))
+    /// Tensors arrive in all of `memory`, and `stream` unpacks them.
+    pub(crate) fn new(memory: BufMut, stream: Arc<dyn Stream>) -> Landing {
+        Landing { memory: Mutex::new(Memory::new(memory)), stream }
     }
 
     /// As [`new`](Landing::new), with the end of `memory` for verdicts. `zeros` are those of a verdict, on the host.
-    pub(crate) fn with_verdict(mut memory: BufMut, zeros: &Buf) -> Landing {
+    pub(crate) fn with_verdict(mut memory: BufMut, stream: Arc<dyn Stream>, zeros: &Buf) -> Landing {
         let room = VERDICT_ROOM as usize;
         let tail = memory.bytes().checked_sub(room).and_then(|landed| memory.split_off(landed).ok());
         let split = tail.and_then(|mut tail| Some((tail.split_off(Decompress::VERDICT).ok()?, tail)));
         let (verdict, tail) = split.unzip();
         let zeros = tail.map(|tail| Zeros::Missing(tail, zeros.clone()));
-        Landing(Mutex::new(Memory { landed: Some(memory), verdict, zeros }))
+        Landing { memory: Mutex::new(Memory { verdict, zeros, ..Memory::new(memory) }), stream }
     }
 
-    /// Passes a part of a layer through the buffer, in rounds: `fill` queues the copies of a round into it, and its values are computed
-    /// into `dst` on `stream`, a stream of `device`. If any are codes, `verdict` is where the host wants the verdict on them, and a stream
-    /// of the device that copies it there. Returns `dst` and the verdict, which is `None` if the device's memory has only sizes.
+    /// Passes a part of a layer through the buffer, in rounds: `fill` queues the copies of a round into a half of it, and its values are
+    /// computed into `dst` behind that, by `device`. If any are codes, `verdict` is where the host wants the verdict on them, and a
+    /// stream of the device that copies it there. Returns `dst` and the verdict, which is `None` if the device's memory has only sizes.
     ///
     /// # Errors
     /// The first error, with `dst`. Work on both may be in flight then.
     pub(crate) fn pass<R>(
         &self,
-        (device, stream): (&dyn Device, &dyn Stream),
-        rounds: &[(R, Vec<Values>)],
+        device: &dyn Device,
+        rounds: &[Arriving<R>],
         dst: BufMut,
         verdict: Option<(BufMut, &dyn Stream)>,
         fill: impl Fn(&R, BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
     ) -> Result<(BufMut, Option<Buf>), Box<Rejected>> {
-        let mut landed = match self.begin((device, stream), verdict.is_some()) {
+        let mut landed = match self.begin(device, verdict.is_some()) {
             Ok(landed) => landed,
             Err(error) => return Err(Box::new(Rejected { error, dst })),
         };
-        let unpack = |dst, (round, values): &(R, Vec<Values>)| landed.unpack(values, dst, |memory| fill(round, memory));
-        let dst = rounds.iter().try_fold(dst, unpack)?;
+        let dst = rounds.iter().try_fold(dst, |dst, round| landed.unpack(round, dst, &fill))?;
         match verdict.map(|(place, down)| landed.verdict(down, place)).transpose() {
             Ok(verdict) => Ok((dst, verdict.flatten())),
             Err(error) => Err(Box::new(Rejected { error, dst })),
@@ -99,18 +120,20 @@ impl Landing {
     }
 
     /// Begins a part of a layer; `codes` says whether any tensors are codes, on which there is a verdict.
-    fn begin<'l>(&'l self, (device, stream): (&'l dyn Device, &'l dyn Stream), codes: bool) -> Result<Landed<'l>> {
-        let mut memory = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    fn begin<'l>(&'l self, device: &'l dyn Device, codes: bool) -> Result<Landed<'l>> {
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         if codes {
-            memory.clear_verdict(stream)?;
+            memory.clear_verdict(&*self.stream)?;
         }
-        Ok(Landed { memory, device, stream })
+        Ok(Landed { memory, device, stream: &*self.stream, last: None })
     }
 
     /// The buffer. `None` if any of it is lost.
     pub(crate) fn into_memory(self) -> Option<BufMut> {
-        let Memory { landed, verdict, zeros } = self.0.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let mut memory = landed?;
+        let Memory { halves: [first, second], verdict, zeros, .. } =
+            self.memory.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut memory = first?;
+        memory.unsplit(second?).ok()?;
         let zeros = match zeros {
             None => return Some(memory),
             Some(Zeros::Missing(zeros, _)) => zeros,
@@ -123,6 +146,12 @@ impl Landing {
 }
 
 impl Memory {
+    fn new(mut memory: BufMut) -> Memory {
+        // Within the buffer.
+        let second = memory.split_off(memory.bytes() / 2 / ALIGN * ALIGN).ok();
+        Memory { halves: [Some(memory), second], next: 0, verdict: None, zeros: None }
+    }
+
     /// Queues the copy of zeros to the verdict.
     fn clear_verdict(&mut self, stream: &dyn Stream) -> Result<()> {
         if let Some(Zeros::Missing(..)) = &self.zeros
@@ -152,45 +181,97 @@ fn copied(stream: &dyn Stream, src: &Buf, dst: BufMut) -> (BufMut, Result<()>) {
 }
 
 impl Landed<'_> {
-    /// Has `fill` queue copies into the buffer, and queues the computation of the values into `dst`. Returns `dst`.
+    /// Has `fill` queue copies into the next half of the buffer, and queues the computation of the values into `dst`. Returns `dst`.
     ///
     /// # Errors
     /// The first error, with `dst`. Work on both may be in flight then.
-    fn unpack(
+    fn unpack<R>(
         &mut self,
-        values: &[Values],
+        round: &Arriving<R>,
         dst: BufMut,
-        fill: impl FnOnce(BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
+        fill: impl Fn(&R, BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
     ) -> Result<BufMut, Box<Rejected>> {
-        let Some(memory) = self.memory.landed.take() else { return Err(Box::new(Rejected { error: lost(), dst })) };
-        let filled = match fill(memory) {
+        let half = self.memory.next;
+        let Some(memory) = self.memory.halves[half].take() else {
+            return Err(Box::new(Rejected { error: lost(), dst }));
+        };
+        let filled = match &round.carried {
+            None => fill(&round.copied, memory),
+            Some(carried) => {
+                self.carry(carried, memory).and_then(|(mut carried, rest)| match fill(&round.copied, rest) {
+                    Ok(rest) => match carried.unsplit(rest) {
+                        Ok(()) => Ok(carried),
+                        Err(_) => Err((lost(), None)),
+                    },
+                    Err((error, rest)) => {
+                        let whole = rest.and_then(|rest| carried.unsplit(rest).ok().map(|()| carried));
+                        Err((error, whole))
+                    }
+                })
+            }
+        };
+        self.give_back();
+        let filled = match filled {
             Ok(filled) => filled.freeze(),
             Err((error, memory)) => {
-                self.memory.landed = memory;
+                self.memory.halves[half] = memory;
                 return Err(Box::new(Rejected { error, dst }));
             }
         };
-        let outcome = values.iter().try_fold(dst, |dst, values| match values.form {
+        self.memory.next = 1 - half;
+        let outcome = round.values.iter().try_fold(dst, |dst, values| match values.form {
             Packed::Blocks { .. } => dequantise((self.device, self.stream), values, filled.clone(), dst),
-            Packed::Code { info: Some(info), .. } => {
-                self.decompress((filled.clone(), values.begin), info, (dst, values.at))
+            Packed::Code { info: Some(info), part, .. } => {
+                let part = part.unwrap_or((CodePart::whole(&info), values.begin));
+                self.decompress((filled.clone(), values.begin), (info, part), (dst, values.at))
             }
-            Packed::Code { info: None, weights } => self.pass_time(weights, dst),
+            Packed::Code { info: None, weights, .. } => self.pass_time(&filled, weights, dst),
         });
-        // Failed copies into it have failed the values, too, and nothing that follows.
-        self.memory.landed = filled.try_reclaim().ok();
+        self.last = Some((half, filled));
         outcome
+    }
+
+    /// Queues copies of what arrived last to the beginning of the other half. Returns that, and the rest of the half.
+    ///
+    /// # Errors
+    /// With the half, if it is not lost.
+    fn carry(&self, carried: &Carried, mut half: BufMut) -> Result<(BufMut, BufMut), (Error, Option<BufMut>)> {
+        let Some((_, last)) = &self.last else {
+            return Err((Error::bug("a part of a code, and nothing before it"), Some(half)));
+        };
+        let rest = match half.split_off(carried.bytes()) {
+            Ok(rest) => rest,
+            Err(error) => return Err((error, Some(half))),
+        };
+        let piece = |from: Range<usize>, at| Piece { src: last.clone(), from, at };
+        let pieces = vec![piece(0..carried.head, 0), piece(carried.tail.clone(), carried.head)];
+        match Transfer::new(pieces, half).and_then(|transfer| self.stream.send(transfer)) {
+            Ok(flight) => Ok((flight.chain(), rest)),
+            Err(rejected) => {
+                let Rejected { error, mut dst } = *rejected;
+                let whole = dst.unsplit(rest).ok().map(|()| dst);
+                Err((error, whole))
+            }
+        }
+    }
+
+    /// Gives back the half in which something arrived last.
+    fn give_back(&mut self) {
+        if let Some((half, last)) = self.last.take() {
+            // Failed copies into it have failed the values, too, and nothing that follows.
+            self.memory.halves[half] = last.try_reclaim().ok();
+        }
     }
 
     fn decompress(
         &mut self,
         src: (Buf, usize),
-        info: Info,
+        (info, part): (Info, (CodePart, usize)),
         (dst, at): (BufMut, usize),
     ) -> Result<BufMut, Box<Rejected>> {
         let Some(kernels) = self.device.kernels() else { return Err(without_kernels(self.device, dst)) };
         let Some(verdict) = self.memory.verdict.take() else { return Err(Box::new(Rejected { error: lost(), dst })) };
-        let work = Decompress::new(src, info, (dst, at), (verdict, 0));
+        let work = Decompress::part(src, info, part, (dst, at), (verdict, 0));
         match work.and_then(|work| <dyn Kernels>::decode(kernels, self.stream, work)) {
             Ok(flight) => {
                 self.memory.verdict = Some(flight.verdict.chain());
@@ -203,12 +284,17 @@ impl Landed<'_> {
         }
     }
 
-    /// Queues what stands for the decoding of so many bytes of weights. `dst` is then what has arrived.
-    fn pass_time(&self, weights: usize, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
-        let arrived = self.stream.send(Transfer::new(Vec::new(), dst)?)?.chain();
+    /// Queues what stands for the decoding of so many bytes of weights from `src`. `dst` is then what has arrived.
+    fn pass_time(&self, src: &Buf, weights: u64, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+        // A copy of nothing, before which the source has arrived and after which it is free.
+        let nothing = |dst| {
+            let piece = Piece { src: src.clone(), from: 0..0, at: 0 };
+            Ok::<_, Box<Rejected>>(self.stream.send(Transfer::new(vec![piece], dst)?)?.chain())
+        };
+        let arrived = nothing(dst)?;
         let Some(speed) = self.device.info().decoding else { return Ok(arrived) };
-        match self.stream.occupy(speed.time(weights as u64)) {
-            Ok(()) => Ok(self.stream.send(Transfer::new(Vec::new(), arrived)?)?.chain()),
+        match self.stream.occupy(speed.time(weights)) {
+            Ok(()) => nothing(arrived),
             Err(error) => Err(Box::new(Rejected { error, dst: arrived })),
         }
     }
@@ -228,6 +314,12 @@ impl Landed<'_> {
             Err(rejected) if matches!(rejected.error, Error::Missing(Missing::Bytes { .. })) => Ok(None),
             Err(rejected) => Err(rejected.error),
         }
+    }
+}
+
+impl Drop for Landed<'_> {
+    fn drop(&mut self) {
+        self.give_back();
     }
 }
 

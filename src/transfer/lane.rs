@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::arbiter::Arbiter;
 use super::device_reads::DeviceReads;
 use super::engine::Shared;
-use super::landing::{Landing, Values};
+use super::landing::{Arriving, Landing};
 use crate::backend::{Buf, BufMut, Device, Event, Flight, Piece, Stream, Transfer};
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, DeviceKind};
@@ -47,8 +47,8 @@ pub(crate) struct Order {
 pub(crate) struct Ordered {
     /// Those to copy, in order of their offsets in the destination.
     pub(crate) pieces: Vec<Piece>,
-    /// Those to copy into a landing buffer, in rounds, and the values to compute of each round.
-    pub(crate) rounds: Vec<(Vec<Piece>, Vec<Values>)>,
+    /// Those to copy into a landing buffer, in rounds, with the values to compute of each round.
+    pub(crate) rounds: Vec<Arriving<Vec<Piece>>>,
     /// The landing buffer, if there are rounds.
     pub(crate) landing: Option<Arc<Landing>>,
     /// Where the verdict on codes goes, if any are among them, and the stream of the destination's device that copies it there.
@@ -156,7 +156,7 @@ impl StagingLane {
 impl Ordered {
     /// The number of bytes that are copied.
     fn bytes(&self) -> u64 {
-        let landing = self.rounds.iter().flat_map(|(pieces, _)| pieces);
+        let landing = self.rounds.iter().flat_map(|round| &round.copied);
         self.pieces.iter().chain(landing).map(|piece| piece.from.len() as u64).sum()
     }
 }
@@ -312,7 +312,7 @@ impl Worker {
         let (place, down) = verdict.unzip();
         let verdict = place.zip(down.as_deref());
         let fill = |pieces: &Vec<Piece>, memory| self.copy(job, until, pieces, memory);
-        let passed = landing.pass((&*self.device, &*self.up), &rounds, dst, verdict, fill);
+        let passed = landing.pass(&*self.device, &rounds, dst, verdict, fill);
         passed.map_err(|rejected| (rejected.error, Some(rejected.dst)))
     }
 

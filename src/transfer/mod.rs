@@ -18,7 +18,7 @@ pub(crate) use device_reads::{DeviceReads, FilePart, Stretch};
 pub(crate) use engine::Engine;
 pub use file::FileSource;
 pub(crate) use in_file::{InFile, Tensors};
-pub(crate) use landing::{Landing, Packed, Values, dequantise};
+pub(crate) use landing::{Arriving, Landing, Packed, Values, dequantise};
 #[cfg(test)]
 pub(crate) use lane::Finished;
 pub(crate) use lane::{Order, Ordered, PendingOrder, StagingLane};

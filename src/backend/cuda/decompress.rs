@@ -11,7 +11,7 @@ use super::stream::CudaStream;
 use crate::backend::{Decompress, DecompressFlight, Event, Stream, Undecoded};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::lossless::{BLOCK_WEIGHTS, CODE_ALIGN};
+use crate::lossless::{BLOCK_WEIGHTS, CODE_ALIGN, longest_block};
 
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/lossless.cu`.
 const TEXT: &str = include_str!("kernels/lossless.ptx");
@@ -79,14 +79,12 @@ fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Resu
     let (stream, mut launching) = prepared(device, stream, work).map_err(|error| (error, None))?;
     let memory = [work.source().block(), work.dst().block(), work.verdict().block()].map(Arc::clone).to_vec();
     stream.run(OPERATION, &work.waits(), memory, |handle| {
-        let Launching { function, addresses: [code, weights, verdict], sum, numbers: [units, blocks, last, coded] } =
-            &mut launching;
+        let Launching { function, wide, narrow, blocks } = &mut launching;
         if *blocks == 0 {
             return Ok(());
         }
-        let wide = [code, weights, verdict, sum].map(|wide| (&raw mut *wide).cast::<c_void>());
-        let narrow = [units, &mut *blocks, last, coded].map(|narrow| (&raw mut *narrow).cast::<c_void>());
-        let mut arguments = [[wide[0], wide[1], wide[2], wide[3]], narrow].concat();
+        let mut arguments: Vec<*mut c_void> = wide.iter_mut().map(|wide| (&raw mut *wide).cast()).collect();
+        arguments.extend(narrow.iter_mut().map(|narrow| (&raw mut *narrow).cast::<c_void>()));
         let groups = blocks.div_ceil(WARPS);
         // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of it,
         // and writes the weights and the verdict alone, which are inside of their buffers. Their memory is kept until the event
@@ -98,12 +96,13 @@ fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Resu
 /// A launch, without its stream.
 struct Launching {
     function: FunctionHandle,
-    /// Of the code, for the weights, and of the verdict.
-    addresses: [u64; 3],
-    /// The sum of all blocks.
-    sum: u64,
-    /// The bytes of the code by 16, the blocks, the weights of the last one, and whether they are coded.
-    numbers: [u32; 4],
+    /// The addresses of header and index, of the part of the code, for the weights, and of the verdict; then the sum of all blocks, negated.
+    wide: [u64; 5],
+    /// Of the part its first byte, the end of the one before, and its end, all by 16; the blocks before any of it; all blocks, the
+    /// weights of the last one, and whether they are coded.
+    narrow: [u32; 7],
+    /// The blocks from the first that may be of the part on.
+    blocks: u32,
 }
 
 /// Checks everything that can be checked before anything is queued.
@@ -116,7 +115,7 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) 
     stream.check_accepts(OPERATION)?;
     let module = module(device).map_err(|why| Error::invalid(format!("{id} does not decompress: {why}")))?;
     let function = module.function(index).ok_or_else(|| Error::bug("a function that was not loaded"))?;
-    let code = device.source_in("what is to be decompressed", work.source())? + work.offset() as u64;
+    let source = device.source_in("what is to be decompressed", work.source())?;
     let size = info.dtype.element_bytes().unwrap_or(1);
     let bytes = info.decoded_bytes as usize;
     // A buffer of no bytes has no address.
@@ -126,8 +125,15 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) 
     let narrow = |number: u64| u32::try_from(number).map_err(|_| too_many());
     let blocks = info.blocks();
     let last = info.count - blocks.saturating_sub(1) * BLOCK_WEIGHTS as u64;
-    let numbers = [narrow(info.bytes / CODE_ALIGN as u64)?, narrow(blocks)?, narrow(last)?, info.in_blocks.into()];
-    Ok((stream, Launching { function, addresses: [code, weights, verdict], sum: info.sum, numbers }))
+    let part = work.code_part();
+    // As many blocks end before the part if all are as long as blocks can be.
+    let skipped = part.after.saturating_sub(info.head_bytes()) / longest_block(size as u64);
+    let [begin, after, end] = [part.begin, part.after, part.end].map(|place| narrow(place / CODE_ALIGN as u64));
+    let (skipped, blocks) = (narrow(skipped.min(blocks))?, narrow(blocks)?);
+    let wide =
+        [source + work.offset() as u64, source + work.part_offset() as u64, weights, verdict, info.sum.wrapping_neg()];
+    let narrow = [begin?, after?, end?, skipped, blocks, narrow(last)?, info.in_blocks.into()];
+    Ok((stream, Launching { function, wide, narrow, blocks: blocks - skipped }))
 }
 
 /// What the buffers are called.

@@ -271,6 +271,30 @@ pub(super) unsafe fn convert(
     Ok(())
 }
 
+/// Whether the memory has bytes, not only a size.
+pub(super) fn has_bytes(memory: &MemoryBlock) -> bool {
+    !matches!(Access::of(memory), Some(Access::SizeOnly))
+}
+
+/// Reads the bytes of the range `from` of `src`.
+///
+/// # Errors
+/// [`Error::Missing`] if it has none.
+///
+/// # Safety
+/// The range is inside of the memory, and nobody writes it until this returns.
+pub(super) unsafe fn read(src: &MemoryBlock, from: Range<usize>, dst: &mut [u8]) -> Result<()> {
+    let Some(src_access) = Access::of(src) else {
+        return Err(Error::bug(format!("bytes of {src:?} that were queued and cannot be read")));
+    };
+    if let Access::SizeOnly = src_access {
+        return Err(no_bytes(src));
+    }
+    let here = Access::Ram(NonNull::from(dst).cast());
+    // SAFETY: the caller's promise; nobody else has `dst`.
+    unsafe { move_bytes(src_access, from, here, 0) }
+}
+
 /// Writes bytes to the offset `at` of `dst`.
 ///
 /// # Safety

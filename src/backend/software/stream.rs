@@ -130,7 +130,7 @@ impl SoftwareStream {
         if let Err(error) = copyable(dst).and_then(|()| copyable(verdict)) {
             return Err(work.rejected(error));
         }
-        let time = self.decoding.map_or(Duration::ZERO, |speed| speed.time(work.info().decoded_bytes));
+        let time = self.decoding.map_or(Duration::ZERO, |speed| speed.time(work.weights()));
         match self.enqueue(work.waits(), Work::Decompress(Weights::of(&work), time), Vec::new()) {
             Ok(done) => Ok(work.launched_in_order(done)),
             Err(error) => Err(work.rejected(error)),

@@ -58,13 +58,16 @@ pub(crate) fn extent(function: &str, params: &[u64], index: usize) -> Option<u64
 /// Of a function that decodes weights.
 fn of_weights(kind: &str, params: &[u64], index: usize) -> Option<u64> {
     let &(_, bytes) = WEIGHTS.iter().find(|(name, _)| *name == kind)?;
-    // Code, weights, state, the sum of all, the bytes of the code by 16, blocks, the weights of the last one, and whether they are coded.
-    let &[_, _, _, _, units, blocks, last, _] = params else { return None };
-    let [units, blocks, last] = [units, blocks, last].map(|number| number & u64::from(u32::MAX));
+    // Header and index, a part of the code, weights, state, the sum of all; by 16 bytes where the part begins, where the one before
+    // ends, and where it ends; the blocks that are skipped, all blocks, the weights of the last one, and whether they are coded.
+    let &[_, _, _, _, _, begin, _, end, _, blocks, last, coded] = params else { return None };
+    let [begin, end, blocks, last, coded] =
+        [begin, end, blocks, last, coded].map(|number| number & u64::from(u32::MAX));
     match index {
-        0 => Some(units * 16),
-        1 => Some((blocks.saturating_sub(1) * BLOCK_WEIGHTS + last) * bytes),
-        2 => Some(16),
+        0 => Some(64 + if coded == 0 { 8 * blocks } else { 4 * (blocks + 1) }.next_multiple_of(16)),
+        1 => Some(end.saturating_sub(begin) * 16),
+        2 => Some((blocks.saturating_sub(1) * BLOCK_WEIGHTS + last) * bytes),
+        3 => Some(16),
         _ => None,
     }
 }
@@ -84,8 +87,10 @@ mod tests {
 
     #[test]
     fn a_code_and_its_weights_are_touched() {
-        let of = |function: &str| [0, 1, 2, 3].map(|index| extent(function, &[1, 2, 3, 4, 70, 3, 5, 1], index));
-        assert_eq!(of("lossless_f32"), [Some(1120), Some((2 * 8192 + 5) * 4), Some(16), None]);
-        assert_eq!((of("lossless_e4m3")[1], of("lossless_f64")), (Some(2 * 8192 + 5), [None; 4]));
+        let params = |coded| [1, 2, 3, 4, 5, 40, 60, 110, 1, 3, 5, coded];
+        let of = |function: &str, coded| [0, 1, 2, 3, 4].map(|index| extent(function, &params(coded), index));
+        assert_eq!(of("lossless_f32", 1), [Some(80), Some(1120), Some((2 * 8192 + 5) * 4), Some(16), None]);
+        assert_eq!((of("lossless_e4m3", 0)[0], of("lossless_e4m3", 0)[2]), (Some(96), Some(2 * 8192 + 5)));
+        assert_eq!(of("lossless_f64", 1), [None; 5]);
     }
 }

@@ -98,10 +98,14 @@ impl Launch {
 
     #[inline(always)]
     fn in_windows(&self, address: u64, bytes: u64) -> Option<*mut u8> {
-        let window = self.windows.iter().find(|w| address.wrapping_sub(w.address) < w.len)?;
-        let from = address - window.address;
+        // Two parameters may point into the same memory.
+        let holds = |w: &&Window| {
+            let from = address.wrapping_sub(w.address);
+            from < w.len && bytes <= w.len - from
+        };
+        let window = self.windows.iter().find(holds)?;
         let backing: &Backing = &window.place.backing;
-        (from + bytes <= window.len).then(|| backing.at(window.place.offset + from as usize))
+        Some(backing.at(window.place.offset + (address - window.address) as usize))
     }
 
     /// What was found at an address, which has to be aligned to its bytes.

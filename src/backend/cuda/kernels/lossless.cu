@@ -452,32 +452,44 @@ __device__ __forceinline__ bool decode_block(const Code &code, u8 *to, u32 count
     return decode_tiles<Format, WHOLE>(code, table, flags, escapes, to, count, sum);
 }
 
-// `units` are the bytes of the code by 16, and `last` the weights of the last block. `expected` is the sum of the code's header.
+// Of a code there are its header and index, and the part of units (16 bytes) `part.x` up to `part.z`. Those blocks are decoded that
+// end after unit `part.y`, and not after `part.z`; the first `skipped` ones do not. `last` are the weights of the last block.
+// `less_expected` is the sum of the code's header, negated, which comes with the first part.
 template <class Format>
-__device__ __forceinline__ void decode(const u8 *__restrict__ bytes, u8 *weights, State *state, u64 expected, u32 units,
-                                       u32 blocks, u32 last, u32 in_blocks) {
-    const u32 number = blockIdx.x * WARPS + threadIdx.y, lane = threadIdx.x;
+__device__ __forceinline__ void decode(const u8 *__restrict__ head, const u8 *__restrict__ bytes, u8 *weights, State *state,
+                                       u64 less_expected, uint3 part, u32 skipped, u32 blocks, u32 last, u32 in_blocks) {
+    const u32 number = skipped + blockIdx.x * WARPS + threadIdx.y, lane = threadIdx.x;
     if (number >= blocks) return;
     const u32 count = number + 1 == blocks ? last : BLOCK;
     u8 *const to = weights + (u64)number * (BLOCK * Format::SIZE);
     const bool whole = count == BLOCK && (u64)weights % 16 == 0;
-    const u32 *const index = (const u32 *)(bytes + CODE_HEADER);
+    const u32 *const index = (const u32 *)(head + CODE_HEADER);
+    // Whatever the index says, so that a code of which no block is found is not sound.
+    if (number == 0 && part.y == 0 && lane == 0) atomicAdd(&state->sum, less_expected);
+
+    const u32 plain = words_of<Format>(count);
+    u32 begin, end;
+    if (in_blocks != 0) {
+        begin = index[number], end = index[number + 1];
+    } else {
+        begin = CODE_HEADER / UNIT + (blocks + 1) / 2 + number * (BLOCK * Format::SIZE / UNIT);
+        end = begin + plain / (UNIT / 4);
+    }
+    // The same for all lanes. What no part has is missing in the sum.
+    if (end <= part.y || end > part.z) return;
 
     u64 sum = 0, wanted = 0;
     bool sound = false;
-    if (in_blocks != 0) {
-        const u32 begin = index[number], end = index[number + 1];
-        const Code code = {(const u32 *)(bytes + (u64)begin * UNIT), (end - begin) * (UNIT / 4)};
-        if (begin <= end && end <= units && end - begin >= BLOCK_HEADER / UNIT) {
+    const Code code = {(const u32 *)(bytes + (u64)(begin - part.x) * UNIT), (end - begin) * (UNIT / 4)};
+    if (in_blocks == 0) wanted = ((const u64 *)index)[number];
+    if (part.x <= begin && begin <= end && end - begin >= (in_blocks != 0 ? BLOCK_HEADER / UNIT : 0)) {
+        if (in_blocks != 0) {
             sound = whole ? decode_block<Format, true>(code, to, count, sum, wanted)
                           : decode_block<Format, false>(code, to, count, sum, wanted);
+        } else {
+            sound = whole ? copy<Format, true>(code.words, plain, to, count, sum)
+                          : copy<Format, false>(code.words, plain, to, count, sum);
         }
-    } else {
-        wanted = ((const u64 *)index)[number];
-        const u32 words = words_of<Format>(count), index_units = (blocks + 1) / 2;
-        const u64 at = CODE_HEADER + (u64)index_units * UNIT + (u64)number * (BLOCK * Format::SIZE);
-        const u32 *const from = (const u32 *)(bytes + at);
-        sound = whole ? copy<Format, true>(from, words, to, count, sum) : copy<Format, false>(from, words, to, count, sum);
     }
 
 #pragma unroll
@@ -487,16 +499,17 @@ __device__ __forceinline__ void decode(const u8 *__restrict__ bytes, u8 *weights
     }
     if (lane == 0) {
         sound = sound && sum + (number + 1) * START == wanted;
-        atomicAdd(&state->sum, wanted - (number == 0 ? expected : 0));
+        atomicAdd(&state->sum, wanted);
     }
     if (!sound) atomicOr(&state->damaged, 1u);
 }
 
-#define KERNEL(name, format)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(LANES *WARPS)                                                       \
-        name(const u8 *__restrict__ code, u8 *weights, State *state, u64 expected, u32 units, u32 blocks, u32 last,  \
-             u32 in_blocks) {                                                                                        \
-        decode<format>(code, weights, state, expected, units, blocks, last, in_blocks);                              \
+#define KERNEL(name, format)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(LANES *WARPS)                                                        \
+        name(const u8 *__restrict__ head, const u8 *__restrict__ bytes, u8 *weights, State *state, u64 less_expected, \
+             u32 begin, u32 after, u32 end, u32 skipped, u32 blocks, u32 last, u32 in_blocks) {                       \
+        const uint3 part = make_uint3(begin, after, end);                                                             \
+        decode<format>(head, bytes, weights, state, less_expected, part, skipped, blocks, last, in_blocks);           \
     }
 
 KERNEL(lossless_bf16, Bf16)
