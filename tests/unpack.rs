@@ -10,13 +10,13 @@ use proptest::prelude::*;
 use support::framework::{Framework, Memory};
 use support::gguf::Gguf;
 use support::*;
-use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Operation, Role};
+use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Operation, Role, Simulated};
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::plan::{TensorGrouping, Use};
 use tensor_offload::{
-    Adapter, Checkpoint, DType, DeviceId, ErrorKind, LayerGuard, Loader, Machine, Matching, ModelCache, Plan, Planner,
-    Registry, Result, Retention, Streamer, Weights,
+    Adapter, ByteSize, Checkpoint, DType, DeviceId, ErrorKind, LayerGuard, Loader, Machine, Matching, ModelCache, Plan,
+    Planner, Registry, Result, Retention, Streamer, Weights,
 };
 
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -134,7 +134,9 @@ fn a_turn_finds_values_wherever_the_blocks_live() {
             let devices = Registry::described(machine(), Clock::Wall);
             let planner = quantised.planner(devices.machine(), allocation).compute(compute.parse().unwrap());
             for depth in [0, 2] {
-                let plan = planner.clone().depth(depth).fixed_slots(number % 2 == 1).plan().unwrap();
+                let cap = ByteSize(if depth == 0 { 10 << 10 } else { 1 << 20 });
+                let planner = planner.clone().depth(depth).fixed_slots(number % 2 == 1);
+                let plan = planner.landing_cap(cap).plan().unwrap();
                 let model = Arc::new(Loader::new(&devices).load(&quantised.weights, &plan).unwrap());
                 for share in plan.devices() {
                     let held = devices.device(share.id).unwrap().ledger().charged();
@@ -168,6 +170,35 @@ fn large_tensors_in_blocks_arrive_in_parts() {
         let mut streamer = Streamer::new(&model).unwrap();
         (0..2).for_each(|_| quantised.pass(&mut streamer).unwrap());
         assert_crossed(&streamer, &plan, 2);
+    }
+}
+
+/// A forecast of unpacked slots is the time on the virtual clock, in parts, through the host, and of what lives on the compute device.
+#[test]
+fn a_forecast_of_unpacked_slots_is_exact() {
+    let quantised = Quantised::new(DType::F16);
+    let machine = described(&["cpu=64mb", "disk=64mb,link=3", "xpu:0=24mb,link=2", "cuda:0=24mb,link=1"]);
+    let compute = vec![Duration::from_micros(2); quantised.weights.layout().layers().len()];
+    for allocation in ["cpu,*", "cuda:0,40%;cpu,60%", "xpu:0,50%;cpu,50%", "cuda:0,30%;disk,40%;cpu,30%"] {
+        for (depth, cap) in [(0, 0), (1, 0), (2, 20_000), (1, 32 << 20)] {
+            let planner = quantised.planner(&machine, allocation).compute(GPU0).depth(depth).landing_cap(ByteSize(cap));
+            let plan = planner.plan().unwrap();
+            let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual));
+            let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
+            let model = Arc::new(Loader::new(&devices).load(&quantised.weights, &plan).unwrap());
+            let mut streamer = Streamer::new(&model).unwrap();
+            let passes: [Duration; 4] = std::array::from_fn(|_| {
+                let before = simulated.now();
+                for layer in layers(&streamer) {
+                    let _guard = streamer.layer(layer).unwrap();
+                    streamer.compute().occupy(Duration::from_micros(2)).unwrap();
+                }
+                streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
+                simulated.now() - before
+            });
+            let forecast = plan.forecast(model.layout(), machine.topology(), &compute.clone().into()).unwrap();
+            assert_eq!((passes[2] + passes[3]) / 2, forecast, "{allocation}, depth {depth}, {cap}: {passes:?}\n{plan}");
+        }
     }
 }
 
@@ -329,7 +360,10 @@ fn models_made_of_others_unpack_too() {
 fn nothing_is_lost_whatever_operation_fails() {
     let quantised = Quantised::new(DType::BF16);
     let path = |devices: &Registry| -> Result<()> {
-        let plan = quantised.planner(devices.machine(), "cuda:0,25%;xpu:0,25%;disk,25%;cpu,*").depth(1).plan()?;
+        let planner = quantised.planner(devices.machine(), "cuda:0,25%;xpu:0,25%;disk,25%;cpu,*").depth(1);
+        // The larger ones arrive in parts.
+        let plan = planner.landing_cap(ByteSize(0)).plan()?;
+        assert_eq!(plan.slots().landing_bytes, 8 << 10, "{plan}");
         let model = Arc::new(Loader::new(devices).workers(1).load(&quantised.weights, &plan)?);
         let mut streamer = Streamer::new(&model)?;
         let mut failed = None;
@@ -451,6 +485,7 @@ proptest! {
         shares in prop::collection::vec(0u64..4, 5),
         (depth, fixed, to) in (0usize..4, any::<bool>(), prop::sample::select(VALUES.to_vec())),
         sequential in any::<bool>(),
+        cap in prop::option::of(0u64..20_000),
     ) {
         prop_assume!(shares.iter().sum::<u64>() > 0);
         let mut names = std::collections::BTreeSet::new();
@@ -469,7 +504,8 @@ proptest! {
         let quotas: Vec<String> = names.iter().zip(&shares).map(|(device, share)| format!("{device},{share}%")).collect();
         let order = if sequential { tensor_offload::Order::Sequential } else { tensor_offload::Order::Interleaved };
         let planner = quantised.planner(devices.machine(), &quotas.join(";")).compute(DeviceId::cuda(0)).order(order);
-        let plan = planner.depth(depth).fixed_slots(fixed).plan().unwrap();
+        let planner = planner.depth(depth).fixed_slots(fixed).landing_cap(cap.map_or(ByteSize(1 << 20), ByteSize));
+        let plan = planner.plan().unwrap();
         plan.verify(quantised.weights.layout()).unwrap();
         let model = Arc::new(Loader::new(&devices).load(&quantised.weights, &plan).unwrap());
         let mut streamer = Streamer::new(&model).unwrap().deadline(Duration::from_secs(20));

@@ -366,9 +366,23 @@ fn kernels_decode_parts(
     (dtype, seed): (DType, u8),
 ) {
     let size = dtype.element_bytes().expect("a type that is coded");
-    let weights: Vec<u8> =
-        pattern(seed, (3 * BLOCK_WEIGHTS - 7) * size).iter().map(|byte| byte & 0x87 | 0x38).collect();
-    let code = compress(dtype, &weights).expect("a type that is covered has a code");
+    let random = pattern(seed, (3 * BLOCK_WEIGHTS - 7) * size);
+    let coded: Vec<u8> = random.iter().map(|byte| byte & 0x87 | 0x38).collect();
+    // The random one is not worth to be coded.
+    for weights in [coded, random] {
+        kernels_decode_parts_of((device, host), kernels, stream, dtype, &weights);
+    }
+}
+
+fn kernels_decode_parts_of(
+    (device, host): (&dyn Device, &dyn Device),
+    kernels: &dyn Kernels,
+    stream: &dyn Stream,
+    dtype: DType,
+    weights: &[u8],
+) {
+    let size = dtype.element_bytes().expect("a type that is coded");
+    let code = compress(dtype, weights).expect("a type that is covered has a code");
     let info = *Code::open(&code).expect("just made").info();
     let (head, longest) = (info.head_bytes() as usize, longest_block(size as u64) as usize);
     let upload = device.stream(Role::Upload).expect("a stream");
@@ -376,15 +390,18 @@ fn kernels_decode_parts(
         let dst = device.alloc(bytes.len(), MemoryKind::Arena).expect("memory");
         upload.copy(Transfer::whole(&host_bytes(host, bytes), dst).expect("fits")).expect("queued").chain()
     };
-    for is_damaged in [false, true] {
+    // The last byte pads the weights or the last block, if anything does.
+    for damaged_at in [None, Some(20), Some(1)] {
         let (mut dst, mut told) = (there(&vec![0xa5; weights.len()]), there(&[0; Decompress::VERDICT]));
         let (mut after, third) = (0, code.len() / 3 / 16 * 16);
         for end in [third, 2 * third, code.len()] {
             let begin = after.max(longest) - longest;
             let part = CodePart { begin: begin as u64, after: after as u64, end: end as u64 };
             let mut bytes = [&code[..head], &code[begin..end]].concat();
-            let last = bytes.len() - 20;
-            bytes[last] ^= u8::from(is_damaged && end == code.len());
+            if let Some(before) = damaged_at.filter(|_| end == code.len()) {
+                let at = bytes.len() - before;
+                bytes[at] ^= 1;
+            }
             let src = there(&bytes).freeze();
             let work = Decompress::part((src, 0), info, (part, head), (dst, 0), (told, 0)).expect("fits");
             let flight = kernels.decompress(stream, work).expect("queued");
@@ -392,8 +409,12 @@ fn kernels_decode_parts(
         }
         let (decoded, told) = (download(device, host, &dst.freeze()), download(device, host, &told.freeze()));
         let is_sound = Decompress::is_sound(told.first_chunk().expect("a verdict"));
-        assert_eq!(is_sound, !is_damaged, "the verdict on the parts of a code of {dtype}");
-        assert!(is_damaged || decoded == weights, "weights of {dtype} in parts");
+        assert_eq!(
+            is_sound,
+            damaged_at.is_none(),
+            "the verdict on parts of a code of {dtype}, damaged at {damaged_at:?}"
+        );
+        assert!(damaged_at.is_some() || decoded == weights, "weights of {dtype} in parts");
     }
 }
 

@@ -277,4 +277,45 @@ mod tests {
             assert_eq!((refused.dst.bytes(), refused.verdict.bytes()), (20_002, 32));
         }
     }
+
+    /// What is launched for a part reads no further than the part, so none may say more than is there.
+    #[test]
+    fn a_part_has_all_that_its_blocks_may_take() {
+        let host = Host::new().open(DeviceId::CPU).unwrap();
+        let buffer = |bytes| host.alloc(bytes, MemoryKind::Whole).unwrap();
+        let weights: Vec<u8> =
+            (0..6 * 16384u32).map(|at| (at.wrapping_mul(0x9e37_79b1) >> 24) as u8 & 0x87 | 0x38).collect();
+        let code = compress(DType::BF16, &weights).unwrap();
+        let info = Info::read(&code).unwrap();
+        let (bytes, head, longest) = (info.bytes, info.head_bytes() as usize, 32 + 16384);
+        let part = |begin: u64, after: u64, end: u64, (source, from, offset): (usize, usize, usize)| {
+            let (src, dst, verdict) = (buffer(source).freeze(), buffer(weights.len()), buffer(16));
+            let part = (CodePart { begin, after, end }, from);
+            Decompress::part((src, offset), info, part, (dst, 0), (verdict, 0)).map(|work| work.weights())
+        };
+        let room = |begin: u64, end: u64| (head + (end - begin) as usize, head, 0);
+        let (first, second) = (longest + 48, longest + 4096);
+        assert!(bytes > second && bytes % 16 == 0, "{info:?}");
+        let whole = [(0, 0, first), (first - longest, first, second), (second - longest, second, bytes)];
+        let all = whole.map(|(begin, after, end)| part(begin, after, end, room(begin, end)).unwrap());
+        assert_eq!(all.iter().sum::<u64>(), info.decoded_bytes);
+        for (begin, after, end, given) in [
+            (16, 0, first, room(16, first)),
+            (0, first, first, room(0, first)),
+            (0, second, first, room(0, second)),
+            (0, first, bytes + 16, room(0, bytes + 16)),
+            (first - longest + 16, first, second, room(first - longest + 16, second)),
+            (0, 8, first, room(0, first)),
+            (0, 0, first - 8, room(0, first)),
+            (8, first, second, room(8, second)),
+            (0, 0, first, (head + first as usize - 1, head, 0)),
+            (0, 0, first, (first as usize, 0, first as usize - head + 16)),
+            (0, 0, first, (8 + head + first as usize, head + 8, 0)),
+            (0, 0, first, (8 + head + first as usize, head, 8)),
+            (u64::MAX - 15, u64::MAX - 15, u64::MAX, room(0, bytes)),
+        ] {
+            let refused = part(begin, after, end, given).unwrap_err();
+            assert!(matches!(refused.error, Error::Invalid { .. } | Error::WrongSize { .. }), "{}", refused.error);
+        }
+    }
 }

@@ -113,7 +113,7 @@ impl<'a> Head<'a> {
 
 /// A part of a code that is decoded by itself, once header and index are there, too: those blocks that end after byte `after` of the
 /// code and not after byte `end`, of which the bytes from `begin` on are there. Parts of which each has the `end` of the one before
-/// as `after`, from 0 to all bytes, decode all weights.
+/// as `after`, from 0 to all bytes, decode all weights. None of them is empty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "three places in a code")]
 pub struct CodePart {
@@ -138,7 +138,7 @@ impl CodePart {
         let aligned = [begin, after, end].iter().all(|place| place.is_multiple_of(ALIGN as u64));
         aligned
             && begin <= after
-            && after <= end
+            && after < end
             && end <= info.bytes
             && (begin == 0 || begin.saturating_add(tail) <= after)
     }
@@ -171,12 +171,10 @@ impl<'a> Code<'a> {
             return Err(CodeFault::Length { expected: info.bytes, given: code.len() as u64 });
         }
         // A header that announces a longer index is found below.
-        let (head, body) = code.split_at(code.len().min(usize::try_from(info.head_bytes()).unwrap_or(usize::MAX)));
-        let head = Head::open(head)?;
-        if let Place::Plain { .. } = head.place {
-            header::check_padding(&info, body)?;
-        }
-        Ok(head.part(0, code))
+        let (head, _) = code.split_at(code.len().min(usize::try_from(info.head_bytes()).unwrap_or(usize::MAX)));
+        let code = Head::open(head)?.part(0, code);
+        code.check_end()?;
+        Ok(code)
     }
 
     /// What the header says.
@@ -206,6 +204,18 @@ impl<'a> Code<'a> {
             return Err(CodeFault::Header { what: "its blocks are not those of its header" });
         }
         Ok(())
+    }
+
+    /// Checks what follows the last block, if that is in this part.
+    ///
+    /// # Errors
+    /// [`CodeFault::Header`] when it is not zero.
+    pub(crate) fn check_end(&self) -> Result<(), CodeFault> {
+        let (info, end) = (self.info(), self.begin.saturating_add(self.bytes.len() as u64));
+        let (Place::Plain { .. }, true) = (self.head.place, end == info.bytes) else { return Ok(()) };
+        let weights = info.head_bytes().saturating_add(info.decoded_bytes);
+        let at = usize::try_from(weights.saturating_sub(self.begin)).unwrap_or(usize::MAX);
+        header::check_zeros(self.bytes.get(at..).unwrap_or(&[]))
     }
 
     /// Decodes whole blocks from `first` on, into as many bytes as their weights have, and returns the sum of their sums.

@@ -233,8 +233,8 @@ pub(super) fn open(head: &[u8]) -> Result<(Info, Place<'_>), CodeFault> {
 }
 
 /// Checks what pads weights that stay as they were.
-pub(super) fn check_padding(info: &Info, body: &[u8]) -> Result<(), CodeFault> {
-    match body[(info.decoded_bytes as usize).min(body.len())..].iter().all(|byte| *byte == 0) {
+pub(super) fn check_zeros(padding: &[u8]) -> Result<(), CodeFault> {
+    match padding.iter().all(|byte| *byte == 0) {
         true => Ok(()),
         false => Err(CodeFault::Header { what: "what pads it is not" }),
     }

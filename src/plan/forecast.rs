@@ -152,7 +152,8 @@ struct Copies {
     /// The bytes of each copy, in chunks if they go through the host.
     chunks: Vec<Vec<u64>>,
     lands: bool,
-    /// The time to decode what landed. Values of blocks take none here.
+    /// Whether any of what lands is a code, and the time to decode it. Values of blocks take none here.
+    coded: bool,
     decoding: Duration,
 }
 
@@ -225,7 +226,7 @@ impl<'a> Simulation<'a> {
                 };
                 round.landed().iter().map(time).fold(Duration::ZERO, Duration::saturating_add)
             };
-            let copies = |slices: &[Slice], lands: bool, decoding: Duration| {
+            let copies = |slices: &[Slice], lands: bool, coded: bool, decoding: Duration| {
                 let mut chunks: Vec<Vec<u64>> = match straight {
                     true => vec![slices.iter().map(bytes).collect()],
                     false => chunks(slices).iter().map(|chunk| chunk.iter().map(bytes).collect()).collect(),
@@ -233,12 +234,13 @@ impl<'a> Simulation<'a> {
                 if many {
                     chunks.iter_mut().for_each(|chunk| *chunk = vec![chunk.iter().sum()]);
                 }
-                Copies { chunks, lands, decoding }
+                Copies { chunks, lands, coded, decoding }
             };
-            let mut all = vec![copies(&part.slices, false, Duration::ZERO)];
+            let mut all = vec![copies(&part.slices, false, false, Duration::ZERO)];
             all.retain(|_| !part.slices.is_empty());
             let rounds = rounds(&part.unpacked, landing);
-            all.extend(rounds.iter().map(|round| copies(&round.slices(), true, decoding(round))));
+            let coded = |round: &Round<'_>| round.landed().iter().any(|landed| landed.tensor.is_code());
+            all.extend(rounds.iter().map(|round| copies(&round.slices(), true, coded(round), decoding(round))));
             LaneFetch { lane: part.lane, block: part.block, copies: all, has_verdict: part.has_codes() }
         };
         let fetches = contents.iter().map(|content| content.parts.iter().map(fetch).collect()).collect();
@@ -328,8 +330,8 @@ impl<'a> Simulation<'a> {
             let Lane { way, upload, through_host, is_local, unpacked, halves, next, verdict } = &mut lanes[*lane];
             // The pieces of one copy go one after the other.
             let (mut at, mut free) = ((*upload).max(*now), slot.free[*block]);
-            let (mut done, mut cleared) = (at, !*has_verdict);
-            for Copies { chunks, lands, decoding } in copies {
+            let (mut done, mut decoded, mut cleared) = (at, at, !*has_verdict);
+            for Copies { chunks, lands, coded, decoding } in copies {
                 if *lands && !std::mem::replace(&mut cleared, true) {
                     let begin = (*unpacked).max(*now);
                     *unpacked = verdict.map_or_else(|| copy(from_host, VERDICT, begin), |seen| begin.max(seen));
@@ -356,13 +358,14 @@ impl<'a> Simulation<'a> {
                     halves[*next] = *unpacked;
                     *next = 1 - *next;
                     done = *unpacked;
+                    decoded = if *coded { done } else { decoded };
                 } else {
                     (free, done) = (at, at);
                 }
             }
             *upload = if *is_local { done } else { at };
             if *has_verdict {
-                *download = copy(to_host, VERDICT, (*download).max(*unpacked));
+                *download = copy(to_host, VERDICT, (*download).max(decoded));
                 *verdict = Some(*download);
             }
             slot.ready = slot.ready.max(done);

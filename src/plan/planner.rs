@@ -16,6 +16,7 @@ use crate::checkpoint::{Layer, Layout, Module, ModuleId, Pattern, Per, TensorId,
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::{Error, PlanFault, Result};
+use crate::schedule::LANDING_CAP;
 
 /// The most bytes of a plan; the product of two such numbers fits `u128`.
 const MOST_BYTES: u64 = 1 << 63;
@@ -57,6 +58,7 @@ pub struct Planner<'a> {
     pub(super) unpacked: Option<DType>,
     in_slots: Option<Arc<Layout>>,
     pub(super) compress: bool,
+    pub(super) landing_cap: u64,
     pub(super) compute_time: ComputeTime,
     /// The largest slot; modules of a layer that would exceed it are kept resident.
     largest_slot: Option<u64>,
@@ -85,6 +87,7 @@ impl<'a> Planner<'a> {
             unpacked: None,
             in_slots: None,
             compress: false,
+            landing_cap: LANDING_CAP,
             compute_time: ComputeTime::default(),
             largest_slot: None,
         }
@@ -212,7 +215,7 @@ impl<'a> Planner<'a> {
     /// let planner = Planner::new(&layout, &machine).allocation("cpu,*".parse()?).depth(1);
     /// assert_eq!(planner.clone().plan()?.slots().to_string(), "2 x 1.06 MiB");
     /// let plan = planner.unpack(DType::BF16).plan()?;
-    /// assert_eq!(plan.slots().to_string(), "2 x 2.00 MiB + 1 x 1.06 MiB to unpack from");
+    /// assert_eq!(plan.slots().to_string(), "2 x 2.00 MiB + 1 x 2.12 MiB to unpack from");
     /// assert_eq!(plan.streamed_bytes(), 8 * (1088 << 10));
     /// # Ok::<(), tensor_offload::Error>(())
     /// ```
@@ -251,6 +254,16 @@ impl<'a> Planner<'a> {
     /// ```
     pub fn compress(mut self, compress: bool) -> Self {
         self.compress = compress;
+        self
+    }
+
+    /// Sets the most bytes of a landing buffer, in which what is [unpacked](Planner::unpack) or kept [compressed](Planner::compress)
+    /// arrives on the compute device; there is one for each route. While what is in one half is unpacked, the next tensors arrive in the
+    /// other, and what is larger than a half arrives in parts. Less leaves more of the device to weights, and takes more copies, which
+    /// below some MiB no longer reach a link's speed. It is exceeded where a half would be less than 4 KiB, than twice what decoding a
+    /// part of a code needs of the part before (its index, and a block), or than a 4096th of the largest tensor. Default: 32 MiB.
+    pub fn landing_cap(mut self, cap: ByteSize) -> Self {
+        self.landing_cap = cap.get();
         self
     }
 
@@ -340,6 +353,7 @@ impl<'a> Planner<'a> {
             fixed_slots: self.fixed_slots,
             grouping: self.grouping,
             unpacked: self.unpacked,
+            landing_cap: self.landing_cap,
             decoding: self.machine.device(compute).ok().and_then(|info| info.decoding).filter(|_| self.compress),
             slots,
             devices,

@@ -32,8 +32,8 @@ pub struct Slots {
     /// ([`Planner::unpack`](super::Planner::unpack)): one for each kind of route.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub landings: usize,
-    /// The bytes of each landing buffer, which is two halves: tensors are unpacked from one while the next ones arrive in the other. A
-    /// half has up to 16 MiB; what is larger arrives in parts.
+    /// The bytes of each landing buffer, which is two halves: tensors are unpacked from one while the next ones arrive in the other. What
+    /// is larger than a half arrives in parts ([`Planner::landing_cap`](super::Planner::landing_cap)).
     #[serde(default, skip_serializing_if = "is_zero")]
     pub landing_bytes: u64,
 }

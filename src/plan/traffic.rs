@@ -44,6 +44,8 @@ pub(super) struct SlotForm {
     pub(super) grouping: TensorGrouping,
     /// The type of the values that slots hold in place of blocks.
     pub(super) unpacked: Option<DType>,
+    /// The most bytes of a landing buffer.
+    pub(super) landing_cap: u64,
 }
 
 impl SlotForm {
@@ -213,7 +215,8 @@ impl<'a> Planner<'a> {
         let ids: Vec<DeviceId> = quotas.bins.iter().map(|bin| bin.device).collect();
         let (layout, topology) = (self.layout, self.machine.topology());
         let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
-        let form = SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping, unpacked: self.unpacked };
+        let (depth, fixed, unpacked, landing_cap) = (self.depth, self.fixed_slots, self.unpacked, self.landing_cap);
+        let form = SlotForm { depth, fixed, grouping, unpacked, landing_cap };
         let (pinned_cap, in_slots) = (self.pinnable(&ids, home), self.in_slots());
         let compress = self.compress;
         let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home, form, pinned_cap, compress };
@@ -373,7 +376,7 @@ pub(super) fn slots_of(
         landings.end_layer();
     }
     let layers = fetched_blocks((layout, in_slots), form.grouping, |module| fetch(module).is_some());
-    let (landings, landing_bytes) = landings.count_and_bytes();
+    let (landings, landing_bytes) = landings.count_and_bytes(form.landing_cap);
     Slots { landings, landing_bytes, ..Slots::of_blocks(&layers, form.depth, form.fixed).0 }
 }
 
@@ -421,9 +424,9 @@ impl Landings {
     }
 
     /// The number of landing buffers, and the bytes of each.
-    fn count_and_bytes(&self) -> (usize, u64) {
+    fn count_and_bytes(&self, cap: u64) -> (usize, u64) {
         let verdict = if self.codes { VERDICT_ROOM } else { 0 };
-        (self.of_layer.len(), landing_bytes(self.largest, self.most, self.carried).saturating_add(verdict))
+        (self.of_layer.len(), landing_bytes(self.largest, self.most, self.carried, cap).saturating_add(verdict))
     }
 }
 

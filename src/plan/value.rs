@@ -15,7 +15,7 @@ use crate::checkpoint::{LayerId, Layout, ModuleId};
 use crate::device::{Bandwidth, DeviceId, DeviceInfo};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
-use crate::schedule::{Compressed, Groups, Origin, SlotBlocks, VERDICT_ROOM};
+use crate::schedule::{Compressed, Groups, LANDING_CAP, Origin, SlotBlocks, VERDICT_ROOM};
 
 /// How the modules of a device are spread over the order of execution.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -188,6 +188,9 @@ pub(super) struct Parts {
     /// The type of the values that slots hold in place of blocks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unpacked: Option<DType>,
+    /// The most bytes of a landing buffer.
+    #[serde(default = "landing_cap", skip_serializing_if = "is_landing_cap")]
+    pub(super) landing_cap: u64,
     /// The speed at which the compute device decodes, in bytes of weights, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) decoding: Option<Bandwidth>,
@@ -197,6 +200,14 @@ pub(super) struct Parts {
     pub(super) warnings: Vec<Warning>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) explanation: Option<Box<Explanation>>,
+}
+
+fn landing_cap() -> u64 {
+    LANDING_CAP
+}
+
+fn is_landing_cap(cap: &u64) -> bool {
+    *cap == LANDING_CAP
 }
 
 impl Plan {
@@ -373,7 +384,8 @@ impl Plan {
 impl Parts {
     pub(super) fn slot_form(&self) -> SlotForm {
         let grouping = if self.external_slots { TensorGrouping::Joined } else { self.grouping };
-        SlotForm { depth: self.depth, fixed: self.fixed_slots, grouping, unpacked: self.unpacked }
+        let (depth, fixed, unpacked, landing_cap) = (self.depth, self.fixed_slots, self.unpacked, self.landing_cap);
+        SlotForm { depth, fixed, grouping, unpacked, landing_cap }
     }
 }
 

@@ -59,8 +59,8 @@ pub(crate) struct Unpacked {
 /// The form of a tensor at home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// Blocks of a type, and the type and number of its values.
-    Blocks { from: DType, to: DType, values: usize },
+    /// Blocks of a type, and the type of their values.
+    Blocks { from: DType, to: DType },
     /// Its code, the bytes of its weights, and the most that header and index, and a block, may have.
     Code { weights: usize, head: usize, block: usize },
 }
@@ -216,7 +216,7 @@ impl Forms<'_> {
                 let (head, block) = (longest_head(values as u64) as usize, longest_block(size) as usize);
                 Form::Code { weights: home.bytes as usize, head, block }
             }
-            false => Form::Blocks { from: home.dtype, to: slot.dtype, values },
+            false => Form::Blocks { from: home.dtype, to: slot.dtype },
         };
         Unpacked { slice, form }
     }
@@ -269,6 +269,12 @@ impl Content {
     }
 }
 
+impl Unpacked {
+    pub(crate) fn is_code(&self) -> bool {
+        matches!(self.form, Form::Code { .. })
+    }
+}
+
 impl Part {
     /// Adds a slice. Merges it with the last one if the two are adjacent in both source and destination.
     fn push(&mut self, groups: &Groups, slice: Slice) {
@@ -286,7 +292,7 @@ impl Part {
 
     /// Whether any of its tensors are codes, on which the device tells a verdict.
     pub(crate) fn has_codes(&self) -> bool {
-        self.unpacked.iter().any(|tensor| matches!(tensor.form, Form::Code { .. }))
+        self.unpacked.iter().any(Unpacked::is_code)
     }
 
     /// The number of bytes that travel for the part.

@@ -22,7 +22,7 @@ use contents::Content;
 pub(crate) use contents::{Contents, Form, Part, Slice};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
-pub(crate) use rounds::{Carried, Landed, Round, VERDICT_ROOM, landed, landing_bytes, rounds};
+pub(crate) use rounds::{Carried, LANDING_CAP, Landed, Round, VERDICT_ROOM, landed, landing_bytes, rounds};
 
 use crate::checkpoint::{LayerId, Per};
 

@@ -8,8 +8,12 @@ use super::contents::{Form, Slice, Unpacked};
 use crate::checkpoint::Layout;
 use crate::lossless::CodePart;
 
-/// The size up to which half a landing buffer grows to hold several tensors, in bytes.
-const HALF: u64 = 16 << 20;
+/// The most bytes of a landing buffer, unless the caller says otherwise: two copies of the size at which they reach the speed of a link.
+pub(crate) const LANDING_CAP: u64 = 32 << 20;
+
+/// The fewest bytes that half a landing buffer is capped at, and the most parts of a tensor for which it is.
+const LEAST_HALF: u64 = 4 << 10;
+const MOST_PARTS: u64 = 4096;
 
 /// The bytes at the end of a landing buffer for the verdict on the codes that are decoded from it.
 pub(crate) const VERDICT_ROOM: u64 = 256;
@@ -85,12 +89,12 @@ impl Landed<'_> {
 }
 
 /// The bytes of a landing buffer, two halves. The largest tensor is of `largest` bytes, `all` are the most that one layer brings, and
-/// `carried` the most that a part of a code needs of the one before.
-pub(crate) fn landing_bytes(largest: u64, all: u64, carried: u64) -> u64 {
-    let half = largest.max(all.div_ceil(2));
-    // With at least as much of a code in each part as is carried.
-    let half = if half > HALF { HALF.max(landed(carried).saturating_mul(2)).min(half) } else { half };
-    landed(half).saturating_mul(2)
+/// `carried` the most that a part of a code needs of the one before. It has more bytes than `cap` only if parts would have less of a
+/// code than is carried, or if there were thousands of them.
+pub(crate) fn landing_bytes(largest: u64, all: u64, carried: u64, cap: u64) -> u64 {
+    let half_cap = (cap / 2 / UNIT as u64 * UNIT as u64).max(LEAST_HALF);
+    let half_cap = half_cap.max(landed(carried).saturating_mul(2)).max(largest / MOST_PARTS);
+    landed(largest.max(all.div_ceil(2)).min(half_cap)).saturating_mul(2)
 }
 
 /// The bytes that a tensor of `bytes` takes in a landing buffer.
@@ -173,7 +177,7 @@ mod tests {
 
     fn blocks(bytes: usize) -> Unpacked {
         let slice = Slice { module: ModuleId::new(0), range: 0..bytes, at: 0 };
-        Unpacked { slice, form: Form::Blocks { from: DType::Q8_0, to: DType::F16, values: bytes / 34 * 32 } }
+        Unpacked { slice, form: Form::Blocks { from: DType::Q8_0, to: DType::F16 } }
     }
 
     /// A code of `bytes`, of as many bytes of bf16.
@@ -204,12 +208,16 @@ mod tests {
     }
 
     #[test]
-    fn a_landing_buffer_is_two_halves_of_the_largest_tensor_or_16_mib() {
-        assert_eq!(landing_bytes(512, 3 << 10, 0), 3 << 10);
-        assert_eq!(landing_bytes(512, 1 << 30, 0), 32 << 20);
-        assert_eq!(landing_bytes(1 << 28, 1 << 30, 16 << 10), 32 << 20);
-        assert_eq!(landing_bytes(1 << 38, 1 << 39, 17 << 20), 68 << 20, "twice what a part needs of the one before");
-        assert_eq!(landing_bytes(17 << 20, 17 << 20, 10 << 20), 34 << 20, "and no more than the tensor");
+    fn a_landing_buffer_is_two_halves_of_the_largest_tensor_or_of_its_cap() {
+        let of = |largest, all, carried| landing_bytes(largest, all, carried, LANDING_CAP);
+        assert_eq!(of(512, 3 << 10, 0), 3 << 10);
+        assert_eq!(of(512, 1 << 30, 0), 32 << 20);
+        assert_eq!(of(1 << 28, 1 << 30, 16 << 10), 32 << 20);
+        assert_eq!(of(1 << 35, 1 << 39, 17 << 20), 68 << 20, "twice what a part needs of the one before");
+        assert_eq!(of(17 << 20, 17 << 20, 10 << 20), 34 << 20, "and no more than the tensor");
+        assert_eq!(of(1 << 50, 1 << 51, 0), 1 << 39, "thousands of parts");
+        let capped = |cap| landing_bytes(1 << 20, 1 << 20, 0, cap);
+        assert_eq!([0, 9 << 10, u64::MAX].map(capped), [8 << 10, 9 << 10, 2 << 20]);
     }
 
     proptest! {
@@ -218,12 +226,21 @@ mod tests {
         #[test]
         fn every_byte_lands_once(
             tensors in prop::collection::vec((any::<bool>(), 1usize..40), 1..6),
-            half in 34usize << 10..200 << 10,
+            cap in 0u64..400 << 10,
+            more in 0u64..20 << 10,
         ) {
-            let tensors: Vec<Unpacked> =
-                tensors.into_iter().map(|(is_code, n)| if is_code { code(n * 16 * 1024) } else { blocks(n * 340) }).collect();
-            let room = 2 * half as u64;
-            let half = half / 256 * 256;
+            let tensor = |(is_code, n): (bool, usize)| if is_code { code(n * 16 * 1024) } else { blocks(n * 340) };
+            let tensors: Vec<Unpacked> = tensors.into_iter().map(tensor).collect();
+            let bytes = |tensor: &Unpacked| landed(tensor.slice.range.len() as u64);
+            let carried = |tensor: &Unpacked| match tensor.form {
+                Form::Code { head, block, .. } => (head + block) as u64,
+                Form::Blocks { .. } => 0,
+            };
+            let (largest, all) = (tensors.iter().map(bytes).max().unwrap(), tensors.iter().map(bytes).sum());
+            let carried = tensors.iter().map(carried).max().unwrap();
+            // As large as planned, or larger, if it was planned for estimates.
+            let room = landing_bytes(largest, all, carried, cap) + more;
+            let half = (room / 2 / 256 * 256) as usize;
             let (mut at, mut number, mut before) = (0, 0, Vec::<u64>::new());
             for round in rounds(&tensors, room) {
                 // What is in the half: the place of each 16 bytes of the tensor that arrived last.
@@ -243,6 +260,7 @@ mod tests {
                     at = landed.range.end;
                     if let (Some((part, from)), Form::Code { head, block, .. }) = (landed.code, &landed.tensor.form) {
                         prop_assert_eq!((part.after, part.end), (landed.range.start as u64, landed.range.end as u64));
+                        prop_assert!(part.after < part.end);
                         prop_assert!(part.begin == 0 || part.begin + *block as u64 <= part.after);
                         prop_assert!((0..head / 16).all(|at| here[at] == at as u64 * 16), "header and index");
                         let bytes = (part.end - part.begin).div_ceil(16) as usize;

@@ -365,7 +365,7 @@ fn arriving<R>(model: &Model, round: &Round<'_>, copied: R) -> Arriving<R> {
 fn values_of(model: &Model, landed: &Landed<'_>) -> Values {
     let Slice { module, range, at } = &landed.tensor.slice;
     match landed.tensor.form {
-        Form::Blocks { from, to, .. } => {
+        Form::Blocks { from, to } => {
             let BlockSize { elements, bytes } = from.block();
             let values = |bytes_of: usize| bytes_of / bytes.max(1) as usize * elements as usize;
             let at = at + values(landed.range.start) * to.element_bytes().unwrap_or(1);

@@ -164,11 +164,17 @@ impl Memory {
             });
             outcome?;
         }
-        let (Some(Zeros::Here(zeros)), Some(verdict)) = (&self.zeros, self.verdict.take()) else { return Err(lost()) };
+        let verdict = self.verdict.take().and_then(again);
+        let (Some(Zeros::Here(zeros)), Some(verdict)) = (&self.zeros, verdict) else { return Err(lost()) };
         let (verdict, outcome) = copied(stream, zeros, verdict);
         self.verdict = Some(verdict);
         outcome
     }
+}
+
+/// Memory for its next use. Earlier copies into it that have failed by now have failed what they were for, and nothing that follows.
+fn again(memory: BufMut) -> Option<BufMut> {
+    memory.freeze().try_reclaim().ok()
 }
 
 /// Queues the copy of a verdict's bytes. Returns its destination.
@@ -192,7 +198,7 @@ impl Landed<'_> {
         fill: impl Fn(&R, BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
     ) -> Result<BufMut, Box<Rejected>> {
         let half = self.memory.next;
-        let Some(memory) = self.memory.halves[half].take() else {
+        let Some(memory) = self.memory.halves[half].take().and_then(again) else {
             return Err(Box::new(Rejected { error: lost(), dst }));
         };
         let filled = match &round.carried {
@@ -224,6 +230,9 @@ impl Landed<'_> {
             Packed::Code { info: Some(info), part, .. } => {
                 let part = part.unwrap_or((CodePart::whole(&info), values.begin));
                 self.decompress((filled.clone(), values.begin), (info, part), (dst, values.at))
+            }
+            Packed::Code { info: None, .. } if filled.block().has_bytes() => {
+                Err(Box::new(Rejected { error: Error::bug("a code of which nobody knows the header"), dst }))
             }
             Packed::Code { info: None, weights, .. } => self.pass_time(&filled, weights, dst),
         });
@@ -258,7 +267,6 @@ impl Landed<'_> {
     /// Gives back the half in which something arrived last.
     fn give_back(&mut self) {
         if let Some((half, last)) = self.last.take() {
-            // Failed copies into it have failed the values, too, and nothing that follows.
             self.memory.halves[half] = last.try_reclaim().ok();
         }
     }

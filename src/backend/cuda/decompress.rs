@@ -79,13 +79,13 @@ fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Resu
     let (stream, mut launching) = prepared(device, stream, work).map_err(|error| (error, None))?;
     let memory = [work.source().block(), work.dst().block(), work.verdict().block()].map(Arc::clone).to_vec();
     stream.run(OPERATION, &work.waits(), memory, |handle| {
-        let Launching { function, wide, narrow, blocks } = &mut launching;
-        if *blocks == 0 {
+        let Launching { function, wide, narrow, warps } = &mut launching;
+        if *warps == 0 {
             return Ok(());
         }
         let mut arguments: Vec<*mut c_void> = wide.iter_mut().map(|wide| (&raw mut *wide).cast()).collect();
         arguments.extend(narrow.iter_mut().map(|narrow| (&raw mut *narrow).cast::<c_void>()));
-        let groups = blocks.div_ceil(WARPS);
+        let groups = warps.div_ceil(WARPS);
         // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of it,
         // and writes the weights and the verdict alone, which are inside of their buffers. Their memory is kept until the event
         // after it.
@@ -98,11 +98,10 @@ struct Launching {
     function: FunctionHandle,
     /// The addresses of header and index, of the part of the code, for the weights, and of the verdict; then the sum of all blocks, negated.
     wide: [u64; 5],
-    /// Of the part its first byte, the end of the one before, and its end, all by 16; the blocks before any of it; all blocks, the
-    /// weights of the last one, and whether they are coded.
+    /// Of the part its first byte, the end of the one before, and its end, all by 16; the warps; all blocks, the weights of the last
+    /// one, and whether they are coded.
     narrow: [u32; 7],
-    /// The blocks from the first that may be of the part on.
-    blocks: u32,
+    warps: u32,
 }
 
 /// Checks everything that can be checked before anything is queued.
@@ -126,14 +125,14 @@ fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) 
     let blocks = info.blocks();
     let last = info.count - blocks.saturating_sub(1) * BLOCK_WEIGHTS as u64;
     let part = work.code_part();
-    // As many blocks end before the part if all are as long as blocks can be.
-    let skipped = part.after.saturating_sub(info.head_bytes()) / longest_block(size as u64);
     let [begin, after, end] = [part.begin, part.after, part.end].map(|place| narrow(place / CODE_ALIGN as u64));
-    let (skipped, blocks) = (narrow(skipped.min(blocks))?, narrow(blocks)?);
+    // A warp for each block, if the part's blocks are half as long as blocks can be, or longer.
+    let warps = (2 * (part.end - part.after)).div_ceil(longest_block(size as u64));
+    let (warps, blocks) = (narrow(warps.min(blocks))?, narrow(blocks)?);
     let wide =
         [source + work.offset() as u64, source + work.part_offset() as u64, weights, verdict, info.sum.wrapping_neg()];
-    let narrow = [begin?, after?, end?, skipped, blocks, narrow(last)?, info.in_blocks.into()];
-    Ok((stream, Launching { function, wide, narrow, blocks: blocks - skipped }))
+    let narrow = [begin?, after?, end?, warps, blocks, narrow(last)?, info.in_blocks.into()];
+    Ok((stream, Launching { function, wide, narrow, warps }))
 }
 
 /// What the buffers are called.

@@ -83,7 +83,9 @@ impl Weights {
         let end = (blocks.end * each).min(self.info.decoded_bytes);
         let begin = (blocks.start * each).min(end);
         let mut weights = vec![0; (end - begin) as usize];
-        let sum = head.part(self.part.begin, bytes).decode_blocks(blocks.start, &mut weights).ok()?;
+        let code = head.part(self.part.begin, bytes);
+        code.check_end().ok()?;
+        let sum = code.decode_blocks(blocks.start, &mut weights).ok()?;
         Some(Decoded { at: begin as usize, weights, sum })
     }
 

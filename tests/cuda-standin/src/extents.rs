@@ -59,7 +59,7 @@ pub(crate) fn extent(function: &str, params: &[u64], index: usize) -> Option<u64
 fn of_weights(kind: &str, params: &[u64], index: usize) -> Option<u64> {
     let &(_, bytes) = WEIGHTS.iter().find(|(name, _)| *name == kind)?;
     // Header and index, a part of the code, weights, state, the sum of all; by 16 bytes where the part begins, where the one before
-    // ends, and where it ends; the blocks that are skipped, all blocks, the weights of the last one, and whether they are coded.
+    // ends, and where it ends; the warps, all blocks, the weights of the last one, and whether they are coded.
     let &[_, _, _, _, _, begin, _, end, _, blocks, last, coded] = params else { return None };
     let [begin, end, blocks, last, coded] =
         [begin, end, blocks, last, coded].map(|number| number & u64::from(u32::MAX));

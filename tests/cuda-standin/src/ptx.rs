@@ -388,9 +388,9 @@ pub(crate) mod tests {
         let module = Module::parse(text).unwrap();
         assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 5));
         for function in &module.functions {
-            assert_eq!((function.params.len(), function.most_threads), (8, 128), "{}", function.name);
+            assert_eq!((function.params.len(), function.most_threads), (12, 128), "{}", function.name);
             // The code is read, the weights are written and, for escapes, read; the verdict is written.
-            assert_eq!((function.reads, function.writes), (3, 6), "{}", function.name);
+            assert_eq!((function.reads, function.writes), (7, 12), "{}", function.name);
             assert!(function.code.iter().any(|op| op.kind.is_of_warps()), "{}", function.name);
         }
     }

@@ -452,36 +452,53 @@ __device__ __forceinline__ bool decode_block(const Code &code, u8 *to, u32 count
     return decode_tiles<Format, WHOLE>(code, table, flags, escapes, to, count, sum);
 }
 
-// Of a code there are its header and index, and the part of units (16 bytes) `part.x` up to `part.z`. Those blocks are decoded that
-// end after unit `part.y`, and not after `part.z`; the first `skipped` ones do not. `last` are the weights of the last block.
-// `less_expected` is the sum of the code's header, negated, which comes with the first part.
+// The blocks of a code: where each begins and ends, in units of 16 bytes from the code's first.
 template <class Format>
-__device__ __forceinline__ void decode(const u8 *__restrict__ head, const u8 *__restrict__ bytes, u8 *weights, State *state,
-                                       u64 less_expected, uint3 part, u32 skipped, u32 blocks, u32 last, u32 in_blocks) {
-    const u32 number = skipped + blockIdx.x * WARPS + threadIdx.y, lane = threadIdx.x;
-    if (number >= blocks) return;
-    const u32 count = number + 1 == blocks ? last : BLOCK;
+struct Places {
+    const u8 *head; // header and index
+    u32 blocks, last, in_blocks;
+
+    // The weights of a block.
+    __device__ __forceinline__ u32 count(u32 number) const { return number + 1 == blocks ? last : BLOCK; }
+    __device__ __forceinline__ u32 begin(u32 number) const {
+        if (in_blocks != 0) return ((const u32 *)(head + CODE_HEADER))[number];
+        return CODE_HEADER / UNIT + (blocks + 1) / 2 + number * (BLOCK * Format::SIZE / UNIT);
+    }
+    __device__ __forceinline__ u32 end(u32 number) const {
+        return in_blocks != 0 ? begin(number + 1) : begin(number) + words_of<Format>(count(number)) / (UNIT / 4);
+    }
+    // The sum of the weights of a block, where these are as they were.
+    __device__ __forceinline__ u64 sum(u32 number) const { return ((const u64 *)(head + CODE_HEADER))[number]; }
+
+    // The first block that ends after a unit. The lanes look at 32 of them at a time; whatever they find, it is one of the blocks or
+    // the number of all.
+    __device__ __forceinline__ u32 first_after(u32 unit) const {
+        u32 low = 0, high = blocks;
+        while (low < high) {
+            const u32 step = (high - low + LANES - 1) / LANES, at = low + (threadIdx.x + 1) * step - 1;
+            u32 before = at < high && end(at) <= unit;
+#pragma unroll
+            for (u32 other = LANES / 2; other > 0; other /= 2) before += __shfl_xor_sync(ALL, before, other);
+            low = min(low + before * step, high);
+            high = min(low + step - 1, high);
+        }
+        return low;
+    }
+};
+
+// Decodes a block and adds what its header says of the sum to the state. All lanes are here.
+template <class Format>
+__device__ __forceinline__ void decode_one(const Places<Format> &places, const u8 *__restrict__ bytes, u8 *weights, State *state,
+                                           uint3 part, u32 number, u32 begin, u32 end) {
+    const u32 count = places.count(number), lane = threadIdx.x;
     u8 *const to = weights + (u64)number * (BLOCK * Format::SIZE);
     const bool whole = count == BLOCK && (u64)weights % 16 == 0;
-    const u32 *const index = (const u32 *)(head + CODE_HEADER);
-    // Whatever the index says, so that a code of which no block is found is not sound.
-    if (number == 0 && part.y == 0 && lane == 0) atomicAdd(&state->sum, less_expected);
-
-    const u32 plain = words_of<Format>(count);
-    u32 begin, end;
-    if (in_blocks != 0) {
-        begin = index[number], end = index[number + 1];
-    } else {
-        begin = CODE_HEADER / UNIT + (blocks + 1) / 2 + number * (BLOCK * Format::SIZE / UNIT);
-        end = begin + plain / (UNIT / 4);
-    }
-    // The same for all lanes. What no part has is missing in the sum.
-    if (end <= part.y || end > part.z) return;
 
     u64 sum = 0, wanted = 0;
     bool sound = false;
     const Code code = {(const u32 *)(bytes + (u64)(begin - part.x) * UNIT), (end - begin) * (UNIT / 4)};
-    if (in_blocks == 0) wanted = ((const u64 *)index)[number];
+    const u32 in_blocks = places.in_blocks, plain = words_of<Format>(count);
+    if (in_blocks == 0) wanted = places.sum(number);
     if (part.x <= begin && begin <= end && end - begin >= (in_blocks != 0 ? BLOCK_HEADER / UNIT : 0)) {
         if (in_blocks != 0) {
             sound = whole ? decode_block<Format, true>(code, to, count, sum, wanted)
@@ -504,12 +521,32 @@ __device__ __forceinline__ void decode(const u8 *__restrict__ head, const u8 *__
     if (!sound) atomicOr(&state->damaged, 1u);
 }
 
+// Of a code there are its header and index, and the part of units (16 bytes) `part.x` up to `part.z`. Those blocks are decoded that
+// end after unit `part.y`, and not after `part.z`, by `warps` warps. `last` are the weights of the last block. `less_expected` is the
+// sum of the code's header, negated, which comes with the first part.
+template <class Format>
+__device__ __forceinline__ void decode(const u8 *__restrict__ head, const u8 *__restrict__ bytes, u8 *weights, State *state,
+                                       u64 less_expected, uint3 part, u32 warps, u32 blocks, u32 last, u32 in_blocks) {
+    const u32 warp = blockIdx.x * WARPS + threadIdx.y;
+    const Places<Format> places = {head, blocks, last, in_blocks};
+    // Whatever the index says, so that a code of which no block is found is not sound.
+    if (warp == 0 && part.y == 0 && threadIdx.x == 0) atomicAdd(&state->sum, less_expected);
+    if (warp >= warps) return;
+    const u32 first = part.y == 0 ? 0 : places.first_after(part.y);
+    for (u32 number = first + warp; number < blocks; number += warps) {
+        const u32 begin = places.begin(number), end = places.end(number);
+        // The same for all lanes. What no part has is missing in the sum.
+        if (end > part.z) break;
+        if (end > part.y) decode_one(places, bytes, weights, state, part, number, begin, end);
+    }
+}
+
 #define KERNEL(name, format)                                                                                          \
     extern "C" __global__ void __launch_bounds__(LANES *WARPS)                                                        \
         name(const u8 *__restrict__ head, const u8 *__restrict__ bytes, u8 *weights, State *state, u64 less_expected, \
-             u32 begin, u32 after, u32 end, u32 skipped, u32 blocks, u32 last, u32 in_blocks) {                       \
+             u32 begin, u32 after, u32 end, u32 warps, u32 blocks, u32 last, u32 in_blocks) {                         \
         const uint3 part = make_uint3(begin, after, end);                                                             \
-        decode<format>(head, bytes, weights, state, less_expected, part, skipped, blocks, last, in_blocks);           \
+        decode<format>(head, bytes, weights, state, less_expected, part, warps, blocks, last, in_blocks);             \
     }
 
 KERNEL(lossless_bf16, Bf16)
