@@ -155,8 +155,8 @@ fn parts(tensor: &Unpacked, used: usize, half: usize) -> Vec<(Round<'_>, usize)>
         let at = carried.as_ref().map_or(0, Carried::bytes);
         let end = bytes.min(begin + (half - at) / unit * unit);
         let code = carries.then(|| {
-            let (tail, from) = if begin == 0 { (0, 0) } else { (block, head) };
-            (CodePart { begin: (begin - tail) as u64, after: begin as u64, end: end as u64 }, from)
+            let (before, from) = if begin == 0 { (0, 0) } else { (block, head) };
+            (CodePart { begin: (begin - before) as u64, after: begin as u64, end: end as u64 }, from)
         });
         let part = one(begin..end, at, code, carried);
         end_before = part.1;

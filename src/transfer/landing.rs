@@ -201,21 +201,7 @@ impl Landed<'_> {
         let Some(memory) = self.memory.halves[half].take().and_then(again) else {
             return Err(Box::new(Rejected { error: lost(), dst }));
         };
-        let filled = match &round.carried {
-            None => fill(&round.copied, memory),
-            Some(carried) => {
-                self.carry(carried, memory).and_then(|(mut carried, rest)| match fill(&round.copied, rest) {
-                    Ok(rest) => match carried.unsplit(rest) {
-                        Ok(()) => Ok(carried),
-                        Err(_) => Err((lost(), None)),
-                    },
-                    Err((error, rest)) => {
-                        let whole = rest.and_then(|rest| carried.unsplit(rest).ok().map(|()| carried));
-                        Err((error, whole))
-                    }
-                })
-            }
-        };
+        let filled = self.filled(round, memory, fill);
         self.give_back();
         let filled = match filled {
             Ok(filled) => filled.freeze(),
@@ -238,6 +224,30 @@ impl Landed<'_> {
         });
         self.last = Some((half, filled));
         outcome
+    }
+
+    /// Has `fill` queue copies into a half, behind what is carried there. Returns the half.
+    ///
+    /// # Errors
+    /// The first error, with the half, if it is not lost.
+    fn filled<R>(
+        &self,
+        round: &Arriving<R>,
+        half: BufMut,
+        fill: impl Fn(&R, BufMut) -> Result<BufMut, (Error, Option<BufMut>)>,
+    ) -> Result<BufMut, (Error, Option<BufMut>)> {
+        let Some(carried) = &round.carried else { return fill(&round.copied, half) };
+        let (mut half, rest) = self.carry(carried, half)?;
+        match fill(&round.copied, rest) {
+            Ok(rest) => match half.unsplit(rest) {
+                Ok(()) => Ok(half),
+                Err(_) => Err((lost(), None)),
+            },
+            Err((error, rest)) => {
+                let whole = rest.is_some_and(|rest| half.unsplit(rest).is_ok());
+                Err((error, whole.then_some(half)))
+            }
+        }
     }
 
     /// Queues copies of what arrived last to the beginning of the other half. Returns that, and the rest of the half.
