@@ -10,6 +10,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use support::compressed::{AnyModel, Compressed};
 use support::framework::{Framework, Memory};
+use support::machines::steady_pass;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, MemoryKind, Operation, Role, Simulated};
 use tensor_offload::cache::Evict;
@@ -192,20 +193,6 @@ fn a_plan_for_other_codes_is_refused() {
     }
 }
 
-/// The times of four passes on a virtual clock, with a microsecond of compute in each layer.
-fn four_passes(simulated: &Simulated, model: &Arc<Model>) -> [Duration; 4] {
-    let mut streamer = Streamer::new(model).unwrap();
-    std::array::from_fn(|_| {
-        let before = simulated.now();
-        for layer in layers(&streamer) {
-            let _guard = streamer.layer(layer).unwrap();
-            streamer.compute().occupy(Duration::from_micros(1)).unwrap();
-        }
-        streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
-        simulated.now() - before
-    })
-}
-
 /// A pass that is bound by its link takes as much less time as the codes are smaller, and a forecast says so.
 #[test]
 fn a_pass_that_its_link_bounds_is_as_fast_as_the_codes_are_small() {
@@ -223,10 +210,10 @@ fn a_pass_that_its_link_bounds_is_as_fast_as_the_codes_are_small() {
         let time = |compress: bool| {
             let plan = model.planner(&machine, allocation).compress(compress).depth(2).plan().unwrap();
             let loaded = load(&devices, &model.subject, &plan);
-            let passes = four_passes(&simulated, &loaded);
             let compute = vec![Duration::from_micros(1); loaded.layout().layers().len()];
+            let pass = steady_pass(&simulated, &loaded, &compute).unwrap();
             let forecast = plan.forecast(loaded.layout(), machine.topology(), &compute.into()).unwrap();
-            assert_eq!((passes[2] + passes[3]) / 2, forecast, "{allocation}, compressed {compress}: {passes:?}");
+            assert_eq!(pass, forecast, "{allocation}, compressed {compress}");
             assert_eq!(plan.slots().large, 1);
             let bound = plan.estimate(machine.topology(), Duration::ZERO).pass;
             assert!(bound <= forecast && bound > forecast * 9 / 10, "{bound:?} of {forecast:?}");
@@ -253,8 +240,8 @@ fn decoding_takes_the_time_that_is_described() {
         let forecast = plan.forecast(model.subject.layout(), machine.topology(), &compute.clone().into()).unwrap();
         let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual));
         let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
-        let passes = four_passes(&simulated, &load(&devices, &model.subject, &plan));
-        assert_eq!((passes[2] + passes[3]) / 2, forecast, "{decode}, compressed {compress}: {passes:?}");
+        let pass = steady_pass(&simulated, &load(&devices, &model.subject, &plan), &compute).unwrap();
+        assert_eq!(pass, forecast, "{decode}, compressed {compress}");
         // A model without contents has no verdicts, which take a few nanoseconds of each layer.
         let clocked = support::machines::clocked(&machine, model.subject.layout(), &plan, &compute).unwrap();
         assert!(clocked.abs_diff(forecast) < forecast / 1000, "{clocked:?}, not {forecast:?}");
@@ -303,10 +290,10 @@ fn large_tensors_are_decoded_part_by_part_while_the_link_goes_on() {
 
         let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual));
         let registry = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
-        let passes = four_passes(&simulated, &load(&registry, &model.subject, &plan));
+        let pass = steady_pass(&simulated, &load(&registry, &model.subject, &plan), &compute).unwrap();
         let forecast =
             |plan: &Plan| plan.forecast(model.subject.layout(), machine.topology(), &compute.clone().into()).unwrap();
-        assert_eq!((passes[2] + passes[3]) / 2, forecast(&plan), "{allocation}: {passes:?}");
+        assert_eq!(pass, forecast(&plan), "{allocation}");
         let clocked = support::machines::clocked(&machine, model.subject.layout(), &plan, &compute).unwrap();
         assert!(clocked.abs_diff(forecast(&plan)) < Duration::from_nanos(100), "{clocked:?}");
         if number == 0 {

@@ -9,6 +9,7 @@ use half::f16;
 use proptest::prelude::*;
 use support::framework::{Framework, Memory};
 use support::gguf::Gguf;
+use support::machines::steady_pass;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Host, MemoryKind, Operation, Role, Simulated};
 use tensor_offload::cache::Evict;
@@ -186,18 +187,12 @@ fn a_forecast_of_unpacked_slots_is_exact() {
             let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual));
             let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
             let model = Arc::new(Loader::new(&devices).load(&quantised.weights, &plan).unwrap());
-            let mut streamer = Streamer::new(&model).unwrap();
-            let passes: [Duration; 4] = std::array::from_fn(|_| {
-                let before = simulated.now();
-                for layer in layers(&streamer) {
-                    let _guard = streamer.layer(layer).unwrap();
-                    streamer.compute().occupy(Duration::from_micros(2)).unwrap();
-                }
-                streamer.compute().record(&[]).unwrap().wait(DEADLINE).unwrap();
-                simulated.now() - before
-            });
+            let pass = steady_pass(&simulated, &model, &compute).unwrap();
             let forecast = plan.forecast(model.layout(), machine.topology(), &compute.clone().into()).unwrap();
-            assert_eq!((passes[2] + passes[3]) / 2, forecast, "{allocation}, depth {depth}, {cap}: {passes:?}\n{plan}");
+            assert_eq!(pass, forecast, "{allocation}, depth {depth}, {cap}\n{plan}");
+            let read: Plan = serde_json::from_value(serde_json::to_value(&plan).unwrap()).unwrap();
+            read.verify(model.layout()).unwrap();
+            assert_eq!(read, plan, "a plan that was written has its cap");
         }
     }
 }

@@ -368,7 +368,7 @@ fn kernels_decode_parts(
     let size = dtype.element_bytes().expect("a type that is coded");
     let random = pattern(seed, (3 * BLOCK_WEIGHTS - 7) * size);
     let coded: Vec<u8> = random.iter().map(|byte| byte & 0x87 | 0x38).collect();
-    // The random one is not worth to be coded.
+    // Random weights are not worth coding.
     for weights in [coded, random] {
         kernels_decode_parts_of((device, host), kernels, stream, dtype, &weights);
     }

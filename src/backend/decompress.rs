@@ -154,7 +154,7 @@ impl Decompress {
         &self.src
     }
 
-    /// The part of the code to decode.
+    /// The part of the code to decode. Of the code no more than header, index and this part need be in the source.
     pub fn code_part(&self) -> CodePart {
         self.part
     }

@@ -43,20 +43,24 @@ impl MachineData {
     }
 }
 
-/// The time of a pass of a model that runs already, each layer computing for its time. An error where the host has no
-/// room for staging buffers.
+/// The time of a pass of a model that runs already, without contents, each layer computing for its time. An error where the host has
+/// no room for staging buffers.
 pub(crate) fn clocked(machine: &Machine, layout: &Layout, plan: &Plan, layers: &[Duration]) -> Result<Duration> {
-    const BEFORE: u32 = 2;
-    const COUNTED: u32 = 2;
     let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual).contents(Contents::SizesOnly));
     let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
-    let model = Arc::new(Model::unfilled(&devices, layout, plan)?);
-    let mut streamer = Streamer::new(&model)?;
+    steady_pass(&simulated, &Arc::new(Model::unfilled(&devices, layout, plan)?), layers)
+}
+
+/// As [`clocked`], of a model on the devices of a virtual clock.
+pub(crate) fn steady_pass(simulated: &Simulated, model: &Arc<Model>, layers: &[Duration]) -> Result<Duration> {
+    const BEFORE: u32 = 2;
+    const COUNTED: u32 = 2;
+    let mut streamer = Streamer::new(model)?;
     let mut pass = || {
-        for (layer, &time) in layout.layer_ids().zip(layers) {
+        for (layer, &time) in model.layout().layer_ids().zip(layers) {
             let _guard = streamer.layer(layer)?;
             streamer.compute().occupy(time)?;
-            if plan.compute().is_host() {
+            if model.plan().compute().is_host() {
                 // Compute on the host is the caller's own.
                 streamer.compute().record(&[])?.wait(DEADLINE)?;
             }

@@ -54,7 +54,7 @@ impl Weights {
     #[expect(unsafe_code, reason = "as for copies")]
     pub(super) unsafe fn decode(&self) -> Result<()> {
         let Weights { src, head, from, info, dst, at, verdict, place, .. } = self;
-        if !memory::has_bytes(dst) {
+        if !dst.has_bytes() {
             return Ok(());
         }
         let read = |from: Range<usize>| {

@@ -271,11 +271,6 @@ pub(super) unsafe fn convert(
     Ok(())
 }
 
-/// Whether the memory has bytes, not only a size.
-pub(super) fn has_bytes(memory: &MemoryBlock) -> bool {
-    !matches!(Access::of(memory), Some(Access::SizeOnly))
-}
-
 /// Reads the bytes of the range `from` of `src`.
 ///
 /// # Errors
