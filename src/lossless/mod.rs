@@ -138,8 +138,14 @@ pub fn compressed_least(count: u64) -> u64 {
     (header::HEADER as u64).saturating_add(in_blocks.min(plain))
 }
 
+/// What decoding a part of a code needs of the parts before: the most bytes of header and index, and of a block, of a code of so many
+/// weights, which have `bytes`.
+pub(crate) fn needed_before(bytes: u64, count: u64) -> (u64, u64) {
+    (longest_head(count), longest_block(bytes / count.max(1)))
+}
+
 /// The most bytes of header and index of a code of as many weights.
-pub(crate) fn longest_head(count: u64) -> u64 {
+fn longest_head(count: u64) -> u64 {
     let blocks = count.div_ceil(BLOCK as u64);
     let index = padded(blocks.saturating_add(1).saturating_mul(4)).max(padded(blocks.saturating_mul(8)));
     (header::HEADER as u64).saturating_add(index)

@@ -14,7 +14,7 @@ use crate::checkpoint::{Layer, Layout, Module, ModuleId, Per};
 use crate::device::{DeviceId, DeviceKind, Topology};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
-use crate::lossless::{longest_block, longest_head};
+use crate::lossless::needed_before;
 use crate::schedule::{Groups, LayerBlocks, Origin, VERDICT_ROOM, landed, landing_bytes};
 
 /// The inputs: where every module lives and what decides its use.
@@ -405,9 +405,8 @@ impl Landings {
             let is_block = unpacks && info.dtype.is_ggml_block() && info.bytes > 0;
             let bytes = code.map(|code| code.bytes).or(is_block.then_some(info.bytes));
             if code.is_some() {
-                let values = info.shape.iter().product::<u64>();
-                let carried = longest_head(values).saturating_add(longest_block(info.bytes / values.max(1)));
-                self.carried = self.carried.max(carried);
+                let (head, block) = needed_before(info.bytes, info.shape.iter().product());
+                self.carried = self.carried.max(head.saturating_add(block));
             }
             if let Some(bytes) = bytes {
                 let (bytes, layer) = (landed(bytes), self.of_layer.entry(route).or_default());

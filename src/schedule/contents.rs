@@ -8,7 +8,7 @@ use super::compressed::Compressed;
 use super::groups::Groups;
 use crate::checkpoint::{Layer, LayerId, Layout, ModuleId, Per, TensorId};
 use crate::dtype::DType;
-use crate::lossless::{longest_block, longest_head};
+use crate::lossless::needed_before;
 
 /// The contents of all layers of a model.
 #[derive(Clone, Debug)]
@@ -212,9 +212,8 @@ impl Forms<'_> {
         let values = home.shape.iter().product::<u64>() as usize;
         let form = match home.dtype == slot.dtype {
             true => {
-                let size = home.bytes / (values as u64).max(1);
-                let (head, block) = (longest_head(values as u64) as usize, longest_block(size) as usize);
-                Form::Code { weights: home.bytes as usize, head, block }
+                let (head, block) = needed_before(home.bytes, values as u64);
+                Form::Code { weights: home.bytes as usize, head: head as usize, block: block as usize }
             }
             false => Form::Blocks { from: home.dtype, to: slot.dtype },
         };

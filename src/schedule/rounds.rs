@@ -173,7 +173,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::ModuleId;
     use crate::dtype::DType;
-    use crate::lossless::{longest_block, longest_head};
+    use crate::lossless::needed_before;
 
     fn blocks(bytes: usize) -> Unpacked {
         let slice = Slice { module: ModuleId::new(0), range: 0..bytes, at: 0 };
@@ -183,8 +183,8 @@ mod tests {
     /// A code of `bytes`, of as many bytes of bf16.
     fn code(bytes: usize) -> Unpacked {
         let slice = Slice { module: ModuleId::new(0), range: 64..64 + bytes, at: 0 };
-        let (head, block) = (longest_head(bytes as u64 / 2) as usize, longest_block(2) as usize);
-        Unpacked { slice, form: Form::Code { weights: bytes, head, block } }
+        let (head, block) = needed_before(bytes as u64, bytes as u64 / 2);
+        Unpacked { slice, form: Form::Code { weights: bytes, head: head as usize, block: block as usize } }
     }
 
     #[test]
