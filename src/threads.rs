@@ -6,7 +6,7 @@
 //! lock.
 
 use std::panic::resume_unwind;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::vec::IntoIter;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -74,6 +74,46 @@ pub(crate) fn work_through<T: Send, P: Send, E: Send>(
     })
 }
 
+/// How many may do something at a time.
+pub(crate) struct Permits {
+    left: Mutex<usize>,
+    given_back: Condvar,
+}
+
+/// One of some [`Permits`], given back when it is dropped.
+pub(crate) struct Permit<'a>(&'a Permits);
+
+impl Permits {
+    pub(crate) fn new(count: usize) -> Permits {
+        Permits { left: Mutex::new(count), given_back: Condvar::new() }
+    }
+
+    /// A permit, if one is left.
+    pub(crate) fn free(&self) -> Option<Permit<'_>> {
+        let mut left = self.lock();
+        *left = left.checked_sub(1)?;
+        Some(Permit(self))
+    }
+
+    /// A permit, once one is left. Whoever has one must not wait for anything that the caller holds.
+    pub(crate) fn wait(&self) -> Permit<'_> {
+        let left = self.given_back.wait_while(self.lock(), |left| *left == 0);
+        *left.unwrap_or_else(PoisonError::into_inner) -= 1;
+        Permit(self)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, usize> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Permit<'_> {
+    fn drop(&mut self) {
+        *self.0.lock() += 1;
+        self.0.given_back.notify_one();
+    }
+}
+
 /// Items that no thread has begun with.
 struct Rest<T>(Mutex<IntoIter<T>>);
 
@@ -114,7 +154,6 @@ fn no_threads(error: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::sync::Condvar;
 
     use rayon::prelude::*;
 
@@ -170,6 +209,21 @@ mod tests {
         let panics =
             || work_through((0..9).collect(), || Some(()), |item: usize| -> Result<(), ()> { panic!("{item}") });
         assert!(std::panic::catch_unwind(panics).is_err());
+    }
+
+    #[test]
+    fn permits_are_had_by_as_many_as_there_are() {
+        let permits = Permits::new(2);
+        let (first, second) = (permits.wait(), permits.free().unwrap());
+        assert!(permits.free().is_none());
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| drop(permits.wait()));
+            drop(first);
+            waits.join().unwrap();
+        });
+        drop(second);
+        let both = (permits.free(), permits.free());
+        assert!(both.0.is_some() && both.1.is_some() && permits.free().is_none());
     }
 
     #[test]

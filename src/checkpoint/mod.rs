@@ -314,13 +314,13 @@ impl Checkpoint {
         work(&**source, info.offset).map_err(|error| naming_tensor(error, &info.name))
     }
 
-    /// The part of a file that is a tensor's first bytes, as many as `dst` has, with the number of the file.
+    /// The part of a file that is a tensor's bytes from byte `at` on, as many as `dst` has, with the number of the file.
     ///
     /// # Errors
     /// [`Error::Missing`] when there is no such tensor; [`Error::WrongSize`] when it is shorter.
-    pub(crate) fn part_at<'a>(&self, tensor: TensorId, dst: &'a mut [u8]) -> Result<(usize, ReadPart<'a>)> {
-        let (info, _) = self.part(tensor, 0, dst.len())?;
-        Ok((info.file, ReadPart::new(info.offset, dst)))
+    pub(crate) fn part_at<'a>(&self, tensor: TensorId, at: u64, dst: &'a mut [u8]) -> Result<(usize, ReadPart<'a>)> {
+        let (info, _) = self.part(tensor, at, dst.len())?;
+        Ok((info.file, ReadPart::new(info.offset + at, dst)))
     }
 
     /// Reads parts of one file that lie in tensors.

@@ -275,7 +275,7 @@ impl Job<'_> {
             }
             Ok(())
         };
-        threads::work_through(pieces.collect(), || self.idle(), check)?;
+        threads::work_through(pieces.collect(), || self.places.free(), check)?;
         Ok(info)
     }
 }

@@ -25,7 +25,7 @@ mod store;
 mod worker;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub(crate) use allocator::Allocators;
@@ -40,11 +40,12 @@ pub(crate) use store::{FetchMemory, Part, SlotMemory};
 pub use store::{Residency, WeightStore};
 
 use deferred::{Scales, scales_of};
+use encoded::Encoded;
 use model::Parts;
 use provenance::Provenance;
 use reuse::Reuse;
 use store::Home;
-use worker::{Encoded, Inputs, Job};
+use worker::{Inputs, Job};
 
 use crate::adapter::Weights;
 use crate::backend::{BufMut, Charge, Device, MemoryKind};
@@ -205,9 +206,9 @@ impl<'a> Loader<'a> {
         let mut reservation = Reservation::of(self.registry, inputs.plan, needed)?;
         reservation.allocators = self.allocators.clone();
         let job = Job::new(self, inputs, &reservation)?;
-        let homes = job.run(self.workers, &mut reservation)?;
+        let homes = job.run(&mut reservation)?;
         let report = job.report(start.elapsed());
-        let encoded = job.encoded.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let encoded = job.encoding.into_encoded();
         Ok(Filled { homes, reservation, report, encoded })
     }
 }

@@ -6,8 +6,9 @@
 //! host: these buffers, for each worker its largest patched tensor that the host patches and sends on and its largest set of
 //! factors for a device, as much of a tensor in the file's type as a staging buffer holds once it is cast, a factor of a deferred
 //! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters; and of two modules that it
-//! compresses the weights and the codes, these twice on their way to another device. The threads with
-//! which these reads keep the disk busy (`file/read/scatter`), at most seven, have half a staging buffer each too.
+//! compresses the codes, these twice on their way to another device, the weights of changed ones, and for each worker two pieces of
+//! others. The threads with which these reads keep the disk busy (`file/read/scatter`), at most seven, have half a staging buffer each
+//! too.
 
 mod fill;
 mod report;
@@ -20,6 +21,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::encoded::Encoding;
 use super::in_files::Files;
 use super::model::{Model, home_blocks, home_kind, tensors_of};
 use super::on_device::{Factors, OnDevice};
@@ -30,13 +32,14 @@ use super::{Loader, Reservation};
 use crate::adapter::Weights;
 use crate::backend::{Buf, BufMut, Device, Event, Role, Stream};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, Stored, TensorId};
+use crate::checkpoint::{Layout, TensorId};
 use crate::device::{DeviceId, DeviceKind};
 use crate::error::{Error, Missing, Result};
 use crate::limits::STAGING_BYTES;
 use crate::patch::{Requantised, TensorPatch};
 use crate::plan::Plan;
 use crate::staging::Pool;
+use crate::threads::{Permit, Permits};
 use crate::transfer::{DeviceReads, Kept, ReadWays};
 pub(super) use fill::Block;
 use report::ways;
@@ -68,8 +71,8 @@ pub(super) struct Job<'a> {
     turns: Vec<Vec<usize>>,
     /// The number of the next turn.
     next: AtomicUsize,
-    /// The workers that have nothing to do, in whose place others have help.
-    idle: AtomicUsize,
+    /// As many as there are workers. One that has nothing to do has no place, and another has help in its place.
+    pub(super) places: Permits,
     done: AtomicU64,
     read: AtomicU64,
     in_files: AtomicU64,
@@ -79,17 +82,12 @@ pub(super) struct Job<'a> {
     saturated: AtomicU64,
     /// By tensor, so that the order of the sum is not that of the workers.
     requantised: Mutex<BTreeMap<TensorId, Requantised>>,
-    pub(super) encoded: Mutex<Encoded>,
-    /// Held while a group is compressed.
-    pub(super) encoding: [Mutex<()>; 2],
+    pub(super) encoding: Encoding,
     stop: AtomicBool,
 }
 
 /// The most bytes of a staging buffer on the way to a disk alone.
 const DISK_PIECE: u64 = 1 << 20;
-
-/// How a load holds the tensors of groups that it compressed, or tried to.
-pub(super) type Encoded = BTreeMap<TensorId, Stored>;
 
 /// The tensors in a block of memory, with their byte ranges there.
 pub(super) type Tensors = Vec<(TensorId, Range<usize>)>;
@@ -148,7 +146,7 @@ impl<'a> Job<'a> {
             _buffers: Kept::new(),
             turns: turns(layout, plan, reuse, loader.workers),
             next: AtomicUsize::new(0),
-            idle: AtomicUsize::new(0),
+            places: Permits::new(loader.workers),
             done: AtomicU64::new(0),
             read: AtomicU64::new(0),
             in_files: AtomicU64::new(0),
@@ -157,8 +155,7 @@ impl<'a> Job<'a> {
             patched: AtomicUsize::new(0),
             saturated: AtomicU64::new(0),
             requantised: Mutex::default(),
-            encoded: Mutex::default(),
-            encoding: Default::default(),
+            encoding: Encoding::new(loader.workers),
             stop: AtomicBool::new(false),
         })
     }
@@ -166,27 +163,28 @@ impl<'a> Job<'a> {
     /// Fills every group of modules, and returns the memory of each; `None` if another module owns it. On success, all
     /// copies are complete. On failure, the error is the first that a worker met, and no copy is in progress. A worker's
     /// panic is resumed here, likewise with no copy in progress.
-    pub(super) fn run(&self, workers: usize, reservation: &mut Reservation) -> Result<Vec<Option<Arc<Home>>>> {
+    pub(super) fn run(&self, reservation: &mut Reservation) -> Result<Vec<Option<Arc<Home>>>> {
         let homes = Mutex::new(vec![None; self.reuse.groups.len()]);
         let reservation = Mutex::new(reservation);
         let failure = Mutex::new(None);
-        let work = || {
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.work(&reservation, &homes)));
+        let work = &|place| {
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.work(place, &reservation, &homes)));
             if !matches!(outcome, Ok(Ok(()))) {
                 self.stop.store(true, Ordering::Relaxed);
                 lock(&failure).get_or_insert(outcome);
             }
         };
         std::thread::scope(|scope| {
-            let started = workers.min(self.turns.len());
-            self.idle.store(workers - started, Ordering::Relaxed);
-            for worker in 0..started {
-                let thread = std::thread::Builder::new().name(format!("load {worker}")).spawn_scoped(scope, work);
+            let places = || self.places.free();
+            let places: Vec<_> = std::iter::from_fn(places).take(self.turns.len()).collect();
+            for (worker, place) in places.into_iter().enumerate() {
+                let thread = std::thread::Builder::new().name(format!("load {worker}"));
+                let thread = thread.spawn_scoped(scope, move || work(Some(place)));
                 // If no more threads can be had, fewer do the work, or this one alone.
                 if let Err(error) = thread {
                     tracing::warn!(%error, worker, "a load goes on with fewer threads");
                     if worker == 0 {
-                        work();
+                        work(self.places.free());
                     }
                     break;
                 }
@@ -223,7 +221,12 @@ impl<'a> Job<'a> {
     }
 
     /// The loop of one worker: fills the groups of the next turn until none is left.
-    fn work(&self, reservation: &Mutex<&mut Reservation>, homes: &Mutex<Vec<Option<Arc<Home>>>>) -> Result<()> {
+    fn work<'p>(
+        &'p self,
+        mut place: Option<Permit<'p>>,
+        reservation: &Mutex<&mut Reservation>,
+        homes: &Mutex<Vec<Option<Arc<Home>>>>,
+    ) -> Result<()> {
         let mut scratch = Scratch::default();
         while !self.stop.load(Ordering::Relaxed) {
             self.check_cancelled()?;
@@ -241,7 +244,7 @@ impl<'a> Job<'a> {
                 if self.reuse.is_compressed(group) && !self.reuse.is_in_files(group) {
                     let encodes = self.is_encoded(group);
                     let home = if encodes {
-                        self.encode(group, reservation)
+                        self.encode(group, reservation, &mut place)
                     } else {
                         self.load_compressed(group, reservation)
                     };
@@ -272,7 +275,7 @@ impl<'a> Job<'a> {
                 lock(homes)[group] = Some(self.home(group, bufs.by_ref().take(count).collect()));
             }
         }
-        self.idle.fetch_add(1, Ordering::Relaxed);
+        drop(place);
         let saturated = scratch.factors.close(&self.on_device, &self.streams)?;
         self.saturated.fetch_add(saturated, Ordering::Relaxed);
         Ok(())
@@ -347,7 +350,7 @@ impl<'a> Job<'a> {
         Ok(found)
     }
 
-    fn count_read(&self, bytes: usize) {
+    pub(super) fn count_read(&self, bytes: usize) {
         self.count_weights_read(bytes);
         self.advance(bytes as u64);
     }

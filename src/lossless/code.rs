@@ -297,7 +297,7 @@ impl<'a> Code<'a> {
     }
 }
 
-fn check_destination(needed: u64, weights: &[u8]) -> Result<(), CodeFault> {
+pub(super) fn check_destination(needed: u64, weights: &[u8]) -> Result<(), CodeFault> {
     if needed == weights.len() as u64 {
         return Ok(());
     }

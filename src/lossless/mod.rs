@@ -67,6 +67,7 @@ mod code;
 mod decode;
 pub mod dfloat11;
 mod encode;
+mod encoder;
 mod fault;
 mod fields;
 mod header;
@@ -82,12 +83,11 @@ use rayon::prelude::*;
 use crate::dtype::DType;
 use crate::threads;
 pub use code::{Code, CodePart, Head, decompress};
-use encode::Scratch;
+pub(crate) use encoder::{Blocks, Encoder, WholeCode};
 pub use fault::CodeFault;
 use fields::Fields;
 use header::Index;
 pub use header::Info;
-use vector::Tier;
 
 /// The weights of a block.
 pub const BLOCK_WEIGHTS: usize = BLOCK;
@@ -171,110 +171,65 @@ fn holds(fields: Fields, count: usize) -> bool {
 /// [`CodeFault::NoCode`] for a type that is not coded; [`CodeFault::PartOfWeight`] when the bytes end within a weight;
 /// [`CodeFault::TooLarge`] for more weights than one code holds: some 30 thousand million of bf16.
 pub fn compress(dtype: DType, bytes: &[u8]) -> Result<Vec<u8>, CodeFault> {
-    let fields = fields_of(dtype, bytes)?;
-    let count = bytes.len() / fields.size();
-    if !holds(fields, count) {
-        return Err(CodeFault::TooLarge { count: count as u64 });
-    }
-    let task = BLOCK * fields.size() * TOGETHER;
-    let tier = Tier::best();
-    let tasks = tasks(bytes.len() > task, || {
-        let tasks = bytes.par_chunks(task).enumerate();
-        tasks.map(|(index, bytes)| Coded::of(tier, fields, (index * TOGETHER) as u64, bytes)).collect::<Vec<_>>()
-    });
-    let tasks = tasks.unwrap_or_else(|| vec![Coded::of(tier, fields, 0, bytes)]);
-    Ok(join(dtype, fields, bytes, &tasks))
+    let encoder = Encoder::new(dtype, bytes.len())?;
+    let pieces = pieces(encoder, bytes);
+    Ok(in_blocks(encoder, &pieces)?.unwrap_or_else(|| as_it_is(dtype, encoder, bytes, &pieces)))
 }
 
-/// The code of a tensor's bytes, and what its header says; `None` if the tensor has none, or stays as it is because that would save too
-/// little.
+/// The code of a tensor's bytes; `None` if the tensor has none, or stays as it is because that would save too little.
 ///
 /// # Errors
 /// [`CodeFault::PartOfWeight`] as [`compress`].
-pub(crate) fn shorter(dtype: DType, bytes: &[u8]) -> Result<Option<(Vec<u8>, Info)>, CodeFault> {
-    match compress(dtype, bytes) {
-        Ok(code) => {
-            let info = Info::read(&code)?;
-            Ok(info.in_blocks.then_some((code, info)))
-        }
+pub(crate) fn shorter(dtype: DType, bytes: &[u8]) -> Result<Option<Vec<u8>>, CodeFault> {
+    match Encoder::new(dtype, bytes.len()) {
+        Ok(encoder) => in_blocks(encoder, &pieces(encoder, bytes)),
         Err(CodeFault::NoCode { .. } | CodeFault::TooLarge { .. }) => Ok(None),
         Err(other) => Err(other),
     }
 }
 
+/// The blocks of a piece of a tensor, with their bytes.
+type Piece = (Blocks, Vec<u8>);
+
+/// The blocks of a tensor, made by several threads if there are many.
+fn pieces(encoder: Encoder, bytes: &[u8]) -> Vec<Piece> {
+    let task = encoder.block_bytes() * TOGETHER;
+    let piece = |index: usize, bytes: &[u8]| {
+        let mut out = Vec::with_capacity(encoder.usual(bytes.len()));
+        (encoder.encode(index * task, bytes, &mut out), out)
+    };
+    let pieces = tasks(bytes.len() > task, || {
+        bytes.par_chunks(task).enumerate().map(|(index, bytes)| piece(index, bytes)).collect::<Vec<_>>()
+    });
+    pieces.unwrap_or_else(|| vec![piece(0, bytes)])
+}
+
+/// The code in blocks, if that is worth while.
+fn in_blocks(encoder: Encoder, pieces: &[Piece]) -> Result<Option<Vec<u8>>, CodeFault> {
+    let whole = encoder.whole(pieces.iter().map(|(blocks, bytes)| (blocks, &bytes[..])));
+    let code = |bytes: usize| {
+        let mut code = vec![0; bytes];
+        whole.write(&mut code).map(|_| code)
+    };
+    whole.bytes().map(code).transpose()
+}
+
+/// The code of a tensor that stays as it is.
+fn as_it_is(dtype: DType, encoder: Encoder, weights: &[u8], pieces: &[Piece]) -> Vec<u8> {
+    let whole = encoder.whole(pieces.iter().map(|(blocks, bytes)| (blocks, &bytes[..])));
+    let sums: Vec<u64> = whole.sums().collect();
+    let body = weights.len().next_multiple_of(block::ALIGN);
+    let mut code = header::write(dtype, weights.len() / encoder.fields.size(), &Index::Plain { sums: &sums }, body);
+    let head = code.len();
+    code.reserve_exact(body);
+    code.extend_from_slice(weights);
+    code.resize(head + body, 0);
+    code
+}
+
 /// Runs work on the library's threads if it is `large`. `None` if it is not, or if the system gives no threads.
 fn tasks<R: Send>(large: bool, work: impl FnOnce() -> R + Send) -> Option<R> {
     if large { threads::run(work).ok() } else { None }
-}
-
-fn fields_of(dtype: DType, bytes: &[u8]) -> Result<Fields, CodeFault> {
-    let fields = Fields::of(dtype).ok_or(CodeFault::NoCode { dtype })?;
-    if !bytes.len().is_multiple_of(fields.size()) {
-        return Err(CodeFault::PartOfWeight { dtype, bytes: bytes.len() as u64 });
-    }
-    Ok(fields)
-}
-
-/// The code of some blocks.
-struct Coded {
-    bytes: Vec<u8>,
-    lengths: Vec<u32>,
-    sums: Vec<u64>,
-}
-
-impl Coded {
-    /// Codes blocks, the first of which has this number.
-    fn of(tier: Tier, fields: Fields, first: u64, weights: &[u8]) -> Coded {
-        let blocks = weights.chunks(BLOCK * fields.size());
-        let mut coded = Coded {
-            // What is rarely too little, and at most what plain blocks take.
-            bytes: Vec::with_capacity(weights.len() - weights.len() / 8 + block::bound(0) * blocks.len()),
-            lengths: Vec::with_capacity(blocks.len()),
-            sums: Vec::with_capacity(blocks.len()),
-        };
-        let mut scratch = Scratch::new();
-        for (number, weights) in (first..).zip(blocks) {
-            let begin = coded.bytes.len();
-            coded.sums.push(tier.encode(fields, number, weights, &mut scratch, &mut coded.bytes));
-            coded.lengths.push((coded.bytes.len() - begin) as u32);
-        }
-        coded
-    }
-}
-
-/// Puts header, index and blocks together, or leaves the weights as they were.
-fn join(dtype: DType, fields: Fields, weights: &[u8], tasks: &[Coded]) -> Vec<u8> {
-    let sums: Vec<u64> = tasks.iter().flat_map(|task| &task.sums).copied().collect();
-    let body = tasks.iter().map(|task| task.bytes.len()).sum::<usize>();
-    let count = weights.len() / fields.size();
-    if header::in_blocks(sums.len(), body, weights.len()) {
-        let lengths: Vec<u32> = tasks.iter().flat_map(|task| &task.lengths).copied().collect();
-        let index = Index::Blocks { lengths: &lengths, sums: &sums };
-        concat(&header::write(dtype, count, &index, body), body, tasks.iter().map(|task| &task.bytes[..]))
-    } else {
-        let body = weights.len().next_multiple_of(block::ALIGN);
-        let index = Index::Plain { sums: &sums };
-        concat(&header::write(dtype, count, &index, body), body, weights.chunks(1 << 20))
-    }
-}
-
-/// The parts one after the other, then zeros up to `body` bytes after the first.
-fn concat<'a>(first: &[u8], body: usize, parts: impl Iterator<Item = &'a [u8]>) -> Vec<u8> {
-    let mut bytes = vec![0; first.len() + body];
-    let (to, mut left) = bytes.split_at_mut(first.len());
-    to.copy_from_slice(first);
-    let mut copies = Vec::new();
-    for part in parts {
-        let (to, others) = left.split_at_mut(part.len());
-        left = others;
-        copies.push((to, part));
-    }
-    // In parallel, since the system has yet to give most of the memory.
-    let copy = |(to, part): &mut (&mut [u8], &[u8])| to.copy_from_slice(part);
-    if tasks(copies.len() > 1, || copies.par_iter_mut().for_each(copy)).is_none() {
-        copies.iter_mut().for_each(copy);
-    }
-    bytes
 }
 
 /// The bytes of the code of some weights by those of the weights, without header and index: what a planner counts with. One
@@ -283,10 +238,11 @@ fn concat<'a>(first: &[u8], body: usize, parts: impl Iterator<Item = &'a [u8]>) 
 /// # Errors
 /// As [`compress`].
 pub fn estimate(dtype: DType, sample: &[u8]) -> Result<f64, CodeFault> {
-    let fields = fields_of(dtype, sample)?;
+    let encoder = Encoder::new(dtype, sample.len())?;
     if sample.is_empty() {
         return Ok(1.0);
     }
-    let coded = Coded::of(Tier::best(), fields, 0, sample);
-    Ok((coded.bytes.len() as f64 / sample.len() as f64).min(1.0))
+    let mut code = Vec::with_capacity(encoder.usual(sample.len()));
+    encoder.encode(0, sample, &mut code);
+    Ok((code.len() as f64 / sample.len() as f64).min(1.0))
 }

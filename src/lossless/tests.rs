@@ -5,6 +5,7 @@ mod warp;
 
 use proptest::prelude::*;
 
+use super::vector::Tier;
 use super::*;
 
 const TYPES: [DType; 7] =
@@ -46,8 +47,11 @@ fn coded(dtype: DType, bytes: &[u8]) -> Vec<u8> {
     let code = compress(dtype, bytes).unwrap();
     let fields = Fields::of(dtype).unwrap();
     for tier in Tier::all() {
-        let coded = Coded::of(tier, fields, 0, bytes);
-        assert!(join(dtype, fields, bytes, &[coded]) == code, "{tier:?} codes {dtype} otherwise");
+        let (encoder, mut blocks) = (Encoder::with_tier(tier, dtype, bytes.len()).unwrap(), Vec::new());
+        let piece = (encoder.encode(0, bytes, &mut blocks), blocks);
+        let found = in_blocks(encoder, std::slice::from_ref(&piece)).unwrap();
+        let found = found.unwrap_or_else(|| as_it_is(dtype, encoder, bytes, &[piece]));
+        assert!(found == code, "{tier:?} codes {dtype} otherwise");
         let mut decoded = vec![0xa5; bytes.len()];
         let mut opened = Code::open(&code).unwrap();
         opened.head.tier = tier;
@@ -230,6 +234,40 @@ fn tasks_are_put_together_in_order() {
     let mut part = vec![0; bytes.len() - 2 * 5001];
     code.decode_range(5001..code.info().count, &mut part).unwrap();
     assert!(part == bytes[2 * 5001..]);
+}
+
+/// A code made of pieces, whatever their sizes, is that of the whole tensor; and the weights come back from pieces alone.
+#[test]
+fn pieces_of_any_size_make_the_same_code() {
+    for (dtype, deviation) in [(DType::BF16, 0.02), (DType::F32, 3.0), (DType::F8E4M3, 1.0)] {
+        let bytes = stored(dtype, normal(8, deviation).take(5 * BLOCK + 77));
+        let encoder = Encoder::new(dtype, bytes.len()).unwrap();
+        for blocks in [1, 2, 4, 9] {
+            let piece = blocks * encoder.block_bytes();
+            let made: Vec<Piece> = bytes
+                .chunks(piece)
+                .enumerate()
+                .map(|(number, weights)| {
+                    let mut out = Vec::new();
+                    (encoder.encode(number * piece, weights, &mut out), out)
+                })
+                .collect();
+            let whole = encoder.whole(made.iter().map(|(blocks, bytes)| (blocks, &bytes[..])));
+            let mut code = vec![0xa5; whole.bytes().unwrap_or(0)];
+            let plain = Info::read(&compress(dtype, &bytes).unwrap()).unwrap();
+            if plain.in_blocks {
+                assert_eq!(whole.write(&mut code), Ok(plain));
+                assert!(code == compress(dtype, &bytes).unwrap(), "{dtype}, {blocks}");
+                let needed = code.len() as u64;
+                assert_eq!(whole.write(&mut code[1..]), Err(CodeFault::Destination { needed, given: needed - 1 }));
+            } else {
+                assert!(code.is_empty(), "{dtype}");
+            }
+            let mut weights = vec![0xa5; bytes.len()];
+            whole.write_weights(&mut weights).unwrap();
+            assert!(weights == bytes, "{dtype}, {blocks}");
+        }
+    }
 }
 
 #[test]

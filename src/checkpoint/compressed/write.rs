@@ -137,7 +137,7 @@ fn whole(path: &Path, spec: &TensorSpec, fill: impl FnOnce(&mut TensorWriter<'_>
 /// The code of a tensor; `None` if it stays as it is.
 fn code(path: &Path, spec: &TensorSpec, bytes: &[u8]) -> Result<Option<Vec<u8>>> {
     let fault = |fault: CodeFault| Error::file(path, Some(&spec.name), FileFault::Compressed(fault.into()));
-    Ok(lossless::shorter(spec.dtype, bytes).map_err(fault)?.map(|(code, _)| code))
+    lossless::shorter(spec.dtype, bytes).map_err(fault)
 }
 
 /// A compressed tensor as the file has it.

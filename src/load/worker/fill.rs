@@ -2,7 +2,7 @@
 //! together.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::{Job, Tensors, lock};
 use crate::backend::{Buf, BufMut};
@@ -22,27 +22,7 @@ pub(in crate::load) struct Block {
 /// Parts of files, with the number of the file.
 pub(in crate::load) type Parts<'a> = Vec<(usize, ReadPart<'a>)>;
 
-/// The place of a worker that has nothing to do, taken by a thread that helps another. It is free again when this is dropped.
-pub(in crate::load) struct Place<'a>(&'a AtomicUsize);
-
-impl<'a> Place<'a> {
-    fn take(idle: &'a AtomicUsize) -> Option<Place<'a>> {
-        idle.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |idle| idle.checked_sub(1)).ok().map(|_| Place(idle))
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
 impl Job<'_> {
-    /// The place of a worker that has nothing to do, if there is one.
-    pub(in crate::load) fn idle(&self) -> Option<Place<'_>> {
-        Place::take(&self.idle)
-    }
-
     /// Fills blocks that live on the host, in place.
     pub(in crate::load) fn fill_host(&self, mut blocks: Vec<Block>) -> Result<Vec<Buf>> {
         let no_address = || Error::bug("host memory that the host cannot address");
@@ -69,7 +49,7 @@ impl Job<'_> {
     }
 
     /// Whether a tensor's bytes are a range of a file.
-    pub(super) fn is_plain(&self, tensor: TensorId) -> bool {
+    pub(in crate::load) fn is_plain(&self, tensor: TensorId) -> bool {
         let is_made = self.patch(tensor).is_some() || self.layout.factors_with(tensor).is_some();
         !is_made && self.reuse.in_base(tensor).is_none()
     }
@@ -97,7 +77,7 @@ impl Job<'_> {
         for (tensor, range) in plain {
             let (before, rest) = std::mem::take(&mut bytes).split_at_mut(range.end - begin);
             let dst = &mut before[range.start - begin..];
-            parts.push(self.files(*tensor)?.checkpoint().part_at(*tensor, dst)?);
+            parts.push(self.files(*tensor)?.checkpoint().part_at(*tensor, 0, dst)?);
             (bytes, begin) = (rest, range.end);
         }
         Ok(parts)
@@ -126,7 +106,7 @@ impl Job<'_> {
         let pieces = files.into_iter().flat_map(pieces).collect();
         threads::work_through(
             pieces,
-            || self.idle(),
+            || self.places.free(),
             |(file, mut parts)| {
                 self.check_cancelled()?;
                 read(file, &mut parts)

@@ -155,7 +155,7 @@ impl Job<'_> {
         let pieces = pieces(range.len(), offset, self.pool.bytes_each());
         threads::work_through(
             pieces,
-            || self.idle(),
+            || self.places.free(),
             |piece| {
                 let mut at = piece.start;
                 while at < piece.end {
