@@ -76,7 +76,7 @@ impl support::Example for Args {
 
     fn run(self) -> Result<Value> {
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
-        let layout = if self.codes.compress { self.model.compressed()?.0 } else { self.model.layout()? };
+        let layout = if self.codes.any() { self.model.compressed()?.0 } else { self.model.layout()? };
         let allocation = self.alloc.parse()?;
         let (name, compressed) = ("as it is".to_owned(), None);
         let current = Case { name, machine, allocation, depth: None, order: None, pins_all: false, compressed };
@@ -96,7 +96,8 @@ impl Args {
         let layout = case.compressed.as_deref().unwrap_or(layout);
         let (compute, layers) = (self.compute_ms.0, layout.layers().len());
         let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
-        let planner = planner.compress(self.codes.compress || case.compressed.is_some());
+        let planner = self.codes.of(planner);
+        let planner = if case.compressed.is_some() { planner.compress(true) } else { planner };
         let planner = case.depth.into_iter().fold(planner, Planner::depth);
         let planner = case.order.into_iter().fold(planner, |planner, order| order.apply(planner));
         // As it is replayed.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use proptest::prelude::*;
-use support::compressed::{AnyModel, Compressed};
+use support::compressed::{AnyModel, Compressed, kept};
 use support::*;
 use tensor_offload::backend::{Clock, Operation};
 use tensor_offload::cache::Evict;
@@ -28,12 +28,6 @@ fn planner<'a>(weights: &'a Weights, machine: &'a Machine, allocation: &str) -> 
 
 fn held(devices: &Registry, id: DeviceId) -> u64 {
     devices.device(id).unwrap().ledger().charged()
-}
-
-/// The weights of modules that the plan keeps compressed, and what they take.
-fn kept(plan: &Plan) -> (u64, u64) {
-    let compressed = plan.assignments().iter().filter(|a| a.is_compressed());
-    compressed.fold((0, 0), |(bytes, taken), a| (bytes + a.bytes, taken + a.bytes - a.saved))
 }
 
 /// A model has what its own plan says, and every layer is as the subject's tensors are.
@@ -293,30 +287,38 @@ fn wrong_estimates_are_put_right() {
     write_safetensors(&path, &specs, &Default::default(), |n, out| out.put(&contents[n].1)).unwrap();
     let subject = Subject::new(Checkpoint::open(&path).unwrap().into());
     let (weights, devices) = (compressing(&subject), Registry::described(machine(), Clock::Wall));
-    let plan = planner(&weights, devices.machine(), "cpu,*").plan().unwrap();
-    let loaded = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
-    check(&devices, &loaded, &subject);
     let compressed =
         |plan: &Plan, module: &str| plan.assignments().iter().find(|a| *a.module == *module).unwrap().is_compressed();
-    for (module, planned, made) in [
-        ("layers.0.good", true, true),
-        ("layers.0.looks_good", true, false),
-        ("layers.1.looks_bad", false, false),
-        ("layers.1.good", true, false),
-        ("layers.1.looks_good", true, false),
-        ("layers.2.one", true, true),
-        ("layers.2.other", true, true),
-    ] {
-        assert_eq!((compressed(&plan, module), compressed(loaded.plan(), module)), (planned, made), "{module}\n{plan}");
+    // On the compute device, too, where what saves nothing has a slot for its turns still.
+    let plan = |allocation| planner(&weights, devices.machine(), allocation).compress_resident(true).plan().unwrap();
+    for plan in ["cpu,*", "cuda:0,*"].map(plan) {
+        let loaded = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
+        check(&devices, &loaded, &subject);
+        for (module, planned, made) in [
+            ("layers.0.good", true, true),
+            ("layers.0.looks_good", true, false),
+            ("layers.1.looks_bad", false, false),
+            ("layers.1.good", true, false),
+            ("layers.1.looks_good", true, false),
+            ("layers.2.one", true, true),
+            ("layers.2.other", true, true),
+        ] {
+            assert_eq!(
+                (compressed(&plan, module), compressed(loaded.plan(), module)),
+                (planned, made),
+                "{module}\n{plan}"
+            );
+        }
+        // What was planned serves it still, and a derived model tries nothing twice.
+        let moved = Loader::new(&devices).relocate(&loaded, &plan).unwrap();
+        let again = Loader::new(&devices).derive(&loaded, &weights, &plan).unwrap();
+        assert_eq!((moved.plan(), again.plan()), (loaded.plan(), loaded.plan()));
+        assert_eq!((moved.report().shared, again.report().shared), (plan.bytes(), plan.bytes()));
+        drop((loaded, moved, again));
+        comes_back(&devices);
     }
-    // What was planned serves it still, and a derived model tries nothing twice.
-    let moved = Loader::new(&devices).relocate(&loaded, &plan).unwrap();
-    let again = Loader::new(&devices).derive(&loaded, &weights, &plan).unwrap();
-    assert_eq!((moved.plan(), again.plan()), (loaded.plan(), loaded.plan()));
-    assert_eq!((moved.report().shared, again.report().shared), (plan.bytes(), plan.bytes()));
-    drop((loaded, moved, again));
-    comes_back(&devices);
     // Where that is more than the host has, the load says so, and keeps nothing.
+    let plan = plan("cpu,*");
     let most = plan.device(CPU).unwrap().needed() + (60 << 10);
     let limited = described(&[&format!("cpu={most}b"), "cuda:0=24mb"]);
     let devices = Registry::described(limited, Clock::Wall);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use support::compressed::{AnyModel, Compressed};
+use support::compressed::{AnyModel, Packed, kept};
 use support::framework::{Framework, Memory};
 use support::machines::steady_pass;
 use support::*;
@@ -22,37 +22,8 @@ use tensor_offload::{
     Retention, Streamer, Weights,
 };
 
-/// A model in a compressed file, as it is opened.
-struct Packed {
-    file: Compressed,
-    subject: Subject,
-}
-
-impl Packed {
-    fn new(tensors: &[TensorSpec], seed: u64) -> Packed {
-        let file = Compressed::new(tensors, seed);
-        let subject = Subject::new(file.open().into());
-        Packed { file, subject }
-    }
-
-    fn planner<'a>(&'a self, machine: &'a Machine, allocation: &str) -> Planner<'a> {
-        self.subject.planner(machine, allocation).compress(true)
-    }
-
-    fn check_pass(&self, streamer: &mut Streamer) -> Result<()> {
-        check_pass(streamer, &self.file.plain)?;
-        streamer.verify()
-    }
-}
-
 fn held(devices: &Registry, id: DeviceId) -> u64 {
     devices.device(id).unwrap().ledger().charged()
-}
-
-/// The weights of modules that the plan keeps compressed, and what they take.
-fn kept(plan: &Plan) -> (u64, u64) {
-    let compressed = plan.assignments().iter().filter(|a| a.is_compressed());
-    compressed.fold((0, 0), |(bytes, taken), a| (bytes + a.bytes, taken + a.bytes - a.saved))
 }
 
 #[test]

@@ -38,7 +38,7 @@ fn tensors() -> Vec<TensorSpec> {
 fn load(devices: &Registry, weights: &Weights, allocation: &str, pinned: Option<u64>) -> Result<Arc<Model>> {
     let planner = Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse()?).compute(GPU0);
     let planner = pinned.iter().fold(planner, |planner, &cap| planner.pinned_cap(Some(ByteSize(cap))));
-    let plan = planner.depth(1).compress(true).landing_cap(ByteSize(0)).plan()?;
+    let plan = planner.depth(1).compress(true).compress_resident(true).landing_cap(ByteSize(0)).plan()?;
     assert!(plan.assignments().iter().any(|a| a.is_compressed()), "{plan}");
     Ok(Arc::new(Loader::new(devices).deadline(DEADLINE).load(weights, &plan)?))
 }
@@ -86,7 +86,7 @@ fn passes(
     Ok(())
 }
 
-/// Pinned and pageable, from files, past another card: codes cross the link and kernels decode them.
+/// Pinned and pageable, from files, past another card: codes cross the link and kernels decode them, and those that live on the card.
 #[test]
 fn cuda_slots_hold_the_weights_of_codes_that_cross_the_link() {
     // The large one arrives in parts.
@@ -98,6 +98,8 @@ fn cuda_slots_hold_the_weights_of_codes_that_cross_the_link() {
         ("cuda:0,30%;cpu,70%", Some(0), Codes::OfTheFile),
         ("disk,*", None, Codes::OfTheFile),
         ("cpu,50%;disk,50%", Some(20_000), Codes::OfTheFile),
+        ("cuda:0,*", None, Codes::OfTheFile),
+        ("cuda:0,60%;cpu,40%", None, Codes::OfTheLoad),
     ] {
         let driver = driver(&cards(1));
         let devices = registry();

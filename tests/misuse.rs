@@ -379,7 +379,7 @@ impl fmt::Debug for LyingStream {
 /// Loads, streams, reads, derives, moves and lets go, whatever comes of it.
 fn whole_path(devices: &Registry, subject: &Subject, told: &Told, allocation: &str) -> Result<()> {
     let loader = Loader::new(devices).workers(2).deadline(DEADLINE);
-    let plan = subject.planner(devices.machine(), allocation).depth(1).compress(true).plan()?;
+    let plan = subject.planner(devices.machine(), allocation).depth(1).compress(true).compress_resident(true).plan()?;
     // An event of the past, to lie with.
     let card = devices.device(GPU0)?;
     drop(card.stream(Role::Compute)?.record(&[])?);
@@ -425,6 +425,7 @@ fn lie_to(devices: impl Fn() -> Arc<dyn Backend>, lie: Lie) -> usize {
         (&subject, "cuda:0,100%"),
         (&subject, "cuda:1,9kb;cpu,*"),
         (&compressed, "cuda:0,8kb;disk,60kb;cpu,*"),
+        (&compressed, "cuda:0,*"),
     ] {
         told.on.store(false, Ordering::Relaxed);
         let outcome = whole_path(&registry, subject, &told, allocation);

@@ -50,7 +50,7 @@ impl ModelOptions {
     /// The layout once the model's tensors are cast, and compressed if they are to be.
     pub(crate) fn layout_of(&self, casts: &CastOptions, codes: CompressOption) -> Result<Layout> {
         match &self.model {
-            _ if casts.casts.is_empty() && codes.compress => Ok(self.compressed()?.0),
+            _ if casts.casts.is_empty() && codes.any() => Ok(self.compressed()?.0),
             _ if casts.casts.is_empty() => self.layout(),
             Some(model) => {
                 let weights = casts.apply(Checkpoint::open(model)?.into())?;

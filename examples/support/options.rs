@@ -74,12 +74,25 @@ pub(crate) struct CompressOption {
     /// where they live, less of them crosses the link, and the compute device decodes them
     #[arg(long)]
     pub(crate) compress: bool,
+    /// Keep weights compressed, too, that live on the compute device: it holds more of them, and decodes them for each use
+    #[arg(long)]
+    pub(crate) compress_resident: bool,
 }
 
 impl CompressOption {
+    /// Whether any weights are kept compressed.
+    pub(crate) fn any(self) -> bool {
+        self.compress || self.compress_resident
+    }
+
     /// The weights, to be compressed on loading if they are to be kept so.
     pub(crate) fn apply(self, weights: Weights) -> Result<Weights> {
-        if self.compress { weights.compress() } else { Ok(weights) }
+        if self.any() { weights.compress() } else { Ok(weights) }
+    }
+
+    /// The planner, with what is kept compressed.
+    pub(crate) fn of(self, planner: Planner<'_>) -> Planner<'_> {
+        planner.compress(self.compress).compress_resident(self.compress_resident)
     }
 }
 

@@ -196,6 +196,12 @@ impl ModelBuilder {
         self.planner(|planner| planner.compress(true)).unresolved()
     }
 
+    /// Keeps modules compressed that live on the compute device. See [`Planner::compress_resident`] and [`Weights::compress`].
+    pub fn compress_resident(mut self) -> ModelBuilder {
+        self.compresses = true;
+        self.planner(|planner| planner.compress_resident(true)).unresolved()
+    }
+
     /// Has slots hold the values of tensors in GGML's blocks, as F32, F16 or BF16; see [`Planner::unpack`].
     pub fn unpack(self, dtype: DType) -> ModelBuilder {
         self.planner(move |planner| planner.unpack(dtype))

@@ -226,7 +226,7 @@ impl Model {
     pub fn bytes(&self) -> BTreeMap<DeviceId, u64> {
         let share = |share: &crate::plan::DevicePlan| (share.id, share.weights.bytes + share.beside.slots);
         let mut held: BTreeMap<DeviceId, u64> = self.plan.devices().iter().map(share).collect();
-        for home in self.store.homes.iter().flatten() {
+        for home in self.all_homes() {
             let less = home.bytes().saturating_sub(home.taken());
             held.entry(home.device()).and_modify(|bytes| *bytes = bytes.saturating_sub(less));
         }

@@ -10,15 +10,15 @@
 use std::time::Duration;
 
 use super::candidates::{self, Quota, is_worth, takes_rest};
+use super::compress::kept_compressed;
 use super::explain::{Alternative, Explanation};
 use super::outlier::outliers_of;
 use super::planner::Planner;
-use super::split::{Donor, Split};
-use super::traffic::kept_compressed;
+use super::split::{Donor, Split, scaled};
 use super::value::{Order, Parts, Plan, Unit};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, Module};
+use crate::checkpoint::{Layout, Module, ModuleId};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
@@ -32,12 +32,16 @@ const LARGER: u64 = 16;
 /// The parts of the streamed bytes that are moved from donor to donor: first large pieces, then small ones.
 const PIECES: [u64; 2] = [16, 64];
 
-/// The plan with the shortest pass for `planner`'s model and machine. The planner's allocation is ignored. Modules that may be kept
-/// compressed are, unless the pass is shorter without: decoding takes time, and landing buffers take memory.
+/// The plan with the shortest pass for `planner`'s model and machine. The planner's allocation is ignored. Streamed modules that may be
+/// kept compressed are, unless the pass is shorter without: decoding takes time, and landing buffers take memory. Resident ones are only
+/// if the pass is shorter with it.
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] when no candidate fits; any error of planning.
 pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
+    if planner.compress_resident {
+        return with_resident(planner, compute);
+    }
     let found = search(planner, compute);
     let is_hidden = |plan: &Plan| plan.explanation().is_some_and(|told| told.pass <= told.compute);
     if !planner.compress || found.as_ref().is_ok_and(|plan| !plan.is_compressed() || is_hidden(plan)) {
@@ -53,6 +57,27 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
             plain.found(of_plain.rather_than(of_found))
         }
         _ => Ok(found),
+    }
+}
+
+/// As [`plan`], for a planner that may keep resident modules compressed.
+fn with_resident(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
+    let plain = plan(&planner.clone().compress_resident(false), compute);
+    let is_hidden = |plan: &Plan| plan.explanation().is_some_and(|told| told.pass <= told.compute);
+    if plain.as_ref().is_ok_and(is_hidden) {
+        return plain;
+    }
+    let (found, plain) = match (search(planner, compute), plain) {
+        (Ok(found), Ok(plain)) => (found, plain),
+        (found, plain) => return plain.or_else(|error| found.map_err(|_| error)),
+    };
+    match (found.explanation(), plain.explanation().cloned()) {
+        (Some(of_found), Some(of_plain)) if is_worth(of_found.pass, of_plain.pass) => {
+            let told = of_found.clone().after(&of_plain);
+            found.found(told)
+        }
+        (Some(of_found), Some(of_plain)) => plain.found(of_plain.rather_than_resident(of_found)),
+        _ => Ok(plain),
     }
 }
 
@@ -87,6 +112,8 @@ struct Search<'a> {
     total: u64,
     /// The bytes of weights, slots and reserve that the compute device can hold.
     room: u64,
+    /// What it keeps of how many bytes of weights, if it holds all.
+    kept: (u64, u64),
     donors: Vec<Donor>,
     /// The largest module except outliers, which are best kept off donors.
     unit: u64,
@@ -136,6 +163,7 @@ impl<'a> Search<'a> {
             layers,
             total: planner.total()?,
             room: info.usable().min(domain.usable()),
+            kept: kept_here(planner, compute),
             donors,
             unit: largest_but_outliers(planner.layout),
             found: Vec::new(),
@@ -150,7 +178,8 @@ impl<'a> Search<'a> {
         let planner = self.planner.clone().allocation(allocation.clone());
         match self.placed(&planner).and_then(|parts| planner.checked(parts)) {
             Ok(plan) => {
-                let explanation = Explanation::whole(&plan, allocation, self.time);
+                let pass = self.pass(&plan);
+                let explanation = Explanation::whole(&plan, allocation, (self.time, pass));
                 Ok(Some(plan.found(explanation)?))
             }
             Err(Error::DoesNotFit(short)) => {
@@ -206,7 +235,7 @@ impl<'a> Search<'a> {
     fn larger_quotas(&mut self) -> Result<()> {
         let Some(best) = self.improvable() else { return Ok(()) };
         let (arrangement, split, resident) = (best.arrangement, best.split, best.resident);
-        let above = self.room.min(self.total).saturating_sub(resident) / LARGER;
+        let above = self.most().saturating_sub(resident) / LARGER;
         for quota in (1..LARGER).map(|parts| resident + above * parts) {
             self.attempt(arrangement, split, Quota::at_most(quota), None)?;
         }
@@ -227,7 +256,7 @@ impl<'a> Search<'a> {
     }
 
     fn try_split(&mut self, arrangement: Arrangement, split: Split) -> Result<()> {
-        let quota = Quota::most(self.room.min(self.total));
+        let quota = Quota::most(self.most());
         self.attempt(arrangement, split, quota, None)
     }
 
@@ -250,8 +279,8 @@ impl<'a> Search<'a> {
             let planner = self.planner_of(arrangement).allocation(allocation.clone());
             let parts = self.placed(&planner)?;
             let own = parts.devices.iter().find(|device| device.id == self.compute);
-            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.taken(), own.weights.taken()));
-            let beside = self.room.saturating_sub(beside);
+            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.taken(), own.weights.bytes));
+            let beside = self.weights_in(self.room.saturating_sub(beside));
             let goes_on = match planner.checked(parts) {
                 Ok(plan) => {
                     let (pass, resident) = (self.pass(&plan), quota.next);
@@ -277,6 +306,17 @@ impl<'a> Search<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The most bytes of weights that the compute device may hold.
+    fn most(&self) -> u64 {
+        self.weights_in(self.room).min(self.total)
+    }
+
+    /// The bytes of weights that the compute device holds in so many bytes.
+    fn weights_in(&self, bytes: u64) -> u64 {
+        let (kept, weights) = self.kept;
+        scaled(bytes, weights, kept)
     }
 
     /// Places every module, and counts that it was tried.
@@ -362,6 +402,17 @@ fn leave_room_for_staging(donors: &mut [Donor], planner: &Planner<'_>, compute: 
     for donor in donors.iter_mut().filter(|donor| donor.device.is_host()) {
         donor.room = donor.room.saturating_sub(staging);
     }
+}
+
+/// What the compute device keeps of how many bytes of weights, if it holds the whole model.
+fn kept_here(planner: &Planner<'_>, compute: DeviceId) -> (u64, u64) {
+    let (codes, layout) = (planner.kept_codes(compute), planner.layout);
+    let saved = |&module: &ModuleId| {
+        kept_compressed(layout, compute, module).map_or(0, |kept| layout.at(module).bytes.saturating_sub(kept))
+    };
+    let saved = codes.resident.iter().map(saved).fold(0, u64::saturating_add);
+    let weights = layout.bytes().max(1);
+    (weights.saturating_sub(saved).max(1), weights)
 }
 
 /// The donor, with what it keeps of the whole model if it streams all of it. Which modules it gets, the plan of a candidate knows.

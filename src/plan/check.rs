@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::compress::{kept_compressed, saved_on};
 use super::slots::Slots;
-use super::traffic::{BinTraffic, kept_compressed, saved_on};
+use super::traffic::BinTraffic;
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module};
 use crate::device::DeviceId;
@@ -30,12 +31,10 @@ impl Parts {
             }
             previous_layer = layer;
             let here = matches!(a.usage, Use::Resident | Use::Unpacked);
-            let unpacks = a.usage != Use::Unpacked || self.unpacked.is_some();
             // A model that waits on the host uses it in place.
-            let compressed =
-                !a.is_compressed() || (matches!(a.usage, Use::Streamed | Use::InPlace) && a.saved < a.bytes);
+            let compressed = !a.is_compressed() || (a.usage != Use::Resident && a.saved < a.bytes);
             let staged = !a.staged || a.usage == Use::Streamed;
-            if here != (a.device == self.compute) || !staged || !unpacks || !compressed {
+            if here != (a.device == self.compute) || !staged || !compressed {
                 let (module, usage, device) = (a.module.to_string(), a.usage.name(), a.device);
                 return Err(Contradiction::Usage { module, usage, device });
             }

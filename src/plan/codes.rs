@@ -3,8 +3,9 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+use super::compress::{kept_compressed, saved_on};
 use super::slots::Slots;
-use super::traffic::{BinTraffic, Fetch, kept_compressed, saved_on, slots_of};
+use super::traffic::{BinTraffic, Fetch, slots_of};
 use super::value::{Assignment, Parts, Plan, Use};
 use crate::checkpoint::{Layout, ModuleId};
 use crate::device::DeviceId;

@@ -1,5 +1,6 @@
 //! A plan without resident modules, to make room on its compute device.
 
+use super::compress::{KeptCodes, saved_on};
 use super::fits;
 use super::planner::default_pinned_cap;
 use super::traffic::{BinTraffic, Placed};
@@ -67,9 +68,9 @@ impl Plan {
         let in_slots = &*form.in_slots(layout);
         let saved: Per<ModuleId, u64> = assignments.iter().map(|a| a.saved).collect();
         // What is compressed stays so, and no more is.
-        let (pinned_cap, compress) = (0, false);
+        let (pinned_cap, codes) = (0, KeptCodes::as_before());
         let placed =
-            Placed { layout, in_slots, topology, compute, devices: &ids, home: &home, form, pinned_cap, compress };
+            Placed { layout, in_slots, topology, compute, devices: &ids, home: &home, form, pinned_cap, codes };
         let slots = placed.slots(&uses, &staged, &saved, &mut moved);
         let slots = if old.external_slots { slots.left_to_caller() } else { slots };
         for (device, moved) in devices.iter_mut().zip(moved) {
@@ -78,6 +79,7 @@ impl Plan {
             (device.weights.streamed, device.weights.staged) = (moved.streamed, moved.staged);
             device.weights.pinned = pinned.map(Assignment::taken).sum();
             device.weights.bytes = here().map(|a| a.bytes).sum();
+            device.weights.saved = here().map(|a| saved_on(device.id, a.saved)).sum();
             device.weights.modules = here().count();
             device.beside.slots = if device.id == compute { slots.bytes() } else { 0 };
         }
@@ -96,8 +98,8 @@ impl Plan {
         let mut moved: Vec<Assignment> = self.assignments().to_vec();
         for a in &mut moved {
             if matches!(a.usage, Use::Resident | Use::Unpacked) {
-                (a.device, a.usage, a.staged) = (DeviceId::CPU, Use::Streamed, a.bytes > left);
-                left -= if a.staged { 0 } else { a.bytes };
+                (a.device, a.usage, a.staged) = (DeviceId::CPU, Use::Streamed, a.taken() > left);
+                left -= if a.staged { 0 } else { a.taken() };
             }
             if usage == Use::InPlace {
                 (a.usage, a.staged) = (Use::InPlace, false);

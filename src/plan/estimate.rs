@@ -88,7 +88,8 @@ impl Plan {
         };
         let layers = self.assignments().chunk_by(|a, b| a.layer == b.layer);
         let divided = self.grouping().is_apart() && !self.has_external_slots();
-        let large = if divided || self.unpacked().is_some() {
+        let unpacks = self.assignments().iter().any(|a| a.usage == Use::Unpacked);
+        let large = if divided || unpacks || self.unpacked().is_some() {
             // Which layers are large depends on their tensors, which a plan does not know. No others that stay have more bytes.
             let mut layers: Vec<&[Assignment]> = layers.collect();
             layers.sort_by_key(|layer| std::cmp::Reverse(sum(layer, Assignment::taken)));

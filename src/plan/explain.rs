@@ -31,6 +31,10 @@ pub struct Explanation {
     /// The time of the best pass with modules kept [compressed](super::Planner::compress), if that is longer, so that none is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compressed: Option<Duration>,
+    /// The time of the best pass with resident modules kept [compressed](super::Planner::compress_resident), too, if that is no
+    /// shorter, so that none is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compressed_resident: Option<Duration>,
     /// The number of placements tried.
     pub tried: usize,
 }
@@ -74,15 +78,15 @@ impl Explanation {
     }
 
     /// The explanation of a plan with everything on the compute device.
-    pub(super) fn whole(plan: &Plan, allocation: Allocation, compute: Duration) -> Explanation {
+    pub(super) fn whole(plan: &Plan, allocation: Allocation, (compute, pass): (Duration, Duration)) -> Explanation {
         let reason = |device: &super::DevicePlan| DeviceReason {
             device: device.id,
             bytes: device.weights.bytes,
             why: "holds the whole model".to_owned(),
         };
         let devices = plan.devices().iter().filter(|device| device.weights.bytes > 0).map(reason).collect();
-        let (kept, others, compressed) = Default::default();
-        Explanation { allocation, kept, compute, pass: compute, devices, others, compressed, tried: 1 }
+        let (kept, others, compressed, compressed_resident) = Default::default();
+        Explanation { allocation, kept, compute, pass, devices, others, compressed, compressed_resident, tried: 1 }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one value, each made elsewhere")]
@@ -103,12 +107,23 @@ impl Explanation {
             DeviceReason { device: donor.device, bytes, why: donates(plan, machine, donor, bytes) }
         };
         let devices = std::iter::once(own).chain(donors.iter().map(donor)).collect();
-        Explanation { allocation, kept, compute, pass, devices, others, compressed: None, tried }
+        let (compressed, compressed_resident) = (None, None);
+        Explanation { allocation, kept, compute, pass, devices, others, compressed, compressed_resident, tried }
     }
 
     /// This explanation of a plan that was preferred to that of another one, in which modules are kept compressed.
     pub(super) fn rather_than(self, compressed: &Explanation) -> Explanation {
-        Explanation { compressed: Some(compressed.pass), tried: self.tried + compressed.tried, ..self }
+        Explanation { compressed: Some(compressed.pass), ..self.after(compressed) }
+    }
+
+    /// This explanation of a plan that was preferred to that of another one, in which resident modules are kept compressed, too.
+    pub(super) fn rather_than_resident(self, compressed: &Explanation) -> Explanation {
+        Explanation { compressed_resident: Some(compressed.pass), ..self.after(compressed) }
+    }
+
+    /// This explanation, after a search that found another plan.
+    pub(super) fn after(self, other: &Explanation) -> Explanation {
+        Explanation { tried: self.tried + other.tried, ..self }
     }
 }
 
@@ -163,6 +178,9 @@ impl fmt::Display for Explanation {
         if let Some(pass) = self.compressed {
             write!(f, "\n  with weights kept compressed a pass takes {:.3} s", seconds(pass))?;
         }
+        if let Some(pass) = self.compressed_resident {
+            write!(f, "\n  with resident weights kept compressed, too, a pass takes {:.3} s", seconds(pass))?;
+        }
         for other in &self.others {
             let unit = if other.unit == Unit::Uniform { ", uniform" } else { "" };
             write!(f, "\n  {}{unit}: {:.3} s with {}", other.order, seconds(other.pass), other.allocation)?;
@@ -185,6 +203,7 @@ mod tests {
             devices: Vec::new(),
             others: Vec::new(),
             compressed: None,
+            compressed_resident: None,
             tried: 1,
         };
         assert!(explanation.keeps("embed") && explanation.keeps("layers.1.mlp"));

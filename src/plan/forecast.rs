@@ -238,7 +238,8 @@ impl<'a> Simulation<'a> {
             };
             let mut all = vec![copies(&part.slices, false, false, Duration::ZERO)];
             all.retain(|_| !part.slices.is_empty());
-            let rounds = rounds(&part.unpacked, landing);
+            // What lives on the compute device is unpacked from there, all at once.
+            let rounds = rounds(&part.unpacked, if lanes[part.lane].is_local { u64::MAX } else { landing });
             let coded = |round: &Round<'_>| round.landed().iter().any(|landed| landed.tensor.is_code());
             all.extend(rounds.iter().map(|round| copies(&round.slices(), true, coded(round), decoding(round))));
             LaneFetch { lane: part.lane, block: part.block, copies: all, has_verdict: part.has_codes() }
@@ -333,7 +334,7 @@ impl<'a> Simulation<'a> {
             let (mut done, mut decoded, mut cleared) = (at, at, !*has_verdict);
             for Copies { chunks, lands, coded, decoding } in copies {
                 if *lands && !std::mem::replace(&mut cleared, true) {
-                    let begin = (*unpacked).max(*now);
+                    let begin = (*unpacked).max(*now).max(if *is_local { at } else { Duration::ZERO });
                     *unpacked = verdict.map_or_else(|| copy(from_host, VERDICT, begin), |seen| begin.max(seen));
                 }
                 at = at.max(if *lands { halves[*next] } else { free });

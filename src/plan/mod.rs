@@ -1,7 +1,7 @@
 //! Where every module of a model lives: a pure function of layout, machine and allocation.
 //!
 //! [`Planner`] (`planner`) has the inputs. The allocation's quotas become bytes on the machine's devices, and every module
-//! gets a device (`place`, `uniform`); the needs of streaming follow (`traffic`); then `check` makes sure that the devices hold
+//! gets a device (`place`, `uniform`); the needs of streaming follow (`traffic`, and `compress` for what is kept compressed); then `check` makes sure that the devices hold
 //! the result and that its parts agree. `demote` moves a plan's resident modules to the host. The resulting [`Plan`] is a
 //! value: it prints, serialises, compares, and estimates the time of a pass (`estimate`, and `forecast` by the schedule of
 //! streaming). Mode auto (`auto`, `candidates`, `split`) searches quotas and an order by the forecasts of the plans that they give.
@@ -10,6 +10,7 @@ mod auto;
 mod candidates;
 mod check;
 mod codes;
+mod compress;
 mod demote;
 mod estimate;
 mod explain;

@@ -87,7 +87,7 @@ impl fmt::Display for Outlier {
             Use::Resident => "stays resident, so that slots need not hold it",
             Use::InPlace => "is used in place, so that slots need not hold it",
             Use::Streamed => "is streamed, and needs a slot of its size",
-            Use::Unpacked => "stays resident in blocks, and needs a slot for its values",
+            Use::Unpacked => "stays resident in another form, and needs a slot for its values",
         })
     }
 }

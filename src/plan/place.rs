@@ -12,6 +12,11 @@ const SMALL_BYTES: u64 = 64 << 10;
 /// A small module has less than one part in this many of all bytes.
 const SMALL_PART: u128 = 10_000;
 
+/// Whether so many bytes, of a model of `total`, are few: modules of them stay resident.
+pub(super) fn is_small(bytes: u64, total: u64) -> bool {
+    bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total)
+}
+
 /// The devices that modules can go to, in the order of the allocation. A *bin* is one of them, by its index.
 #[derive(Debug)]
 pub(super) struct Quotas {
@@ -138,7 +143,7 @@ impl<'a> Placement<'a> {
     /// small ones, and embeddings used at both ends.
     pub(super) fn keep_first(&mut self, wanted: impl Fn(ModuleId) -> bool, total: u64) {
         let layout = self.layout;
-        let small = |bytes: u64| bytes < SMALL_BYTES && u128::from(bytes) * SMALL_PART < u128::from(total);
+        let small = |bytes: u64| is_small(bytes, total);
         self.keep(wanted, Some(KeptFor::Wanted));
         self.keep(|module| layout.at(module).bytes == 0 || small(layout.at(module).bytes), None);
         self.keep(|module| layout.at(module).tied, Some(KeptFor::BothEnds));

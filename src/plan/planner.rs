@@ -58,6 +58,7 @@ pub struct Planner<'a> {
     pub(super) unpacked: Option<DType>,
     in_slots: Option<Arc<Layout>>,
     pub(super) compress: bool,
+    pub(super) compress_resident: bool,
     pub(super) landing_cap: u64,
     pub(super) compute_time: ComputeTime,
     /// The largest slot; modules of a layer that would exceed it are kept resident.
@@ -87,6 +88,7 @@ impl<'a> Planner<'a> {
             unpacked: None,
             in_slots: None,
             compress: false,
+            compress_resident: false,
             landing_cap: LANDING_CAP,
             compute_time: ComputeTime::default(),
             largest_slot: None,
@@ -225,48 +227,6 @@ impl<'a> Planner<'a> {
         self
     }
 
-    /// Keeps streamed modules compressed: on the host and on other devices, where they take as much less, and on disk, if nothing changes
-    /// what a file has [compressed](crate::checkpoint::write_compressed). Their codes cross the links, arrive in a landing buffer on the compute
-    /// device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and the same bits. A
-    /// device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and they are decoded
-    /// when they are read.
-    ///
-    /// A module is compressed if a file has it so, or if the load is to compress it ([`Weights::compress`](crate::Weights::compress)).
-    /// Mode auto compresses none if a pass is shorter so, on a device that decodes slowly
-    /// ([`DeviceInfo::decoding`](crate::device::DeviceInfo::decoding)), and says so.
-    ///
-    /// Quotas are in bytes of weights, as always; what a device needs is less ([`DeviceWeights::saved`](super::DeviceWeights::saved)).
-    /// Where the host computes, this changes nothing: its weights are used where they live.
-    ///
-    /// ```
-    /// # use tensor_offload::{Checkpoint, DType, Machine, Planner, checkpoint::{TensorSpec, write_compressed}};
-    /// # let folder = tempfile::tempdir().unwrap();
-    /// # let path = folder.path().join("model.safetensors");
-    /// let specs = (0..8).map(|n| TensorSpec::new(format!("layers.{n}.weight"), DType::BF16, [256, 512]));
-    /// let weights = [0x80, 0x3f].repeat(256 * 512);
-    /// write_compressed(&path, &specs.collect::<Vec<_>>(), &Default::default(), |_, out| out.put(&weights))?;
-    /// let checkpoint = Checkpoint::open(&path)?;
-    /// let machine = Machine::described(&["cuda:0=24mib".parse()?, "cpu=64mib".parse()?]);
-    /// let planner = Planner::new(checkpoint.layout(), &machine).allocation("cpu,*".parse()?);
-    /// let (plain, compressed) = (planner.clone().plan()?, planner.compress(true).plan()?);
-    /// assert!(compressed.streamed_bytes() < plain.streamed_bytes() * 7 / 10);
-    /// # Ok::<(), tensor_offload::Error>(())
-    /// ```
-    pub fn compress(mut self, compress: bool) -> Self {
-        self.compress = compress;
-        self
-    }
-
-    /// Sets the most bytes of a landing buffer, in which what is [unpacked](Planner::unpack) or kept [compressed](Planner::compress)
-    /// arrives on the compute device; there is one for each route. While what is in one half is unpacked, the next tensors arrive in the
-    /// other, and what is larger than a half arrives in parts. Less leaves more of the device to weights, and takes more copies, which
-    /// below some MiB no longer reach a link's speed. It is exceeded where a half would be less than 4 KiB, than twice what decoding a
-    /// part of a code needs of the part before (its index, and a block), or than a 4096th of the largest tensor. Default: 32 MiB.
-    pub fn landing_cap(mut self, cap: ByteSize) -> Self {
-        self.landing_cap = cap.get();
-        self
-    }
-
     /// Sets the most host memory that streamed weights may pin. `None` is no limit, though a backend pins no more than its own
     /// limit. Default: the limit of the machine's host ([`DeviceInfo::pinned_cap`](crate::device::DeviceInfo::pinned_cap)).
     pub fn pinned_cap(mut self, cap: Option<ByteSize>) -> Self {
@@ -354,7 +314,7 @@ impl<'a> Planner<'a> {
             grouping: self.grouping,
             unpacked: self.unpacked,
             landing_cap: self.landing_cap,
-            decoding: self.machine.device(compute).ok().and_then(|info| info.decoding).filter(|_| self.compress),
+            decoding: self.decoding(compute),
             slots,
             devices,
             assignments,
@@ -370,7 +330,7 @@ impl<'a> Planner<'a> {
     }
 
     /// The modules to keep resident.
-    fn kept(&self) -> Per<ModuleId, bool> {
+    pub(super) fn kept(&self) -> Per<ModuleId, bool> {
         let layout = self.layout;
         let mut kept: Per<ModuleId, bool> =
             layout.modules().iter().map(|module| self.names(&self.resident, module)).collect();

@@ -139,7 +139,7 @@ impl Split {
 }
 
 /// `bytes * by / of`; the largest number if it is beyond.
-fn scaled(bytes: u64, by: u64, of: u64) -> u64 {
+pub(super) fn scaled(bytes: u64, by: u64, of: u64) -> u64 {
     u64::try_from(u128::from(bytes) * u128::from(by) / u128::from(of)).unwrap_or(u64::MAX)
 }
 

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::compress::{KeptCodes, kept_compressed, saved_on};
 use super::place::Quotas;
 use super::planner::Planner;
 use super::slots::Slots;
@@ -31,8 +32,8 @@ pub(super) struct Placed<'a> {
     pub(super) form: SlotForm,
     /// The most bytes that may be pinned on the host.
     pub(super) pinned_cap: u64,
-    /// Whether streamed modules are kept compressed.
-    pub(super) compress: bool,
+    /// Which modules are kept compressed.
+    pub(super) codes: KeptCodes,
 }
 
 /// What decides the slots, beside the streamed layers.
@@ -63,8 +64,8 @@ impl SlotForm {
 pub(super) enum Fetch {
     /// From this bin, through the staging buffers or not, compressed or not.
     Streamed { bin: usize, staged: bool, compressed: bool },
-    /// From the compute device, which keeps it in blocks.
-    Unpacked,
+    /// From the compute device, which keeps it in blocks, or compressed.
+    Unpacked { compressed: bool },
 }
 
 impl Fetch {
@@ -72,7 +73,7 @@ impl Fetch {
     pub(super) fn of(usage: Use, bin: usize, staged: bool, compressed: bool) -> Option<Fetch> {
         match usage {
             Use::Streamed => Some(Fetch::Streamed { bin, staged, compressed }),
-            Use::Unpacked => Some(Fetch::Unpacked),
+            Use::Unpacked => Some(Fetch::Unpacked { compressed }),
             Use::Resident | Use::InPlace => None,
         }
     }
@@ -105,7 +106,7 @@ impl Placed<'_> {
         let usage = self.layout.modules().iter().map(|module| {
             let here = self.devices[self.home[module.id]] == self.compute;
             match (here, in_place(module)) {
-                (true, false) if self.form.unpacked.is_some() && self.has_blocks(module) => Use::Unpacked,
+                (true, false) if self.is_unpacked_here(module) => Use::Unpacked,
                 (true, _) => Use::Resident,
                 (false, true) => Use::InPlace,
                 (false, false) => Use::Streamed,
@@ -121,15 +122,21 @@ impl Placed<'_> {
 
     /// The bytes that a module takes less because it is kept compressed. A host that computes decodes what it reads.
     fn saved(&self, module: &Module, usage: Use) -> u64 {
-        let compress = self.compress && usage == Use::Streamed && !self.compute.is_host();
+        let compress = match usage {
+            Use::Streamed => self.codes.streamed && !self.compute.is_host(),
+            Use::Unpacked => self.codes.resident.contains(&module.id),
+            Use::Resident | Use::InPlace => false,
+        };
         let kept = || kept_compressed(self.layout, self.devices[self.home[module.id]], module.id);
         compress.then(kept).flatten().map_or(0, |bytes| module.bytes - bytes)
     }
 
-    /// Whether the module, or the one whose storage it shares, has tensors in blocks.
-    fn has_blocks(&self, module: &Module) -> bool {
+    /// Whether a module of the compute device, or the one whose storage it shares, is kept there in blocks whose values slots hold, or
+    /// compressed.
+    fn is_unpacked_here(&self, module: &Module) -> bool {
         let owner = module.alias_of.unwrap_or(module.id);
-        self.layout.own_tensors(owner).any(|tensor| self.layout.at(tensor).dtype.is_ggml_block())
+        let has_blocks = || self.layout.own_tensors(owner).any(|tensor| self.layout.at(tensor).dtype.is_ggml_block());
+        self.codes.resident.contains(&owner) || self.form.unpacked.is_some() && has_blocks()
     }
 
     /// Pins the modules streamed from the host, in order, up to the cap. Returns whether each module is staged: the rest is.
@@ -218,8 +225,8 @@ impl<'a> Planner<'a> {
         let (depth, fixed, unpacked, landing_cap) = (self.depth, self.fixed_slots, self.unpacked, self.landing_cap);
         let form = SlotForm { depth, fixed, grouping, unpacked, landing_cap };
         let (pinned_cap, in_slots) = (self.pinnable(&ids, home), self.in_slots());
-        let compress = self.compress;
-        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home, form, pinned_cap, compress };
+        let codes = self.kept_codes(compute);
+        let placed = Placed { layout, in_slots, topology, compute, devices: &ids, home, form, pinned_cap, codes };
         let mut traffic = placed.traffic(|module| self.is_in_place(module));
         if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
@@ -322,14 +329,6 @@ impl<'a> Planner<'a> {
         devices.iter().filter(there).map(warning)
     }
 
-    /// A warning if modules are to be kept compressed, and none is that is streamed.
-    pub(super) fn nothing_compressed(&self, assignments: &[Assignment], compute: DeviceId) -> Option<Warning> {
-        let bytes = assignments.iter().filter(|a| a.usage == Use::Streamed).map(|a| a.bytes).sum();
-        let idle =
-            self.compress && bytes > 0 && !compute.is_host() && !assignments.iter().any(Assignment::is_compressed);
-        idle.then_some(Warning::NothingCompressed { bytes })
-    }
-
     /// A warning if the number of fixed slots does not divide the number of layers.
     pub(super) fn uneven_slots(&self, assignments: &[Assignment]) -> Option<Warning> {
         let by_layer = assignments.chunk_by(|a, b| a.layer == b.layer);
@@ -338,18 +337,6 @@ impl<'a> Planner<'a> {
         let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
         uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
-}
-
-/// The bytes of a module that is streamed from `device` and kept compressed there. `None` if it is not kept so.
-pub(super) fn kept_compressed(layout: &Layout, device: DeviceId, module: ModuleId) -> Option<u64> {
-    // What a file has plain stays there so, and what changes is copied to the disk as it is.
-    let kept = device.kind() != DeviceKind::Disk || layout.is_in_files(module) && !layout.is_made(module);
-    kept.then(|| layout.compressed_bytes(module)).flatten()
-}
-
-/// What `saved` bytes of a module count on its device: nothing on a disk, where its file is all that there is.
-pub(super) fn saved_on(device: DeviceId, saved: u64) -> u64 {
-    if device.kind() == DeviceKind::Disk { 0 } else { saved }
 }
 
 /// Sums up the traffic layer by layer, and returns the slots. `layout` is given with its tensors at home, and as slots hold them;
@@ -363,7 +350,14 @@ pub(super) fn slots_of(
     let mut landings = Landings::default();
     for layer in layout.layers() {
         for module in layout.needs(layer) {
-            let Some(Fetch::Streamed { bin, staged, compressed }) = fetch(module) else { continue };
+            let (bin, staged, compressed) = match fetch(module) {
+                Some(Fetch::Streamed { bin, staged, compressed }) => (bin, staged, compressed),
+                Some(Fetch::Unpacked { compressed }) => {
+                    landings.codes |= compressed;
+                    continue;
+                }
+                None => continue,
+            };
             let stored = compressed.then(|| layout.compressed_bytes(module)).flatten();
             let bytes = stored.unwrap_or(layout.at(module).bytes);
             if compressed || form.unpacked.is_some() {
@@ -425,7 +419,9 @@ impl Landings {
     /// The number of landing buffers, and the bytes of each.
     fn count_and_bytes(&self, cap: u64) -> (usize, u64) {
         let verdict = if self.codes { VERDICT_ROOM } else { 0 };
-        (self.of_layer.len(), landing_bytes(self.largest, self.most, self.carried, cap).saturating_add(verdict))
+        // The verdict on codes of the compute device has room in any of them.
+        let count = self.of_layer.len().max(usize::from(self.codes));
+        (count, landing_bytes(self.largest, self.most, self.carried, cap).saturating_add(verdict))
     }
 }
 

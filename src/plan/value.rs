@@ -53,7 +53,8 @@ pub enum Use {
     Streamed,
     /// The module lives elsewhere and is used there.
     InPlace,
-    /// The module lives on the compute device in blocks, and its values are computed into a slot for each use of its layer.
+    /// The module lives on the compute device in blocks, or compressed, and its values are computed into a slot for each use of its
+    /// layer.
     Unpacked,
 }
 

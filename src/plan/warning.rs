@@ -82,10 +82,10 @@ pub enum Warning {
         /// The number of streamed layers.
         layers: usize,
     },
-    /// Modules are to be kept [compressed](super::Planner::compress), and of those that are streamed the files have none so, or they
-    /// change, and no load is to compress them.
+    /// Modules are to be kept [compressed](super::Planner::compress), and the files have none of them so, or they change, and no load is
+    /// to compress them.
     NothingCompressed {
-        /// The bytes that are streamed.
+        /// The bytes of the modules that the setting is for.
         bytes: u64,
     },
     /// A pattern matches no module.
@@ -147,7 +147,7 @@ impl fmt::Display for Warning {
             }
             Warning::NothingCompressed { bytes } => write!(
                 f,
-                "nothing of the {bytes} bytes that are streamed is compressed in the model's files, or it changes: Weights::compress has the load compress it"
+                "nothing of the {bytes} bytes that are to be kept compressed is so in the model's files, or it changes: Weights::compress has the load compress it"
             ),
             Warning::IdlePattern { pattern } => write!(f, "no module is named like `{pattern}`"),
         }

@@ -19,7 +19,7 @@ pub(crate) use blocks::{LayerBlocks, SlotBlocks};
 pub(crate) use chunks::{Chunk, chunks, split};
 pub(crate) use compressed::{Compressed, Place};
 use contents::Content;
-pub(crate) use contents::{Contents, Form, Part, Slice};
+pub(crate) use contents::{Contents, Form, Part, Slice, Unpacked};
 pub(crate) use groups::{Groups, Origin};
 use order::Order;
 pub(crate) use rounds::{Carried, LANDING_CAP, Landed, Round, VERDICT_ROOM, landed, landing_bytes, rounds};

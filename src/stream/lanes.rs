@@ -15,7 +15,7 @@ use crate::device::{DeviceId, DeviceKind};
 use crate::dtype::BlockSize;
 use crate::error::{Error, Result};
 use crate::load::Model;
-use crate::schedule::{Contents, Form, Landed, Part, Round, Slice, rounds};
+use crate::schedule::{Contents, Form, Landed, Part, Round, Slice, Unpacked, rounds};
 use crate::transfer::{
     Arriving, Engine, Landing, Order, Ordered, Packed, PendingOrder, StagingLane, Values, dequantise,
 };
@@ -30,6 +30,8 @@ pub(super) struct Lanes {
     /// The buffers in which tensors arrive that are unpacked, and the bytes of each. There is one for each lane, unless memory
     /// that the plan has as pinned is not, and has a lane of its own; then lanes take turns.
     landings: Vec<Arc<Landing>>,
+    /// Where the compute device tells the verdict on codes that live there: a part of the first one.
+    here: Option<Landing>,
     /// The bytes of each that tensors land in, and the streams that unpack them.
     room: u64,
     unpackers: Vec<Arc<dyn Stream>>,
@@ -59,6 +61,8 @@ struct Lane {
     largest: usize,
     /// The number of the lane among those whose bytes land; `None` if none do.
     landing: Option<usize>,
+    /// Whether it brings any codes.
+    has_codes: bool,
 }
 
 /// What a part of a layer is that lives on a disk.
@@ -85,7 +89,7 @@ impl Lanes {
         let unpackers = (0..model.plan().slots().landings).map(|_| device.stream(Role::Upload));
         let unpackers = unpackers.collect::<Result<_>>()?;
         let verdicts = model.plan().is_compressed().then(|| Verdicts::new(&device, &host)).transpose()?;
-        Ok(Lanes { lanes, by_key, landings, room, unpackers, verdicts, device, host, engine: None })
+        Ok(Lanes { lanes, by_key, landings, here: None, room, unpackers, verdicts, device, host, engine: None })
     }
 
     /// Gives the lanes their landing buffers. Returns those that are in use, which are lost.
@@ -98,11 +102,24 @@ impl Lanes {
             None => Landing::new(memory, Arc::clone(stream)),
         });
         self.landings = landings.map(Arc::new).collect();
+        let local = self.lanes.iter().find_map(|lane| match &lane.route {
+            LaneRoute::Local(stream) if lane.has_codes => Some(stream),
+            _ => None,
+        });
+        let verdicts = self.verdicts.as_ref().zip(self.landings.first());
+        self.here = local
+            .zip(verdicts)
+            .and_then(|(stream, (verdicts, landing))| landing.split_verdict(Arc::clone(stream), &verdicts.zeros));
         in_use
     }
 
     /// Takes the landing buffers back, but for those that a lane has not let go of.
     pub(super) fn take_landings(&mut self) -> Vec<Buf> {
+        let here = self.here.take();
+        // Of a buffer that a lane has not let go of nothing comes back.
+        if let Some((landing, here)) = self.landings.first_mut().and_then(Arc::get_mut).zip(here) {
+            landing.join(here.into_memory());
+        }
         let memory = |landing: Arc<Landing>| Arc::into_inner(landing)?.into_memory().map(BufMut::freeze);
         std::mem::take(&mut self.landings).into_iter().filter_map(memory).collect()
     }
@@ -132,7 +149,7 @@ impl Lanes {
             }
             Via::Staging => LaneRoute::Staged(self.engine()?.lane(source)?),
         };
-        self.lanes.push(Lane { from, via, route, largest: 0, landing: None });
+        self.lanes.push(Lane { from, via, route, largest: 0, landing: None, has_codes: false });
         self.by_key.insert(key, self.lanes.len() - 1);
         Ok(Some(self.lanes.len() - 1))
     }
@@ -143,6 +160,7 @@ impl Lanes {
         for part in contents.iter().flat_map(|content| &content.parts) {
             let lane = &mut self.lanes[part.lane];
             lane.largest = lane.largest.max(part.copied() as usize);
+            lane.has_codes |= part.has_codes();
             if !part.unpacked.is_empty() && lane.via != Via::Local && lane.landing.is_none() {
                 lane.landing = Some(landings);
                 landings += 1;
@@ -222,7 +240,7 @@ impl Lanes {
             dst = lane.copy(model, &part.slices, dst)?;
         }
         if let LaneRoute::Local(stream) = &lane.route {
-            return Ok((self.unpack_here(model, part, stream, dst)?, None));
+            return self.unpack_here(model, part, stream, dst);
         }
         if part.unpacked.is_empty() {
             return Ok((dst, None));
@@ -249,23 +267,38 @@ impl Lanes {
         self.verdicts.as_ref().map(|verdicts| Arc::clone(&verdicts.places))
     }
 
-    /// Queues the computation of what is unpacked from the memory where it lives.
+    /// Queues the computation of what is unpacked from the memory where it lives. Returns the verdict on the codes among it, too.
     fn unpack_here(
         &self,
         model: &Model,
         part: &Part,
         stream: &Arc<dyn Stream>,
         dst: BufMut,
-    ) -> Result<BufMut, Box<Rejected>> {
-        part.unpacked.iter().try_fold(dst, |dst, tensor| {
+    ) -> Result<(BufMut, Option<Arc<Verdict>>), Box<Rejected>> {
+        let tensor = |tensor: &Unpacked| {
             let Slice { module, range, .. } = &tensor.slice;
-            let Some((home, range)) = model.find(*module, range) else {
-                return Err(Box::new(Rejected { error: Error::bug("blocks that live nowhere"), dst }));
-            };
+            let (home, range) = model.find_stored(*module, range)?;
             let whole = 0..tensor.slice.range.len();
-            let values = values_of(model, &Landed { tensor, range: whole, at: range.start, code: None });
-            dequantise((&*self.device, &**stream), &values, home.clone(), dst)
-        })
+            Some((values_of(model, &Landed { tensor, range: whole, at: range.start, code: None }), home.clone()))
+        };
+        let Some(tensors) = part.unpacked.iter().map(tensor).collect::<Option<Vec<_>>>() else {
+            return Err(Box::new(Rejected { error: Error::bug("tensors to unpack that live nowhere"), dst }));
+        };
+        if !part.has_codes() {
+            let unpack =
+                |dst, (values, home): (Values, Buf)| dequantise((&*self.device, &**stream), &values, home, dst);
+            return Ok((tensors.into_iter().try_fold(dst, unpack)?, None));
+        }
+        let begin = || {
+            let (here, verdicts) = self.here.as_ref().zip(self.verdicts.as_ref()).ok_or_else(no_landing)?;
+            Ok((here, verdicts, verdicts.place()?))
+        };
+        let (here, verdicts, (place, down)) = match begin() {
+            Ok(begun) => begun,
+            Err(error) => return Err(Box::new(Rejected { error, dst })),
+        };
+        let (dst, place) = here.decode_here(&*self.device, &tensors, dst, (place, &*down))?;
+        Ok((dst, place.map(|place| verdicts.places.verdict(place))))
     }
 
     /// The landing buffer of a lane.

@@ -85,8 +85,26 @@ impl Landing {
     }
 
     /// As [`new`](Landing::new), with the end of `memory` for verdicts. `zeros` are those of a verdict, on the host.
-    pub(crate) fn with_verdict(mut memory: BufMut, stream: Arc<dyn Stream>, zeros: &Buf) -> Landing {
-        let room = VERDICT_ROOM as usize;
+    pub(crate) fn with_verdict(memory: BufMut, stream: Arc<dyn Stream>, zeros: &Buf) -> Landing {
+        Landing::with_room(VERDICT_ROOM as usize, memory, stream, zeros)
+    }
+
+    /// A landing buffer in which nothing lands, for the verdict on what is [decoded where it lives](Landing::decode_here), in memory of
+    /// this one that no verdict needs. `None` if there is none. The memory comes back with [`join`](Landing::join).
+    pub(crate) fn split_verdict(&self, stream: Arc<dyn Stream>, zeros: &Buf) -> Option<Landing> {
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        let spare = memory.verdict.as_mut()?.split_off(Decompress::VERDICT).ok()?;
+        Some(Landing::with_room(spare.bytes(), spare, stream, zeros))
+    }
+
+    /// Takes back the memory that was [split off](Landing::split_verdict). If any of it is lost, so is this buffer's.
+    pub(crate) fn join(&mut self, split: Option<BufMut>) {
+        let memory = self.memory.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let verdict = memory.verdict.take().zip(split);
+        memory.verdict = verdict.and_then(|(mut verdict, split)| verdict.unsplit(split).is_ok().then_some(verdict));
+    }
+
+    fn with_room(room: usize, mut memory: BufMut, stream: Arc<dyn Stream>, zeros: &Buf) -> Landing {
         let tail = memory.bytes().checked_sub(room).and_then(|landed| memory.split_off(landed).ok());
         let split = tail.and_then(|mut tail| Some((tail.split_off(Decompress::VERDICT).ok()?, tail)));
         let (verdict, tail) = split.unzip();
@@ -115,6 +133,29 @@ impl Landing {
         let dst = rounds.iter().try_fold(dst, |dst, round| landed.unpack(round, dst, &fill))?;
         match verdict.map(|(place, down)| landed.verdict(down, place)).transpose() {
             Ok(verdict) => Ok((dst, verdict.flatten())),
+            Err(error) => Err(Box::new(Rejected { error, dst })),
+        }
+    }
+
+    /// Computes values into `dst` by `device`, where each tensor lives: some of them are codes. The verdict on them, and what is returned,
+    /// are as for [`pass`](Landing::pass).
+    ///
+    /// # Errors
+    /// As [`pass`](Landing::pass).
+    pub(crate) fn decode_here(
+        &self,
+        device: &dyn Device,
+        tensors: &[(Values, Buf)],
+        dst: BufMut,
+        (place, down): (BufMut, &dyn Stream),
+    ) -> Result<(BufMut, Option<Buf>), Box<Rejected>> {
+        let mut landed = match self.begin(device, true) {
+            Ok(landed) => landed,
+            Err(error) => return Err(Box::new(Rejected { error, dst })),
+        };
+        let dst = tensors.iter().try_fold(dst, |dst, (values, from)| landed.compute(values, from, dst))?;
+        match landed.verdict(down, place) {
+            Ok(verdict) => Ok((dst, verdict)),
             Err(error) => Err(Box::new(Rejected { error, dst })),
         }
     }
@@ -211,19 +252,24 @@ impl Landed<'_> {
             }
         };
         self.memory.next = 1 - half;
-        let outcome = round.values.iter().try_fold(dst, |dst, values| match values.form {
-            Packed::Blocks { .. } => dequantise((self.device, self.stream), values, filled.clone(), dst),
-            Packed::Code { info: Some(info), part, .. } => {
-                let part = part.unwrap_or((CodePart::whole(&info), values.begin));
-                self.decompress((filled.clone(), values.begin), (info, part), (dst, values.at))
-            }
-            Packed::Code { info: None, .. } if filled.block().has_bytes() => {
-                Err(Box::new(Rejected { error: Error::bug("a code of which nobody knows the header"), dst }))
-            }
-            Packed::Code { info: None, weights, .. } => self.pass_time(&filled, weights, dst),
-        });
+        let outcome = round.values.iter().try_fold(dst, |dst, values| self.compute(values, &filled, dst));
         self.last = Some((half, filled));
         outcome
+    }
+
+    /// Queues the computation of values from what a buffer has of them into `dst`. Returns `dst`.
+    fn compute(&mut self, values: &Values, from: &Buf, dst: BufMut) -> Result<BufMut, Box<Rejected>> {
+        match values.form {
+            Packed::Blocks { .. } => dequantise((self.device, self.stream), values, from.clone(), dst),
+            Packed::Code { info: Some(info), part, .. } => {
+                let part = part.unwrap_or((CodePart::whole(&info), values.begin));
+                self.decompress((from.clone(), values.begin), (info, part), (dst, values.at))
+            }
+            Packed::Code { info: None, .. } if from.block().has_bytes() => {
+                Err(Box::new(Rejected { error: Error::bug("a code of which nobody knows the header"), dst }))
+            }
+            Packed::Code { info: None, weights, .. } => self.pass_time(from, weights, dst),
+        }
     }
 
     /// Has `fill` queue copies into a half, behind what is carried there. Returns the half.

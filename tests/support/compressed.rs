@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed};
-use tensor_offload::{ByteSize, Checkpoint, DType, Order, Planner};
+use tensor_offload::{ByteSize, Checkpoint, DType, Machine, Order, Plan, Planner, Result, Streamer};
 
-use super::{Subject, spec};
+use super::{Subject, check_pass, spec};
 
 /// The tensors of a checkpoint in a compressed file.
 pub(crate) fn compress(checkpoint: &Checkpoint, path: &Path) -> CompressedReport {
@@ -47,6 +47,35 @@ impl Compressed {
     }
 }
 
+/// A model in a compressed file, as it is opened.
+pub(crate) struct Packed {
+    pub(crate) file: Compressed,
+    pub(crate) subject: Subject,
+}
+
+impl Packed {
+    pub(crate) fn new(tensors: &[TensorSpec], seed: u64) -> Packed {
+        let file = Compressed::new(tensors, seed);
+        let subject = Subject::new(file.open().into());
+        Packed { file, subject }
+    }
+
+    pub(crate) fn planner<'a>(&'a self, machine: &'a Machine, allocation: &str) -> Planner<'a> {
+        self.subject.planner(machine, allocation).compress(true)
+    }
+
+    pub(crate) fn check_pass(&self, streamer: &mut Streamer) -> Result<()> {
+        check_pass(streamer, &self.file.plain)?;
+        streamer.verify()
+    }
+}
+
+/// The weights of modules that the plan keeps compressed, and what they take.
+pub(crate) fn kept(plan: &Plan) -> (u64, u64) {
+    let compressed = plan.assignments().iter().filter(|a| a.is_compressed());
+    compressed.fold((0, 0), |(bytes, taken), a| (bytes + a.bytes, taken + a.bytes - a.saved))
+}
+
 /// A small model over some division of a machine.
 #[derive(Clone, Debug)]
 pub(crate) struct AnyModel {
@@ -57,6 +86,7 @@ pub(crate) struct AnyModel {
     depth: usize,
     fixed: bool,
     pinned: Option<ByteSize>,
+    resident: bool,
 }
 
 impl AnyModel {
@@ -66,9 +96,9 @@ impl AnyModel {
         let tensor = (0u64..5, 0usize..4, 1u64..9000, prop::sample::select(dtypes.to_vec()));
         let shares = prop::collection::vec(0u64..4, 5)
             .prop_filter("all devices get nothing", |shares| shares.iter().any(|s| *s > 0));
-        let settings = (0usize..4, any::<bool>(), any::<bool>(), prop::option::of(0u64..40_000));
+        let settings = (0usize..4, any::<bool>(), any::<bool>(), prop::option::of(0u64..40_000), any::<bool>());
         let model = (prop::collection::vec(tensor, 1..24), shares, settings, any::<u64>());
-        model.prop_map(|(tensors, shares, (depth, fixed, sequential, pinned), seed)| {
+        model.prop_map(|(tensors, shares, (depth, fixed, sequential, pinned, resident), seed)| {
             let named = tensors.into_iter().map(|(layer, module, count, dtype)| {
                 let role = ["weight", "bias", "inner", "outer"][count as usize % 4];
                 (format!("model.layers.{layer}.m{module}.{role}"), (dtype, count))
@@ -85,12 +115,14 @@ impl AnyModel {
                 depth,
                 fixed,
                 pinned: pinned.map(ByteSize),
+                resident,
             }
         })
     }
 
     /// The other settings.
     pub(crate) fn apply<'a>(&self, planner: Planner<'a>) -> Planner<'a> {
-        planner.order(self.order).depth(self.depth).fixed_slots(self.fixed).pinned_cap(self.pinned)
+        let planner = planner.order(self.order).depth(self.depth).fixed_slots(self.fixed).pinned_cap(self.pinned);
+        planner.compress_resident(self.resident)
     }
 }

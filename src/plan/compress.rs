@@ -1,0 +1,145 @@
+//! Which modules are kept compressed.
+
+use std::collections::BTreeSet;
+
+use super::outlier::outliers_of;
+use super::place::is_small;
+use super::planner::Planner;
+use super::value::{Assignment, Use};
+use super::warning::Warning;
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Layout, Module, ModuleId};
+use crate::device::{Bandwidth, DeviceId, DeviceKind};
+
+/// Which modules are kept compressed, of those that have a code.
+pub(super) struct KeptCodes {
+    /// Those that are streamed.
+    pub(super) streamed: bool,
+    /// Of those on the compute device these.
+    pub(super) resident: BTreeSet<ModuleId>,
+}
+
+impl KeptCodes {
+    /// None more than there are.
+    pub(super) fn as_before() -> KeptCodes {
+        KeptCodes { streamed: false, resident: BTreeSet::new() }
+    }
+}
+
+impl Planner<'_> {
+    /// Keeps streamed modules compressed: on the host and on other devices, where they take as much less, and on disk, if nothing changes
+    /// what a file has [compressed](crate::checkpoint::write_compressed). Their codes cross the links, arrive in a landing buffer on the compute
+    /// device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and the same bits. A
+    /// device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and they are decoded
+    /// when they are read.
+    ///
+    /// A module is compressed if a file has it so, or if the load is to compress it ([`Weights::compress`](crate::Weights::compress)).
+    /// Mode auto compresses none if a pass is shorter so, on a device that decodes slowly
+    /// ([`DeviceInfo::decoding`](crate::device::DeviceInfo::decoding)), and says so.
+    ///
+    /// Quotas are in bytes of weights, as always; what a device needs is less ([`DeviceWeights::saved`](super::DeviceWeights::saved)).
+    /// Where the host computes, this changes nothing: its weights are used where they live.
+    ///
+    /// ```
+    /// # use tensor_offload::{Checkpoint, DType, Machine, Planner, checkpoint::{TensorSpec, write_compressed}};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("model.safetensors");
+    /// let specs = (0..8).map(|n| TensorSpec::new(format!("layers.{n}.weight"), DType::BF16, [256, 512]));
+    /// let weights = [0x80, 0x3f].repeat(256 * 512);
+    /// write_compressed(&path, &specs.collect::<Vec<_>>(), &Default::default(), |_, out| out.put(&weights))?;
+    /// let checkpoint = Checkpoint::open(&path)?;
+    /// let machine = Machine::described(&["cuda:0=24mib".parse()?, "cpu=64mib".parse()?]);
+    /// let planner = Planner::new(checkpoint.layout(), &machine).allocation("cpu,*".parse()?);
+    /// let (plain, compressed) = (planner.clone().plan()?, planner.compress(true).plan()?);
+    /// assert!(compressed.streamed_bytes() < plain.streamed_bytes() * 7 / 10);
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    pub fn compress(mut self, compress: bool) -> Self {
+        self.compress = compress;
+        self
+    }
+
+    /// Keeps modules compressed, too, that live on the compute device, where they take as much less: they are decoded into a slot before
+    /// each turn of their layer, at the device's own speed. So a card holds half as much again of bf16, for a pass that is longer by
+    /// what decoding takes, and has slots even if nothing is streamed. Modules stay as they are that are small, used at both ends,
+    /// named by [`resident`](Planner::keep_resident), or far larger than a layer ([`Plan::outliers`](super::Plan::outliers)), since slots would
+    /// have to hold them. Default: no.
+    ///
+    /// As for [streamed modules](Planner::compress), of which this says nothing, a file has the codes or the load makes them, and quotas are
+    /// in bytes of weights: a quota of `cuda:0,24gb` then takes some 16 of them. Mode auto does this if a pass is shorter so.
+    ///
+    /// ```
+    /// use tensor_offload::{Machine, Planner, checkpoint::Layout};
+    /// let layout = Layout::blocks([1 << 30; 30]).assume_compressed(0.675);
+    /// let machine = Machine::described(&["cuda:0=24gib,link=25".parse()?, "cpu=64gib".parse()?]);
+    /// let planner = Planner::new(&layout, &machine).compress(true).allocation("auto".parse()?);
+    /// let (streamed, resident) = (planner.clone().plan()?, planner.compress_resident(true).plan()?);
+    /// assert!(streamed.streamed_bytes() > 6 << 30);
+    /// assert_eq!(resident.streamed_bytes(), 0, "30 GiB of weights live in 24 GiB");
+    /// # Ok::<(), tensor_offload::Error>(())
+    /// ```
+    pub fn compress_resident(mut self, compress: bool) -> Self {
+        self.compress_resident = compress;
+        self
+    }
+
+    /// Sets the most bytes of a landing buffer, in which what is [unpacked](Planner::unpack) or kept [compressed](Planner::compress)
+    /// arrives on the compute device; there is one for each route. While what is in one half is unpacked, the next tensors arrive in the
+    /// other, and what is larger than a half arrives in parts. Less leaves more of the device to weights, and takes more copies, which
+    /// below some MiB no longer reach a link's speed. It is exceeded where a half would be less than 4 KiB, than twice what decoding a
+    /// part of a code needs of the part before (its index, and a block), or than a 4096th of the largest tensor. Default: 32 MiB.
+    pub fn landing_cap(mut self, cap: ByteSize) -> Self {
+        self.landing_cap = cap.get();
+        self
+    }
+
+    /// The modules that these settings are for.
+    pub(super) fn kept_codes(&self, compute: DeviceId) -> KeptCodes {
+        KeptCodes { streamed: self.compress, resident: self.compressed_here(compute) }
+    }
+
+    /// The speed at which the compute device decodes, if it is known and there may be codes.
+    pub(super) fn decoding(&self, compute: DeviceId) -> Option<Bandwidth> {
+        let compresses = self.compress || self.compress_resident;
+        self.machine.device(compute).ok().and_then(|info| info.decoding).filter(|_| compresses)
+    }
+
+    /// The modules that are kept compressed on the compute device, if they live there: all that the setting is for, and that have a
+    /// code. Others stay as they are that are wanted there, or small, or that would make slots large.
+    fn compressed_here(&self, compute: DeviceId) -> BTreeSet<ModuleId> {
+        if !self.compress_resident || compute.is_host() {
+            return BTreeSet::new();
+        }
+        let (layout, wanted, outliers) = (self.layout, self.kept(), outliers_of(self.layout));
+        let is_for = |module: &&Module| {
+            let (id, bytes) = (module.id, module.bytes);
+            let stays = module.tied || is_small(bytes, layout.bytes()) || wanted[id] || outliers.contains(&id);
+            !stays && kept_compressed(layout, compute, id).is_some()
+        };
+        layout.modules().iter().filter(is_for).map(|module| module.id).collect()
+    }
+
+    /// A warning if modules are to be kept compressed, and none is.
+    pub(super) fn nothing_compressed(&self, assignments: &[Assignment], compute: DeviceId) -> Option<Warning> {
+        let is_for = |a: &&Assignment| match a.usage {
+            Use::Streamed => self.compress,
+            Use::Resident | Use::Unpacked => self.compress_resident,
+            Use::InPlace => false,
+        };
+        let bytes = assignments.iter().filter(is_for).map(|a| a.bytes).sum();
+        let idle = bytes > 0 && !compute.is_host() && !assignments.iter().any(Assignment::is_compressed);
+        idle.then_some(Warning::NothingCompressed { bytes })
+    }
+}
+
+/// The bytes of a module that is streamed from `device` and kept compressed there. `None` if it is not kept so.
+pub(super) fn kept_compressed(layout: &Layout, device: DeviceId, module: ModuleId) -> Option<u64> {
+    // What a file has plain stays there so, and what changes is copied to the disk as it is.
+    let kept = device.kind() != DeviceKind::Disk || layout.is_in_files(module) && !layout.is_made(module);
+    kept.then(|| layout.compressed_bytes(module)).flatten()
+}
+
+/// What `saved` bytes of a module count on its device: nothing on a disk, where its file is all that there is.
+pub(super) fn saved_on(device: DeviceId, saved: u64) -> u64 {
+    if device.kind() == DeviceKind::Disk { 0 } else { saved }
+}
