@@ -3,12 +3,14 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::bf16;
 use proptest::prelude::*;
 use support::compressed::{AnyModel, Compressed, kept};
+use support::machines::steady_pass;
 use support::*;
-use tensor_offload::backend::{Clock, Operation};
+use tensor_offload::backend::{Backend, Clock, Operation, Simulated};
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
 use tensor_offload::plan::{Assignment, Use};
@@ -235,12 +237,12 @@ fn other_devices_hold_codes() {
     }
 }
 
-/// A plan for a compressed file holds for the plain one, if the load may compress: on disk its weights are as they are.
+/// A plan for a compressed file holds for the plain one, if the load may compress: on disk its weights stay in the file as they are.
 #[test]
 fn a_plan_for_a_compressed_file_serves_the_plain_one() {
     let tensors = llama(4, 96);
     let file = Compressed::new(&tensors, 12);
-    let (of_file, made) = (Weights::from(file.open()), compressing(&file.plain));
+    let (of_file, made) = (Weights::from(file.open()), Weights::from(file.open_plain()).compress().unwrap());
     let devices = Registry::described(machine(), Clock::Wall);
     for allocation in ["disk,*", "disk,50%;cpu,50%", "cpu,*"] {
         let plan = planner(&of_file, devices.machine(), allocation).plan().unwrap();
@@ -354,6 +356,45 @@ fn a_landing_buffer_grows_with_its_codes() {
     let again = Arc::new(Loader::new(&devices).derive(&loaded, &weights, &plan).unwrap());
     assert_eq!(again.plan(), loaded.plan());
     check_values(&again, &subject);
+}
+
+/// What adapters change is copied to a disk, as codes, and what they leave stays in its file.
+#[test]
+fn changed_weights_are_on_a_disk_as_codes() {
+    let tensors = llama(4, 128);
+    let file = Compressed::new(&tensors, 21);
+    let one: Vec<TensorSpec> = tensors.iter().filter(|tensor| tensor.name.contains("layers.2.")).cloned().collect();
+    let patched = |checkpoint: Checkpoint| {
+        Subject::new(Weights::patched(checkpoint, two_loras(&one, 22), Matching::Strict).unwrap())
+    };
+    for (subject, has_codes) in [(patched(file.open_plain()), false), (patched(file.open()), true)] {
+        let (weights, machine) =
+            (compressing(&subject), described(&["cpu=64mb", "disk=64mb,link=2", "cuda:0=24mb,link=5"]));
+        let compute = vec![Duration::from_micros(1); weights.layout().layers().len()];
+        for allocation in ["disk,*", "cuda:0,20%;disk,50%;cpu,30%"] {
+            let simulated = Arc::new(Simulated::new(machine.clone(), Clock::Virtual));
+            let devices = Registry::new([Arc::clone(&simulated) as Arc<dyn Backend>]);
+            let plan = planner(&weights, &machine, allocation).depth(1).plan().unwrap();
+            let on_disk = plan.assignments().iter().filter(|a| a.device == DISK && a.bytes > 10_000);
+            for a in on_disk {
+                assert_eq!(a.is_compressed(), has_codes || a.module.contains("layers.2."), "{} in\n{plan}", a.module);
+            }
+            let share = plan.device(DISK).unwrap().weights;
+            assert!(share.saved > 0 && share.in_files > share.bytes / 2, "{plan}");
+            let loaded = Arc::new(Loader::new(&devices).load(&weights, &plan).unwrap());
+            check(&devices, &loaded, &subject);
+            let pass = steady_pass(&simulated, &loaded, &compute).unwrap();
+            let forecast =
+                loaded.plan().forecast(loaded.layout(), machine.topology(), &compute.clone().into()).unwrap();
+            assert_eq!(pass, forecast, "{allocation}, codes in the file: {has_codes}");
+            // Made of it, without the files, and with fewer changes.
+            let moved = Arc::new(Loader::new(&devices).relocate(&loaded, loaded.plan()).unwrap());
+            assert_eq!(moved.report().read, 0);
+            check_values(&moved, &subject);
+            drop((loaded, moved));
+            comes_back(&devices);
+        }
+    }
 }
 
 /// Whatever operation fails, the error is told, all memory comes back, and the next attempt is right.

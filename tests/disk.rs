@@ -359,7 +359,69 @@ fn whatever_operation_fails_nothing_is_wrong_or_kept() {
     }
 }
 
-/// The file systems that are full, and that one may not write to, are errors before any byte is read.
+/// Where a test that runs in a mount namespace of its own finds a small file system.
+#[cfg(target_os = "linux")]
+const SMALL: &str = "TENSOR_OFFLOAD_TEST_SMALL_DISK";
+
+/// A file system of a few MiB, which `unshare` makes where the system lets it; elsewhere this says so and tests nothing.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_told_before_a_byte_is_written() {
+    let mounted = |then: &str| {
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let script = format!(r#"mount -t tmpfs -o size=4m none "${SMALL}" && {then}"#);
+        let mut unshare = std::process::Command::new("unshare");
+        unshare.args(["-Urm", "sh", "-c", &script, "sh"]).arg(std::env::current_exe().unwrap());
+        unshare.env(SMALL, folder.path()).output().map(|output| (output, folder))
+    };
+    if !mounted("true").is_ok_and(|(output, _)| output.status.success()) {
+        eprintln!("no file system can be mounted here, so none was full");
+        return;
+    }
+    let (output, _) = mounted(r#"exec "$1" --ignored --exact on_a_small_file_system"#).unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && told.contains("1 passed"),
+        "{told}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+#[ignore = "needs a small file system, on which `a_full_disk_is_told_before_a_byte_is_written` runs it"]
+fn on_a_small_file_system() {
+    let folder = PathBuf::from(std::env::var_os(SMALL).expect("the folder of a small file system"));
+    let tensors = llama(3, 192);
+    let model = InFiles::new(&tensors, 18);
+    let patched = model.patched(&tensors, 19);
+    let devices = host(&folder);
+    let plan = on_host(&patched, &devices, "disk,*").depth(1).plan().unwrap();
+    let needed = plan.device(DISK).unwrap().weights.taken();
+    assert!(needed > 1 << 20, "{needed} bytes");
+    open_all(&devices);
+    // Another program takes what the plan counted on.
+    let (other, room) = (folder.join("another"), (4 << 20) - needed);
+    fs::write(&other, vec![1; room as usize + 4096]).unwrap();
+    let error = Loader::new(&devices).load(&patched.weights, &plan).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { device: DISK, .. }), "{error}");
+    comes_back(&devices);
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+    // With room for it a model is loaded, and a disk that is full by then is none of its business.
+    fs::remove_file(&other).unwrap();
+    let loaded = load(&devices, &patched, &plan);
+    let mut all = File::create(&other).unwrap();
+    let full =
+        std::iter::repeat_with(|| std::io::Write::write_all(&mut all, &[1; 4096])).find_map(Result::err).unwrap();
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    check_streamed(&loaded, &patched);
+    let error = Loader::new(&devices).load(&patched.weights, &plan).unwrap_err();
+    assert!(matches!(error, Error::OutOfMemory { device: DISK, .. }), "{error}");
+    drop(loaded);
+    comes_back(&devices);
+}
+
+/// A folder that one may not write to is an error before any byte is read.
 #[test]
 fn a_scratch_folder_that_cannot_be_written_is_an_error() {
     let tensors = llama(2, 32);

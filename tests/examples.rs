@@ -377,6 +377,16 @@ fn merge_compresses_and_everything_reads_the_same_tensors() {
         let (same, made) = steps(path, &[&["--compress"], adapter].concat());
         assert_eq!((same, &made), (hash.clone(), &less));
     }
+    // What lives on the card may be kept so, too: all of the model where there is not enough room for it as it is.
+    let all = ["--alloc", "cuda:0,*", "--device", "cuda:0=1500kb", "--device", "cpu=64mb", "--compute-ms", "0"];
+    fails("offload", &[&[compressed.as_str(), "--compress"], &all[..]].concat());
+    for path in [&compressed, &plain] {
+        let report = json_of("offload", &[&[path.as_str(), "--compress-resident"], &all[..]].concat());
+        assert_eq!(report["sha256"], hash);
+        let steps = report["steps"].as_array().unwrap();
+        assert!(steps.iter().all(|step| step["bytes"] == 0), "{report}");
+        assert!(report["load"]["saved"].as_u64().unwrap() > 0);
+    }
     let told = works("plan", &[&[plain.as_str(), "--compress"], &devices[..6]].concat());
     assert!(told.contains("kept compressed"), "{told}");
     works("merge", &[&compressed, "--out", &again]);

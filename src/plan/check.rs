@@ -9,7 +9,7 @@ use super::slots::Slots;
 use super::traffic::BinTraffic;
 use super::value::{Assignment, DevicePlan, Parts, Plan, Use};
 use crate::checkpoint::{LayerId, Layout, Module};
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceKind};
 use crate::dtype::DType;
 use crate::error::{Contradiction, PlanFault, PlannedModule, Result};
 
@@ -41,7 +41,7 @@ impl Parts {
             let sum = sums.get_mut(&a.device).ok_or(Contradiction::NotListed { device: a.device })?;
             all = all.checked_add(a.bytes).ok_or(Contradiction::Uncountable)?;
             *sum = (sum.0 + a.bytes, sum.1 + 1);
-            *saved.entry(a.device).or_default() += saved_on(a.device, a.saved);
+            *saved.entry(a.device).or_default() += a.saved;
         }
         for d in &self.devices {
             let (bytes, modules) = sums[&d.id];
@@ -51,7 +51,11 @@ impl Parts {
             }
             let parts_of_sums = d.weights.staged <= d.weights.streamed && d.weights.pinned <= d.weights.bytes;
             let parts_of_sums = parts_of_sums && d.weights.in_files <= d.weights.bytes;
-            let parts_of_sums = parts_of_sums && d.weights.saved == saved.get(&d.id).copied().unwrap_or(0);
+            // Of a disk's modules, what stays in the model's files is not counted.
+            let saved = saved.get(&d.id).copied().unwrap_or(0);
+            let is_saved =
+                if d.id.kind() == DeviceKind::Disk { d.weights.saved <= saved } else { d.weights.saved == saved };
+            let parts_of_sums = parts_of_sums && is_saved;
             let own_terms = d.id == self.compute || (d.beside.slots, d.beside.scratch, d.beside.reserve) == (0, 0, 0);
             if !parts_of_sums || !own_terms || (d.id == self.compute && d.beside.slots != self.slots.bytes()) {
                 return Err(Contradiction::Terms { device: d.id });
@@ -168,6 +172,13 @@ impl Plan {
             (device.weights.streamed, device.weights.staged, device.weights.pinned)
                 != (moved.streamed, moved.staged, moved.pinned)
         };
+        let saves_else = |device: &&DevicePlan| {
+            let here = parts.assignments.iter().filter(|a| a.device == device.id);
+            here.map(|a| saved_on(layout, device.id, a.index, a.saved)).sum::<u64>() != device.weights.saved
+        };
+        if let Some(device) = parts.devices.iter().find(saves_else) {
+            return Err(Contradiction::Terms { device: device.id });
+        }
         match parts.devices.iter().zip(moved).find(differs) {
             None => Ok(()),
             Some((device, BinTraffic { streamed, staged, pinned })) => Err(Contradiction::Traffic {

@@ -51,7 +51,7 @@ impl Plan {
         for (device, moved) in parts.devices.iter_mut().zip(moved) {
             let BinTraffic { streamed, staged, pinned } = moved;
             let here = parts.assignments.iter().filter(|a| a.device == device.id);
-            device.weights.saved = here.map(|a| saved_on(device.id, a.saved)).sum();
+            device.weights.saved = here.map(|a| saved_on(layout, device.id, a.index, a.saved)).sum();
             (device.weights.streamed, device.weights.staged, device.weights.pinned) = (streamed, staged, pinned);
             device.beside.slots = if device.id == parts.compute { parts.slots.bytes() } else { 0 };
         }

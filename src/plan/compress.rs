@@ -10,6 +10,7 @@ use super::warning::Warning;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, Module, ModuleId};
 use crate::device::{Bandwidth, DeviceId, DeviceKind};
+use crate::schedule::Groups;
 
 /// Which modules are kept compressed, of those that have a code.
 pub(super) struct KeptCodes {
@@ -134,12 +135,15 @@ impl Planner<'_> {
 
 /// The bytes of a module that is streamed from `device` and kept compressed there. `None` if it is not kept so.
 pub(super) fn kept_compressed(layout: &Layout, device: DeviceId, module: ModuleId) -> Option<u64> {
-    // What a file has plain stays there so, and what changes is copied to the disk as it is.
-    let kept = device.kind() != DeviceKind::Disk || layout.is_in_files(module) && !layout.is_made(module);
-    kept.then(|| layout.compressed_bytes(module)).flatten()
+    // What a file has plain stays there so. What changes is copied to the disk, and a group stays in files or is copied as a whole.
+    let kept = || match layout.is_in_files(module) {
+        true => !layout.is_made(module),
+        false => !Groups::may_join(layout, module),
+    };
+    (device.kind() != DeviceKind::Disk || kept()).then(|| layout.compressed_bytes(module)).flatten()
 }
 
-/// What `saved` bytes of a module count on its device: nothing on a disk, where its file is all that there is.
-pub(super) fn saved_on(device: DeviceId, saved: u64) -> u64 {
-    if device.kind() == DeviceKind::Disk { 0 } else { saved }
+/// What `saved` bytes of a module count on its device: nothing if it stays in its file, which is all that there is of it then.
+pub(super) fn saved_on(layout: &Layout, device: DeviceId, module: ModuleId, saved: u64) -> u64 {
+    if device.kind() == DeviceKind::Disk && layout.is_in_files(module) { 0 } else { saved }
 }

@@ -79,7 +79,7 @@ impl Plan {
             (device.weights.streamed, device.weights.staged) = (moved.streamed, moved.staged);
             device.weights.pinned = pinned.map(Assignment::taken).sum();
             device.weights.bytes = here().map(|a| a.bytes).sum();
-            device.weights.saved = here().map(|a| saved_on(device.id, a.saved)).sum();
+            device.weights.saved = here().map(|a| saved_on(layout, device.id, a.index, a.saved)).sum();
             device.weights.modules = here().count();
             device.beside.slots = if device.id == compute { slots.bytes() } else { 0 };
         }

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::ByteSize;
-use crate::schedule::LayerBlocks;
+use crate::schedule::{LayerBlocks, VERDICT_ROOM};
 
 /// Memory on the compute device for streamed layers: slots of one size, or of two where a few layers are far larger than
 /// the others and that takes less memory.
@@ -29,11 +29,13 @@ pub struct Slots {
     #[serde(default, skip_serializing_if = "is_zero")]
     pub large_bytes: u64,
     /// The number of landing buffers, in which tensors in blocks arrive that are unpacked into slots
-    /// ([`Planner::unpack`](super::Planner::unpack)): one for each kind of route.
+    /// ([`Planner::unpack`](super::Planner::unpack)), or compressed: one for each kind of route; and one if anything is kept
+    /// [compressed](super::Planner::compress_resident) on the compute device, and nothing arrives.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub landings: usize,
     /// The bytes of each landing buffer, which is two halves: tensors are unpacked from one while the next ones arrive in the other. What
-    /// is larger than a half arrives in parts ([`Planner::landing_cap`](super::Planner::landing_cap)).
+    /// is larger than a half arrives in parts ([`Planner::landing_cap`](super::Planner::landing_cap)). Behind them there are 256 for the
+    /// device's verdict on codes, if there are any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub landing_bytes: u64,
 }
@@ -121,7 +123,8 @@ impl fmt::Display for Slots {
     /// The number and size of the slots.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} x {}", self.count, ByteSize(self.bytes_each).human())?;
-        let more = [(self.large, self.large_bytes, ""), (self.landings, self.landing_bytes, " to unpack from")];
+        let landing = if self.landing_bytes > VERDICT_ROOM { " to unpack from" } else { " for a verdict" };
+        let more = [(self.large, self.large_bytes, ""), (self.landings, self.landing_bytes, landing)];
         more.iter()
             .filter(|(count, ..)| *count > 0)
             .try_for_each(|(count, bytes, what)| write!(f, " + {count} x {}{what}", ByteSize(*bytes).human()))

@@ -240,7 +240,7 @@ impl<'a> Planner<'a> {
             modules[bin] += 1;
             let usage = traffic.usage[module.id];
             let staged = usage == Use::Streamed && traffic.staged[module.id];
-            saved[bin] += saved_on(ids[bin], traffic.saved[module.id]);
+            saved[bin] += saved_on(layout, ids[bin], module.id, traffic.saved[module.id]);
             let name = Arc::from(module.name.as_str());
             Assignment {
                 module: name,

@@ -74,6 +74,15 @@ impl Groups {
         Groups { members, of }
     }
 
+    /// Whether a module may share memory with others of its layer, whatever their origins.
+    pub(crate) fn may_join(layout: &Layout, module: ModuleId) -> bool {
+        let is_small = |module: &Module| (1..=SMALL).contains(&module.bytes);
+        let module = layout.at(module);
+        let mut small = layout.at(module.layer).modules.iter().filter(|&&other| is_small(layout.at(other)));
+        let are_vectors = || layout.own_tensors(module.id).all(|tensor| layout.at(tensor).shape.len() <= 1);
+        is_small(module) && (are_vectors() || small.nth(MANY - 1).is_some())
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.members.len()
     }

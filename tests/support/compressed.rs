@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed};
+use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed, write_safetensors};
 use tensor_offload::{ByteSize, Checkpoint, DType, Machine, Order, Plan, Planner, Result, Streamer};
 
 use super::{Subject, check_pass, spec};
@@ -44,6 +44,16 @@ impl Compressed {
 
     pub(crate) fn open(&self) -> Checkpoint {
         Checkpoint::open(self.file()).unwrap()
+    }
+
+    /// The same weights in a file that is not compressed, which is written for this.
+    pub(crate) fn open_plain(&self) -> Checkpoint {
+        let (path, tensors) =
+            (self.folder.path().join("plain.safetensors"), self.plain.checkpoint().layout().tensors());
+        let specs: Vec<_> = tensors.iter().map(|t| TensorSpec::new(&*t.name, t.dtype, &*t.shape)).collect();
+        let bytes = |tensor: usize| self.plain.bytes_of(&tensors[tensor].name);
+        write_safetensors(&path, &specs, &BTreeMap::new(), |tensor, out| out.put(bytes(tensor))).unwrap();
+        Checkpoint::open(path).unwrap()
     }
 }
 
