@@ -18,8 +18,8 @@ use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{CompressedFault, FileFault, PlanFault};
 use tensor_offload::plan::{TensorGrouping, Use, Warning};
 use tensor_offload::{
-    ByteSize, DType, DeviceId, Error, Loader, Machine, Matching, Model, ModelCache, Plan, Planner, Registry, Result,
-    Retention, Streamer, Weights,
+    ByteSize, DType, DeviceId, Error, Loader, Matching, Model, ModelCache, Plan, Planner, Registry, Result, Retention,
+    Streamer, Weights,
 };
 
 fn held(devices: &Registry, id: DeviceId) -> u64 {

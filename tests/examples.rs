@@ -378,7 +378,7 @@ fn merge_compresses_and_everything_reads_the_same_tensors() {
         assert_eq!((same, &made), (hash.clone(), &less));
     }
     // What lives on the card may be kept so, too: all of the model where there is not enough room for it as it is.
-    let all = ["--alloc", "cuda:0,*", "--device", "cuda:0=1500kb", "--device", "cpu=64mb", "--compute-ms", "0"];
+    let all = ["--alloc", "cuda:0,*", "--device", "cuda:0=4800kb", "--device", "cpu=64mb", "--compute-ms", "0"];
     fails("offload", &[&[compressed.as_str(), "--compress"], &all[..]].concat());
     for path in [&compressed, &plain] {
         let report = json_of("offload", &[&[path.as_str(), "--compress-resident"], &all[..]].concat());
