@@ -211,7 +211,7 @@ impl Args {
         let layers = weights.layout().layers().len();
         let compute = Duration::from_secs_f64(self.compute_ms / 1000.0);
         let per_layer = compute / u32::try_from(layers.max(1)).unwrap_or(u32::MAX);
-        let planner = self.codes.of(self.plan.apply(Planner::new(weights.layout(), machine))?);
+        let planner = self.codes.set(self.plan.apply(Planner::new(weights.layout(), machine))?);
         let mut planner = planner.compute_time(vec![per_layer; layers]);
         if let Some(dtype) = self.dequantise {
             planner = planner.reserve(ByteSize(self.plan.reserve()? + Values::room(weights.layout(), dtype)?));

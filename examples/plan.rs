@@ -46,7 +46,7 @@ impl support::Example for Args {
         let allocation = self.alloc.parse()?;
         let machine = self.devices.described()?.unwrap_or_else(|| Registry::system().machine().clone());
         let layout = self.model.layout_of(&self.casts, self.codes)?;
-        let planner = self.codes.of(self.plan.apply(Planner::new(&layout, &machine))?).compute_time(self.compute_ms.0);
+        let planner = self.codes.set(self.plan.apply(Planner::new(&layout, &machine))?).compute_time(self.compute_ms.0);
         let plan = planner.allocation(allocation).plan()?;
         if !self.json {
             println!("{plan}");

@@ -96,7 +96,7 @@ impl Args {
         let layout = case.compressed.as_deref().unwrap_or(layout);
         let (compute, layers) = (self.compute_ms.0, layout.layers().len());
         let planner = self.plan.apply(Planner::new(layout, &case.machine))?.allocation(case.allocation.clone());
-        let planner = self.codes.of(planner);
+        let planner = self.codes.set(planner);
         let planner = if case.compressed.is_some() { planner.compress(true) } else { planner };
         let planner = case.depth.into_iter().fold(planner, Planner::depth);
         let planner = case.order.into_iter().fold(planner, |planner, order| order.apply(planner));

@@ -213,15 +213,24 @@ mod tests {
 
     #[test]
     fn permits_are_had_by_as_many_as_there_are() {
+        use std::sync::atomic::{AtomicBool, Ordering};
         let permits = Permits::new(2);
-        let (first, second) = (permits.wait(), permits.free().unwrap());
-        assert!(permits.free().is_none());
-        std::thread::scope(|scope| {
-            let waits = scope.spawn(|| drop(permits.wait()));
-            drop(first);
-            waits.join().unwrap();
-        });
-        drop(second);
+        // Whether or not the thread waits by then, it has none before one is given back.
+        for _ in 0..100 {
+            let (first, _second) = (permits.wait(), permits.free().unwrap());
+            assert!(permits.free().is_none());
+            let given_back = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let waits = scope.spawn(|| {
+                    let _permit = permits.wait();
+                    assert!(given_back.load(Ordering::SeqCst), "a third permit of two");
+                });
+                std::thread::yield_now();
+                given_back.store(true, Ordering::SeqCst);
+                drop(first);
+                waits.join().unwrap();
+            });
+        }
         let both = (permits.free(), permits.free());
         assert!(both.0.is_some() && both.1.is_some() && permits.free().is_none());
     }

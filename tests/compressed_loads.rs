@@ -2,7 +2,7 @@
 
 mod support;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use half::bf16;
@@ -13,6 +13,7 @@ use support::*;
 use tensor_offload::backend::{Backend, Clock, Operation, Simulated};
 use tensor_offload::cache::Evict;
 use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
+use tensor_offload::load::Progress;
 use tensor_offload::plan::{Assignment, Use};
 use tensor_offload::{
     Adapter, ByteSize, Checkpoint, DType, DeviceId, Loader, Machine, Matching, Model, ModelBuilder, ModelCache, Plan,
@@ -387,12 +388,48 @@ fn changed_weights_are_on_a_disk_as_codes() {
             let forecast =
                 loaded.plan().forecast(loaded.layout(), machine.topology(), &compute.clone().into()).unwrap();
             assert_eq!(pass, forecast, "{allocation}, codes in the file: {has_codes}");
-            // Made of it, without the files, and with fewer changes.
-            let moved = Arc::new(Loader::new(&devices).relocate(&loaded, loaded.plan()).unwrap());
+            // To the host and back to the disk, without the files: codes are copied.
+            let planner = Planner::new(loaded.layout(), &machine).compute(GPU0).compress(true).depth(1);
+            let on_host = planner.allocation("cpu,*".parse().unwrap()).plan().unwrap();
+            let moved = Arc::new(Loader::new(&devices).relocate(&loaded, &on_host).unwrap());
             assert_eq!(moved.report().read, 0);
             check_values(&moved, &subject);
-            drop((loaded, moved));
+            let back = Arc::new(Loader::new(&devices).relocate(&moved, loaded.plan()).unwrap());
+            assert_eq!((back.report().read, kept(back.plan())), (0, kept(loaded.plan())));
+            check_values(&back, &subject);
+            drop((loaded, moved, back));
             comes_back(&devices);
+        }
+    }
+}
+
+/// The most that a load said was in place, of how much.
+#[derive(Default)]
+struct Seen(Mutex<(u64, u64)>);
+
+impl Progress for Seen {
+    fn advance(&self, done: u64, of: u64) {
+        let mut seen = self.0.lock().unwrap();
+        *seen = (seen.0.max(done), of);
+    }
+}
+
+/// A load that compresses tells of each byte once, wherever it comes from and goes to.
+#[test]
+fn progress_ends_with_all_bytes() {
+    let (tensors, devices) = (mixed(3), Registry::described(machine(), Clock::Wall));
+    for subject in [Subject::plain(&tensors, 25), Subject::patched(&tensors, 26)] {
+        let weights = compressing(&subject);
+        for allocation in ["cpu,*", "cuda:0,40%;cuda:1,20%;disk,20%;cpu,20%"] {
+            let plan = planner(&weights, devices.machine(), allocation).compress_resident(true).plan().unwrap();
+            let seen = Seen::default();
+            let model = Arc::new(Loader::new(&devices).progress(&seen).load(&weights, &plan).unwrap());
+            assert_eq!(*seen.0.lock().unwrap(), (plan.bytes(), plan.bytes()), "{allocation}");
+            let seen = Seen::default();
+            let plain = planner(&weights, devices.machine(), allocation).compress(false).plan().unwrap();
+            let moved = Loader::new(&devices).relocate(&model, &plain).unwrap();
+            drop(Loader::new(&devices).progress(&seen).derive(&Arc::new(moved), &weights, &plan).unwrap());
+            assert_eq!(*seen.0.lock().unwrap(), (plan.bytes(), plan.bytes()), "made of another, {allocation}");
         }
     }
 }

@@ -4,7 +4,7 @@
 mod support;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use support::compressed::{Packed, kept};
 use support::framework::{Framework, Memory};
@@ -12,9 +12,9 @@ use support::machines::{clocked, steady_pass};
 use support::*;
 use tensor_offload::backend::{Backend, Clock, MemoryKind, Operation, Role, Simulated};
 use tensor_offload::cache::Evict;
-use tensor_offload::checkpoint::TensorSpec;
+use tensor_offload::checkpoint::{Layout, TensorSpec};
 use tensor_offload::error::PlanFault;
-use tensor_offload::plan::{TensorGrouping, Use, Warning};
+use tensor_offload::plan::{Assignment, TensorGrouping, Use, Warning};
 use tensor_offload::{
     ByteSize, DType, DeviceId, Error, Loader, Matching, Model, ModelBuilder, ModelCache, Plan, Planner, Registry,
     Result, Retention, Streamer, Weights,
@@ -119,7 +119,11 @@ fn a_plan_tells_what_lives_compressed_and_what_does_not() {
     let plain = model.file.plain.planner(&machine, "cuda:0,*");
     let (with, without) = (plain.clone().compress_resident(true).plan().unwrap(), plain.plan().unwrap());
     assert_eq!((with.slots(), with.assignments()), (without.slots(), without.assignments()));
-    assert_eq!(with.warnings(), [Warning::NothingCompressed { bytes: without.bytes() }]);
+    let is_for = |a: &&Assignment| !a.module.contains("embed") && a.bytes * 10_000 >= without.bytes();
+    let bytes = without.assignments().iter().filter(is_for).map(|a| a.bytes).sum();
+    assert_eq!(with.warnings(), [Warning::NothingCompressed { bytes }]);
+    let all = plain.keep_resident("*").compress_resident(true).plan().unwrap();
+    assert_eq!(all.warnings(), [], "all of it is to stay as it is");
 }
 
 /// A forecast knows that the device decodes what lives on it, beside what arrives, and a virtual clock says the same.
@@ -192,6 +196,48 @@ fn auto_weighs_what_it_takes_to_decode() {
     assert!(told.to_string().contains("with resident weights kept compressed, too, a pass takes"), "{told}");
 }
 
+/// Layers of any sizes, of which some are to stay as they are: a plan is found where there is one without, and a pass is no longer.
+#[test]
+fn auto_copes_with_any_sizes() {
+    let mut random = Random::new(43);
+    let mut below = |most: u64| random.next() % most;
+    let mut compressed = 0;
+    for case in 0..60 {
+        let large = 1 + below(40);
+        let mut sizes: Vec<u64> = (0..2 + below(40)).map(|_| (1 + below(4)) << 20).collect();
+        sizes.insert(below(sizes.len() as u64) as usize, large << 20);
+        let layout = Layout::blocks(sizes.iter().copied()).assume_compressed(0.6 + below(30) as f64 / 100.0);
+        let total: u64 = sizes.iter().sum();
+        let card = total * (30 + below(100)) / 100;
+        let decode = ["", ",decode=2", ",decode=50"][below(3) as usize];
+        let machine = described(&["cpu=1gb", &format!("cuda:0={card}b,link=2{decode}")]);
+        let kept = format!("block.{}", below(sizes.len() as u64));
+        let planner = || {
+            let planner = Planner::new(&layout, &machine).allocation("auto".parse().unwrap()).depth(case % 3);
+            let planner = if case % 2 == 0 { planner.keep_resident(&kept) } else { planner };
+            planner.compress(true)
+        };
+        let (with, without) = (planner().compress_resident(true).plan(), planner().plan());
+        let Ok(with) = with else {
+            assert!(without.is_err(), "{} where {}", with.unwrap_err(), without.unwrap());
+            continue;
+        };
+        with.verify(&layout).unwrap();
+        let pass = |plan: &Plan| plan.explanation().unwrap().pass;
+        assert!(without.is_err() || pass(&with) <= pass(without.as_ref().unwrap()), "{with}");
+        compressed += usize::from(!compressed_here(&with).is_empty());
+    }
+    assert!(compressed > 5, "{compressed} plans keep modules compressed on the card");
+    // Much that stays as it is takes nothing from what may be compressed.
+    let sizes = std::iter::once(4 << 30).chain(std::iter::repeat_n(20 << 20, 3000));
+    let layout = Layout::blocks(sizes).assume_compressed(0.675);
+    let machine = described(&["cpu=256gb", "cuda:0=24gb,link=25"]);
+    let planner = Planner::new(&layout, &machine).allocation("auto".parse().unwrap()).keep_resident("block.0");
+    let plan = planner.compress(true).compress_resident(true).plan().unwrap();
+    let share = plan.device(GPU0).unwrap();
+    assert!(share.needed() > 23 << 30 && share.weights.bytes > 32 << 30, "{plan}");
+}
+
 /// Models that are derived, refilled, moved and demoted are right, and share or copy the codes that they can.
 #[test]
 fn models_made_of_others_live_compressed_too() {
@@ -232,6 +278,12 @@ fn models_made_of_others_live_compressed_too() {
     let refilled = Arc::new(loader.refill(derived, &model.subject.weights, &plan).unwrap());
     check_values(&refilled, &model.file.plain);
     drop(refilled);
+    // Streams let go of the last of it a moment later.
+    let until = Instant::now() + DEADLINE;
+    while held(&devices, GPU0) > level {
+        assert!(Instant::now() < until, "{} of {level} bytes", held(&devices, GPU0));
+        std::thread::sleep(Duration::from_millis(1));
+    }
     // What leaves the card goes to the host as it is, and takes no more there.
     let cache = ModelCache::new();
     cache.insert("model", Arc::clone(&base), Retention::Keep);

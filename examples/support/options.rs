@@ -91,7 +91,7 @@ impl CompressOption {
     }
 
     /// The planner, with what is kept compressed.
-    pub(crate) fn of(self, planner: Planner<'_>) -> Planner<'_> {
+    pub(crate) fn set(self, planner: Planner<'_>) -> Planner<'_> {
         planner.compress(self.compress).compress_resident(self.compress_resident)
     }
 }

@@ -240,11 +240,12 @@ impl Weights {
         Ok(self)
     }
 
-    /// Lets a plan keep streamed modules [compressed](crate::Planner::compress) that no file has so, or that adapters change: their codes
+    /// Lets a plan keep modules [compressed](crate::Planner::compress) that no file has so, or that adapters change: their codes
     /// are made while the model is loaded. How long they will be is estimated from a few blocks of each tensor, a hundredth too long
     /// rather than too short. What a load does not need is given back, and the [model's plan](crate::Model::plan) has the sizes that
     /// there are. To be called last: what is cast or deferred afterwards is not compressed.
-    /// Beside the plan, the load takes host memory for the weights and the codes of two modules.
+    /// Beside the plan, the load takes host memory for the codes of two modules, for their weights if adapters change them, and for pieces of
+    /// 4 MiB, two for each of its workers.
     ///
     /// ```
     /// use tensor_offload::{DType, Machine, Planner, Weights};

@@ -115,7 +115,7 @@ pub enum Missing {
         why: String,
     },
     /// A device cannot decode weights that a plan keeps compressed.
-    #[error("tensor `{tensor}` cannot be decoded in slots: {why}; plan without `compress`")]
+    #[error("tensor `{tensor}` cannot be decoded in slots: {why}; plan without `compress` and `compress_resident`")]
     Decoding {
         /// The tensor.
         tensor: String,
@@ -123,7 +123,9 @@ pub enum Missing {
         why: String,
     },
     /// A device has no memory that is only read, which weights need that are kept compressed.
-    #[error("{device} has no memory that is only read, so no weights can be compressed there; plan without `compress`")]
+    #[error(
+        "{device} has no memory that is only read, so no weights can be compressed there; plan without `compress` and `compress_resident`"
+    )]
     ReadOnly {
         /// The device.
         device: DeviceId,

@@ -73,7 +73,8 @@ impl Loader<'_> {
     /// tensor that is a view of a resident weight then shows the new one.
     ///
     /// Memory that another model shares is not written over, nor is any if someone else holds the base (a
-    /// [`Streamer`](crate::Streamer) does): that is new memory, as it is for [`derive`](Loader::derive).
+    /// [`Streamer`](crate::Streamer) does): that is new memory, as it is for [`derive`](Loader::derive). So is that of changed modules
+    /// that are kept [compressed](crate::Planner::compress), whose codes have other lengths.
     ///
     /// # Errors
     /// As [`derive`](Loader::derive). The base is gone then, and all its memory that no other model shares is released.
@@ -119,7 +120,7 @@ impl Loader<'_> {
         let reuse = Reuse::of(base, base.layout(), &plan, base.allocators(), |tensor, old| tensor == old);
         let inputs = Inputs { weights: None, layout: base.layout(), plan: &plan, base: Some(base), reuse: &reuse };
         let loader = self.with_allocators(base.allocators());
-        // What is compressed stays where it is, so no code is made.
+        // What is compressed stays so, here or on the host, and no code is made.
         let Filled { homes, reservation, report, .. } = loader.fill(inputs, &reuse.needed(&plan), start)?;
         let (layout, provenance, from) = (Arc::new(base.layout().clone()), base.provenance().clone(), reuse.from(base));
         let blocks = parked.slot_blocks(base.layout());

@@ -1,8 +1,12 @@
 //! Homes of modules whose compressed form a load makes: those that no file has compressed, or that adapters change. How long their
 //! codes are is known once they are made.
 //!
-//! Weights are read and compressed a piece at a time, by the worker that has the group's turn and those that have nothing else to do.
-//! The pieces' codes are kept until all of a group's are there and it is known how long they are, and then written into its home.
+//! Weights are read and compressed a piece at a time, by the worker that began with the group, by those that have nothing else to do,
+//! and by as many threads again as there are workers, since half of them wait for the disk. The pieces' codes are kept until all of a
+//! group's are there and it is known how long they are, and then written into its home.
+//!
+//! A worker that waits until it may begin gives up its place meanwhile, and then waits for a place. Nobody who has a place waits to
+//! begin, so these waits end.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,8 +33,8 @@ pub(super) type Encoded = BTreeMap<TensorId, Stored>;
 /// What groups are compressed with.
 pub(super) struct Encoding {
     /// Two groups at a time: one is written into its home while another is compressed.
-    turns: Permits,
-    /// As many threads as there are workers help beside those in the workers' places: half of them wait for the disk.
+    groups: Permits,
+    /// Threads that help beside those in the workers' places.
     helpers: Permits,
     /// Memory to be used again: for weights that are in no file as they are, for those of pieces, and for their codes.
     changed: Mutex<Vec<BufMut>>,
@@ -73,9 +77,9 @@ enum Contents<'a> {
 
 impl Encoding {
     pub(super) fn new(workers: usize) -> Encoding {
-        let (turns, helpers) = (Permits::new(2), Permits::new(workers));
+        let (groups, helpers) = (Permits::new(2), Permits::new(workers));
         let (changed, weights, codes) = Default::default();
-        Encoding { turns, helpers, changed, weights, codes, encoded: Mutex::default() }
+        Encoding { groups, helpers, changed, weights, codes, encoded: Mutex::default() }
     }
 
     pub(super) fn into_encoded(self) -> Encoded {
@@ -94,19 +98,19 @@ impl Job<'_> {
     }
 
     /// The home of a group whose compressed form is made here. If that saves nothing for one of its modules, all stay as they are.
-    /// The caller gives up its `place` while it waits for its turn.
+    /// The caller gives up its place, `worker`, while it waits until it may begin.
     pub(super) fn encode<'p>(
         &'p self,
         group: usize,
         reservation: &Mutex<&mut Reservation>,
-        place: &mut Option<Permit<'p>>,
+        worker: &mut Option<Permit<'p>>,
     ) -> Result<Arc<Home>> {
-        let turns = &self.encoding.turns;
-        let _turn = turns.free().unwrap_or_else(|| {
-            drop(place.take());
-            let turn = turns.wait();
-            *place = Some(self.places.wait());
-            turn
+        let at_once = &self.encoding.groups;
+        let _one = at_once.free().unwrap_or_else(|| {
+            drop(worker.take());
+            let one = at_once.wait();
+            *worker = Some(self.places.wait());
+            one
         });
         let groups = &self.reuse.groups;
         let assignment = self.plan.at(groups.members(group)[0]);
@@ -269,7 +273,7 @@ impl Piece {
             let begin = self.bytes.len();
             let blocks = match &tensors[*tensor].encoder {
                 Some(encoder) => {
-                    self.bytes.reserve(encoder.usual(of_part.len()));
+                    self.bytes.reserve(encoder.capacity(of_part.len()));
                     Some(encoder.encode(range.start, of_part, &mut self.bytes))
                 }
                 None => {

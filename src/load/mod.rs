@@ -91,7 +91,7 @@ impl<'a> Loader<'a> {
     }
 
     /// Sets the number of threads that read and patch; at least one. Reads past the page cache have threads of their own beside
-    /// them, which wait for the disk.
+    /// them, which wait for the disk, and a load that [compresses](crate::Weights::compress) has as many threads again.
     #[must_use]
     pub fn workers(mut self, workers: usize) -> Loader<'a> {
         self.workers = workers.max(1);

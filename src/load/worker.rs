@@ -8,7 +8,7 @@
 //! change, half a staging buffer for direct reads of what stays on the host, and all factors of the adapters; and of two modules that it
 //! compresses the codes, these twice on their way to another device, the weights of changed ones, and for each worker two pieces of
 //! others. The threads with which these reads keep the disk busy (`file/read/scatter`), at most seven, have half a staging buffer each
-//! too.
+//! too, and so have those of the second pieces.
 
 mod fill;
 mod report;

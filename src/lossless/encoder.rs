@@ -64,8 +64,8 @@ impl Encoder {
         BLOCK * self.fields.size()
     }
 
-    /// What is rarely too little for the blocks of as many bytes of weights, and at most what plain blocks take.
-    pub(crate) fn usual(&self, weights: usize) -> usize {
+    /// A capacity that the blocks of so many bytes of weights rarely exceed.
+    pub(crate) fn capacity(&self, weights: usize) -> usize {
         weights - weights / 8 + block::bound(0) * weights.div_ceil(self.block_bytes())
     }
 
@@ -120,7 +120,7 @@ impl WholeCode<'_> {
         Info::read(&head)
     }
 
-    /// Writes the weights, of which nothing else may be left, into as many bytes.
+    /// Decodes the weights from the pieces into as many bytes: of a tensor that is to stay as it is nothing else is left.
     ///
     /// # Errors
     /// [`CodeFault::Destination`] for another number of bytes; [`CodeFault::Block`] when the bytes are not those of the pieces.

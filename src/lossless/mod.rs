@@ -195,7 +195,7 @@ type Piece = (Blocks, Vec<u8>);
 fn pieces(encoder: Encoder, bytes: &[u8]) -> Vec<Piece> {
     let task = encoder.block_bytes() * TOGETHER;
     let piece = |index: usize, bytes: &[u8]| {
-        let mut out = Vec::with_capacity(encoder.usual(bytes.len()));
+        let mut out = Vec::with_capacity(encoder.capacity(bytes.len()));
         (encoder.encode(index * task, bytes, &mut out), out)
     };
     let pieces = tasks(bytes.len() > task, || {
@@ -242,7 +242,7 @@ pub fn estimate(dtype: DType, sample: &[u8]) -> Result<f64, CodeFault> {
     if sample.is_empty() {
         return Ok(1.0);
     }
-    let mut code = Vec::with_capacity(encoder.usual(sample.len()));
+    let mut code = Vec::with_capacity(encoder.capacity(sample.len()));
     encoder.encode(0, sample, &mut code);
     Ok((code.len() as f64 / sample.len() as f64).min(1.0))
 }

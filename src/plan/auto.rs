@@ -14,11 +14,11 @@ use super::compress::kept_compressed;
 use super::explain::{Alternative, Explanation};
 use super::outlier::outliers_of;
 use super::planner::Planner;
-use super::split::{Donor, Split, scaled};
-use super::value::{Order, Parts, Plan, Unit};
+use super::split::{Donor, Kept, Split};
+use super::value::{DevicePlan, Order, Parts, Plan, Unit, Use};
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Layout, Module, ModuleId};
+use crate::checkpoint::{Layout, Module};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
@@ -43,7 +43,6 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
         return with_resident(planner, compute);
     }
     let found = search(planner, compute);
-    let is_hidden = |plan: &Plan| plan.explanation().is_some_and(|told| told.pass <= told.compute);
     if !planner.compress || found.as_ref().is_ok_and(|plan| !plan.is_compressed() || is_hidden(plan)) {
         return found;
     }
@@ -63,12 +62,11 @@ pub(super) fn plan(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
 /// As [`plan`], for a planner that may keep resident modules compressed.
 fn with_resident(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
     let plain = plan(&planner.clone().compress_resident(false), compute);
-    let is_hidden = |plan: &Plan| plan.explanation().is_some_and(|told| told.pass <= told.compute);
-    if plain.as_ref().is_ok_and(is_hidden) {
+    if planner.kept_codes(compute).resident.is_empty() || plain.as_ref().is_ok_and(is_hidden) {
         return plain;
     }
     let (found, plain) = match (search(planner, compute), plain) {
-        (Ok(found), Ok(plain)) => (found, plain),
+        (Ok(found), Ok(plain)) if found.assignments().iter().any(|a| a.usage == Use::Unpacked) => (found, plain),
         (found, plain) => return plain.or_else(|error| found.map_err(|_| error)),
     };
     match (found.explanation(), plain.explanation().cloned()) {
@@ -79,6 +77,11 @@ fn with_resident(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
         (Some(of_found), Some(of_plain)) => plain.found(of_plain.rather_than_resident(of_found)),
         _ => Ok(plain),
     }
+}
+
+/// Whether the compute of a plan that was found hides all its transfers.
+fn is_hidden(plan: &Plan) -> bool {
+    plan.explanation().is_some_and(|told| told.pass <= told.compute)
 }
 
 fn search(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
@@ -96,11 +99,13 @@ fn search(planner: &Planner<'_>, compute: DeviceId) -> Result<Plan> {
 
 /// Whether any candidate fits.
 pub(super) fn fits(planner: &Planner<'_>, compute: DeviceId) -> bool {
-    let any = || -> Result<bool> {
+    let any = |planner: &Planner<'_>| -> Result<bool> {
         let mut search = Search::new(planner, compute)?;
         Ok(search.whole()?.is_some() || search.arrangements(|search| search.found.is_empty())?)
     };
-    any().unwrap_or(false)
+    let fits = |planner: &Planner<'_>| any(planner).unwrap_or(false);
+    // Either may fit where the other does not.
+    fits(planner) || planner.compress_resident && fits(&planner.clone().compress_resident(false))
 }
 
 struct Search<'a> {
@@ -112,8 +117,8 @@ struct Search<'a> {
     total: u64,
     /// The bytes of weights, slots and reserve that the compute device can hold.
     room: u64,
-    /// What it keeps of how many bytes of weights, if it holds all.
-    kept: (u64, u64),
+    /// What it keeps of weights that are compressed there.
+    kept: Kept,
     donors: Vec<Donor>,
     /// The largest module except outliers, which are best kept off donors.
     unit: u64,
@@ -279,8 +284,7 @@ impl<'a> Search<'a> {
             let planner = self.planner_of(arrangement).allocation(allocation.clone());
             let parts = self.placed(&planner)?;
             let own = parts.devices.iter().find(|device| device.id == self.compute);
-            let (beside, held) = own.map_or((0, 0), |own| (own.needed() - own.weights.taken(), own.weights.bytes));
-            let beside = self.weights_in(self.room.saturating_sub(beside));
+            let (beside, held) = own.map_or((self.room, 0), |own| (self.holds(own), own.weights.bytes));
             let goes_on = match planner.checked(parts) {
                 Ok(plan) => {
                     let (pass, resident) = (self.pass(&plan), quota.next);
@@ -310,13 +314,19 @@ impl<'a> Search<'a> {
 
     /// The most bytes of weights that the compute device may hold.
     fn most(&self) -> u64 {
-        self.weights_in(self.room).min(self.total)
+        self.kept.weights_in(self.room).min(self.total)
     }
 
-    /// The bytes of weights that the compute device holds in so many bytes.
-    fn weights_in(&self, bytes: u64) -> u64 {
-        let (kept, weights) = self.kept;
-        scaled(bytes, weights, kept)
+    /// The bytes of weights that would fit beside what else a candidate needs on the compute device. It is told by how much more or
+    /// less it holds than fits: those are weights that may be compressed, while others may have come first.
+    fn holds(&self, own: &DevicePlan) -> u64 {
+        let (bytes, taken) = (own.weights.bytes, own.weights.taken());
+        let room = self.room.saturating_sub(own.needed().saturating_sub(taken));
+        let holds = match room.checked_sub(taken) {
+            Some(more) => bytes.saturating_add(self.kept.weights_in(more)),
+            None => bytes.saturating_sub(self.kept.weights_in(taken - room)),
+        };
+        holds.min(self.total)
     }
 
     /// Places every module, and counts that it was tried.
@@ -404,25 +414,30 @@ fn leave_room_for_staging(donors: &mut [Donor], planner: &Planner<'_>, compute: 
     }
 }
 
-/// What the compute device keeps of how many bytes of weights, if it holds the whole model.
-fn kept_here(planner: &Planner<'_>, compute: DeviceId) -> (u64, u64) {
-    let (codes, layout) = (planner.kept_codes(compute), planner.layout);
-    let saved = |&module: &ModuleId| {
-        kept_compressed(layout, compute, module).map_or(0, |kept| layout.at(module).bytes.saturating_sub(kept))
-    };
-    let saved = codes.resident.iter().map(saved).fold(0, u64::saturating_add);
-    let weights = layout.bytes().max(1);
-    (weights.saturating_sub(saved).max(1), weights)
+/// What the compute device keeps of the weights that are compressed if they live there.
+fn kept_here(planner: &Planner<'_>, compute: DeviceId) -> Kept {
+    let codes = planner.kept_codes(compute);
+    kept_of(
+        planner.layout,
+        compute,
+        planner.layout.modules().iter().filter(|module| codes.resident.contains(&module.id)),
+    )
 }
 
 /// The donor, with what it keeps of the whole model if it streams all of it. Which modules it gets, the plan of a candidate knows.
 fn compressing(donor: Donor, layout: &Layout) -> Donor {
     let owners = layout.modules().iter().filter(|module| module.alias_of.is_none());
-    let kept = |module: &Module| kept_compressed(layout, donor.device, module.id).unwrap_or(module.bytes);
-    let (kept, weights) = owners.fold((0u64, 0u64), |(all, weights), module| {
+    let kept = kept_of(layout, donor.device, owners);
+    donor.compressing(kept)
+}
+
+/// What a device keeps of modules, if all of them may be compressed there.
+fn kept_of<'m>(layout: &Layout, device: DeviceId, modules: impl Iterator<Item = &'m Module>) -> Kept {
+    let kept = |module: &Module| kept_compressed(layout, device, module.id).unwrap_or(module.bytes);
+    let (kept, weights) = modules.fold((0u64, 0u64), |(all, weights), module| {
         (all.saturating_add(kept(module)), weights.saturating_add(module.bytes))
     });
-    donor.compressing(kept, weights)
+    Kept::new(kept, weights)
 }
 
 fn largest_but_outliers(layout: &Layout) -> u64 {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::compress::{kept_compressed, saved_on};
 use super::slots::Slots;
-use super::traffic::{BinTraffic, Fetch, slots_of};
+use super::traffic::{BinTraffic, Fetch, in_files, slots_of};
 use super::value::{Assignment, Parts, Plan, Use};
 use crate::checkpoint::{Layout, ModuleId};
 use crate::device::DeviceId;
@@ -48,7 +48,9 @@ impl Plan {
             true => Slots { landing_bytes: slots.landing_bytes.max(parts.slots.landing_bytes), ..slots },
             false => slots,
         };
+        let in_files = in_files(layout, &parts.assignments);
         for (device, moved) in parts.devices.iter_mut().zip(moved) {
+            device.weights.in_files = in_files.get(&device.id).copied().unwrap_or(0);
             let BinTraffic { streamed, staged, pinned } = moved;
             let here = parts.assignments.iter().filter(|a| a.device == device.id);
             device.weights.saved = here.map(|a| saved_on(layout, device.id, a.index, a.saved)).sum();

@@ -21,21 +21,20 @@ pub(super) struct KeptCodes {
 }
 
 impl KeptCodes {
-    /// None more than there are.
-    pub(super) fn as_before() -> KeptCodes {
+    pub(super) fn none() -> KeptCodes {
         KeptCodes { streamed: false, resident: BTreeSet::new() }
     }
 }
 
 impl Planner<'_> {
-    /// Keeps streamed modules compressed: on the host and on other devices, where they take as much less, and on disk, if nothing changes
-    /// what a file has [compressed](crate::checkpoint::write_compressed). Their codes cross the links, arrive in a landing buffer on the compute
+    /// Keeps streamed modules compressed: on the host, on other devices, and on disk, where they take as much less. Only what nothing changes
+    /// and a file has plain stays in that file as it is. Codes cross the links, arrive in a landing buffer on the compute
     /// device, and are decoded from there into the slot before the layer's turn: two thirds of the bytes of bf16, and the same bits. A
     /// device that cannot decode is an error when the streamer is made. Default: no, only files are compressed, and they are decoded
     /// when they are read.
     ///
-    /// A module is compressed if a file has it so, or if the load is to compress it ([`Weights::compress`](crate::Weights::compress)).
-    /// Mode auto compresses none if a pass is shorter so, on a device that decodes slowly
+    /// A module is compressed if a [file](crate::checkpoint::write_compressed) has it so, or if the load is to compress it
+    /// ([`Weights::compress`](crate::Weights::compress)). Mode auto compresses none if a pass is shorter so, on a device that decodes slowly
     /// ([`DeviceInfo::decoding`](crate::device::DeviceInfo::decoding)), and says so.
     ///
     /// Quotas are in bytes of weights, as always; what a device needs is less ([`DeviceWeights::saved`](super::DeviceWeights::saved)).
@@ -60,14 +59,17 @@ impl Planner<'_> {
         self
     }
 
-    /// Keeps modules compressed, too, that live on the compute device, where they take as much less: they are decoded into a slot before
-    /// each turn of their layer, at the device's own speed. So a card holds half as much again of bf16, for a pass that is longer by
-    /// what decoding takes, and has slots even if nothing is streamed. Modules stay as they are that are small, used at both ends,
-    /// named by [`resident`](Planner::keep_resident), or far larger than a layer ([`Plan::outliers`](super::Plan::outliers)), since slots would
-    /// have to hold them. Default: no.
+    /// Keeps modules of the compute device compressed there. They take as much less of it, and are decoded into a slot before each turn
+    /// of their layer. So a card holds half as much again of bf16, a pass takes longer by what decoding takes, and there are slots even if
+    /// nothing is streamed. Default: no.
     ///
-    /// As for [streamed modules](Planner::compress), of which this says nothing, a file has the codes or the load makes them, and quotas are
-    /// in bytes of weights: a quota of `cuda:0,24gb` then takes some 16 of them. Mode auto does this if a pass is shorter so.
+    /// Some modules are never compressed there: small ones, those that are used at both ends, [in place](Planner::in_place) or as
+    /// [tables](Planner::gather_embeddings), those that [`keep_resident`](Planner::keep_resident) names, and those that are far larger
+    /// than a layer ([`Plan::outliers`](super::Plan::outliers)), which slots would have to hold.
+    ///
+    /// Streamed modules have a setting of [their own](Planner::compress). As there, the file has the codes or the load makes them, and
+    /// quotas are in bytes of weights: a quota of `cuda:0,24gb` takes some 16 GB of the card. Mode auto does this only if a pass is
+    /// shorter so.
     ///
     /// ```
     /// use tensor_offload::{Machine, Planner, checkpoint::Layout};
@@ -96,7 +98,9 @@ impl Planner<'_> {
 
     /// The modules that these settings are for.
     pub(super) fn kept_codes(&self, compute: DeviceId) -> KeptCodes {
-        KeptCodes { streamed: self.compress, resident: self.compressed_here(compute) }
+        let mut resident = self.compressible_here(compute);
+        resident.retain(|&module| kept_compressed(self.layout, compute, module).is_some());
+        KeptCodes { streamed: self.compress, resident }
     }
 
     /// The speed at which the compute device decodes, if it is known and there may be codes.
@@ -105,9 +109,8 @@ impl Planner<'_> {
         self.machine.device(compute).ok().and_then(|info| info.decoding).filter(|_| compresses)
     }
 
-    /// The modules that are kept compressed on the compute device, if they live there: all that the setting is for, and that have a
-    /// code. Others stay as they are that are wanted there, or small, or that would make slots large.
-    fn compressed_here(&self, compute: DeviceId) -> BTreeSet<ModuleId> {
+    /// The modules that are kept compressed on the compute device, if they live there and have a code.
+    fn compressible_here(&self, compute: DeviceId) -> BTreeSet<ModuleId> {
         if !self.compress_resident || compute.is_host() {
             return BTreeSet::new();
         }
@@ -115,16 +118,17 @@ impl Planner<'_> {
         let is_for = |module: &&Module| {
             let (id, bytes) = (module.id, module.bytes);
             let stays = module.tied || is_small(bytes, layout.bytes()) || wanted[id] || outliers.contains(&id);
-            !stays && kept_compressed(layout, compute, id).is_some()
+            !stays && !self.is_in_place(module)
         };
         layout.modules().iter().filter(is_for).map(|module| module.id).collect()
     }
 
     /// A warning if modules are to be kept compressed, and none is.
     pub(super) fn nothing_compressed(&self, assignments: &[Assignment], compute: DeviceId) -> Option<Warning> {
+        let here = self.compressible_here(compute);
         let is_for = |a: &&Assignment| match a.usage {
             Use::Streamed => self.compress,
-            Use::Resident | Use::Unpacked => self.compress_resident,
+            Use::Resident | Use::Unpacked => here.contains(&a.index),
             Use::InPlace => false,
         };
         let bytes = assignments.iter().filter(is_for).map(|a| a.bytes).sum();
@@ -133,7 +137,7 @@ impl Planner<'_> {
     }
 }
 
-/// The bytes of a module that is streamed from `device` and kept compressed there. `None` if it is not kept so.
+/// The bytes of a module that lives on `device` and is kept compressed there. `None` if it is not kept so.
 pub(super) fn kept_compressed(layout: &Layout, device: DeviceId, module: ModuleId) -> Option<u64> {
     // What a file has plain stays there so. What changes is copied to the disk, and a group stays in files or is copied as a whole.
     let kept = || match layout.is_in_files(module) {

@@ -34,8 +34,7 @@ impl Plan {
     /// [`Error::DoesNotFit`](crate::Error::DoesNotFit) as [`Planner::plan`](super::Planner::plan).
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
         let plan = self.away(layout, machine, Use::Streamed)?;
-        let largest = plan.largest_streamed(layout);
-        fits::fits(machine, &plan.devices, &plan.assignments, largest)?;
+        fits::fits(machine, layout, &plan.devices, &plan.assignments)?;
         Plan::new(plan)
     }
 
@@ -68,7 +67,7 @@ impl Plan {
         let in_slots = &*form.in_slots(layout);
         let saved: Per<ModuleId, u64> = assignments.iter().map(|a| a.saved).collect();
         // What is compressed stays so, and no more is.
-        let (pinned_cap, codes) = (0, KeptCodes::as_before());
+        let (pinned_cap, codes) = (0, KeptCodes::none());
         let placed =
             Placed { layout, in_slots, topology, compute, devices: &ids, home: &home, form, pinned_cap, codes };
         let slots = placed.slots(&uses, &staged, &saved, &mut moved);
@@ -111,16 +110,5 @@ impl Plan {
             }
         }
         moved
-    }
-}
-
-impl Parts {
-    /// The name of the largest streamed layer.
-    fn largest_streamed<'l>(&self, layout: &'l Layout) -> Option<&'l str> {
-        let bytes = |module: &ModuleId| {
-            Some(&self.assignments[module.index()]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
-        };
-        let layers = layout.layers().iter().rev();
-        layers.max_by_key(|layer| layer.modules.iter().map(bytes).sum::<u64>()).map(|layer| layer.name.as_str())
     }
 }

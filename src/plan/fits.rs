@@ -3,19 +3,20 @@
 use std::collections::BTreeMap;
 
 use super::value::{Assignment, DevicePlan};
+use crate::checkpoint::{Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo, Machine};
 use crate::error::{Error, Limit, Result, Shortfall, Term};
 
 /// Checks every device, and every memory that several devices share, against its free memory, or against its total if the
-/// free memory is unknown. `largest` is the name of the largest streamed layer.
+/// free memory is unknown.
 ///
 /// # Errors
 /// [`Error::DoesNotFit`] with everything that the plan needs of the device, and the first term that exceeds its memory.
 pub(super) fn fits(
     machine: &Machine,
+    layout: &Layout,
     devices: &[DevicePlan],
     assignments: &[Assignment],
-    largest: Option<&str>,
 ) -> Result<()> {
     let mut shared: BTreeMap<DeviceId, u64> = BTreeMap::new();
     // A device that gets nothing is not opened, and its view of a shared memory does not matter.
@@ -26,19 +27,26 @@ pub(super) fn fits(
         let memory = machine.device(info.domain).ok().filter(|memory| memory.usable() < info.usable()).unwrap_or(info);
         let needed = before.saturating_add(plan.needed());
         if needed > memory.usable() {
-            return Err(short(plan, assignments, *before, memory, largest));
+            return Err(short(plan, (layout, assignments), *before, memory));
         }
         *before = needed;
     }
     Ok(())
 }
 
+/// The name of the layer that brings the most into a slot.
+fn largest_fetched<'l>(layout: &'l Layout, assignments: &[Assignment]) -> Option<&'l str> {
+    let bytes =
+        |module: &ModuleId| Some(&assignments[module.index()]).filter(|a| a.usage.is_fetched()).map_or(0, |a| a.bytes);
+    let layers = layout.layers().iter().rev();
+    layers.max_by_key(|layer| layer.modules.iter().map(bytes).sum::<u64>()).map(|layer| layer.name.as_str())
+}
+
 fn short(
     plan: &DevicePlan,
-    assignments: &[Assignment],
+    (layout, assignments): (&Layout, &[Assignment]),
     before: u64,
     memory: &DeviceInfo,
-    largest: Option<&str>,
 ) -> Error {
     let limit = memory.usable();
     let needed = before.saturating_add(plan.needed());
@@ -55,7 +63,7 @@ fn short(
         _ if opening => (Term::Opening, None),
         Some(assignment) => (Term::Weights, Some(assignment.module.to_string())),
         None if !by_module && passes(plan.weights.taken()) => (Term::Weights, None),
-        None if passes(plan.beside.slots) => (Term::Slots, largest.map(str::to_owned)),
+        None if passes(plan.beside.slots) => (Term::Slots, largest_fetched(layout, assignments).map(str::to_owned)),
         None if passes(plan.beside.scratch.saturating_sub(plan.beside.slots)) => (Term::Scratch, None),
         None => (Term::Reserve, None),
     };

@@ -8,7 +8,7 @@ use super::fits;
 use super::forecast::ComputeTime;
 use super::outlier::outliers_of;
 use super::place::{Placement, Quotas};
-use super::value::{Assignment, Order, Parts, Plan, Unit, Use};
+use super::value::{Order, Parts, Plan, Unit};
 use super::warning::Warning;
 use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
@@ -325,7 +325,7 @@ impl<'a> Planner<'a> {
 
     /// The plan with these parts, if the devices hold them.
     pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
-        fits::fits(self.machine, &parts.devices, &parts.assignments, self.largest_streamed(&parts.assignments))?;
+        fits::fits(self.machine, self.layout, &parts.devices, &parts.assignments)?;
         Plan::new(parts)
     }
 
@@ -418,16 +418,6 @@ impl<'a> Planner<'a> {
         let accelerator = |id: &DeviceId| !matches!(id.kind(), DeviceKind::Cpu | DeviceKind::Disk);
         let named = self.allocation.as_ref().and_then(Allocation::compute).or(self.compute);
         named.or_else(|| self.machine.ids().find(accelerator)).unwrap_or(DeviceId::CPU)
-    }
-
-    /// The name of the largest streamed layer.
-    fn largest_streamed(&self, assignments: &[Assignment]) -> Option<&str> {
-        let bytes = |module: ModuleId| {
-            Some(&assignments[module.index()]).filter(|a| a.usage == Use::Streamed).map_or(0, |a| a.bytes)
-        };
-        let of = |modules: &[ModuleId]| modules.iter().map(|&module| bytes(module)).sum::<u64>();
-        let layers = self.layout.layers().iter().rev();
-        layers.max_by_key(|layer| of(&layer.modules)).map(|layer| layer.name.as_str())
     }
 
     /// Warnings for patterns that match no module.

@@ -16,10 +16,37 @@ pub(super) struct Donor {
     /// The bytes among these that are pinned, so not staged; all of them if the donor stages nothing.
     pinned: u64,
     /// What it keeps, and what crosses its link, of so many bytes of weights: less if they are compressed there.
-    kept: (u64, u64),
+    kept: Kept,
     /// The segments on the route of its bytes, and on that of its staged bytes.
     path: Vec<usize>,
     staged_path: Vec<usize>,
+}
+
+/// What a device keeps of weights that are compressed there: so many bytes of so many.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kept {
+    bytes: u64,
+    weights: u64,
+}
+
+impl Kept {
+    /// All of them.
+    pub(super) const ALL: Kept = Kept { bytes: 1, weights: 1 };
+
+    /// `bytes` of `weights`, or all if that saves nothing.
+    pub(super) fn new(bytes: u64, weights: u64) -> Kept {
+        if bytes == 0 || bytes >= weights { Kept::ALL } else { Kept { bytes, weights } }
+    }
+
+    /// The weights that are kept in so many bytes.
+    pub(super) fn weights_in(self, bytes: u64) -> u64 {
+        scaled(bytes, self.weights, self.bytes)
+    }
+
+    /// The bytes that are kept of so many of weights.
+    fn of_weights(self, bytes: u64) -> u64 {
+        scaled(bytes, self.bytes, self.weights)
+    }
 }
 
 /// A rule for splitting the streamed bytes.
@@ -65,7 +92,7 @@ impl Donor {
                 device,
                 room: usable(device).min(usable(domain(device))),
                 pinned: if device.is_host() && !compute.is_host() { pinned_cap } else { u64::MAX },
-                kept: (1, 1),
+                kept: Kept::ALL,
                 path: topology.path(device, compute),
                 staged_path: topology.staged_path(device, compute),
             }
@@ -73,18 +100,14 @@ impl Donor {
         devices.into_iter().map(donor).collect()
     }
 
-    /// This donor, if it keeps `kept` bytes of `weights`.
-    pub(super) fn compressing(self, kept: u64, weights: u64) -> Donor {
-        if kept == 0 || kept >= weights {
-            return self;
-        }
-        let donor = Donor { kept: (kept, weights), ..self };
-        Donor { room: donor.weights_in(donor.room), pinned: donor.weights_in(donor.pinned), ..donor }
+    /// This donor, if it keeps so much of weights.
+    pub(super) fn compressing(self, kept: Kept) -> Donor {
+        Donor { room: kept.weights_in(self.room), pinned: kept.weights_in(self.pinned), kept, ..self }
     }
 
     /// The bytes of weights that it has room for in so many bytes.
     pub(super) fn weights_in(&self, bytes: u64) -> u64 {
-        scaled(bytes, self.kept.1, self.kept.0)
+        self.kept.weights_in(bytes)
     }
 
     /// Adds the time that `bytes` more take on each segment, after `before` bytes.
@@ -92,7 +115,7 @@ impl Donor {
         let straight = bytes.min(self.pinned.saturating_sub(before));
         for (path, bytes) in [(&self.path, straight), (&self.staged_path, bytes - straight)] {
             for &segment in path {
-                let crossing = scaled(bytes, self.kept.0, self.kept.1);
+                let crossing = self.kept.of_weights(bytes);
                 busy[segment] = busy[segment].saturating_add(topology.segments()[segment].bandwidth.time(crossing));
             }
         }
@@ -139,7 +162,7 @@ impl Split {
 }
 
 /// `bytes * by / of`; the largest number if it is beyond.
-pub(super) fn scaled(bytes: u64, by: u64, of: u64) -> u64 {
+fn scaled(bytes: u64, by: u64, of: u64) -> u64 {
     u64::try_from(u128::from(bytes) * u128::from(by) / u128::from(of)).unwrap_or(u64::MAX)
 }
 
@@ -248,13 +271,13 @@ mod tests {
     #[test]
     fn a_donor_that_compresses_holds_and_sends_more() {
         let (found, topology) = donors(&[("cpu", 1 << 20)], Topology::new().link(GPU0, gbps(2)));
-        let donor = found[0].clone().compressing(200, 300);
+        let donor = found[0].clone().compressing(Kept::new(200, 300));
         assert_eq!((donor.room, donor.pinned), ((1 << 20) * 3 / 2, 1_500));
         assert_eq!((donor.weights_in(100), donor.weights_in(u64::MAX)), (150, u64::MAX));
         assert_eq!(donor.alone(0, 1_500, &topology), Duration::from_nanos(500));
         // Nothing that is compressed, or that gains from it.
         for (kept, weights) in [(0, 0), (0, 300), (300, 300), (301, 300)] {
-            assert_eq!(found[0].clone().compressing(kept, weights).room, 1 << 20);
+            assert_eq!(found[0].clone().compressing(Kept::new(kept, weights)).room, 1 << 20);
         }
     }
 

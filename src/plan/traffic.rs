@@ -16,7 +16,7 @@ use crate::device::{DeviceId, DeviceKind, Topology};
 use crate::dtype::{DType, TensorGrouping};
 use crate::error::Result;
 use crate::lossless::needed_before;
-use crate::schedule::{Groups, LayerBlocks, Origin, VERDICT_ROOM, landed, landing_bytes};
+use crate::schedule::{Groups, LayerBlocks, VERDICT_ROOM, landed, landing_bytes};
 
 /// The inputs: where every module lives and what decides its use.
 pub(super) struct Placed<'a> {
@@ -169,29 +169,6 @@ impl Placed<'_> {
         staged
     }
 
-    /// The bytes of each bin that stay in the model's own files: those of a disk that nothing changes, group by group, since a
-    /// group is one home.
-    fn in_files(&self, traffic: &Traffic) -> Vec<u64> {
-        let mut in_files = vec![0; self.devices.len()];
-        let is_disk = |bin: usize| self.devices[bin].kind() == DeviceKind::Disk;
-        if !self.home.values().any(|&bin| is_disk(bin)) {
-            return in_files;
-        }
-        let origin = |module: ModuleId| {
-            let (device, staged) = (self.devices[self.home[module]], traffic.staged[module]);
-            let origin = Origin { device, staged, compressed: traffic.saved[module] > 0 };
-            traffic.usage[module].is_fetched().then_some(origin)
-        };
-        let groups = Groups::new(self.layout, origin);
-        for members in (0..groups.len()).map(|group| groups.members(group)) {
-            let bin = self.home[members[0]];
-            if is_disk(bin) && members.iter().all(|&module| self.layout.is_in_files(module)) {
-                in_files[bin] += members.iter().map(|&module| self.layout.at(module).bytes).sum::<u64>();
-            }
-        }
-        in_files
-    }
-
     /// Whether pageable bytes of `device` reach the compute device through the staging buffers.
     fn stages(&self, device: DeviceId) -> bool {
         let host_or_disk = matches!(device.kind(), DeviceKind::Cpu | DeviceKind::Disk);
@@ -231,7 +208,6 @@ impl<'a> Planner<'a> {
         if self.external_slots {
             traffic.slots = traffic.slots.left_to_caller();
         }
-        let in_files = placed.in_files(&traffic);
         let (mut bytes, mut modules) = (vec![0u64; ids.len()], vec![0usize; ids.len()]);
         let mut saved = vec![0u64; ids.len()];
         let assignment = |module: &Module| {
@@ -253,7 +229,8 @@ impl<'a> Planner<'a> {
                 saved: traffic.saved[module.id],
             }
         };
-        let assignments = layout.modules().iter().map(assignment).collect();
+        let assignments: Vec<Assignment> = layout.modules().iter().map(assignment).collect();
+        let in_files = in_files(layout, &assignments);
         let mut devices = Vec::with_capacity(ids.len());
         for (index, (bin, moved)) in quotas.bins.iter().zip(&traffic.bins).enumerate() {
             let computes = bin.device == compute;
@@ -273,7 +250,7 @@ impl<'a> Planner<'a> {
                     streamed,
                     staged,
                     pinned,
-                    in_files: in_files[index],
+                    in_files: in_files.get(&bin.device).copied().unwrap_or(0),
                     saved: saved[index],
                 },
                 beside: DeviceBeside {
@@ -337,6 +314,22 @@ impl<'a> Planner<'a> {
         let uneven = self.fixed_slots && layers > slots && layers % slots != 0;
         uneven.then_some(Warning::UnevenSlots { slots, layers })
     }
+}
+
+/// The bytes of each disk that stay in the model's own files: those that nothing changes, group by group, since a group is one home.
+pub(super) fn in_files(layout: &Layout, assignments: &[Assignment]) -> BTreeMap<DeviceId, u64> {
+    let mut in_files = BTreeMap::new();
+    if !assignments.iter().any(|a| a.device.kind() == DeviceKind::Disk) {
+        return in_files;
+    }
+    let groups = Groups::new(layout, |module| assignments[module.index()].origin());
+    for members in (0..groups.len()).map(|group| groups.members(group)) {
+        let device = assignments[members[0].index()].device;
+        if device.kind() == DeviceKind::Disk && members.iter().all(|&module| layout.is_in_files(module)) {
+            *in_files.entry(device).or_default() += members.iter().map(|&module| layout.at(module).bytes).sum::<u64>();
+        }
+    }
+    in_files
 }
 
 /// Sums up the traffic layer by layer, and returns the slots. `layout` is given with its tensors at home, and as slots hold them;

@@ -296,10 +296,7 @@ impl Plan {
 
     /// The origin of a module's bytes, if it is fetched into slots: the compute device for one that is only unpacked there.
     pub(crate) fn origin(&self, module: ModuleId) -> Option<Origin> {
-        let assignment = self.at(module);
-        let compressed = assignment.is_compressed();
-        let origin = Origin { device: assignment.device, staged: assignment.staged, compressed };
-        assignment.usage.is_fetched().then_some(origin)
+        self.at(module).origin()
     }
 
     /// The type of the values that slots hold in place of GGML's blocks; `None` if slots hold the blocks. See
@@ -394,6 +391,12 @@ impl Assignment {
     /// Whether the module is kept [compressed](super::Planner::compress).
     pub fn is_compressed(&self) -> bool {
         self.saved > 0
+    }
+
+    /// The origin of its bytes, as [`Plan::origin`] has it.
+    pub(super) fn origin(&self) -> Option<Origin> {
+        let origin = Origin { device: self.device, staged: self.staged, compressed: self.is_compressed() };
+        self.usage.is_fetched().then_some(origin)
     }
 
     /// The bytes that the module takes at home, and on its way from there.

@@ -147,7 +147,7 @@ impl fmt::Display for Warning {
             }
             Warning::NothingCompressed { bytes } => write!(
                 f,
-                "nothing of the {bytes} bytes that are to be kept compressed is so in the model's files, or it changes: Weights::compress has the load compress it"
+                "none of the {bytes} bytes that were to be kept compressed have a code: the model's files have none, or adapters change the weights; Weights::compress has the load make codes"
             ),
             Warning::IdlePattern { pattern } => write!(f, "no module is named like `{pattern}`"),
         }
@@ -197,7 +197,7 @@ fn read(text: &str) -> Option<Warning> {
         let (device, memory, bytes) = (device.parse().ok()?, memory.parse().ok()?, bytes.parse().ok()?);
         return Some(Warning::DiskInMemory { device, memory, bytes });
     }
-    if let Some(rest) = text.strip_prefix("nothing of the ") {
+    if let Some(rest) = text.strip_prefix("none of the ") {
         return Some(Warning::NothingCompressed { bytes: rest.split_once(' ')?.0.parse().ok()? });
     }
     if let Some((slots, rest)) = text.split_once(" fixed slots do not divide ") {

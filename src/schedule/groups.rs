@@ -39,14 +39,16 @@ pub(crate) struct Groups {
     of: Per<ModuleId, (usize, Range<usize>)>,
 }
 
+/// Whether a module may be in a group with others.
+fn is_small(module: &Module) -> bool {
+    (1..=SMALL).contains(&module.bytes) && module.bytes.is_multiple_of(ALIGNED)
+}
+
 impl Groups {
     /// Groups the modules of `layout`. `origin` returns the origin of a module, or `None` if it is not streamed. Small modules
     /// of one layer with the same origin share memory if they are vectors, or if there are many.
     pub(crate) fn new(layout: &Layout, origin: impl Fn(ModuleId) -> Option<Origin>) -> Groups {
-        let small = |module: &Module| {
-            let is_small = (1..=SMALL).contains(&module.bytes) && module.bytes.is_multiple_of(ALIGNED);
-            is_small.then(|| Some((module.layer, origin(module.id)?))).flatten()
-        };
+        let small = |module: &Module| is_small(module).then(|| Some((module.layer, origin(module.id)?))).flatten();
         let mut counts: BTreeMap<(LayerId, Origin), usize> = BTreeMap::new();
         for kind in layout.modules().iter().filter_map(small) {
             *counts.entry(kind).or_default() += 1;
@@ -76,7 +78,6 @@ impl Groups {
 
     /// Whether a module may share memory with others of its layer, whatever their origins.
     pub(crate) fn may_join(layout: &Layout, module: ModuleId) -> bool {
-        let is_small = |module: &Module| (1..=SMALL).contains(&module.bytes);
         let module = layout.at(module);
         let mut small = layout.at(module.layer).modules.iter().filter(|&&other| is_small(layout.at(other)));
         let are_vectors = || layout.own_tensors(module.id).all(|tensor| layout.at(tensor).shape.len() <= 1);

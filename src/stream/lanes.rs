@@ -31,7 +31,7 @@ pub(super) struct Lanes {
     /// that the plan has as pinned is not, and has a lane of its own; then lanes take turns.
     landings: Vec<Arc<Landing>>,
     /// Where the compute device tells the verdict on codes that live there: a part of the first one.
-    here: Option<Landing>,
+    verdict_here: Option<Landing>,
     /// The bytes of each that tensors land in, and the streams that unpack them.
     room: u64,
     unpackers: Vec<Arc<dyn Stream>>,
@@ -89,7 +89,7 @@ impl Lanes {
         let unpackers = (0..model.plan().slots().landings).map(|_| device.stream(Role::Upload));
         let unpackers = unpackers.collect::<Result<_>>()?;
         let verdicts = model.plan().is_compressed().then(|| Verdicts::new(&device, &host)).transpose()?;
-        Ok(Lanes { lanes, by_key, landings, here: None, room, unpackers, verdicts, device, host, engine: None })
+        Ok(Lanes { lanes, by_key, landings, verdict_here: None, room, unpackers, verdicts, device, host, engine: None })
     }
 
     /// Gives the lanes their landing buffers. Returns those that are in use, which are lost.
@@ -107,7 +107,7 @@ impl Lanes {
             _ => None,
         });
         let verdicts = self.verdicts.as_ref().zip(self.landings.first());
-        self.here = local
+        self.verdict_here = local
             .zip(verdicts)
             .and_then(|(stream, (verdicts, landing))| landing.split_verdict(Arc::clone(stream), &verdicts.zeros));
         in_use
@@ -115,7 +115,7 @@ impl Lanes {
 
     /// Takes the landing buffers back, but for those that a lane has not let go of.
     pub(super) fn take_landings(&mut self) -> Vec<Buf> {
-        let here = self.here.take();
+        let here = self.verdict_here.take();
         // Of a buffer that a lane has not let go of nothing comes back.
         if let Some((landing, here)) = self.landings.first_mut().and_then(Arc::get_mut).zip(here) {
             landing.join(here.into_memory());
@@ -290,7 +290,7 @@ impl Lanes {
             return Ok((tensors.into_iter().try_fold(dst, unpack)?, None));
         }
         let begin = || {
-            let (here, verdicts) = self.here.as_ref().zip(self.verdicts.as_ref()).ok_or_else(no_landing)?;
+            let (here, verdicts) = self.verdict_here.as_ref().zip(self.verdicts.as_ref()).ok_or_else(no_landing)?;
             Ok((here, verdicts, verdicts.place()?))
         };
         let (here, verdicts, (place, down)) = match begin() {

@@ -97,7 +97,8 @@ impl Landing {
         Some(Landing::with_room(spare.bytes(), spare, stream, zeros))
     }
 
-    /// Takes back the memory that was [split off](Landing::split_verdict). If any of it is lost, so is this buffer's.
+    /// Takes back the memory that was [split off](Landing::split_verdict). If that is lost, [`into_memory`](Landing::into_memory)
+    /// gives none of this buffer's.
     pub(crate) fn join(&mut self, split: Option<BufMut>) {
         let memory = self.memory.get_mut().unwrap_or_else(PoisonError::into_inner);
         let verdict = memory.verdict.take().zip(split);
