@@ -21,7 +21,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use files::{Floors, Turns, Way, checkpoint, evict, timed};
+#[cfg(target_os = "linux")]
+use files::evict;
+use files::{Floors, Turns, Way, checkpoint, timed};
 use tensor_offload::backend::{Backend, Clock, Contents, Host, Simulated};
 use tensor_offload::transfer::{FileSource, MappedSource, Source};
 use tensor_offload::{Checkpoint, Loader, Machine, Model, Plan, Planner, Registry, Weights};

@@ -9,7 +9,10 @@
 //! With TORCH_PYTHON naming a Python that has torch, turns of torch alternate with these: the weight as f32 in memory made
 //! before, `addmm_` into that, and back.
 
-#![expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")
+)]
 
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Write};

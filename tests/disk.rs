@@ -115,12 +115,15 @@ fn changed_weights_go_to_a_file_without_a_name() {
         .sum();
     assert_eq!((taken(&devices, DISK), in_files(&plan)), (matrices, plan.bytes() - matrices));
     assert_eq!(loaded.report().in_files, plan.bytes() - matrices);
-    assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
+    // On Windows the name may stay as long as the file.
+    assert!(fs::read_dir(scratch.path()).unwrap().count() == 0 || cfg!(windows));
     check_streamed(&loaded, &patched);
     patched.check(&loaded);
     assert_eq!(model.contents(), before);
     drop(loaded);
     comes_back(&devices);
+    drop(devices);
+    assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
 }
 
 /// A source that is no file may be slow, or in memory, and is copied to the disk.
@@ -231,7 +234,9 @@ fn a_file_that_changes_is_a_typed_error_and_nothing_is_lost() {
             false,
         ),
     ];
-    for (index, (change, fails)) in changes.into_iter().enumerate() {
+    // Not every Windows lets a file be replaced that is open.
+    let changes = changes.into_iter().take(if cfg!(windows) { 3 } else { 4 });
+    for (index, (change, fails)) in changes.enumerate() {
         let model = InFiles::new(&llama(4, 32), 10);
         let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let devices = host(scratch.path());

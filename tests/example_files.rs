@@ -6,9 +6,12 @@ mod run;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+#[cfg(unix)]
 use std::process::{Command, Output};
 
-use run::{fails, folder, json_of, text, works};
+use run::{fails, json_of, works};
+#[cfg(unix)]
+use run::{folder, text};
 use serde_json::Value;
 use tempfile::TempDir;
 use tensor_offload::checkpoint::{Checkpoint, TensorSpec, write_safetensors};

@@ -5,9 +5,12 @@ mod run;
 
 use std::fs;
 use std::path::Path;
+#[cfg(unix)]
 use std::process::Command;
 
-use run::{fails, folder, json_of, text, works};
+use run::{fails, json_of, works};
+#[cfg(unix)]
+use run::{folder, text};
 use serde_json::Value;
 use tempfile::TempDir;
 use tensor_offload::{Checkpoint, DType, Error, Registry};

@@ -4,10 +4,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+#[cfg(unix)]
+use tensor_offload::ErrorKind;
 use tensor_offload::checkpoint::{Checkpoint, TensorSpec, write_safetensors};
 use tensor_offload::error::FileFault;
-use tensor_offload::transfer::{FileSource, MappedSource, Source};
-use tensor_offload::{Adapter, DType, Error, ErrorKind};
+#[cfg(unix)]
+use tensor_offload::transfer::MappedSource;
+use tensor_offload::transfer::{FileSource, Source};
+use tensor_offload::{Adapter, DType, Error};
 
 /// Writes a safetensors file of one tensor, with the folders above it.
 fn weights(path: impl AsRef<Path>, tensor: &str) {

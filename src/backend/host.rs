@@ -104,7 +104,15 @@ fn disk_space(folder: &std::path::Path) -> (u64, Option<u64>) {
     }
 }
 
-#[cfg(not(unix))]
+#[cfg(windows)]
+fn disk_space(folder: &std::path::Path) -> (u64, Option<u64>) {
+    match (fs4::total_space(folder), fs4::available_space(folder)) {
+        (Ok(total), Ok(available)) => (total, Some(available)),
+        _ => (u64::MAX / 2, None),
+    }
+}
+
+#[cfg(not(any(unix, windows)))]
 fn disk_space(_folder: &std::path::Path) -> (u64, Option<u64>) {
     (u64::MAX / 2, None)
 }

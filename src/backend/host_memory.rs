@@ -1,8 +1,15 @@
 //! The total and available host memory: the system's figures, lowered to the limits of the control groups that the process
 //! runs in.
+#![cfg_attr(
+    not(target_os = "linux"),
+    allow(dead_code, reason = "other systems have no control groups; their tests read made-up ones")
+)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
+
+/// What stands for a figure that the system does not tell.
+const UNKNOWN: u64 = u64::MAX / 2;
 
 /// Host memory in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,10 +21,20 @@ pub(crate) struct HostMemory {
 }
 
 impl HostMemory {
-    /// Reads the current figures. If the system has no `/proc/meminfo`, both are the largest size that a plan can hold, so
-    /// that nothing is refused for lack of a figure.
+    /// Reads the current figures. If the system does not tell them, both are the largest size that a plan can hold, so that nothing
+    /// is refused for lack of a figure.
+    #[cfg(target_os = "linux")]
     pub(crate) fn read() -> HostMemory {
         HostMemory::below(Path::new("/"))
+    }
+
+    /// Reads the current figures, as on Linux.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn read() -> HostMemory {
+        let mut system = sysinfo::System::new();
+        system.refresh_memory();
+        let known = |bytes: u64| if bytes == 0 { UNKNOWN } else { bytes };
+        HostMemory { total: known(system.total_memory()), available: known(system.available_memory()) }
     }
 
     /// Reads the figures from the file system under `root`.
@@ -27,10 +44,9 @@ impl HostMemory {
             let line = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
             line.trim().trim_end_matches("kB").trim_end().parse::<u64>().ok()?.checked_mul(1024)
         };
-        let unknown = u64::MAX / 2;
         let mut memory = HostMemory {
-            total: figure("MemTotal:").unwrap_or(unknown),
-            available: figure("MemAvailable:").or(figure("MemFree:")).unwrap_or(unknown),
+            total: figure("MemTotal:").unwrap_or(UNKNOWN),
+            available: figure("MemAvailable:").or(figure("MemFree:")).unwrap_or(UNKNOWN),
         };
         let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
         for limit in groups.lines().flat_map(|line| group_limits(root, line)) {

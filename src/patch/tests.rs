@@ -1,5 +1,6 @@
 //! What patches come to, for every type, instruction set and number of threads.
 
+use super::vector::fused;
 use super::*;
 use crate::ggml::Format;
 use proptest::prelude::*;
@@ -75,7 +76,7 @@ fn expected(weights: &[f32], cols: usize, factors: &[(Vec<f32>, Vec<f32>, usize,
     let element = |(index, &weight): (usize, &f32)| {
         factors.iter().fold(weight, |weight, (up, down, rank, scale)| {
             let (row, col) = (index / cols, index % cols);
-            let sum = (0..*rank).fold(0.0f32, |sum, k| up[row * rank + k].mul_add(down[k * cols + col], sum));
+            let sum = (0..*rank).fold(0.0f32, |sum, k| fused(up[row * rank + k], down[k * cols + col], sum));
             weight + scale * sum
         })
     };

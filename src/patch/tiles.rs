@@ -201,9 +201,10 @@ fn add<const COLS: usize>(scale: f32, sums: &[f32; COLS], values: &mut [f32; COL
     }
 }
 
-/// `up down` for a panel and `COLS` columns of a tile.
+/// `up down` for a panel and `COLS` columns of a tile, by fused multiply-add.
 #[inline(always)]
 pub(super) fn sums<const ROWS: usize, const COLS: usize>(
+    fused: impl Fn(f32, f32, f32) -> f32,
     up: &[[f32; ROWS]],
     down: &[[f32; TILE_COLS]],
     first_col: usize,
@@ -213,7 +214,7 @@ pub(super) fn sums<const ROWS: usize, const COLS: usize>(
         let down: [f32; COLS] = std::array::from_fn(|col| down[first_col + col]);
         for row in 0..ROWS {
             for col in 0..COLS {
-                sums[row][col] = up[row].mul_add(down[col], sums[row][col]);
+                sums[row][col] = fused(up[row], down[col], sums[row][col]);
             }
         }
     }

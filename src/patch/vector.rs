@@ -2,13 +2,14 @@
 //!
 //! The loops are plain Rust over arrays, of which the compiler makes vectors under `target_feature`; one needs
 //! intrinsics to use the widest. Fused multiply-add is
-//! exact in every tier: where the processor lacks it, `f32::mul_add` computes it in software, which is slow and gives
-//! the same bits.
-#![expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")]
+//! exact in every tier: where the processor lacks it, software computes it, which is slow and gives the same bits.
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")
+)]
 
 use std::ops::Range;
 
-use super::steps::TILE_COLS;
 use super::tiles::{self, Factors, Output, StridedRows, each_tile};
 use crate::float::Float;
 use crate::ggml::Format;
@@ -113,21 +114,32 @@ tiers! {
 
 /// `sums += factor values`, fused.
 #[inline(always)]
-fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum = factor.mul_add(*value, *sum));
+fn add_multiple(fused: impl Fn(f32, f32, f32) -> f32, factor: f32, values: &[f32], sums: &mut [f32]) {
+    sums.iter_mut().zip(values).for_each(|(sum, value)| *sum = fused(factor, *value, *sum));
+}
+
+/// `a b + c`, rounded once, whatever the processor has.
+#[inline(always)]
+pub(super) fn fused(a: f32, b: f32, c: f32) -> f32 {
+    // `f32::mul_add` is the C library's `fmaf` where there is no instruction, and MinGW's rounds twice.
+    #[cfg(all(windows, target_env = "gnu"))]
+    return libm::fmaf(a, b, c);
+    #[cfg(not(all(windows, target_env = "gnu")))]
+    return a.mul_add(b, c);
 }
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps};
 
+    use super::super::steps::TILE_COLS;
     use super::*;
 
     pub(super) const ROWS: usize = 12;
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-        super::add_multiple(factor, values, sums);
+        super::add_multiple(|a, b, c| a.mul_add(b, c), factor, values, sums);
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
@@ -195,7 +207,7 @@ mod avx2 {
 
     #[target_feature(enable = "avx2,fma")]
     pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-        super::add_multiple(factor, values, sums);
+        super::add_multiple(|a, b, c| a.mul_add(b, c), factor, values, sums);
     }
 
     #[target_feature(enable = "avx2,fma")]
@@ -224,15 +236,18 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,fma")]
-    #[expect(clippy::redundant_closure, reason = "a closure is compiled for the instructions of what it stands in")]
     pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
-        each_tile::<ROWS, COLS>(strip, factors, output, rows, |up, down, col| tiles::sums(up, down, col));
+        // Closures are compiled for the instructions of what they stand in.
+        each_tile::<ROWS, COLS>(strip, factors, output, rows, |up, down, col| {
+            tiles::sums(|a, b, c| a.mul_add(b, c), up, down, col)
+        });
     }
 
     #[target_feature(enable = "avx2,fma")]
-    #[expect(clippy::redundant_closure, reason = "as above")]
     pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
-        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, |up, down, col| tiles::sums(up, down, col))
+        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, |up, down, col| {
+            tiles::sums(|a, b, c| a.mul_add(b, c), up, down, col)
+        })
     }
 }
 
@@ -243,7 +258,7 @@ mod plain {
     const COLS: usize = 16;
 
     pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-        super::add_multiple(factor, values, sums);
+        super::add_multiple(fused, factor, values, sums);
     }
 
     pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
@@ -267,10 +282,10 @@ mod plain {
     }
 
     pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
-        each_tile::<ROWS, COLS>(strip, factors, output, rows, tiles::sums);
+        each_tile::<ROWS, COLS>(strip, factors, output, rows, |up, down, col| tiles::sums(fused, up, down, col));
     }
 
     pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
-        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, tiles::sums)
+        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, |up, down, col| tiles::sums(fused, up, down, col))
     }
 }

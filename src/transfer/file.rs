@@ -144,8 +144,10 @@ impl Source for FileSource {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    #[cfg(unix)]
     use std::time::{Duration, UNIX_EPOCH};
 
+    #[cfg(unix)]
     use super::super::stamp::TICK;
     use super::*;
     use crate::ErrorKind;

@@ -149,6 +149,7 @@ mod tests {
     use std::path::Path;
 
     use super::super::{FileSource, MemorySource, Source};
+    #[cfg(unix)]
     use super::*;
 
     #[test]

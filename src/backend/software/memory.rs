@@ -33,7 +33,13 @@ pub(in crate::backend) struct HostAllocation {
 /// The source of host memory.
 enum Backing {
     Heap(Layout),
-    Mapped(#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "held to be unmapped in the end"))] MmapRaw),
+    Mapped(
+        #[cfg_attr(
+            not(all(target_os = "linux", feature = "cuda")),
+            expect(dead_code, reason = "held to be unmapped in the end; told of forks where memory is pinned")
+        )]
+        MmapRaw,
+    ),
 }
 
 // SAFETY: this value alone owns the memory, whichever thread it is on.

@@ -15,8 +15,15 @@ use crate::fault::FaultPlan;
 use crate::report::Report;
 
 /// The file name that Cargo gives the library.
-const FILE: &str = "libcuda_standin.so";
+const FILE: &str = if cfg!(windows) {
+    "cuda_standin.dll"
+} else if cfg!(target_os = "macos") {
+    "libcuda_standin.dylib"
+} else {
+    "libcuda_standin.so"
+};
 /// Next to the library: the folder in its own search path.
+#[cfg(unix)]
 const NAMES: &str = "cuda-standin-names";
 
 static LOADED: OnceLock<Driver> = OnceLock::new();
@@ -87,6 +94,7 @@ impl Driver {
             return Ok(*driver);
         }
         let path = path.canonicalize().map_err(|_| LoadError::Missing(vec![path.to_owned()]))?;
+        #[cfg(unix)]
         lead_names_to(&path);
         // SAFETY: the library's initialisers are those of Rust's standard library.
         let library = unsafe { Library::new(&path) }.map_err(|e| LoadError::Refused(path.clone(), e.to_string()))?;
@@ -189,8 +197,8 @@ impl Driver {
 }
 
 /// Makes the folder in which the library looks up the driver's name, with the name in it.
+#[cfg(unix)]
 fn lead_names_to(library: &Path) {
-    #[cfg(unix)]
     if let (Some(folder), Some(file)) = (library.parent(), library.file_name()) {
         let names = folder.join(NAMES);
         let _ = std::fs::create_dir_all(&names);
