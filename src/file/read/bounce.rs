@@ -20,7 +20,8 @@ fn idle() -> MutexGuard<'static, Idle> {
     IDLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A buffer, page-aligned. It is kept for others when it is dropped, while a [`Kept`] exists.
+/// A buffer, page-aligned. It is kept for others when it is dropped, while a [`Kept`] exists, unless it is smaller than they need: one
+/// that was made before there was any.
 #[derive(Debug)]
 pub(crate) struct Bounce(Option<MmapMut>);
 
@@ -61,7 +62,7 @@ impl Drop for Bounce {
     fn drop(&mut self) {
         let mut idle = idle();
         if idle.keepers > 0 {
-            idle.buffers.extend(self.0.take());
+            idle.buffers.extend(self.0.take().filter(|buffer| buffer.len() >= BYTES));
         }
     }
 }
@@ -84,5 +85,19 @@ impl Drop for Kept {
         if idle.keepers == 0 {
             idle.buffers.clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A small buffer from before somebody kept them would make the large reads that follow many.
+    #[test]
+    fn a_small_buffer_is_not_kept() {
+        let small = Bounce(Some(MmapMut::map_anon(4096).unwrap()));
+        let _kept = Kept::new();
+        drop(small);
+        assert!(Bounce::take(BYTES).unwrap().bytes().len() >= BYTES);
     }
 }
