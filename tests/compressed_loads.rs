@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use half::bf16;
 use proptest::prelude::*;
-use support::compressed::{AnyModel, Compressed, kept};
+use support::compressed::{AnyModel, Compressed, check, check_turns, check_values, held, kept};
 use support::machines::steady_pass;
 use support::*;
 use tensor_offload::backend::{Backend, Clock, Operation, Simulated};
@@ -16,8 +16,8 @@ use tensor_offload::checkpoint::{TensorSpec, write_safetensors};
 use tensor_offload::load::Progress;
 use tensor_offload::plan::{Assignment, Use};
 use tensor_offload::{
-    Adapter, ByteSize, Checkpoint, DType, DeviceId, Loader, Machine, Matching, Model, ModelBuilder, ModelCache, Plan,
-    Planner, Registry, Result, Retention, Streamer, Weights,
+    Adapter, ByteSize, Checkpoint, DType, Loader, Machine, Matching, ModelBuilder, ModelCache, Plan, Planner, Registry,
+    Result, Retention, Streamer, Weights,
 };
 
 /// The same weights, compressed by the load.
@@ -27,33 +27,6 @@ fn compressing(subject: &Subject) -> Weights {
 
 fn planner<'a>(weights: &'a Weights, machine: &'a Machine, allocation: &str) -> Planner<'a> {
     Planner::new(weights.layout(), machine).compute(GPU0).allocation(allocation.parse().unwrap()).compress(true)
-}
-
-fn held(devices: &Registry, id: DeviceId) -> u64 {
-    devices.device(id).unwrap().ledger().charged()
-}
-
-/// A model has what its own plan says, and every layer is as the subject's tensors are.
-fn check(devices: &Registry, model: &Arc<Model>, subject: &Subject) {
-    let plan = model.plan();
-    plan.verify(model.layout()).unwrap();
-    for share in plan.devices() {
-        let needed = share.weights.taken() + share.beside.slots;
-        assert_eq!(held(devices, share.id), needed, "{} in\n{plan}", share.id);
-        assert_eq!(model.bytes().get(&share.id).copied().unwrap_or(0), needed, "{} in\n{plan}", share.id);
-    }
-    assert_eq!(model.report().saved, plan.devices().iter().map(|share| share.weights.saved).sum::<u64>());
-    assert_eq!(serde_json::from_value::<Plan>(serde_json::to_value(plan).unwrap()).unwrap(), *plan);
-    check_values(model, subject);
-}
-
-fn check_values(model: &Arc<Model>, subject: &Subject) {
-    subject.check(model);
-    let mut streamer = Streamer::new(model).unwrap();
-    for _ in 0..3 {
-        check_pass(&mut streamer, subject).unwrap();
-        streamer.verify().unwrap();
-    }
 }
 
 #[test]
@@ -442,17 +415,7 @@ fn nothing_is_lost_whatever_operation_fails() {
     let path = |devices: &Registry| -> Result<()> {
         let plan = planner(&weights, devices.machine(), "cuda:0,20%;cpu,*").depth(1).plan()?;
         let loaded = Arc::new(Loader::new(devices).workers(1).load(&weights, &plan)?);
-        let mut streamer = Streamer::new(&loaded)?;
-        let mut failed = None;
-        for layer in layers(&streamer) {
-            let turn = streamer.layer(layer).and_then(|guard| check_layer(&guard, &subject));
-            if let Err(error) = turn {
-                failed = Some(error);
-                check_layer(&streamer.layer(layer)?, &subject)?;
-            }
-        }
-        streamer.verify()?;
-        failed.map_or(Ok(()), Err)
+        check_turns(&mut Streamer::new(&loaded)?, &subject)
     };
     let [decoded, calls, told] = whatever_operation_fails(Operation::Decompress, path);
     assert!(decoded >= 8, "{decoded} tensors");

@@ -6,7 +6,7 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use support::compressed::{Packed, kept};
+use support::compressed::{Packed, check, check_turns, check_values, held, kept};
 use support::framework::{Framework, Memory};
 use support::machines::{clocked, steady_pass};
 use support::*;
@@ -16,40 +16,14 @@ use tensor_offload::checkpoint::{Layout, TensorSpec};
 use tensor_offload::error::PlanFault;
 use tensor_offload::plan::{Assignment, TensorGrouping, Use, Warning};
 use tensor_offload::{
-    ByteSize, DType, DeviceId, Error, Loader, Matching, Model, ModelBuilder, ModelCache, Plan, Planner, Registry,
-    Result, Retention, Streamer, Weights,
+    ByteSize, DType, Error, Loader, Matching, ModelBuilder, ModelCache, Plan, Planner, Registry, Result, Retention,
+    Streamer, Weights,
 };
-
-fn held(devices: &Registry, id: DeviceId) -> u64 {
-    devices.device(id).unwrap().ledger().charged()
-}
 
 /// The modules that live compressed on the compute device.
 fn compressed_here(plan: &Plan) -> Vec<&str> {
     let here = plan.assignments().iter().filter(|a| a.usage == Use::Unpacked && a.is_compressed());
     here.map(|a| &*a.module).collect()
-}
-
-/// A model has what its own plan says, and every layer is as the subject's tensors are.
-fn check(devices: &Registry, model: &Arc<Model>, subject: &Subject) {
-    let plan = model.plan();
-    plan.verify(model.layout()).unwrap();
-    for share in plan.devices() {
-        let needed = share.weights.taken() + share.beside.slots;
-        assert_eq!(held(devices, share.id), needed, "{} in\n{plan}", share.id);
-        assert_eq!(model.bytes().get(&share.id).copied().unwrap_or(0), needed, "{} in\n{plan}", share.id);
-    }
-    assert_eq!(serde_json::from_value::<Plan>(serde_json::to_value(plan).unwrap()).unwrap(), *plan);
-    check_values(model, subject);
-}
-
-fn check_values(model: &Arc<Model>, subject: &Subject) {
-    subject.check(model);
-    let mut streamer = Streamer::new(model).unwrap();
-    for _ in 0..3 {
-        check_pass(&mut streamer, subject).unwrap();
-        streamer.verify().unwrap();
-    }
 }
 
 #[test]
@@ -359,18 +333,7 @@ fn nothing_is_lost_whatever_operation_fails() {
         let plan = planner.landing_cap(ByteSize(0)).plan()?;
         let loaded = Arc::new(Loader::new(devices).workers(1).load(&model.subject.weights, &plan)?);
         for _ in 0..2 {
-            let mut streamer = Streamer::new(&loaded)?;
-            let mut failed = None;
-            for layer in layers(&streamer) {
-                let turn = streamer.layer(layer).and_then(|guard| check_layer(&guard, &model.file.plain));
-                if let Err(error) = turn {
-                    failed = Some(error);
-                    // The streamer stays usable.
-                    check_layer(&streamer.layer(layer)?, &model.file.plain)?;
-                }
-            }
-            streamer.verify()?;
-            failed.map_or(Ok(()), Err)?;
+            check_turns(&mut Streamer::new(&loaded)?, &model.file.plain)?;
         }
         Ok(())
     };

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use support::compressed::{AnyModel, Packed, kept};
+use support::compressed::{AnyModel, Packed, check_turns, held, kept};
 use support::framework::{Framework, Memory};
 use support::machines::steady_pass;
 use support::*;
@@ -18,13 +18,9 @@ use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::{CompressedFault, FileFault, PlanFault};
 use tensor_offload::plan::{TensorGrouping, Use, Warning};
 use tensor_offload::{
-    ByteSize, DType, DeviceId, Error, Loader, Matching, Model, ModelCache, Plan, Planner, Registry, Result, Retention,
-    Streamer, Weights,
+    ByteSize, DType, Error, Loader, Matching, Model, ModelCache, Plan, Planner, Registry, Result, Retention, Streamer,
+    Weights,
 };
-
-fn held(devices: &Registry, id: DeviceId) -> u64 {
-    devices.device(id).unwrap().ledger().charged()
-}
 
 #[test]
 fn codes_cross_the_links_and_turns_find_weights() {
@@ -589,17 +585,7 @@ fn nothing_is_lost_whatever_operation_fails() {
         assert!(plan.slots().landing_bytes < 2 * (33 << 10) + 1024, "{plan}");
         let loaded = Arc::new(Loader::new(devices).workers(1).load(&model.subject.weights, &plan)?);
         let mut streamer = Streamer::new(&loaded)?;
-        let mut failed = None;
-        for layer in layers(&streamer) {
-            let turn = streamer.layer(layer).and_then(|guard| check_layer(&guard, &model.file.plain));
-            if let Err(error) = turn {
-                failed = Some(error);
-                // The streamer stays usable.
-                check_layer(&streamer.layer(layer)?, &model.file.plain)?;
-            }
-        }
-        streamer.verify()?;
-        failed.map_or(Ok(()), Err)
+        check_turns(&mut streamer, &model.file.plain)
     };
     let [decoded, calls, told] = whatever_operation_fails(Operation::Decompress, path);
     assert!(decoded >= 12, "{decoded} tensors");

@@ -61,7 +61,8 @@ impl Planner<'_> {
 
     /// Keeps modules of the compute device compressed there. They take as much less of it, and are decoded into a slot before each turn
     /// of their layer. So a card holds half as much again of bf16, a pass takes longer by what decoding takes, and there are slots even if
-    /// nothing is streamed. Default: no.
+    /// nothing is streamed. In a model of few layers these may take more than is saved: the plan has both figures, and a smaller
+    /// [depth](Planner::depth) makes them fewer. Default: no.
     ///
     /// Some modules are never compressed there: small ones, those that are used at both ends, [in place](Planner::in_place) or as
     /// [tables](Planner::gather_embeddings), those that [`keep_resident`](Planner::keep_resident) names, and those that are far larger

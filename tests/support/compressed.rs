@@ -2,12 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use proptest::prelude::*;
 use tensor_offload::checkpoint::{CompressedReport, TensorSpec, write_compressed, write_safetensors};
-use tensor_offload::{ByteSize, Checkpoint, DType, Machine, Order, Plan, Planner, Result, Streamer};
+use tensor_offload::{
+    ByteSize, Checkpoint, DType, DeviceId, Machine, Model, Order, Plan, Planner, Registry, Result, Streamer,
+};
 
-use super::{Subject, check_pass, spec};
+use super::{Subject, check_layer, check_pass, layers, spec};
 
 /// The tensors of a checkpoint in a compressed file.
 pub(crate) fn compress(checkpoint: &Checkpoint, path: &Path) -> CompressedReport {
@@ -84,6 +87,52 @@ impl Packed {
 pub(crate) fn kept(plan: &Plan) -> (u64, u64) {
     let compressed = plan.assignments().iter().filter(|a| a.is_compressed());
     compressed.fold((0, 0), |(bytes, taken), a| (bytes + a.bytes, taken + a.bytes - a.saved))
+}
+
+/// The bytes that are taken of a device.
+pub(crate) fn held(devices: &Registry, id: DeviceId) -> u64 {
+    devices.device(id).unwrap().ledger().charged()
+}
+
+/// A model has what its own plan says, and every layer is as the subject's tensors are.
+pub(crate) fn check(devices: &Registry, model: &Arc<Model>, subject: &Subject) {
+    let plan = model.plan();
+    plan.verify(model.layout()).unwrap();
+    for share in plan.devices() {
+        let needed = share.weights.taken() + share.beside.slots;
+        assert_eq!(held(devices, share.id), needed, "{} in\n{plan}", share.id);
+        assert_eq!(model.bytes().get(&share.id).copied().unwrap_or(0), needed, "{} in\n{plan}", share.id);
+    }
+    assert_eq!(model.report().saved, plan.devices().iter().map(|share| share.weights.saved).sum::<u64>());
+    assert_eq!(serde_json::from_value::<Plan>(serde_json::to_value(plan).unwrap()).unwrap(), *plan);
+    check_values(model, subject);
+}
+
+/// Every tensor that is read back, and every layer of three passes, is as the subject's.
+pub(crate) fn check_values(model: &Arc<Model>, subject: &Subject) {
+    subject.check(model);
+    let mut streamer = Streamer::new(model).unwrap();
+    for _ in 0..3 {
+        check_pass(&mut streamer, subject).unwrap();
+        streamer.verify().unwrap();
+    }
+}
+
+/// A pass in which a layer that fails is asked for once more, which has to succeed: the streamer stays usable.
+///
+/// # Errors
+/// The last failure, after the pass.
+pub(crate) fn check_turns(streamer: &mut Streamer, subject: &Subject) -> Result<()> {
+    let mut failed = None;
+    for layer in layers(streamer) {
+        let turn = streamer.layer(layer).and_then(|guard| check_layer(&guard, subject));
+        if let Err(error) = turn {
+            failed = Some(error);
+            check_layer(&streamer.layer(layer)?, subject)?;
+        }
+    }
+    streamer.verify()?;
+    failed.map_or(Ok(()), Err)
 }
 
 /// A small model over some division of a machine.

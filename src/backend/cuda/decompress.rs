@@ -86,9 +86,9 @@ fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Resu
         let mut arguments: Vec<*mut c_void> = wide.iter_mut().map(|wide| (&raw mut *wide).cast()).collect();
         arguments.extend(narrow.iter_mut().map(|narrow| (&raw mut *narrow).cast::<c_void>()));
         let groups = warps.div_ceil(WARPS);
-        // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of
-        // its header, its index and the part, and writes the weights and the verdict alone, which are inside of their buffers. Their memory is kept until the event
-        // after it.
+        // SAFETY: the arguments match the kernel's in number and size. Whatever the code holds, the kernel reads inside of its
+        // header, its index and the part, and writes the weights and the verdict alone, which are inside of their buffers. Their
+        // memory is kept until the event after it.
         unsafe { launch(device.context(), *function, (groups, BLOCK), handle, &mut arguments) }
     })
 }
