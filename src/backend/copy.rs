@@ -133,6 +133,26 @@ impl Transfer {
     pub fn rejected(self, error: Error) -> Box<Rejected> {
         Box::new(Rejected { error, dst: self.dst })
     }
+
+    /// As [`rejected`](Transfer::rejected), for a copy parts of which may be in flight until the event `under_way`.
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    pub(super) fn refused(mut self, error: Error, under_way: Option<Event>) -> Box<Rejected> {
+        if let Some(event) = under_way {
+            self.pieces.iter().for_each(|piece| piece.src.used_until(event.clone()));
+            self.dst.after(event);
+        }
+        self.rejected(error)
+    }
+
+    /// The tracing span of the copy, from queueing until it was observed to be done.
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
+    pub(super) fn span(&self) -> tracing::Span {
+        let (pieces, to) = (&self.pieces, self.dst.device());
+        let from = || pieces.first().map_or(to, |piece| piece.src.device());
+        let bytes = || pieces.iter().map(|piece| piece.from.len()).sum::<usize>();
+        // Without a parent, since it outlives the current span of the thread that queues the copy.
+        tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
+    }
 }
 
 /// A copy that was not queued, with its destination.

@@ -20,14 +20,20 @@ mod event;
 mod extents;
 mod faulty;
 mod file_reads;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod first_touch;
 mod host;
 mod host_memory;
 mod kernels;
 mod ledger;
 pub(crate) mod process;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod reaper;
 mod simulated;
 mod software;
 mod storage;
+#[cfg(feature = "vulkan")]
+mod vulkan;
 mod watcher;
 
 use std::any::Any;
@@ -54,6 +60,8 @@ pub use ledger::{Charge, Ledger};
 pub use simulated::{Contents, Simulated};
 pub use software::Clock;
 pub use storage::{MemoryBlock, SharedMemory, Storage};
+#[cfg(feature = "vulkan")]
+pub use vulkan::Vulkan;
 
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage, Topology};
 use crate::error::{Error, Missing, Result};

@@ -31,12 +31,14 @@ pub enum DeviceKind {
     DirectMl,
     /// Iluvatar.
     Corex,
+    /// Any vendor's, through Vulkan.
+    Vulkan,
     /// A kind that another crate defines.
     Other(KindName),
 }
 
 /// Each kind, its name, and whether one machine can have several devices of it.
-const KINDS: [(DeviceKind, &str, bool); 9] = [
+const KINDS: [(DeviceKind, &str, bool); 10] = [
     (DeviceKind::Cpu, "cpu", false),
     (DeviceKind::Disk, "disk", false),
     (DeviceKind::Cuda, "cuda", true),
@@ -46,6 +48,7 @@ const KINDS: [(DeviceKind, &str, bool); 9] = [
     (DeviceKind::Mlu, "mlu", true),
     (DeviceKind::DirectMl, "directml", true),
     (DeviceKind::Corex, "corex", true),
+    (DeviceKind::Vulkan, "vulkan", true),
 ];
 
 impl DeviceKind {
@@ -135,6 +138,11 @@ impl DeviceId {
         DeviceId { kind: DeviceKind::Cuda, index }
     }
 
+    /// The device `vulkan:index`.
+    pub const fn vulkan(index: u32) -> DeviceId {
+        DeviceId { kind: DeviceKind::Vulkan, index }
+    }
+
     /// The device's kind.
     pub fn kind(self) -> DeviceKind {
         self.kind
@@ -215,6 +223,7 @@ mod tests {
             ("mlu:3", "mlu:3"),
             ("DirectML:0", "directml:0"),
             ("corex:7", "corex:7"),
+            ("Vulkan:1", "vulkan:1"),
             ("tpu_v5:2", "tpu_v5:2"),
         ] {
             let device: DeviceId = text.parse().unwrap();

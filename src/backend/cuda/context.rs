@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use super::calls::{Calls, Code, ContextHandle, DeviceHandle, EVENT_WITHOUT_TIMING, EventHandle, Failure, Outcome};
 use super::driver::{Driver, shown};
 use super::module::Loaded;
+use crate::backend::reaper;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -186,6 +187,18 @@ impl Context {
             }
         }
         Error::DeviceLost { device: self.id, why: self.lost().unwrap_or_default().to_owned() }
+    }
+}
+
+impl reaper::Context for Context {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    fn batched(&self, work: &mut dyn FnMut()) {
+        // Entered once for all calls. If that fails, they fail too, and say why.
+        let _entered = self.enter();
+        work();
     }
 }
 

@@ -13,8 +13,8 @@ use super::driver::Driver;
 use super::event::CudaFence;
 use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
-use super::reaper::Reaper;
 use super::stream::CudaStream;
+use crate::backend::reaper::{self, Reaper};
 use crate::backend::{
     BufMut, Charge, Device, Event, FileReads, Health, Kernels, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream,
 };
@@ -215,9 +215,7 @@ impl Device for CudaDevice {
     }
 
     fn batched(&self, work: &mut dyn FnMut()) {
-        // If the context cannot be entered, the calls of `work` report that.
-        let _entered = self.context.enter();
-        work();
+        reaper::Context::batched(&*self.context, work);
     }
 
     fn trim(&self) -> Result<u64> {

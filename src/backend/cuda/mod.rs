@@ -21,7 +21,6 @@ mod numa;
 mod nvml;
 mod peers;
 mod pinned;
-mod reaper;
 mod stream;
 mod sysfs;
 

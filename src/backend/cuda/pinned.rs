@@ -11,8 +11,9 @@ use super::Opened;
 use super::calls::{Code, HOST_ALLOCATION_PORTABLE, REGISTER_PORTABLE};
 use super::context::{Context, Refusal};
 use super::device::CudaDevice;
-use super::numa::{self, Node};
+use super::numa::Node;
 use super::sysfs::Sysfs;
+use crate::backend::first_touch;
 use crate::backend::software::HostAllocation;
 use crate::backend::{
     Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream,
@@ -277,7 +278,7 @@ fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(Non
     let fresh = unsafe { memory.bytes_mut() };
     match node {
         Some(node) => node.touch(fresh),
-        None => numa::touch(fresh),
+        None => first_touch::touch(fresh),
     }
     memory.keep_from_forks();
     let address = memory.address();

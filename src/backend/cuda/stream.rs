@@ -13,7 +13,7 @@ use super::calls::{Address, CAPTURE_NONE, Calls, Code, Outcome, STREAM_NON_BLOCK
 use super::context::{Context, ContextGuard, Refusal};
 use super::event::CudaFence;
 use super::memory::DeviceMemory;
-use super::reaper::{Memory, Reaper};
+use crate::backend::reaper::{Memory, Reaper};
 use crate::backend::{Buf, Event, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
@@ -293,7 +293,7 @@ impl Stream for CudaStream {
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         match self.copy_in_order(&transfer) {
             Ok((done, in_order)) => Ok(launched(transfer, done, in_order)),
-            Err((error, under_way)) => Err(refused(transfer, under_way).rejected(error)),
+            Err((error, under_way)) => Err(transfer.refused(error, under_way)),
         }
     }
 
@@ -359,40 +359,6 @@ fn launched(transfer: Transfer, done: Event, in_order: bool) -> Flight {
     if in_order { transfer.launched_in_order(done) } else { transfer.launched(done) }
 }
 
-/// A copy that was refused, parts of which may be in flight until the event `under_way`.
-fn refused(mut transfer: Transfer, under_way: Option<Event>) -> Transfer {
-    if let Some(event) = under_way {
-        transfer.pieces().iter().for_each(|piece| piece.src.used_until(event.clone()));
-        transfer.dst_mut().after(event);
-    }
-    transfer
-}
-
-/// The memory of both ends of a transfer, to be kept until its copies are done.
-fn memory_of(transfer: &Transfer) -> Memory {
-    let dst = transfer.dst().block();
-    if let [piece] = transfer.pieces() {
-        return Memory::Ends([piece.src.block(), dst].map(Arc::clone));
-    }
-    let mut all = vec![Arc::clone(dst)];
-    for Piece { src, .. } in transfer.pieces() {
-        // Adjacent pieces of one source are held once.
-        if !all.last().is_some_and(|last| Arc::ptr_eq(last, src.block())) {
-            all.push(Arc::clone(src.block()));
-        }
-    }
-    Memory::All(all)
-}
-
-/// The tracing span of a copy, from queueing until it was observed to be done.
-fn copy_span(transfer: &Transfer) -> tracing::Span {
-    let (pieces, to) = (transfer.pieces(), transfer.dst().device());
-    let from = || pieces.first().map_or(to, |piece| piece.src.device());
-    let bytes = || pieces.iter().map(|piece| piece.from.len()).sum::<usize>();
-    // Without a parent, since it outlives the current span of the thread that queues the copy.
-    tracing::debug_span!(parent: None, "copy", from = %from(), to = %to, bytes = bytes())
-}
-
 impl fmt::Debug for CudaStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaStream").field("device", &self.context.id()).finish_non_exhaustive()
@@ -456,7 +422,7 @@ impl CudaStream {
         let moves = moves.map_err(unqueued)?;
         let others = self.join(&transfer.waits()).map_err(unqueued)?;
         let in_order = others.is_empty();
-        let done = self.queue(others, memory_of(transfer), copy_span(transfer), || {
+        let done = self.queue(others, Memory::of(transfer), transfer.span(), || {
             // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
             let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
             self.context.call(|calls| self.queue_batch(&moves).unwrap_or_else(|| copy(calls)))

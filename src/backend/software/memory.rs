@@ -35,7 +35,7 @@ enum Backing {
     Heap(Layout),
     Mapped(
         #[cfg_attr(
-            not(all(target_os = "linux", feature = "cuda")),
+            not(all(target_os = "linux", any(feature = "cuda", feature = "vulkan"))),
             expect(dead_code, reason = "held to be unmapped in the end; told of forks where memory is pinned")
         )]
         MmapRaw,
@@ -76,7 +76,7 @@ impl HostAllocation {
     ///
     /// # Safety
     /// Nobody else uses the address while the slice lives.
-    #[cfg(any(test, feature = "cuda"))]
+    #[cfg(any(test, feature = "cuda", feature = "vulkan"))]
     pub(in crate::backend) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: `self.bytes` bytes were allocated and zeroed, and belong to this value.
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.bytes) }
@@ -84,7 +84,7 @@ impl HostAllocation {
 
     /// Excludes the memory from forked processes, where the system supports that. Otherwise pages that a device has pinned
     /// would be copied away from the device when this process next writes them.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub(in crate::backend) fn keep_from_forks(&self) {
         #[cfg(target_os = "linux")]
         if let Backing::Mapped(map) = &self.backing

@@ -5,9 +5,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use super::context::Context;
-use crate::backend::{Event, FenceState, MemoryBlock};
+use super::{Event, FenceState, MemoryBlock, Transfer};
+use crate::device::DeviceId;
 use crate::error::{Error, Result};
+
+/// The driver's side of an open device, through which events are queried.
+pub(super) trait Context: Send + Sync + 'static {
+    /// The device.
+    fn id(&self) -> DeviceId;
+
+    /// Runs `work`, which makes several calls in a row.
+    fn batched(&self, work: &mut dyn FnMut()) {
+        work();
+    }
+}
 
 /// The shortest and the longest polling interval.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
@@ -28,6 +39,22 @@ pub(super) enum Memory {
 }
 
 impl Memory {
+    /// The memory of both ends of a transfer.
+    pub(super) fn of(transfer: &Transfer) -> Memory {
+        let dst = transfer.dst().block();
+        if let [piece] = transfer.pieces() {
+            return Memory::Ends([piece.src.block(), dst].map(Arc::clone));
+        }
+        let mut all = vec![Arc::clone(dst)];
+        for piece in transfer.pieces() {
+            // Adjacent pieces of one source are held once.
+            if !all.last().is_some_and(|last| Arc::ptr_eq(last, piece.src.block())) {
+                all.push(Arc::clone(piece.src.block()));
+            }
+        }
+        Memory::All(all)
+    }
+
     /// Marks the memory as never to be freed: a failed device may still use it.
     pub(super) fn abandon(&self) {
         let all = match self {
@@ -66,7 +93,7 @@ impl Channel {
 }
 
 impl Reaper {
-    pub(super) fn start(context: &Arc<Context>) -> Result<Reaper> {
+    pub(super) fn start<C: Context>(context: &Arc<C>) -> Result<Reaper> {
         let device = context.id();
         let channel = Arc::<Channel>::default();
         // The memory in use holds the context; the thread itself must not keep the device open.
@@ -104,10 +131,16 @@ impl Queues {
 
     /// Releases the entries whose events are complete. Returns whether there were any. It queries at most one pending event of
     /// each stream.
-    fn release_completed(&mut self, context: &Weak<Context>) -> bool {
-        let context = context.upgrade();
-        // Entered once for all queries. If that fails, the queries fail too, and the events report why.
-        let _entered = context.as_ref().map(|context| context.enter());
+    fn release_completed(&mut self, context: &Weak<impl Context>) -> bool {
+        let mut any = false;
+        match context.upgrade() {
+            Some(context) => context.batched(&mut || any = self.release_now()),
+            None => any = self.release_now(),
+        }
+        any
+    }
+
+    fn release_now(&mut self) -> bool {
         let mut any = false;
         self.0.retain(|_, queue| {
             while let Some(entry) = queue.pop_front() {
@@ -139,7 +172,7 @@ impl Drop for Queues {
 }
 
 /// The thread's loop. It runs until the reaper is dropped and no memory is in use any more.
-fn run(channel: &Channel, context: &Weak<Context>) {
+fn run(channel: &Channel, context: &Weak<impl Context>) {
     let mut queues = Queues::default();
     let mut pause = PAUSE.0;
     loop {

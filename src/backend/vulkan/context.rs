@@ -1,0 +1,195 @@
+//! An open device of the driver: its calls, its queues, and whether it is lost.
+
+use std::sync::{Arc, OnceLock};
+
+use ash::{ext, vk};
+
+use super::instance::{Instance, Limits, Physical, words};
+use super::queues::{Choice, Queues};
+use crate::backend::reaper;
+use crate::device::DeviceId;
+use crate::error::{Error, Result};
+
+/// A device that was opened. All that belongs to it holds it.
+pub(super) struct Context {
+    id: DeviceId,
+    device: ash::Device,
+    queues: Queues,
+    pub(super) physical: Physical,
+    /// The calls that import host memory.
+    imports: Option<ext::external_memory_host::Device>,
+    lost: OnceLock<String>,
+    instance: Arc<Instance>,
+}
+
+/// The result of a call, and the call's name if it failed.
+pub(super) type Outcome<T = ()> = std::result::Result<T, (&'static str, vk::Result)>;
+
+/// Names the call of a result.
+pub(super) trait Named<T> {
+    fn of(self, call: &'static str) -> Outcome<T>;
+}
+
+impl<T> Named<T> for std::result::Result<T, vk::Result> {
+    fn of(self, call: &'static str) -> Outcome<T> {
+        self.map_err(|code| (call, code))
+    }
+}
+
+impl Context {
+    pub(super) fn open(id: DeviceId, physical: &Physical, instance: &Arc<Instance>) -> Result<Context> {
+        instance.process.check()?;
+        let absent = |why: String| Error::DeviceAbsent { device: id, why };
+        let raw = instance.raw();
+        // SAFETY: the handle is the instance's.
+        let families = unsafe { raw.get_physical_device_queue_family_properties(physical.handle) };
+        let choice = Choice::among(&families, physical.unified);
+        let choice = choice.ok_or_else(|| absent("it has no queue that computes".to_owned()))?;
+        // Copies have priority over the compute that waits for them.
+        let priorities = [0.5, 1.0, 1.0];
+        let queues: Vec<_> = choice
+            .families()
+            .into_iter()
+            .map(|(family, count)| {
+                let own = if family == choice.families()[0].0 { &priorities[..count] } else { &priorities[3 - count..] };
+                vk::DeviceQueueCreateInfo::default().queue_family_index(family).queue_priorities(own)
+            })
+            .collect();
+        let names: Vec<_> = physical.extensions().into_iter().map(std::ffi::CStr::as_ptr).collect();
+        let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default().timeline_semaphore(true);
+        let mut vulkan13 = vk::PhysicalDeviceVulkan13Features::default().synchronization2(true);
+        let create = vk::DeviceCreateInfo::default()
+            .queue_create_infos(&queues)
+            .enabled_extension_names(&names)
+            .push_next(&mut vulkan12)
+            .push_next(&mut vulkan13);
+        // SAFETY: what the structures point to outlives the call; the device has the features and the extensions.
+        let device = unsafe { raw.create_device(physical.handle, &create, None) }
+            .map_err(|code| absent(format!("vkCreateDevice: {}", words(code))))?;
+        let imports = physical.limits.import.map(|_| ext::external_memory_host::Device::new(raw, &device));
+        let queues = choice.queues(&device);
+        let (physical, lost, instance) = (physical.clone(), OnceLock::new(), Arc::clone(instance));
+        Ok(Context { id, device, queues, physical, imports, lost, instance })
+    }
+
+    pub(super) fn id(&self) -> DeviceId {
+        self.id
+    }
+
+    pub(super) fn queues(&self) -> &Queues {
+        &self.queues
+    }
+
+    pub(super) fn limits(&self) -> Limits {
+        self.physical.limits
+    }
+
+    pub(super) fn imports(&self) -> Option<&ext::external_memory_host::Device> {
+        self.imports.as_ref()
+    }
+
+    /// The bytes that the driver leaves to this process. `None` if it does not tell.
+    pub(super) fn free(&self) -> Option<u64> {
+        self.instance.free(&self.physical)
+    }
+
+    /// Whether this and `other` are the same open device.
+    pub(super) fn is(&self, other: &Context) -> bool {
+        std::ptr::eq(self, other)
+    }
+
+    /// The reason why the device is lost. `None` if it is not.
+    pub(super) fn lost(&self) -> Option<&str> {
+        self.lost.get().map(String::as_str)
+    }
+
+    /// Marks the device as lost: something runs on it that cannot be waited for. All later operations fail with this reason.
+    pub(super) fn lose(&self, why: &str) -> Error {
+        let _ = self.lost.set(why.to_owned());
+        self.error(Refusal::Lost)
+    }
+
+    /// Runs calls of the driver.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`] immediately when the device is lost, and when the call loses it; [`Error::Forked`] in a fork;
+    /// [`Error::Driver`] for any other refusal.
+    pub(super) fn call<T>(&self, calls: impl FnOnce(&ash::Device) -> Outcome<T>) -> Result<T> {
+        self.raw(calls).map_err(|refusal| self.error(refusal))
+    }
+
+    /// As [`call`](Context::call), for callers that react to the driver's result.
+    pub(super) fn raw<T>(&self, calls: impl FnOnce(&ash::Device) -> Outcome<T>) -> Result<T, Refusal> {
+        if self.lost().is_some() {
+            return Err(Refusal::Lost);
+        }
+        if !self.instance.process.is_current() {
+            return Err(Refusal::Forked);
+        }
+        calls(&self.device).map_err(|(call, code)| Refusal::Code(call, code))
+    }
+
+    /// Runs calls that destroy what belongs to the device, which is allowed of a lost one too. In a fork nothing is called.
+    pub(super) fn destroy(&self, calls: impl FnOnce(&ash::Device)) {
+        if self.instance.process.is_current() {
+            calls(&self.device);
+        }
+    }
+
+    /// The error of a refused call. A device that the driver reports as lost is.
+    pub(super) fn error(&self, refusal: Refusal) -> Error {
+        match refusal {
+            Refusal::Lost => {}
+            Refusal::Forked => {
+                if let Err(error) = self.instance.process.check() {
+                    return error;
+                }
+            }
+            Refusal::Code(call, code @ vk::Result::ERROR_DEVICE_LOST) => {
+                let _ = self.lost.set(format!("{call}: {}", words(code)));
+            }
+            Refusal::Code(call, code) => {
+                let (name, text) = (format!("{code:?}"), code.to_string());
+                return Error::Driver { device: self.id, call, code: name, text };
+            }
+        }
+        Error::DeviceLost { device: self.id, why: self.lost().unwrap_or_default().to_owned() }
+    }
+}
+
+impl reaper::Context for Context {
+    fn id(&self) -> DeviceId {
+        self.id
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: all that belongs to the device holds the context, so nothing is left, and no queue has work.
+        self.destroy(|device| unsafe { device.destroy_device(None) });
+    }
+}
+
+/// The reason why a call was not made or failed.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Refusal {
+    /// The device was lost before.
+    Lost,
+    /// The process is a fork of the one that opened the device.
+    Forked,
+    /// The call and the driver's result.
+    Code(&'static str, vk::Result),
+}
+
+impl Refusal {
+    /// Whether the driver has no memory for what was asked.
+    pub(super) fn is_out_of_memory(self) -> bool {
+        let Refusal::Code(_, code) = self else { return false };
+        matches!(
+            code,
+            vk::Result::ERROR_OUT_OF_DEVICE_MEMORY
+                | vk::Result::ERROR_OUT_OF_HOST_MEMORY
+                | vk::Result::ERROR_TOO_MANY_OBJECTS
+        )
+    }
+}

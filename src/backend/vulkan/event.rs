@@ -1,0 +1,67 @@
+//! Values of timelines as fences.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use super::context::Refusal;
+use super::timeline::{Point, Timeline};
+use crate::backend::{Event, Fence, FenceState};
+use crate::error::Error;
+
+/// The end of a submission.
+pub(super) struct VulkanFence {
+    timeline: Arc<Timeline>,
+    value: u64,
+    /// What the submission waits for: no semaphore may go before it is done.
+    _after: Vec<Point>,
+    lost: OnceLock<Arc<Error>>,
+}
+
+impl VulkanFence {
+    /// The event of the submission to `timeline` that ends with `value` and waits for `after`.
+    pub(super) fn event(timeline: &Arc<Timeline>, value: u64, after: Vec<Point>) -> Event {
+        let timeline = Arc::clone(timeline);
+        Event::new(Arc::new(VulkanFence { timeline, value, _after: after, lost: OnceLock::new() }))
+    }
+
+    /// The point that a submission to the same device waits for.
+    pub(super) fn point(&self) -> Point {
+        (Arc::clone(&self.timeline), self.value)
+    }
+
+    pub(super) fn timeline(&self) -> &Timeline {
+        &self.timeline
+    }
+
+    fn state_of(&self, reached: Result<bool, Refusal>) -> FenceState {
+        match reached {
+            Ok(true) => FenceState::Done,
+            Ok(false) => FenceState::Pending,
+            Err(refusal) => {
+                let context = self.timeline.context();
+                let lost = match context.error(refusal) {
+                    error @ (Error::DeviceLost { .. } | Error::Forked { .. }) => error,
+                    // Whether the work is done cannot be told any more.
+                    error => context.lose(&error.to_string()),
+                };
+                FenceState::Lost(Arc::clone(self.lost.get_or_init(|| Arc::new(lost))))
+            }
+        }
+    }
+
+    fn known_lost(&self) -> Option<FenceState> {
+        self.lost.get().map(|cause| FenceState::Lost(Arc::clone(cause)))
+    }
+}
+
+// SAFETY: the driver counts a timeline up to a value when the submission that ends with it is done, and that comes after all
+// earlier ones of the stream. What cannot be asked is lost.
+unsafe impl Fence for VulkanFence {
+    fn state(&self) -> FenceState {
+        self.known_lost().unwrap_or_else(|| self.state_of(self.timeline.is_reached(self.value)))
+    }
+
+    fn wait(&self, deadline: Duration) -> FenceState {
+        self.known_lost().unwrap_or_else(|| self.state_of(self.timeline.wait(self.value, deadline)))
+    }
+}

@@ -1,0 +1,207 @@
+//! Devices of any vendor, through Vulkan 1.3: AMD's, Intel's, Apple's through MoltenVK, and NVIDIA's where there is no CUDA.
+//!
+//! A device of Vulkan has buffers and no addresses, so its memory is a range of a buffer. Each stream is a timeline semaphore,
+//! and each event a value of it: whatever waits for an event waits for that value, also on the same queue, since the order of
+//! submissions alone makes no write visible.
+
+#![expect(unsafe_code, reason = "the driver's interface is one of raw handles")]
+
+mod arena;
+mod context;
+mod copy;
+mod device;
+mod event;
+mod import;
+mod instance;
+mod pinned;
+mod queues;
+mod staging;
+mod stream;
+mod timeline;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use super::{Backend, Device, Found, Host};
+use crate::bytes::ByteSize;
+use crate::device::{DeviceId, DeviceInfo, DeviceKind};
+use crate::error::{Error, Result};
+use device::VulkanDevice;
+use instance::{Instance, Physical};
+use pinned::{PinningHost, Pins};
+
+/// The environment variable that admits software drivers.
+const SOFTWARE_VARIABLE: &str = "TENSOR_OFFLOAD_VULKAN_SOFTWARE";
+
+/// The backend of devices that have a driver for Vulkan 1.3 or later, and of `cpu` with memory that they copy from directly.
+///
+/// Finding devices loads Vulkan's library and opens no device. Their numbers are the order in which the library lists them. The
+/// library is the system's, or the file that [`library`](Vulkan::library) or the environment variable
+/// `TENSOR_OFFLOAD_LIBVULKAN` names. Without a usable driver, [`discover`](Backend::discover) returns the reason; nothing
+/// panics. Drivers that compute on the processor (lavapipe, SwiftShader) count only where [`software`](Vulkan::software) or
+/// `TENSOR_OFFLOAD_VULKAN_SOFTWARE=1` admits them.
+///
+/// A device that has no memory of its own is in the [domain](DeviceInfo::domain) of `cpu`. The free memory of a device is that
+/// which the driver's budget leaves to this process, if the driver has one.
+///
+/// ```
+/// use tensor_offload::backend::{Backend, Found, Vulkan};
+/// for found in Vulkan::new().discover() {
+///     match found {
+///         Found::Here(device) => println!("{}: {}, {} bytes", device.id, device.name, device.total),
+///         Found::Absent { kind, why } => println!("no {kind} device: {why}"),
+///         _ => {}
+///     }
+/// }
+/// ```
+pub struct Vulkan {
+    library: Option<PathBuf>,
+    software: Option<bool>,
+    pinned_cap: Option<ByteSize>,
+    imports: bool,
+    host: Host,
+    found: OnceLock<std::result::Result<Shared, String>>,
+}
+
+/// The state that the devices of one backend share.
+struct Shared {
+    instance: Arc<Instance>,
+    devices: Vec<Physical>,
+    pins: Arc<Pins>,
+    open: Arc<Opened>,
+}
+
+/// The devices that are open, by number.
+#[derive(Default)]
+struct Opened(Mutex<BTreeMap<u32, Weak<VulkanDevice>>>);
+
+impl Opened {
+    fn devices(&self) -> MutexGuard<'_, BTreeMap<u32, Weak<VulkanDevice>>> {
+        // Every change is one insertion, so a poisoned lock still guards a consistent map.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn all(&self) -> Vec<Arc<VulkanDevice>> {
+        self.devices().values().filter_map(Weak::upgrade).collect()
+    }
+}
+
+impl Default for Vulkan {
+    fn default() -> Self {
+        Vulkan::new()
+    }
+}
+
+impl Vulkan {
+    /// The Vulkan devices of this system.
+    pub fn new() -> Vulkan {
+        Vulkan {
+            library: None,
+            software: None,
+            pinned_cap: None,
+            imports: true,
+            host: Host::new(),
+            found: OnceLock::new(),
+        }
+    }
+
+    /// Sets the file of Vulkan's library: the loader's, or a driver's such as MoltenVK.
+    #[must_use]
+    pub fn library(mut self, file: impl Into<PathBuf>) -> Vulkan {
+        self.library = Some(file.into());
+        self
+    }
+
+    /// Sets whether drivers count that compute on the processor. Default: whether `TENSOR_OFFLOAD_VULKAN_SOFTWARE` is `1`.
+    #[must_use]
+    pub fn software(mut self, admitted: bool) -> Vulkan {
+        self.software = Some(admitted);
+        self
+    }
+
+    /// Sets the most host memory that may be pinned at one time. Plans for this machine respect it too. Default: the share of
+    /// the host's memory that [`DeviceInfo::pinned_cap`] returns.
+    #[must_use]
+    pub fn pinned_cap(mut self, cap: ByteSize) -> Vulkan {
+        self.pinned_cap = Some(cap);
+        self
+    }
+
+    /// Sets whether pinned memory is the library's own, which the devices import where their drivers can
+    /// (`VK_EXT_external_memory_host`). Default: yes. Otherwise the driver of the first open device allocates it, and copies to
+    /// other devices pass through buffers.
+    #[must_use]
+    pub fn host_imports(mut self, allowed: bool) -> Vulkan {
+        self.imports = allowed;
+        self
+    }
+
+    /// Sets the backend of the host whose memory is pinned.
+    #[must_use]
+    pub fn host(mut self, host: Host) -> Vulkan {
+        self.host = host;
+        self
+    }
+
+    fn shared(&self) -> std::result::Result<&Shared, &str> {
+        let find = || {
+            let admitted = || std::env::var_os(SOFTWARE_VARIABLE).is_some_and(|value| value == "1");
+            let instance = Instance::load(self.library.as_deref())?;
+            let devices = instance.devices(self.software.unwrap_or_else(admitted))?;
+            let open = Arc::<Opened>::default();
+            let limit = self.pinned_cap.map_or_else(|| self.host.cpu().pinned_cap(), ByteSize::get);
+            let pins = Arc::new(Pins::new(limit, self.imports, Arc::clone(&open)));
+            Ok(Shared { instance, devices, pins, open })
+        };
+        self.found.get_or_init(find).as_ref().map_err(String::as_str)
+    }
+}
+
+impl Shared {
+    fn now(&self, physical: &Physical) -> DeviceInfo {
+        let free = self.instance.free(physical);
+        physical.info.clone().free(free)
+    }
+}
+
+impl Backend for Vulkan {
+    fn discover(&self) -> Vec<Found> {
+        match self.shared() {
+            Err(why) => vec![Found::Absent { kind: DeviceKind::Vulkan, why: why.to_owned() }],
+            Ok(shared) => {
+                let cpu = self.host.cpu().pinnable(Some(shared.pins.limit()));
+                shared.devices.iter().map(|physical| shared.now(physical)).chain([cpu]).map(Found::Here).collect()
+            }
+        }
+    }
+
+    fn open(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
+        let shared = self.shared().map_err(|why| Error::DeviceAbsent { device: id, why: why.to_owned() })?;
+        if id == DeviceId::CPU {
+            return Ok(Arc::new(PinningHost::new(self.host.open(id)?, Arc::clone(&shared.pins))));
+        }
+        let Some(physical) = shared.devices.iter().find(|physical| physical.info.id == id) else {
+            let known = shared.devices.iter().map(|physical| physical.info.id).collect();
+            return Err(Error::UnknownDevice { device: id, known });
+        };
+        let mut open = shared.open.devices();
+        if let Some(device) = open.get(&id.index()).and_then(Weak::upgrade) {
+            return Ok(device);
+        }
+        let device = Arc::new(VulkanDevice::open(shared.now(physical), physical, &shared.instance)?);
+        open.insert(id.index(), Arc::downgrade(&device));
+        Ok(device)
+    }
+}
+
+impl fmt::Debug for Vulkan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vulkan")
+            .field("library", &self.library)
+            .field("software", &self.software)
+            .field("pinned_cap", &self.pinned_cap)
+            .finish_non_exhaustive()
+    }
+}

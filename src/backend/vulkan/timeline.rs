@@ -1,0 +1,225 @@
+//! A stream's submissions: command buffers in order, each of which ends with the next value of one timeline semaphore.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ash::vk;
+
+use super::context::{Context, Named, Outcome, Refusal};
+use super::queues::Queue;
+use super::staging::Staging;
+use crate::backend::Role;
+use crate::backend::event::until;
+
+/// The submissions of one stream. Events hold it, so it outlives all of them.
+pub(super) struct Timeline {
+    context: Arc<Context>,
+    queue: Arc<Queue>,
+    semaphore: vk::Semaphore,
+    pool: vk::CommandPool,
+    submitted: Mutex<Submitted>,
+    /// The largest value that was seen to be reached.
+    reached: AtomicU64,
+    /// A number that no other stream of this process ever has.
+    number: u64,
+    /// The buffer for copies of memory that the device cannot reach.
+    staging: Mutex<Option<Staging>>,
+}
+
+#[derive(Default)]
+struct Submitted {
+    /// The last value that will be reached.
+    last: u64,
+    /// Command buffers in flight, each with the value after which it can be recorded again.
+    in_flight: VecDeque<(u64, vk::CommandBuffer)>,
+    unused: Vec<vk::CommandBuffer>,
+}
+
+/// A point of a timeline that a submission waits for.
+pub(super) type Point = (Arc<Timeline>, u64);
+
+impl Timeline {
+    pub(super) fn new(context: &Arc<Context>, role: Role) -> Result<Arc<Timeline>, Refusal> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let queue = Arc::clone(context.queues().of(role));
+        let (semaphore, pool) = context.raw(|device| {
+            let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE);
+            let create = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
+            // SAFETY: what the structures point to outlives the call.
+            let semaphore = unsafe { device.create_semaphore(&create, None) }.of("vkCreateSemaphore")?;
+            let flags = vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER | vk::CommandPoolCreateFlags::TRANSIENT;
+            let create = vk::CommandPoolCreateInfo::default().flags(flags).queue_family_index(queue.family());
+            // SAFETY: the device has queues of the family.
+            let pool = unsafe { device.create_command_pool(&create, None) }.of("vkCreateCommandPool");
+            // SAFETY: created above, and nobody else has it.
+            let pool = pool.inspect_err(|_| unsafe { device.destroy_semaphore(semaphore, None) })?;
+            Ok((semaphore, pool))
+        })?;
+        Ok(Arc::new(Timeline {
+            context: Arc::clone(context),
+            queue,
+            semaphore,
+            pool,
+            submitted: Mutex::default(),
+            reached: AtomicU64::new(0),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
+            staging: Mutex::default(),
+        }))
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(super) fn staging(&self) -> &Mutex<Option<Staging>> {
+        &self.staging
+    }
+
+    /// Submits what `record` records, if anything, after all earlier submissions and the points `waits`. Returns the value that
+    /// is reached when it is done.
+    pub(super) fn submit(
+        &self,
+        waits: &[Point],
+        record: Option<&dyn Fn(&ash::Device, vk::CommandBuffer)>,
+    ) -> Result<u64, Refusal> {
+        let mut submitted = self.submitted.lock().unwrap_or_else(PoisonError::into_inner);
+        let commands = match record {
+            Some(record) => Some(self.recorded(&mut submitted, record)?),
+            None => None,
+        };
+        let point = |semaphore, value| {
+            vk::SemaphoreSubmitInfo::default()
+                .semaphore(semaphore)
+                .value(value)
+                .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
+        };
+        // The order of submissions to a queue makes no earlier write visible, so a stream waits for itself, too.
+        let mut before = vec![point(self.semaphore, submitted.last)];
+        for (timeline, value) in waits {
+            match before.iter_mut().find(|known| known.semaphore == timeline.semaphore) {
+                Some(known) => known.value = known.value.max(*value),
+                None => before.push(point(timeline.semaphore, *value)),
+            }
+        }
+        let next = submitted.last + 1;
+        let after = [point(self.semaphore, next)];
+        let buffers: Vec<_> =
+            commands.iter().map(|&buffer| vk::CommandBufferSubmitInfo::default().command_buffer(buffer)).collect();
+        let submission = vk::SubmitInfo2::default()
+            .wait_semaphore_infos(&before)
+            .command_buffer_infos(&buffers)
+            .signal_semaphore_infos(&after);
+        let outcome = self.context.raw(|device| {
+            let queue = self.queue.lock();
+            // SAFETY: no other thread uses the queue; the semaphores and the command buffer live until the value is reached,
+            // since the event after this submission holds the timelines.
+            unsafe { device.queue_submit2(queue.raw, &[submission], vk::Fence::null()) }.of("vkQueueSubmit2")
+        });
+        match outcome {
+            Ok(()) => {
+                submitted.last = next;
+                submitted.in_flight.extend(commands.map(|buffer| (next, buffer)));
+                Ok(next)
+            }
+            // The driver took nothing, unless the device is lost, whose command buffers are never used again.
+            Err(refusal) => {
+                submitted.unused.extend(commands);
+                Err(refusal)
+            }
+        }
+    }
+
+    /// A command buffer with what `record` records.
+    fn recorded(
+        &self,
+        submitted: &mut Submitted,
+        record: &dyn Fn(&ash::Device, vk::CommandBuffer),
+    ) -> Result<vk::CommandBuffer, Refusal> {
+        while let Some(&(value, buffer)) = submitted.in_flight.front()
+            && self.is_reached(value)?
+        {
+            submitted.in_flight.pop_front();
+            submitted.unused.push(buffer);
+        }
+        let buffer = match submitted.unused.pop() {
+            Some(buffer) => buffer,
+            None => self.context.raw(|device| self.new_buffer(device))?,
+        };
+        let recorded = self.context.raw(|device| {
+            let once =
+                vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
+            // SAFETY: the buffer is not in flight, and its pool is this timeline's, which is locked. Beginning resets it.
+            unsafe { device.begin_command_buffer(buffer, &once) }.of("vkBeginCommandBuffer")?;
+            record(device, buffer);
+            // SAFETY: as above.
+            unsafe { device.end_command_buffer(buffer) }.of("vkEndCommandBuffer")
+        });
+        match recorded {
+            Ok(()) => Ok(buffer),
+            Err(refusal) => {
+                submitted.unused.push(buffer);
+                Err(refusal)
+            }
+        }
+    }
+
+    fn new_buffer(&self, device: &ash::Device) -> Outcome<vk::CommandBuffer> {
+        let allocate = vk::CommandBufferAllocateInfo::default().command_pool(self.pool).command_buffer_count(1);
+        // SAFETY: the pool is this timeline's, which is locked.
+        let buffers = unsafe { device.allocate_command_buffers(&allocate) }.of("vkAllocateCommandBuffers")?;
+        buffers.first().copied().ok_or(("vkAllocateCommandBuffers", vk::Result::ERROR_UNKNOWN))
+    }
+
+    /// Whether the work up to `value` is done. Never blocks.
+    pub(super) fn is_reached(&self, value: u64) -> Result<bool, Refusal> {
+        if self.reached.load(Ordering::Acquire) >= value {
+            return Ok(true);
+        }
+        let counter = self.context.raw(|device| {
+            // SAFETY: the semaphore is this timeline's.
+            unsafe { device.get_semaphore_counter_value(self.semaphore) }.of("vkGetSemaphoreCounterValue")
+        })?;
+        self.reached.fetch_max(counter, Ordering::AcqRel);
+        Ok(counter >= value)
+    }
+
+    /// Blocks until the work up to `value` is done, at most for `deadline`. Returns whether it is.
+    pub(super) fn wait(&self, value: u64, deadline: Duration) -> Result<bool, Refusal> {
+        if self.is_reached(value)? {
+            return Ok(true);
+        }
+        let left = until(deadline).saturating_duration_since(Instant::now());
+        let (semaphores, values) = ([self.semaphore], [value]);
+        let wait = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
+        let nanoseconds = u64::try_from(left.as_nanos()).unwrap_or(u64::MAX);
+        let waited = self.context.raw(|device| {
+            // SAFETY: the semaphore is this timeline's.
+            unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
+        });
+        match waited {
+            Ok(()) => {
+                self.reached.fetch_max(value, Ordering::AcqRel);
+                Ok(true)
+            }
+            Err(Refusal::Code(_, vk::Result::TIMEOUT)) => Ok(false),
+            Err(refusal) => Err(refusal),
+        }
+    }
+}
+
+impl Drop for Timeline {
+    fn drop(&mut self) {
+        // SAFETY: events hold the timeline until they were observed to be complete, and there are none left. Destroying the pool
+        // frees its command buffers.
+        self.context.destroy(|device| unsafe {
+            device.destroy_command_pool(self.pool, None);
+            device.destroy_semaphore(self.semaphore, None);
+        });
+    }
+}
