@@ -2,79 +2,18 @@
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
 mod card;
+mod support;
 
-use std::sync::Arc;
-
-use card::{
-    DEADLINE, assert_clean, assert_given_back, devices, driver, named, registry_of, stand_in, whatever_call_fails,
-};
+use card::{assert_clean, assert_given_back, devices, driver, named, registry_of, stand_in, whatever_call_fails};
 use cuda_standin::{Config, Effect, MemoryMode};
+use support::GPU0;
+use support::whole_path::{load, of_weights, source, whole_path};
 use tensor_offload::backend::Cuda;
-use tensor_offload::{
-    Adapter, ByteSize, Checkpoint, DType, Loader, Matching, Model, ModelCache, Order, Planner, Registry, Result,
-    Retention, Streamer, Weights,
-};
-
-const MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama");
-const LORA: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/data/tiny-llama-lora");
+use tensor_offload::{ByteSize, DType, Registry};
 
 fn registry() -> Registry {
     // The stand-in's contexts take nothing of its small cards.
     registry_of(Cuda::new().context_size(ByteSize(0)))
-}
-
-struct Source {
-    weights: Weights,
-    /// For each tensor its bytes as patching on the host gives them.
-    merged: Vec<Vec<u8>>,
-}
-
-fn source() -> Source {
-    let adapters = vec![Adapter::open(LORA, 0.8).unwrap()];
-    of_weights(Weights::patched(Checkpoint::open(MODEL).unwrap(), adapters, Matching::Strict).unwrap())
-}
-
-fn of_weights(weights: Weights) -> Source {
-    let merged = weights.layout().tensor_ids().map(|tensor| {
-        let mut bytes = vec![0; weights.layout().tensor(tensor).unwrap().bytes as usize];
-        weights.read(tensor, &mut bytes).unwrap();
-        bytes
-    });
-    Source { merged: merged.collect(), weights }
-}
-
-fn load(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> Result<Model> {
-    let planner = Planner::new(source.weights.layout(), devices.machine()).allocation(allocation.parse()?);
-    let plan = planner.compute("cuda:0".parse()?).order(Order::Interleaved).depth(depth).plan()?;
-    Loader::new(devices).workers(2).deadline(DEADLINE).load(&source.weights, &plan)
-}
-
-/// Streams every layer and compares it with what patching on the host gives.
-fn pass(streamer: &mut Streamer, source: &Source) -> Result<()> {
-    let model = Arc::clone(streamer.model());
-    for layer in model.layout().layer_ids() {
-        let guard = streamer.layer(layer)?;
-        for view in guard.tensors() {
-            let name = &view.info().name;
-            let tensor = source.weights.checkpoint().find(name).unwrap();
-            let mut bytes = vec![0; view.info().bytes as usize];
-            guard.read(name, &mut bytes)?;
-            assert!(bytes == source.merged[tensor.index()], "{layer:?}: `{name}` arrived wrong");
-        }
-    }
-    Ok(())
-}
-
-fn whole_path(devices: &Registry, source: &Source, allocation: &str, depth: usize) -> Result<()> {
-    let model = Arc::new(load(devices, source, allocation, depth)?);
-    let cache = ModelCache::new();
-    cache.insert("model", Arc::clone(&model), Retention::Unload);
-    let mut streamer = Streamer::new(&model)?;
-    pass(&mut streamer, source)?;
-    pass(&mut streamer, source)?;
-    drop((streamer, model));
-    cache.full_cleanup(devices)?;
-    Ok(())
 }
 
 fn two_cards() -> Config {
@@ -106,7 +45,7 @@ fn cuda_models_arrive_whole_from_every_home_in_both_memory_modes() {
                     continue;
                 }
                 let devices = registry();
-                whole_path(&devices, &source, allocation, depth).unwrap();
+                whole_path(&devices, &source, GPU0, allocation, depth).unwrap();
                 assert_given_back(&devices, None, allocation);
                 drop(devices);
                 cuda.assert_clean();
@@ -123,7 +62,7 @@ fn cuda_models_arrive_cast() {
         for allocation in ["cuda:0,100%", "cuda:0,60kb;cpu,*"] {
             let cuda = driver(&two_cards());
             let devices = registry();
-            whole_path(&devices, &source, allocation, 1).unwrap();
+            whole_path(&devices, &source, GPU0, allocation, 1).unwrap();
             assert_given_back(&devices, None, allocation);
             drop(devices);
             cuda.assert_clean();
@@ -135,7 +74,7 @@ fn cuda_models_arrive_cast() {
 fn cuda_opens_no_device_that_a_plan_does_not_use() {
     let Some(cuda) = stand_in(&two_cards()) else { return };
     let devices = registry();
-    let model = load(&devices, &source(), "cuda:0,60kb;cuda:1,0kb;cpu,*", 1).unwrap();
+    let model = load(&devices, &source(), GPU0, "cuda:0,60kb;cuda:1,0kb;cpu,*", 1).unwrap();
     assert_eq!(cuda.report().calls_of("cuDevicePrimaryCtxRetain"), 1);
     drop((model, devices));
     assert_clean(&cuda);
@@ -148,7 +87,7 @@ fn cuda_every_failing_call_gives_an_error_or_a_right_result() {
     let source = source();
     let allocation = "cuda:0,60kb;cuda:1,100kb;cpu,*";
     let effects = [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(700)];
-    let path = |devices: &Registry| whole_path(devices, &source, allocation, 1);
+    let path = |devices: &Registry| whole_path(devices, &source, GPU0, allocation, 1);
     whatever_call_fails(&two_cards(), &effects, 100, registry, path);
 }
 
@@ -160,7 +99,7 @@ fn cuda_two_threads_stream_two_models_to_one_device() {
     let devices = registry();
     std::thread::scope(|scope| {
         for _ in 0..2 {
-            scope.spawn(|| whole_path(&devices, &source, allocation, 1).unwrap());
+            scope.spawn(|| whole_path(&devices, &source, GPU0, allocation, 1).unwrap());
         }
     });
     drop(devices);

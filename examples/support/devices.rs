@@ -23,6 +23,7 @@ fn line(info: &DeviceInfo) -> String {
     }
     let links = info.gpu.as_ref().map(ToString::to_string).filter(|links| !links.is_empty());
     links.into_iter().for_each(|links| line += &format!(", {links}"));
+    info.aliases.iter().for_each(|alias| line += &format!(", also {alias}"));
     line
 }
 
@@ -30,6 +31,6 @@ fn line(info: &DeviceInfo) -> String {
 pub(crate) fn report(info: &DeviceInfo) -> Value {
     json!({
         "id": info.id, "name": info.name, "total": info.total, "free": info.free, "opening": info.opening,
-        "domain": info.domain, "gpu": info.gpu,
+        "domain": info.domain, "gpu": info.gpu, "aliases": info.aliases,
     })
 }

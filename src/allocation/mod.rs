@@ -94,6 +94,15 @@ impl Allocation {
         self.reserve
     }
 
+    /// The same with other names of devices.
+    pub(crate) fn renamed(mut self, name: impl Fn(DeviceId) -> DeviceId) -> Allocation {
+        let virtual_vram = self.virtual_vram.iter_mut();
+        let devices = virtual_vram.flat_map(|v| [&mut v.compute].into_iter().chain(&mut v.donors));
+        let entries = self.entries.iter_mut().filter_map(|entry| entry.device.as_mut());
+        devices.chain(entries).for_each(|device| *device = name(*device));
+        self
+    }
+
     /// The entries in order; empty in modes virtual and auto.
     pub(crate) fn entries(&self) -> &[Entry] {
         &self.entries

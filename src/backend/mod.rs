@@ -32,6 +32,8 @@ mod reaper;
 mod simulated;
 mod software;
 mod storage;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod sysfs;
 #[cfg(feature = "vulkan")]
 mod vulkan;
 mod watcher;

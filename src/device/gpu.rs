@@ -10,9 +10,9 @@ use super::Bandwidth;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct GpuDetails {
-    /// The compute capability, major and minor.
+    /// CUDA's compute capability, major and minor; `(0, 0)` for a device of another driver.
     pub compute_capability: (u32, u32),
-    /// The PCI address, as `domain:bus:device.function` in hexadecimal.
+    /// The PCI address, as `domain:bus:device.function` in hexadecimal; empty if the driver does not report it.
     pub pci_bus_id: String,
     /// The UUID, as `nvidia-smi -L` prints it.
     pub uuid: Option<String>,
@@ -155,6 +155,13 @@ impl fmt::Display for GpuDetails {
         let known: Vec<String> = [pcie, nvlinks, node].into_iter().flatten().collect();
         f.pad(&known.join(", "))
     }
+}
+
+/// A UUID as `nvidia-smi -L` prints it.
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) fn gpu_uuid(uuid: [u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
 #[cfg(test)]

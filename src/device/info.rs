@@ -38,13 +38,18 @@ pub struct DeviceInfo {
     pub domain: DeviceId,
     /// Further properties of a GPU.
     pub gpu: Option<GpuDetails>,
+    /// Further names that allocation strings may have for it, where no other device has them: a Vulkan device of Intel's is an
+    /// `xpu`, for example.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub aliases: Vec<DeviceId>,
 }
 
 impl DeviceInfo {
     /// A device with its own memory, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
         let (name, free) = (id.to_string(), Some(total));
-        DeviceInfo { id, name, total, free, opening: 0, pinnable: None, decoding: None, domain: id, gpu: None }
+        let (pinnable, decoding, gpu, aliases) = (None, None, None, Vec::new());
+        DeviceInfo { id, name, total, free, opening: 0, pinnable, decoding, domain: id, gpu, aliases }
     }
 
     /// Sets the vendor's name.
@@ -93,6 +98,13 @@ impl DeviceInfo {
     #[must_use]
     pub fn gpu(mut self, details: GpuDetails) -> DeviceInfo {
         self.gpu = Some(details);
+        self
+    }
+
+    /// Adds a further name.
+    #[must_use]
+    pub fn alias(mut self, id: DeviceId) -> DeviceInfo {
+        self.aliases.push(id);
         self
     }
 
@@ -240,14 +252,25 @@ impl Machine {
         Machine::new(devices.iter().map(info), topology)
     }
 
-    /// The device `id`.
+    /// The id of the device that `id` names: `id`, or that of the first device that has it as an [alias](DeviceInfo::aliases) if
+    /// no device has it as its id.
+    pub fn named(&self, id: DeviceId) -> DeviceId {
+        let known = || self.devices.iter().find(|device| device.aliases.contains(&id));
+        match self.devices.iter().any(|device| device.id == id) {
+            true => id,
+            false => known().map_or(id, |device| device.id),
+        }
+    }
+
+    /// The device `id`, which may be an [alias](DeviceInfo::aliases).
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] with the known devices when there is no such device.
     pub fn device(&self, id: DeviceId) -> Result<&DeviceInfo> {
+        let named = self.named(id);
         self.devices
             .iter()
-            .find(|d| d.id == id)
+            .find(|d| d.id == named)
             .ok_or_else(|| Error::UnknownDevice { device: id, known: self.ids().collect() })
     }
 

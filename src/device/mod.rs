@@ -10,6 +10,8 @@ mod snapshot;
 mod topology;
 
 pub(crate) use bookings::Bookings;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+pub(crate) use gpu::gpu_uuid;
 pub use gpu::{GpuDetails, NvLink, NvLinkEnd, PcieLink};
 pub use id::{DeviceId, DeviceKind, KindName};
 pub use info::{Described, DeviceInfo, Machine, MemoryUsage};

@@ -41,13 +41,17 @@ pub(super) struct DeviceQuota {
 
 impl Quotas {
     /// # Errors
-    /// [`Error::UnknownDevice`] for a device that `machine` lacks, [`AllocationError::DuplicateDevice`] when a fraction
-    /// without a device and another entry both name the compute device.
+    /// [`Error::UnknownDevice`] for a device that `machine` lacks, [`AllocationError::DuplicateDevice`] when two
+    /// entries name one device: one by an alias, or the compute device by a fraction without a device.
     pub(super) fn new(allocation: &Allocation, machine: &Machine, compute: DeviceId, total: u64) -> Result<Quotas> {
         machine.device(compute)?;
         if let (Mode::Virtual, Some(virtual_vram)) = (allocation.mode(), allocation.virtual_vram()) {
             let mut bins = vec![DeviceQuota { device: compute, cap: 0, quoted: false }];
             for &device in &virtual_vram.donors {
+                if bins.iter().any(|bin| bin.device == device) {
+                    let (first, second) = (device.to_string(), "another name of it".to_owned());
+                    return Err(AllocationError::DuplicateDevice { device, first, second }.into());
+                }
                 bins.push(DeviceQuota { device, cap: machine.device(device)?.usable_open(), quoted: false });
             }
             return Ok(Quotas { bins, compute: 0, rest: Some(0), hard: true });

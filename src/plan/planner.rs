@@ -95,16 +95,17 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Sets how much each device takes. Default: everything on the compute device.
+    /// Sets how much each device takes. Default: everything on the compute device. Devices may go by their
+    /// [aliases](crate::device::DeviceInfo::aliases).
     pub fn allocation(mut self, allocation: Allocation) -> Self {
-        self.allocation = Some(allocation);
+        self.allocation = Some(allocation.renamed(|id| self.machine.named(id)));
         self
     }
 
     /// Sets the compute device. One named by the allocation (after `#`) takes precedence. Default: the first device
     /// of the machine that is neither host nor disk, else `cpu`.
     pub fn compute(mut self, device: DeviceId) -> Self {
-        self.compute = Some(device);
+        self.compute = Some(self.machine.named(device));
         self
     }
 

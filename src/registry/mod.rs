@@ -61,13 +61,15 @@ impl Registry {
         }
     }
 
-    /// The devices of this system: CUDA devices, if the library is built with them and any are present, the host's memory,
-    /// and its disk.
+    /// The devices of this system: CUDA and Vulkan devices, if the library is built with them and any are present, the host's
+    /// memory, and its disk. A card that both drivers have is one memory with two names.
     pub fn system() -> Registry {
         let backends: Vec<Arc<dyn Backend>> = vec![
             // Precedes the host: it provides host memory that is pinned.
             #[cfg(feature = "cuda")]
             Arc::new(crate::backend::Cuda::new()),
+            #[cfg(feature = "vulkan")]
+            Arc::new(crate::backend::Vulkan::new()),
             Arc::new(Host::new()),
         ];
         Registry::new(backends)
@@ -133,12 +135,13 @@ impl Registry {
         &self.absent
     }
 
-    /// The device `id`. Opens it if necessary.
+    /// The device `id`, which may be an [alias](DeviceInfo::aliases). Opens it if necessary.
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] with the known devices; [`Error::DeviceAbsent`] with the reason when no device of its kind is
     /// available; any error of opening it.
     pub fn device(&self, id: DeviceId) -> Result<Arc<dyn Device>> {
+        let id = self.machine.named(id);
         let Some(&owner) = self.owner.get(&id) else { return Err(self.missing(id)) };
         let mut open = self.open_devices();
         if let Some(device) = open.get(&id) {
@@ -215,6 +218,7 @@ impl Discovery {
                 match device {
                     Found::Here(info) if !found.owner.contains_key(&info.id) => {
                         found.owner.insert(info.id, index);
+                        let info = found.of_one_card(info);
                         found.infos.push(info);
                     }
                     Found::Here(_) => {}
@@ -223,6 +227,16 @@ impl Discovery {
             }
         }
         found
+    }
+
+    /// A device that is found, with the memory of the device found before that is the same card by another driver.
+    fn of_one_card(&self, info: DeviceInfo) -> DeviceInfo {
+        let uuid = |info: &DeviceInfo| info.gpu.as_ref().and_then(|gpu| gpu.uuid.clone());
+        let same = |other: &&DeviceInfo| uuid(other).is_some_and(|other| Some(other) == uuid(&info));
+        match self.infos.iter().find(same).map(|other| other.domain) {
+            Some(domain) => info.domain(domain),
+            None => info,
+        }
     }
 }
 

@@ -10,6 +10,7 @@ pub(crate) mod gguf;
 pub(crate) mod machines;
 pub(crate) mod outliers;
 pub(crate) mod watched;
+pub(crate) mod whole_path;
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -282,10 +282,7 @@ impl Driver {
             (None, Some(calls)) => unsafe { calls.uuid(&raw mut uuid, device) },
             (None, None) => return None,
         };
-        let hex: String = uuid.iter().map(|byte: &u8| format!("{byte:02x}")).collect();
-        asked
-            .ok()
-            .map(|()| format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
+        asked.ok().map(|()| crate::device::gpu_uuid(uuid))
     }
 }
 

@@ -22,13 +22,13 @@ mod nvml;
 mod peers;
 mod pinned;
 mod stream;
-mod sysfs;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use super::sysfs::Sysfs;
 use super::{Backend, Device, Found, Gds, Host};
 use crate::bytes::ByteSize;
 use crate::device::{Bandwidth, DeviceId, DeviceInfo, DeviceKind, Topology};
@@ -41,7 +41,6 @@ use pinned::{Nodes, PinningHost, Pins};
 pub(crate) use stream::CudaStream;
 #[cfg(feature = "cudarc")]
 pub(crate) use stream::PER_THREAD;
-use sysfs::Sysfs;
 
 /// The backend of NVIDIA devices, and of `cpu` with memory that they copy from at full speed.
 ///

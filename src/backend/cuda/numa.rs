@@ -1,8 +1,8 @@
 //! Memory near a device: threads on the processors of the device's NUMA node touch its pages first, and the system then
 //! places them on that node.
 
-use super::sysfs::Sysfs;
 use crate::backend::first_touch::{share, touch_part};
+use crate::backend::sysfs::Sysfs;
 
 /// A NUMA node with its processors.
 pub(super) struct Node {

@@ -12,9 +12,9 @@ use super::calls::{Code, HOST_ALLOCATION_PORTABLE, REGISTER_PORTABLE};
 use super::context::{Context, Refusal};
 use super::device::CudaDevice;
 use super::numa::Node;
-use super::sysfs::Sysfs;
 use crate::backend::first_touch;
 use crate::backend::software::HostAllocation;
+use crate::backend::sysfs::Sysfs;
 use crate::backend::{
     Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream,
 };

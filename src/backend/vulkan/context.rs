@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use ash::{ext, vk};
 
+use super::exit;
 use super::instance::{Instance, Limits, Physical, words};
 use super::queues::{Choice, Queues};
 use crate::backend::reaper;
@@ -126,12 +127,16 @@ impl Context {
         if !self.instance.process.is_current() {
             return Err(Refusal::Forked);
         }
+        let _entered = exit::enter().ok_or(Refusal::Ending)?;
         calls(&self.device).map_err(|(call, code)| Refusal::Code(call, code))
     }
 
-    /// Runs calls that destroy what belongs to the device, which is allowed of a lost one too. In a fork nothing is called.
+    /// Runs calls that destroy what belongs to the device, which is allowed of a lost one too. In a fork, and at the end of the
+    /// process, nothing is called.
     pub(super) fn destroy(&self, calls: impl FnOnce(&ash::Device)) {
-        if self.instance.process.is_current() {
+        if self.instance.process.is_current()
+            && let Some(_entered) = exit::enter()
+        {
             calls(&self.device);
         }
     }
@@ -140,6 +145,10 @@ impl Context {
     pub(super) fn error(&self, refusal: Refusal) -> Error {
         match refusal {
             Refusal::Lost => {}
+            Refusal::Ending => {
+                let why = "the process is ending".to_owned();
+                return Error::DeviceLost { device: self.id, why };
+            }
             Refusal::Forked => {
                 if let Err(error) = self.instance.process.check() {
                     return error;
@@ -165,6 +174,11 @@ impl reaper::Context for Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if self.lost().is_some() {
+            // Its timelines have not been destroyed, so neither can the device be, nor its instance.
+            std::mem::forget(Arc::clone(&self.instance));
+            return;
+        }
         // SAFETY: all that belongs to the device holds the context, so nothing is left, and no queue has work.
         self.destroy(|device| unsafe { device.destroy_device(None) });
     }
@@ -177,6 +191,8 @@ pub(super) enum Refusal {
     Lost,
     /// The process is a fork of the one that opened the device.
     Forked,
+    /// The process is ending.
+    Ending,
     /// The call and the driver's result.
     Code(&'static str, vk::Result),
 }

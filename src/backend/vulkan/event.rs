@@ -4,7 +4,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::context::Refusal;
-use super::timeline::{Point, Timeline};
+use super::semaphore::Point;
+use super::timeline::Timeline;
 use crate::backend::{Event, Fence, FenceState};
 use crate::error::Error;
 
@@ -26,7 +27,7 @@ impl VulkanFence {
 
     /// The point that a submission to the same device waits for.
     pub(super) fn point(&self) -> Point {
-        (Arc::clone(&self.timeline), self.value)
+        self.timeline.point(self.value)
     }
 
     pub(super) fn timeline(&self) -> &Timeline {

@@ -10,11 +10,12 @@ use super::arena::{bound, buffer};
 use super::context::{Context, Named, Outcome, Refusal};
 
 /// What buffers of host memory are for.
-const USAGE: vk::BufferUsageFlags = vk::BufferUsageFlags::from_raw(
+pub(super) const USAGE: vk::BufferUsageFlags = vk::BufferUsageFlags::from_raw(
     vk::BufferUsageFlags::TRANSFER_SRC.as_raw() | vk::BufferUsageFlags::TRANSFER_DST.as_raw(),
 );
 
-const PAGES: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::HOST_ALLOCATION_EXT;
+/// Pages of this process as memory of a device.
+pub(super) const PAGES: vk::ExternalMemoryHandleTypeFlags = vk::ExternalMemoryHandleTypeFlags::HOST_ALLOCATION_EXT;
 
 /// The properties of host memory, the best first. All are coherent: the host's writes are seen by what is submitted after
 /// them, and the device's by the host after a barrier.

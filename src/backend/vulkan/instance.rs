@@ -1,13 +1,15 @@
 //! Vulkan's library: finding it, and listing the devices of its drivers.
 
 use std::ffi::CStr;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ash::{Entry, ext, khr, vk};
 
+use super::{exit, import};
 use crate::backend::process::Process;
-use crate::device::{DeviceId, DeviceInfo};
+use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails, gpu_uuid};
 
 /// The environment variable that names Vulkan's library.
 const LIBRARY_VARIABLE: &str = "TENSOR_OFFLOAD_LIBVULKAN";
@@ -18,8 +20,8 @@ const OLDEST: u32 = vk::API_VERSION_1_3;
 /// An instance of the library in this process.
 pub(super) struct Instance {
     raw: ash::Instance,
-    /// Holds the library, whose code all calls are.
-    _entry: Entry,
+    /// Holds the library, whose code all calls are. It stays loaded: that of a driver may have threads of its own.
+    _entry: ManuallyDrop<Entry>,
     /// The process that created it.
     pub(super) process: Process,
 }
@@ -50,6 +52,7 @@ pub(super) struct Limits {
 /// The extensions that are used where a driver has them.
 #[derive(Clone, Copy)]
 struct Extensions {
+    pci_bus_info: bool,
     memory_budget: bool,
     external_memory_host: bool,
     portability_subset: bool,
@@ -90,7 +93,8 @@ impl Instance {
             .flags(flags);
         // SAFETY: what the structures point to outlives the call.
         let raw = unsafe { entry.create_instance(&create, None) }.map_err(|code| said("vkCreateInstance", code))?;
-        Ok(Arc::new(Instance { raw, _entry: entry, process: Process::current() }))
+        exit::watch();
+        Ok(Arc::new(Instance { raw, _entry: ManuallyDrop::new(entry), process: Process::current() }))
     }
 
     pub(super) fn raw(&self) -> &ash::Instance {
@@ -106,10 +110,13 @@ impl Instance {
         // SAFETY: the instance is alive.
         let handles = unsafe { self.raw.enumerate_physical_devices() }
             .map_err(|code| format!("vkEnumeratePhysicalDevices: {}", words(code)))?;
-        let (mut devices, mut unfit) = (Vec::new(), Vec::new());
+        let (mut devices, mut unfit, mut aliases) = (Vec::new(), Vec::new(), Aliases::default());
         for handle in handles {
             match self.device(handle, DeviceId::vulkan(devices.len() as u32), software) {
-                Ok(device) => devices.push(device),
+                Ok((vendor, mut device)) => {
+                    device.info.aliases = aliases.of(vendor, device.info.id);
+                    devices.push(device);
+                }
                 Err(why) => unfit.push(why),
             }
         }
@@ -120,7 +127,8 @@ impl Instance {
         }
     }
 
-    fn device(&self, handle: vk::PhysicalDevice, id: DeviceId, software: bool) -> Result<Physical, String> {
+    /// A device, with the number of its vendor.
+    fn device(&self, handle: vk::PhysicalDevice, id: DeviceId, software: bool) -> Result<(u32, Physical), String> {
         // SAFETY: the handle is the instance's, here and below.
         let properties = unsafe { self.raw.get_physical_device_properties(handle) };
         let name = properties.device_name_as_c_str().unwrap_or(c"a device without a name").to_string_lossy().into_owned();
@@ -145,6 +153,7 @@ impl Instance {
         let extensions = unsafe { self.raw.enumerate_device_extension_properties(handle) }
             .map_err(|code| format!("{name}: vkEnumerateDeviceExtensionProperties: {}", words(code)))?;
         let has = Extensions {
+            pci_bus_info: has(&extensions, ext::pci_bus_info::NAME),
             memory_budget: has(&extensions, ext::memory_budget::NAME),
             external_memory_host: has(&extensions, ext::external_memory_host::NAME),
             portability_subset: has(&extensions, khr::portability_subset::NAME),
@@ -156,6 +165,11 @@ impl Instance {
             vk::PhysicalDeviceProperties2::default().push_next(&mut maintenance3).push_next(&mut maintenance4);
         if has.external_memory_host {
             more = more.push_next(&mut import);
+        }
+        let (mut ids, mut pci) = Default::default();
+        more = more.push_next::<vk::PhysicalDeviceIDProperties<'_>>(&mut ids);
+        if has.pci_bus_info {
+            more = more.push_next::<vk::PhysicalDevicePCIBusInfoPropertiesEXT<'_>>(&mut pci);
         }
         // SAFETY: the structures are of the device's version or of an extension that it has.
         unsafe { self.raw.get_physical_device_properties2(handle, &mut more) };
@@ -169,14 +183,33 @@ impl Instance {
             .ok_or_else(|| format!("{name} has no memory of its own"))?;
         let unified = properties.device_type != vk::PhysicalDeviceType::DISCRETE_GPU
             && properties.device_type != vk::PhysicalDeviceType::VIRTUAL_GPU;
-        let info = DeviceInfo::new(id, size).name(name).free(None);
-        let import = import.min_imported_host_pointer_alignment;
+        let address = has.pci_bus_info.then(|| {
+            let vk::PhysicalDevicePCIBusInfoPropertiesEXT { pci_domain, pci_bus, pci_device, pci_function, .. } = pci;
+            format!("{pci_domain:08x}:{pci_bus:02x}:{pci_device:02x}.{pci_function}")
+        });
+        let gpu = GpuDetails {
+            uuid: Some(gpu_uuid(ids.device_uuid)),
+            integrated: unified,
+            ..GpuDetails::new((0, 0), address.unwrap_or_default())
+        };
+        let info = DeviceInfo::new(id, size).name(name).free(None).gpu(gpu);
         let limits = Limits {
             allocation: maintenance3.max_memory_allocation_size.min(maintenance4.max_buffer_size),
-            import: has.external_memory_host.then_some(import.max(1)),
+            import: (has.external_memory_host && self.imports(handle))
+                .then_some(import.min_imported_host_pointer_alignment.max(1)),
         };
         let info = if unified { info.domain(DeviceId::CPU) } else { info };
-        Ok(Physical { handle, info, heap, memory, limits, unified, has })
+        Ok((properties.vendor_id, Physical { handle, info, heap, memory, limits, unified, has }))
+    }
+
+    /// Whether buffers of a device can be bound to imported pages: a driver may have the extension for other uses alone.
+    fn imports(&self, handle: vk::PhysicalDevice) -> bool {
+        let ask = vk::PhysicalDeviceExternalBufferInfo::default().usage(import::USAGE).handle_type(import::PAGES);
+        let mut answer = vk::ExternalBufferProperties::default();
+        // SAFETY: the handle is the instance's, and the call is part of Vulkan 1.1.
+        unsafe { self.raw.get_physical_device_external_buffer_properties(handle, &ask, &mut answer) };
+        let features = answer.external_memory_properties.external_memory_features;
+        features.contains(vk::ExternalMemoryFeatureFlags::IMPORTABLE)
     }
 
     /// The bytes of a device's memory that its driver leaves to this process. `None` if it does not tell.
@@ -184,6 +217,7 @@ impl Instance {
         if !device.has.memory_budget || !self.process.is_current() {
             return None;
         }
+        let _entered = exit::enter()?;
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut memory = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
         // SAFETY: the handle is the instance's, and the device has the extension.
@@ -221,10 +255,37 @@ impl Physical {
 
 impl Drop for Instance {
     fn drop(&mut self) {
-        if self.process.is_current() {
+        if self.process.is_current()
+            && let Some(_entered) = exit::enter()
+        {
             // SAFETY: its devices hold the instance, so none is left.
             unsafe { self.raw.destroy_instance(None) };
         }
+    }
+}
+
+/// The names by which other tools know devices that are found one after the other.
+#[derive(Default)]
+struct Aliases {
+    intel: u32,
+    amd: u32,
+    apple: u32,
+}
+
+impl Aliases {
+    /// The names of the next device, by the PCI number of its vendor: `xpu` for Intel's, `mps` for Apple's first, `cuda` for
+    /// AMD's, which ROCm has by that name, and `directml` for all on Windows.
+    fn of(&mut self, vendor: u32, id: DeviceId) -> Vec<DeviceId> {
+        let (kind, count) = match vendor {
+            0x8086 => (Some(DeviceKind::Xpu), &mut self.intel),
+            0x106b => (Some(DeviceKind::Mps), &mut self.apple),
+            0x1002 => (Some(DeviceKind::Cuda), &mut self.amd),
+            _ => (None, &mut 0),
+        };
+        let by_vendor = kind.and_then(|kind| DeviceId::new(kind, *count));
+        *count += 1;
+        let of_system = DeviceId::new(DeviceKind::DirectMl, id.index()).filter(|_| cfg!(windows));
+        by_vendor.into_iter().chain(of_system).collect()
     }
 }
 
@@ -247,4 +308,20 @@ fn has(extensions: &[vk::ExtensionProperties], name: &CStr) -> bool {
 /// A result's name and description.
 pub(super) fn words(code: vk::Result) -> String {
     format!("{code:?} ({code})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_go_by_the_names_of_other_tools() {
+        let mut aliases = Aliases::default();
+        let vendors = [0x8086, 0x10de, 0x1002, 0x8086, 0x106b, 0x106b, 0x10005];
+        let names = vendors.iter().enumerate().map(|(number, &vendor)| {
+            let of = aliases.of(vendor, DeviceId::vulkan(number as u32));
+            of.iter().filter(|id| id.kind() != DeviceKind::DirectMl).map(ToString::to_string).collect::<Vec<_>>().join(" ")
+        });
+        assert_eq!(names.collect::<Vec<_>>(), ["xpu:0", "", "cuda:0", "xpu:1", "mps", "", ""]);
+    }
 }

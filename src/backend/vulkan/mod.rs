@@ -11,10 +11,13 @@ mod context;
 mod copy;
 mod device;
 mod event;
+mod exit;
 mod import;
 mod instance;
+mod passing;
 mod pinned;
 mod queues;
+mod semaphore;
 mod staging;
 mod stream;
 mod timeline;
@@ -24,9 +27,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use super::sysfs::Sysfs;
 use super::{Backend, Device, Found, Host};
 use crate::bytes::ByteSize;
-use crate::device::{DeviceId, DeviceInfo, DeviceKind};
+use crate::device::{DeviceId, DeviceInfo, DeviceKind, Topology};
 use crate::error::{Error, Result};
 use device::VulkanDevice;
 use instance::{Instance, Physical};
@@ -61,6 +65,7 @@ pub struct Vulkan {
     software: Option<bool>,
     pinned_cap: Option<ByteSize>,
     imports: bool,
+    sysfs: Sysfs,
     host: Host,
     found: OnceLock<std::result::Result<Shared, String>>,
 }
@@ -102,6 +107,7 @@ impl Vulkan {
             software: None,
             pinned_cap: None,
             imports: true,
+            sysfs: Sysfs::default(),
             host: Host::new(),
             found: OnceLock::new(),
         }
@@ -145,11 +151,19 @@ impl Vulkan {
         self
     }
 
+    /// Adds the link of a device, as the system reports it.
+    fn add_links(&self, info: &mut DeviceInfo) {
+        let Some(gpu) = info.gpu.as_mut().filter(|gpu| !gpu.pci_bus_id.is_empty()) else { return };
+        gpu.pcie = self.sysfs.pcie(&gpu.pci_bus_id);
+        gpu.numa_node = self.sysfs.numa_node(&gpu.pci_bus_id);
+    }
+
     fn shared(&self) -> std::result::Result<&Shared, &str> {
         let find = || {
             let admitted = || std::env::var_os(SOFTWARE_VARIABLE).is_some_and(|value| value == "1");
             let instance = Instance::load(self.library.as_deref())?;
-            let devices = instance.devices(self.software.unwrap_or_else(admitted))?;
+            let mut devices = instance.devices(self.software.unwrap_or_else(admitted))?;
+            devices.iter_mut().for_each(|device| self.add_links(&mut device.info));
             let open = Arc::<Opened>::default();
             let limit = self.pinned_cap.map_or_else(|| self.host.cpu().pinned_cap(), ByteSize::get);
             let pins = Arc::new(Pins::new(limit, self.imports, Arc::clone(&open)));
@@ -193,6 +207,15 @@ impl Backend for Vulkan {
         let device = Arc::new(VulkanDevice::open(shared.now(physical), physical, &shared.instance)?);
         open.insert(id.index(), Arc::downgrade(&device));
         Ok(device)
+    }
+
+    /// The links of the devices with the speeds that such links are known to attain, all of them estimates.
+    fn topology(&self) -> Topology {
+        let Ok(shared) = self.shared() else { return Topology::new() };
+        let infos = shared.devices.iter().map(|physical| &physical.info).filter(|info| info.domain == info.id);
+        let pcie = |info: &DeviceInfo| info.gpu.as_ref().and_then(|gpu| gpu.pcie);
+        let linked = infos.filter_map(|info| pcie(info).map(|link| (info.id, link.attainable())));
+        linked.fold(Topology::new(), |topology, (id, speed)| topology.link(id, speed)).estimated()
     }
 }
 

@@ -7,7 +7,8 @@ use std::sync::{Arc, PoisonError};
 use super::context::{Context, Refusal};
 use super::copy::{self, Move, Place};
 use super::import::HostBuffer;
-use super::timeline::{Point, Timeline};
+use super::semaphore::Point;
+use super::timeline::Timeline;
 use crate::error::Error;
 use crate::limits::WORK;
 

@@ -2,12 +2,15 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::context::Context;
 use super::copy::{self, Move};
 use super::event::VulkanFence;
 use super::staging::{self, Broken};
-use super::timeline::{Point, Timeline};
+use super::passing::Passing;
+use super::semaphore::Point;
+use super::timeline::Timeline;
 use crate::backend::reaper::{Memory, Reaper};
 use crate::backend::{Buf, Event, FenceState, Flight, Joined, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
@@ -21,13 +24,15 @@ pub(super) struct VulkanStream {
     reaper: Arc<Reaper>,
     /// The points that the next submission waits for, and with it all later ones.
     after: Mutex<Vec<Point>>,
+    /// The thread that lets time pass, from the first time on.
+    passing: Mutex<Option<Passing>>,
 }
 
 impl VulkanStream {
     pub(super) fn new(context: &Arc<Context>, reaper: &Arc<Reaper>, role: Role) -> Result<VulkanStream> {
         let timeline = Timeline::new(context, role).map_err(|refusal| context.error(refusal))?;
         let (context, reaper) = (Arc::clone(context), Arc::clone(reaper));
-        Ok(VulkanStream { timeline, context, reaper, after: Mutex::default() })
+        Ok(VulkanStream { timeline, context, reaper, after: Mutex::default(), passing: Mutex::default() })
     }
 
     /// The points of this device's events, which its submissions wait for. The host waits for the others, and for all of them if
@@ -148,6 +153,18 @@ impl Stream for VulkanStream {
                 Err(refused.unwrap_or_else(|| Error::bug("a mark that was not made")))
             }
         }
+    }
+
+    /// On a device whose streams share a queue, all of them wait meanwhile.
+    fn occupy(&self, time: Duration) -> Result<()> {
+        let mut passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner);
+        let passing = match &mut *passing {
+            Some(passing) => passing,
+            none => none.insert(Passing::new(&self.context)?),
+        };
+        let end = passing.begin(&self.timeline, time)?;
+        self.after().push(end);
+        self.record(&[]).map(drop)
     }
 }
 

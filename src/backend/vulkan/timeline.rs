@@ -9,15 +9,19 @@ use ash::vk;
 
 use super::context::{Context, Named, Outcome, Refusal};
 use super::queues::Queue;
+use super::semaphore::{Point, Semaphore};
 use super::staging::Staging;
 use crate::backend::Role;
 use crate::backend::event::until;
+
+/// The longest that one call waits: the end of the process waits for it.
+const LONGEST_CALL: Duration = Duration::from_millis(50);
 
 /// The submissions of one stream. Events hold it, so it outlives all of them.
 pub(super) struct Timeline {
     context: Arc<Context>,
     queue: Arc<Queue>,
-    semaphore: vk::Semaphore,
+    semaphore: Arc<Semaphore>,
     pool: vk::CommandPool,
     submitted: Mutex<Submitted>,
     /// The largest value that was seen to be reached.
@@ -37,25 +41,16 @@ struct Submitted {
     unused: Vec<vk::CommandBuffer>,
 }
 
-/// A point of a timeline that a submission waits for.
-pub(super) type Point = (Arc<Timeline>, u64);
-
 impl Timeline {
     pub(super) fn new(context: &Arc<Context>, role: Role) -> Result<Arc<Timeline>, Refusal> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let queue = Arc::clone(context.queues().of(role));
-        let (semaphore, pool) = context.raw(|device| {
-            let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE);
-            let create = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
-            // SAFETY: what the structures point to outlives the call.
-            let semaphore = unsafe { device.create_semaphore(&create, None) }.of("vkCreateSemaphore")?;
+        let semaphore = Semaphore::new(context)?;
+        let pool = context.raw(|device| {
             let flags = vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER | vk::CommandPoolCreateFlags::TRANSIENT;
             let create = vk::CommandPoolCreateInfo::default().flags(flags).queue_family_index(queue.family());
             // SAFETY: the device has queues of the family.
-            let pool = unsafe { device.create_command_pool(&create, None) }.of("vkCreateCommandPool");
-            // SAFETY: created above, and nobody else has it.
-            let pool = pool.inspect_err(|_| unsafe { device.destroy_semaphore(semaphore, None) })?;
-            Ok((semaphore, pool))
+            unsafe { device.create_command_pool(&create, None) }.of("vkCreateCommandPool")
         })?;
         Ok(Arc::new(Timeline {
             context: Arc::clone(context),
@@ -71,6 +66,16 @@ impl Timeline {
 
     pub(super) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// The point at which the work up to `value` is done.
+    pub(super) fn point(&self, value: u64) -> Point {
+        (Arc::clone(&self.semaphore), value)
+    }
+
+    /// The last value that will be reached.
+    pub(super) fn last(&self) -> u64 {
+        self.submitted.lock().unwrap_or_else(PoisonError::into_inner).last
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -100,15 +105,15 @@ impl Timeline {
                 .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
         };
         // The order of submissions to a queue makes no earlier write visible, so a stream waits for itself, too.
-        let mut before = vec![point(self.semaphore, submitted.last)];
-        for (timeline, value) in waits {
-            match before.iter_mut().find(|known| known.semaphore == timeline.semaphore) {
+        let mut before = vec![point(self.semaphore.raw(), submitted.last)];
+        for (semaphore, value) in waits {
+            match before.iter_mut().find(|known| known.semaphore == semaphore.raw()) {
                 Some(known) => known.value = known.value.max(*value),
-                None => before.push(point(timeline.semaphore, *value)),
+                None => before.push(point(semaphore.raw(), *value)),
             }
         }
         let next = submitted.last + 1;
-        let after = [point(self.semaphore, next)];
+        let after = [point(self.semaphore.raw(), next)];
         let buffers: Vec<_> =
             commands.iter().map(|&buffer| vk::CommandBufferSubmitInfo::default().command_buffer(buffer)).collect();
         let submission = vk::SubmitInfo2::default()
@@ -181,45 +186,47 @@ impl Timeline {
         if self.reached.load(Ordering::Acquire) >= value {
             return Ok(true);
         }
-        let counter = self.context.raw(|device| {
-            // SAFETY: the semaphore is this timeline's.
-            unsafe { device.get_semaphore_counter_value(self.semaphore) }.of("vkGetSemaphoreCounterValue")
-        })?;
+        let counter = self.semaphore.value()?;
         self.reached.fetch_max(counter, Ordering::AcqRel);
         Ok(counter >= value)
     }
 
     /// Blocks until the work up to `value` is done, at most for `deadline`. Returns whether it is.
     pub(super) fn wait(&self, value: u64, deadline: Duration) -> Result<bool, Refusal> {
-        if self.is_reached(value)? {
-            return Ok(true);
-        }
-        let left = until(deadline).saturating_duration_since(Instant::now());
-        let (semaphores, values) = ([self.semaphore], [value]);
+        let until = until(deadline);
+        let (semaphores, values) = ([self.semaphore.raw()], [value]);
         let wait = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
-        let nanoseconds = u64::try_from(left.as_nanos()).unwrap_or(u64::MAX);
-        let waited = self.context.raw(|device| {
-            // SAFETY: the semaphore is this timeline's.
-            unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
-        });
-        match waited {
-            Ok(()) => {
-                self.reached.fetch_max(value, Ordering::AcqRel);
-                Ok(true)
+        loop {
+            if self.is_reached(value)? {
+                return Ok(true);
             }
-            Err(Refusal::Code(_, vk::Result::TIMEOUT)) => Ok(false),
-            Err(refusal) => Err(refusal),
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            let nanoseconds = left.min(LONGEST_CALL).as_nanos() as u64;
+            let waited = self.context.raw(|device| {
+                // SAFETY: the semaphore is this timeline's.
+                unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
+            });
+            match waited {
+                Ok(()) => self.reached.fetch_max(value, Ordering::AcqRel),
+                Err(Refusal::Code(_, vk::Result::TIMEOUT)) => continue,
+                Err(refusal) => return Err(refusal),
+            };
         }
     }
 }
 
 impl Drop for Timeline {
     fn drop(&mut self) {
+        if self.context.lost().is_some() {
+            // Submissions may be running still. Their staging memory stays with them.
+            let staging = self.staging.get_mut().unwrap_or_else(PoisonError::into_inner);
+            return std::mem::forget(staging.take());
+        }
         // SAFETY: events hold the timeline until they were observed to be complete, and there are none left. Destroying the pool
         // frees its command buffers.
-        self.context.destroy(|device| unsafe {
-            device.destroy_command_pool(self.pool, None);
-            device.destroy_semaphore(self.semaphore, None);
-        });
+        self.context.destroy(|device| unsafe { device.destroy_command_pool(self.pool, None) });
     }
 }

@@ -28,7 +28,7 @@ use libloading::Library;
 use self::calls::{Calls, FileHandle, Properties};
 use super::context::Context;
 use super::memory::DeviceMemory;
-use super::sysfs::Sysfs;
+use crate::backend::sysfs::Sysfs;
 use crate::backend::process::Process;
 use crate::backend::{BufMut, DeviceFile, FileReads, Gds, MemoryBlock, NoFileReads};
 

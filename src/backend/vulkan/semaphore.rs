@@ -1,0 +1,58 @@
+//! Timeline semaphores: numbers that only grow, which submissions and the host wait for.
+
+use std::sync::Arc;
+
+use ash::vk;
+
+use super::context::{Context, Named, Refusal};
+
+/// A timeline semaphore. Whatever waits for it holds it.
+pub(super) struct Semaphore {
+    context: Arc<Context>,
+    raw: vk::Semaphore,
+}
+
+/// A value that a submission waits for.
+pub(super) type Point = (Arc<Semaphore>, u64);
+
+impl Semaphore {
+    pub(super) fn new(context: &Arc<Context>) -> Result<Arc<Semaphore>, Refusal> {
+        let raw = context.raw(|device| {
+            let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE);
+            let create = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
+            // SAFETY: what the structures point to outlives the call.
+            unsafe { device.create_semaphore(&create, None) }.of("vkCreateSemaphore")
+        })?;
+        Ok(Arc::new(Semaphore { context: Arc::clone(context), raw }))
+    }
+
+    pub(super) fn raw(&self) -> vk::Semaphore {
+        self.raw
+    }
+
+    /// The value now.
+    pub(super) fn value(&self) -> Result<u64, Refusal> {
+        self.context.raw(|device| {
+            // SAFETY: the semaphore is alive.
+            unsafe { device.get_semaphore_counter_value(self.raw) }.of("vkGetSemaphoreCounterValue")
+        })
+    }
+
+    /// Raises the value from the host.
+    pub(super) fn signal(&self, value: u64) -> Result<(), Refusal> {
+        let signal = vk::SemaphoreSignalInfo::default().semaphore(self.raw).value(value);
+        self.context.raw(|device| {
+            // SAFETY: the semaphore is alive, and its value is less: only one thread signals it, in order.
+            unsafe { device.signal_semaphore(&signal) }.of("vkSignalSemaphore")
+        })
+    }
+}
+
+impl Drop for Semaphore {
+    fn drop(&mut self) {
+        if self.context.lost().is_none() {
+            // SAFETY: events hold the semaphores of their submissions until these were observed to be complete.
+            self.context.destroy(|device| unsafe { device.destroy_semaphore(self.raw, None) });
+        }
+    }
+}
