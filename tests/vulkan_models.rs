@@ -6,7 +6,7 @@ mod vulkan_devices;
 
 use support::whole_path::{of_weights, source, whole_path};
 use tensor_offload::{DType, DeviceId};
-use vulkan_devices::{assert_given_back, hosts, registry};
+use vulkan_devices::{assert_given_back, drivers, registry};
 
 const COMPUTE: DeviceId = DeviceId::vulkan(0);
 
@@ -19,9 +19,9 @@ fn allocations(devices: usize) -> impl Iterator<Item = &'static str> {
 
 #[test]
 fn vulkan_models_arrive_whole_from_every_home() {
-    let source = source();
-    for (what, backend) in hosts() {
-        let devices = registry(backend());
+    let (source, drivers) = (source(), drivers());
+    for (what, backend) in drivers.hosts() {
+        let devices = registry(backend);
         let count = devices.machine().ids().filter(|id| id.kind() == COMPUTE.kind()).count();
         for allocation in allocations(count) {
             for depth in [0, 2] {
@@ -34,10 +34,11 @@ fn vulkan_models_arrive_whole_from_every_home() {
 
 #[test]
 fn vulkan_models_arrive_cast() {
+    let drivers = drivers();
     for to in [DType::F32, DType::F16] {
         let source = of_weights(source().weights.cast_floats(to).unwrap());
         for allocation in ["vulkan:0,100%", "vulkan:0,60kb;cpu,*"] {
-            let devices = registry(vulkan_devices::vulkan());
+            let devices = drivers.registry();
             whole_path(&devices, &source, COMPUTE, allocation, 1).unwrap();
             assert_given_back(&devices, allocation);
         }
@@ -46,8 +47,8 @@ fn vulkan_models_arrive_cast() {
 
 #[test]
 fn vulkan_two_threads_stream_two_models_to_one_device() {
-    let source = source();
-    let devices = registry(vulkan_devices::vulkan());
+    let (source, drivers) = (source(), drivers());
+    let devices = drivers.registry();
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| whole_path(&devices, &source, COMPUTE, "vulkan:0,60kb;cpu,*", 1).unwrap());

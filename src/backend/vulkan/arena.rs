@@ -60,7 +60,8 @@ impl Arena {
         if bytes == 0 {
             return Ok(memory(None));
         }
-        let size = (bytes as u64).next_multiple_of(ALIGNMENT);
+        let size = (bytes as u64).checked_next_multiple_of(ALIGNMENT).filter(|&size| size <= self.largest());
+        let size = size.ok_or(Refusal::Code("vkAllocateMemory", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY))?;
         if kind == MemoryKind::Whole || size >= SHARED_BELOW {
             let block = Arc::new(Block::new(&self.context, size, true)?);
             let range = block.take(size).unwrap_or(0..size);
@@ -84,6 +85,11 @@ impl Arena {
         };
         blocks.push(Arc::new(block));
         Ok(memory(find(&blocks)))
+    }
+
+    /// The bytes of the largest allocation that the driver makes.
+    pub(super) fn largest(&self) -> u64 {
+        self.context.limits().allocation / ALIGNMENT * ALIGNMENT
     }
 
     /// Gives unused blocks back to the driver. Returns the number of bytes released.

@@ -58,6 +58,7 @@ impl Device for VulkanDevice {
 
     fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
         charge.check(self.info.id)?;
+        self.context.call(|_| Ok(()))?;
         let bytes = charge.bytes() as usize;
         let mut memory = self.arena.allocate(bytes, kind);
         if memory.as_ref().is_err_and(|refusal| refusal.is_out_of_memory()) {
@@ -68,7 +69,8 @@ impl Device for VulkanDevice {
         let memory = memory.map_err(|refusal| match refusal.is_out_of_memory() {
             true => {
                 let (requested, limit) = (charge.bytes(), self.ledger.limit());
-                Error::OutOfMemory { device: self.info.id, requested, available: self.free(), limit }
+                let available = self.free().min(self.arena.largest());
+                Error::OutOfMemory { device: self.info.id, requested, available, limit }
             }
             false => self.context.error(refusal),
         })?;

@@ -30,12 +30,20 @@ impl Semaphore {
         self.raw
     }
 
-    /// The value now.
-    pub(super) fn value(&self) -> Result<u64, Refusal> {
-        self.context.raw(|device| {
+    /// Waits until the value is reached, at most for `nanoseconds`. Returns whether it is. A wait of no time takes the place of a
+    /// look at the value: whatever is submitted after a wait comes after the work before the value.
+    pub(super) fn wait(&self, value: u64, nanoseconds: u64) -> Result<bool, Refusal> {
+        let (semaphores, values) = ([self.raw], [value]);
+        let wait = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
+        let waited = self.context.raw(|device| {
             // SAFETY: the semaphore is alive.
-            unsafe { device.get_semaphore_counter_value(self.raw) }.of("vkGetSemaphoreCounterValue")
-        })
+            unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
+        });
+        match waited {
+            Ok(()) => Ok(true),
+            Err(Refusal::Code(_, vk::Result::TIMEOUT)) => Ok(false),
+            Err(refusal) => Err(refusal),
+        }
     }
 
     /// Raises the value from the host.

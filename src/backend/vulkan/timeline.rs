@@ -165,13 +165,11 @@ impl Timeline {
             // SAFETY: as above.
             unsafe { device.end_command_buffer(buffer) }.of("vkEndCommandBuffer")
         });
-        match recorded {
-            Ok(()) => Ok(buffer),
-            Err(refusal) => {
-                submitted.unused.push(buffer);
-                Err(refusal)
-            }
-        }
+        recorded.map(|()| buffer).inspect_err(|_| {
+            // Whether it is being recorded still cannot be told.
+            // SAFETY: it was not submitted, and its pool is this timeline's, which is locked.
+            self.context.destroy(|device| unsafe { device.free_command_buffers(self.pool, &[buffer]) });
+        })
     }
 
     fn new_buffer(&self, device: &ash::Device) -> Outcome<vk::CommandBuffer> {
@@ -183,38 +181,30 @@ impl Timeline {
 
     /// Whether the work up to `value` is done. Never blocks.
     pub(super) fn is_reached(&self, value: u64) -> Result<bool, Refusal> {
-        if self.reached.load(Ordering::Acquire) >= value {
-            return Ok(true);
-        }
-        let counter = self.semaphore.value()?;
-        self.reached.fetch_max(counter, Ordering::AcqRel);
-        Ok(counter >= value)
+        self.wait_once(value, 0)
     }
 
     /// Blocks until the work up to `value` is done, at most for `deadline`. Returns whether it is.
     pub(super) fn wait(&self, value: u64, deadline: Duration) -> Result<bool, Refusal> {
         let until = until(deadline);
-        let (semaphores, values) = ([self.semaphore.raw()], [value]);
-        let wait = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
         loop {
-            if self.is_reached(value)? {
-                return Ok(true);
-            }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(false);
+            let reached = self.wait_once(value, left.min(LONGEST_CALL).as_nanos() as u64)?;
+            if reached || left <= LONGEST_CALL {
+                return Ok(reached);
             }
-            let nanoseconds = left.min(LONGEST_CALL).as_nanos() as u64;
-            let waited = self.context.raw(|device| {
-                // SAFETY: the semaphore is this timeline's.
-                unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
-            });
-            match waited {
-                Ok(()) => self.reached.fetch_max(value, Ordering::AcqRel),
-                Err(Refusal::Code(_, vk::Result::TIMEOUT)) => continue,
-                Err(refusal) => return Err(refusal),
-            };
         }
+    }
+
+    fn wait_once(&self, value: u64, nanoseconds: u64) -> Result<bool, Refusal> {
+        if self.reached.load(Ordering::Acquire) >= value {
+            return Ok(true);
+        }
+        let reached = self.semaphore.wait(value, nanoseconds)?;
+        if reached {
+            self.reached.fetch_max(value, Ordering::AcqRel);
+        }
+        Ok(reached)
     }
 }
 

@@ -1,0 +1,70 @@
+//! Whatever call of a Vulkan driver fails, the outcome is an error or a right result: nothing hangs, panics, keeps memory or
+//! delivers a wrong byte.
+#![cfg(feature = "vulkan")]
+
+mod support;
+mod vulkan_devices;
+
+use support::whole_path::{Source, source, whole_path};
+use tensor_offload::backend::{Health, Vulkan};
+use tensor_offload::{DeviceId, Error};
+use vulkan_devices::{Drivers, assert_given_back, drivers, registry};
+use vulkan_probe::Failure;
+
+const COMPUTE: DeviceId = DeviceId::vulkan(0);
+
+/// Runs the whole path with one call after another failing in this way.
+fn whatever_fails(drivers: &Drivers, backend: impl Fn() -> Vulkan, source: &Source, how: Failure) {
+    let allocation = "vulkan:0,60kb;disk,20kb;cpu,*";
+    let path = |nth: u64| {
+        let devices = registry(backend());
+        drivers.fail(nth, how);
+        let outcome = match devices.machine().device(COMPUTE) {
+            Ok(_) => whole_path(&devices, source, COMPUTE, allocation, 1),
+            Err(error) => Err(error),
+        };
+        if let Err(Error::TimedOut { what, .. }) = &outcome {
+            panic!("{how:?} at call {nth}: hung on {what}");
+        }
+        let lost = devices.opened().iter().any(|device| device.health() != Health::Good);
+        let what = format!("{how:?} at call {nth} ({:?}), {outcome:?}", drivers.failed());
+        // The memory of work that a lost device may still do is never freed.
+        if !lost {
+            assert_given_back(&devices, &what);
+        }
+        drop(devices);
+        drivers.assert_silent();
+        if !lost {
+            drivers.assert_nothing_left();
+        }
+        (outcome, lost)
+    };
+    let before = drivers.calls();
+    path(0).0.unwrap();
+    let calls = drivers.calls() - before;
+    // Each of the first calls, where most are others, then about sixty spread over the rest. A lost device is never closed, and
+    // keeps what it had, so there are few of these.
+    let (first, rest) = if how == Failure::Lost { (1, 24) } else { (120, 60) };
+    let step = usize::try_from(calls / rest).unwrap().max(1);
+    for nth in (1..=calls.min(first)).chain((first + 1..=calls).step_by(step)) {
+        let (outcome, lost) = path(nth);
+        assert!(!lost || outcome.is_err() || drivers.failed().is_some());
+        drivers.forget_left();
+    }
+}
+
+#[test]
+fn vulkan_every_failing_call_gives_an_error_or_a_right_result() {
+    let (source, drivers) = (source(), drivers());
+    for how in Failure::ALL {
+        whatever_fails(&drivers, || drivers.vulkan(), &source, how);
+    }
+}
+
+#[test]
+fn vulkan_every_failing_call_with_ordinary_host_memory_gives_an_error_or_a_right_result() {
+    let (source, drivers) = (source(), drivers());
+    for how in [Failure::DeviceMemory, Failure::Lost] {
+        whatever_fails(&drivers, || drivers.vulkan().pinned_cap(tensor_offload::ByteSize(0)), &source, how);
+    }
+}

@@ -1,0 +1,68 @@
+//! Whether the checks would notice: a wait or a barrier is left out of the calls of a right program, and the validation layer has
+//! to say so. What is left out is what `VULKAN_OMISSION` names; `scripts/vulkan-check` runs each in a process of its own, which
+//! may well end badly.
+#![cfg(feature = "vulkan")]
+
+mod support;
+mod vulkan_devices;
+
+use std::time::Duration;
+
+use support::whole_path::{source, whole_path};
+use tensor_offload::backend::{Backend, Buf, Device, MemoryKind, Piece, Role, Transfer};
+use tensor_offload::{DeviceId, Result};
+use vulkan_devices::open;
+use vulkan_probe::Omission;
+
+fn upload(device: &dyn Device, src: &Buf) -> Result<Buf> {
+    let stream = device.stream(Role::Upload)?;
+    let dst = device.alloc(src.bytes(), MemoryKind::Arena)?;
+    Ok(stream.copy(Transfer::whole(src, dst)?)?.chain().freeze())
+}
+
+/// Copies that wait for each other in every way, then a model.
+fn work(backend: &impl Backend, device: &dyn Device) -> Result<()> {
+    let cpu = backend.open(DeviceId::CPU)?;
+    let source = cpu.alloc(1 << 20, MemoryKind::Pinned)?.freeze();
+    let (up, compute, down) = (device.stream(Role::Upload)?, device.stream(Role::Compute)?, device.stream(Role::Download)?);
+    let mut slot = device.alloc(source.bytes(), MemoryKind::Arena)?;
+    // All is queued before anything is done, so that the host's waits do not take the place of those of the device.
+    up.occupy(Duration::from_millis(100))?;
+    for _ in 0..8 {
+        let filled = up.copy(Transfer::whole(&source, slot)?)?.order(&*compute, Duration::from_secs(20))?;
+        let copy = compute.copy(Transfer::whole(&filled, device.alloc(source.bytes(), MemoryKind::Arena)?)?)?;
+        let copy = compute.copy(Transfer::whole(&copy.chain().freeze(), device.alloc(source.bytes(), MemoryKind::Arena)?)?)?;
+        let back = down.copy(Transfer::whole(&copy.chain().freeze(), cpu.alloc(source.bytes(), MemoryKind::Pinned)?)?)?;
+        drop(back);
+        compute.record(std::slice::from_ref(&filled))?;
+        slot = filled.try_reclaim().expect("the last clone");
+        // Twice to one place.
+        let piece = |at| Piece { src: source.clone(), from: 0..1000, at };
+        slot = up.copy(Transfer::new(vec![piece(0), piece(500)], slot)?)?.chain();
+        slot = up.copy(Transfer::whole(&source, slot)?)?.chain();
+    }
+    drop(slot);
+    for _ in 0..8 {
+        drop(upload(device, &source)?);
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "a process for each, by scripts/vulkan-check"]
+fn vulkan_what_is_left_out_is_noticed() {
+    let name = std::env::var("VULKAN_OMISSION").unwrap();
+    let (_, omission) = Omission::ALL.into_iter().find(|(known, _)| *known == name).unwrap();
+    let probe = vulkan_probe::session();
+    let backend = tensor_offload::backend::Vulkan::new().library(probe.library()).software(true);
+    let opened = open(&backend);
+    probe.omit(omission);
+    for device in &opened {
+        let outcome = work(&backend, &**device);
+        eprintln!("{}: {outcome:?}", device.id());
+    }
+    let outcome = whole_path(&vulkan_devices::registry(backend), &source(), DeviceId::vulkan(0), "vulkan:0,60kb;cpu,*", 1);
+    eprintln!("a model: {outcome:?}");
+    assert!(probe.omissions() > 0, "there was nothing to leave out");
+    assert!(!probe.messages().is_empty(), "{name} left out {} times, and nobody noticed", probe.omissions());
+}
