@@ -1,10 +1,12 @@
-//! Cycles of load, stream, derive and unload by eight threads on the host, on simulated devices and on CUDA devices, over
-//! the stand-in driver or the one that `TENSOR_OFFLOAD_LIBCUDA` names: no memory stays, whoever counts it. 300 cycles of each by default; 10,000, with the process's own
-//! memory compared, on demand: `cargo test --release --test soak -- --ignored --nocapture`.
+//! Cycles of load, stream, derive and unload by eight threads on the host, on simulated devices, on CUDA devices, over the
+//! stand-in driver or the one that `TENSOR_OFFLOAD_LIBCUDA` names, and on Vulkan devices: no memory stays, whoever counts it.
+//! 300 cycles of each by default; 10,000, with the process's own memory compared, on demand: `cargo test --release --test soak -- --ignored --nocapture`.
 
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod card;
 mod support;
+#[cfg(feature = "vulkan")]
+mod vulkan_devices;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -125,7 +127,7 @@ fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver
     let adapter = Adapter::from_checkpoint(lora(&tensors[..4], tensor_offload::DType::F32, 2, 81), 1.0).unwrap();
     let weights = Weights::patched(plain.checkpoint().clone(), vec![adapter], Matching::Strict).unwrap();
     let patched = Subject::new(weights);
-    let compute = if allocation == "cpu,*" { CPU } else { GPU0 };
+    let compute = allocation.split(',').next().unwrap().parse().unwrap();
     let plan = plain.planner(registry.machine(), allocation).compute(compute).depth(1).plan().unwrap();
     let subjects = [plain, patched];
     let soak = Soak { registry, subjects: &subjects, plan: &plan, cache: ModelCache::new() };
@@ -205,4 +207,26 @@ fn cycles_on_cuda_devices() {
 #[ignore = "a soak, run on demand"]
 fn soak_on_cuda_devices() {
     on_cuda(CYCLES);
+}
+
+#[cfg(feature = "vulkan")]
+fn on_vulkan(cycles: usize) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let drivers = vulkan_devices::drivers();
+    let registry = drivers.registry();
+    // One unused block of each is kept for the next.
+    soak("vulkan", &registry, "vulkan:0,20kb;cpu,*", cycles, &Vec::new);
+}
+
+#[cfg(feature = "vulkan")]
+#[test]
+fn cycles_on_vulkan_devices() {
+    on_vulkan(SOME_CYCLES);
+}
+
+#[cfg(feature = "vulkan")]
+#[test]
+#[ignore = "a soak, run on demand"]
+fn soak_on_vulkan_devices() {
+    on_vulkan(CYCLES);
 }

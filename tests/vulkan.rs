@@ -63,6 +63,7 @@ fn vulkan_tells_what_a_device_is() {
     let backend = drivers.vulkan();
     let found = backend.discover();
     let Found::Here(first) = &found[0] else { panic!("{found:?}") };
+    eprintln!("driver: {}", first.name);
     assert_eq!((first.id, first.total > 0), (DeviceId::vulkan(0), true));
     assert!(first.free.is_none_or(|free| free <= first.total) && !first.name.is_empty());
     // Drivers that compute on the processor have no memory but the host's.

@@ -17,8 +17,9 @@ const COMPUTE: DeviceId = DeviceId::vulkan(0);
 fn whatever_fails(drivers: &Drivers, backend: impl Fn() -> Vulkan, source: &Source, how: Failure) {
     let allocation = "vulkan:0,60kb;disk,20kb;cpu,*";
     let path = |nth: u64| {
-        let devices = registry(backend());
+        // Also the calls that find the devices.
         drivers.fail(nth, how);
+        let devices = registry(backend());
         let outcome = match devices.machine().device(COMPUTE) {
             Ok(_) => whole_path(&devices, source, COMPUTE, allocation, 1),
             Err(error) => Err(error),
@@ -33,6 +34,7 @@ fn whatever_fails(drivers: &Drivers, backend: impl Fn() -> Vulkan, source: &Sour
             assert_given_back(&devices, &what);
         }
         drop(devices);
+        drivers.fail(0, how);
         drivers.assert_silent();
         if !lost {
             drivers.assert_nothing_left();
