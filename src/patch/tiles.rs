@@ -72,9 +72,13 @@ impl StridedRows<'_> {
     }
 }
 
+/// The innermost loop. A trait, since a closure cannot be inlined always, and what is not inlined gives its sums through memory.
+pub(super) trait Sums<const ROWS: usize, const COLS: usize>: Copy {
+    /// `up down` for a panel and `COLS` columns of a tile, from a column of the tile on.
+    fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS];
+}
+
 /// The product of packed factors, for some `rows` and all columns of the strip. Panels are counted from its first row.
-///
-/// `sums` gives the product for a panel and `COLS` columns of a tile, from a column of the tile on.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "constant places keep the sums in registers")]
 pub(super) fn each_tile<const ROWS: usize, const COLS: usize>(
@@ -82,7 +86,7 @@ pub(super) fn each_tile<const ROWS: usize, const COLS: usize>(
     factors: Factors<'_>,
     output: Output,
     rows: Range<usize>,
-    sums: impl Fn(&[[f32; ROWS]], &[[f32; TILE_COLS]], usize) -> [[f32; COLS]; ROWS],
+    kernel: impl Sums<ROWS, COLS>,
 ) {
     // Tiles are the outer loop, so that one stays in the first-level cache for all panels.
     for tile in 0..strip.cols.div_ceil(TILE_COLS) {
@@ -90,7 +94,7 @@ pub(super) fn each_tile<const ROWS: usize, const COLS: usize>(
         for panel in rows.start / ROWS..rows.end.div_ceil(ROWS) {
             let up = factors.panel::<ROWS>(panel);
             for first_col in (0..TILE_COLS).step_by(COLS) {
-                let sums = sums(up, down, first_col);
+                let sums = kernel.sums(up, down, first_col);
                 for row in 0..ROWS {
                     let of_strip = panel * ROWS + row;
                     if of_strip < rows.start || of_strip >= rows.end {
@@ -114,13 +118,13 @@ pub(super) fn merge<const ROWS: usize, const COLS: usize>(
     bytes: &mut [u8],
     cols: usize,
     products: &[(Factors<'_>, f32)],
-    sums: impl Fn(&[[f32; ROWS]], &[[f32; TILE_COLS]], usize) -> [[f32; COLS]; ROWS],
+    kernel: impl Sums<ROWS, COLS>,
 ) -> u64 {
     // Constant types, so that conversions are made for them.
     match float {
-        Float::F32 => merge_as(Float::F32, bytes, cols, products, sums),
-        Float::BF16 => merge_as(Float::BF16, bytes, cols, products, sums),
-        other => merge_as(other, bytes, cols, products, sums),
+        Float::F32 => merge_as(Float::F32, bytes, cols, products, kernel),
+        Float::BF16 => merge_as(Float::BF16, bytes, cols, products, kernel),
+        other => merge_as(other, bytes, cols, products, kernel),
     }
 }
 
@@ -130,7 +134,7 @@ fn merge_as<const ROWS: usize, const COLS: usize>(
     bytes: &mut [u8],
     cols: usize,
     products: &[(Factors<'_>, f32)],
-    sums: impl Fn(&[[f32; ROWS]], &[[f32; TILE_COLS]], usize) -> [[f32; COLS]; ROWS],
+    kernel: impl Sums<ROWS, COLS>,
 ) -> u64 {
     let (size, rows) = (float.size(), bytes.len() / (cols * float.size()));
     let mut saturated = 0;
@@ -143,17 +147,36 @@ fn merge_as<const ROWS: usize, const COLS: usize>(
                 if in_tile == 0 {
                     (0..rows).for_each(|row| fetch(bytes, at(row) + AHEAD, TILE_COLS * size));
                 }
-                let sums = |factors: &Factors<'_>| sums(factors.panel(panel), factors.tile(tile), in_tile);
+                let place = Place { panel, tile, in_tile };
                 // With constants where the tile is whole, which nearly all are.
                 saturated += if (rows, width) == (ROWS, COLS) {
-                    merge_tile(float, bytes, at, (ROWS, COLS), products, sums)
+                    merge_tile(float, bytes, at, (ROWS, COLS), products, place, kernel)
                 } else {
-                    merge_tile(float, bytes, at, (rows, width), products, sums)
+                    merge_tile(float, bytes, at, (rows, width), products, place, kernel)
                 };
             }
         }
     }
     saturated
+}
+
+/// The panel, the tile and its column that sums are for.
+#[derive(Clone, Copy)]
+struct Place {
+    panel: usize,
+    tile: usize,
+    in_tile: usize,
+}
+
+impl Place {
+    #[inline(always)]
+    fn sums<const ROWS: usize, const COLS: usize>(
+        self,
+        factors: &Factors<'_>,
+        kernel: impl Sums<ROWS, COLS>,
+    ) -> [[f32; COLS]; ROWS] {
+        kernel.sums(factors.panel(self.panel), factors.tile(self.tile), self.in_tile)
+    }
 }
 
 /// As [`merge`], for a tile of `rows` by `width` values; `at` gives the place of a row in `bytes`.
@@ -164,11 +187,12 @@ fn merge_tile<const ROWS: usize, const COLS: usize>(
     at: impl Fn(usize) -> usize,
     (rows, width): (usize, usize),
     products: &[(Factors<'_>, f32)],
-    sums: impl Fn(&Factors<'_>) -> [[f32; COLS]; ROWS],
+    place: Place,
+    kernel: impl Sums<ROWS, COLS>,
 ) -> u64 {
     let mut saturated = 0;
     let Some(((first, scale), others)) = products.split_first() else { return 0 };
-    let first_sums = sums(first);
+    let first_sums = place.sums(first, kernel);
     if others.is_empty() {
         for row in 0..ROWS.min(rows) {
             let raw = &mut bytes[at(row)..][..width * float.size()];
@@ -185,7 +209,10 @@ fn merge_tile<const ROWS: usize, const COLS: usize>(
         add(*scale, &first_sums[row], values);
     }
     for (other, scale) in others {
-        sums(other).iter().zip(&mut values).for_each(|(sums, values)| add(*scale, sums, values));
+        let sums = place.sums(other, kernel);
+        for row in 0..ROWS {
+            add(*scale, &sums[row], &mut values[row]);
+        }
     }
     for (row, values) in values.iter().enumerate().take(rows) {
         saturated += float.round(&values[..width], &mut bytes[at(row)..][..width * float.size()]);

@@ -1,16 +1,17 @@
 //! The inner loops, compiled for several instruction sets of which the best present is chosen at run time.
 //!
-//! The loops are plain Rust over arrays, of which the compiler makes vectors under `target_feature`; one needs
-//! intrinsics to use the widest. Fused multiply-add is
-//! exact in every tier: where the processor lacks it, software computes it, which is slow and gives the same bits.
+//! The loops are plain Rust over arrays, of which the compiler makes vectors under `target_feature`; the innermost of products
+//! needs intrinsics with AVX-512 and NEON. Fused multiply-add is exact in every tier: where the processor lacks it, software
+//! computes it, which is slow and gives the same bits.
 #![cfg_attr(
-    target_arch = "x86_64",
+    any(target_arch = "x86_64", target_arch = "aarch64"),
     expect(unsafe_code, reason = "calling a function of an instruction set is unsafe; the processor is asked before")
 )]
 
 use std::ops::Range;
 
-use super::tiles::{self, Factors, Output, StridedRows, each_tile};
+use super::steps::TILE_COLS;
+use super::tiles::{self, Factors, Output, StridedRows, Sums, each_tile};
 use crate::float::Float;
 use crate::ggml::Format;
 use crate::rounding::Noise;
@@ -25,6 +26,8 @@ enum Kind {
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     Plain,
 }
 
@@ -40,6 +43,10 @@ impl Tier {
             if Tier::has_avx2() {
                 return Tier(Kind::Avx2);
             }
+        }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("neon") {
+            return Tier(Kind::Neon);
         }
         Tier(Kind::Plain)
     }
@@ -64,6 +71,8 @@ impl Tier {
             Kind::Avx512 => avx512::ROWS,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => avx2::ROWS,
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => neon::ROWS,
             Kind::Plain => plain::ROWS,
         }
     }
@@ -94,6 +103,9 @@ macro_rules! tiers {
                     #[cfg(target_arch = "x86_64")]
                     // SAFETY: as above.
                     Kind::Avx2 => unsafe { avx2::$name($($arg),*) },
+                    #[cfg(target_arch = "aarch64")]
+                    // SAFETY: as above.
+                    Kind::Neon => unsafe { neon::$name($($arg),*) },
                     Kind::Plain => plain::$name($($arg),*),
                 }
             })*
@@ -128,53 +140,76 @@ pub(super) fn fused(a: f32, b: f32, c: f32) -> f32 {
     return a.mul_add(b, c);
 }
 
+/// The loops of an instruction set, with the innermost one and the fused multiply-add that it brings.
+macro_rules! loops {
+    ($kernel:expr, $fused:expr $(, #[$features:meta])?) => {
+        $(#[$features])?
+        pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
+            float.lift(bytes, values);
+        }
+
+        $(#[$features])?
+        pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
+            float.round(values, bytes)
+        }
+
+        $(#[$features])?
+        pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
+            float.round_noisy(noise, first, values, bytes)
+        }
+
+        $(#[$features])?
+        pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
+            format.dequantise(blocks, values);
+        }
+
+        $(#[$features])?
+        pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
+            format.quantise(values, blocks)
+        }
+
+        $(#[$features])?
+        pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
+            each_tile(strip, factors, output, rows, $kernel);
+        }
+
+        $(#[$features])?
+        pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
+            tiles::merge(float, bytes, cols, products, $kernel)
+        }
+
+        $(#[$features])?
+        pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
+            // A closure is compiled for the instructions of what it stands in.
+            super::add_multiple($fused, factor, values, sums);
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use std::arch::x86_64::{_mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps};
 
-    use super::super::steps::TILE_COLS;
     use super::*;
 
     pub(super) const ROWS: usize = 12;
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-        super::add_multiple(|a, b, c| a.mul_add(b, c), factor, values, sums);
-    }
+    loops!(
+        Kernel,
+        |a, b, c| a.mul_add(b, c),
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    );
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
-        float.lift(bytes, values);
-    }
+    /// Made by the loops of this module only.
+    #[derive(Clone, Copy)]
+    struct Kernel;
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
-        format.dequantise(blocks, values);
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
-        format.quantise(values, blocks)
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
-        float.round(values, bytes)
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
-        float.round_noisy(noise, first, values, bytes)
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
-        each_tile(strip, factors, output, rows, |up, down, _| sums(up, down));
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-    pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
-        tiles::merge(float, bytes, cols, products, |up, down, _| sums(up, down))
+    impl Sums<ROWS, TILE_COLS> for Kernel {
+        #[inline(always)]
+        fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], _: usize) -> [[f32; TILE_COLS]; ROWS] {
+            // SAFETY: the loops that make one are called only where the processor said that it has these features.
+            unsafe { sums(up, down) }
+        }
     }
 
     /// `up down` for a panel and a tile. In intrinsics, since the compiler may make vectors of half this width, or single
@@ -205,49 +240,69 @@ mod avx2 {
     pub(super) const ROWS: usize = 6;
     const COLS: usize = 16;
 
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-        super::add_multiple(|a, b, c| a.mul_add(b, c), factor, values, sums);
+    loops!(Kernel, |a, b, c| a.mul_add(b, c), #[target_feature(enable = "avx2,fma")]);
+
+    #[derive(Clone, Copy)]
+    struct Kernel;
+
+    impl Sums<ROWS, COLS> for Kernel {
+        #[inline(always)]
+        fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS] {
+            tiles::sums(|a, b, c| a.mul_add(b, c), up, down, first_col)
+        }
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod neon {
+    use std::arch::aarch64::{float32x2_t, float32x4_t, vdupq_lane_f32, vdupq_laneq_f32, vdupq_n_f32, vfmaq_f32};
+
+    use super::*;
+
+    /// Of 32 registers the sums take 24, and leave eight for the factors.
+    pub(super) const ROWS: usize = 6;
+    const COLS: usize = 16;
+
+    loops!(Kernel, |a, b, c| a.mul_add(b, c), #[target_feature(enable = "neon")]);
+
+    /// Made by the loops of this module only.
+    #[derive(Clone, Copy)]
+    struct Kernel;
+
+    impl Sums<ROWS, COLS> for Kernel {
+        #[inline(always)]
+        fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS] {
+            // SAFETY: the loops that make one are called only where the processor said that it has these features.
+            unsafe { sums(up, down, first_col) }
+        }
     }
 
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
-        float.lift(bytes, values);
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
-        format.dequantise(blocks, values);
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
-        format.quantise(values, blocks)
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
-        float.round(values, bytes)
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
-        float.round_noisy(noise, first, values, bytes)
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
-        // Closures are compiled for the instructions of what they stand in.
-        each_tile::<ROWS, COLS>(strip, factors, output, rows, |up, down, col| {
-            tiles::sums(|a, b, c| a.mul_add(b, c), up, down, col)
-        });
-    }
-
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
-        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, |up, down, col| {
-            tiles::sums(|a, b, c| a.mul_add(b, c), up, down, col)
-        })
+    /// As [`tiles::sums`]. In intrinsics, since the compiler may keep plain arrays in memory and store them for every value of
+    /// the rank.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    fn sums(up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS] {
+        let mut sums = [[vdupq_n_f32(0.0); COLS / 4]; ROWS];
+        for (up, down) in up.iter().zip(down) {
+            let down: [f32; COLS] = std::array::from_fn(|col| down[first_col + col]);
+            let down: [float32x4_t; COLS / 4] = bytemuck::cast(down);
+            let [a, b, c, d, e, f] = *up;
+            let (four, two): (float32x4_t, float32x2_t) = (bytemuck::cast([a, b, c, d]), bytemuck::cast([e, f]));
+            let up = [
+                vdupq_laneq_f32::<0>(four),
+                vdupq_laneq_f32::<1>(four),
+                vdupq_laneq_f32::<2>(four),
+                vdupq_laneq_f32::<3>(four),
+                vdupq_lane_f32::<0>(two),
+                vdupq_lane_f32::<1>(two),
+            ];
+            for row in 0..ROWS {
+                for col in 0..COLS / 4 {
+                    sums[row][col] = vfmaq_f32(sums[row][col], up[row], down[col]);
+                }
+            }
+        }
+        bytemuck::cast(sums)
     }
 }
 
@@ -257,35 +312,15 @@ mod plain {
     pub(super) const ROWS: usize = 4;
     const COLS: usize = 16;
 
-    pub(super) fn add_multiple(factor: f32, values: &[f32], sums: &mut [f32]) {
-        super::add_multiple(fused, factor, values, sums);
-    }
+    loops!(Kernel, fused);
 
-    pub(super) fn lift(float: Float, bytes: &[u8], values: &mut [f32]) {
-        float.lift(bytes, values);
-    }
+    #[derive(Clone, Copy)]
+    struct Kernel;
 
-    pub(super) fn dequantise(format: Format, blocks: &[u8], values: &mut [f32]) {
-        format.dequantise(blocks, values);
-    }
-
-    pub(super) fn quantise(format: Format, values: &[f32], blocks: &mut [u8]) -> Option<u64> {
-        format.quantise(values, blocks)
-    }
-
-    pub(super) fn round(float: Float, values: &[f32], bytes: &mut [u8]) -> u64 {
-        float.round(values, bytes)
-    }
-
-    pub(super) fn round_noisy(float: Float, noise: Noise, first: u64, values: &[f32], bytes: &mut [u8]) -> u64 {
-        float.round_noisy(noise, first, values, bytes)
-    }
-
-    pub(super) fn product(strip: &mut StridedRows<'_>, factors: Factors<'_>, output: Output, rows: Range<usize>) {
-        each_tile::<ROWS, COLS>(strip, factors, output, rows, |up, down, col| tiles::sums(fused, up, down, col));
-    }
-
-    pub(super) fn merge(float: Float, bytes: &mut [u8], cols: usize, products: &[(Factors<'_>, f32)]) -> u64 {
-        tiles::merge::<ROWS, COLS>(float, bytes, cols, products, |up, down, col| tiles::sums(fused, up, down, col))
+    impl Sums<ROWS, COLS> for Kernel {
+        #[inline(always)]
+        fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS] {
+            tiles::sums(fused, up, down, first_col)
+        }
     }
 }
