@@ -22,13 +22,17 @@ pub(super) const NO_CODES: u8 = 1 << 7;
 /// The tiles of a block.
 pub(super) const TILES: usize = BLOCK / TILE;
 
-/// The inner loops, of which every instruction set may have its own. All give what those of [`ladder`] give.
+/// The inner loops, of which every instruction set may have its own. All give what those of [`ladder`] and [`sum`] give.
 pub(super) trait Kernels: Copy {
     fn ranks(self, table: &Table, exponents: &Tile, ranks: &mut Tile);
     fn encode(self, ranks: &Tile, codes: &mut [u8; CODES], tail: &mut Tail);
     fn decode(self, codes: &[u8; CODES], tail: &[u8; WINDOW], table: &[u8; 16], exponents: &mut Tile) -> Levels;
     fn pack<const WIDTH: usize>(self, rests: &Tile, packed: &mut [u8]);
     fn unpack<const WIDTH: usize>(self, packed: &[u8], rests: &mut Tile);
+    #[inline(always)]
+    fn sum(self, bytes: &[u8], first: usize) -> u64 {
+        sum::words(bytes, first)
+    }
 }
 
 /// The loops of the definition.

@@ -106,7 +106,7 @@ pub(super) fn decode<K: Kernels>(
     match &parts.body {
         Body::Plain(plain) => {
             weights.copy_from_slice(plain);
-            sum = sum.wrapping_add(sum::words(weights, 0));
+            sum = sum.wrapping_add(kernels.sum(weights, 0));
         }
         Body::Ladder { table, rests, codes, escapes, tails } => {
             let mut reader = Reader::new(table, codes, escapes, tails);
@@ -118,7 +118,7 @@ pub(super) fn decode<K: Kernels>(
                 if tile.exponents[count..].iter().any(|exponent| *exponent != table[0]) {
                     return Err("what pads it is not");
                 }
-                sum = sum.wrapping_add(sum::words(weights, index * TILE * fields.size() / 4));
+                sum = sum.wrapping_add(kernels.sum(weights, index * TILE * fields.size() / 4));
             }
             reader.finish()?;
         }

@@ -44,7 +44,7 @@ pub(super) fn encode<K: Kernels>(
     scratch: &mut Scratch,
     out: &mut Vec<u8>,
 ) -> u64 {
-    let sum = sum::start(number).wrapping_add(sum::words(weights, 0));
+    let sum = sum::start(number).wrapping_add(kernels.sum(weights, 0));
     let tiles = (weights.len() / fields.size()).div_ceil(TILE);
     let (table, flags) = take_apart(fields, weights, scratch);
     scratch.escapes.clear();

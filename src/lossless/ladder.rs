@@ -81,7 +81,7 @@ impl Bits {
         Bits { bytes: [0; WINDOW], whole: 0, rest: 0, count: 0 }
     }
 
-    /// Adds `count` bits, at most 32 between two flushes; those above them are zero.
+    /// Adds `count` bits, at most 56 between two flushes; those above them are zero.
     #[inline(always)]
     pub(super) fn push(&mut self, bits: u64, count: u32) {
         self.rest |= bits << self.count;

@@ -1,11 +1,11 @@
 //! The checksum of decoded bytes.
 
 /// The odd number that makes the words' factors.
-const FACTOR: u32 = 0x9e37_79b1;
+pub(super) const FACTOR: u32 = 0x9e37_79b1;
 
 /// The factor of word `word`.
 #[inline(always)]
-fn factor(word: usize) -> u32 {
+pub(super) fn factor(word: usize) -> u32 {
     (2 * word as u32 + 1).wrapping_mul(FACTOR)
 }
 

@@ -12,7 +12,7 @@ const TYPES: [DType; 7] =
     [DType::BF16, DType::F16, DType::F32, DType::F8E4M3, DType::F8E5M2, DType::F8E4M3Fnuz, DType::F8E5M2Fnuz];
 
 /// Pseudo-random numbers of 32 bits.
-fn noise(seed: u32) -> impl FnMut() -> u32 {
+pub(super) fn noise(seed: u32) -> impl FnMut() -> u32 {
     let mut state = u64::from(seed) << 1 | 1;
     move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
