@@ -247,10 +247,9 @@ impl Driver {
 
     fn device_info(&self, number: i32) -> Outcome<DeviceInfo> {
         let device = self.device(number)?;
-        let mut name = [0; 256];
+        let mut name = [0u8; 256];
         // SAFETY: the call writes at most the given number of bytes, the last of them a zero.
-        unsafe { self.calls.device_name(name.as_mut_ptr(), name.len() as c_int - 1, device) }?;
-        let name = name.map(|byte: c_char| byte as u8);
+        unsafe { self.calls.device_name(name.as_mut_ptr().cast(), name.len() as c_int - 1, device) }?;
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
         let mut total = 0;
         // SAFETY: the pointer is to a living number.
