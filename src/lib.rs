@@ -136,6 +136,7 @@
 //! - `cuda` (default) is the backend of NVIDIA devices. Nothing of CUDA has to be installed to build, and no version is
 //!   named. Without a driver the library runs and says why there is no device. Without the feature, `cuda:0` still parses
 //!   and plans against a described machine.
+//! - `vulkan` is the backend of devices with a driver for Vulkan 1.3, of any vendor. Nothing has to be installed to build.
 //! - `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
 //!   build: the one that another crate takes, or one of `cuda-11040` to `cuda-13040`, or `cuda-version-from-build-system`,
 //!   each of which turns `cudarc` on.

@@ -145,7 +145,9 @@ fn soak(what: &str, registry: &Registry, allocation: &str, cycles: usize, driver
     }
     println!("{what}: {cycles} cycles in {seconds:.1} s, {grown:?} bytes in memory, driver {before:?} -> {after:?}");
     println!("{memory}");
-    assert!(memory.drifts().is_empty(), "{what}: {memory}");
+    // Of a device in the host's memory, the driver tells what all programs take.
+    let apart = |id| registry.machine().device(id).is_ok_and(|info| info.domain == id);
+    assert!(!memory.drifts().iter().any(|drift| apart(drift.device)), "{what}: {memory}");
     assert_eq!(before, after, "{what}: what the driver holds");
     // The process is shared with other tests unless all cycles run.
     let least = grown.iter().min().unwrap();

@@ -24,15 +24,18 @@ fn upload(device: &dyn Device, src: &Buf) -> Result<Buf> {
 fn work(backend: &impl Backend, device: &dyn Device) -> Result<()> {
     let cpu = backend.open(DeviceId::CPU)?;
     let source = cpu.alloc(1 << 20, MemoryKind::Pinned)?.freeze();
-    let (up, compute, down) = (device.stream(Role::Upload)?, device.stream(Role::Compute)?, device.stream(Role::Download)?);
+    let (up, compute, down) =
+        (device.stream(Role::Upload)?, device.stream(Role::Compute)?, device.stream(Role::Download)?);
     let mut slot = device.alloc(source.bytes(), MemoryKind::Arena)?;
     // All is queued before anything is done, so that the host's waits do not take the place of those of the device.
     up.occupy(Duration::from_millis(100))?;
     for _ in 0..8 {
         let filled = up.copy(Transfer::whole(&source, slot)?)?.order(&*compute, Duration::from_secs(20))?;
         let copy = compute.copy(Transfer::whole(&filled, device.alloc(source.bytes(), MemoryKind::Arena)?)?)?;
-        let copy = compute.copy(Transfer::whole(&copy.chain().freeze(), device.alloc(source.bytes(), MemoryKind::Arena)?)?)?;
-        let back = down.copy(Transfer::whole(&copy.chain().freeze(), cpu.alloc(source.bytes(), MemoryKind::Pinned)?)?)?;
+        let copy =
+            compute.copy(Transfer::whole(&copy.chain().freeze(), device.alloc(source.bytes(), MemoryKind::Arena)?)?)?;
+        let back =
+            down.copy(Transfer::whole(&copy.chain().freeze(), cpu.alloc(source.bytes(), MemoryKind::Pinned)?)?)?;
         drop(back);
         compute.record(std::slice::from_ref(&filled))?;
         slot = filled.try_reclaim().expect("the last clone");
@@ -67,7 +70,8 @@ fn vulkan_what_is_left_out_is_noticed() {
             break;
         }
     }
-    let outcome = whole_path(&vulkan_devices::registry(backend), &source(), DeviceId::vulkan(0), "vulkan:0,60kb;cpu,*", 1);
+    let outcome =
+        whole_path(&vulkan_devices::registry(backend), &source(), DeviceId::vulkan(0), "vulkan:0,60kb;cpu,*", 1);
     eprintln!("a model: {outcome:?}");
     assert!(probe.omissions() > 0, "there was nothing to leave out");
     assert!(!probe.messages().is_empty(), "{name} left out {} times, and nobody noticed", probe.omissions());

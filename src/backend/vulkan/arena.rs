@@ -124,11 +124,8 @@ impl Block {
                 unsafe { device.destroy_buffer(buffer, None) };
                 refusal
             };
-            let kind = context.physical.memory_type(
-                needs.memory_type_bits,
-                &[vk::MemoryPropertyFlags::DEVICE_LOCAL],
-                true,
-            );
+            let kind =
+                context.physical.memory_type(needs.memory_type_bits, &[vk::MemoryPropertyFlags::DEVICE_LOCAL], true);
             let kind = kind.ok_or(("vkGetBufferMemoryRequirements", vk::Result::ERROR_FORMAT_NOT_SUPPORTED));
             let mut alone = vk::MemoryDedicatedAllocateInfo::default().buffer(buffer);
             let allocate = vk::MemoryAllocateInfo::default().allocation_size(needs.size);

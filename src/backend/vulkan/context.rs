@@ -52,7 +52,8 @@ impl Context {
             .families()
             .into_iter()
             .map(|(family, count)| {
-                let own = if family == choice.families()[0].0 { &priorities[..count] } else { &priorities[3 - count..] };
+                let own =
+                    if family == choice.families()[0].0 { &priorities[..count] } else { &priorities[3 - count..] };
                 vk::DeviceQueueCreateInfo::default().queue_family_index(family).queue_priorities(own)
             })
             .collect();

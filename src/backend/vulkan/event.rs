@@ -13,16 +13,13 @@ use crate::error::Error;
 pub(super) struct VulkanFence {
     timeline: Arc<Timeline>,
     value: u64,
-    /// What the submission waits for: no semaphore may go before it is done.
-    _after: Vec<Point>,
     lost: OnceLock<Arc<Error>>,
 }
 
 impl VulkanFence {
-    /// The event of the submission to `timeline` that ends with `value` and waits for `after`.
-    pub(super) fn event(timeline: &Arc<Timeline>, value: u64, after: Vec<Point>) -> Event {
-        let timeline = Arc::clone(timeline);
-        Event::new(Arc::new(VulkanFence { timeline, value, _after: after, lost: OnceLock::new() }))
+    /// The event of the submission to `timeline` that ends with `value`.
+    pub(super) fn event(timeline: &Arc<Timeline>, value: u64) -> Event {
+        Event::new(Arc::new(VulkanFence { timeline: Arc::clone(timeline), value, lost: OnceLock::new() }))
     }
 
     /// The point that a submission to the same device waits for.

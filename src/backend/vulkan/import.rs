@@ -56,8 +56,7 @@ impl HostBuffer {
             unsafe { ask(device.handle(), PAGES, address, &raw mut pages) }
                 .result()
                 .of("vkGetMemoryHostPointerPropertiesEXT")?;
-            let mut import =
-                vk::ImportMemoryHostPointerInfoEXT::default().handle_type(PAGES).host_pointer(address);
+            let mut import = vk::ImportMemoryHostPointerInfoEXT::default().handle_type(PAGES).host_pointer(address);
             let allocate = vk::MemoryAllocateInfo::default().allocation_size(bytes as u64).push_next(&mut import);
             HostBuffer::create(context, device, bytes as u64, Some(PAGES), pages.memory_type_bits, allocate)
         };

@@ -79,10 +79,9 @@ impl Instance {
         // MoltenVK's devices are listed only to those who ask for them.
         let portable = has(&extensions, khr::portability_enumeration::NAME);
         let (names, flags) = match portable {
-            true => (
-                vec![khr::portability_enumeration::NAME.as_ptr()],
-                vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR,
-            ),
+            true => {
+                (vec![khr::portability_enumeration::NAME.as_ptr()], vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR)
+            }
             false => (Vec::new(), vk::InstanceCreateFlags::empty()),
         };
         let application =
@@ -131,7 +130,8 @@ impl Instance {
     fn device(&self, handle: vk::PhysicalDevice, id: DeviceId, software: bool) -> Result<(u32, Physical), String> {
         // SAFETY: the handle is the instance's, here and below.
         let properties = unsafe { self.raw.get_physical_device_properties(handle) };
-        let name = properties.device_name_as_c_str().unwrap_or(c"a device without a name").to_string_lossy().into_owned();
+        let name =
+            properties.device_name_as_c_str().unwrap_or(c"a device without a name").to_string_lossy().into_owned();
         if properties.device_type == vk::PhysicalDeviceType::CPU && !software {
             return Err(format!("{name} computes on the processor, which {}=1 admits", super::SOFTWARE_VARIABLE));
         }
@@ -142,8 +142,7 @@ impl Instance {
         }
         let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default();
         let mut vulkan13 = vk::PhysicalDeviceVulkan13Features::default();
-        let mut features =
-            vk::PhysicalDeviceFeatures2::default().push_next(&mut vulkan12).push_next(&mut vulkan13);
+        let mut features = vk::PhysicalDeviceFeatures2::default().push_next(&mut vulkan12).push_next(&mut vulkan13);
         // SAFETY: both structures are of a version that the device has.
         unsafe { self.raw.get_physical_device_features2(handle, &mut features) };
         if vulkan12.timeline_semaphore == vk::FALSE || vulkan13.synchronization2 == vk::FALSE {
@@ -293,9 +292,10 @@ impl Aliases {
 fn open(file: Option<&Path>) -> Result<Entry, String> {
     let named = file.map(Path::to_owned).or_else(|| std::env::var_os(LIBRARY_VARIABLE).map(PathBuf::from));
     match named {
-        // SAFETY: loading the library runs its initialisers, which is what opening it means.
-        Some(file) => unsafe { Entry::load_from(&file) }
-            .map_err(|error| format!("{} cannot be loaded: {error}", file.display())),
+        Some(file) => {
+            // SAFETY: loading the library runs its initialisers, which is what opening it means.
+            unsafe { Entry::load_from(&file) }.map_err(|error| format!("{} cannot be loaded: {error}", file.display()))
+        }
         // SAFETY: as above.
         None => unsafe { Entry::load() }.map_err(|error| format!("no Vulkan: {error}")),
     }
@@ -320,7 +320,11 @@ mod tests {
         let vendors = [0x8086, 0x10de, 0x1002, 0x8086, 0x106b, 0x106b, 0x10005];
         let names = vendors.iter().enumerate().map(|(number, &vendor)| {
             let of = aliases.of(vendor, DeviceId::vulkan(number as u32));
-            of.iter().filter(|id| id.kind() != DeviceKind::DirectMl).map(ToString::to_string).collect::<Vec<_>>().join(" ")
+            of.iter()
+                .filter(|id| id.kind() != DeviceKind::DirectMl)
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join(" ")
         });
         assert_eq!(names.collect::<Vec<_>>(), ["xpu:0", "", "cuda:0", "xpu:1", "mps", "", ""]);
     }

@@ -59,7 +59,7 @@ impl Semaphore {
 impl Drop for Semaphore {
     fn drop(&mut self) {
         if self.context.lost().is_none() {
-            // SAFETY: events hold the semaphores of their submissions until these were observed to be complete.
+            // SAFETY: timelines hold what their submissions raise and wait for until these were seen to be done.
             self.context.destroy(|device| unsafe { device.destroy_semaphore(self.raw, None) });
         }
     }

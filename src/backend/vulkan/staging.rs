@@ -73,7 +73,7 @@ impl Broken {
 /// # Safety
 /// The ranges are inside memory that lives until the value is reached. Until this returns, nobody else writes what is read on
 /// the host, or uses what is written there.
-pub(super) unsafe fn stage(timeline: &Timeline, waits: &[Point], moves: &[Move]) -> Result<u64, Broken> {
+pub(super) unsafe fn stage(timeline: &Timeline, waits: Vec<Point>, moves: &[Move]) -> Result<u64, Broken> {
     let context = timeline.context();
     let broken = |fault, under_way| match fault {
         Fault::Refused(refusal) => Broken::refused(context, refusal, under_way),
@@ -119,7 +119,7 @@ struct Stager<'a> {
     timeline: &'a Timeline,
     staging: &'a mut Staging,
     /// The points that the first submission waits for.
-    waits: &'a [Point],
+    waits: Vec<Point>,
     /// The last value that was submitted.
     under_way: Option<u64>,
 }
@@ -131,8 +131,8 @@ impl Stager<'_> {
         let moves = [Move::Direct { src, dst, bytes: bytes as u64 }];
         // SAFETY: the caller's promise; the buffer is the timeline's, which lives until the value is reached.
         let record = |device: &ash::Device, commands| unsafe { copy::record(device, commands, &moves) };
-        let value = self.timeline.submit(self.waits, Some(&record))?;
-        (self.waits, self.under_way) = (&[], Some(value));
+        let value = self.timeline.submit(std::mem::take(&mut self.waits), Some(&record))?;
+        self.under_way = Some(value);
         Ok(value)
     }
 

@@ -1,15 +1,15 @@
 //! Streams: copies between the host and a device, in order.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::context::Context;
 use super::copy::{self, Move};
 use super::event::VulkanFence;
-use super::staging::{self, Broken};
 use super::passing::Passing;
 use super::semaphore::Point;
+use super::staging::{self, Broken};
 use super::timeline::Timeline;
 use crate::backend::reaper::{Memory, Reaper};
 use crate::backend::{Buf, Event, FenceState, Flight, Joined, Rejected, Role, Stream, Transfer};
@@ -22,8 +22,6 @@ pub(super) struct VulkanStream {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
-    /// The points that the next submission waits for, and with it all later ones.
-    after: Mutex<Vec<Point>>,
     /// The thread that lets time pass, from the first time on.
     passing: Mutex<Option<Passing>>,
 }
@@ -32,7 +30,7 @@ impl VulkanStream {
     pub(super) fn new(context: &Arc<Context>, reaper: &Arc<Reaper>, role: Role) -> Result<VulkanStream> {
         let timeline = Timeline::new(context, role).map_err(|refusal| context.error(refusal))?;
         let (context, reaper) = (Arc::clone(context), Arc::clone(reaper));
-        Ok(VulkanStream { timeline, context, reaper, after: Mutex::default(), passing: Mutex::default() })
+        Ok(VulkanStream { timeline, context, reaper, passing: Mutex::default() })
     }
 
     /// The points of this device's events, which its submissions wait for. The host waits for the others, and for all of them if
@@ -54,48 +52,30 @@ impl VulkanStream {
         Ok(points)
     }
 
-    /// Queues the copies of a transfer. Returns the value after them, and what they wait for.
-    fn queue(&self, transfer: &Transfer) -> Result<(u64, Vec<Point>), (Broken, Vec<Point>)> {
-        let unqueued = |error| (Broken { error, under_way: None }, Vec::new());
+    /// Queues the copies of a transfer. Returns the value after them.
+    fn queue(&self, transfer: &Transfer) -> Result<u64, Broken> {
+        let unqueued = |error| Broken { error, under_way: None };
         let dst = transfer.dst().block();
         let moves = transfer.pieces().iter().filter_map(|piece| Move::of(&self.context, piece, dst).transpose());
         let moves = moves.collect::<Result<Vec<Move>>>().map_err(unqueued)?;
         let direct = moves.iter().all(Move::is_direct);
-        let points = self.join(&transfer.waits(), !direct).map_err(unqueued)?;
-        let waits = self.waits(points);
-        let outcome = if direct {
+        let waits = self.join(&transfer.waits(), !direct).map_err(unqueued)?;
+        if direct {
             // SAFETY: the ranges are inside memory that is kept until the event after the copies. A destination and its sources
             // are different buffers of the library, so no copy overlaps its own source.
             let record = |device: &ash::Device, commands| unsafe { copy::record(device, commands, &moves) };
             let record = (!moves.is_empty()).then_some(&record as _);
-            self.timeline.submit(&waits, record).map_err(|refusal| Broken::refused(&self.context, refusal, None))
+            let submitted = self.timeline.submit(waits, record);
+            submitted.map_err(|refusal| Broken::refused(&self.context, refusal, None))
         } else {
             // SAFETY: as above; the events of both ends have been waited for, and the destination is the transfer's.
-            unsafe { staging::stage(&self.timeline, &waits, &moves) }
-        };
-        match outcome {
-            Ok(value) => Ok((value, waits)),
-            Err(broken) => {
-                self.after().extend(waits.iter().cloned());
-                Err((broken, waits))
-            }
+            unsafe { staging::stage(&self.timeline, waits, &moves) }
         }
     }
 
-    /// These points and those that [`wait`](Stream::wait) was called for.
-    fn waits(&self, mut points: Vec<Point>) -> Vec<Point> {
-        points.append(&mut self.after());
-        points
-    }
-
-    fn after(&self) -> MutexGuard<'_, Vec<Point>> {
-        // Every change adds points or takes all of them.
-        self.after.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The event of a submission that waits for `after`. Until then `memory` is kept and `span` is open.
-    fn keep(&self, value: u64, after: Vec<Point>, memory: Memory, span: tracing::Span) -> Event {
-        let event = VulkanFence::event(&self.timeline, value, after);
+    /// The event of a submission. Until then `memory` is kept and `span` is open.
+    fn keep(&self, value: u64, memory: Memory, span: tracing::Span) -> Event {
+        let event = VulkanFence::event(&self.timeline, value);
         self.reaper.keep(self.timeline.number(), event.clone(), memory, span);
         event
     }
@@ -110,12 +90,12 @@ impl Stream for VulkanStream {
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         let span = transfer.span();
         match self.queue(&transfer) {
-            Ok((value, after)) => {
-                let done = self.keep(value, after, Memory::of(&transfer), span);
+            Ok(value) => {
+                let done = self.keep(value, Memory::of(&transfer), span);
                 Ok(transfer.launched_in_order(done))
             }
-            Err((Broken { error, under_way }, after)) => {
-                let event = under_way.map(|value| self.keep(value, after, Memory::of(&transfer), span));
+            Err(Broken { error, under_way }) => {
+                let event = under_way.map(|value| self.keep(value, Memory::of(&transfer), span));
                 Err(transfer.refused(error, event))
             }
         }
@@ -128,7 +108,7 @@ impl Stream for VulkanStream {
                 Err(Error::Failed { operation: "a copy", cause })
             }
             (_, Some(fence)) => {
-                self.after().push(fence.point());
+                self.timeline.wait_for(fence.point());
                 Ok(Joined::OnDevice)
             }
             (FenceState::Done, None) => Ok(Joined::OnDevice),
@@ -137,21 +117,17 @@ impl Stream for VulkanStream {
     }
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
-        let waits = self.waits(Vec::new());
         let memory = Memory::All(uses.iter().map(|buf| Arc::clone(buf.block())).collect());
-        let outcome = self.timeline.submit(&waits, None).map_err(|refusal| Broken::refused(&self.context, refusal, None));
-        let (value, refused) = match outcome {
+        let submitted = self.timeline.submit(Vec::new(), None);
+        let (value, refused) = match submitted.map_err(|refusal| Broken::refused(&self.context, refusal, None)) {
             Ok(value) => (Some(value), None),
             Err(Broken { error, under_way }) => (under_way, Some(error)),
         };
-        let event = value.map(|value| self.keep(value, waits.clone(), memory, tracing::Span::none()));
+        let event = value.map(|value| self.keep(value, memory, tracing::Span::none()));
         uses.iter().for_each(|buf| event.iter().for_each(|event| buf.used_until(event.clone())));
         match (event, refused) {
             (Some(event), None) => Ok(event),
-            (_, refused) => {
-                self.after().extend(waits.iter().cloned());
-                Err(refused.unwrap_or_else(|| Error::bug("a mark that was not made")))
-            }
+            (_, refused) => Err(refused.unwrap_or_else(|| Error::bug("a mark that was not made"))),
         }
     }
 
@@ -163,7 +139,7 @@ impl Stream for VulkanStream {
             none => none.insert(Passing::new(&self.context)?),
         };
         let end = passing.begin(&self.timeline, time)?;
-        self.after().push(end);
+        self.timeline.wait_for(end);
         self.record(&[]).map(drop)
     }
 }

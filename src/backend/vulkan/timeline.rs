@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ash::vk;
@@ -16,6 +16,9 @@ use crate::backend::event::until;
 
 /// The longest that one call waits: the end of the process waits for it.
 const LONGEST_CALL: Duration = Duration::from_millis(50);
+
+/// What records commands.
+type Recorder<'a> = &'a dyn Fn(&ash::Device, vk::CommandBuffer);
 
 /// The submissions of one stream. Events hold it, so it outlives all of them.
 pub(super) struct Timeline {
@@ -36,9 +39,20 @@ pub(super) struct Timeline {
 struct Submitted {
     /// The last value that will be reached.
     last: u64,
-    /// Command buffers in flight, each with the value after which it can be recorded again.
-    in_flight: VecDeque<(u64, vk::CommandBuffer)>,
+    /// The points that the next submission waits for, and with it all later ones.
+    after: Vec<Point>,
+    in_flight: VecDeque<Submission>,
+    /// Command buffers that can be recorded.
     unused: Vec<vk::CommandBuffer>,
+}
+
+/// A submission that was not seen to be done.
+struct Submission {
+    /// The value that is reached when it is.
+    value: u64,
+    commands: Option<vk::CommandBuffer>,
+    /// What it waits for: no semaphore may go before it is done.
+    _waits: Vec<Point>,
 }
 
 impl Timeline {
@@ -75,7 +89,12 @@ impl Timeline {
 
     /// The last value that will be reached.
     pub(super) fn last(&self) -> u64 {
-        self.submitted.lock().unwrap_or_else(PoisonError::into_inner).last
+        self.lock().last
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Submitted> {
+        // Nothing that can panic comes between a submission and its entry here.
+        self.submitted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -86,18 +105,18 @@ impl Timeline {
         &self.staging
     }
 
+    /// Makes the next submission wait for a point, and with it all later ones.
+    pub(super) fn wait_for(&self, point: Point) {
+        self.lock().after.push(point);
+    }
+
     /// Submits what `record` records, if anything, after all earlier submissions and the points `waits`. Returns the value that
     /// is reached when it is done.
-    pub(super) fn submit(
-        &self,
-        waits: &[Point],
-        record: Option<&dyn Fn(&ash::Device, vk::CommandBuffer)>,
-    ) -> Result<u64, Refusal> {
-        let mut submitted = self.submitted.lock().unwrap_or_else(PoisonError::into_inner);
-        let commands = match record {
-            Some(record) => Some(self.recorded(&mut submitted, record)?),
-            None => None,
-        };
+    pub(super) fn submit(&self, mut waits: Vec<Point>, record: Option<Recorder<'_>>) -> Result<u64, Refusal> {
+        let mut submitted = self.lock();
+        self.reclaim(&mut submitted)?;
+        let commands = record.map(|record| self.recorded(&mut submitted, record)).transpose()?;
+        waits.extend(submitted.after.iter().cloned());
         let point = |semaphore, value| {
             vk::SemaphoreSubmitInfo::default()
                 .semaphore(semaphore)
@@ -106,14 +125,14 @@ impl Timeline {
         };
         // The order of submissions to a queue makes no earlier write visible, so a stream waits for itself, too.
         let mut before = vec![point(self.semaphore.raw(), submitted.last)];
-        for (semaphore, value) in waits {
+        for (semaphore, value) in &waits {
             match before.iter_mut().find(|known| known.semaphore == semaphore.raw()) {
                 Some(known) => known.value = known.value.max(*value),
                 None => before.push(point(semaphore.raw(), *value)),
             }
         }
-        let next = submitted.last + 1;
-        let after = [point(self.semaphore.raw(), next)];
+        let value = submitted.last + 1;
+        let after = [point(self.semaphore.raw(), value)];
         let buffers: Vec<_> =
             commands.iter().map(|&buffer| vk::CommandBufferSubmitInfo::default().command_buffer(buffer)).collect();
         let submission = vk::SubmitInfo2::default()
@@ -122,43 +141,40 @@ impl Timeline {
             .signal_semaphore_infos(&after);
         let outcome = self.context.raw(|device| {
             let queue = self.queue.lock();
-            // SAFETY: no other thread uses the queue; the semaphores and the command buffer live until the value is reached,
-            // since the event after this submission holds the timelines.
+            // SAFETY: no other thread uses the queue; the semaphores and the command buffer are kept until the value is seen to be
+            // reached.
             unsafe { device.queue_submit2(queue.raw, &[submission], vk::Fence::null()) }.of("vkQueueSubmit2")
         });
-        match outcome {
-            Ok(()) => {
-                submitted.last = next;
-                submitted.in_flight.extend(commands.map(|buffer| (next, buffer)));
-                Ok(next)
-            }
+        if let Err(refusal) = outcome {
             // The driver took nothing, unless the device is lost, whose command buffers are never used again.
-            Err(refusal) => {
-                submitted.unused.extend(commands);
-                Err(refusal)
-            }
+            submitted.unused.extend(commands);
+            return Err(refusal);
         }
+        submitted.last = value;
+        submitted.after.clear();
+        submitted.in_flight.push_back(Submission { value, commands, _waits: waits });
+        Ok(value)
+    }
+
+    /// Takes the command buffers of submissions back that are done.
+    fn reclaim(&self, submitted: &mut Submitted) -> Result<(), Refusal> {
+        while let Some(first) = submitted.in_flight.front()
+            && self.is_reached(first.value)?
+        {
+            let done = submitted.in_flight.pop_front();
+            submitted.unused.extend(done.and_then(|done| done.commands));
+        }
+        Ok(())
     }
 
     /// A command buffer with what `record` records.
-    fn recorded(
-        &self,
-        submitted: &mut Submitted,
-        record: &dyn Fn(&ash::Device, vk::CommandBuffer),
-    ) -> Result<vk::CommandBuffer, Refusal> {
-        while let Some(&(value, buffer)) = submitted.in_flight.front()
-            && self.is_reached(value)?
-        {
-            submitted.in_flight.pop_front();
-            submitted.unused.push(buffer);
-        }
+    fn recorded(&self, submitted: &mut Submitted, record: Recorder<'_>) -> Result<vk::CommandBuffer, Refusal> {
         let buffer = match submitted.unused.pop() {
             Some(buffer) => buffer,
             None => self.context.raw(|device| self.new_buffer(device))?,
         };
         let recorded = self.context.raw(|device| {
-            let once =
-                vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
+            let once = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
             // SAFETY: the buffer is not in flight, and its pool is this timeline's, which is locked. Beginning resets it.
             unsafe { device.begin_command_buffer(buffer, &once) }.of("vkBeginCommandBuffer")?;
             record(device, buffer);

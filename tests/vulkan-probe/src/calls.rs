@@ -200,10 +200,7 @@ unsafe extern "system" fn create_instance(
         unsafe {
             let create = loader()(instance, c"vkCreateDebugUtilsMessengerEXT".as_ptr()).expect("messages");
             let create: vk::PFN_vkCreateDebugUtilsMessengerEXT = std::mem::transmute(create);
-            assert_eq!(
-                create(instance, &raw const info, std::ptr::null(), &raw mut messenger),
-                vk::Result::SUCCESS
-            );
+            assert_eq!(create(instance, &raw const info, std::ptr::null(), &raw mut messenger), vk::Result::SUCCESS);
         }
         MESSENGERS.lock().unwrap_or_else(PoisonError::into_inner).insert(instance.as_raw(), messenger);
     }
@@ -357,13 +354,8 @@ fn list_of<'a>(list: *const vk::SemaphoreSubmitInfo<'a>, count: u32) -> Vec<vk::
 }
 
 /// Leaves waits out as a test asked.
-fn omit(
-    state: &mut State,
-    raised: &[vk::SemaphoreSubmitInfo<'_>],
-    waits: &mut Vec<vk::SemaphoreSubmitInfo<'_>>,
-) {
-    let is_own =
-        |wait: &vk::SemaphoreSubmitInfo<'_>| raised.iter().any(|signal| signal.semaphore == wait.semaphore);
+fn omit(state: &mut State, raised: &[vk::SemaphoreSubmitInfo<'_>], waits: &mut Vec<vk::SemaphoreSubmitInfo<'_>>) {
+    let is_own = |wait: &vk::SemaphoreSubmitInfo<'_>| raised.iter().any(|signal| signal.semaphore == wait.semaphore);
     let before = waits.len();
     match state.omitted {
         Some(Omission::OwnWaits) => waits.retain(|wait| !is_own(wait)),

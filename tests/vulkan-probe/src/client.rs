@@ -134,7 +134,9 @@ impl Session {
     fn lines(&self, name: &str) -> Vec<String> {
         unsafe extern "C" fn take(to: *mut c_void, text: *const u8, bytes: usize) {
             // SAFETY: the text that the probe gives, and the string below.
-            unsafe { *to.cast::<String>() = String::from_utf8_lossy(std::slice::from_raw_parts(text, bytes)).into_owned() };
+            unsafe {
+                *to.cast::<String>() = String::from_utf8_lossy(std::slice::from_raw_parts(text, bytes)).into_owned();
+            };
         }
         type Take = unsafe extern "C" fn(*mut c_void, *const u8, usize);
         let mut text = String::new();

@@ -28,8 +28,8 @@ use libloading::Library;
 use self::calls::{Calls, FileHandle, Properties};
 use super::context::Context;
 use super::memory::DeviceMemory;
-use crate::backend::sysfs::Sysfs;
 use crate::backend::process::Process;
+use crate::backend::sysfs::Sysfs;
 use crate::backend::{BufMut, DeviceFile, FileReads, Gds, MemoryBlock, NoFileReads};
 
 /// The environment variables that name the library's file and the setting.
