@@ -55,6 +55,10 @@ fn vulkan_conforms_with_every_kind_of_host_memory() {
         }
         conformance::check(&*cpu, &*cpu);
     }
+    // The loader passes over a layer that it cannot find, and nothing would be checked.
+    if std::env::var_os("VK_INSTANCE_LAYERS").is_some() {
+        assert_eq!(drivers.layers(), 1, "the validation layer is not there");
+    }
 }
 
 #[test]
@@ -165,6 +169,8 @@ fn vulkan_pinning_that_fails_falls_back() {
             drivers.fail(nth, Failure::HostMemory);
             let buffer = filled(&*cpu, 1, bytes);
             drivers.fail(0, Failure::HostMemory);
+            assert!(nth > 1 || drivers.failed().is_some(), "a new region is the driver's business");
+            drivers.forget_failed();
             let want = self::bytes(&buffer);
             for device in &opened {
                 assert_eq!(fetch(&**device, &*cpu, &send(&**device, &buffer)), want, "call {nth}");
@@ -230,11 +236,13 @@ fn vulkan_a_stream_copies_no_memory_of_another_device() {
     let drivers = drivers();
     let backend = drivers.vulkan();
     let (cpu, opened) = (host(&backend), open(&backend));
-    let Some((a, b)) = opened.first().zip(opened.get(1)) else { return };
-    let there = send(&**b, &filled(&*cpu, 5, 3000));
-    let dst = a.alloc(3000, MemoryKind::Arena).unwrap();
-    let refused = a.stream(Role::Upload).unwrap().copy(Transfer::whole(&there, dst).unwrap()).unwrap_err();
-    assert_eq!(refused.error.kind(), ErrorKind::Unreachable, "{}", refused.error);
+    let a = &opened[0];
+    if let Some(b) = opened.get(1) {
+        let there = send(&**b, &filled(&*cpu, 5, 3000));
+        let dst = a.alloc(3000, MemoryKind::Arena).unwrap();
+        let refused = a.stream(Role::Upload).unwrap().copy(Transfer::whole(&there, dst).unwrap()).unwrap_err();
+        assert_eq!(refused.error.kind(), ErrorKind::Unreachable, "{}", refused.error);
+    }
     let host_to_host = Transfer::whole(&filled(&*cpu, 6, 10), cpu.alloc(10, MemoryKind::Pinned).unwrap()).unwrap();
     let refused = a.stream(Role::Upload).unwrap().copy(host_to_host).unwrap_err();
     assert_eq!(refused.error.kind(), ErrorKind::Unreachable, "{}", refused.error);
@@ -301,7 +309,7 @@ fn vulkan_a_lost_device_says_so_at_once_and_leaves_no_charge() {
         let host_copy = filled(&*cpu, 3, 5000);
         let there = send(&**device, &host_copy);
         assert_eq!(fetch(&**device, &*cpu, &there), bytes(&host_copy));
-        let stream = device.stream(Role::Upload).unwrap();
+        let (stream, down) = (device.stream(Role::Upload).unwrap(), device.stream(Role::Download).unwrap());
         let dst = device.alloc(5000, MemoryKind::Arena).unwrap();
         drivers.fail_next("vkQueueSubmit2", Failure::Lost);
         let error = stream.copy(Transfer::whole(&host_copy, dst).unwrap()).unwrap_err().error;
@@ -315,7 +323,68 @@ fn vulkan_a_lost_device_says_so_at_once_and_leaves_no_charge() {
         assert_eq!(bytes(&host_copy).len(), 5000, "the host's copy stays good");
         drop((there, stream));
         assert_comes_to_nothing(&**device, "a lost device");
+        // What is refused afterwards uses nothing: the host's memory comes back.
+        let (stream, before) = (device.stream(Role::Upload), cpu.ledger().charged());
+        assert_eq!(stream.unwrap_err().kind(), ErrorKind::DeviceLost);
+        let other = filled(&*cpu, 4, 5000);
+        assert_eq!(down.record(std::slice::from_ref(&other)).unwrap_err().kind(), ErrorKind::DeviceLost);
+        drop(other);
+        assert_eq!(cpu.ledger().charged(), before, "a use that was refused keeps nothing");
     }
     assert!(drivers.alive().iter().any(|left| left.ends_with("device")), "a lost device is never closed");
     drivers.forget_left();
+}
+
+#[cfg(target_os = "linux")]
+#[expect(unsafe_code, reason = "forks, which no crate of the tests has")]
+mod forks {
+    use super::*;
+
+    unsafe extern "C" {
+        safe fn fork() -> i32;
+        safe fn _exit(status: i32) -> !;
+        fn waitpid(process: i32, status: *mut i32, options: i32) -> i32;
+    }
+
+    /// A fork of the process has none of the devices and of the pinned pages: everything says so, nothing is freed there, and the
+    /// parent goes on.
+    #[test]
+    fn vulkan_a_fork_of_the_process_gets_errors() {
+        let drivers = drivers();
+        let backend = drivers.vulkan();
+        let (cpu, opened) = (host(&backend), open(&backend));
+        let device = &opened[0];
+        let (small, large) = (filled(&*cpu, 1, 1000), filled(&*cpu, 2, 2 * MIB));
+        let there = send(&**device, &large);
+        let down = device.stream(Role::Download).unwrap();
+        let transfer = Transfer::whole(&there, cpu.alloc(2 * MIB, MemoryKind::Pinned).unwrap()).unwrap();
+        match fork() {
+            0 => {
+                let kinds = [
+                    device.memory().err().map(|error| error.kind()),
+                    device.alloc(8, MemoryKind::Arena).err().map(|error| error.kind()),
+                    device.stream(Role::Upload).err().map(|error| error.kind()),
+                    down.record(&[]).err().map(|error| error.kind()),
+                    down.copy(transfer).err().map(|rejected| rejected.error.kind()),
+                    small.host(DEADLINE).err().map(|error| error.kind()),
+                    cpu.alloc(8, MemoryKind::Pinned).err().map(|error| error.kind()),
+                ];
+                let right = kinds.iter().all(|kind| *kind == Some(ErrorKind::Forked));
+                drop((small, there));
+                _exit(if right {
+                    0
+                } else {
+                    1 + kinds.iter().position(|k| *k != Some(ErrorKind::Forked)).unwrap() as i32
+                });
+            }
+            child => {
+                let mut status = -1;
+                // SAFETY: the pointer is to a living integer.
+                let waited = unsafe { waitpid(child, &raw mut status, 0) };
+                assert_eq!((waited, status), (child, 0), "the child saw something else (status {status:#x})");
+            }
+        }
+        down.copy(transfer).unwrap().wait(DEADLINE).unwrap();
+        assert_eq!(fetch(&**device, &*cpu, &there), bytes(&large));
+    }
 }

@@ -38,8 +38,8 @@ pub struct DeviceInfo {
     pub domain: DeviceId,
     /// Further properties of a GPU.
     pub gpu: Option<GpuDetails>,
-    /// Further names that allocation strings may have for it, where no other device has them: a Vulkan device of Intel's is an
-    /// `xpu`, for example.
+    /// Further names that allocation strings may have for it, where the machine has no devices of that kind: a Vulkan device of
+    /// Intel's is an `xpu`, for example.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub aliases: Vec<DeviceId>,
 }
@@ -253,10 +253,10 @@ impl Machine {
     }
 
     /// The id of the device that `id` names: `id`, or that of the first device that has it as an [alias](DeviceInfo::aliases) if
-    /// no device has it as its id.
+    /// the machine has no device of that kind.
     pub fn named(&self, id: DeviceId) -> DeviceId {
         let known = || self.devices.iter().find(|device| device.aliases.contains(&id));
-        match self.devices.iter().any(|device| device.id == id) {
+        match self.devices.iter().any(|device| device.id.kind() == id.kind()) {
             true => id,
             false => known().map_or(id, |device| device.id),
         }
@@ -374,6 +374,24 @@ impl fmt::Display for Described {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_alias_names_a_device_where_there_is_none_of_that_kind() {
+        let id = |text: &str| text.parse::<DeviceId>().unwrap();
+        let vulkan = |number, alias: &str| DeviceInfo::new(DeviceId::vulkan(number), 8).alias(id(alias));
+        let found = |machine: &Machine, text| machine.device(id(text)).map(|info| info.id.to_string()).ok();
+        let machine = Machine::new([vulkan(0, "xpu:0"), vulkan(1, "xpu:1"), vulkan(2, "cuda:0")], Topology::new());
+        assert_eq!(
+            ["xpu:1", "cuda:0"].map(|text| found(&machine, text)),
+            ["vulkan:1", "vulkan:2"].map(|n| Some(n.into()))
+        );
+        assert_eq!(["xpu:2", "mps"].map(|text| found(&machine, text)), [None, None]);
+        let card = DeviceInfo::new(DeviceId::cuda(1), 8);
+        let machine = Machine::new([vulkan(0, "cuda:0"), card], Topology::new());
+        assert_eq!(["cuda:1", "cuda:0"].map(|text| found(&machine, text)), [Some("cuda:1".into()), None]);
+        let text = serde_json::to_string(&machine).unwrap();
+        assert_eq!(serde_json::from_str::<Machine>(&text).unwrap(), machine);
+    }
 
     #[test]
     fn descriptions_parse_and_print() {

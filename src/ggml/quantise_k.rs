@@ -48,6 +48,11 @@ fn put_pairs(codes: &[u8; 256], bytes: &mut [u8]) {
     }
 }
 
+/// The larger of two numbers. Of zeros it is the first: `max` may give either, and their signs differ.
+fn larger(one: f32, other: f32) -> f32 {
+    if other > one { other } else { one }
+}
+
 /// Puts the sixteen bytes of scales of eight sub-blocks, and gives the codes, from 0 to `TOP`. The scales that are tried put the
 /// range of a sub-block at `first` more codes than `TOP`, and at a tenth more for each of `steps`.
 #[inline(always)]
@@ -62,7 +67,7 @@ fn with_least<const TOP: u8>(values: &[f32; 256], fields: &mut [u8], first: f32,
     for (fit, values) in fits.iter_mut().zip(values.as_chunks::<32>().0) {
         *fit = fitted::<TOP>(&mapped(values, |value| value / unit), first, steps);
     }
-    let (scale, least) = fits.iter().fold((0.0f32, 0.0f32), |most, fit| (most.0.max(fit.0), most.1.max(fit.1)));
+    let (scale, least) = fits.iter().fold((0.0f32, 0.0f32), |most, fit| (larger(most.0, fit.0), larger(most.1, fit.1)));
     let (of_scale, of_least) = (scale * unit / 63.0, least * unit / 63.0);
     if !half_is_finite(of_scale) || !half_is_finite(of_least) {
         fields[..2].copy_from_slice(&NAN);

@@ -72,7 +72,7 @@ impl StridedRows<'_> {
     }
 }
 
-/// The innermost loop. A trait, since a closure cannot be inlined always, and what is not inlined gives its sums through memory.
+/// The innermost loop. A trait, since what is not inlined gives its sums through memory, and a method can be asked to be.
 pub(super) trait Sums<const ROWS: usize, const COLS: usize>: Copy {
     /// `up down` for a panel and `COLS` columns of a tile, from a column of the tile on.
     fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS];

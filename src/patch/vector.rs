@@ -45,7 +45,8 @@ impl Tier {
             }
         }
         #[cfg(target_arch = "aarch64")]
-        if std::arch::is_aarch64_feature_detected!("neon") {
+        // The lanes of a vector are numbered from the other end in big-endian memory.
+        if cfg!(target_endian = "little") && std::arch::is_aarch64_feature_detected!("neon") {
             return Tier(Kind::Neon);
         }
         Tier(Kind::Plain)
@@ -240,15 +241,21 @@ mod avx2 {
     pub(super) const ROWS: usize = 6;
     const COLS: usize = 16;
 
-    loops!(Kernel, |a, b, c| a.mul_add(b, c), #[target_feature(enable = "avx2,fma")]);
+    // A closure is compiled for the instructions of what it stands in: the loops themselves.
+    loops!(
+        Kernel(|a: f32, b: f32, c: f32| a.mul_add(b, c)),
+        |a, b, c| a.mul_add(b, c),
+        #[target_feature(enable = "avx2,fma")]
+    );
 
+    /// The innermost loop by a fused multiply-add.
     #[derive(Clone, Copy)]
-    struct Kernel;
+    struct Kernel<F>(F);
 
-    impl Sums<ROWS, COLS> for Kernel {
+    impl<F: Fn(f32, f32, f32) -> f32 + Copy> Sums<ROWS, COLS> for Kernel<F> {
         #[inline(always)]
         fn sums(self, up: &[[f32; ROWS]], down: &[[f32; TILE_COLS]], first_col: usize) -> [[f32; COLS]; ROWS] {
-            tiles::sums(|a, b, c| a.mul_add(b, c), up, down, first_col)
+            tiles::sums(self.0, up, down, first_col)
         }
     }
 }

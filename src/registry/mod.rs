@@ -231,8 +231,15 @@ impl Discovery {
 
     /// A device that is found, with the memory of the device found before that is the same card by another driver.
     fn of_one_card(&self, info: DeviceInfo) -> DeviceInfo {
+        // An identifier of zeros is none.
+        let says = |text: &&str| text.bytes().any(|byte| matches!(byte, b'1'..=b'9' | b'a'..=b'f'));
         let uuid = |info: &DeviceInfo| info.gpu.as_ref().and_then(|gpu| gpu.uuid.clone());
-        let same = |other: &&DeviceInfo| uuid(other).is_some_and(|other| Some(other) == uuid(&info));
+        let address = |info: &DeviceInfo| info.gpu.as_ref().map(|gpu| gpu.pci_bus_id.clone());
+        let equal = |one: Option<String>, other: Option<String>| one == other && one.as_deref().filter(says).is_some();
+        let same = |other: &&DeviceInfo| {
+            other.id.kind() != info.id.kind()
+                && (equal(uuid(other), uuid(&info)) || equal(address(other), address(&info)))
+        };
         match self.infos.iter().find(same).map(|other| other.domain) {
             Some(domain) => info.domain(domain),
             None => info,
@@ -243,6 +250,7 @@ impl Discovery {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::GpuDetails;
 
     #[test]
     fn a_missing_device_says_why() {
@@ -253,6 +261,26 @@ mod tests {
         let absent = registry.device("npu:0".parse().unwrap()).unwrap_err();
         assert!(matches!(absent, Error::DeviceAbsent { .. }), "{absent}");
         assert!(registry.opened().is_empty(), "looking does not open");
+    }
+
+    /// Two drivers have one card: by its UUID, or by its place.
+    #[test]
+    fn a_card_of_two_drivers_is_one_memory() {
+        let gpu = |uuid: Option<&str>, place: &str| {
+            let uuid = uuid.map(str::to_owned);
+            GpuDetails { uuid, ..GpuDetails::new((0, 0), place) }
+        };
+        let card = |id: DeviceId, gpu| DeviceInfo::new(id, 8).gpu(gpu);
+        let of = |first: GpuDetails, second: GpuDetails| {
+            let found = Discovery { infos: vec![card(DeviceId::cuda(0), first)], ..Discovery::default() };
+            found.of_one_card(card(DeviceId::vulkan(3), second)).domain
+        };
+        let (one, same) = (DeviceId::vulkan(3), DeviceId::cuda(0));
+        assert_eq!(of(gpu(Some("GPU-12"), ""), gpu(Some("GPU-12"), "")), same);
+        assert_eq!(of(gpu(Some("GPU-12"), "0:1"), gpu(Some("GPU-13"), "0:2")), one);
+        assert_eq!(of(gpu(None, "0:1:0.0"), gpu(Some("GPU-13"), "0:1:0.0")), same);
+        assert_eq!(of(gpu(Some("GPU-00"), ""), gpu(Some("GPU-00"), "")), one);
+        assert_eq!(of(gpu(None, ""), gpu(None, "")), one);
     }
 
     #[test]

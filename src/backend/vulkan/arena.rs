@@ -131,7 +131,7 @@ impl Block {
             let allocate = vk::MemoryAllocateInfo::default().allocation_size(needs.size);
             let allocate = if whole { allocate.push_next(&mut alone) } else { allocate };
             let allocate = allocate.memory_type_index(kind.map_err(destroy)?);
-            bound(device, &allocate, buffer).map(|memory| (memory, buffer)).map_err(destroy)
+            bound(context, device, &allocate, buffer).map(|memory| (memory, buffer)).map_err(destroy)
         })?;
         let ranges = Mutex::new(RangeAllocator::new(0..bytes));
         Ok(Block { context: Arc::clone(context), memory, buffer, ranges, whole })
@@ -176,16 +176,16 @@ pub(super) fn buffer(
 
 /// Allocates memory and binds a buffer to it. If that fails, nothing is allocated, and the buffer is the caller's still.
 pub(super) fn bound(
+    context: &Context,
     device: &ash::Device,
     allocate: &vk::MemoryAllocateInfo<'_>,
     buffer: vk::Buffer,
 ) -> Outcome<vk::DeviceMemory> {
-    // SAFETY: what the structures point to outlives the call.
-    let memory = unsafe { device.allocate_memory(allocate, None) }.of("vkAllocateMemory")?;
+    let memory = context.allocate(device, allocate)?;
     // SAFETY: the memory is as large as the buffer needs, and of a type that it can be bound to.
     unsafe { device.bind_buffer_memory(buffer, memory, 0) }.of("vkBindBufferMemory").inspect_err(|_| {
         // SAFETY: allocated above, and nothing is bound to it.
-        unsafe { device.free_memory(memory, None) };
+        unsafe { context.free_memory(device, memory) };
     })?;
     Ok(memory)
 }
@@ -195,7 +195,7 @@ impl Drop for Block {
         // SAFETY: ranges are given back after their last use was observed to be complete, and no range is taken.
         self.context.destroy(|device| unsafe {
             device.destroy_buffer(self.buffer, None);
-            device.free_memory(self.memory, None);
+            self.context.free_memory(device, self.memory);
         });
     }
 }

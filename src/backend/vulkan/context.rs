@@ -1,5 +1,6 @@
 //! An open device of the driver: its calls, its queues, and whether it is lost.
 
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ash::{ext, vk};
@@ -20,6 +21,10 @@ pub(super) struct Context {
     /// The calls that import host memory.
     imports: Option<ext::external_memory_host::Device>,
     lost: OnceLock<String>,
+    /// The allocations that there are.
+    allocations: AtomicU32,
+    /// The bytes of host memory that the device knows.
+    host_bytes: AtomicU64,
     instance: Arc<Instance>,
 }
 
@@ -65,13 +70,17 @@ impl Context {
             .enabled_extension_names(&names)
             .push_next(&mut vulkan12)
             .push_next(&mut vulkan13);
+        let _entered = exit::enter().ok_or_else(|| absent("the process is ending".to_owned()))?;
         // SAFETY: what the structures point to outlives the call; the device has the features and the extensions.
         let device = unsafe { raw.create_device(physical.handle, &create, None) }
             .map_err(|code| absent(format!("vkCreateDevice: {}", words(code))))?;
+        // Once more: opening a device may load libraries that were not there before.
+        exit::watch();
         let imports = physical.limits.import.map(|_| ext::external_memory_host::Device::new(raw, &device));
         let queues = choice.queues(&device);
         let (physical, lost, instance) = (physical.clone(), OnceLock::new(), Arc::clone(instance));
-        Ok(Context { id, device, queues, physical, imports, lost, instance })
+        let (allocations, host_bytes) = (AtomicU32::new(0), AtomicU64::new(0));
+        Ok(Context { id, device, queues, physical, imports, lost, allocations, host_bytes, instance })
     }
 
     pub(super) fn id(&self) -> DeviceId {
@@ -93,6 +102,52 @@ impl Context {
     /// The bytes that the driver leaves to this process. `None` if it does not tell.
     pub(super) fn free(&self) -> Option<u64> {
         self.instance.free(&self.physical)
+    }
+
+    /// Allocates memory, if the driver allows one more allocation and its heap is as large.
+    pub(super) fn allocate(
+        &self,
+        device: &ash::Device,
+        allocate: &vk::MemoryAllocateInfo<'_>,
+    ) -> Outcome<vk::DeviceMemory> {
+        const CALL: &str = "vkAllocateMemory";
+        let kind = self.physical.memory.memory_types[allocate.memory_type_index as usize];
+        let heap = self.physical.memory.memory_heaps[kind.heap_index as usize];
+        if allocate.allocation_size > heap.size {
+            return Err((CALL, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY));
+        }
+        let most = self.physical.limits.allocations;
+        let more = |count: u32| (count < most).then_some(count + 1);
+        let counted = self.allocations.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+        counted.map_err(|_| (CALL, vk::Result::ERROR_TOO_MANY_OBJECTS))?;
+        // SAFETY: what the structures point to outlives the call.
+        unsafe { device.allocate_memory(allocate, None) }.of(CALL).inspect_err(|_| {
+            self.allocations.fetch_sub(1, Ordering::Relaxed);
+        })
+    }
+
+    /// Frees memory.
+    ///
+    /// # Safety
+    /// It was allocated by [`allocate`](Context::allocate), is freed once, and nothing uses it any more.
+    pub(super) unsafe fn free_memory(&self, device: &ash::Device, memory: vk::DeviceMemory) {
+        // SAFETY: the caller's promise.
+        unsafe { device.free_memory(memory, None) };
+        self.allocations.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Counts host memory that the device is to know. Returns false if it is more than the heap of that type of memory: an import
+    /// beyond it may succeed, and a submission that uses it then loses the device.
+    pub(super) fn count_host_bytes(&self, bytes: u64, kind: u32) -> bool {
+        let kind = self.physical.memory.memory_types[kind as usize];
+        let heap = self.physical.memory.memory_heaps[kind.heap_index as usize];
+        let more = |known: u64| known.checked_add(bytes).filter(|&sum| sum <= heap.size);
+        self.host_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Counts host memory that the device does not know any more.
+    pub(super) fn forget_host_bytes(&self, bytes: u64) {
+        self.host_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Whether this and `other` are the same open device.

@@ -81,7 +81,7 @@ impl Move {
 pub(super) unsafe fn record(device: &ash::Device, commands: vk::CommandBuffer, moves: &[Move]) {
     let mut written: Vec<(vk::Buffer, Range<u64>)> = Vec::new();
     let mut run: Vec<vk::BufferCopy> = Vec::new();
-    let mut ends = None;
+    let (mut ends, mut end) = (None, 0);
     let flush = |ends: Option<(vk::Buffer, vk::Buffer)>, run: &mut Vec<vk::BufferCopy>| {
         if let Some((src, dst)) = ends.filter(|_| !run.is_empty()) {
             // SAFETY: the caller's promise.
@@ -95,16 +95,19 @@ pub(super) unsafe fn record(device: &ash::Device, commands: vk::CommandBuffer, m
         let overlaps = |(buffer, other): &(vk::Buffer, Range<u64>)| {
             *buffer == dst.0 && other.start < range.end && range.start < other.end
         };
-        if written.iter().any(overlaps) {
+        // Pieces mostly come in order.
+        if range.start < end && written.iter().any(overlaps) {
             flush(ends, &mut run);
             barrier(device, commands, vk::PipelineStageFlags2::ALL_TRANSFER, vk::AccessFlags2::TRANSFER_WRITE);
             written.clear();
+            end = 0;
         }
         if ends != Some((src.0, dst.0)) {
             flush(ends, &mut run);
             ends = Some((src.0, dst.0));
         }
         run.push(vk::BufferCopy { src_offset: src.1, dst_offset: dst.1, size: bytes });
+        end = end.max(range.end);
         written.push((dst.0, range));
     }
     flush(ends, &mut run);

@@ -42,13 +42,18 @@ impl VulkanFence {
                     // Whether the work is done cannot be told any more.
                     error => context.lose(&error.to_string()),
                 };
-                FenceState::Lost(Arc::clone(self.lost.get_or_init(|| Arc::new(lost))))
+                // Another thread may have seen the end of the work just before.
+                self.known().unwrap_or_else(|| FenceState::Lost(Arc::clone(self.lost.get_or_init(|| Arc::new(lost)))))
             }
         }
     }
 
-    fn known_lost(&self) -> Option<FenceState> {
-        self.lost.get().map(|cause| FenceState::Lost(Arc::clone(cause)))
+    /// The state, if no driver has to be asked. What was done once stays so.
+    fn known(&self) -> Option<FenceState> {
+        match self.timeline.was_reached(self.value) {
+            true => Some(FenceState::Done),
+            false => self.lost.get().map(|cause| FenceState::Lost(Arc::clone(cause))),
+        }
     }
 }
 
@@ -56,10 +61,10 @@ impl VulkanFence {
 // earlier ones of the stream. What cannot be asked is lost.
 unsafe impl Fence for VulkanFence {
     fn state(&self) -> FenceState {
-        self.known_lost().unwrap_or_else(|| self.state_of(self.timeline.is_reached(self.value)))
+        self.known().unwrap_or_else(|| self.state_of(self.timeline.is_reached(self.value)))
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
-        self.known_lost().unwrap_or_else(|| self.state_of(self.timeline.wait(self.value, deadline)))
+        self.known().unwrap_or_else(|| self.state_of(self.timeline.wait(self.value, deadline)))
     }
 }

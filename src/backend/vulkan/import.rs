@@ -35,6 +35,7 @@ pub(super) struct HostBuffer {
     context: Arc<Context>,
     memory: vk::DeviceMemory,
     buffer: vk::Buffer,
+    bytes: u64,
 }
 
 impl HostBuffer {
@@ -61,7 +62,9 @@ impl HostBuffer {
             HostBuffer::create(context, device, bytes as u64, Some(PAGES), pages.memory_type_bits, allocate)
         };
         match context.raw(import) {
-            Ok((memory, buffer)) => Some(HostBuffer { context: Arc::clone(context), memory, buffer }),
+            Ok((memory, buffer)) => {
+                Some(HostBuffer { context: Arc::clone(context), memory, buffer, bytes: bytes as u64 })
+            }
             Err(refusal) => {
                 let error = context.error(refusal);
                 tracing::debug!(device = %context.id(), bytes, %error, "host memory was not imported");
@@ -76,7 +79,7 @@ impl HostBuffer {
             let allocate = vk::MemoryAllocateInfo::default();
             HostBuffer::create(context, device, bytes as u64, None, u32::MAX, allocate)
         })?;
-        let host = HostBuffer { context: Arc::clone(context), memory, buffer };
+        let host = HostBuffer { context: Arc::clone(context), memory, buffer, bytes: bytes as u64 };
         let address = context.raw(|device| {
             // SAFETY: the memory can be mapped, and is mapped once, until it is freed.
             unsafe { device.map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty()) }.of("vkMapMemory")
@@ -96,6 +99,10 @@ impl HostBuffer {
         types: u32,
         allocate: vk::MemoryAllocateInfo<'_>,
     ) -> Outcome<(vk::DeviceMemory, vk::Buffer)> {
+        let full = ("vkAllocateMemory", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
+        if bytes > context.limits().allocation {
+            return Err(full);
+        }
         let (buffer, needs) = buffer(context, device, bytes, USAGE, external)?;
         let destroy = |refusal| {
             // SAFETY: made above, and nobody else has it.
@@ -109,8 +116,14 @@ impl HostBuffer {
         if external.is_some() && needs.size > bytes {
             return Err(destroy(unfit));
         }
+        if !context.count_host_bytes(bytes, kind) {
+            return Err(destroy(full));
+        }
         let allocate = allocate.allocation_size(needs.size.max(bytes)).memory_type_index(kind);
-        bound(device, &allocate, buffer).map(|memory| (memory, buffer)).map_err(destroy)
+        bound(context, device, &allocate, buffer).map(|memory| (memory, buffer)).map_err(|refusal| {
+            context.forget_host_bytes(bytes);
+            destroy(refusal)
+        })
     }
 
     pub(super) fn buffer(&self) -> vk::Buffer {
@@ -123,7 +136,8 @@ impl Drop for HostBuffer {
         // SAFETY: host memory is freed after its last use was observed to be complete. Freeing unmaps it.
         self.context.destroy(|device| unsafe {
             device.destroy_buffer(self.buffer, None);
-            device.free_memory(self.memory, None);
+            self.context.free_memory(device, self.memory);
         });
+        self.context.forget_host_bytes(self.bytes);
     }
 }

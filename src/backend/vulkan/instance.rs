@@ -20,7 +20,7 @@ const OLDEST: u32 = vk::API_VERSION_1_3;
 /// An instance of the library in this process.
 pub(super) struct Instance {
     raw: ash::Instance,
-    /// Holds the library, whose code all calls are. It stays loaded: that of a driver may have threads of its own.
+    /// The library, whose code all calls are.
     _entry: ManuallyDrop<Entry>,
     /// The process that created it.
     pub(super) process: Process,
@@ -45,6 +45,8 @@ pub(super) struct Physical {
 pub(super) struct Limits {
     /// The largest buffer that memory can be allocated for, in bytes.
     pub(super) allocation: u64,
+    /// The most allocations at one time.
+    pub(super) allocations: u32,
     /// The alignment, in bytes, of imported host memory and of its size. `None` if the driver imports none.
     pub(super) import: Option<u64>,
 }
@@ -64,7 +66,8 @@ impl Instance {
     /// # Errors
     /// The reason why it cannot be used.
     pub(super) fn load(file: Option<&Path>) -> Result<Arc<Instance>, String> {
-        let entry = open(file)?;
+        // It stays loaded: drivers have threads of their own.
+        let entry = ManuallyDrop::new(open(file)?);
         let said = |call: &str, code: vk::Result| format!("{call}: {}", words(code));
         // SAFETY: the entry is loaded.
         let version = unsafe { entry.try_enumerate_instance_version() }
@@ -93,7 +96,7 @@ impl Instance {
         // SAFETY: what the structures point to outlives the call.
         let raw = unsafe { entry.create_instance(&create, None) }.map_err(|code| said("vkCreateInstance", code))?;
         exit::watch();
-        Ok(Arc::new(Instance { raw, _entry: ManuallyDrop::new(entry), process: Process::current() }))
+        Ok(Arc::new(Instance { raw, _entry: entry, process: Process::current() }))
     }
 
     pub(super) fn raw(&self) -> &ash::Instance {
@@ -113,10 +116,13 @@ impl Instance {
         for handle in handles {
             match self.device(handle, DeviceId::vulkan(devices.len() as u32), software) {
                 Ok((vendor, mut device)) => {
-                    device.info.aliases = aliases.of(vendor, device.info.id);
+                    device.info.aliases = aliases.of(vendor, &device.info);
                     devices.push(device);
                 }
-                Err(why) => unfit.push(why),
+                Err(why) => {
+                    tracing::info!(%why, "a Vulkan device is left out");
+                    unfit.push(why);
+                }
             }
         }
         match (devices.is_empty(), unfit.is_empty()) {
@@ -193,6 +199,7 @@ impl Instance {
         };
         let info = DeviceInfo::new(id, size).name(name).free(None).gpu(gpu);
         let limits = Limits {
+            allocations: properties.limits.max_memory_allocation_count,
             allocation: maintenance3.max_memory_allocation_size.min(maintenance4.max_buffer_size),
             import: (has.external_memory_host && self.imports(handle))
                 .then_some(import.min_imported_host_pointer_alignment.max(1)),
@@ -208,7 +215,9 @@ impl Instance {
         // SAFETY: the handle is the instance's, and the call is part of Vulkan 1.1.
         unsafe { self.raw.get_physical_device_external_buffer_properties(handle, &ask, &mut answer) };
         let features = answer.external_memory_properties.external_memory_features;
+        // What has to be dedicated could not be one of the regions that small memory shares.
         features.contains(vk::ExternalMemoryFeatureFlags::IMPORTABLE)
+            && !features.contains(vk::ExternalMemoryFeatureFlags::DEDICATED_ONLY)
     }
 
     /// The bytes of a device's memory that its driver leaves to this process. `None` if it does not tell.
@@ -273,12 +282,13 @@ struct Aliases {
 
 impl Aliases {
     /// The names of the next device, by the PCI number of its vendor: `xpu` for Intel's, `mps` for Apple's first, `cuda` for
-    /// AMD's, which ROCm has by that name, and `directml` for all on Windows.
-    fn of(&mut self, vendor: u32, id: DeviceId) -> Vec<DeviceId> {
+    /// AMD's cards, which ROCm has by that name, and `directml` for all on Windows.
+    fn of(&mut self, vendor: u32, info: &DeviceInfo) -> Vec<DeviceId> {
+        let (id, has_memory) = (info.id, info.domain == info.id);
         let (kind, count) = match vendor {
             0x8086 => (Some(DeviceKind::Xpu), &mut self.intel),
             0x106b => (Some(DeviceKind::Mps), &mut self.apple),
-            0x1002 => (Some(DeviceKind::Cuda), &mut self.amd),
+            0x1002 if has_memory => (Some(DeviceKind::Cuda), &mut self.amd),
             _ => (None, &mut 0),
         };
         let by_vendor = kind.and_then(|kind| DeviceId::new(kind, *count));
@@ -319,7 +329,7 @@ mod tests {
         let mut aliases = Aliases::default();
         let vendors = [0x8086, 0x10de, 0x1002, 0x8086, 0x106b, 0x106b, 0x10005];
         let names = vendors.iter().enumerate().map(|(number, &vendor)| {
-            let of = aliases.of(vendor, DeviceId::vulkan(number as u32));
+            let of = aliases.of(vendor, &DeviceInfo::new(DeviceId::vulkan(number as u32), 1));
             of.iter()
                 .filter(|id| id.kind() != DeviceKind::DirectMl)
                 .map(ToString::to_string)
@@ -327,5 +337,7 @@ mod tests {
                 .join(" ")
         });
         assert_eq!(names.collect::<Vec<_>>(), ["xpu:0", "", "cuda:0", "xpu:1", "mps", "", ""]);
+        let integrated = DeviceInfo::new(DeviceId::vulkan(9), 1).domain(DeviceId::CPU);
+        assert!(!aliases.of(0x1002, &integrated).iter().any(|id| id.kind() == DeviceKind::Cuda));
     }
 }

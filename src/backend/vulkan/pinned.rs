@@ -14,6 +14,7 @@ use super::context::Context;
 use super::device::VulkanDevice;
 use super::import::HostBuffer;
 use crate::backend::first_touch;
+use crate::backend::process::Process;
 use crate::backend::software::HostAllocation;
 use crate::backend::{
     Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream,
@@ -24,7 +25,7 @@ use crate::error::Result;
 /// The size in bytes of a region that smaller memory shares. Each import is one of the allocations that a driver limits.
 const SHARED: usize = 4 << 20;
 
-/// The size from which memory is a region of its own.
+/// The size from which memory is a region of its own. What is smaller is not mapped, and has no pages to itself.
 const OWN_FROM: usize = 1 << 20;
 
 /// The least alignment of regions and of their sizes: a page.
@@ -41,12 +42,15 @@ pub(super) struct Pins {
     open: Arc<Opened>,
     /// The regions that small memory shares.
     shared: Mutex<Vec<Arc<Region>>>,
+    /// The process whose pages they are: a fork has none of them.
+    process: Process,
 }
 
 impl Pins {
     /// Pins with a limit of `limit` bytes. With `imports`, devices import the library's own memory.
     pub(super) fn new(limit: u64, imports: bool, open: Arc<Opened>) -> Pins {
-        Pins { limit, pinned: AtomicU64::new(0), imports, open, shared: Mutex::default() }
+        let (pinned, shared, process) = (AtomicU64::new(0), Mutex::default(), Process::current());
+        Pins { limit, pinned, imports, open, shared, process }
     }
 
     /// The most bytes that may be pinned at one time.
@@ -56,8 +60,11 @@ impl Pins {
 
     /// Allocates pinned memory. `None` if there is no device to pin it for, no room under the limit, or no driver that takes it.
     fn pin(self: &Arc<Self>, bytes: usize) -> Option<PinnedMemory> {
+        if bytes == 0 || !self.process.is_current() {
+            return None;
+        }
         let devices = self.devices();
-        if bytes == 0 || devices.is_empty() {
+        if devices.is_empty() {
             return None;
         }
         let pinned = |region, range| PinnedMemory { region, range, bytes, pins: Arc::clone(self) };
@@ -73,8 +80,8 @@ impl Pins {
         if let Some((region, range)) = find(&shared) {
             return Some(pinned(region, range));
         }
-        // Near the limit there may be room for this, but not for a whole region.
-        let region = Region::new(self, &devices, SHARED).or_else(|| Region::new(self, &devices, bytes))?;
+        // Near the limit there may be room for a smaller one.
+        let region = Region::new(self, &devices, SHARED).or_else(|| Region::new(self, &devices, OWN_FROM))?;
         shared.push(Arc::new(region));
         find(&shared).map(|(region, range)| pinned(region, range))
     }
@@ -143,6 +150,10 @@ impl Region {
         let alignments = contexts().filter_map(|context| context.limits().import);
         let alignment = alignments.max().map_or(PAGE, |most| (most as usize).max(PAGE));
         let bytes = bytes.checked_next_multiple_of(alignment)?;
+        // Before any page is touched.
+        if contexts().all(|context| bytes as u64 > context.limits().allocation) {
+            return None;
+        }
         let room = Room::take(pins, bytes)?;
         let ranges = Mutex::new(RangeAllocator::new(0..bytes));
         let (address, known, pages, room) = match pins.imports {
@@ -164,8 +175,7 @@ impl Region {
     ) -> Option<(NonNull<u8>, Vec<(Weak<Context>, Option<HostBuffer>)>, HostAllocation)> {
         // A mapping begins with a page.
         let more = if alignment > PAGE { alignment } else { 0 };
-        // What is smaller is not mapped, and has no pages to itself.
-        let mut pages = HostAllocation::new((bytes + more).max(OWN_FROM)).ok()?;
+        let mut pages = HostAllocation::new(bytes + more).ok()?;
         // SAFETY: nobody else has the address yet.
         first_touch::touch(unsafe { pages.bytes_mut() });
         pages.keep_from_forks();

@@ -35,11 +35,14 @@ impl Semaphore {
     pub(super) fn wait(&self, value: u64, nanoseconds: u64) -> Result<bool, Refusal> {
         let (semaphores, values) = ([self.raw], [value]);
         let wait = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
-        let waited = self.context.raw(|device| {
-            // SAFETY: the semaphore is alive.
-            unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
-        });
-        match waited {
+        let ask = || {
+            self.context.raw(|device| {
+                // SAFETY: the semaphore is alive.
+                unsafe { device.wait_semaphores(&wait, nanoseconds) }.of("vkWaitSemaphores")
+            })
+        };
+        // What is refused twice is not transient.
+        match ask().or_else(|refusal| if refusal.is_out_of_memory() { ask() } else { Err(refusal) }) {
             Ok(()) => Ok(true),
             Err(Refusal::Code(_, vk::Result::TIMEOUT)) => Ok(false),
             Err(refusal) => Err(refusal),
@@ -49,10 +52,13 @@ impl Semaphore {
     /// Raises the value from the host.
     pub(super) fn signal(&self, value: u64) -> Result<(), Refusal> {
         let signal = vk::SemaphoreSignalInfo::default().semaphore(self.raw).value(value);
-        self.context.raw(|device| {
-            // SAFETY: the semaphore is alive, and its value is less: only one thread signals it, in order.
-            unsafe { device.signal_semaphore(&signal) }.of("vkSignalSemaphore")
-        })
+        let raise = || {
+            self.context.raw(|device| {
+                // SAFETY: the semaphore is alive, and its value is less: only one thread signals it, in order.
+                unsafe { device.signal_semaphore(&signal) }.of("vkSignalSemaphore")
+            })
+        };
+        raise().or_else(|refusal| if refusal.is_out_of_memory() { raise() } else { Err(refusal) })
     }
 }
 

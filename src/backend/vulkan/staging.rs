@@ -4,6 +4,8 @@
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError};
 
+use ash::vk;
+
 use super::context::{Context, Refusal};
 use super::copy::{self, Move, Place};
 use super::import::HostBuffer;
@@ -61,9 +63,9 @@ impl Broken {
     /// A refused call, before which so much was submitted. Of the refused submission itself the driver took nothing; that of a
     /// lost device cannot be told, and no value will show it.
     pub(super) fn refused(context: &Context, refusal: Refusal, under_way: Option<u64>) -> Broken {
-        let error = context.error(refusal);
-        let lost = matches!(error, Error::DeviceLost { .. });
-        Broken { error, under_way: if lost { Some(u64::MAX) } else { under_way } }
+        // A device that was lost before, or a process that is ending, has not been asked.
+        let lost = matches!(refusal, Refusal::Code(_, vk::Result::ERROR_DEVICE_LOST));
+        Broken { error: context.error(refusal), under_way: if lost { Some(u64::MAX) } else { under_way } }
     }
 }
 

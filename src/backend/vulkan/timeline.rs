@@ -212,8 +212,13 @@ impl Timeline {
         }
     }
 
+    /// Whether the work up to `value` was seen to be done.
+    pub(super) fn was_reached(&self, value: u64) -> bool {
+        self.reached.load(Ordering::Acquire) >= value
+    }
+
     fn wait_once(&self, value: u64, nanoseconds: u64) -> Result<bool, Refusal> {
-        if self.reached.load(Ordering::Acquire) >= value {
+        if self.was_reached(value) {
             return Ok(true);
         }
         let reached = self.semaphore.wait(value, nanoseconds)?;

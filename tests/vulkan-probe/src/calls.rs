@@ -158,6 +158,26 @@ unsafe extern "system" fn device_function(device: vk::Device, name: *const c_cha
     unsafe { call(device, name) }
 }
 
+/// How many of the layers that the environment asks for there are. The loader passes over those that it cannot find.
+fn enabled_layers() -> u64 {
+    let asked = std::env::var("VK_INSTANCE_LAYERS").unwrap_or_default();
+    // SAFETY: the loader's function of this name; the list is as long as the loader said.
+    let found = unsafe {
+        let list = loader()(vk::Instance::null(), c"vkEnumerateInstanceLayerProperties".as_ptr()).expect("layers");
+        let list: vk::PFN_vkEnumerateInstanceLayerProperties = std::mem::transmute(list);
+        let mut count = 0;
+        let _ = list(&raw mut count, std::ptr::null_mut());
+        let mut found = vec![vk::LayerProperties::default(); count as usize];
+        let _ = list(&raw mut count, found.as_mut_ptr());
+        found
+    };
+    let is_asked = |layer: &&vk::LayerProperties| {
+        let name = layer.layer_name_as_c_str().unwrap_or_default().to_string_lossy();
+        asked.split(':').any(|asked| asked == name)
+    };
+    found.iter().filter(is_asked).count() as u64
+}
+
 /// Messengers by their instances.
 static MESSENGERS: Mutex<BTreeMap<u64, vk::DebugUtilsMessengerEXT>> = Mutex::new(BTreeMap::new());
 
@@ -180,6 +200,8 @@ unsafe extern "system" fn create_instance(
     };
     info.enabled_extension_count = names.len() as u32;
     info.pp_enabled_extension_names = names.as_ptr();
+    let layers = enabled_layers();
+    with(|state| state.layers = layers);
     // SAFETY: the loader's function.
     let call: vk::PFN_vkCreateInstance = unsafe { std::mem::transmute(real("vkCreateInstance")) };
     // SAFETY: as above.
@@ -423,6 +445,12 @@ pub(crate) extern "C" fn vulkan_probe_reset() {
     });
 }
 
+/// Forgets which call failed.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn vulkan_probe_forget_failed() {
+    with(|state| state.failed = None);
+}
+
 /// Counts what is alive no more: what a lost device leaves.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn vulkan_probe_forget() {
@@ -466,6 +494,7 @@ pub(crate) unsafe extern "C" fn vulkan_probe_report(
     let text = with(|state| {
         let mut text = format!("calls {}\nomissions {}\n", state.calls, state.omissions);
         text += &format!("copying {}\nshown {}\n", state.copying, state.shown);
+        text += &format!("layers {}\n", state.layers);
         state.failed.iter().for_each(|call| text += &format!("failed {call}\n"));
         state.alive.iter().filter(|(_, handles)| !handles.is_empty()).for_each(|(kind, handles)| {
             text += &format!("alive {} {kind}\n", handles.len());

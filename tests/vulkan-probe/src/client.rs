@@ -78,6 +78,17 @@ impl Session {
         unsafe { symbol::<extern "C" fn(u64, u32)>("vulkan_probe_fail")(nth, how as u32) };
     }
 
+    /// Forgets which call failed.
+    pub fn forget_failed(&self) {
+        // SAFETY: the function has this type.
+        unsafe { symbol::<extern "C" fn()>("vulkan_probe_forget_failed")() };
+    }
+
+    /// The layers that the environment asked for and that were there when the last instance was made.
+    pub fn layers(&self) -> u64 {
+        self.number("layers")
+    }
+
     /// Makes the next call of this name fail.
     pub fn fail_next(&self, call: &str, how: Failure) {
         type FailNext = unsafe extern "C" fn(*const u8, usize, u32);

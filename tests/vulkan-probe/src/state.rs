@@ -75,6 +75,8 @@ pub(crate) struct State {
     /// The living objects of each kind.
     pub(crate) alive: BTreeMap<&'static str, BTreeSet<u64>>,
     pub(crate) messages: Vec<String>,
+    /// The layers that are enabled by the environment.
+    pub(crate) layers: u64,
     /// Command buffers with copies, and those of them whose last command makes the copies visible to the host.
     pub(crate) copying: u64,
     pub(crate) shown: u64,
