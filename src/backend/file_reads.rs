@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::fmt;
 use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -140,7 +139,8 @@ pub enum NoFileReads {
 
 impl NoFileReads {
     /// The refusal of a call of the system.
-    pub(crate) fn system(call: &'static str, error: &io::Error) -> NoFileReads {
+    #[cfg(feature = "cuda")]
+    pub(crate) fn system(call: &'static str, error: &std::io::Error) -> NoFileReads {
         NoFileReads::System { call, error: error.to_string() }
     }
 

@@ -1,4 +1,5 @@
 //! Linux's information about the slot of a device and the host's NUMA nodes.
+#![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA devices ask for nodes and storage"))]
 
 use std::path::{Path, PathBuf};
 
