@@ -12,7 +12,7 @@ use support::watched::Watched;
 use support::*;
 use tensor_offload::backend::{Clock, Flight, MemoryKind, Operation, Piece, Role, Transfer};
 use tensor_offload::device::Topology;
-use tensor_offload::plan::{Unit, Warning};
+use tensor_offload::plan::{TensorGrouping, Unit, Warning};
 use tensor_offload::{
     DType, DeviceId, ErrorKind, LayerGuard, LayerId, Loader, Machine, Order, Plan, Planner, Registry, Result, Streamer,
     Use,
@@ -610,4 +610,18 @@ fn modules_used_in_place_stay_where_they_are() {
     check_layer(&guard, &subject).unwrap();
     drop(guard);
     check_pass(&mut streamer, &subject).unwrap();
+}
+
+/// A driver that makes no allocation as large as a layer gets slots of several, and what arrives in them is whole.
+#[test]
+fn slots_are_divided_where_a_driver_makes_no_allocation_as_large() {
+    use support::whole_path::{load, source, whole_path};
+    let source = source();
+    let machine = described(&["cpu=64mb,link=20", "cuda:0=24mb,link=10,largest=40kb"]);
+    let devices = Registry::described(machine, Clock::Virtual);
+    let plan = load(&devices, &source, GPU0, "cuda:0,60kb;cpu,*", 1).unwrap();
+    assert_eq!(plan.plan().grouping(), TensorGrouping::PerTensor);
+    drop(plan);
+    whole_path(&devices, &source, GPU0, "cuda:0,60kb;cpu,*", 1).unwrap();
+    devices.opened().iter().for_each(|device| assert_eq!(device.ledger().charged(), 0, "{}", device.id()));
 }

@@ -12,8 +12,8 @@ use tensor_offload::{ByteSize, DType, DeviceId, Machine, Order, Plan, Planner, R
 /// Which devices there are.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DeviceOptions {
-    /// A described device, as ID=TOTAL[,free=SIZE][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST] (decimal GB/s each way;
-    /// decode: of compressed weights; domain: the device whose memory it shares; pinned: the most of the host's that may be pinned); with any of these there are no others [default: this machine's]
+    /// A described device, as ID=TOTAL[,free=SIZE][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST][,largest=SIZE] (decimal GB/s each way;
+    /// decode: of compressed weights; domain: the device whose memory it shares; pinned: the most of the host's that may be pinned; largest: the largest allocation that its driver makes); with any of these there are no others [default: this machine's]
     #[arg(long = "device", value_name = "ID=TOTAL")]
     pub(crate) devices: Vec<String>,
 }

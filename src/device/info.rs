@@ -30,6 +30,9 @@ pub struct DeviceInfo {
     /// [`pinned_cap`](DeviceInfo::pinned_cap).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinnable: Option<u64>,
+    /// The bytes of the largest allocation that the device's driver makes. `None` if that is no less than its memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub largest: Option<u64>,
     /// The speed at which the device decodes [compressed](crate::Planner::compress) weights, in bytes of the weights. `None` if it is not
     /// known: then forecasts and simulated clocks take decoding for free.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -48,8 +51,8 @@ impl DeviceInfo {
     /// A device with its own memory, all of it free.
     pub fn new(id: DeviceId, total: u64) -> DeviceInfo {
         let (name, free) = (id.to_string(), Some(total));
-        let (pinnable, decoding, gpu, aliases) = (None, None, None, Vec::new());
-        DeviceInfo { id, name, total, free, opening: 0, pinnable, decoding, domain: id, gpu, aliases }
+        let (pinnable, largest, decoding, gpu, aliases) = (None, None, None, None, Vec::new());
+        DeviceInfo { id, name, total, free, opening: 0, pinnable, largest, decoding, domain: id, gpu, aliases }
     }
 
     /// Sets the vendor's name.
@@ -77,6 +80,13 @@ impl DeviceInfo {
     #[must_use]
     pub fn pinnable(mut self, bytes: Option<u64>) -> DeviceInfo {
         self.pinnable = bytes;
+        self
+    }
+
+    /// Sets the bytes of the largest allocation that its driver makes.
+    #[must_use]
+    pub fn largest(mut self, bytes: Option<u64>) -> DeviceInfo {
+        self.largest = bytes;
         self
     }
 
@@ -247,7 +257,8 @@ impl Machine {
         let info = |d: &Described| {
             let free = d.free.unwrap_or(d.total).get();
             let info = DeviceInfo::new(d.id, d.total.get()).name("described device").free(Some(free));
-            info.domain(d.domain.unwrap_or(d.id)).pinnable(d.pinned.map(ByteSize::get)).decoding(d.decode)
+            let info = info.domain(d.domain.unwrap_or(d.id)).pinnable(d.pinned.map(ByteSize::get)).decoding(d.decode);
+            info.largest(d.largest.map(ByteSize::get))
         };
         Machine::new(devices.iter().map(info), topology)
     }
@@ -280,9 +291,10 @@ impl Machine {
     }
 }
 
-/// A description of a device: `ID=TOTAL[,free=F][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST]`. The link is in decimal GB/s in
+/// A description of a device: `ID=TOTAL[,free=F][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST][,largest=L]`. The link is in decimal GB/s in
 /// each direction, `decode` is the speed at which it decodes compressed weights (1600 on an H200), in GB/s of weights, the domain is the
-/// device whose memory this one shares, and `pinned` is the most memory of the host that may be pinned.
+/// device whose memory this one shares, `pinned` is the most memory of the host that may be pinned, and `largest` the largest allocation that
+/// the device's driver makes.
 ///
 /// ```
 /// use tensor_offload::ByteSize;
@@ -308,6 +320,8 @@ pub struct Described {
     pub domain: Option<DeviceId>,
     /// The most memory that may be pinned, for the host.
     pub pinned: Option<ByteSize>,
+    /// The largest allocation that the device's driver makes. `None` if that is no less than its memory.
+    pub largest: Option<ByteSize>,
 }
 
 impl FromStr for Described {
@@ -318,14 +332,15 @@ impl FromStr for Described {
             let start = part.as_ptr() as usize - text.as_ptr() as usize;
             Error::syntax(text, start..start + part.len(), expected)
         };
-        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST], as in cuda:0=24gib,free=20gib,link=27.2";
+        const FORM: &str = "ID=TOTAL[,free=F][,link=GBPS][,decode=GBPS][,domain=ID][,pinned=MOST][,largest=L], as in cuda:0=24gib,free=20gib,link=27.2";
         let (id, rest) = text.split_once('=').ok_or_else(|| syntax(text, FORM))?;
         let id: DeviceId = id.parse().map_err(|_| syntax(id, "a device such as cuda:0"))?;
         let mut parts = rest.split(',');
         let size = |part: &str| part.parse::<ByteSize>().map_err(|_| syntax(part, "a size such as 24gib"));
         let total = size(parts.next().unwrap_or(""))?;
         let speed = |part: &str| part.parse().map_err(|_| syntax(part, "a bandwidth in GB/s over 0, such as 27.2"));
-        let mut device = Described { id, total, free: None, link: None, decode: None, domain: None, pinned: None };
+        let (free, link, decode, domain, pinned, largest) = (None, None, None, None, None, None);
+        let mut device = Described { id, total, free, link, decode, domain, pinned, largest };
         for part in parts {
             match part.split_once('=').map(|(key, value)| (key.trim().to_ascii_lowercase(), value)) {
                 Some((key, value)) if key == "free" && device.free.is_none() => {
@@ -342,6 +357,13 @@ impl FromStr for Described {
                     device.domain = Some(domain);
                 }
                 Some((key, value)) if key == "pinned" && device.pinned.is_none() => device.pinned = Some(size(value)?),
+                Some((key, value)) if key == "largest" && device.largest.is_none() => {
+                    let largest = size(value)?;
+                    if largest == ByteSize(0) {
+                        return Err(syntax(value, "an allocation of more than 0 bytes"));
+                    }
+                    device.largest = Some(largest);
+                }
                 _ => return Err(syntax(part, FORM)),
             }
         }
@@ -366,6 +388,9 @@ impl fmt::Display for Described {
         }
         if let Some(pinned) = self.pinned {
             write!(f, ",pinned={pinned}")?;
+        }
+        if let Some(largest) = self.largest {
+            write!(f, ",largest={largest}")?;
         }
         Ok(())
     }
@@ -403,6 +428,7 @@ mod tests {
             "npu:3=1.5gb,link=0.5",
             "cuda:0=64gb,domain=cpu",
             "cpu=64gb,free=60gb,pinned=20gb",
+            "vulkan:0=24gb,largest=2gb",
         ] {
             assert_eq!(text.parse::<Described>().unwrap().to_string(), text);
         }

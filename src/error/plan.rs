@@ -116,6 +116,9 @@ pub enum Limit {
     /// All memory of the device: what is free of it is not known.
     #[serde(rename = "in all")]
     InAll,
+    /// The largest allocation that the device's driver makes ([`DeviceInfo::largest`](crate::device::DeviceInfo::largest)).
+    #[serde(rename = "in one allocation")]
+    InOneAllocation,
 }
 
 impl fmt::Display for Limit {
@@ -123,6 +126,7 @@ impl fmt::Display for Limit {
         f.pad(match self {
             Limit::Free => "free",
             Limit::InAll => "in all",
+            Limit::InOneAllocation => "in one allocation",
         })
     }
 }

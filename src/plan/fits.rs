@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::value::{Assignment, DevicePlan};
+use super::value::{Assignment, DevicePlan, Parts};
 use crate::checkpoint::{Layout, ModuleId};
 use crate::device::{DeviceId, DeviceInfo, Machine};
+use crate::dtype::TensorGrouping;
 use crate::error::{Error, Limit, Result, Shortfall, Term};
 
 /// Checks every device, and every memory that several devices share, against its free memory, or against its total if the
@@ -30,6 +31,58 @@ pub(super) fn fits(
             return Err(short(plan, (layout, assignments), *before, memory));
         }
         *before = needed;
+    }
+    Ok(())
+}
+
+/// Checks the allocations that a plan needs against the largest that each device's driver makes. `in_slots` is the layout as slots
+/// hold it. Allocations by element type are a framework's, and not checked.
+///
+/// # Errors
+/// [`Error::DoesNotFit`] with the first allocation that is too large.
+pub(super) fn allocations(machine: &Machine, layout: &Layout, in_slots: &Layout, parts: &Parts) -> Result<()> {
+    for plan in parts.devices.iter().filter(|plan| plan.needed() > 0) {
+        let info = machine.device(plan.id)?;
+        let (Some(largest), computes) = (info.largest, plan.id == parts.compute) else { continue };
+        let too_large = |term, module: Option<&str>, needed| {
+            Err(Error::DoesNotFit(Box::new(Shortfall {
+                device: plan.id,
+                term,
+                module: module.map(str::to_owned),
+                needed,
+                limit: largest,
+                limit_is: Limit::InOneAllocation,
+                total: info.total,
+                short: needed - largest,
+                remedies: Vec::new(),
+            })))
+        };
+        let largest_tensor = |layout: &Layout, module: ModuleId| {
+            layout.at(module).tensors.iter().map(|&tensor| layout.at(tensor).bytes).max().unwrap_or(0)
+        };
+        for home in parts.assignments.iter().filter(|a| a.device == plan.id) {
+            let apart = computes && parts.grouping.is_apart();
+            let bytes = if apart { home.taken().min(largest_tensor(layout, home.index)) } else { home.taken() };
+            if bytes > largest {
+                return too_large(Term::Weights, Some(&home.module), bytes);
+            }
+        }
+        if computes && !parts.external_slots {
+            let slot = match parts.grouping {
+                TensorGrouping::Joined => parts.slots.bytes_each.max(parts.slots.large_bytes),
+                TensorGrouping::PerTensor => {
+                    let fetched = parts.assignments.iter().filter(|a| a.usage.is_fetched());
+                    fetched.map(|a| largest_tensor(in_slots, a.index)).max().unwrap_or(0)
+                }
+                TensorGrouping::PerType => 0,
+            };
+            if slot > largest {
+                return too_large(Term::Slots, largest_fetched(layout, &parts.assignments), slot);
+            }
+            if parts.slots.landing_bytes > largest {
+                return too_large(Term::Slots, None, parts.slots.landing_bytes);
+            }
+        }
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Pattern, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::dtype::{DType, TensorGrouping};
-use crate::error::{Error, PlanFault, Result};
+use crate::error::{Error, Limit, PlanFault, Result, Term};
 use crate::schedule::LANDING_CAP;
 
 /// The most bytes of a plan; the product of two such numbers fits `u128`.
@@ -193,7 +193,8 @@ impl<'a> Planner<'a> {
 
     /// Sets how tensors are divided into allocations on the compute device, and where they are used in place: as the
     /// [allocator](crate::load::TensorAllocator) needs it that a load is given. Slots of the caller's own are not divided.
-    /// Default: [`TensorGrouping::Joined`].
+    /// Default: [`TensorGrouping::Joined`], or [`TensorGrouping::PerTensor`] where a slot would be more than the
+    /// [largest allocation](crate::device::DeviceInfo::largest) of the compute device.
     pub fn grouping(mut self, grouping: TensorGrouping) -> Self {
         self.grouping = grouping;
         self
@@ -262,11 +263,22 @@ impl<'a> Planner<'a> {
         if let Some(dtype) = self.unpacked.filter(|&dtype| !check::is_unpacked_type(dtype)) {
             return Err(Error::invalid(format!("blocks are unpacked to F32, F16 or BF16, not {dtype}")));
         }
-        let plan = match self.is_auto() {
-            true => auto::plan(&self.for_auto(), self.compute_device()),
-            false => self.placed().and_then(|parts| self.checked(parts)),
+        let planned = |planner: &Planner<'_>| match planner.is_auto() {
+            true => auto::plan(&planner.for_auto(), planner.compute_device()),
+            false => planner.placed().and_then(|parts| planner.checked(parts)),
         };
+        let plan = planned(self).or_else(|error| match self.may_divide_slots(&error) {
+            true => planned(&self.clone().grouping(TensorGrouping::PerTensor)).map_err(|_| error),
+            false => Err(error),
+        });
         plan.map_err(|error| self.advised(error))
+    }
+
+    /// Whether slots of several allocations may fit where this error says that one does not.
+    fn may_divide_slots(&self, error: &Error) -> bool {
+        let Error::DoesNotFit(short) = error else { return false };
+        let is_slot = (short.term, short.limit_is) == (Term::Slots, Limit::InOneAllocation);
+        is_slot && self.grouping.is_joined() && !self.external_slots && self.unpacked.is_none()
     }
 
     /// Places every module, whether the devices hold the result or not.
@@ -327,6 +339,7 @@ impl<'a> Planner<'a> {
     /// The plan with these parts, if the devices hold them.
     pub(super) fn checked(&self, parts: Parts) -> Result<Plan> {
         fits::fits(self.machine, self.layout, &parts.devices, &parts.assignments)?;
+        fits::allocations(self.machine, self.layout, self.in_slots(), &parts)?;
         Plan::new(parts)
     }
 

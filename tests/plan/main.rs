@@ -16,7 +16,7 @@ use tensor_offload::checkpoint::{Layout, TensorInfo};
 use tensor_offload::device::{Bandwidth, Described, Topology};
 use tensor_offload::error::PlanFault;
 use tensor_offload::error::{Limit, PlannedModule, Term};
-use tensor_offload::plan::{Assignment, KeptFor, Unit, Warning};
+use tensor_offload::plan::{Assignment, KeptFor, TensorGrouping, Unit, Warning};
 use tensor_offload::{ByteSize, DType, DeviceId, Error, ErrorKind, Machine, Order, Plan, Planner, Result, Use};
 
 const GIB: u64 = 1 << 30;
@@ -283,6 +283,38 @@ fn devices_of_one_memory_pin_and_copy_within_it() {
     assert!(estimate.segments.is_empty(), "{estimate}");
     let memory = unified.topology().clone().link(CPU, "40".parse().unwrap());
     assert_eq!(plan.estimate(&memory, Duration::ZERO).bound().unwrap().name, "cpu out");
+}
+
+/// A slot that no driver would allocate at once is divided by tensor; where that is not enough, nothing fits.
+#[test]
+fn no_allocation_is_larger_than_the_driver_makes() {
+    let layers = |bytes: [u64; 3]| {
+        let names =
+            ["a", "b", "c"].map(|name| (0..4).map(|layer| format!("layers.{layer}.{name}.weight")).collect::<Vec<_>>());
+        let each = (0..4).flat_map(|layer| (0..3).map(move |part| (part, layer)));
+        named(&each.map(|(part, layer)| (names[part][layer].as_str(), bytes[part])).collect::<Vec<_>>())
+    };
+    let plan = |layout: &Layout, largest: &str, allocation: &str| {
+        let machine = machine(&["cpu=64gib", &format!("cuda:0=24gib{largest}")]);
+        Planner::new(layout, &machine).allocation(allocation.parse().unwrap()).depth(1).plan()
+    };
+    let layout = layers([GIB, GIB, GIB / 2]);
+    let whole = plan(&layout, "", "cpu,*").unwrap();
+    assert_eq!((whole.grouping(), whole.slots().bytes_each), (TensorGrouping::Joined, 5 * GIB / 2));
+    assert_eq!(plan(&layout, ",largest=2.5gib", "cpu,*").unwrap(), whole, "as large as a slot is enough");
+    let divided = plan(&layout, ",largest=2gib", "cpu,*").unwrap();
+    assert_eq!((divided.grouping(), divided.slots().bytes_each), (TensorGrouping::PerTensor, 5 * GIB / 2));
+    let short = shortfall(plan(&layout, ",largest=1023mib", "cpu,*"));
+    assert_eq!((short.device, short.term, short.limit_is), (GPU0, Term::Slots, Limit::InOneAllocation));
+    assert_eq!((short.needed, short.limit, short.total), (5 * GIB / 2, 1023 * MIB, 24 * GIB));
+    assert!(short.to_string().contains("bytes in one allocation of"), "{short}");
+    // Weights that stay there are allocations of their own.
+    assert!(plan(&layout, ",largest=1gib", "cuda:0,100%").is_ok());
+    let short = shortfall(plan(&layout, ",largest=1023mib", "cuda:0,100%"));
+    assert_eq!((short.term, short.module.as_deref(), short.short), (Term::Weights, Some("layers.0.a"), MIB));
+    // Mode auto plans within it, too.
+    let auto = plan(&layout, ",largest=2gib", "auto").unwrap();
+    assert!(auto.grouping() == TensorGrouping::PerTensor || auto.slots().count == 0, "{auto}");
 }
 
 /// An unopened device is charged what opening takes: before the weights, if the plan puts anything on it.

@@ -71,6 +71,10 @@ impl Device for SoftwareDevice {
     fn allocate(&self, charge: Charge, _kind: MemoryKind) -> Result<BufMut> {
         self.process.check()?;
         charge.check(self.id())?;
+        if let Some(largest) = self.info.largest.filter(|&largest| charge.bytes() > largest) {
+            let (device, limit) = (self.id(), self.info.total);
+            return Err(Error::OutOfMemory { device, requested: charge.bytes(), available: largest, limit });
+        }
         let bytes = charge.bytes() as usize;
         let memory = || HostAllocation::new(bytes).map_err(|_| self.refused(charge.bytes()));
         let storage: Box<dyn Storage> = match &self.medium {

@@ -205,6 +205,7 @@ impl Instance {
                 .then_some(import.min_imported_host_pointer_alignment.max(1)),
         };
         let info = if unified { info.domain(DeviceId::CPU) } else { info };
+        let info = info.largest(Some(limits.allocation).filter(|&largest| largest < size));
         Ok((properties.vendor_id, Physical { handle, info, heap, memory, limits, unified, has }))
     }
 
