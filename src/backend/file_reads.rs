@@ -139,7 +139,7 @@ pub enum NoFileReads {
 
 impl NoFileReads {
     /// The refusal of a call of the system.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn system(call: &'static str, error: &std::io::Error) -> NoFileReads {
         NoFileReads::System { call, error: error.to_string() }
     }

@@ -20,7 +20,7 @@ use crate::allocation::{Allocation, Mode};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, Module};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Limit, Result};
 use crate::limits::{STAGING_BUFFERS, STAGING_BYTES};
 
 /// The most corrections of a quota until its plan fits.
@@ -294,8 +294,13 @@ impl<'a> Search<'a> {
                 Err(Error::DoesNotFit(short)) => {
                     let goes_on = match donors.iter().position(|donor| donor.device == short.device) {
                         Some(donor) => {
-                            let short = donors[donor].weights_in(short.short);
-                            donors[donor].room = shares[donor].min(donors[donor].room).saturating_sub(short);
+                            let less = donors[donor].weights_in(short.short);
+                            // What is too large for one allocation is so however little of it goes there.
+                            let room = match short.limit_is {
+                                Limit::InOneAllocation => 0,
+                                _ => shares[donor].min(donors[donor].room).saturating_sub(less),
+                            };
+                            donors[donor].room = room;
                             true
                         }
                         None => quota.is_too_much(beside, held),

@@ -35,6 +35,7 @@ impl Plan {
     pub fn demoted(&self, layout: &Layout, machine: &Machine) -> Result<Plan> {
         let plan = self.away(layout, machine, Use::Streamed)?;
         fits::fits(machine, layout, &plan.devices, &plan.assignments)?;
+        fits::allocations(machine, layout, &plan.slot_form().in_slots(layout), &plan)?;
         Plan::new(plan)
     }
 

@@ -58,10 +58,11 @@ pub(super) fn allocations(machine: &Machine, layout: &Layout, in_slots: &Layout,
             })))
         };
         let largest_tensor = |layout: &Layout, module: ModuleId| {
-            layout.at(module).tensors.iter().map(|&tensor| layout.at(tensor).bytes).max().unwrap_or(0)
+            layout.own_tensors(module).map(|tensor| layout.at(tensor).bytes).max().unwrap_or(0)
         };
         for home in parts.assignments.iter().filter(|a| a.device == plan.id) {
-            let apart = computes && parts.grouping.is_apart();
+            // As `Plan::is_apart`.
+            let apart = parts.grouping.is_apart() && !home.usage.is_fetched();
             let bytes = if apart { home.taken().min(largest_tensor(layout, home.index)) } else { home.taken() };
             if bytes > largest {
                 return too_large(Term::Weights, Some(&home.module), bytes);

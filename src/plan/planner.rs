@@ -15,7 +15,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::{Layer, Layout, Module, ModuleId, Pattern, Per, TensorId, TensorInfo, is_table};
 use crate::device::{DeviceId, DeviceKind, Machine};
 use crate::dtype::{DType, TensorGrouping};
-use crate::error::{Error, Limit, PlanFault, Result, Term};
+use crate::error::{Error, Limit, PlanFault, Result};
 use crate::schedule::LANDING_CAP;
 
 /// The most bytes of a plan; the product of two such numbers fits `u128`.
@@ -193,8 +193,8 @@ impl<'a> Planner<'a> {
 
     /// Sets how tensors are divided into allocations on the compute device, and where they are used in place: as the
     /// [allocator](crate::load::TensorAllocator) needs it that a load is given. Slots of the caller's own are not divided.
-    /// Default: [`TensorGrouping::Joined`], or [`TensorGrouping::PerTensor`] where a slot would be more than the
-    /// [largest allocation](crate::device::DeviceInfo::largest) of the compute device.
+    /// Default: [`TensorGrouping::Joined`], or [`TensorGrouping::PerTensor`] where that is refused because a slot or a module would be
+    /// more than the [largest allocation](crate::device::DeviceInfo::largest) of the compute device.
     pub fn grouping(mut self, grouping: TensorGrouping) -> Self {
         self.grouping = grouping;
         self
@@ -263,22 +263,29 @@ impl<'a> Planner<'a> {
         if let Some(dtype) = self.unpacked.filter(|&dtype| !check::is_unpacked_type(dtype)) {
             return Err(Error::invalid(format!("blocks are unpacked to F32, F16 or BF16, not {dtype}")));
         }
-        let planned = |planner: &Planner<'_>| match planner.is_auto() {
+        self.planned().map_err(|error| self.advised(error))
+    }
+
+    /// As [`plan`](Planner::plan), without remedies.
+    pub(super) fn planned(&self) -> Result<Plan> {
+        let plan = |planner: &Planner<'_>| match planner.is_auto() {
             true => auto::plan(&planner.for_auto(), planner.compute_device()),
             false => planner.placed().and_then(|parts| planner.checked(parts)),
         };
-        let plan = planned(self).or_else(|error| match self.may_divide_slots(&error) {
-            true => planned(&self.clone().grouping(TensorGrouping::PerTensor)).map_err(|_| error),
+        plan(self).or_else(|error| match self.may_divide(&error) {
+            true => plan(&self.clone().grouping(TensorGrouping::PerTensor)).map_err(|_| error),
             false => Err(error),
-        });
-        plan.map_err(|error| self.advised(error))
+        })
     }
 
-    /// Whether slots of several allocations may fit where this error says that one does not.
-    fn may_divide_slots(&self, error: &Error) -> bool {
+    /// Whether an allocation for each tensor of the compute device may fit where this error says that larger ones do not. What
+    /// mode auto was refused last may be another thing.
+    fn may_divide(&self, error: &Error) -> bool {
         let Error::DoesNotFit(short) = error else { return false };
-        let is_slot = (short.term, short.limit_is) == (Term::Slots, Limit::InOneAllocation);
-        is_slot && self.grouping.is_joined() && !self.external_slots && self.unpacked.is_none()
+        let compute = self.compute_device();
+        let is_limited = self.machine.device(compute).is_ok_and(|info| info.largest.is_some());
+        let is_it = short.device == compute && short.limit_is == Limit::InOneAllocation;
+        is_limited && (is_it || self.is_auto()) && self.grouping.is_joined() && !self.external_slots
     }
 
     /// Places every module, whether the devices hold the result or not.

@@ -56,7 +56,7 @@ impl<'a> Planner<'a> {
     fn fits(&self) -> bool {
         match self.is_auto() {
             true => auto::fits(&self.for_auto(), self.compute_device()),
-            false => self.placed().and_then(|parts| self.checked(parts)).is_ok(),
+            false => self.planned().is_ok(),
         }
     }
 }

@@ -308,6 +308,19 @@ fn no_allocation_is_larger_than_the_driver_makes() {
     assert_eq!((short.device, short.term, short.limit_is), (GPU0, Term::Slots, Limit::InOneAllocation));
     assert_eq!((short.needed, short.limit, short.total), (5 * GIB / 2, 1023 * MIB, 24 * GIB));
     assert!(short.to_string().contains("bytes in one allocation of"), "{short}");
+    // Two tensors of one module are one allocation, unless each is its own; also where the module stays on the card.
+    let fused = named(&[("layers.0.mlp.up", 3 * GIB / 2), ("layers.0.mlp.down", GIB), ("layers.1.mlp.up", GIB / 2)]);
+    for allocation in ["cpu,*", "cuda:0,100%", "auto"] {
+        let plan = plan(&fused, ",largest=1.5gib", allocation).unwrap();
+        assert_eq!(plan.grouping(), TensorGrouping::PerTensor, "{allocation}: {plan}");
+    }
+    assert!(plan(&fused, ",largest=1gib", "cuda:0,100%").is_err() && plan(&fused, ",largest=1gib", "cpu,*").is_err());
+    // A model that is moved to the host streams, if slots can be as large as its layers.
+    let resident = plan(&layout, ",largest=2gib", "cuda:0,100%").unwrap();
+    assert_eq!(resident.grouping(), TensorGrouping::Joined);
+    let small = machine(&["cpu=64gib", "cuda:0=24gib,largest=2gib"]);
+    assert_eq!(resident.demoted(&layout, &small).unwrap_err().kind(), ErrorKind::DoesNotFit);
+    assert!(resident.demoted(&layout, &machine(&["cpu=64gib", "cuda:0=24gib"])).is_ok());
     // Weights that stay there are allocations of their own.
     assert!(plan(&layout, ",largest=1gib", "cuda:0,100%").is_ok());
     let short = shortfall(plan(&layout, ",largest=1023mib", "cuda:0,100%"));

@@ -16,7 +16,7 @@ const BLOCK: u64 = 64 << 20;
 const SHARED_BELOW: u64 = BLOCK / 4;
 
 /// The alignment of ranges in bytes: the most that drivers ask of the offset of a storage buffer.
-const ALIGNMENT: u64 = 256;
+pub(super) const ALIGNMENT: u64 = 256;
 
 /// What buffers of device memory are for.
 const USAGE: vk::BufferUsageFlags = vk::BufferUsageFlags::from_raw(
@@ -89,7 +89,7 @@ impl Arena {
 
     /// The bytes of the largest allocation that the driver makes.
     pub(super) fn largest(&self) -> u64 {
-        self.context.limits().allocation / ALIGNMENT * ALIGNMENT
+        self.context.limits().allocation
     }
 
     /// Gives unused blocks back to the driver. Returns the number of bytes released.

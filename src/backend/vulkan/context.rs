@@ -23,8 +23,8 @@ pub(super) struct Context {
     lost: OnceLock<String>,
     /// The allocations that there are.
     allocations: AtomicU32,
-    /// The bytes of host memory that the device knows.
-    host_bytes: AtomicU64,
+    /// The bytes of host memory that the device knows, for each heap.
+    host_bytes: [AtomicU64; vk::MAX_MEMORY_HEAPS],
     instance: Arc<Instance>,
 }
 
@@ -79,7 +79,7 @@ impl Context {
         let imports = physical.limits.import.map(|_| ext::external_memory_host::Device::new(raw, &device));
         let queues = choice.queues(&device);
         let (physical, lost, instance) = (physical.clone(), OnceLock::new(), Arc::clone(instance));
-        let (allocations, host_bytes) = (AtomicU32::new(0), AtomicU64::new(0));
+        let (allocations, host_bytes) = (AtomicU32::new(0), std::array::from_fn(|_| AtomicU64::new(0)));
         Ok(Context { id, device, queues, physical, imports, lost, allocations, host_bytes, instance })
     }
 
@@ -139,15 +139,17 @@ impl Context {
     /// Counts host memory that the device is to know. Returns false if it is more than the heap of that type of memory: an import
     /// beyond it may succeed, and a submission that uses it then loses the device.
     pub(super) fn count_host_bytes(&self, bytes: u64, kind: u32) -> bool {
-        let kind = self.physical.memory.memory_types[kind as usize];
-        let heap = self.physical.memory.memory_heaps[kind.heap_index as usize];
+        let heap_index = self.physical.memory.memory_types[kind as usize].heap_index;
+        let heap = self.physical.memory.memory_heaps[heap_index as usize];
         let more = |known: u64| known.checked_add(bytes).filter(|&sum| sum <= heap.size);
-        self.host_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+        let known = &self.host_bytes[heap_index as usize];
+        known.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
     /// Counts host memory that the device does not know any more.
-    pub(super) fn forget_host_bytes(&self, bytes: u64) {
-        self.host_bytes.fetch_sub(bytes, Ordering::Relaxed);
+    pub(super) fn forget_host_bytes(&self, bytes: u64, kind: u32) {
+        let heap_index = self.physical.memory.memory_types[kind as usize].heap_index;
+        self.host_bytes[heap_index as usize].fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Whether this and `other` are the same open device.

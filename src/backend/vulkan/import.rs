@@ -36,6 +36,8 @@ pub(super) struct HostBuffer {
     memory: vk::DeviceMemory,
     buffer: vk::Buffer,
     bytes: u64,
+    /// The type of memory.
+    kind: u32,
 }
 
 impl HostBuffer {
@@ -62,9 +64,7 @@ impl HostBuffer {
             HostBuffer::create(context, device, bytes as u64, Some(PAGES), pages.memory_type_bits, allocate)
         };
         match context.raw(import) {
-            Ok((memory, buffer)) => {
-                Some(HostBuffer { context: Arc::clone(context), memory, buffer, bytes: bytes as u64 })
-            }
+            Ok(host) => Some(host),
             Err(refusal) => {
                 let error = context.error(refusal);
                 tracing::debug!(device = %context.id(), bytes, %error, "host memory was not imported");
@@ -75,14 +75,13 @@ impl HostBuffer {
 
     /// Allocates host memory of the driver, and returns where it is. Its bytes are zero.
     pub(super) fn allocate(context: &Arc<Context>, bytes: usize) -> Result<(HostBuffer, NonNull<u8>), Refusal> {
-        let (memory, buffer) = context.raw(|device| {
+        let host = context.raw(|device| {
             let allocate = vk::MemoryAllocateInfo::default();
             HostBuffer::create(context, device, bytes as u64, None, u32::MAX, allocate)
         })?;
-        let host = HostBuffer { context: Arc::clone(context), memory, buffer, bytes: bytes as u64 };
         let address = context.raw(|device| {
             // SAFETY: the memory can be mapped, and is mapped once, until it is freed.
-            unsafe { device.map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty()) }.of("vkMapMemory")
+            unsafe { device.map_memory(host.memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty()) }.of("vkMapMemory")
         })?;
         let none = Refusal::Code("vkMapMemory", vk::Result::ERROR_MEMORY_MAP_FAILED);
         let address = NonNull::new(address.cast::<u8>()).ok_or(none)?;
@@ -92,13 +91,13 @@ impl HostBuffer {
     }
 
     fn create(
-        context: &Context,
+        context: &Arc<Context>,
         device: &ash::Device,
         bytes: u64,
         external: Option<vk::ExternalMemoryHandleTypeFlags>,
         types: u32,
         allocate: vk::MemoryAllocateInfo<'_>,
-    ) -> Outcome<(vk::DeviceMemory, vk::Buffer)> {
+    ) -> Outcome<HostBuffer> {
         let full = ("vkAllocateMemory", vk::Result::ERROR_OUT_OF_DEVICE_MEMORY);
         if bytes > context.limits().allocation {
             return Err(full);
@@ -120,10 +119,11 @@ impl HostBuffer {
             return Err(destroy(full));
         }
         let allocate = allocate.allocation_size(needs.size.max(bytes)).memory_type_index(kind);
-        bound(context, device, &allocate, buffer).map(|memory| (memory, buffer)).map_err(|refusal| {
-            context.forget_host_bytes(bytes);
+        let memory = bound(context, device, &allocate, buffer).map_err(|refusal| {
+            context.forget_host_bytes(bytes, kind);
             destroy(refusal)
-        })
+        })?;
+        Ok(HostBuffer { context: Arc::clone(context), memory, buffer, bytes, kind })
     }
 
     pub(super) fn buffer(&self) -> vk::Buffer {
@@ -138,6 +138,6 @@ impl Drop for HostBuffer {
             device.destroy_buffer(self.buffer, None);
             self.context.free_memory(device, self.memory);
         });
-        self.context.forget_host_bytes(self.bytes);
+        self.context.forget_host_bytes(self.bytes, self.kind);
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use ash::{Entry, ext, khr, vk};
 
+use super::arena::ALIGNMENT;
 use super::{exit, import};
 use crate::backend::process::Process;
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails, gpu_uuid};
@@ -200,7 +201,9 @@ impl Instance {
         let info = DeviceInfo::new(id, size).name(name).free(None).gpu(gpu);
         let limits = Limits {
             allocations: properties.limits.max_memory_allocation_count,
-            allocation: maintenance3.max_memory_allocation_size.min(maintenance4.max_buffer_size),
+            // Whole ranges of the arena, which rounds sizes up to them.
+            allocation: maintenance3.max_memory_allocation_size.min(maintenance4.max_buffer_size) / ALIGNMENT
+                * ALIGNMENT,
             import: (has.external_memory_host && self.imports(handle))
                 .then_some(import.min_imported_host_pointer_alignment.max(1)),
         };
