@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ash::vk;
 use ash::vk::Handle;
@@ -360,11 +360,21 @@ unsafe extern "system" fn submit(
         submission.p_wait_semaphore_infos = waits.as_ptr();
         kept.push(waits);
     }
-    // SAFETY: the loader's function; what is passed on points to what outlives the call.
-    unsafe {
-        let call: vk::PFN_vkQueueSubmit2 = std::mem::transmute(real("vkQueueSubmit2"));
-        call(queue, count, submissions.as_ptr(), fence)
-    }
+    // The lock below would hide from the layer that two threads use one queue.
+    with(|state| match state.submitting.insert(queue.as_raw()) {
+        true => {}
+        false => state.messages.push("the probe: two threads submit to one queue at the same time".to_owned()),
+    });
+    let result = {
+        let _alone = one_at_a_time();
+        // SAFETY: the loader's function; what is passed on points to what outlives the call.
+        unsafe {
+            let call: vk::PFN_vkQueueSubmit2 = std::mem::transmute(real("vkQueueSubmit2"));
+            call(queue, count, submissions.as_ptr(), fence)
+        }
+    };
+    with(|state| state.submitting.remove(&queue.as_raw()));
+    result
 }
 
 fn list_of<'a>(list: *const vk::SemaphoreSubmitInfo<'a>, count: u32) -> Vec<vk::SemaphoreSubmitInfo<'a>> {
@@ -375,15 +385,18 @@ fn list_of<'a>(list: *const vk::SemaphoreSubmitInfo<'a>, count: u32) -> Vec<vk::
     }
 }
 
-/// Leaves waits out as a test asked.
+/// Leaves waits out as a test asked: only those for submissions, since those for the host are what lets work queue up, so that the
+/// layer sees what was left out.
 fn omit(state: &mut State, raised: &[vk::SemaphoreSubmitInfo<'_>], waits: &mut Vec<vk::SemaphoreSubmitInfo<'_>>) {
+    state.raised.extend(raised.iter().map(|signal| signal.semaphore.as_raw()));
     let is_own = |wait: &vk::SemaphoreSubmitInfo<'_>| raised.iter().any(|signal| signal.semaphore == wait.semaphore);
+    let of_host = |wait: &vk::SemaphoreSubmitInfo<'_>| !state.raised.contains(&wait.semaphore.as_raw());
     let before = waits.len();
     match state.omitted {
         Some(Omission::OwnWaits) => waits.retain(|wait| !is_own(wait)),
-        Some(Omission::OtherWaits) => waits.retain(is_own),
+        Some(Omission::OtherWaits) => waits.retain(|wait| is_own(wait) || of_host(wait)),
         Some(Omission::LastStep) => {
-            for wait in waits.iter_mut().filter(|wait| !is_own(wait) && wait.value > 0) {
+            for wait in waits.iter_mut().filter(|wait| !is_own(wait) && !of_host(wait) && wait.value > 0) {
                 wait.value -= 1;
                 state.omissions += 1;
             }
@@ -393,14 +406,18 @@ fn omit(state: &mut State, raised: &[vk::SemaphoreSubmitInfo<'_>], waits: &mut V
     state.omissions += (before - waits.len()) as u64;
 }
 
-/// Held by signals of the host until the layer has seen them.
-static SIGNALS: Mutex<()> = Mutex::new(());
+/// Held by submissions and by signals of the host until the layer has seen them. It takes each in two steps, one before the call
+/// and one after; another thread's step between those makes it free what it still uses, and see hazards that there are not.
+fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 unsafe extern "system" fn signal(device: vk::Device, info: *const vk::SemaphoreSignalInfo<'_>) -> vk::Result {
     if let Some(code) = fails("vkSignalSemaphore") {
         return code;
     }
-    let _seen = SIGNALS.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = one_at_a_time();
     // SAFETY: the loader's function; the program's arguments.
     unsafe {
         let call: vk::PFN_vkSignalSemaphore = std::mem::transmute(real("vkSignalSemaphore"));
@@ -427,7 +444,7 @@ unsafe extern "system" fn wait(device: vk::Device, info: *const vk::SemaphoreWai
             vk::Result::SUCCESS => {
                 // The layer may see the end of this wait before the host's signal that led to it, and then takes the work in
                 // between for pending. It sees a second wait after that signal.
-                let _seen = SIGNALS.lock().unwrap_or_else(PoisonError::into_inner);
+                let _alone = one_at_a_time();
                 call(device, info, 0)
             }
             result => result,

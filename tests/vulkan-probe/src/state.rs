@@ -39,7 +39,7 @@ impl Failure {
 pub enum Omission {
     /// Waits of a submission for the semaphore that it raises itself.
     OwnWaits = 1,
-    /// Waits of a submission for other semaphores.
+    /// Waits of a submission for those of other streams.
     OtherWaits = 2,
     /// The last step of those: each waits for the value before.
     LastStep = 3,
@@ -82,6 +82,10 @@ pub(crate) struct State {
     pub(crate) shown: u64,
     /// What is recorded in each command buffer: whether it copies, and whether the host sees all of that.
     pub(crate) recorded: BTreeMap<u64, (bool, bool)>,
+    /// The semaphores that submissions have raised.
+    pub(crate) raised: BTreeSet<u64>,
+    /// The queues that a thread is submitting to.
+    pub(crate) submitting: BTreeSet<u64>,
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
@@ -115,5 +119,9 @@ pub(crate) fn made(kind: &'static str, handle: u64) {
 
 /// Notes that an object is gone. One that nobody counts any more is not missed.
 pub(crate) fn gone(kind: &'static str, handle: u64) {
-    with(|state| state.alive.entry(kind).or_default().remove(&handle));
+    with(|state| {
+        state.alive.entry(kind).or_default().remove(&handle);
+        // The next one may have the same handle.
+        state.raised.remove(&handle);
+    });
 }
