@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use card::{DEADLINE, Driver, assert_given_back, driver, has_devices, registry, stand_in, whatever_call_fails};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
+use support::coded::{Codes, load, passes, tensors};
 use support::compressed::Compressed;
 use support::{DISK, GPU0, GPU1, spec};
 use tensor_offload::checkpoint::TensorSpec;
@@ -18,72 +19,6 @@ use tensor_offload::{ByteSize, DType, Error, ErrorKind, Loader, Model, Planner, 
 
 fn cards(count: usize) -> Config {
     Config::with_devices(&vec![64 << 20; count]).memory(MemoryMode::Reuse).late_micros(2000).seed(5)
-}
-
-/// Four layers of weights that have codes, two types among them, with a bias and a norm that have none.
-fn tensors() -> Vec<TensorSpec> {
-    let layer = |layer: u64| {
-        let dtype = if layer == 2 { DType::F16 } else { DType::BF16 };
-        let name = |role: &str| format!("model.layers.{layer}.{role}");
-        [
-            spec(name("q.weight"), dtype, &[24, 256]),
-            spec(name("q.bias"), dtype, &[24]),
-            spec(name("up.weight"), DType::BF16, &[40, 256]),
-            spec(name("norm.weight"), DType::F32, &[64]),
-        ]
-    };
-    (0..4).flat_map(layer).collect()
-}
-
-fn load(devices: &Registry, weights: &Weights, allocation: &str, pinned: Option<u64>) -> Result<Arc<Model>> {
-    let planner = Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse()?).compute(GPU0);
-    let planner = pinned.iter().fold(planner, |planner, &cap| planner.pinned_cap(Some(ByteSize(cap))));
-    let plan = planner.depth(1).compress(true).compress_resident(true).landing_cap(ByteSize(0)).plan()?;
-    assert!(plan.assignments().iter().any(|a| a.is_compressed()), "{plan}");
-    Ok(Arc::new(Loader::new(devices).deadline(DEADLINE).load(weights, &plan)?))
-}
-
-/// Whose codes are kept.
-#[derive(Clone, Copy, Debug)]
-enum Codes {
-    OfTheFile,
-    /// The file is plain, and the load makes them.
-    OfTheLoad,
-}
-
-/// So many passes, each layer compared with the plain file.
-fn passes(
-    devices: &Registry,
-    (file, codes): (&Compressed, Codes),
-    allocation: &str,
-    pinned: Option<u64>,
-    count: usize,
-) -> Result<()> {
-    let weights = match codes {
-        Codes::OfTheFile => file.open().into(),
-        Codes::OfTheLoad => file.plain.weights.clone().compress()?,
-    };
-    let model = load(devices, &weights, allocation, pinned)?;
-    for info in model.layout().tensors() {
-        let mut got = vec![0; info.bytes as usize];
-        model.read(&info.name, &mut got)?;
-        assert!(got == file.plain.bytes_of(&info.name), "{}, {allocation}", info.name);
-    }
-    let mut streamer = Streamer::new(&model)?.deadline(DEADLINE);
-    for layer in (0..count).flat_map(|_| model.layout().layer_ids()) {
-        let guard = streamer.layer(layer)?;
-        for view in guard.tensors() {
-            let mut got = vec![0; view.size()];
-            guard.read(view.name(), &mut got)?;
-            assert!(got == file.plain.bytes_of(view.name()), "{}, {allocation}", view.name());
-        }
-    }
-    streamer.verify()?;
-    let (crossed, plan) = (streamer.report().bytes.values().sum::<u64>(), model.plan());
-    // A layer that has a slot to itself comes once.
-    let each = plan.streamed_bytes();
-    assert!((each..=each * (count as u64 + 1)).contains(&crossed), "{crossed} in {count} passes\n{plan}");
-    Ok(())
 }
 
 /// Pinned and pageable, from files, past another card: codes cross the link and kernels decode them, and those that live on the card.
@@ -103,7 +38,7 @@ fn cuda_slots_hold_the_weights_of_codes_that_cross_the_link() {
     ] {
         let driver = driver(&cards(1));
         let devices = registry();
-        passes(&devices, (&file, codes), allocation, pinned, 2).unwrap();
+        passes((&devices, GPU0), (&file, codes), allocation, pinned, 2).unwrap();
         if let Driver::StandIn(cuda) = &driver {
             assert!(cuda.report().calls_of("cuLaunchKernel") >= 8);
         }
@@ -117,7 +52,7 @@ fn cuda_slots_hold_the_weights_of_codes_that_cross_the_link() {
         let driver = driver(machine);
         if has_devices(2) {
             let devices = registry();
-            passes(&devices, (&file, codes), "cuda:0,20%;cuda:1,40%;disk,20%;cpu,20%", None, 2).unwrap();
+            passes((&devices, GPU0), (&file, codes), "cuda:0,20%;cuda:1,40%;disk,20%;cpu,20%", None, 2).unwrap();
             drop(devices);
         }
         driver.assert_clean();
@@ -136,7 +71,7 @@ fn cuda_a_damaged_code_is_an_error_of_its_layer() {
     fs::write(file.file(), &bytes).unwrap();
     let driver = driver(&cards(1));
     let devices = registry();
-    let model = load(&devices, &file.open().into(), "disk,*", None).unwrap();
+    let model = load((&devices, GPU0), &file.open().into(), "disk,*", None).unwrap();
     let mut streamer = Streamer::new(&model).unwrap().deadline(DEADLINE);
     let mut told = Vec::new();
     for layer in model.layout().layer_ids() {
@@ -159,7 +94,7 @@ fn cuda_drivers_that_refuse_the_kernels_decode_nothing_and_say_so() {
     let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..cards(1) }) else { return };
     let devices = registry();
     let file = Compressed::new(&tensors(), 3);
-    let model = load(&devices, &file.open().into(), "cuda:0,30%;cpu,*", None).unwrap();
+    let model = load((&devices, GPU0), &file.open().into(), "cuda:0,30%;cpu,*", None).unwrap();
     let refused = Streamer::new(&model).unwrap_err();
     let Error::Missing(Missing::Decoding { tensor, .. }) = &refused else { panic!("{refused}") };
     assert!(tensor.ends_with(".weight") && refused.to_string().contains("plan without `compress`"), "{refused}");
@@ -171,10 +106,12 @@ fn cuda_drivers_that_refuse_the_kernels_decode_nothing_and_say_so() {
 fn cuda_compressed_streams_keep_nothing_whatever_call_fails() {
     let file = Compressed::new(&tensors()[..8], 4);
     let effects = [Effect::Fail(304), Effect::Sticky(700)];
-    let path = |devices: &Registry| passes(devices, (&file, Codes::OfTheFile), "cuda:0,20%;disk,40%;cpu,*", None, 1);
+    let path =
+        |devices: &Registry| passes((devices, GPU0), (&file, Codes::OfTheFile), "cuda:0,20%;disk,40%;cpu,*", None, 1);
     whatever_call_fails(&cards(1), &effects, 0, registry, path);
     // Made by the load, and on another card.
-    let path = |devices: &Registry| passes(devices, (&file, Codes::OfTheLoad), "cuda:0,20%;cuda:1,40%;cpu,*", None, 1);
+    let path =
+        |devices: &Registry| passes((devices, GPU0), (&file, Codes::OfTheLoad), "cuda:0,20%;cuda:1,40%;cpu,*", None, 1);
     whatever_call_fails(&cards(2).all_peers(), &effects, 0, registry, path);
 }
 
@@ -184,7 +121,7 @@ fn cuda_codes_of_a_lost_card_come_from_the_files() {
     let Some(cuda) = stand_in(&cards(2).all_peers()) else { return };
     let (devices, file) = (registry(), Compressed::new(&tensors(), 5));
     let weights = file.plain.weights.clone().compress().unwrap();
-    let base = load(&devices, &weights, "cuda:0,20%;cuda:1,*", None).unwrap();
+    let base = load((&devices, GPU0), &weights, "cuda:0,20%;cuda:1,*", None).unwrap();
     let other = Planner::new(weights.layout(), devices.machine()).compute(GPU1).plan().unwrap();
     cuda.fault(&FaultPlan::one(Fault::nth("cuMemAllocFromPoolAsync", 1, Effect::Sticky(700))));
     let lost = Loader::new(&devices).deadline(DEADLINE).load(&weights, &other).unwrap_err();

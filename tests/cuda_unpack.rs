@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use card::{DEADLINE, Driver, driver, has_devices, registry, stand_in, whatever_call_fails};
 use cuda_standin::{Config, Effect, MemoryMode};
-use support::gguf::Gguf;
+use support::GPU0;
+use support::unpacked::{load, passes, weights};
 use tensor_offload::error::Missing;
 use tensor_offload::{
     ByteSize, Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights,
@@ -21,47 +22,6 @@ fn cards(count: usize) -> Config {
     Config::with_devices(&vec![64 << 20; count]).memory(MemoryMode::Reuse).late_micros(2000).seed(5)
 }
 
-/// Five layers of two weights in blocks, one with a bias, and a norm; and the same with values in place of blocks.
-fn weights(to: DType) -> (Weights, Weights) {
-    let types = [DType::Q4_K, DType::Q8_0, DType::Q6_K, DType::Q4_0, DType::MXFP4];
-    let file = types.into_iter().enumerate().fold(Gguf::new("llama"), |file, (layer, dtype)| {
-        file.some(&format!("blk.{layer}.attn_q.weight"), dtype, &[24, 256])
-            .some(&format!("blk.{layer}.attn_q.bias"), DType::F32, &[24])
-            .some(&format!("blk.{layer}.ffn_up.weight"), DType::Q5_1, &[40, 256])
-            .some(&format!("blk.{layer}.ffn_norm.weight"), DType::F32, &[256])
-    });
-    let open = || Weights::new(Checkpoint::from_bytes("model.gguf", file.build()).unwrap());
-    (open(), open().cast("attn_q.weight", to).and_then(|weights| weights.cast("ffn_up.weight", to)).unwrap())
-}
-
-fn load(devices: &Registry, weights: &Weights, allocation: &str, to: DType) -> Result<Arc<Model>> {
-    let planner = Planner::new(weights.layout(), devices.machine()).allocation(allocation.parse()?);
-    // So small a landing buffer that the larger tensors arrive in parts.
-    let plan = planner.compute(DeviceId::cuda(0)).depth(1).unpack(to).landing_cap(ByteSize(0)).plan()?;
-    Ok(Arc::new(Loader::new(devices).deadline(DEADLINE).load(weights, &plan)?))
-}
-
-/// So many passes, each layer compared with the values.
-fn passes(devices: &Registry, allocation: &str, to: DType, count: usize) -> Result<()> {
-    let (weights, values) = weights(to);
-    let model = load(devices, &weights, allocation, to)?;
-    let mut streamer = Streamer::new(&model)?.deadline(DEADLINE);
-    for layer in (0..count).flat_map(|_| model.layout().layer_ids()) {
-        let guard = streamer.layer(layer)?;
-        for view in guard.tensors() {
-            let tensor = values.layout().find(view.name()).unwrap();
-            assert_eq!(view.dtype(), values.layout().tensor(tensor).unwrap().dtype, "{}", view.name());
-            let (mut got, mut wanted) = (vec![0; view.size()], vec![0; view.size()]);
-            values.read(tensor, &mut wanted)?;
-            guard.read(view.name(), &mut got)?;
-            assert!(got == wanted, "{} as {to}, {allocation}", view.name());
-        }
-    }
-    let (crossed, plan) = (streamer.report().bytes.values().sum::<u64>(), model.plan());
-    assert!(crossed <= (count as u64 + 1) * plan.streamed_bytes(), "{crossed} bytes in {count} passes\n{plan}");
-    Ok(())
-}
-
 #[test]
 fn cuda_slots_hold_the_values_of_what_crosses_the_link_in_blocks() {
     // Two tensors of five layers in three passes, and of the layer after the last; seven of the tensors cross the link in two parts.
@@ -69,7 +29,7 @@ fn cuda_slots_hold_the_values_of_what_crosses_the_link_in_blocks() {
     for (to, (allocation, launches)) in VALUES.into_iter().zip(expected) {
         let driver = driver(&cards(1));
         let devices = registry();
-        passes(&devices, allocation, to, 3).unwrap();
+        passes(&devices, GPU0, allocation, to, 3).unwrap();
         if let Driver::StandIn(cuda) = &driver {
             let launched = cuda.report().calls_of("cuLaunchKernel");
             assert!(launches.contains(&launched), "{launched} for {allocation}");
@@ -86,7 +46,7 @@ fn cuda_blocks_are_unpacked_whatever_way_they_come() {
         let driver = driver(&config);
         if has_devices(2) {
             let devices = registry();
-            passes(&devices, "cuda:0,20%;cuda:1,30%;disk,30%;cpu,20%", DType::BF16, 2).unwrap();
+            passes(&devices, GPU0, "cuda:0,20%;cuda:1,30%;disk,30%;cpu,20%", DType::BF16, 2).unwrap();
             drop(devices);
         }
         driver.assert_clean();
@@ -120,7 +80,7 @@ fn cuda_drivers_that_refuse_the_kernels_unpack_nothing_and_say_so() {
     let Some(cuda) = stand_in(&Config { refuse_ptx: true, ..cards(1) }) else { return };
     let devices = registry();
     let (weights, _) = weights(DType::F16);
-    let model = load(&devices, &weights, "cuda:0,30%;cpu,*", DType::F16).unwrap();
+    let model = load(&devices, GPU0, &weights, "cuda:0,30%;cpu,*", DType::F16).unwrap();
     let refused = Streamer::new(&model).unwrap_err();
     let Error::Missing(Missing::Unpacking { tensor, .. }) = &refused else { panic!("{refused}") };
     assert!(tensor.ends_with(".weight") && refused.to_string().contains("LayerGuard::dequantise"), "{refused}");
@@ -130,6 +90,6 @@ fn cuda_drivers_that_refuse_the_kernels_unpack_nothing_and_say_so() {
 
 #[test]
 fn cuda_unpacking_keeps_nothing_whatever_call_fails() {
-    let path = |devices: &Registry| passes(devices, "cuda:0,30%;disk,30%;cpu,*", DType::F16, 1);
+    let path = |devices: &Registry| passes(devices, GPU0, "cuda:0,30%;disk,30%;cpu,*", DType::F16, 1);
     whatever_call_fails(&cards(1), &[Effect::Fail(304), Effect::Sticky(700)], 0, registry, path);
 }

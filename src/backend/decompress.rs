@@ -216,7 +216,7 @@ impl Decompress {
     }
 
     /// Gives the buffers back, if queueing the work failed and some of it may be under way until an event.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub(super) fn refused(mut self, error: Error, under_way: Option<Event>) -> Box<Undecoded> {
         if let Some(event) = under_way {
             self.src.used_until(event.clone());

@@ -131,7 +131,7 @@ impl Dequantise {
     }
 
     /// Turns the work into a rejection, if queueing it failed and some of it may be under way until an event.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "cuda", feature = "vulkan"))]
     pub(super) fn refused(mut self, error: Error, under_way: Option<Event>) -> Box<Rejected> {
         if let Some(event) = under_way {
             self.src.used_until(event.clone());

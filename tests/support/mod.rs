@@ -3,12 +3,15 @@
 
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub(crate) mod blocks;
+pub(crate) mod coded;
 pub(crate) mod compressed;
 pub(crate) mod fault;
 pub(crate) mod framework;
 pub(crate) mod gguf;
 pub(crate) mod machines;
 pub(crate) mod outliers;
+pub(crate) mod unpacked;
 pub(crate) mod watched;
 pub(crate) mod whole_path;
 

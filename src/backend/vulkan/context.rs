@@ -7,6 +7,7 @@ use ash::{ext, vk};
 
 use super::exit;
 use super::instance::{Instance, Limits, Physical, words};
+use super::pipelines::Pipelines;
 use super::queues::{Choice, Queues};
 use crate::backend::reaper;
 use crate::device::DeviceId;
@@ -20,6 +21,7 @@ pub(super) struct Context {
     pub(super) physical: Physical,
     /// The calls that import host memory.
     imports: Option<ext::external_memory_host::Device>,
+    pipelines: Pipelines,
     lost: OnceLock<String>,
     /// The allocations that there are.
     allocations: AtomicU32,
@@ -80,7 +82,8 @@ impl Context {
         let queues = choice.queues(&device);
         let (physical, lost, instance) = (physical.clone(), OnceLock::new(), Arc::clone(instance));
         let (allocations, host_bytes) = (AtomicU32::new(0), std::array::from_fn(|_| AtomicU64::new(0)));
-        Ok(Context { id, device, queues, physical, imports, lost, allocations, host_bytes, instance })
+        let pipelines = Pipelines::default();
+        Ok(Context { id, device, queues, physical, imports, pipelines, lost, allocations, host_bytes, instance })
     }
 
     pub(super) fn id(&self) -> DeviceId {
@@ -97,6 +100,10 @@ impl Context {
 
     pub(super) fn imports(&self) -> Option<&ext::external_memory_host::Device> {
         self.imports.as_ref()
+    }
+
+    pub(super) fn pipelines(&self) -> &Pipelines {
+        &self.pipelines
     }
 
     /// The bytes that the driver leaves to this process. `None` if it does not tell.
@@ -238,7 +245,10 @@ impl Drop for Context {
             return;
         }
         // SAFETY: all that belongs to the device holds the context, so nothing is left, and no queue has work.
-        self.destroy(|device| unsafe { device.destroy_device(None) });
+        self.destroy(|device| unsafe {
+            self.pipelines.destroy(device);
+            device.destroy_device(None);
+        });
     }
 }
 

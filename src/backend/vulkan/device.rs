@@ -9,7 +9,7 @@ use super::instance::{Instance, Physical};
 use super::pinned::PinnedMemory;
 use super::stream::VulkanStream;
 use crate::backend::reaper::Reaper;
-use crate::backend::{BufMut, Charge, Device, Health, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream};
+use crate::backend::{BufMut, Charge, Device, Health, Kernels, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream};
 use crate::device::{DeviceInfo, MemoryUsage};
 use crate::error::{Error, Result};
 
@@ -93,6 +93,10 @@ impl Device for VulkanDevice {
         let own = source.downcast::<VulkanMemory>().is_some_and(|memory| memory.context().is(&self.context));
         let pinned = || source.downcast::<PinnedMemory>().is_some_and(|memory| memory.place(&self.context).is_some());
         !own && !pinned()
+    }
+
+    fn kernels(&self) -> Option<&dyn Kernels> {
+        Some(self)
     }
 
     fn trim(&self) -> Result<u64> {

@@ -48,6 +48,9 @@ pub(super) struct Limits {
     pub(super) allocation: u64,
     /// The most allocations at one time.
     pub(super) allocations: u32,
+    /// The bytes of the largest binding of a kernel, and what a binding's offset is a multiple of.
+    pub(super) storage_range: u32,
+    pub(super) storage_alignment: u64,
     /// The alignment, in bytes, of imported host memory and of its size. `None` if the driver imports none.
     pub(super) import: Option<u64>,
 }
@@ -204,6 +207,8 @@ impl Instance {
             // Whole ranges of the arena, which rounds sizes up to them.
             allocation: maintenance3.max_memory_allocation_size.min(maintenance4.max_buffer_size) / ALIGNMENT
                 * ALIGNMENT,
+            storage_range: properties.limits.max_storage_buffer_range,
+            storage_alignment: properties.limits.min_storage_buffer_offset_alignment.max(1),
             import: (has.external_memory_host && self.imports(handle))
                 .then_some(import.min_imported_host_pointer_alignment.max(1)),
         };

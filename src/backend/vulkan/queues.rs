@@ -10,6 +10,8 @@ use crate::backend::Role;
 pub(super) struct Queue {
     raw: vk::Queue,
     family: u32,
+    /// Whether it runs kernels.
+    computes: bool,
     /// The driver lets one thread at a time submit.
     submitting: Mutex<()>,
 }
@@ -17,6 +19,10 @@ pub(super) struct Queue {
 impl Queue {
     pub(super) fn family(&self) -> u32 {
         self.family
+    }
+
+    pub(super) fn computes(&self) -> bool {
+        self.computes
     }
 
     /// The handle, for one submission.
@@ -117,7 +123,8 @@ impl Choice {
             }
             // SAFETY: the device was created with this queue.
             let raw = unsafe { device.get_device_queue(of.0, of.1) };
-            let queue = Arc::new(Queue { raw, family: of.0, submitting: Mutex::default() });
+            let queue =
+                Arc::new(Queue { raw, family: of.0, computes: of.0 == self.compute.0, submitting: Mutex::default() });
             known.push((of, Arc::clone(&queue)));
             queue
         };

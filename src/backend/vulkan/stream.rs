@@ -4,15 +4,18 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use ash::vk;
+
 use super::context::Context;
 use super::copy::{self, Move};
+use super::dispatch::{self, Dispatch};
 use super::event::VulkanFence;
 use super::passing::Passing;
 use super::semaphore::Point;
 use super::staging::{self, Broken};
 use super::timeline::Timeline;
 use crate::backend::reaper::{Memory, Reaper};
-use crate::backend::{Buf, Event, FenceState, Flight, Joined, Rejected, Role, Stream, Transfer};
+use crate::backend::{Buf, Event, FenceState, Flight, Joined, MemoryBlock, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
@@ -70,6 +73,47 @@ impl VulkanStream {
         } else {
             // SAFETY: as above; the events of both ends have been waited for, and the destination is the transfer's.
             unsafe { staging::stage(&self.timeline, waits, &moves) }
+        }
+    }
+
+    pub(super) fn is_of(&self, context: &Arc<Context>) -> bool {
+        Arc::ptr_eq(&self.context, context)
+    }
+
+    /// Whether the stream's queue runs kernels.
+    pub(super) fn computes(&self) -> bool {
+        self.timeline.computes()
+    }
+
+    /// Queues kernels after events. Returns the event after them; or the error, with the event after what may be under way. Until
+    /// then `memory` is kept.
+    ///
+    /// # Safety
+    /// The bindings are inside of the memory. With their arguments the kernels access nothing outside of the bindings.
+    pub(super) unsafe fn run(
+        &self,
+        events: &[Event],
+        memory: &[&Arc<MemoryBlock>],
+        dispatches: &[Dispatch],
+    ) -> Result<Event, (Error, Option<Event>)> {
+        let memory = Memory::All(memory.iter().copied().map(Arc::clone).collect());
+        let waits = self.join(events, false).map_err(|error| (error, None))?;
+        let submitted = match dispatches.first() {
+            None => self.timeline.submit(waits, None),
+            Some(first) => {
+                // SAFETY: the caller's promise; the memory is kept until the event after the kernels, and the timeline keeps the sets.
+                let record = |device: &ash::Device, commands, sets: &[vk::DescriptorSet]| unsafe {
+                    dispatch::record(device, commands, sets, dispatches);
+                };
+                self.timeline.submit_kernels(waits, (first.pipeline.layouts, dispatches.len()), &record)
+            }
+        };
+        match submitted.map_err(|refusal| Broken::refused(&self.context, refusal, None)) {
+            Ok(value) => Ok(self.keep(value, memory, tracing::Span::none())),
+            Err(Broken { error, under_way }) => {
+                let event = under_way.map(|value| self.keep(value, memory, tracing::Span::none()));
+                Err((error, event))
+            }
         }
     }
 

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use ash::vk;
 
 use super::context::{Context, Named, Outcome, Refusal};
+use super::dispatch::Sets;
+use super::pipelines::Layouts;
 use super::queues::Queue;
 use super::semaphore::{Point, Semaphore};
 use super::staging::Staging;
@@ -19,6 +21,9 @@ const LONGEST_CALL: Duration = Duration::from_millis(50);
 
 /// What records commands.
 type Recorder<'a> = &'a dyn Fn(&ash::Device, vk::CommandBuffer);
+
+/// What records kernels, each with its set of descriptors.
+type KernelRecorder<'a> = &'a dyn Fn(&ash::Device, vk::CommandBuffer, &[vk::DescriptorSet]);
 
 /// The submissions of one stream. Events hold it, so it outlives all of them.
 pub(super) struct Timeline {
@@ -44,6 +49,7 @@ struct Submitted {
     in_flight: VecDeque<Submission>,
     /// Command buffers that can be recorded.
     unused: Vec<vk::CommandBuffer>,
+    sets: Sets,
 }
 
 /// A submission that was not seen to be done.
@@ -51,6 +57,7 @@ struct Submission {
     /// The value that is reached when it is.
     value: u64,
     commands: Option<vk::CommandBuffer>,
+    sets: Vec<vk::DescriptorSet>,
     /// What it waits for: no semaphore may go before it is done.
     _waits: Vec<Point>,
 }
@@ -97,6 +104,11 @@ impl Timeline {
         self.submitted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether its queue runs kernels.
+    pub(super) fn computes(&self) -> bool {
+        self.queue.computes()
+    }
+
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -112,10 +124,40 @@ impl Timeline {
 
     /// Submits what `record` records, if anything, after all earlier submissions and the points `waits`. Returns the value that
     /// is reached when it is done.
-    pub(super) fn submit(&self, mut waits: Vec<Point>, record: Option<Recorder<'_>>) -> Result<u64, Refusal> {
+    pub(super) fn submit(&self, waits: Vec<Point>, record: Option<Recorder<'_>>) -> Result<u64, Refusal> {
         let mut submitted = self.lock();
         self.reclaim(&mut submitted)?;
         let commands = record.map(|record| self.recorded(&mut submitted, record)).transpose()?;
+        self.submit_recorded(&mut submitted, waits, commands, Vec::new())
+    }
+
+    /// As [`submit`](Timeline::submit), for `count` kernels of these layouts.
+    pub(super) fn submit_kernels(
+        &self,
+        waits: Vec<Point>,
+        (layouts, count): (Layouts, usize),
+        record: KernelRecorder<'_>,
+    ) -> Result<u64, Refusal> {
+        let mut submitted = self.lock();
+        self.reclaim(&mut submitted)?;
+        let sets = submitted.sets.take(&self.context, layouts, count)?;
+        let recorded = self.recorded(&mut submitted, &|device, commands| record(device, commands, &sets));
+        match recorded {
+            Ok(commands) => self.submit_recorded(&mut submitted, waits, Some(commands), sets),
+            Err(refusal) => {
+                submitted.sets.give_back(sets);
+                Err(refusal)
+            }
+        }
+    }
+
+    fn submit_recorded(
+        &self,
+        submitted: &mut Submitted,
+        mut waits: Vec<Point>,
+        commands: Option<vk::CommandBuffer>,
+        sets: Vec<vk::DescriptorSet>,
+    ) -> Result<u64, Refusal> {
         waits.extend(submitted.after.iter().cloned());
         let point = |semaphore, value| {
             vk::SemaphoreSubmitInfo::default()
@@ -148,11 +190,12 @@ impl Timeline {
         if let Err(refusal) = outcome {
             // The driver took nothing, unless the device is lost, whose command buffers are never used again.
             submitted.unused.extend(commands);
+            submitted.sets.give_back(sets);
             return Err(refusal);
         }
         submitted.last = value;
         submitted.after.clear();
-        submitted.in_flight.push_back(Submission { value, commands, _waits: waits });
+        submitted.in_flight.push_back(Submission { value, commands, sets, _waits: waits });
         Ok(value)
     }
 
@@ -161,8 +204,9 @@ impl Timeline {
         while let Some(first) = submitted.in_flight.front()
             && self.is_reached(first.value)?
         {
-            let done = submitted.in_flight.pop_front();
-            submitted.unused.extend(done.and_then(|done| done.commands));
+            let Some(Submission { commands, sets, .. }) = submitted.in_flight.pop_front() else { break };
+            submitted.unused.extend(commands);
+            submitted.sets.give_back(sets);
         }
         Ok(())
     }
@@ -236,8 +280,12 @@ impl Drop for Timeline {
             let staging = self.staging.get_mut().unwrap_or_else(PoisonError::into_inner);
             return std::mem::forget(staging.take());
         }
+        let submitted = self.submitted.get_mut().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: events hold the timeline until they were observed to be complete, and there are none left. Destroying the pool
         // frees its command buffers.
-        self.context.destroy(|device| unsafe { device.destroy_command_pool(self.pool, None) });
+        self.context.destroy(|device| unsafe {
+            submitted.sets.destroy(device);
+            device.destroy_command_pool(self.pool, None);
+        });
     }
 }

@@ -90,6 +90,12 @@ passed_on! {
     fn vkCreateCommandPool(device: vk::Device, info: *const c_void, allocator: *const c_void, pool: *mut vk::CommandPool) -> vk::Result, makes "command pool" at pool;
     fn vkAllocateCommandBuffers(device: vk::Device, info: *const c_void, buffers: *mut vk::CommandBuffer) -> vk::Result;
     fn vkEndCommandBuffer(buffer: vk::CommandBuffer) -> vk::Result;
+    fn vkCreateShaderModule(device: vk::Device, info: *const c_void, allocator: *const c_void, text: *mut vk::ShaderModule) -> vk::Result, makes "shader module" at text;
+    fn vkCreateDescriptorSetLayout(device: vk::Device, info: *const c_void, allocator: *const c_void, layout: *mut vk::DescriptorSetLayout) -> vk::Result, makes "set layout" at layout;
+    fn vkCreatePipelineLayout(device: vk::Device, info: *const c_void, allocator: *const c_void, layout: *mut vk::PipelineLayout) -> vk::Result, makes "pipeline layout" at layout;
+    fn vkCreateComputePipelines(device: vk::Device, cache: vk::PipelineCache, count: u32, infos: *const c_void, allocator: *const c_void, pipeline: *mut vk::Pipeline) -> vk::Result, makes "pipeline" at pipeline;
+    fn vkCreateDescriptorPool(device: vk::Device, info: *const c_void, allocator: *const c_void, pool: *mut vk::DescriptorPool) -> vk::Result, makes "descriptor pool" at pool;
+    fn vkAllocateDescriptorSets(device: vk::Device, info: *const c_void, sets: *mut c_void) -> vk::Result;
 }
 
 destroys! {
@@ -97,6 +103,11 @@ destroys! {
     fn vkFreeMemory(vk::Device, vk::DeviceMemory) of "memory";
     fn vkDestroySemaphore(vk::Device, vk::Semaphore) of "semaphore";
     fn vkDestroyCommandPool(vk::Device, vk::CommandPool) of "command pool";
+    fn vkDestroyShaderModule(vk::Device, vk::ShaderModule) of "shader module";
+    fn vkDestroyDescriptorSetLayout(vk::Device, vk::DescriptorSetLayout) of "set layout";
+    fn vkDestroyPipelineLayout(vk::Device, vk::PipelineLayout) of "pipeline layout";
+    fn vkDestroyPipeline(vk::Device, vk::Pipeline) of "pipeline";
+    fn vkDestroyDescriptorPool(vk::Device, vk::DescriptorPool) of "descriptor pool";
 }
 
 /// Functions with a body of their own.

@@ -1,0 +1,163 @@
+//! Kernels of Vulkan devices: the values of blocks and the weights of codes are the bits that the host gives, also where a driver's
+//! bindings are smaller than a tensor.
+#![cfg(feature = "vulkan")]
+
+mod support;
+mod vulkan_devices;
+
+use std::sync::Arc;
+
+use support::blocks::{edged, random_bytes, wanted};
+use support::coded::{self, Codes};
+use support::compressed::Compressed;
+use support::{spec, unpacked};
+use tensor_offload::backend::{
+    Backend, Buf, BufMut, Decompress, Dequantise, Device, Host, Kernels, MemoryKind, Role, Transfer,
+};
+use tensor_offload::lossless::{Code, compress};
+use tensor_offload::{DType, DeviceId};
+use vulkan_devices::{DEADLINE, assert_given_back, drivers, open};
+
+const COMPUTE: DeviceId = DeviceId::vulkan(0);
+const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+fn kernels(device: &Arc<dyn Device>) -> &dyn Kernels {
+    device.kernels().expect("kernels")
+}
+
+fn on_device(device: &Arc<dyn Device>, bytes: &[u8]) -> BufMut {
+    let host = Host::new().open(DeviceId::CPU).unwrap();
+    let mut staged = host.alloc(bytes.len(), MemoryKind::Whole).unwrap();
+    staged.host_mut().unwrap().copy_from_slice(bytes);
+    let memory = device.alloc(bytes.len(), MemoryKind::Whole).unwrap();
+    let stream = device.stream(Role::Upload).unwrap();
+    stream.copy(Transfer::whole(&staged.freeze(), memory).unwrap()).unwrap().wait(DEADLINE).unwrap()
+}
+
+fn back(device: &Arc<dyn Device>, memory: &Buf) -> Vec<u8> {
+    let host = Host::new().open(DeviceId::CPU).unwrap();
+    let stream = device.stream(Role::Download).unwrap();
+    let there = host.alloc(memory.bytes(), MemoryKind::Whole).unwrap();
+    let mut there = stream.copy(Transfer::whole(memory, there).unwrap()).unwrap().wait(DEADLINE).unwrap();
+    there.host_mut().unwrap().to_vec()
+}
+
+/// All types, with subnormal, infinite and other scales at the edges, to memory that begins in the middle of a word.
+#[test]
+fn vulkan_values_of_all_blocks_are_those_of_the_host() {
+    let drivers = drivers();
+    for device in open(&drivers.vulkan()) {
+        let stream = device.stream(Role::Compute).unwrap();
+        for (number, dtype) in DType::all().filter(|dtype| dtype.is_ggml_block()).enumerate() {
+            for to in VALUES {
+                kernels(&device).dequantises(&*stream, dtype, to).unwrap();
+                let (block, size) = (dtype.block(), to.element_bytes().unwrap());
+                let (count, offset, at) = (256, number % 5, size * (1 + number % 4));
+                let (blocks, values) = (edged(number as u64, dtype, count), count * block.elements as usize);
+                let source = [&vec![0x5a; offset][..], &blocks].concat();
+                let before = random_bytes(9, at + values * size + 6);
+                let (source, dst) = (on_device(&device, &source).freeze(), on_device(&device, &before));
+                let work = Dequantise::new((source, offset, dtype), values, (dst, at, to)).unwrap();
+                let got = back(&device, &kernels(&device).dequantise(&*stream, work).unwrap().chain().freeze());
+                let wanted = wanted(dtype, &blocks, to);
+                let wrong = got[at..].chunks(size).zip(wanted.chunks(size)).position(|(got, wanted)| got != wanted);
+                assert_eq!(wrong, None, "{to} of {dtype}: the first value that is wrong");
+                assert!(got[..at] == before[..at], "before the values: {to} of {dtype}");
+                assert!(got[at + wanted.len()..] == before[at + wanted.len()..], "after the values: {to} of {dtype}");
+            }
+        }
+    }
+}
+
+/// What is larger than a binding of lavapipe, 128 MiB: the kernels take their parts one after the other.
+#[test]
+fn vulkan_what_is_larger_than_a_binding_is_done_in_parts() {
+    let drivers = drivers();
+    let small = |device: &Arc<dyn Device>| device.info().name.contains("llvmpipe");
+    for device in open(&drivers.vulkan()).into_iter().filter(small) {
+        let stream = device.stream(Role::Compute).unwrap();
+        let (values, at) = (70 << 20, 2);
+        let some = edged(1, DType::Q4_0, 1 << 13);
+        let repeats = values / 32 / (1 << 13);
+        let (source, dst) = (on_device(&device, &some.repeat(repeats)), on_device(&device, &vec![0; at + 2 * values]));
+        let work = Dequantise::new((source.freeze(), 0, DType::Q4_0), values, (dst, at, DType::BF16)).unwrap();
+        let got = back(&device, &kernels(&device).dequantise(&*stream, work).unwrap().chain().freeze());
+        let wanted = wanted(DType::Q4_0, &some, DType::BF16);
+        assert!(got[at..].chunks(wanted.len()).all(|part| part == wanted) && got[..at] == [0; 2]);
+
+        let few: Vec<u8> = random_bytes(2, 1 << 20).iter().map(|byte| byte & 0x87 | 0x38).collect();
+        let weights = few.repeat(140);
+        for dtype in [DType::BF16, DType::F8E4M3] {
+            let code = compress(dtype, &weights).unwrap();
+            let info = *Code::open(&code).unwrap().info();
+            let (source, verdict) = (on_device(&device, &code).freeze(), on_device(&device, &[0; 16]));
+            let dst = device.alloc(weights.len(), MemoryKind::Whole).unwrap();
+            let work = Decompress::new((source, 0), info, (dst, 0), (verdict, 0)).unwrap();
+            let flight = kernels(&device).decompress(&*stream, work).unwrap();
+            let (got, verdict) = (flight.weights.chain().freeze(), flight.verdict.chain().freeze());
+            assert!(back(&device, &got) == weights, "{dtype}");
+            assert!(Decompress::is_sound(back(&device, &verdict).first_chunk().unwrap()), "{dtype}");
+        }
+    }
+}
+
+/// Kernels write whole words. A part of an allocation that ends within one may have a neighbour that others write.
+#[test]
+fn vulkan_kernels_do_not_write_into_words_of_another_part() {
+    let drivers = drivers();
+    for device in open(&drivers.vulkan()) {
+        let stream = device.stream(Role::Compute).unwrap();
+        let source = on_device(&device, &edged(3, DType::Q8_0, 32)).freeze();
+        let part = |from: usize, bytes: usize| {
+            let mut memory = device.alloc(4096, MemoryKind::Arena).unwrap();
+            let mut part = memory.split_off(from).unwrap();
+            let rest = part.split_off(bytes).unwrap();
+            (part, [memory, rest])
+        };
+        for (from, bytes, fits) in
+            [(2, 2048, false), (4, 2050, true), (4, 2048, true), (0, 2048, true), (2, 4094, true)]
+        {
+            let (memory, _others) = part(from, bytes);
+            let at = if (from, bytes) == (2, 4094) { 2 } else { 0 };
+            let work = Dequantise::new((source.clone(), 0, DType::Q8_0), 1024, (memory, at, DType::F16)).unwrap();
+            match kernels(&device).dequantise(&*stream, work) {
+                Ok(flight) => assert!(fits && flight.chain().wait_unused(DEADLINE).is_ok(), "{from} {bytes}"),
+                Err(rejected) => {
+                    assert!(!fits && rejected.error.to_string().contains("shares"), "{from}: {}", rejected.error);
+                    assert_eq!(rejected.dst.bytes(), bytes);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn vulkan_slots_hold_the_values_of_what_crosses_in_blocks() {
+    let drivers = drivers();
+    for (what, backend) in drivers.hosts() {
+        let devices = vulkan_devices::registry(backend);
+        for (to, allocation) in VALUES.into_iter().zip(["cpu,*", "vulkan:0,40%;disk,20%;cpu,*", "vulkan:0,*"]) {
+            unpacked::passes(&devices, COMPUTE, allocation, to, 2).unwrap();
+            assert_given_back(&devices, &format!("{allocation} with {what}"));
+        }
+    }
+}
+
+#[test]
+fn vulkan_slots_hold_the_weights_of_codes_that_cross() {
+    // The large one arrives in parts.
+    let large = spec("model.layers.1.large.weight", DType::BF16, &[160, 192]);
+    let file = Compressed::new(&[coded::tensors(), vec![large]].concat(), 1);
+    let drivers = drivers();
+    let devices = drivers.registry();
+    for (allocation, pinned, codes) in [
+        ("cpu,*", None, Codes::OfTheFile),
+        ("vulkan:0,30%;cpu,70%", Some(0), Codes::OfTheLoad),
+        ("cpu,50%;disk,50%", Some(20_000), Codes::OfTheFile),
+        ("vulkan:0,*", None, Codes::OfTheFile),
+        ("vulkan:0,60%;cpu,40%", None, Codes::OfTheLoad),
+    ] {
+        coded::passes((&devices, COMPUTE), (&file, codes), allocation, pinned, 2).unwrap();
+        assert_given_back(&devices, allocation);
+    }
+}
