@@ -9,18 +9,40 @@ mod vulkan_devices;
 use std::time::Duration;
 
 use support::whole_path::{source, whole_path};
-use tensor_offload::backend::{Backend, Buf, Device, MemoryKind, Piece, Role, Transfer};
-use tensor_offload::{DeviceId, Result};
+use tensor_offload::backend::{Backend, Buf, Dequantise, Device, MemoryKind, Piece, Role, Stream, Transfer};
+use tensor_offload::{DType, DeviceId, Result};
 use vulkan_devices::open;
 use vulkan_probe::Omission;
 
 fn upload(device: &dyn Device, src: &Buf) -> Result<Buf> {
-    let stream = device.stream(Role::Upload)?;
+    upload_on(&*device.stream(Role::Upload)?, device, src)
+}
+
+fn upload_on(stream: &dyn Stream, device: &dyn Device, src: &Buf) -> Result<Buf> {
     let dst = device.alloc(src.bytes(), MemoryKind::Arena)?;
     Ok(stream.copy(Transfer::whole(src, dst)?)?.chain().freeze())
 }
 
-/// Copies that wait for each other in every way, then a model.
+/// Kernels that wait for copies, one after the other to one place, in several parts each; and copies that wait for them.
+fn run_kernels(device: &dyn Device, source: &Buf) -> Result<()> {
+    let (upload, stream) = (device.stream(Role::Upload)?, device.stream(Role::Compute)?);
+    let kernels = device.kernels().expect("kernels");
+    let (from, to, values) = (DType::Q8_0, DType::BF16, 1 << 14);
+    kernels.dequantises(&*stream, from, to).expect("a kernel");
+    upload.occupy(Duration::from_millis(100))?;
+    let mut dst = device.alloc(1 << 16, MemoryKind::Arena)?;
+    for _ in 0..4 {
+        let blocks = upload_on(&*upload, device, source)?;
+        // In the middle of a word, so that two parts have one in common.
+        let work = Dequantise::new((blocks, 0, from), values, (dst, 2, to))?;
+        let values = kernels.dequantise(&*stream, work)?.chain().freeze();
+        upload_on(&*upload, device, &values)?;
+        dst = values.try_reclaim().expect("the last clone");
+    }
+    Ok(())
+}
+
+/// Copies that wait for each other in every way, then kernels.
 fn work(backend: &impl Backend, device: &dyn Device) -> Result<()> {
     let cpu = backend.open(DeviceId::CPU)?;
     let source = cpu.alloc(1 << 20, MemoryKind::Pinned)?.freeze();
@@ -48,7 +70,7 @@ fn work(backend: &impl Backend, device: &dyn Device) -> Result<()> {
     for _ in 0..8 {
         drop(upload(device, &source)?);
     }
-    Ok(())
+    run_kernels(device, &source)
 }
 
 #[test]
@@ -58,6 +80,7 @@ fn vulkan_what_is_left_out_is_noticed() {
     let omission = Omission::ALL.into_iter().find(|(known, _)| *known == name).map(|(_, omission)| omission);
     assert!(omission.is_some() || name == "nothing", "{name} is not known");
     let probe = vulkan_probe::session();
+    probe.limit_bindings(10_000);
     let backend = tensor_offload::backend::Vulkan::new().library(probe.library()).software(true);
     let opened = open(&backend);
     omission.iter().for_each(|omission| probe.omit(*omission));

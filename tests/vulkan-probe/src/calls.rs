@@ -117,8 +117,10 @@ const OWN: &[(&str, *const c_void)] = &[
     ("vkCreateInstance", create_instance as *const c_void),
     ("vkDestroyInstance", destroy_instance as *const c_void),
     ("vkDestroyDevice", destroy_device as *const c_void),
+    ("vkGetPhysicalDeviceProperties", properties as *const c_void),
     ("vkBeginCommandBuffer", begin as *const c_void),
     ("vkCmdCopyBuffer", copy as *const c_void),
+    ("vkCmdDispatch", dispatch as *const c_void),
     ("vkCmdPipelineBarrier2", barrier as *const c_void),
     ("vkQueueSubmit2", submit as *const c_void),
     ("vkSignalSemaphore", signal as *const c_void),
@@ -278,16 +280,33 @@ unsafe extern "system" fn message(
     };
     // SAFETY: the layer gives a structure.
     let (id, words) = unsafe { (text((*data).p_message_id_name), text((*data).p_message)) };
-    eprintln!("validation: {id}: {words}");
-    with(|state| state.messages.push(format!("{id}: {words}")));
+    with(|state| tell(state, format!("{id}: {words}")));
     vk::FALSE
+}
+
+fn tell(state: &mut State, message: String) {
+    eprintln!("validation: {message}");
+    state.messages.push(message);
+}
+
+unsafe extern "system" fn properties(device: vk::PhysicalDevice, found: *mut vk::PhysicalDeviceProperties) {
+    // SAFETY: the loader's function; the program's arguments, of which it has written the last.
+    unsafe {
+        let call: vk::PFN_vkGetPhysicalDeviceProperties = std::mem::transmute(real("vkGetPhysicalDeviceProperties"));
+        call(device, found);
+        let most = &mut (*found).limits.max_storage_buffer_range;
+        *most = with(|state| state.binding).map_or(*most, |binding| binding.min(*most));
+    }
 }
 
 unsafe extern "system" fn begin(buffer: vk::CommandBuffer, info: *const vk::CommandBufferBeginInfo<'_>) -> vk::Result {
     if let Some(code) = fails("vkBeginCommandBuffer") {
         return code;
     }
-    with(|state| state.recorded.insert(buffer.as_raw(), (false, true)));
+    with(|state| {
+        state.recorded.insert(buffer.as_raw(), (false, true));
+        state.dispatched.remove(&buffer.as_raw());
+    });
     // SAFETY: the loader's function; the program's arguments.
     unsafe {
         let call: vk::PFN_vkBeginCommandBuffer = std::mem::transmute(real("vkBeginCommandBuffer"));
@@ -310,22 +329,41 @@ unsafe extern "system" fn copy(
     }
 }
 
+/// The layer does not tell of two kernels that write to one place, so the probe does: they may share a word.
+unsafe extern "system" fn dispatch(buffer: vk::CommandBuffer, x: u32, y: u32, z: u32) {
+    with(|state| match state.dispatched.insert(buffer.as_raw()) {
+        true => {}
+        false => tell(state, "the probe: a kernel follows another with no barrier between".to_owned()),
+    });
+    // SAFETY: the loader's function; the program's arguments.
+    unsafe {
+        let call: vk::PFN_vkCmdDispatch = std::mem::transmute(real("vkCmdDispatch"));
+        call(buffer, x, y, z);
+    }
+}
+
 unsafe extern "system" fn barrier(buffer: vk::CommandBuffer, info: *const vk::DependencyInfo<'_>) {
     // SAFETY: the program's structures.
-    let to_host = unsafe {
+    let barriers = unsafe {
         let info = &*info;
-        let barriers = std::slice::from_raw_parts(info.p_memory_barriers, info.memory_barrier_count as usize);
-        barriers.iter().any(|barrier| {
-            barrier.dst_stage_mask.contains(vk::PipelineStageFlags2::HOST)
-                && barrier.dst_access_mask.contains(vk::AccessFlags2::HOST_READ)
-                && barrier.src_access_mask.contains(vk::AccessFlags2::TRANSFER_WRITE)
-        })
+        std::slice::from_raw_parts(info.p_memory_barriers, info.memory_barrier_count as usize)
     };
+    let to_host = barriers.iter().any(|barrier| {
+        barrier.dst_stage_mask.contains(vk::PipelineStageFlags2::HOST)
+            && barrier.dst_access_mask.contains(vk::AccessFlags2::HOST_READ)
+            && barrier.src_access_mask.contains(vk::AccessFlags2::TRANSFER_WRITE)
+    });
+    let of_kernels =
+        barriers.iter().any(|barrier| barrier.src_stage_mask.contains(vk::PipelineStageFlags2::COMPUTE_SHADER));
     let omitted = with(|state| {
         if to_host && let Some((_, shown)) = state.recorded.get_mut(&buffer.as_raw()) {
             *shown = true;
         }
-        let omitted = !to_host && state.omitted == Some(Omission::Barriers);
+        let kind = if of_kernels { Omission::KernelBarriers } else { Omission::Barriers };
+        let omitted = !to_host && state.omitted == Some(kind);
+        if of_kernels && !omitted {
+            state.dispatched.remove(&buffer.as_raw());
+        }
         state.omissions += u64::from(omitted);
         omitted
     });
@@ -374,7 +412,7 @@ unsafe extern "system" fn submit(
     // The lock below would hide from the layer that two threads use one queue.
     with(|state| match state.submitting.insert(queue.as_raw()) {
         true => {}
-        false => state.messages.push("the probe: two threads submit to one queue at the same time".to_owned()),
+        false => tell(state, "the probe: two threads submit to one queue at the same time".to_owned()),
     });
     let result = {
         let _alone = one_at_a_time();
@@ -502,6 +540,12 @@ pub(crate) unsafe extern "C" fn vulkan_probe_fail_next(name: *const u8, bytes: u
     let name = String::from_utf8_lossy(unsafe { std::slice::from_raw_parts(name, bytes) }).into_owned();
     let how = Failure::ALL.into_iter().find(|known| *known as u32 == how);
     with(|state| state.fail_next = how.map(|how| (name, how)));
+}
+
+/// Has drivers report bindings of at most so many bytes from now on.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn vulkan_probe_binding(bytes: u32) {
+    with(|state| state.binding = Some(bytes));
 }
 
 /// Leaves something out from now on; 0 for nothing.

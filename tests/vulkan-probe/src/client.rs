@@ -102,6 +102,12 @@ impl Session {
         unsafe { symbol::<extern "C" fn()>("vulkan_probe_forget")() };
     }
 
+    /// Has drivers report at most so many bytes as the largest binding of a kernel from now on.
+    pub fn limit_bindings(&self, bytes: u32) {
+        // SAFETY: the function has this type.
+        unsafe { symbol::<extern "C" fn(u32)>("vulkan_probe_binding")(bytes) };
+    }
+
     /// Leaves something out of the program's calls from now on.
     pub fn omit(&self, what: Omission) {
         // SAFETY: the function has this type.

@@ -47,16 +47,19 @@ pub enum Omission {
     Barriers = 4,
     /// Waits of the host: all work is reported as done.
     HostWaits = 5,
+    /// Barriers between kernels.
+    KernelBarriers = 6,
 }
 
 impl Omission {
     /// All of them, by name.
-    pub const ALL: [(&'static str, Omission); 5] = [
+    pub const ALL: [(&'static str, Omission); 6] = [
         ("own-waits", Omission::OwnWaits),
         ("other-waits", Omission::OtherWaits),
         ("last-step", Omission::LastStep),
         ("barriers", Omission::Barriers),
         ("host-waits", Omission::HostWaits),
+        ("kernel-barriers", Omission::KernelBarriers),
     ];
 }
 
@@ -75,6 +78,8 @@ pub(crate) struct State {
     /// The living objects of each kind.
     pub(crate) alive: BTreeMap<&'static str, BTreeSet<u64>>,
     pub(crate) messages: Vec<String>,
+    /// The most bytes of a kernel's binding that drivers are to report.
+    pub(crate) binding: Option<u32>,
     /// The layers that are enabled by the environment.
     pub(crate) layers: u64,
     /// Command buffers with copies, and those of them whose last command makes the copies visible to the host.
@@ -82,6 +87,8 @@ pub(crate) struct State {
     pub(crate) shown: u64,
     /// What is recorded in each command buffer: whether it copies, and whether the host sees all of that.
     pub(crate) recorded: BTreeMap<u64, (bool, bool)>,
+    /// The command buffers with a kernel after which no barrier is recorded yet.
+    pub(crate) dispatched: BTreeSet<u64>,
     /// The semaphores that submissions have raised.
     pub(crate) raised: BTreeSet<u64>,
     /// The queues that a thread is submitting to.
