@@ -79,8 +79,8 @@ fn a_plan_tells_what_lives_compressed_and_what_does_not() {
     // Nothing moves; there are slots of a layer, and room for a verdict.
     assert_eq!(plan.streamed_bytes(), 0);
     let slots = plan.slots();
-    assert_eq!((slots.count, slots.landings, slots.landing_bytes), (3, 1, 256), "{slots}");
-    assert_eq!(share.beside.slots, 3 * slots.bytes_each + 256);
+    assert_eq!((slots.count, slots.landings, slots.landing_bytes), (3, 1, 512), "{slots}");
+    assert_eq!(share.beside.slots, 3 * slots.bytes_each + 512);
     assert!(plan.to_string().contains("kept compressed"), "{plan}");
     // For other codes it is refused.
     let devices = Registry::described(machine.clone(), Clock::Virtual);

@@ -5,23 +5,30 @@
 mod support;
 mod vulkan_devices;
 
+use support::coded::{self, Codes};
+use support::compressed::Compressed;
+use support::unpacked;
 use support::whole_path::{Source, source, whole_path};
 use tensor_offload::backend::{Health, Vulkan};
-use tensor_offload::{DeviceId, Error};
+use tensor_offload::{ByteSize, DType, DeviceId, Error, Registry, Result};
 use vulkan_devices::{Drivers, assert_given_back, drivers, registry};
 use vulkan_probe::Failure;
 
 const COMPUTE: DeviceId = DeviceId::vulkan(0);
 
-/// Runs the whole path with one call after another failing in this way.
-fn whatever_fails(drivers: &Drivers, backend: impl Fn() -> Vulkan, source: &Source, how: Failure) {
-    let allocation = "vulkan:0,60kb;disk,20kb;cpu,*";
+/// Does some work with one call after another failing in this way.
+fn whatever_fails(
+    drivers: &Drivers,
+    backend: impl Fn() -> Vulkan,
+    work: impl Fn(&Registry) -> Result<()>,
+    how: Failure,
+) {
     let path = |nth: u64| {
         // Also the calls that find the devices.
         drivers.fail(nth, how);
         let devices = registry(backend());
         let outcome = match devices.machine().device(COMPUTE) {
-            Ok(_) => whole_path(&devices, source, COMPUTE, allocation, 1),
+            Ok(_) => work(&devices),
             Err(error) => Err(error),
         };
         if let Err(Error::TimedOut { what, .. }) = &outcome {
@@ -60,11 +67,16 @@ fn whatever_fails(drivers: &Drivers, backend: impl Fn() -> Vulkan, source: &Sour
     assert!(reached > 20, "only {reached} failures were reached");
 }
 
+/// The whole path of a model.
+fn path(source: &Source) -> impl Fn(&Registry) -> Result<()> {
+    |devices| whole_path(devices, source, COMPUTE, "vulkan:0,60kb;disk,20kb;cpu,*", 1)
+}
+
 #[test]
 fn vulkan_every_failing_call_gives_an_error_or_a_right_result() {
     let (source, drivers) = (source(), drivers());
     for how in Failure::ALL {
-        whatever_fails(&drivers, || drivers.vulkan(), &source, how);
+        whatever_fails(&drivers, || drivers.vulkan(), path(&source), how);
     }
 }
 
@@ -72,6 +84,20 @@ fn vulkan_every_failing_call_gives_an_error_or_a_right_result() {
 fn vulkan_every_failing_call_with_ordinary_host_memory_gives_an_error_or_a_right_result() {
     let (source, drivers) = (source(), drivers());
     for how in [Failure::DeviceMemory, Failure::Lost] {
-        whatever_fails(&drivers, || drivers.vulkan().pinned_cap(tensor_offload::ByteSize(0)), &source, how);
+        whatever_fails(&drivers, || drivers.vulkan().pinned_cap(ByteSize(0)), path(&source), how);
+    }
+}
+
+/// Blocks are unpacked, and codes decoded, in kernels of small bindings.
+#[test]
+fn vulkan_every_failing_call_with_kernels_gives_an_error_or_a_right_result() {
+    let (file, drivers) = (Compressed::new(&coded::tensors()[..8], 4), drivers());
+    drivers.limit_bindings(40_000);
+    let work = |devices: &Registry| {
+        unpacked::passes(devices, COMPUTE, "vulkan:0,30%;disk,30%;cpu,*", DType::F16, 1)?;
+        coded::passes((devices, COMPUTE), (&file, Codes::OfTheFile), "vulkan:0,20%;disk,40%;cpu,*", None, 1)
+    };
+    for how in Failure::ALL {
+        whatever_fails(&drivers, || drivers.vulkan(), work, how);
     }
 }

@@ -14,9 +14,11 @@ use support::{spec, unpacked};
 use tensor_offload::backend::{
     Backend, Buf, BufMut, Decompress, Dequantise, Device, Host, Kernels, MemoryKind, Role, Transfer,
 };
+use tensor_offload::error::{Mismatch, Missing};
 use tensor_offload::lossless::{Code, compress};
-use tensor_offload::{DType, DeviceId};
+use tensor_offload::{DType, DeviceId, Error};
 use vulkan_devices::{DEADLINE, assert_given_back, drivers, open};
+use vulkan_probe::Failure;
 
 const COMPUTE: DeviceId = DeviceId::vulkan(0);
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -129,6 +131,53 @@ fn vulkan_kernels_do_not_write_into_words_of_another_part() {
                 }
             }
         }
+    }
+}
+
+/// What a driver refuses stays refused, unless it only had no memory.
+#[test]
+fn vulkan_a_kernel_that_is_refused_is_told() {
+    let drivers = drivers();
+    for call in
+        ["vkCreateDescriptorSetLayout", "vkCreatePipelineLayout", "vkCreateShaderModule", "vkCreateComputePipelines"]
+    {
+        for (how, stays) in [(Failure::DeviceMemory, false), (Failure::HostMemory, false), (Failure::Other, true)] {
+            for device in open(&drivers.vulkan()) {
+                let stream = device.stream(Role::Compute).unwrap();
+                drivers.fail_next(call, how);
+                let why = kernels(&device).dequantises(&*stream, DType::Q4_K, DType::F16).unwrap_err();
+                assert!(why.contains(call), "{why}");
+                let again = kernels(&device).dequantises(&*stream, DType::Q4_K, DType::F16);
+                assert_eq!(again.is_err(), stays, "{call}: {again:?}");
+                // Another kernel is not concerned.
+                kernels(&device).dequantises(&*stream, DType::Q8_0, DType::F16).unwrap();
+            }
+        }
+    }
+    drivers.fail_next("vkCreateComputePipelines", Failure::Other);
+    let devices = drivers.registry();
+    let refused = unpacked::passes(&devices, COMPUTE, "vulkan:0,30%;cpu,*", DType::F16, 1).unwrap_err();
+    let Error::Missing(Missing::Unpacking { tensor, .. }) = &refused else { panic!("{refused}") };
+    assert!(tensor.ends_with(".weight") && refused.to_string().contains("vkCreateComputePipelines"), "{refused}");
+    assert_given_back(&devices, "a refused kernel");
+}
+
+/// A device of another backend, and one that is lost.
+#[test]
+fn vulkan_kernels_take_their_own_streams_and_memory() {
+    let drivers = drivers();
+    let host = Host::new().open(DeviceId::CPU).unwrap();
+    for device in open(&drivers.vulkan()) {
+        let (own, other) = (device.stream(Role::Compute).unwrap(), host.stream(Role::Compute).unwrap());
+        let why = kernels(&device).dequantises(&*other, DType::Q4_K, DType::F16).unwrap_err();
+        assert!(why.contains("not one of vulkan"), "{why}");
+        let blocks = host.alloc(34 * 32, MemoryKind::Whole).unwrap().freeze();
+        let memory = device.alloc(2048, MemoryKind::Arena).unwrap();
+        let work = Dequantise::new((blocks, 0, DType::Q8_0), 1024, (memory, 0, DType::F16)).unwrap();
+        let rejected = kernels(&device).dequantise(&*own, work).unwrap_err();
+        let Error::Mismatch(mismatch) = &rejected.error else { panic!("{}", rejected.error) };
+        assert!(matches!(**mismatch, Mismatch::Memory { .. }), "{mismatch}");
+        assert!(!kernels(&device).patches() && kernels(&device).ready().is_err());
     }
 }
 

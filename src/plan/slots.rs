@@ -34,8 +34,8 @@ pub struct Slots {
     #[serde(default, skip_serializing_if = "is_zero")]
     pub landings: usize,
     /// The bytes of each landing buffer, which is two halves: tensors are unpacked from one while the next ones arrive in the other. What
-    /// is larger than a half arrives in parts ([`Planner::landing_cap`](super::Planner::landing_cap)). Behind them there are 256 for the
-    /// device's verdict on codes, if there are any.
+    /// is larger than a half arrives in parts ([`Planner::landing_cap`](super::Planner::landing_cap)). Behind them there are 512 for the
+    /// device's verdicts on codes, if there are any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub landing_bytes: u64,
 }

@@ -15,8 +15,9 @@ pub(crate) const LANDING_CAP: u64 = 32 << 20;
 const LEAST_HALF: u64 = 4 << 10;
 const MOST_PARTS: u64 = 4096;
 
-/// The bytes at the end of a landing buffer for the verdict on the codes that are decoded from it.
-pub(crate) const VERDICT_ROOM: u64 = 256;
+/// The bytes at the end of a landing buffer for the verdict on the codes that are decoded from it, and for that on those decoded
+/// where they live: a unit for each, which is the most that drivers ask of what kernels of two streams write.
+pub(crate) const VERDICT_ROOM: u64 = 2 * UNIT as u64;
 
 /// Where parts begin and end in a landing buffer, and codes are cut: a multiple of it.
 const UNIT: usize = 256;

@@ -93,7 +93,7 @@ impl Landing {
     /// this one that no verdict needs. `None` if there is none. The memory comes back with [`join`](Landing::join).
     pub(crate) fn split_verdict(&self, stream: Arc<dyn Stream>, zeros: &Buf) -> Option<Landing> {
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        let spare = memory.verdict.as_mut()?.split_off(Decompress::VERDICT).ok()?;
+        let spare = memory.verdict.as_mut()?.split_off(VERDICT_ROOM as usize / 2 - Decompress::VERDICT).ok()?;
         Some(Landing::with_room(spare.bytes(), spare, stream, zeros))
     }
 

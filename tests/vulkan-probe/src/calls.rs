@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use ash::vk;
 use ash::vk::Handle;
@@ -455,8 +456,9 @@ fn omit(state: &mut State, raised: &[vk::SemaphoreSubmitInfo<'_>], waits: &mut V
     state.omissions += (before - waits.len()) as u64;
 }
 
-/// Held by submissions and by signals of the host until the layer has seen them. It takes each in two steps, one before the call
-/// and one after; another thread's step between those makes it free what it still uses, and see hazards that there are not.
+/// Held by submissions, and by signals and waits of the host, until the layer has seen them. It takes some of them in two steps, one
+/// before the call and one after; another thread's step between those makes it free what it still uses, and see hazards that there
+/// are not.
 fn one_at_a_time() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -486,18 +488,20 @@ unsafe extern "system" fn wait(device: vk::Device, info: *const vk::SemaphoreWai
     if omitted {
         return vk::Result::SUCCESS;
     }
-    // SAFETY: the loader's function; the program's arguments.
-    unsafe {
-        let call: vk::PFN_vkWaitSemaphores = std::mem::transmute(real("vkWaitSemaphores"));
-        match call(device, info, timeout) {
-            vk::Result::SUCCESS => {
-                // The layer may see the end of this wait before the host's signal that led to it, and then takes the work in
-                // between for pending. It sees a second wait after that signal.
-                let _alone = one_at_a_time();
+    let until = Instant::now().checked_add(Duration::from_nanos(timeout));
+    loop {
+        let result = {
+            let _alone = one_at_a_time();
+            // SAFETY: the loader's function; the program's arguments.
+            unsafe {
+                let call: vk::PFN_vkWaitSemaphores = std::mem::transmute(real("vkWaitSemaphores"));
                 call(device, info, 0)
             }
-            result => result,
+        };
+        if result != vk::Result::TIMEOUT || until.is_some_and(|until| Instant::now() >= until) {
+            return result;
         }
+        std::thread::sleep(Duration::from_micros(50));
     }
 }
 
