@@ -172,6 +172,10 @@ mod staging;
 pub mod stream;
 mod threads;
 pub mod transfer;
+#[cfg(feature = "vulkan")]
+pub mod vulkan;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 pub use adapter::{Adapter, Matching, Weights};
 pub use allocation::Allocation;

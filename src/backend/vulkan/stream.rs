@@ -33,12 +33,16 @@ impl VulkanStream {
         Ok(VulkanStream { timeline, context, reaper, passing: Mutex::default() })
     }
 
+    pub(super) fn timeline(&self) -> &Timeline {
+        &self.timeline
+    }
+
     /// The points of this device's events, which its submissions wait for. The host waits for the others, and for all of them if
     /// `on_host`: then it touches the memory itself.
     fn join(&self, events: &[Event], on_host: bool) -> Result<Vec<Point>> {
         let mut points = Vec::new();
         for event in events {
-            let own = event.downcast::<VulkanFence>().filter(|fence| fence.timeline().context().is(&self.context));
+            let own = event.downcast::<VulkanFence>().filter(|fence| fence.context().is(&self.context));
             match event.state() {
                 FenceState::Failed(cause) | FenceState::Lost(cause) => {
                     return Err(Error::Failed { operation: "a copy", cause });
@@ -102,7 +106,7 @@ impl Stream for VulkanStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        let own = event.downcast::<VulkanFence>().filter(|fence| fence.timeline().context().is(&self.context));
+        let own = event.downcast::<VulkanFence>().filter(|fence| fence.context().is(&self.context));
         match (event.state(), own) {
             (FenceState::Failed(cause) | FenceState::Lost(cause), _) => {
                 Err(Error::Failed { operation: "a copy", cause })
