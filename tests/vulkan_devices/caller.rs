@@ -151,6 +151,8 @@ pub(crate) struct Work {
     pool: vk::CommandPool,
     pub(crate) semaphore: vk::Semaphore,
     pub(crate) value: u64,
+    /// The bytes that were copied.
+    at: u64,
 }
 
 // SAFETY: the memory is read by its owner alone.
@@ -182,11 +184,12 @@ impl Work {
             let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE);
             let semaphore =
                 device.create_semaphore(&vk::SemaphoreCreateInfo::default().push_next(&mut kind), None).unwrap();
-            Work { caller: Arc::clone(caller), buffer, memory, mapped: mapped.cast(), pool, semaphore, value: 0 }
+            Work { caller: Arc::clone(caller), buffer, memory, mapped: mapped.cast(), pool, semaphore, value: 0, at: 0 }
         }
     }
 
-    /// Submits copies of these places, one after the other, after the point `after`, if there is one. Raises the semaphore.
+    /// Submits copies of these places to the buffer, behind all before, after the point `after`, if there is one. Raises the
+    /// semaphore.
     pub(crate) fn submit(&mut self, places: &[Place], after: Option<&SemaphorePoint>) {
         let device = &self.caller.device;
         self.value += 1;
@@ -203,19 +206,18 @@ impl Work {
             let allocate = vk::CommandBufferAllocateInfo::default().command_pool(self.pool).command_buffer_count(1);
             let commands = device.allocate_command_buffers(&allocate).unwrap()[0];
             device.begin_command_buffer(commands, &vk::CommandBufferBeginInfo::default()).unwrap();
-            let mut at = 0;
             for place in places {
                 assert_eq!(place.device, device.handle());
-                let copy = vk::BufferCopy { src_offset: place.offset, dst_offset: at, size: place.size };
+                let copy = vk::BufferCopy { src_offset: place.offset, dst_offset: self.at, size: place.size };
                 device.cmd_copy_buffer(commands, place.buffer, self.buffer, &[copy]);
-                at += place.size;
+                self.at += place.size;
             }
-            assert!(at <= BYTES);
+            assert!(self.at <= BYTES);
             let barriers = [vk::MemoryBarrier2::default()
                 .src_stage_mask(vk::PipelineStageFlags2::ALL_TRANSFER)
                 .src_access_mask(vk::AccessFlags2::TRANSFER_WRITE)
-                .dst_stage_mask(vk::PipelineStageFlags2::HOST | vk::PipelineStageFlags2::ALL_TRANSFER)
-                .dst_access_mask(vk::AccessFlags2::HOST_READ | vk::AccessFlags2::TRANSFER_WRITE)];
+                .dst_stage_mask(vk::PipelineStageFlags2::HOST)
+                .dst_access_mask(vk::AccessFlags2::HOST_READ)];
             device.cmd_pipeline_barrier2(commands, &vk::DependencyInfo::default().memory_barriers(&barriers));
             device.end_command_buffer(commands).unwrap();
             let commands = [vk::CommandBufferSubmitInfo::default().command_buffer(commands)];
@@ -228,14 +230,14 @@ impl Work {
         }
     }
 
-    /// Waits for the last submission, and returns what it has copied.
-    pub(crate) fn copied(&self, bytes: u64) -> Vec<u8> {
+    /// Waits for the last submission, and returns all that was copied.
+    pub(crate) fn copied(&self) -> Vec<u8> {
         let (semaphores, values) = ([self.semaphore], [self.value]);
         let wait = vk::SemaphoreWaitInfo::default().semaphores(&semaphores).values(&values);
         // SAFETY: the semaphore is alive; the copies are done, and so many bytes are mapped.
         unsafe {
             self.caller.device.wait_semaphores(&wait, 20_000_000_000).unwrap();
-            std::slice::from_raw_parts(self.mapped, bytes as usize).to_vec()
+            std::slice::from_raw_parts(self.mapped, self.at as usize).to_vec()
         }
     }
 }
