@@ -118,7 +118,9 @@ impl Args {
                 let want = sums_of(*ahead, &file);
                 let found = *sums.next().ok_or_else(|| wrong(format!("`{name}` was not summed")))?;
                 if found != want {
-                    return Err(wrong(format!("`{name}`: the shader's sums are {found:08x?}, the file's are {want:08x?}")));
+                    return Err(wrong(format!(
+                        "`{name}`: the shader's sums are {found:08x?}, the file's are {want:08x?}"
+                    )));
                 }
                 bytes += size;
                 total = [total[0].wrapping_add(found[0]), total[1].wrapping_add(found[1])];

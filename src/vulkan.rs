@@ -67,9 +67,9 @@ use ash::vk;
 
 #[cfg(doc)]
 use crate::backend::Vulkan;
+use crate::backend::vulkan::interop;
 pub use crate::backend::vulkan::interop::SemaphorePoint;
 pub use crate::backend::vulkan::{AdoptedDevice, AdoptedQueue, EnabledFeatures, QueueLock};
-use crate::backend::vulkan::interop;
 use crate::backend::{Device, Event, Stream};
 use crate::error::{Error, Result};
 use crate::load::TensorView;

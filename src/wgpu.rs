@@ -84,10 +84,7 @@ fn ready<F: Future>(future: F) -> F::Output {
 /// # Errors
 /// [`Error::DeviceAbsent`] with the reason when the adapter is not of wgpu's Vulkan backend, lacks what the library needs, or
 /// refuses the device.
-pub unsafe fn request_device(
-    adapter: &wgpu::Adapter,
-    descriptor: &wgpu::DeviceDescriptor<'_>,
-) -> Result<SharedDevice> {
+pub unsafe fn request_device(adapter: &wgpu::Adapter, descriptor: &wgpu::DeviceDescriptor<'_>) -> Result<SharedDevice> {
     open::open(adapter, descriptor)
 }
 
@@ -167,6 +164,9 @@ impl SharedDevice {
 
 impl fmt::Debug for SharedDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedDevice").field("device", &self.device).field("backend", &self.backend).finish_non_exhaustive()
+        f.debug_struct("SharedDevice")
+            .field("device", &self.device)
+            .field("backend", &self.backend)
+            .finish_non_exhaustive()
     }
 }

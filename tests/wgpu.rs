@@ -31,8 +31,7 @@ fn instance(drivers: &Drivers) -> gpu::Instance {
         let extensions = gpu::hal::vulkan::Instance::desired_extensions(&entry, version, flags).unwrap();
         let names: Vec<_> = extensions.iter().map(|name| name.as_ptr()).collect();
         let application = vk::ApplicationInfo::default().api_version(version);
-        let create =
-            vk::InstanceCreateInfo::default().application_info(&application).enabled_extension_names(&names);
+        let create = vk::InstanceCreateInfo::default().application_info(&application).enabled_extension_names(&names);
         let raw = entry.create_instance(&create, None).unwrap();
         let thresholds = gpu::MemoryBudgetThresholds::default();
         let instance = gpu::hal::vulkan::Instance::from_raw(
@@ -86,6 +85,9 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
     let mut sums = Sums::new(shared, 2 * model.layout().tensors().len());
     let mut streamer = Streamer::new(model).unwrap();
     let mut wanted = Vec::new();
+    let usage = gpu::BufferUsages::COPY_DST;
+    let word = gpu::BufferDescriptor { label: None, size: 4, usage, mapped_at_creation: false };
+    let word = shared.device().create_buffer(&word);
     for _ in 0..2 {
         for layer in model.layout().layer_ids() {
             let guard = streamer.layer(layer).unwrap();
@@ -93,8 +95,13 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
             for tensor in guard.tensors() {
                 // SAFETY: the shader only reads, and is submitted while the guard lives.
                 let buffer = unsafe { shared.buffer(&tensor) }.unwrap();
-                assert_eq!((buffer.bytes(), buffer.start() - buffer.ahead()), (tensor.size() as u64, buffer.binding().offset));
+                assert_eq!(
+                    (buffer.bytes(), buffer.start() - buffer.ahead()),
+                    (tensor.size() as u64, buffer.binding().offset)
+                );
                 sums.record(shared, &buffer, &mut encoder);
+                // The layer follows what copies read, and not what shaders do.
+                encoder.copy_buffer_to_buffer(buffer.buffer(), buffer.binding().offset, &word, 0, 4);
                 let stored = source.weights.checkpoint().find(tensor.name()).unwrap();
                 wanted.push((tensor.name().to_owned(), sums_of(buffer.ahead(), &source.merged[stored.index()])));
             }
@@ -212,7 +219,8 @@ fn vulkan_what_wgpu_cannot_share_is_refused() {
         assert!(kinds.contains(&want), "{want:?} was not tried");
     }
     let cpu = devices.device(DeviceId::CPU).unwrap();
-    let strange = [cpu.stream(Role::Compute).unwrap(), other.backend().open(COMPUTE).unwrap().stream(Role::Compute).unwrap()];
+    let strange =
+        [cpu.stream(Role::Compute).unwrap(), other.backend().open(COMPUTE).unwrap().stream(Role::Compute).unwrap()];
     for stream in strange {
         let error = shared.submit(&*stream, []).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");

@@ -17,7 +17,7 @@ struct Shared {
 }
 
 /// The shared queues of devices that are open.
-static SHARED: RwLock<Vec<Shared>> = RwLock::new(Vec::new());
+static SHARED: RwLock<Vec<Arc<Shared>>> = RwLock::new(Vec::new());
 
 /// The calls of a device for wgpu, whose queue `queue` is used under `lock`. [`forget`] it when it is closed.
 ///
@@ -38,7 +38,7 @@ pub(super) unsafe fn device(
         submit2: three.queue_submit2,
         wait_idle: one.queue_wait_idle,
     };
-    SHARED.write().unwrap_or_else(PoisonError::into_inner).push(shared);
+    SHARED.write().unwrap_or_else(PoisonError::into_inner).push(Arc::new(shared));
     let own = |name: &CStr| match name.to_bytes() {
         b"vkQueueSubmit" => Some(queue_submit as vk::PFN_vkQueueSubmit as *const c_void),
         b"vkQueueSubmit2" => Some(queue_submit2 as vk::PFN_vkQueueSubmit2 as *const c_void),
@@ -65,10 +65,11 @@ pub(super) fn forget(device: vk::Device) {
 
 /// Runs a call of the shared queue that `is` it.
 fn with(is: impl Fn(&Shared) -> bool, call: impl FnOnce(&Shared) -> vk::Result) -> vk::Result {
-    let all = SHARED.read().unwrap_or_else(PoisonError::into_inner);
-    let Some(shared) = all.iter().find(|shared| is(shared)) else { return vk::Result::ERROR_DEVICE_LOST };
+    // The list is let go of first: whoever holds the queue may open another device.
+    let found = SHARED.read().unwrap_or_else(PoisonError::into_inner).iter().find(|shared| is(shared)).cloned();
+    let Some(shared) = found else { return vk::Result::ERROR_DEVICE_LOST };
     let _held = shared.lock.lock().unwrap_or_else(PoisonError::into_inner);
-    call(shared)
+    call(&shared)
 }
 
 unsafe extern "system" fn queue_submit(

@@ -40,8 +40,12 @@ pub(super) fn suits(adapter: &wgpu::Adapter, software: bool) -> Result<vulkan::S
     // SAFETY: nothing is done to the adapter.
     let raw = unsafe { adapter.as_hal::<api::Vulkan>() };
     let raw = raw.ok_or_else(|| format!("{} is not of wgpu's Vulkan backend", adapter.get_info().name))?;
-    let instance = raw.shared_instance().raw_instance().clone();
-    // SAFETY: the adapter keeps its instance, which wgpu makes for Vulkan 1.3 or what the loader has.
+    let instance = raw.shared_instance();
+    if instance.instance_api_version() < vk::API_VERSION_1_1 {
+        return Err("Vulkan's library is of version 1.0; at least 1.1 is needed".to_owned());
+    }
+    let instance = instance.raw_instance().clone();
+    // SAFETY: the adapter keeps its instance, which wgpu makes for Vulkan 1.3 with any library that knows later versions than 1.0.
     unsafe { vulkan::suits(instance, raw.raw_physical_device(), adapter.clone(), software) }
 }
 

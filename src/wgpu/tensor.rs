@@ -57,7 +57,11 @@ impl TensorBuffer {
 
 /// # Safety
 /// As [`SharedDevice::buffer`](super::SharedDevice::buffer); `handle` is the device's.
-pub(super) unsafe fn buffer(device: &wgpu::Device, handle: vk::Device, tensor: &TensorView<'_>) -> Result<TensorBuffer> {
+pub(super) unsafe fn buffer(
+    device: &wgpu::Device,
+    handle: vk::Device,
+    tensor: &TensorView<'_>,
+) -> Result<TensorBuffer> {
     let what = || format!("tensor `{}`", tensor.name());
     if tensor.size() == 0 {
         return Err(Error::invalid(format!("{} has no bytes", what())));

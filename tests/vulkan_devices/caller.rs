@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tensor_offload::vulkan::{AdoptedDevice, AdoptedQueue, EnabledFeatures, Place, QueueLock, SemaphorePoint};
 use tensor_offload::vulkan::ash::{self, ext, vk};
+use tensor_offload::vulkan::{AdoptedDevice, AdoptedQueue, EnabledFeatures, Place, QueueLock, SemaphorePoint};
 
 /// The bytes of the caller's own buffer.
 const BYTES: u64 = 1 << 20;
@@ -88,12 +88,12 @@ impl Caller {
             let wanted = [ext::memory_budget::NAME, ext::external_memory_host::NAME];
             let extensions: Vec<_> = wanted.into_iter().filter(has).collect();
             let families = instance.get_physical_device_queue_family_properties(physical);
-            let family = families.iter().position(|family| family.queue_flags.contains(vk::QueueFlags::COMPUTE)).unwrap();
+            let family =
+                families.iter().position(|family| family.queue_flags.contains(vk::QueueFlags::COMPUTE)).unwrap();
             let count = families[family].queue_count;
             let priorities = vec![1.0; count as usize];
-            let queues = [vk::DeviceQueueCreateInfo::default()
-                .queue_family_index(family as u32)
-                .queue_priorities(&priorities)];
+            let queues =
+                [vk::DeviceQueueCreateInfo::default().queue_family_index(family as u32).queue_priorities(&priorities)];
             let names: Vec<_> = extensions.iter().map(|name| name.as_ptr()).collect();
             let mut timelines = vk::PhysicalDeviceTimelineSemaphoreFeatures::default().timeline_semaphore(true);
             let mut second = vk::PhysicalDeviceSynchronization2Features::default().synchronization2(true);
@@ -103,7 +103,8 @@ impl Caller {
                 .push_next(&mut timelines)
                 .push_next(&mut second);
             let device = instance.create_device(physical, &create, None).unwrap();
-            let queues = (0..count).map(|number| (family as u32, device.get_device_queue(family as u32, number))).collect();
+            let queues =
+                (0..count).map(|number| (family as u32, device.get_device_queue(family as u32, number))).collect();
             Caller { instance, physical, device, queues, extensions, lock: Arc::default(), _entry: entry }
         }
     }
@@ -119,7 +120,8 @@ impl Caller {
     /// The device without queues, kept by `keep`.
     pub(crate) fn with(&self, enabled: EnabledFeatures, keep: impl std::any::Any + Send + Sync) -> AdoptedDevice {
         let handles = (self.instance.clone(), self.device.clone());
-        AdoptedDevice::new(handles.0, self.physical, handles.1, enabled, keep).extensions(self.extensions.iter().copied())
+        AdoptedDevice::new(handles.0, self.physical, handles.1, enabled, keep)
+            .extensions(self.extensions.iter().copied())
     }
 
     /// Submits nothing, many times.
@@ -127,7 +129,9 @@ impl Caller {
         for _ in 0..times {
             let _held = self.lock.hold();
             // SAFETY: the lock is held.
-            unsafe { self.device.queue_submit2(self.queues[0].1, &[vk::SubmitInfo2::default()], vk::Fence::null()).unwrap() };
+            unsafe {
+                self.device.queue_submit2(self.queues[0].1, &[vk::SubmitInfo2::default()], vk::Fence::null()).unwrap()
+            };
         }
     }
 }

@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 use ash::vk;
 use ash::vk::Handle;
 
-use super::Candidate;
 use super::instance::{Instance, Physical};
 use super::queues::{Choice, Queue, QueueLock, Queues};
+use super::{Candidate, exit};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
@@ -169,11 +169,13 @@ pub(super) unsafe fn candidate(id: DeviceId, given: AdoptedDevice) -> Result<Can
         return Err(absent(format!("it was created without the feature {name}")));
     }
     // SAFETY: the handles are valid.
-    let missing = CALLS.iter().find(|call| unsafe { instance.get_device_proc_addr(device.handle(), call.as_ptr()) }.is_none());
+    let missing =
+        CALLS.iter().find(|call| unsafe { instance.get_device_proc_addr(device.handle(), call.as_ptr()) }.is_none());
     if let Some(call) = missing {
         return Err(absent(format!("it has no {}; is its instance for Vulkan 1.3?", call.to_string_lossy())));
     }
     let instance = Instance::of_caller(instance, keep);
+    exit::watch();
     let (_, found) = instance.device(physical, id, true, Some(&extensions)).map_err(absent)?;
     // SAFETY: the handle is the instance's.
     let known = unsafe { instance.raw().get_physical_device_queue_family_properties(physical) };
@@ -240,7 +242,11 @@ impl fmt::Debug for AdoptedDevice {
 impl fmt::Debug for AdoptedQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shared = self.lock.is_some();
-        f.debug_struct("AdoptedQueue").field("raw", &self.raw).field("family", &self.family).field("shared", &shared).finish()
+        f.debug_struct("AdoptedQueue")
+            .field("raw", &self.raw)
+            .field("family", &self.family)
+            .field("shared", &shared)
+            .finish()
     }
 }
 
@@ -260,7 +266,8 @@ mod tests {
     fn roles_are_shared_out_among_the_queues_that_were_given() {
         let all = vk::QueueFlags::GRAPHICS | vk::QueueFlags::COMPUTE | vk::QueueFlags::TRANSFER;
         let known = [family(all, 16), family(vk::QueueFlags::TRANSFER, 2), family(vk::QueueFlags::COMPUTE, 8)];
-        let chosen = |queues: &[AdoptedQueue]| choose(&known, queues, &[], false).unwrap().map(|choice| choice.families());
+        let chosen =
+            |queues: &[AdoptedQueue]| choose(&known, queues, &[], false).unwrap().map(|choice| choice.families());
         assert_eq!(chosen(&[queue(1, 0)]), Some(vec![(0, 1)]));
         assert_eq!(chosen(&[queue(1, 0), queue(2, 0)]), Some(vec![(0, 2)]));
         assert_eq!(chosen(&[queue(1, 1), queue(2, 0)]), Some(vec![(0, 1), (1, 1)]));
@@ -271,7 +278,8 @@ mod tests {
     #[test]
     fn queues_that_cannot_be_are_refused() {
         let known = [family(vk::QueueFlags::COMPUTE, 4)];
-        let refused = |queues: &[AdoptedQueue], others: &[u32]| choose(&known, queues, others, false).unwrap_err().to_string();
+        let refused =
+            |queues: &[AdoptedQueue], others: &[u32]| choose(&known, queues, others, false).unwrap_err().to_string();
         assert!(refused(&[], &[]).contains("needs a queue"));
         assert!(refused(&[queue(1, 7)], &[]).contains("no queue family 7, the device has 1"));
         assert!(refused(&[queue(1, 0)], &[3]).contains("no queue family 3"));

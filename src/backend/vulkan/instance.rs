@@ -110,7 +110,6 @@ impl Instance {
 
     /// An instance of the caller, which is there until `keep` is dropped.
     pub(super) fn of_caller(raw: ash::Instance, keep: Arc<dyn Any + Send + Sync>) -> Arc<Instance> {
-        exit::watch();
         Arc::new(Instance { raw, origin: Origin::Caller(ManuallyDrop::new(keep)), process: Process::current() })
     }
 

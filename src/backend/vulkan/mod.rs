@@ -40,8 +40,8 @@ pub use adopted::{AdoptedDevice, AdoptedQueue, EnabledFeatures};
 pub(crate) use adopted::{Suited, suits};
 use device::VulkanDevice;
 use instance::{Instance, Physical};
-pub use queues::QueueLock;
 use pinned::{PinningHost, Pins};
+pub use queues::QueueLock;
 
 /// The environment variable that admits software drivers.
 const SOFTWARE_VARIABLE: &str = "TENSOR_OFFLOAD_VULKAN_SOFTWARE";
@@ -213,8 +213,7 @@ impl Vulkan {
                 None => {
                     let instance = Instance::load(self.library.as_deref())?;
                     let devices = instance.devices(self.software.unwrap_or_else(software_is_admitted))?;
-                    let candidate =
-                        |physical| Candidate { instance: Arc::clone(&instance), physical, adopted: None };
+                    let candidate = |physical| Candidate { instance: Arc::clone(&instance), physical, adopted: None };
                     devices.into_iter().map(candidate).collect()
                 }
             };
@@ -284,7 +283,8 @@ impl Backend for Vulkan {
     /// The links of the devices with the speeds that such links are known to attain, all of them estimates.
     fn topology(&self) -> Topology {
         let Ok(shared) = self.shared() else { return Topology::new() };
-        let infos = shared.devices.iter().map(|candidate| &candidate.physical.info).filter(|info| info.domain == info.id);
+        let infos =
+            shared.devices.iter().map(|candidate| &candidate.physical.info).filter(|info| info.domain == info.id);
         let pcie = |info: &DeviceInfo| info.gpu.as_ref().and_then(|gpu| gpu.pcie);
         let linked = infos.filter_map(|info| pcie(info).map(|link| (info.id, link.attainable())));
         linked.fold(Topology::new(), |topology, (id, speed)| topology.link(id, speed)).estimated()
