@@ -113,7 +113,7 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
     }
 }
 
-/// Meanwhile other threads submit by themselves: the layer checks that no two use the queue at one time.
+/// The second time another thread submits by itself meanwhile: the layer checks that no two use the queue at one time.
 #[test]
 fn vulkan_shaders_of_wgpu_see_every_layer() {
     let (source, drivers) = (source(), drivers());
@@ -121,6 +121,7 @@ fn vulkan_shaders_of_wgpu_see_every_layer() {
         let devices = registry(&shared);
         for (allocation, depth) in [("vulkan:0,60kb;cpu,*", 0), ("vulkan:0,20kb;cpu,*", 2), ("vulkan:0,100%", 1)] {
             let model = Arc::new(load(&devices, &source, COMPUTE, allocation, depth).unwrap());
+            summed(&shared, &model, &source);
             let done = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
