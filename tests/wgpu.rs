@@ -10,6 +10,7 @@ mod vulkan_devices;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use shader::{Sums, sums_of};
 use support::whole_path::{Source, load, source, whole_path};
@@ -90,6 +91,8 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
     let word = shared.device().create_buffer(&word);
     for _ in 0..2 {
         for layer in model.layout().layer_ids() {
+            // The layer's copies are still to come when work on it is submitted, so that nothing else orders the two.
+            streamer.compute().occupy(Duration::from_millis(10)).unwrap();
             let guard = streamer.layer(layer).unwrap();
             let mut encoder = shared.device().create_command_encoder(&gpu::CommandEncoderDescriptor::default());
             for tensor in guard.tensors() {
