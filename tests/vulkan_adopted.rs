@@ -9,6 +9,7 @@ mod vulkan_devices;
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use support::whole_path::{load, source, whole_path};
 use tensor_offload::backend::{Backend, Health, MemoryKind, Role, Transfer, Vulkan, conformance};
@@ -120,7 +121,7 @@ fn wait_until(done: impl Fn() -> bool) {
     let until = std::time::Instant::now() + DEADLINE;
     while !done() {
         assert!(std::time::Instant::now() < until);
-        std::thread::sleep(std::time::Duration::from_millis(1));
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -149,6 +150,8 @@ fn vulkan_submissions_to_a_shared_queue_take_its_lock() {
             }
         });
         assert!(caller.lock.taken() >= before + 100, "the lock was taken {} times", caller.lock.taken() - before);
+        let occupied = device.stream(Role::Compute).unwrap().occupy(Duration::from_millis(1)).unwrap_err();
+        assert_eq!(occupied.kind(), ErrorKind::Missing, "the caller's binary semaphores could wait for it: {occupied}");
         assert_eq!(vulkan::stream_queue(&*device.stream(Role::Compute).unwrap()), Some(caller.queues[0].1));
     }
 }
@@ -252,7 +255,7 @@ fn vulkan_a_lost_device_leaves_the_callers_things() {
         assert!(matches!(device.health(), Health::Lost(_)));
         drop((stream, device, backend));
         // The thread that frees memory has the last handle.
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
         assert_eq!(drops.load(Ordering::SeqCst), 0, "work may be running still");
         callers[0].submit_nothing(1);
     }

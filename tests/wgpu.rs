@@ -10,7 +10,6 @@ mod vulkan_devices;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use shader::{Sums, sums_of};
 use support::whole_path::{Source, load, source, whole_path};
@@ -19,6 +18,9 @@ use tensor_offload::vulkan::ash::{self, vk};
 use tensor_offload::wgpu::{self, SharedDevice, wgpu as gpu};
 use tensor_offload::{DeviceId, ErrorKind, Model, Registry, Streamer};
 use vulkan_devices::{Drivers, assert_given_back, drivers};
+
+/// The bytes of copies that keep the queue busy.
+const LARGE: u64 = 48 << 20;
 
 const COMPUTE: DeviceId = DeviceId::vulkan(0);
 
@@ -89,10 +91,16 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
     let usage = gpu::BufferUsages::COPY_DST;
     let word = gpu::BufferDescriptor { label: None, size: 4, usage, mapped_at_creation: false };
     let word = shared.device().create_buffer(&word);
+    let large = [gpu::BufferUsages::COPY_SRC, usage].map(|usage| {
+        let large = gpu::BufferDescriptor { label: None, size: LARGE, usage, mapped_at_creation: false };
+        shared.device().create_buffer(&large)
+    });
     for _ in 0..2 {
         for layer in model.layout().layer_ids() {
             // The layer's copies are still to come when work on it is submitted, so that nothing else orders the two.
-            streamer.compute().occupy(Duration::from_millis(10)).unwrap();
+            let mut encoder = shared.device().create_command_encoder(&gpu::CommandEncoderDescriptor::default());
+            encoder.copy_buffer_to_buffer(&large[0], 0, &large[1], 0, LARGE);
+            shared.queue().submit([encoder.finish()]);
             let guard = streamer.layer(layer).unwrap();
             let mut encoder = shared.device().create_command_encoder(&gpu::CommandEncoderDescriptor::default());
             for tensor in guard.tensors() {

@@ -88,6 +88,11 @@ impl Context {
         Ok((device, queues))
     }
 
+    /// Whether the caller has opened it.
+    pub(super) fn is_of_caller(&self) -> bool {
+        self.instance.is_of_caller()
+    }
+
     pub(super) fn handle(&self) -> vk::Device {
         self.device.handle()
     }
@@ -246,7 +251,7 @@ impl Drop for Context {
             std::mem::forget(Arc::clone(&self.instance));
             return;
         }
-        if self.instance.is_of_caller() {
+        if self.is_of_caller() {
             return;
         }
         // SAFETY: all that belongs to the device holds the context, so nothing is left, and no queue has work.

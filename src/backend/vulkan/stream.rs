@@ -14,7 +14,7 @@ use super::timeline::Timeline;
 use crate::backend::reaper::{Memory, Reaper};
 use crate::backend::{Buf, Event, FenceState, Flight, Joined, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 use crate::limits::WORK;
 
 /// A stream of a Vulkan device.
@@ -135,8 +135,12 @@ impl Stream for VulkanStream {
         }
     }
 
-    /// On a device whose streams share a queue, all of them wait meanwhile.
+    /// On a device whose streams share a queue, all of them wait meanwhile. A caller's device has none of this: its own submissions may
+    /// have binary semaphores, which must not wait for what the host has yet to raise.
     fn occupy(&self, time: Duration) -> Result<()> {
+        if self.context.is_of_caller() {
+            return Err(Missing::Occupy { device: self.context.id() }.into());
+        }
         let mut passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner);
         let passing = match &mut *passing {
             Some(passing) => passing,
