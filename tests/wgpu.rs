@@ -19,9 +19,6 @@ use tensor_offload::wgpu::{self, SharedDevice, wgpu as gpu};
 use tensor_offload::{DeviceId, ErrorKind, Model, Registry, Streamer};
 use vulkan_devices::{Drivers, assert_given_back, drivers};
 
-/// The bytes of copies that keep the queue busy.
-const LARGE: u64 = 48 << 20;
-
 const COMPUTE: DeviceId = DeviceId::vulkan(0);
 
 /// wgpu, over the probe.
@@ -88,19 +85,8 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
     let mut sums = Sums::new(shared, 2 * model.layout().tensors().len());
     let mut streamer = Streamer::new(model).unwrap();
     let mut wanted = Vec::new();
-    let usage = gpu::BufferUsages::COPY_DST;
-    let word = gpu::BufferDescriptor { label: None, size: 4, usage, mapped_at_creation: false };
-    let word = shared.device().create_buffer(&word);
-    let large = [gpu::BufferUsages::COPY_SRC, usage].map(|usage| {
-        let large = gpu::BufferDescriptor { label: None, size: LARGE, usage, mapped_at_creation: false };
-        shared.device().create_buffer(&large)
-    });
     for _ in 0..2 {
         for layer in model.layout().layer_ids() {
-            // The layer's copies are still to come when work on it is submitted, so that nothing else orders the two.
-            let mut encoder = shared.device().create_command_encoder(&gpu::CommandEncoderDescriptor::default());
-            encoder.copy_buffer_to_buffer(&large[0], 0, &large[1], 0, LARGE);
-            shared.queue().submit([encoder.finish()]);
             let guard = streamer.layer(layer).unwrap();
             let mut encoder = shared.device().create_command_encoder(&gpu::CommandEncoderDescriptor::default());
             for tensor in guard.tensors() {
@@ -111,8 +97,6 @@ fn summed(shared: &SharedDevice, model: &Arc<Model>, source: &Source) {
                     (tensor.size() as u64, buffer.binding().offset)
                 );
                 sums.record(shared, &buffer, &mut encoder);
-                // The layer follows what copies read, and not what shaders do.
-                encoder.copy_buffer_to_buffer(buffer.buffer(), buffer.binding().offset, &word, 0, 4);
                 let stored = source.weights.checkpoint().find(tensor.name()).unwrap();
                 wanted.push((tensor.name().to_owned(), sums_of(buffer.ahead(), &source.merged[stored.index()])));
             }
@@ -214,8 +198,9 @@ fn vulkan_what_wgpu_cannot_share_is_refused() {
     let devices = registry(&shared);
     let model = Arc::new(load(&devices, &source, COMPUTE, "vulkan:0,50%;cpu,*", 1).unwrap());
     let tensors: Vec<_> = model.layout().tensors().iter().filter_map(|info| model.tensor(&info.name)).collect();
-    // SAFETY: nothing is submitted, here and below.
+    // SAFETY: nothing is submitted.
     let here = |tensor| unsafe { shared.buffer(tensor) };
+    // SAFETY: as above.
     let there = |tensor| unsafe { other.buffer(tensor) };
     let kinds: Vec<_> = tensors.iter().map(|tensor| here(tensor).err().map(|error| error.kind())).collect();
     for (tensor, kind) in tensors.iter().zip(&kinds) {

@@ -130,7 +130,7 @@ impl Caller {
             let _held = self.lock.hold();
             // SAFETY: the lock is held.
             unsafe {
-                self.device.queue_submit2(self.queues[0].1, &[vk::SubmitInfo2::default()], vk::Fence::null()).unwrap()
+                self.device.queue_submit2(self.queues[0].1, &[vk::SubmitInfo2::default()], vk::Fence::null()).unwrap();
             };
         }
     }

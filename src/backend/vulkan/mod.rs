@@ -135,7 +135,7 @@ impl Vulkan {
     /// ([`vulkan`](crate::vulkan)). Software drivers are admitted.
     ///
     /// The library destroys what it makes on a device, but neither the device nor the instance. If a device is lost, what the
-    /// library has made on it stays, and so does its `keep`.
+    /// library has made on it stays, and so does its `keep`. Streams there have no [`occupy`](super::Stream::occupy).
     ///
     /// # Safety
     /// Of each of the devices, for as long as its `keep` lives:
