@@ -141,7 +141,7 @@ impl Vulkan {
     /// Of each of the devices, for as long as its `keep` lives:
     ///
     /// - the handles are valid, and the device is one of the physical device, which is one of the instance; the functions of
-    ///   [`ash::Instance`](crate::vulkan::ash::Instance) and [`ash::Device`](crate::vulkan::ash::Device) are theirs, and their code
+    ///   [`Instance`](crate::vulkan::ash::Instance) and [`Device`](crate::vulkan::ash::Device) of ash are theirs, and their code
     ///   stays loaded;
     /// - the instance was created for Vulkan 1.3 or later, the device with the features and the extensions that are said to be
     ///   enabled, and with queues of all named families;
