@@ -79,6 +79,7 @@
 //! | [`stream`] | layers on the compute device, one after the other | [`Streamer`], [`Pass`](stream::Pass), [`LayerGuard`] |
 //! | [`cache`] | models that stay, and leave when told to | [`ModelCache`] |
 //! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::addresses`, `cuda::adopt_raw_stream` |
+//! | `vulkan`, `wgpu` | your own Vulkan device, or wgpu's; where tensors are | `backend::Vulkan::adopt`, `vulkan::place`, `wgpu::request_device` |
 //!
 //! Adapters stand before the plan because they can change a weight's size and its sharing. Their arithmetic is done by
 //! the load, after it, because only then is there memory for the result.
@@ -137,12 +138,13 @@
 //!   named. Without a driver the library runs and says why there is no device. Without the feature, `cuda:0` still parses
 //!   and plans against a described machine.
 //! - `vulkan` is the backend of devices with a driver for Vulkan 1.3, of any vendor. Nothing has to be installed to build.
+//! - `wgpu` opens devices that the crate wgpu and the library share, and shows tensors as its buffers. It turns `vulkan` on.
 //! - `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
 //!   build: the one that another crate takes, or one of `cuda-11040` to `cuda-13040`, or `cuda-version-from-build-system`,
 //!   each of which turns `cudarc` on.
 //!
-//! Guides are in the package's folder `docs/guide`: allocations, adapters, streaming, CUDA code of your own, the cache,
-//! devices. Why the library is built this way is in `docs/design.md`.
+//! Guides are in the package's folder `docs/guide`: allocations, adapters, streaming, CUDA, Vulkan and wgpu code of your own, the
+//! cache, devices. Why the library is built this way is in `docs/design.md`.
 
 pub mod adapter;
 pub mod allocation;
@@ -172,6 +174,10 @@ mod staging;
 pub mod stream;
 mod threads;
 pub mod transfer;
+#[cfg(feature = "vulkan")]
+pub mod vulkan;
+#[cfg(feature = "wgpu")]
+pub mod wgpu;
 
 pub use adapter::{Adapter, Matching, Weights};
 pub use allocation::Allocation;
@@ -208,6 +214,10 @@ mod guides {
     #[cfg(feature = "cuda")]
     #[doc = include_str!("../docs/guide/devices.md")]
     struct Devices;
+
+    #[cfg(feature = "wgpu")]
+    #[doc = include_str!("../docs/guide/vulkan.md")]
+    struct Vulkan;
 
     mod cuda {
         #[cfg(feature = "cudarc")]

@@ -6,16 +6,14 @@ mod card;
 mod support;
 
 use std::fs;
-use std::sync::Arc;
 
 use card::{DEADLINE, Driver, assert_given_back, driver, has_devices, registry, stand_in, whatever_call_fails};
 use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use support::coded::{Codes, load, passes, tensors};
 use support::compressed::Compressed;
 use support::{DISK, GPU0, GPU1, spec};
-use tensor_offload::checkpoint::TensorSpec;
 use tensor_offload::error::Missing;
-use tensor_offload::{ByteSize, DType, Error, ErrorKind, Loader, Model, Planner, Registry, Result, Streamer, Weights};
+use tensor_offload::{DType, Error, ErrorKind, Loader, Planner, Registry, Streamer};
 
 fn cards(count: usize) -> Config {
     Config::with_devices(&vec![64 << 20; count]).memory(MemoryMode::Reuse).late_micros(2000).seed(5)

@@ -12,13 +12,11 @@ use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::CUgraphInstantiate_flags;
 use cudarc::driver::sys::CUstreamCaptureMode as Mode;
-use half::{bf16, f16};
 use support::blocks::{edged, random_bytes, wanted};
 use support::gguf::Gguf;
 use tensor_offload::backend::{
     Backend, Buf, BufMut, Countdown, Cuda, Dequantise, Device, Faulty, Host, MemoryKind, Operation, Role, Transfer,
 };
-use tensor_offload::patch::dequantise;
 use tensor_offload::{Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights};
 
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];

@@ -12,9 +12,7 @@ use cuda_standin::{Config, Effect, MemoryMode};
 use support::GPU0;
 use support::unpacked::{load, passes, weights};
 use tensor_offload::error::Missing;
-use tensor_offload::{
-    ByteSize, Checkpoint, DType, DeviceId, Error, Loader, Model, Planner, Registry, Result, Streamer, Weights,
-};
+use tensor_offload::{DType, DeviceId, Error, Loader, Planner, Registry, Streamer};
 
 const VALUES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

@@ -9,6 +9,8 @@ pub(crate) mod devices;
 pub(crate) mod model;
 pub(crate) mod options;
 pub(crate) mod replay;
+#[cfg(feature = "wgpu")]
+pub(crate) mod shader;
 pub(crate) mod table;
 pub(crate) mod trace;
 pub(crate) mod values;

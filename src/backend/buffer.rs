@@ -242,7 +242,7 @@ impl Buf {
     }
 
     /// The buffer's offset in its allocation.
-    pub(super) fn start(&self) -> usize {
+    pub(crate) fn start(&self) -> usize {
         self.handle.range.start
     }
 

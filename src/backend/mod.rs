@@ -35,7 +35,7 @@ mod storage;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod sysfs;
 #[cfg(feature = "vulkan")]
-mod vulkan;
+pub(crate) mod vulkan;
 mod watcher;
 
 use std::any::Any;

@@ -1,6 +1,8 @@
 //! The Vulkan devices that a test runs over: those that the machine has, software drivers included, through the probe.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub(crate) mod caller;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

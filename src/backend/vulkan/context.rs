@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use ash::{ext, vk};
 
+use super::adopted::Adopted;
 use super::exit;
 use super::instance::{Instance, Limits, Physical, words};
 use super::pipelines::Pipelines;
@@ -45,25 +46,33 @@ impl<T> Named<T> for std::result::Result<T, vk::Result> {
 }
 
 impl Context {
-    pub(super) fn open(id: DeviceId, physical: &Physical, instance: &Arc<Instance>) -> Result<Context> {
+    /// Opens a device, or takes the one that the caller has opened.
+    pub(super) fn open(
+        id: DeviceId,
+        physical: &Physical,
+        instance: &Arc<Instance>,
+        adopted: Option<&Adopted>,
+    ) -> Result<Context> {
         instance.process.check()?;
+        let (device, queues) = match adopted {
+            Some(adopted) => adopted.device_and_queues(physical)?,
+            None => Context::create(id, physical, instance)?,
+        };
+        let imports = physical.limits.import.map(|_| ext::external_memory_host::Device::new(instance.raw(), &device));
+        let (physical, lost, instance) = (physical.clone(), OnceLock::new(), Arc::clone(instance));
+        let (allocations, host_bytes) = (AtomicU32::new(0), std::array::from_fn(|_| AtomicU64::new(0)));
+        let pipelines = Pipelines::default();
+        Ok(Context { id, device, queues, physical, imports, pipelines, lost, allocations, host_bytes, instance })
+    }
+
+    fn create(id: DeviceId, physical: &Physical, instance: &Instance) -> Result<(ash::Device, Queues)> {
         let absent = |why: String| Error::DeviceAbsent { device: id, why };
         let raw = instance.raw();
         // SAFETY: the handle is the instance's.
         let families = unsafe { raw.get_physical_device_queue_family_properties(physical.handle) };
         let choice = Choice::among(&families, physical.unified);
         let choice = choice.ok_or_else(|| absent("it has no queue that computes".to_owned()))?;
-        // Copies have priority over the compute that waits for them.
-        let priorities = [0.5, 1.0, 1.0];
-        let queues: Vec<_> = choice
-            .families()
-            .into_iter()
-            .map(|(family, count)| {
-                let own =
-                    if family == choice.families()[0].0 { &priorities[..count] } else { &priorities[3 - count..] };
-                vk::DeviceQueueCreateInfo::default().queue_family_index(family).queue_priorities(own)
-            })
-            .collect();
+        let queues = choice.create_infos();
         let names: Vec<_> = physical.extensions().into_iter().map(std::ffi::CStr::as_ptr).collect();
         let mut vulkan12 = vk::PhysicalDeviceVulkan12Features::default().timeline_semaphore(true);
         let mut vulkan13 = vk::PhysicalDeviceVulkan13Features::default().synchronization2(true);
@@ -78,12 +87,17 @@ impl Context {
             .map_err(|code| absent(format!("vkCreateDevice: {}", words(code))))?;
         // Once more: opening a device may load libraries that were not there before.
         exit::watch();
-        let imports = physical.limits.import.map(|_| ext::external_memory_host::Device::new(raw, &device));
         let queues = choice.queues(&device);
-        let (physical, lost, instance) = (physical.clone(), OnceLock::new(), Arc::clone(instance));
-        let (allocations, host_bytes) = (AtomicU32::new(0), std::array::from_fn(|_| AtomicU64::new(0)));
-        let pipelines = Pipelines::default();
-        Ok(Context { id, device, queues, physical, imports, pipelines, lost, allocations, host_bytes, instance })
+        Ok((device, queues))
+    }
+
+    /// Whether the caller has opened it.
+    pub(super) fn is_of_caller(&self) -> bool {
+        self.instance.is_of_caller()
+    }
+
+    pub(super) fn handle(&self) -> vk::Device {
+        self.device.handle()
     }
 
     pub(super) fn id(&self) -> DeviceId {
@@ -240,14 +254,16 @@ impl reaper::Context for Context {
 impl Drop for Context {
     fn drop(&mut self) {
         if self.lost().is_some() {
-            // Its timelines have not been destroyed, so neither can the device be, nor its instance.
+            // Its timelines have not been destroyed, so neither can the device be, nor its instance, nor what the caller keeps.
             std::mem::forget(Arc::clone(&self.instance));
             return;
         }
-        // SAFETY: all that belongs to the device holds the context, so nothing is left, and no queue has work.
+        // SAFETY: all that belongs to the device holds the context, so nothing is left, and no queue has work of the library.
         self.destroy(|device| unsafe {
             self.pipelines.destroy(device);
-            device.destroy_device(None);
+            if !self.is_of_caller() {
+                device.destroy_device(None);
+            }
         });
     }
 }

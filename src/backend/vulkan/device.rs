@@ -3,9 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::Candidate;
 use super::arena::{Arena, VulkanMemory};
 use super::context::Context;
-use super::instance::{Instance, Physical};
 use super::pinned::PinnedMemory;
 use super::stream::VulkanStream;
 use crate::backend::reaper::Reaper;
@@ -23,8 +23,9 @@ pub(super) struct VulkanDevice {
 }
 
 impl VulkanDevice {
-    pub(super) fn open(info: DeviceInfo, physical: &Physical, instance: &Arc<Instance>) -> Result<VulkanDevice> {
-        let context = Arc::new(Context::open(info.id, physical, instance)?);
+    pub(super) fn open(info: DeviceInfo, candidate: &Candidate) -> Result<VulkanDevice> {
+        let Candidate { instance, physical, adopted } = candidate;
+        let context = Arc::new(Context::open(info.id, physical, instance, adopted.as_deref())?);
         let reaper = Arc::new(Reaper::start(&context)?);
         let (ledger, arena) = (Ledger::new(info.id, info.total), Arena::new(&context));
         Ok(VulkanDevice { info, ledger, reaper, arena, context })

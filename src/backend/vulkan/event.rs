@@ -3,32 +3,39 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::context::Refusal;
+use super::context::{Context, Refusal};
 use super::semaphore::Point;
 use super::timeline::Timeline;
 use crate::backend::{Event, Fence, FenceState};
 use crate::error::Error;
 
-/// The end of a submission.
+/// A value of a semaphore: the end of a submission, or a point of the caller's work.
 pub(super) struct VulkanFence {
-    timeline: Arc<Timeline>,
-    value: u64,
+    point: Point,
+    /// What ends with the value. `None` if it is the caller's.
+    _timeline: Option<Arc<Timeline>>,
     lost: OnceLock<Arc<Error>>,
 }
 
 impl VulkanFence {
     /// The event of the submission to `timeline` that ends with `value`.
     pub(super) fn event(timeline: &Arc<Timeline>, value: u64) -> Event {
-        Event::new(Arc::new(VulkanFence { timeline: Arc::clone(timeline), value, lost: OnceLock::new() }))
+        let (point, _timeline) = (timeline.point(value), Some(Arc::clone(timeline)));
+        Event::new(Arc::new(VulkanFence { point, _timeline, lost: OnceLock::new() }))
+    }
+
+    /// The event of a point of the caller's work.
+    pub(super) fn of_caller(point: Point) -> Event {
+        Event::new(Arc::new(VulkanFence { point, _timeline: None, lost: OnceLock::new() }))
     }
 
     /// The point that a submission to the same device waits for.
     pub(super) fn point(&self) -> Point {
-        self.timeline.point(self.value)
+        self.point.clone()
     }
 
-    pub(super) fn timeline(&self) -> &Timeline {
-        &self.timeline
+    pub(super) fn context(&self) -> &Arc<Context> {
+        self.point.0.context()
     }
 
     fn state_of(&self, reached: Result<bool, Refusal>) -> FenceState {
@@ -36,7 +43,7 @@ impl VulkanFence {
             Ok(true) => FenceState::Done,
             Ok(false) => FenceState::Pending,
             Err(refusal) => {
-                let context = self.timeline.context();
+                let context = self.context();
                 let lost = match context.error(refusal) {
                     error @ (Error::DeviceLost { .. } | Error::Forked { .. }) => error,
                     // Whether the work is done cannot be told any more.
@@ -50,7 +57,7 @@ impl VulkanFence {
 
     /// The state, if no driver has to be asked. What was done once stays so.
     fn known(&self) -> Option<FenceState> {
-        match self.timeline.was_reached(self.value) {
+        match self.point.0.was_reached(self.point.1) {
             true => Some(FenceState::Done),
             false => self.lost.get().map(|cause| FenceState::Lost(Arc::clone(cause))),
         }
@@ -58,13 +65,13 @@ impl VulkanFence {
 }
 
 // SAFETY: the driver counts a timeline up to a value when the submission that ends with it is done, and that comes after all
-// earlier ones of the stream. What cannot be asked is lost.
+// earlier ones of the stream; for a semaphore of the caller that is the caller's promise. What cannot be asked is lost.
 unsafe impl Fence for VulkanFence {
     fn state(&self) -> FenceState {
-        self.known().unwrap_or_else(|| self.state_of(self.timeline.is_reached(self.value)))
+        self.known().unwrap_or_else(|| self.state_of(self.point.0.is_reached(self.point.1)))
     }
 
     fn wait(&self, deadline: Duration) -> FenceState {
-        self.known().unwrap_or_else(|| self.state_of(self.timeline.wait(self.value, deadline)))
+        self.known().unwrap_or_else(|| self.state_of(self.point.0.wait(self.point.1, deadline)))
     }
 }

@@ -1,6 +1,7 @@
 //! Vulkan's library: finding it, and listing the devices of its drivers.
 
-use std::ffi::CStr;
+use std::any::Any;
+use std::ffi::{CStr, CString};
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,10 +22,17 @@ const OLDEST: u32 = vk::API_VERSION_1_3;
 /// An instance of the library in this process.
 pub(super) struct Instance {
     raw: ash::Instance,
-    /// The library, whose code all calls are.
-    _entry: ManuallyDrop<Entry>,
+    origin: Origin,
     /// The process that created it.
     pub(super) process: Process,
+}
+
+/// Where an instance is from.
+enum Origin {
+    /// It was made with the library, whose code all calls are.
+    Library { _entry: ManuallyDrop<Entry> },
+    /// It is the caller's, who keeps it and its device as long as this.
+    Caller(ManuallyDrop<Arc<dyn Any + Send + Sync>>),
 }
 
 /// A device of a driver that can be opened.
@@ -100,7 +108,17 @@ impl Instance {
         // SAFETY: what the structures point to outlives the call.
         let raw = unsafe { entry.create_instance(&create, None) }.map_err(|code| said("vkCreateInstance", code))?;
         exit::watch();
-        Ok(Arc::new(Instance { raw, _entry: entry, process: Process::current() }))
+        Ok(Arc::new(Instance { raw, origin: Origin::Library { _entry: entry }, process: Process::current() }))
+    }
+
+    /// An instance of the caller, which is there until `keep` is dropped.
+    pub(super) fn of_caller(raw: ash::Instance, keep: Arc<dyn Any + Send + Sync>) -> Arc<Instance> {
+        Arc::new(Instance { raw, origin: Origin::Caller(ManuallyDrop::new(keep)), process: Process::current() })
+    }
+
+    /// Whether it is the caller's, with its device.
+    pub(super) fn is_of_caller(&self) -> bool {
+        matches!(self.origin, Origin::Caller(_))
     }
 
     pub(super) fn raw(&self) -> &ash::Instance {
@@ -118,7 +136,7 @@ impl Instance {
             .map_err(|code| format!("vkEnumeratePhysicalDevices: {}", words(code)))?;
         let (mut devices, mut unfit, mut aliases) = (Vec::new(), Vec::new(), Aliases::default());
         for handle in handles {
-            match self.device(handle, DeviceId::vulkan(devices.len() as u32), software) {
+            match self.device(handle, DeviceId::vulkan(devices.len() as u32), software, None) {
                 Ok((vendor, mut device)) => {
                     device.info.aliases = aliases.of(vendor, &device.info);
                     devices.push(device);
@@ -136,8 +154,14 @@ impl Instance {
         }
     }
 
-    /// A device, with the number of its vendor.
-    fn device(&self, handle: vk::PhysicalDevice, id: DeviceId, software: bool) -> Result<(u32, Physical), String> {
+    /// A device, with the number of its vendor. Of the extensions only those count that are `enabled`, if it is open already.
+    pub(super) fn device(
+        &self,
+        handle: vk::PhysicalDevice,
+        id: DeviceId,
+        software: bool,
+        enabled: Option<&[CString]>,
+    ) -> Result<(u32, Physical), String> {
         // SAFETY: the handle is the instance's, here and below.
         let properties = unsafe { self.raw.get_physical_device_properties(handle) };
         let name =
@@ -161,10 +185,12 @@ impl Instance {
         // SAFETY: as above.
         let extensions = unsafe { self.raw.enumerate_device_extension_properties(handle) }
             .map_err(|code| format!("{name}: vkEnumerateDeviceExtensionProperties: {}", words(code)))?;
+        let enabled = |name: &CStr| enabled.is_none_or(|enabled| enabled.iter().any(|known| known.as_c_str() == name));
         let has = Extensions {
             pci_bus_info: has(&extensions, ext::pci_bus_info::NAME),
-            memory_budget: has(&extensions, ext::memory_budget::NAME),
-            external_memory_host: has(&extensions, ext::external_memory_host::NAME),
+            memory_budget: has(&extensions, ext::memory_budget::NAME) && enabled(ext::memory_budget::NAME),
+            external_memory_host: has(&extensions, ext::external_memory_host::NAME)
+                && enabled(ext::external_memory_host::NAME),
             portability_subset: has(&extensions, khr::portability_subset::NAME),
         };
         let mut maintenance3 = vk::PhysicalDeviceMaintenance3Properties::default();
@@ -275,8 +301,12 @@ impl Drop for Instance {
         if self.process.is_current()
             && let Some(_entered) = exit::enter()
         {
-            // SAFETY: its devices hold the instance, so none is left.
-            unsafe { self.raw.destroy_instance(None) };
+            match &mut self.origin {
+                // SAFETY: its devices hold the instance, so none is left.
+                Origin::Library { .. } => unsafe { self.raw.destroy_instance(None) },
+                // SAFETY: dropped once, here.
+                Origin::Caller(keep) => unsafe { ManuallyDrop::drop(keep) },
+            }
         }
     }
 }

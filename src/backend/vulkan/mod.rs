@@ -6,6 +6,7 @@
 
 #![expect(unsafe_code, reason = "the driver's interface is one of raw handles")]
 
+mod adopted;
 mod arena;
 mod context;
 mod copy;
@@ -17,6 +18,7 @@ mod event;
 mod exit;
 mod import;
 mod instance;
+pub(crate) mod interop;
 mod kernels;
 mod passing;
 mod pinned;
@@ -37,9 +39,14 @@ use super::{Backend, Device, Found, Host};
 use crate::bytes::ByteSize;
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, Topology};
 use crate::error::{Error, Result};
+use adopted::Adopted;
+pub use adopted::{AdoptedDevice, AdoptedQueue, EnabledFeatures};
+#[cfg(feature = "wgpu")]
+pub(crate) use adopted::{Suited, suits};
 use device::VulkanDevice;
 use instance::{Instance, Physical};
 use pinned::{PinningHost, Pins};
+pub use queues::QueueLock;
 
 /// The environment variable that admits software drivers.
 const SOFTWARE_VARIABLE: &str = "TENSOR_OFFLOAD_VULKAN_SOFTWARE";
@@ -72,13 +79,22 @@ pub struct Vulkan {
     imports: bool,
     sysfs: Sysfs,
     host: Host,
+    /// The caller's devices. `None` for those that the library finds.
+    adopted: Option<Vec<Candidate>>,
     found: OnceLock<std::result::Result<Shared, String>>,
+}
+
+/// A device that can be opened, or that the caller has opened.
+#[derive(Clone)]
+struct Candidate {
+    instance: Arc<Instance>,
+    physical: Physical,
+    adopted: Option<Arc<Adopted>>,
 }
 
 /// The state that the devices of one backend share.
 struct Shared {
-    instance: Arc<Instance>,
-    devices: Vec<Physical>,
+    devices: Vec<Candidate>,
     pins: Arc<Pins>,
     open: Arc<Opened>,
 }
@@ -114,8 +130,40 @@ impl Vulkan {
             imports: true,
             sysfs: Sysfs::default(),
             host: Host::new(),
+            adopted: None,
             found: OnceLock::new(),
         }
+    }
+
+    /// Devices that the caller has opened, as `vulkan:0`, `vulkan:1` and so on, in place of those that the library would find and
+    /// open: buffers of Vulkan belong to one open device, so only there the caller's own work can use the library's tensors
+    /// ([`vulkan`](crate::vulkan)). Software drivers are admitted.
+    ///
+    /// The library destroys what it makes on a device, but neither the device nor the instance. If a device is lost, what the
+    /// library has made on it stays, and so does its `keep`. Streams there have no [`occupy`](super::Stream::occupy).
+    ///
+    /// # Safety
+    /// Of each of the devices, for as long as its `keep` lives:
+    ///
+    /// - the handles are valid, and the device is one of the physical device, which is one of the instance; the functions of
+    ///   [`Instance`](crate::vulkan::ash::Instance) and [`Device`](crate::vulkan::ash::Device) of ash are theirs, and their code
+    ///   stays loaded;
+    /// - the instance was created for Vulkan 1.3 or later, the device with the features and the extensions that are said to be
+    ///   enabled, and with queues of all named families;
+    /// - the queues are the device's, of the named families. Nobody else uses one that is [the library's
+    ///   own](AdoptedQueue::own); whoever uses [another](AdoptedQueue::shared) holds its lock meanwhile, and that lock excludes.
+    ///   `vkDeviceWaitIdle`, which uses all queues, is not called while the library submits.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a null handle, for no queue, for one that is named twice, and for a family that the device does not
+    /// have; [`Error::DeviceAbsent`] for a device that lacks what the library needs: Vulkan 1.3, an enabled feature, a queue that
+    /// computes.
+    pub unsafe fn adopt(devices: impl IntoIterator<Item = AdoptedDevice>) -> Result<Vulkan> {
+        let numbered = devices.into_iter().enumerate();
+        // SAFETY: the caller's promise.
+        let candidate = |(number, device)| unsafe { adopted::candidate(DeviceId::vulkan(number as u32), device) };
+        let adopted = numbered.map(candidate).collect::<Result<Vec<_>>>()?;
+        Ok(Vulkan { adopted: Some(adopted), ..Vulkan::new() })
     }
 
     /// Sets the file of Vulkan's library: the loader's, or a driver's such as MoltenVK.
@@ -165,23 +213,46 @@ impl Vulkan {
 
     fn shared(&self) -> std::result::Result<&Shared, &str> {
         let find = || {
-            let admitted = || std::env::var_os(SOFTWARE_VARIABLE).is_some_and(|value| value == "1");
-            let instance = Instance::load(self.library.as_deref())?;
-            let mut devices = instance.devices(self.software.unwrap_or_else(admitted))?;
-            devices.iter_mut().for_each(|device| self.add_links(&mut device.info));
+            let mut devices = match &self.adopted {
+                Some(adopted) => adopted.clone(),
+                None => {
+                    let instance = Instance::load(self.library.as_deref())?;
+                    let devices = instance.devices(self.software.unwrap_or_else(software_is_admitted))?;
+                    let candidate = |physical| Candidate { instance: Arc::clone(&instance), physical, adopted: None };
+                    devices.into_iter().map(candidate).collect()
+                }
+            };
+            devices.iter_mut().for_each(|device| self.add_links(&mut device.physical.info));
             let open = Arc::<Opened>::default();
             let limit = self.pinned_cap.map_or_else(|| self.host.cpu().pinned_cap(), ByteSize::get);
             let pins = Arc::new(Pins::new(limit, self.imports, Arc::clone(&open)));
-            Ok(Shared { instance, devices, pins, open })
+            Ok(Shared { devices, pins, open })
         };
         self.found.get_or_init(find).as_ref().map_err(String::as_str)
     }
 }
 
-impl Shared {
-    fn now(&self, physical: &Physical) -> DeviceInfo {
-        let free = self.instance.free(physical);
-        physical.info.clone().free(free)
+/// Runs calls of a driver, unless the process is ending.
+#[cfg(feature = "wgpu")]
+pub(crate) fn unless_ending(calls: impl FnOnce()) {
+    if let Some(_entered) = exit::enter() {
+        calls();
+    }
+}
+
+/// Whether the environment admits software drivers.
+pub(crate) fn software_is_admitted() -> bool {
+    std::env::var_os(SOFTWARE_VARIABLE).is_some_and(|value| value == "1")
+}
+
+impl Candidate {
+    fn id(&self) -> DeviceId {
+        self.physical.info.id
+    }
+
+    fn now(&self) -> DeviceInfo {
+        let free = self.instance.free(&self.physical);
+        self.physical.info.clone().free(free)
     }
 }
 
@@ -191,7 +262,7 @@ impl Backend for Vulkan {
             Err(why) => vec![Found::Absent { kind: DeviceKind::Vulkan, why: why.to_owned() }],
             Ok(shared) => {
                 let cpu = self.host.cpu().pinnable(Some(shared.pins.limit()));
-                shared.devices.iter().map(|physical| shared.now(physical)).chain([cpu]).map(Found::Here).collect()
+                shared.devices.iter().map(Candidate::now).chain([cpu]).map(Found::Here).collect()
             }
         }
     }
@@ -201,15 +272,15 @@ impl Backend for Vulkan {
         if id == DeviceId::CPU {
             return Ok(Arc::new(PinningHost::new(self.host.open(id)?, Arc::clone(&shared.pins))));
         }
-        let Some(physical) = shared.devices.iter().find(|physical| physical.info.id == id) else {
-            let known = shared.devices.iter().map(|physical| physical.info.id).collect();
+        let Some(candidate) = shared.devices.iter().find(|candidate| candidate.id() == id) else {
+            let known = shared.devices.iter().map(Candidate::id).collect();
             return Err(Error::UnknownDevice { device: id, known });
         };
         let mut open = shared.open.devices();
         if let Some(device) = open.get(&id.index()).and_then(Weak::upgrade) {
             return Ok(device);
         }
-        let device = Arc::new(VulkanDevice::open(shared.now(physical), physical, &shared.instance)?);
+        let device = Arc::new(VulkanDevice::open(candidate.now(), candidate)?);
         open.insert(id.index(), Arc::downgrade(&device));
         Ok(device)
     }
@@ -217,7 +288,8 @@ impl Backend for Vulkan {
     /// The links of the devices with the speeds that such links are known to attain, all of them estimates.
     fn topology(&self) -> Topology {
         let Ok(shared) = self.shared() else { return Topology::new() };
-        let infos = shared.devices.iter().map(|physical| &physical.info).filter(|info| info.domain == info.id);
+        let infos =
+            shared.devices.iter().map(|candidate| &candidate.physical.info).filter(|info| info.domain == info.id);
         let pcie = |info: &DeviceInfo| info.gpu.as_ref().and_then(|gpu| gpu.pcie);
         let linked = infos.filter_map(|info| pcie(info).map(|link| (info.id, link.attainable())));
         linked.fold(Topology::new(), |topology, (id, speed)| topology.link(id, speed)).estimated()

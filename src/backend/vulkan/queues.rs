@@ -1,41 +1,56 @@
 //! The queues of a device, and which of them each kind of stream submits to.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::convert::Infallible;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ash::vk;
 
+use super::context::Outcome;
 use crate::backend::Role;
+
+/// The lock of a queue that both the library and its caller submit to.
+pub trait QueueLock: Send + Sync {
+    /// Runs `submit` once, while no other thread uses the queue.
+    fn locked(&self, submit: &mut dyn FnMut());
+}
+
+impl QueueLock for Mutex<()> {
+    fn locked(&self, submit: &mut dyn FnMut()) {
+        let _held = self.lock().unwrap_or_else(PoisonError::into_inner);
+        submit();
+    }
+}
 
 /// A queue of an open device.
 pub(super) struct Queue {
     raw: vk::Queue,
     family: u32,
-    /// Whether it runs kernels.
-    computes: bool,
     /// The driver lets one thread at a time submit.
-    submitting: Mutex<()>,
+    lock: Arc<dyn QueueLock>,
 }
 
 impl Queue {
+    pub(super) fn new(raw: vk::Queue, family: u32, lock: Arc<dyn QueueLock>) -> Queue {
+        Queue { raw, family, lock }
+    }
+
+    pub(super) fn raw(&self) -> vk::Queue {
+        self.raw
+    }
+
     pub(super) fn family(&self) -> u32 {
         self.family
     }
 
-    pub(super) fn computes(&self) -> bool {
-        self.computes
+    /// Runs a submission while no other thread uses the queue. A lock of the caller that does not run it makes it fail.
+    pub(super) fn submit<T>(&self, call: impl FnOnce(vk::Queue) -> Outcome<T>) -> Outcome<T> {
+        let (mut call, mut outcome) = (Some(call), None);
+        let mut submit = || outcome = call.take().map(|call| call(self.raw)).or(outcome.take());
+        // A lock that panics may have run it before: the outcome tells.
+        let _ = catch_unwind(AssertUnwindSafe(|| self.lock.locked(&mut submit)));
+        outcome.unwrap_or(Err(("the lock of a queue", vk::Result::ERROR_UNKNOWN)))
     }
-
-    /// The handle, for one submission.
-    pub(super) fn lock(&self) -> LockedQueue<'_> {
-        let guard = self.submitting.lock().unwrap_or_else(PoisonError::into_inner);
-        LockedQueue { raw: self.raw, _guard: guard }
-    }
-}
-
-/// A queue that no other thread submits to.
-pub(super) struct LockedQueue<'a> {
-    pub(super) raw: vk::Queue,
-    _guard: MutexGuard<'a, ()>,
 }
 
 /// The queues by role.
@@ -54,6 +69,11 @@ impl Queues {
             Role::Upload => &self.upload,
             Role::Download => &self.download,
         }
+    }
+
+    /// Whether a queue of these runs kernels.
+    pub(super) fn computes(&self, queue: &Queue) -> bool {
+        queue.family == self.compute.family
     }
 
     /// The families whose queues use a buffer, if they are several: it then belongs to all of them, so that none has to hand it
@@ -116,21 +136,50 @@ impl Choice {
 
     /// The queues of a device that was opened with them.
     pub(super) fn queues(&self, device: &ash::Device) -> Queues {
-        let mut known: Vec<((u32, u32), Arc<Queue>)> = Vec::new();
-        let mut queue = |of: (u32, u32)| {
-            if let Some((_, queue)) = known.iter().find(|known| known.0 == of) {
-                return Arc::clone(queue);
-            }
+        let queue = |(family, number)| {
             // SAFETY: the device was created with this queue.
-            let raw = unsafe { device.get_device_queue(of.0, of.1) };
-            let queue =
-                Arc::new(Queue { raw, family: of.0, computes: of.0 == self.compute.0, submitting: Mutex::default() });
-            known.push((of, Arc::clone(&queue)));
-            queue
+            let raw = unsafe { device.get_device_queue(family, number) };
+            Ok(Queue::new(raw, family, Arc::new(Mutex::new(()))))
         };
-        let (compute, upload, download) = (queue(self.compute), queue(self.upload), queue(self.download));
-        let families = self.families().into_iter().map(|(family, _)| family).collect();
-        Queues { compute, upload, download, families }
+        let Ok(queues) = self.queues_from::<Infallible>(queue, &[]);
+        queues
+    }
+
+    /// The queues by role, from those that `queue` makes by family and number. Buffers are for `others`, too, families of the
+    /// caller's queues.
+    pub(super) fn queues_from<E>(
+        &self,
+        queue: impl Fn((u32, u32)) -> Result<Queue, E>,
+        others: &[u32],
+    ) -> Result<Queues, E> {
+        let mut known: Vec<((u32, u32), Arc<Queue>)> = Vec::new();
+        let mut once = |of: (u32, u32)| {
+            if let Some((_, queue)) = known.iter().find(|known| known.0 == of) {
+                return Ok(Arc::clone(queue));
+            }
+            let queue = Arc::new(queue(of)?);
+            known.push((of, Arc::clone(&queue)));
+            Ok(queue)
+        };
+        let (compute, upload, download) = (once(self.compute)?, once(self.upload)?, once(self.download)?);
+        let mut families: Vec<u32> = self.families().into_iter().map(|(family, _)| family).collect();
+        families.extend(others);
+        families.sort_unstable();
+        families.dedup();
+        Ok(Queues { compute, upload, download, families })
+    }
+
+    /// What a device is created with to have them.
+    pub(super) fn create_infos(&self) -> Vec<vk::DeviceQueueCreateInfo<'static>> {
+        // Copies have priority over the compute that waits for them.
+        const PRIORITIES: &[f32; 3] = &[0.5, 1.0, 1.0];
+        let families = self.families();
+        let info = |&(family, count): &(u32, usize)| {
+            let computes = family == self.compute.0;
+            let own = if computes { &PRIORITIES[..count] } else { &PRIORITIES[3 - count..] };
+            vk::DeviceQueueCreateInfo::default().queue_family_index(family).queue_priorities(own)
+        };
+        families.iter().map(info).collect()
     }
 }
 

@@ -17,7 +17,7 @@ use super::timeline::Timeline;
 use crate::backend::reaper::{Memory, Reaper};
 use crate::backend::{Buf, Event, FenceState, Flight, Joined, MemoryBlock, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
-use crate::error::{Error, Result};
+use crate::error::{Error, Missing, Result};
 use crate::limits::WORK;
 
 /// A stream of a Vulkan device.
@@ -36,12 +36,16 @@ impl VulkanStream {
         Ok(VulkanStream { timeline, context, reaper, passing: Mutex::default() })
     }
 
+    pub(super) fn timeline(&self) -> &Timeline {
+        &self.timeline
+    }
+
     /// The points of this device's events, which its submissions wait for. The host waits for the others, and for all of them if
     /// `on_host`: then it touches the memory itself.
     fn join(&self, events: &[Event], on_host: bool) -> Result<Vec<Point>> {
         let mut points = Vec::new();
         for event in events {
-            let own = event.downcast::<VulkanFence>().filter(|fence| fence.timeline().context().is(&self.context));
+            let own = event.downcast::<VulkanFence>().filter(|fence| fence.context().is(&self.context));
             match event.state() {
                 FenceState::Failed(cause) | FenceState::Lost(cause) => {
                     return Err(Error::Failed { operation: "a copy", cause });
@@ -146,7 +150,7 @@ impl Stream for VulkanStream {
     }
 
     fn wait(&self, event: &Event) -> Result<Joined> {
-        let own = event.downcast::<VulkanFence>().filter(|fence| fence.timeline().context().is(&self.context));
+        let own = event.downcast::<VulkanFence>().filter(|fence| fence.context().is(&self.context));
         match (event.state(), own) {
             (FenceState::Failed(cause) | FenceState::Lost(cause), _) => {
                 Err(Error::Failed { operation: "a copy", cause })
@@ -175,8 +179,12 @@ impl Stream for VulkanStream {
         }
     }
 
-    /// On a device whose streams share a queue, all of them wait meanwhile.
+    /// On a device whose streams share a queue, all of them wait meanwhile. A caller's device has none of this: its own submissions may
+    /// have binary semaphores, which must not wait for what the host has yet to raise.
     fn occupy(&self, time: Duration) -> Result<()> {
+        if self.context.is_of_caller() {
+            return Err(Missing::Occupy { device: self.context.id() }.into());
+        }
         let mut passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner);
         let passing = match &mut *passing {
             Some(passing) => passing,

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ash::vk;
 
@@ -14,10 +14,6 @@ use super::queues::Queue;
 use super::semaphore::{Point, Semaphore};
 use super::staging::Staging;
 use crate::backend::Role;
-use crate::backend::event::until;
-
-/// The longest that one call waits: the end of the process waits for it.
-const LONGEST_CALL: Duration = Duration::from_millis(50);
 
 /// What records commands.
 type Recorder<'a> = &'a dyn Fn(&ash::Device, vk::CommandBuffer);
@@ -32,8 +28,6 @@ pub(super) struct Timeline {
     semaphore: Arc<Semaphore>,
     pool: vk::CommandPool,
     submitted: Mutex<Submitted>,
-    /// The largest value that was seen to be reached.
-    reached: AtomicU64,
     /// A number that no other stream of this process ever has.
     number: u64,
     /// The buffer for copies of memory that the device cannot reach.
@@ -79,7 +73,6 @@ impl Timeline {
             semaphore,
             pool,
             submitted: Mutex::default(),
-            reached: AtomicU64::new(0),
             number: NEXT.fetch_add(1, Ordering::Relaxed),
             staging: Mutex::default(),
         }))
@@ -104,9 +97,13 @@ impl Timeline {
         self.submitted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
     /// Whether its queue runs kernels.
     pub(super) fn computes(&self) -> bool {
-        self.queue.computes()
+        self.context.queues().computes(&self.queue)
     }
 
     pub(super) fn number(&self) -> u64 {
@@ -182,10 +179,11 @@ impl Timeline {
             .command_buffer_infos(&buffers)
             .signal_semaphore_infos(&after);
         let outcome = self.context.raw(|device| {
-            let queue = self.queue.lock();
-            // SAFETY: no other thread uses the queue; the semaphores and the command buffer are kept until the value is seen to be
-            // reached.
-            unsafe { device.queue_submit2(queue.raw, &[submission], vk::Fence::null()) }.of("vkQueueSubmit2")
+            self.queue.submit(|queue| {
+                // SAFETY: no other thread uses the queue; the semaphores and the command buffer are kept until the value is seen to
+                // be reached.
+                unsafe { device.queue_submit2(queue, &[submission], vk::Fence::null()) }.of("vkQueueSubmit2")
+            })
         });
         if let Err(refusal) = outcome {
             // The driver took nothing, unless the device is lost, whose command buffers are never used again.
@@ -241,35 +239,12 @@ impl Timeline {
 
     /// Whether the work up to `value` is done. Never blocks.
     pub(super) fn is_reached(&self, value: u64) -> Result<bool, Refusal> {
-        self.wait_once(value, 0)
+        self.semaphore.is_reached(value)
     }
 
     /// Blocks until the work up to `value` is done, at most for `deadline`. Returns whether it is.
     pub(super) fn wait(&self, value: u64, deadline: Duration) -> Result<bool, Refusal> {
-        let until = until(deadline);
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let reached = self.wait_once(value, left.min(LONGEST_CALL).as_nanos() as u64)?;
-            if reached || left <= LONGEST_CALL {
-                return Ok(reached);
-            }
-        }
-    }
-
-    /// Whether the work up to `value` was seen to be done.
-    pub(super) fn was_reached(&self, value: u64) -> bool {
-        self.reached.load(Ordering::Acquire) >= value
-    }
-
-    fn wait_once(&self, value: u64, nanoseconds: u64) -> Result<bool, Refusal> {
-        if self.was_reached(value) {
-            return Ok(true);
-        }
-        let reached = self.semaphore.wait(value, nanoseconds)?;
-        if reached {
-            self.reached.fetch_max(value, Ordering::AcqRel);
-        }
-        Ok(reached)
+        self.semaphore.wait(value, deadline)
     }
 }
 
