@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::context::{Context, Refusal};
+use super::raise::Gate;
 use super::semaphore::Point;
 use super::timeline::Timeline;
 use crate::backend::{Event, Fence, FenceState};
@@ -14,19 +15,26 @@ pub(super) struct VulkanFence {
     point: Point,
     /// What ends with the value. `None` if it is the caller's.
     _timeline: Option<Arc<Timeline>>,
+    /// What the submission waited for through the host, or what that waited for.
+    gates: Vec<Arc<Gate>>,
     lost: OnceLock<Arc<Error>>,
 }
 
 impl VulkanFence {
-    /// The event of the submission to `timeline` that ends with `value`.
-    pub(super) fn event(timeline: &Arc<Timeline>, value: u64) -> Event {
+    /// The event of the submission to `timeline` that ends with `value`. It fails if one of the gates does.
+    pub(super) fn event(timeline: &Arc<Timeline>, value: u64, gates: Vec<Arc<Gate>>) -> Event {
         let (point, _timeline) = (timeline.point(value), Some(Arc::clone(timeline)));
-        Event::new(Arc::new(VulkanFence { point, _timeline, lost: OnceLock::new() }))
+        Event::new(Arc::new(VulkanFence { point, _timeline, gates, lost: OnceLock::new() }))
     }
 
     /// The event of a point of the caller's work.
     pub(super) fn of_caller(point: Point) -> Event {
-        Event::new(Arc::new(VulkanFence { point, _timeline: None, lost: OnceLock::new() }))
+        Event::new(Arc::new(VulkanFence { point, _timeline: None, gates: Vec::new(), lost: OnceLock::new() }))
+    }
+
+    /// The gates whose events may fail still.
+    pub(super) fn gates(&self) -> impl Iterator<Item = &Arc<Gate>> {
+        self.gates.iter().filter(|gate| !gate.is_passed())
     }
 
     /// The point that a submission to the same device waits for.
@@ -40,7 +48,7 @@ impl VulkanFence {
 
     fn state_of(&self, reached: Result<bool, Refusal>) -> FenceState {
         match reached {
-            Ok(true) => FenceState::Done,
+            Ok(true) => self.outcome(),
             Ok(false) => FenceState::Pending,
             Err(refusal) => {
                 let context = self.context();
@@ -55,10 +63,16 @@ impl VulkanFence {
         }
     }
 
+    /// The state once the value is reached.
+    fn outcome(&self) -> FenceState {
+        let failed = self.gates.iter().find_map(|gate| gate.failed());
+        failed.map_or(FenceState::Done, |cause| FenceState::Failed(Arc::clone(cause)))
+    }
+
     /// The state, if no driver has to be asked. What was done once stays so.
     fn known(&self) -> Option<FenceState> {
         match self.point.0.was_reached(self.point.1) {
-            true => Some(FenceState::Done),
+            true => Some(self.outcome()),
             false => self.lost.get().map(|cause| FenceState::Lost(Arc::clone(cause))),
         }
     }

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ash::vk;
@@ -28,11 +29,13 @@ pub(super) struct Queue {
     family: u32,
     /// The driver lets one thread at a time submit.
     lock: Arc<dyn QueueLock>,
+    /// The streams that submit to it.
+    streams: AtomicUsize,
 }
 
 impl Queue {
     pub(super) fn new(raw: vk::Queue, family: u32, lock: Arc<dyn QueueLock>) -> Queue {
-        Queue { raw, family, lock }
+        Queue { raw, family, lock, streams: AtomicUsize::new(0) }
     }
 
     pub(super) fn raw(&self) -> vk::Queue {
@@ -43,6 +46,11 @@ impl Queue {
         self.family
     }
 
+    /// Whether no more than one stream submits to it.
+    pub(super) fn has_one_stream(&self) -> bool {
+        self.streams.load(Ordering::Relaxed) < 2
+    }
+
     /// Runs a submission while no other thread uses the queue. A lock of the caller that does not run it makes it fail.
     pub(super) fn submit<T>(&self, call: impl FnOnce(vk::Queue) -> Outcome<T>) -> Outcome<T> {
         let (mut call, mut outcome) = (Some(call), None);
@@ -50,6 +58,30 @@ impl Queue {
         // A lock that panics may have run it before: the outcome tells.
         let _ = catch_unwind(AssertUnwindSafe(|| self.lock.locked(&mut submit)));
         outcome.unwrap_or(Err(("the lock of a queue", vk::Result::ERROR_UNKNOWN)))
+    }
+}
+
+/// A stream's use of a queue.
+pub(super) struct QueueUse(Arc<Queue>);
+
+impl QueueUse {
+    pub(super) fn of(queue: &Arc<Queue>) -> QueueUse {
+        queue.streams.fetch_add(1, Ordering::Relaxed);
+        QueueUse(Arc::clone(queue))
+    }
+}
+
+impl std::ops::Deref for QueueUse {
+    type Target = Queue;
+
+    fn deref(&self) -> &Queue {
+        &self.0
+    }
+}
+
+impl Drop for QueueUse {
+    fn drop(&mut self) {
+        self.0.streams.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

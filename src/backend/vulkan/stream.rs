@@ -10,7 +10,8 @@ use super::context::Context;
 use super::copy::{self, Move};
 use super::dispatch::{self, Dispatch};
 use super::event::VulkanFence;
-use super::passing::Passing;
+use super::queues::QueueUse;
+use super::raise::{Gate, Raiser};
 use super::semaphore::Point;
 use super::staging::{self, Broken};
 use super::timeline::Timeline;
@@ -25,58 +26,95 @@ pub(super) struct VulkanStream {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
-    /// The thread that lets time pass, from the first time on.
-    passing: Mutex<Option<Passing>>,
+    queue: QueueUse,
+    /// The thread that raises points of the host, from the first one on.
+    raiser: Mutex<Option<Raiser>>,
+}
+
+/// What a submission waits for.
+#[derive(Default)]
+struct Waits {
+    points: Vec<Point>,
+    /// What tells whether events failed that it waits for through the host.
+    gates: Vec<Arc<Gate>>,
 }
 
 impl VulkanStream {
     pub(super) fn new(context: &Arc<Context>, reaper: &Arc<Reaper>, role: Role) -> Result<VulkanStream> {
         let timeline = Timeline::new(context, role).map_err(|refusal| context.error(refusal))?;
+        let queue = QueueUse::of(context.queues().of(role));
         let (context, reaper) = (Arc::clone(context), Arc::clone(reaper));
-        Ok(VulkanStream { timeline, context, reaper, passing: Mutex::default() })
+        Ok(VulkanStream { timeline, context, reaper, queue, raiser: Mutex::default() })
     }
 
     pub(super) fn timeline(&self) -> &Timeline {
         &self.timeline
     }
 
-    /// The points of this device's events, which its submissions wait for. The host waits for the others, and for all of them if
-    /// `on_host`: then it touches the memory itself.
-    fn join(&self, events: &[Event], on_host: bool) -> Result<Vec<Point>> {
-        let mut points = Vec::new();
+    /// The points of this device's events, which its submissions wait for. For the others they wait for a point that the host raises,
+    /// if no other stream's work would wait in the same queue; else the host waits here. It also does for all of them if `on_host`: then
+    /// it touches the memory itself.
+    fn join(&self, events: &[Event], on_host: bool) -> Result<Waits> {
+        let (mut waits, mut others) = (Waits::default(), Vec::new());
+        // A caller's device may have binary semaphores, which must not wait for what the host raises.
+        let gated = !on_host && self.queue.has_one_stream() && !self.context.is_of_caller();
         for event in events {
             let own = event.downcast::<VulkanFence>().filter(|fence| fence.context().is(&self.context));
             match event.state() {
                 FenceState::Failed(cause) | FenceState::Lost(cause) => {
                     return Err(Error::Failed { operation: "a copy", cause });
                 }
+                FenceState::Pending if own.is_none() && gated => others.push(event.clone()),
                 FenceState::Pending if own.is_none() || on_host => event.wait(WORK)?,
                 FenceState::Done | FenceState::Pending => {}
             }
-            // Also where it is done: the wait is what makes its writes visible.
-            points.extend(own.map(VulkanFence::point));
+            if let Some(own) = own {
+                // Also where it is done: the wait is what makes its writes visible.
+                waits.points.push(own.point());
+                waits.gates.extend(own.gates().cloned());
+            }
         }
-        Ok(points)
+        if !others.is_empty() {
+            let (point, gate) = self.raise(|raiser| raiser.after_events(others))?;
+            waits.points.push(point);
+            waits.gates.push(gate);
+        }
+        Ok(waits)
     }
 
-    /// Queues the copies of a transfer. Returns the value after them.
-    fn queue(&self, transfer: &Transfer) -> Result<u64, Broken> {
-        let unqueued = |error| Broken { error, under_way: None };
+    /// Has the host raise a point.
+    fn raise<T>(&self, begin: impl FnOnce(&mut Raiser) -> Result<T>) -> Result<T> {
+        let mut raiser = self.raiser.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *raiser {
+            Some(raiser) => begin(raiser),
+            none => begin(none.insert(Raiser::new(&self.context)?)),
+        }
+    }
+
+    /// The copies of a transfer, and what they wait for.
+    fn prepared(&self, transfer: &Transfer) -> Result<(Vec<Move>, Waits)> {
         let dst = transfer.dst().block();
         let moves = transfer.pieces().iter().filter_map(|piece| Move::of(&self.context, piece, dst).transpose());
-        let moves = moves.collect::<Result<Vec<Move>>>().map_err(unqueued)?;
-        let direct = moves.iter().all(Move::is_direct);
-        let waits = self.join(&transfer.waits(), !direct).map_err(unqueued)?;
-        if direct {
-            // SAFETY: the ranges are inside memory that is kept until the event after the copies. A destination and its sources
-            // are different buffers of the library, so no copy overlaps its own source.
-            let record = |device: &ash::Device, commands| unsafe { copy::record(device, commands, &moves) };
+        let moves = moves.collect::<Result<Vec<Move>>>()?;
+        let waits = self.join(&transfer.waits(), !moves.iter().all(Move::is_direct))?;
+        Ok((moves, waits))
+    }
+
+    /// Queues copies after points. Returns the value after them.
+    ///
+    /// # Safety
+    /// The ranges are inside memory that is kept until the event after the copies, and no copy overlaps its own source. Unless all are
+    /// direct, nothing that is pending uses the memory.
+    unsafe fn queue(&self, moves: &[Move], waits: Vec<Point>) -> Result<u64, Broken> {
+        if moves.iter().all(Move::is_direct) {
+            // SAFETY: the caller's promise.
+            let record = |device: &ash::Device, commands| unsafe { copy::record(device, commands, moves) };
             let record = (!moves.is_empty()).then_some(&record as _);
             let submitted = self.timeline.submit(waits, record);
             submitted.map_err(|refusal| Broken::refused(&self.context, refusal, None))
         } else {
-            // SAFETY: as above; the events of both ends have been waited for, and the destination is the transfer's.
-            unsafe { staging::stage(&self.timeline, waits, &moves) }
+            // SAFETY: the caller's promise.
+            unsafe { staging::stage(&self.timeline, waits, moves) }
         }
     }
 
@@ -101,7 +139,7 @@ impl VulkanStream {
         dispatches: &[Dispatch],
     ) -> Result<Event, (Error, Option<Event>)> {
         let memory = Memory::All(memory.iter().copied().map(Arc::clone).collect());
-        let waits = self.join(events, false).map_err(|error| (error, None))?;
+        let Waits { points: waits, gates } = self.join(events, false).map_err(|error| (error, None))?;
         let submitted = match dispatches.first() {
             None => self.timeline.submit(waits, None),
             Some(first) => {
@@ -113,17 +151,17 @@ impl VulkanStream {
             }
         };
         match submitted.map_err(|refusal| Broken::refused(&self.context, refusal, None)) {
-            Ok(value) => Ok(self.keep(value, memory, tracing::Span::none())),
+            Ok(value) => Ok(self.keep(value, gates, memory, tracing::Span::none())),
             Err(Broken { error, under_way }) => {
-                let event = under_way.map(|value| self.keep(value, memory, tracing::Span::none()));
+                let event = under_way.map(|value| self.keep(value, gates, memory, tracing::Span::none()));
                 Err((error, event))
             }
         }
     }
 
-    /// The event of a submission. Until then `memory` is kept and `span` is open.
-    fn keep(&self, value: u64, memory: Memory, span: tracing::Span) -> Event {
-        let event = VulkanFence::event(&self.timeline, value);
+    /// The event of a submission, which fails if one of the gates does. Until then `memory` is kept and `span` is open.
+    fn keep(&self, value: u64, gates: Vec<Arc<Gate>>, memory: Memory, span: tracing::Span) -> Event {
+        let event = VulkanFence::event(&self.timeline, value, gates);
         self.reaper.keep(self.timeline.number(), event.clone(), memory, span);
         event
     }
@@ -134,16 +172,24 @@ impl Stream for VulkanStream {
         self.context.id()
     }
 
-    /// Blocks the host for events of other devices, such as a file's, and while it moves bytes that the device cannot reach.
+    /// Blocks the host for events of other devices, such as a file's, where other streams share the queue; and while it moves bytes that
+    /// the device cannot reach.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>> {
         let span = transfer.span();
-        match self.queue(&transfer) {
+        let (moves, Waits { points, gates }) = match self.prepared(&transfer) {
+            Ok(prepared) => prepared,
+            Err(error) => return Err(transfer.refused(error, None)),
+        };
+        // SAFETY: the ranges are inside the ends, whose memory is kept until the event after the copies. A destination and its sources
+        // are different buffers of the library. Unless all copies are direct, the events of both ends have been waited for, and the
+        // destination is the transfer's.
+        match unsafe { self.queue(&moves, points) } {
             Ok(value) => {
-                let done = self.keep(value, Memory::of(&transfer), span);
+                let done = self.keep(value, gates, Memory::of(&transfer), span);
                 Ok(transfer.launched_in_order(done))
             }
             Err(Broken { error, under_way }) => {
-                let event = under_way.map(|value| self.keep(value, Memory::of(&transfer), span));
+                let event = under_way.map(|value| self.keep(value, gates, Memory::of(&transfer), span));
                 Err(transfer.refused(error, event))
             }
         }
@@ -171,7 +217,7 @@ impl Stream for VulkanStream {
             Ok(value) => (Some(value), None),
             Err(Broken { error, under_way }) => (under_way, Some(error)),
         };
-        let event = value.map(|value| self.keep(value, memory, tracing::Span::none()));
+        let event = value.map(|value| self.keep(value, Vec::new(), memory, tracing::Span::none()));
         uses.iter().for_each(|buf| event.iter().for_each(|event| buf.used_until(event.clone())));
         match (event, refused) {
             (Some(event), None) => Ok(event),
@@ -185,12 +231,7 @@ impl Stream for VulkanStream {
         if self.context.is_of_caller() {
             return Err(Missing::Occupy { device: self.context.id() }.into());
         }
-        let mut passing = self.passing.lock().unwrap_or_else(PoisonError::into_inner);
-        let passing = match &mut *passing {
-            Some(passing) => passing,
-            none => none.insert(Passing::new(&self.context)?),
-        };
-        let end = passing.begin(&self.timeline, time)?;
+        let end = self.raise(|raiser| raiser.after_time(&self.timeline, time))?;
         self.timeline.wait_for(end);
         self.record(&[]).map(drop)
     }
