@@ -190,6 +190,8 @@ impl Stream for VulkanStream {
             Some(passing) => passing,
             none => none.insert(Passing::new(&self.context)?),
         };
+        // What the stream is to wait for comes before the time, so it is submitted before.
+        self.record(&[])?;
         let end = passing.begin(&self.timeline, time)?;
         self.timeline.wait_for(end);
         self.record(&[]).map(drop)
