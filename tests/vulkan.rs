@@ -216,6 +216,26 @@ fn vulkan_ordinary_memory_of_any_size_is_copied() {
     }
 }
 
+/// Neither half of the buffer is filled again, or read, before the device is done with it, however late it is.
+#[test]
+fn vulkan_copies_through_a_buffer_wait_for_a_late_device() {
+    let drivers = drivers();
+    let backend = drivers.vulkan().pinned_cap(ByteSize(0));
+    let cpu = host(&backend);
+    for device in open(&backend) {
+        let source = filled(&*cpu, 8, 13 * MIB);
+        let (up, down) = (device.stream(Role::Upload).unwrap(), device.stream(Role::Download).unwrap());
+        up.occupy(Duration::from_millis(100)).unwrap();
+        let dst = device.alloc(source.bytes(), MemoryKind::Arena).unwrap();
+        let there = up.copy(Transfer::whole(&source, dst).unwrap()).unwrap().wait(DEADLINE).unwrap().freeze();
+        assert!(fetch(&*device, &*cpu, &there) == bytes(&source), "up");
+        down.occupy(Duration::from_millis(100)).unwrap();
+        let dst = cpu.alloc(source.bytes(), MemoryKind::Whole).unwrap();
+        let back = down.copy(Transfer::whole(&there, dst).unwrap()).unwrap().wait(DEADLINE).unwrap().freeze();
+        assert!(bytes(&back) == bytes(&source), "down");
+    }
+}
+
 /// A wait alone does not make a device's writes visible to the host.
 #[test]
 fn vulkan_every_copy_is_shown_to_the_host() {
@@ -289,6 +309,13 @@ fn vulkan_time_passes_on_a_stream_in_its_turn() {
         other.record(&[]).unwrap().wait(DEADLINE).unwrap();
         assert!(begin.elapsed() >= Duration::from_millis(40));
         assert!(event.is_complete());
+        // Work of another stream comes before.
+        let begin = std::time::Instant::now();
+        other.occupy(Duration::from_millis(20)).unwrap();
+        compute.wait(&other.record(&[]).unwrap()).unwrap();
+        compute.occupy(Duration::from_millis(20)).unwrap();
+        compute.record(&[]).unwrap().wait(DEADLINE).unwrap();
+        assert!(begin.elapsed() >= Duration::from_millis(40));
         // A stream that is dropped meanwhile finishes.
         compute.occupy(Duration::from_millis(5)).unwrap();
         let source = filled(&*cpu, 7, 1000);
@@ -331,7 +358,10 @@ fn vulkan_a_lost_device_says_so_at_once_and_leaves_no_charge() {
         drop(other);
         assert_eq!(cpu.ledger().charged(), before, "a use that was refused keeps nothing");
     }
-    assert!(drivers.alive().iter().any(|left| left.ends_with("device")), "a lost device is never closed");
+    let left = drivers.alive();
+    for kind in ["device", "command pool", "semaphore"] {
+        assert!(left.iter().any(|left| left.ends_with(kind)), "a lost device may be using its {kind}: {left:?}");
+    }
     drivers.forget_left();
 }
 

@@ -12,10 +12,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use support::whole_path::{load, source, whole_path};
-use tensor_offload::backend::{Backend, Health, MemoryKind, Role, Transfer, Vulkan, conformance};
+use tensor_offload::backend::{
+    Backend, BufMut, Dequantise, Device, Event, Health, MemoryKind, Role, Transfer, Vulkan, conformance,
+};
 use tensor_offload::vulkan::ash::vk::{self, Handle as _};
 use tensor_offload::vulkan::{self, AdoptedDevice, AdoptedQueue, EnabledFeatures, Place};
-use tensor_offload::{DeviceId, ErrorKind, Streamer};
+use tensor_offload::{DType, DeviceId, ErrorKind, Streamer};
 use vulkan_devices::caller::{Caller, ENABLED, Work, callers};
 use vulkan_devices::{DEADLINE, Drivers, assert_comes_to_nothing, assert_given_back, drivers, open, registry};
 use vulkan_probe::Failure;
@@ -237,6 +239,108 @@ fn vulkan_a_callers_submissions_see_every_layer() {
             assert_given_back(&devices, "a caller's work");
             drop((devices, held));
         }
+    }
+}
+
+/// An event of the caller's work, whose semaphore the host raises: what is to wait for it is not done before.
+fn raised_by_host(device: &Arc<dyn Device>, work: &Arc<Work>, value: u64) -> Event {
+    // SAFETY: the event keeps the semaphore, which the host raises whatever the device does. No work is before the value.
+    unsafe { vulkan::event(device, work.semaphore, value, Arc::clone(work) as _) }.unwrap()
+}
+
+/// Memory of 4096 bytes that is in use until an event.
+fn used_until(device: &dyn Device, kind: MemoryKind, event: &Event) -> BufMut {
+    let memory = device.alloc(4096, kind).unwrap().freeze();
+    memory.used_until(event.clone());
+    memory.try_reclaim().unwrap()
+}
+
+#[test]
+fn vulkan_nothing_comes_before_a_callers_point() {
+    let drivers = drivers();
+    for caller in &opened(&drivers) {
+        let backend = shared(std::slice::from_ref(caller));
+        let (cpu, device) = (backend.open(DeviceId::CPU).unwrap(), backend.open(COMPUTE).unwrap());
+        let (stream, kernels) = (device.stream(Role::Compute).unwrap(), device.kernels().unwrap());
+        let (from, to) = (DType::Q8_0, DType::BF16);
+        kernels.dequantises(&*stream, from, to).unwrap();
+        let source = cpu.alloc(4096, MemoryKind::Pinned).unwrap().freeze();
+        let blocks = device.alloc(4096, MemoryKind::Arena).unwrap();
+        let blocks = stream.copy(Transfer::whole(&source, blocks).unwrap()).unwrap().chain().freeze();
+        let (work, without) = (Arc::new(Work::new(caller)), device.ledger().charged());
+        for (value, what) in (1..).zip(["a copy", "a kernel", "a mark"]) {
+            let used = raised_by_host(&device, &work, value);
+            let memory = used_until(&*device, MemoryKind::Arena, &used);
+            let done = match what {
+                "a copy" => stream.copy(Transfer::whole(&source, memory).unwrap()).unwrap().done().clone(),
+                "a kernel" => {
+                    let work = Dequantise::new((blocks.clone(), 0, from), 1024, (memory, 0, to)).unwrap();
+                    kernels.dequantise(&*stream, work).unwrap().done().clone()
+                }
+                _ => {
+                    stream.wait(&used).unwrap();
+                    stream.record(&[memory.freeze()]).unwrap()
+                }
+            };
+            std::thread::sleep(Duration::from_millis(20));
+            let (early, kept) = (done.is_complete(), device.ledger().charged() > without);
+            work.raise(value);
+            assert!(!early, "{what} does not wait");
+            assert!(kept, "{what} does not keep its memory");
+            done.wait(DEADLINE).unwrap();
+            wait_until(|| device.ledger().charged() == without);
+        }
+    }
+}
+
+/// No device waits for another's semaphore, so the host does.
+#[test]
+fn vulkan_the_host_waits_for_the_callers_point_on_another_device() {
+    let drivers = drivers();
+    let callers = [opened(&drivers), opened(&drivers)].concat();
+    let backend = shared(&callers);
+    let devices = open(&backend);
+    let (here, there) = (&devices[0], devices.last().unwrap());
+    let cpu = backend.open(DeviceId::CPU).unwrap();
+    let (stream, work) = (here.stream(Role::Download).unwrap(), Arc::new(Work::new(callers.last().unwrap())));
+    let used = raised_by_host(there, &work, 1);
+    let memory = used_until(&*cpu, MemoryKind::Pinned, &used);
+    let source = here.alloc(4096, MemoryKind::Arena).unwrap().freeze();
+    let raised = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            raised.store(1, Ordering::SeqCst);
+            work.raise(1);
+        });
+        let flight = stream.copy(Transfer::whole(&source, memory).unwrap()).unwrap();
+        assert_eq!(raised.load(Ordering::SeqCst), 1, "it was queued before");
+        flight.wait(DEADLINE).unwrap();
+    });
+}
+
+/// What a caller keeps for an event stays until no submission waits for it.
+#[test]
+fn vulkan_what_is_kept_for_an_event_outlives_its_waits() {
+    let drivers = drivers();
+    for caller in &opened(&drivers) {
+        let device = shared(std::slice::from_ref(caller)).open(COMPUTE).unwrap();
+        let stream = device.stream(Role::Compute).unwrap();
+        let (work, drops) = (Work::new(caller), Arc::new(AtomicUsize::new(0)));
+        let keep = Arc::new(Kept(Arc::clone(caller), Arc::clone(&drops)));
+        // SAFETY: the semaphore lives until nothing waits for it. Below, the host raises it, whatever the device does.
+        let event = unsafe { vulkan::event(&device, work.semaphore, 1, keep) }.unwrap();
+        assert_eq!(drops.load(Ordering::SeqCst), 0, "there is an event");
+        stream.wait(&event).unwrap();
+        drop(event);
+        assert_eq!(drops.load(Ordering::SeqCst), 0, "the next submission is to wait for it");
+        let after = stream.record(&[]).unwrap();
+        let early = (drops.load(Ordering::SeqCst), after.is_complete());
+        work.raise(1);
+        assert_eq!(early, (0, false), "a submission waits for it");
+        after.wait(DEADLINE).unwrap();
+        drop((stream, after));
+        wait_until(|| drops.load(Ordering::SeqCst) == 1);
     }
 }
 

@@ -42,6 +42,22 @@ fn run_kernels(device: &dyn Device, source: &Buf) -> Result<()> {
     Ok(())
 }
 
+/// What is let go of while the device is to use it: memory of copies and of kernels, a semaphore, and streams.
+fn let_go(device: &dyn Device, source: &Buf) -> Result<()> {
+    let (other, stream) = (device.stream(Role::Download)?, device.stream(Role::Compute)?);
+    let done = other.record(&[])?;
+    done.wait(Duration::from_secs(20))?;
+    let whole = |bytes| device.alloc(bytes, MemoryKind::Whole);
+    let blocks = upload(device, source)?;
+    stream.occupy(Duration::from_millis(50))?;
+    stream.wait(&done)?;
+    drop((other, done));
+    drop(stream.copy(Transfer::whole(source, whole(source.bytes())?)?)?.chain());
+    let work = Dequantise::new((blocks, 0, DType::Q8_0), 1024, (whole(2048)?, 0, DType::BF16))?;
+    drop(device.kernels().expect("kernels").dequantise(&*stream, work)?.chain());
+    Ok(())
+}
+
 /// Copies that wait for each other in every way, then kernels.
 fn work(backend: &impl Backend, device: &dyn Device) -> Result<()> {
     let cpu = backend.open(DeviceId::CPU)?;
@@ -67,10 +83,19 @@ fn work(backend: &impl Backend, device: &dyn Device) -> Result<()> {
         slot = up.copy(Transfer::whole(&source, slot)?)?.chain();
     }
     drop(slot);
+    // From two copies of one stream.
+    let (first, second) = (upload_on(&*up, device, &source)?, upload_on(&*up, device, &source)?);
+    let pieces = [first, second].map(|src| Piece { src, from: 0..1000, at: 0 });
+    drop(compute.copy(Transfer::new(pieces.into(), device.alloc(source.bytes(), MemoryKind::Arena)?)?)?.chain());
+    // Twice to one place through a buffer.
+    let plain = cpu.alloc(1000, MemoryKind::Whole)?.freeze();
+    let pieces = [0, 500].map(|at| Piece { src: plain.clone(), from: 0..1000, at });
+    drop(compute.copy(Transfer::new(pieces.into(), device.alloc(source.bytes(), MemoryKind::Arena)?)?)?.chain());
     for _ in 0..8 {
         drop(upload(device, &source)?);
     }
-    run_kernels(device, &source)
+    run_kernels(device, &source)?;
+    let_go(device, &source)
 }
 
 #[test]

@@ -234,6 +234,13 @@ impl Work {
         }
     }
 
+    /// Raises the semaphore from the host, in place of a submission.
+    pub(crate) fn raise(&self, value: u64) {
+        let raise = vk::SemaphoreSignalInfo::default().semaphore(self.semaphore).value(value);
+        // SAFETY: the semaphore is alive, and values grow.
+        unsafe { self.caller.device.signal_semaphore(&raise).unwrap() };
+    }
+
     /// Waits for the last submission, and returns all that was copied.
     pub(crate) fn copied(&self) -> Vec<u8> {
         let (semaphores, values) = ([self.semaphore], [self.value]);

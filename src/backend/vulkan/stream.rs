@@ -231,6 +231,8 @@ impl Stream for VulkanStream {
         if self.context.is_of_caller() {
             return Err(Missing::Occupy { device: self.context.id() }.into());
         }
+        // What the stream is to wait for comes before the time, so it is submitted before.
+        self.record(&[])?;
         let end = self.raise(|raiser| raiser.after_time(&self.timeline, time))?;
         self.timeline.wait_for(end);
         self.record(&[]).map(drop)

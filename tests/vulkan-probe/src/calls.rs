@@ -102,7 +102,6 @@ passed_on! {
 destroys! {
     fn vkDestroyBuffer(vk::Device, vk::Buffer) of "buffer";
     fn vkFreeMemory(vk::Device, vk::DeviceMemory) of "memory";
-    fn vkDestroySemaphore(vk::Device, vk::Semaphore) of "semaphore";
     fn vkDestroyCommandPool(vk::Device, vk::CommandPool) of "command pool";
     fn vkDestroyShaderModule(vk::Device, vk::ShaderModule) of "shader module";
     fn vkDestroyDescriptorSetLayout(vk::Device, vk::DescriptorSetLayout) of "set layout";
@@ -123,6 +122,7 @@ const OWN: &[(&str, *const c_void)] = &[
     ("vkCmdCopyBuffer", copy as *const c_void),
     ("vkCmdDispatch", dispatch as *const c_void),
     ("vkCmdPipelineBarrier2", barrier as *const c_void),
+    ("vkDestroySemaphore", destroy_semaphore as *const c_void),
     ("vkQueueSubmit2", submit as *const c_void),
     ("vkSignalSemaphore", signal as *const c_void),
     ("vkWaitSemaphores", wait as *const c_void),
@@ -265,6 +265,24 @@ unsafe extern "system" fn destroy_device(device: vk::Device, allocator: *const v
         call(device, allocator);
     }
     gone("device", device.as_raw());
+}
+
+/// Lavapipe's thread takes its own records of a submission back after the host may have seen the value that it raises, and looks at the
+/// semaphore then.
+const AFTER_VALUE: Duration = Duration::from_millis(1);
+
+unsafe extern "system" fn destroy_semaphore(
+    device: vk::Device,
+    semaphore: vk::Semaphore,
+    allocator: *const vk::AllocationCallbacks<'_>,
+) {
+    std::thread::sleep(AFTER_VALUE);
+    // SAFETY: the loader's function; the program's arguments.
+    unsafe {
+        let call: vk::PFN_vkDestroySemaphore = std::mem::transmute(real("vkDestroySemaphore"));
+        call(device, semaphore, allocator);
+    }
+    gone("semaphore", semaphore.as_raw());
 }
 
 /// A message of the validation layer. It is printed at once too, since what it tells of may end the process.
