@@ -95,6 +95,12 @@ fn vulkan_what_fails_fails_all_that_waits_for_it() {
         memory.after(event);
         let first = stream.copy(Transfer::whole(&source, memory).unwrap()).unwrap().chain().freeze();
         let second = stream.copy(Transfer::whole(&first, alloc()).unwrap()).unwrap().chain().freeze();
+        // What waits for it on another stream of this device.
+        let other_stream = device.stream(Role::Download).unwrap();
+        let filling = first.ready().next().unwrap().clone();
+        assert!(matches!(other_stream.wait(&filling).unwrap(), Joined::OnDevice));
+        let marked = other_stream.record(&[]).unwrap();
+        let behind = other_stream.copy(Transfer::whole(&source, alloc()).unwrap()).unwrap().chain().freeze();
         let unconcerned = stream.copy(Transfer::whole(&source, alloc()).unwrap()).unwrap().chain().freeze();
         other
             .set(FenceState::Failed(Arc::new(Error::DeviceLost { device: DeviceId::cuda(3), why: "gone".to_owned() })));
@@ -102,11 +108,46 @@ fn vulkan_what_fails_fails_all_that_waits_for_it() {
             let error = failed.wait(DEADLINE).unwrap_err();
             assert!(error.to_string().contains("cuda:3"), "{error}");
         }
+        assert!(marked.wait(DEADLINE).is_err() && behind.wait(DEADLINE).is_err());
         unconcerned.wait(DEADLINE).unwrap();
+        // Only what was queued before that was known.
+        other_stream.record(&[]).unwrap().wait(DEADLINE).unwrap();
         // What is queued once the failure is known is refused.
         let refused = stream.copy(Transfer::whole(&second, alloc()).unwrap()).unwrap_err();
         assert!(refused.error.to_string().contains("cuda:3"), "{}", refused.error);
     }
+}
+
+/// Memory is in use until none of its events is pending, whatever another one has come to; and what a lost device may use stays lost.
+#[test]
+fn vulkan_a_failure_does_not_end_the_wait_for_others() {
+    let drivers = drivers();
+    let backend = drivers.vulkan();
+    let host = backend.open(DeviceId::CPU).unwrap();
+    for device in open(&backend) {
+        let stream = device.stream(Role::Compute).unwrap();
+        let source = pinned(&*host, &[5; 4096]);
+        let failure = || Arc::new(Error::DeviceLost { device: DeviceId::cuda(3), why: "gone".to_owned() });
+        for (first, second, is_lost) in [
+            (FenceState::Failed(failure()), FenceState::Done, false),
+            (FenceState::Failed(failure()), FenceState::Lost(failure()), true),
+        ] {
+            let ((failing, failed), (late, pending)) = (Open::new(), Open::new());
+            let mut memory = device.alloc(4096, MemoryKind::Whole).unwrap();
+            memory.after(failed);
+            memory.after(pending);
+            let flight = stream.copy(Transfer::whole(&source, memory).unwrap()).unwrap();
+            failing.set(first);
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(matches!(flight.done().state(), FenceState::Pending));
+            late.set(second);
+            assert!(flight.done().wait(DEADLINE).is_err());
+            assert_eq!(matches!(flight.done().state(), FenceState::Lost(_)), is_lost);
+        }
+    }
+    // What a lost device may still use is never given back.
+    drop(backend);
+    drivers.forget_left();
 }
 
 /// Where streams share a queue, one of them does not hold up the other.

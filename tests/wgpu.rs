@@ -190,6 +190,14 @@ fn vulkan_what_wgpu_cannot_share_is_refused() {
     // SAFETY: nothing is presented.
     let error = unsafe { wgpu::request_device(adapter, &descriptor) }.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceAbsent, "{error}");
+    // More than the adapter has, which wgpu does not check of a device that it is given.
+    let allowed = adapter.limits();
+    let beyond = allowed.max_compute_workgroup_size_x + 1;
+    let required_limits = gpu::Limits { max_compute_workgroup_size_x: beyond, ..allowed };
+    let descriptor = gpu::DeviceDescriptor { required_limits, ..Default::default() };
+    // SAFETY: nothing is presented.
+    let error = unsafe { wgpu::request_device(adapter, &descriptor) }.unwrap_err();
+    assert!(error.to_string().contains(&format!("max_compute_workgroup_size_x {beyond}")), "{error}");
     // Limits of bindings that some tensors exceed.
     let required_limits = gpu::Limits { max_storage_buffer_binding_size: 1024, ..adapter.limits() };
     let descriptor = gpu::DeviceDescriptor { required_limits, ..Default::default() };

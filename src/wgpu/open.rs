@@ -59,6 +59,18 @@ pub(super) fn open(adapter: &wgpu::Adapter, descriptor: &wgpu::DeviceDescriptor<
     if !missing.is_empty() {
         return Err(absent(format!("wgpu: the adapter lacks {missing:?}")));
     }
+    // wgpu does not check a device that it is given.
+    let experimental = features & wgpu::Features::all_experimental_mask();
+    if !experimental.is_empty() && !descriptor.experimental_features.is_enabled() {
+        return Err(absent(format!("wgpu: {experimental:?} need `experimental_features`")));
+    }
+    let mut beyond = Vec::new();
+    descriptor.required_limits.check_limits_with_fail_fn(&adapter.limits(), false, |name, wanted, allowed| {
+        beyond.push(format!("{name} {wanted} where the adapter has {allowed}"));
+    });
+    if !beyond.is_empty() {
+        return Err(absent(format!("wgpu: {}", beyond.join(", "))));
+    }
     // SAFETY: nothing is done to the adapter but to open a device of it.
     let raw = unsafe { adapter.as_hal::<api::Vulkan>() };
     let raw = raw.ok_or_else(|| absent("the adapter is not of wgpu's Vulkan backend".to_owned()))?;

@@ -1,7 +1,7 @@
 //! The weights of the lossless code, decoded on the device.
 
 use super::device::VulkanDevice;
-use super::dispatch::{Binding, Dispatch};
+use super::dispatch::{Binding, Dispatch, ROW};
 use super::pipelines::{Pipeline, Program};
 use crate::backend::{Decompress, Stream};
 use crate::dtype::DType;
@@ -67,9 +67,7 @@ pub(super) fn dispatches(device: &VulkanDevice, stream: &dyn Stream, work: &Deco
             let of_range = bound((weights.0, weights.1 + begin), bytes);
             let units = [window.begin, window.after, window.end].map(|place| narrow(place / CODE_ALIGN as u64));
             let [unit_begin, unit_after, unit_end] = units;
-            // A group for each block, if the window's blocks are half as long as blocks can be, or longer.
-            let groups = (2 * (window.end - window.after)).div_ceil(longest_block(size)).min(end - first);
-            let groups = narrow(groups)?;
+            let groups = groups(&window, end - first, size);
             let arguments = vec![
                 head.at,
                 of_window.at,
@@ -93,6 +91,13 @@ pub(super) fn dispatches(device: &VulkanDevice, stream: &dyn Stream, work: &Deco
         }
     }
     Ok(dispatches)
+}
+
+/// The groups of a kernel for a window and so many blocks: one for each block, if the window's blocks are half as long as blocks of
+/// weights of `size` bytes can be, or longer. The kernel knows groups by their columns alone, and goes on where they are fewer.
+fn groups(window: &CodePart, blocks: u64, size: u64) -> u32 {
+    let likely = (2 * (window.end - window.after)).div_ceil(longest_block(size));
+    likely.min(blocks).min(u64::from(ROW)) as u32
 }
 
 /// The part in as few parts as have no more bytes than `most`.
@@ -129,6 +134,14 @@ mod tests {
     #[test]
     fn all_types_that_are_coded_have_a_number() {
         assert!(DType::all().all(|dtype| compressed_bound(dtype, 1).is_some() == format(dtype).is_some()));
+    }
+
+    #[test]
+    fn groups_are_in_one_row() {
+        let part = |bytes: u64| CodePart { begin: 0, after: 0, end: bytes };
+        assert_eq!(groups(&part(5 * longest_block(2)), 7, 2), 7);
+        assert_eq!(groups(&part(2 * longest_block(2)), 7, 2), 4);
+        assert_eq!(groups(&part(4 << 30), 1 << 20, 2), ROW);
     }
 
     #[test]

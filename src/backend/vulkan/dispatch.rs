@@ -7,7 +7,7 @@ use super::copy::Place;
 use super::pipelines::{BINDINGS, Layouts, Pipeline};
 
 /// The most groups in a row, which every driver takes.
-const ROW: u32 = 32_768;
+pub(super) const ROW: u32 = 32_768;
 
 /// The sets of a pool.
 const SETS: u32 = 16;

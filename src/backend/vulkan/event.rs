@@ -66,7 +66,7 @@ impl VulkanFence {
     /// The state once the value is reached.
     fn outcome(&self) -> FenceState {
         let failed = self.gates.iter().find_map(|gate| gate.failed());
-        failed.map_or(FenceState::Done, |cause| FenceState::Failed(Arc::clone(cause)))
+        failed.cloned().unwrap_or(FenceState::Done)
     }
 
     /// The state, if no driver has to be asked. What was done once stays so.

@@ -11,7 +11,7 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 /// Held for reading by calls of a driver.
 static CALLS: RwLock<()> = RwLock::new(());
 
-/// How long the end of the process waits for calls that are being made. No call of this backend takes as long.
+/// How long the end of the process waits for calls that are being made. Only compiling a kernel may take as long.
 const LONGEST: Duration = Duration::from_secs(2);
 
 unsafe extern "C" {

@@ -56,7 +56,7 @@ pub(super) struct Limits {
     pub(super) allocation: u64,
     /// The most allocations at one time.
     pub(super) allocations: u32,
-    /// The bytes of the largest binding of a kernel, and what a binding's offset is a multiple of.
+    /// The bytes of the largest binding of a kernel, and what a binding's offset is a multiple of: whole words of 32 bits.
     pub(super) storage_range: u32,
     pub(super) storage_alignment: u64,
     /// The alignment, in bytes, of imported host memory and of its size. `None` if the driver imports none.
@@ -234,7 +234,7 @@ impl Instance {
             allocation: maintenance3.max_memory_allocation_size.min(maintenance4.max_buffer_size) / ALIGNMENT
                 * ALIGNMENT,
             storage_range: properties.limits.max_storage_buffer_range,
-            storage_alignment: properties.limits.min_storage_buffer_offset_alignment.max(1),
+            storage_alignment: properties.limits.min_storage_buffer_offset_alignment.max(4),
             import: (has.external_memory_host && self.imports(handle))
                 .then_some(import.min_imported_host_pointer_alignment.max(1)),
         };

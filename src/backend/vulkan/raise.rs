@@ -37,17 +37,22 @@ enum Until {
 /// Events that a submission waits for through the host. A semaphore tells nothing of failures, so whatever comes after the point asks
 /// here.
 #[derive(Default)]
-pub(super) struct Gate(OnceLock<Result<(), Arc<Error>>>);
+pub(super) struct Gate(OnceLock<FenceState>);
 
 impl Gate {
-    /// Why an event failed. `None` if none did, or that is not known yet; it is known once the point is reached.
-    pub(super) fn failed(&self) -> Option<&Arc<Error>> {
-        self.0.get()?.as_ref().err()
+    /// The state of an event that failed. `None` if none did, or that is not known yet; it is known once the point is reached.
+    pub(super) fn failed(&self) -> Option<&FenceState> {
+        self.0.get().filter(|state| !matches!(state, FenceState::Done))
     }
 
     /// Whether all events are known to be done.
     pub(super) fn is_passed(&self) -> bool {
-        matches!(self.0.get(), Some(Ok(())))
+        matches!(self.0.get(), Some(FenceState::Done))
+    }
+
+    /// Whether it is not known yet how the events end.
+    pub(super) fn is_open(&self) -> bool {
+        self.0.get().is_none()
     }
 }
 
@@ -92,7 +97,11 @@ fn run(orders: &Receiver<(u64, Until)>, semaphore: &Semaphore) {
         let waited = match until {
             Until::Time { timeline, after, time } => timeline.wait(after, LONGEST).map(|_| std::thread::sleep(time)),
             Until::Events { events, gate } => {
-                let outcome = events.iter().try_for_each(outcome_of);
+                let Some(outcome) = outcome_of(&events) else {
+                    let why = format!("an event of others is pending after {} seconds", WORK.as_secs());
+                    semaphore.context().lose(&why);
+                    return;
+                };
                 let _ = gate.0.set(outcome);
                 Ok(())
             }
@@ -106,9 +115,18 @@ fn run(orders: &Receiver<(u64, Until)>, semaphore: &Semaphore) {
     }
 }
 
-fn outcome_of(event: &Event) -> Result<(), Arc<Error>> {
-    event.wait(WORK).map_err(|error| match event.state() {
-        FenceState::Failed(cause) | FenceState::Lost(cause) => cause,
-        FenceState::Pending | FenceState::Done => Arc::new(error),
-    })
+/// How events end, once none of them is pending: lost if one is, else failed if one is. `None` if one of them does not end.
+fn outcome_of(events: &[Event]) -> Option<FenceState> {
+    let mut outcome = FenceState::Done;
+    for event in events {
+        // The error of a wait says less than the state.
+        let _ = event.wait(WORK);
+        match (event.state(), &outcome) {
+            (FenceState::Pending, _) => return None,
+            (lost @ FenceState::Lost(_), _) => outcome = lost,
+            (failed @ FenceState::Failed(_), FenceState::Done) => outcome = failed,
+            _ => {}
+        }
+    }
+    Some(outcome)
 }

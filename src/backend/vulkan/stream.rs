@@ -10,7 +10,6 @@ use super::context::Context;
 use super::copy::{self, Move};
 use super::dispatch::{self, Dispatch};
 use super::event::VulkanFence;
-use super::queues::QueueUse;
 use super::raise::{Gate, Raiser};
 use super::semaphore::Point;
 use super::staging::{self, Broken};
@@ -26,13 +25,13 @@ pub(super) struct VulkanStream {
     timeline: Arc<Timeline>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
-    queue: QueueUse,
     /// The thread that raises points of the host, from the first one on.
     raiser: Mutex<Option<Raiser>>,
+    /// The gates of events that the stream was told to wait for.
+    after: Mutex<Vec<Arc<Gate>>>,
 }
 
 /// What a submission waits for.
-#[derive(Default)]
 struct Waits {
     points: Vec<Point>,
     /// What tells whether events failed that it waits for through the host.
@@ -42,9 +41,8 @@ struct Waits {
 impl VulkanStream {
     pub(super) fn new(context: &Arc<Context>, reaper: &Arc<Reaper>, role: Role) -> Result<VulkanStream> {
         let timeline = Timeline::new(context, role).map_err(|refusal| context.error(refusal))?;
-        let queue = QueueUse::of(context.queues().of(role));
         let (context, reaper) = (Arc::clone(context), Arc::clone(reaper));
-        Ok(VulkanStream { timeline, context, reaper, queue, raiser: Mutex::default() })
+        Ok(VulkanStream { timeline, context, reaper, raiser: Mutex::default(), after: Mutex::default() })
     }
 
     pub(super) fn timeline(&self) -> &Timeline {
@@ -55,9 +53,9 @@ impl VulkanStream {
     /// if no other stream's work would wait in the same queue; else the host waits here. It also does for all of them if `on_host`: then
     /// it touches the memory itself.
     fn join(&self, events: &[Event], on_host: bool) -> Result<Waits> {
-        let (mut waits, mut others) = (Waits::default(), Vec::new());
+        let (mut waits, mut others) = (Waits { points: Vec::new(), gates: self.gates() }, Vec::new());
         // A caller's device may have binary semaphores, which must not wait for what the host raises.
-        let gated = !on_host && self.queue.has_one_stream() && !self.context.is_of_caller();
+        let gated = !on_host && self.timeline.queue().has_one_stream() && !self.context.is_of_caller();
         for event in events {
             let own = event.downcast::<VulkanFence>().filter(|fence| fence.context().is(&self.context));
             match event.state() {
@@ -80,6 +78,13 @@ impl VulkanStream {
             waits.gates.push(gate);
         }
         Ok(waits)
+    }
+
+    /// The gates of events that the stream was told to wait for, and of which it is not known yet how they end.
+    fn gates(&self) -> Vec<Arc<Gate>> {
+        let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
+        after.retain(|gate| gate.is_open());
+        after.clone()
     }
 
     /// Has the host raise a point.
@@ -202,6 +207,7 @@ impl Stream for VulkanStream {
                 Err(Error::Failed { operation: "a copy", cause })
             }
             (_, Some(fence)) => {
+                self.after.lock().unwrap_or_else(PoisonError::into_inner).extend(fence.gates().cloned());
                 self.timeline.wait_for(fence.point());
                 Ok(Joined::OnDevice)
             }
@@ -212,12 +218,13 @@ impl Stream for VulkanStream {
 
     fn record(&self, uses: &[Buf]) -> Result<Event> {
         let memory = Memory::All(uses.iter().map(|buf| Arc::clone(buf.block())).collect());
+        let gates = self.gates();
         let submitted = self.timeline.submit(Vec::new(), None);
         let (value, refused) = match submitted.map_err(|refusal| Broken::refused(&self.context, refusal, None)) {
             Ok(value) => (Some(value), None),
             Err(Broken { error, under_way }) => (under_way, Some(error)),
         };
-        let event = value.map(|value| self.keep(value, Vec::new(), memory, tracing::Span::none()));
+        let event = value.map(|value| self.keep(value, gates, memory, tracing::Span::none()));
         uses.iter().for_each(|buf| event.iter().for_each(|event| buf.used_until(event.clone())));
         match (event, refused) {
             (Some(event), None) => Ok(event),

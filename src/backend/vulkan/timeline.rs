@@ -10,7 +10,7 @@ use ash::vk;
 use super::context::{Context, Named, Outcome, Refusal};
 use super::dispatch::Sets;
 use super::pipelines::Layouts;
-use super::queues::Queue;
+use super::queues::{Queue, QueueUse};
 use super::semaphore::{Point, Semaphore};
 use super::staging::Staging;
 use crate::backend::Role;
@@ -24,7 +24,7 @@ type KernelRecorder<'a> = &'a dyn Fn(&ash::Device, vk::CommandBuffer, &[vk::Desc
 /// The submissions of one stream. Events hold it, so it outlives all of them.
 pub(super) struct Timeline {
     context: Arc<Context>,
-    queue: Arc<Queue>,
+    queue: QueueUse,
     semaphore: Arc<Semaphore>,
     pool: vk::CommandPool,
     submitted: Mutex<Submitted>,
@@ -59,7 +59,7 @@ struct Submission {
 impl Timeline {
     pub(super) fn new(context: &Arc<Context>, role: Role) -> Result<Arc<Timeline>, Refusal> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let queue = Arc::clone(context.queues().of(role));
+        let queue = QueueUse::of(context.queues().of(role));
         let semaphore = Semaphore::new(context)?;
         let pool = context.raw(|device| {
             let flags = vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER | vk::CommandPoolCreateFlags::TRANSIENT;
