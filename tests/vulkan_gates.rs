@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use tensor_offload::backend::{
-    Backend, Buf, Dequantise, Device, Event, Fence, FenceState, Joined, MemoryKind, Role, Transfer,
+    Backend, Buf, Dequantise, Device, Event, Fence, FenceState, Joined, MemoryKind, Role, Stream, Transfer,
 };
 use tensor_offload::{DType, DeviceId, Error};
 use vulkan_devices::{DEADLINE, drivers, open};
@@ -51,6 +51,12 @@ fn pinned(host: &dyn Device, bytes: &[u8]) -> Buf {
     memory.freeze()
 }
 
+/// Bytes in the device's own memory: of two devices the host's memory may be pinned for one alone, and the host waits for what it moves.
+fn sent(stream: &dyn Stream, device: &dyn Device, bytes: &Buf) -> Buf {
+    let memory = device.alloc(bytes.bytes(), MemoryKind::Arena).unwrap();
+    stream.copy(Transfer::whole(bytes, memory).unwrap()).unwrap().wait(DEADLINE).unwrap().freeze()
+}
+
 /// The copy is queued at once, and what comes after it waits with it.
 #[test]
 fn vulkan_a_stream_alone_on_its_queue_waits_for_others_on_the_device() {
@@ -60,7 +66,7 @@ fn vulkan_a_stream_alone_on_its_queue_waits_for_others_on_the_device() {
     for device in open(&backend) {
         let stream = device.stream(Role::Compute).unwrap();
         let bytes: Vec<u8> = (0..34u32 * 64).map(|at| at as u8 & 0x3f).collect();
-        let source = pinned(&*host, &bytes);
+        let source = sent(&*stream, &*device, &pinned(&*host, &bytes));
         let (other, event) = Open::new();
         let mut memory = device.alloc(bytes.len(), MemoryKind::Arena).unwrap();
         memory.after(event);
@@ -69,12 +75,15 @@ fn vulkan_a_stream_alone_on_its_queue_waits_for_others_on_the_device() {
         let values = device.alloc(2 * 32 * 64, MemoryKind::Arena).unwrap();
         let work = Dequantise::new((arrived.clone(), 0, DType::Q8_0), 32 * 64, (values, 0, DType::BF16)).unwrap();
         let values = kernels.dequantise(&*stream, work).unwrap().chain().freeze();
-        let back = host.alloc(bytes.len(), MemoryKind::Pinned).unwrap();
-        let back = stream.copy(Transfer::whole(&arrived, back).unwrap()).unwrap().chain().freeze();
+        let copy = device.alloc(bytes.len(), MemoryKind::Arena).unwrap();
+        let copy = stream.copy(Transfer::whole(&arrived, copy).unwrap()).unwrap().chain().freeze();
         std::thread::sleep(Duration::from_millis(20));
         let is_pending = |buf: &Buf| buf.ready().any(|event| matches!(event.state(), FenceState::Pending));
-        assert!([&arrived, &values, &back].into_iter().all(is_pending));
+        assert!([&arrived, &values, &copy].into_iter().all(is_pending));
         other.set(FenceState::Done);
+        copy.wait(DEADLINE).unwrap();
+        let back = host.alloc(bytes.len(), MemoryKind::Pinned).unwrap();
+        let back = stream.copy(Transfer::whole(&copy, back).unwrap()).unwrap().wait(DEADLINE).unwrap().freeze();
         assert!(back.host(DEADLINE).unwrap().unwrap() == bytes);
         values.wait(DEADLINE).unwrap();
     }
@@ -88,7 +97,7 @@ fn vulkan_what_fails_fails_all_that_waits_for_it() {
     let host = backend.open(DeviceId::CPU).unwrap();
     for device in open(&backend) {
         let stream = device.stream(Role::Compute).unwrap();
-        let source = pinned(&*host, &[7; 4096]);
+        let source = sent(&*stream, &*device, &pinned(&*host, &[7; 4096]));
         let alloc = || device.alloc(4096, MemoryKind::Arena).unwrap();
         let (other, event) = Open::new();
         let mut memory = alloc();
@@ -126,7 +135,7 @@ fn vulkan_a_failure_does_not_end_the_wait_for_others() {
     let host = backend.open(DeviceId::CPU).unwrap();
     for device in open(&backend) {
         let stream = device.stream(Role::Compute).unwrap();
-        let source = pinned(&*host, &[5; 4096]);
+        let source = sent(&*stream, &*device, &pinned(&*host, &[5; 4096]));
         let failure = || Arc::new(Error::DeviceLost { device: DeviceId::cuda(3), why: "gone".to_owned() });
         for (first, second, is_lost) in [
             (FenceState::Failed(failure()), FenceState::Done, false),
