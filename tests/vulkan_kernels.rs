@@ -104,6 +104,30 @@ fn vulkan_what_is_larger_than_a_binding_is_done_in_parts() {
     }
 }
 
+/// No driver may report as little, and none makes the library panic by it.
+#[test]
+fn vulkan_bindings_that_hold_nothing_are_an_error() {
+    for most in [0, 100, 5000] {
+        let drivers = drivers();
+        drivers.limit_bindings(most);
+        for device in open(&drivers.vulkan()) {
+            let stream = device.stream(Role::Compute).unwrap();
+            let weights = vec![0x3f; 100_000];
+            let code = compress(DType::BF16, &weights).unwrap();
+            let info = *Code::open(&code).unwrap().info();
+            let (source, verdict) = (on_device(&device, &code).freeze(), on_device(&device, &[0; 16]));
+            let work = Decompress::new((source, 0), info, (on_device(&device, &weights), 0), (verdict, 0)).unwrap();
+            assert!(kernels(&device).decompress(&*stream, work).is_err());
+            if most < 500 {
+                let (source, dst) = (on_device(&device, &[0; 3400]).freeze(), on_device(&device, &[0; 6400]));
+                let work = Dequantise::new((source, 0, DType::Q8_0), 3200, (dst, 0, DType::F16)).unwrap();
+                let rejected = kernels(&device).dequantise(&*stream, work).unwrap_err();
+                assert!(rejected.error.to_string().contains("bindings of"), "{}", rejected.error);
+            }
+        }
+    }
+}
+
 /// Kernels write whole words. A part of an allocation that ends within one may have a neighbour that others write.
 #[test]
 fn vulkan_kernels_do_not_write_into_words_of_another_part() {

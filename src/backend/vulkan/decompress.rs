@@ -47,6 +47,10 @@ pub(super) fn dispatches(device: &VulkanDevice, stream: &dyn Stream, work: &Deco
     if info.head_bytes() > most {
         return Err(too_many());
     }
+    let size = info.dtype.element_bytes().unwrap_or(1) as u64;
+    if most < longest_block(size).max(BLOCK_WEIGHTS as u64 * size) + CODE_ALIGN as u64 {
+        return Err(Binding::too_small(device.context()));
+    }
     let head = device.source("what is to be decompressed", work.source(), work.offset())?;
     let code = device.source("what is to be decompressed", work.source(), work.part_offset())?;
     let weights = device.target(WEIGHTS, work.dst(), work.at(), info.decoded_bytes as usize)?;
@@ -54,7 +58,7 @@ pub(super) fn dispatches(device: &VulkanDevice, stream: &dyn Stream, work: &Deco
     let bound = |place, bytes| Binding::new(device.context(), place, bytes);
     let head = bound(head, info.head_bytes());
     let verdict = bound(verdict, Decompress::VERDICT as u64);
-    let (size, blocks) = (info.dtype.element_bytes().unwrap_or(1) as u64, info.blocks());
+    let blocks = info.blocks();
     let last = narrow(info.count - (blocks - 1) * BLOCK_WEIGHTS as u64)?;
     let less_expected = info.sum.wrapping_neg();
     let part = work.code_part();

@@ -74,6 +74,9 @@ pub(super) fn dispatches(device: &VulkanDevice, stream: &dyn Stream, work: &Dequ
     let (context, all) = (device.context(), work.values() as u64);
     let most = Binding::most(context);
     let most = (most / block.bytes * block.elements).min(most / size) / LARGEST * LARGEST;
+    if most == 0 {
+        return Err(Binding::too_small(context));
+    }
     let kind = VALUES.iter().position(|of| *of == to).unwrap_or_default() as u32;
     let part = |first: u64| {
         let count = most.min(all - first);

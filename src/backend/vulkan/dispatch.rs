@@ -5,6 +5,7 @@ use ash::vk;
 use super::context::{Context, Named, Outcome, Refusal};
 use super::copy::Place;
 use super::pipelines::{BINDINGS, Layouts, Pipeline};
+use crate::error::Error;
 
 /// The most groups in a row, which every driver takes.
 pub(super) const ROW: u32 = 32_768;
@@ -27,6 +28,12 @@ impl Binding {
     pub(super) fn most(context: &Context) -> u64 {
         let limits = context.limits();
         u64::from(limits.storage_range).saturating_sub(limits.storage_alignment) / 4 * 4
+    }
+
+    /// The error of a driver whose bindings are too small for any part of the work: far below what Vulkan guarantees.
+    pub(super) fn too_small(context: &Context) -> Error {
+        let (id, bytes) = (context.id(), context.limits().storage_range);
+        Error::invalid(format!("{id} has bindings of {bytes} bytes, which no part of the work fits into"))
     }
 
     /// `bytes` bytes at a place of a buffer. The binding begins where the driver lets one begin, and is whole words; both are inside
