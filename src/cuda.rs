@@ -90,7 +90,7 @@ pub unsafe fn adopt_raw_stream(
 
 /// The driver's handle (`CUstream`) of a stream of this library. `None` if it is not a CUDA stream.
 pub fn stream_handle(stream: &dyn Stream) -> Option<*mut c_void> {
-    (stream as &dyn Any).downcast_ref::<backend::cuda::CudaStream>().map(|stream| stream.handle().cast())
+    (stream as &dyn Any).downcast_ref::<backend::drivers::DriverStream>().map(|stream| stream.handle().cast())
 }
 
 /// The device address (`CUdeviceptr`) of a tensor. `None` if it is not in a CUDA device's memory, or has no bytes.
@@ -103,7 +103,7 @@ pub fn address(tensor: &TensorView<'_>) -> Option<u64> {
 /// The device whose memory a tensor is in, and its address there.
 fn location(tensor: &TensorView<'_>) -> Option<(DeviceId, u64)> {
     let (buf, range) = (tensor.buf(), tensor.byte_range());
-    let memory = buf.block().downcast::<backend::cuda::DeviceMemory>()?;
+    let memory = buf.block().downcast::<backend::drivers::DeviceMemory>()?;
     let inside = !range.is_empty() && range.end <= buf.bytes();
     buf.address().filter(|_| inside).map(|start| (memory.device(), start + range.start as u64))
 }
@@ -153,10 +153,10 @@ pub unsafe fn storage(
 /// What keeps an allocation alive that is memory of the caller: the `keep` of [`storage`] or [`BufMut::from_raw`]. `None` for
 /// the library's own memory.
 pub fn owner(block: &MemoryBlock) -> Option<&Arc<dyn Any + Send + Sync>> {
-    block.downcast::<backend::cuda::DeviceMemory>()?.owner()
+    block.downcast::<backend::drivers::DeviceMemory>()?.owner()
 }
 
-fn cuda_device(device: &Arc<dyn Device>) -> Result<&backend::cuda::CudaDevice> {
+fn cuda_device(device: &Arc<dyn Device>) -> Result<&backend::drivers::DriverDevice> {
     let ours = (&**device as &dyn Any).downcast_ref();
     ours.ok_or_else(|| Error::invalid(format!("{} is no CUDA device of this library's backend", device.id())))
 }

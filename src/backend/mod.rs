@@ -12,10 +12,10 @@
 mod buffer;
 pub mod conformance;
 mod copy;
-#[cfg(feature = "cuda")]
-pub(crate) mod cuda;
 mod decompress;
 mod dequantise;
+#[cfg(feature = "cuda")]
+pub(crate) mod drivers;
 mod event;
 mod extents;
 mod faulty;
@@ -26,6 +26,8 @@ mod host;
 mod host_memory;
 mod kernels;
 mod ledger;
+#[cfg(any(feature = "cuda", feature = "vulkan"))]
+mod pinning_host;
 pub(crate) mod process;
 #[cfg(any(feature = "cuda", feature = "vulkan"))]
 mod reaper;
@@ -45,10 +47,18 @@ use std::time::Duration;
 
 pub use buffer::{Buf, BufMut};
 pub use copy::{Flight, Piece, Rejected, Transfer};
-#[cfg(feature = "cuda")]
-pub use cuda::Cuda;
 pub use decompress::{Decompress, DecompressFlight, Undecoded};
 pub use dequantise::Dequantise;
+#[cfg(feature = "ascend")]
+pub use drivers::Ascend;
+#[cfg(feature = "cambricon")]
+pub use drivers::Cambricon;
+#[cfg(feature = "corex")]
+pub use drivers::Corex;
+#[cfg(feature = "cuda")]
+pub use drivers::Cuda;
+#[cfg(feature = "hip")]
+pub use drivers::Hip;
 pub(crate) use event::until;
 pub use event::{Event, Fence, FenceState};
 pub(crate) use extents::ExtentPart;

@@ -50,7 +50,7 @@ pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Resul
     if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
         return Err(Mismatch::Context { device: device.id() }.into());
     }
-    if stream.cu_stream().addr() == backend::cuda::PER_THREAD {
+    if stream.cu_stream().addr() == backend::drivers::PER_THREAD {
         return Err(Error::invalid(
             "the per-thread default stream is another one in every thread; adopt a stream of its own",
         ));

@@ -17,8 +17,10 @@ pub enum DeviceKind {
     Cpu,
     /// Files.
     Disk,
-    /// NVIDIA, and AMD through ROCm.
+    /// NVIDIA. Tools on PyTorch's builds for ROCm call AMD's devices so, too.
     Cuda,
+    /// AMD through ROCm's HIP.
+    Hip,
     /// Apple.
     Mps,
     /// Intel.
@@ -38,10 +40,11 @@ pub enum DeviceKind {
 }
 
 /// Each kind, its name, and whether one machine can have several devices of it.
-const KINDS: [(DeviceKind, &str, bool); 10] = [
+const KINDS: [(DeviceKind, &str, bool); 11] = [
     (DeviceKind::Cpu, "cpu", false),
     (DeviceKind::Disk, "disk", false),
     (DeviceKind::Cuda, "cuda", true),
+    (DeviceKind::Hip, "hip", true),
     (DeviceKind::Mps, "mps", false),
     (DeviceKind::Xpu, "xpu", true),
     (DeviceKind::Npu, "npu", true),
@@ -138,9 +141,19 @@ impl DeviceId {
         DeviceId { kind: DeviceKind::Cuda, index }
     }
 
+    /// The device `hip:index`.
+    pub const fn hip(index: u32) -> DeviceId {
+        DeviceId { kind: DeviceKind::Hip, index }
+    }
+
     /// The device `vulkan:index`.
     pub const fn vulkan(index: u32) -> DeviceId {
         DeviceId { kind: DeviceKind::Vulkan, index }
+    }
+
+    /// The device of a kind that has numbers.
+    pub(crate) const fn of(kind: DeviceKind, index: u32) -> DeviceId {
+        DeviceId { kind, index }
     }
 
     /// The device's kind.

@@ -68,6 +68,14 @@ impl Registry {
             // Precedes the host: it provides host memory that is pinned.
             #[cfg(feature = "cuda")]
             Arc::new(crate::backend::Cuda::new()),
+            #[cfg(feature = "hip")]
+            Arc::new(crate::backend::Hip::new()),
+            #[cfg(feature = "corex")]
+            Arc::new(crate::backend::Corex::new()),
+            #[cfg(feature = "ascend")]
+            Arc::new(crate::backend::Ascend::new()),
+            #[cfg(feature = "cambricon")]
+            Arc::new(crate::backend::Cambricon::new()),
             #[cfg(feature = "vulkan")]
             Arc::new(crate::backend::Vulkan::new()),
             Arc::new(Host::new()),

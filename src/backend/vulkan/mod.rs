@@ -45,7 +45,7 @@ pub use adopted::{AdoptedDevice, AdoptedQueue, EnabledFeatures};
 pub(crate) use adopted::{Suited, suits};
 use device::VulkanDevice;
 use instance::{Instance, Physical};
-use pinned::{PinningHost, Pins};
+use pinned::Pins;
 pub use queues::QueueLock;
 
 /// The environment variable that admits software drivers.

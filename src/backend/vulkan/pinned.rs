@@ -1,6 +1,5 @@
 //! Host memory that devices copy from and to directly.
 
-use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,13 +13,11 @@ use super::context::Context;
 use super::device::VulkanDevice;
 use super::import::HostBuffer;
 use crate::backend::first_touch;
+use crate::backend::pinning_host::Pin;
 use crate::backend::process::Process;
 use crate::backend::software::HostAllocation;
-use crate::backend::{
-    Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream,
-};
-use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
-use crate::error::Result;
+use crate::backend::{Device, Health, Storage};
+use crate::device::DeviceId;
 
 /// The size in bytes of a region that smaller memory shares. Each import is one of the allocations that a driver limits.
 const SHARED: usize = 4 << 20;
@@ -53,13 +50,8 @@ impl Pins {
         Pins { limit, pinned, imports, open, shared, process }
     }
 
-    /// The most bytes that may be pinned at one time.
-    pub(super) fn limit(&self) -> u64 {
-        self.limit
-    }
-
-    /// Allocates pinned memory. `None` if there is no device to pin it for, no room under the limit, or no driver that takes it.
-    fn pin(self: &Arc<Self>, bytes: usize) -> Option<PinnedMemory> {
+    /// As [`Pin::pin`].
+    fn take(self: &Arc<Self>, bytes: usize) -> Option<PinnedMemory> {
         if bytes == 0 || !self.process.is_current() {
             return None;
         }
@@ -102,6 +94,16 @@ impl Pins {
     fn shared(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
         // Every change is one push or removal, so a poisoned lock still guards a consistent list.
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pin for Pins {
+    fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    fn pin(self: &Arc<Self>, bytes: usize, _near: Option<DeviceId>) -> Option<Box<dyn Storage>> {
+        Some(Box::new(self.take(bytes)?))
     }
 }
 
@@ -269,72 +271,5 @@ unsafe impl Storage for PinnedMemory {
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
         self.pins.give_back(&self.region, self.range.clone());
-    }
-}
-
-/// The host, with pinned memory for the open devices. If memory cannot be pinned, ordinary memory takes its place: copies
-/// still work, through a buffer.
-pub(super) struct PinningHost {
-    info: DeviceInfo,
-    inner: Arc<dyn Device>,
-    pins: Arc<Pins>,
-}
-
-impl PinningHost {
-    pub(super) fn new(inner: Arc<dyn Device>, pins: Arc<Pins>) -> PinningHost {
-        PinningHost { info: inner.info().clone().pinnable(Some(pins.limit())), inner, pins }
-    }
-}
-
-impl Device for PinningHost {
-    fn info(&self) -> &DeviceInfo {
-        &self.info
-    }
-
-    fn ledger(&self) -> &Arc<Ledger> {
-        self.inner.ledger()
-    }
-
-    fn memory(&self) -> Result<MemoryUsage> {
-        self.inner.memory()
-    }
-
-    fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
-        charge.check(DeviceId::CPU)?;
-        let pinned = if kind == MemoryKind::Pinned { self.pins.pin(charge.bytes() as usize) } else { None };
-        match pinned {
-            Some(pinned) => BufMut::new(Box::new(pinned), charge),
-            None => self.inner.allocate(charge, kind),
-        }
-    }
-
-    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
-        self.inner.read_only(contents)
-    }
-
-    fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
-        self.inner.stream(role)
-    }
-
-    fn route_from(&self, source: &dyn Device) -> Route {
-        self.inner.route_from(source)
-    }
-
-    fn kernels(&self) -> Option<&dyn Kernels> {
-        self.inner.kernels()
-    }
-
-    fn trim(&self) -> Result<u64> {
-        self.inner.trim()
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-}
-
-impl fmt::Debug for PinningHost {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinningHost").field("inner", &self.inner).finish_non_exhaustive()
     }
 }

@@ -4,13 +4,13 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::calls::{
-    ACCESS_READ_WRITE, ALLOCATION_PINNED, Access, Address, Attribute, Calls, Location, Outcome, POOL_RESERVED_NOW,
-    PoolCalls, PoolHandle, PoolProperties,
-};
 use super::context::{Context, Refusal};
-use super::event::CudaFence;
+use super::cuda::calls::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, Access, Location, POOL_RESERVED_NOW, PoolCalls, PoolHandle, PoolProperties,
+};
+use super::event::DriverFence;
 use super::stream::RawStream;
+use super::verbs::{Address, Outcome};
 use crate::backend::Storage;
 use crate::error::Result;
 
@@ -35,9 +35,8 @@ impl Pool {
     /// # Errors
     /// When the device is lost.
     pub(super) fn create(context: &Arc<Context>) -> Result<Option<Arc<Pool>>> {
-        let driver = context.driver();
-        let supported = driver.pools.is_some() && driver.attribute(context.device(), Attribute::MemoryPools) != 0;
-        if !supported {
+        let pools = context.driver().pools.as_ref();
+        if !pools.is_some_and(|pools| pools.are_supported(context.place().device)) {
             return Ok(None);
         }
         let refused = |refusal| {
@@ -71,7 +70,7 @@ impl Pool {
     pub(super) fn trim(&self) -> Result<u64> {
         let context = &self.context;
         // SAFETY: the stream belongs to this pool and is alive.
-        context.call(|calls| unsafe { calls.stream_synchronize(self.stream.handle()) })?;
+        context.call(|verbs| unsafe { verbs.stream_synchronize(self.stream.handle()) })?;
         let before = self.reserved()?;
         // SAFETY: the pool is alive.
         let trimmed = pooled(context, |pools| unsafe { pools.trim(self.handle, 0) });
@@ -100,7 +99,7 @@ impl Pool {
 /// Runs pool calls, which are available wherever a pool was created.
 fn pooled(context: &Context, calls: impl FnOnce(&PoolCalls) -> Outcome) -> Result<(), Refusal> {
     match &context.driver().pools {
-        Some(pools) => context.raw(|_: &Calls| calls(pools)),
+        Some(pools) => context.raw(|_| calls(pools)),
         None => Ok(()),
     }
 }
@@ -109,7 +108,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         // All memory has been freed, since it holds the pool. Frees run in the stream's order, so the stream is waited for.
         // SAFETY: the stream belongs to this pool.
-        let idle = self.context.raw(|calls| unsafe { calls.stream_synchronize(self.stream.handle()) });
+        let idle = self.context.raw(|verbs| unsafe { verbs.stream_synchronize(self.stream.handle()) });
         if idle.is_ok() {
             // SAFETY: the pool is destroyed once, here.
             let _ = pooled(&self.context, |pools| unsafe { pools.destroy(self.handle) });
@@ -138,10 +137,10 @@ enum Origin {
 
 impl DeviceMemory {
     /// Allocates from the pool. Returns the memory and the event after which it may be used.
-    pub(super) fn pooled(pool: &Arc<Pool>, bytes: usize) -> Result<(DeviceMemory, CudaFence), Refusal> {
+    pub(super) fn pooled(pool: &Arc<Pool>, bytes: usize) -> Result<(DeviceMemory, DriverFence), Refusal> {
         let context = &pool.context;
         let _entered = context.enter()?;
-        let ready = CudaFence::new(context, Vec::new())?;
+        let ready = DriverFence::new(context, Vec::new())?;
         let _order = pool.order.lock().unwrap_or_else(PoisonError::into_inner);
         let mut address = 0;
         // SAFETY: pool and stream are alive; nobody reads the memory before it is written.
@@ -156,11 +155,9 @@ impl DeviceMemory {
 
     /// Allocates from the driver. The memory is usable immediately. Nothing is allocated for zero bytes.
     pub(super) fn plain(context: &Arc<Context>, bytes: usize) -> Result<DeviceMemory, Refusal> {
-        let mut address = 0;
-        if bytes > 0 {
-            // SAFETY: nobody reads the memory before it is written.
-            context.raw(|calls| unsafe { calls.allocate(&raw mut address, bytes) })?;
-        }
+        // SAFETY: nobody reads the memory before it is written.
+        let allocate = || context.raw(|verbs| unsafe { verbs.allocate(bytes) });
+        let address = if bytes > 0 { allocate()? } else { 0 };
         Ok(DeviceMemory { address, bytes, context: Arc::clone(context), origin: Origin::Driver })
     }
 
@@ -217,7 +214,7 @@ impl Drop for DeviceMemory {
                 pooled(&self.context, |pools| unsafe { pools.free(address, pool.stream.handle()) })
             }
             // SAFETY: allocated by `plain`, freed once.
-            (Origin::Driver, address) => self.context.raw(|calls| unsafe { calls.free(address) }),
+            (Origin::Driver, address) => self.context.raw(|verbs| unsafe { verbs.free(address) }),
         };
         if let Err(Refusal::Code(failure)) = freed {
             tracing::warn!(device = %self.context.id(), %failure, "device memory could not be freed");
@@ -227,8 +224,5 @@ impl Drop for DeviceMemory {
 
 /// The free and total bytes of the device.
 pub(super) fn free_and_total(context: &Context) -> Result<(u64, u64)> {
-    let (mut free, mut total) = (0, 0);
-    // SAFETY: the pointers are to living numbers.
-    context.call(|calls| unsafe { calls.memory_info(&raw mut free, &raw mut total) })?;
-    Ok((free as u64, total as u64))
+    context.call(|verbs| verbs.memory_info())
 }

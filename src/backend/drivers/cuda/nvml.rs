@@ -40,14 +40,14 @@ struct PciInfo {
 }
 
 /// The library, loaded and initialised.
-pub(super) struct Nvml(Library);
+pub(in crate::backend::drivers) struct Nvml(Library);
 
 impl Nvml {
     /// Loads the library from `file`, or by its name.
     ///
     /// # Errors
     /// The reason, for the log.
-    pub(super) fn load(file: Option<&Path>) -> Result<Nvml, String> {
+    pub(in crate::backend::drivers) fn load(file: Option<&Path>) -> Result<Nvml, String> {
         let name = file.map_or(OsStr::new(NAME), Path::as_os_str);
         // SAFETY: loading the library runs its initialisers, which is what opening it means.
         let library = unsafe { Library::new(name) }.map_err(|error| error.to_string())?;
@@ -64,14 +64,14 @@ impl Nvml {
     /// The free bytes of the device with this UUID and `total` bytes, without opening it.
     ///
     /// `None` if the library reports a different total: a CUDA device may be a part of a card.
-    pub(super) fn free(&self, uuid: &str, total: u64) -> Option<u64> {
+    pub(in crate::backend::drivers) fn free(&self, uuid: &str, total: u64) -> Option<u64> {
         let memory: Memory = self.get(self.device(uuid)?, "nvmlDeviceGetMemoryInfo")?;
         let kept_back = memory.total.checked_sub(total)?;
         (kept_back <= memory.total / 8).then(|| memory.free.min(total))
     }
 
     /// The PCIe link of the device.
-    pub(super) fn pcie(&self, uuid: &str) -> Option<PcieLink> {
+    pub(in crate::backend::drivers) fn pcie(&self, uuid: &str) -> Option<PcieLink> {
         let device = self.device(uuid)?;
         let get = |call| self.get::<c_uint>(device, call);
         Some(PcieLink {
@@ -83,7 +83,7 @@ impl Nvml {
     }
 
     /// The NVLinks of the device that are up.
-    pub(super) fn nvlinks(&self, uuid: &str) -> Vec<NvLink> {
+    pub(in crate::backend::drivers) fn nvlinks(&self, uuid: &str) -> Vec<NvLink> {
         let Some(device) = self.device(uuid) else { return Vec::new() };
         let states = (0..MOST_NVLINKS).map_while(|link| {
             let up = self.get_of_link::<c_uint>(device, link, "nvmlDeviceGetNvLinkState")?;

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::calls::EventHandle;
 use super::context::{Context, Refusal};
 use super::stream::RawStream;
+use super::verbs::EventHandle;
 use crate::backend::{Event, Fence, FenceState};
 use crate::error::Error;
 
@@ -18,7 +18,7 @@ const SPIN: Duration = Duration::from_micros(30);
 const LONGEST_SLEEP: Duration = Duration::from_micros(500);
 
 /// An event that is recorded once.
-pub(super) struct CudaFence {
+pub(super) struct DriverFence {
     event: EventHandle,
     context: Arc<Context>,
     /// The events of other devices that the stream waited for. Such a device may fail although its event completes.
@@ -39,23 +39,23 @@ enum Failure {
 }
 
 // SAFETY: the driver allows any thread to use an event.
-unsafe impl Send for CudaFence {}
+unsafe impl Send for DriverFence {}
 // SAFETY: as above.
-unsafe impl Sync for CudaFence {}
+unsafe impl Sync for DriverFence {}
 
-impl CudaFence {
+impl DriverFence {
     /// A fence that is not recorded yet. It may be dropped without being recorded.
-    pub(super) fn new(context: &Arc<Context>, others: Vec<Event>) -> Result<CudaFence, Refusal> {
+    pub(super) fn new(context: &Arc<Context>, others: Vec<Event>) -> Result<DriverFence, Refusal> {
         let (unrecorded, outcome) = (Mutex::default(), OnceLock::new());
         let (event, others) = (context.event()?, Mutex::new(others));
         let refused = AtomicBool::new(false);
-        Ok(CudaFence { event, context: Arc::clone(context), others, unrecorded, refused, outcome })
+        Ok(DriverFence { event, context: Arc::clone(context), others, unrecorded, refused, outcome })
     }
 
     /// Records the event after all work of `stream` so far.
     pub(super) fn record(&self, stream: &RawStream) -> Result<(), Refusal> {
         // SAFETY: both handles are alive: the event is this fence's, the stream the caller's.
-        let recorded = self.context.raw(|calls| unsafe { calls.event_record(self.event, stream.handle()) });
+        let recorded = self.context.raw(|verbs| unsafe { verbs.event_record(self.event, stream.handle()) });
         self.refused.store(recorded.is_err(), Ordering::Relaxed);
         recorded
     }
@@ -70,9 +70,15 @@ impl CudaFence {
         lock(&self.unrecorded).is_none().then_some(self.event)
     }
 
+    /// Whether a stream of `context` can wait for the event on the device.
+    pub(super) fn is_awaited_by(&self, context: &Context) -> bool {
+        let driver = context.driver();
+        driver.is(self.context.driver()) && (driver.rules.waits_across || self.context.is(context))
+    }
+
     /// Whether the event belongs to another device than `context`.
     pub(super) fn is_of_another(&self, context: &Context) -> bool {
-        self.context.handle() != context.handle()
+        !self.context.is(context)
     }
 
     /// Whether a stream of `context` that waits for the event on the device can go on although the work failed.
@@ -107,7 +113,7 @@ impl CudaFence {
 
     fn raw_query(&self) -> Result<(), Refusal> {
         // SAFETY: the fence releases the event in its drop and not before.
-        self.context.raw(|calls| unsafe { calls.event_query(self.event) })
+        self.context.raw(|verbs| unsafe { verbs.event_query(self.event) })
     }
 
     /// The state once the device is done: that of the events of other devices that the stream waited for.
@@ -135,14 +141,14 @@ impl CudaFence {
     /// Queries the events at the end of the chain first, instead of recursing: a chain may have as many events as there are
     /// copies in flight.
     fn query_oldest(&self) {
-        let open = |fence: &CudaFence| -> Vec<Event> {
+        let open = |fence: &DriverFence| -> Vec<Event> {
             let is_open =
-                |event: &&Event| event.downcast::<CudaFence>().is_some_and(|fence| fence.outcome.get().is_none());
+                |event: &&Event| event.downcast::<DriverFence>().is_some_and(|fence| fence.outcome.get().is_none());
             lock(&fence.others).iter().filter(is_open).cloned().collect()
         };
         let (mut seen, mut stack) = (HashSet::new(), open(self));
         while let Some(event) = stack.last() {
-            let deeper = match event.downcast::<CudaFence>() {
+            let deeper = match event.downcast::<DriverFence>() {
                 Some(fence) if seen.insert(event.key()) => open(fence),
                 _ => Vec::new(),
             };
@@ -172,7 +178,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 // SAFETY: the driver reports an event as complete when all work before it is done. A lost or destroyed context reports
 // nothing, and the fence is then lost.
-unsafe impl Fence for CudaFence {
+unsafe impl Fence for DriverFence {
     fn state(&self) -> FenceState {
         match self.outcome.get() {
             None => self.query(),
@@ -200,7 +206,7 @@ unsafe impl Fence for CudaFence {
     }
 }
 
-impl Drop for CudaFence {
+impl Drop for DriverFence {
     fn drop(&mut self) {
         match self.refused.get_mut() {
             true => self.context.destroy(self.event),

@@ -1,4 +1,4 @@
-//! An open CUDA device.
+//! An open device.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -6,14 +6,15 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::Opened;
-use super::calls::{Code, StreamHandle};
 use super::context::{Context, Refusal};
-use super::cufile;
+use super::cuda::cufile;
 use super::driver::Driver;
-use super::event::CudaFence;
+use super::event::DriverFence;
 use super::memory::{DeviceMemory, Pool, free_and_total};
 use super::peers;
-use super::stream::CudaStream;
+use super::pinned::is_pinned_for;
+use super::stream::DriverStream;
+use super::verbs::{Meaning, Peers, StreamHandle};
 use crate::backend::reaper::{self, Reaper};
 use crate::backend::{
     BufMut, Charge, Device, Event, FileReads, Health, Kernels, Ledger, MemoryBlock, MemoryKind, Role, Route, Stream,
@@ -21,8 +22,8 @@ use crate::backend::{
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, MemoryUsage};
 use crate::error::{Error, Result};
 
-/// A CUDA device whose primary context is retained.
-pub(crate) struct CudaDevice {
+/// A device whose shared context is retained.
+pub(crate) struct DriverDevice {
     info: DeviceInfo,
     ledger: Arc<Ledger>,
     pool: Option<Arc<Pool>>,
@@ -30,7 +31,7 @@ pub(crate) struct CudaDevice {
     open: Arc<Opened>,
     /// The results of the peer access checks so far.
     peers: Mutex<BTreeMap<DeviceId, Peer>>,
-    files: cufile::Reads,
+    files: Option<cufile::Reads>,
     context: Arc<Context>,
 }
 
@@ -42,29 +43,29 @@ struct Peer {
     unreachable: Option<String>,
 }
 
-impl CudaDevice {
-    pub(super) fn open(info: DeviceInfo, driver: &Arc<Driver>, open: Arc<Opened>) -> Result<CudaDevice> {
+impl DriverDevice {
+    pub(super) fn open(info: DeviceInfo, driver: &Arc<Driver>, open: Arc<Opened>) -> Result<DriverDevice> {
         let context = Arc::new(Context::retain(info.id, driver)?);
         let pool = Pool::create(&context)?;
         let (free, total) = free_and_total(&context)?;
         let reaper = Arc::new(Reaper::start(&context)?);
         let ledger = Ledger::new(info.id, total);
         let info = info.free(Some(free)).opening(0);
-        let files = cufile::Reads::new(Arc::clone(&open.cufile), &context);
-        Ok(CudaDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), files, context })
+        let files = open.cufile.as_ref().map(|settings| cufile::Reads::new(Arc::clone(settings), &context));
+        Ok(DriverDevice { info, ledger, pool, reaper, open, peers: Mutex::default(), files, context })
     }
 
     /// Adopts a stream of the caller, which `keep` holds open.
     ///
     /// # Safety
     /// `handle` is a stream of this device's primary context for as long as `keep` lives.
-    pub(crate) unsafe fn adopt(&self, handle: StreamHandle, keep: Arc<dyn Any + Send + Sync>) -> CudaStream {
-        CudaStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
+    pub(crate) unsafe fn adopt(&self, handle: StreamHandle, keep: Arc<dyn Any + Send + Sync>) -> DriverStream {
+        DriverStream::adopted(handle, keep, &self.context, &self.reaper, &self.open)
     }
 
     /// The primary context.
     #[cfg(feature = "cudarc")]
-    pub(crate) fn raw_context(&self) -> super::calls::ContextHandle {
+    pub(crate) fn raw_context(&self) -> super::verbs::ContextHandle {
         self.context.handle()
     }
 
@@ -87,10 +88,10 @@ impl CudaDevice {
         BufMut::new(Box::new(memory), Charge::uncounted(self.info.id, bytes as u64))
     }
 
-    /// As [`foreign`](CudaDevice::foreign), for an allocation with a charge.
+    /// As [`foreign`](DriverDevice::foreign), for an allocation with a charge.
     ///
     /// # Safety
-    /// As [`foreign`](CudaDevice::foreign).
+    /// As [`foreign`](DriverDevice::foreign).
     pub(crate) unsafe fn foreign_memory(
         &self,
         address: u64,
@@ -119,6 +120,9 @@ impl CudaDevice {
         if !self.open.peers {
             return Some("the caller forbids it".to_owned());
         }
+        if let Peers::Never(why) = self.context.driver().rules.peers {
+            return Some(why.to_owned());
+        }
         let Some(source) = self.open.get(peer.index()) else { return Some(format!("{peer} is not open")) };
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         match peers.get(&peer) {
@@ -138,7 +142,7 @@ impl CudaDevice {
         &self,
         bytes: usize,
         kind: MemoryKind,
-    ) -> Result<(DeviceMemory, Option<CudaFence>), Refusal> {
+    ) -> Result<(DeviceMemory, Option<DriverFence>), Refusal> {
         match &self.pool {
             Some(pool) if bytes > 0 && kind != MemoryKind::Whole => {
                 let (memory, ready) = DeviceMemory::pooled(pool, bytes)?;
@@ -149,7 +153,7 @@ impl CudaDevice {
     }
 }
 
-impl Device for CudaDevice {
+impl Device for DriverDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
@@ -167,13 +171,13 @@ impl Device for CudaDevice {
         charge.check(self.info.id)?;
         let bytes = charge.bytes() as usize;
         let mut memory = self.memory_of(bytes, kind);
-        if memory.as_ref().is_err_and(|refusal| refusal.is(Code::OUT_OF_MEMORY)) {
+        if memory.as_ref().is_err_and(|refusal| refusal.is(Meaning::OutOfMemory)) {
             // Retried after a trim: the pool may hold the missing memory for reuse.
             self.trim()?;
             memory = self.memory_of(bytes, kind);
         }
         let (memory, ready) = memory.map_err(|refusal| {
-            if refusal.is(Code::OUT_OF_MEMORY) {
+            if refusal.is(Meaning::OutOfMemory) {
                 let available = free_and_total(&self.context).map_or(0, |(free, _)| free);
                 let limit = self.ledger.limit();
                 return Error::OutOfMemory { device: self.info.id, requested: charge.bytes(), available, limit };
@@ -188,16 +192,16 @@ impl Device for CudaDevice {
     }
 
     fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
-        Ok(Arc::new(CudaStream::create(&self.context, &self.reaper, &self.open, role)?))
+        Ok(Arc::new(DriverStream::create(&self.context, &self.reaper, &self.open, role)?))
     }
 
     fn route_from(&self, source: &dyn Device) -> Route {
         let from = source.info().id;
         match from.kind() {
             DeviceKind::Cpu => Route::Direct,
-            DeviceKind::Cuda if from == self.info.id => Route::Direct,
-            DeviceKind::Cuda => self.unreachable(from).map_or(Route::Direct, Route::Staged),
-            _ => Route::Staged(format!("a CUDA stream cannot read the memory of {from}")),
+            _ if from == self.info.id => Route::Direct,
+            kind if kind == self.info.id.kind() => self.unreachable(from).map_or(Route::Direct, Route::Staged),
+            _ => Route::Staged(format!("a stream of {} cannot read the memory of {from}", self.info.id)),
         }
     }
 
@@ -206,11 +210,11 @@ impl Device for CudaDevice {
     }
 
     fn file_reads(&self) -> Option<&dyn FileReads> {
-        Some(&self.files)
+        self.files.as_ref().map(|files| files as &dyn FileReads)
     }
 
     fn copies_block(&self, source: &MemoryBlock) -> bool {
-        let direct = source.downcast::<DeviceMemory>().is_some() || source.pinned();
+        let direct = source.downcast::<DeviceMemory>().is_some() || is_pinned_for(source, self.context.driver());
         !direct
     }
 
@@ -228,8 +232,8 @@ impl Device for CudaDevice {
     }
 }
 
-impl fmt::Debug for CudaDevice {
+impl fmt::Debug for DriverDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CudaDevice").field("info", &self.info).field("ledger", &self.ledger).finish_non_exhaustive()
+        f.debug_struct("DriverDevice").field("info", &self.info).field("ledger", &self.ledger).finish_non_exhaustive()
     }
 }

@@ -4,10 +4,10 @@ use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use super::calls::FunctionHandle;
-use super::device::CudaDevice;
+use super::cuda::calls::FunctionHandle;
+use super::device::DriverDevice;
 use super::module::{Module, launch};
-use super::stream::CudaStream;
+use super::stream::DriverStream;
 use crate::backend::{Decompress, DecompressFlight, Event, Stream, Undecoded};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -28,7 +28,7 @@ const OPERATION: &str = "decompression";
 
 /// Whether there is a kernel for this type that the driver takes; otherwise why not. Nothing is loaded while `stream` accepts no
 /// work, which the work itself will be told.
-pub(super) fn covers(device: &CudaDevice, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
+pub(super) fn covers(device: &DriverDevice, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
     let id = device.context().id();
     if index(dtype).is_none() {
         return Err(format!("{id} has no kernel that decodes {dtype}"));
@@ -41,9 +41,9 @@ pub(super) fn covers(device: &CudaDevice, stream: &dyn Stream, dtype: DType) -> 
 }
 
 /// The stream, if it is one of the device.
-fn own<'s>(device: &CudaDevice, stream: &'s dyn Stream) -> Option<&'s CudaStream> {
+fn own<'s>(device: &DriverDevice, stream: &'s dyn Stream) -> Option<&'s DriverStream> {
     let id = device.context().id();
-    (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id)
+    (stream as &dyn Any).downcast_ref::<DriverStream>().filter(|stream| stream.device() == id)
 }
 
 fn index(dtype: DType) -> Option<usize> {
@@ -57,14 +57,14 @@ fn index(dtype: DType) -> Option<usize> {
     }
 }
 
-fn module(device: &CudaDevice) -> Result<&Module, String> {
+fn module(device: &DriverDevice) -> Result<&Module, String> {
     let context = device.context();
     context.kernels().lossless.get(context, TEXT, FUNCTIONS.into_iter())
 }
 
 /// Queues the kernel.
 pub(super) fn queue(
-    device: &CudaDevice,
+    device: &DriverDevice,
     stream: &dyn Stream,
     work: Decompress,
 ) -> Result<DecompressFlight, Box<Undecoded>> {
@@ -75,7 +75,7 @@ pub(super) fn queue(
 }
 
 /// The event after the kernel; or the error, with the event after what may be under way.
-fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Decompress) -> Result<Event, (Error, Option<Event>)> {
+fn launched(device: &DriverDevice, stream: &dyn Stream, work: &Decompress) -> Result<Event, (Error, Option<Event>)> {
     let (stream, mut launching) = prepared(device, stream, work).map_err(|error| (error, None))?;
     let memory = [work.source().block(), work.dst().block(), work.verdict().block()].map(Arc::clone).to_vec();
     stream.run(OPERATION, &work.waits(), memory, |handle| {
@@ -105,7 +105,11 @@ struct Launching {
 }
 
 /// Checks everything that can be checked before anything is queued.
-fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Decompress) -> Result<(&'s CudaStream, Launching)> {
+fn prepared<'s>(
+    device: &DriverDevice,
+    stream: &'s dyn Stream,
+    work: &Decompress,
+) -> Result<(&'s DriverStream, Launching)> {
     let id = device.context().id();
     let info = work.info();
     let (Some(index), Some(stream)) = (index(info.dtype), own(device, stream)) else {

@@ -26,8 +26,8 @@ use std::time::Duration;
 use libloading::Library;
 
 use self::calls::{Calls, FileHandle, Properties};
-use super::context::Context;
-use super::memory::DeviceMemory;
+use crate::backend::drivers::context::{Context, ContextGuard};
+use crate::backend::drivers::memory::DeviceMemory;
 use crate::backend::process::Process;
 use crate::backend::sysfs::Sysfs;
 use crate::backend::{BufMut, DeviceFile, FileReads, Gds, MemoryBlock, NoFileReads};
@@ -57,7 +57,7 @@ const UNTOLD: &str = "libcufile may read its storage through host memory and doe
 const OPENING: Duration = Duration::from_secs(30);
 
 /// What is wanted of the library, and the library while it is open.
-pub(super) struct Settings {
+pub(in crate::backend::drivers) struct Settings {
     gds: Option<Gds>,
     library: Option<PathBuf>,
     #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "the library is on Linux alone"))]
@@ -66,7 +66,7 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    pub(super) fn new(gds: Option<Gds>, library: Option<PathBuf>, sysfs: Sysfs) -> Settings {
+    pub(in crate::backend::drivers) fn new(gds: Option<Gds>, library: Option<PathBuf>, sysfs: Sysfs) -> Settings {
         Settings { gds, library, sysfs, open: Mutex::new(Weak::new()) }
     }
 
@@ -220,14 +220,14 @@ impl Drop for CuFile {
 }
 
 /// The reads of one device.
-pub(super) struct Reads {
+pub(in crate::backend::drivers) struct Reads {
     settings: Arc<Settings>,
     library: OnceLock<Result<Arc<CuFile>, NoFileReads>>,
     context: Arc<Context>,
 }
 
 impl Reads {
-    pub(super) fn new(settings: Arc<Settings>, context: &Arc<Context>) -> Reads {
+    pub(in crate::backend::drivers) fn new(settings: Arc<Settings>, context: &Arc<Context>) -> Reads {
         Reads { settings, library: OnceLock::new(), context: Arc::clone(context) }
     }
 
@@ -373,7 +373,7 @@ impl Drop for RegisteredMemory {
 }
 
 /// Makes a device's context current for calls of the library.
-fn enter<'a>(library: &CuFile, context: &'a Context) -> Result<super::context::ContextGuard<'a>, NoFileReads> {
+fn enter<'a>(library: &CuFile, context: &'a Context) -> Result<ContextGuard<'a>, NoFileReads> {
     let refused = |error: crate::error::Error| NoFileReads::Memory { why: error.to_string() };
     library.process.check().map_err(refused)?;
     context.enter().map_err(|refusal| refused(context.error(refusal)))

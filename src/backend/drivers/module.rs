@@ -3,8 +3,9 @@
 use std::ffi::{CStr, CString, c_void};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::calls::{Code, FunctionHandle, KernelCalls, ModuleHandle, Outcome, StreamHandle};
 use super::context::{Context, Refusal};
+use super::cuda::calls::{FunctionHandle, KernelCalls, ModuleHandle};
+use super::verbs::{Meaning, Outcome, StreamHandle};
 use crate::error::{Error, Result};
 
 /// A text that is loaded at its first use.
@@ -75,11 +76,10 @@ impl Module {
     /// Loads the functions `names` of a PTX `text`.
     fn load<'n>(context: &Context, text: &str, names: impl Iterator<Item = &'n CStr>) -> Result<Module, Unloaded> {
         let lasting = |why| Unloaded { why, lasts: true };
-        let missing = |missing| lasting(format!("the driver has no {missing}"));
-        let calls = context.driver().kernels.as_ref().map_err(missing)?;
+        let calls = context.driver().kernels.as_ref().map_err(|why| lasting(why.clone()))?;
         let text = CString::new(text).map_err(|error| lasting(error.to_string()))?;
         let why = |refusal: Refusal| {
-            let lasts = !refusal.is(Code::OUT_OF_MEMORY) && !refusal.is_of_captures();
+            let lasts = !refusal.is(Meaning::OutOfMemory) && !refusal.is_of_captures();
             let why = match refusal {
                 Refusal::Code(failure) => context.driver().describe(failure),
                 refusal => context.error(refusal).to_string(),

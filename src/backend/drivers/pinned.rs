@@ -1,25 +1,23 @@
 //! Pinned host memory, which devices copy from and to at full speed.
 
 use std::ffi::c_void;
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::Opened;
-use super::calls::{Code, HOST_ALLOCATION_PORTABLE, REGISTER_PORTABLE};
 use super::context::{Context, Refusal};
-use super::device::CudaDevice;
+use super::device::DriverDevice;
+use super::driver::Driver;
 use super::numa::Node;
+use super::verbs::Meaning;
 use crate::backend::first_touch;
+use crate::backend::pinning_host::Pin;
 use crate::backend::software::HostAllocation;
 use crate::backend::sysfs::Sysfs;
-use crate::backend::{
-    Buf, BufMut, Charge, Device, Extents, Health, Kernels, Ledger, MemoryKind, Role, Route, Storage, Stream,
-};
-use crate::device::{DeviceId, DeviceInfo, MemoryUsage};
-use crate::error::Result;
+use crate::backend::{Charge, Device, Health, MemoryBlock, Storage};
+use crate::device::DeviceId;
 
 /// The size from which memory is mapped separately and then pinned: its first touch is parallel and on huge pages, which
 /// the driver's allocation of pinned memory is not.
@@ -30,19 +28,15 @@ pub(super) struct Pins {
     limit: u64,
     pinned: AtomicU64,
     open: Arc<Opened>,
+    nodes: Nodes,
     /// Unused memory that the driver did not release. It counts as pinned and stays charged.
     stuck: Mutex<Vec<(PinnedMemory, Charge)>>,
 }
 
 impl Pins {
     /// Creates pins with a limit of `limit` bytes.
-    pub(super) fn new(limit: u64, open: Arc<Opened>) -> Pins {
-        Pins { limit, pinned: AtomicU64::new(0), open, stuck: Mutex::default() }
-    }
-
-    /// The most bytes that may be pinned at one time.
-    pub(super) fn limit(&self) -> u64 {
-        self.limit
+    pub(super) fn new(limit: u64, open: Arc<Opened>, nodes: Nodes) -> Pins {
+        Pins { limit, pinned: AtomicU64::new(0), open, nodes, stuck: Mutex::default() }
     }
 
     fn take(&self, bytes: u64) -> bool {
@@ -67,15 +61,6 @@ impl Pins {
     }
 }
 
-/// The host, with pinned memory for the open CUDA devices. If memory cannot be pinned, ordinary memory takes its place:
-/// copies still work, but more slowly.
-pub(super) struct PinningHost {
-    info: DeviceInfo,
-    inner: Arc<dyn Device>,
-    pins: Arc<Pins>,
-    nodes: Nodes,
-}
-
 /// The choice of the NUMA node on which memory is pinned.
 pub(super) struct Nodes {
     /// The caller's choice. `None` means the node of the device that the memory is for, or else the common node of all open
@@ -86,99 +71,38 @@ pub(super) struct Nodes {
 
 impl Nodes {
     /// The node for memory for the device `near`, if that is named and among the open `devices`.
-    fn near(&self, devices: &[Arc<CudaDevice>], near: Option<DeviceId>) -> Option<Node> {
-        let node = |device: &Arc<CudaDevice>| device.info().gpu.as_ref().and_then(|gpu| gpu.numa_node);
+    fn near(&self, devices: &[Arc<DriverDevice>], near: Option<DeviceId>) -> Option<Node> {
+        let node = |device: &Arc<DriverDevice>| device.info().gpu.as_ref().and_then(|gpu| gpu.numa_node);
         let own = || devices.iter().find(|device| Some(device.info().id) == near).and_then(node);
         let common = || devices.first().and_then(node).filter(|&first| devices.iter().all(|d| node(d) == Some(first)));
         Node::find(&self.sysfs, self.chosen.or_else(own).or_else(common)?)
     }
 }
 
-impl PinningHost {
-    pub(super) fn new(inner: Arc<dyn Device>, pins: Arc<Pins>, nodes: Nodes) -> PinningHost {
-        let info = inner.info().clone().pinnable(Some(pins.limit()));
-        PinningHost { info, inner, pins, nodes }
+impl Pin for Pins {
+    fn limit(&self) -> u64 {
+        self.limit
     }
 
-    /// Allocates memory of this kind, near a device if one is named.
-    fn take(&self, charge: Charge, kind: MemoryKind, near: Option<DeviceId>) -> Result<BufMut> {
-        charge.check(self.info().id)?;
-        let pinned = if kind == MemoryKind::Pinned { self.pin(charge.bytes() as usize, near) } else { None };
-        match pinned {
-            Some(pinned) => BufMut::new(Box::new(pinned), charge),
-            None => self.inner.allocate(charge, kind),
-        }
-    }
-
-    /// Allocates pinned memory. `None` if there is no device to pin it for, no room under the cap, or the driver refuses.
-    fn pin(&self, bytes: usize, near: Option<DeviceId>) -> Option<PinnedMemory> {
+    fn pin(self: &Arc<Self>, bytes: usize, near: Option<DeviceId>) -> Option<Box<dyn Storage>> {
         // Memory pinned through one context is pinned for all: it is portable.
-        let good = |device: &Arc<CudaDevice>| device.health() == Health::Good;
-        let devices: Vec<_> = self.pins.open.all().into_iter().filter(good).collect();
+        let good = |device: &Arc<DriverDevice>| device.health() == Health::Good;
+        let devices: Vec<_> = self.open.all().into_iter().filter(good).collect();
         let device = devices.first()?;
-        self.pins.release_stuck();
-        if bytes == 0 || !self.pins.take(bytes as u64) {
+        self.release_stuck();
+        if bytes == 0 || !self.take(bytes as u64) {
             return None;
         }
         let node = self.nodes.near(&devices, near);
-        let pinned = PinnedMemory::new(device.context(), &self.pins, bytes, node.as_ref());
-        if pinned.is_none() {
-            self.pins.give_back(bytes as u64);
-        }
-        pinned
-    }
-}
-
-impl Device for PinningHost {
-    fn info(&self) -> &DeviceInfo {
-        &self.info
+        let Some(pinned) = PinnedMemory::new(device.context(), self, bytes, node.as_ref()) else {
+            self.give_back(bytes as u64);
+            return None;
+        };
+        Some(Box::new(pinned))
     }
 
-    fn ledger(&self) -> &Arc<Ledger> {
-        self.inner.ledger()
-    }
-
-    fn memory(&self) -> Result<MemoryUsage> {
-        self.inner.memory()
-    }
-
-    fn allocate(&self, charge: Charge, kind: MemoryKind) -> Result<BufMut> {
-        self.take(charge, kind, None)
-    }
-
-    fn allocate_near(&self, charge: Charge, kind: MemoryKind, near: DeviceId) -> Result<BufMut> {
-        self.take(charge, kind, Some(near))
-    }
-
-    fn read_only(&self, contents: Extents) -> Result<Option<Buf>> {
-        self.inner.read_only(contents)
-    }
-
-    fn stream(&self, role: Role) -> Result<Arc<dyn Stream>> {
-        self.inner.stream(role)
-    }
-
-    fn route_from(&self, source: &dyn Device) -> Route {
-        self.inner.route_from(source)
-    }
-
-    fn kernels(&self) -> Option<&dyn Kernels> {
-        self.inner.kernels()
-    }
-
-    fn trim(&self) -> Result<u64> {
-        self.pins.release_stuck();
-        self.inner.trim()
-    }
-
-    fn health(&self) -> Health {
-        self.inner.health()
-    }
-}
-
-impl fmt::Debug for PinningHost {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinningHost").field("inner", &self.inner).finish_non_exhaustive()
+    fn trim(&self) {
+        self.release_stuck();
     }
 }
 
@@ -207,7 +131,8 @@ unsafe impl Sync for PinnedMemory {}
 
 impl PinnedMemory {
     fn new(context: &Arc<Context>, pins: &Arc<Pins>, bytes: usize, node: Option<&Node>) -> Option<PinnedMemory> {
-        let registered = if bytes >= REGISTERED_FROM { register(context, bytes, node) } else { None };
+        let registers = context.driver().rules.registers && bytes >= REGISTERED_FROM;
+        let registered = if registers { register(context, bytes, node) } else { None };
         let (address, origin) = registered.or_else(|| Some((driver_memory(context, bytes)?, Origin::Driver)))?;
         Some(PinnedMemory { address, bytes, origin, context: Arc::clone(context), pins: Arc::clone(pins) })
     }
@@ -229,13 +154,13 @@ impl PinnedMemory {
         let address = self.address.as_ptr().cast::<c_void>();
         let released = match self.origin {
             // SAFETY: registered by `register`; nothing uses it any more.
-            Origin::Registered(_) => context.raw(|calls| unsafe { calls.host_unregister(address) }),
+            Origin::Registered(_) => context.raw(|verbs| unsafe { verbs.host_unregister(address) }),
             // SAFETY: allocated by `driver_memory`, freed once.
-            Origin::Driver => context.raw(|calls| unsafe { calls.host_free(address) }),
+            Origin::Driver => context.raw(|verbs| unsafe { verbs.host_free(address) }),
         };
         match released {
             // The context that registered it is gone, and the registration with it.
-            Err(refusal) if refusal.is(Code::NOT_REGISTERED) => Ok(()),
+            Err(refusal) if refusal.is(Meaning::NotRegistered) => Ok(()),
             other => other,
         }
     }
@@ -272,6 +197,11 @@ unsafe impl Storage for PinnedMemory {
     }
 }
 
+/// Whether memory is pinned for a driver, as far as is known: a caller's own that says that it is pinned is pinned for all.
+pub(super) fn is_pinned_for(block: &MemoryBlock, driver: &Driver) -> bool {
+    block.downcast::<PinnedMemory>().map_or_else(|| block.pinned(), |memory| memory.context.driver().is(driver))
+}
+
 fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(NonNull<u8>, Origin)> {
     let mut memory = HostAllocation::new(bytes).ok()?;
     // SAFETY: nobody else has the address yet.
@@ -283,19 +213,15 @@ fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(Non
     memory.keep_from_forks();
     let address = memory.address();
     // SAFETY: this library owns the range, which is mapped separately and unmapped only after the driver has released it.
-    let register =
-        context.raw(|calls| unsafe { calls.host_register(address.as_ptr().cast(), bytes, REGISTER_PORTABLE) });
+    let register = context.raw(|verbs| unsafe { verbs.host_register(address.as_ptr().cast(), bytes) });
     register.inspect_err(|&refusal| refused(context, refusal)).ok()?;
     Some((address, Origin::Registered(ManuallyDrop::new(memory))))
 }
 
 fn driver_memory(context: &Context, bytes: usize) -> Option<NonNull<u8>> {
-    let mut address = std::ptr::null_mut();
-    // Without the write-combining flag the host reads the memory at full speed.
-    // SAFETY: the pointer is to a living address.
-    let allocated =
-        context.raw(|calls| unsafe { calls.host_allocate(&raw mut address, bytes, HOST_ALLOCATION_PORTABLE) });
-    allocated.inspect_err(|&refusal| refused(context, refusal)).ok()?;
+    // SAFETY: there are bytes to allocate.
+    let allocated = context.raw(|verbs| unsafe { verbs.host_allocate(bytes) });
+    let address = allocated.inspect_err(|&refusal| refused(context, refusal)).ok()?;
     let address = NonNull::new(address.cast::<u8>())?;
     // SAFETY: `bytes` fresh bytes at `address`; zeroed so that safe code reads initialised bytes.
     unsafe { address.write_bytes(0, bytes) };
@@ -306,7 +232,7 @@ fn driver_memory(context: &Context, bytes: usize) -> Option<NonNull<u8>> {
 /// does not make the device lost: if it is lost, its next call reports that.
 fn refused(context: &Context, refusal: Refusal) {
     let error = match refusal {
-        Refusal::Code(failure) if refusal.is(Code::UNKNOWN) => context.driver().describe(failure),
+        Refusal::Code(failure) if refusal.is(Meaning::Unknown) => context.driver().describe(failure),
         refusal => context.error(refusal).to_string(),
     };
     tracing::warn!(device = %context.id(), error, "host memory could not be pinned this way");

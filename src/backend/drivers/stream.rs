@@ -9,10 +9,12 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use super::Opened;
-use super::calls::{Address, CAPTURE_NONE, Calls, Code, Outcome, STREAM_NON_BLOCKING, StreamHandle};
 use super::context::{Context, ContextGuard, Refusal};
-use super::event::CudaFence;
+use super::cuda::calls::CAPTURE_NONE;
+use super::event::DriverFence;
 use super::memory::DeviceMemory;
+use super::pinned::is_pinned_for;
+use super::verbs::{Address, Meaning, Outcome, Peers, StreamHandle, Verbs};
 use crate::backend::reaper::{Memory, Reaper};
 use crate::backend::{Buf, Event, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Role, Stream, Transfer};
 use crate::device::DeviceId;
@@ -49,9 +51,8 @@ impl RawStream {
 
     /// A stream that does not wait for the legacy default stream.
     pub(super) fn create(context: &Arc<Context>, priority: c_int) -> Result<RawStream, Refusal> {
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: the pointer is to a living handle.
-        context.raw(|calls| unsafe { calls.stream_create(&raw mut handle, STREAM_NON_BLOCKING, priority) })?;
+        // SAFETY: the context is current.
+        let handle = context.raw(|verbs| unsafe { verbs.stream_create(priority) })?;
         Ok(RawStream::new(handle, context, None))
     }
 
@@ -69,13 +70,13 @@ impl Drop for RawStream {
     fn drop(&mut self) {
         if self.adopted.is_none() {
             // SAFETY: created by `create`, destroyed once; the driver destroys it when its work is done.
-            let _ = self.context.raw(|calls| unsafe { calls.stream_destroy(self.handle) });
+            let _ = self.context.raw(|verbs| unsafe { verbs.stream_destroy(self.handle) });
         }
     }
 }
 
-/// A stream of a CUDA device.
-pub(crate) struct CudaStream {
+/// A stream of a device.
+pub(crate) struct DriverStream {
     stream: Arc<RawStream>,
     context: Arc<Context>,
     reaper: Arc<Reaper>,
@@ -86,20 +87,17 @@ pub(crate) struct CudaStream {
     after: Mutex<Vec<Event>>,
 }
 
-impl CudaStream {
+impl DriverStream {
     pub(super) fn create(
         context: &Arc<Context>,
         reaper: &Arc<Reaper>,
         open: &Arc<Opened>,
         role: Role,
-    ) -> Result<CudaStream> {
-        let (mut least, mut greatest) = (0, 0);
-        // SAFETY: the pointers are to living integers.
-        context.call(|calls| unsafe { calls.stream_priorities(&raw mut least, &raw mut greatest) })?;
-        // Copies have priority over the compute that waits for them.
-        let priority = if role == Role::Compute { least } else { greatest };
+    ) -> Result<DriverStream> {
+        let (compute, copies) = context.call(|verbs| verbs.stream_priorities())?;
+        let priority = if role == Role::Compute { compute } else { copies };
         let stream = RawStream::create(context, priority).map_err(|refusal| context.error(refusal))?;
-        Ok(CudaStream::of(stream, reaper, open))
+        Ok(DriverStream::of(stream, reaper, open))
     }
 
     /// A stream of the caller, which `keep` holds open.
@@ -109,14 +107,14 @@ impl CudaStream {
         context: &Arc<Context>,
         reaper: &Arc<Reaper>,
         open: &Arc<Opened>,
-    ) -> CudaStream {
-        CudaStream::of(RawStream::new(handle, context, Some(keep)), reaper, open)
+    ) -> DriverStream {
+        DriverStream::of(RawStream::new(handle, context, Some(keep)), reaper, open)
     }
 
-    fn of(stream: RawStream, reaper: &Arc<Reaper>, open: &Arc<Opened>) -> CudaStream {
+    fn of(stream: RawStream, reaper: &Arc<Reaper>, open: &Arc<Opened>) -> DriverStream {
         let (context, reaper, open) = (Arc::clone(&stream.context), Arc::clone(reaper), Arc::clone(open));
         let (order, after) = (Mutex::default(), Mutex::default());
-        CudaStream { stream: Arc::new(stream), context, reaper, open, order, after }
+        DriverStream { stream: Arc::new(stream), context, reaper, open, order, after }
     }
 
     /// The driver's handle.
@@ -141,7 +139,7 @@ impl CudaStream {
         // SAFETY: the stream is alive as long as `self`, the pointer is to a living integer.
         match self.context.raw(|_| unsafe { captures.is_capturing(self.handle(), &raw mut status) }) {
             Ok(()) if status == CAPTURE_NONE => Ok(entered),
-            Err(refusal) if !refusal.is(Code::CAPTURE_IMPLICIT) => Err(self.context.error(refusal)),
+            Err(refusal) if !refusal.is(Meaning::CaptureImplicit) => Err(self.context.error(refusal)),
             // This stream is captured, or one that synchronises with the legacy default stream is.
             _ => Err(Error::Capturing { device: self.context.id(), operation }),
         }
@@ -159,24 +157,24 @@ impl CudaStream {
                 }
                 FenceState::Pending => {}
             }
-            match event.downcast::<CudaFence>() {
-                Some(fence) => {
+            match event.downcast::<DriverFence>() {
+                Some(fence) if fence.is_awaited_by(&self.context) => {
                     self.wait_for(event, fence)?;
                     if fence.can_mislead(&self.context) {
                         misleading.push(event.clone());
                     }
                 }
-                None => event.wait(WORK)?,
+                _ => event.wait(WORK)?,
             }
         }
         Ok(misleading)
     }
 
-    fn wait_for(&self, event: &Event, fence: &CudaFence) -> Result<()> {
+    fn wait_for(&self, event: &Event, fence: &DriverFence) -> Result<()> {
         // Waiting for an unrecorded event would not wait at all.
         let Some(handle) = fence.handle() else { return event.wait(WORK) };
         // SAFETY: the event is alive as long as the fence, the stream as long as `self`.
-        let told = self.context.raw(|calls| unsafe { calls.stream_wait(self.handle(), handle, 0) });
+        let told = self.context.raw(|verbs| unsafe { verbs.stream_wait(self.handle(), handle) });
         told.map_err(|refusal| match event.state() {
             // The code may come from the event's device, which failed meanwhile. As far as is known, this device has not.
             FenceState::Failed(cause) | FenceState::Lost(cause) if fence.is_of_another(&self.context) => {
@@ -232,13 +230,13 @@ impl CudaStream {
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<Event, (Error, Option<Event>)> {
         // The step that can fail without harm comes first, before anything is in flight.
-        let fence = CudaFence::new(&self.context, others).map_err(|refusal| (self.context.error(refusal), None))?;
+        let fence = DriverFence::new(&self.context, others).map_err(|refusal| (self.context.error(refusal), None))?;
         let _order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         let queued = Queued { context: &self.context, memory: &memory };
         let outcome = queue();
         let recorded = fence.record(&self.stream);
         std::mem::forget(queued);
-        let keep = |fence: CudaFence, memory| {
+        let keep = |fence: DriverFence, memory| {
             let event = Event::new(Arc::new(fence));
             self.reaper.keep(self.stream.number, event.clone(), memory, span);
             event
@@ -250,7 +248,7 @@ impl CudaStream {
             (outcome, Err(refusal)) => {
                 let error = outcome.err().unwrap_or_else(|| self.context.error(refusal));
                 // SAFETY: the stream is alive as long as `self`.
-                let idle = self.context.raw(|calls| unsafe { calls.stream_synchronize(self.handle()) });
+                let idle = self.context.raw(|verbs| unsafe { verbs.stream_synchronize(self.handle()) });
                 match idle {
                     Ok(()) => Err((error, None)),
                     // Neither call is possible during a capture; the reaper's queries record the event once it is.
@@ -284,7 +282,7 @@ impl Drop for Queued<'_> {
     }
 }
 
-impl Stream for CudaStream {
+impl Stream for DriverStream {
     fn device(&self) -> DeviceId {
         self.context.id()
     }
@@ -303,12 +301,12 @@ impl Stream for CudaStream {
             return Ok(Joined::OnDevice);
         }
         let _entered = self.enter("a wait")?;
-        match (event.state(), event.downcast::<CudaFence>()) {
+        match (event.state(), event.downcast::<DriverFence>()) {
             (FenceState::Done, _) => Ok(Joined::OnDevice),
             (FenceState::Failed(cause) | FenceState::Lost(cause), _) => {
                 Err(Error::Failed { operation: "a copy", cause })
             }
-            (FenceState::Pending, Some(fence)) if fence.handle().is_some() => {
+            (FenceState::Pending, Some(fence)) if fence.is_awaited_by(&self.context) && fence.handle().is_some() => {
                 self.wait_for(event, fence)?;
                 if fence.can_mislead(&self.context) {
                     self.after.lock().unwrap_or_else(PoisonError::into_inner).push(event.clone());
@@ -344,7 +342,7 @@ impl Stream for CudaStream {
         }
         let boxed = Box::into_raw(Box::new(time)).cast::<c_void>();
         // SAFETY: the function takes the box back.
-        self.context.call(|calls| unsafe { calls.launch_host_function(self.handle(), sleep, boxed) }).inspect_err(
+        self.context.call(|verbs| unsafe { verbs.launch_host_function(self.handle(), sleep, boxed) }).inspect_err(
             |_| {
                 // SAFETY: the call was refused, so nobody else has the box.
                 drop(unsafe { Box::from_raw(boxed.cast::<Duration>()) });
@@ -359,9 +357,9 @@ fn launched(transfer: Transfer, done: Event, in_order: bool) -> Flight {
     if in_order { transfer.launched_in_order(done) } else { transfer.launched(done) }
 }
 
-impl fmt::Debug for CudaStream {
+impl fmt::Debug for DriverStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CudaStream").field("device", &self.context.id()).finish_non_exhaustive()
+        f.debug_struct("DriverStream").field("device", &self.context.id()).finish_non_exhaustive()
     }
 }
 
@@ -377,15 +375,15 @@ enum Move<'a> {
 impl Move<'_> {
     /// # Safety
     /// The ranges are inside memory that stays alive until the copy is done, and both contexts are retained.
-    unsafe fn queue(&self, calls: &Calls, stream: StreamHandle) -> Outcome {
+    unsafe fn queue(&self, verbs: &dyn Verbs, stream: StreamHandle) -> Outcome {
         // SAFETY: the caller's promise.
         unsafe {
             match *self {
-                Move::Up { src, dst, bytes, .. } => calls.copy_to_device(dst, src, bytes, stream),
-                Move::Down { src, dst, bytes } => calls.copy_to_host(dst, src, bytes, stream),
-                Move::Within { src, dst, bytes } => calls.copy_on_device(dst, src, bytes, stream),
+                Move::Up { src, dst, bytes, .. } => verbs.copy_to_device(dst, src, bytes, stream),
+                Move::Down { src, dst, bytes } => verbs.copy_to_host(dst, src, bytes, stream),
+                Move::Within { src, dst, bytes } => verbs.copy_on_device(dst, src, bytes, stream),
                 Move::Across { from, src, to, dst, bytes } => {
-                    calls.copy_from_peer(dst, to.handle(), src, from.handle(), bytes, stream)
+                    verbs.copy_between((to.place(), dst), (from.place(), src), bytes, stream)
                 }
                 Move::Nothing => Ok(()),
             }
@@ -400,7 +398,7 @@ enum End<'a> {
 }
 
 impl<'a> End<'a> {
-    /// The end at offset `at` of an allocation. `None` for memory that no CUDA stream can access.
+    /// The end at offset `at` of an allocation. `None` for memory that no stream of such a driver can access.
     fn of(allocation: &'a MemoryBlock, at: usize) -> Option<End<'a>> {
         if let Some(memory) = allocation.downcast::<DeviceMemory>() {
             return Some(End::Device(memory.context(), memory.device_address() + at as u64));
@@ -409,7 +407,7 @@ impl<'a> End<'a> {
     }
 }
 
-impl CudaStream {
+impl DriverStream {
     /// Queues the copies of a transfer and one event after them. Returns the event, and whether it replaces the events of all
     /// earlier uses of the destination. It does not if another device's event is among these, since the completion of that
     /// event may never be known.
@@ -424,8 +422,8 @@ impl CudaStream {
         let in_order = others.is_empty();
         let done = self.queue(others, Memory::of(transfer), transfer.span(), || {
             // SAFETY: the ranges are inside allocations that are kept until the event after the copies.
-            let copy = |calls: &Calls| moves.iter().try_for_each(|one| unsafe { one.queue(calls, self.handle()) });
-            self.context.call(|calls| self.queue_batch(&moves).unwrap_or_else(|| copy(calls)))
+            let copy = |verbs: &dyn Verbs| moves.iter().try_for_each(|one| unsafe { one.queue(verbs, self.handle()) });
+            self.context.call(|verbs| self.queue_batch(&moves).unwrap_or_else(|| copy(verbs)))
         })?;
         Ok((done, in_order))
     }
@@ -455,25 +453,33 @@ impl CudaStream {
         self.reached(piece, dst).ok_or(Error::Unreachable { stream, from: piece.src.device(), to: dst.device() })
     }
 
-    /// As [`resolve`](CudaStream::resolve). `None` if this stream cannot copy the piece: from host to host, between other
+    /// As [`resolve`](DriverStream::resolve). `None` if this stream cannot copy the piece: from host to host, between other
     /// devices, or if one of two devices cannot access the other's memory.
     fn reached<'a>(&self, piece: &'a Piece, dst: &'a MemoryBlock) -> Option<Move<'a>> {
         let bytes = piece.from.len();
         if bytes == 0 {
             return Some(Move::Nothing);
         }
-        let is_own = |context: &Context| context.handle() == self.context.handle();
+        let is_own = |context: &Context| context.is(&self.context);
         match (End::of(piece.src.block(), piece.from.start)?, End::of(dst, piece.at)?) {
             (End::Host(src), End::Device(to, dst)) if is_own(to) => {
-                let pinned = piece.src.block().pinned();
+                let pinned = is_pinned_for(piece.src.block(), self.context.driver());
                 Some(Move::Up { src: src.cast_const(), pinned, dst, bytes })
             }
             (End::Device(from, src), End::Host(dst)) if is_own(from) => Some(Move::Down { src, dst, bytes }),
             (End::Device(from, src), End::Device(to, dst)) if is_own(from) || is_own(to) => {
-                if from.id() == to.id() {
+                if from.is(to) {
                     return Some(Move::Within { src, dst, bytes });
                 }
-                let reached = self.open.get(to.id().index()).is_some_and(|device| device.reaches(from.id()));
+                let driver = self.context.driver();
+                let able = match driver.rules.peers {
+                    Peers::Both => true,
+                    Peers::Pull => is_own(to),
+                    Peers::Never(_) => false,
+                };
+                let able = able && driver.is(from.driver()) && driver.is(to.driver());
+                let receiver = || self.open.get(to.id().index());
+                let reached = able && receiver().is_some_and(|device| device.reaches(from.id()));
                 reached.then_some(Move::Across { from, src, to, dst, bytes })
             }
             _ => None,

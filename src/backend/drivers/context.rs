@@ -1,18 +1,18 @@
-//! A device's primary context: current for every call, and lost for good after a sticky error.
+//! A device's shared context: current for every call, and lost for good after a sticky error.
 
 use std::cell::Cell;
 use std::ffi::c_int;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use super::calls::{Calls, Code, ContextHandle, DeviceHandle, EVENT_WITHOUT_TIMING, EventHandle, Failure, Outcome};
 use super::driver::{Driver, shown};
 use super::module::Loaded;
+use super::verbs::{ContextHandle, DeviceHandle, EventHandle, Failure, Meaning, Outcome, Place, Verbs};
 use crate::backend::reaper;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
 
-/// A retained primary context.
+/// A retained context, the one of its device that everything in the process shares (CUDA's primary context).
 pub(super) struct Context {
     id: DeviceId,
     device: DeviceHandle,
@@ -39,15 +39,14 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Retains the primary context of device number `id`.
+    /// Retains the shared context of device number `id`.
     pub(super) fn retain(id: DeviceId, driver: &Arc<Driver>) -> Result<Context> {
         driver.process.check()?;
         let absent = |why| Error::DeviceAbsent { device: id, why };
         let device = driver.handle(id).ok_or_else(|| absent("the driver does not find it any more".to_owned()))?;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: the pointer is to a living handle, the device comes from the driver.
-        let retained = unsafe { driver.calls.context_retain(&raw mut handle, device) };
-        retained.map_err(|failure| absent(driver.describe(failure)))?;
+        // SAFETY: the device comes from the driver.
+        let retained = unsafe { driver.verbs.retain(device) };
+        let handle = retained.map_err(|failure| absent(driver.describe(failure)))?;
         let (events, kernels, driver) = (Mutex::default(), Modules::default(), Arc::clone(driver));
         Ok(Context { id, device, handle, driver, lost: OnceLock::new(), events, kernels })
     }
@@ -56,12 +55,19 @@ impl Context {
         self.id
     }
 
-    pub(super) fn device(&self) -> DeviceHandle {
-        self.device
+    /// The device and this context, as an end of a copy between devices.
+    pub(super) fn place(&self) -> Place {
+        Place { device: self.device, context: self.handle }
     }
 
+    #[cfg(feature = "cudarc")]
     pub(super) fn handle(&self) -> ContextHandle {
         self.handle
+    }
+
+    /// Whether both are the context of one device, by whichever backend it was opened.
+    pub(super) fn is(&self, other: &Context) -> bool {
+        self.handle == other.handle && self.driver.is(&other.driver)
     }
 
     pub(super) fn driver(&self) -> &Arc<Driver> {
@@ -88,14 +94,14 @@ impl Context {
     /// # Errors
     /// [`Error::DeviceLost`] immediately when the device is lost, and when the call loses it; [`Error::Forked`] in a fork;
     /// [`Error::Driver`] for any other refusal.
-    pub(super) fn call<T>(&self, calls: impl FnOnce(&Calls) -> Outcome<T>) -> Result<T> {
+    pub(super) fn call<T>(&self, calls: impl FnOnce(&dyn Verbs) -> Outcome<T>) -> Result<T> {
         self.raw(calls).map_err(|refusal| self.error(refusal))
     }
 
     /// As [`call`](Context::call), for callers that react to the driver's result code.
-    pub(super) fn raw<T>(&self, calls: impl FnOnce(&Calls) -> Outcome<T>) -> Result<T, Refusal> {
+    pub(super) fn raw<T>(&self, calls: impl FnOnce(&dyn Verbs) -> Outcome<T>) -> Result<T, Refusal> {
         let _entered = self.enter()?;
-        calls(&self.driver.calls).map_err(Refusal::Code)
+        calls(&*self.driver.verbs).map_err(Refusal::Code)
     }
 
     /// Makes this context current in the calling thread until the returned guard is dropped, which restores the previous
@@ -108,22 +114,22 @@ impl Context {
         if self.lost().is_some() {
             return Err(Refusal::Lost);
         }
-        let (handle, outer, driver) = (self.handle.addr(), ENTERED.get(), &*self.driver);
-        if outer != handle && !driver.process.is_current() {
+        let (outer, driver) = (ENTERED.get(), &*self.driver);
+        let entered = Entered { library: driver.verbs.library(), context: self.handle.addr() };
+        if outer != Some(entered) && !driver.process.is_current() {
             return Err(Refusal::Forked);
         }
-        let mut before = std::ptr::null_mut();
         // Checked even if this context was entered before: foreign code may have run since, such as a stream's wrapper.
-        // SAFETY: the pointer is to a living handle.
-        unsafe { driver.calls.context_current(&raw mut before) }.map_err(Refusal::Code)?;
+        let before = driver.verbs.current().map_err(Refusal::Code)?;
         let restore = (before != self.handle).then_some(before);
         if restore.is_some() {
             // SAFETY: the context is retained for as long as `self` lives.
-            unsafe { driver.calls.make_context_current(self.handle) }.map_err(Refusal::Code)?;
+            unsafe { driver.verbs.make_current(self.handle) }.map_err(Refusal::Code)?;
         }
-        ENTERED.set(handle);
-        // If another context was entered before, the thread has already left the captures.
-        let mode = if outer == 0 { driver.leave_captures() } else { None };
+        ENTERED.set(Some(entered));
+        // If another context of the driver was entered before, the thread has already left its captures.
+        let left = outer.is_some_and(|outer| outer.library == entered.library);
+        let mode = if left { None } else { driver.leave_captures() };
         Ok(ContextGuard { restore, mode, outer, driver, thread: PhantomData })
     }
 
@@ -133,9 +139,8 @@ impl Context {
         if let Some(RecycledEvent(event)) = recycled {
             return Ok(event);
         }
-        let mut event = std::ptr::null_mut();
-        // SAFETY: the pointer is to a living handle.
-        self.raw(|calls| unsafe { calls.event_create(&raw mut event, EVENT_WITHOUT_TIMING) }).map(|()| event)
+        // SAFETY: the context is current.
+        self.raw(|verbs| unsafe { verbs.event_create() })
     }
 
     /// Takes back an event that nobody queries any more. Streams that wait for it wait for the work that it was recorded after
@@ -163,7 +168,7 @@ impl Context {
     pub(super) fn destroy(&self, event: EventHandle) {
         // SAFETY: created by `event`, destroyed once; the driver allows destroying a pending event. If a lost or unloaded
         // driver refuses, the event is already gone.
-        let _ = self.raw(|calls| unsafe { calls.event_destroy(event) });
+        let _ = self.raw(|verbs| unsafe { verbs.event_destroy(event) });
     }
 
     fn events(&self) -> MutexGuard<'_, Vec<RecycledEvent>> {
@@ -180,8 +185,8 @@ impl Context {
                     return error;
                 }
             }
-            Refusal::Code(failure) if failure.code.sticks() => drop(self.lost.set(self.driver.describe(failure))),
-            Refusal::Code(Failure { call, code }) => {
+            Refusal::Code(failure) if failure.meaning.sticks() => drop(self.lost.set(self.driver.describe(failure))),
+            Refusal::Code(Failure { call, code, .. }) => {
                 let (name, text) = (self.driver.code_name(code), self.driver.code_text(code));
                 return Error::Driver { device: self.id, call: shown(call), code: name, text };
             }
@@ -213,7 +218,7 @@ impl Drop for Context {
         if self.lost().is_none() && self.driver.process.is_current() {
             // SAFETY: retained by `retain`, released once. At process exit an unloaded driver refuses; then there is nothing
             // to release.
-            let _ = unsafe { self.driver.calls.context_release(self.device) };
+            let _ = unsafe { self.driver.verbs.release(self.device) };
         }
     }
 }
@@ -227,9 +232,17 @@ struct RecycledEvent(EventHandle);
 // SAFETY: the driver allows any thread to use an event.
 unsafe impl Send for RecycledEvent {}
 
+/// A context that is current.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Entered {
+    /// The driver, as [`Verbs::library`] tells it.
+    library: usize,
+    context: usize,
+}
+
 thread_local! {
-    /// The address of the context that this backend has made current in this thread and not left yet; 0 if none.
-    static ENTERED: Cell<usize> = const { Cell::new(0) };
+    /// The context that was made current in this thread last, and not left yet.
+    static ENTERED: Cell<Option<Entered>> = const { Cell::new(None) };
 }
 
 /// A guard that keeps a context current in the calling thread.
@@ -238,7 +251,7 @@ pub(super) struct ContextGuard<'a> {
     restore: Option<ContextHandle>,
     /// The previous capture mode of the thread, if it was another.
     mode: Option<c_int>,
-    outer: usize,
+    outer: Option<Entered>,
     driver: &'a Driver,
     /// Keeps the guard in its thread.
     thread: PhantomData<*const ()>,
@@ -252,11 +265,11 @@ impl Drop for ContextGuard<'_> {
         }
         let Some(before) = self.restore else { return };
         // SAFETY: the thread had this context, or none, when this one was entered.
-        let restored = unsafe { self.driver.calls.make_context_current(before) };
+        let restored = unsafe { self.driver.verbs.make_current(before) };
         if restored.is_err() {
             // No context is better than one that the caller does not expect and that may be gone at its next use.
             // SAFETY: null is the documented way to have no context.
-            let _ = unsafe { self.driver.calls.make_context_current(std::ptr::null_mut()) };
+            let _ = unsafe { self.driver.verbs.make_current(std::ptr::null_mut()) };
         }
     }
 }
@@ -273,25 +286,25 @@ pub(super) enum Refusal {
 }
 
 impl Refusal {
-    fn code(self) -> Option<Code> {
+    fn meaning(self) -> Option<Meaning> {
         match self {
-            Refusal::Code(failure) => Some(failure.code),
+            Refusal::Code(failure) => Some(failure.meaning),
             Refusal::Lost | Refusal::Forked => None,
         }
     }
 
-    /// Whether the driver refused with this code.
-    pub(super) fn is(self, code: Code) -> bool {
-        self.code() == Some(code)
+    /// Whether the driver refused with this meaning.
+    pub(super) fn is(self, meaning: Meaning) -> bool {
+        self.meaning() == Some(meaning)
     }
 
     /// Whether the queried work may still be running.
     pub(super) fn may_be_pending(self) -> bool {
-        self.is(Code::NOT_READY) || self.is_of_captures()
+        self.is(Meaning::NotReady) || self.is_of_captures()
     }
 
     /// Whether a capture prevents the call.
     pub(super) fn is_of_captures(self) -> bool {
-        self.code().is_some_and(Code::is_of_captures)
+        self.meaning().is_some_and(Meaning::is_of_captures)
     }
 }

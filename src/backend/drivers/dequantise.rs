@@ -4,10 +4,10 @@ use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use super::calls::FunctionHandle;
-use super::device::CudaDevice;
+use super::cuda::calls::FunctionHandle;
+use super::device::DriverDevice;
 use super::module::{Module, launch};
-use super::stream::CudaStream;
+use super::stream::DriverStream;
 use crate::backend::{Dequantise, Event, Flight, Rejected, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -61,7 +61,7 @@ const OPERATION: &str = "dequantisation";
 
 /// Whether there is a kernel for these types that the driver takes; otherwise why not. Nothing is loaded while `stream` accepts
 /// no work, which the work itself will be told.
-pub(super) fn covers(device: &CudaDevice, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
+pub(super) fn covers(device: &DriverDevice, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
     let id = device.context().id();
     if index(from).is_none() || kind(to).is_none() {
         return Err(format!("{id} has no kernel that computes {to} of {from}"));
@@ -74,9 +74,9 @@ pub(super) fn covers(device: &CudaDevice, stream: &dyn Stream, from: DType, to: 
 }
 
 /// The stream, if it is one of the device.
-fn own<'s>(device: &CudaDevice, stream: &'s dyn Stream) -> Option<&'s CudaStream> {
+fn own<'s>(device: &DriverDevice, stream: &'s dyn Stream) -> Option<&'s DriverStream> {
     let id = device.context().id();
-    (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id)
+    (stream as &dyn Any).downcast_ref::<DriverStream>().filter(|stream| stream.device() == id)
 }
 
 fn index(from: DType) -> Option<usize> {
@@ -87,13 +87,13 @@ fn kind(to: DType) -> Option<usize> {
     VALUES.iter().position(|of| *of == to)
 }
 
-fn module(device: &CudaDevice) -> Result<&Module, String> {
+fn module(device: &DriverDevice) -> Result<&Module, String> {
     let context = device.context();
     context.kernels().dequantise.get(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name))
 }
 
 /// Queues the kernel.
-pub(super) fn queue(device: &CudaDevice, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
+pub(super) fn queue(device: &DriverDevice, stream: &dyn Stream, work: Dequantise) -> Result<Flight, Box<Rejected>> {
     match launched(device, stream, &work) {
         Ok(done) => Ok(work.launched_in_order(done)),
         Err((error, under_way)) => Err(work.refused(error, under_way)),
@@ -101,7 +101,7 @@ pub(super) fn queue(device: &CudaDevice, stream: &dyn Stream, work: Dequantise) 
 }
 
 /// The event after the kernel; or the error, with the event after what may be under way.
-fn launched(device: &CudaDevice, stream: &dyn Stream, work: &Dequantise) -> Result<Event, (Error, Option<Event>)> {
+fn launched(device: &DriverDevice, stream: &dyn Stream, work: &Dequantise) -> Result<Event, (Error, Option<Event>)> {
     let (stream, mut launching) = prepared(device, stream, work).map_err(|error| (error, None))?;
     let memory = vec![Arc::clone(work.source().block()), Arc::clone(work.dst().block())];
     stream.run(OPERATION, &work.waits(), memory, |handle| {
@@ -130,7 +130,11 @@ struct Launching {
 }
 
 /// Checks everything that can be checked before anything is queued.
-fn prepared<'s>(device: &CudaDevice, stream: &'s dyn Stream, work: &Dequantise) -> Result<(&'s CudaStream, Launching)> {
+fn prepared<'s>(
+    device: &DriverDevice,
+    stream: &'s dyn Stream,
+    work: &Dequantise,
+) -> Result<(&'s DriverStream, Launching)> {
     let id = device.context().id();
     let (from, to) = work.types();
     let (Some(index), Some(kind), Some(stream)) = (index(from), kind(to), own(device, stream)) else {

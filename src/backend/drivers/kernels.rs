@@ -5,10 +5,10 @@ use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use super::device::CudaDevice;
+use super::device::DriverDevice;
 use super::memory::DeviceMemory;
 use super::module::{Module, launch};
-use super::stream::CudaStream;
+use super::stream::DriverStream;
 use super::{decompress, dequantise};
 use crate::backend::{
     Buf, BufMut, Decompress, DecompressFlight, Dequantise, Flight, Kernels, MatrixPatch, PatchFlight, Rejected,
@@ -40,7 +40,7 @@ const PATCHED: &str = "what is to be patched";
 /// The rows and columns that a block patches.
 const BLOCK_TILE: [usize; 2] = [64, 128];
 
-impl CudaDevice {
+impl DriverDevice {
     fn module(&self) -> Result<&Module, String> {
         let context = self.context();
         context.kernels().patch.get(context, TEXT, FUNCTIONS.iter().map(|(.., name)| *name))
@@ -95,7 +95,7 @@ fn numbers(patch: &MatrixPatch<'_>) -> Result<(u32, [u32; 7])> {
     }
 }
 
-impl Kernels for CudaDevice {
+impl Kernels for DriverDevice {
     fn ready(&self) -> Result<(), String> {
         self.module().map(drop)
     }
@@ -107,14 +107,14 @@ impl Kernels for CudaDevice {
         weight: BufMut,
         at: usize,
     ) -> Result<PatchFlight<'a>> {
-        let trusted = sent.was_sent_by::<CudaStream>();
+        let trusted = sent.was_sent_by::<DriverStream>();
         let SentPatch { patch, memory: work, sent_by } = sent;
         let id = self.context().id();
         let fits = |(of, most, _): &(DType, usize, _)| *of == patch.dtype() && patch.products() <= *most;
         let index = FUNCTIONS.iter().position(fits);
         let function = self.module().map(|module| index.and_then(|index| module.function(index)));
         let function = function.map_err(|why| Error::invalid(format!("{id} does not patch: {why}")))?;
-        let stream = (stream as &dyn Any).downcast_ref::<CudaStream>().filter(|stream| stream.device() == id);
+        let stream = (stream as &dyn Any).downcast_ref::<DriverStream>().filter(|stream| stream.device() == id);
         let (Some(function), Some(stream)) = (function, stream) else {
             return Err(Error::invalid(format!("{} is not patched on {id}, or not on this stream", patch.dtype())));
         };
@@ -162,7 +162,7 @@ impl Kernels for CudaDevice {
 }
 
 #[cfg(test)]
-pub(in crate::backend::cuda) mod tests {
+pub(in crate::backend::drivers) mod tests {
     use super::*;
     use sha2::{Digest, Sha256};
 
@@ -173,7 +173,7 @@ pub(in crate::backend::cuda) mod tests {
     }
 
     /// Checks that a text was made of `sources` as they are, and has these functions.
-    pub(in crate::backend::cuda) fn assert_made_of<'n>(
+    pub(in crate::backend::drivers) fn assert_made_of<'n>(
         text: &str,
         sources: &[&[u8]],
         names: impl Iterator<Item = &'n CStr>,
