@@ -27,9 +27,9 @@ impl State {
                 None => leaks.push(Violation { rule: Rule::Leak, call: call.to_owned(), detail: what, count: 1 }),
             }
         }
-        let stale = self.pinned.stale().map(|(len, why)| Violation {
+        let stale = self.pinned.stale().map(|(len, call, why)| Violation {
             rule: Rule::StaleRegistration,
-            call: "cuMemHostRegister_v2".to_owned(),
+            call: call.to_owned(),
             detail: format!("{len} bytes are registered still: {why}"),
             count: 1,
         });
@@ -46,7 +46,7 @@ impl State {
             live_pinned_bytes: self.pinned.iter().map(|region| region.len).sum(),
             live_streams: self.streams.len() as u64,
             live_events: self.events.len() as u64,
-            live_contexts: self.contexts.len() as u64,
+            live_contexts: self.devices.iter().filter(|d| d.retained > 0 && d.context.is_some()).count() as u64,
             pending: self.lanes.iter().map(pending).sum(),
             peak_bytes: self.devices.iter().map(|device| device.peak).collect(),
             counted: self.counting.told(),

@@ -14,7 +14,7 @@ const RELAXED: i32 = 2;
 
 /// The calls that a capture of another thread can forbid. The driver's list is longer; these are the ones that
 /// programs make without knowing of a capture.
-const UNSAFE: [&str; 9] = [
+const UNSAFE: [&str; 18] = [
     "cuEventQuery",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -24,6 +24,15 @@ const UNSAFE: [&str; 9] = [
     "cuMemHostUnregister",
     "cuMemcpyHtoD_v2",
     "cuMemcpyDtoH_v2",
+    "hipEventQuery",
+    "hipMalloc",
+    "hipFree",
+    "hipHostMalloc",
+    "hipHostFree",
+    "hipHostRegister",
+    "hipHostUnregister",
+    "hipMemcpyHtoD",
+    "hipMemcpyDtoH",
 ];
 
 thread_local! {

@@ -39,6 +39,7 @@ codes! {
     DEINITIALIZED = 4, "driver shutting down";
     NO_DEVICE = 100, "no CUDA-capable device is detected";
     INVALID_DEVICE = 101, "invalid device ordinal";
+    INVALID_IMAGE = 200, "device kernel image is invalid";
     INVALID_CONTEXT = 201, "invalid device context";
     ECC_UNCORRECTABLE = 214, "uncorrectable ECC error encountered";
     PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";

@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct Config {
     /// What `cuDriverGetVersion` says: 1000 x major + 10 x minor.
     pub driver_version: i32,
+    /// What `hipDriverGetVersion` says: 10,000,000 x major + 100,000 x minor + patch.
+    pub hip_version: i32,
     /// The devices, in the order of their ordinals.
     pub devices: Vec<DeviceConfig>,
     /// The pairs that can reach each other's memory; every pair that is not listed cannot.
@@ -38,6 +40,7 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             driver_version: 12_040,
+            hip_version: 60_443_484,
             devices: vec![DeviceConfig::default()],
             peers: Vec::new(),
             memory: MemoryMode::Quarantine,

@@ -9,7 +9,7 @@ use crate::hazard::{Access, Clock, Stamp};
 use crate::lane::{Check, Copy, Place, Work};
 use crate::memory::Found;
 use crate::pace::Route;
-use crate::pinned::{PORTABLE, RESET};
+use crate::pinned::{PORTABLE, is_reset};
 use crate::report::Rule;
 use crate::stream::Turn;
 use crate::sync::lock;
@@ -175,7 +175,7 @@ impl Call<'_> {
         }
         let Some((base, region)) = state.pinned.holding(address) else {
             if let Some((size, call)) = state.pinned.gone_at(address) {
-                if call == RESET {
+                if is_reset(call) {
                     return Err(Code::INVALID_VALUE);
                 }
                 self.violation(Rule::UseAfterFree, || format!("{size} pinned bytes that {call} freed"));

@@ -5,11 +5,12 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use crate::code::{Code, Outcome};
-use crate::config::DeviceConfig;
+use crate::config::{Config, DeviceConfig};
 use crate::lane::Ticket;
 use crate::report::Rule;
 use crate::stream::LaneState;
 use crate::sync::lock;
+use crate::vendor::Vendor;
 use crate::world::{Call, State, new_handle};
 
 /// What has become of one device.
@@ -53,7 +54,12 @@ impl Call<'_> {
     }
 
     pub(crate) fn driver_version(&self) -> i32 {
-        lock(&self.world.faults).plan.driver_version.unwrap_or(self.world.config().driver_version)
+        let config = self.world.config();
+        let version = match self.vendor {
+            Vendor::Cuda => config.driver_version,
+            Vendor::Hip => config.hip_version,
+        };
+        lock(&self.world.faults).plan.driver_version.unwrap_or(version)
     }
 
     /// Refuses a call that came with a later version of the driver; a program would not find it in this one.
@@ -109,18 +115,8 @@ impl Call<'_> {
         let index = self.device_index(device)?;
         self.whole(index)?;
         let mut state = self.state();
-        let context_bytes = self.world.config().devices[index].context_bytes;
-        let slot = &mut state.devices[index];
-        slot.retained += 1;
-        if let Some(context) = slot.context {
-            return Ok(context);
-        }
-        let context = new_handle();
-        slot.context = Some(context);
-        slot.used += context_bytes;
-        slot.peak = slot.peak.max(slot.used);
-        state.contexts.insert(context, index);
-        Ok(context)
+        state.devices[index].retained += 1;
+        Ok(state.context_of(self.world.config(), index))
     }
 
     /// Gives a retained context back; the last one takes everything in it along, which must be nothing.
@@ -232,9 +228,18 @@ impl Call<'_> {
 
     /// Lets the current context reach another one's memory, or takes that back.
     pub(crate) fn set_peer_access(&self, peer: u64, enable: bool) -> Outcome<()> {
+        let other = {
+            let state = self.state();
+            self.device(&state)?;
+            self.context_device(&state, peer)?
+        };
+        self.set_reach(other, enable)
+    }
+
+    /// Lets the current device reach another one's memory, or takes that back.
+    pub(crate) fn set_reach(&self, other: usize, enable: bool) -> Outcome<()> {
         let mut state = self.state();
         let device = self.device(&state)?;
-        let other = self.context_device(&state, peer)?;
         self.whole(other)?;
         if !enable {
             let was = state.devices[device].reaches.remove(&other);
@@ -259,6 +264,20 @@ impl Call<'_> {
 }
 
 impl State {
+    /// A device's context, which is made if there is none.
+    pub(crate) fn context_of(&mut self, config: &Config, device: usize) -> u64 {
+        let slot = &mut self.devices[device];
+        if let Some(context) = slot.context {
+            return context;
+        }
+        let context = new_handle();
+        slot.context = Some(context);
+        slot.used += config.devices[device].context_bytes;
+        slot.peak = slot.peak.max(slot.used);
+        self.contexts.insert(context, device);
+        context
+    }
+
     fn destroy_context(&mut self, call: &Call<'_>, device: usize) {
         if call.whole(device).is_ok() {
             for (made_by, what) in self.alive(Some(device)) {

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::code::Code;
 use crate::config::Link;
+use crate::vendor::Vendor;
 
 /// What goes wrong from now on. Calls are counted from when the plan was given.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +32,9 @@ impl FaultPlan {
         FaultPlan { faults: vec![fault], ..FaultPlan::default() }
     }
 }
+
+/// The calls that pin host memory.
+const PINS: [&str; 4] = ["cuMemHostAlloc", "cuMemHostRegister_v2", "hipHostMalloc", "hipHostRegister"];
 
 /// The fault of one call, or of all from one on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,7 +65,7 @@ impl Fault {
 
     /// The `nth` attempt to pin host memory, by allocation or by registration.
     pub fn pin(nth: u64) -> Fault {
-        let calls = vec!["cuMemHostAlloc".to_owned(), "cuMemHostRegister_v2".to_owned()];
+        let calls = PINS.map(str::to_owned).to_vec();
         Fault { calls, nth, onwards: false, effect: Effect::OutOfMemory }
     }
 
@@ -77,13 +81,13 @@ impl Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Effect {
-    /// It returns this result and does nothing.
+    /// It returns this result and does nothing. Numbers are always those of the call's vendor.
     Fail(u32),
-    /// It returns `CUDA_ERROR_OUT_OF_MEMORY` and does nothing.
+    /// It returns the vendor's result for this, `CUDA_ERROR_OUT_OF_MEMORY` for instance, and does nothing.
     OutOfMemory,
     /// It returns this result, and so does every later call that concerns the device.
     Sticky(u32),
-    /// The same with `CUDA_ERROR_UNKNOWN`, as when a device falls off the bus.
+    /// The same with the vendor's result for this, `CUDA_ERROR_UNKNOWN` for instance, as when a device falls off the bus.
     DeviceLost,
     /// It succeeds; when the work it enqueued runs, the device breaks with this result.
     LateSticky(u32),
@@ -116,18 +120,16 @@ pub(crate) struct Spoil {
 }
 
 impl Effect {
-    /// What to do as part of the plan of this number.
-    fn verdict(self, plan: u64) -> Verdict {
+    /// What to do with a call of this vendor, as part of the plan of this number.
+    fn verdict(self, plan: u64, vendor: Vendor) -> Verdict {
         match self {
-            Effect::Fail(code) => Verdict::Fail(Code::from_number(code)),
+            Effect::Fail(code) => Verdict::Fail(vendor.code(code)),
             Effect::OutOfMemory => Verdict::Fail(Code::OUT_OF_MEMORY),
-            Effect::Sticky(code) => Verdict::Break(Code::from_number(code)),
+            Effect::Sticky(code) => Verdict::Break(vendor.code(code)),
             Effect::DeviceLost => Verdict::Break(Code::UNKNOWN),
-            Effect::LateSticky(code) => {
-                Verdict::Later(Spoil { breaks: Some(Code::from_number(code)), ..Spoil::default() })
-            }
+            Effect::LateSticky(code) => Verdict::Later(Spoil { breaks: Some(vendor.code(code)), ..Spoil::default() }),
             Effect::Torn(code) => {
-                Verdict::Later(Spoil { breaks: Some(Code::from_number(code)), tears: true, ..Spoil::default() })
+                Verdict::Later(Spoil { breaks: Some(vendor.code(code)), tears: true, ..Spoil::default() })
             }
             Effect::StallMillis(millis) => Verdict::Later(Spoil { stall_millis: millis, ..Spoil::default() }),
             Effect::Hold => Verdict::Later(Spoil { held: Some(plan), ..Spoil::default() }),
@@ -159,7 +161,7 @@ impl Faults {
             *seen += 1;
             let strikes = *seen == fault.nth || fault.onwards && *seen > fault.nth;
             if strikes && verdict.is_none() {
-                verdict = Some(fault.effect.verdict(self.number));
+                verdict = Some(fault.effect.verdict(self.number, Vendor::of(call)));
             }
         }
         verdict

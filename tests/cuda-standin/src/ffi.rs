@@ -11,8 +11,8 @@ use crate::code::{Code, Outcome, describe};
 use crate::kernel::Shape;
 use crate::lane::HostCall;
 use crate::pointer::Value;
-use crate::stream::GREATEST_PRIORITY;
-use crate::world::{Call, World, enter};
+use crate::vendor::{Vendor, exported};
+use crate::world::{Call, World};
 
 /// `CUmemPoolProps`, as far as it is looked at.
 #[repr(C)]
@@ -70,7 +70,7 @@ pub(crate) unsafe fn give<T>(at: *mut T, make: impl FnOnce() -> Outcome<T>) -> O
 ///
 /// # Safety
 /// `at` must be null or good for `len` bytes.
-unsafe fn give_text(at: *mut c_char, len: c_int, text: &str) -> Outcome<()> {
+pub(crate) unsafe fn give_text(at: *mut c_char, len: c_int, text: &str) -> Outcome<()> {
     let room = usize::try_from(len).unwrap_or(0);
     if at.is_null() || room == 0 {
         return Err(Code::INVALID_VALUE);
@@ -138,25 +138,65 @@ unsafe fn batch(
     call.copy_batch(&pieces, number(stream))
 }
 
-macro_rules! driver_calls {
-    ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) |$call:ident| $body:expr;)*) => {$(
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> u32 {
-            // SAFETY: the pointers are the caller's, who promises what the driver's own documentation asks.
-            enter(stringify!($name), |$call| unsafe { $body })
-        }
-    )*};
+/// A module's text: it ends with a zero; what is no text, an assembled one for instance, is not taken.
+///
+/// # Safety
+/// The image must be null or end with a zero.
+pub(crate) unsafe fn text<'i>(image: *const c_void) -> Outcome<&'i str> {
+    if image.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: not null, and the caller's promise.
+    unsafe { CStr::from_ptr(image.cast()) }.to_str().map_err(|_| Code::INVALID_PTX)
 }
 
-type Out<T> = *mut T;
-type Handle = *mut c_void;
-type Address = u64;
+/// # Safety
+/// The name must be null or end with a zero.
+pub(crate) unsafe fn named_function(call: &Call<'_>, module: Handle, name: *const c_char) -> Outcome<Handle> {
+    if name.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    // SAFETY: not null, and the caller's promise.
+    let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code::NOT_FOUND)?;
+    call.function(number(module), name).map(handle)
+}
+
+/// # Safety
+/// The parameters must be null or as many as the function has, each good for as many bytes as it has.
+pub(crate) unsafe fn launch(
+    call: &Call<'_>,
+    function: Handle,
+    shape: Shape,
+    shared: c_uint,
+    stream: Handle,
+    (params, extra): (Out<Handle>, Out<Handle>),
+) -> Outcome<()> {
+    if !extra.is_null() || shared != 0 {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    let sizes = call.parameters(number(function))?;
+    if params.is_null() && !sizes.is_empty() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let mut values = Vec::new();
+    for (index, size) in sizes.into_iter().enumerate() {
+        let mut raw = [0; 8];
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(params.add(index).read().cast::<u8>(), raw.as_mut_ptr(), size) };
+        values.push(u64::from_le_bytes(raw));
+    }
+    call.launch(number(function), shape, number(stream), values)
+}
+
+pub(crate) type Out<T> = *mut T;
+pub(crate) type Handle = *mut c_void;
+pub(crate) type Address = u64;
 
 #[allow(unused_unsafe, reason = "many calls only pass numbers on")]
 mod calls {
     use super::*;
 
-    driver_calls! {
+    exported! { Cuda:
         fn cuInit(_flags: c_uint) |call| call.init();
         fn cuDriverGetVersion(version: Out<c_int>) |call| give(version, || Ok(call.driver_version()));
 
@@ -210,7 +250,8 @@ mod calls {
         fn cuCtxSynchronize() |call| call.synchronize_context();
         fn cuCtxGetStreamPriorityRange(least: Out<c_int>, greatest: Out<c_int>) |call| {
             call.device(&call.state())?;
-            give(least, || Ok(0)).and_then(|()| give(greatest, || Ok(GREATEST_PRIORITY)))
+            let (low, high) = Vendor::Cuda.priorities();
+            give(least, || Ok(low)).and_then(|()| give(greatest, || Ok(high)))
         };
         fn cuCtxEnablePeerAccess(peer: Handle, _flags: c_uint) |call| call.set_peer_access(number(peer), true);
         fn cuCtxDisablePeerAccess(peer: Handle) |call| call.set_peer_access(number(peer), false);
@@ -419,40 +460,18 @@ mod calls {
         };
 
         fn cuModuleLoadData(module: Out<Handle>, image: *const c_void) |call| {
-            if image.is_null() {
-                return Err(Code::INVALID_VALUE);
-            }
-            // A text ends with a zero; what is no text, an assembled one for instance, is not taken.
-            let text = CStr::from_ptr(image.cast()).to_str().map_err(|_| Code::INVALID_PTX)?;
-            give(module, || call.load_module(text).map(handle))
+            give(module, || call.load_module(text(image)?).map(handle))
         };
         fn cuModuleUnload(module: Handle) |call| call.unload_module(number(module));
         fn cuModuleGetFunction(function: Out<Handle>, module: Handle, name: *const c_char) |call| {
-            if name.is_null() {
-                return Err(Code::INVALID_VALUE);
-            }
-            let name = CStr::from_ptr(name).to_str().map_err(|_| Code::NOT_FOUND)?;
-            give(function, || call.function(number(module), name).map(handle))
+            give(function, || named_function(call, module, name))
         };
         fn cuLaunchKernel(
             function: Handle, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
             block_z: c_uint, shared: c_uint, stream: Handle, params: Out<Handle>, extra: Out<Handle>,
         ) |call| {
-            if !extra.is_null() || shared != 0 {
-                return Err(Code::NOT_SUPPORTED);
-            }
-            let sizes = call.parameters(number(function))?;
-            if params.is_null() && !sizes.is_empty() {
-                return Err(Code::INVALID_VALUE);
-            }
-            let mut values = Vec::new();
-            for (index, size) in sizes.into_iter().enumerate() {
-                let mut raw = [0; 8];
-                std::ptr::copy_nonoverlapping(params.add(index).read().cast::<u8>(), raw.as_mut_ptr(), size);
-                values.push(u64::from_le_bytes(raw));
-            }
             let shape = Shape { blocks: [grid_x, grid_y, grid_z], threads: [block_x, block_y, block_z] };
-            call.launch(number(function), shape, number(stream), values)
+            launch(call, function, shape, shared, stream, (params, extra))
         };
     }
 }

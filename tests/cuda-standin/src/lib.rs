@@ -38,6 +38,7 @@ mod fault;
 mod ffi;
 mod graph;
 mod hazard;
+mod hip;
 mod kernel;
 mod lane;
 mod mapping;
@@ -59,6 +60,7 @@ mod report;
 mod shared;
 mod stream;
 mod sync;
+mod vendor;
 mod worker;
 mod world;
 

@@ -9,9 +9,10 @@ use crate::code::{Code, Outcome};
 use crate::config::{Config, MemoryMode};
 use crate::hazard::{Access, Clock, History, Stamp};
 use crate::lane::{Work, poison};
-use crate::pinned::RESET;
+use crate::pinned::is_reset;
 use crate::report::Rule;
 use crate::stream::Turn;
+use crate::vendor::Vendor;
 use crate::world::{Call, State};
 
 /// Where device addresses start. Not canonical on any 64-bit machine that runs this: touching one is a fault.
@@ -212,9 +213,14 @@ impl Call<'_> {
     /// Frees memory now: the host must have seen the end of all its uses.
     pub(crate) fn free(&self, base: u64) -> Outcome<()> {
         let mut state = self.state();
-        let device = self.device(&state)?;
+        let mut device = self.device(&state)?;
         if base == 0 {
             return Ok(());
+        }
+        if self.vendor == Vendor::Hip {
+            // Whichever is current, it finds the device by the address.
+            device = state.memory.get(base).map_or(device, |allocation| allocation.device);
+            self.whole(device)?;
         }
         let allocation = self.take_out(&mut state, base, device)?;
         if let Some(open) = allocation.history.unordered(&state.host) {
@@ -266,7 +272,7 @@ impl Call<'_> {
     fn take_out(&self, state: &mut State, base: u64, device: usize) -> Outcome<Allocation> {
         let Some(found) = state.memory.get(base) else {
             let freed = state.memory.freed.get(&base);
-            if freed.is_some_and(|(_, call)| *call == RESET) {
+            if freed.is_some_and(|(_, call)| is_reset(call)) {
                 return Err(Code::INVALID_VALUE);
             }
             let rule = if freed.is_some() { Rule::DoubleFree } else { Rule::BadFree };
@@ -308,7 +314,7 @@ impl Call<'_> {
         }
         let freed = state.memory.freed.range(..=address).next_back();
         if let Some((_, (size, call))) = freed.filter(|(base, (size, _))| address < **base + size) {
-            if *call == RESET {
+            if is_reset(call) {
                 return Err(Code::INVALID_VALUE);
             }
             self.violation(Rule::UseAfterFree, || format!("an allocation of {size} bytes that {call} freed"));

@@ -8,7 +8,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use crate::code::{Code, Outcome};
 use crate::config::DeviceConfig;
 use crate::ffi::{give, handle, number};
-use crate::world::{Call, enter};
+use crate::vendor::exported;
+use crate::world::Call;
 
 /// `nvmlMemory_t`.
 #[repr(C)]
@@ -50,21 +51,11 @@ fn nvlink(call: &Call<'_>, at: *mut c_void, link: c_uint) -> Outcome<usize> {
     device(call, at)?.1.nvlinks.get(link as usize).copied().ok_or(Code::INVALID_VALUE)
 }
 
-macro_rules! library_calls {
-    ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?) |$call:ident| $body:expr;)*) => {$(
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($arg: $type),*) -> u32 {
-            // SAFETY: the pointers are the caller's, who promises what the library's documentation asks.
-            enter(stringify!($name), |$call| unsafe { $body })
-        }
-    )*};
-}
-
 #[allow(unused_unsafe, reason = "two calls take nothing")]
 mod calls {
     use super::*;
 
-    library_calls! {
+    exported! { Cuda:
         fn nvmlInit_v2() |call| { let _ = call; Ok(()) };
         fn nvmlShutdown() |call| { let _ = call; Ok(()) };
         fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, at: *mut *mut c_void) |call| {

@@ -13,8 +13,11 @@ use crate::report::Rule;
 use crate::world::{Call, State};
 
 pub(crate) const PORTABLE: u32 = 1;
-/// The call that takes memory from its owners, who break no rule by using it.
-pub(crate) const RESET: &str = "cuDevicePrimaryCtxReset_v2";
+
+/// Whether a call takes memory from its owners, who break no rule by using it.
+pub(crate) fn is_reset(call: &str) -> bool {
+    matches!(call, "cuDevicePrimaryCtxReset_v2" | "hipDeviceReset")
+}
 
 #[derive(Debug)]
 pub(crate) struct Region {
@@ -73,9 +76,9 @@ impl Pinned {
         (address < base + region.len).then_some((base, region))
     }
 
-    /// Registered memory that was unmapped meanwhile: its size, and what is there now.
-    pub(crate) fn stale(&self) -> impl Iterator<Item = (u64, &'static str)> {
-        self.regions.values().filter_map(|region| Some((region.len, region.stale()?)))
+    /// Registered memory that was unmapped meanwhile: its size, the call that registered it, and what is there now.
+    pub(crate) fn stale(&self) -> impl Iterator<Item = (u64, &'static str, &'static str)> {
+        self.regions.values().filter_map(|region| Some((region.len, region.call, region.stale()?)))
     }
 
     /// The size of the allocated memory that an address was in, and the call that freed it.
@@ -167,7 +170,7 @@ impl Call<'_> {
         let failure = if registered { Code::HOST_MEMORY_NOT_REGISTERED } else { Code::INVALID_VALUE };
         if state.pinned.regions.get(&base).is_none_or(|region| region.registered != registered) {
             let gone = state.pinned.gone.get(&base);
-            if gone.is_some_and(|gone| gone.call == RESET) {
+            if gone.is_some_and(|gone| is_reset(gone.call)) {
                 return Err(failure);
             }
             let rule = if gone.is_some() { Rule::DoubleFree } else { Rule::BadFree };

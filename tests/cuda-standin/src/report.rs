@@ -48,6 +48,8 @@ pub enum Rule {
     StaleRegistration,
     /// A call that a driver of this version does not have.
     NewerCall,
+    /// A call that is there and does harm: HIP's memory pools.
+    HarmfulCall,
     /// A host function called the driver.
     CallInHostFunction,
     /// The stand-in itself failed.
@@ -78,6 +80,7 @@ impl Rule {
             Rule::NotPortable => "not_portable",
             Rule::StaleRegistration => "stale_registration",
             Rule::NewerCall => "newer_call",
+            Rule::HarmfulCall => "harmful_call",
             Rule::CallInHostFunction => "call_in_host_function",
             Rule::Panic => "panic",
             Rule::Leak => "leak",

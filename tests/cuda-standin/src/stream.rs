@@ -10,6 +10,7 @@ use crate::hazard::{Clock, Stamp};
 use crate::lane::{HostCall, Lane, Op, Record, Ticket, Work};
 use crate::report::Rule;
 use crate::shared::Shared;
+use crate::vendor::Vendor;
 use crate::world::{Call, State, new_handle};
 
 const NON_BLOCKING: u32 = 1;
@@ -17,8 +18,6 @@ const DISABLE_TIMING: u32 = 2;
 /// The legacy default stream, by its two names.
 pub(crate) const LEGACY: [u64; 2] = [0, 1];
 const PER_THREAD: u64 = 2;
-/// The greatest priority; the least is 0.
-pub(crate) const GREATEST_PRIORITY: i32 = -5;
 
 /// A stream that was created.
 #[derive(Clone, Copy, Debug)]
@@ -196,7 +195,8 @@ impl Call<'_> {
             return Ok(lane);
         }
         let found = self.known_stream(state, stream)?;
-        if found.device != device {
+        // HIP takes the device from the stream.
+        if found.device != device && self.vendor != Vendor::Hip {
             self.violation(Rule::WrongContext, || {
                 format!("a stream of device {} with a context of device {device} current", found.device)
             });
@@ -218,7 +218,7 @@ impl Call<'_> {
 
     fn known_stream(&self, state: &State, stream: u64) -> Outcome<Stream> {
         let Some(found) = state.streams.get(&stream) else {
-            return Err(self.no_handle(state, stream, "stream", Code::INVALID_HANDLE));
+            return Err(self.no_handle(state, stream, "stream", self.vendor.no_stream()));
         };
         self.whole(found.device)?;
         Ok(*found)
@@ -232,7 +232,8 @@ impl Call<'_> {
         }
         let lane = state.new_lane(device, flags != NON_BLOCKING);
         let handle = new_handle();
-        let priority = priority.clamp(GREATEST_PRIORITY, 0);
+        let (least, greatest) = self.vendor.priorities();
+        let priority = priority.clamp(greatest, least);
         state.streams.insert(handle, Stream { lane, device, flags, priority, call: self.name });
         Ok(handle)
     }
@@ -257,7 +258,7 @@ impl Call<'_> {
             return Ok((Call::current_context(), 0, 0));
         }
         let found = self.known_stream(&state, stream)?;
-        let context = state.devices[found.device].context.ok_or(Code::CONTEXT_IS_DESTROYED)?;
+        let context = state.context_of(self.world.config(), found.device);
         Ok((context, found.flags, found.priority))
     }
 

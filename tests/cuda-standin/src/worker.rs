@@ -10,6 +10,7 @@ use crate::backing::{checksum, copy};
 use crate::lane::{Check, Copy, Lane, Op, Work, poison};
 use crate::report::Rule;
 use crate::shared::Shared;
+use crate::vendor::Vendor;
 
 /// How often work that is held back looks whether the host waits for it.
 const HELD_BACK_POLL: Duration = Duration::from_micros(200);
@@ -69,7 +70,9 @@ fn hold_back(lane: &Lane, shared: &Shared, op: &Op) {
 
 /// Runs one piece of work; returns when it ended on the paced time line.
 fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Chance) -> Instant {
-    if lane.is_stopped() || shared.broken(lane.device).is_some() {
+    // HIP calls functions of the program whatever became of the stream.
+    let always = matches!(op.work, Work::Host(..)) && Vendor::of(op.call) == Vendor::Hip;
+    if lane.is_stopped() || shared.broken(lane.device).is_some() && !always {
         return Instant::now();
     }
     if let Some(code) = op.spoil.breaks {

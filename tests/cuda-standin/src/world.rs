@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
 use crate::graph::{Executable, Graph};
 use crate::hazard::Clock;
+use crate::hip;
 use crate::kernel::Loaded;
 use crate::lane::{Lane, Ticket};
 use crate::memory::Memory;
@@ -24,6 +25,7 @@ use crate::report::{Report, Rule};
 use crate::shared::Shared;
 use crate::stream::{Event, LaneState, Stream};
 use crate::sync::lock;
+use crate::vendor::Vendor;
 use crate::worker;
 
 /// The environment variable with a configuration, for programs that know nothing of the stand-in.
@@ -33,11 +35,14 @@ const CONFIG_VARIABLE: &str = "CUDA_STANDIN_CONFIG";
 const REPORT_VARIABLE: &str = "CUDA_STANDIN_REPORT";
 
 static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
-static INITIALIZED: AtomicBool = AtomicBool::new(false);
+/// By vendor.
+static INITIALIZED: [AtomicBool; 2] = [const { AtomicBool::new(false) }; 2];
 static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
     static CURRENT: Cell<u64> = const { Cell::new(0) };
+    /// HIP's current device, and in which world it was chosen.
+    static DEVICE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
     /// The calls of this thread, and in which world it made them.
     static OWN_CALLS: RefCell<(u64, Counts)> = const { RefCell::new((0, Counts::new())) };
 }
@@ -224,33 +229,35 @@ fn config_from_environment() -> Config {
 #[derive(Debug)]
 pub(crate) struct Call<'w> {
     pub(crate) name: &'static str,
+    pub(crate) vendor: Vendor,
     pub(crate) world: &'w World,
     /// What is to go wrong with the work that this call enqueues.
     pub(crate) spoil: Spoil,
 }
 
 /// Runs one call of the driver: counts it, lets it fail if it is to, and keeps panics inside.
-pub(crate) fn enter(name: &'static str, body: impl FnOnce(&Call<'_>) -> Outcome<()>) -> u32 {
+pub(crate) fn enter(vendor: Vendor, name: &'static str, body: impl FnOnce(&Call<'_>) -> Outcome<()>) -> u32 {
     let result = catch_unwind(AssertUnwindSafe(|| {
         let world = World::current();
-        let call = Call::begin(name, &world)?;
+        let call = Call::begin(vendor, name, &world)?;
         body(&call)
     }));
     match result {
         Ok(Ok(())) => 0,
-        Ok(Err(code)) => code.0,
+        Ok(Err(Code::CAPTURED)) => 0,
+        Ok(Err(code)) => vendor.number(code),
         Err(_) => {
             let shared = Arc::clone(&World::current().shared);
             shared.violation(Rule::Panic, name, || "the stand-in panicked".to_owned());
-            Code::UNKNOWN.0
+            vendor.number(Code::UNKNOWN)
         }
     }
 }
 
 impl<'w> Call<'w> {
-    fn begin(name: &'static str, world: &'w World) -> Outcome<Call<'w>> {
+    fn begin(vendor: Vendor, name: &'static str, world: &'w World) -> Outcome<Call<'w>> {
         world.count(name);
-        let mut call = Call { name, world, spoil: Spoil::default() };
+        let mut call = Call { name, vendor, world, spoil: Spoil::default() };
         if worker::in_host_function() {
             call.violation(Rule::CallInHostFunction, || "host functions must not call the driver".to_owned());
             return Err(Code::NOT_PERMITTED);
@@ -260,23 +267,28 @@ impl<'w> Call<'w> {
         match verdict {
             Some(Verdict::Fail(code)) => return Err(code),
             Some(Verdict::Break(code)) => {
-                if let Some(&device) = world.state().contexts.get(&CURRENT.get()) {
-                    world.shared.break_device(device, code);
-                }
+                let current = match vendor {
+                    Vendor::Hip => Some(call.thread_device()),
+                    _ => world.state().contexts.get(&CURRENT.get()).copied(),
+                };
+                current.into_iter().for_each(|device| world.shared.break_device(device, code));
                 return Err(code);
             }
             Some(Verdict::Later(spoil)) => call.spoil = spoil,
             None => {}
         }
-        let needs_none = matches!(name, "cuInit" | "cuDriverGetVersion") || name.starts_with("nvml");
-        if !needs_none && !INITIALIZED.load(Ordering::Acquire) { Err(Code::NOT_INITIALIZED) } else { Ok(call) }
+        if vendor == Vendor::Hip && !hip::needs_no_device(name) && call.device_count() == 0 {
+            return Err(Code::NO_DEVICE);
+        }
+        let ready = vendor.needs_no_init(name) || INITIALIZED[vendor as usize].load(Ordering::Acquire);
+        if ready { Ok(call) } else { Err(Code::NOT_INITIALIZED) }
     }
 
     pub(crate) fn init(&self) -> Outcome<()> {
         if self.device_count() == 0 {
             return Err(Code::NO_DEVICE);
         }
-        INITIALIZED.store(true, Ordering::Release);
+        INITIALIZED[self.vendor as usize].store(true, Ordering::Release);
         Ok(())
     }
 
@@ -294,6 +306,11 @@ impl<'w> Call<'w> {
 
     /// The device of the calling thread's current context, which must be there and whole.
     pub(crate) fn device(&self, state: &State) -> Outcome<usize> {
+        if self.vendor == Vendor::Hip {
+            let device = self.thread_device();
+            self.whole(device)?;
+            return Ok(device);
+        }
         let current = CURRENT.get();
         if state.taken.contains(&current) {
             return Err(Code::CONTEXT_IS_DESTROYED);
@@ -321,6 +338,16 @@ impl<'w> Call<'w> {
     /// A broken device gives the same result to every call.
     pub(crate) fn whole(&self, device: usize) -> Outcome<()> {
         self.world.shared.broken(device).map_or(Ok(()), Err)
+    }
+
+    /// The device that HIP's calls of this thread concern: the first one, unless it chose another.
+    pub(crate) fn thread_device(&self) -> usize {
+        let (of, device) = DEVICE.get();
+        if of == self.world.number { device } else { 0 }
+    }
+
+    pub(crate) fn set_thread_device(&self, device: usize) {
+        DEVICE.set((self.world.number, device));
     }
 
     pub(crate) fn current_context() -> u64 {

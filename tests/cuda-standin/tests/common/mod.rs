@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub(crate) mod kernel;
+pub(crate) mod loaded;
 
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
