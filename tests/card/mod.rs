@@ -251,6 +251,9 @@ pub(crate) fn wait_until_closed<'a>(cuda: impl Into<Option<&'a Session>>, most: 
     }
 }
 
+/// How the names of devices begin that the stand-in has drivers for.
+const KINDS: [&str; 5] = ["cuda:", "hip:", "corex:", "npu:", "mlu:"];
+
 /// Threads that had the name of the one that looked at them, which they were perhaps started by, and since when.
 static UNNAMED: Mutex<BTreeMap<(OsString, String), Instant>> = Mutex::new(BTreeMap::new());
 
@@ -267,8 +270,7 @@ fn has_device_threads() -> bool {
     unnamed.retain(|(id, of), _| *of != starter || names.iter().any(|(now, name)| (now, name) == (id, of)));
     names.into_iter().any(|(id, name)| {
         let is_starting = name == starter && Some(&id) != own.as_ref();
-        name.starts_with("cuda:")
-            || name.contains(" to cuda:")
+        KINDS.iter().any(|kind| name.starts_with(kind) || name.contains(&format!(" to {kind}")))
             || (is_starting && unnamed.entry((id, name)).or_insert_with(Instant::now).elapsed() < STARTING)
     })
 }
