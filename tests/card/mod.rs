@@ -245,7 +245,12 @@ pub(crate) fn assert_at_most_one_leak(cuda: &Session, what: &str) {
 /// longer than `most`. Of a driver that is named, only its devices' threads tell.
 pub(crate) fn wait_until_closed<'a>(cuda: impl Into<Option<&'a Session>>, most: Duration) {
     let (until, cuda) = (Instant::now() + most, cuda.into());
-    let may_be_open = || cuda.is_none_or(|cuda| cuda.report().live_contexts > 0) && has_device_threads();
+    // HIP has no contexts that anyone could close.
+    let has_contexts = |cuda: &Session| {
+        let report = cuda.report();
+        report.live_contexts > 0 || report.calls_of("hipInit") > 0
+    };
+    let may_be_open = || cuda.is_none_or(has_contexts) && has_device_threads();
     while may_be_open() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
