@@ -22,13 +22,16 @@
 //! Programs that know nothing of this are run over it with `LD_LIBRARY_PATH` set to the folder `cuda-standin-names`
 //! beside the built library (any test makes it), and the machine as JSON in `CUDA_STANDIN_CONFIG`.
 
+mod acl;
 mod alive;
 mod backing;
 mod batch;
 mod capture;
 mod client;
+mod cndrv;
 mod code;
 mod config;
+mod contexts;
 mod control;
 mod copy;
 mod counted;
