@@ -14,7 +14,7 @@ const RELAXED: i32 = 2;
 
 /// The calls that a capture of another thread can forbid. The driver's list is longer; these are the ones that
 /// programs make without knowing of a capture.
-const UNSAFE: [&str; 19] = [
+const UNSAFE: [&str; 21] = [
     "cuEventQuery",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -34,6 +34,8 @@ const UNSAFE: [&str; 19] = [
     "hipMemcpyHtoD",
     "hipMemcpyDtoH",
     "aclrtMemcpy",
+    "cnMemcpyHtoD",
+    "cnMemcpyDtoH",
 ];
 
 thread_local! {

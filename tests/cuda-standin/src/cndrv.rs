@@ -129,7 +129,7 @@ impl Call<'_> {
             0x407 => slot,
             0x408 => domain,
             // Among others: no waits between contexts.
-            0x01..=0x0FFF => 0,
+            _ if (0x01..=0x0FFF).contains(&attribute) => 0,
             _ => return Err(Code::INVALID_VALUE),
         })
     }

@@ -97,7 +97,8 @@ pub enum Effect {
     Sticky(u32),
     /// The same with the vendor's result for this, `CUDA_ERROR_UNKNOWN` for instance, as when a device falls off the bus.
     DeviceLost,
-    /// It succeeds; when the work it enqueued runs, the device breaks with this result.
+    /// It succeeds; when the work it enqueued runs, the device breaks with this result. With ACL, only a result that is the
+    /// device's breaks it (as 507010 is); any other is its context's, where by default everything goes on.
     LateSticky(u32),
     /// It succeeds; when half of the bytes that it copies are there, the device breaks with this result. Work other than
     /// a copy never runs.

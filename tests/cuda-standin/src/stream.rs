@@ -380,24 +380,25 @@ impl Call<'_> {
 
     pub(crate) fn record(&self, event: u64, stream: u64) -> Outcome<()> {
         let mut state = self.state();
-        let device = self.known_event(&state, event)?.device;
+        let known = self.known_event(&state, event)?;
+        let (device, context, unrecorded) = (known.device, known.context, known.record.is_none());
         let captured = state.captures.contains_key(&stream);
         if let Some(event) = state.events.get_mut(&event) {
             event.captured = captured;
         }
         let lane = self.lane_for(&mut state, stream, || Node::Order)?;
-        let event_context = state.events.get(&event).map(|event| event.context);
-        if self.vendor == Vendor::Acl && state.events.get(&event).is_some_and(|event| event.record.is_none()) {
+        if self.vendor == Vendor::Acl && unrecorded {
             // Only now it gets one of the device's.
             self.one_event_more(&state, device, |event| event.record.is_some())?;
         }
         let of_stream = state.lanes[lane as usize].lane.device;
-        let foreign = self.vendor == Vendor::CnDrv && event_context != Some(Call::current_context());
+        let foreign = self.vendor == Vendor::CnDrv && context != Call::current_context();
         if device != of_stream || foreign {
             self.violation(Rule::WrongContext, || {
-                format!("an event of device {device} recorded on a stream of device {of_stream}")
+                let context = if device == of_stream { "of another context of" } else { "of" };
+                format!("an event of device {device} recorded on a stream {context} device {of_stream}")
             });
-            return Err(Code::INVALID_HANDLE);
+            return Err(self.vendor.no_event());
         }
         let record = self.point(&mut state, lane);
         if let Some(event) = state.events.get_mut(&event) {
