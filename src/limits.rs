@@ -25,7 +25,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { work: WORK, load: Duration::from_secs(3600), release: Duration::from_secs(5) }
+        Limits { work: WORK, load: Duration::from_secs(3600), release: RELEASE }
     }
 }
 
@@ -58,6 +58,9 @@ pub(crate) const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 6
 /// The default longest wait for a piece of work. A stream that must wait for another backend's event on the host, because its
 /// device cannot, uses it directly, since it has no registry.
 pub(crate) const WORK: Duration = Duration::from_secs(600);
+
+/// The default longest wait for released memory. What a driver does not destroy while it is in use is waited for as long.
+pub(crate) const RELEASE: Duration = Duration::from_secs(5);
 
 /// The longest time of the trial copy that checks whether two devices can reach each other.
 #[cfg(feature = "cuda")]

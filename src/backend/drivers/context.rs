@@ -1,16 +1,17 @@
 //! A device's shared context: current for every call, and lost for good after a sticky error.
 
 use std::cell::Cell;
-use std::ffi::c_int;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::driver::{Driver, shown};
 use super::module::Loaded;
-use super::verbs::{ContextHandle, DeviceHandle, EventHandle, Failure, Meaning, Outcome, Place, Verbs};
+use super::verbs::{CaptureMode, ContextHandle, DeviceHandle, EventHandle, Failure, Meaning, Outcome, Place, Verbs};
 use crate::backend::reaper;
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
+use crate::limits::RELEASE;
 
 /// A retained context, the one of its device that everything in the process shares (CUDA's primary context).
 pub(super) struct Context {
@@ -150,7 +151,7 @@ impl Context {
             return;
         }
         let mut events = self.events();
-        if events.len() < MOST_EVENTS {
+        if events.len() < self.driver.rules.events {
             events.push(RecycledEvent(event));
             return;
         }
@@ -166,9 +167,26 @@ impl Context {
 
     /// Returns an event to the driver.
     pub(super) fn destroy(&self, event: EventHandle) {
+        if !self.driver.rules.destroys_pending && !self.is_done(event) {
+            tracing::warn!(device = %self.id, "an event whose work does not end is not given back to the driver");
+            return;
+        }
         // SAFETY: created by `event`, destroyed once; the driver allows destroying a pending event. If a lost or unloaded
         // driver refuses, the event is already gone.
         let _ = self.raw(|verbs| unsafe { verbs.event_destroy(event) });
+    }
+
+    /// Waits for the work that an event was recorded after, if that is pending. Returns whether it is none any more.
+    fn is_done(&self, event: EventHandle) -> bool {
+        let start = Instant::now();
+        // SAFETY: the event is not destroyed yet.
+        while self.raw(|verbs| unsafe { verbs.event_query(event) }).is_err_and(Refusal::may_be_pending) {
+            if start.elapsed() >= RELEASE {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        true
     }
 
     fn events(&self) -> MutexGuard<'_, Vec<RecycledEvent>> {
@@ -223,9 +241,6 @@ impl Drop for Context {
     }
 }
 
-/// The most recycled events that are kept.
-const MOST_EVENTS: usize = 1024;
-
 /// An event that can be recorded again.
 struct RecycledEvent(EventHandle);
 
@@ -250,7 +265,7 @@ pub(super) struct ContextGuard<'a> {
     /// The previous context of the thread, if it was another.
     restore: Option<ContextHandle>,
     /// The previous capture mode of the thread, if it was another.
-    mode: Option<c_int>,
+    mode: Option<CaptureMode>,
     outer: Option<Entered>,
     driver: &'a Driver,
     /// Keeps the guard in its thread.

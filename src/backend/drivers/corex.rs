@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::cuda::{self, Nvml, Variant};
-use super::driver::{Driver, named, open_any};
+use super::driver::{Driver, installed, named, open_any};
 use super::{Cards, Vendor};
 use crate::device::{DeviceInfo, DeviceKind};
 
@@ -18,9 +18,12 @@ const HOME: &str = "/usr/local/corex";
 ///
 /// The devices are `corex:N`, as the driver numbers them, so `CUDA_VISIBLE_DEVICES` applies. The driver is a `libcuda.so.1` in the
 /// toolkit's folder (`COREX_HOME`, or `/usr/local/corex`), or the file that [`library`](Corex::library) or the environment variable
-/// `TENSOR_OFFLOAD_LIBCOREX` names. It answers as one of CUDA 10.2 does, so what is newer is used only where it is there. If that
-/// folder has the management library (`libixml.so`), the free memory of devices is known before they are opened. Without a usable
+/// `TENSOR_OFFLOAD_LIBCOREX` names. It answers as one of CUDA 10.2 does, so what is newer is used only where it is there. If the
+/// management library (`libixml.so`) is beside it, the free memory of devices is known before they are opened. Without a usable
 /// driver, [`discover`](crate::backend::Backend::discover) returns the reason; nothing panics.
+///
+/// In a program that uses NVIDIA's driver, too, open that one first, as [`Registry::system`](crate::Registry::system) does: once this one is
+/// loaded, it is found by the name of both.
 ///
 /// Where the driver refuses the texts of kernels, which are PTX, patches and the values of blocks are computed on the host.
 ///
@@ -49,27 +52,21 @@ impl Corex {
     }
 }
 
-/// A file of the toolkit.
-fn installed(name: &str) -> PathBuf {
-    let home = std::env::var_os(HOME_VARIABLE).map_or_else(|| PathBuf::from(HOME), PathBuf::from);
-    home.join("lib64").join(name)
+/// The file that the caller or the environment names, or the one of the toolkit.
+fn driver_file(library: Option<&Path>) -> PathBuf {
+    named(library, LIBRARY_VARIABLE).unwrap_or_else(|| installed(&[HOME_VARIABLE], HOME, "lib64/libcuda.so.1"))
 }
 
 impl Vendor for Iluvatar {
     const KIND: DeviceKind = DeviceKind::Corex;
 
     fn load(&self, library: Option<&Path>) -> Result<(Driver, Vec<DeviceInfo>), String> {
-        let file = named(library, LIBRARY_VARIABLE).unwrap_or_else(|| installed("libcuda.so.1"));
-        let library = open_any(Some(&file), &[], "CoreX driver")?;
-        let (driver, devices) = cuda::load(&library, Iluvatar::KIND, Variant::CoreX)?;
-        match devices.is_empty() {
-            false => Ok((driver, devices)),
-            true => Err(cuda::no_device("CoreX")),
-        }
+        let library = open_any(Some(&driver_file(library)), &[], "CoreX driver")?;
+        cuda::load(&library, Iluvatar::KIND, Variant::CoreX)
     }
 
-    fn management(&self) -> Option<Nvml> {
-        let nvml = Nvml::load(Some(&installed("libixml.so")));
+    fn management(&self, library: Option<&Path>) -> Option<Nvml> {
+        let nvml = Nvml::load(Some(&driver_file(library).with_file_name("libixml.so")));
         nvml.inspect_err(|why| tracing::debug!(%why, "no management library")).ok()
     }
 }

@@ -1,20 +1,17 @@
 //! A driver that is loaded: its verbs, what it has beyond them, and its library.
 
-#[cfg(any(feature = "ascend", feature = "cambricon", feature = "hip"))]
-use std::ffi::{CStr, c_char};
-use std::ffi::{OsStr, c_int};
+use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use libloading::Library;
 
-use super::cuda::calls::{
-    BatchCalls, CAPTURE_MODE_RELAXED, CaptureCalls, CaptureModeCalls, CopyAttributes, KernelCalls, OldBatchCalls,
-    PoolCalls,
-};
+use super::cuda::calls::{BatchCalls, CopyAttributes, KernelCalls, OldBatchCalls, PoolCalls};
 use super::table::Spelling;
-use super::verbs::{Address, Code, DeviceHandle, Failure, Meaning, Outcome, Peers, Rules, StreamHandle, Verbs};
+use super::verbs::{
+    Address, CaptureMode, Code, DeviceHandle, Failure, Meaning, Outcome, Peers, Rules, StreamHandle, Verbs, given,
+};
 use crate::backend::process::Process;
 use crate::device::DeviceId;
 
@@ -30,9 +27,6 @@ pub(super) struct Driver {
     pub(super) batches: Option<Batches>,
     /// Whether the driver has refused a batch.
     refuses_batches: AtomicBool,
-    /// The calls that report which streams are captured.
-    pub(super) captures: Option<CaptureCalls>,
-    pub(super) capture_modes: Option<CaptureModeCalls>,
     /// The process that initialised it.
     pub(super) process: Process,
 }
@@ -65,8 +59,6 @@ impl Driver {
             kernels: Err(none),
             batches: None,
             refuses_batches: AtomicBool::new(false),
-            captures: None,
-            capture_modes: None,
             process: Process::current(),
         }
     }
@@ -127,19 +119,13 @@ impl Driver {
     /// Relaxes the calling thread's capture mode, so that captures of other threads cannot forbid it to query events, to free
     /// or to pin: this backend's calls concern its own work, never captured work. Returns the previous mode, to be
     /// [restored](Driver::restore_capture_mode), if it was another.
-    pub(super) fn leave_captures(&self) -> Option<c_int> {
-        let mut mode = CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is to a living mode, which is exchanged for the one before.
-        unsafe { self.capture_modes.as_ref()?.exchange(&raw mut mode) }.ok()?;
-        (mode != CAPTURE_MODE_RELAXED).then_some(mode)
+    pub(super) fn leave_captures(&self) -> Option<CaptureMode> {
+        self.verbs.exchange_capture_mode(CaptureMode::RELAXED).filter(|&before| before != CaptureMode::RELAXED)
     }
 
     /// Restores the calling thread's previous capture mode.
-    pub(super) fn restore_capture_mode(&self, mut mode: c_int) {
-        if let Some(calls) = &self.capture_modes {
-            // SAFETY: as above.
-            let _ = unsafe { calls.exchange(&raw mut mode) };
-        }
+    pub(super) fn restore_capture_mode(&self, mode: CaptureMode) {
+        let _ = self.verbs.exchange_capture_mode(mode);
     }
 
     /// Whether the device's context is active in this process, opened for example by the caller.
@@ -216,13 +202,48 @@ pub(super) fn open(name: &OsStr) -> Result<ManuallyDrop<Library>, libloading::Er
 /// Opens the library `file`, or the first of `names` that is there. `what` is what a library by these names is.
 ///
 /// # Errors
-/// The reason.
-pub(super) fn open_any(file: Option<&Path>, names: &[&str], what: &str) -> Result<ManuallyDrop<Library>, String> {
-    match file {
-        Some(file) => open(file.as_os_str()).map_err(|error| format!("{} cannot be loaded: {error}", file.display())),
-        None => names
-            .iter()
-            .find_map(|name| open(OsStr::new(name)).ok())
-            .ok_or_else(|| format!("no {what}: none of {} can be loaded", names.join(", "))),
+/// The reason, with what the system says of one that is there and cannot be loaded.
+pub(super) fn open_any(file: Option<&Path>, names: &[PathBuf], what: &str) -> Result<ManuallyDrop<Library>, String> {
+    if let Some(file) = file {
+        return open(file.as_os_str()).map_err(|error| format!("{} cannot be loaded: {error}", file.display()));
     }
+    let mut broken = String::new();
+    for name in names {
+        match open(name.as_os_str()) {
+            Ok(library) => return Ok(library),
+            // One that is nowhere is not worth a word.
+            Err(error) => {
+                let error = error.to_string();
+                let nowhere = error.starts_with(&*name.to_string_lossy()) && error.contains("No such file");
+                if !nowhere && cfg!(target_os = "linux") {
+                    broken = format!(" ({error})");
+                }
+            }
+        }
+    }
+    let names: Vec<_> = names.iter().map(|name| name.display().to_string()).collect();
+    Err(format!("no {what}: none of {} can be loaded{broken}", names.join(", ")))
+}
+
+/// A file of a vendor's toolkit: in the folder that the first of these variables names, or else in `folder`.
+#[cfg(any(feature = "ascend", feature = "cambricon", feature = "corex"))]
+pub(super) fn installed(variables: &[&str], folder: &str, file: &str) -> PathBuf {
+    let named = variables.iter().find_map(std::env::var_os);
+    named.map_or_else(|| PathBuf::from(folder), PathBuf::from).join(file)
+}
+
+/// What is said where a driver sees no device. `what` is whose they would be, `variables` limit which are seen.
+pub(super) fn no_device(what: &str, variables: &[&str]) -> String {
+    let set = variables.iter().find_map(|name| std::env::var(name).ok().map(|set| (name, set)));
+    match set {
+        Some((name, visible)) => format!("no {what} device is visible; {name} is `{visible}`"),
+        None => format!("the driver sees no {what} device"),
+    }
+}
+
+/// A text of the driver's whose address `ask` writes.
+pub(super) fn text(ask: impl FnOnce(*mut *const c_char) -> Outcome) -> Option<String> {
+    let text = given(std::ptr::null(), ask).ok()?;
+    // SAFETY: the driver returns null or a zero-terminated text that lives as long as the driver.
+    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }

@@ -4,16 +4,16 @@
 //! (rocm-systems #10529, hip #3370).
 
 use std::mem::ManuallyDrop;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-use super::cuda::calls::{CaptureCalls, CaptureModeCalls, HipCalls, UuidCalls};
+use super::cuda::calls::{HipCalls, UuidCalls};
 use super::cuda::verbs::CudaVerbs;
-use super::driver::{Driver, lacks, named, open_any, pci_bus_id};
+use super::driver::{Driver, lacks, named, no_device, open_any, pci_bus_id};
 use super::stream::PER_THREAD;
 use super::table::Spelling;
-use super::verbs::{DeviceHandle, Outcome, Peers, Rules, Verbs, given};
+use super::verbs::{DeviceHandle, MANY_EVENTS, Outcome, Peers, Rules, Verbs, given};
 use super::{Cards, Vendor};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails};
 
@@ -30,6 +30,9 @@ const NAMES: [&str; 4] = if cfg!(windows) {
 /// What such a library is.
 const DRIVER: &str = "HIP runtime";
 
+/// What limits the devices that the runtime sees.
+const VISIBLE: [&str; 2] = ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"];
+
 /// What [`Hip`] finds where there is no card: `hipErrorNoDevice`, and `hipErrorInvalidDevice` from the first call of a process.
 const NO_DEVICE: [i32; 2] = [100, 101];
 
@@ -43,13 +46,12 @@ enum Attribute {
 /// The backend of AMD devices through ROCm's HIP runtime, and of `cpu` with memory that they copy from at full speed.
 ///
 /// The devices are `hip:N`, in the order of the runtime, so `HIP_VISIBLE_DEVICES` and `ROCR_VISIBLE_DEVICES` apply; `cuda:N`, as
-/// PyTorch's builds for ROCm call them, means them too where no CUDA device has the name. A library of any version from 5.4 on
-/// is used: one that the process has loaded already, else the newest by its name, or the file that [`library`](Hip::library) or
-/// the environment variable `TENSOR_OFFLOAD_LIBAMDHIP64` names. Without a usable one, [`discover`](crate::backend::Backend::discover)
+/// PyTorch's builds for ROCm call them, means them too where there are no CUDA devices. A library of version 5, 6 or 7 is used: one
+/// that the process has loaded already, else the newest by its name, or the file that [`library`](Hip::library) or the environment variable `TENSOR_OFFLOAD_LIBAMDHIP64` names. Without a usable one, [`discover`](crate::backend::Backend::discover)
 /// returns the reason; nothing panics.
 ///
-/// The runtime opens all its devices when it is loaded. The free memory of a device is known once it is open here. Patches and the
-/// values of blocks are computed on the host.
+/// The runtime opens all its devices when it is loaded. The free memory of a device is known once it is open here. Freeing memory
+/// waits for all work of the device, and setting a device prefers its NUMA node for the thread's memory; both are what the runtime does.
 ///
 /// ```
 /// use tensor_offload::backend::{Backend, Found, Hip};
@@ -90,51 +92,44 @@ impl Vendor for Amd {
             waits_across: true,
             peers: Peers::Both,
             registers: true,
+            destroys_pending: true,
+            events: MANY_EVENTS,
             per_thread: Some(PER_THREAD),
         };
-        let mut driver = Driver::new(verbs, rules);
-        driver.captures = CaptureCalls::find(&library, Spelling::Hip).ok();
-        driver.capture_modes = CaptureModeCalls::find(&library, Spelling::Hip).ok();
+        let driver = Driver::new(verbs, rules);
         let devices = devices.map_err(|failure| match NO_DEVICE.contains(&failure.code.0) {
-            true => no_device(),
+            true => no_device("HIP", &VISIBLE),
             false => driver.describe(failure),
         })?;
-        if devices.is_empty() { Err(no_device()) } else { Ok((driver, devices)) }
-    }
-}
-
-/// What is said where the runtime sees no device.
-fn no_device() -> String {
-    let set = |name: &&str| std::env::var(name).ok();
-    match ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"].iter().find_map(|name| set(name).map(|set| (name, set))) {
-        Some((name, visible)) => format!("no HIP device is visible; {name} is `{visible}`"),
-        None => "the HIP runtime sees no device".to_owned(),
+        if devices.is_empty() { Err(no_device("HIP", &VISIBLE)) } else { Ok((driver, devices)) }
     }
 }
 
 /// Opens the runtime's library for good: one that the process has loaded, because two versions in one process would know nothing of
 /// each other; or the newest.
 fn find(file: Option<&Path>) -> Result<ManuallyDrop<Library>, String> {
-    match file {
-        Some(_) => open_any(file, &NAMES, DRIVER),
-        None => NAMES.iter().find_map(|name| loaded(name)).map_or_else(|| open_any(None, &NAMES, DRIVER), Ok),
-    }
+    let loaded = NAMES.iter().find_map(|name| loaded(name)).filter(|_| file.is_none());
+    loaded.map_or_else(|| open_any(file, &NAMES.map(PathBuf::from), DRIVER), Ok)
 }
 
 /// The library of this name, if the process has loaded it.
+#[cfg(target_os = "linux")]
 fn loaded(name: &str) -> Option<ManuallyDrop<Library>> {
-    #[cfg(target_os = "linux")]
-    {
-        use libloading::os::unix;
-        // SAFETY: nothing is loaded, so nothing runs.
-        let library = unsafe { unix::Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-        library.ok().map(|library| ManuallyDrop::new(library.into()))
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = name;
-        None
-    }
+    use libloading::os::unix;
+    // SAFETY: nothing is loaded, so nothing runs.
+    let library = unsafe { unix::Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    library.ok().map(|library| ManuallyDrop::new(library.into()))
+}
+
+#[cfg(windows)]
+fn loaded(name: &str) -> Option<ManuallyDrop<Library>> {
+    let library = libloading::os::windows::Library::open_already_loaded(name);
+    library.ok().map(|library| ManuallyDrop::new(library.into()))
+}
+
+#[cfg(not(any(target_os = "linux", windows)))]
+fn loaded(_name: &str) -> Option<ManuallyDrop<Library>> {
+    None
 }
 
 fn devices(verbs: &CudaVerbs, hip: &HipCalls, library: &Library) -> Outcome<Vec<DeviceInfo>> {

@@ -44,7 +44,7 @@ impl Pool {
             tracing::warn!(device = %context.id(), %error, "no memory pool; memory is allocated plainly");
             context.lost().map_or(Ok(None), |_| Err(error))
         };
-        let stream = match RawStream::create(context, 0) {
+        let stream = match RawStream::create(context, None) {
             Ok(stream) => Arc::new(stream),
             Err(refusal) => return refused(refusal),
         };

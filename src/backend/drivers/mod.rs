@@ -76,8 +76,9 @@ trait Vendor: Send + Sync {
     /// The reason why there are none.
     fn load(&self, library: Option<&Path>) -> std::result::Result<(Driver, Vec<DeviceInfo>), String>;
 
-    /// The library that is asked about devices that are not open.
-    fn management(&self) -> Option<Nvml> {
+    /// The library that is asked about devices that are not open, beside a driver from this file if one is named.
+    fn management(&self, library: Option<&Path>) -> Option<Nvml> {
+        let _ = library;
         None
     }
 
@@ -142,7 +143,7 @@ impl<V: Vendor> Cards<V> {
         let find = || {
             let Settings { library, sysfs, pinned_cap, peers, host, .. } = &self.settings;
             let (driver, mut devices) = self.vendor.load(library.as_deref())?;
-            let nvml = self.vendor.management();
+            let nvml = self.vendor.management(library.as_deref());
             devices.iter_mut().for_each(|info| self.add_links(info, nvml.as_ref()));
             let cufile = self.vendor.file_reads(sysfs);
             let open = Arc::new(Opened { peers: *peers, devices: Mutex::default(), cufile });
@@ -167,7 +168,7 @@ impl<V: Vendor> Cards<V> {
     /// A device with its current free memory, and the memory that opening it takes.
     fn now(&self, shared: &Shared, info: &DeviceInfo) -> DeviceInfo {
         let uuid = info.gpu.as_ref().and_then(|gpu| gpu.uuid.as_deref());
-        let free = shared.nvml.as_ref().zip(uuid).and_then(|(nvml, uuid)| nvml.free(uuid, info.total)).or(info.free);
+        let free = shared.nvml.as_ref().zip(uuid).and_then(|(nvml, uuid)| nvml.free(uuid, info.total));
         let context = self.settings.context.map_or_else(|| CONTEXT.get().min(info.total / 8), ByteSize::get);
         // An older driver does not report contexts; those of this backend's devices are known.
         let open = shared.open.get(info.id.index()).is_some() || shared.driver.has_context(info.id);

@@ -33,7 +33,7 @@ impl Node {
 
     /// Binds the calling thread to the node. If that is refused, the memory comes from the node where the thread runs.
     #[cfg(target_os = "linux")]
-    fn bind(&self) {
+    pub(super) fn bind(&self) {
         use rustix::thread::{CpuSet, sched_setaffinity};
         let mut set = CpuSet::new();
         let known = self.processors.iter().filter(|&&processor| processor < CpuSet::MAX_CPU);
@@ -44,7 +44,7 @@ impl Node {
     }
 
     #[cfg(not(target_os = "linux"))]
-    fn bind(&self) {}
+    pub(super) fn bind(&self) {}
 }
 
 #[cfg(all(test, target_os = "linux"))]

@@ -52,7 +52,7 @@ fn verify(to: &DriverDevice, from: &DriverDevice, kind: MemoryKind) -> Result<()
         landed(&ready, sender).map(|()| memory)
     };
     let (source, target) = (memory(from)?, memory(to)?);
-    let stream = RawStream::create(receiver, 0).map_err(|refusal| receiver.error(refusal).to_string())?;
+    let stream = RawStream::create(receiver, None).map_err(|refusal| receiver.error(refusal).to_string())?;
     let outcome = trials(receiver, sender, &stream, &source, &target);
     let fence = DriverFence::new(receiver, Vec::new()).and_then(|fence| fence.record(&stream).map(|()| fence));
     let ended = fence.is_ok_and(|fence| matches!(fence.wait(TRIAL), FenceState::Done));

@@ -133,7 +133,8 @@ impl PinnedMemory {
     fn new(context: &Arc<Context>, pins: &Arc<Pins>, bytes: usize, node: Option<&Node>) -> Option<PinnedMemory> {
         let registers = context.driver().rules.registers && bytes >= REGISTERED_FROM;
         let registered = if registers { register(context, bytes, node) } else { None };
-        let (address, origin) = registered.or_else(|| Some((driver_memory(context, bytes)?, Origin::Driver)))?;
+        let (address, origin) =
+            registered.or_else(|| Some((driver_memory_on(context, bytes, node)?, Origin::Driver)))?;
         Some(PinnedMemory { address, bytes, origin, context: Arc::clone(context), pins: Arc::clone(pins) })
     }
 
@@ -216,6 +217,26 @@ fn register(context: &Context, bytes: usize, node: Option<&Node>) -> Option<(Non
     let register = context.raw(|verbs| unsafe { verbs.host_register(address.as_ptr().cast(), bytes) });
     register.inspect_err(|&refusal| refused(context, refusal)).ok()?;
     Some((address, Origin::Registered(ManuallyDrop::new(memory))))
+}
+
+/// As [`driver_memory`], for larger memory from a thread on the node, so that the system takes the pages from there.
+fn driver_memory_on(context: &Context, bytes: usize, node: Option<&Node>) -> Option<NonNull<u8>> {
+    /// An address that one thread hands to another.
+    struct Sent(Option<NonNull<u8>>);
+    // SAFETY: the memory is the receiver's alone.
+    unsafe impl Send for Sent {}
+    let Some(node) = node.filter(|_| bytes >= REGISTERED_FROM) else { return driver_memory(context, bytes) };
+    std::thread::scope(|scope| {
+        let allocate = || {
+            node.bind();
+            Sent(driver_memory(context, bytes))
+        };
+        let thread = std::thread::Builder::new().spawn_scoped(scope, allocate).ok();
+        thread.map_or_else(
+            || driver_memory(context, bytes),
+            |thread| thread.join().ok().and_then(|Sent(address)| address),
+        )
+    })
 }
 
 fn driver_memory(context: &Context, bytes: usize) -> Option<NonNull<u8>> {

@@ -10,16 +10,17 @@ use std::time::Duration;
 
 use super::Opened;
 use super::context::{Context, ContextGuard, Refusal};
-use super::cuda::calls::CAPTURE_NONE;
 use super::event::DriverFence;
 use super::memory::DeviceMemory;
 use super::pinned::is_pinned_for;
 use super::verbs::{Address, Meaning, Outcome, Peers, StreamHandle, Verbs};
 use crate::backend::reaper::{Memory, Reaper};
-use crate::backend::{Buf, Event, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Role, Stream, Transfer};
+use crate::backend::{
+    Buf, Event, Fence, FenceState, Flight, Joined, MemoryBlock, Piece, Rejected, Role, Stream, Transfer,
+};
 use crate::device::DeviceId;
 use crate::error::{Error, Result};
-use crate::limits::WORK;
+use crate::limits::{RELEASE, WORK};
 
 /// The handle of CUDA's per-thread default stream, the greatest of its fixed handles.
 pub(crate) const PER_THREAD: usize = 2;
@@ -51,7 +52,7 @@ impl RawStream {
     }
 
     /// A stream that does not wait for the legacy default stream.
-    pub(super) fn create(context: &Arc<Context>, priority: c_int) -> Result<RawStream, Refusal> {
+    pub(super) fn create(context: &Arc<Context>, priority: Option<c_int>) -> Result<RawStream, Refusal> {
         // SAFETY: the context is current.
         let handle = context.raw(|verbs| unsafe { verbs.stream_create(priority) })?;
         Ok(RawStream::new(handle, context, None))
@@ -59,6 +60,14 @@ impl RawStream {
 
     pub(super) fn handle(&self) -> StreamHandle {
         self.handle
+    }
+
+    /// Waits for the stream's work, if any is pending. Returns whether none is any more.
+    fn is_idle(&self) -> bool {
+        let fence = DriverFence::new(&self.context, Vec::new());
+        let recorded = fence.and_then(|fence| fence.record(self).map(|()| fence));
+        // Where nothing can be recorded, nothing runs any more.
+        !recorded.is_ok_and(|fence| matches!(fence.wait(RELEASE), FenceState::Pending))
     }
 
     /// Whether the handle refers to this stream in the calling thread.
@@ -69,10 +78,15 @@ impl RawStream {
 
 impl Drop for RawStream {
     fn drop(&mut self) {
-        if self.adopted.is_none() {
-            // SAFETY: created by `create`, destroyed once; the driver destroys it when its work is done.
-            let _ = self.context.raw(|verbs| unsafe { verbs.stream_destroy(self.handle) });
+        if self.adopted.is_some() {
+            return;
         }
+        if !self.context.driver().rules.destroys_pending && !self.is_idle() {
+            tracing::warn!(device = %self.context.id(), "a stream whose work does not end is not given back to the driver");
+            return;
+        }
+        // SAFETY: created by `create`, destroyed once; the driver destroys it when its work is done.
+        let _ = self.context.raw(|verbs| unsafe { verbs.stream_destroy(self.handle) });
     }
 }
 
@@ -134,12 +148,12 @@ impl DriverStream {
             )));
         }
         let entered = self.context.enter().map_err(|refusal| self.context.error(refusal))?;
-        let captures = self.context.driver().captures.as_ref().filter(|_| self.stream.adopted.is_some());
-        let Some(captures) = captures else { return Ok(entered) };
-        let mut status = CAPTURE_NONE;
-        // SAFETY: the stream is alive as long as `self`, the pointer is to a living integer.
-        match self.context.raw(|_| unsafe { captures.is_capturing(self.handle(), &raw mut status) }) {
-            Ok(()) if status == CAPTURE_NONE => Ok(entered),
+        if self.stream.adopted.is_none() {
+            return Ok(entered);
+        }
+        // SAFETY: the stream is alive as long as `self`.
+        match self.context.raw(|verbs| unsafe { verbs.is_capturing(self.handle()) }) {
+            Ok(false) => Ok(entered),
             Err(refusal) if !refusal.is(Meaning::CaptureImplicit) => Err(self.context.error(refusal)),
             // This stream is captured, or one that synchronises with the legacy default stream is.
             _ => Err(Error::Capturing { device: self.context.id(), operation }),

@@ -99,6 +99,18 @@ impl fmt::Display for Failure {
 /// The result of a call.
 pub(super) type Outcome<T = ()> = Result<T, Failure>;
 
+/// `CUstreamCaptureMode`, `hipStreamCaptureMode`, `aclmdlRICaptureMode`, `CNqueueCaptureMode`, which have the same numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CaptureMode(pub(super) c_int);
+
+impl CaptureMode {
+    /// Captures of other threads forbid nothing.
+    pub(super) const RELAXED: CaptureMode = CaptureMode(2);
+}
+
+/// `CU_STREAM_CAPTURE_STATUS_NONE`, and the same of the other drivers.
+pub(super) const CAPTURE_NONE: c_int = 0;
+
 /// How devices of a driver copy from each other's memory, where it says that they can.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Peers {
@@ -112,6 +124,9 @@ pub(super) enum Peers {
     Never(&'static str),
 }
 
+/// The most events that are kept of a driver that has many.
+pub(super) const MANY_EVENTS: usize = 1024;
+
 /// Where drivers differ, as far as data can say it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rules {
@@ -124,6 +139,10 @@ pub(super) struct Rules {
     /// Whether memory that the library maps is registered, which is touched in parallel and on huge pages. Otherwise the driver
     /// allocates all pinned memory.
     pub(super) registers: bool,
+    /// Whether streams and events may be destroyed while their work is pending. Otherwise they are waited for, for a time.
+    pub(super) destroys_pending: bool,
+    /// The most events that are kept to be recorded again. A driver may have few, and block where it has none left.
+    pub(super) events: usize,
     /// The handle of the per-thread default stream, if there is one.
     pub(super) per_thread: Option<usize>,
 }
@@ -186,14 +205,19 @@ pub(super) trait Verbs: Send + Sync {
     unsafe fn copy_to_device_now(&self, dst: Address, src: *const c_void, bytes: usize) -> Outcome;
     unsafe fn copy_to_host_now(&self, dst: *mut c_void, src: Address, bytes: usize) -> Outcome;
 
-    /// The priorities of compute streams and of streams that copy for them, on the current device: the copies come first.
-    fn stream_priorities(&self) -> Outcome<(c_int, c_int)>;
+    /// The priorities of compute streams and of streams that copy for them, on the current device: the copies come first. `None` is
+    /// what streams have that nobody gives one.
+    fn stream_priorities(&self) -> Outcome<(Option<c_int>, Option<c_int>)>;
     /// Creates a stream whose work does not wait for a default stream, and does not go on after work that failed.
-    unsafe fn stream_create(&self, priority: c_int) -> Outcome<StreamHandle>;
+    unsafe fn stream_create(&self, priority: Option<c_int>) -> Outcome<StreamHandle>;
     unsafe fn stream_destroy(&self, stream: StreamHandle) -> Outcome;
     unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Outcome;
     unsafe fn stream_wait(&self, stream: StreamHandle, event: EventHandle) -> Outcome;
     unsafe fn launch_host_function(&self, stream: StreamHandle, function: HostFunction, data: *mut c_void) -> Outcome;
+    /// Whether the stream is captured. Never, for a driver that cannot tell.
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Outcome<bool>;
+    /// Sets which calls captures of other threads forbid the calling thread. Returns the mode before; `None` if there are none.
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Option<CaptureMode>;
 
     /// Creates an event without timing, which streams can wait for and which is recorded again and again.
     unsafe fn event_create(&self) -> Outcome<EventHandle>;

@@ -140,22 +140,22 @@ impl Call<'_> {
 
     /// Makes a device's default context current; each call is one to take back.
     fn set_device(&self, device: c_int) -> Outcome<()> {
-        Call::set_current_context(self.retain(device)?);
+        self.set_current_context(self.retain(device)?);
         Ok(())
     }
 
     /// Takes one back; with the last one goes the default context.
     fn reset_device(&self, device: c_int) -> Outcome<()> {
         self.release(device)?;
-        if !self.state().contexts.contains_key(&Call::current_context()) {
-            Call::set_current_context(0);
+        if !self.state().contexts.contains_key(&self.current_context()) {
+            self.set_current_context(0);
         }
         Ok(())
     }
 
     /// The current context and its device; asking is no mistake where there is none.
     fn current(&self) -> Outcome<(u64, usize)> {
-        let context = Call::current_context();
+        let context = self.current_context();
         let device = self.state().contexts.get(&context).copied().ok_or(Code::INVALID_CONTEXT)?;
         Ok((context, device))
     }

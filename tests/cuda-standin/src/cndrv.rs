@@ -215,7 +215,7 @@ mod calls {
             give(context, || call.create_context(ordinal(device)?).map(handle))
         };
         fn cnCtxDestroy(context: Handle) |call| call.destroy_context(address(context));
-        fn cnCtxGetCurrent(context: Out<Handle>) |_call| give(context, || Ok(handle(Call::current_context())));
+        fn cnCtxGetCurrent(context: Out<Handle>) |call| give(context, || Ok(handle(call.current_context())));
         fn cnCtxSetCurrent(context: Handle) |call| call.make_current(address(context));
         fn cnCtxGetDevice(device: Out<Device>) |call| {
             give(device, || call.device(&call.state()).map(|index| index as Device))

@@ -58,7 +58,7 @@ impl Call<'_> {
         let mut state = self.state();
         state.contexts.insert(context, index);
         state.own_contexts.insert(context, self.name);
-        Call::set_current_context(context);
+        self.set_current_context(context);
         Ok(context)
     }
 
@@ -90,8 +90,8 @@ impl Call<'_> {
         state.contexts.remove(&context);
         state.own_contexts.remove(&context);
         state.fates.remove(&context);
-        if Call::current_context() == context {
-            Call::set_current_context(0);
+        if self.current_context() == context {
+            self.set_current_context(0);
         }
         Ok(())
     }

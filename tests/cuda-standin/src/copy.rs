@@ -139,7 +139,7 @@ impl Call<'_> {
     /// With CNDrv memory belongs to a context, which must be that of the queue, and so the current one.
     fn of_queues_context(&self, state: &State, found: &Found) -> Outcome<()> {
         let context = state.memory.get(found.base).map(|allocation| allocation.context);
-        if self.vendor != Vendor::CnDrv || context == Some(Call::current_context()) {
+        if self.vendor != Vendor::CnDrv || context == Some(self.current_context()) {
             return Ok(());
         }
         self.violation(Rule::WrongContext, || {

@@ -170,7 +170,7 @@ impl Call<'_> {
             let device = self.context_device(&self.state(), context)?;
             self.whole(device)?;
         }
-        Call::set_current_context(context);
+        self.set_current_context(context);
         Ok(())
     }
 

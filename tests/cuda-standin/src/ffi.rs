@@ -238,10 +238,7 @@ mod calls {
             let (set, is_active) = call.primary_state(device)?;
             give(flags, || Ok(set)).and_then(|()| give(active, || Ok(c_int::from(is_active))))
         };
-        fn cuCtxGetCurrent(context: Out<Handle>) |call| {
-            let _ = call;
-            give(context, || Ok(handle(Call::current_context())))
-        };
+        fn cuCtxGetCurrent(context: Out<Handle>) |call| give(context, || Ok(handle(call.current_context())));
         fn cuCtxSetCurrent(context: Handle) |call| call.make_current(number(context));
         fn cuCtxGetDevice(device: Out<c_int>) |call| {
             give(device, || call.device(&call.state()).map(|index| index as c_int))

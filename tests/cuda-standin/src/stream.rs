@@ -214,7 +214,7 @@ impl Call<'_> {
             Vendor::Cuda => found.device == device,
             // The device is the stream's, whichever is current.
             Vendor::Hip => true,
-            Vendor::Acl | Vendor::CnDrv => found.context == Call::current_context(),
+            Vendor::Acl | Vendor::CnDrv => found.context == self.current_context(),
         };
         if here {
             return Ok(());
@@ -287,7 +287,7 @@ impl Call<'_> {
         let mut state = self.state();
         if stream <= PER_THREAD {
             self.lane(&mut state, stream)?;
-            return Ok((Call::current_context(), 0, 0));
+            return Ok((self.current_context(), 0, 0));
         }
         let found = self.known_stream(&state, stream)?;
         let context = state.context_of(self.world.config(), found.device);
@@ -392,7 +392,7 @@ impl Call<'_> {
             self.one_event_more(&state, device, |event| event.record.is_some())?;
         }
         let of_stream = state.lanes[lane as usize].lane.device;
-        let foreign = self.vendor == Vendor::CnDrv && context != Call::current_context();
+        let foreign = self.vendor == Vendor::CnDrv && context != self.current_context();
         if device != of_stream || foreign {
             self.violation(Rule::WrongContext, || {
                 let context = if device == of_stream { "of another context of" } else { "of" };
@@ -414,7 +414,7 @@ impl Call<'_> {
         if self.vendor == Vendor::Acl && !acl::may_be_waited_for(known.flags) {
             return Err(Code::NOT_SUPPORTED);
         }
-        if self.vendor == Vendor::CnDrv && known.context != Call::current_context() {
+        if self.vendor == Vendor::CnDrv && known.context != self.current_context() {
             // Between contexts only the host can wait.
             return Err(Code::NOT_PERMITTED);
         }

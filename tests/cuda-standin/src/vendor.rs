@@ -22,6 +22,8 @@ pub(crate) const fn own(number: u32) -> Code {
 }
 
 impl Vendor {
+    pub(crate) const COUNT: usize = 4;
+
     /// By the exported name of a call.
     pub(crate) fn of(call: &str) -> Vendor {
         match call {

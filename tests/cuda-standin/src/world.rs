@@ -42,7 +42,8 @@ static INITIALIZED: [AtomicBool; 4] = [const { AtomicBool::new(false) }; 4];
 static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
-    static CURRENT: Cell<u64> = const { Cell::new(0) };
+    /// The current context of each vendor, and in which world it was made so.
+    static CURRENT: Cell<[(u64, u64); Vendor::COUNT]> = const { Cell::new([(0, 0); Vendor::COUNT]) };
     /// HIP's current device, and in which world it was chosen.
     static DEVICE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
     /// The calls of this thread, and in which world it made them.
@@ -282,7 +283,7 @@ impl<'w> Call<'w> {
             Some(Verdict::Break(code)) => {
                 let current = match vendor {
                     Vendor::Hip => Some(call.thread_device()),
-                    _ => world.state().contexts.get(&CURRENT.get()).copied(),
+                    _ => world.state().contexts.get(&call.current_context()).copied(),
                 };
                 current.into_iter().for_each(|device| world.shared.break_device(device, code));
                 return Err(code);
@@ -329,7 +330,7 @@ impl<'w> Call<'w> {
             self.whole(device)?;
             return Ok(device);
         }
-        let current = CURRENT.get();
+        let current = self.current_context();
         if state.taken.contains(&current) {
             return Err(Code::CONTEXT_IS_DESTROYED);
         }
@@ -347,7 +348,7 @@ impl<'w> Call<'w> {
     /// The result for a handle that there is not; one that a reset took breaks no rule.
     pub(crate) fn no_handle(&self, state: &State, handle: u64, what: &str, result: Code) -> Code {
         if state.taken.contains(&handle) {
-            return if state.taken.contains(&CURRENT.get()) { Code::CONTEXT_IS_DESTROYED } else { result };
+            return if state.taken.contains(&self.current_context()) { Code::CONTEXT_IS_DESTROYED } else { result };
         }
         self.violation(Rule::UnknownHandle, || format!("there is no {what} {handle:#x}"));
         result
@@ -375,15 +376,20 @@ impl<'w> Call<'w> {
 
     /// The context that what is made now belongs to; HIP's belongs to the device alone.
     pub(crate) fn owning_context(&self) -> u64 {
-        if self.vendor == Vendor::Hip { 0 } else { CURRENT.get() }
+        if self.vendor == Vendor::Hip { 0 } else { self.current_context() }
     }
 
-    pub(crate) fn current_context() -> u64 {
-        CURRENT.get()
+    /// The context that this vendor's calls of the thread concern. CUDA's outlives the world that it was made in, as a context that
+    /// is gone does; threads that may have none but a vendor's that is gone with its world have none.
+    pub(crate) fn current_context(&self) -> u64 {
+        let (of, context) = CURRENT.get()[self.vendor as usize];
+        if of == self.world.number || self.vendor == Vendor::Cuda { context } else { 0 }
     }
 
-    pub(crate) fn set_current_context(context: u64) {
-        CURRENT.set(context);
+    pub(crate) fn set_current_context(&self, context: u64) {
+        let mut current = CURRENT.get();
+        current[self.vendor as usize] = (self.world.number, context);
+        CURRENT.set(current);
     }
 
     /// Waits for work, without holding the state; the host then has seen what the clock stands for.

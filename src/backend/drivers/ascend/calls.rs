@@ -11,8 +11,8 @@ pub(super) const HUGE_FIRST: c_int = 0;
 pub(super) const HUGE_FIRST_FOR_PEERS: c_int = 3;
 /// `ACL_EVENT_SYNC`: streams can wait for the event.
 pub(super) const EVENT_FOR_STREAMS: u32 = 1;
-/// `ACL_EVENT_RECORDED_STATUS_NOT_READY`. Complete is 1.
-pub(super) const EVENT_NOT_READY: c_int = 0;
+/// `ACL_EVENT_RECORDED_STATUS_COMPLETE`. Not ready is 0.
+pub(super) const EVENT_COMPLETE: c_int = 1;
 /// `ACL_STOP_ON_FAILURE`.
 pub(super) const STOP_ON_FAILURE: u64 = 1;
 /// `ACL_DEV_ATTR_TOTAL_GLOBAL_MEM_SIZE`.
@@ -64,23 +64,30 @@ pub(super) const NO_DEVICE: c_int = 207_004;
 
 /// What a result code means, by `rt_error_codes.h` and by what CANN's runtime does with the state of contexts and devices
 /// (`context.cc` of hicann/runtime). Where a stream stops on failure, the code of a failed task comes back from every later call of
-/// the context.
+/// the context. 507000 and 507899 are what the runtime says of any refusal that it has no other code for.
 pub(super) fn meaning(code: Code) -> Meaning {
-    const STREAM_FULL: c_int = 507_002;
-    const NOT_COMPLETE: [c_int; 2] = [507_004, 507_006];
-    const TIMED_OUT: [c_int; 2] = [507_046, 507_047];
+    const TASK_ABORTED: c_int = 107_022;
+    const STREAM_NOT_COMPLETE: c_int = 507_004;
+    const EVENT_NOT_COMPLETE: c_int = 507_006;
+    const TASK_NOT_SUPPORTED: c_int = 507_009;
+    const LOST_HEARTBEAT: c_int = 507_010;
+    const DEVICE_SETUP: c_int = 507_033;
+    const HOST_LINK_CLOSED: c_int = 507_901;
     const CAPTURE_INVALIDATED: c_int = 507_903;
-    const ALREADY_REGISTERED: c_int = 507_910;
     const NOT_REGISTERED: c_int = 507_911;
     match code.0 {
         100_000 | 107_000 => Meaning::InvalidValue,
         200_000 | 207_001 | 207_018 => Meaning::OutOfMemory,
-        NOT_SUPPORTED | 200_006 | 207_000 => Meaning::NotSupported,
+        NOT_SUPPORTED | 200_006 | 207_000 | TASK_NOT_SUPPORTED => Meaning::NotSupported,
+        // Tasks are aborted for a time; then the runtime goes on.
+        STREAM_NOT_COMPLETE | EVENT_NOT_COMPLETE | TASK_ABORTED => Meaning::NotReady,
         NOT_REGISTERED => Meaning::NotRegistered,
         107_024..=107_045 | CAPTURE_INVALIDATED => Meaning::OfCaptures,
-        STREAM_FULL | ALREADY_REGISTERED => Meaning::Refused,
-        code if NOT_COMPLETE.contains(&code) || TIMED_OUT.contains(&code) => Meaning::Refused,
-        507_000..=507_999 => Meaning::Sticks,
+        LOST_HEARTBEAT | DEVICE_SETUP | HOST_LINK_CLOSED => Meaning::Sticks,
+        // Failed copies (507013), kernels on the cores of all kinds, and traps.
+        507_013..=507_018 | 507_034..=507_036 | 507_042..=507_045 => Meaning::Sticks,
+        // Errors of memory and of links.
+        507_053..=507_057 => Meaning::Sticks,
         _ => Meaning::Refused,
     }
 }
@@ -137,16 +144,23 @@ table! { meaning;
 }
 
 table! { meaning;
-    /// The range of streams' priorities.
-    PriorityCalls {
-        range = "aclrtDeviceGetStreamPriorityRange"(least: *mut i32, greatest: *mut i32);
+    /// Functions of the host in streams.
+    HostFunctionCalls {
+        launch = "aclrtLaunchHostFunc"(stream: StreamHandle, function: HostFunction, data: *mut c_void);
     }
 }
 
 table! { meaning;
-    /// Functions of the host in streams.
-    HostFunctionCalls {
-        launch = "aclrtLaunchHostFunc"(stream: StreamHandle, function: HostFunction, data: *mut c_void);
+    /// The capture status of streams.
+    CaptureCalls {
+        info = "aclmdlRICaptureGetInfo"(stream: StreamHandle, status: *mut c_int, model: *mut *mut c_void);
+    }
+}
+
+table! { meaning;
+    /// The capture mode of a thread.
+    CaptureModeCalls {
+        exchange = "aclmdlRICaptureThreadExchangeMode"(mode: *mut c_int);
     }
 }
 

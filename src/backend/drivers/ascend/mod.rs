@@ -9,15 +9,15 @@ use std::ptr;
 use libloading::Library;
 
 use self::calls::{
-    BusCalls, Calls, ContextStateCalls, CopyKind, DEVICE_MEMORY, DeviceInfoCalls, EVENT_FOR_STREAMS, EVENT_NOT_READY,
-    HUGE_FIRST, HUGE_FIRST_FOR_PEERS, HostFunctionCalls, NAMES, NO_CONTEXT, NO_DEVICE, NOT_SUPPORTED, PriorityCalls,
-    REPEATED_INIT, RecentMessage, STOP_ON_FAILURE, STUB, SocName, TOTAL_MEMORY,
+    BusCalls, Calls, CaptureCalls, CaptureModeCalls, ContextStateCalls, CopyKind, DEVICE_MEMORY, DeviceInfoCalls,
+    EVENT_COMPLETE, EVENT_FOR_STREAMS, HUGE_FIRST, HUGE_FIRST_FOR_PEERS, HostFunctionCalls, NAMES, NO_CONTEXT,
+    NO_DEVICE, NOT_SUPPORTED, REPEATED_INIT, RecentMessage, STOP_ON_FAILURE, STUB, SocName, TOTAL_MEMORY,
 };
-use super::driver::{Driver, lacks, named, open_any, pci_bus_id};
+use super::driver::{Driver, installed, lacks, named, no_device, open_any, pci_bus_id};
 use super::table::Spelling;
 use super::verbs::{
-    Address, Code, ContextHandle, DeviceHandle, EventHandle, Failure, HostFunction, Meaning, Outcome, Peers, Place,
-    Rules, StreamHandle, Verbs, given, given_pointer,
+    Address, CAPTURE_NONE, CaptureMode, Code, ContextHandle, DeviceHandle, EventHandle, Failure, HostFunction, Meaning,
+    Outcome, Peers, Place, Rules, StreamHandle, Verbs, given, given_pointer,
 };
 use super::{Cards, Vendor};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails};
@@ -25,12 +25,17 @@ use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails};
 /// The environment variable that names the driver's library.
 const LIBRARY_VARIABLE: &str = "TENSOR_OFFLOAD_LIBASCENDCL";
 
-/// The names of the library: as CANN's `set_env.sh` has it found, and where it is installed.
-const LIBRARIES: [&str; 3] = [
-    "libascendcl.so",
-    "/usr/local/Ascend/ascend-toolkit/latest/lib64/libascendcl.so",
-    "/usr/local/Ascend/latest/lib64/libascendcl.so",
-];
+/// What limits the devices that the runtime sees.
+const VISIBLE: [&str; 1] = ["ASCEND_RT_VISIBLE_DEVICES"];
+
+/// Some devices have 1,023 events.
+const KEPT_EVENTS: usize = 256;
+
+/// The name of the library, which CANN's `set_env.sh` has found, the variables that it sets, and where it is installed.
+const NAME: &str = "libascendcl.so";
+const HOMES: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
+const HOME: &str = "/usr/local/Ascend/ascend-toolkit/latest";
+const OTHER_HOME: &str = "/usr/local/Ascend/latest";
 
 /// The backend of Ascend devices through CANN's runtime, ACL, and of `cpu` with memory that they copy from at full speed.
 ///
@@ -43,6 +48,7 @@ const LIBRARIES: [&str; 3] = [
 ///   threads that had none, since ACL cannot take it away from them.
 /// - Streams stop at the first failure (`ACL_STOP_ON_FAILURE`), because otherwise an event behind a failed copy reads as complete.
 ///   ACL applies that to all streams of the context, a framework's included.
+/// - Errors contain what ACL says of the thread's last failure (`aclGetRecentErrMsg`), which nobody can ask for again then.
 /// - Patches and the values of blocks are computed on the host.
 ///
 /// ```
@@ -74,7 +80,9 @@ impl Vendor for Acl {
     const KIND: DeviceKind = DeviceKind::Npu;
 
     fn load(&self, library: Option<&Path>) -> Result<(Driver, Vec<DeviceInfo>), String> {
-        let library = open_any(named(library, LIBRARY_VARIABLE).as_deref(), &LIBRARIES, "library of Ascend's ACL")?;
+        let file = format!("lib64/{NAME}");
+        let names = [NAME.into(), installed(&HOMES, HOME, &file), installed(&[], OTHER_HOME, &file)];
+        let library = open_any(named(library, LIBRARY_VARIABLE).as_deref(), &names, "library of Ascend's ACL")?;
         let mut verbs = AclVerbs::find(&library).map_err(lacks)?;
         let devices = verbs.start().and_then(|count| {
             verbs.policy = if count > 1 { HUGE_FIRST_FOR_PEERS } else { HUGE_FIRST };
@@ -82,12 +90,20 @@ impl Vendor for Acl {
         });
         let driver = Driver::new(
             verbs,
-            Rules { kind: Acl::KIND, waits_across: true, peers: Peers::Pull, registers: false, per_thread: None },
+            Rules {
+                kind: Acl::KIND,
+                waits_across: true,
+                peers: Peers::Pull,
+                registers: false,
+                destroys_pending: true,
+                events: KEPT_EVENTS,
+                per_thread: None,
+            },
         );
         match devices {
-            Ok(devices) if devices.is_empty() => Err(no_device()),
+            Ok(devices) if devices.is_empty() => Err(no_device("Ascend", &VISIBLE)),
             Ok(devices) => Ok((driver, devices)),
-            Err(failure) if failure.code == Code(NO_DEVICE) => Err(no_device()),
+            Err(failure) if failure.code == Code(NO_DEVICE) => Err(no_device("Ascend", &VISIBLE)),
             Err(failure) if failure.code == Code(STUB) => {
                 Err("the library is the stub that programs are linked with, without a driver".to_owned())
             }
@@ -96,20 +112,13 @@ impl Vendor for Acl {
     }
 }
 
-/// What is said where there is no device.
-fn no_device() -> String {
-    match std::env::var("ASCEND_RT_VISIBLE_DEVICES") {
-        Ok(visible) => format!("no Ascend device is visible; ASCEND_RT_VISIBLE_DEVICES is `{visible}`"),
-        Err(_) => "the driver sees no Ascend device".to_owned(),
-    }
-}
-
 /// The calls of ACL.
 struct AclVerbs {
     calls: Calls,
     infos: Option<DeviceInfoCalls>,
     states: Option<ContextStateCalls>,
-    priorities: Option<PriorityCalls>,
+    captures: Option<CaptureCalls>,
+    capture_modes: Option<CaptureModeCalls>,
     host_functions: Option<HostFunctionCalls>,
     soc_name: Option<SocName>,
     message: Option<RecentMessage>,
@@ -129,7 +138,8 @@ impl AclVerbs {
             calls: Calls::find(library, SPELLING)?,
             infos: DeviceInfoCalls::find(library, SPELLING).ok(),
             states: ContextStateCalls::find(library, SPELLING).ok(),
-            priorities: PriorityCalls::find(library, SPELLING).ok(),
+            captures: CaptureCalls::find(library, SPELLING).ok(),
+            capture_modes: CaptureModeCalls::find(library, SPELLING).ok(),
             host_functions: HostFunctionCalls::find(library, SPELLING).ok(),
             soc_name,
             message,
@@ -183,8 +193,10 @@ impl AclVerbs {
             unsafe { self.calls.reset_device(device) }?;
             asked.map(|(_, total)| total)
         };
-        std::thread::scope(|scope| scope.spawn(ask).join()).unwrap_or_else(|_| {
-            Err(Failure { call: "aclrtGetMemInfo", code: Code(NOT_SUPPORTED), meaning: Meaning::NotSupported })
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().spawn_scoped(scope, ask);
+            let asked = thread.ok().and_then(|thread| thread.join().ok());
+            asked.unwrap_or_else(|| Err(unsupported("aclrtGetMemInfo")))
         })
     }
 
@@ -209,6 +221,11 @@ fn text(at: *const c_char) -> Option<String> {
         .filter(|text| !text.is_empty())
 }
 
+/// The refusal of a call that is not made.
+fn unsupported(call: &'static str) -> Failure {
+    Failure { call, code: Code(NOT_SUPPORTED), meaning: Meaning::NotSupported }
+}
+
 /// An address as ACL has it.
 fn pointer(address: Address) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
@@ -226,8 +243,12 @@ impl Verbs for AclVerbs {
         NAMES.iter().find(|(known, _)| *known == code.0).map(|(_, name)| (*name).to_owned())
     }
 
-    /// What ACL says of the failure of this thread that was the last, since it has no words for a code.
-    fn error_text(&self, _code: Code) -> Option<String> {
+    /// What ACL says of the thread's last failure, since it has no words for a code. Nobody can ask it again then.
+    fn error_text(&self, code: Code) -> Option<String> {
+        // This library says so itself, too, where ACL knows of no failure.
+        if code == Code(NOT_SUPPORTED) {
+            return None;
+        }
         self.message.and_then(|call| text(unsafe { call() }))
     }
 
@@ -246,15 +267,21 @@ impl Verbs for AclVerbs {
         given(0, |can| unsafe { self.calls.can_access_peer(can, to, from) }).map(|can: i32| can != 0)
     }
 
-    /// The default context of the device, which this counts. The thread's context is as before, if it had one.
+    /// The default context of the device, which this counts. Its streams stop on failure from now on, which one of them sets for all.
+    /// The thread's context is as before, if it had one.
     unsafe fn retain(&self, device: DeviceHandle) -> Outcome<ContextHandle> {
         let before = self.current()?;
         unsafe { self.calls.set_device(device) }?;
-        let context = self.current()?;
-        if !before.is_null() {
-            unsafe { self.make_current(before) }?;
+        let stopping = || {
+            let stream = unsafe { self.stream_create(None) }?;
+            unsafe { self.stream_destroy(stream) }?;
+            self.current()
+        };
+        let context = stopping();
+        if context.is_err() {
+            let _ = unsafe { self.calls.reset_device(device) };
         }
-        Ok(context)
+        unsafe { self.make_current(before) }.and(context)
     }
 
     /// Nothing: the last release would free a context that is still current in threads that had none before.
@@ -306,11 +333,11 @@ impl Verbs for AclVerbs {
 
     /// Not done ([`Rules::registers`]): registered memory gave 6.5 GB/s where allocated memory gave 25.6, by one public measurement.
     unsafe fn host_register(&self, _address: *mut c_void, _bytes: usize) -> Outcome {
-        Err(Failure { call: "aclrtHostRegister", code: Code(NOT_SUPPORTED), meaning: Meaning::NotSupported })
+        Err(unsupported("aclrtHostRegister"))
     }
 
     unsafe fn host_unregister(&self, _address: *mut c_void) -> Outcome {
-        Err(Failure { call: "aclrtHostUnregister", code: Code(NOT_SUPPORTED), meaning: Meaning::NotRegistered })
+        Err(unsupported("aclrtHostUnregister"))
     }
 
     unsafe fn copy_to_device(&self, dst: Address, src: *const c_void, bytes: usize, stream: StreamHandle) -> Outcome {
@@ -343,15 +370,13 @@ impl Verbs for AclVerbs {
         unsafe { self.calls.copy_now(dst, bytes, pointer(src), bytes, CopyKind::ToHost as c_int) }
     }
 
-    fn stream_priorities(&self) -> Outcome<(c_int, c_int)> {
-        let Some(calls) = &self.priorities else { return Ok((0, 0)) };
-        let (mut least, mut greatest) = (0, 0);
-        unsafe { calls.range(&raw mut least, &raw mut greatest) }?;
-        Ok((least, greatest))
+    /// What everybody's streams have, 0, is the greatest one already.
+    fn stream_priorities(&self) -> Outcome<(Option<c_int>, Option<c_int>)> {
+        Ok((None, None))
     }
 
-    unsafe fn stream_create(&self, priority: c_int) -> Outcome<StreamHandle> {
-        let priority = priority.max(0).unsigned_abs();
+    unsafe fn stream_create(&self, priority: Option<c_int>) -> Outcome<StreamHandle> {
+        let priority = priority.unwrap_or(0).unsigned_abs();
         let stream = given_pointer(|stream| unsafe { self.calls.stream_create(stream, priority, 0) })?;
         let stops = unsafe { self.calls.stream_stops(stream, STOP_ON_FAILURE) };
         if stops.is_err() {
@@ -373,9 +398,20 @@ impl Verbs for AclVerbs {
     }
 
     unsafe fn launch_host_function(&self, stream: StreamHandle, function: HostFunction, data: *mut c_void) -> Outcome {
-        let call = "aclrtLaunchHostFunc";
-        let missing = Failure { call, code: Code(NOT_SUPPORTED), meaning: Meaning::NotSupported };
+        let missing = unsupported("aclrtLaunchHostFunc");
         unsafe { self.host_functions.as_ref().ok_or(missing)?.launch(stream, function, data) }
+    }
+
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Outcome<bool> {
+        let Some(calls) = &self.captures else { return Ok(false) };
+        let mut model = ptr::null_mut();
+        let status = given(CAPTURE_NONE, |status| unsafe { calls.info(stream, status, &raw mut model) });
+        status.map(|status| status != CAPTURE_NONE)
+    }
+
+    fn exchange_capture_mode(&self, CaptureMode(mode): CaptureMode) -> Option<CaptureMode> {
+        let calls = self.capture_modes.as_ref()?;
+        given(mode, |mode| unsafe { calls.exchange(mode) }).ok().map(CaptureMode)
     }
 
     unsafe fn event_create(&self) -> Outcome<EventHandle> {
@@ -387,11 +423,9 @@ impl Verbs for AclVerbs {
     }
 
     unsafe fn event_query(&self, event: EventHandle) -> Outcome {
-        match given(EVENT_NOT_READY, |status| unsafe { self.calls.event_query(event, status) })? {
-            EVENT_NOT_READY => {
-                Err(Failure { call: "aclrtQueryEventStatus", code: Code(0), meaning: Meaning::NotReady })
-            }
-            _ => Ok(()),
+        match given(0, |status| unsafe { self.calls.event_query(event, status) })? {
+            EVENT_COMPLETE => Ok(()),
+            _ => Err(Failure { call: "aclrtQueryEventStatus", code: Code(0), meaning: Meaning::NotReady }),
         }
     }
 

@@ -68,7 +68,12 @@ table! { meaning;
         copy_on_device = "cnMemcpyDtoDAsync"(dst: Address, src: Address, bytes: u64, queue: StreamHandle);
         copy_to_device_now = "cnMemcpyHtoD"(dst: Address, src: *const c_void, bytes: u64);
         copy_to_host_now = "cnMemcpyDtoH"(dst: *mut c_void, src: Address, bytes: u64);
-        queue_create = "cnCreateQueueWithPriority"(queue: *mut StreamHandle, flags: c_uint, priority: c_int);
+        queue_create = "cnCreateQueue"(queue: *mut StreamHandle, flags: c_uint);
+        queue_create_with_priority = "cnCreateQueueWithPriority"(
+            queue: *mut StreamHandle,
+            flags: c_uint,
+            priority: c_int,
+        );
         queue_destroy = "cnDestroyQueue"(queue: StreamHandle);
         queue_sync = "cnQueueSync"(queue: StreamHandle);
         queue_wait = "cnQueueWaitNotifier"(queue: StreamHandle, notifier: EventHandle);
@@ -84,6 +89,20 @@ table! { meaning;
     /// Copies in any direction, as of newer versions, which announce the end of the single ones.
     CopyCalls {
         copy = "cnMemcpyAsync_V3"(dst: Address, src: Address, bytes: u64, queue: StreamHandle);
+    }
+}
+
+table! { meaning;
+    /// The capture status of queues.
+    CaptureCalls {
+        is_capturing = "cnQueueIsCapturing"(queue: StreamHandle, status: *mut c_int);
+    }
+}
+
+table! { meaning;
+    /// The capture mode of a thread.
+    CaptureModeCalls {
+        exchange = "cnThreadExchangeQueueCaptureMode"(mode: *mut c_int);
     }
 }
 

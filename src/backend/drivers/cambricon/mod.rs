@@ -2,18 +2,20 @@
 
 mod calls;
 
-use std::ffi::{CStr, c_char, c_int, c_void};
-use std::path::Path;
-use std::ptr;
+use std::ffi::{CStr, c_int, c_void};
+use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-use self::calls::{Calls, CopyCalls, Device, NO_DEVICE, NOT_SUPPORTED, NOTIFIER_WITHOUT_TIMING, UuidCalls};
-use super::driver::{Driver, lacks, named, open_any, pci_bus_id};
+use self::calls::{
+    Calls, CaptureCalls, CaptureModeCalls, CopyCalls, Device, NO_DEVICE, NOT_SUPPORTED, NOTIFIER_WITHOUT_TIMING,
+    UuidCalls,
+};
+use super::driver::{Driver, installed, lacks, named, no_device, open_any, pci_bus_id, text};
 use super::table::Spelling;
 use super::verbs::{
-    Address, Code, ContextHandle, DeviceHandle, EventHandle, Failure, HostFunction, Meaning, Outcome, Peers, Place,
-    Rules, StreamHandle, Verbs, given, given_pointer,
+    Address, CAPTURE_NONE, CaptureMode, Code, ContextHandle, DeviceHandle, EventHandle, Failure, HostFunction,
+    MANY_EVENTS, Meaning, Outcome, Peers, Place, Rules, StreamHandle, Verbs, given, given_pointer,
 };
 use super::{Cards, Vendor};
 use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails, gpu_uuid};
@@ -21,8 +23,10 @@ use crate::device::{DeviceId, DeviceInfo, DeviceKind, GpuDetails, gpu_uuid};
 /// The environment variable that names the driver's library.
 const LIBRARY_VARIABLE: &str = "TENSOR_OFFLOAD_LIBCNDRV";
 
-/// The names of the library: by the search path, and where it is installed.
-const LIBRARIES: [&str; 3] = ["libcndrv.so", "libcndrv.so.2", "/usr/local/neuware/lib64/libcndrv.so"];
+/// The names of the library, the variable that names the folder of the toolkit, and where that is without it.
+const NAMES: [&str; 2] = ["libcndrv.so", "libcndrv.so.2"];
+const HOME_VARIABLE: &str = "NEUWARE_HOME";
+const HOME: &str = "/usr/local/neuware";
 
 /// `CN_QUEUE_TYPE_PER_THREAD`.
 const PER_THREAD: usize = 1;
@@ -69,8 +73,9 @@ impl Vendor for CnDrv {
     const KIND: DeviceKind = DeviceKind::Mlu;
 
     fn load(&self, library: Option<&Path>) -> Result<(Driver, Vec<DeviceInfo>), String> {
-        let library =
-            open_any(named(library, LIBRARY_VARIABLE).as_deref(), &LIBRARIES, "library of Cambricon's CNDrv")?;
+        let [name, other] = NAMES.map(PathBuf::from);
+        let names = [name, other, installed(&[HOME_VARIABLE], HOME, "lib64/libcndrv.so")];
+        let library = open_any(named(library, LIBRARY_VARIABLE).as_deref(), &names, "library of Cambricon's CNDrv")?;
         let mut verbs = CnVerbs::find(&library).map_err(lacks)?;
         let uuids = UuidCalls::find(&library, Spelling::Own).ok();
         let found = verbs.start().and_then(|devices| {
@@ -84,23 +89,17 @@ impl Vendor for CnDrv {
             waits_across: false,
             peers: Peers::Never(NO_PEERS),
             registers: false,
+            destroys_pending: false,
+            events: MANY_EVENTS,
             per_thread: Some(PER_THREAD),
         };
         let driver = Driver::new(verbs, rules);
         match found {
-            Ok(devices) if devices.is_empty() => Err(no_device()),
+            Ok(devices) if devices.is_empty() => Err(no_device("Cambricon", &["MLU_VISIBLE_DEVICES"])),
             Ok(devices) => Ok((driver, devices)),
-            Err(failure) if failure.code == Code(NO_DEVICE) => Err(no_device()),
+            Err(failure) if failure.code == Code(NO_DEVICE) => Err(no_device("Cambricon", &["MLU_VISIBLE_DEVICES"])),
             Err(failure) => Err(driver.describe(failure)),
         }
-    }
-}
-
-/// What is said where there is no device.
-fn no_device() -> String {
-    match std::env::var("MLU_VISIBLE_DEVICES") {
-        Ok(visible) => format!("no Cambricon device is visible; MLU_VISIBLE_DEVICES is `{visible}`"),
-        Err(_) => "the driver sees no Cambricon device".to_owned(),
     }
 }
 
@@ -108,14 +107,22 @@ fn no_device() -> String {
 struct CnVerbs {
     calls: Calls,
     copies: Option<CopyCalls>,
+    captures: Option<CaptureCalls>,
+    capture_modes: Option<CaptureModeCalls>,
     /// The driver's own handles, by number.
     devices: Vec<Device>,
 }
 
 impl CnVerbs {
     fn find(library: &Library) -> Result<CnVerbs, &'static str> {
-        let copies = CopyCalls::find(library, Spelling::Own).ok();
-        Ok(CnVerbs { calls: Calls::find(library, Spelling::Own)?, copies, devices: Vec::new() })
+        const SPELLING: Spelling = Spelling::Own;
+        Ok(CnVerbs {
+            calls: Calls::find(library, SPELLING)?,
+            copies: CopyCalls::find(library, SPELLING).ok(),
+            captures: CaptureCalls::find(library, SPELLING).ok(),
+            capture_modes: CaptureModeCalls::find(library, SPELLING).ok(),
+            devices: Vec::new(),
+        })
     }
 
     /// Initialises the driver. Returns its devices.
@@ -149,12 +156,6 @@ impl CnVerbs {
     fn handle(&self, number: DeviceHandle) -> Device {
         usize::try_from(number).ok().and_then(|number| self.devices.get(number)).copied().unwrap_or(Device::MAX)
     }
-}
-
-fn text(ask: impl FnOnce(*mut *const c_char) -> Outcome) -> Option<String> {
-    let text = given(ptr::null(), ask).ok()?;
-    // SAFETY: the driver returns null or a zero-terminated text that lives as long as the driver.
-    (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
 /// Each is a call of the driver: the caller's promise is the one that its documentation asks for, and pointers to write to are to
@@ -271,20 +272,21 @@ impl Verbs for CnVerbs {
         unsafe { self.calls.copy_to_host_now(dst, src, bytes as u64) }
     }
 
-    fn stream_priorities(&self) -> Outcome<(c_int, c_int)> {
+    fn stream_priorities(&self) -> Outcome<(Option<c_int>, Option<c_int>)> {
         let (mut least, mut greatest) = (0, 0);
         unsafe { self.calls.priorities(&raw mut least, &raw mut greatest) }?;
-        Ok((least, greatest))
+        Ok((None, Some(greatest)))
     }
 
-    unsafe fn stream_create(&self, priority: c_int) -> Outcome<StreamHandle> {
-        given_pointer(|queue| unsafe { self.calls.queue_create(queue, 0, priority) })
+    unsafe fn stream_create(&self, priority: Option<c_int>) -> Outcome<StreamHandle> {
+        given_pointer(|queue| match priority {
+            Some(priority) => unsafe { self.calls.queue_create_with_priority(queue, 0, priority) },
+            None => unsafe { self.calls.queue_create(queue, 0) },
+        })
     }
 
-    /// Waits first: the documentation of the runtime above CNDrv says that destroying a queue ends its tasks.
     unsafe fn stream_destroy(&self, stream: StreamHandle) -> Outcome {
-        let idle = unsafe { self.calls.queue_sync(stream) };
-        unsafe { self.calls.queue_destroy(stream) }.and(idle)
+        unsafe { self.calls.queue_destroy(stream) }
     }
 
     unsafe fn stream_synchronize(&self, stream: StreamHandle) -> Outcome {
@@ -297,6 +299,16 @@ impl Verbs for CnVerbs {
 
     unsafe fn launch_host_function(&self, stream: StreamHandle, function: HostFunction, data: *mut c_void) -> Outcome {
         unsafe { self.calls.host_function(stream, function, data) }
+    }
+
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Outcome<bool> {
+        let Some(calls) = &self.captures else { return Ok(false) };
+        given(CAPTURE_NONE, |status| unsafe { calls.is_capturing(stream, status) }).map(|status| status != CAPTURE_NONE)
+    }
+
+    fn exchange_capture_mode(&self, CaptureMode(mode): CaptureMode) -> Option<CaptureMode> {
+        let calls = self.capture_modes.as_ref()?;
+        given(mode, |mode| unsafe { calls.exchange(mode) }).ok().map(CaptureMode)
     }
 
     unsafe fn event_create(&self) -> Outcome<EventHandle> {

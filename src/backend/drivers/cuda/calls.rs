@@ -76,8 +76,6 @@ pub(in crate::backend::drivers) const EVENT_WITHOUT_TIMING: c_uint = 2;
 pub(in crate::backend::drivers) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(in crate::backend::drivers) const REGISTER_PORTABLE: c_uint = 1;
 pub(in crate::backend::drivers) const HOST_ALLOCATION_PORTABLE: c_uint = 1;
-pub(in crate::backend::drivers) const CAPTURE_NONE: c_int = 0;
-pub(in crate::backend::drivers) const CAPTURE_MODE_RELAXED: c_int = 2;
 
 /// The values of `CUdevice_attribute` that are used.
 #[derive(Clone, Copy)]
@@ -176,7 +174,6 @@ table! { meaning;
         launch_host_function = "cuLaunchHostFunc" / "hipLaunchHostFunc"(stream: StreamHandle, function: HostFunction, data: *mut c_void);
         event_create = "cuEventCreate" / "hipEventCreateWithFlags"(event: *mut EventHandle, flags: c_uint);
         event_destroy = "cuEventDestroy_v2" / "hipEventDestroy"(event: EventHandle);
-        event_synchronize = "cuEventSynchronize" / "hipEventSynchronize"(event: EventHandle);
         event_query = "cuEventQuery" / "hipEventQuery"(event: EventHandle);
         event_record = "cuEventRecord" / "hipEventRecord"(event: EventHandle, stream: StreamHandle);
     }
@@ -355,6 +352,7 @@ table! { meaning;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::drivers::verbs::{CAPTURE_NONE, CaptureMode};
     use cudarc::driver::sys;
 
     /// The numbers and sizes match the driver's headers, as another crate declares them.
@@ -381,7 +379,7 @@ mod tests {
         assert_eq!(EVENT_WITHOUT_TIMING, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint);
         assert_eq!(STREAM_NON_BLOCKING, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint);
         assert_eq!(CAPTURE_NONE, sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int);
-        assert_eq!(CAPTURE_MODE_RELAXED, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int);
+        assert_eq!(CaptureMode::RELAXED.0, sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int);
         assert_eq!(
             (REGISTER_PORTABLE, HOST_ALLOCATION_PORTABLE),
             (sys::CU_MEMHOSTREGISTER_PORTABLE, sys::CU_MEMHOSTALLOC_PORTABLE)

@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use libloading::Library;
 
-use self::calls::{Attribute, CaptureCalls, CaptureModeCalls, KernelCalls, OldUuidCalls, PoolCalls, UuidCalls};
+use self::calls::{Attribute, KernelCalls, OldUuidCalls, PoolCalls, UuidCalls};
 pub(super) use self::nvml::Nvml;
 use self::verbs::CudaVerbs;
-use super::driver::{Batches, Driver, lacks, named, open, open_any};
+use super::driver::{Batches, Driver, lacks, named, no_device, open, open_any};
 use super::stream::PER_THREAD;
 use super::table::Spelling;
-use super::verbs::{DeviceHandle, Outcome, Peers, Rules, Verbs, given};
+use super::verbs::{DeviceHandle, MANY_EVENTS, Outcome, Peers, Rules, Verbs};
 use super::{Cards, Vendor};
 use crate::backend::Gds;
 use crate::backend::sysfs::Sysfs;
@@ -112,31 +112,16 @@ impl Vendor for Nvidia {
 
     fn load(&self, library: Option<&Path>) -> Result<(Driver, Vec<DeviceInfo>), String> {
         let library = find(named(library, LIBRARY_VARIABLE).as_deref())?;
-        let (driver, devices) = load(&library, Nvidia::KIND, Variant::Nvidia)?;
-        if devices.is_empty() {
-            return Err(no_device("CUDA"));
-        }
-        if devices.iter().all(|info| info.name.starts_with(COREX_MAKER)) {
-            return Err("this driver is CoreX's, whose devices are corex:N".to_owned());
-        }
-        Ok((driver, devices))
+        load(&library, Nvidia::KIND, Variant::Nvidia)
     }
 
-    fn management(&self) -> Option<Nvml> {
+    fn management(&self, _library: Option<&Path>) -> Option<Nvml> {
         let nvml = Nvml::load(self.nvml.as_deref());
         nvml.inspect_err(|why| tracing::debug!(%why, "no management library")).ok()
     }
 
     fn file_reads(&self, sysfs: &Sysfs) -> Option<Arc<cufile::Settings>> {
         Some(Arc::new(cufile::Settings::new(self.gds, self.cufile.clone(), sysfs.clone())))
-    }
-}
-
-/// What is said where a driver with the calls of CUDA's sees no device. `what` is whose devices they would be.
-pub(super) fn no_device(what: &str) -> String {
-    match std::env::var("CUDA_VISIBLE_DEVICES") {
-        Ok(visible) => format!("no {what} device is visible; CUDA_VISIBLE_DEVICES is `{visible}`"),
-        Err(_) => format!("the driver sees no {what} device"),
     }
 }
 
@@ -148,31 +133,53 @@ pub(super) enum Variant {
     CoreX,
 }
 
+impl Variant {
+    fn name(self) -> &'static str {
+        match self {
+            Variant::Nvidia => "CUDA",
+            Variant::CoreX => "CoreX",
+        }
+    }
+}
+
 /// Loads and initialises a driver that has the calls of CUDA's, and lists its devices.
 ///
 /// # Errors
 /// The reason why it cannot be used.
 pub(super) fn load(library: &Library, kind: DeviceKind, variant: Variant) -> Result<(Driver, Vec<DeviceInfo>), String> {
     const SPELLING: Spelling = Spelling::Own;
-    let mut verbs = CudaVerbs::find(library, SPELLING).map_err(lacks)?;
-    verbs.waits_before_destroying = variant == Variant::CoreX;
+    let verbs = CudaVerbs::find(library, SPELLING).map_err(lacks)?;
     // SAFETY: no flags are defined.
-    let started = unsafe { verbs.calls.init(0) }.and_then(|()| verbs.version());
-    let devices = started.and_then(|_| devices(&verbs, library, kind));
-    let rules = Rules { kind, waits_across: true, peers: Peers::Both, registers: true, per_thread: Some(PER_THREAD) };
-    let mut driver = Driver::new(verbs, rules);
-    driver.pools = PoolCalls::find(library, SPELLING).ok();
-    driver.kernels = KernelCalls::find(library, SPELLING).map_err(|missing| format!("the driver has no {missing}"));
-    driver.captures = CaptureCalls::find(library, SPELLING).ok();
-    driver.capture_modes = CaptureModeCalls::find(library, SPELLING).ok();
-    driver.batches = started.ok().and_then(|version| Batches::find(library, version));
-    let version = started.map_err(|failure| driver.describe(failure))?;
+    let version = unsafe { verbs.calls.init(0) }.and_then(|()| verbs.version());
+    let devices = version.and_then(|_| devices(&verbs, library, kind));
+    let mut driver = Driver::new(
+        verbs,
+        Rules {
+            kind,
+            waits_across: true,
+            peers: Peers::Both,
+            registers: true,
+            destroys_pending: variant == Variant::Nvidia,
+            events: MANY_EVENTS,
+            per_thread: Some(PER_THREAD),
+        },
+    );
+    let version = version.map_err(|failure| driver.describe(failure))?;
+    let from_corex = || devices.as_ref().is_ok_and(|found| found.iter().any(|info| info.name.starts_with(COREX_MAKER)));
+    if variant == Variant::Nvidia && from_corex() {
+        return Err("this driver is CoreX's, whose devices are corex:N".to_owned());
+    }
     if variant == Variant::Nvidia && version < OLDEST {
         let of = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
         return Err(format!("the driver is for CUDA {}, at least {} is needed", of(version), of(OLDEST)));
     }
-    let devices = devices.map_err(|failure| driver.describe(failure))?;
-    Ok((driver, devices))
+    driver.pools = PoolCalls::find(library, SPELLING).ok();
+    driver.kernels = KernelCalls::find(library, SPELLING).map_err(|missing| format!("the driver has no {missing}"));
+    driver.batches = Batches::find(library, version);
+    match devices.map_err(|failure| driver.describe(failure))? {
+        devices if devices.is_empty() => Err(no_device(variant.name(), &["CUDA_VISIBLE_DEVICES"])),
+        devices => Ok((driver, devices)),
+    }
 }
 
 fn devices(verbs: &CudaVerbs, library: &Library, kind: DeviceKind) -> Outcome<Vec<DeviceInfo>> {
@@ -213,22 +220,22 @@ struct Uuids {
 impl Uuids {
     /// The UUID as `nvidia-smi` prints it.
     fn of(&self, device: DeviceHandle) -> Option<String> {
-        let uuid = given([0; 16], |uuid| match (&self.now, &self.old) {
+        let ask = |uuid: *mut [u8; 16]| match (&self.now, &self.old) {
             // SAFETY: the pointer is to sixteen living bytes, the device comes from the driver.
-            (Some(calls), _) => unsafe { calls.uuid(uuid, device) },
+            (Some(calls), _) => Some(unsafe { calls.uuid(uuid, device) }),
             // SAFETY: as above.
-            (None, Some(calls)) => unsafe { calls.uuid(uuid, device) },
-            (None, None) => Ok(()),
-        });
-        let known = self.now.is_some() || self.old.is_some();
-        uuid.ok().filter(|_| known).map(gpu_uuid)
+            (None, Some(calls)) => Some(unsafe { calls.uuid(uuid, device) }),
+            (None, None) => None,
+        };
+        let mut uuid = [0; 16];
+        ask(&raw mut uuid)?.ok().map(|()| gpu_uuid(uuid))
     }
 }
 
 /// Opens the driver's library for good, and checks that others who look for it by its name, such as cudarc, find the same
 /// one.
 fn find(file: Option<&Path>) -> Result<ManuallyDrop<Library>, String> {
-    let library = open_any(file, &NAMES, DRIVER)?;
+    let library = open_any(file, &NAMES.map(PathBuf::from), DRIVER)?;
     let Some(file) = file else { return Ok(library) };
     let by_name = NAMES.iter().find_map(|name| open(OsStr::new(name)).ok());
     match by_name.and_then(|library| entry(&library)) {

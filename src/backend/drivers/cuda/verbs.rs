@@ -1,18 +1,19 @@
 //! The verbs of CUDA's driver, and of drivers that have its calls under other names.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
 
 use libloading::Library;
 
 use super::calls::{
-    Calls, ContextCalls, ContextStateCalls, DeviceCalls, EVENT_WITHOUT_TIMING, HOST_ALLOCATION_PORTABLE,
-    OldReleaseCalls, REGISTER_PORTABLE, ReleaseCalls, STREAM_NON_BLOCKING,
+    Calls, CaptureCalls, CaptureModeCalls, ContextCalls, ContextStateCalls, DeviceCalls, EVENT_WITHOUT_TIMING,
+    HOST_ALLOCATION_PORTABLE, OldReleaseCalls, REGISTER_PORTABLE, ReleaseCalls, STREAM_NON_BLOCKING,
 };
+use crate::backend::drivers::driver::text;
 use crate::backend::drivers::table::Spelling;
 use crate::backend::drivers::verbs::{
-    Address, Code, ContextHandle, DeviceHandle, EventHandle, HostFunction, Outcome, Place, StreamHandle, Verbs, given,
-    given_pointer,
+    Address, CAPTURE_NONE, CaptureMode, Code, ContextHandle, DeviceHandle, EventHandle, HostFunction, Outcome, Place,
+    StreamHandle, Verbs, given, given_pointer,
 };
 
 /// The required calls of a driver, by one of their spellings.
@@ -20,8 +21,8 @@ pub(in crate::backend::drivers) struct CudaVerbs {
     pub(in crate::backend::drivers) calls: Calls,
     contexts: Contexts,
     states: Option<ContextStateCalls>,
-    /// Whether streams and events are waited for before they are destroyed.
-    pub(in crate::backend::drivers) waits_before_destroying: bool,
+    captures: Option<CaptureCalls>,
+    capture_modes: Option<CaptureModeCalls>,
 }
 
 /// What is current in a thread.
@@ -60,8 +61,13 @@ impl CudaVerbs {
             }
             Spelling::Hip => Contexts::Devices(DeviceCalls::find(library, spelling)?),
         };
-        let states = ContextStateCalls::find(library, spelling).ok();
-        Ok(CudaVerbs { calls: Calls::find(library, spelling)?, contexts, states, waits_before_destroying: false })
+        Ok(CudaVerbs {
+            calls: Calls::find(library, spelling)?,
+            contexts,
+            states: ContextStateCalls::find(library, spelling).ok(),
+            captures: CaptureCalls::find(library, spelling).ok(),
+            capture_modes: CaptureModeCalls::find(library, spelling).ok(),
+        })
     }
 
     pub(in crate::backend::drivers) fn version(&self) -> Outcome<c_int> {
@@ -91,12 +97,6 @@ impl CudaVerbs {
         // SAFETY: the pointer is to a living integer, the device comes from the driver.
         given(0, |value| unsafe { self.calls.device_attribute(value, attribute, device) }).unwrap_or(0)
     }
-
-    fn text(ask: impl FnOnce(*mut *const c_char) -> Outcome) -> Option<String> {
-        let text = given(ptr::null(), ask).ok()?;
-        // SAFETY: the driver returns null or a zero-terminated text that lives as long as the driver.
-        (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
-    }
 }
 
 /// Each is a call of the driver: the caller's promise is the one that its documentation asks for, and pointers to write to are to
@@ -108,11 +108,11 @@ impl Verbs for CudaVerbs {
     }
 
     fn error_name(&self, code: Code) -> Option<String> {
-        CudaVerbs::text(|text| unsafe { self.calls.error_name(code.0, text) })
+        text(|text| unsafe { self.calls.error_name(code.0, text) })
     }
 
     fn error_text(&self, code: Code) -> Option<String> {
-        CudaVerbs::text(|text| unsafe { self.calls.error_text(code.0, text) })
+        text(|text| unsafe { self.calls.error_text(code.0, text) })
     }
 
     fn device(&self, number: u32) -> Outcome<DeviceHandle> {
@@ -236,21 +236,19 @@ impl Verbs for CudaVerbs {
         unsafe { self.calls.copy_to_host_now(dst, src, bytes) }
     }
 
-    fn stream_priorities(&self) -> Outcome<(c_int, c_int)> {
+    fn stream_priorities(&self) -> Outcome<(Option<c_int>, Option<c_int>)> {
         let (mut least, mut greatest) = (0, 0);
         unsafe { self.calls.stream_priorities(&raw mut least, &raw mut greatest) }?;
         // The least is the default one, 0, but for HIP, which has a lower one.
-        Ok((least.min(0), greatest))
+        Ok((Some(least.min(0)), Some(greatest)))
     }
 
-    unsafe fn stream_create(&self, priority: c_int) -> Outcome<StreamHandle> {
+    unsafe fn stream_create(&self, priority: Option<c_int>) -> Outcome<StreamHandle> {
+        let priority = priority.unwrap_or(0);
         given_pointer(|stream| unsafe { self.calls.stream_create(stream, STREAM_NON_BLOCKING, priority) })
     }
 
     unsafe fn stream_destroy(&self, stream: StreamHandle) -> Outcome {
-        if self.waits_before_destroying {
-            unsafe { self.calls.stream_synchronize(stream) }?;
-        }
         unsafe { self.calls.stream_destroy(stream) }
     }
 
@@ -266,14 +264,21 @@ impl Verbs for CudaVerbs {
         unsafe { self.calls.launch_host_function(stream, function, data) }
     }
 
+    unsafe fn is_capturing(&self, stream: StreamHandle) -> Outcome<bool> {
+        let Some(calls) = &self.captures else { return Ok(false) };
+        given(CAPTURE_NONE, |status| unsafe { calls.is_capturing(stream, status) }).map(|status| status != CAPTURE_NONE)
+    }
+
+    fn exchange_capture_mode(&self, CaptureMode(mode): CaptureMode) -> Option<CaptureMode> {
+        let calls = self.capture_modes.as_ref()?;
+        given(mode, |mode| unsafe { calls.exchange(mode) }).ok().map(CaptureMode)
+    }
+
     unsafe fn event_create(&self) -> Outcome<EventHandle> {
         given_pointer(|event| unsafe { self.calls.event_create(event, EVENT_WITHOUT_TIMING) })
     }
 
     unsafe fn event_destroy(&self, event: EventHandle) -> Outcome {
-        if self.waits_before_destroying {
-            unsafe { self.calls.event_synchronize(event) }?;
-        }
         unsafe { self.calls.event_destroy(event) }
     }
 
