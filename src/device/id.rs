@@ -77,20 +77,47 @@ impl fmt::Display for DeviceKind {
 
 /// The name of a kind that this library does not know: a letter, then letters, digits and `_`, at most 15 characters in
 /// all.
+///
+/// A backend of another crate names its kind once, checked when it is compiled, and its devices by it:
+///
+/// ```
+/// use tensor_offload::DeviceId;
+/// use tensor_offload::device::{DeviceKind, KindName};
+///
+/// const NAME: KindName = KindName::new("loopback").unwrap();
+/// assert_eq!(DeviceId::other(NAME, 1), "loopback:1".parse()?);
+/// assert_eq!(DeviceId::other(NAME, 1).kind(), DeviceKind::Other(NAME));
+/// assert!(KindName::new("cuda").is_none());
+/// # Ok::<(), tensor_offload::Error>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KindName([u8; KindName::MAX]);
 
 impl KindName {
     const MAX: usize = 15;
 
-    /// The name `text`, in lower case. `None` if it is malformed.
-    pub fn new(text: &str) -> Option<KindName> {
-        let mut name = [0; Self::MAX];
-        name.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
-        name.make_ascii_lowercase();
-        let form = |b: u8| b.is_ascii_alphanumeric() || b == b'_';
-        let well_formed = text.bytes().all(form) && name[0].is_ascii_alphabetic();
-        well_formed.then_some(KindName(name))
+    /// The name `text`, in lower case. `None` if it is malformed, or the name of a kind that this library knows.
+    pub const fn new(text: &str) -> Option<KindName> {
+        let (text, mut name, mut at) = (text.as_bytes(), [0; Self::MAX], 0);
+        if text.is_empty() || text.len() > Self::MAX || !text[0].is_ascii_alphabetic() {
+            return None;
+        }
+        // Loops, since iterators are not for constants.
+        while at < text.len() {
+            if !text[at].is_ascii_alphanumeric() && text[at] != b'_' {
+                return None;
+            }
+            name[at] = text[at].to_ascii_lowercase();
+            at += 1;
+        }
+        let mut kind = 0;
+        while kind < KINDS.len() {
+            if text.eq_ignore_ascii_case(KINDS[kind].1.as_bytes()) {
+                return None;
+            }
+            kind += 1;
+        }
+        Some(KindName(name))
     }
 
     /// The name.
@@ -151,7 +178,13 @@ impl DeviceId {
         DeviceId { kind: DeviceKind::Vulkan, index }
     }
 
+    /// The device `name:index`, of a kind that another crate defines.
+    pub const fn other(name: KindName, index: u32) -> DeviceId {
+        DeviceId { kind: DeviceKind::Other(name), index }
+    }
+
     /// The device of a kind that has numbers.
+    #[cfg(feature = "cuda")]
     pub(crate) const fn of(kind: DeviceKind, index: u32) -> DeviceId {
         DeviceId { kind, index }
     }
@@ -260,6 +293,20 @@ mod tests {
         ] {
             assert!(text.parse::<DeviceId>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn kinds_of_other_crates_have_names_of_their_own() {
+        for text in ["", "5", "_a", "a-b", "a b", "\u{e4}", "averyveryverylong"] {
+            assert_eq!(KindName::new(text), None, "{text}");
+        }
+        for (_, name, _) in KINDS {
+            assert_eq!((KindName::new(name), KindName::new(&name.to_uppercase())), (None, None), "{name}");
+        }
+        let name = KindName::new("Fifteen_letters").unwrap();
+        assert_eq!(name.as_str(), "fifteen_letters");
+        assert_eq!(DeviceId::other(name, 3).to_string().parse::<DeviceId>().unwrap(), DeviceId::other(name, 3));
+        assert_eq!(DeviceId::new(DeviceKind::Other(name), 3), Some(DeviceId::other(name, 3)));
     }
 
     #[test]

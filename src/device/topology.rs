@@ -230,6 +230,28 @@ impl Topology {
         self
     }
 
+    /// Adds what another topology says of links and memories of which this one says nothing.
+    pub(crate) fn and(mut self, other: Topology) -> Topology {
+        let before = self.segments.len();
+        self.segments.extend(other.segments);
+        for (device, (out, into)) in other.links {
+            self.links.entry(device).or_insert((before + out, before + into));
+        }
+        for (to, sources) in other.peers {
+            let known = self.peers.entry(to).or_default();
+            sources.into_iter().for_each(|(from, segment)| {
+                known.entry(from).or_insert(before + segment);
+            });
+        }
+        self.shared.extend(other.shared.into_iter().map(|(segment, members)| (before + segment, members)));
+        self.unreachable.extend(other.unreachable);
+        let unsaid = |topology: &Topology, device: DeviceId| !topology.within.contains_key(&device);
+        other.within.into_iter().fold(self, |topology, (device, memory)| match unsaid(&topology, device) {
+            true => topology.within(device, memory),
+            false => topology,
+        })
+    }
+
     fn segment(&mut self, name: String, bandwidth: Bandwidth) -> usize {
         self.segments.push(Segment { name, bandwidth, estimated: false });
         self.segments.len() - 1
@@ -362,6 +384,23 @@ mod tests {
         assert!(!topology.is_estimate());
         assert_eq!(topology.segments()[topology.route(host, a)[0]].name, "cpu out");
         assert!(topology.reaches(a, host) && topology.memory_of(a) == host);
+    }
+
+    #[test]
+    fn two_topologies_know_what_each_knows_and_the_first_is_believed() {
+        let [a, b, c] = [0, 1, 2].map(DeviceId::cuda);
+        let first = Topology::new().link(a, gbps(1)).peer(a, b, gbps(2)).within(c, DeviceId::CPU);
+        let second = Topology::new().link(a, gbps(8)).link(b, gbps(3)).peer(a, b, gbps(8)).directed_peer(c, b, gbps(4));
+        let second = second.shared("switch", gbps(5), [b]).no_access(a, c).within(c, a);
+        let both = first.clone().and(second);
+        let speeds = |from, to| -> Vec<u64> {
+            let route = both.route(from, to);
+            route.iter().map(|&s| both.segments()[s].bandwidth.get() / 1_000_000_000).collect()
+        };
+        assert_eq!((speeds(DeviceId::CPU, a), speeds(DeviceId::CPU, b)), (vec![1], vec![5, 3]));
+        assert_eq!((speeds(a, b), speeds(b, a), speeds(c, b)), (vec![2], vec![2], vec![4]));
+        assert!(!both.reaches(c, a) && both.reaches(a, c) && both.memory_of(c) == DeviceId::CPU);
+        assert_eq!((first.clone().and(Topology::new()), Topology::new().and(first.clone())), (first.clone(), first));
     }
 
     #[test]

@@ -43,12 +43,13 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Creates a registry of the devices that `backends` find. If two devices have the same id, the first is kept.
+    /// Creates a registry of the devices that `backends` find, with the links that any of them knows. If two devices have the same
+    /// id, the first is kept; so is what the first backend says of a link.
     pub fn new(backends: impl IntoIterator<Item = Arc<dyn Backend>>) -> Registry {
         let backends: Vec<_> = backends.into_iter().collect();
         let Discovery { infos, owner, absent } = Discovery::of(&backends);
-        let topology = backends.iter().map(|b| b.topology()).find(|topology| *topology != Topology::new());
-        let machine = Machine::new(infos, topology.unwrap_or_else(Topology::new));
+        let topology = backends.iter().map(|backend| backend.topology()).fold(Topology::new(), Topology::and);
+        let machine = Machine::new(infos, topology);
         Registry {
             backends,
             machine,
