@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::cuda::calls::FunctionHandle;
 use super::device::DriverDevice;
-use super::module::{Module, launch};
+use super::module::{Module, Text, launch};
 use super::stream::DriverStream;
 use crate::backend::{Decompress, DecompressFlight, Event, Stream, Undecoded};
 use crate::dtype::DType;
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::lossless::{BLOCK_WEIGHTS, CODE_ALIGN, longest_block};
 
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/lossless.cu`.
-const TEXT: &str = include_str!("kernels/lossless.ptx");
+const TEXT: Text = Text::new(concat!(include_str!("kernels/lossless.ptx"), "\0"), None);
 
 /// The functions; types whose weights have the same fields share one.
 const FUNCTIONS: [&CStr; 5] = [c"lossless_bf16", c"lossless_f16", c"lossless_f32", c"lossless_e4m3", c"lossless_e5m2"];
@@ -30,7 +30,7 @@ const OPERATION: &str = "decompression";
 /// work, which the work itself will be told.
 pub(super) fn covers(device: &DriverDevice, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
     let id = device.context().id();
-    if index(dtype).is_none() {
+    if index(dtype).is_none() || TEXT.of(id.kind()).is_none() {
         return Err(format!("{id} has no kernel that decodes {dtype}"));
     }
     let stream = own(device, stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
@@ -59,7 +59,7 @@ fn index(dtype: DType) -> Option<usize> {
 
 fn module(device: &DriverDevice) -> Result<&Module, String> {
     let context = device.context();
-    context.kernels().lossless.get(context, TEXT, FUNCTIONS.into_iter())
+    context.kernels().lossless.get(context, &TEXT, FUNCTIONS.into_iter(), |_| Ok(()))
 }
 
 /// Queues the kernel.
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn the_text_is_made_of_the_source() {
-        assert_made_of(TEXT, &[include_bytes!("kernels/lossless.cu")], FUNCTIONS.into_iter());
+        assert_made_of(TEXT.ptx, &[include_bytes!("kernels/lossless.cu")], FUNCTIONS.into_iter());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use libloading::Library;
 
-use super::cuda::calls::{CaptureCalls, CaptureModeCalls, HipCalls, UuidCalls};
+use super::cuda::calls::{CaptureCalls, CaptureModeCalls, HipCalls, KernelCalls, UuidCalls};
 use super::cuda::verbs::CudaVerbs;
 use super::driver::{Driver, lacks, named, open_any, pci_bus_id};
 use super::table::Spelling;
@@ -47,8 +47,11 @@ enum Attribute {
 /// the environment variable `TENSOR_OFFLOAD_LIBAMDHIP64` names. Without a usable one, [`discover`](crate::backend::Backend::discover)
 /// returns the reason; nothing panics.
 ///
-/// The runtime opens all its devices when it is loaded. The free memory of a device is known once it is open here. Patches and the
-/// values of blocks are computed on the host.
+/// The runtime opens all its devices when it is loaded. The free memory of a device is known once it is open here.
+///
+/// Kernels patch on devices of the architectures gfx900, gfx906, gfx908, gfx90a, gfx942, gfx1030, gfx1100 to gfx1102, gfx1200 and
+/// gfx1201, once a trial on the device gave the bytes that the host gives; on others the host patches. It computes the values of
+/// blocks, too, and decodes compressed weights.
 ///
 /// ```
 /// use tensor_offload::backend::{Backend, Found, Hip};
@@ -86,6 +89,8 @@ impl Vendor for Amd {
         let devices = unsafe { verbs.calls.init(0) }.and_then(|()| devices(&verbs, &hip, &library));
         let rules = Rules { kind: Amd::KIND, waits_across: true, peers: Peers::Both, registers: true };
         let mut driver = Driver::new(verbs, rules);
+        driver.kernels =
+            KernelCalls::find(&library, Spelling::Hip).map_err(|missing| format!("the runtime has no {missing}"));
         driver.captures = CaptureCalls::find(&library, Spelling::Hip).ok();
         driver.capture_modes = CaptureModeCalls::find(&library, Spelling::Hip).ok();
         let devices = devices.map_err(|failure| match NO_DEVICE.contains(&failure.code.0) {
