@@ -4,6 +4,9 @@
 //! The library works in each device's primary context, which frameworks and the runtime API use too, so both sides can use
 //! the same handles and addresses. The library never changes the settings of the context.
 //!
+//! Drivers of CUDA's shape (HIP, CoreX, Ascend's ACL, Cambricon's CNDrv) have the same functions under modules of their own, with
+//! their handles and addresses.
+//!
 //! ```no_run
 //! use std::any::Any;
 //! use std::ffi::c_void;
@@ -69,31 +72,32 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::load::TensorView;
 
-/// Adopts a stream of the caller by its handle (`CUstream`, `cudaStream_t`), for [`Streamer::on`](crate::Streamer::on) and
-/// for copies in the stream's order. The driver's fixed handles (0, 1, 2) are allowed. Handle 2 is the per-thread default
-/// stream, so the returned stream belongs to the calling thread: its work is refused in other threads, and a guard that is
+/// Adopts a stream of the caller by its handle (`CUstream`, `cudaStream_t`; `hipStream_t`, `aclrtStream`, `CNqueue`), for
+/// [`Streamer::on`](crate::Streamer::on) and for copies in the stream's order. The driver's fixed handles (CUDA's 0, 1, 2) are
+/// allowed. One of them (CUDA's 2) is the per-thread default stream, so the returned stream belongs to the calling thread: its work is refused in other threads, and a guard that is
 /// dropped there cannot mark the end of its use.
 ///
 /// # Safety
-/// `stream` is a stream of the primary context of `device` for as long as `keep` lives.
+/// `stream` is a stream of the primary context of `device` for as long as `keep` lives: with HIP a stream of the device, with ACL of
+/// its default context, with CNDrv of its shared one.
 ///
 /// # Errors
-/// [`Error::Invalid`] when `device` is not a CUDA device.
+/// [`Error::Invalid`] when `device` is not a device of such a driver.
 pub unsafe fn adopt_raw_stream(
     device: &Arc<dyn Device>,
     stream: *mut c_void,
     keep: Arc<dyn Any + Send + Sync>,
 ) -> Result<Arc<dyn Stream>> {
     // SAFETY: the caller's promise.
-    Ok(Arc::new(unsafe { cuda_device(device)?.adopt(stream.cast(), keep) }))
+    Ok(Arc::new(unsafe { driver_device(device)?.adopt(stream.cast(), keep) }))
 }
 
-/// The driver's handle (`CUstream`) of a stream of this library. `None` if it is not a CUDA stream.
+/// The driver's handle (`CUstream`) of a stream of this library. `None` if it is no stream of such a driver.
 pub fn stream_handle(stream: &dyn Stream) -> Option<*mut c_void> {
     (stream as &dyn Any).downcast_ref::<backend::drivers::DriverStream>().map(|stream| stream.handle().cast())
 }
 
-/// The device address (`CUdeviceptr`) of a tensor. `None` if it is not in a CUDA device's memory, or has no bytes.
+/// The device address (`CUdeviceptr`) of a tensor. `None` if it is not in the memory of such a driver's device, or has no bytes.
 ///
 /// The bytes are available to work that is queued on the streamer's compute stream while the layer's guard lives.
 pub fn address(tensor: &TensorView<'_>) -> Option<u64> {
@@ -117,7 +121,7 @@ impl BufMut {
     /// them follow the order of this buffer's events.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when `device` is not a CUDA device.
+    /// [`Error::Invalid`] when `device` is not a device of such a driver.
     pub unsafe fn from_raw(
         device: &Arc<dyn Device>,
         address: u64,
@@ -125,7 +129,7 @@ impl BufMut {
         keep: Arc<dyn Any + Send + Sync>,
     ) -> Result<BufMut> {
         // SAFETY: the caller's promise.
-        unsafe { cuda_device(device)?.foreign(address, bytes, keep) }
+        unsafe { driver_device(device)?.foreign(address, bytes, keep) }
     }
 }
 
@@ -139,7 +143,7 @@ impl BufMut {
 /// stream, between a layer's guard and its drop.
 ///
 /// # Errors
-/// [`Error::Invalid`] when `device` is not a CUDA device.
+/// [`Error::Invalid`] when `device` is not a device of such a driver.
 pub unsafe fn storage(
     device: &Arc<dyn Device>,
     address: u64,
@@ -147,7 +151,7 @@ pub unsafe fn storage(
     keep: Arc<dyn Any + Send + Sync>,
 ) -> Result<Box<dyn Storage>> {
     // SAFETY: the caller's promise.
-    Ok(Box::new(unsafe { cuda_device(device)?.foreign_memory(address, bytes, keep) }))
+    Ok(Box::new(unsafe { driver_device(device)?.foreign_memory(address, bytes, keep) }))
 }
 
 /// What keeps an allocation alive that is memory of the caller: the `keep` of [`storage`] or [`BufMut::from_raw`]. `None` for
@@ -156,7 +160,7 @@ pub fn owner(block: &MemoryBlock) -> Option<&Arc<dyn Any + Send + Sync>> {
     block.downcast::<backend::drivers::DeviceMemory>()?.owner()
 }
 
-fn cuda_device(device: &Arc<dyn Device>) -> Result<&backend::drivers::DriverDevice> {
+fn driver_device(device: &Arc<dyn Device>) -> Result<&backend::drivers::DriverDevice> {
     let ours = (&**device as &dyn Any).downcast_ref();
-    ours.ok_or_else(|| Error::invalid(format!("{} is no CUDA device of this library's backend", device.id())))
+    ours.ok_or_else(|| Error::invalid(format!("{} is no device of a driver of CUDA's shape", device.id())))
 }

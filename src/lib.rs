@@ -79,6 +79,7 @@
 //! | [`stream`] | layers on the compute device, one after the other | [`Streamer`], [`Pass`](stream::Pass), [`LayerGuard`] |
 //! | [`cache`] | models that stay, and leave when told to | [`ModelCache`] |
 //! | `cuda` | your own CUDA streams and memory; where tensors are | `cuda::address`, `cuda::addresses`, `cuda::adopt_raw_stream` |
+//! | `hip`, `corex`, `ascend`, `cambricon` | the same for the drivers of AMD, Iluvatar, Ascend and Cambricon | `hip::address`, `hip::adopt_raw_stream` |
 //! | `vulkan`, `wgpu` | your own Vulkan device, or wgpu's; where tensors are | `backend::Vulkan::adopt`, `vulkan::place`, `wgpu::request_device` |
 //!
 //! Adapters stand before the plan because they can change a weight's size and its sharing. Their arithmetic is done by
@@ -137,6 +138,8 @@
 //! - `cuda` (default) is the backend of NVIDIA devices. Nothing of CUDA has to be installed to build, and no version is
 //!   named. Without a driver the library runs and says why there is no device. Without the feature, `cuda:0` still parses
 //!   and plans against a described machine.
+//! - `hip`, `corex`, `ascend` and `cambricon` are the backends of AMD's devices through ROCm, Iluvatar's through CoreX, Ascend's
+//!   through CANN and Cambricon's through CNDrv. They are built like `cuda`, which they turn on; none has run on a device.
 //! - `vulkan` is the backend of devices with a driver for Vulkan 1.3, of any vendor. Nothing has to be installed to build.
 //! - `wgpu` opens devices that the crate wgpu and the library share, and shows tensors as its buffers. It turns `vulkan` on.
 //! - `cudarc` shows streams and tensors as the types of that crate. It needs one CUDA version, the same in all crates of a
@@ -148,10 +151,16 @@
 
 pub mod adapter;
 pub mod allocation;
+#[cfg(feature = "ascend")]
+pub mod ascend;
 pub mod backend;
 mod bytes;
 pub mod cache;
+#[cfg(feature = "cambricon")]
+pub mod cambricon;
 pub mod checkpoint;
+#[cfg(feature = "corex")]
+pub mod corex;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;
@@ -161,6 +170,8 @@ pub mod error;
 mod file;
 mod float;
 mod ggml;
+#[cfg(feature = "hip")]
+pub mod hip;
 mod limits;
 pub mod load;
 pub mod lossless;

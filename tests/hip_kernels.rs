@@ -2,22 +2,23 @@
 //! PTX text of the same source in place of the code, which no processor here can run.
 #![cfg(all(feature = "hip", target_os = "linux"))]
 
+mod card;
 mod reference;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode, Rule, Session, session};
+use card::{DEADLINE, assert_clean, stand_in, whatever_call_fails};
+use cuda_standin::{Config, Effect, Fault, FaultPlan, MemoryMode};
 use reference::{Tensor, f32s, file, tensor};
 use tensor_offload::backend::{Backend, Hip, Host, Role};
-use tensor_offload::{Adapter, DType, DeviceId, Error, Loader, Matching, Model, Planner, Registry, Result, Weights};
+use tensor_offload::{Adapter, ByteSize, DType, DeviceId, Loader, Matching, Model, Planner, Registry, Result, Weights};
 
 /// The text that stands for the code.
 const TEXT: &str = include_str!("../src/backend/drivers/kernels/patch.ptx");
 const ARCHITECTURES: &str = "gfx900 gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100 gfx1101 gfx1102 gfx1200 gfx1201";
 const TYPES: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2];
 const HIP: DeviceId = DeviceId::hip(0);
-const DEADLINE: Duration = Duration::from_secs(20);
 
 /// The launches of a trial.
 const TRIAL: u64 = 12;
@@ -29,7 +30,7 @@ fn card() -> Config {
 }
 
 fn registry() -> Registry {
-    let hip = Hip::new().library(cuda_standin::library_path().unwrap());
+    let hip = Hip::new().library(cuda_standin::library_path().unwrap()).context_size(ByteSize(0));
     Registry::new([Arc::new(hip) as Arc<dyn Backend>, Arc::new(Host::new())])
 }
 
@@ -97,26 +98,14 @@ impl Subject {
     }
 }
 
-/// Waits until the devices are closed, a moment after the last handle.
-fn wait_until_closed(hip: &Session) {
-    let until = Instant::now() + DEADLINE;
-    while !hip.report().is_clean() && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn assert_clean(hip: &Session) {
-    wait_until_closed(hip);
-    hip.report().assert_clean();
-}
-
 #[test]
 fn hip_kernels_of_each_architecture_patch_after_a_trial() {
     let subject = Subject::new();
     for architecture in ARCHITECTURES.split(' ') {
         let mut config = card();
         config.devices[0].architecture = architecture.to_owned();
-        let (hip, devices) = (session(&config), registry());
+        let Some(hip) = stand_in(&config) else { return };
+        let devices = registry();
         subject.load_by_kernels(&devices);
         subject.load_by_kernels(&devices);
         let report = hip.report();
@@ -136,7 +125,8 @@ fn hip_kernels_that_the_runtime_refuses_leave_the_host_to_patch() {
         (unknown, "hipModuleLoadData: hipErrorNoBinaryForGpu"),
         (Config { code_as_ptx: None, ..card() }, "hipModuleLoadData: hipErrorInvalidImage"),
     ] {
-        let (hip, devices) = (session(&config), registry());
+        let Some(hip) = stand_in(&config) else { return };
+        let devices = registry();
         subject.load_by_host(&devices, why);
         subject.load_by_host(&devices, why);
         assert_eq!(hip.report().calls_of("hipModuleLoadData"), 1, "a refusal is remembered");
@@ -148,7 +138,8 @@ fn hip_kernels_that_the_runtime_refuses_leave_the_host_to_patch() {
 /// One bit of a matrix is wrong, and the kernels are never used, not even when they are right later.
 #[test]
 fn hip_kernels_that_give_a_wrong_bit_in_their_trial_are_not_used() {
-    let (subject, hip, devices) = (Subject::new(), session(&card()), registry());
+    let Some(hip) = stand_in(&card()) else { return };
+    let (subject, devices) = (Subject::new(), registry());
     hip.fault(&FaultPlan { lying_functions: true, ..FaultPlan::default() });
     let why = "patch_one_f32 gives wrong bytes for a matrix of 67 by 37";
     subject.load_by_host(&devices, why);
@@ -163,7 +154,8 @@ fn hip_kernels_that_give_a_wrong_bit_in_their_trial_are_not_used() {
 
 #[test]
 fn hip_kernels_whose_trial_has_no_memory_are_tried_again() {
-    let (subject, hip, devices) = (Subject::new(), session(&card()), registry());
+    let Some(hip) = stand_in(&card()) else { return };
+    let (subject, devices) = (Subject::new(), registry());
     hip.fault(&FaultPlan::one(Fault::nth("hipModuleLoadData", 1, Effect::OutOfMemory)));
     subject.load_by_host(&devices, "hipModuleLoadData: hipErrorOutOfMemory");
     let device = devices.device(HIP).unwrap();
@@ -181,7 +173,8 @@ fn hip_kernels_whose_trial_has_no_memory_are_tried_again() {
 fn hip_kernels_whose_trial_fails_are_not_used() {
     let subject = Subject::new();
     for call in ["hipMemcpyHtoDAsync", "hipModuleLaunchKernel", "hipMemcpyDtoHAsync", "hipEventRecord"] {
-        let (hip, devices) = (session(&card()), registry());
+        let Some(hip) = stand_in(&card()) else { return };
+        let devices = registry();
         let device = devices.device(HIP).unwrap();
         hip.fault(&FaultPlan::one(Fault::nth(call, 1, Effect::Fail(304))));
         let why = device.kernels().unwrap().ready().unwrap_err();
@@ -196,7 +189,8 @@ fn hip_kernels_whose_trial_fails_are_not_used() {
 /// What a kernel may still use stays, and so does the context; the model is loaded all the same.
 #[test]
 fn hip_kernels_whose_trial_does_not_end_are_not_used() {
-    let (subject, hip, devices) = (Subject::new(), session(&card()), registry());
+    let Some(hip) = stand_in(&card()) else { return };
+    let (subject, devices) = (Subject::new(), registry());
     hip.fault(&FaultPlan::one(Fault::nth("hipModuleLaunchKernel", 3, Effect::Hold)));
     subject.load_by_host(&devices, "the trial of the kernels took over 5s");
     let report = hip.report();
@@ -213,48 +207,19 @@ fn hip_kernels_whose_trial_does_not_end_are_not_used() {
     assert_eq!((report.live_allocations, report.violations), (2, Vec::new()));
 }
 
-/// Whatever call of a load fails, nothing hangs or stays, and the bytes of what is loaded are right.
+/// Whatever call of a load fails, the trial's among them, nothing hangs or stays, and the bytes of what is loaded are right.
 #[test]
 fn hip_kernels_keep_nothing_whatever_call_fails() {
     let subject = Subject::new();
-    let calls: u64 = {
-        let (hip, devices) = (session(&card()), registry());
-        subject.load_by_kernels(&devices);
-        drop(devices);
-        wait_until_closed(&hip);
-        hip.report().calls.values().sum()
-    };
-    for effect in [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(719)] {
-        for nth in (1..=calls).step_by(usize::try_from(calls / 60).unwrap().max(1)) {
-            let hip = session(&card());
-            hip.fault(&FaultPlan::one(Fault::any(nth, effect)));
-            let devices = registry();
-            let outcome = subject.load(&devices).map(drop);
-            let what = format!("{effect:?} at call {nth}: {outcome:?}");
-            assert!(!matches!(outcome, Err(Error::TimedOut { .. })), "{what}");
-            drop(devices);
-            let until = Instant::now() + Duration::from_secs(2);
-            while has_device_threads() && Instant::now() < until {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            let report = hip.report();
-            let broken = report.violations.iter().filter(|violation| violation.rule != Rule::Leak);
-            assert_eq!(broken.count(), 0, "{what}: {:?}", report.violations);
-        }
-    }
-}
-
-/// Whether a thread calls the runtime for an open device.
-fn has_device_threads() -> bool {
-    let threads = std::fs::read_dir("/proc/self/task").unwrap().flatten();
-    let names = threads.map(|thread| std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default());
-    names.into_iter().any(|name| name.starts_with("hip:") || name.contains(" to hip:"))
+    let effects = [Effect::Fail(304), Effect::OutOfMemory, Effect::Sticky(719)];
+    whatever_call_fails(&card(), &effects, 0, registry, |devices| subject.load(devices).map(drop));
 }
 
 /// There are no others for these devices: the host computes the values of blocks and decodes.
 #[test]
 fn hip_kernels_only_patch() {
-    let (hip, devices) = (session(&card()), registry());
+    let Some(hip) = stand_in(&card()) else { return };
+    let devices = registry();
     let device = devices.device(HIP).unwrap();
     let (kernels, stream) = (device.kernels().unwrap(), device.stream(Role::Compute).unwrap());
     let why = kernels.dequantises(&*stream, DType::Q4_0, DType::F16).unwrap_err();

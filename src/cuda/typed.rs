@@ -11,9 +11,9 @@ use cudarc::driver::{CudaSlice, CudaStream};
 
 #[cfg(doc)]
 use super::adopt_raw_stream;
-use super::{cuda_device, location};
+use super::{driver_device, location};
 use crate::backend::{self, Device, Stream};
-use crate::device::DeviceId;
+use crate::device::{DeviceId, DeviceKind};
 use crate::dtype::Element;
 use crate::error::{Error, Mismatch, Result};
 use crate::load::TensorView;
@@ -46,7 +46,10 @@ use crate::load::TensorView;
 /// not a CUDA device, and for the per-thread default stream (`CudaContext::per_thread_stream`): work queued and waited for in
 /// several threads would be on several streams. [`adopt_raw_stream`] accepts that stream, for one thread.
 pub fn adopt_stream(device: &Arc<dyn Device>, stream: &Arc<CudaStream>) -> Result<Arc<dyn Stream>> {
-    let ours = cuda_device(device)?;
+    let ours = driver_device(device)?;
+    if device.id().kind() != DeviceKind::Cuda {
+        return Err(Error::invalid(format!("{} is no CUDA device, as cudarc's streams are", device.id())));
+    }
     if stream.context().cu_ctx().addr() != ours.raw_context().addr() {
         return Err(Mismatch::Context { device: device.id() }.into());
     }
@@ -83,8 +86,8 @@ fn view<'a, T: Element>(tensor: &TensorView<'a>, stream: &Arc<CudaStream>) -> Re
     if tensor.byte_range().is_empty() {
         return Err(Error::invalid(format!("{what} has no bytes")));
     }
-    let found = location(tensor).filter(|(device, _)| device.index() as usize == stream.context().ordinal());
     let device = DeviceId::cuda(stream.context().ordinal() as u32);
+    let found = location(tensor).filter(|(of, _)| *of == device);
     let (_, address) = found.ok_or(Mismatch::Memory { what, memory, device })?;
     // SAFETY: the memory holds this many bytes during `'a`, which the result does not outlive; the result never frees the
     // memory and cannot be used to write it. A tensor begins at a multiple of its element's size, and any bits are valid

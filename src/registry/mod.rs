@@ -61,8 +61,8 @@ impl Registry {
         }
     }
 
-    /// The devices of this system: CUDA and Vulkan devices, if the library is built with them and any are present, the host's
-    /// memory, and its disk. A card that both drivers have is one memory with two names.
+    /// The devices of this system: those of the drivers that the library is built for (by its features) and that are present, the
+    /// host's memory, and its disk. A card that two drivers have is one memory with two names.
     pub fn system() -> Registry {
         let backends: Vec<Arc<dyn Backend>> = vec![
             // Precedes the host: it provides host memory that is pinned.

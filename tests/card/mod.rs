@@ -245,11 +245,19 @@ pub(crate) fn assert_at_most_one_leak(cuda: &Session, what: &str) {
 /// longer than `most`. Of a driver that is named, only its devices' threads tell.
 pub(crate) fn wait_until_closed<'a>(cuda: impl Into<Option<&'a Session>>, most: Duration) {
     let (until, cuda) = (Instant::now() + most, cuda.into());
-    let may_be_open = || cuda.is_none_or(|cuda| cuda.report().live_contexts > 0) && has_device_threads();
+    // HIP has no contexts that anyone could close.
+    let has_contexts = |cuda: &Session| {
+        let report = cuda.report();
+        report.live_contexts > 0 || report.calls_of("hipInit") > 0
+    };
+    let may_be_open = || cuda.is_none_or(has_contexts) && has_device_threads();
     while may_be_open() && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
+
+/// How the names of devices begin that the stand-in has drivers for.
+const KINDS: [&str; 5] = ["cuda:", "hip:", "corex:", "npu:", "mlu:"];
 
 /// Threads that had the name of the one that looked at them, which they were perhaps started by, and since when.
 static UNNAMED: Mutex<BTreeMap<(OsString, String), Instant>> = Mutex::new(BTreeMap::new());
@@ -267,8 +275,7 @@ fn has_device_threads() -> bool {
     unnamed.retain(|(id, of), _| *of != starter || names.iter().any(|(now, name)| (now, name) == (id, of)));
     names.into_iter().any(|(id, name)| {
         let is_starting = name == starter && Some(&id) != own.as_ref();
-        name.starts_with("cuda:")
-            || name.contains(" to cuda:")
+        KINDS.iter().any(|kind| name.starts_with(kind) || name.contains(&format!(" to {kind}")))
             || (is_starting && unnamed.entry((id, name)).or_insert_with(Instant::now).elapsed() < STARTING)
     })
 }

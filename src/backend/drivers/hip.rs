@@ -11,6 +11,7 @@ use libloading::Library;
 use super::cuda::calls::{CaptureCalls, CaptureModeCalls, HipCalls, KernelCalls, UuidCalls};
 use super::cuda::verbs::CudaVerbs;
 use super::driver::{Driver, lacks, named, open_any, pci_bus_id};
+use super::stream::PER_THREAD;
 use super::table::Spelling;
 use super::verbs::{DeviceHandle, Outcome, Peers, Rules, Verbs, given};
 use super::{Cards, Vendor};
@@ -87,7 +88,13 @@ impl Vendor for Amd {
         let hip = HipCalls::find(&library, Spelling::Hip).map_err(lacks)?;
         // SAFETY: no flags are defined.
         let devices = unsafe { verbs.calls.init(0) }.and_then(|()| devices(&verbs, &hip, &library));
-        let rules = Rules { kind: Amd::KIND, waits_across: true, peers: Peers::Both, registers: true };
+        let rules = Rules {
+            kind: Amd::KIND,
+            waits_across: true,
+            peers: Peers::Both,
+            registers: true,
+            per_thread: Some(PER_THREAD),
+        };
         let mut driver = Driver::new(verbs, rules);
         driver.kernels =
             KernelCalls::find(&library, Spelling::Hip).map_err(|missing| format!("the runtime has no {missing}"));

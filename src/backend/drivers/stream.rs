@@ -21,7 +21,7 @@ use crate::device::DeviceId;
 use crate::error::{Error, Result};
 use crate::limits::WORK;
 
-/// The handle of the per-thread default stream.
+/// The handle of CUDA's per-thread default stream, the greatest of its fixed handles.
 pub(crate) const PER_THREAD: usize = 2;
 
 /// A stream's handle, kept for as long as an event may be recorded on it.
@@ -44,7 +44,8 @@ unsafe impl Sync for RawStream {}
 impl RawStream {
     fn new(handle: StreamHandle, context: &Arc<Context>, adopted: Option<Arc<dyn Any + Send + Sync>>) -> RawStream {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let thread = (handle.addr() == PER_THREAD).then(|| std::thread::current().id());
+        let per_thread = context.driver().rules.per_thread == Some(handle.addr());
+        let thread = per_thread.then(|| std::thread::current().id());
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         RawStream { handle, context: Arc::clone(context), adopted, thread, number }
     }

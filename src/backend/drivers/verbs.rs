@@ -124,6 +124,8 @@ pub(super) struct Rules {
     /// Whether memory that the library maps is registered, which is touched in parallel and on huge pages. Otherwise the driver
     /// allocates all pinned memory.
     pub(super) registers: bool,
+    /// The handle of the per-thread default stream, if there is one.
+    pub(super) per_thread: Option<usize>,
 }
 
 /// The verbs of a driver.

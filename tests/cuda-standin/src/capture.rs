@@ -14,7 +14,7 @@ const RELAXED: i32 = 2;
 
 /// The calls that a capture of another thread can forbid. The driver's list is longer; these are the ones that
 /// programs make without knowing of a capture.
-const UNSAFE: [&str; 18] = [
+const UNSAFE: [&str; 21] = [
     "cuEventQuery",
     "cuMemAlloc_v2",
     "cuMemFree_v2",
@@ -33,6 +33,9 @@ const UNSAFE: [&str; 18] = [
     "hipHostUnregister",
     "hipMemcpyHtoD",
     "hipMemcpyDtoH",
+    "aclrtMemcpy",
+    "cnMemcpyHtoD",
+    "cnMemcpyDtoH",
 ];
 
 thread_local! {

@@ -95,6 +95,9 @@ pub(crate) fn describe(code: u32, version: i32) -> Option<(&'static CStr, &'stat
 impl Code {
     /// What ends a call whose work a capture has taken: to the caller it succeeded.
     pub(crate) const CAPTURED: Code = Code(0);
+    /// There are no more streams, or events, than the device has; CUDA calls both out of memory.
+    pub(crate) const NO_STREAM: Code = Code(1 << 30);
+    pub(crate) const NO_EVENT: Code = Code((1 << 30) + 1);
 
     /// The code for a number from outside; `UNKNOWN` for success.
     pub(crate) fn from_number(number: u32) -> Code {

@@ -10,6 +10,10 @@ pub struct Config {
     pub driver_version: i32,
     /// What `hipDriverGetVersion` says: 10,000,000 x major + 100,000 x minor + patch.
     pub hip_version: i32,
+    /// What `aclrtGetVersion` says.
+    pub acl_version: (i32, i32, i32),
+    /// What `cnGetLibVersion` and `cnDriverGetVersion` say.
+    pub cndrv_version: (i32, i32, i32),
     /// The devices, in the order of their ordinals.
     pub devices: Vec<DeviceConfig>,
     /// The pairs that can reach each other's memory; every pair that is not listed cannot.
@@ -18,6 +22,8 @@ pub struct Config {
     pub memory: MemoryMode,
     /// The most bytes of host memory that can be pinned at once; none: no limit.
     pub pinned_limit: Option<u64>,
+    /// Whether host memory that the program has can be pinned.
+    pub registers: bool,
     /// Copies run in pieces of this many bytes.
     pub piece_bytes: usize,
     /// Work starts this long after it was enqueued, unless the host waits for something.
@@ -43,10 +49,13 @@ impl Default for Config {
         Config {
             driver_version: 12_040,
             hip_version: 60_443_484,
+            acl_version: (1, 17, 0),
+            cndrv_version: (2, 15, 5),
             devices: vec![DeviceConfig::default()],
             peers: Vec::new(),
             memory: MemoryMode::Quarantine,
             pinned_limit: None,
+            registers: true,
             piece_bytes: 256 << 10,
             late_micros: 0,
             seed: None,
@@ -140,6 +149,11 @@ pub struct DeviceConfig {
     pub integrated: bool,
     /// Whether it has stream-ordered memory pools.
     pub pools: bool,
+    /// The most streams at once; none: no limit. Ascend's devices have 512 to 2,048.
+    pub streams_limit: Option<usize>,
+    /// The most events at once; none: no limit. Ascend's devices have 1,023 to 65,536, and an event takes one when it is
+    /// first recorded.
+    pub events_limit: Option<usize>,
     /// `domain:bus:device.function`, in hexadecimal.
     pub pci_bus_id: String,
     /// What `cuDeviceGetUuid` says.
@@ -177,6 +191,8 @@ impl DeviceConfig {
             multiprocessors: 8,
             integrated: false,
             pools: true,
+            streams_limit: None,
+            events_limit: None,
             pci_bus_id: format!("0000:{:02X}:00.0", index + 1),
             uuid,
             pcie: Pcie::default(),

@@ -9,10 +9,11 @@ use crate::hazard::{Access, Clock, Stamp};
 use crate::lane::{Check, Copy, Place, Work};
 use crate::memory::Found;
 use crate::pace::Route;
-use crate::pinned::{PORTABLE, is_reset};
+use crate::pinned::{PORTABLE, UNPINNED, is_reset};
 use crate::report::Rule;
 use crate::stream::Turn;
 use crate::sync::lock;
+use crate::vendor::Vendor;
 use crate::world::{Call, State};
 
 /// Where a host address lies.
@@ -32,6 +33,7 @@ impl Call<'_> {
         }
         let found = self.own(&state, dst, len, lane)?;
         let host = self.host_range(&state, src.cast_mut(), len, lane)?;
+        let wait = wait || matches!(host, HostRange::Pageable) && self.vendor.waits_for_pageable();
         let (src, check) = match host {
             HostRange::Pageable => (self.stage(src, len)?, Check::Never),
             HostRange::Pinned { base, offset } => {
@@ -89,6 +91,7 @@ impl Call<'_> {
         }
         let from = self.reachable(&state, src, len, lane)?;
         let to = self.reachable(&state, dst, len, lane)?;
+        self.not_within_a_device(&state, &from, &to)?;
         if from.base == to.base && from.offset.abs_diff(to.offset) < len {
             self.violation(Rule::Overlap, || {
                 format!("{len} bytes from offset {} to offset {} of one allocation", from.offset, to.offset)
@@ -129,7 +132,26 @@ impl Call<'_> {
             });
             return Err(Code::INVALID_VALUE);
         }
+        self.of_queues_context(state, &found)?;
         Ok(found)
+    }
+
+    /// With CNDrv memory belongs to a context, which must be that of the queue, and so the current one.
+    fn of_queues_context(&self, state: &State, found: &Found) -> Outcome<()> {
+        let context = state.memory.get(found.base).map(|allocation| allocation.context);
+        if self.vendor != Vendor::CnDrv || context == Some(Call::current_context()) {
+            return Ok(());
+        }
+        self.violation(Rule::WrongContext, || {
+            format!("memory of another context than the queue's, of device {}", found.device)
+        });
+        Err(Code::INVALID_VALUE)
+    }
+
+    /// Nor does CNDrv copy between two contexts of one device.
+    fn not_within_a_device(&self, state: &State, from: &Found, to: &Found) -> Outcome<()> {
+        self.of_queues_context(state, from)?;
+        if from.device == to.device { self.of_queues_context(state, to) } else { Ok(()) }
     }
 
     /// A range that a stream's device may reach.
@@ -143,7 +165,8 @@ impl Call<'_> {
         let found = self.locate(state, address, len)?;
         if let Some(context) = context {
             let device = self.context_device(state, context)?;
-            if device != found.device {
+            let of = state.memory.get(found.base).map(|allocation| allocation.context);
+            if device != found.device || self.vendor == Vendor::CnDrv && of != Some(context) {
                 self.violation(Rule::WrongContext, || {
                     format!("memory of device {} named as one of device {device}", found.device)
                 });
@@ -200,6 +223,9 @@ impl Call<'_> {
         if let Some(why) = region.stale() {
             self.violation(Rule::StaleRegistration, || format!("{len} bytes of {} registered ones: {why}", region.len));
             return Err(Code::INVALID_VALUE);
+        }
+        if region.flags & UNPINNED != 0 {
+            return Ok(HostRange::Pageable);
         }
         let device = state.lanes[lane as usize].lane.device;
         if region.device != device && region.flags & PORTABLE == 0 {

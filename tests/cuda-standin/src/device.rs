@@ -56,8 +56,8 @@ impl Call<'_> {
     pub(crate) fn driver_version(&self) -> i32 {
         let config = self.world.config();
         let version = match self.vendor {
-            Vendor::Cuda => config.driver_version,
             Vendor::Hip => config.hip_version,
+            _ => config.driver_version,
         };
         lock(&self.world.faults).plan.driver_version.unwrap_or(version)
     }
@@ -209,7 +209,7 @@ impl Call<'_> {
         Ok(self.linked(from, to))
     }
 
-    fn linked(&self, from: usize, to: usize) -> bool {
+    pub(crate) fn linked(&self, from: usize, to: usize) -> bool {
         !lock(&self.world.faults).plan.no_peers && self.world.config().peer(from, to).is_some()
     }
 
@@ -319,6 +319,8 @@ impl State {
         self.executables.retain(|_, graph| graph.device() != device);
         self.memory.drop_device(device, call.name);
         self.contexts.retain(|_, of| *of != device);
+        self.own_contexts.retain(|context, _| self.contexts.contains_key(context));
+        self.fates.retain(|context, _| self.contexts.contains_key(context));
         let (peak, reaches) = (self.devices[device].peak, BTreeSet::new());
         let others_bytes = call.world.config().devices[device].others_bytes;
         self.captures.retain(|stream, _| self.streams.contains_key(stream));

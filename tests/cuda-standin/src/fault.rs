@@ -36,7 +36,15 @@ impl FaultPlan {
 }
 
 /// The calls that pin host memory.
-const PINS: [&str; 4] = ["cuMemHostAlloc", "cuMemHostRegister_v2", "hipHostMalloc", "hipHostRegister"];
+const PINS: [&str; 7] = [
+    "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "hipHostMalloc",
+    "hipHostRegister",
+    "aclrtMallocHost",
+    "aclrtHostRegisterV2",
+    "cnMallocHost",
+];
 
 /// The fault of one call, or of all from one on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,7 +99,8 @@ pub enum Effect {
     Sticky(u32),
     /// The same with the vendor's result for this, `CUDA_ERROR_UNKNOWN` for instance, as when a device falls off the bus.
     DeviceLost,
-    /// It succeeds; when the work it enqueued runs, the device breaks with this result.
+    /// It succeeds; when the work it enqueued runs, the device breaks with this result. With ACL, only a result that is the
+    /// device's breaks it (as 507010 is); any other is its context's, where by default everything goes on.
     LateSticky(u32),
     /// It succeeds; when half of the bytes that it copies are there, the device breaks with this result. Work other than
     /// a copy never runs.
@@ -122,13 +131,14 @@ pub(crate) struct Spoil {
 }
 
 impl Effect {
-    /// What to do with a call of this vendor, as part of the plan of this number.
-    fn verdict(self, plan: u64, vendor: Vendor) -> Verdict {
+    /// What to do with a call, as part of the plan of this number.
+    fn verdict(self, plan: u64, call: &str) -> Verdict {
+        let vendor = Vendor::of(call);
         match self {
             Effect::Fail(code) => Verdict::Fail(vendor.code(code)),
-            Effect::OutOfMemory => Verdict::Fail(Code::OUT_OF_MEMORY),
+            Effect::OutOfMemory => Verdict::Fail(vendor.out_of_memory(call)),
             Effect::Sticky(code) => Verdict::Break(vendor.code(code)),
-            Effect::DeviceLost => Verdict::Break(Code::UNKNOWN),
+            Effect::DeviceLost => Verdict::Break(vendor.device_lost()),
             Effect::LateSticky(code) => Verdict::Later(Spoil { breaks: Some(vendor.code(code)), ..Spoil::default() }),
             Effect::Torn(code) => {
                 Verdict::Later(Spoil { breaks: Some(vendor.code(code)), tears: true, ..Spoil::default() })
@@ -163,7 +173,7 @@ impl Faults {
             *seen += 1;
             let strikes = *seen == fault.nth || fault.onwards && *seen > fault.nth;
             if strikes && verdict.is_none() {
-                verdict = Some(fault.effect.verdict(self.number, Vendor::of(call)));
+                verdict = Some(fault.effect.verdict(self.number, call));
             }
         }
         verdict

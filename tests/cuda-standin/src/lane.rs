@@ -7,7 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::acl;
 use crate::backing::{Backing, RUBBISH};
+use crate::code::Code;
+use crate::contexts::Fate;
 use crate::fault::Spoil;
 use crate::hazard::Clock;
 use crate::pace::Route;
@@ -104,6 +107,11 @@ impl Ticket {
     pub(crate) fn wait(&self) {
         self.lane.wait(self.epoch);
     }
+
+    /// The same, no longer than this; whether it has.
+    pub(crate) fn wait_at_most(&self, limit: Duration) -> bool {
+        self.lane.wait_at_most(self.epoch, limit)
+    }
 }
 
 /// The point at which an event was recorded.
@@ -127,6 +135,8 @@ pub(crate) struct Op {
 pub(crate) struct Lane {
     pub(crate) index: u32,
     pub(crate) device: usize,
+    /// That of its context, if that has one.
+    pub(crate) fate: Option<Arc<Fate>>,
     inner: Mutex<Inner>,
     /// Signalled when there is something to do for the worker, or to stop for.
     work: Condvar,
@@ -148,17 +158,31 @@ struct Inner {
 
 impl Lane {
     /// A lane whose work is done up to an epoch.
-    pub(crate) fn new(index: u32, device: usize, done: u64) -> Arc<Lane> {
+    pub(crate) fn new(index: u32, device: usize, fate: Option<Arc<Fate>>, done: u64) -> Arc<Lane> {
         let inner = Inner { queue: VecDeque::new(), busy: false, closed: false, worker: None, time: Instant::now() };
         Arc::new(Lane {
             index,
             device,
+            fate,
             inner: Mutex::new(inner),
             work: Condvar::new(),
             progress: Condvar::new(),
             done: AtomicU64::new(done),
             stopped: AtomicBool::new(false),
         })
+    }
+
+    /// A piece of work has failed: its context's matter, if that has a fate of its own, or its device's.
+    pub(crate) fn fail(&self, shared: &Shared, code: Code) {
+        match &self.fate {
+            Some(fate) if !acl::ends_the_device(code) => fate.fail(code),
+            _ => shared.break_device(self.device, code),
+        }
+    }
+
+    /// The result of all that comes after a failure.
+    pub(crate) fn ended(&self, shared: &Shared) -> Option<Code> {
+        shared.broken(self.device).or_else(|| self.fate.as_ref().and_then(|fate| fate.ended()))
     }
 
     /// The work up to here has run.
@@ -240,6 +264,20 @@ impl Lane {
         while self.done() < epoch && (inner.busy || !self.is_stopped()) {
             inner = self.progress.wait(inner).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// The same, no longer than this; whether it has run.
+    fn wait_at_most(&self, epoch: u64, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        let mut inner = lock(&self.inner);
+        while self.done() < epoch && (inner.busy || !self.is_stopped()) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            inner = self.progress.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// Sleeps until then, unless the lane is stopped.

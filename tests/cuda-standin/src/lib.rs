@@ -17,18 +17,35 @@
 //! The library stands in for NVIDIA's management library too, over the same machine; programs that open
 //! `libnvidia-ml.so.1` in that folder get this one.
 //!
+//! Three other vendors' drivers are of the same shape, and the library speaks as them, too, over the same machine: AMD's HIP
+//! (`hip*`), Ascend's ACL (`acl*`) and Cambricon's CNDrv (`cn*`). A test opens it by its path ([`library_path`]) in place of
+//! the vendor's. Faults and reports name calls as they are exported, numbers of faults are the vendor's own, and where a
+//! driver's rules are not CUDA's, those are enforced:
+//!
+//! - HIP: each thread has a device current from its start, and no context takes it back; calls with a stream take the device
+//!   from it; peers are device numbers; memory pools must not be used; functions of the program are called even if their
+//!   stream has failed; of modules only texts in PTX are taken.
+//! - ACL: nothing is current at first; work is enqueued in the context of its stream alone; copies of what is not pinned are
+//!   over with their call; a failed copy goes unnoticed unless its context stops on failure; peer access goes one way; streams
+//!   and recorded events run out ([`DeviceConfig::streams_limit`], [`DeviceConfig::events_limit`]).
+//! - CNDrv: memory, queues and notifiers belong to a context, and no queue waits for a notifier of another one; no copy goes
+//!   from one context of a device to another; host memory cannot be registered.
+//!
 //! The crate is built twice in one run: as the shared library that is the driver, and as the ordinary library that a
 //! test links. The second one loads the first and speaks to it through exported calls named `standin_*`.
 //! Programs that know nothing of this are run over it with `LD_LIBRARY_PATH` set to the folder `cuda-standin-names`
 //! beside the built library (any test makes it), and the machine as JSON in `CUDA_STANDIN_CONFIG`.
 
+mod acl;
 mod alive;
 mod backing;
 mod batch;
 mod capture;
 mod client;
+mod cndrv;
 mod code;
 mod config;
+mod contexts;
 mod control;
 mod copy;
 mod counted;

@@ -28,6 +28,7 @@ const KEPT: u64 = 2 << 30;
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) device: usize,
+    pub(crate) context: u64,
     pub(crate) len: u64,
     /// What it counts for in the device's memory.
     pub(crate) charged: u64,
@@ -127,19 +128,26 @@ impl Memory {
     }
 
     pub(crate) fn drop_device(&mut self, device: usize, call: &'static str) {
-        let of_device = |base: u64| (base - BASE) / SPAN == device as u64;
-        let gone: Vec<u64> = self.live.keys().copied().filter(|&base| of_device(base)).collect();
-        for base in gone {
-            if let Some(allocation) = self.live.remove(&base) {
-                self.freed.insert(base, (allocation.len, call));
-            }
-        }
+        self.drop_those(call, |allocation| allocation.device == device);
         self.spares.retain(|spare| spare.device != device);
+    }
+
+    /// Takes all of which that holds; the bytes that it counted for.
+    pub(crate) fn drop_those(&mut self, call: &'static str, of: impl Fn(&Allocation) -> bool) -> u64 {
+        let gone: Vec<u64> = self.live.iter().filter(|(_, found)| of(found)).map(|(&base, _)| base).collect();
+        let gone = gone.into_iter().filter_map(|base| Some((base, self.live.remove(&base)?)));
+        let mut charged = 0;
+        for (base, allocation) in gone {
+            self.freed.insert(base, (allocation.len, call));
+            charged += allocation.charged;
+        }
+        charged
     }
 }
 
 struct NewAllocation {
     device: usize,
+    context: u64,
     len: u64,
     charged: u64,
     pool: Option<u64>,
@@ -148,8 +156,8 @@ struct NewAllocation {
 
 impl NewAllocation {
     fn into_allocation(self, backing: Arc<Backing>, history: History) -> Allocation {
-        let NewAllocation { device, len, charged, pool, call } = self;
-        Allocation { device, len, charged, backing, history, pool, call }
+        let NewAllocation { device, context, len, charged, pool, call } = self;
+        Allocation { device, context, len, charged, backing, history, pool, call }
     }
 }
 
@@ -167,7 +175,8 @@ impl Call<'_> {
         }
         let charged = self.charge(device, len)?;
         state.take_bytes(self.world.config(), device, charged)?;
-        let new = NewAllocation { device, len, charged, pool: None, call: self.name };
+        let context = self.owning_context();
+        let new = NewAllocation { device, context, len, charged, pool: None, call: self.name };
         let order = state.host.clone();
         let taken = state.memory.take(self.world.config(), new, &order);
         if taken.is_err() {
@@ -199,7 +208,8 @@ impl Call<'_> {
         let turn = state.turn(lane, self.name);
         let order = state.lanes[turn.lane].clock.clone();
         let taken = state.take_from_pool(self.world.config(), pool, charged, &order).and_then(|()| {
-            let new = NewAllocation { device: of_pool, len, charged, pool: Some(pool), call: self.name };
+            let (device, pool) = (of_pool, Some(pool));
+            let new = NewAllocation { device, context: 0, len, charged, pool, call: self.name };
             state.memory.take(self.world.config(), new, &order)
         });
         if let Some(allocation) = taken.ok().and_then(|base| state.memory.get_mut(base)) {

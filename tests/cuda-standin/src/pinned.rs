@@ -13,6 +13,8 @@ use crate::report::Rule;
 use crate::world::{Call, State};
 
 pub(crate) const PORTABLE: u32 = 1;
+/// No flag of any driver: registered for something else than copies, which treat it as what is not pinned.
+pub(crate) const UNPINNED: u32 = 1 << 31;
 
 /// Whether a call takes memory from its owners, who break no rule by using it.
 pub(crate) fn is_reset(call: &str) -> bool {
@@ -144,8 +146,11 @@ impl Call<'_> {
         let mut state = self.state();
         let device = self.device(&state)?;
         let base = at.expose_provenance() as u64;
-        if at.is_null() || len == 0 || base.checked_add(len).is_none() || flags > 15 {
+        if at.is_null() || len == 0 || base.checked_add(len).is_none() || flags & !UNPINNED > 15 {
             return Err(Code::INVALID_VALUE);
+        }
+        if !self.world.config().registers {
+            return Err(Code::NOT_SUPPORTED);
         }
         if state.pinned.overlaps(base, len) {
             let stale = state.pinned.holding(base).and_then(|(_, region)| Some((region.len, region.stale()?)));

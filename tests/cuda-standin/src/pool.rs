@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::hazard::{Clock, Stamp};
 use crate::memory::Allocation;
 use crate::report::Rule;
+use crate::vendor::Vendor;
 use crate::world::{Call, State, new_handle};
 
 /// A pool of a device's memory.
@@ -292,6 +293,8 @@ impl Call<'_> {
         match pool {
             _ if from == to => true,
             Some(pool) => state.pools.get(&pool).is_some_and(|pool| pool.shared_with.contains(&from)),
+            // With CNDrv, nobody has to be let.
+            None if self.vendor == Vendor::CnDrv => self.linked(from, to),
             None => state.devices[from].reaches.contains(&to),
         }
     }

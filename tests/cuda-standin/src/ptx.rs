@@ -354,7 +354,7 @@ fn addresses(code: &[Op], registers: usize, params: &[Width]) -> Result<(u64, u6
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) const SHIPPED: &str = include_str!("../../../src/backend/cuda/kernels/patch.ptx");
+    pub(crate) const SHIPPED: &str = include_str!("../../../src/backend/drivers/kernels/patch.ptx");
 
     #[test]
     fn the_shipped_text_is_understood() {
@@ -371,7 +371,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_shipped_text_of_blocks_is_understood() {
-        let text = include_str!("../../../src/backend/cuda/kernels/dequantise.ptx");
+        let text = include_str!("../../../src/backend/drivers/kernels/dequantise.ptx");
         let module = Module::parse(text).unwrap();
         assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 27));
         for function in &module.functions {
@@ -384,7 +384,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_shipped_text_of_codes_is_understood() {
-        let text = include_str!("../../../src/backend/cuda/kernels/lossless.ptx");
+        let text = include_str!("../../../src/backend/drivers/kernels/lossless.ptx");
         let module = Module::parse(text).unwrap();
         assert_eq!((module.version, module.target, module.functions.len()), ((6, 0), 70, 5));
         for function in &module.functions {

@@ -128,7 +128,8 @@ pub struct Report {
     pub live_streams: u64,
     /// Events that were created and not destroyed.
     pub live_events: u64,
-    /// Primary contexts that are retained; not a leak, since many programs keep them.
+    /// Contexts: primary ones that are retained, which are no leak, since many programs keep them; and those that the
+    /// program made itself.
     pub live_contexts: u64,
     /// Pieces of work that have not run yet.
     pub pending: u64,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::code::{Code, Outcome};
+use crate::contexts::Fate;
 use crate::fault::Spoil;
 use crate::graph::Node;
 use crate::hazard::{Clock, Stamp};
@@ -12,6 +13,7 @@ use crate::report::Rule;
 use crate::shared::Shared;
 use crate::vendor::Vendor;
 use crate::world::{Call, State, new_handle};
+use crate::{acl, cndrv};
 
 const NON_BLOCKING: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
@@ -24,6 +26,7 @@ const PER_THREAD: u64 = 2;
 pub(crate) struct Stream {
     pub(crate) lane: u32,
     pub(crate) device: usize,
+    pub(crate) context: u64,
     flags: u32,
     priority: i32,
     pub(crate) call: &'static str,
@@ -32,6 +35,7 @@ pub(crate) struct Stream {
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) device: usize,
+    pub(crate) context: u64,
     flags: u32,
     record: Option<Arc<Record>>,
     /// It was last recorded on a stream that was captured.
@@ -44,6 +48,8 @@ pub(crate) struct Event {
 pub(crate) struct LaneState {
     pub(crate) lane: Arc<Lane>,
     pub(crate) clock: Clock,
+    /// Of what made it.
+    pub(crate) context: u64,
     epoch: u64,
     /// When what was enqueued ends in counted time.
     counted: u64,
@@ -74,17 +80,18 @@ pub(crate) struct Turn {
 }
 
 impl State {
-    fn new_lane(&mut self, device: usize, blocking: bool) -> u32 {
+    fn new_lane(&mut self, device: usize, blocking: bool, context: u64, fate: Option<Arc<Fate>>) -> u32 {
         if let Some(index) = self.take_spare() {
             // Its stamps go on counting, so that those of the stream that had it before keep their meaning.
             let epoch = self.lanes[index as usize].epoch;
-            let lane = Lane::new(index, device, epoch);
-            self.lanes[index as usize] = LaneState { lane, clock: Clock::default(), epoch, counted: 0, blocking };
+            let lane = Lane::new(index, device, fate, epoch);
+            let clock = Clock::default();
+            self.lanes[index as usize] = LaneState { lane, clock, context, epoch, counted: 0, blocking };
             return index;
         }
         let index = self.lanes.len() as u32;
-        let lane = Lane::new(index, device, 0);
-        self.lanes.push(LaneState { lane, clock: Clock::default(), epoch: 0, counted: 0, blocking });
+        let lane = Lane::new(index, device, fate, 0);
+        self.lanes.push(LaneState { lane, clock: Clock::default(), context, epoch: 0, counted: 0, blocking });
         index
     }
 
@@ -181,7 +188,7 @@ impl Call<'_> {
             if let Some(lane) = state.devices[device].legacy {
                 return Ok(lane);
             }
-            let lane = state.new_lane(device, true);
+            let lane = state.new_lane(device, true, self.owning_context(), None);
             state.devices[device].legacy = Some(lane);
             return Ok(lane);
         }
@@ -190,20 +197,35 @@ impl Call<'_> {
             if let Some(&lane) = state.devices[device].per_thread.get(&thread) {
                 return Ok(lane);
             }
-            let lane = state.new_lane(device, true);
+            let lane = state.new_lane(device, true, self.owning_context(), None);
             state.devices[device].per_thread.insert(thread, lane);
             return Ok(lane);
         }
         let found = self.known_stream(state, stream)?;
-        // HIP takes the device from the stream.
-        if found.device != device && self.vendor != Vendor::Hip {
-            self.violation(Rule::WrongContext, || {
-                format!("a stream of device {} with a context of device {device} current", found.device)
-            });
-            return Err(Code::INVALID_HANDLE);
-        }
+        self.goes_on(&state.lanes[found.lane as usize].lane)?;
+        self.of_current_context(&found, device)?;
         self.capture(state, stream, node)?;
         Ok(found.lane)
+    }
+
+    /// Refuses a stream that is not of the current context, in the vendor's sense of that.
+    pub(crate) fn of_current_context(&self, found: &Stream, device: usize) -> Outcome<()> {
+        let here = match self.vendor {
+            Vendor::Cuda => found.device == device,
+            // The device is the stream's, whichever is current.
+            Vendor::Hip => true,
+            Vendor::Acl | Vendor::CnDrv => found.context == Call::current_context(),
+        };
+        if here {
+            return Ok(());
+        }
+        self.violation(Rule::WrongContext, || {
+            if found.device == device {
+                return format!("a stream of one context of device {device} with another one current");
+            }
+            format!("a stream of device {} with a context of device {device} current", found.device)
+        });
+        Err(self.vendor.foreign_stream())
     }
 
     /// The lane of a stream that is only asked about or waited for: any context will do.
@@ -216,7 +238,7 @@ impl Call<'_> {
         Ok(lane)
     }
 
-    fn known_stream(&self, state: &State, stream: u64) -> Outcome<Stream> {
+    pub(crate) fn known_stream(&self, state: &State, stream: u64) -> Outcome<Stream> {
         let Some(found) = state.streams.get(&stream) else {
             return Err(self.no_handle(state, stream, "stream", self.vendor.no_stream()));
         };
@@ -230,11 +252,17 @@ impl Call<'_> {
         if flags > NON_BLOCKING {
             return Err(Code::INVALID_VALUE);
         }
-        let lane = state.new_lane(device, flags != NON_BLOCKING);
+        let made = state.streams.values().filter(|stream| stream.device == device).count();
+        if self.world.config().devices[device].streams_limit.is_some_and(|limit| made >= limit) {
+            return Err(Code::NO_STREAM);
+        }
+        let context = self.owning_context();
+        let fate = state.fate_of(self.vendor, context);
+        let lane = state.new_lane(device, flags != NON_BLOCKING, context, fate);
         let handle = new_handle();
         let (least, greatest) = self.vendor.priorities();
         let priority = priority.clamp(greatest, least);
-        state.streams.insert(handle, Stream { lane, device, flags, priority, call: self.name });
+        state.streams.insert(handle, Stream { lane, device, context, flags, priority, call: self.name });
         Ok(handle)
     }
 
@@ -244,6 +272,10 @@ impl Call<'_> {
             return Err(Code::INVALID_HANDLE);
         }
         let found = self.known_stream(&state, stream)?;
+        if self.vendor == Vendor::Acl {
+            let device = self.device(&state)?;
+            self.of_current_context(&found, device)?;
+        }
         state.streams.remove(&stream);
         state.captures.remove(&stream);
         state.lanes[found.lane as usize].lane.close();
@@ -267,8 +299,15 @@ impl Call<'_> {
         let lane = self.any_lane(&mut state, stream)? as usize;
         let (ticket, clock) = (state.lanes[lane].ticket(), state.lanes[lane].clock.clone());
         let done = self.host_asks(&mut state, &ticket, &clock);
-        self.whole(ticket.lane.device)?;
+        self.goes_on(&ticket.lane)?;
         if done { Ok(()) } else { Err(Code::NOT_READY) }
+    }
+
+    /// The end of what is enqueued on a stream by now.
+    pub(crate) fn end_of_stream(&self, stream: u64) -> Outcome<Record> {
+        let mut state = self.state();
+        let lane = self.any_lane(&mut state, stream)? as usize;
+        Ok(Record { ticket: state.lanes[lane].ticket(), clock: state.lanes[lane].clock.clone() })
     }
 
     pub(crate) fn synchronize_stream(&self, stream: u64) -> Outcome<()> {
@@ -283,7 +322,7 @@ impl Call<'_> {
         let (ticket, clock) = (state.lanes[lane].ticket(), state.lanes[lane].clock.clone());
         drop(state);
         self.host_waits(std::slice::from_ref(&ticket), &clock);
-        self.whole(ticket.lane.device)
+        self.goes_on(&ticket.lane)
     }
 
     pub(crate) fn launch_host_function(&self, stream: u64, host: HostCall) -> Outcome<()> {
@@ -299,17 +338,34 @@ impl Call<'_> {
     pub(crate) fn create_event(&self, flags: u32) -> Outcome<u64> {
         let mut state = self.state();
         let device = self.device(&state)?;
-        if flags > 7 {
+        if flags & !self.vendor.event_flags() != 0 {
             return Err(Code::INVALID_VALUE);
         }
+        let counts = |flags: u32| match self.vendor {
+            Vendor::Cuda | Vendor::Hip => true,
+            // It takes one of the device's when it is recorded.
+            Vendor::Acl => false,
+            Vendor::CnDrv => flags & cndrv::NO_TIMING == 0,
+        };
+        if counts(flags) {
+            self.one_event_more(&state, device, |event| counts(event.flags))?;
+        }
+        let context = self.owning_context();
         let handle = new_handle();
-        state.events.insert(handle, Event { device, flags, record: None, captured: false, call: self.name });
+        state.events.insert(handle, Event { device, context, flags, record: None, captured: false, call: self.name });
         Ok(handle)
+    }
+
+    /// Refuses one event more than a device has.
+    fn one_event_more(&self, state: &State, device: usize, counts: impl Fn(&Event) -> bool) -> Outcome<()> {
+        let of_device = state.events.values().filter(|event| event.device == device && counts(event)).count();
+        let limit = self.world.config().devices[device].events_limit;
+        if limit.is_some_and(|limit| of_device >= limit) { Err(Code::NO_EVENT) } else { Ok(()) }
     }
 
     fn known_event<'s>(&self, state: &'s State, event: u64) -> Outcome<&'s Event> {
         let Some(found) = state.events.get(&event) else {
-            return Err(self.no_handle(state, event, "event", Code::INVALID_HANDLE));
+            return Err(self.no_handle(state, event, "event", self.vendor.no_event()));
         };
         self.whole(found.device)?;
         Ok(found)
@@ -324,18 +380,25 @@ impl Call<'_> {
 
     pub(crate) fn record(&self, event: u64, stream: u64) -> Outcome<()> {
         let mut state = self.state();
-        let device = self.known_event(&state, event)?.device;
+        let known = self.known_event(&state, event)?;
+        let (device, context, unrecorded) = (known.device, known.context, known.record.is_none());
         let captured = state.captures.contains_key(&stream);
         if let Some(event) = state.events.get_mut(&event) {
             event.captured = captured;
         }
         let lane = self.lane_for(&mut state, stream, || Node::Order)?;
+        if self.vendor == Vendor::Acl && unrecorded {
+            // Only now it gets one of the device's.
+            self.one_event_more(&state, device, |event| event.record.is_some())?;
+        }
         let of_stream = state.lanes[lane as usize].lane.device;
-        if device != of_stream {
+        let foreign = self.vendor == Vendor::CnDrv && context != Call::current_context();
+        if device != of_stream || foreign {
             self.violation(Rule::WrongContext, || {
-                format!("an event of device {device} recorded on a stream of device {of_stream}")
+                let context = if device == of_stream { "of another context of" } else { "of" };
+                format!("an event of device {device} recorded on a stream {context} device {of_stream}")
             });
-            return Err(Code::INVALID_HANDLE);
+            return Err(self.vendor.no_event());
         }
         let record = self.point(&mut state, lane);
         if let Some(event) = state.events.get_mut(&event) {
@@ -348,6 +411,13 @@ impl Call<'_> {
         let mut state = self.state();
         let known = self.known_event(&state, event)?;
         let (record, captured) = (known.record.clone(), known.captured);
+        if self.vendor == Vendor::Acl && !acl::may_be_waited_for(known.flags) {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        if self.vendor == Vendor::CnDrv && known.context != Call::current_context() {
+            // Between contexts only the host can wait.
+            return Err(Code::NOT_PERMITTED);
+        }
         self.isolated(&mut state, stream, captured || record.is_none())?;
         let lane = self.lane_for(&mut state, stream, || Node::Order)?;
         self.follow(&mut state, lane, record.as_deref());
@@ -382,8 +452,13 @@ impl Call<'_> {
         }
         let Some(record) = known.record.clone() else { return Ok(()) };
         let done = self.host_asks(&mut state, &record.ticket, &record.clock);
-        self.whole(record.ticket.lane.device)?;
+        self.goes_on(&record.ticket.lane)?;
         if done { Ok(()) } else { Err(Code::NOT_READY) }
+    }
+
+    /// Where an event was recorded last, if it was.
+    pub(crate) fn point_of_event(&self, event: u64) -> Outcome<Option<Arc<Record>>> {
+        Ok(self.known_event(&self.state(), event)?.record.clone())
     }
 
     pub(crate) fn synchronize_event(&self, event: u64) -> Outcome<()> {
@@ -391,7 +466,7 @@ impl Call<'_> {
         let Some(record) = self.known_event(&state, event)?.record.clone() else { return Ok(()) };
         drop(state);
         self.host_waits(std::slice::from_ref(&record.ticket), &record.clock);
-        self.whole(record.ticket.lane.device)
+        self.goes_on(&record.ticket.lane)
     }
 
     /// Counted milliseconds between two events that were recorded with timing.

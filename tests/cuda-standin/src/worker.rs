@@ -10,6 +10,7 @@ use crate::backing::{checksum, copy};
 use crate::lane::{Check, Copy, Lane, Op, Work, poison};
 use crate::report::Rule;
 use crate::shared::Shared;
+use crate::sync::lock;
 use crate::vendor::Vendor;
 
 /// How often work that is held back looks whether the host waits for it.
@@ -72,7 +73,7 @@ fn hold_back(lane: &Lane, shared: &Shared, op: &Op) {
 fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Chance) -> Instant {
     // HIP calls functions of the program whatever became of the stream.
     let always = matches!(op.work, Work::Host(..)) && Vendor::of(op.call) == Vendor::Hip;
-    if lane.is_stopped() || shared.broken(lane.device).is_some() && !always {
+    if lane.is_stopped() || lane.ended(shared).is_some() && !always {
         return Instant::now();
     }
     if let Some(code) = op.spoil.breaks {
@@ -82,7 +83,7 @@ fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Ch
             // SAFETY: both ranges were checked against their allocations when the copy was enqueued.
             unsafe { copy(job.src.at(), job.dst.at(), job.len / 2) };
         }
-        shared.break_device(lane.device, code);
+        lane.fail(shared, code);
         return Instant::now();
     }
     match op.work {
@@ -97,6 +98,7 @@ fn perform(lane: &Lane, shared: &Shared, op: Op, ready: Instant, chance: &mut Ch
             }
         }
         Work::Host(host, clock) => {
+            let _alone = lane.fate.as_ref().map(|fate| lock(&fate.functions));
             shared.tell(&clock);
             IN_HOST_FUNCTION.set(true);
             // SAFETY: the program handed the function and its argument over for exactly this call.
@@ -147,7 +149,7 @@ fn transfer(
     }
     let now = Instant::now();
     // What a broken device still reads, nobody can wait for.
-    let changed = |sum| shared.broken(lane.device).is_none() && sum != fingerprint();
+    let changed = |sum| lane.ended(shared).is_none() && sum != fingerprint();
     if expected.is_some_and(changed) {
         shared.violation(Rule::SourceChanged, call, || {
             format!("the pinned source of {} bytes at {source:p} changed before the copy had ended", job.len)

@@ -7,9 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Duration;
 
+use crate::acl;
 use crate::capture::Capture;
 use crate::code::{Code, Outcome};
 use crate::config::Config;
+use crate::contexts::Fate;
 use crate::counted::Counting;
 use crate::device::Device;
 use crate::fault::{FaultPlan, Faults, Spoil, Verdict};
@@ -36,7 +38,7 @@ const REPORT_VARIABLE: &str = "CUDA_STANDIN_REPORT";
 
 static WORLD: RwLock<Option<Arc<World>>> = RwLock::new(None);
 /// By vendor.
-static INITIALIZED: [AtomicBool; 2] = [const { AtomicBool::new(false) }; 2];
+static INITIALIZED: [AtomicBool; 4] = [const { AtomicBool::new(false) }; 4];
 static NEXT_HANDLE: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
@@ -76,6 +78,10 @@ pub(crate) struct State {
     pub(crate) devices: Vec<Device>,
     /// Live contexts and their devices.
     pub(crate) contexts: HashMap<u64, usize>,
+    /// Those that the program made itself, and by which calls.
+    pub(crate) own_contexts: HashMap<u64, &'static str>,
+    /// Of contexts that have had streams.
+    pub(crate) fates: HashMap<u64, Arc<Fate>>,
     pub(crate) lanes: Vec<LaneState>,
     /// Those whose streams were destroyed.
     pub(crate) spare: Vec<u32>,
@@ -173,6 +179,10 @@ impl World {
         told.unwrap_or(world.config().driver_version)
     }
 
+    pub(crate) fn first_device_name() -> Option<String> {
+        World::current().config().devices.first().map(|device| device.name.clone())
+    }
+
     /// Counts a call, of all threads and of this one.
     fn count(&self, name: &'static str) {
         *lock(&self.calls).entry(name).or_default() += 1;
@@ -242,16 +252,19 @@ pub(crate) fn enter(vendor: Vendor, name: &'static str, body: impl FnOnce(&Call<
         let call = Call::begin(vendor, name, &world)?;
         body(&call)
     }));
-    match result {
-        Ok(Ok(())) => 0,
-        Ok(Err(Code::CAPTURED)) => 0,
+    let number = match result {
+        Ok(Ok(()) | Err(Code::CAPTURED)) => return 0,
         Ok(Err(code)) => vendor.number(code),
         Err(_) => {
             let shared = Arc::clone(&World::current().shared);
             shared.violation(Rule::Panic, name, || "the stand-in panicked".to_owned());
             vendor.number(Code::UNKNOWN)
         }
+    };
+    if vendor == Vendor::Acl {
+        acl::remember(name, number);
     }
+    number
 }
 
 impl<'w> Call<'w> {
@@ -290,6 +303,11 @@ impl<'w> Call<'w> {
         }
         INITIALIZED[self.vendor as usize].store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Whether the vendor's library was initialised before now, which it is no longer.
+    pub(crate) fn uninit(&self) -> bool {
+        INITIALIZED[self.vendor as usize].swap(false, Ordering::AcqRel)
     }
 
     pub(crate) fn violation(&self, rule: Rule, detail: impl FnOnce() -> String) {
@@ -335,6 +353,11 @@ impl<'w> Call<'w> {
         result
     }
 
+    /// The same for a lane, whose context may have come to an end by itself.
+    pub(crate) fn goes_on(&self, lane: &Lane) -> Outcome<()> {
+        lane.ended(&self.world.shared).map_or(Ok(()), Err)
+    }
+
     /// A broken device gives the same result to every call.
     pub(crate) fn whole(&self, device: usize) -> Outcome<()> {
         self.world.shared.broken(device).map_or(Ok(()), Err)
@@ -348,6 +371,11 @@ impl<'w> Call<'w> {
 
     pub(crate) fn set_thread_device(&self, device: usize) {
         DEVICE.set((self.world.number, device));
+    }
+
+    /// The context that what is made now belongs to; HIP's belongs to the device alone.
+    pub(crate) fn owning_context(&self) -> u64 {
+        if self.vendor == Vendor::Hip { 0 } else { CURRENT.get() }
     }
 
     pub(crate) fn current_context() -> u64 {

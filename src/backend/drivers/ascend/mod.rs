@@ -80,8 +80,10 @@ impl Vendor for Acl {
             verbs.policy = if count > 1 { HUGE_FIRST_FOR_PEERS } else { HUGE_FIRST };
             (0..count).map(|number| verbs.device_info(&library, number)).collect::<Outcome<Vec<_>>>()
         });
-        let driver =
-            Driver::new(verbs, Rules { kind: Acl::KIND, waits_across: true, peers: Peers::Pull, registers: false });
+        let driver = Driver::new(
+            verbs,
+            Rules { kind: Acl::KIND, waits_across: true, peers: Peers::Pull, registers: false, per_thread: None },
+        );
         match devices {
             Ok(devices) if devices.is_empty() => Err(no_device()),
             Ok(devices) => Ok((driver, devices)),

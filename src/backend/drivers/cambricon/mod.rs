@@ -24,6 +24,9 @@ const LIBRARY_VARIABLE: &str = "TENSOR_OFFLOAD_LIBCNDRV";
 /// The names of the library: by the search path, and where it is installed.
 const LIBRARIES: [&str; 3] = ["libcndrv.so", "libcndrv.so.2", "/usr/local/neuware/lib64/libcndrv.so"];
 
+/// `CN_QUEUE_TYPE_PER_THREAD`.
+const PER_THREAD: usize = 1;
+
 /// Why devices do not copy from each other's memory.
 const NO_PEERS: &str = "a queue copies only from the memory of its own device";
 
@@ -76,7 +79,13 @@ impl Vendor for CnDrv {
                 .map(|number| verbs.device_info(uuids.as_ref(), number))
                 .collect::<Outcome<Vec<_>>>()
         });
-        let rules = Rules { kind: CnDrv::KIND, waits_across: false, peers: Peers::Never(NO_PEERS), registers: false };
+        let rules = Rules {
+            kind: CnDrv::KIND,
+            waits_across: false,
+            peers: Peers::Never(NO_PEERS),
+            registers: false,
+            per_thread: Some(PER_THREAD),
+        };
         let driver = Driver::new(verbs, rules);
         match found {
             Ok(devices) if devices.is_empty() => Err(no_device()),

@@ -16,6 +16,7 @@ use self::calls::{Attribute, CaptureCalls, CaptureModeCalls, KernelCalls, OldUui
 pub(super) use self::nvml::Nvml;
 use self::verbs::CudaVerbs;
 use super::driver::{Batches, Driver, lacks, named, open, open_any};
+use super::stream::PER_THREAD;
 use super::table::Spelling;
 use super::verbs::{DeviceHandle, Outcome, Peers, Rules, Verbs, given};
 use super::{Cards, Vendor};
@@ -158,7 +159,7 @@ pub(super) fn load(library: &Library, kind: DeviceKind, variant: Variant) -> Res
     // SAFETY: no flags are defined.
     let started = unsafe { verbs.calls.init(0) }.and_then(|()| verbs.version());
     let devices = started.and_then(|_| devices(&verbs, library, kind));
-    let rules = Rules { kind, waits_across: true, peers: Peers::Both, registers: true };
+    let rules = Rules { kind, waits_across: true, peers: Peers::Both, registers: true, per_thread: Some(PER_THREAD) };
     let mut driver = Driver::new(verbs, rules);
     driver.pools = PoolCalls::find(library, SPELLING).ok();
     driver.kernels = KernelCalls::find(library, SPELLING).map_err(|missing| format!("the driver has no {missing}"));
