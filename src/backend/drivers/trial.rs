@@ -245,13 +245,13 @@ impl Factors {
 }
 
 impl Case {
-    /// The scales, of which some are subnormal.
+    /// The scales. Some are subnormal, and have no reciprocal.
     fn scales(&self, number: u32) -> Vec<f32> {
         let (rows, cols) = self.shape;
         let count = if self.scaled > 0 { rows * cols.div_ceil(self.scaled) } else { 0 };
         let random = Random { case: number, product: SCALES };
         let scale = |index: usize| match (index % 7, random.bits(index, 0)) {
-            (3, bits) => f32::from_bits(1 << 21 | bits as u32 >> 11),
+            (3, bits) => f32::from_bits(1 << 19 | bits as u32 >> 13),
             (_, bits) => float(bits, -5).abs(),
         };
         (0..count).map(scale).collect()
