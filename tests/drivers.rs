@@ -247,7 +247,7 @@ fn every_failing_call(vendor: Vendor) {
         }
     };
     let effects = [Effect::OutOfMemory, Effect::Sticky(vendor.sticky()), Effect::LateSticky(vendor.sticky())];
-    whatever_call_fails(&two_cards(vendor), &effects, 80, || vendor.registry(), path);
+    whatever_call_fails(&two_cards(vendor), &effects, 40, || vendor.registry(), path);
 }
 
 #[test]

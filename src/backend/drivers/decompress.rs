@@ -1,12 +1,11 @@
 //! The weights of the lossless code, decoded on the device.
 
-use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
 use super::cuda::calls::FunctionHandle;
 use super::device::DriverDevice;
-use super::module::{Module, launch};
+use super::module::{Module, Text, launch};
 use super::stream::DriverStream;
 use crate::backend::{Decompress, DecompressFlight, Event, Stream, Undecoded};
 use crate::dtype::DType;
@@ -14,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::lossless::{BLOCK_WEIGHTS, CODE_ALIGN, longest_block};
 
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/lossless.cu`.
-const TEXT: &str = include_str!("kernels/lossless.ptx");
+const TEXT: Text = Text::new(concat!(include_str!("kernels/lossless.ptx"), "\0"), None);
 
 /// The functions; types whose weights have the same fields share one.
 const FUNCTIONS: [&CStr; 5] = [c"lossless_bf16", c"lossless_f16", c"lossless_f32", c"lossless_e4m3", c"lossless_e5m2"];
@@ -30,20 +29,14 @@ const OPERATION: &str = "decompression";
 /// work, which the work itself will be told.
 pub(super) fn covers(device: &DriverDevice, stream: &dyn Stream, dtype: DType) -> Result<(), String> {
     let id = device.context().id();
-    if index(dtype).is_none() {
+    if index(dtype).is_none() || TEXT.of(id.kind()).is_none() {
         return Err(format!("{id} has no kernel that decodes {dtype}"));
     }
-    let stream = own(device, stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
+    let stream = device.own_stream(stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
     if stream.check_accepts(OPERATION).is_err() {
         return Ok(());
     }
     module(device).map(drop)
-}
-
-/// The stream, if it is one of the device.
-fn own<'s>(device: &DriverDevice, stream: &'s dyn Stream) -> Option<&'s DriverStream> {
-    let id = device.context().id();
-    (stream as &dyn Any).downcast_ref::<DriverStream>().filter(|stream| stream.device() == id)
 }
 
 fn index(dtype: DType) -> Option<usize> {
@@ -59,7 +52,7 @@ fn index(dtype: DType) -> Option<usize> {
 
 fn module(device: &DriverDevice) -> Result<&Module, String> {
     let context = device.context();
-    context.kernels().lossless.get(context, TEXT, FUNCTIONS.into_iter())
+    context.kernels().lossless.get(context, &TEXT, FUNCTIONS.into_iter(), |_| Ok(()))
 }
 
 /// Queues the kernel.
@@ -112,7 +105,7 @@ fn prepared<'s>(
 ) -> Result<(&'s DriverStream, Launching)> {
     let id = device.context().id();
     let info = work.info();
-    let (Some(index), Some(stream)) = (index(info.dtype), own(device, stream)) else {
+    let (Some(index), Some(stream)) = (index(info.dtype), device.own_stream(stream)) else {
         return Err(Error::invalid(format!("{} is not decoded on {id}, or not on this stream", info.dtype)));
     };
     stream.check_accepts(OPERATION)?;
@@ -151,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_text_is_made_of_the_source() {
-        assert_made_of(TEXT, &[include_bytes!("kernels/lossless.cu")], FUNCTIONS.into_iter());
+        assert_made_of(TEXT.ptx, &[include_bytes!("kernels/lossless.cu")], FUNCTIONS.into_iter());
     }
 
     #[test]

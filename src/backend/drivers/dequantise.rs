@@ -1,19 +1,18 @@
 //! The values of GGML's blocks, computed on the device.
 
-use std::any::Any;
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
 use super::cuda::calls::FunctionHandle;
 use super::device::DriverDevice;
-use super::module::{Module, launch};
+use super::module::{Module, Text, launch};
 use super::stream::DriverStream;
 use crate::backend::{Dequantise, Event, Flight, Rejected, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// The PTX that `scripts/kernels/regenerate` generates from `kernels/dequantise.cu` and the headers that it includes.
-const TEXT: &str = include_str!("kernels/dequantise.ptx");
+const TEXT: Text = Text::new(concat!(include_str!("kernels/dequantise.ptx"), "\0"), None);
 
 /// The block types, all of GGML's, and the functions for them.
 const FUNCTIONS: [(DType, &CStr); 27] = [
@@ -63,20 +62,14 @@ const OPERATION: &str = "dequantisation";
 /// no work, which the work itself will be told.
 pub(super) fn covers(device: &DriverDevice, stream: &dyn Stream, from: DType, to: DType) -> Result<(), String> {
     let id = device.context().id();
-    if index(from).is_none() || kind(to).is_none() {
+    if index(from).is_none() || kind(to).is_none() || TEXT.of(id.kind()).is_none() {
         return Err(format!("{id} has no kernel that computes {to} of {from}"));
     }
-    let stream = own(device, stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
+    let stream = device.own_stream(stream).ok_or_else(|| format!("the stream is not one of {id}"))?;
     if stream.check_accepts(OPERATION).is_err() {
         return Ok(());
     }
     module(device).map(drop)
-}
-
-/// The stream, if it is one of the device.
-fn own<'s>(device: &DriverDevice, stream: &'s dyn Stream) -> Option<&'s DriverStream> {
-    let id = device.context().id();
-    (stream as &dyn Any).downcast_ref::<DriverStream>().filter(|stream| stream.device() == id)
 }
 
 fn index(from: DType) -> Option<usize> {
@@ -89,7 +82,7 @@ fn kind(to: DType) -> Option<usize> {
 
 fn module(device: &DriverDevice) -> Result<&Module, String> {
     let context = device.context();
-    context.kernels().dequantise.get(context, TEXT, FUNCTIONS.iter().map(|(_, name)| *name))
+    context.kernels().dequantise.get(context, &TEXT, FUNCTIONS.iter().map(|(_, name)| *name), |_| Ok(()))
 }
 
 /// Queues the kernel.
@@ -137,7 +130,7 @@ fn prepared<'s>(
 ) -> Result<(&'s DriverStream, Launching)> {
     let id = device.context().id();
     let (from, to) = work.types();
-    let (Some(index), Some(kind), Some(stream)) = (index(from), kind(to), own(device, stream)) else {
+    let (Some(index), Some(kind), Some(stream)) = (index(from), kind(to), device.own_stream(stream)) else {
         return Err(Error::invalid(format!("{to} of {from} is not computed on {id}, or not on this stream")));
     };
     stream.check_accepts(OPERATION)?;
@@ -170,7 +163,7 @@ mod tests {
             include_bytes!("kernels/lattices.cuh"),
             include_bytes!("kernels/dequantise.cu"),
         ];
-        assert_made_of(TEXT, &sources, FUNCTIONS.iter().map(|(_, name)| *name));
+        assert_made_of(TEXT.ptx, &sources, FUNCTIONS.iter().map(|(_, name)| *name));
     }
 
     /// The values of lattices stand in tables of the text.
@@ -179,9 +172,9 @@ mod tests {
         for (name, codes) in TABLES {
             let bytes: Vec<String> = codes.iter().flat_map(|code| code.to_le_bytes()).map(|b| b.to_string()).collect();
             let table = format!("\n.global .align 2 .b8 {name}[{}] = {{{}}};\n", bytes.len(), bytes.join(", "));
-            assert!(TEXT.contains(&table), "{name} has changed since; run scripts/kernels/regenerate");
+            assert!(TEXT.ptx.contains(&table), "{name} has changed since; run scripts/kernels/regenerate");
         }
-        assert_eq!(TEXT.lines().filter(|line| line.starts_with(".global")).count(), TABLES.len());
+        assert_eq!(TEXT.ptx.lines().filter(|line| line.starts_with(".global")).count(), TABLES.len());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use libloading::Library;
 
-use super::cuda::calls::{HipCalls, UuidCalls};
+use super::cuda::calls::{HipCalls, KernelCalls, UuidCalls};
 use super::cuda::verbs::CudaVerbs;
 use super::driver::{Driver, lacks, named, no_device, open_any, pci_bus_id};
 use super::stream::PER_THREAD;
@@ -47,11 +47,17 @@ enum Attribute {
 ///
 /// The devices are `hip:N`, in the order of the runtime, so `HIP_VISIBLE_DEVICES` and `ROCR_VISIBLE_DEVICES` apply; `cuda:N`, as
 /// PyTorch's builds for ROCm call them, means them too where there are no CUDA devices. A library of version 5, 6 or 7 is used: one
-/// that the process has loaded already, else the newest by its name, or the file that [`library`](Hip::library) or the environment variable `TENSOR_OFFLOAD_LIBAMDHIP64` names. Without a usable one, [`discover`](crate::backend::Backend::discover)
-/// returns the reason; nothing panics.
+/// that the process has loaded already, else the newest by its name, or the file that [`library`](Hip::library) or the environment
+/// variable `TENSOR_OFFLOAD_LIBAMDHIP64` names. Without a usable one, [`discover`](crate::backend::Backend::discover) returns the
+/// reason; nothing panics.
 ///
 /// The runtime opens all its devices when it is loaded. The free memory of a device is known once it is open here. Freeing memory
-/// waits for all work of the device, and setting a device prefers its NUMA node for the thread's memory; both are what the runtime does.
+/// waits for all work of the device, and setting a device prefers its NUMA node for the thread's memory; both are what the runtime
+/// does.
+///
+/// Kernels patch on devices of the architectures gfx900, gfx906, gfx908, gfx90a, gfx942, gfx1030, gfx1100 to gfx1102, gfx1200 and
+/// gfx1201, once a trial on the device gave the bytes that the host gives; on others the host patches. It computes the values of
+/// blocks, too, and decodes compressed weights.
 ///
 /// ```
 /// use tensor_offload::backend::{Backend, Found, Hip};
@@ -96,7 +102,9 @@ impl Vendor for Amd {
             events: MANY_EVENTS,
             per_thread: Some(PER_THREAD),
         };
-        let driver = Driver::new(verbs, rules);
+        let mut driver = Driver::new(verbs, rules);
+        driver.kernels =
+            KernelCalls::find(&library, Spelling::Hip).map_err(|missing| format!("the runtime has no {missing}"));
         let devices = devices.map_err(|failure| match NO_DEVICE.contains(&failure.code.0) {
             true => no_device("HIP", &VISIBLE),
             false => driver.describe(failure),

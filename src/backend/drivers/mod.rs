@@ -35,6 +35,7 @@ mod numa;
 mod peers;
 mod pinned;
 mod stream;
+mod trial;
 
 use std::collections::BTreeMap;
 use std::path::Path;

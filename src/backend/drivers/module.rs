@@ -1,12 +1,33 @@
 //! A text of kernels that the driver has compiled for its device.
 
-use std::ffi::{CStr, CString, c_void};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::ffi::{CStr, c_void};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::context::{Context, Refusal};
 use super::cuda::calls::{FunctionHandle, KernelCalls, ModuleHandle};
 use super::verbs::{Meaning, Outcome, StreamHandle};
+use crate::device::DeviceKind;
 use crate::error::{Error, Result};
+
+/// A text of kernels, in the forms that drivers take.
+pub(super) struct Text {
+    /// PTX, with a zero at its end: for CUDA's driver, and those that take what it takes.
+    pub(super) ptx: &'static str,
+    /// A bundle of code for the architectures of AMD's devices. `None` where there is none of these kernels.
+    hip: Option<&'static [u8]>,
+}
+
+impl Text {
+    pub(super) const fn new(ptx: &'static str, hip: Option<&'static [u8]>) -> Text {
+        assert!(matches!(ptx.as_bytes().last(), Some(0)), "the driver finds the end by a zero");
+        Text { ptx, hip }
+    }
+
+    /// The form for devices of this kind, if there is one.
+    pub(super) fn of(&self, kind: DeviceKind) -> Option<&'static [u8]> {
+        if kind == DeviceKind::Hip { self.hip } else { Some(self.ptx.as_bytes()) }
+    }
+}
 
 /// A text that is loaded at its first use.
 #[derive(Default)]
@@ -17,16 +38,17 @@ pub(super) struct Loaded {
 }
 
 impl Loaded {
-    /// The functions `names` of a PTX `text`, which are the same in every call. What the driver refuses once it refuses always,
-    /// unless it had no memory or was in a capture; then a later call tries again.
+    /// The functions `names` of a `text`, which are the same in every call, once `check` has passed. What the driver refuses once
+    /// it refuses always, unless it had no memory or was in a capture; then a later call tries again. So it is with the check.
     ///
     /// # Errors
-    /// The reason why the driver refuses them.
+    /// The reason why the driver refuses them, or the check does.
     pub(super) fn get<'n>(
         &self,
-        context: &Context,
-        text: &str,
+        context: &Arc<Context>,
+        text: &Text,
         names: impl Iterator<Item = &'n CStr>,
+        check: impl FnOnce(&Module) -> Result<(), Unfit>,
     ) -> Result<&Module, String> {
         let known = || self.known.get().map(|known| known.as_ref().map_err(Clone::clone));
         if let Some(known) = known() {
@@ -36,9 +58,20 @@ impl Loaded {
         if let Some(known) = known() {
             return known;
         }
-        let outcome = Module::load(context, text, names).map_err(|unloaded| {
-            let Unloaded { why, lasts } = unloaded;
-            tracing::warn!(device = %context.id(), why, "kernels are not loaded; the host does their work");
+        let loaded = Module::load(context, text, names).and_then(|module| match check(&module) {
+            Ok(()) => Ok(module),
+            Err(Unfit::Idle(unloaded)) => {
+                module.unload(context);
+                Err(unloaded)
+            }
+            Err(Unfit::Running(why)) => Err(Unloaded { why, lasts: true }),
+        });
+        let outcome = loaded.map_err(|Unloaded { why, lasts }| {
+            // Of a driver that has none nobody expects them.
+            match context.driver().kernels.is_ok() {
+                true => tracing::warn!(device = %context.id(), why, "kernels are not loaded; the host does their work"),
+                false => tracing::debug!(device = %context.id(), why, "the host does the work of kernels"),
+            }
             (why, lasts)
         });
         let outcome = match outcome {
@@ -54,10 +87,30 @@ impl Loaded {
 }
 
 /// Why a text is not loaded.
-struct Unloaded {
-    why: String,
+pub(super) struct Unloaded {
+    pub(super) why: String,
     /// Whether it would be the same again.
-    lasts: bool,
+    pub(super) lasts: bool,
+}
+
+impl Unloaded {
+    /// The reason of a refused call.
+    pub(super) fn of(context: &Context, refusal: Refusal) -> Unloaded {
+        let lasts = !refusal.is(Meaning::OutOfMemory) && !refusal.is_of_captures();
+        let why = match refusal {
+            Refusal::Code(failure) => context.driver().describe(failure),
+            refusal => context.error(refusal).to_string(),
+        };
+        Unloaded { why, lasts }
+    }
+}
+
+/// Why the functions of a module that was loaded are not used.
+pub(super) enum Unfit {
+    /// None of them runs.
+    Idle(Unloaded),
+    /// One may be running still, so the module stays.
+    Running(String),
 }
 
 /// A loaded text of a context.
@@ -73,23 +126,17 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads the functions `names` of a PTX `text`.
-    fn load<'n>(context: &Context, text: &str, names: impl Iterator<Item = &'n CStr>) -> Result<Module, Unloaded> {
+    /// Loads the functions `names` of a `text`.
+    fn load<'n>(context: &Context, text: &Text, names: impl Iterator<Item = &'n CStr>) -> Result<Module, Unloaded> {
         let lasting = |why| Unloaded { why, lasts: true };
         let calls = context.driver().kernels.as_ref().map_err(|why| lasting(why.clone()))?;
-        let text = CString::new(text).map_err(|error| lasting(error.to_string()))?;
-        let why = |refusal: Refusal| {
-            let lasts = !refusal.is(Meaning::OutOfMemory) && !refusal.is_of_captures();
-            let why = match refusal {
-                Refusal::Code(failure) => context.driver().describe(failure),
-                refusal => context.error(refusal).to_string(),
-            };
-            Unloaded { why, lasts }
-        };
+        let id = context.id();
+        let image = text.of(id.kind()).ok_or_else(|| lasting(format!("there is no such kernel for {id}")))?;
+        let why = |refusal| Unloaded::of(context, refusal);
         let run = |call: &mut dyn FnMut(&KernelCalls) -> Outcome| context.raw(|_| call(calls)).map_err(why);
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the text ends with a zero and outlives the call, the pointer is to a living handle.
-        run(&mut |calls| unsafe { calls.load(&raw mut handle, text.as_ptr().cast()) })?;
+        // SAFETY: PTX ends with a zero, a bundle says where it ends; either outlives the driver. The pointer is to a living handle.
+        run(&mut |calls| unsafe { calls.load(&raw mut handle, image.as_ptr().cast()) })?;
         let mut module = Module { handle, functions: Vec::new() };
         for name in names {
             let mut function = std::ptr::null_mut();

@@ -132,6 +132,10 @@ impl DriverStream {
         DriverStream { stream: Arc::new(stream), context, reaper, open, order, after }
     }
 
+    pub(super) fn context(&self) -> &Context {
+        &self.context
+    }
+
     /// The driver's handle.
     pub(crate) fn handle(&self) -> StreamHandle {
         self.stream.handle

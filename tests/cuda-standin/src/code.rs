@@ -41,6 +41,7 @@ codes! {
     INVALID_DEVICE = 101, "invalid device ordinal";
     INVALID_IMAGE = 200, "device kernel image is invalid";
     INVALID_CONTEXT = 201, "invalid device context";
+    NO_BINARY_FOR_GPU = 209, "no kernel image is available for execution on the device";
     ECC_UNCORRECTABLE = 214, "uncorrectable ECC error encountered";
     PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";
     INVALID_PTX = 218, "a PTX JIT compilation failed";

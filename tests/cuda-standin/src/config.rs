@@ -34,6 +34,8 @@ pub struct Config {
     pub check_sources: bool,
     /// Every text of kernels is refused, as by a driver that cannot compile for its device.
     pub refuse_ptx: bool,
+    /// A text in PTX that runs wherever code for AMD's devices would, which cannot run here; none: such code is refused.
+    pub code_as_ptx: Option<String>,
     /// The longest pause that `seed` puts between two pieces.
     pub jitter_micros: u64,
     /// How long each function of the program that a stream calls takes of counted time, whatever it does.
@@ -59,6 +61,7 @@ impl Default for Config {
             seed: None,
             check_sources: true,
             refuse_ptx: false,
+            code_as_ptx: None,
             jitter_micros: 50,
             function_micros: 0,
             fill_fresh: 1 << 20,
@@ -136,6 +139,8 @@ pub struct DeviceConfig {
     pub granularity: u64,
     /// Compute capability, major and minor.
     pub compute: (i32, i32),
+    /// The architecture of a device of AMD's, as its bundles of code name it.
+    pub architecture: String,
     /// The copy engines: with 1, both directions share it; with more, each has its own.
     pub copy_engines: i32,
     /// Multiprocessors.
@@ -181,6 +186,7 @@ impl DeviceConfig {
             context_bytes: 0,
             granularity: 512,
             compute: (8, 0),
+            architecture: "gfx90a".to_owned(),
             copy_engines: 2,
             multiprocessors: 8,
             integrated: false,

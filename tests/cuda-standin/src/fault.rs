@@ -16,6 +16,8 @@ pub struct FaultPlan {
     pub no_peers: bool,
     /// Copies between devices go through and deliver wrong bytes.
     pub lying_peers: bool,
+    /// Functions run, and the lowest bit of the first byte that a launch may write is wrong.
+    pub lying_functions: bool,
     /// No device has memory pools.
     pub no_pools: bool,
     /// There are no devices.

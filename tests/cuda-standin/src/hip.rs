@@ -20,9 +20,9 @@ use crate::world::Call;
 /// A result as the runtime numbers it. Where both have one they have the same number; these it has not.
 pub(crate) fn number(code: Code) -> u32 {
     match code {
-        Code::UNSUPPORTED_PTX_VERSION => 209, // no binary for the device
-        Code::MISALIGNED_ADDRESS => 719,      // launch failure
-        Code::NOT_PERMITTED => 801,           // not supported
+        Code::UNSUPPORTED_PTX_VERSION => Code::NO_BINARY_FOR_GPU.0,
+        Code::MISALIGNED_ADDRESS => 719, // launch failure
+        Code::NOT_PERMITTED => 801,      // not supported
         Code(number) => number,
     }
 }
@@ -195,18 +195,48 @@ impl Call<'_> {
     }
 }
 
-/// Kernels of AMD's devices cannot be run here. A text in PTX can, which no runtime of AMD's takes: so what is done with kernels
-/// can be tested; anything else is what the runtime calls a wrong image.
+/// How a bundle of code begins, in the format of clang-offload-bundler.
+const BUNDLE: &[u8] = b"__CLANG_OFFLOAD_BUNDLE__";
+/// The runtime hands so many bytes of a bundle to whoever reads its list.
+const LISTED: usize = 4096;
+
+/// Loads an image: a bundle of code, as the runtime reads it. A text in PTX is taken too, which no runtime of AMD's takes, so that
+/// what is done with kernels can be tested; anything else is what the runtime calls a wrong image.
 ///
 /// # Safety
-/// The image must be null or end with a zero.
-unsafe fn module_text<'i>(image: *const c_void) -> Outcome<&'i str> {
+/// The image must be null, end with a zero, or be a bundle that is as long as it says.
+unsafe fn load_image(call: &Call<'_>, image: *const c_void) -> Outcome<u64> {
     if image.is_null() {
         return Err(Code::INVALID_VALUE);
     }
+    // SAFETY: the caller's promise. A text may end before the bundle's first word would.
+    let is_bundle = BUNDLE.iter().enumerate().all(|(at, byte)| unsafe { *image.cast::<u8>().add(at) } == *byte);
+    if is_bundle {
+        // SAFETY: the caller's promise.
+        return unsafe { parts(image.cast()) }.ok_or(Code::INVALID_IMAGE).and_then(|parts| call.load_code(&parts));
+    }
     // SAFETY: the caller's promise.
     let found = unsafe { text(image) }.ok().filter(|text| text.contains(".version"));
-    found.ok_or(Code::INVALID_IMAGE)
+    call.load_module(found.ok_or(Code::INVALID_IMAGE)?)
+}
+
+/// The parts of a bundle by their names; none where its list is not in the bytes that are read of it.
+///
+/// # Safety
+/// The bundle must be as long as its list says, and as what is read of it.
+unsafe fn parts<'i>(bundle: *const u8) -> Option<Vec<(&'i str, &'i [u8])>> {
+    // SAFETY: the caller's promise.
+    let listed = unsafe { std::slice::from_raw_parts(bundle, LISTED) };
+    let number = |at: usize| Some(u64::from_le_bytes(listed.get(at..at + 8)?.try_into().ok()?) as usize);
+    let mut at = BUNDLE.len() + 8;
+    let part = |_| {
+        let (from, len, name) = (number(at)?, number(at + 8)?, number(at + 16)?);
+        let name = std::str::from_utf8(listed.get(at + 24..at.checked_add(24)?.checked_add(name)?)?).ok()?;
+        at += 24 + name.len();
+        // SAFETY: the caller's promise.
+        Some((name, unsafe { std::slice::from_raw_parts(bundle.add(from), len) }))
+    };
+    (0..number(BUNDLE.len())?).map(part).collect()
 }
 
 #[allow(unused_unsafe, reason = "many calls only pass numbers on")]
@@ -399,7 +429,7 @@ mod calls {
         };
 
         fn hipModuleLoadData(module: Out<Handle>, image: *const c_void) |call| {
-            give(module, || call.load_module(module_text(image)?).map(handle))
+            give(module, || load_image(call, image).map(handle))
         };
         fn hipModuleUnload(module: Handle) |call| call.unload_module(address(module));
         fn hipModuleGetFunction(function: Out<Handle>, module: Handle, name: *const c_char) |call| {

@@ -79,6 +79,20 @@ impl Call<'_> {
         Ok(handle)
     }
 
+    /// Loads the part of a bundle of code that is for the device. What runs is the text that stands for all such code.
+    pub(crate) fn load_code(&self, parts: &[(&str, &[u8])]) -> Outcome<u64> {
+        let device = self.device(&self.state())?;
+        let config = self.world.config();
+        let own = format!("hipv4-amdgcn-amd-amdhsa--{}", config.devices[device].architecture);
+        let part = parts.iter().find(|(name, _)| *name == own).ok_or(Code::NO_BINARY_FOR_GPU)?.1;
+        // An object of ELF with 64 bits, for AMD's devices.
+        let is_code = part.starts_with(b"\x7fELF\x02\x01") && part.get(18..20) == Some(&[224, 0]);
+        match &config.code_as_ptx {
+            Some(text) if is_code => self.load_module(text),
+            _ => Err(Code::INVALID_IMAGE),
+        }
+    }
+
     /// Lets a module go, which the host must have seen the end of all launches of.
     pub(crate) fn unload_module(&self, module: u64) -> Outcome<()> {
         let mut state = self.state();
@@ -161,8 +175,13 @@ impl Call<'_> {
             found.push((*address, range, if writes { Access::Write } else { Access::Read }));
         }
         let mut windows = Vec::new();
-        for (address, range, _) in &found {
-            windows.push(Window { address: *address, len: range.len, place: self.place(&state, range)? });
+        let mut lie = None;
+        for (address, range, access) in &found {
+            let place = self.place(&state, range)?;
+            if lie.is_none() && *access == Access::Write && lock(&self.world.faults).plan.lying_functions {
+                lie = Some(place.clone());
+            }
+            windows.push(Window { address: *address, len: range.len, place });
         }
         let turn = state.turn(lane, self.name);
         if let Some(module) = state.modules.get_mut(&module) {
@@ -172,7 +191,7 @@ impl Call<'_> {
             self.touch(&mut state, range, *access, &turn);
         }
         let [across, down, _] = shape.threads;
-        let launch = Launch { function, blocks: shape.blocks[0], threads: [across, down], params, windows };
+        let launch = Launch { function, blocks: shape.blocks[0], threads: [across, down], params, windows, lie };
         self.submit(&mut state, turn, Work::Kernel(Box::new(launch)));
         Ok(())
     }

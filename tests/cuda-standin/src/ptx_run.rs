@@ -26,6 +26,8 @@ pub(crate) struct Launch {
     pub(crate) threads: [u32; 2],
     pub(crate) params: Vec<u64>,
     pub(crate) windows: Vec<Window>,
+    /// Where a bit is to be wrong afterwards.
+    pub(crate) lie: Option<Place>,
 }
 
 /// Memory that a launch may touch, from an address on.
@@ -78,6 +80,10 @@ impl Launch {
                 block.advance()?;
                 block.shared.barrier();
             }
+        }
+        if let Some(place) = &self.lie {
+            // SAFETY: the place lies in its backing, which a window keeps alive, too.
+            unsafe { *place.at() ^= 1 };
         }
         Ok(())
     }

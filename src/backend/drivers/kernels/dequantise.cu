@@ -5,7 +5,7 @@
 // so that the bytes are those that the host gives.
 //
 // A warp has 256 consecutive values, in eight runs of 32, which are 1 to 8 blocks. A thread has the values at its place of each
-// run, so that a warp reads and writes consecutive bytes. A block of threads is eight warps; src/backend/cuda/dequantise.rs
+// run, so that a warp reads and writes consecutive bytes. A block of threads is eight warps; src/backend/drivers/dequantise.rs
 // launches as many as the runs take.
 //
 // A format has the bytes and the runs of a block (1, 2, 4 or 8), and the value at `at` of a run of the block.
@@ -21,7 +21,7 @@
 #define WARPS 8
 #define RUNS 8
 
-// The types of values, as src/backend/cuda/dequantise.rs numbers them.
+// The types of values, as src/backend/drivers/dequantise.rs numbers them.
 #define TO_F32 0
 #define TO_F16 1
 #define TO_BF16 2

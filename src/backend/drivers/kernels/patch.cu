@@ -1,9 +1,10 @@
 // Adds products of low rank to a matrix in its storage type, in place: one pass, no f32 copy.
 //
-// scripts/kernels/regenerate makes patch.ptx of this. The arithmetic is that of src/patch and
-// src/float.rs, operation by operation, so that the bytes are those that the host gives: the sum in order of the rank,
-// from zero, with fused multiply-add; times the scale; added; each rounded to f32, subnormals kept. The intrinsics with
-// `_rn` are there because the compiler would otherwise contract a multiplication and an addition into one.
+// scripts/kernels/regenerate makes patch.ptx of this, with cuda.cuh before it; scripts/kernels/hip makes patch.hipfb, with
+// hip.cuh before it. The arithmetic is that of src/patch and src/float.rs, operation by operation, so that the bytes are
+// those that the host gives: the sum in order of the rank, from zero, with fused multiply-add; times the scale; added; each
+// rounded to f32, subnormals kept. The intrinsics with `_rn` are there because the compiler would otherwise contract a
+// multiplication and an addition into one.
 //
 // A block of 128 threads has 64 rows by 128 columns, a warp 32 by 64 of them, and a thread 8 rows by 4 columns in each of
 // two tiles of 32 columns. The factors come through shared memory, in slices of 8 of the rank, in two buffers: while one
@@ -273,7 +274,7 @@ __device__ __forceinline__ void ask_for(const u8 *memory, u32 rows, u32 cols, co
     const u32 size = sizeof(typename Format::Raw), lines = WIDE * COL_TILES * size / LINE;
     for (u32 at = threadIdx.x; at < ROW_TILES * ROWS * lines; at += THREADS) {
         const u32 row = place.block_row_tile * ROWS + at / lines, col = place.block_col_tile * WIDE + at % lines * (LINE / size);
-        if (row < rows && col < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(memory + ((u64)row * cols + col) * size));
+        if (row < rows && col < cols) prefetch(memory + ((u64)row * cols + col) * size);
     }
 }
 

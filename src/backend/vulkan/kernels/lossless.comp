@@ -1,4 +1,4 @@
-// Decodes the lossless code for weights, whose format is in src/lossless/mod.rs, as src/backend/cuda/kernels/lossless.cu does.
+// Decodes the lossless code for weights, whose format is in src/lossless/mod.rs, as src/backend/drivers/kernels/lossless.cu does.
 //
 // A workgroup decodes a block, tile after tile: a lane has the weights that the format gives it, and finds its codes of the second
 // and the third level by sums over the lanes before it. All numbers have 32 bits, and so has what is read and written: no device
