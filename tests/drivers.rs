@@ -247,7 +247,9 @@ fn every_failing_call(vendor: Vendor) {
         }
     };
     let effects = [Effect::OutOfMemory, Effect::Sticky(vendor.sticky()), Effect::LateSticky(vendor.sticky())];
-    whatever_call_fails(&two_cards(vendor), &effects, 40, || vendor.registry(), path);
+    // CoreX's driver is CUDA's, whose own tests have the rest.
+    let effects = if vendor == Vendor::Corex { &effects[..2] } else { &effects };
+    whatever_call_fails(&two_cards(vendor), effects, 25, || vendor.registry(), path);
 }
 
 #[test]
