@@ -34,6 +34,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use super::pinning_host::{Pin, PinningHost};
 use super::sysfs::Sysfs;
 use super::{Backend, Device, Found, Host};
 use crate::bytes::ByteSize;

@@ -130,6 +130,7 @@ impl Vendor for Nvidia {
 pub(super) enum Variant {
     Nvidia,
     /// Iluvatar's, which says that it is for CUDA 10.2. Programs were seen to fail that destroy what is in use (muda's port).
+    #[cfg_attr(not(feature = "corex"), expect(dead_code, reason = "that backend is not built"))]
     CoreX,
 }
 
