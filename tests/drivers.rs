@@ -249,7 +249,7 @@ fn every_failing_call(vendor: Vendor) {
     let effects = [Effect::OutOfMemory, Effect::Sticky(vendor.sticky()), Effect::LateSticky(vendor.sticky())];
     // CoreX's driver is CUDA's, whose own tests have the rest.
     let effects = if vendor == Vendor::Corex { &effects[..2] } else { &effects };
-    whatever_call_fails(&two_cards(vendor), effects, 25, || vendor.registry(), path);
+    whatever_call_fails(&two_cards(vendor), effects, 10, || vendor.registry(), path);
 }
 
 #[test]
