@@ -263,10 +263,10 @@ pub trait Stream: Any + Send + Sync + fmt::Debug {
     /// [`Rejected`], which returns the destination.
     fn copy(&self, transfer: Transfer) -> Result<Flight, Box<Rejected>>;
 
-    /// Makes all later work of this stream wait for `event`. If it fails, so does at least the work that is queued next.
+    /// Makes all later work of this stream wait for `event`.
     ///
     /// # Errors
-    /// [`Failed`](Error::Failed) when the event has failed by now; otherwise when the stream accepts no more work.
+    /// When the stream accepts no more work.
     fn wait(&self, event: &Event) -> Result<Joined>;
 
     /// Records an event after all earlier work of this stream. `uses` are the buffers that this work reads: none of them is

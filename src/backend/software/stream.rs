@@ -30,7 +30,7 @@ pub(super) struct SoftwareStream {
     /// The speed at which it decodes, on a clock.
     decoding: Option<Bandwidth>,
     queue: Queue,
-    /// The events that all later work waits for: pending ones, and one that failed until the work that is queued next fails with it.
+    /// The pending events that all later work waits for. If one fails, later work fails.
     after: Mutex<Vec<Event>>,
     /// The process of its thread.
     process: Process,
@@ -90,9 +90,8 @@ impl SoftwareStream {
         self.process.check()?;
         {
             let mut after = lock(&self.after);
-            after.retain(|event| !matches!(event.state(), FenceState::Done));
-            waits.extend(after.iter().cloned());
             after.retain(|event| !event.is_complete());
+            waits.extend(after.iter().cloned());
         }
         match (&self.queue, &self.timeline) {
             (Queue::Virtual(tail), Some(timeline)) => Ok(perform(&mut lock(tail), &waits, &work, timeline)),
