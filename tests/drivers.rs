@@ -456,7 +456,7 @@ fn drivers_wait_for_each_other_on_the_device_where_they_can() {
             let route = second.route_from(&*first);
             match vendor {
                 Vendor::Cambricon => {
-                    assert!(matches!(&route, Route::Staged(why) if why.contains("queue")), "{route:?}")
+                    assert!(matches!(&route, Route::Staged(why) if why.contains("queue")), "{route:?}");
                 }
                 _ => assert!(matches!(&route, Route::Direct), "{vendor:?}: {route:?}"),
             }
@@ -540,7 +540,7 @@ fn hip_of_amds_own_library_has_every_call_and_tells_that_there_is_no_device() {
             println!("AMD's own library has all {} calls that were made, and says: {why}", own.len());
         }
         [Found::Here(card), ..] => {
-            println!("AMD's own library has all {} calls that were made, and {card:?}", own.len())
+            println!("AMD's own library has all {} calls that were made, and {card:?}", own.len());
         }
         other => panic!("{other:?}"),
     }
